@@ -1,0 +1,7 @@
+"""The conductor component of tanghulu; import it as ``tanghulu.conductor``."""
+
+if not __name__.startswith("tanghulu."):
+    raise ImportError(
+        f"import this package as tanghulu.conductor, not as {__name__!r}: "
+        "put src/ on the path (pip install -e .), not the checkout's root"
+    )

@@ -1,0 +1,7 @@
+"""The wire schema of tanghulu; import it as ``tanghulu.protos``."""
+
+if not __name__.startswith("tanghulu."):
+    raise ImportError(
+        f"import this package as tanghulu.protos, not as {__name__!r}: "
+        "put src/ on the path (pip install -e .), not the checkout's root"
+    )

@@ -1,0 +1,138 @@
+"""The tree of what the world can do to us. A programmer's error asserts instead.
+
+Every error has a stable ``code``; it travels by that code in both carriers and is mapped to gRPC
+statuses, HTTP statuses and exit codes by the edges alone (``rpc``, the conductor's HTTP app, ``cli``).
+A message says what was asked, what is there, and what to do.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class TanghuluError(Exception):
+    """Root of all typed errors. ``retryable`` says whether the same call may succeed later unchanged."""
+
+    code: ClassVar[str] = "INTERNAL"
+    retryable: ClassVar[bool] = False
+
+    @property
+    def message(self) -> str:
+        """The text without the class name."""
+        return str(self.args[0]) if self.args else self.code
+
+
+class ChunkNotFound(TanghuluError):
+    """No live node holds the key."""
+
+    code = "CHUNK_NOT_FOUND"
+
+
+class NodeUnavailable(TanghuluError):
+    """A store node or a worker cannot be reached, or went away in the middle."""
+
+    code = "NODE_UNAVAILABLE"
+    retryable = True
+
+
+class MasterUnavailable(TanghuluError):
+    """No master answered before the deadline."""
+
+    code = "MASTER_UNAVAILABLE"
+    retryable = True
+
+
+class DirectoryIncomplete(TanghuluError):
+    """The master is rebuilding its directory and cannot tell yet whether the key exists."""
+
+    code = "DIRECTORY_INCOMPLETE"
+    retryable = True
+
+
+class StoreFull(TanghuluError):
+    """Nothing that could be evicted makes room for the value before the deadline."""
+
+    code = "STORE_FULL"
+    retryable = True
+
+
+class ChecksumMismatch(TanghuluError):
+    """The bytes that arrived are not the bytes that were put."""
+
+    code = "CHECKSUM_MISMATCH"
+
+
+class LeaseExpired(TanghuluError):
+    """The reservation or pin that a transfer stood on is gone; reserve or pin again."""
+
+    code = "LEASE_EXPIRED"
+    retryable = True
+
+
+class TransferFailed(TanghuluError):
+    """A transfer request failed on every path that it was allowed to try."""
+
+    code = "TRANSFER_FAILED"
+    retryable = True
+
+
+class InvalidRequest(TanghuluError):
+    """The request is malformed or out of bounds; sending it again will fail again."""
+
+    code = "INVALID_REQUEST"
+
+
+class Unauthorized(TanghuluError):
+    """The token does not give this right."""
+
+    code = "UNAUTHORIZED"
+
+
+class DeadlineExceeded(TanghuluError):
+    """The call did not end before its deadline."""
+
+    code = "DEADLINE_EXCEEDED"
+    retryable = True
+
+
+class Overloaded(TanghuluError):
+    """A bounded queue is full, or no worker can take the request now."""
+
+    code = "OVERLOADED"
+    retryable = True
+
+
+class ModelNotFound(TanghuluError):
+    """No worker serves the model that was asked for."""
+
+    code = "MODEL_NOT_FOUND"
+
+
+class ModelUnsupported(TanghuluError):
+    """The model's files name an architecture, a tensor or a format that the worker cannot run."""
+
+    code = "MODEL_UNSUPPORTED"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """Prompt and wanted output do not fit into the model's context."""
+
+    code = "CONTEXT_LENGTH_EXCEEDED"
+
+
+class ConfigError(TanghuluError):
+    """A flag, variable or TOML key is unknown or has a bad value; the process refuses to start."""
+
+    code = "CONFIG_ERROR"
+
+
+def _tree(root: type[TanghuluError]) -> list[type[TanghuluError]]:
+    return [root] + [leaf for child in root.__subclasses__() for leaf in _tree(child)]
+
+
+_BY_CODE = {cls.code: cls for cls in reversed(_tree(TanghuluError))}
+
+
+def error_from_code(code: str, message: str) -> TanghuluError:
+    """The typed error that a peer reported by ``code``; unknown codes of newer peers become TanghuluError."""
+    return _BY_CODE.get(code, TanghuluError)(message)

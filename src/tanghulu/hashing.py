@@ -1,0 +1,143 @@
+"""Chained block hashes: the names by which equal prefixes find each other.
+
+A prompt's tokens are cut into blocks of ``block_tokens``. Each full block is named by
+
+    h[-1] = H(fingerprint, salt)            the root: what model, which tenant
+    h[i]  = H(h[i-1], tokens of block i)    tokens as little-endian uint32
+
+so equal names mean an equal model, tenant and *whole prefix*, and KV of that block can be shared. With
+blocks of 4 tokens, ``[1..10]`` has two names, h[0] over 1-4 and h[1] over h[0] and 5-8; tokens 9 and 10
+wait for their block to fill. This is the scheme of vLLM's automatic prefix caching and of the Mooncake
+paper (FAST'25, section 4); the 128-bit default H is xxh3, which is fast (a 128k-token prompt in about a
+millisecond) but not collision-proof against an attacker who picks tokens: choose ``sha256`` where tenants
+do not trust each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from tanghulu.errors import InvalidRequest
+from tanghulu.types import BlockHash, Fingerprint
+
+DEFAULT_BLOCK_TOKENS = 64
+TOKEN_BYTES = 4
+
+Tokens = npt.NDArray[np.uint32]
+HashFunction = Callable[[bytes], bytes]
+
+
+def _sha256_128(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()[:16]
+
+
+HASH_FUNCTIONS: dict[str, HashFunction] = {"xxh3_128": xxhash.xxh3_128_digest, "sha256": _sha256_128}
+
+
+def hash_function(name: str) -> HashFunction:
+    """The 128-bit hash called ``name``; raises InvalidRequest that lists the known ones."""
+    try:
+        return HASH_FUNCTIONS[name]
+    except KeyError:
+        raise InvalidRequest(f"block hash {name!r} is unknown; known: {', '.join(HASH_FUNCTIONS)}") from None
+
+
+def root_hash(fingerprint: Fingerprint, salt: bytes = b"", algorithm: str = "xxh3_128") -> BlockHash:
+    """The hash that stands in front of a prompt's first block: model and tenant."""
+    return BlockHash(hash_function(algorithm)(b"tanghulu/v1\0" + fingerprint + b"\0" + salt))
+
+
+def as_tokens(tokens: Iterable[int] | bytes | Tokens) -> Tokens:
+    """``tokens`` as a uint32 array; bytes are read as little-endian uint32. Raises InvalidRequest."""
+    if isinstance(tokens, np.ndarray):
+        return tokens.astype(np.uint32, copy=False)
+    if isinstance(tokens, bytes | bytearray | memoryview):
+        if len(tokens) % TOKEN_BYTES:
+            raise InvalidRequest(f"token buffer of {len(tokens)} bytes is no multiple of {TOKEN_BYTES}")
+        return np.frombuffer(tokens, dtype="<u4")
+    return np.fromiter(tokens, dtype=np.uint32)
+
+
+def chain_hashes(
+    parent: BlockHash, tokens: Tokens, block_tokens: int, algorithm: str = "xxh3_128"
+) -> list[BlockHash]:
+    """Hashes of the full blocks of ``tokens`` behind ``parent``; a partial last block has none."""
+    digest = hash_function(algorithm)
+    data = tokens.astype("<u4", copy=False).tobytes()
+    step = block_tokens * TOKEN_BYTES
+    hashes: list[BlockHash] = []
+    for start in range(0, len(data) - step + 1, step):
+        parent = BlockHash(digest(parent + data[start : start + step]))
+        hashes.append(parent)
+    return hashes
+
+
+class TokenSequence:
+    """A growing list of tokens together with the hashes of its full blocks.
+
+    Conductor, worker and migration use this one class, so that all three name the same block alike.
+    Appending costs time in the number of new tokens only.
+    """
+
+    def __init__(
+        self,
+        root: BlockHash,
+        block_tokens: int = DEFAULT_BLOCK_TOKENS,
+        tokens: Iterable[int] | bytes | Tokens = (),
+        algorithm: str = "xxh3_128",
+    ) -> None:
+        if block_tokens < 1:
+            raise InvalidRequest(f"block_tokens is {block_tokens}; a block has at least one token")
+        self.root = root
+        self.block_tokens = block_tokens
+        self.algorithm = algorithm
+        self.block_hashes: list[BlockHash] = []
+        self._buffer: Tokens = np.empty(block_tokens, dtype=np.uint32)
+        self._length = 0
+        self.append(tokens)
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def tokens(self) -> Tokens:
+        """All tokens, shape ``[len(self)]``; a read-only view that the next append may leave stale."""
+        view = self._buffer[: self._length]
+        view.flags.writeable = False
+        return view
+
+    def append(self, tokens: Iterable[int] | bytes | Tokens) -> list[BlockHash]:
+        """Add ``tokens`` at the end; returns the hashes of the blocks that became full, in order."""
+        new = as_tokens(tokens)
+        self._reserve(self._length + len(new))
+        self._buffer[self._length : self._length + len(new)] = new
+        self._length += len(new)
+        return self._hash_new_blocks()
+
+    def _reserve(self, length: int) -> None:
+        if length > len(self._buffer):
+            grown = np.empty(max(length, 2 * len(self._buffer)), dtype=np.uint32)
+            grown[: self._length] = self._buffer[: self._length]
+            self._buffer = grown
+
+    def _hash_new_blocks(self) -> list[BlockHash]:
+        start = len(self.block_hashes) * self.block_tokens
+        end = self._length - self._length % self.block_tokens
+        parent = self.block_hashes[-1] if self.block_hashes else self.root
+        fresh = chain_hashes(parent, self._buffer[start:end], self.block_tokens, self.algorithm)
+        self.block_hashes.extend(fresh)
+        return fresh
+
+    def check(self) -> None:
+        """Assert that the hashes are those of the tokens (recomputes all of them)."""
+        assert self.block_hashes == chain_hashes(
+            self.root, self._buffer[: self._length], self.block_tokens, self.algorithm
+        )
+
+    def __repr__(self) -> str:
+        return f"TokenSequence({self._length} tokens, {len(self.block_hashes)} full blocks of {self.block_tokens})"

@@ -1,0 +1,134 @@
+"""The words of the house as types: ids, hashes and small value classes that every component shares.
+
+Owns no behaviour beyond parsing and printing. Knows nothing of sockets, protobuf or torch.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+from typing import NewType
+
+from tanghulu.errors import InvalidRequest
+
+#: Identity of one process of the cluster (``node-7410-3f2a``); never reused by a later process.
+InstanceId = NewType("InstanceId", str)
+#: Identity of a client's inference request inside the cluster.
+RequestId = NewType("RequestId", str)
+#: 16 bytes: the chained hash of a block and of all the blocks in front of it.
+BlockHash = NewType("BlockHash", bytes)
+#: 16 bytes: what makes two KV caches interchangeable (weights, dtype, layout, rotary settings, LoRA).
+Fingerprint = NewType("Fingerprint", bytes)
+#: Key of a chunk in the store, UTF-8 of at most ``MAX_KEY_BYTES``.
+ChunkKey = NewType("ChunkKey", str)
+#: Number of an access right to a range of a segment (a reservation or a pin); 0 is never given out.
+LeaseId = NewType("LeaseId", int)
+
+MAX_KEY_BYTES = 1024
+MAX_VALUE_BYTES = 1 << 40
+
+
+class Role(Enum):
+    """What an instance does; the value is the ``component`` under which it registers."""
+
+    MASTER = "master"
+    NODE = "node"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "worker"
+    CONDUCTOR = "conductor"
+
+    @property
+    def prefills(self) -> bool:
+        """Whether requests may be sent here for prefill."""
+        return self in (Role.PREFILL, Role.BOTH)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether requests may be sent here for decode."""
+        return self in (Role.DECODE, Role.BOTH)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a process stands: ``zone/rack/host``. Equal hosts share memory; equal racks are near."""
+
+    zone: str = "local"
+    rack: str = "local"
+    host: str = "local"
+
+    @classmethod
+    def parse(cls, text: str) -> Place:
+        """Read ``zone/rack/host``; raises InvalidRequest if it has not exactly three non-empty parts."""
+        parts = text.split("/")
+        if len(parts) != 3 or not all(parts):
+            raise InvalidRequest(f"place {text!r} is not of the form zone/rack/host")
+        return cls(*parts)
+
+    def __str__(self) -> str:
+        return f"{self.zone}/{self.rack}/{self.host}"
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A TCP address, printed and parsed as ``host:port``."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Read ``host:port``; raises InvalidRequest with the text that was wrong."""
+        host, separator, port = text.rpartition(":")
+        if not separator or not host or not port.isdigit() or int(port) > 65535:
+            raise InvalidRequest(f"address {text!r} is not of the form host:port")
+        return cls(host.strip("[]"), int(port))
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes of ``"64MiB"``, ``"1.5 GiB"``, ``"4kB"`` (1000) or ``"512"``; raises InvalidRequest."""
+    if isinstance(text, int):
+        return text
+    match = _SIZE.match(text)
+    if match is None:
+        raise InvalidRequest(f"size {text!r} is not a number with a unit such as 512MiB or 2GB")
+    number, prefix, binary = match.groups()
+    base = 1024 if binary else 1000
+    return int(float(number) * base ** _POWERS[prefix.lower()])
+
+
+def format_size(size_bytes: float) -> str:
+    """``size_bytes`` for people, in binary units: ``1.5 MiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size_bytes) < 1024:
+            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.1f} TiB"
+
+
+def kv_chunk_key(fingerprint: Fingerprint, block_hash: BlockHash, part: int = 0) -> ChunkKey:
+    """Key of the chunk that holds one block's KV: ``kv/<fingerprint>/<block hash>/<part>``.
+
+    ``part`` is the tensor-parallel rank. The fingerprint stands in the key for people and for
+    ``remove_matching``; it is also the seed of the hash chain, so the hash alone is already unambiguous.
+    """
+    return ChunkKey(f"kv/{fingerprint[:8].hex()}/{block_hash.hex()}/{part}")
+
+
+def parse_kv_chunk_key(key: str) -> tuple[str, BlockHash, int] | None:
+    """The inverse of kv_chunk_key: (fingerprint's first 8 bytes in hex, block hash, part), or None for other keys."""
+    parts = key.split("/")
+    if len(parts) != 4 or parts[0] != "kv" or len(parts[2]) != 32:
+        return None
+    try:
+        return parts[1], BlockHash(bytes.fromhex(parts[2])), int(parts[3])
+    except ValueError:
+        return None
