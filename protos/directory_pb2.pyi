@@ -1,0 +1,209 @@
+from tanghulu.protos import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ChunkEntry(_message.Message):
+    __slots__ = ("key", "version", "size_bytes")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    version: int
+    size_bytes: int
+    def __init__(self, key: _Optional[str] = ..., version: _Optional[int] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+
+class AnnounceRequest(_message.Message):
+    __slots__ = ("node_id", "generation", "added", "removed", "report", "capacity_bytes", "used_bytes")
+    class Report(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        NONE: _ClassVar[AnnounceRequest.Report]
+        BEGIN: _ClassVar[AnnounceRequest.Report]
+        PIECE: _ClassVar[AnnounceRequest.Report]
+        END: _ClassVar[AnnounceRequest.Report]
+    NONE: AnnounceRequest.Report
+    BEGIN: AnnounceRequest.Report
+    PIECE: AnnounceRequest.Report
+    END: AnnounceRequest.Report
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    ADDED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    generation: int
+    added: _containers.RepeatedCompositeFieldContainer[ChunkEntry]
+    removed: _containers.RepeatedScalarFieldContainer[str]
+    report: AnnounceRequest.Report
+    capacity_bytes: int
+    used_bytes: int
+    def __init__(self, node_id: _Optional[str] = ..., generation: _Optional[int] = ..., added: _Optional[_Iterable[_Union[ChunkEntry, _Mapping]]] = ..., removed: _Optional[_Iterable[str]] = ..., report: _Optional[_Union[AnnounceRequest.Report, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ...) -> None: ...
+
+class AnnounceReply(_message.Message):
+    __slots__ = ("status", "accepted", "report_wanted")
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    REPORT_WANTED_FIELD_NUMBER: _ClassVar[int]
+    status: _common_pb2.Status
+    accepted: _containers.RepeatedScalarFieldContainer[bool]
+    report_wanted: bool
+    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., accepted: _Optional[_Iterable[bool]] = ..., report_wanted: _Optional[bool] = ...) -> None: ...
+
+class LocateRequest(_message.Message):
+    __slots__ = ("keys", "count_only")
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    COUNT_ONLY_FIELD_NUMBER: _ClassVar[int]
+    keys: _containers.RepeatedScalarFieldContainer[str]
+    count_only: bool
+    def __init__(self, keys: _Optional[_Iterable[str]] = ..., count_only: _Optional[bool] = ...) -> None: ...
+
+class Location(_message.Message):
+    __slots__ = ("nodes", "version", "size_bytes")
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    nodes: _containers.RepeatedScalarFieldContainer[int]
+    version: int
+    size_bytes: int
+    def __init__(self, nodes: _Optional[_Iterable[int]] = ..., version: _Optional[int] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+
+class LocateReply(_message.Message):
+    __slots__ = ("status", "node_ids", "locations", "incomplete")
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    NODE_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOCATIONS_FIELD_NUMBER: _ClassVar[int]
+    INCOMPLETE_FIELD_NUMBER: _ClassVar[int]
+    status: _common_pb2.Status
+    node_ids: _containers.RepeatedScalarFieldContainer[str]
+    locations: _containers.RepeatedCompositeFieldContainer[Location]
+    incomplete: bool
+    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., node_ids: _Optional[_Iterable[str]] = ..., locations: _Optional[_Iterable[_Union[Location, _Mapping]]] = ..., incomplete: _Optional[bool] = ...) -> None: ...
+
+class NodeInfo(_message.Message):
+    __slots__ = ("instance", "capacity_bytes", "used_bytes", "num_chunks", "draining", "last_seen_s")
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    LAST_SEEN_S_FIELD_NUMBER: _ClassVar[int]
+    instance: _common_pb2.Instance
+    capacity_bytes: int
+    used_bytes: int
+    num_chunks: int
+    draining: bool
+    last_seen_s: float
+    def __init__(self, instance: _Optional[_Union[_common_pb2.Instance, _Mapping]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., num_chunks: _Optional[int] = ..., draining: _Optional[bool] = ..., last_seen_s: _Optional[float] = ...) -> None: ...
+
+class PlaceRequest(_message.Message):
+    __slots__ = ("size_bytes", "replicas", "prefer_node", "client_place")
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    PREFER_NODE_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_PLACE_FIELD_NUMBER: _ClassVar[int]
+    size_bytes: int
+    replicas: int
+    prefer_node: str
+    client_place: str
+    def __init__(self, size_bytes: _Optional[int] = ..., replicas: _Optional[int] = ..., prefer_node: _Optional[str] = ..., client_place: _Optional[str] = ...) -> None: ...
+
+class PlaceReply(_message.Message):
+    __slots__ = ("status", "nodes")
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    status: _common_pb2.Status
+    nodes: _containers.RepeatedCompositeFieldContainer[NodeInfo]
+    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., nodes: _Optional[_Iterable[_Union[NodeInfo, _Mapping]]] = ...) -> None: ...
+
+class NodesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class NodesReply(_message.Message):
+    __slots__ = ("status", "nodes", "rebuilding", "num_keys", "master_generation")
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    REBUILDING_FIELD_NUMBER: _ClassVar[int]
+    NUM_KEYS_FIELD_NUMBER: _ClassVar[int]
+    MASTER_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    status: _common_pb2.Status
+    nodes: _containers.RepeatedCompositeFieldContainer[NodeInfo]
+    rebuilding: bool
+    num_keys: int
+    master_generation: int
+    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., nodes: _Optional[_Iterable[_Union[NodeInfo, _Mapping]]] = ..., rebuilding: _Optional[bool] = ..., num_keys: _Optional[int] = ..., master_generation: _Optional[int] = ...) -> None: ...
+
+class ListKeysRequest(_message.Message):
+    __slots__ = ("prefix", "after", "limit")
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    prefix: str
+    after: str
+    limit: int
+    def __init__(self, prefix: _Optional[str] = ..., after: _Optional[str] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class KeyInfo(_message.Message):
+    __slots__ = ("key", "size_bytes", "version", "node_ids")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    NODE_IDS_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    size_bytes: int
+    version: int
+    node_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, key: _Optional[str] = ..., size_bytes: _Optional[int] = ..., version: _Optional[int] = ..., node_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ListKeysReply(_message.Message):
+    __slots__ = ("status", "keys", "more")
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    status: _common_pb2.Status
+    keys: _containers.RepeatedCompositeFieldContainer[KeyInfo]
+    more: bool
+    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., keys: _Optional[_Iterable[_Union[KeyInfo, _Mapping]]] = ..., more: _Optional[bool] = ...) -> None: ...
+
+class EventsRequest(_message.Message):
+    __slots__ = ("key_prefix",)
+    KEY_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    key_prefix: str
+    def __init__(self, key_prefix: _Optional[str] = ...) -> None: ...
+
+class DirectoryEvent(_message.Message):
+    __slots__ = ("sequence", "kind", "node_id", "keys")
+    class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        STORED: _ClassVar[DirectoryEvent.Kind]
+        REMOVED: _ClassVar[DirectoryEvent.Kind]
+        NODE_GONE: _ClassVar[DirectoryEvent.Kind]
+        SYNCED: _ClassVar[DirectoryEvent.Kind]
+    STORED: DirectoryEvent.Kind
+    REMOVED: DirectoryEvent.Kind
+    NODE_GONE: DirectoryEvent.Kind
+    SYNCED: DirectoryEvent.Kind
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    kind: DirectoryEvent.Kind
+    node_id: str
+    keys: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, sequence: _Optional[int] = ..., kind: _Optional[_Union[DirectoryEvent.Kind, str]] = ..., node_id: _Optional[str] = ..., keys: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class EventBatch(_message.Message):
+    __slots__ = ("master_generation", "events")
+    MASTER_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    master_generation: int
+    events: _containers.RepeatedCompositeFieldContainer[DirectoryEvent]
+    def __init__(self, master_generation: _Optional[int] = ..., events: _Optional[_Iterable[_Union[DirectoryEvent, _Mapping]]] = ...) -> None: ...

@@ -1,0 +1,326 @@
+from tanghulu.protos import common_pb2 as _common_pb2
+from tanghulu.protos import store_pb2 as _store_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FINISH_NONE: _ClassVar[FinishReason]
+    FINISH_STOP: _ClassVar[FinishReason]
+    FINISH_LENGTH: _ClassVar[FinishReason]
+    FINISH_HANDED_OVER: _ClassVar[FinishReason]
+    FINISH_ABORTED: _ClassVar[FinishReason]
+    FINISH_ERROR: _ClassVar[FinishReason]
+FINISH_NONE: FinishReason
+FINISH_STOP: FinishReason
+FINISH_LENGTH: FinishReason
+FINISH_HANDED_OVER: FinishReason
+FINISH_ABORTED: FinishReason
+FINISH_ERROR: FinishReason
+
+class DescribeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ModelCard(_message.Message):
+    __slots__ = ("model", "fingerprint", "block_hash", "block_tokens", "context_length", "vocab_size", "dtype", "eos_token_ids", "tokenizer_json_zlib", "chat_template", "bos_token", "eos_token", "add_bos", "block_bytes", "num_blocks", "default_temperature")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASH_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_JSON_ZLIB_FIELD_NUMBER: _ClassVar[int]
+    CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
+    BOS_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    EOS_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    ADD_BOS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    fingerprint: bytes
+    block_hash: str
+    block_tokens: int
+    context_length: int
+    vocab_size: int
+    dtype: str
+    eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    tokenizer_json_zlib: bytes
+    chat_template: str
+    bos_token: str
+    eos_token: str
+    add_bos: bool
+    block_bytes: int
+    num_blocks: int
+    default_temperature: float
+    def __init__(self, model: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., block_hash: _Optional[str] = ..., block_tokens: _Optional[int] = ..., context_length: _Optional[int] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., tokenizer_json_zlib: _Optional[bytes] = ..., chat_template: _Optional[str] = ..., bos_token: _Optional[str] = ..., eos_token: _Optional[str] = ..., add_bos: _Optional[bool] = ..., block_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., default_temperature: _Optional[float] = ...) -> None: ...
+
+class Sampling(_message.Message):
+    __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "seed", "logit_bias", "num_logprobs")
+    class LogitBiasEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: float
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    seed: int
+    logit_bias: _containers.ScalarMap[int, float]
+    num_logprobs: int
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., num_logprobs: _Optional[int] = ...) -> None: ...
+
+class Stop(_message.Message):
+    __slots__ = ("max_new_tokens", "stop_token_ids", "ignore_eos", "min_tokens")
+    MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    max_new_tokens: int
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    ignore_eos: bool
+    min_tokens: int
+    def __init__(self, max_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., min_tokens: _Optional[int] = ...) -> None: ...
+
+class KvSource(_message.Message):
+    __slots__ = ("instance_id", "address", "unix_path", "export_id", "num_tokens")
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    UNIX_PATH_FIELD_NUMBER: _ClassVar[int]
+    EXPORT_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    instance_id: str
+    address: str
+    unix_path: str
+    export_id: int
+    num_tokens: int
+    def __init__(self, instance_id: _Optional[str] = ..., address: _Optional[str] = ..., unix_path: _Optional[str] = ..., export_id: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+
+class Submit(_message.Message):
+    __slots__ = ("request_id", "tokens", "num_prompt_tokens", "sampling", "stop", "salt", "hand_over", "source", "priority")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    HAND_OVER_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    tokens: bytes
+    num_prompt_tokens: int
+    sampling: Sampling
+    stop: Stop
+    salt: bytes
+    hand_over: bool
+    source: KvSource
+    priority: int
+    def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., salt: _Optional[bytes] = ..., hand_over: _Optional[bool] = ..., source: _Optional[_Union[KvSource, _Mapping]] = ..., priority: _Optional[int] = ...) -> None: ...
+
+class Abort(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class ReleaseExport(_message.Message):
+    __slots__ = ("export_id",)
+    EXPORT_ID_FIELD_NUMBER: _ClassVar[int]
+    export_id: int
+    def __init__(self, export_id: _Optional[int] = ...) -> None: ...
+
+class SessionHello(_message.Message):
+    __slots__ = ("conductor_id", "protocol_version")
+    CONDUCTOR_ID_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    conductor_id: str
+    protocol_version: int
+    def __init__(self, conductor_id: _Optional[str] = ..., protocol_version: _Optional[int] = ...) -> None: ...
+
+class ToWorker(_message.Message):
+    __slots__ = ("hello", "submit", "abort", "release")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    SUBMIT_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    hello: SessionHello
+    submit: Submit
+    abort: Abort
+    release: ReleaseExport
+    def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., release: _Optional[_Union[ReleaseExport, _Mapping]] = ...) -> None: ...
+
+class TokenLogprobs(_message.Message):
+    __slots__ = ("token_ids", "logprobs")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class RequestOutput(_message.Message):
+    __slots__ = ("request_id", "tokens", "finish", "error", "source", "cached_tokens", "computed_tokens", "stop_token", "logprobs")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    finish: FinishReason
+    error: _common_pb2.Status
+    source: KvSource
+    cached_tokens: int
+    computed_tokens: int
+    stop_token: int
+    logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
+    def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ..., finish: _Optional[_Union[FinishReason, str]] = ..., error: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., source: _Optional[_Union[KvSource, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., stop_token: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
+
+class KvEvent(_message.Message):
+    __slots__ = ("stored", "removed", "cleared")
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    CLEARED_FIELD_NUMBER: _ClassVar[int]
+    stored: _containers.RepeatedScalarFieldContainer[bytes]
+    removed: _containers.RepeatedScalarFieldContainer[bytes]
+    cleared: bool
+    def __init__(self, stored: _Optional[_Iterable[bytes]] = ..., removed: _Optional[_Iterable[bytes]] = ..., cleared: _Optional[bool] = ...) -> None: ...
+
+class Load(_message.Message):
+    __slots__ = ("num_running", "num_waiting", "blocks_total", "blocks_free", "prefill_tokens_waiting", "prefill_tokens_per_s", "decode_step_s", "store_bytes_per_s")
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_WAITING_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_STEP_S_FIELD_NUMBER: _ClassVar[int]
+    STORE_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    num_running: int
+    num_waiting: int
+    blocks_total: int
+    blocks_free: int
+    prefill_tokens_waiting: int
+    prefill_tokens_per_s: float
+    decode_step_s: float
+    store_bytes_per_s: float
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., prefill_tokens_waiting: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., store_bytes_per_s: _Optional[float] = ...) -> None: ...
+
+class StepOutput(_message.Message):
+    __slots__ = ("step", "outputs", "event_sequence", "kv_events", "load")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    EVENT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    KV_EVENTS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    outputs: _containers.RepeatedCompositeFieldContainer[RequestOutput]
+    event_sequence: int
+    kv_events: _containers.RepeatedCompositeFieldContainer[KvEvent]
+    load: Load
+    def __init__(self, step: _Optional[int] = ..., outputs: _Optional[_Iterable[_Union[RequestOutput, _Mapping]]] = ..., event_sequence: _Optional[int] = ..., kv_events: _Optional[_Iterable[_Union[KvEvent, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+
+class SessionWelcome(_message.Message):
+    __slots__ = ("instance_id", "generation", "cached_blocks", "event_sequence", "load")
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    EVENT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    instance_id: str
+    generation: int
+    cached_blocks: _containers.RepeatedScalarFieldContainer[bytes]
+    event_sequence: int
+    load: Load
+    def __init__(self, instance_id: _Optional[str] = ..., generation: _Optional[int] = ..., cached_blocks: _Optional[_Iterable[bytes]] = ..., event_sequence: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+
+class FromWorker(_message.Message):
+    __slots__ = ("welcome", "step")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    welcome: SessionWelcome
+    step: StepOutput
+    def __init__(self, welcome: _Optional[_Union[SessionWelcome, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ...) -> None: ...
+
+class DropCacheRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DropCacheReply(_message.Message):
+    __slots__ = ("num_blocks",)
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    def __init__(self, num_blocks: _Optional[int] = ...) -> None: ...
+
+class ExportPinRequest(_message.Message):
+    __slots__ = ("export_id", "first_block")
+    EXPORT_ID_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    export_id: int
+    first_block: int
+    def __init__(self, export_id: _Optional[int] = ..., first_block: _Optional[int] = ...) -> None: ...
+
+class ExportedBlock(_message.Message):
+    __slots__ = ("offset", "length", "checksums")
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    offset: int
+    length: int
+    checksums: _store_pb2.Checksums
+    def __init__(self, offset: _Optional[int] = ..., length: _Optional[int] = ..., checksums: _Optional[_Union[_store_pb2.Checksums, _Mapping]] = ...) -> None: ...
+
+class ExportPinReply(_message.Message):
+    __slots__ = ("status", "lease_id", "num_tokens", "blocks")
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    status: _common_pb2.Status
+    lease_id: int
+    num_tokens: int
+    blocks: _containers.RepeatedCompositeFieldContainer[ExportedBlock]
+    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., lease_id: _Optional[int] = ..., num_tokens: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[ExportedBlock, _Mapping]]] = ...) -> None: ...
+
+class ExportReleaseRequest(_message.Message):
+    __slots__ = ("export_id", "lease_id", "bytes_read")
+    EXPORT_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    BYTES_READ_FIELD_NUMBER: _ClassVar[int]
+    export_id: int
+    lease_id: int
+    bytes_read: int
+    def __init__(self, export_id: _Optional[int] = ..., lease_id: _Optional[int] = ..., bytes_read: _Optional[int] = ...) -> None: ...
+
+class ExportReleaseReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -1,0 +1,258 @@
+from tanghulu.protos import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Pin(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PIN_NONE: _ClassVar[Pin]
+    PIN_SOFT: _ClassVar[Pin]
+    PIN_HARD: _ClassVar[Pin]
+PIN_NONE: Pin
+PIN_SOFT: Pin
+PIN_HARD: Pin
+
+class Checksums(_message.Message):
+    __slots__ = ("part_bytes", "parts")
+    PART_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    part_bytes: int
+    parts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, part_bytes: _Optional[int] = ..., parts: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class HelloRequest(_message.Message):
+    __slots__ = ("protocol_version", "client_id", "tenant", "token", "pid", "host_id", "wants_shm")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    HOST_ID_FIELD_NUMBER: _ClassVar[int]
+    WANTS_SHM_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    client_id: str
+    tenant: str
+    token: str
+    pid: int
+    host_id: str
+    wants_shm: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., client_id: _Optional[str] = ..., tenant: _Optional[str] = ..., token: _Optional[str] = ..., pid: _Optional[int] = ..., host_id: _Optional[str] = ..., wants_shm: _Optional[bool] = ...) -> None: ...
+
+class HelloReply(_message.Message):
+    __slots__ = ("status", "instance_id", "generation", "session_id", "segment", "max_inline_bytes")
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    MAX_INLINE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    status: _common_pb2.Status
+    instance_id: str
+    generation: int
+    session_id: int
+    segment: _common_pb2.SegmentDescriptor
+    max_inline_bytes: int
+    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., instance_id: _Optional[str] = ..., generation: _Optional[int] = ..., session_id: _Optional[int] = ..., segment: _Optional[_Union[_common_pb2.SegmentDescriptor, _Mapping]] = ..., max_inline_bytes: _Optional[int] = ...) -> None: ...
+
+class PutItem(_message.Message):
+    __slots__ = ("key", "version", "size_bytes", "checksums", "pin", "ttl_ms")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    PIN_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    version: int
+    size_bytes: int
+    checksums: Checksums
+    pin: Pin
+    ttl_ms: int
+    def __init__(self, key: _Optional[str] = ..., version: _Optional[int] = ..., size_bytes: _Optional[int] = ..., checksums: _Optional[_Union[Checksums, _Mapping]] = ..., pin: _Optional[_Union[Pin, str]] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
+
+class PutRequest(_message.Message):
+    __slots__ = ("items", "visible", "inline_data", "deadline_ms")
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    VISIBLE_FIELD_NUMBER: _ClassVar[int]
+    INLINE_DATA_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    items: _containers.RepeatedCompositeFieldContainer[PutItem]
+    visible: bool
+    inline_data: bytes
+    deadline_ms: int
+    def __init__(self, items: _Optional[_Iterable[_Union[PutItem, _Mapping]]] = ..., visible: _Optional[bool] = ..., inline_data: _Optional[bytes] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+
+class PutResult(_message.Message):
+    __slots__ = ("status", "existed")
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    EXISTED_FIELD_NUMBER: _ClassVar[int]
+    status: _common_pb2.Status
+    existed: bool
+    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., existed: _Optional[bool] = ...) -> None: ...
+
+class PutReply(_message.Message):
+    __slots__ = ("results",)
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    results: _containers.RepeatedCompositeFieldContainer[PutResult]
+    def __init__(self, results: _Optional[_Iterable[_Union[PutResult, _Mapping]]] = ...) -> None: ...
+
+class ReserveRequest(_message.Message):
+    __slots__ = ("items", "deadline_ms")
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    items: _containers.RepeatedCompositeFieldContainer[PutItem]
+    deadline_ms: int
+    def __init__(self, items: _Optional[_Iterable[_Union[PutItem, _Mapping]]] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+
+class Reservation(_message.Message):
+    __slots__ = ("status", "existed", "lease_id", "offset")
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    EXISTED_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    status: _common_pb2.Status
+    existed: bool
+    lease_id: int
+    offset: int
+    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., existed: _Optional[bool] = ..., lease_id: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
+
+class ReserveReply(_message.Message):
+    __slots__ = ("reservations",)
+    RESERVATIONS_FIELD_NUMBER: _ClassVar[int]
+    reservations: _containers.RepeatedCompositeFieldContainer[Reservation]
+    def __init__(self, reservations: _Optional[_Iterable[_Union[Reservation, _Mapping]]] = ...) -> None: ...
+
+class CommitItem(_message.Message):
+    __slots__ = ("lease_id", "checksums")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    lease_id: int
+    checksums: Checksums
+    def __init__(self, lease_id: _Optional[int] = ..., checksums: _Optional[_Union[Checksums, _Mapping]] = ...) -> None: ...
+
+class CommitRequest(_message.Message):
+    __slots__ = ("items", "aborted", "visible")
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    ABORTED_FIELD_NUMBER: _ClassVar[int]
+    VISIBLE_FIELD_NUMBER: _ClassVar[int]
+    items: _containers.RepeatedCompositeFieldContainer[CommitItem]
+    aborted: _containers.RepeatedScalarFieldContainer[int]
+    visible: bool
+    def __init__(self, items: _Optional[_Iterable[_Union[CommitItem, _Mapping]]] = ..., aborted: _Optional[_Iterable[int]] = ..., visible: _Optional[bool] = ...) -> None: ...
+
+class CommitReply(_message.Message):
+    __slots__ = ("results",)
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    results: _containers.RepeatedCompositeFieldContainer[PutResult]
+    def __init__(self, results: _Optional[_Iterable[_Union[PutResult, _Mapping]]] = ...) -> None: ...
+
+class GetRequest(_message.Message):
+    __slots__ = ("keys", "max_inline_bytes", "verify")
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    MAX_INLINE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    VERIFY_FIELD_NUMBER: _ClassVar[int]
+    keys: _containers.RepeatedScalarFieldContainer[str]
+    max_inline_bytes: int
+    verify: bool
+    def __init__(self, keys: _Optional[_Iterable[str]] = ..., max_inline_bytes: _Optional[int] = ..., verify: _Optional[bool] = ...) -> None: ...
+
+class GetItem(_message.Message):
+    __slots__ = ("status", "size_bytes", "version", "checksums", "lease_id", "offset")
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    status: _common_pb2.Status
+    size_bytes: int
+    version: int
+    checksums: Checksums
+    lease_id: int
+    offset: int
+    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., size_bytes: _Optional[int] = ..., version: _Optional[int] = ..., checksums: _Optional[_Union[Checksums, _Mapping]] = ..., lease_id: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
+
+class GetReply(_message.Message):
+    __slots__ = ("items", "inline_data", "lease_ms")
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    INLINE_DATA_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    items: _containers.RepeatedCompositeFieldContainer[GetItem]
+    inline_data: bytes
+    lease_ms: int
+    def __init__(self, items: _Optional[_Iterable[_Union[GetItem, _Mapping]]] = ..., inline_data: _Optional[bytes] = ..., lease_ms: _Optional[int] = ...) -> None: ...
+
+class UnpinRequest(_message.Message):
+    __slots__ = ("lease_ids", "bytes_read", "corrupt")
+    LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_READ_FIELD_NUMBER: _ClassVar[int]
+    CORRUPT_FIELD_NUMBER: _ClassVar[int]
+    lease_ids: _containers.RepeatedScalarFieldContainer[int]
+    bytes_read: int
+    corrupt: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, lease_ids: _Optional[_Iterable[int]] = ..., bytes_read: _Optional[int] = ..., corrupt: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class UnpinReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ExistsRequest(_message.Message):
+    __slots__ = ("keys",)
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    keys: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, keys: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ExistsReply(_message.Message):
+    __slots__ = ("found",)
+    FOUND_FIELD_NUMBER: _ClassVar[int]
+    found: bytes
+    def __init__(self, found: _Optional[bytes] = ...) -> None: ...
+
+class RemoveRequest(_message.Message):
+    __slots__ = ("keys",)
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    keys: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, keys: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class RemoveReply(_message.Message):
+    __slots__ = ("removed",)
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    removed: bytes
+    def __init__(self, removed: _Optional[bytes] = ...) -> None: ...
+
+class StatRequest(_message.Message):
+    __slots__ = ("keys",)
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    keys: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, keys: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ChunkStat(_message.Message):
+    __slots__ = ("found", "size_bytes", "version", "checksums", "pin", "num_leases", "age_s", "num_hits")
+    FOUND_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    PIN_FIELD_NUMBER: _ClassVar[int]
+    NUM_LEASES_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_HITS_FIELD_NUMBER: _ClassVar[int]
+    found: bool
+    size_bytes: int
+    version: int
+    checksums: Checksums
+    pin: Pin
+    num_leases: int
+    age_s: float
+    num_hits: int
+    def __init__(self, found: _Optional[bool] = ..., size_bytes: _Optional[int] = ..., version: _Optional[int] = ..., checksums: _Optional[_Union[Checksums, _Mapping]] = ..., pin: _Optional[_Union[Pin, str]] = ..., num_leases: _Optional[int] = ..., age_s: _Optional[float] = ..., num_hits: _Optional[int] = ...) -> None: ...
+
+class StatReply(_message.Message):
+    __slots__ = ("chunks",)
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    chunks: _containers.RepeatedCompositeFieldContainer[ChunkStat]
+    def __init__(self, chunks: _Optional[_Iterable[_Union[ChunkStat, _Mapping]]] = ...) -> None: ...
