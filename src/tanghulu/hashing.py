@@ -63,9 +63,7 @@ def as_tokens(tokens: Iterable[int] | bytes | Tokens) -> Tokens:
     return np.fromiter(tokens, dtype=np.uint32)
 
 
-def chain_hashes(
-    parent: BlockHash, tokens: Tokens, block_tokens: int, algorithm: str = "xxh3_128"
-) -> list[BlockHash]:
+def chain_hashes(parent: BlockHash, tokens: Tokens, block_tokens: int, algorithm: str = "xxh3_128") -> list[BlockHash]:
     """Hashes of the full blocks of ``tokens`` behind ``parent``; a partial last block has none."""
     digest = hash_function(algorithm)
     data = tokens.astype("<u4", copy=False).tobytes()

@@ -1,0 +1,81 @@
+"""The Discovery interface: processes register instances under leases; others watch them come and go.
+
+One contract suite (tests/discovery) runs against every implementation: the master (the default), a file,
+memory. An implementation only stores and tells; it decides nothing about what an instance is good for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from enum import Enum
+from types import TracebackType
+from typing import Protocol, Self
+
+from tanghulu.types import Address, InstanceId, Place, Role
+
+DEFAULT_TTL_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One process as others see it. ``generation`` differs between a process and its restarted successor."""
+
+    id: InstanceId
+    role: Role
+    address: Address
+    namespace: str = "default"
+    metrics_address: str = ""
+    place: Place = Place()
+    generation: int = 0
+    unix_path: str = ""
+    attributes: dict[str, str] = field(default_factory=dict)
+
+
+class EventKind(Enum):
+    """What happened to an instance."""
+
+    PUT = "put"  # it is there, for the first time or with other contents
+    DELETE = "delete"  # it unregistered, or its lease ran out
+    SYNCED = "synced"  # all that were there when the watch began have been told
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceEvent:
+    """One change; ``instance`` is None with SYNCED."""
+
+    kind: EventKind
+    instance: Instance | None = None
+
+
+class Registration(Protocol):
+    """An instance that stays registered, its lease renewed, until it is closed or this process dies."""
+
+    async def update(self, instance: Instance) -> None:
+        """Replace the registered contents (same id)."""
+        ...
+
+    async def close(self) -> None:
+        """Unregister now; watchers see DELETE at once instead of at the lease's end."""
+        ...
+
+
+class Discovery(Protocol):
+    """Where instances are registered and watched. An async context manager."""
+
+    async def register(self, instance: Instance, ttl_s: float = DEFAULT_TTL_S) -> Registration:
+        """Enter ``instance``; it vanishes ``ttl_s`` after this process stops renewing. Raises MasterUnavailable."""
+        ...
+
+    def watch(self, *roles: Role, namespace: str = "default") -> AsyncIterator[InstanceEvent]:
+        """First every live instance (PUT), then SYNCED, then changes. No role: all roles.
+
+        An implementation that loses its source connects again by itself and tells only the differences.
+        """
+        ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...

@@ -1,0 +1,195 @@
+"""One port, two carriers: the door looks at a connection's first bytes and lets it in.
+
+The fast lane's preamble goes to the FastService in this process; an HTTP/2 preface ("PRI * HTTP/2.0") is
+relayed to the process's gRPC server, which listens on a Unix socket behind the door. So every process
+has one address to publish, and TLS can later end in one place for both. The relay costs gRPC one hop over a
+Unix socket; gRPC carries control only. The same fast lane listens on a Unix socket (mode 0600) for local peers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import struct
+from pathlib import Path
+
+import grpc.aio
+import structlog
+
+from tanghulu.errors import ConfigError
+from tanghulu.rpc.fast_server import FastServerProtocol, FastService, Peer
+from tanghulu.rpc.frames import PREAMBLE
+from tanghulu.types import Address
+
+_log = structlog.get_logger(__name__)
+_HTTP2 = b"PRI * HT"
+_FIRST_BYTES_DEADLINE_S = 10.0
+_UCRED = struct.Struct("3i")
+
+
+class Door:
+    """The listening side of a process. ``start`` opens it, ``close`` lets nobody in and ends what is open."""
+
+    def __init__(self, service: FastService, run_dir: Path, name: str) -> None:
+        self.service = service
+        self.unix_path = str(run_dir / f"{name}.sock")
+        self._grpc_path = str(run_dir / f"{name}.grpc")
+        self.grpc_server = grpc.aio.server(
+            options=[("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20)]
+        )
+        self._servers: list[asyncio.Server] = []
+        self._transports: set[asyncio.Transport] = set()
+        self.address = Address("", 0)
+
+    async def start(self, host: str, port: int) -> Address:
+        """Listen on host:port (0 picks one) and on the Unix socket; returns the address. Raises ConfigError."""
+        loop = asyncio.get_running_loop()
+        try:
+            tcp = await loop.create_server(lambda: _Sniffer(self), host, port)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
+        previous = os.umask(0o177)
+        try:
+            unix = await loop.create_unix_server(lambda: _Sniffer(self), self.unix_path)
+            self.grpc_server.add_insecure_port(f"unix:{self._grpc_path}")
+            await self.grpc_server.start()
+        finally:
+            os.umask(previous)
+        self._servers = [tcp, unix]
+        self.address = Address(host, tcp.sockets[0].getsockname()[1])
+        return self.address
+
+    async def close(self, grace_s: float = 1.0) -> None:
+        """Stop listening, end gRPC calls after ``grace_s``, close every connection, remove the socket files."""
+        for server in self._servers:
+            server.close()
+        await self.grpc_server.stop(grace_s)
+        for transport in list(self._transports):
+            transport.close()
+        for path in (self.unix_path, self._grpc_path):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+
+    def enter(self, transport: asyncio.Transport) -> None:
+        """A connection came in."""
+        self._transports.add(transport)
+
+    def leave(self, transport: asyncio.Transport) -> None:
+        """A connection ended."""
+        self._transports.discard(transport)
+
+    async def relay_target(self, front: asyncio.Transport) -> asyncio.Transport:
+        """A connection to the gRPC server whose answers go to ``front``."""
+        loop = asyncio.get_running_loop()
+        back, _ = await loop.create_unix_connection(lambda: _Relay(front), self._grpc_path)
+        assert isinstance(back, asyncio.Transport)
+        return back
+
+
+class _Relay(asyncio.Protocol):
+    """Copies what arrives here to ``other``, with back-pressure."""
+
+    def __init__(self, other: asyncio.Transport) -> None:
+        self._other = other
+        self._own: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._own = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._other.write(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._other.close()
+
+    def pause_writing(self) -> None:
+        if not self._other.is_closing():
+            self._other.pause_reading()
+
+    def resume_writing(self) -> None:
+        if not self._other.is_closing():
+            self._other.resume_reading()
+
+
+class _Sniffer(asyncio.Protocol):
+    """Decides by the first eight bytes who takes the connection, then passes everything on to it."""
+
+    def __init__(self, door: Door) -> None:
+        self._door = door
+        self._first = b""
+        self._target: asyncio.Protocol | None = None
+        self._transport: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._door.enter(transport)
+        self._timer = asyncio.get_running_loop().call_later(_FIRST_BYTES_DEADLINE_S, transport.close)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        assert self._transport is not None
+        self._door.leave(self._transport)
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
+        if self._target is not None:
+            self._target.connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._target is not None:
+            self._target.data_received(data)
+            return
+        self._first += data
+        if len(self._first) >= len(PREAMBLE):
+            self._decide()
+
+    def pause_writing(self) -> None:
+        if self._target is not None:
+            self._target.pause_writing()
+
+    def resume_writing(self) -> None:
+        if self._target is not None:
+            self._target.resume_writing()
+
+    def _decide(self) -> None:
+        assert self._transport is not None
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._first.startswith(PREAMBLE):
+            self._target = FastServerProtocol(self._door.service, _peer(self._transport))
+            self._target.connection_made(self._transport)
+            if len(self._first) > len(PREAMBLE):
+                self._target.data_received(self._first[len(PREAMBLE) :])
+        elif self._first.startswith(_HTTP2):
+            self._transport.pause_reading()
+            self._task = asyncio.ensure_future(self._connect_grpc(self._transport))
+        else:
+            _log.warning("door.unknown_protocol", first_bytes=self._first[:16].hex())
+            self._transport.close()
+
+    async def _connect_grpc(self, transport: asyncio.Transport) -> None:
+        try:
+            back = await self._door.relay_target(transport)
+        except OSError as error:
+            _log.warning("door.grpc_unreachable", error=str(error))
+            transport.close()
+            return
+        self._target = _Relay(back)
+        self._target.connection_made(transport)
+        back.write(self._first)
+        if not transport.is_closing():
+            transport.resume_reading()
+
+
+def _peer(transport: asyncio.Transport) -> Peer:
+    sock = transport.get_extra_info("socket")
+    if sock is not None and sock.family == socket.AF_UNIX:
+        pid, _uid, _gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        return Peer(pid=pid, is_unix=True, name=f"pid {pid}")
+    return Peer(pid=None, is_unix=False, name=str(transport.get_extra_info("peername")))

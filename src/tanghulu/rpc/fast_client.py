@@ -1,0 +1,195 @@
+"""The fast lane's blocking client: one connection, many threads, calls that may be pipelined.
+
+No event loop: a blocking socket answers a small call in 12-20 us, an asyncio one in several times that.
+A thread that calls holds the connection until its replies are in; deadlines are kept by the kernel's
+receive time-out, so that no call costs an extra poll.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from google.protobuf.message import Message
+
+from tanghulu.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, TanghuluError
+from tanghulu.protos import common_pb2, fastlane_pb2
+from tanghulu.rpc.frames import HEAD, PREAMBLE, decode_head, encode_head
+from tanghulu.rpc.wire import decode, error_of
+from tanghulu.types import Address
+
+R = TypeVar("R", bound=Message)
+
+#: The kernel wakes a waiting receive this often, so that a deadline is at most this late.
+_TICK_S = 0.05
+_TICK = struct.pack("ll", 0, int(_TICK_S * 1e6))
+_CONNECT_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[R]):
+    """A request to send: ``attachment`` is raw payload (a list is sent as one, without joining it)."""
+
+    method: int
+    request: Message
+    reply_type: type[R]
+    attachment: Sequence[bytes | bytearray | memoryview] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Reply(Generic[R]):
+    """An answer: the message, and the payload behind it (a view that stays valid as long as it is held)."""
+
+    message: R
+    attachment: memoryview
+
+
+def dial(address: Address | None, unix_path: str | None) -> socket.socket:
+    """A connected blocking socket, by the Unix socket if its path exists here; raises NodeUnavailable."""
+    try:
+        if unix_path and os.path.exists(unix_path):
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                sock.connect(unix_path)
+            except OSError:
+                sock.close()
+                raise
+        elif address is not None:
+            sock = socket.create_connection((address.host, address.port), timeout=_CONNECT_TIMEOUT_S)
+            sock.settimeout(None)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        else:
+            raise NodeUnavailable(f"no Unix socket at {unix_path!r} and no TCP address to connect to")
+    except OSError as error:
+        raise NodeUnavailable(f"cannot connect to {unix_path or address}: {error}") from error
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TICK)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TICK)
+    return sock
+
+
+class FastConnection:
+    """One open connection. Broken by the first failure or missed deadline, and then closed for good."""
+
+    def __init__(self, address: Address | None, unix_path: str | None = None) -> None:
+        self.peer = unix_path or str(address)
+        self._socket = dial(address, unix_path)
+        self._lock = threading.Lock()
+        self._ids = itertools.count(1)
+        self._closed = False
+        self._socket.sendall(PREAMBLE)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the connection is of no use any more."""
+        return self._closed
+
+    def call(
+        self,
+        method: int,
+        request: Message,
+        reply_type: type[R],
+        attachment: Sequence[bytes | bytearray | memoryview] = (),
+        *,
+        deadline_s: float = 5.0,
+    ) -> Reply[R]:
+        """Send one request and wait for its reply, at most ``deadline_s``.
+
+        Raises the peer's typed error, DeadlineExceeded, or NodeUnavailable when the connection is gone.
+        """
+        outcome = self.call_many([Call(method, request, reply_type, attachment)], deadline_s=deadline_s)[0]
+        if isinstance(outcome, TanghuluError):
+            raise outcome
+        return outcome
+
+    def call_many(self, calls: Sequence[Call[R]], *, deadline_s: float = 5.0) -> list[Reply[R] | TanghuluError]:
+        """Send all of ``calls``, then take their replies; typed errors of the peer come in their place.
+
+        Raises DeadlineExceeded or NodeUnavailable for all of them when the connection fails.
+        """
+        until = time.monotonic() + deadline_s
+        with self._lock:
+            if self._closed:
+                raise NodeUnavailable(f"connection to {self.peer} is closed")
+            try:
+                pending = {self._send(call, until): index for index, call in enumerate(calls)}
+                outcomes: list[Reply[R] | TanghuluError | None] = [None] * len(calls)
+                while pending:
+                    call_id, method, body, attachment = self._receive(until)
+                    index = pending.pop(call_id, None)
+                    if index is None:
+                        raise InvalidRequest(f"{self.peer} answered call {call_id}, which nobody made")
+                    outcomes[index] = _outcome(calls[index], method, body, attachment)
+            except BaseException as error:
+                # Replies still under way would be taken for those of later calls: this connection is spent.
+                self.close()
+                if isinstance(error, OSError):
+                    raise NodeUnavailable(f"connection to {self.peer} failed: {error}") from error
+                raise
+        return [outcome for outcome in outcomes if outcome is not None]
+
+    def _send(self, call: Call[R], until: float) -> int:
+        call_id = next(self._ids)
+        body = call.request.SerializeToString()
+        size = sum(len(part) for part in call.attachment)
+        head = encode_head(call.method, call_id, len(body), size)
+        self._send_all(head + body, until)
+        for part in call.attachment:
+            self._send_all(part, until)
+        return call_id
+
+    def _send_all(self, data: bytes | bytearray | memoryview, until: float) -> None:
+        sent = self._socket.send(data)
+        if sent == len(data):
+            return
+        view = memoryview(data)[sent:]
+        while view:
+            try:
+                view = view[self._socket.send(view) :]
+            except BlockingIOError:
+                self._check_deadline(until)
+
+    def _receive(self, until: float) -> tuple[int, int, bytes, memoryview]:
+        head = self._receive_exactly(HEAD.size, until)
+        body_bytes, attachment_bytes, method, call_id = decode_head(head)
+        data = self._receive_exactly(body_bytes + attachment_bytes, until)
+        return call_id, method, bytes(data[:body_bytes]), data[body_bytes:]
+
+    def _receive_exactly(self, size: int, until: float) -> memoryview:
+        data = memoryview(bytearray(size))
+        filled = 0
+        while filled < size:
+            try:
+                count = self._socket.recv_into(data[filled:])
+            except BlockingIOError:
+                self._check_deadline(until)
+                continue
+            if not count:
+                raise NodeUnavailable(f"{self.peer} closed the connection")
+            filled += count
+        return data
+
+    def _check_deadline(self, until: float) -> None:
+        if time.monotonic() >= until:
+            raise DeadlineExceeded(f"{self.peer} did not answer in time")
+
+    def close(self) -> None:
+        """Close the socket; later calls raise NodeUnavailable."""
+        self._closed = True
+        self._socket.close()
+
+    def __repr__(self) -> str:
+        return f"FastConnection({self.peer}{', closed' if self._closed else ''})"
+
+
+def _outcome(call: Call[R], method: int, body: bytes, attachment: memoryview) -> Reply[R] | TanghuluError:
+    if method == fastlane_pb2.METHOD_ERROR:
+        error = error_of(decode(common_pb2.Status, body))
+        return error or InvalidRequest("peer sent an error without a code")
+    return Reply(decode(call.reply_type, body), attachment)

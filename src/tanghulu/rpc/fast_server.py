@@ -1,0 +1,171 @@
+"""The fast lane's server side, as an asyncio protocol: frames in, handlers called, frames out.
+
+A handler that needs no waiting is a plain function and is answered in the same loop step; others are
+coroutines. Handlers raise typed errors; what else they raise is a bug: it is logged with its trace, answered as
+INTERNAL, and the connection lives on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import structlog
+from google.protobuf.message import Message
+
+from tanghulu.errors import InvalidRequest, Overloaded, TanghuluError
+from tanghulu.protos import fastlane_pb2
+from tanghulu.rpc.frames import PREAMBLE, Frame, FrameReader, encode_head
+from tanghulu.rpc.wire import decode, status_of
+
+_log = structlog.get_logger(__name__)
+
+#: A reply, or a reply with raw payload behind it.
+Answer: TypeAlias = Message | tuple[Message, Sequence[bytes | memoryview]]
+Handler: TypeAlias = Callable[["Peer", Any, memoryview], Answer | Awaitable[Answer]]
+
+MAX_CALLS_IN_FLIGHT = 256
+MAX_CONNECTIONS = 4096
+
+
+@dataclass(eq=False)
+class Peer:
+    """What a server knows of one connection. ``state`` is the service's own: it sets and reads it."""
+
+    pid: int | None  # of the process at the other end, told by the kernel (Unix sockets only)
+    is_unix: bool
+    name: str
+    state: Any = None
+    on_close: list[Callable[[], None]] = field(default_factory=list)
+
+
+@dataclass
+class FastService:
+    """The methods that a process answers: method -> (request type, handler)."""
+
+    handlers: dict[int, tuple[type[Message], Handler]] = field(default_factory=dict)
+    peers: set[Peer] = field(default_factory=set)
+
+    def register(self, method: int, request_type: type[Message], handler: Handler) -> None:
+        """Answer ``method`` by ``handler(peer, request, attachment)``; each method once."""
+        assert method not in self.handlers, f"method {method} is registered twice"
+        self.handlers[method] = (request_type, handler)
+
+
+class FastServerProtocol(asyncio.Protocol):
+    """One connection of the fast lane; the door hands it the transport once the preamble has come."""
+
+    def __init__(self, service: FastService, peer: Peer) -> None:
+        self._service = service
+        self._peer = peer
+        self._reader = FrameReader()
+        self._transport: asyncio.Transport | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._paused = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take the transport; refuse it when the process has too many peers."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        if len(self._service.peers) >= MAX_CONNECTIONS:
+            self._send_error(0, Overloaded(f"more than {MAX_CONNECTIONS} connections"))
+            transport.close()
+            return
+        self._service.peers.add(self._peer)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End what the connection had started and tell the service."""
+        self._service.peers.discard(self._peer)
+        for task in self._tasks:
+            task.cancel()
+        for callback in self._peer.on_close:
+            callback()
+
+    def data_received(self, data: bytes) -> None:
+        """Answer every frame that ``data`` completes."""
+        assert self._transport is not None
+        try:
+            for frame in self._reader.feed(data):
+                self._dispatch(frame)
+        except InvalidRequest as error:
+            _log.warning("fast_lane.bad_frame", peer=self._peer.name, error=error.message)
+            self._send_error(0, error)
+            self._transport.close()
+
+    def pause_writing(self) -> None:
+        """A peer that does not read its answers is not read from."""
+        self._pause(True)
+
+    def resume_writing(self) -> None:
+        """The peer reads again."""
+        self._pause(False)
+
+    def _pause(self, paused: bool) -> None:
+        assert self._transport is not None
+        if paused != self._paused and not self._transport.is_closing():
+            self._paused = paused
+            (self._transport.pause_reading if paused else self._transport.resume_reading)()
+
+    def _dispatch(self, frame: Frame) -> None:
+        entry = self._service.handlers.get(frame.method)
+        if entry is None:
+            self._send_error(frame.call_id, InvalidRequest(f"fast-lane method {frame.method} is not served here"))
+            return
+        request_type, handler = entry
+        try:
+            answer = handler(self._peer, decode(request_type, frame.body), memoryview(frame.attachment))
+            if not inspect.isawaitable(answer):
+                self._send(frame, answer)
+                return
+        except TanghuluError as error:
+            self._send_error(frame.call_id, error)
+            return
+        except Exception:  # noqa: BLE001 - a handler's bug must not take the connection's other calls down
+            self._internal(frame)
+            return
+        task = asyncio.ensure_future(self._finish(frame, answer))
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+        if len(self._tasks) >= MAX_CALLS_IN_FLIGHT:
+            self._pause(True)
+
+    async def _finish(self, frame: Frame, answer: Awaitable[Answer]) -> None:
+        try:
+            self._send(frame, await answer)
+        except TanghuluError as error:
+            self._send_error(frame.call_id, error)
+        except Exception:  # noqa: BLE001 - as above
+            self._internal(frame)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if len(self._tasks) < MAX_CALLS_IN_FLIGHT // 2:
+            self._pause(False)
+
+    def _internal(self, frame: Frame) -> None:
+        _log.exception("fast_lane.handler_failed", method=frame.method, peer=self._peer.name)
+        self._send_error(frame.call_id, TanghuluError(f"internal error in method {frame.method}; see the log"))
+
+    def _send(self, frame: Frame, answer: Answer) -> None:
+        message, attachment = answer if isinstance(answer, tuple) else (answer, ())
+        body = message.SerializeToString()
+        size = sum(len(part) for part in attachment)
+        self._write(encode_head(frame.method, frame.call_id, len(body), size) + body, attachment)
+
+    def _send_error(self, call_id: int, error: TanghuluError) -> None:
+        body = status_of(error).SerializeToString()
+        self._write(encode_head(fastlane_pb2.METHOD_ERROR, call_id, len(body), 0) + body, ())
+
+    def _write(self, head: bytes, attachment: Sequence[bytes | memoryview]) -> None:
+        if self._transport is None or self._transport.is_closing():
+            return
+        if attachment:
+            self._transport.writelines([head, *attachment])
+        else:
+            self._transport.write(head)
+
+
+__all__ = ["PREAMBLE", "Answer", "FastServerProtocol", "FastService", "Handler", "Peer"]

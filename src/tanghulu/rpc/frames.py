@@ -1,0 +1,86 @@
+"""The fast lane's frames: pure encoding and decoding, no I/O.
+
+A connection starts with ``PREAMBLE``. Then each side sends frames, a fixed head followed by a protobuf
+message and by raw payload (the attachment), so that small values need no copy into a message:
+
+    body_bytes u32 | attachment_bytes u32 | method u16 | flags u16 | call_id u32      16 bytes, little-endian
+
+A reply repeats its request's call_id and method; METHOD_ERROR carries a Status instead. Replies may come in
+any order. Lengths beyond the maxima are a broken or hostile peer: the connection ends.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tanghulu.errors import InvalidRequest
+
+PREAMBLE = b"TANGHULU"
+PROTOCOL_VERSION = 1
+HEAD = struct.Struct("<IIHHI")
+MAX_BODY_BYTES = 16 << 20
+MAX_ATTACHMENT_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One frame: ``body`` is an encoded message, ``attachment`` the payload behind it."""
+
+    method: int
+    call_id: int
+    body: bytes
+    attachment: bytes | memoryview = b""
+
+
+def encode_head(method: int, call_id: int, body_bytes: int, attachment_bytes: int) -> bytes:
+    """The 16 bytes in front of a frame; raises InvalidRequest if it is larger than a peer would take."""
+    if body_bytes > MAX_BODY_BYTES or attachment_bytes > MAX_ATTACHMENT_BYTES:
+        raise InvalidRequest(
+            f"a frame of {body_bytes} + {attachment_bytes} bytes exceeds {MAX_BODY_BYTES} + {MAX_ATTACHMENT_BYTES}; "
+            "send fewer keys or values in one call"
+        )
+    return HEAD.pack(body_bytes, attachment_bytes, method, 0, call_id)
+
+
+def decode_head(head: bytes | bytearray | memoryview) -> tuple[int, int, int, int]:
+    """(body bytes, attachment bytes, method, call id); raises InvalidRequest for lengths beyond the maxima."""
+    body_bytes, attachment_bytes, method, _flags, call_id = HEAD.unpack_from(head)
+    if body_bytes > MAX_BODY_BYTES or attachment_bytes > MAX_ATTACHMENT_BYTES:
+        raise InvalidRequest(f"peer announced a frame of {body_bytes} + {attachment_bytes} bytes; closing")
+    return body_bytes, attachment_bytes, method, call_id
+
+
+class FrameReader:
+    """Cuts a byte stream into frames; holds at most one unfinished frame. Feed bytes, take frames."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Frame]:
+        """The frames that ``data`` completes, in order; raises InvalidRequest on a bad head."""
+        if self._buffer:
+            self._buffer += data
+            data = bytes(self._buffer)
+            self._buffer.clear()
+        position = 0
+        while (end := self._frame_end(data, position)) is not None:
+            yield self._cut(data, position)
+            position = end
+        self._buffer += data[position:]
+
+    @staticmethod
+    def _frame_end(data: bytes, position: int) -> int | None:
+        if len(data) - position < HEAD.size:
+            return None
+        body_bytes, attachment_bytes, _, _ = decode_head(memoryview(data)[position:])
+        end = position + HEAD.size + body_bytes + attachment_bytes
+        return end if end <= len(data) else None
+
+    @staticmethod
+    def _cut(data: bytes, position: int) -> Frame:
+        view = memoryview(data)[position:]
+        body_bytes, attachment_bytes, method, call_id = decode_head(view)
+        start = HEAD.size + body_bytes
+        return Frame(method, call_id, bytes(view[HEAD.size : start]), view[start : start + attachment_bytes])

@@ -1,0 +1,73 @@
+"""gRPC's edge: typed errors to gRPC statuses and back, and channels made in one way."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from tanghulu.errors import DeadlineExceeded, NodeUnavailable, TanghuluError, error_from_code
+from tanghulu.types import Address
+
+_STATUS = {
+    "CHUNK_NOT_FOUND": grpc.StatusCode.NOT_FOUND,
+    "MODEL_NOT_FOUND": grpc.StatusCode.NOT_FOUND,
+    "NODE_UNAVAILABLE": grpc.StatusCode.UNAVAILABLE,
+    "MASTER_UNAVAILABLE": grpc.StatusCode.UNAVAILABLE,
+    "DIRECTORY_INCOMPLETE": grpc.StatusCode.UNAVAILABLE,
+    "STORE_FULL": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "OVERLOADED": grpc.StatusCode.RESOURCE_EXHAUSTED,
+    "CHECKSUM_MISMATCH": grpc.StatusCode.DATA_LOSS,
+    "INVALID_REQUEST": grpc.StatusCode.INVALID_ARGUMENT,
+    "CONTEXT_LENGTH_EXCEEDED": grpc.StatusCode.INVALID_ARGUMENT,
+    "UNAUTHORIZED": grpc.StatusCode.PERMISSION_DENIED,
+    "DEADLINE_EXCEEDED": grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+_CODE_KEY = "tanghulu-error"
+_MESSAGE_BYTES = 64 << 20
+
+
+def channel(address: Address | str) -> grpc.aio.Channel:
+    """An asyncio channel to a process's door. The caller closes it."""
+    return grpc.aio.insecure_channel(
+        str(address),
+        options=[
+            ("grpc.max_receive_message_length", _MESSAGE_BYTES),
+            ("grpc.max_send_message_length", _MESSAGE_BYTES),
+            ("grpc.enable_http_proxy", 0),
+            ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.max_reconnect_backoff_ms", 1000),
+        ],
+    )
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TanghuluError) -> None:
+    """End a server call with the status of ``error``; its code travels in the trailing metadata."""
+    status = _STATUS.get(error.code, grpc.StatusCode.INTERNAL)
+    await context.abort(status, error.message, trailing_metadata=((_CODE_KEY, error.code),))
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError, peer: str) -> TanghuluError:
+    """The typed error behind a failed call to ``peer``."""
+    for key, value in error.trailing_metadata() or ():
+        if key == _CODE_KEY:
+            return error_from_code(str(value), error.details() or "")
+    if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineExceeded(f"{peer} did not answer in time")
+    return NodeUnavailable(f"{peer}: {error.code().name.lower()}: {error.details()}")
+
+
+@asynccontextmanager
+async def typed_errors(peer: str, unavailable: Callable[[str], TanghuluError] = NodeUnavailable) -> AsyncIterator[None]:
+    """Raise typed errors for gRPC's own inside the block; ``unavailable`` makes the one for a dead peer."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        typed = from_rpc_error(error, peer)
+        if type(typed) is NodeUnavailable:
+            raise unavailable(typed.message) from error
+        raise typed from error
