@@ -26,7 +26,7 @@ class Instance:
     address: Address
     namespace: str = "default"
     metrics_address: str = ""
-    place: Place = Place()
+    place: Place = field(default_factory=Place)
     generation: int = 0
     unix_path: str = ""
     attributes: dict[str, str] = field(default_factory=dict)
