@@ -1,0 +1,6 @@
+"""Where weights come from: GGUF files and safetensors directories behind one `WeightSource`."""
+
+from tanghulu.workers.weights.fingerprint import fingerprint
+from tanghulu.workers.weights.source import ModelSource, WeightSource, resolve_model
+
+__all__ = ["ModelSource", "WeightSource", "fingerprint", "resolve_model"]

@@ -1,0 +1,50 @@
+"""The name under which two KV caches may be exchanged: equal weights, dtype, layout and rotary settings."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import xxhash
+
+from tanghulu.types import Fingerprint
+from tanghulu.workers.weights.source import ModelSource
+
+_READ_BYTES = 16 << 20
+_LAYOUT = "blocks,layers,kv,tokens,heads,dim/1"
+
+
+def fingerprint(source: ModelSource, *, dtype: str, block_tokens: int, tp_size: int = 1) -> Fingerprint:
+    """16 bytes, xxh3_128 over the bytes of the weight files and over what shapes a block's KV.
+
+    File names do not count, so copies of a model agree. ``dtype`` is the cache's (``float32``); ``tp_size``
+    the number of tensor-parallel ranks that share out the heads (a chunk's ``part`` names the rank).
+    Reads all the files, at the disk's speed the first time and the page cache's afterwards.
+    """
+    config = source.config
+    digest = xxhash.xxh3_128()
+    for path in source.weight_files:
+        _update_from_file(digest, path)
+    layout = {
+        "layout": _LAYOUT,
+        "dtype": dtype,
+        "block_tokens": block_tokens,
+        "tp_size": tp_size,
+        "layers": config.num_layers,
+        "kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": asdict(config.rope_scaling),
+        "rms_eps": config.rms_eps,
+    }
+    digest.update(json.dumps(layout, sort_keys=True).encode())
+    return Fingerprint(digest.digest())
+
+
+def _update_from_file(digest: xxhash.xxh3_128, path: Path) -> None:
+    buffer = bytearray(_READ_BYTES)
+    view = memoryview(buffer)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(view[:count])

