@@ -18,7 +18,7 @@ from typing import Any, TypeVar, get_type_hints
 import click
 
 from tanghulu.errors import ConfigError, TanghuluError
-from tanghulu.types import Address, Place, parse_size
+from tanghulu.types import Address, Place, format_size, parse_size
 
 C = TypeVar("C")
 PREFIX = "TANGHULU_"
@@ -66,11 +66,17 @@ def _parameter(field: dataclasses.Field[Any], hint: Any) -> click.Option:
         type=None if hint is bool else kind,
         is_flag=True if hint is bool else None,
         default=field.default,
-        show_default=field.default is not None and field.default != "",
+        show_default=_shown_default(field.default, meta["size"]),
         envvar=PREFIX + field.name.upper(),
         help=meta["help"],
         metavar=meta["metavar"] or None,
     )
+
+
+def _shown_default(default: Any, is_size: bool) -> bool | str:
+    if default is None or default == "":
+        return False
+    return format_size(default) if is_size else True
 
 
 def options_of(config_class: type[Any]) -> list[click.Parameter]:

@@ -54,6 +54,7 @@ class Status:
     def __init__(self, fd: int, on_orphaned: Callable[[], None]) -> None:
         self._socket = socket.socket(fileno=fd) if fd >= 0 else None
         self._on_orphaned = on_orphaned
+        self.orphaned = False
 
     def watch(self, loop: asyncio.AbstractEventLoop) -> None:
         """Notice when the supervisor is gone."""
@@ -67,6 +68,7 @@ class Status:
             if self._socket.recv(4096):
                 return
         asyncio.get_running_loop().remove_reader(self._socket.fileno())
+        self.orphaned = True
         self._on_orphaned()
 
     def send(self, event: str, **values: Any) -> None:
@@ -155,7 +157,10 @@ async def _run(role: Role, config: P, serve: Serve[P]) -> None:
     finally:
         if metrics is not None:
             metrics.close()
-        if own_dir:
+        if own_dir or status.orphaned:
             shutil.rmtree(run_dir, ignore_errors=True)
+        if status.orphaned:  # the last child takes the dead supervisor's directory along
+            with contextlib.suppress(OSError):
+                run_dir.parent.rmdir()
         status.close()
         _log.info("process.stopped")

@@ -1,0 +1,1 @@
+"""The ``tanghulu`` command: every process, the embedded cluster, the chat, the store's administration."""

@@ -1,0 +1,151 @@
+"""``tanghulu chat``: a conversation with the model, over the conductor's public HTTP API."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import click
+import httpx
+from rich.console import Console
+
+from tanghulu.config import command, option
+from tanghulu.errors import NodeUnavailable, TanghuluError, error_from_code
+
+_HELP = "/new starts afresh, /system TEXT sets the system prompt, /quit or Ctrl-D ends"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatConfig:
+    """The options of ``tanghulu chat``."""
+
+    url: str = option("http://127.0.0.1:8000", "the conductor's HTTP address")
+    model: str = option("", "the model to talk to; default: the first that is served")
+    system: str = option("", "system prompt")
+    message: str = option("", "send this one message, print the answer and end")
+    max_tokens: int = option(512, "longest answer in tokens")
+    temperature: float = option(0.7, "0 always takes the most likely token")
+
+
+class Conversation:
+    """The turns so far and the way to the conductor."""
+
+    def __init__(self, http: httpx.Client, config: ChatConfig, model: str) -> None:
+        self._http = http
+        self._config = config
+        self.model = model
+        self.messages: list[dict[str, str]] = []
+        self.usage: dict[str, Any] = {}
+        self.reset(config.system)
+
+    def reset(self, system: str) -> None:
+        """Forget the turns; begin with ``system`` if it is not empty."""
+        self.messages = [{"role": "system", "content": system}] if system else []
+
+    def say(self, text: str) -> Iterator[str]:
+        """Send ``text`` and yield the answer's pieces; both become turns once the answer is complete."""
+        turn = [*self.messages, {"role": "user", "content": text}]
+        body = {
+            "model": self.model,
+            "messages": turn,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "max_tokens": self._config.max_tokens,
+            "temperature": self._config.temperature,
+        }
+        answer = ""
+        with self._http.stream("POST", "/v1/chat/completions", json=body) as response:
+            if response.status_code != 200:
+                response.read()
+                raise _error_of(response)
+            for chunk in _events(response):
+                self.usage = chunk.get("usage") or self.usage
+                for choice in chunk["choices"]:
+                    piece = choice["delta"].get("content") or ""
+                    answer += piece
+                    yield piece
+        self.messages = [*turn, {"role": "assistant", "content": answer}]
+
+
+def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    for line in response.iter_lines():
+        if line.startswith("data: ") and line != "data: [DONE]":
+            event = json.loads(line[6:])
+            if "error" in event:
+                raise error_from_code(str(event["error"].get("code", "")), event["error"]["message"])
+            yield event
+
+
+def _error_of(response: httpx.Response) -> TanghuluError:
+    try:
+        error = response.json()["error"]
+    except (ValueError, KeyError, TypeError):
+        return NodeUnavailable(f"the conductor answered {response.status_code}: {response.text[:200]}")
+    return error_from_code(str(error.get("code") or "").upper(), error["message"])
+
+
+def _answer(conversation: Conversation, text: str, console: Console) -> None:
+    start_s, first_s = time.monotonic(), 0.0
+    for piece in conversation.say(text):
+        first_s = first_s or time.monotonic() - start_s
+        console.out(piece, end="", highlight=False)
+    console.out("")
+    usage = conversation.usage
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    seconds = max(time.monotonic() - start_s - first_s, 1e-9)
+    speed = usage.get("completion_tokens", 0) / seconds
+    note = f"{usage.get('prompt_tokens', 0)} tokens in ({cached} cached), first after {first_s:.2f} s, {speed:.0f} tokens/s"
+    if console.is_terminal:
+        console.print(f"[dim]{note}[/]", highlight=False)
+
+
+def _loop(conversation: Conversation, console: Console) -> None:
+    console.print(f"[bold]{conversation.model}[/]  [dim]{_HELP}[/]", highlight=False)
+    while True:
+        try:
+            text = input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            console.print()
+            return
+        if text in ("/quit", "/exit"):
+            return
+        if text == "/new":
+            conversation.reset("")
+        elif text.startswith("/system "):
+            conversation.reset(text.removeprefix("/system "))
+        elif text.startswith("/"):
+            console.print(_HELP, markup=False)
+        elif text:
+            _turn(conversation, text, console)
+
+
+def _turn(conversation: Conversation, text: str, console: Console) -> None:
+    try:
+        _answer(conversation, text, console)
+    except KeyboardInterrupt:
+        console.print("[dim](stopped)[/]")
+    except TanghuluError as error:
+        console.print(f"[red]{error.message}[/]")
+
+
+def run(config: ChatConfig) -> None:
+    """Talk until the person ends it, or answer one --message."""
+    console = Console()
+    try:
+        with httpx.Client(base_url=config.url, timeout=httpx.Timeout(600, connect=5), trust_env=False) as http:
+            model = config.model or http.get("/v1/models").raise_for_status().json()["data"][0]["id"]
+            conversation = Conversation(http, config, model)
+            message = config.message or ("" if sys.stdin.isatty() else click.get_text_stream("stdin").read().strip())
+            if message:
+                _answer(conversation, message, console)
+            else:
+                _loop(conversation, console)
+    except (httpx.HTTPError, IndexError) as error:
+        raise NodeUnavailable(f"no model answers at {config.url}: {error}; is `tanghulu up` running?") from error
+
+
+COMMAND = command("chat", ChatConfig, run, "Talk to a running conductor. " + _HELP.capitalize() + ".")

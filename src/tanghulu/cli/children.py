@@ -1,0 +1,99 @@
+"""Child processes of the embedded cluster: spawned with a status stream, a log file, and ended without remains."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+STOP_GRACE_S = 8.0
+
+
+@dataclass
+class ChildProcess:
+    """One child: its command line (without the interpreter) and, while it runs, its process."""
+
+    role: str
+    name: str
+    arguments: list[str]
+    log_path: Path
+    run_dir: Path
+    info: dict[str, Any] = field(default_factory=dict)  # of its last "ready"
+    process: asyncio.subprocess.Process | None = None
+    _status: socket.socket | None = None
+
+    async def spawn(self, on_status: Callable[[str, dict[str, Any]], None]) -> None:
+        """Start the process; its status lines come as ``on_status(name, message)``, its end as event "exited"."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        command = [sys.executable, "-m", "tanghulu", self.role, *self.arguments]
+        command += ["--run-dir", str(self.run_dir), "--status-fd", str(theirs.fileno())]
+        with self.log_path.open("ab") as log:
+            self.process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C on the terminal reaches the supervisor only, which ends them in order
+            )
+        theirs.close()
+        self._status = ours
+        self._watching = asyncio.create_task(self._watch(ours, self.process, on_status))
+
+    async def _watch(
+        self,
+        status: socket.socket,
+        process: asyncio.subprocess.Process,
+        on_status: Callable[[str, dict[str, Any]], None],
+    ) -> None:
+        reader, writer = await asyncio.open_connection(sock=status)
+        try:
+            while line := await reader.readline():
+                message = json.loads(line)
+                if message["event"] == "ready":
+                    self.info = message
+                    self._keep_port(message["address"])
+                on_status(self.name, message)
+            code = await process.wait()
+        finally:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+        on_status(self.name, {"event": "exited", "code": code})
+
+    def _keep_port(self, address: str) -> None:
+        """A restarted child comes back at the address under which others know it."""
+        position = self.arguments.index("--port") + 1
+        self.arguments[position] = address.rpartition(":")[2]
+
+    async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+        """SIGTERM, then SIGKILL after ``grace_s``; returns when the process is gone."""
+        process = self.process
+        if process is None:
+            return
+        for number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 5.0)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), patience_s)
+                break
+        await asyncio.gather(self._watching, return_exceptions=True)
+
+    def entry(self) -> dict[str, Any]:
+        """This child's line in cluster.json."""
+        return {
+            "role": self.role,
+            "name": self.name,
+            "pid": self.process.pid if self.process is not None else None,
+            "address": self.info.get("address", ""),
+            "metrics_address": self.info.get("metrics_address", ""),
+        }

@@ -1,0 +1,85 @@
+"""The ``tanghulu`` command's root: finds commands by name and maps typed errors to exit codes.
+
+Commands are imported when they are used, so that ``tanghulu store ls`` does not pay for torch or FastAPI.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from tanghulu.config import load_toml
+from tanghulu.errors import TanghuluError
+from tanghulu.version import __version__
+
+#: name -> (module, attribute, help); the help stands here so that ``tanghulu --help`` imports nothing.
+_COMMANDS = {
+    "up": ("tanghulu.cli.up", "COMMAND", "Start the embedded cluster: master, node, workers, conductor."),
+    "chat": ("tanghulu.cli.chat", "COMMAND", "Talk to a running conductor."),
+    "store": ("tanghulu.cli.store", "COMMAND", "Look into and administer the store."),
+    "master": ("tanghulu.store.master.main", "COMMAND", "Run a master."),
+    "node": ("tanghulu.store.node.main", "COMMAND", "Run a store node."),
+    "conductor": ("tanghulu.conductor.main", "COMMAND", "Run a conductor (the HTTP API)."),
+    "prefill": ("tanghulu.workers.main", "PREFILL", "Run a prefill worker."),
+    "decode": ("tanghulu.workers.main", "DECODE", "Run a decode worker."),
+    "worker": ("tanghulu.workers.main", "WORKER", "Run a worker that prefills and decodes (--role)."),
+}
+
+#: Exit codes of typed errors, for scripts. 2 is click's own for a bad command line.
+EXIT_CODES = {
+    "CHUNK_NOT_FOUND": 3,
+    "MASTER_UNAVAILABLE": 4,
+    "NODE_UNAVAILABLE": 4,
+    "STORE_FULL": 5,
+    "CHECKSUM_MISMATCH": 6,
+    "INVALID_REQUEST": 7,
+    "CONFIG_ERROR": 7,
+    "UNAUTHORIZED": 8,
+    "DEADLINE_EXCEEDED": 9,
+}
+
+
+class _LazyGroup(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        return load_command(cmd_name)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, _, text) in _COMMANDS.items()])
+
+
+def load_command(name: str) -> click.Command | None:
+    """The command called ``name``, imported now; None if there is none."""
+    if name not in _COMMANDS:
+        return None
+    module, attribute, _ = _COMMANDS[name]
+    loaded = getattr(importlib.import_module(module), attribute)
+    assert isinstance(loaded, click.Command)
+    return loaded
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, prog_name="tanghulu")
+@click.option("--config", type=click.Path(path_type=Path), envvar="TANGHULU_CONFIG", help="TOML file with options.")
+@click.pass_context
+def root(ctx: click.Context, config: Path | None) -> None:
+    """A distributed KV-cache store with a conductor for LLM inference."""
+    if config is not None:
+        commands = {name: load_command(name) for name in _COMMANDS}
+        ctx.default_map = load_toml(config, {name: c for name, c in commands.items() if c is not None})
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; exits with click's codes, or with that of a typed error."""
+    try:
+        root.main(args=arguments, prog_name="tanghulu")
+    except TanghuluError as error:
+        click.echo(f"tanghulu: {error.message}", err=True)
+        sys.exit(EXIT_CODES.get(error.code, 1))

@@ -1,0 +1,86 @@
+"""What ``tanghulu up`` shows: a line a process while it starts, then what to try.
+
+On a terminal it is a live display; elsewhere (a pipe, CI) plain lines, one a change.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+_WELCOME = """
+[bold green]ready[/] {model} at {url}
+
+  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{{
+    "model": "{model}", "stream": true,
+    "messages": [{{"role": "user", "content": "What is a KV cache? Answer in two sentences."}}]}}'
+
+  tanghulu chat --url {url}
+  tanghulu store nodes --master {master}
+
+Ctrl-C ends everything."""
+
+
+class Board:
+    """The live display; a context manager."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console()
+        self._live = self.console.is_terminal
+        self._progress = Progress(
+            SpinnerColumn(finished_text="[green]*"),
+            TextColumn("{task.description:12}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[text]}"),
+            TimeElapsedColumn(),
+            console=self.console,
+            disable=not self._live,
+        )
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def add(self, name: str) -> None:
+        """A process that is going to start."""
+        self._tasks[name] = self._progress.add_task(name, total=1.0, text="waiting")
+
+    def show(self, name: str, message: dict[str, Any]) -> None:
+        """What a process's status line says."""
+        text, fraction = _describe(message)
+        self._progress.update(self._tasks[name], text=text, completed=fraction)
+        if not self._live and message["event"] != "loading":
+            self.console.print(f"{name:12} {text}", markup=False, highlight=False, soft_wrap=True)
+
+    def stop(self) -> None:
+        """Freeze the display: everything is ready."""
+        self._progress.stop()
+
+
+def _describe(message: dict[str, Any]) -> tuple[str, float]:
+    match message["event"]:
+        case "loading":
+            return str(message["what"]), float(message["fraction"])
+        case "ready":
+            return f"ready at {message['address']}", 1.0
+        case "failed":
+            return f"failed: {message['message']}", 0.0
+        case "exited":
+            return f"exited with {message['code']}", 0.0
+        case other:
+            return str(other), 0.0
+
+
+def welcome(board: Board, url: str, model: str, master: str) -> None:
+    """Say that the cluster serves, and what to try first."""
+    board.stop()
+    board.console.print(_WELCOME.format(url=url, model=model, master=master), highlight=False, soft_wrap=True)

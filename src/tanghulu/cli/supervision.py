@@ -1,0 +1,148 @@
+"""When to start, restart and end the processes of the embedded cluster: decisions only, no process in sight.
+
+    WAITING --(what it needs is ready)--> STARTING --ready--> READY
+    STARTING, READY --exited--> BACKOFF --(delay is over)--> STARTING     at most MAX_RESTARTS times
+    STARTING, READY --exited--> DEAD                                      and then the whole cluster ends
+
+A child that stayed ready for STABLE_S has its restarts forgiven.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+MAX_RESTARTS = 5
+FIRST_BACKOFF_S = 0.2
+STABLE_S = 60.0
+
+
+class ChildState(Enum):
+    """Where a child stands."""
+
+    WAITING = "waiting"  # for a child it needs
+    STARTING = "starting"  # spawned, not yet ready
+    READY = "ready"  # serves
+    BACKOFF = "backoff"  # died; will be started again
+    DEAD = "dead"  # died once too often
+    STOPPED = "stopped"  # ended because the cluster ends
+
+
+class Event(Enum):
+    """What happens to a child."""
+
+    START = "start"
+    READY = "ready"
+    EXITED = "exited"
+    GIVEN_UP = "given up"
+    STOP = "stop"
+
+
+_TABLE: dict[tuple[ChildState, Event], ChildState] = {
+    (ChildState.WAITING, Event.START): ChildState.STARTING,
+    (ChildState.BACKOFF, Event.START): ChildState.STARTING,
+    (ChildState.STARTING, Event.READY): ChildState.READY,
+    (ChildState.STARTING, Event.EXITED): ChildState.BACKOFF,
+    (ChildState.READY, Event.EXITED): ChildState.BACKOFF,
+    (ChildState.STARTING, Event.GIVEN_UP): ChildState.DEAD,
+    (ChildState.READY, Event.GIVEN_UP): ChildState.DEAD,
+} | {(state, Event.STOP): ChildState.STOPPED for state in ChildState if state is not ChildState.DEAD}
+
+
+@dataclass(eq=False)
+class Child:
+    """One child's place in the plan."""
+
+    name: str
+    needs: tuple[str, ...] = ()
+    state: ChildState = ChildState.WAITING
+    num_restarts: int = 0
+    ready_since_s: float = 0.0
+    start_at_s: float = 0.0
+
+    def on(self, event: Event) -> None:
+        """Move along the table; an unknown pair is a programmer's error."""
+        key = (self.state, event)
+        assert key in _TABLE, f"{self.name}: {event} in {self.state}"
+        self.state = _TABLE[key]
+
+
+@dataclass(frozen=True, slots=True)
+class Spawn:
+    """Instruction: start the process of this child."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndAll:
+    """Instruction: a child is dead for good; end the cluster."""
+
+    because: str
+
+
+@dataclass
+class Supervision:
+    """The plan for all children; feed it events with the time, perform what it returns."""
+
+    children: dict[str, Child] = field(default_factory=dict)
+
+    def add(self, name: str, needs: Sequence[str] = ()) -> None:
+        """A child that may start once all of ``needs`` are ready (for the first time)."""
+        assert name not in self.children, name
+        assert all(needed in self.children for needed in needs), needs
+        self.children[name] = Child(name, tuple(needs))
+
+    def tick(self, now_s: float) -> list[Spawn]:
+        """The children to start now."""
+        due = [c for c in self.children.values() if self._may_start(c, now_s)]
+        for child in due:
+            child.on(Event.START)
+        return [Spawn(child.name) for child in due]
+
+    def _may_start(self, child: Child, now_s: float) -> bool:
+        if child.state is ChildState.BACKOFF:
+            return now_s >= child.start_at_s
+        needed = (self.children[name].state for name in child.needs)
+        return child.state is ChildState.WAITING and all(s is ChildState.READY for s in needed)
+
+    def next_tick_s(self) -> float | None:
+        """When the next delayed start is due; None if none is."""
+        due = [c.start_at_s for c in self.children.values() if c.state is ChildState.BACKOFF]
+        return min(due) if due else None
+
+    def ready(self, name: str, now_s: float) -> None:
+        """The child serves."""
+        child = self.children[name]
+        child.on(Event.READY)
+        child.ready_since_s = now_s
+
+    def exited(self, name: str, code: int, now_s: float) -> list[EndAll]:
+        """The child's process ended though nobody asked it to; plans its restart, or the cluster's end."""
+        child = self.children[name]
+        if child.state is ChildState.READY and now_s - child.ready_since_s >= STABLE_S:
+            child.num_restarts = 0
+        if child.num_restarts >= MAX_RESTARTS:
+            child.on(Event.GIVEN_UP)
+            return [EndAll(f"{name} exited with {code} and was restarted {MAX_RESTARTS} times before")]
+        child.on(Event.EXITED)
+        child.start_at_s = now_s + FIRST_BACKOFF_S * 2**child.num_restarts
+        child.num_restarts += 1
+        return []
+
+    def refused(self, name: str, message: str) -> list[EndAll]:
+        """The child refused its configuration: starting it again would end the same way."""
+        self.children[name].on(Event.GIVEN_UP)
+        return [EndAll(f"{name}: {message}")]
+
+    def stop(self) -> None:
+        """The cluster ends."""
+        for child in self.children.values():
+            if child.state is not ChildState.DEAD:
+                child.on(Event.STOP)
+
+    @property
+    def all_ready(self) -> bool:
+        """Whether every child serves."""
+        return all(c.state is ChildState.READY for c in self.children.values())

@@ -1,0 +1,219 @@
+"""``tanghulu up``: the embedded cluster, every part a real process, under one supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tanghulu.cli.children import ChildProcess
+from tanghulu.cli.progress import Board, welcome
+from tanghulu.cli.supervision import EndAll, Supervision
+from tanghulu.config import command, option
+from tanghulu.errors import ConfigError, TanghuluError
+
+_READY_POLL_S = 0.1
+_MASTER_TO_NODES = 10  # 7400 -> 7410
+_MASTER_TO_WORKERS = 30  # 7400 -> 7430
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpConfig:
+    """The options of ``tanghulu up``."""
+
+    model: str = option("smollm2", "a directory with safetensors or GGUF, a .gguf file, or smollm2", metavar="DIR")
+    engine: str = option("torch", "what runs the model", choices=("torch",))
+    dtype: str = option("auto", "arithmetic and KV type", choices=("auto", "float32", "bfloat16"))
+    prefill: int = option(1, "prefill workers")
+    decode: int = option(1, "decode workers; with --prefill 0 --decode 0: one worker that does both")
+    nodes: int = option(1, "store nodes")
+    node_memory: int = option(1 << 30, "memory of each store node", size=True)
+    eviction: str = option("lru", "eviction policy of the store nodes")
+    policy: str = option("ttft-min", "routing policy of the conductor")
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(8000, "port of the HTTP API; 0 picks one")
+    master_port: int = option(7400, "port of the master; nodes follow from +10, workers from +30; 0 picks all")
+    state_dir: Path = option(Path(".tanghulu"), "cluster.json and logs go here")
+    log_level: str = option("info", "least level that is logged", choices=("debug", "info", "warning", "error"))
+
+    def __post_init__(self) -> None:
+        for name in ("prefill", "decode", "nodes"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"--{name} is {getattr(self, name)}; it cannot be negative")
+        if bool(self.prefill) != bool(self.decode):
+            raise ConfigError("--prefill and --decode come together: each needs the other; both 0 start one worker")
+
+
+class Cluster:
+    """The running cluster: performs what Supervision decides and shows it on the Board."""
+
+    def __init__(self, config: UpConfig, run_dir: Path, board: Board) -> None:
+        self._config = config
+        self._board = board
+        self._plan = Supervision()
+        self._children: dict[str, ChildProcess] = {}
+        self._run_dir = run_dir
+        self._wake = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._failure: str | None = None
+        self._spawned: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Start all, keep them running until a signal or a child's final death; raises TanghuluError for the latter."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._end)
+        self._add_master()
+        announce = asyncio.create_task(self._announce_ready())
+        try:
+            while not self._stopping.is_set():
+                await self._perform()
+                await self._sleep()
+        finally:
+            announce.cancel()
+            await asyncio.gather(announce, return_exceptions=True)
+            self._plan.stop()
+            await self._stop_children()
+        if self._failure is not None:
+            raise TanghuluError(f"{self._failure}; see the logs in {self._config.state_dir}")
+
+    # --- what there is to run
+
+    def _add(self, role: str, name: str, port: int, *arguments: str, needs: tuple[str, ...] = ()) -> None:
+        run_dir = self._run_dir / name
+        base = ["--host", self._config.host, "--port", str(port), "--log-level", self._config.log_level]
+        log_path = self._config.state_dir / f"{name}.log"
+        log_path.unlink(missing_ok=True)
+        self._children[name] = ChildProcess(role, name, [*base, *arguments], log_path, run_dir)
+        self._plan.add(name, needs)
+        self._board.add(name)
+
+    def _add_master(self) -> None:
+        self._add("master", "master", self._config.master_port)
+
+    def _add_others(self, master: str) -> None:
+        """Everything else needs the master's address, which port 0 leaves open until it is ready."""
+        config, at = self._config, ("--master", master)
+        base = config.master_port
+        for i in range(config.nodes):
+            memory = ("--memory", str(config.node_memory), "--eviction", config.eviction)
+            self._add("node", f"node-{i}", base and base + _MASTER_TO_NODES + i, *at, *memory)
+        roles = ["prefill"] * config.prefill + ["decode"] * config.decode or ["worker"]
+        for i, role in enumerate(roles):
+            name = f"{role}-{i - config.prefill if role == 'decode' else i}"
+            model = ("--model", config.model, "--dtype", config.dtype)
+            self._add(role, name, base and base + _MASTER_TO_WORKERS + i, *at, *model)
+        self._add("conductor", "conductor", config.port, *at, "--policy", config.policy)
+
+    # --- events
+
+    def _on_status(self, name: str, message: dict[str, Any]) -> None:
+        now_s, outcome = time.monotonic(), list[EndAll]()
+        if self._stopping.is_set():
+            return
+        match message["event"]:
+            case "ready":
+                self._plan.ready(name, now_s)
+                self._write_cluster()
+                if name == "master" and len(self._children) == 1:
+                    self._add_others(message["address"])
+            case "failed" if message["code"] == ConfigError.code or message["code"] == "MODEL_UNSUPPORTED":
+                outcome = self._plan.refused(name, message["message"])
+            case "exited":
+                outcome = self._plan.exited(name, message["code"], now_s)
+        self._board.show(name, message)
+        for end in outcome:
+            self._failure = end.because
+            self._end()
+        self._wake.set()
+
+    def _end(self) -> None:
+        self._stopping.set()
+        self._wake.set()
+
+    # --- instructions
+
+    async def _perform(self) -> None:
+        for spawn in self._plan.tick(time.monotonic()):
+            child = self._children[spawn.name]
+            child.run_dir.mkdir(mode=0o700, exist_ok=True)
+            await child.spawn(self._on_status)
+            self._board.show(child.name, {"event": "starting"})
+        self._write_cluster()
+
+    async def _sleep(self) -> None:
+        due_s = self._plan.next_tick_s()
+        timeout_s = None if due_s is None else max(0.0, due_s - time.monotonic())
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), timeout_s)
+        self._wake.clear()
+
+    async def _stop_children(self) -> None:
+        """Workers and conductor first, so that they can say goodbye to the master."""
+        order = [c for c in self._children.values() if c.role not in ("master", "node")]
+        await asyncio.gather(*(c.stop() for c in order))
+        for role in ("node", "master"):
+            await asyncio.gather(*(c.stop() for c in self._children.values() if c.role == role))
+
+    def _write_cluster(self) -> None:
+        entries = [c.entry() for c in self._children.values() if c.info]
+        path = self._config.state_dir / "cluster.json"
+        scratch = path.with_suffix(".tmp")
+        scratch.write_text(json.dumps(entries, indent=2) + "\n")
+        scratch.replace(path)
+
+    async def _announce_ready(self) -> None:
+        """Ask the conductor until it would serve a request, then say what to try."""
+        async with httpx.AsyncClient(trust_env=False, timeout=2.0) as http:
+            while True:
+                await asyncio.sleep(_READY_POLL_S)
+                conductor = self._children.get("conductor")
+                if conductor is None or not conductor.info or not self._plan.all_ready:
+                    continue
+                with contextlib.suppress(httpx.HTTPError):
+                    url = f"http://{conductor.info['address']}"
+                    if (await http.get(f"{url}/ready")).status_code == 200:
+                        models = (await http.get(f"{url}/v1/models")).json()["data"]
+                        welcome(self._board, url, models[0]["id"], self._children["master"].info["address"])
+                        return
+
+
+@contextlib.contextmanager
+def _locked(state_dir: Path) -> Iterator[None]:
+    state_dir.mkdir(parents=True, exist_ok=True)
+    with (state_dir / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"a cluster is running with --state-dir {state_dir}; end it or choose another") from None
+        yield
+
+
+def run(config: UpConfig) -> None:
+    """Run the cluster in the foreground until it is told to end."""
+    with _locked(config.state_dir):
+        run_dir = Path(tempfile.mkdtemp(prefix="tanghulu-"))
+        try:
+            with Board() as board:
+                asyncio.run(Cluster(config, run_dir, board).run())
+        finally:
+            shutil.rmtree(run_dir, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(config.state_dir / "cluster.json")
+    sys.stdout.flush()
+
+
+COMMAND = command("up", UpConfig, run, "Start the embedded cluster and keep it running until Ctrl-C.")
