@@ -1,0 +1,163 @@
+"""Attention over the paged cache: one interface, and the CPU backend by torch's SDPA.
+
+A backend's `plan` does once a step what does not depend on the layer (which blocks to gather, which masks);
+the plan's `attend` is then called for every layer. The CPU backend gathers a sequence's blocks into one
+contiguous K and V, because CPU kernels read no block tables.
+
+Two kinds of work share a step. A *prefill run* has its queries attend to the sequence's earlier tokens and,
+causally, to each other: query i of a run that starts at token s sees tokens 0..s+i. *Decodes* have one query
+each that sees everything, so several of them form one padded kernel call; they are grouped so that no
+sequence is padded to more than twice its blocks.
+
+Grouped-query attention folds the G query heads that share a KV head into the query dimension: [G x tokens]
+queries against one K, instead of repeating K G times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from tanghulu.workers.kv_cache import KvCache
+from tanghulu.workers.models.forward_batch import ForwardBatch, SequenceSpan
+
+
+class AttentionPlan(Protocol):
+    """What a backend prepared for one forward batch."""
+
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Write the step's K and V to the cache, then attend.
+
+        ``query`` [N, heads, head_dim], ``key`` and ``value`` [N, kv_heads, head_dim], rotated; returns
+        [N, heads x head_dim].
+        """
+        ...
+
+
+class AttentionBackend(Protocol):
+    """Makes plans; one per device and kernel family."""
+
+    def plan(self, cache: KvCache, batch: ForwardBatch, num_heads: int) -> AttentionPlan:
+        """Prepare ``batch``; the plan is valid for this one step."""
+        ...
+
+
+class SdpaAttention:
+    """The backend for CPUs."""
+
+    def plan(self, cache: KvCache, batch: ForwardBatch, num_heads: int) -> AttentionPlan:
+        """Group the decodes, build the masks."""
+        decodes = [span for span in batch.spans if span.num_new == 1]
+        prefills = [span for span in batch.spans if span.num_new > 1]
+        work: list[_Work] = [_PrefillRun.of(cache, span, num_heads) for span in prefills]
+        work += [_DecodeGroup.of(cache, group) for group in _similar_lengths(decodes)]
+        return _SdpaPlan(cache, batch, work)
+
+
+class _Work(Protocol):
+    def attend(self, cache: KvCache, layer: int, query: torch.Tensor, out: torch.Tensor) -> None: ...
+
+
+class _SdpaPlan:
+    def __init__(self, cache: KvCache, batch: ForwardBatch, work: Sequence[_Work]) -> None:
+        self._cache, self._work = cache, work
+        self._rows = batch.blocks * cache.row_stride() + batch.offsets
+
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        cache = self._cache
+        cache.rows.index_copy_(0, self._rows + cache.row_of(layer, 0), key)
+        cache.rows.index_copy_(0, self._rows + cache.row_of(layer, 1), value)
+        out = torch.empty_like(query)
+        for work in self._work:
+            work.attend(cache, layer, query, out)
+        return out.flatten(1)
+
+
+def _gather(cache: KvCache, layer: int, kv: int, block_ids: torch.Tensor) -> torch.Tensor:
+    """K or V of the blocks, [blocks x block_tokens, kv_heads, head_dim], contiguous."""
+    return cache.blocks[:, layer, kv].index_select(0, block_ids).flatten(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _PrefillRun:
+    """One sequence's run of several tokens. ``mask`` is None when nothing was cached before it."""
+
+    span: SequenceSpan
+    block_ids: torch.Tensor
+    mask: torch.Tensor | None
+
+    @classmethod
+    def of(cls, cache: KvCache, span: SequenceSpan, num_heads: int) -> _PrefillRun:
+        block_ids = torch.tensor(span.block_ids)
+        if span.num_new == span.context:
+            return cls(span, block_ids, None)
+        start = span.context - span.num_new
+        allowed = torch.arange(span.context) <= torch.arange(start, span.context)[:, None]
+        mask = torch.zeros(allowed.shape, dtype=cache.layout.dtype).masked_fill_(~allowed, float("-inf"))
+        return cls(span, block_ids, mask.repeat(num_heads // cache.layout.num_kv_heads, 1))
+
+    def attend(self, cache: KvCache, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
+        span, layout = self.span, cache.layout
+        rows = slice(span.first_row, span.first_row + span.num_new)
+        key = _gather(cache, layer, 0, self.block_ids)[: span.context].transpose(0, 1)[None]
+        value = _gather(cache, layer, 1, self.block_ids)[: span.context].transpose(0, 1)[None]
+        own = query[rows]
+        if self.mask is None:
+            # is_causal aligns its triangle at the top left: valid only because queries and keys are the same tokens.
+            heads_first = own.transpose(0, 1)[None]
+            result = F.scaled_dot_product_attention(heads_first, key, value, is_causal=True, enable_gqa=True)
+            out[rows] = result[0].transpose(0, 1)
+            return
+        groups = own.shape[1] // layout.num_kv_heads
+        folded = own.view(span.num_new, layout.num_kv_heads, groups, layout.head_dim).permute(1, 2, 0, 3)
+        folded = folded.reshape(1, layout.num_kv_heads, groups * span.num_new, layout.head_dim)
+        result = F.scaled_dot_product_attention(folded, key, value, attn_mask=self.mask)
+        unfolded = result.view(layout.num_kv_heads, groups, span.num_new, layout.head_dim).permute(2, 0, 1, 3)
+        out[rows] = unfolded.reshape(own.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeGroup:
+    """Sequences with one query each, padded to the longest. ``mask`` [B, 1, 1, tokens]; None for a single one."""
+
+    rows: torch.Tensor
+    block_ids: torch.Tensor
+    num_tokens: int
+    mask: torch.Tensor | None
+
+    @classmethod
+    def of(cls, cache: KvCache, spans: Sequence[SequenceSpan]) -> _DecodeGroup:
+        rows = torch.tensor([span.first_row for span in spans])
+        if len(spans) == 1:
+            return cls(rows, torch.tensor(spans[0].block_ids), spans[0].context, None)
+        width = max(len(span.block_ids) for span in spans)
+        # Padding repeats the sequence's own first block: any readable block does, the mask hides it.
+        table = [span.block_ids + span.block_ids[:1] * (width - len(span.block_ids)) for span in spans]
+        num_tokens = width * cache.layout.block_tokens
+        hidden = torch.arange(num_tokens) >= torch.tensor([span.context for span in spans])[:, None]
+        mask = torch.zeros(hidden.shape, dtype=cache.layout.dtype).masked_fill_(hidden, float("-inf"))
+        return cls(rows, torch.tensor(table).flatten(), num_tokens, mask[:, None, None, :])
+
+    def attend(self, cache: KvCache, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
+        layout, batch = cache.layout, len(self.rows)
+        shape = (batch, -1, layout.num_kv_heads, layout.head_dim)
+        key = _gather(cache, layer, 0, self.block_ids).view(shape)[:, : self.num_tokens].transpose(1, 2)
+        value = _gather(cache, layer, 1, self.block_ids).view(shape)[:, : self.num_tokens].transpose(1, 2)
+        folded = query[self.rows].view(batch, layout.num_kv_heads, -1, layout.head_dim)
+        result = F.scaled_dot_product_attention(folded, key, value, attn_mask=self.mask)
+        out[self.rows] = result.reshape(batch, *query.shape[1:])
+
+
+def _similar_lengths(spans: Sequence[SequenceSpan]) -> list[list[SequenceSpan]]:
+    """Groups in which nobody has less than half the blocks of the longest."""
+    groups: list[list[SequenceSpan]] = []
+    for span in sorted(spans, key=lambda span: -len(span.block_ids)):
+        if groups and 2 * len(span.block_ids) >= len(groups[-1][0].block_ids):
+            groups[-1].append(span)
+        else:
+            groups.append([span])
+    return groups

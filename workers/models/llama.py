@@ -1,0 +1,148 @@
+"""The Llama family: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+Its relatives differ by three switches of ModelConfig: biases on q, k, v (Qwen2), norms on each head's query
+and key (Qwen3), a bias on the output projection. Q, K and V are one matrix product, and so are gate and up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from tanghulu.errors import ModelUnsupported
+from tanghulu.workers.attention import AttentionBackend
+from tanghulu.workers.kv_cache import KvCache
+from tanghulu.workers.model_config import ModelConfig
+from tanghulu.workers.models.forward_batch import ForwardBatch
+from tanghulu.workers.models.rope import RotaryTable, rotate
+from tanghulu.workers.weights.source import WeightSource
+
+Progress = Callable[[float], None]
+
+
+@dataclass(slots=True)
+class _Layer:
+    """One decoder layer's weights; ``qkv`` and ``gate_up`` are fused by rows."""
+
+    input_norm: torch.Tensor
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    query_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+    out: torch.Tensor
+    out_bias: torch.Tensor | None
+    mlp_norm: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+
+class LlamaModel:
+    """Weights of a Llama-like model and its forward pass; holds no state of any request."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: WeightSource,
+        attention: AttentionBackend,
+        dtype: torch.dtype,
+        progress: Progress | None = None,
+    ) -> None:
+        """Load all weights as ``dtype``; ``progress`` is told the fraction done, 0..1.
+
+        Raises ModelUnsupported that names a missing tensor, or one whose shape contradicts ``config``.
+        """
+        self.config = config
+        self.dtype = dtype
+        self._attention = attention
+        loader = _Loader(config, weights, dtype)
+        self._embedding = loader.take("model.embed_tokens.weight", (config.vocab, config.hidden))
+        self._layers = []
+        for index in range(config.num_layers):
+            self._layers.append(_load_layer(loader, config, index))
+            if progress is not None:
+                progress((index + 1) / (config.num_layers + 1))
+        self._norm = loader.take("model.norm.weight", (config.hidden,))
+        tied = config.tie_embeddings
+        self._head = self._embedding if tied else loader.take("lm_head.weight", (config.vocab, config.hidden))
+        factors = weights.tensor("rope_freqs.weight") if weights.has("rope_freqs.weight") else None
+        self._rotary = RotaryTable(config, factors)
+        if progress is not None:
+            progress(1.0)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, cache: KvCache) -> torch.Tensor:
+        """Compute ``batch``, writing its KV to ``cache``; returns the wanted logits, float32 [L, vocab]."""
+        plan = self._attention.plan(cache, batch, self.config.num_heads)
+        cos, sin = self._rotary.rows(batch.positions, self.dtype)
+        hidden = F.embedding(batch.token_ids, self._embedding)
+        for index, layer in enumerate(self._layers):
+            query, key, value = self._project(layer, hidden, cos, sin)
+            attended = plan.attend(index, query, key, value)
+            hidden = hidden + F.linear(attended, layer.out, layer.out_bias)
+            hidden = hidden + self._mlp(layer, hidden)
+        wanted = self._normed(hidden.index_select(0, batch.logit_rows), self._norm)
+        return F.linear(wanted, self._head).float()
+
+    def _project(
+        self, layer: _Layer, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        config = self.config
+        fused = F.linear(self._normed(hidden, layer.input_norm), layer.qkv, layer.qkv_bias)
+        fused = fused.view(len(hidden), -1, config.head_dim)
+        turned = fused[:, : config.num_heads + config.num_kv_heads]
+        if layer.query_norm is not None and layer.key_norm is not None:
+            query, key = turned.split((config.num_heads, config.num_kv_heads), dim=1)
+            turned = torch.cat((self._normed(query, layer.query_norm), self._normed(key, layer.key_norm)), dim=1)
+        turned = rotate(turned, cos, sin)
+        query, key = turned.split((config.num_heads, config.num_kv_heads), dim=1)
+        return query, key, fused[:, config.num_heads + config.num_kv_heads :]
+
+    def _mlp(self, layer: _Layer, hidden: torch.Tensor) -> torch.Tensor:
+        gate, up = F.linear(self._normed(hidden, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
+        return F.linear(F.silu(gate).mul_(up), layer.down)
+
+    def _normed(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(hidden, weight.shape, weight, self.config.rms_eps)
+
+
+class _Loader:
+    """Takes tensors by name, checked against the shape that the config promises."""
+
+    def __init__(self, config: ModelConfig, weights: WeightSource, dtype: torch.dtype) -> None:
+        self._config, self._weights, self._dtype = config, weights, dtype
+
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = self._weights.tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise ModelUnsupported(f"tensor {name!r} has shape {tuple(tensor.shape)}; the config says {shape}")
+        # clone: a tensor that is a view of a mapped file must not outlive the file.
+        return tensor.to(self._dtype, copy=True)
+
+    def stack(self, prefix: str, parts: tuple[tuple[str, int], ...], columns: int) -> torch.Tensor:
+        return torch.cat([self.take(f"{prefix}.{name}.weight", (rows, columns)) for name, rows in parts])
+
+    def stack_bias(self, prefix: str, parts: tuple[tuple[str, int], ...]) -> torch.Tensor:
+        return torch.cat([self.take(f"{prefix}.{name}.bias", (rows,)) for name, rows in parts])
+
+
+def _load_layer(loader: _Loader, config: ModelConfig, index: int) -> _Layer:
+    prefix = f"model.layers.{index}"
+    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    qkv = (("q_proj", width), ("k_proj", kv_width), ("v_proj", kv_width))
+    head = (config.head_dim,)
+    return _Layer(
+        input_norm=loader.take(f"{prefix}.input_layernorm.weight", (config.hidden,)),
+        qkv=loader.stack(attention, qkv, config.hidden),
+        qkv_bias=loader.stack_bias(attention, qkv) if config.attention_bias else None,
+        query_norm=loader.take(f"{attention}.q_norm.weight", head) if config.qk_norm else None,
+        key_norm=loader.take(f"{attention}.k_norm.weight", head) if config.qk_norm else None,
+        out=loader.take(f"{attention}.o_proj.weight", (config.hidden, width)),
+        out_bias=loader.take(f"{attention}.o_proj.bias", (config.hidden,)) if config.output_bias else None,
+        mlp_norm=loader.take(f"{prefix}.post_attention_layernorm.weight", (config.hidden,)),
+        gate_up=loader.stack(mlp, (("gate_proj", config.intermediate), ("up_proj", config.intermediate)), config.hidden),
+        down=loader.take(f"{mlp}.down_proj.weight", (config.hidden, config.intermediate)),
+    )
