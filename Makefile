@@ -1,6 +1,7 @@
 VENV ?= .venv
 PY := $(VENV)/bin/python
 UP_FLAGS ?=
+PYTEST_FLAGS ?=
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	python3 -m venv $(VENV)
@@ -13,7 +14,7 @@ up: $(VENV)/.ready ## install, start the embedded cluster on the real model, say
 	$(VENV)/bin/tanghulu up $(UP_FLAGS)
 
 test: $(VENV)/.ready ## the whole quick suite, with real processes and the real model
-	$(PY) -m pytest
+	$(PY) -m pytest $(PYTEST_FLAGS)
 
 check: $(VENV)/.ready ## style, types, layers, generated code
 	$(VENV)/bin/ruff check .

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import click
 import httpx
 from rich.console import Console
 
@@ -98,7 +97,8 @@ def _answer(conversation: Conversation, text: str, console: Console) -> None:
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
     seconds = max(time.monotonic() - start_s - first_s, 1e-9)
     speed = usage.get("completion_tokens", 0) / seconds
-    note = f"{usage.get('prompt_tokens', 0)} tokens in ({cached} cached), first after {first_s:.2f} s, {speed:.0f} tokens/s"
+    prompt = f"{usage.get('prompt_tokens', 0)} tokens in ({cached} cached)"
+    note = f"{prompt}, first after {first_s:.2f} s, {speed:.0f} tokens/s"
     if console.is_terminal:
         console.print(f"[dim]{note}[/]", highlight=False)
 
@@ -139,7 +139,7 @@ def run(config: ChatConfig) -> None:
         with httpx.Client(base_url=config.url, timeout=httpx.Timeout(600, connect=5), trust_env=False) as http:
             model = config.model or http.get("/v1/models").raise_for_status().json()["data"][0]["id"]
             conversation = Conversation(http, config, model)
-            message = config.message or ("" if sys.stdin.isatty() else click.get_text_stream("stdin").read().strip())
+            message = config.message or ("" if sys.stdin.isatty() else sys.stdin.read().strip())
             if message:
                 _answer(conversation, message, console)
             else:

@@ -1,0 +1,89 @@
+"""One door for configuration: flags, variables and TOML map mechanically onto a frozen dataclass."""
+
+from dataclasses import dataclass
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from tanghulu.config import command, describe, load_toml, option
+from tanghulu.errors import ConfigError
+from tanghulu.types import Address
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    port: int = option(7400, "port")
+    master: Address | None = option(None, "master")
+    memory: int = option(1 << 20, "memory", size=True)
+    eviction: str = option("lru", "policy", choices=("lru", "fifo"))
+    verbose: bool = option(False, "talk")
+    token: str = option("", "secret")
+
+
+@pytest.fixture
+def invoke():
+    seen = []
+    group = click.Group("root", commands={"probe": command("probe", Config, seen.append, "help")})
+
+    def run(*arguments, env=None, toml=None):
+        seen.clear()
+        result = CliRunner().invoke(group, ["probe", *arguments], env=env, default_map=toml)
+        return result, seen[0] if seen else None
+
+    run.commands = group.commands
+    return run
+
+
+def test_flags_are_parsed_by_type(invoke):
+    flags = ("--port", "1", "--master", "h:2", "--memory", "2MiB", "--verbose", "--eviction", "fifo")
+    result, config = invoke(*flags)
+    assert result.exit_code == 0, result.output
+    assert config == Config(port=1, master=Address("h", 2), memory=2 << 20, verbose=True, eviction="fifo")
+
+
+def test_flag_beats_variable_beats_toml(invoke, tmp_path):
+    file = tmp_path / "t.toml"
+    file.write_text('memory = "3MiB"\n[probe]\nport = 1\neviction = "fifo"\n')
+    toml = load_toml(file, invoke.commands)
+    _, config = invoke("--port", "3", env={"TANGHULU_PORT": "2", "TANGHULU_EVICTION": "lru"}, toml=toml)
+    assert (config.port, config.eviction, config.memory) == (3, "lru", 3 << 20)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--memory", "x"), "--memory"),
+        (("--master", "x"), "--master"),
+        (("--eviction", "x"), "--eviction"),
+        (("--prot", "1"), "--prot"),
+    ],
+)
+def test_bad_flags_name_themselves(invoke, flags, named):
+    result, config = invoke(*flags)
+    assert (result.exit_code, config) == (2, None)
+    assert named in result.output
+
+
+def test_an_unknown_variable_refuses_to_start(invoke):
+    result, config = invoke(env={"TANGHULU_PROT": "1"})
+    assert config is None
+    assert isinstance(result.exception, ConfigError)
+    assert "TANGHULU_PROT" in result.exception.message
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [("prot = 1", "did you mean port"), ("[prob]\nport = 1", "prob"), ("[probe]\nmemroy = 1", "memroy"), ("=", "read")],
+)
+def test_bad_toml_names_the_key(invoke, tmp_path, text, named):
+    file = tmp_path / "t.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=named):
+        load_toml(file, invoke.commands)
+
+
+def test_the_printed_configuration_hides_secrets():
+    shown = describe(Config(token="s3cret", master=Address("h", 2)))
+    assert shown["token"] == "***"
+    assert shown["master"] == "h:2"
