@@ -19,7 +19,7 @@ class ChunkEntry(_message.Message):
     def __init__(self, key: _Optional[str] = ..., version: _Optional[int] = ..., size_bytes: _Optional[int] = ...) -> None: ...
 
 class AnnounceRequest(_message.Message):
-    __slots__ = ("node_id", "generation", "added", "removed", "report", "capacity_bytes", "used_bytes")
+    __slots__ = ("node_id", "generation", "added", "removed", "report", "capacity_bytes", "used_bytes", "deleted")
     class Report(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         NONE: _ClassVar[AnnounceRequest.Report]
@@ -37,6 +37,7 @@ class AnnounceRequest(_message.Message):
     REPORT_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DELETED_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     generation: int
     added: _containers.RepeatedCompositeFieldContainer[ChunkEntry]
@@ -44,7 +45,8 @@ class AnnounceRequest(_message.Message):
     report: AnnounceRequest.Report
     capacity_bytes: int
     used_bytes: int
-    def __init__(self, node_id: _Optional[str] = ..., generation: _Optional[int] = ..., added: _Optional[_Iterable[_Union[ChunkEntry, _Mapping]]] = ..., removed: _Optional[_Iterable[str]] = ..., report: _Optional[_Union[AnnounceRequest.Report, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ...) -> None: ...
+    deleted: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, node_id: _Optional[str] = ..., generation: _Optional[int] = ..., added: _Optional[_Iterable[_Union[ChunkEntry, _Mapping]]] = ..., removed: _Optional[_Iterable[str]] = ..., report: _Optional[_Union[AnnounceRequest.Report, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., deleted: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class AnnounceReply(_message.Message):
     __slots__ = ("status", "accepted", "report_wanted")
@@ -173,10 +175,14 @@ class ListKeysReply(_message.Message):
     def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., keys: _Optional[_Iterable[_Union[KeyInfo, _Mapping]]] = ..., more: _Optional[bool] = ...) -> None: ...
 
 class EventsRequest(_message.Message):
-    __slots__ = ("key_prefix",)
+    __slots__ = ("key_prefix", "after_sequence", "master_generation")
     KEY_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    AFTER_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    MASTER_GENERATION_FIELD_NUMBER: _ClassVar[int]
     key_prefix: str
-    def __init__(self, key_prefix: _Optional[str] = ...) -> None: ...
+    after_sequence: int
+    master_generation: int
+    def __init__(self, key_prefix: _Optional[str] = ..., after_sequence: _Optional[int] = ..., master_generation: _Optional[int] = ...) -> None: ...
 
 class DirectoryEvent(_message.Message):
     __slots__ = ("sequence", "kind", "node_id", "keys")
@@ -186,10 +192,12 @@ class DirectoryEvent(_message.Message):
         REMOVED: _ClassVar[DirectoryEvent.Kind]
         NODE_GONE: _ClassVar[DirectoryEvent.Kind]
         SYNCED: _ClassVar[DirectoryEvent.Kind]
+        RESET: _ClassVar[DirectoryEvent.Kind]
     STORED: DirectoryEvent.Kind
     REMOVED: DirectoryEvent.Kind
     NODE_GONE: DirectoryEvent.Kind
     SYNCED: DirectoryEvent.Kind
+    RESET: DirectoryEvent.Kind
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -201,9 +209,13 @@ class DirectoryEvent(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., kind: _Optional[_Union[DirectoryEvent.Kind, str]] = ..., node_id: _Optional[str] = ..., keys: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class EventBatch(_message.Message):
-    __slots__ = ("master_generation", "events")
+    __slots__ = ("master_generation", "events", "first_sequence", "last_sequence")
     MASTER_GENERATION_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    LAST_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     master_generation: int
     events: _containers.RepeatedCompositeFieldContainer[DirectoryEvent]
-    def __init__(self, master_generation: _Optional[int] = ..., events: _Optional[_Iterable[_Union[DirectoryEvent, _Mapping]]] = ...) -> None: ...
+    first_sequence: int
+    last_sequence: int
+    def __init__(self, master_generation: _Optional[int] = ..., events: _Optional[_Iterable[_Union[DirectoryEvent, _Mapping]]] = ..., first_sequence: _Optional[int] = ..., last_sequence: _Optional[int] = ...) -> None: ...

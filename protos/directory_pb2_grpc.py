@@ -100,7 +100,8 @@ class DirectoryServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Events(self, request, context):
-        """A snapshot (STORED events with snapshot = true, then SYNCED), then changes in order of sequence.
+        """A snapshot (RESET, STORED events, SYNCED; all under the sequence it was taken at), then changes in order of
+        sequence. A caller that names the last event it has is spared the snapshot while the master still has the rest.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
