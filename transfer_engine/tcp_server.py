@@ -1,0 +1,267 @@
+"""The serving end of the tcp transport: one protocol object a connection, straight into and out of the segment.
+
+Owns a connection's parsing and its flow control. What is allowed it asks its ``TcpDoor``; how the listener lives is
+the door's affair too. A connection works on one slice at a time, in order; it stops reading while a READ is being sent,
+so what a peer can make us hold is one head, one piece of payload and the kernel's buffers.
+
+Zero-copy: a WRITE's payload is received into the segment itself (``get_buffer`` hands out the range), a READ's is
+written from it in pieces. A piece counts as sent when the transport's write buffer is empty (the high-water mark is 0),
+and only after the last one the lease's transfer ends: so a range is not reused while uvloop still points into it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from tanghulu.errors import TanghuluError
+from tanghulu.transfer_engine.wire import (
+    HEAD_BYTES,
+    Head,
+    MalformedMessage,
+    Op,
+    pack_refusal,
+    pack_reply,
+    parse_head,
+)
+
+#: A refused WRITE's payload is thrown away through a buffer of this size.
+_DISCARD_BYTES = 256 << 10
+
+
+class _Phase(Enum):
+    """What a connection is doing."""
+
+    #: Receiving a head.
+    HEAD = "head"
+    #: Receiving a granted WRITE's payload into the segment.
+    PAYLOAD = "payload"
+    #: Throwing away a refused WRITE's payload.
+    DISCARD = "discard"
+    #: Sending a READ's payload; nothing is received meanwhile.
+    SEND = "send"
+
+
+class TcpDoor(Protocol):
+    """What a connection asks its server."""
+
+    view: memoryview
+    piece_bytes: int
+
+    def opened(self, connection: TcpConnection) -> bool:
+        """Whether there is room for one more connection."""
+        ...
+
+    def closed(self, connection: TcpConnection) -> None:
+        """The connection is gone; called once for each that was opened."""
+        ...
+
+    def hello(self, connection: TcpConnection, head: Head) -> None:
+        """Admit the connection's token; raises the typed refusal."""
+        ...
+
+    def fence(self, head: Head) -> None:
+        """Cut the connection whose token the head names, now and for ever."""
+        ...
+
+    def begin(self, head: Head) -> None:
+        """Admit a READ or WRITE; raises the typed refusal."""
+        ...
+
+    def end(self, head: Head, moved_bytes: int) -> None:
+        """The begun slice cannot touch the segment any more; ``moved_bytes`` of it were moved."""
+        ...
+
+
+@dataclass(slots=True)
+class _Work:
+    head: Head
+    done_bytes: int = 0
+
+
+class TcpConnection(asyncio.BufferedProtocol):
+    """One client's stream of slices."""
+
+    def __init__(self, door: TcpDoor) -> None:
+        self.token = 0
+        self.sweep_mark: object = None  # the server's note of what it saw at its last sweep
+        self._door = door
+        self._phase = _Phase.HEAD
+        self._head = memoryview(bytearray(HEAD_BYTES))
+        self._head_bytes = 0
+        self._work: _Work | None = None
+        self._discard_bytes = 0
+        self._discard = memoryview(b"")
+        self._transport: asyncio.Transport | None = None
+        self._admitted = False
+        self._writable = True
+        self._paused = False
+
+    # --- asyncio's calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Tune the socket, or turn the peer away when the server is full."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        sock: socket.socket = transport.get_extra_info("socket")
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        transport.set_write_buffer_limits(high=0)
+        self._admitted = self._door.opened(self)
+        if not self._admitted:
+            transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End the open slice. A READ's only behind this callback: uvloop closes the socket right after it."""
+        if self._phase is _Phase.SEND:
+            asyncio.get_running_loop().call_soon(self._finish)
+        else:
+            self._finish()
+        if self._admitted:
+            self._admitted = False
+            self._door.closed(self)
+        self._transport = None
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the next bytes belong: the head, the segment itself, or the bin."""
+        if self._phase is _Phase.PAYLOAD:
+            assert self._work is not None
+            at = self._work.head.offset + self._work.done_bytes
+            return self._door.view[at : self._work.head.offset + self._work.head.length]
+        if self._phase is _Phase.DISCARD:
+            return self._discard[: min(self._discard_bytes, _DISCARD_BYTES)]
+        return self._head[self._head_bytes :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """``nbytes`` arrived where ``get_buffer`` said."""
+        if self._phase is _Phase.PAYLOAD:
+            self._received(nbytes)
+        elif self._phase is _Phase.DISCARD:
+            self._discarded(nbytes)
+        else:
+            self._head_bytes += nbytes
+            if self._head_bytes == HEAD_BYTES:
+                self._head_bytes = 0
+                self._on_head()
+
+    def eof_received(self) -> bool:
+        """The peer hung up: close."""
+        return False
+
+    def pause_writing(self) -> None:
+        """Something waits in the transport's buffer."""
+        self._writable = False
+
+    def resume_writing(self) -> None:
+        """The transport's buffer is empty: all that was written has left the segment."""
+        self._writable = True
+        if self._phase is _Phase.SEND:
+            self._send_on()
+
+    # --- what the door may do
+
+    @property
+    def progress(self) -> tuple[int, int] | None:
+        """(slice id, bytes moved) of the slice in work, None when there is none; a stall shows the same twice."""
+        if self._phase is _Phase.DISCARD:
+            return (-1, self._discard_bytes)
+        return None if self._work is None else (self._work.head.slice_id, self._work.done_bytes)
+
+    def cut(self) -> None:
+        """Close at once: nothing is received into the segment after this call; a READ ends with its socket."""
+        if self._transport is not None:
+            self._transport.abort()
+        if self._phase is _Phase.PAYLOAD:
+            self._finish()
+
+    # --- inside
+
+    def _on_head(self) -> None:
+        try:
+            head = parse_head(self._head)
+        except MalformedMessage:
+            self.cut()
+            return
+        try:
+            self._admit(head)
+        except TanghuluError as error:
+            self._refuse(head, error)
+
+    def _admit(self, head: Head) -> None:
+        if head.op is Op.HELLO:
+            self._door.hello(self, head)
+            self._write(pack_reply(head.slice_id, 0))
+        elif self.token == 0:
+            self.cut()
+        elif head.op is Op.FENCE:
+            self._door.fence(head)
+            self._write(pack_reply(head.slice_id, 0))
+        else:
+            self._door.begin(head)
+            self._work = _Work(head)
+            if head.op is Op.WRITE:
+                self._phase = _Phase.PAYLOAD
+            else:
+                self._start_sending(head)
+
+    def _refuse(self, head: Head, error: TanghuluError) -> None:
+        self._write(pack_refusal(head.slice_id, error))
+        if head.op is Op.WRITE:
+            self._discard_bytes = head.length
+            self._discard = memoryview(bytearray(min(head.length, _DISCARD_BYTES)))
+            self._phase = _Phase.DISCARD
+
+    def _received(self, nbytes: int) -> None:
+        assert self._work is not None
+        self._work.done_bytes += nbytes
+        if self._work.done_bytes == self._work.head.length:
+            slice_id = self._work.head.slice_id
+            self._finish()
+            self._write(pack_reply(slice_id, 0))
+
+    def _discarded(self, nbytes: int) -> None:
+        self._discard_bytes -= nbytes
+        if self._discard_bytes == 0:
+            self._discard = memoryview(b"")
+            self._phase = _Phase.HEAD
+
+    def _start_sending(self, head: Head) -> None:
+        self._phase = _Phase.SEND
+        self._send_on()
+        if self._work is not None and self._transport is not None:
+            self._paused = True
+            self._transport.pause_reading()
+
+    def _send_on(self) -> None:
+        """Write pieces until the transport keeps one back; the slice ends when the last has left."""
+        while self._work is not None and self._transport is not None and not self._transport.is_closing():
+            head, done = self._work.head, self._work.done_bytes
+            if done < head.length:
+                end = self._work.done_bytes = min(done + self._door.piece_bytes, head.length)
+                piece = self._door.view[head.offset + done : head.offset + end]
+                if done == 0:  # one system call for both; copies only under plain asyncio before Python 3.12
+                    self._transport.writelines([pack_reply(head.slice_id, head.length), piece])
+                else:
+                    self._transport.write(piece)
+            if not self._writable:
+                return
+            if self._work.done_bytes == head.length:
+                self._finish()
+                self._resume_reading()
+
+    def _finish(self) -> None:
+        work, self._work = self._work, None
+        self._phase = _Phase.HEAD
+        if work is not None:
+            self._door.end(work.head, work.done_bytes)
+
+    def _write(self, data: bytes | memoryview) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
+
+    def _resume_reading(self) -> None:
+        if self._paused and self._transport is not None:
+            self._paused = False
+            self._transport.resume_reading()
