@@ -1,0 +1,117 @@
+"""Real clients against the real thing."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+from cluster import eventually
+
+MODEL = "smollm2"
+
+
+@pytest.fixture(scope="module")
+def client(cluster):
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="unused", max_retries=0, timeout=120) as client:
+        yield client
+
+
+def _ask(client, **more):
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    return client.chat.completions.create(model=MODEL, messages=messages, temperature=0, max_tokens=16, **more)
+
+
+def test_chat_makes_sense(client):
+    answer = _ask(client)
+    assert "Paris" in answer.choices[0].message.content
+    assert answer.choices[0].finish_reason in ("stop", "length")
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_a_stream_is_the_same_text_with_usage_at_its_end(client):
+    whole = _ask(client)
+    chunks = list(_ask(client, stream=True, stream_options={"include_usage": True}))
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == whole.choices[0].finish_reason
+
+
+def test_completions_with_a_list_of_prompts(client):
+    prompts = ["The capital of France is", "Two and two make"]
+    answer = client.completions.create(model=MODEL, prompt=prompts, max_tokens=5, temperature=0)
+    assert [c.index for c in answer.choices] == [0, 1]
+    alone = [client.completions.create(model=MODEL, prompt=p, max_tokens=5, temperature=0) for p in prompts]
+    assert [c.text for c in answer.choices] == [a.choices[0].text for a in alone]
+    stream = client.completions.create(model=MODEL, prompt=prompts[0], max_tokens=5, temperature=0, stream=True)
+    assert "".join(c.choices[0].text for c in stream) == alone[0].choices[0].text
+
+
+def test_stop_ends_the_text_before_the_stop_string(client):
+    whole = client.completions.create(model=MODEL, prompt="Count: one, two, three,", max_tokens=20, temperature=0)
+    text = whole.choices[0].text
+    stop = text[4:8]
+    cut = client.completions.create(
+        model=MODEL, prompt="Count: one, two, three,", max_tokens=20, temperature=0, stop=[stop]
+    )
+    assert cut.choices[0].text == text[: text.index(stop)]
+    assert cut.choices[0].finish_reason == "stop"
+
+
+def test_a_seed_gives_the_same_text_alone_and_in_company(client):
+    def sample(seed):
+        answer = client.completions.create(model=MODEL, prompt="Once upon a time", max_tokens=12, seed=seed)
+        return answer.choices[0].text
+
+    alone = [sample(seed) for seed in range(6)]
+    assert len(set(alone)) > 1
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(sample, range(6))) == alone
+
+
+def test_sixteen_at_once_all_finish(client):
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(
+            pool.map(
+                lambda i: client.completions.create(
+                    model=MODEL,
+                    prompt=f"Fact number {i}: " * (1 + 8 * i),
+                    max_tokens=24,
+                    extra_body={"ignore_eos": True},
+                ),
+                range(16),
+            )
+        )
+    assert [a.usage.completion_tokens for a in answers] == [24] * 16
+
+
+def test_errors_are_typed(client, cluster):
+    with pytest.raises(openai.NotFoundError, match="nosuch"):
+        client.completions.create(model="nosuch", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="context") as caught:
+        client.completions.create(model=MODEL, prompt=[1] * 100_000)
+    assert caught.value.code == "context_length_exceeded"
+    response = cluster.http.post(f"{cluster.url}/v1/completions", content=b"{oops")
+    assert response.status_code == 400
+    assert set(response.json()["error"]) == {"message", "type", "code", "param"}
+
+
+def test_hanging_up_frees_the_blocks(client, cluster):
+    def in_use():
+        return sum(cluster.metric(role, "tanghulu_worker_blocks_in_use") for role in ("prefill", "decode"))
+
+    eventually(lambda: in_use() == 0, what="idle")
+    body = {
+        "model": MODEL,
+        "prompt": "A very long story: " * 40,
+        "max_tokens": 2000,
+        "stream": True,
+        "ignore_eos": True,
+    }
+    with cluster.http.stream("POST", f"{cluster.url}/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        for _ in range(6):
+            next(lines)
+        assert in_use() > 0
+    eventually(lambda: in_use() == 0, what="blocks are free after the client hung up")
