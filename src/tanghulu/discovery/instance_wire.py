@@ -1,0 +1,37 @@
+"""The edge between Instance and its message on the wire."""
+
+from __future__ import annotations
+
+from tanghulu.discovery.base import Instance
+from tanghulu.protos import common_pb2
+from tanghulu.types import Address, InstanceId, Place, Role
+
+
+def instance_to_proto(instance: Instance) -> common_pb2.Instance:
+    """The message that carries ``instance``."""
+    return common_pb2.Instance(
+        id=instance.id,
+        namespace=instance.namespace,
+        component=instance.role.value,
+        address=str(instance.address),
+        metrics_address=instance.metrics_address,
+        place=str(instance.place),
+        generation=instance.generation,
+        unix_path=instance.unix_path,
+        attributes=instance.attributes,
+    )
+
+
+def instance_from_proto(message: common_pb2.Instance) -> Instance:
+    """The instance in ``message``; raises InvalidRequest for an address or place that is none."""
+    return Instance(
+        id=InstanceId(message.id),
+        role=Role(message.component),
+        address=Address.parse(message.address),
+        namespace=message.namespace,
+        metrics_address=message.metrics_address,
+        place=Place.parse(message.place),
+        generation=message.generation,
+        unix_path=message.unix_path,
+        attributes=dict(message.attributes),
+    )
