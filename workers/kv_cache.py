@@ -105,4 +105,5 @@ class KvCache:
         return (layer * 2 + kv) * self.layout.block_tokens
 
     def __repr__(self) -> str:
-        return f"KvCache({self.num_blocks} blocks of {self.layout.block_tokens} tokens, {format_size(self.capacity_bytes)})"
+        size = format_size(self.capacity_bytes)
+        return f"KvCache({self.num_blocks} blocks of {self.layout.block_tokens} tokens, {size})"

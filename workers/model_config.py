@@ -56,9 +56,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
-            raise ModelUnsupported(
-                f"{self.num_heads} attention heads cannot share {self.num_kv_heads} KV heads evenly"
-            )
+            raise ModelUnsupported(f"{self.num_heads} attention heads cannot share {self.num_kv_heads} KV heads evenly")
         if self.head_dim % 2:
             raise ModelUnsupported(f"head_dim {self.head_dim} is odd; rotary embeddings need pairs")
 
@@ -169,8 +167,9 @@ def _require_known(architecture: str) -> None:
 def _hf_context(config: Mapping[str, Any], positions: int) -> int:
     # Inside its window, sliding-window attention equals full attention; so the window bounds the context.
     window = config.get("sliding_window")
-    used = window is not None and config.get("use_sliding_window", True)
-    return min(positions, int(window)) if used else positions
+    if window is None or not config.get("use_sliding_window", True):
+        return positions
+    return min(positions, int(window))
 
 
 def _hf_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling]:

@@ -94,11 +94,12 @@ class LlamaModel:
         fused = fused.view(len(hidden), -1, config.head_dim)
         turned = fused[:, : config.num_heads + config.num_kv_heads]
         if layer.query_norm is not None and layer.key_norm is not None:
-            query, key = turned.split((config.num_heads, config.num_kv_heads), dim=1)
-            turned = torch.cat((self._normed(query, layer.query_norm), self._normed(key, layer.key_norm)), dim=1)
+            query = self._normed(turned[:, : config.num_heads], layer.query_norm)
+            key = self._normed(turned[:, config.num_heads :], layer.key_norm)
+            turned = torch.cat((query, key), dim=1)
         turned = rotate(turned, cos, sin)
-        query, key = turned.split((config.num_heads, config.num_kv_heads), dim=1)
-        return query, key, fused[:, config.num_heads + config.num_kv_heads :]
+        value = fused[:, config.num_heads + config.num_kv_heads :]
+        return turned[:, : config.num_heads], turned[:, config.num_heads :], value
 
     def _mlp(self, layer: _Layer, hidden: torch.Tensor) -> torch.Tensor:
         gate, up = F.linear(self._normed(hidden, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
@@ -133,6 +134,7 @@ def _load_layer(loader: _Loader, config: ModelConfig, index: int) -> _Layer:
     attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
     width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     qkv = (("q_proj", width), ("k_proj", kv_width), ("v_proj", kv_width))
+    gate_up = (("gate_proj", config.intermediate), ("up_proj", config.intermediate))
     head = (config.head_dim,)
     return _Layer(
         input_norm=loader.take(f"{prefix}.input_layernorm.weight", (config.hidden,)),
@@ -143,6 +145,6 @@ def _load_layer(loader: _Loader, config: ModelConfig, index: int) -> _Layer:
         out=loader.take(f"{attention}.o_proj.weight", (config.hidden, width)),
         out_bias=loader.take(f"{attention}.o_proj.bias", (config.hidden,)) if config.output_bias else None,
         mlp_norm=loader.take(f"{prefix}.post_attention_layernorm.weight", (config.hidden,)),
-        gate_up=loader.stack(mlp, (("gate_proj", config.intermediate), ("up_proj", config.intermediate)), config.hidden),
+        gate_up=loader.stack(mlp, gate_up, config.hidden),
         down=loader.take(f"{mlp}.down_proj.weight", (config.hidden, config.intermediate)),
     )

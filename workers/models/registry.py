@@ -47,7 +47,9 @@ def load_model(source: ModelSource, dtype: torch.dtype, progress: Progress | Non
     """
     factory = _MODELS.get(source.config.architecture)
     if factory is None:
-        raise ModelUnsupported(f"architecture {source.config.architecture!r} cannot be run; known: {', '.join(_MODELS)}")
+        raise ModelUnsupported(
+            f"architecture {source.config.architecture!r} cannot be run; known: {', '.join(_MODELS)}"
+        )
     weights = source.open_weights()
     try:
         return factory(source.config, weights, SdpaAttention(), dtype, progress)

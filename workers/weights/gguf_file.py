@@ -105,5 +105,3 @@ def _gguf_name(name: str) -> str:
     if match is None:
         return _TOP_LEVEL.get(name, name)
     return f"blk.{match[1]}.{_IN_LAYER.get(match[2], match[2])}.{match[3]}"
-
-

@@ -108,9 +108,7 @@ def _from_directory(path: Path) -> ModelSource:
     weights = sorted(path.glob("*.safetensors"))
     if weights:
         generation = path / "generation_config.json"
-        config = config_from_hf(
-            read_json(path / "config.json"), read_json(generation) if generation.exists() else None
-        )
+        config = config_from_hf(read_json(path / "config.json"), read_json(generation) if generation.exists() else None)
         return ModelSource(path.resolve().name, config, tuple(_listed(path, weights)), path)
     ggufs = sorted(path.glob("*.gguf"))
     if len(ggufs) == 1:
