@@ -26,7 +26,7 @@ class Checksums(_message.Message):
     def __init__(self, part_bytes: _Optional[int] = ..., parts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HelloRequest(_message.Message):
-    __slots__ = ("protocol_version", "client_id", "tenant", "token", "pid", "host_id", "wants_shm")
+    __slots__ = ("protocol_version", "client_id", "tenant", "token", "pid", "host_id", "wants_shm", "held_lease_ids")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +34,7 @@ class HelloRequest(_message.Message):
     PID_FIELD_NUMBER: _ClassVar[int]
     HOST_ID_FIELD_NUMBER: _ClassVar[int]
     WANTS_SHM_FIELD_NUMBER: _ClassVar[int]
+    HELD_LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     client_id: str
     tenant: str
@@ -41,7 +42,8 @@ class HelloRequest(_message.Message):
     pid: int
     host_id: str
     wants_shm: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., client_id: _Optional[str] = ..., tenant: _Optional[str] = ..., token: _Optional[str] = ..., pid: _Optional[int] = ..., host_id: _Optional[str] = ..., wants_shm: _Optional[bool] = ...) -> None: ...
+    held_lease_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, protocol_version: _Optional[int] = ..., client_id: _Optional[str] = ..., tenant: _Optional[str] = ..., token: _Optional[str] = ..., pid: _Optional[int] = ..., host_id: _Optional[str] = ..., wants_shm: _Optional[bool] = ..., held_lease_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HelloReply(_message.Message):
     __slots__ = ("status", "instance_id", "generation", "session_id", "segment", "max_inline_bytes")
@@ -110,16 +112,18 @@ class ReserveRequest(_message.Message):
     def __init__(self, items: _Optional[_Iterable[_Union[PutItem, _Mapping]]] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
 
 class Reservation(_message.Message):
-    __slots__ = ("status", "existed", "lease_id", "offset")
+    __slots__ = ("status", "existed", "lease_id", "offset", "copies_only")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     EXISTED_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
+    COPIES_ONLY_FIELD_NUMBER: _ClassVar[int]
     status: _common_pb2.Status
     existed: bool
     lease_id: int
     offset: int
-    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., existed: _Optional[bool] = ..., lease_id: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
+    copies_only: bool
+    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., existed: _Optional[bool] = ..., lease_id: _Optional[int] = ..., offset: _Optional[int] = ..., copies_only: _Optional[bool] = ...) -> None: ...
 
 class ReserveReply(_message.Message):
     __slots__ = ("reservations",)
@@ -136,14 +140,16 @@ class CommitItem(_message.Message):
     def __init__(self, lease_id: _Optional[int] = ..., checksums: _Optional[_Union[Checksums, _Mapping]] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
-    __slots__ = ("items", "aborted", "visible")
+    __slots__ = ("items", "aborted", "visible", "deadline_ms")
     ITEMS_FIELD_NUMBER: _ClassVar[int]
     ABORTED_FIELD_NUMBER: _ClassVar[int]
     VISIBLE_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     items: _containers.RepeatedCompositeFieldContainer[CommitItem]
     aborted: _containers.RepeatedScalarFieldContainer[int]
     visible: bool
-    def __init__(self, items: _Optional[_Iterable[_Union[CommitItem, _Mapping]]] = ..., aborted: _Optional[_Iterable[int]] = ..., visible: _Optional[bool] = ...) -> None: ...
+    deadline_ms: int
+    def __init__(self, items: _Optional[_Iterable[_Union[CommitItem, _Mapping]]] = ..., aborted: _Optional[_Iterable[int]] = ..., visible: _Optional[bool] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
 
 class CommitReply(_message.Message):
     __slots__ = ("results",)
@@ -162,20 +168,22 @@ class GetRequest(_message.Message):
     def __init__(self, keys: _Optional[_Iterable[str]] = ..., max_inline_bytes: _Optional[int] = ..., verify: _Optional[bool] = ...) -> None: ...
 
 class GetItem(_message.Message):
-    __slots__ = ("status", "size_bytes", "version", "checksums", "lease_id", "offset")
+    __slots__ = ("status", "size_bytes", "version", "checksums", "lease_id", "offset", "copies_only")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
+    COPIES_ONLY_FIELD_NUMBER: _ClassVar[int]
     status: _common_pb2.Status
     size_bytes: int
     version: int
     checksums: Checksums
     lease_id: int
     offset: int
-    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., size_bytes: _Optional[int] = ..., version: _Optional[int] = ..., checksums: _Optional[_Union[Checksums, _Mapping]] = ..., lease_id: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
+    copies_only: bool
+    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., size_bytes: _Optional[int] = ..., version: _Optional[int] = ..., checksums: _Optional[_Union[Checksums, _Mapping]] = ..., lease_id: _Optional[int] = ..., offset: _Optional[int] = ..., copies_only: _Optional[bool] = ...) -> None: ...
 
 class GetReply(_message.Message):
     __slots__ = ("items", "inline_data", "lease_ms")
