@@ -290,36 +290,34 @@ class ExportPinRequest(_message.Message):
     def __init__(self, export_id: _Optional[int] = ..., first_block: _Optional[int] = ...) -> None: ...
 
 class ExportedBlock(_message.Message):
-    __slots__ = ("offset", "length", "checksums")
+    __slots__ = ("offset", "length", "checksums", "lease_id")
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     offset: int
     length: int
     checksums: _store_pb2.Checksums
-    def __init__(self, offset: _Optional[int] = ..., length: _Optional[int] = ..., checksums: _Optional[_Union[_store_pb2.Checksums, _Mapping]] = ...) -> None: ...
+    lease_id: int
+    def __init__(self, offset: _Optional[int] = ..., length: _Optional[int] = ..., checksums: _Optional[_Union[_store_pb2.Checksums, _Mapping]] = ..., lease_id: _Optional[int] = ...) -> None: ...
 
 class ExportPinReply(_message.Message):
-    __slots__ = ("status", "lease_id", "num_tokens", "blocks")
+    __slots__ = ("status", "num_tokens", "blocks")
     STATUS_FIELD_NUMBER: _ClassVar[int]
-    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     status: _common_pb2.Status
-    lease_id: int
     num_tokens: int
     blocks: _containers.RepeatedCompositeFieldContainer[ExportedBlock]
-    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., lease_id: _Optional[int] = ..., num_tokens: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[ExportedBlock, _Mapping]]] = ...) -> None: ...
+    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., num_tokens: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[ExportedBlock, _Mapping]]] = ...) -> None: ...
 
 class ExportReleaseRequest(_message.Message):
-    __slots__ = ("export_id", "lease_id", "bytes_read")
+    __slots__ = ("export_id", "bytes_read")
     EXPORT_ID_FIELD_NUMBER: _ClassVar[int]
-    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     BYTES_READ_FIELD_NUMBER: _ClassVar[int]
     export_id: int
-    lease_id: int
     bytes_read: int
-    def __init__(self, export_id: _Optional[int] = ..., lease_id: _Optional[int] = ..., bytes_read: _Optional[int] = ...) -> None: ...
+    def __init__(self, export_id: _Optional[int] = ..., bytes_read: _Optional[int] = ...) -> None: ...
 
 class ExportReleaseReply(_message.Message):
     __slots__ = ()
