@@ -14,6 +14,7 @@ import os
 import socket
 import struct
 from pathlib import Path
+from typing import cast
 
 import grpc.aio
 import structlog
@@ -84,7 +85,6 @@ class Door:
         """A connection to the gRPC server whose answers go to ``front``."""
         loop = asyncio.get_running_loop()
         back, _ = await loop.create_unix_connection(lambda: _Relay(front), self._grpc_path)
-        assert isinstance(back, asyncio.Transport)
         return back
 
 
@@ -96,8 +96,7 @@ class _Relay(asyncio.Protocol):
         self._own: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._own = transport
+        self._own = cast(asyncio.Transport, transport)  # uvloop has its own, which is no subclass
 
     def data_received(self, data: bytes) -> None:
         self._other.write(data)
@@ -126,8 +125,7 @@ class _Sniffer(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = transport = cast(asyncio.Transport, transport)  # uvloop has its own, which is no subclass
         self._door.enter(transport)
         self._timer = asyncio.get_running_loop().call_later(_FIRST_BYTES_DEADLINE_S, transport.close)
 

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import os
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from google.protobuf.message import Message
 
@@ -54,9 +54,8 @@ class AsyncFastConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Greet the peer."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.write(PREAMBLE)
+        self._transport = cast(asyncio.Transport, transport)  # uvloop has its own, which is no subclass
+        self._transport.write(PREAMBLE)
 
     def data_received(self, data: bytes) -> None:
         """Hand each frame to the call that waits for it."""

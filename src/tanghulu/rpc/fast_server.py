@@ -11,7 +11,7 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import structlog
 from google.protobuf.message import Message
@@ -68,8 +68,7 @@ class FastServerProtocol(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take the transport; refuse it when the process has too many peers."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = transport = cast(asyncio.Transport, transport)  # uvloop has its own, which is no subclass
         if len(self._service.peers) >= MAX_CONNECTIONS:
             self._send_error(0, Overloaded(f"more than {MAX_CONNECTIONS} connections"))
             transport.close()
