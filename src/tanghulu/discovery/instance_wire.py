@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 from tanghulu.discovery.base import Instance
+from tanghulu.errors import InvalidRequest
 from tanghulu.protos import common_pb2
 from tanghulu.types import Address, InstanceId, Place, Role
+
+_ROLES = {role.value: role for role in Role}
+
+
+def role_of(component: str) -> Role:
+    """The role that registers as ``component``; raises InvalidRequest."""
+    role = _ROLES.get(component)
+    if role is None:
+        raise InvalidRequest(f"component {component!r} is none of {', '.join(sorted(_ROLES))}")
+    return role
 
 
 def instance_to_proto(instance: Instance) -> common_pb2.Instance:
@@ -23,14 +34,14 @@ def instance_to_proto(instance: Instance) -> common_pb2.Instance:
 
 
 def instance_from_proto(message: common_pb2.Instance) -> Instance:
-    """The instance in ``message``; raises InvalidRequest for an address or place that is none."""
+    """The instance in ``message``; raises InvalidRequest for an address, place or component that is none."""
     return Instance(
         id=InstanceId(message.id),
-        role=Role(message.component),
+        role=role_of(message.component),
         address=Address.parse(message.address),
-        namespace=message.namespace,
+        namespace=message.namespace or "default",
         metrics_address=message.metrics_address,
-        place=Place.parse(message.place),
+        place=Place.parse(message.place) if message.place else Place(),
         generation=message.generation,
         unix_path=message.unix_path,
         attributes=dict(message.attributes),

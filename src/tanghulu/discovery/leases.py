@@ -1,0 +1,135 @@
+"""Instances under leases, as a plain table: events and a time in, changes out. Pure.
+
+Whoever serves Discovery from one place (the master, a MemoryRegistry) keeps one of these. A lease is a number and a
+deadline; a new registration of the same instance id takes the old one's place, and the old lease is void.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from dataclasses import dataclass
+
+from tanghulu.discovery.base import EventKind, Instance, InstanceEvent
+from tanghulu.errors import InvalidRequest, Overloaded
+from tanghulu.types import Role
+
+MAX_INSTANCES = 1 << 14
+MIN_TTL_S = 0.05
+MAX_TTL_S = 3600.0
+
+
+@dataclass(slots=True)
+class Lease:
+    """One registered instance and until when it is believed to live."""
+
+    lease_id: int
+    instance: Instance
+    ttl_s: float
+    expires_s: float
+    wake_s: float  # when the table's heap brings it up; renewals move only expires_s
+
+
+class LeaseTable:
+    """Who is registered. Changes since the last ``take_events`` wait there, in order."""
+
+    def __init__(self) -> None:
+        self._leases: dict[str, Lease] = {}
+        self._deadlines: list[tuple[float, str]] = []  # a heap; stale entries are dropped when they come up
+        self._last_lease_id = 0
+        self._events: list[InstanceEvent] = []
+        self.num_by_role: Counter[Role] = Counter()
+
+    def __len__(self) -> int:
+        """Number of live instances."""
+        return len(self._leases)
+
+    def instances(self) -> list[Instance]:
+        """All live instances, by id."""
+        return [self._leases[key].instance for key in sorted(self._leases)]
+
+    def register(self, instance: Instance, ttl_s: float, now_s: float) -> int:
+        """Enter or replace ``instance``; returns the lease id. Raises InvalidRequest or Overloaded."""
+        if not instance.id:
+            raise InvalidRequest("an instance without an id cannot be registered")
+        if not MIN_TTL_S <= ttl_s <= MAX_TTL_S:
+            raise InvalidRequest(f"a lease of {ttl_s:g} s is not within {MIN_TTL_S:g}..{MAX_TTL_S:g} s")
+        before = self._leases.get(instance.id)
+        if before is None and len(self._leases) >= MAX_INSTANCES:
+            raise Overloaded(f"{MAX_INSTANCES} instances are registered; no more are taken")
+        self._last_lease_id += 1
+        expires_s = now_s + ttl_s
+        wake_s = expires_s if before is None else min(before.wake_s, expires_s)
+        if before is None or wake_s < before.wake_s:
+            heapq.heappush(self._deadlines, (wake_s, instance.id))
+        self._leases[instance.id] = Lease(self._last_lease_id, instance, ttl_s, expires_s, wake_s)
+        if before is not None:
+            self.num_by_role[before.instance.role] -= 1
+        self.num_by_role[instance.role] += 1
+        if before is None or before.instance != instance:
+            self._events.append(InstanceEvent(EventKind.PUT, instance))
+        return self._last_lease_id
+
+    def keep_alive(self, instance_id: str, lease_id: int, now_s: float) -> bool:
+        """Renew a lease; False if it is not (or no longer) one of this table."""
+        lease = self._leases.get(instance_id)
+        if lease is None or lease.lease_id != lease_id:
+            return False
+        lease.expires_s = now_s + lease.ttl_s
+        return True
+
+    def deregister(self, instance_id: str, lease_id: int) -> bool:
+        """End a lease now; False if it is not one of this table."""
+        lease = self._leases.get(instance_id)
+        if lease is None or lease.lease_id != lease_id:
+            return False
+        self._delete(lease)
+        return True
+
+    def expire(self, now_s: float) -> list[Instance]:
+        """End every lease whose deadline has passed; returns their instances."""
+        expired: list[Instance] = []
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            wake_s, instance_id = heapq.heappop(self._deadlines)
+            lease = self._leases.get(instance_id)
+            if lease is None or lease.wake_s != wake_s:  # of a lease that ended
+                continue
+            if lease.expires_s > now_s:  # renewed since
+                lease.wake_s = lease.expires_s
+                heapq.heappush(self._deadlines, (lease.expires_s, instance_id))
+                continue
+            self._delete(lease)
+            expired.append(lease.instance)
+        return expired
+
+    def forgive(self, seconds: float) -> None:
+        """Move all deadlines: the holder of this table stood still, and renewals may wait in its sockets."""
+        for lease in self._leases.values():
+            lease.expires_s += seconds
+
+    def next_deadline_s(self) -> float | None:
+        """When ``expire`` may have something to do; None without leases."""
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def take_events(self) -> list[InstanceEvent]:
+        """The changes since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def _delete(self, lease: Lease) -> None:
+        del self._leases[lease.instance.id]
+        self.num_by_role[lease.instance.role] -= 1
+        self._events.append(InstanceEvent(EventKind.DELETE, lease.instance))
+
+    def check(self) -> None:
+        """Every lease has its id's key, a number that was given out, and a wake-up not after its deadline."""
+        for key, lease in self._leases.items():
+            assert lease.instance.id == key
+            assert 0 < lease.lease_id <= self._last_lease_id
+            assert lease.wake_s <= lease.expires_s
+            assert (lease.wake_s, key) in self._deadlines
+        assert +self.num_by_role == Counter(lease.instance.role for lease in self._leases.values())
+        assert len({lease.lease_id for lease in self._leases.values()}) == len(self._leases)
+
+    def __repr__(self) -> str:
+        return f"LeaseTable({len(self._leases)} instances)"

@@ -1,0 +1,272 @@
+"""Key -> version, size and holders, for many million keys. Pure data; knows nothing of leases, time or the wire.
+
+What makes it lean. A key with one holder costs its string, one dict entry, one int and eight bytes of the sorted index:
+the int packs ``version (64 bits) | size (44) | slot (20)``. A *slot* is a small number for one life of a node's
+contents; further holders of a key stand in a second dict that holds replicated keys only.
+
+What makes it never stand still. Losing a node with a million chunks, or replacing what it said by a new report, marks
+one slot dead: O(1), and from then on no lookup sees it. The dead slot's traces are swept in slices, walking along the
+sorted index, which is a cursor that insertions and removals do not disturb. A slot is used again only after a
+whole sweep that began after its death.
+
+Why a sorted index is kept all the time (2 us a key, 8 bytes): listing is paged, and sorting a million keys for a page
+would stop the master for a second; the sweep and the snapshots for followers need the same stable cursor.
+
+Worked example: node A (slot 0) and B (slot 1) hold "k" at version 7, 4096 bytes: ``_entries["k"]`` is
+``7 << 64 | 4096 << 20 | 0`` and ``_more["k"]`` is ``(1,)``. A goes: slot 0 is GONE, ``find("k")`` says B. The sweep
+comes by: the entry becomes ``7 << 64 | 4096 << 20 | 1`` and ``_more`` forgets "k".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from itertools import islice
+from typing import NewType
+
+from sortedcontainers import SortedList
+
+from tanghulu.errors import Overloaded
+
+Slot = NewType("Slot", int)
+
+_SLOT_BITS = 20
+_SIZE_BITS = 44
+_SLOT_MASK = (1 << _SLOT_BITS) - 1
+_SIZE_MASK = (1 << _SIZE_BITS) - 1
+_VERSION_SHIFT = _SLOT_BITS + _SIZE_BITS
+MAX_SLOTS = 1 << _SLOT_BITS
+
+
+class SlotState(Enum):
+    """The life of a slot: LIVE -> REPLACED or GONE -> (swept) FREE -> LIVE of another node."""
+
+    FREE = "nobody's"
+    LIVE = "its node says that it holds these chunks"
+    REPLACED = "a complete later report did not name what is left here; followers have not heard of it yet"
+    GONE = "its node is gone; followers know"
+
+
+class Outcome(Enum):
+    """What became of an announced chunk."""
+
+    STORED = "the node is a new holder"
+    KEPT = "the node was known as a holder of this version"
+    REFUSED = "another version of the key was first; the node drops its copy"
+    REFUSED_LOST = "refused, and the node also lost the version it was known to hold"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One key: its version, its size in bytes and the ids of the live nodes that hold it, first holder first."""
+
+    version: int
+    size_bytes: int
+    node_ids: tuple[str, ...]
+
+
+class ChunkTable:
+    """Which slots hold which key. Callers own the slots: ``open_slot`` ... ``kill_slot``."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, int] = {}
+        self._more: dict[str, tuple[int, ...]] = {}
+        self._sorted: SortedList = SortedList()
+        self._states: list[SlotState] = []
+        self._owners: list[str] = []
+        self._counts: list[int] = []
+        self._free: list[int] = []
+        self._dying: set[int] = set()  # died since the sweep under way began
+        self._sweeping: set[int] = set()  # free again when it ends
+        self._cursor: str | None = None
+
+    def __len__(self) -> int:
+        """Number of keys, those that wait for the sweep included."""
+        return len(self._entries)
+
+    # --- slots
+
+    def open_slot(self, node_id: str) -> Slot:
+        """A LIVE slot of ``node_id``; raises Overloaded beyond MAX_SLOTS."""
+        if self._free:
+            slot = self._free.pop()
+            self._states[slot], self._owners[slot] = SlotState.LIVE, node_id
+            return Slot(slot)
+        if len(self._states) >= MAX_SLOTS:
+            raise Overloaded(f"more than {MAX_SLOTS} lives of nodes are in the directory")
+        self._states.append(SlotState.LIVE)
+        self._owners.append(node_id)
+        self._counts.append(0)
+        return Slot(len(self._states) - 1)
+
+    def kill_slot(self, slot: Slot, state: SlotState) -> None:
+        """From now on nobody finds anything in ``slot``; an empty one is free at once. REPLACED may become GONE."""
+        assert state in (SlotState.REPLACED, SlotState.GONE)
+        assert self._states[slot] in (SlotState.LIVE, SlotState.REPLACED)
+        if not self._counts[slot] and slot not in self._dying | self._sweeping:
+            self._states[slot], self._owners[slot] = SlotState.FREE, ""
+            self._free.append(slot)
+            return
+        if self._states[slot] is SlotState.LIVE:
+            self._dying.add(slot)
+        self._states[slot] = state
+
+    def forget_owner(self, node_id: str) -> None:
+        """Kill all slots of ``node_id`` as GONE."""
+        for index, owner in enumerate(self._owners):
+            if owner == node_id and self._states[index] in (SlotState.LIVE, SlotState.REPLACED):
+                self.kill_slot(Slot(index), SlotState.GONE)
+
+    def owner(self, slot: Slot) -> str:
+        """Whose slot it is; "" if it is free."""
+        return self._owners[slot]
+
+    def count(self, slot: Slot) -> int:
+        """Number of chunks in ``slot``."""
+        return self._counts[slot]
+
+    # --- chunks
+
+    def add(self, slot: Slot, key: str, version: int, size_bytes: int) -> Outcome:
+        """``slot``'s node says that it holds ``key`` at ``version``; the first version that lives wins."""
+        assert 0 <= size_bytes <= _SIZE_MASK
+        assert 0 <= version < 1 << 64
+        entry = self._entries.get(key)
+        if entry is None:
+            self._entries[key] = version << _VERSION_SHIFT | size_bytes << _SLOT_BITS | slot
+            self._sorted.add(key)
+            self._counts[slot] += 1
+            return Outcome.STORED
+        holders = self._slots(key, entry)
+        if slot in holders and entry >> _VERSION_SHIFT == version:
+            return Outcome.KEPT
+        return self._join(slot, key, entry, version, size_bytes)
+
+    def _join(self, slot: Slot, key: str, entry: int, version: int, size_bytes: int) -> Outcome:
+        owner, holders = self._owners[slot], self._slots(key, entry)
+        # Traces of other nodes' REPLACED slots stay, dead as they are: the sweep has yet to tell the followers.
+        others = [s for s in holders if self._owners[s] != owner and self._states[s] is not SlotState.GONE]
+        mine = any(self._states[s] is SlotState.LIVE and self._owners[s] == owner for s in holders)
+        old_version, old_size = entry >> _VERSION_SHIFT, (entry >> _SLOT_BITS) & _SIZE_MASK
+        if old_version == version:
+            self._rewrite(key, version, old_size, holders, [*others, slot])
+        elif any(self._states[s] is SlotState.LIVE for s in others):
+            if mine:
+                self._rewrite(key, old_version, old_size, holders, others)
+            return Outcome.REFUSED_LOST if mine else Outcome.REFUSED
+        else:
+            self._rewrite(key, version, size_bytes, holders, [*others, slot])
+        return Outcome.KEPT if mine else Outcome.STORED
+
+    def remove(self, node_id: str, key: str) -> bool:
+        """``node_id`` holds ``key`` no longer; returns whether a follower may have thought that it does."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return False
+        holders = self._slots(key, entry)
+        rest = [s for s in holders if self._owners[s] != node_id]
+        if len(rest) == len(holders):
+            return False
+        told = any(self._owners[s] == node_id and self._states[s] is not SlotState.GONE for s in holders)
+        self._rewrite(key, entry >> _VERSION_SHIFT, (entry >> _SLOT_BITS) & _SIZE_MASK, holders, rest)
+        return told
+
+    def find(self, key: str) -> Found | None:
+        """The chunk and its live holders; None if there are none."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        states, owners = self._states, self._owners
+        slot = entry & _SLOT_MASK
+        if not self._more or key not in self._more:
+            node_ids: tuple[str, ...] = (owners[slot],) if states[slot] is SlotState.LIVE else ()
+        else:
+            live = (s for s in (slot, *self._more[key]) if states[s] is SlotState.LIVE)
+            node_ids = tuple(owners[s] for s in live)
+        return Found(entry >> _VERSION_SHIFT, (entry >> _SLOT_BITS) & _SIZE_MASK, node_ids) if node_ids else None
+
+    def keys_from(self, first: str, *, inclusive: bool = True) -> Iterator[str]:
+        """Keys in order from ``first`` on, dead ones included; valid until the next change."""
+        return iter(self._sorted.irange(first, None, (inclusive, True)))
+
+    # --- the sweep
+
+    @property
+    def needs_sweep(self) -> bool:
+        """Whether dead slots wait."""
+        return bool(self._dying or self._sweeping)
+
+    def sweep(self, num_keys: int) -> list[tuple[str, str]]:
+        """Clean the next ``num_keys`` keys of dead slots; returns the (node id, key) pairs to tell followers."""
+        if not self._sweeping:
+            self._sweeping, self._dying = self._dying, set()
+            self._cursor = ""
+        if not self._sweeping:
+            return []
+        assert self._cursor is not None
+        keys = list(islice(self.keys_from(self._cursor, inclusive=self._cursor == ""), num_keys))
+        removed = [(owner, key) for key in keys for owner in self._clean(key)]
+        if len(keys) == num_keys:
+            self._cursor = keys[-1]
+            return removed
+        for slot in self._sweeping:
+            assert self._counts[slot] == 0
+            self._states[slot], self._owners[slot] = SlotState.FREE, ""
+        self._free.extend(self._sweeping)
+        self._sweeping, self._cursor = set(), None
+        return removed
+
+    def _clean(self, key: str) -> Iterable[str]:
+        entry = self._entries[key]
+        holders = self._slots(key, entry)
+        dead = [s for s in holders if self._states[s] is not SlotState.LIVE]
+        if not dead:
+            return ()
+        live = [s for s in holders if self._states[s] is SlotState.LIVE]
+        holding = {self._owners[s] for s in live}
+        replaced = {self._owners[s] for s in dead if self._states[s] is SlotState.REPLACED}
+        self._rewrite(key, entry >> _VERSION_SHIFT, (entry >> _SLOT_BITS) & _SIZE_MASK, holders, live)
+        return replaced - holding
+
+    # --- inside
+
+    def _slots(self, key: str, entry: int) -> tuple[int, ...]:
+        return (entry & _SLOT_MASK, *self._more.get(key, ()))
+
+    def _rewrite(self, key: str, version: int, size_bytes: int, before: tuple[int, ...], after: list[int]) -> None:
+        for slot in before:
+            self._counts[slot] -= 1
+        for slot in after:
+            self._counts[slot] += 1
+        if not after:
+            del self._entries[key]
+            self._sorted.remove(key)
+            self._more.pop(key, None)
+            return
+        self._entries[key] = version << _VERSION_SHIFT | size_bytes << _SLOT_BITS | after[0]
+        if len(after) > 1:
+            self._more[key] = tuple(after[1:])
+        else:
+            self._more.pop(key, None)
+
+    def check(self) -> None:
+        """Index and entries agree, counts are the truth, no key stands in a free slot, one slot an owner where live."""
+        assert list(self._sorted) == sorted(self._entries)
+        assert self._more.keys() <= self._entries.keys()
+        counts = [0] * len(self._states)
+        for key, entry in self._entries.items():
+            slots = self._slots(key, entry)
+            assert len(set(slots)) == len(slots)
+            live = [self._owners[s] for s in slots if self._states[s] is SlotState.LIVE]
+            assert len(set(live)) == len(live), f"{key!r} is held twice by one node"
+            for slot in slots:
+                assert self._states[slot] is not SlotState.FREE
+                counts[slot] += 1
+        assert counts == self._counts
+        assert sorted(self._free) == [i for i, state in enumerate(self._states) if state is SlotState.FREE]
+        dead = {i for i, s in enumerate(self._states) if s in (SlotState.REPLACED, SlotState.GONE)}
+        assert dead == self._dying | self._sweeping
+
+    def __repr__(self) -> str:
+        return f"ChunkTable({len(self._entries)} keys, {len(self._more)} replicated, {len(self._states)} slots)"

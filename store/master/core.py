@@ -1,0 +1,85 @@
+"""The master's two memories as one: instances under leases, and the directory of the nodes among them. Pure.
+
+Every call takes the time; changes wait in two rings (``members`` and ``directory.log``) for their followers. The
+shell around it (service, main) carries calls in, ticks, and wakes the followers.
+"""
+
+from __future__ import annotations
+
+from tanghulu.discovery.base import Instance, InstanceEvent
+from tanghulu.discovery.leases import LeaseTable
+from tanghulu.store.master.directory import Announced, Announcement, Directory
+from tanghulu.store.master.event_ring import EventRing
+from tanghulu.store.master.rebuild import REBUILD_S, RebuildEvent
+from tanghulu.types import Role
+
+#: Changes of instances that are kept for watchers.
+MEMBERS_WEIGHT = 1 << 13
+#: A tick that comes this much too late means that the master stood still, not that everybody else died.
+STALL_S = 0.5
+
+
+class Master:
+    """Leases and directory, kept in step: a node is in the directory as long as its lease lives."""
+
+    def __init__(self, generation: int, now_s: float, rebuild_s: float = REBUILD_S) -> None:
+        self.generation = generation
+        self.leases = LeaseTable()
+        self.directory = Directory(now_s, rebuild_s)
+        self.members: EventRing[InstanceEvent] = EventRing(MEMBERS_WEIGHT)
+        self._last_tick_s = now_s
+
+    def register(self, instance: Instance, ttl_s: float, now_s: float) -> int:
+        """Enter or replace an instance; returns its lease id. Raises InvalidRequest or Overloaded."""
+        lease_id = self.leases.register(instance, ttl_s, now_s)
+        if instance.role is Role.NODE:
+            self.directory.node_registered(instance, now_s)
+        else:
+            self.directory.node_gone(instance.id)
+        self._tell()
+        return lease_id
+
+    def keep_alive(self, instance_id: str, lease_id: int, now_s: float) -> bool:
+        """Renew a lease; False tells the instance to register again."""
+        if not self.leases.keep_alive(instance_id, lease_id, now_s):
+            self.directory.rebuild.handle(RebuildEvent.STRAY_LEASE)
+            return False
+        self.directory.node_seen(instance_id, now_s)
+        return True
+
+    def deregister(self, instance_id: str, lease_id: int) -> bool:
+        """End a lease now; False if it is not one of this master's."""
+        if not self.leases.deregister(instance_id, lease_id):
+            return False
+        self.directory.node_gone(instance_id)
+        self._tell()
+        return True
+
+    def announce(self, announcement: Announcement, now_s: float) -> Announced:
+        """Take what a node says (see Directory.announce)."""
+        return self.directory.announce(announcement, now_s)
+
+    def tick(self, now_s: float, period_s: float) -> list[Instance]:
+        """To be called every ``period_s``: end leases and waits; returns the instances whose lease ran out."""
+        late_s = now_s - self._last_tick_s - period_s
+        self._last_tick_s = now_s
+        if late_s > STALL_S:
+            self.leases.forgive(late_s)
+        expired = self.leases.expire(now_s)
+        for instance in expired:
+            self.directory.node_gone(instance.id)
+        self.directory.tick(now_s)
+        self._tell()
+        return expired
+
+    def _tell(self) -> None:
+        for event in self.leases.take_events():
+            self.members.append(event)
+
+    def check(self) -> None:
+        """Both parts are sound, and the directory's nodes are the leases' nodes."""
+        self.leases.check()
+        self.directory.check()
+        self.members.check()
+        nodes = [instance.id for instance in self.leases.instances() if instance.role is Role.NODE]
+        assert nodes == [view.instance.id for view in self.directory.nodes()]

@@ -1,0 +1,326 @@
+"""The directory: which node holds which key, as the nodes announce it. Pure: events and a time in, data out.
+
+The node is the truth about what it holds; this is its mirror, rebuilt from reports when the master is new. Owns the
+node records, the chunk table, the tombstones and the log of changes. Knows no lease, socket, clock or protobuf.
+
+Rules of an announcement, which comes from a registered node and carries its generation:
+- a node that is not registered, or registered with another generation (a zombie), is refused;
+- what it removed or deleted is taken out first, then what it added is put in; the last word on a key counts;
+- of concurrent puts of a key the first announced version wins while a live node holds it; others get accepted=False
+  and drop their copy; the same version on another node is a replica;
+- a deleted version leaves a tombstone: a node that was cut off and comes back with it gets accepted=False;
+- REPORT BEGIN opens a new slot, the pieces and all later announcements go into it, and at END what only the older slots
+  hold is gone. Until END nothing is forgotten. END without its BEGIN (the master restarted in between) proves nothing.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import islice
+from random import Random
+from typing import NamedTuple
+
+from tanghulu.discovery.base import Instance
+from tanghulu.errors import InvalidRequest, LeaseExpired
+from tanghulu.store.master.chunk_table import ChunkTable, Found, Outcome, Slot, SlotState
+from tanghulu.store.master.event_ring import EventRing
+from tanghulu.store.master.events import DirectoryEvent, DirectoryEventKind
+from tanghulu.store.master.placement import Candidate, Wish, place
+from tanghulu.store.master.rebuild import REBUILD_S, Rebuild, RebuildEvent
+
+MAX_TOMBSTONES = 1 << 16
+#: Keys and events that the log keeps for followers: about 8 bytes each while the keys live.
+LOG_WEIGHT = 1 << 20
+
+
+class ChunkEntry(NamedTuple):
+    """One announced chunk."""
+
+    key: str
+    version: int
+    size_bytes: int
+
+
+class Report(Enum):
+    """Which part of a report an announcement is."""
+
+    NONE = 0
+    BEGIN = 1
+    PIECE = 2
+    END = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """What a node holds now or no longer; ``deleted`` like ``removed``, but the version must not come back."""
+
+    node_id: str
+    generation: int
+    added: Sequence[ChunkEntry] = ()
+    removed: Sequence[str] = ()
+    deleted: Sequence[str] = ()
+    report: Report = Report.NONE
+    capacity_bytes: int = 0
+    used_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """The answer: one ``accepted`` for each added entry."""
+
+    accepted: list[bool]
+    report_wanted: bool
+
+
+class KeyListing(NamedTuple):
+    """One key of a listing."""
+
+    key: str
+    found: Found
+
+
+@dataclass(slots=True)
+class Node:
+    """A registered node. ``slots``: the current one last; those before it are being replaced by a report under way."""
+
+    instance: Instance
+    last_seen_s: float
+    slots: list[Slot]
+    capacity_bytes: int = 0
+    used_bytes: int = 0
+    reporting: bool = False
+    reported: bool = False
+
+    @property
+    def draining(self) -> bool:
+        """Whether it takes no new chunks; the node says so in its registration."""
+        return self.instance.attributes.get("draining") == "true"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """A node as callers see it."""
+
+    instance: Instance
+    capacity_bytes: int
+    used_bytes: int
+    num_chunks: int
+    draining: bool
+    last_seen_s: float = field(compare=False)
+
+
+class Directory:
+    """See the module. ``now_s`` is any monotonic time, the same clock in every call."""
+
+    def __init__(self, now_s: float, rebuild_s: float = REBUILD_S, log_weight: int = LOG_WEIGHT) -> None:
+        self.rebuild = Rebuild(now_s, rebuild_s)
+        self.log: EventRing[DirectoryEvent] = EventRing(log_weight)
+        self._table = ChunkTable()
+        self._nodes: dict[str, Node] = {}
+        self._tombstones: OrderedDict[str, int] = OrderedDict()
+
+    @property
+    def num_keys(self) -> int:
+        """Number of keys; those of a lost node count until they are swept."""
+        return len(self._table)
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of registered nodes."""
+        return len(self._nodes)
+
+    # --- nodes
+
+    def node_registered(self, instance: Instance, now_s: float) -> None:
+        """A node registered or changed its registration. Another generation of the same id starts with nothing."""
+        node = self._nodes.get(instance.id)
+        if node is not None and node.instance.generation == instance.generation:
+            node.instance, node.last_seen_s = instance, now_s
+            return
+        if node is not None:
+            self.node_gone(instance.id)
+        self._nodes[instance.id] = Node(instance, now_s, [self._table.open_slot(instance.id)])
+
+    def node_seen(self, node_id: str, now_s: float) -> None:
+        """A sign of life that carries nothing else."""
+        node = self._nodes.get(node_id)
+        if node is not None:
+            node.last_seen_s = now_s
+
+    def node_gone(self, node_id: str) -> None:
+        """The node's lease ended: nobody finds its chunks from now on."""
+        node = self._nodes.pop(node_id, None)
+        if node is None:
+            return
+        self._table.forget_owner(node_id)
+        self._log(DirectoryEventKind.NODE_GONE, node_id)
+        self._check_all_reported()
+
+    def nodes(self) -> list[NodeView]:
+        """All registered nodes, by id."""
+        return [self._view(self._nodes[node_id]) for node_id in sorted(self._nodes)]
+
+    def _view(self, node: Node) -> NodeView:
+        num_chunks = sum(self._table.count(slot) for slot in node.slots)
+        return NodeView(
+            node.instance, node.capacity_bytes, node.used_bytes, num_chunks, node.draining, node.last_seen_s
+        )
+
+    # --- what nodes say
+
+    def announce(self, announcement: Announcement, now_s: float) -> Announced:
+        """Take what a node says. Raises LeaseExpired (register first) or InvalidRequest (a zombie's generation)."""
+        node = self._speaker(announcement)
+        node.last_seen_s = now_s
+        node.capacity_bytes, node.used_bytes = announcement.capacity_bytes, announcement.used_bytes
+        if announcement.report is Report.BEGIN:
+            node.slots.append(self._table.open_slot(announcement.node_id))
+            node.reporting = True
+        changes: dict[str, bool] = {}  # key -> whether followers must now think that the node holds it
+        self._take_out(announcement, changes)
+        accepted = [self._put_in(node.slots[-1], announcement.node_id, entry, changes) for entry in announcement.added]
+        self._log_changes(announcement.node_id, changes)
+        if announcement.report is Report.END and node.reporting:
+            self._end_report(node)
+        return Announced(accepted, report_wanted=not node.reported and not node.reporting)
+
+    def _speaker(self, announcement: Announcement) -> Node:
+        node = self._nodes.get(announcement.node_id)
+        if node is None:
+            raise LeaseExpired(f"node {announcement.node_id} is not registered at this master; register, then announce")
+        if node.instance.generation != announcement.generation:
+            raise InvalidRequest(
+                f"node {announcement.node_id} is registered with generation {node.instance.generation}, "
+                f"not {announcement.generation}: another process took its place"
+            )
+        return node
+
+    def _take_out(self, announcement: Announcement, changes: dict[str, bool]) -> None:
+        for key in announcement.deleted:
+            self._bury(key)
+        for keys in (announcement.removed, announcement.deleted):
+            for key in keys:
+                if self._table.remove(announcement.node_id, key):
+                    changes[key] = False
+
+    def _bury(self, key: str) -> None:
+        found = self._table.find(key)
+        if found is not None:
+            self._tombstones[key] = found.version
+            self._tombstones.move_to_end(key)
+            if len(self._tombstones) > MAX_TOMBSTONES:
+                self._tombstones.popitem(last=False)
+
+    def _put_in(self, slot: Slot, node_id: str, entry: ChunkEntry, changes: dict[str, bool]) -> bool:
+        key, version, size_bytes = entry
+        if self._tombstones and self._tombstones.get(key) == version:
+            if self._table.remove(node_id, key):
+                changes[key] = False
+            return False
+        outcome = self._table.add(slot, key, version, size_bytes)
+        if outcome is Outcome.STORED:
+            changes[key] = True
+        elif outcome is Outcome.REFUSED_LOST:
+            changes[key] = False
+        return outcome in (Outcome.STORED, Outcome.KEPT)
+
+    def _end_report(self, node: Node) -> None:
+        for slot in node.slots[:-1]:
+            self._table.kill_slot(slot, SlotState.REPLACED)
+        node.slots = node.slots[-1:]
+        node.reporting, node.reported = False, True
+        self._check_all_reported()
+
+    def _check_all_reported(self) -> None:
+        if self._nodes and all(node.reported for node in self._nodes.values()):
+            self.rebuild.handle(RebuildEvent.ALL_REPORTED)
+
+    # --- what callers ask
+
+    def locate(self, keys: Iterable[str]) -> list[Found | None]:
+        """For each key the chunk and its live holders. None is a "not found" only if ``rebuild.is_ready``."""
+        return [self._table.find(key) for key in keys]
+
+    def place(self, wish: Wish, rng: Random) -> list[NodeView]:
+        """Where to put a new chunk, best first (see placement)."""
+        candidates = [
+            Candidate(node_id, n.instance.place, n.capacity_bytes, n.used_bytes, n.draining)
+            for node_id, n in self._nodes.items()
+        ]
+        return [self._view(self._nodes[c.node_id]) for c in place(candidates, wish, rng)]
+
+    def list_keys(self, prefix: str, after: str, limit: int) -> tuple[list[KeyListing], bool]:
+        """Up to ``limit`` keys that begin with ``prefix``, in order, behind ``after``; and whether there are more."""
+        assert limit > 0
+        listing: list[KeyListing] = []
+        inclusive = after < prefix
+        for key in self._table.keys_from(prefix if inclusive else after, inclusive=inclusive):
+            if not key.startswith(prefix):
+                break
+            found = self._table.find(key)
+            if found is not None:
+                if len(listing) == limit:
+                    return listing, True
+                listing.append(KeyListing(key, found))
+        return listing, False
+
+    def snapshot(self, prefix: str, after: str, num_keys: int) -> tuple[dict[str, list[str]], str | None]:
+        """A page of a snapshot for followers: node id -> keys, and where to go on (None: that was all).
+
+        Pages may be taken at different times, if all changes since before the first are applied after the last:
+        of each (node, key) the last change decides, and without a change every page tells the same.
+        """
+        inclusive = after < prefix or not after
+        keys = list(islice(self._table.keys_from(max(after, prefix), inclusive=inclusive), num_keys))
+        page: dict[str, list[str]] = {}
+        for key in keys:
+            if not key.startswith(prefix):
+                return page, None
+            found = self._table.find(key)
+            for node_id in found.node_ids if found is not None else ():
+                page.setdefault(node_id, []).append(key)
+        return page, keys[-1] if len(keys) == num_keys else None
+
+    # --- time
+
+    def tick(self, now_s: float) -> None:
+        """Notice deadlines."""
+        self.rebuild.tick(now_s)
+
+    def sweep(self, num_keys: int) -> bool:
+        """Clean up behind lost nodes and replaced reports, ``num_keys`` keys of it; returns whether there is more."""
+        by_node: dict[str, dict[str, bool]] = {}
+        for node_id, key in self._table.sweep(num_keys):
+            by_node.setdefault(node_id, {})[key] = False
+        for node_id, changes in by_node.items():
+            self._log_changes(node_id, changes)
+        return self._table.needs_sweep
+
+    def _log_changes(self, node_id: str, changes: dict[str, bool]) -> None:
+        removed = tuple(key for key, held in changes.items() if not held)
+        stored = tuple(key for key, held in changes.items() if held)
+        if removed:
+            self._log(DirectoryEventKind.REMOVED, node_id, removed)
+        if stored:
+            self._log(DirectoryEventKind.STORED, node_id, stored)
+
+    def _log(self, kind: DirectoryEventKind, node_id: str, keys: tuple[str, ...] = ()) -> None:
+        self.log.append(DirectoryEvent(self.log.last + 1, kind, node_id, keys), weight=1 + len(keys))
+
+    def check(self) -> None:
+        """All parts are sound, and every live slot belongs to a node."""
+        self._table.check()
+        self.log.check()
+        assert len(self._tombstones) <= MAX_TOMBSTONES
+        for node_id, node in self._nodes.items():
+            assert node.instance.id == node_id
+            assert node.slots
+            assert node.reporting or len(node.slots) == 1
+            for slot in node.slots:
+                assert self._table.owner(slot) == node_id
+
+    def __repr__(self) -> str:
+        return f"Directory({self.rebuild.state.name}, {len(self._nodes)} nodes, {len(self._table)} keys)"

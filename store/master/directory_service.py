@@ -1,0 +1,146 @@
+"""The edge of the directory: one implementation of its calls, behind the fast lane and behind gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeAlias, TypeVar
+
+import grpc.aio
+import structlog
+
+from tanghulu.errors import NodeUnavailable, StoreFull, TanghuluError
+from tanghulu.protos import directory_pb2 as pb
+from tanghulu.protos import directory_pb2_grpc, fastlane_pb2
+from tanghulu.rpc.fast_server import FastService, Peer
+from tanghulu.rpc.grpc_edge import abort
+from tanghulu.store.master import wire
+from tanghulu.store.master.followers import follow
+from tanghulu.store.master.shell import Shell
+from tanghulu.types import format_size
+
+_log = structlog.get_logger(__name__)
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+Q = TypeVar("Q")
+A = TypeVar("A")
+
+
+class DirectoryCalls:
+    """The unary calls: message in, message out, typed errors raised. None of them waits."""
+
+    def __init__(self, shell: Shell) -> None:
+        self._shell = shell
+        self._master = shell.master
+        self._metrics = shell.metrics
+
+    def announce(self, request: pb.AnnounceRequest) -> pb.AnnounceReply:
+        """Take what a node says."""
+        announcement = wire.announcement_from_wire(request)
+        answer = self._master.announce(announcement, self._shell.now_s)
+        self._shell.changed()
+        num_accepted = sum(answer.accepted)
+        self._metrics.announcements.labels(announcement.report.name.lower()).inc()
+        self._metrics.accepted.inc(num_accepted)
+        self._metrics.refused.inc(len(answer.accepted) - num_accepted)
+        self._metrics.removed.inc(len(announcement.removed) + len(announcement.deleted))
+        return pb.AnnounceReply(accepted=answer.accepted, report_wanted=answer.report_wanted)
+
+    def locate(self, request: pb.LocateRequest) -> pb.LocateReply:
+        """Who holds these keys."""
+        found = self._master.directory.locate(wire.keys_from_wire(request))
+        num_missing = found.count(None)
+        self._metrics.missing.inc(num_missing)
+        self._metrics.found.inc(len(found) - num_missing)
+        incomplete = not self._master.directory.rebuild.is_ready
+        return wire.locate_to_wire(found, count_only=request.count_only, incomplete=incomplete)
+
+    def place(self, request: pb.PlaceRequest) -> pb.PlaceReply:
+        """Where to put a new chunk. Raises NodeUnavailable without nodes, StoreFull if none can hold it."""
+        directory = self._master.directory
+        nodes = directory.place(wire.wish_from_wire(request), self._shell.rng)
+        if not nodes and not directory.num_nodes:
+            raise NodeUnavailable("no store node is registered at this master; start one with `tanghulu node`")
+        if not nodes:
+            raise StoreFull(
+                f"none of {directory.num_nodes} nodes takes a chunk of {format_size(request.size_bytes)}: "
+                "they are draining, smaller, or have not announced their capacity yet"
+            )
+        self._metrics.placements.inc()
+        return pb.PlaceReply(nodes=wire.nodes_to_wire(nodes, self._shell.now_s))
+
+    def nodes(self, request: pb.NodesRequest) -> pb.NodesReply:
+        """All nodes, and how the directory stands."""
+        directory = self._master.directory
+        return pb.NodesReply(
+            nodes=wire.nodes_to_wire(directory.nodes(), self._shell.now_s),
+            rebuilding=not directory.rebuild.is_ready,
+            num_keys=directory.num_keys,
+            master_generation=self._master.generation,
+        )
+
+    def list_keys(self, request: pb.ListKeysRequest) -> pb.ListKeysReply:
+        """A page of keys, in order."""
+        listing, more = self._master.directory.list_keys(request.prefix, request.after, wire.list_limit(request))
+        return wire.listing_to_wire(listing, more=more)
+
+    def serve(self, service: FastService) -> None:
+        """Answer on the fast lane too."""
+        self._register(service, fastlane_pb2.METHOD_ANNOUNCE, pb.AnnounceRequest, self.announce)
+        self._register(service, fastlane_pb2.METHOD_LOCATE, pb.LocateRequest, self.locate)
+        self._register(service, fastlane_pb2.METHOD_PLACE, pb.PlaceRequest, self.place)
+        self._register(service, fastlane_pb2.METHOD_NODES, pb.NodesRequest, self.nodes)
+        self._register(service, fastlane_pb2.METHOD_LIST_KEYS, pb.ListKeysRequest, self.list_keys)
+
+    @staticmethod
+    def _register(service: FastService, method: int, request_type: Any, call: Callable[[Any], Any]) -> None:
+        def handler(peer: Peer, request: Any, attachment: memoryview) -> Any:
+            return call(request)
+
+        service.register(method, request_type, handler)
+
+
+class DirectoryService(directory_pb2_grpc.DirectoryServicer):
+    """The same calls over gRPC, and the event stream."""
+
+    def __init__(self, shell: Shell, calls: DirectoryCalls) -> None:
+        self._shell = shell
+        self._calls = calls
+
+    async def Announce(self, request: pb.AnnounceRequest, context: Context) -> pb.AnnounceReply:
+        """See DirectoryCalls.announce."""
+        return await _answer(self._calls.announce, request, context)
+
+    async def Locate(self, request: pb.LocateRequest, context: Context) -> pb.LocateReply:
+        """See DirectoryCalls.locate."""
+        return await _answer(self._calls.locate, request, context)
+
+    async def Place(self, request: pb.PlaceRequest, context: Context) -> pb.PlaceReply:
+        """See DirectoryCalls.place."""
+        return await _answer(self._calls.place, request, context)
+
+    async def Nodes(self, request: pb.NodesRequest, context: Context) -> pb.NodesReply:
+        """See DirectoryCalls.nodes."""
+        return await _answer(self._calls.nodes, request, context)
+
+    async def ListKeys(self, request: pb.ListKeysRequest, context: Context) -> pb.ListKeysReply:
+        """See DirectoryCalls.list_keys."""
+        return await _answer(self._calls.list_keys, request, context)
+
+    async def Events(self, request: pb.EventsRequest, context: Context) -> AsyncIterator[pb.EventBatch]:
+        """A snapshot or the events behind the caller's last, then changes; see followers."""
+        open_streams = self._shell.metrics.followers.labels("directory")
+        open_streams.inc()
+        try:
+            async for batch in follow(self._shell, request):
+                yield batch
+        except TanghuluError as error:
+            await abort(context, error)
+        finally:
+            open_streams.dec()
+
+
+async def _answer(call: Callable[[Q], A], request: Q, context: Context) -> A:
+    try:
+        return call(request)
+    except TanghuluError as error:
+        await abort(context, error)
+        raise

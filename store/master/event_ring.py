@@ -1,0 +1,72 @@
+"""A bounded log of numbered events from which any number of followers read, each with its own cursor. Pure.
+
+One ring is the bounded queue of all followers at once: who falls behind its oldest event is cut off (``Lagged``)
+and begins again with a snapshot. Weights bound the memory where events differ in size.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Generic, TypeVar
+
+E = TypeVar("E")
+
+
+class Lagged(Exception):
+    """The events behind the cursor are no longer in the ring. Raised and caught inside the master only."""
+
+
+class EventRing(Generic[E]):
+    """Events numbered from 1 on, without gaps; the newest of them up to ``max_weight`` are kept."""
+
+    def __init__(self, max_weight: int) -> None:
+        self._max_weight = max_weight
+        self._events: deque[tuple[int, E]] = deque()
+        self._weight = 0
+        self._last = 0
+
+    @property
+    def last(self) -> int:
+        """Number of the newest event; 0 before the first."""
+        return self._last
+
+    @property
+    def first(self) -> int:
+        """Number of the oldest event that is kept; ``last + 1`` if there is none."""
+        return self._last - len(self._events) + 1
+
+    def append(self, event: E, weight: int = 1) -> int:
+        """Add ``event``; returns its number. The oldest events leave; the newest always stays."""
+        self._last += 1
+        self._events.append((weight, event))
+        self._weight += weight
+        while self._weight > self._max_weight and len(self._events) > 1:
+            self._weight -= self._events.popleft()[0]
+        return self._last
+
+    def read(self, after: int, max_weight: int) -> list[tuple[int, E]]:
+        """(number, event) behind number ``after``, oldest first, up to ``max_weight`` (at least one if there is one).
+
+        Raises Lagged if some of them are gone, or if ``after`` is a number that was never given out.
+        """
+        if after + 1 < self.first or after > self._last:
+            raise Lagged
+        start = after + 1 - self.first
+        taken: list[tuple[int, E]] = []
+        weight = 0
+        for index in range(start, len(self._events)):  # by index: a deque is fast near its ends, where followers read
+            event_weight, event = self._events[index]
+            if taken and weight + event_weight > max_weight:
+                break
+            weight += event_weight
+            taken.append((self.first + index, event))
+        return taken
+
+    def check(self) -> None:
+        """The weight is the sum of what is kept, and within bounds."""
+        assert self._weight == sum(weight for weight, _ in self._events)
+        assert self._weight <= self._max_weight or len(self._events) == 1
+        assert len(self._events) <= self._last
+
+    def __repr__(self) -> str:
+        return f"EventRing({self.first}..{self._last})"

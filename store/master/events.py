@@ -1,0 +1,29 @@
+"""What followers of the directory are told, as values. Shared by the master and by those who follow it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class DirectoryEventKind(Enum):
+    """What changed."""
+
+    STORED = "node_id holds keys now"
+    REMOVED = "node_id holds keys no longer"
+    NODE_GONE = "node_id holds nothing any more"
+    SYNCED = "the snapshot is complete; changes follow"
+    RESET = "forget everything; a snapshot follows"
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryEvent:
+    """One change. ``sequence`` grows by one from change to change; a snapshot's events share that of its start.
+
+    STORED and REMOVED may tell what the follower knows already; applying them again changes nothing.
+    """
+
+    sequence: int
+    kind: DirectoryEventKind
+    node_id: str = ""
+    keys: tuple[str, ...] = ()

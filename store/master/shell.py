@@ -1,0 +1,79 @@
+"""The asyncio side of the master that both edges stand on: the clock, the wake-up of followers, the ticking."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from random import Random
+
+import structlog
+
+from tanghulu.clock import Clock
+from tanghulu.store.master.core import Master
+from tanghulu.store.master.metrics import MasterMetrics
+
+_log = structlog.get_logger(__name__)
+TICK_S = 0.05
+#: Keys that are swept in one go, about 4 ms; other calls get their turn in between.
+SWEEP_KEYS = 1000
+
+
+class Signal:
+    """Wakes everybody who waits. A waiter looks at the state first, then waits, without an await in between."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def fire(self) -> None:
+        """Wake those who wait now."""
+        event, self._event = self._event, asyncio.Event()
+        event.set()
+
+    async def wait(self) -> None:
+        """Until the next ``fire``."""
+        await self._event.wait()
+
+
+@dataclass(eq=False)
+class Shell:
+    """The master and what moves it. Edges call ``master`` and then ``changed()``."""
+
+    master: Master
+    clock: Clock
+    metrics: MasterMetrics
+    rng: Random
+    _changed: Signal = field(default_factory=Signal)
+    _told: tuple[int, int, bool] = (0, 0, False)
+
+    @property
+    def now_s(self) -> float:
+        """The time to pass into the master."""
+        return self.clock.now_s()
+
+    def changed(self) -> None:
+        """Wake the followers if there is anything new for them."""
+        directory = self.master.directory
+        news = (directory.log.last, self.master.members.last, directory.rebuild.is_ready)
+        if news != self._told:
+            self._told = news
+            self._changed.fire()
+
+    async def news(self) -> None:
+        """Until something changed: a new event in either ring, or the directory is complete."""
+        await self._changed.wait()
+
+    async def run(self) -> None:
+        """Tick and sweep until cancelled."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            was_ready = self.master.directory.rebuild.is_ready
+            for instance in self.master.tick(self.now_s, TICK_S):
+                self.metrics.expired_leases.labels(instance.role.value).inc()
+                _log.warning("lease.expired", instance=instance.id, component=instance.role.value)
+            if self.master.directory.rebuild.is_ready and not was_ready:
+                _log.info("directory.ready", num_keys=self.master.directory.num_keys)
+            self.changed()
+            while self.master.directory.sweep(SWEEP_KEYS):
+                self.changed()
+                await asyncio.sleep(0)
+            self.changed()

@@ -1,0 +1,119 @@
+"""The edge between the directory's values and their messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from tanghulu.discovery.instance_wire import instance_to_proto
+from tanghulu.errors import InvalidRequest
+from tanghulu.protos import directory_pb2 as pb
+from tanghulu.store.master.chunk_table import Found
+from tanghulu.store.master.directory import Announcement, ChunkEntry, KeyListing, NodeView, Report
+from tanghulu.store.master.events import DirectoryEvent, DirectoryEventKind
+from tanghulu.store.master.placement import Wish
+from tanghulu.types import MAX_KEY_BYTES, MAX_VALUE_BYTES, Place
+
+MAX_KEYS_PER_CALL = 1 << 16
+DEFAULT_LIST_LIMIT = 1000
+MAX_LIST_LIMIT = 10_000
+
+_REPORTS = {report.value: report for report in Report}
+_KINDS = {
+    DirectoryEventKind.STORED: pb.DirectoryEvent.STORED,
+    DirectoryEventKind.REMOVED: pb.DirectoryEvent.REMOVED,
+    DirectoryEventKind.NODE_GONE: pb.DirectoryEvent.NODE_GONE,
+    DirectoryEventKind.SYNCED: pb.DirectoryEvent.SYNCED,
+    DirectoryEventKind.RESET: pb.DirectoryEvent.RESET,
+}
+
+
+def announcement_from_wire(request: pb.AnnounceRequest) -> Announcement:
+    """What a node says; raises InvalidRequest for a key or size out of bounds."""
+    _check_count(len(request.added) + len(request.removed) + len(request.deleted))
+    return Announcement(
+        node_id=request.node_id,
+        generation=request.generation,
+        added=[_entry(chunk) for chunk in request.added],
+        removed=request.removed,
+        deleted=request.deleted,
+        report=_REPORTS.get(request.report, Report.NONE),
+        capacity_bytes=request.capacity_bytes,
+        used_bytes=request.used_bytes,
+    )
+
+
+def _entry(chunk: pb.ChunkEntry) -> ChunkEntry:
+    if not 0 < len(chunk.key) <= MAX_KEY_BYTES:
+        raise InvalidRequest(f"a key of {len(chunk.key)} characters is not within 1..{MAX_KEY_BYTES}")
+    if chunk.size_bytes > MAX_VALUE_BYTES:
+        raise InvalidRequest(f"chunk {chunk.key!r} of {chunk.size_bytes} bytes is larger than {MAX_VALUE_BYTES}")
+    return ChunkEntry(chunk.key, chunk.version, chunk.size_bytes)
+
+
+def keys_from_wire(request: pb.LocateRequest) -> Sequence[str]:
+    """The keys to look up; raises InvalidRequest for too many."""
+    _check_count(len(request.keys))
+    return request.keys
+
+
+def _check_count(num_keys: int) -> None:
+    if num_keys > MAX_KEYS_PER_CALL:
+        raise InvalidRequest(f"{num_keys} keys in one call are more than {MAX_KEYS_PER_CALL}; send them in several")
+
+
+def locate_to_wire(found: Iterable[Found | None], *, count_only: bool, incomplete: bool) -> pb.LocateReply:
+    """The answer to LOCATE: node ids once, locations by their index."""
+    reply = pb.LocateReply(incomplete=incomplete)
+    indexes: dict[str, int] = {}
+    add = reply.locations.add
+    for chunk in found:
+        if chunk is None:
+            add()
+            continue
+        nodes = [indexes.setdefault(node_id, len(indexes)) for node_id in chunk.node_ids]
+        if count_only:
+            add(nodes=nodes)
+        else:
+            add(nodes=nodes, version=chunk.version, size_bytes=chunk.size_bytes)
+    reply.node_ids.extend(indexes)
+    return reply
+
+
+def wish_from_wire(request: pb.PlaceRequest) -> Wish:
+    """What is to be placed; raises InvalidRequest for a place that is none."""
+    client_place = Place.parse(request.client_place) if request.client_place else None
+    return Wish(request.size_bytes, request.replicas or 1, request.prefer_node, client_place)
+
+
+def nodes_to_wire(nodes: Iterable[NodeView], now_s: float) -> list[pb.NodeInfo]:
+    """Nodes as messages; ``last_seen_s`` becomes an age."""
+    return [
+        pb.NodeInfo(
+            instance=instance_to_proto(node.instance),
+            capacity_bytes=node.capacity_bytes,
+            used_bytes=node.used_bytes,
+            num_chunks=node.num_chunks,
+            draining=node.draining,
+            last_seen_s=max(now_s - node.last_seen_s, 0.0),
+        )
+        for node in nodes
+    ]
+
+
+def list_limit(request: pb.ListKeysRequest) -> int:
+    """How many keys a page may have."""
+    return min(request.limit or DEFAULT_LIST_LIMIT, MAX_LIST_LIMIT)
+
+
+def listing_to_wire(listing: Iterable[KeyListing], *, more: bool) -> pb.ListKeysReply:
+    """A page of keys."""
+    keys = [
+        pb.KeyInfo(key=key, size_bytes=found.size_bytes, version=found.version, node_ids=found.node_ids)
+        for key, found in listing
+    ]
+    return pb.ListKeysReply(keys=keys, more=more)
+
+
+def event_to_wire(event: DirectoryEvent) -> pb.DirectoryEvent:
+    """One event for followers."""
+    return pb.DirectoryEvent(sequence=event.sequence, kind=_KINDS[event.kind], node_id=event.node_id, keys=event.keys)
