@@ -1,0 +1,168 @@
+"""The block pool: its contract by examples, then random histories against a plain model of it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tanghulu.types import BlockHash
+from tanghulu.workers.block_pool import BlockPool, KvEvent, KvEventKind
+
+
+def h(number: int) -> BlockHash:
+    return BlockHash(number.to_bytes(16, "little"))
+
+
+def committed(pool: BlockPool, *numbers: int) -> list[int]:
+    blocks = pool.allocate(len(numbers))
+    assert blocks is not None
+    for block, number in zip(blocks, numbers, strict=True):
+        assert pool.commit(block, h(number))
+    pool.check()
+    return blocks
+
+
+def test_allocation_is_all_or_nothing() -> None:
+    pool = BlockPool(3)
+    assert pool.allocate(4) is None
+    assert pool.num_free == 3
+    blocks = pool.allocate(3)
+    assert blocks is not None
+    assert sorted(blocks) == [0, 1, 2]
+    assert pool.allocate(1) is None
+    assert pool.allocate(0) == []
+    pool.release(blocks)
+    assert pool.num_free == 3
+    pool.check()
+
+
+def test_match_finds_the_longest_leading_run_and_shares_it() -> None:
+    pool = BlockPool(4)
+    blocks = committed(pool, 1, 2, 3)
+    assert pool.match([h(1), h(2), h(9), h(3)]) == blocks[:2]
+    assert pool.num_references(blocks[0]) == 2
+    pool.release(blocks)
+    assert pool.num_cached == 1
+    assert pool.num_in_use == 2
+    assert pool.num_hits([h(1), h(2), h(3), h(4)]) == 3
+    pool.release(blocks[:2])
+    assert pool.num_cached == 3
+    pool.check()
+
+
+def test_leaves_are_evicted_before_the_prefix_they_stand_on() -> None:
+    pool = BlockPool(3)
+    blocks = committed(pool, 1, 2, 3)
+    pool.release(blocks)
+    pool.take_events()
+    assert pool.allocate(1) == [blocks[2]]
+    assert pool.take_events() == [KvEvent(KvEventKind.REMOVED, h(3))]
+    assert pool.num_hits([h(1), h(2), h(3)]) == 2
+
+
+def test_a_hit_makes_recent() -> None:
+    pool = BlockPool(2)
+    first, second = committed(pool, 1)[0], committed(pool, 2)[0]
+    pool.release([first])
+    pool.release([second])
+    pool.release(pool.match([h(1)]))
+    assert pool.allocate(1) == [second]
+
+
+def test_a_second_block_with_the_same_hash_stays_private() -> None:
+    pool = BlockPool(2)
+    (first,) = committed(pool, 1)
+    twin = pool.allocate(1)
+    assert twin is not None
+    pool.take_events()
+    assert not pool.commit(twin[0], h(1))
+    assert pool.commit(first, h(1)), "again is fine"
+    assert pool.take_events() == []
+    pool.release(twin)
+    assert pool.num_free == 1
+    pool.check()
+
+
+def test_a_block_in_transfer_belongs_to_the_transfer() -> None:
+    pool = BlockPool(2)
+    blocks = pool.allocate(2)
+    assert blocks is not None
+    pool.begin_transfer(blocks[:1])
+    pool.check()
+    assert (pool.num_in_use, pool.num_in_transfer) == (2, 1)
+    with pytest.raises(AssertionError, match="still being written"):
+        pool.commit(blocks[0], h(1))
+    pool.end_transfer(blocks[:1])
+    assert pool.commit(blocks[0], h(1))
+    with pytest.raises(AssertionError, match="is committed"):
+        pool.begin_transfer(blocks[:1])
+
+
+def test_dropping_spares_what_is_in_use() -> None:
+    pool = BlockPool(4)
+    kept, gone = committed(pool, 1, 2), committed(pool, 3, 4)
+    pool.release(gone)
+    pool.take_events()
+    assert pool.drop_cached() == 2
+    assert {event.block_hash for event in pool.take_events()} == {h(3), h(4)}
+    assert pool.num_hits([h(1), h(2)]) == 2
+    assert set(pool.matchable_hashes()) == {h(1), h(2)}
+    pool.release(kept)
+    pool.check()
+
+
+def test_releasing_too_often_is_a_bug() -> None:
+    pool = BlockPool(1)
+    blocks = pool.allocate(1)
+    assert blocks is not None
+    pool.release(blocks)
+    with pytest.raises(AssertionError, match="more often"):
+        pool.release(blocks)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 12), st.integers(0, 2**32))
+def test_random_histories(num_blocks: int, seed: int) -> None:
+    """Prompts out of a small tree come and go; events replayed always give the index."""
+    rng, pool = random.Random(seed), BlockPool(num_blocks)
+    live: list[list[int]] = []
+    mirror: set[BlockHash] = set()
+    for _ in range(60):
+        if live and rng.random() < 0.45:
+            pool.release(live.pop(rng.randrange(len(live))))
+        elif rng.random() < 0.05:
+            pool.drop_cached()
+        else:
+            _start_prompt(rng, pool, live)
+        for event in pool.take_events():
+            assert (event.block_hash in mirror) is (event.kind is KvEventKind.REMOVED)
+            mirror ^= {event.block_hash}
+        assert mirror == set(pool.matchable_hashes())
+        pool.check()
+    for blocks in live:
+        pool.release(blocks)
+    assert pool.num_in_use == 0
+
+
+def _start_prompt(rng: random.Random, pool: BlockPool, live: list[list[int]]) -> None:
+    path, hashes = 1, []
+    for _ in range(rng.randint(1, 5)):
+        path = 2 * path + rng.randrange(2)
+        hashes.append(h(path))
+    hits = pool.match(hashes)
+    assert len(hits) <= len(hashes)
+    fresh = pool.allocate(len(hashes) - len(hits))
+    if fresh is None:
+        pool.release(hits)
+        return
+    if fresh and rng.random() < 0.3:
+        pool.begin_transfer(fresh)
+        assert pool.num_in_transfer == len(fresh)
+        pool.check()
+        pool.end_transfer(fresh)
+    for block, block_hash in zip(fresh, hashes[len(hits) :], strict=True):
+        pool.commit(block, block_hash)
+    live.append(hits + fresh)

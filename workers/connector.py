@@ -1,0 +1,183 @@
+"""Between the engine and the outside: prefixes come in before they are computed, new blocks go out behind it.
+
+The engine says what it wants (`FetchWanted`) and what it made (`CommittedBlock`) and goes on; threads of the
+connector move the bytes, straight into and out of the cache's blocks. Whatever fails, the engine is told how many
+leading blocks arrived whole (0 is always an answer), and computes the rest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import structlog
+
+from tanghulu.errors import TanghuluError
+from tanghulu.types import BlockHash
+from tanghulu.workers.engine import EngineCore
+from tanghulu.workers.engine_thread import Command
+from tanghulu.workers.kv_cache import KvCache
+from tanghulu.workers.metrics import WorkerMetrics
+from tanghulu.workers.requests import PeerExport
+from tanghulu.workers.step_plan import CommittedBlock, FetchWanted
+
+_log = structlog.get_logger(__name__)
+
+
+class KvStore(Protocol):
+    """The store as the connector needs it; blocking, called from the connector's threads."""
+
+    def load(self, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
+        """Fill ``buffers`` with the blocks of ``hashes``; returns how many leading ones arrived whole."""
+        ...
+
+    def save(self, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
+        """Keep the blocks; returns how many are in the store now. ``buffers`` are not needed afterwards."""
+        ...
+
+
+class KvPeers(Protocol):
+    """Other workers' exports, as the connector needs them; blocking."""
+
+    def read(self, peer: PeerExport, first_block: int, buffers: Sequence[memoryview]) -> int:
+        """Fill ``buffers`` with the export's blocks from ``first_block`` on; returns how many arrived whole."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorConfig:
+    """Bounds: threads that load, and bytes on their way to the store beyond which new blocks are not kept."""
+
+    num_fetch_threads: int = 2
+    max_pending_bytes: int = 512 << 20
+    pause_after_failure_s: float = 1.0
+
+
+class KvConnector:
+    """Performs the engine's fetches and keeps its blocks. ``post`` runs a command in the engine's thread."""
+
+    def __init__(
+        self,
+        cache: KvCache,
+        store: KvStore | None,
+        peers: KvPeers,
+        metrics: WorkerMetrics,
+        config: ConnectorConfig = ConnectorConfig(),
+    ) -> None:
+        self._cache = cache
+        self._store = store
+        self._peers = peers
+        self._metrics = metrics
+        self._config = config
+        self._core: EngineCore | None = None
+        self._post: Callable[[Command], None] | None = None
+        self._fetchers = ThreadPoolExecutor(config.num_fetch_threads, "kv-fetch")
+        self._writer = ThreadPoolExecutor(1, "kv-save")
+        self._pending_blocks = 0  # the engine's thread alone changes it
+        self._paused_until_s = 0.0
+
+    def attach(self, core: EngineCore, post: Callable[[Command], None]) -> None:
+        """Say which engine is served and how to run commands in its thread; before its first step."""
+        self._core, self._post = core, post
+
+    def close(self) -> None:
+        """Wait for transfers under way; later ones are refused by the executors."""
+        self._fetchers.shutdown(wait=True, cancel_futures=True)
+        self._writer.shutdown(wait=True, cancel_futures=True)
+
+    # --- in the engine's thread
+
+    def fetch(self, wanted: FetchWanted) -> None:
+        """Begin to load; `EngineCore.fetch_done` follows."""
+        if wanted.peer is None and (self._store is None or self._paused):
+            self._done(wanted, 0)
+            return
+        self._fetchers.submit(self._fetch, wanted)
+
+    def blocks_committed(self, blocks: Sequence[CommittedBlock]) -> None:
+        """Keep ``blocks`` in the store, behind the computation."""
+        room = self._config.max_pending_bytes // self._cache.layout.block_bytes - self._pending_blocks
+        if self._store is None or self._paused or len(blocks) > room:
+            self._metrics.store_skipped.inc(len(blocks))
+            return
+        assert self._core is not None
+        block_ids = [block.block_id for block in blocks]
+        self._core.hold(block_ids)
+        self._count_pending(len(blocks))
+        self._writer.submit(self._save, block_ids, [block.block_hash for block in blocks])
+
+    def _count_pending(self, change: int) -> None:
+        self._pending_blocks += change
+        self._metrics.store_pending_blocks.set(self._pending_blocks)
+
+    @property
+    def _paused(self) -> bool:
+        """The store failed a moment ago: requests do not wait for its deadlines one after the other."""
+        return time.monotonic() < self._paused_until_s
+
+    # --- in the connector's threads
+
+    def _fetch(self, wanted: FetchWanted) -> None:
+        source = "store" if wanted.peer is None else "peer"
+        started_s, num_ok = time.monotonic(), 0
+        try:
+            buffers = [self._cache.block_view(block) for block in wanted.block_ids]
+            num_ok = self._read(wanted, buffers)
+        except TanghuluError as error:
+            self._failed(source, error)
+        except Exception:  # noqa: BLE001 - a bug here must not leave the request waiting for ever: it is computed
+            _log.exception("fetch.failed", request=wanted.request_id)
+        finally:
+            self._done(wanted, num_ok)
+        self._count_fetch(wanted, source, num_ok, time.monotonic() - started_s)
+
+    def _read(self, wanted: FetchWanted, buffers: Sequence[memoryview]) -> int:
+        if wanted.peer is not None:
+            return self._peers.read(wanted.peer, wanted.first_block, buffers)
+        assert self._store is not None
+        return self._store.load(wanted.block_hashes, buffers)
+
+    def _count_fetch(self, wanted: FetchWanted, source: str, num_ok: int, seconds: float) -> None:
+        if num_ok == 0:
+            return
+        block_tokens = self._cache.layout.block_tokens
+        tokens = min(num_ok * block_tokens, wanted.num_tokens - wanted.first_block * block_tokens)
+        self._metrics.fetch_seconds.labels(source).observe(seconds)
+        self._metrics.fetch_bytes.labels(source).inc(num_ok * self._cache.layout.block_bytes)
+        self._metrics.prefix_tokens.labels(source).inc(tokens)
+
+    def _failed(self, source: str, error: TanghuluError) -> None:
+        self._metrics.fetch_failures.labels(source).inc()
+        _log.warning("fetch.failed", source=source, code=error.code, error=error.message)
+        if source == "store":
+            self._paused_until_s = time.monotonic() + self._config.pause_after_failure_s
+
+    def _done(self, wanted: FetchWanted, num_ok: int) -> None:
+        assert self._post is not None
+        self._post(lambda core: _fetch_done(core, wanted, num_ok))
+
+    def _save(self, block_ids: list[int], hashes: list[BlockHash]) -> None:
+        assert self._store is not None
+        num_saved = 0
+        try:
+            num_saved = self._store.save(hashes, [self._cache.block_view(block) for block in block_ids])
+        except TanghuluError as error:
+            self._paused_until_s = time.monotonic() + self._config.pause_after_failure_s
+            _log.warning("save.failed", code=error.code, error=error.message)
+        except Exception:  # noqa: BLE001 - as above: the blocks must be given back
+            _log.exception("save.failed")
+        self._metrics.store_bytes.inc(num_saved * self._cache.layout.block_bytes)
+        self._metrics.store_failures.inc(len(block_ids) - num_saved)
+        assert self._post is not None
+        self._post(lambda core: self._give_back(core, block_ids))
+
+    def _give_back(self, core: EngineCore, block_ids: list[int]) -> None:
+        core.unhold(block_ids)
+        self._count_pending(-len(block_ids))
+
+
+def _fetch_done(core: EngineCore, wanted: FetchWanted, num_ok: int) -> None:
+    core.fetch_done(wanted.request_id, num_ok)

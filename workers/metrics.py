@@ -1,0 +1,71 @@
+"""The worker's metric names, and nothing else: what each means stands in its help text."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from tanghulu.workers.engine_thread import EngineLoad, StepReport
+
+_STEP_BUCKETS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2, 5)
+_TRANSFER_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+
+
+class WorkerMetrics:
+    """All figures of one worker; threads may update them."""
+
+    def __init__(self, registry: CollectorRegistry, *, block_bytes: int, num_blocks: int) -> None:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"tanghulu_worker_{name}", text, labels, registry=registry)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"tanghulu_worker_{name}", text, registry=registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(f"tanghulu_worker_{name}", text, labels, buckets=buckets, registry=registry)
+
+        self.computed_tokens = counter("computed_tokens", "positions that the model computed")
+        self.generated_tokens = counter("generated_tokens", "tokens that were sampled")
+        self.prefix_tokens = counter("prefix_tokens", "prompt tokens that were not computed, by source", "source")
+        self.preemptions = counter("preemptions", "requests that gave their blocks back")
+        self.requests = counter("requests", "requests by how they ended here", "outcome")
+        self.step_seconds = histogram("step_seconds", "time of an engine step", _STEP_BUCKETS)
+        self.fetch_seconds = histogram("fetch_seconds", "time to load a prefix", _TRANSFER_BUCKETS, "source")
+        self.fetch_bytes = counter("fetch_bytes", "KV loaded instead of computed", "source")
+        self.fetch_failures = counter("fetch_failures", "prefixes that had to be computed after all", "source")
+        self.store_bytes = counter("store_bytes", "KV written to the store")
+        self.store_failures = counter("store_failures", "blocks that could not be written to the store")
+        self.store_skipped = counter("store_skipped", "blocks not written because too many were under way")
+        self.store_pending_blocks = gauge("store_pending_blocks", "blocks on their way to the store")
+        self.exports = gauge("exports", "prefills that hold KV for another worker")
+        self.export_bytes = counter("export_bytes", "KV read from here by other workers")
+        self.requests_running = gauge("requests_running", "requests that compute")
+        self.requests_waiting = gauge("requests_waiting", "requests that hold no blocks yet")
+        self.requests_fetching = gauge("requests_fetching", "requests whose prefix is being loaded")
+        self.blocks_in_use = gauge("blocks_in_use", "blocks that requests or exports hold")
+        self.blocks_cached = gauge("blocks_cached", "blocks that nobody holds but that can be matched")
+        self.blocks_in_transfer = gauge("blocks_in_transfer", "blocks that a transfer writes")
+        gauge("blocks_total", "blocks of the KV cache").set(num_blocks)
+        gauge("block_bytes", "bytes of one block").set(block_bytes)
+
+    def report(self, report: StepReport) -> None:
+        """Count a step."""
+        result = report.result
+        if not result.idle:
+            self.computed_tokens.inc(result.num_computed_tokens)
+            self.preemptions.inc(len(result.preempted))
+            timings = result.timings
+            self.step_seconds.observe(timings.schedule_s + timings.forward_s + timings.sample_s)
+        for output in result.outputs:
+            self.generated_tokens.inc(len(output.tokens))
+            if output.finish_reason is not None:
+                self.requests.labels(output.finish_reason.value).inc()
+        self.load(report.load)
+
+    def load(self, load: EngineLoad) -> None:
+        """Show how busy the engine is."""
+        self.requests_running.set(load.num_running)
+        self.requests_waiting.set(load.num_waiting)
+        self.requests_fetching.set(load.num_fetching)
+        self.blocks_in_use.set(load.blocks_in_use)
+        self.blocks_cached.set(load.blocks_cached)
+        self.blocks_in_transfer.set(load.blocks_in_transfer)

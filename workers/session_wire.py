@@ -1,0 +1,190 @@
+"""The edge between a worker session's messages and the engine's words. Nothing else here sees protobuf."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+
+import torch
+
+from tanghulu.errors import InvalidRequest, TanghuluError
+from tanghulu.hashing import TokenSequence, as_tokens, root_hash
+from tanghulu.protos import session_pb2
+from tanghulu.rpc.wire import status_of
+from tanghulu.types import BlockHash, Fingerprint, RequestId
+from tanghulu.workers.block_pool import KvEvent, KvEventKind
+from tanghulu.workers.engine import RequestOutput
+from tanghulu.workers.engine_thread import EngineLoad
+from tanghulu.workers.kv_cache import KvLayout
+from tanghulu.workers.requests import EngineRequest, FinishReason, PeerExport, SamplingParams, StopParams
+from tanghulu.workers.sampling import Logprobs
+from tanghulu.workers.tokenizer_assets import TokenizerAssets
+
+_FINISH = {
+    None: session_pb2.FINISH_NONE,
+    FinishReason.STOP: session_pb2.FINISH_STOP,
+    FinishReason.LENGTH: session_pb2.FINISH_LENGTH,
+    FinishReason.HANDED_OVER: session_pb2.FINISH_HANDED_OVER,
+    FinishReason.ABORTED: session_pb2.FINISH_ABORTED,
+}
+
+
+class RequestFactory:
+    """Makes engine requests of this worker's model from Submit messages."""
+
+    def __init__(self, fingerprint: Fingerprint, block_tokens: int, block_hash: str, eos_ids: Iterable[int]) -> None:
+        self._fingerprint = fingerprint
+        self._block_tokens = block_tokens
+        self._block_hash = block_hash
+        self._eos_ids = frozenset(eos_ids)
+
+    def request(self, submit: session_pb2.Submit) -> EngineRequest:
+        """The request in ``submit``; raises InvalidRequest for what cannot be one."""
+        root = root_hash(self._fingerprint, submit.salt, self._block_hash)
+        sequence = TokenSequence(root, self._block_tokens, as_tokens(submit.tokens), self._block_hash)
+        source = submit.source if submit.HasField("source") else None
+        return EngineRequest(
+            request_id=RequestId(submit.request_id),
+            sequence=sequence,
+            num_prompt_tokens=submit.num_prompt_tokens or len(sequence),
+            sampling=_sampling(submit.sampling),
+            stop=self._stop(submit.stop),
+            hold_kv=submit.hand_over,
+            priority=submit.priority,
+            peer=peer_of(source) if source is not None else None,
+        )
+
+    def _stop(self, stop: session_pb2.Stop) -> StopParams:
+        return StopParams(
+            max_new_tokens=stop.max_new_tokens,
+            eos_ids=self._eos_ids,
+            stop_token_ids=frozenset(stop.stop_token_ids),
+            ignore_eos=stop.ignore_eos,
+            min_tokens=stop.min_tokens,
+        )
+
+
+def _sampling(sampling: session_pb2.Sampling) -> SamplingParams:
+    return SamplingParams(
+        repetition_penalty=sampling.repetition_penalty or 1.0,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=tuple(sampling.logit_bias.items()),
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p or 1.0,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        logprobs=sampling.num_logprobs if sampling.HasField("num_logprobs") else None,
+    )
+
+
+def peer_of(source: session_pb2.KvSource) -> PeerExport:
+    """Where the KV is, as the engine carries it: ``address|unix path`` and the export's number."""
+    return PeerExport(f"{source.address}|{source.unix_path}", str(source.export_id), source.num_tokens)
+
+
+def split_peer(peer: PeerExport) -> tuple[str, str, int]:
+    """(address, unix path, export id) of what ``peer_of`` joined."""
+    address, _, unix_path = peer.instance.partition("|")
+    if not address:
+        raise InvalidRequest(f"a KV source without an address: {peer}")
+    return address, unix_path, int(peer.export_id)
+
+
+def output_message(output: RequestOutput, source: session_pb2.KvSource | None) -> session_pb2.RequestOutput:
+    """One request's part of a step."""
+    message = session_pb2.RequestOutput(
+        request_id=output.request_id,
+        tokens=output.tokens,
+        finish=_FINISH[output.finish_reason],
+        cached_tokens=min(output.num_cached_tokens, output.num_prompt_tokens),
+        source=source,
+    )
+    if output.finish_reason is FinishReason.STOP:
+        message.stop_token = output.tokens[-1]
+    if output.logprobs is not None:
+        message.logprobs.append(_logprobs(output.logprobs))
+    return message
+
+
+def _logprobs(logprobs: Logprobs) -> session_pb2.TokenLogprobs:
+    entries = (logprobs.chosen, *logprobs.top)
+    return session_pb2.TokenLogprobs(token_ids=[e.token for e in entries], logprobs=[e.logprob for e in entries])
+
+
+def error_message(request_id: str, error: TanghuluError) -> session_pb2.RequestOutput:
+    """A request that ended before or without output."""
+    return session_pb2.RequestOutput(request_id=request_id, finish=session_pb2.FINISH_ERROR, error=status_of(error))
+
+
+def event_messages(events: Iterable[KvEvent]) -> list[session_pb2.KvEvent]:
+    """KV events in order, runs of one kind in one message."""
+    messages: list[session_pb2.KvEvent] = []
+    for event in events:
+        stored = event.kind is KvEventKind.STORED
+        if not messages or bool(messages[-1].stored) != stored:
+            messages.append(session_pb2.KvEvent())
+        (messages[-1].stored if stored else messages[-1].removed).append(event.block_hash)
+    return messages
+
+
+def load_message(load: EngineLoad) -> session_pb2.Load:
+    """How busy the worker is."""
+    return session_pb2.Load(
+        num_running=load.num_running,
+        num_waiting=load.num_waiting + load.num_fetching,
+        blocks_total=load.blocks_total,
+        blocks_free=load.blocks_available,
+        prefill_tokens_waiting=load.pending_tokens,
+        prefill_tokens_per_s=load.speeds.prefill_tokens_per_s,
+        decode_step_s=load.speeds.decode_step_s,
+    )
+
+
+def welcome_message(
+    instance_id: str, generation: int, hashes: Iterable[BlockHash], sequence: int, load: EngineLoad
+) -> session_pb2.SessionWelcome:
+    """The snapshot from which a session's events go on."""
+    return session_pb2.SessionWelcome(
+        instance_id=instance_id,
+        generation=generation,
+        cached_blocks=list(hashes),
+        event_sequence=sequence,
+        load=load_message(load),
+    )
+
+
+def model_card(
+    name: str,
+    fingerprint: Fingerprint,
+    block_hash: str,
+    layout: KvLayout,
+    num_blocks: int,
+    context_length: int,
+    vocab_size: int,
+    assets: TokenizerAssets,
+) -> session_pb2.ModelCard:
+    """What conductors must know of the model; made once."""
+    return session_pb2.ModelCard(
+        model=name,
+        fingerprint=fingerprint,
+        block_hash=block_hash,
+        block_tokens=layout.block_tokens,
+        context_length=context_length,
+        vocab_size=vocab_size,
+        dtype=_dtype_name(layout.dtype),
+        eos_token_ids=assets.eos_ids,
+        tokenizer_json_zlib=zlib.compress(assets.tokenizer_json, 6),
+        chat_template=assets.chat_template or "",
+        bos_token=assets.bos_token or "",
+        eos_token=assets.eos_token or "",
+        add_bos=assets.add_bos,
+        block_bytes=layout.block_bytes,
+        num_blocks=num_blocks,
+        default_temperature=1.0,
+    )
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
