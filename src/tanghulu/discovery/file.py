@@ -1,0 +1,244 @@
+"""Discovery through a directory that all processes see: one JSON file an instance, its mtime the sign of life.
+
+    <directory>/<namespace>/<instance id>.json        {"id": …, "role": …, "ttl_s": 3.0, …}
+
+Files appear by rename, so a reader never sees half of one, and a writer that is killed leaves at most a ``.tmp``.
+Writers touch their file every third of the lease. A reader believes a file for ``ttl_s`` after it has seen its
+mtime move, by its own monotonic clock; the wall clock decides only about a file seen for the first time. So clocks of hosts
+that share the directory may differ: then a crashed process may be seen for one lease, a living one is missed for
+a third of one. Files that nobody has touched for long are deleted by whoever sees them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import quote
+
+import structlog
+
+from tanghulu.clock import SystemClock
+from tanghulu.discovery.base import DEFAULT_TTL_S, Instance, InstanceEvent
+from tanghulu.discovery.mirror import InstanceMirror
+from tanghulu.errors import InvalidRequest, MasterUnavailable, TanghuluError
+from tanghulu.types import Address, InstanceId, Place, Role
+
+_log = structlog.get_logger(__name__)
+POLL_S = 0.1
+#: Untouched for this long, in wall time, a file is litter.
+LITTER_S = 600.0
+
+
+def encode(instance: Instance, ttl_s: float) -> bytes:
+    """The contents of an instance's file."""
+    values = dataclasses.asdict(instance)
+    values.update(
+        role=instance.role.value, address=str(instance.address), place=str(instance.place), ttl_s=ttl_s, format=1
+    )
+    return json.dumps(values, indent=1).encode()
+
+
+def decode(data: bytes) -> tuple[Instance, float]:
+    """The instance and its ttl_s; raises InvalidRequest for what is none."""
+    try:
+        values: dict[str, Any] = json.loads(data)
+        instance = Instance(
+            id=InstanceId(values["id"]),
+            role=Role(values["role"]),
+            address=Address.parse(values["address"]),
+            namespace=values["namespace"],
+            metrics_address=values["metrics_address"],
+            place=Place.parse(values["place"]),
+            generation=values["generation"],
+            unix_path=values["unix_path"],
+            attributes=values["attributes"],
+        )
+        return instance, float(values["ttl_s"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidRequest(f"not an instance's file: {type(error).__name__}: {error}") from error
+
+
+class FileRegistration:
+    """An instance's file, touched by a task until ``close``."""
+
+    def __init__(self, discovery: FileDiscovery, path: Path, instance: Instance, ttl_s: float) -> None:
+        self._discovery = discovery
+        self._path = path
+        self._instance = instance
+        self._ttl_s = ttl_s
+        self._lock = asyncio.Lock()
+        self._renewing: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Write the file for the first time; raises MasterUnavailable."""
+        await self.update(self._instance)
+        self._renewing = asyncio.create_task(self._renew_forever())
+
+    async def update(self, instance: Instance) -> None:
+        """Replace the registered contents (same id). Raises MasterUnavailable if the directory cannot be written."""
+        assert instance.id == self._instance.id, "an update keeps the id"
+        async with self._lock:
+            self._instance = instance
+            await asyncio.to_thread(_write, self._path, encode(instance, self._ttl_s))
+
+    async def close(self) -> None:
+        """Delete the file now."""
+        if self._renewing is None:
+            return
+        renewing, self._renewing = self._renewing, None
+        renewing.cancel()
+        await asyncio.gather(renewing, return_exceptions=True)
+        self._discovery.registrations.discard(self)
+        async with self._lock:
+            await asyncio.to_thread(_unlink, self._path)
+
+    async def _renew_forever(self) -> None:
+        while True:
+            await asyncio.sleep(self._ttl_s / 3)
+            try:
+                async with self._lock:
+                    await asyncio.to_thread(_touch, self._path, encode(self._instance, self._ttl_s))
+            except TanghuluError as error:
+                _log.warning("discovery.lease_not_renewed", instance=self._instance.id, error=error.message)
+
+
+@dataclass(slots=True)
+class _Sighting:
+    mtime_ns: int
+    inode: int
+    moved_s: float  # when this reader saw the mtime move, by its own clock
+    instance: Instance | None
+    ttl_s: float
+
+
+class _Reader:
+    """What one watcher has seen of one namespace's files; ``scan`` runs in a thread."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._sightings: dict[str, _Sighting] = {}
+
+    def scan(self) -> list[Instance]:
+        """Read the directory; returns the live instances, by file name."""
+        files = _stats(self._directory)
+        for name in self._sightings.keys() - files.keys():
+            del self._sightings[name]
+        now_s = time.monotonic()
+        for name, stat in files.items():
+            self._see(name, stat, now_s)
+        alive = (s.instance for _, s in sorted(self._sightings.items()) if now_s - s.moved_s <= s.ttl_s)
+        return [instance for instance in alive if instance is not None]
+
+    def _see(self, name: str, stat: os.stat_result, now_s: float) -> None:
+        seen = self._sightings.get(name)
+        if seen is not None and (seen.mtime_ns, seen.inode) == (stat.st_mtime_ns, stat.st_ino):
+            return
+        age_s = max(time.time() - stat.st_mtime, 0.0) if seen is None else 0.0
+        path = self._directory / name
+        if age_s > LITTER_S:
+            _unlink(path)
+            return
+        # Inode numbers come back, so a moved mtime may mean other contents: read again.
+        instance, ttl_s = None, 0.0
+        try:
+            instance, ttl_s = decode(path.read_bytes())
+        except FileNotFoundError:
+            return
+        except (InvalidRequest, OSError) as error:
+            _log.warning("discovery.unreadable_file", path=str(path), error=str(error))
+        self._sightings[name] = _Sighting(stat.st_mtime_ns, stat.st_ino, now_s - age_s, instance, ttl_s)
+
+
+class FileDiscovery:
+    """Instances as files under ``directory``. An async context manager; leaving it closes what it registered."""
+
+    def __init__(self, directory: Path, poll_s: float = POLL_S) -> None:
+        self.registrations: set[FileRegistration] = set()
+        self._directory = directory
+        self._poll_s = poll_s
+        self._clock = SystemClock()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.gather(*(registration.close() for registration in list(self.registrations)))
+
+    async def register(self, instance: Instance, ttl_s: float = DEFAULT_TTL_S) -> FileRegistration:
+        """Enter ``instance``. Raises MasterUnavailable if the directory cannot be written."""
+        path = self._namespace(instance.namespace) / f"{quote(instance.id, safe='')}.json"
+        registration = FileRegistration(self, path, instance, ttl_s)
+        await registration.open()
+        self.registrations.add(registration)
+        return registration
+
+    async def watch(self, *roles: Role, namespace: str = "default") -> AsyncIterator[InstanceEvent]:
+        """First every live instance, then SYNCED, then changes, at most ``poll_s`` late."""
+        reader = _Reader(self._namespace(namespace))
+        mirror = InstanceMirror(grace_s=0.0)
+        while True:
+            try:
+                present = await asyncio.to_thread(reader.scan)
+            except OSError as error:
+                _log.warning("discovery.watch_interrupted", directory=str(self._directory), error=str(error))
+            else:
+                mirror.begin()
+                for instance in present:
+                    for event in mirror.put(instance) if not roles or instance.role in roles else ():
+                        yield event
+                for event in mirror.synced(self._clock.now_s()):
+                    yield event
+            await asyncio.sleep(self._poll_s)
+
+    def _namespace(self, namespace: str) -> Path:
+        return self._directory / quote(namespace, safe="")
+
+
+def _stats(directory: Path) -> dict[str, os.stat_result]:
+    """What stands in ``directory`` now; litter of killed writers is deleted on the way."""
+    found: dict[str, os.stat_result] = {}
+    with contextlib.suppress(FileNotFoundError):  # nobody has registered yet
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):  # it went away meanwhile
+                    if entry.name.endswith(".json"):
+                        found[entry.name] = entry.stat()
+                    elif entry.name.endswith(".tmp") and time.time() - entry.stat().st_mtime > LITTER_S:
+                        os.unlink(entry.path)
+    return found
+
+
+def _write(path: Path, data: bytes) -> None:
+    scratch = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_bytes(data)
+        os.replace(scratch, path)
+    except OSError as error:
+        raise MasterUnavailable(f"cannot register in {path.parent}: {error}") from error
+
+
+def _touch(path: Path, data: bytes) -> None:
+    try:
+        os.utime(path)
+    except FileNotFoundError:  # taken for litter while this process stood still
+        _write(path, data)
+    except OSError as error:
+        raise MasterUnavailable(f"cannot renew {path}: {error}") from error
+
+
+def _unlink(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()

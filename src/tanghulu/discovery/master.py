@@ -1,0 +1,216 @@
+"""Discovery through the master's Membership service, the default.
+
+A registration renews its lease every third of it; when the master does not know the lease (it restarted, or the
+process stood still too long) it registers again and says so, because such a master knows nothing of what a node
+holds either. A watch outlives its master: it connects again and tells only what differs (see mirror).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from types import TracebackType
+from typing import Self
+
+import grpc.aio
+import structlog
+
+from tanghulu.clock import SystemClock
+from tanghulu.discovery.base import DEFAULT_TTL_S, Instance, InstanceEvent
+from tanghulu.discovery.instance_wire import instance_from_proto, instance_to_proto
+from tanghulu.discovery.mirror import InstanceMirror
+from tanghulu.errors import DeadlineExceeded, InvalidRequest, MasterUnavailable, TanghuluError
+from tanghulu.protos import membership_pb2 as pb
+from tanghulu.protos import membership_pb2_grpc
+from tanghulu.rpc.grpc_edge import channel, typed_errors
+from tanghulu.types import Address, Role
+
+_log = structlog.get_logger(__name__)
+REGISTER_DEADLINE_S = 5.0
+_CALL_DEADLINE_S = 2.0
+_CLOSE_DEADLINE_S = 0.5
+_RETRY_S = 0.2
+
+
+class MasterRegistration:
+    """An instance at the master, its lease renewed by a task until ``close``."""
+
+    def __init__(self, discovery: MasterDiscovery, instance: Instance, ttl_s: float) -> None:
+        self._discovery = discovery
+        self._instance = instance
+        self._entered: Instance | None = None
+        self._ttl_s = ttl_s
+        self._lease_id = 0
+        self._lock = asyncio.Lock()
+        self._renewing: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Register for the first time; raises MasterUnavailable."""
+        await self._enter(REGISTER_DEADLINE_S)
+        self._renewing = asyncio.create_task(self._renew_forever())
+
+    async def update(self, instance: Instance) -> None:
+        """Replace the registered contents. If it raises MasterUnavailable, they follow when the master is back."""
+        assert instance.id == self._instance.id, "an update keeps the id"
+        self._instance = instance
+        async with self._lock:
+            await self._enter(REGISTER_DEADLINE_S)
+
+    async def close(self) -> None:
+        """Unregister now; without a master the lease runs out by itself."""
+        if self._renewing is None:
+            return
+        renewing, self._renewing = self._renewing, None
+        renewing.cancel()
+        await asyncio.gather(renewing, return_exceptions=True)
+        self._discovery.registrations.discard(self)
+        with contextlib.suppress(TanghuluError):
+            await self._discovery.deregister(self._instance, self._lease_id)
+
+    async def _enter(self, deadline_s: float) -> None:
+        instance = self._instance
+        self._lease_id = await self._discovery.enter(instance, self._ttl_s, deadline_s)
+        self._entered = instance
+
+    async def _renew_forever(self) -> None:
+        reachable = True
+        while True:
+            await asyncio.sleep(self._ttl_s / 3 if reachable else min(self._ttl_s / 3, _RETRY_S))
+            try:
+                await self._renew()
+            except TanghuluError as error:
+                if reachable:
+                    _log.warning("discovery.lease_not_renewed", instance=self._instance.id, error=error.message)
+                reachable = False
+            else:
+                reachable = True
+
+    async def _renew(self) -> None:
+        async with self._lock:
+            known = await self._discovery.keep_alive(self._instance, self._lease_id)
+            if not known or self._entered != self._instance:
+                await self._enter(_CALL_DEADLINE_S)
+        if not known:
+            self._discovery.reregistered(self._instance)
+
+
+class MasterDiscovery:
+    """Instances at the master at ``address``. An async context manager; leaving it closes what it registered.
+
+    ``on_reregistered(master_generation)`` is called whenever an instance had to be registered again: a node then
+    sends its report, because that master's directory has forgotten it.
+    """
+
+    def __init__(self, address: Address, on_reregistered: Callable[[int], None] | None = None) -> None:
+        self.address = address
+        self.master_generation = 0  # of the last answer; 0 before the first
+        self.registrations: set[MasterRegistration] = set()
+        self._on_reregistered = on_reregistered
+        self._peer = f"master at {address}"
+        self._clock = SystemClock()
+        self._channel = channel(address)
+        self._stub = membership_pb2_grpc.MembershipStub(self._channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.gather(*(registration.close() for registration in list(self.registrations)))
+        await self._channel.close()
+
+    async def register(self, instance: Instance, ttl_s: float = DEFAULT_TTL_S) -> MasterRegistration:
+        """Enter ``instance``; waits up to REGISTER_DEADLINE_S for the master, then raises MasterUnavailable."""
+        registration = MasterRegistration(self, instance, ttl_s)
+        await registration.open()
+        self.registrations.add(registration)
+        return registration
+
+    async def watch(self, *roles: Role, namespace: str = "default") -> AsyncIterator[InstanceEvent]:
+        """First every live instance, then SYNCED, then changes; waits for a master that is away."""
+        mirror = InstanceMirror(DEFAULT_TTL_S)
+        request = pb.WatchRequest(namespace=namespace, components=[role.value for role in roles])
+        while True:
+            mirror.begin()
+            call = self._stub.Watch(request, wait_for_ready=True)
+            try:
+                async with typed_errors(self._peer, MasterUnavailable):
+                    async for event in self._follow(call, mirror):
+                        yield event
+            except TanghuluError as error:
+                _log.warning("discovery.watch_interrupted", error=error.message)
+            finally:
+                call.cancel()
+            await asyncio.sleep(_RETRY_S)
+
+    async def _follow(
+        self, call: grpc.aio.UnaryStreamCall[pb.WatchRequest, pb.InstanceEvent], mirror: InstanceMirror
+    ) -> AsyncIterator[InstanceEvent]:
+        """The events of one stream, and of the doubts that end while it is silent."""
+        reading: asyncio.Task[pb.InstanceEvent] | None = None
+        try:
+            while True:
+                reading = reading or asyncio.create_task(call.read())
+                await asyncio.wait({reading}, timeout=self._patience_s(mirror))
+                for event in mirror.expire(self._clock.now_s()):
+                    yield event
+                if reading.done():
+                    message, reading = reading.result(), None
+                    if message is grpc.aio.EOF:
+                        return
+                    for event in self._apply(mirror, message):
+                        yield event
+        finally:
+            if reading is not None:
+                reading.cancel()
+                await asyncio.gather(reading, return_exceptions=True)
+
+    def _patience_s(self, mirror: InstanceMirror) -> float | None:
+        deadline_s = mirror.next_deadline_s()
+        return None if deadline_s is None else max(deadline_s - self._clock.now_s(), 0.0)
+
+    def _apply(self, mirror: InstanceMirror, message: pb.InstanceEvent) -> list[InstanceEvent]:
+        if message.kind == pb.InstanceEvent.SYNCED:
+            return mirror.synced(self._clock.now_s())
+        if message.kind == pb.InstanceEvent.DELETE:
+            return mirror.delete(message.instance.id)
+        try:
+            return mirror.put(instance_from_proto(message.instance))
+        except InvalidRequest as error:  # a newer peer's kind of instance is nothing that this one could use
+            _log.warning("discovery.unknown_instance", instance=message.instance.id, error=error.message)
+            return []
+
+    # --- calls, for registrations
+
+    async def enter(self, instance: Instance, ttl_s: float, deadline_s: float) -> int:
+        """Register; returns the lease id. Raises MasterUnavailable at the deadline."""
+        request = pb.RegisterRequest(instance=instance_to_proto(instance), ttl_ms=round(ttl_s * 1000))
+        try:
+            async with typed_errors(self._peer, MasterUnavailable):
+                reply = await self._stub.Register(request, timeout=deadline_s, wait_for_ready=True)
+        except DeadlineExceeded as error:
+            raise MasterUnavailable(f"{self._peer} did not answer within {deadline_s:g} s; is it running?") from error
+        self.master_generation = reply.master_generation
+        return int(reply.lease_id)
+
+    async def keep_alive(self, instance: Instance, lease_id: int) -> bool:
+        """Renew a lease; False if this master does not know it."""
+        request = pb.KeepAliveRequest(lease_id=lease_id, instance_id=instance.id)
+        async with typed_errors(self._peer, MasterUnavailable):
+            reply = await self._stub.KeepAlive(request, timeout=_CALL_DEADLINE_S)
+        self.master_generation = reply.master_generation
+        return bool(reply.known)
+
+    async def deregister(self, instance: Instance, lease_id: int) -> None:
+        """End a lease."""
+        request = pb.DeregisterRequest(lease_id=lease_id, instance_id=instance.id)
+        async with typed_errors(self._peer, MasterUnavailable):
+            await self._stub.Deregister(request, timeout=_CLOSE_DEADLINE_S)
+
+    def reregistered(self, instance: Instance) -> None:
+        """An instance had to be registered again."""
+        _log.info("discovery.reregistered", instance=instance.id, master_generation=self.master_generation)
+        if self._on_reregistered is not None:
+            self._on_reregistered(self.master_generation)

@@ -1,0 +1,70 @@
+"""What a watcher knows of the instances, and what it must tell when its source comes back. Pure.
+
+A source that was away, or another in its place, gives a fresh snapshot; only the differences are told. An instance that
+is missing from it is not gone yet: a master that has just restarted knows nobody until each has registered again
+(within a third of its lease). So the missing are doubted for ``grace_s`` before they are told as DELETE.
+"""
+
+from __future__ import annotations
+
+from tanghulu.discovery.base import EventKind, Instance, InstanceEvent
+
+
+class InstanceMirror:
+    """Snapshots, changes and a time go in; the events to tell come out."""
+
+    def __init__(self, grace_s: float) -> None:
+        self._grace_s = grace_s
+        self._known: dict[str, Instance] = {}
+        self._doubted: dict[str, float] = {}  # id -> when it is told as gone
+        self._seen: set[str] | None = None  # ids of the snapshot under way
+        self._synced = False
+
+    def begin(self) -> None:
+        """A snapshot begins; who is missing from it is doubted anew."""
+        self._seen = set()
+        self._doubted.clear()
+
+    def put(self, instance: Instance) -> list[InstanceEvent]:
+        """``instance`` is there, in the snapshot or as a change."""
+        if self._seen is not None:
+            self._seen.add(instance.id)
+        self._doubted.pop(instance.id, None)
+        if self._known.get(instance.id) == instance:
+            return []
+        self._known[instance.id] = instance
+        return [InstanceEvent(EventKind.PUT, instance)]
+
+    def delete(self, instance_id: str) -> list[InstanceEvent]:
+        """The source says that the instance is gone."""
+        self._doubted.pop(instance_id, None)
+        instance = self._known.pop(instance_id, None)
+        return [InstanceEvent(EventKind.DELETE, instance)] if instance is not None else []
+
+    def synced(self, now_s: float) -> list[InstanceEvent]:
+        """The snapshot is complete."""
+        assert self._seen is not None, "a snapshot ended that did not begin"
+        for instance_id in self._known.keys() - self._seen:
+            self._doubted[instance_id] = now_s + self._grace_s
+        self._seen = None
+        if self._synced:
+            return self.expire(now_s)
+        self._synced = True
+        return [InstanceEvent(EventKind.SYNCED)]
+
+    def expire(self, now_s: float) -> list[InstanceEvent]:
+        """The doubted whose grace is over."""
+        gone = sorted(instance_id for instance_id, at_s in self._doubted.items() if at_s <= now_s)
+        return [event for instance_id in gone for event in self.delete(instance_id)]
+
+    def next_deadline_s(self) -> float | None:
+        """When ``expire`` has something to tell, if nothing happens before."""
+        return min(self._doubted.values(), default=None)
+
+    def check(self) -> None:
+        """Only the known are doubted."""
+        assert self._doubted.keys() <= self._known.keys()
+        assert all(instance.id == key for key, instance in self._known.items())
+
+    def __repr__(self) -> str:
+        return f"InstanceMirror({len(self._known)} instances, {len(self._doubted)} doubted)"
