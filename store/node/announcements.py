@@ -1,0 +1,163 @@
+"""What the master still has to be told: pure bookkeeping between the node's decisions and the announcer.
+
+One message is under way at a time; what comes up meanwhile goes into the next one together, so concurrent puts share a
+message. The master applies a message's removals before its additions. So for each key the last thing that happened
+is enough: a key that was added and removed before the message left is only removed; one that was removed and added is
+both. A message that failed is put back *behind* what happened since, by the same rule.
+
+A report (everything the node holds) is cut into pieces that ride on the messages, one each, until it is complete.
+
+Example: put a, put b -> take() gives added=[a, b]. Under way: evict a, put c. The message fails: requeue. take() now
+gives removed=[a], added=[b, c].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from tanghulu.store.node.chunk import Chunk, ChunkState
+from tanghulu.types import ChunkKey
+
+MAX_ADDED = 4096
+MAX_REMOVED = 16384
+
+
+class Report(Enum):
+    """Which part of a report a message carries."""
+
+    NONE = "none"
+    BEGIN = "begin"
+    PIECE = "piece"
+    END = "end"
+
+
+@dataclass(slots=True)
+class Announcement:
+    """One message to the master. ``added`` holds new chunks and, in a report, old ones."""
+
+    added: list[Chunk] = field(default_factory=list)
+    removed: list[ChunkKey] = field(default_factory=list)
+    deleted: list[ChunkKey] = field(default_factory=list)
+    report: Report = Report.NONE
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to say."""
+        return not (self.added or self.removed or self.deleted) and self.report is Report.NONE
+
+
+class AnnouncementQueue:
+    """Collects additions and removals; ``take`` makes a message, ``done`` or ``requeue`` ends it."""
+
+    def __init__(self) -> None:
+        self._added: dict[ChunkKey, Chunk] = {}
+        self._removed: dict[ChunkKey, None] = {}
+        self._deleted: dict[ChunkKey, None] = {}
+        self._report: list[Chunk] | None = None
+        self._report_begun = False
+        self._under_way: Announcement | None = None
+
+    def add(self, chunk: Chunk) -> None:
+        """The node holds ``chunk`` now."""
+        self._added[chunk.key] = chunk
+
+    def remove(self, chunk: Chunk, *, deleted: bool = False) -> None:
+        """The node holds it no longer: ``deleted`` by a client's wish, or evicted, expired, corrupt."""
+        if self._added.get(chunk.key) is chunk:
+            del self._added[chunk.key]
+        (self._deleted if deleted else self._removed)[chunk.key] = None
+
+    def is_pending(self, chunk: Chunk) -> bool:
+        """Whether the master has not yet confirmed ``chunk``."""
+        under_way = self._under_way
+        return self._added.get(chunk.key) is chunk or (under_way is not None and chunk in under_way.added)
+
+    def begin_report(self, chunks: list[Chunk]) -> None:
+        """Tell everything again; a report that was under way starts over."""
+        self._report = chunks
+        self._report_begun = False
+
+    @property
+    def urgent(self) -> bool:
+        """Whether somebody waits: an addition, or a report."""
+        return bool(self._added) or self._report is not None
+
+    @property
+    def removals_told(self) -> bool:
+        """Whether no removal waits for the next message."""
+        return not (self._removed or self._deleted)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to tell."""
+        return not (self._added or self._removed or self._deleted) and self._report is None
+
+    def take(self) -> Announcement:
+        """The next message; possibly empty (a sign of life)."""
+        assert self._under_way is None, "one message at a time"
+        message = Announcement(
+            removed=_take_keys(self._removed, MAX_REMOVED), deleted=_take_keys(self._deleted, MAX_REMOVED)
+        )
+        if not (self._removed or self._deleted):  # an addition must not overtake the removal of its key
+            message.added = _take_some(self._added, MAX_ADDED)
+        if self._report is not None:
+            self._add_report_piece(message, self._report)
+        self._under_way = message
+        return message
+
+    def _add_report_piece(self, message: Announcement, rest: list[Chunk]) -> None:
+        # A report of one message has a BEGIN and an empty END, so the master needs no third case.
+        if not self._report_begun:
+            self._report_begun = True
+            message.report = Report.BEGIN
+        else:
+            message.report = Report.PIECE if rest else Report.END
+        piece, self._report = rest[:MAX_ADDED], rest[MAX_ADDED:]
+        fresh = set(message.added)
+        message.added += [c for c in piece if c.state is ChunkState.LIVE and c not in fresh]
+        if message.report is Report.END:
+            self._report = None
+
+    def done(self) -> None:
+        """The message under way was answered."""
+        self._under_way = None
+
+    def requeue(self) -> bool:
+        """The message under way may not have arrived: its contents are to be told again, unless they are outdated.
+
+        Returns whether it was part of a report, which then has to begin again.
+        """
+        message = self._under_way
+        assert message is not None, "no message is under way"
+        self._under_way = None
+        for chunk in message.added:
+            if chunk.state in (ChunkState.ANNOUNCING, ChunkState.LIVE):
+                self._added.setdefault(chunk.key, chunk)
+        self._removed.update(dict.fromkeys(message.removed))
+        self._deleted.update(dict.fromkeys(message.deleted))
+        return message.report is not Report.NONE
+
+    def check(self) -> None:
+        """Assert that only chunks that are still there wait to be announced."""
+        for key, chunk in self._added.items():
+            assert chunk.key == key
+            assert chunk.state in (ChunkState.ANNOUNCING, ChunkState.LIVE), f"{chunk!r} waits to be announced"
+
+    def __repr__(self) -> str:
+        return f"AnnouncementQueue(+{len(self._added)} -{len(self._removed) + len(self._deleted)})"
+
+
+def _take_some(pending: dict[ChunkKey, Chunk], limit: int) -> list[Chunk]:
+    if len(pending) <= limit:
+        taken = list(pending.values())
+        pending.clear()
+        return taken
+    return [pending.pop(key) for key in list(pending)[:limit]]
+
+
+def _take_keys(pending: dict[ChunkKey, None], limit: int) -> list[ChunkKey]:
+    taken = list(pending)[:limit]
+    for key in taken:
+        del pending[key]
+    return taken

@@ -1,0 +1,89 @@
+"""One chunk of a node: its states, the events that move it, and what is known of it.
+
+    RESERVED ----COMMIT------> ANNOUNCING --ACCEPTED/GAVE_UP--> LIVE
+        | \\---COMMIT_UNSEEN------------------------------------^ |
+        |                        |                               |
+        +--------DROP------------+------------DROP---------------+--> CONDEMNED --LAST_LEASE_ENDED--> GONE
+
+A chunk never changes its bytes. DROP stands for every reason to let it go (evicted, removed, expired, corrupt, refused
+by the master, abandoned by its writer); the range itself is free only in GONE, when nobody can touch it any more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from tanghulu.store.checksums import Checksums
+from tanghulu.store.words import Pin
+from tanghulu.types import ChunkKey
+
+
+class ChunkState(Enum):
+    """Where a chunk stands; only LIVE ones are served."""
+
+    #: A writer has the range; nobody else knows of it. Several reservations of one key may stand side by side.
+    RESERVED = "reserved"
+    #: The bytes are there and the master is being told; its answer decides whether this put was the first.
+    ANNOUNCING = "announcing"
+    #: Served to everybody, and evictable while it has neither leases nor a hard pin.
+    LIVE = "live"
+    #: Nobody finds it any more, but a peer may still touch its range.
+    CONDEMNED = "condemned"
+    #: Its range is free.
+    GONE = "gone"
+
+
+class ChunkEvent(Enum):
+    """What happens to a chunk."""
+
+    COMMIT = "commit"
+    COMMIT_UNSEEN = "commit without waiting for the master"
+    ACCEPTED = "accepted by the master"
+    GAVE_UP = "the putter stopped waiting for the master"
+    DROP = "drop"
+    LAST_LEASE_ENDED = "last lease ended"
+
+
+_S, _E = ChunkState, ChunkEvent
+TRANSITIONS: dict[tuple[ChunkState, ChunkEvent], ChunkState] = {
+    (_S.RESERVED, _E.COMMIT): _S.ANNOUNCING,
+    (_S.RESERVED, _E.COMMIT_UNSEEN): _S.LIVE,
+    (_S.RESERVED, _E.DROP): _S.CONDEMNED,
+    (_S.ANNOUNCING, _E.ACCEPTED): _S.LIVE,
+    (_S.ANNOUNCING, _E.GAVE_UP): _S.LIVE,
+    (_S.ANNOUNCING, _E.DROP): _S.CONDEMNED,
+    (_S.LIVE, _E.ACCEPTED): _S.LIVE,
+    (_S.LIVE, _E.GAVE_UP): _S.LIVE,
+    (_S.LIVE, _E.DROP): _S.CONDEMNED,
+    (_S.CONDEMNED, _E.LAST_LEASE_ENDED): _S.GONE,
+}
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """What the node knows of one chunk. ``num_leases`` counts the reservation or the pins on its range."""
+
+    key: ChunkKey
+    version: int
+    offset: int
+    size_bytes: int
+    checksums: Checksums
+    pin: Pin
+    created_s: float
+    expires_s: float | None = None
+    state: ChunkState = ChunkState.RESERVED
+    num_leases: int = 0
+    num_hits: int = 0
+
+    def step(self, event: ChunkEvent) -> ChunkState:
+        """Apply ``event``; asserts that the table knows the pair."""
+        following = TRANSITIONS.get((self.state, event))
+        assert following is not None, f"chunk {self.key!r} cannot take {event.value!r} in {self.state.value}"
+        self.state = following
+        return following
+
+    @property
+    def evictable(self) -> bool:
+        """Whether it may be dropped to make room now."""
+        return self.state is ChunkState.LIVE and self.num_leases == 0 and self.pin is not Pin.HARD

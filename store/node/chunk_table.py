@@ -1,0 +1,117 @@
+"""Every chunk of a node, found by key, by offset and by lease. Owns the indexes; decides nothing."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from tanghulu.store.node.chunk import Chunk, ChunkEvent, ChunkState
+from tanghulu.store.words import Pin
+from tanghulu.types import ChunkKey, LeaseId
+
+_INDEXED = (ChunkState.ANNOUNCING, ChunkState.LIVE)
+
+
+class ChunkTable:
+    """Keys name at most one ANNOUNCING or LIVE chunk; offsets and leases name every chunk that is not GONE."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[ChunkKey, Chunk] = {}
+        self._by_offset: dict[int, Chunk] = {}
+        self._by_lease: dict[LeaseId, Chunk] = {}
+        self._expiries: list[tuple[float, int, Chunk]] = []
+        self.hard_pinned_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return iter(self._by_offset.values())
+
+    def find(self, key: ChunkKey) -> Chunk | None:
+        """The ANNOUNCING or LIVE chunk of ``key``."""
+        return self._by_key.get(key)
+
+    def keys(self) -> list[ChunkKey]:
+        """The keys of all ANNOUNCING and LIVE chunks, as they are now."""
+        return list(self._by_key)
+
+    def enter(self, chunk: Chunk) -> None:
+        """A new reservation."""
+        assert chunk.offset not in self._by_offset, f"offset {chunk.offset} is taken"
+        self._by_offset[chunk.offset] = chunk
+        if chunk.pin is Pin.HARD:
+            self.hard_pinned_bytes += chunk.size_bytes
+
+    def publish(self, chunk: Chunk, event: ChunkEvent) -> None:
+        """A reservation was committed: its key now names it."""
+        assert chunk.key not in self._by_key, f"{chunk.key!r} is there already"
+        chunk.step(event)
+        self._by_key[chunk.key] = chunk
+        if chunk.expires_s is not None:
+            heapq.heappush(self._expiries, (chunk.expires_s, id(chunk), chunk))
+
+    def condemn(self, chunk: Chunk) -> None:
+        """Nobody shall find the chunk any more."""
+        if self._by_key.get(chunk.key) is chunk:
+            del self._by_key[chunk.key]
+        chunk.step(ChunkEvent.DROP)
+
+    def forget(self, chunk: Chunk) -> None:
+        """The last lease on a condemned chunk ended."""
+        assert chunk.num_leases == 0, f"{chunk.key!r} is leased"
+        chunk.step(ChunkEvent.LAST_LEASE_ENDED)
+        del self._by_offset[chunk.offset]
+        if chunk.pin is Pin.HARD:
+            self.hard_pinned_bytes -= chunk.size_bytes
+
+    def lease(self, lease_id: LeaseId, chunk: Chunk) -> None:
+        """``lease_id`` was granted on the chunk's range."""
+        self._by_lease[lease_id] = chunk
+        chunk.num_leases += 1
+
+    def leased(self, lease_id: LeaseId) -> Chunk | None:
+        """The chunk that ``lease_id`` stands on."""
+        return self._by_lease.get(lease_id)
+
+    def leases(self) -> list[tuple[LeaseId, Chunk]]:
+        """All leases as they are now, with their chunks."""
+        return list(self._by_lease.items())
+
+    def unlease(self, lease_id: LeaseId) -> Chunk | None:
+        """The lease is over; its chunk, or None if the lease is none of ours."""
+        chunk = self._by_lease.pop(lease_id, None)
+        if chunk is not None:
+            chunk.num_leases -= 1
+        return chunk
+
+    def expired(self, now_s: float) -> list[Chunk]:
+        """Chunks whose time has come, each once."""
+        due = []
+        while self._expiries and self._expiries[0][0] <= now_s:
+            chunk = heapq.heappop(self._expiries)[2]
+            if chunk.state in _INDEXED:
+                due.append(chunk)
+        return due
+
+    def check(self) -> None:
+        """Assert that the three indexes agree with the chunks' states and counts."""
+        for key, chunk in self._by_key.items():
+            assert chunk.key == key
+            assert chunk.state in _INDEXED, f"{chunk!r} is indexed"
+            assert self._by_offset.get(chunk.offset) is chunk
+        leases: dict[int, int] = {}
+        for chunk in self._by_lease.values():
+            leases[chunk.offset] = leases.get(chunk.offset, 0) + 1
+            assert self._by_offset.get(chunk.offset) is chunk
+        for offset, chunk in self._by_offset.items():
+            assert chunk.offset == offset
+            assert chunk.state is not ChunkState.GONE
+            assert chunk.num_leases == leases.get(offset, 0), f"{chunk!r} has {leases.get(offset, 0)} leases"
+            assert chunk.state is not ChunkState.CONDEMNED or chunk.num_leases, f"{chunk!r} should be gone"
+            assert (chunk.state in _INDEXED) == (self._by_key.get(chunk.key) is chunk)
+        hard = sum(c.size_bytes for c in self._by_offset.values() if c.pin is Pin.HARD)
+        assert hard == self.hard_pinned_bytes
+
+    def __repr__(self) -> str:
+        return f"ChunkTable({len(self._by_key)} keys, {len(self._by_lease)} leases)"

@@ -1,0 +1,42 @@
+"""The interface of an eviction policy: it is told of add, touch and remove, and yields victims.
+
+A policy orders keys; it decides nothing else. Leases, pins, sizes and the moment of eviction are the node's. One
+contract suite (tests/store/test_eviction.py) runs against every implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from tanghulu.types import ChunkKey
+
+
+class Policy(Protocol):
+    """The order in which keys would be evicted. Every call but ``victims`` and ``check`` is O(1) or O(log n)."""
+
+    name: str
+
+    def add(self, key: ChunkKey, size_bytes: int) -> None:
+        """A chunk became evictable in principle; asserts that the key is new."""
+        ...
+
+    def touch(self, key: ChunkKey) -> None:
+        """The chunk was read; unknown keys are ignored."""
+        ...
+
+    def remove(self, key: ChunkKey, *, evicted: bool) -> None:
+        """The chunk is gone: ``evicted`` by this policy's choice, or for another reason. Asserts that it is known."""
+        ...
+
+    def victims(self) -> Iterator[ChunkKey]:
+        """All keys, the first to evict first. Asking changes nothing; the policy must not be changed meanwhile."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __contains__(self, key: ChunkKey) -> bool: ...
+
+    def check(self) -> None:
+        """Assert the policy's invariants."""
+        ...

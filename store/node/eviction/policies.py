@@ -1,0 +1,19 @@
+"""The eviction policies by name, as ``--eviction`` knows them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tanghulu.errors import InvalidRequest
+from tanghulu.store.node.eviction.base import Policy
+from tanghulu.store.node.eviction.lru import Lru
+
+POLICIES: dict[str, Callable[[], Policy]] = {"lru": Lru}
+
+
+def make_policy(name: str) -> Policy:
+    """A new policy called ``name``; raises InvalidRequest that lists the known ones."""
+    try:
+        return POLICIES[name]()
+    except KeyError:
+        raise InvalidRequest(f"eviction policy {name!r} is unknown; known: {', '.join(POLICIES)}") from None

@@ -1,0 +1,91 @@
+"""The node's gRPC edge for third parties: whole values inside messages, no session, no leases."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, TypeAlias
+
+import grpc.aio
+
+from tanghulu.errors import ChunkNotFound, InvalidRequest, TanghuluError
+from tanghulu.protos import store_pb2, store_pb2_grpc
+from tanghulu.rpc import grpc_edge
+from tanghulu.store.node.metrics import TrafficCounters
+from tanghulu.store.node.node_state import NodeState
+from tanghulu.store.node.puts import PutDesk, remaining_s
+from tanghulu.store.node.service import DEFAULT_DEADLINE_S, NodeService, cut_values, put_result
+from tanghulu.store.wire import checksums_to_wire, set_error
+from tanghulu.types import ChunkKey
+
+#: All values of one answer; below gRPC's own limit for a message.
+MAX_ANSWER_BYTES = 60 << 20
+_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+class GrpcStoreNode(store_pb2_grpc.StoreNodeServicer):
+    """Put, Get, Exists, Remove and Stat over gRPC; larger values than a message can hold need the fast lane."""
+
+    def __init__(self, state: NodeState, desk: PutDesk, service: NodeService, traffic: TrafficCounters) -> None:
+        self._state = state
+        self._desk = desk
+        self._service = service
+        self._traffic = traffic
+
+    async def Put(self, request: store_pb2.PutRequest, context: _Context) -> store_pb2.PutReply:
+        """Put the values in ``inline_data``."""
+        try:
+            items = cut_values(request.items, memoryview(request.inline_data))
+            until_s = asyncio.get_running_loop().time() + remaining_s(request.deadline_ms, DEFAULT_DEADLINE_S)
+        except TanghuluError as error:
+            await grpc_edge.abort(context, error)
+            raise AssertionError("abort raises") from error
+        outcomes = await self._desk.put_all(items, visible=request.visible, until_s=until_s)
+        self._desk.room_changed()
+        self._traffic.bytes_written["grpc"] += len(request.inline_data)
+        return store_pb2.PutReply(results=[put_result(outcome) for outcome in outcomes])
+
+    async def Get(self, request: store_pb2.GetRequest, context: _Context) -> store_pb2.GetReply:
+        """The values of all keys, one behind the other in ``inline_data``."""
+        reply = store_pb2.GetReply()
+        values: list[bytes] = []
+        size = 0
+        for key in request.keys:
+            item = reply.items.add()
+            chunk = self._state.look_up(ChunkKey(key))
+            if chunk is not None and request.verify and not self._service.verify(chunk):
+                chunk = None
+            if chunk is None:
+                set_error(item.status, ChunkNotFound(f"{key!r} is not on this node"))
+                continue
+            size += chunk.size_bytes
+            if size > MAX_ANSWER_BYTES:
+                set_error(
+                    item.status, InvalidRequest("the values do not fit into one gRPC message; ask for fewer keys")
+                )
+                continue
+            item.size_bytes, item.version = chunk.size_bytes, chunk.version
+            item.checksums.CopyFrom(checksums_to_wire(chunk.checksums))
+            values.append(bytes(self._desk.bytes_of(chunk)))
+            self._state.touch([chunk])
+        reply.inline_data = b"".join(values)
+        self._traffic.bytes_read["grpc"] += len(reply.inline_data)
+        return reply
+
+    async def Exists(self, request: store_pb2.ExistsRequest, context: _Context) -> store_pb2.ExistsReply:
+        """One byte a key."""
+        found = (self._state.find(ChunkKey(key)) is not None for key in request.keys)
+        return store_pb2.ExistsReply(found=bytes(found))
+
+    async def Remove(self, request: store_pb2.RemoveRequest, context: _Context) -> store_pb2.RemoveReply:
+        """Drop chunks; one byte a key."""
+        removed = bytes(self._state.remove(ChunkKey(key)) for key in request.keys)
+        self._desk.room_changed()
+        try:
+            await self._desk.told_removals(asyncio.get_running_loop().time() + DEFAULT_DEADLINE_S)
+        except TanghuluError as error:
+            await grpc_edge.abort(context, error)
+        return store_pb2.RemoveReply(removed=removed)
+
+    async def Stat(self, request: store_pb2.StatRequest, context: _Context) -> store_pb2.StatReply:
+        """What the node knows of each chunk."""
+        return self._service.stat_reply(request)

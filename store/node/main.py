@@ -1,0 +1,202 @@
+"""``tanghulu node``: the process. Opens segment and door, registers, announces, ends leases, closes cleanly."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+
+import structlog
+
+from tanghulu import process as processes
+from tanghulu.clock import SystemClock
+from tanghulu.config import command, option
+from tanghulu.discovery.base import Discovery, Instance, Registration
+from tanghulu.discovery.master import MasterDiscovery
+from tanghulu.errors import ConfigError, TanghuluError
+from tanghulu.process import Process, ProcessConfig
+from tanghulu.protos import store_pb2_grpc
+from tanghulu.rpc.door import Door
+from tanghulu.rpc.fast_server import FastService
+from tanghulu.store.node import metrics
+from tanghulu.store.node.announcer import Announcer
+from tanghulu.store.node.eviction import POLICIES, make_policy
+from tanghulu.store.node.grpc_service import GrpcStoreNode
+from tanghulu.store.node.metrics import NodeCollector, TrafficCounters
+from tanghulu.store.node.node_state import NodeState
+from tanghulu.store.node.puts import PutDesk
+from tanghulu.store.node.service import NodeIdentity, NodeService
+from tanghulu.store.node.sessions import Sessions
+from tanghulu.transfer_engine.access import AccessTable
+from tanghulu.transfer_engine.segment import MemorySegment
+from tanghulu.transfer_engine.server import SegmentServer
+from tanghulu.types import Address, Role
+
+_log = structlog.get_logger(__name__)
+_TICK_S = 0.05
+_REGISTER_RETRY_S = 0.2
+#: Of the segment, what one client's mapped leases may hold; beyond it the client gets copies.
+_MAX_MAPPED_FRACTION = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeConfig(ProcessConfig):
+    """The options of ``tanghulu node``."""
+
+    port: int = option(7410, "port to listen on; 0 picks one")
+    master: Address = option(Address("127.0.0.1", 7400), "the master's address")
+    memory: int = option(1 << 30, "size of the memory segment", size=True)
+    eviction: str = option("lru", "who goes first when room is needed", choices=tuple(POLICIES))
+    lease_ms: int = option(10_000, "how long a reservation or a pin lasts")
+    prefault: bool = option(False, "touch the whole segment at the start")
+    debug_checks: bool = option(False, "assert all invariants of the node twenty times a second")
+
+    def __post_init__(self) -> None:
+        if self.memory < 4096:
+            raise ConfigError(f"--memory {self.memory} is less than one page")
+        if self.lease_ms < 10:
+            raise ConfigError(f"--lease-ms {self.lease_ms} is too short for anybody to use a lease")
+
+
+class Node:
+    """All parts of one node, wired together."""
+
+    def __init__(self, process: Process, config: NodeConfig) -> None:
+        self._process = process
+        self._config = config
+        self._clock = SystemClock()
+        self._service = FastService()
+        self._door = Door(self._service, process.run_dir, "node")
+        self._segment = MemorySegment.create("store", config.memory, prefault=config.prefault)
+        access = AccessTable(self._clock, config.lease_ms, int(config.memory * _MAX_MAPPED_FRACTION))
+        self.state = NodeState(config.memory, access, lambda: make_policy(config.eviction), self._clock)
+        self._segment_server = SegmentServer(
+            self._segment,
+            access,
+            host=config.host,
+            unix_path=str(process.run_dir / "segment.sock"),
+            generation=process.generation,
+            host_id=processes.host_id(),
+            on_freed=self._freed,
+        )
+        self._traffic = TrafficCounters()
+        self._sessions = Sessions(self.state, self._room_changed)
+        self._desk: PutDesk | None = None
+
+    async def run(self) -> None:
+        """Serve until the process is told to stop."""
+        try:
+            await self._segment_server.start()
+            address = await self._door.start(self._config.host, self._config.port)
+        except OSError as error:
+            raise ConfigError(f"cannot serve the segment: {error}") from error
+        announcer = self._wire(address)
+        tasks = [asyncio.create_task(announcer.run()), asyncio.create_task(self._tick())]
+        try:
+            async with MasterDiscovery(self._config.master) as discovery:
+                registering = asyncio.create_task(_register(discovery, self._instance(address)))
+                self._process.ready(self._process.instance_id(address.port), address)
+                await _until_stopping(self._process.stopping, tasks)
+                await _unregister(registering)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._door.close(grace_s=0.2)
+            await self._segment_server.close()
+            self._sessions.close()
+            self._segment.close()
+
+    def _wire(self, address: Address) -> Announcer:
+        instance_id = self._process.instance_id(address.port)
+        generation = self._process.generation
+        announcer = Announcer(self.state, self._config.master, instance_id, generation, self._room_changed)
+        self._desk = PutDesk(self.state, self._segment.view, announcer)
+        identity = NodeIdentity(instance_id, generation, self._segment_server.descriptor())
+        service = NodeService(identity, self.state, self._desk, self._sessions, self._traffic)
+        service.serve(self._service)
+        store_pb2_grpc.add_StoreNodeServicer_to_server(
+            GrpcStoreNode(self.state, self._desk, service, self._traffic), self._door.grpc_server
+        )
+        collector = NodeCollector(self.state, self._all_traffic, lambda: len(self._sessions))
+        metrics.register(self._process.registry, collector)
+        return announcer
+
+    def _instance(self, address: Address) -> Instance:
+        return Instance(
+            id=self._process.instance_id(address.port),
+            role=Role.NODE,
+            address=address,
+            namespace=self._config.namespace,
+            metrics_address=self._process.metrics_address,
+            place=self._config.place,
+            generation=self._process.generation,
+            unix_path=self._door.unix_path,
+            attributes={"memory_bytes": str(self._config.memory), "host_id": processes.host_id()},
+        )
+
+    def _freed(self, freed: object) -> None:
+        self.state.freed(freed)  # type: ignore[arg-type]
+        self._room_changed()
+
+    def _room_changed(self) -> None:
+        if self._desk is not None:
+            self._desk.room_changed()
+
+    def _all_traffic(self) -> TrafficCounters:
+        traffic = self._traffic
+        traffic.bytes_read["tcp"] = self._segment_server.bytes_read["tcp"]
+        traffic.bytes_written["tcp"] = self._segment_server.bytes_written["tcp"]
+        return traffic
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self.state.expire(self._clock.now_s())
+            self._sessions.forget_ended()
+            self._room_changed()
+            if self._config.debug_checks:
+                self.state.check()
+                self._sessions.check()
+
+
+async def _register(discovery: Discovery, instance: Instance) -> Registration:
+    """Enter the node; a master that is not there yet is waited for."""
+    while True:
+        try:
+            return await discovery.register(instance)
+        except TanghuluError as error:
+            _log.warning("node.not_registered", code=error.code, error=error.message)
+            await asyncio.sleep(_REGISTER_RETRY_S)
+
+
+async def _unregister(registering: asyncio.Task[Registration]) -> None:
+    if registering.done():
+        with contextlib.suppress(TanghuluError):
+            await registering.result().close()
+        return
+    registering.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await registering
+
+
+async def _until_stopping(stopping: asyncio.Event, tasks: list[asyncio.Task[None]]) -> None:
+    """Until the process is to stop, or one of its tasks fails: a node that announces nothing must not live on."""
+    waiting = asyncio.create_task(stopping.wait())
+    done, _ = await asyncio.wait([waiting, *tasks], return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    for task in done - {waiting}:
+        task.result()
+
+
+async def serve(process: Process, config: NodeConfig) -> None:
+    """Serve the node until the process is told to stop."""
+    await Node(process, config).run()
+
+
+COMMAND = command(
+    "node",
+    NodeConfig,
+    lambda config: processes.run(Role.NODE, config, serve),
+    "Run a store node: memory that holds chunks.",
+)

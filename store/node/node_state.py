@@ -1,0 +1,407 @@
+"""The decisions of a store node: what it holds, who may touch it, what goes when room is needed.
+
+Pure: requests and times go in, outcomes come out; bytes, sockets and the master are the shell's (``service``,
+``announcer``). What the master has to be told collects in ``announcements``. Not thread-safe: one event loop owns it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass
+
+from tanghulu.clock import Clock
+from tanghulu.errors import InvalidRequest, LeaseExpired, Overloaded, StoreFull, TanghuluError
+from tanghulu.store.checksums import Checksums, validate
+from tanghulu.store.node.allocator import OffsetAllocator
+from tanghulu.store.node.announcements import AnnouncementQueue
+from tanghulu.store.node.chunk import Chunk, ChunkEvent, ChunkState
+from tanghulu.store.node.chunk_table import ChunkTable
+from tanghulu.store.node.eviction.base import Policy
+from tanghulu.store.node.room import Room
+from tanghulu.store.node.waiters import Holder, Waiter, WaitQueue
+from tanghulu.store.words import NewChunk, Pin
+from tanghulu.transfer_engine.access import AccessTable
+from tanghulu.transfer_engine.leases import Freed
+from tanghulu.transfer_engine.opcode import Opcode
+from tanghulu.types import ChunkKey, LeaseId, format_size
+
+#: Of a node's capacity, what hard pins may hold at most.
+MAX_HARD_PINNED_FRACTION = 0.25
+
+
+@dataclass(slots=True)
+class NodeCounters:
+    """What has happened since the start; ``metrics`` publishes it."""
+
+    puts: int = 0
+    puts_existed: int = 0
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    evicted_bytes: int = 0
+    expired: int = 0
+    removed: int = 0
+    refused: int = 0
+    corrupt: int = 0
+    lease_waits: int = 0
+    store_full: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """A range for the writer. ``lease_id`` 0: the node writes. ``copies_only``: the holder must not use its mapping."""
+
+    chunk: Chunk
+    lease_id: LeaseId
+    copies_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Existed:
+    """The key is there already: nothing to write."""
+
+    chunk: Chunk
+
+
+Outcome = Reserved | Existed | Waiter
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """A chunk that stays where it is until the lease ends."""
+
+    chunk: Chunk
+    lease_id: LeaseId
+    copies_only: bool
+
+
+class NodeState:
+    """See the module. ``lease_ms`` of ``access`` bounds reservations and pins of peers that get copies."""
+
+    def __init__(
+        self, capacity_bytes: int, access: AccessTable, make_policy: Callable[[], Policy], clock: Clock
+    ) -> None:
+        self.access = access
+        self.table = ChunkTable()
+        self.room = Room(OffsetAllocator(capacity_bytes), self.table, make_policy)
+        self.announcements = AnnouncementQueue()
+        self.waiters = WaitQueue()
+        self.counters = NodeCounters()
+        self._clock = clock
+
+    @property
+    def capacity_bytes(self) -> int:
+        """What the segment can hold."""
+        return self.room.allocator.capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the segment that are not free, reservations and condemned chunks included."""
+        return self.room.allocator.used_bytes
+
+    # --- puts
+
+    def reserve(self, new: NewChunk, holder: Holder | None) -> Outcome:
+        """A range for ``new`` (RESERVED under a write lease), or that the key is there, or a place in the queue.
+
+        Raises InvalidRequest for a value that can never fit, StoreFull if hard pins are used up, Overloaded if too many
+        wait or the holder has too many leases.
+        """
+        self._refuse_impossible(new)
+        existing = self._standing(new.key)
+        if existing is not None:
+            return self._existed(existing)
+        if len(self.waiters) == 0:
+            reserved = self._try_reserve(new, holder, sparing=False)
+            if reserved is not None:
+                return reserved
+        waiter = Waiter(new, holder)
+        self.waiters.join(waiter)
+        self.counters.lease_waits += 1
+        return waiter
+
+    def admit_waiters(self) -> list[tuple[Waiter, Reserved | Existed | TanghuluError]]:
+        """Serve the queue as far as there is room now; to be called after anything was freed or became evictable."""
+        served: list[tuple[Waiter, Reserved | Existed | TanghuluError]] = []
+        while len(self.waiters):
+            waiter = self.waiters.first()
+            existing = self._standing(waiter.new.key)
+            outcome: Reserved | Existed | TanghuluError | None
+            try:
+                if existing is not None:
+                    outcome = self._existed(existing)
+                else:
+                    outcome = self._try_reserve(waiter.new, waiter.holder, sparing=True)
+            except TanghuluError as error:  # its session is gone, or has too many leases
+                outcome = error
+            if outcome is None:
+                break
+            self.waiters.leave(waiter)
+            served.append((waiter, outcome))
+        return served
+
+    def give_up_waiting(self, waiter: Waiter) -> StoreFull:
+        """The put's deadline came first; the error to answer it with."""
+        self.waiters.leave(waiter)
+        self.counters.store_full += 1
+        return StoreFull(
+            f"no room for {format_size(waiter.new.size_bytes)}: what is left of {format_size(self.capacity_bytes)} is "
+            "leased, being written or hard-pinned; try again, or give the node more memory"
+        )
+
+    def commit(self, lease_id: LeaseId, session_id: int, checksums: Checksums, *, visible: bool) -> Reserved | Existed:
+        """The holder has written its reservation. Raises LeaseExpired or InvalidRequest, and it is gone."""
+        chunk = self.table.leased(lease_id)
+        lease = self.access.lease(lease_id)
+        if chunk is None or lease is None or lease.session_id != session_id or chunk.state is not ChunkState.RESERVED:
+            raise LeaseExpired(f"reservation {lease_id} has ended; reserve again")
+        active = self.access.is_active(lease_id)
+        freed = self.access.release(lease_id)
+        if not active or not freed:
+            self.table.condemn(chunk)
+            self.freed(freed)
+            raise LeaseExpired(f"reservation {lease_id} of {chunk.key!r} has ended, or is still written; reserve again")
+        self.table.unlease(lease_id)
+        return self.commit_written(chunk, checksums, visible=visible)
+
+    def commit_written(self, chunk: Chunk, checksums: Checksums, *, visible: bool) -> Reserved | Existed:
+        """The bytes of a reservation are in place and nobody writes any more; asserts that it has no lease."""
+        assert chunk.num_leases == 0, f"{chunk.key!r} is still leased"
+        existing = self._standing(chunk.key)
+        if existing is not None:
+            self.abandon(chunk)
+            return self._existed(existing)
+        try:
+            validate(checksums, chunk.size_bytes)
+        except InvalidRequest:
+            self.abandon(chunk)
+            raise
+        chunk.checksums = checksums
+        self.table.publish(chunk, ChunkEvent.COMMIT if visible else ChunkEvent.COMMIT_UNSEEN)
+        if chunk.state is ChunkState.LIVE:
+            self.room.settle(chunk)
+        self.announcements.add(chunk)
+        self.counters.puts += 1
+        return Reserved(chunk, LeaseId(0))
+
+    def abandon(self, chunk: Chunk) -> None:
+        """Nobody will write this reservation, which has no lease."""
+        self.table.condemn(chunk)
+        self._free(chunk)
+
+    # --- what the master said
+
+    def announced(self, chunk: Chunk, *, accepted: bool) -> None:
+        """The master has taken note of ``chunk``, or knows an older put of its key."""
+        if chunk.state not in (ChunkState.ANNOUNCING, ChunkState.LIVE):
+            return  # dropped meanwhile; the master is being told
+        if accepted:
+            self._go_live(chunk, ChunkEvent.ACCEPTED)
+            return
+        self.counters.refused += 1
+        self._drop(chunk)
+
+    def gave_up(self, chunk: Chunk) -> None:
+        """Nobody waits for the master's answer any more: the chunk is served to those who ask here."""
+        if chunk.state is ChunkState.ANNOUNCING:
+            self._go_live(chunk, ChunkEvent.GAVE_UP)
+
+    def live_chunks(self) -> list[Chunk]:
+        """Everything that a report to a new master lists."""
+        return [c for c in self.table if c.state is ChunkState.LIVE]
+
+    def age_s(self, chunk: Chunk) -> float:
+        """How long ago the chunk was reserved."""
+        return self._clock.now_s() - chunk.created_s
+
+    # --- gets
+
+    def find(self, key: ChunkKey) -> Chunk | None:
+        """The LIVE chunk of ``key``; neither touches nor pins it."""
+        chunk = self.table.find(key)
+        return chunk if chunk is not None and chunk.state is ChunkState.LIVE and not self._is_over(chunk) else None
+
+    def look_up(self, key: ChunkKey) -> Chunk | None:
+        """As ``find``, and counted as a hit or a miss; a reader calls ``touch`` when it has all its keys."""
+        chunk = self.find(key)
+        if chunk is None:
+            self.counters.misses += 1
+            return None
+        self.counters.hits += 1
+        chunk.num_hits += 1
+        return chunk
+
+    def touch(self, chunks: list[Chunk]) -> None:
+        """One call read ``chunks``: the last is touched first, so that LRU evicts leaves before prefixes."""
+        for chunk in reversed(chunks):
+            self.room.touch(chunk)
+
+    def pin(self, chunk: Chunk, holder: Holder) -> Pinned:
+        """A read lease on a LIVE chunk. Raises Overloaded if there are too many leases."""
+        lease_id, copies_only = self._grant(chunk, holder, Opcode.READ)
+        return Pinned(chunk, lease_id, copies_only)
+
+    def unpin(self, lease_ids: Iterable[int], session_ids: Container[int]) -> None:
+        """The holder will not touch these ranges any more, be they pinned or reserved.
+
+        Leases that are over, or not of these sessions, are ignored.
+        """
+        for lease_id in lease_ids:
+            lease = self.access.lease(LeaseId(lease_id))
+            if lease is not None and lease.session_id in session_ids:
+                self.freed(self.access.release(LeaseId(lease_id)))
+
+    # --- the end of leases and chunks
+
+    def freed(self, freed: Iterable[Freed]) -> None:
+        """These leases are over (the access table's answer, or the segment server's word)."""
+        for each in freed:
+            chunk = self.table.unlease(each.lease_id)
+            if chunk is None:
+                continue
+            if chunk.state is ChunkState.RESERVED:
+                self.table.condemn(chunk)
+            if chunk.state is ChunkState.CONDEMNED and chunk.num_leases == 0:
+                self._free(chunk)
+
+    def remove(self, key: ChunkKey) -> bool:
+        """Drop the chunk by a client's wish; whether there was one."""
+        chunk = self._standing(key)
+        if chunk is None:
+            return False
+        self.counters.removed += 1
+        self.announcements.remove(chunk, deleted=True)
+        self._drop(chunk)
+        return True
+
+    def drop_corrupt(self, chunk: Chunk) -> None:
+        """Its bytes are not what its checksums say."""
+        self.counters.corrupt += 1
+        self.announcements.remove(chunk)
+        self._drop(chunk)
+
+    def release_unheld(self, session_ids: Container[int], held: Container[int]) -> None:
+        """A client that came back holds no lease of its lost sessions but ``held``."""
+        for lease_id, _ in self.table.leases():
+            lease = self.access.lease(lease_id)
+            if lease is not None and lease.session_id in session_ids and lease_id not in held:
+                self.freed(self.access.release(lease_id))
+
+    def session_exited(self, session_id: int) -> None:
+        """The client's process has ended: all its leases are over."""
+        self.freed(self.access.session_exited(session_id))
+
+    def close_session(self, session_id: int) -> None:
+        """The session's connections are gone; its leases end, mapped ones are kept until its process has exited."""
+        self.freed(self.access.close_session(session_id))
+
+    def expire(self, now_s: float) -> None:
+        """End leases and chunks whose time has come."""
+        self.freed(self.access.expire(now_s))
+        for chunk in self.table.expired(now_s):
+            self._end_of_time(chunk)
+
+    # --- inside
+
+    def _refuse_impossible(self, new: NewChunk) -> None:
+        if new.size_bytes <= 0:
+            raise InvalidRequest(f"value of {new.key!r} is empty; a chunk has at least one byte")
+        if new.size_bytes > self.capacity_bytes:
+            raise InvalidRequest(
+                f"value of {new.key!r} has {format_size(new.size_bytes)}; this node holds at most "
+                f"{format_size(self.capacity_bytes)}"
+            )
+        limit = int(self.capacity_bytes * MAX_HARD_PINNED_FRACTION)
+        if new.pin is Pin.HARD and self.table.hard_pinned_bytes + new.size_bytes > limit:
+            raise StoreFull(
+                f"hard pins hold {format_size(self.table.hard_pinned_bytes)} of at most {format_size(limit)} on this "
+                f"node; remove some, or use pin='soft'"
+            )
+
+    def _standing(self, key: ChunkKey) -> Chunk | None:
+        """The ANNOUNCING or LIVE chunk of ``key``; one whose time is over is dropped here."""
+        chunk = self.table.find(key)
+        if chunk is not None and self._is_over(chunk):
+            self._end_of_time(chunk)
+            return None
+        return chunk
+
+    def _end_of_time(self, chunk: Chunk) -> None:
+        self.counters.expired += 1
+        self.announcements.remove(chunk)
+        self._drop(chunk)
+
+    def _existed(self, chunk: Chunk) -> Existed:
+        self.counters.puts_existed += 1
+        self.room.touch(chunk)
+        return Existed(chunk)
+
+    def _try_reserve(self, new: NewChunk, holder: Holder | None, *, sparing: bool) -> Reserved | None:
+        offset = self.room.take(new.size_bytes, self._evict, sparing=sparing)
+        if offset is None:
+            return None
+        now_s = self._clock.now_s()
+        expires_s = None if new.ttl_s is None else now_s + new.ttl_s
+        chunk = Chunk(new.key, new.version, offset, new.size_bytes, new.checksums, new.pin, now_s, expires_s)
+        self.table.enter(chunk)
+        if holder is None:
+            return Reserved(chunk, LeaseId(0))
+        try:
+            lease_id, copies_only = self._grant(chunk, holder, Opcode.WRITE)
+        except (Overloaded, InvalidRequest):
+            self.abandon(chunk)
+            raise
+        return Reserved(chunk, lease_id, copies_only)
+
+    def _grant(self, chunk: Chunk, holder: Holder, mode: Opcode) -> tuple[LeaseId, bool]:
+        copies_only = not holder.maps
+        grant = self.access.grant
+        try:
+            lease_id = grant(holder.session_id, chunk.offset, chunk.size_bytes, mode, shm=holder.maps)
+        except Overloaded:
+            if copies_only:
+                raise
+            copies_only = True
+            lease_id = grant(holder.session_id, chunk.offset, chunk.size_bytes, mode)
+        self.table.lease(lease_id, chunk)
+        return lease_id, copies_only
+
+    def _go_live(self, chunk: Chunk, event: ChunkEvent) -> None:
+        was_live = chunk.state is ChunkState.LIVE
+        chunk.step(event)
+        if not was_live:
+            self.room.settle(chunk)
+
+    def _is_over(self, chunk: Chunk) -> bool:
+        return chunk.expires_s is not None and chunk.expires_s <= self._clock.now_s()
+
+    def _evict(self, chunk: Chunk) -> None:
+        self.counters.evictions += 1
+        self.counters.evicted_bytes += chunk.size_bytes
+        self.announcements.remove(chunk)
+        self._drop(chunk, evicted=True)
+
+    def _drop(self, chunk: Chunk, *, evicted: bool = False) -> None:
+        if chunk.state is ChunkState.LIVE:
+            self.room.leave(chunk, evicted=evicted)
+        self.table.condemn(chunk)
+        if chunk.num_leases == 0:
+            self._free(chunk)
+
+    def _free(self, chunk: Chunk) -> None:
+        self.table.forget(chunk)
+        self.room.allocator.free(chunk.offset)
+
+    def check(self) -> None:
+        """Assert the invariants of all parts, and that they agree with each other."""
+        self.table.check()
+        self.room.check()
+        self.access.check()
+        self.announcements.check()
+        taken = sum(self.room.allocator.rounded(c.size_bytes) for c in self.table)
+        assert taken == self.used_bytes, f"chunks take {taken}, the allocator says {self.used_bytes}"
+        for chunk in self.table:
+            assert (chunk in self.room) == (chunk.state is ChunkState.LIVE and chunk.pin is not Pin.HARD)
+
+    def __repr__(self) -> str:
+        return f"NodeState({len(self.table)} chunks, {self.used_bytes}/{self.capacity_bytes} B)"

@@ -1,0 +1,152 @@
+"""Making room: which chunks go so that a value fits. Owns the allocator and the eviction order.
+
+Victims are taken in the policy's order until a hole is large enough. With values of one size the first victim's hole
+fits exactly. With mixed sizes the oldest chunks may lie scattered, and dropping them all would empty the node without
+making one large hole; so after twice the wanted bytes went in vain, the cheapest window is cleared instead: the run of
+neighbouring holes and evictable chunks, at least as long as the value, that holds the fewest bytes. If leased or
+hard-pinned chunks cut every window short, nothing more is dropped.
+
+Example: capacity 1 MiB full of 4 KiB chunks, a value of 128 KiB. LRU's 64 oldest chunks lie scattered: dropping them
+(256 KiB) gives no hole of 128 KiB. The window with the most holes of them already needs perhaps 20 more.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+
+from tanghulu.store.node.allocator import OffsetAllocator
+from tanghulu.store.node.chunk import Chunk
+from tanghulu.store.node.chunk_table import ChunkTable
+from tanghulu.store.node.eviction.base import Policy
+from tanghulu.store.words import Pin
+from tanghulu.types import ChunkKey
+
+#: Scattered victims may cost this many times the wanted bytes before a window is looked for.
+_SCATTERED_LIMIT = 2
+
+
+class Room:
+    """Allocates ranges, evicting LIVE chunks of ``table``. ``drop`` must free the range of the chunk it is given."""
+
+    def __init__(self, allocator: OffsetAllocator, table: ChunkTable, make_policy: Callable[[], Policy]) -> None:
+        self.allocator = allocator
+        self._table = table
+        self._policies: dict[Pin, Policy] = {Pin.NONE: make_policy(), Pin.SOFT: make_policy()}
+
+    def settle(self, chunk: Chunk) -> None:
+        """The chunk became LIVE and may be evicted from now on."""
+        if chunk.pin is not Pin.HARD:
+            self._policies[chunk.pin].add(chunk.key, chunk.size_bytes)
+
+    def leave(self, chunk: Chunk, *, evicted: bool) -> None:
+        """The chunk is no longer LIVE."""
+        if chunk.pin is not Pin.HARD:
+            self._policies[chunk.pin].remove(chunk.key, evicted=evicted)
+
+    def touch(self, chunk: Chunk) -> None:
+        """The chunk was read."""
+        if chunk.pin is not Pin.HARD:
+            self._policies[chunk.pin].touch(chunk.key)
+
+    def __contains__(self, chunk: Chunk) -> bool:
+        return chunk.pin is not Pin.HARD and chunk.key in self._policies[chunk.pin]
+
+    def take(self, size_bytes: int, drop: Callable[[Chunk], None], *, sparing: bool = False) -> int | None:
+        """The offset of a range of ``size_bytes``, evicting what it must; None if leases or hard pins stand in the way.
+
+        ``sparing`` drops nothing in vain: for puts that wait and try again and again.
+        """
+        offset = self.allocator.allocate(size_bytes)
+        if offset is not None:
+            return offset
+        wanted = self.allocator.rounded(size_bytes)
+        for chunk in self._oldest(0 if sparing else wanted * _SCATTERED_LIMIT):
+            drop(chunk)
+            if self.allocator.largest_free_bytes >= wanted:
+                return self.allocator.allocate(size_bytes)
+        window = self._cheapest_window(wanted)
+        if window is None:
+            return None
+        for chunk in window:
+            drop(chunk)
+        offset = self.allocator.allocate(size_bytes)
+        assert offset is not None, "a cleared window has room"
+        return offset
+
+    def victims(self) -> Iterator[Chunk]:
+        """Everything that could be evicted now, the first to go first."""
+        for policy in (self._policies[Pin.NONE], self._policies[Pin.SOFT]):
+            for key in policy.victims():
+                chunk = self._table.find(key)
+                assert chunk is not None, f"the policy knows {key!r}, the table does not"
+                if chunk.evictable:
+                    yield chunk
+
+    def _oldest(self, wanted_bytes: int) -> list[Chunk]:
+        chosen: list[Chunk] = []
+        victims = self.victims()
+        while wanted_bytes > 0 and (chunk := next(victims, None)) is not None:
+            chosen.append(chunk)
+            wanted_bytes -= self.allocator.rounded(chunk.size_bytes)
+        return chosen
+
+    def _cheapest_window(self, wanted: int) -> list[Chunk] | None:
+        """What to evict for a hole of ``wanted`` bytes so that the fewest bytes go; O(n log n), rarely needed."""
+        rounded = self.allocator.rounded
+        edges = sorted((c.offset, c.offset + rounded(c.size_bytes)) for c in self._table if not c.evictable)
+        starts = [0, *(end for _, end in edges)]
+        ends = [*(start for start, _ in edges), self.allocator.capacity_bytes]
+        movable = sorted((c for c in self._table if c.evictable), key=_offset)
+        best: tuple[int, list[Chunk]] | None = None
+        for start, end in zip(starts, ends, strict=True):
+            if end - start < wanted:
+                continue
+            inside = movable[bisect_left(movable, start, key=_offset) : bisect_left(movable, end, key=_offset)]
+            begins = [start, *(c.offset + rounded(c.size_bytes) for c in inside)]
+            found = _cheapest_run(inside, [begin for begin in begins if begin + wanted <= end], wanted)
+            if best is None or found[0] < best[0]:
+                best = found
+        return None if best is None else best[1]
+
+    def check(self) -> None:
+        """Assert that exactly the LIVE chunks without a hard pin are in the eviction order."""
+        self.allocator.check()
+        known: set[ChunkKey] = set()
+        for pin, policy in self._policies.items():
+            policy.check()
+            keys = list(policy.victims())
+            assert len(keys) == len(policy) == len(set(keys))
+            known.update(keys)
+            for key in keys:
+                chunk = self._table.find(key)
+                assert chunk is not None, f"{key!r} is in the eviction order only"
+                assert chunk.pin is pin
+
+    def __repr__(self) -> str:
+        return f"Room({self.allocator!r}, {[len(p) for p in self._policies.values()]} evictable)"
+
+
+def _offset(chunk: Chunk) -> int:
+    return chunk.offset
+
+
+def _cheapest_run(chunks: list[Chunk], begins: list[int], wanted: int) -> tuple[int, list[Chunk]]:
+    """(bytes, chunks) to drop for a hole of ``wanted`` bytes at one of ``begins``, the one with the fewest bytes.
+
+    A best hole begins where the free stretch starts or right behind a chunk, so those are all that need trying;
+    ``begins`` rises, and the window over ``chunks`` (by offset) slides with it.
+    """
+    best: tuple[int, int, int] | None = None
+    first = last = cost = 0  # chunks[first:last] lie in the window
+    for begin in begins:
+        while last < len(chunks) and chunks[last].offset < begin + wanted:
+            cost += chunks[last].size_bytes
+            last += 1
+        while first < last and chunks[first].offset < begin:
+            cost -= chunks[first].size_bytes
+            first += 1
+        if best is None or cost < best[0]:
+            best = (cost, first, last)
+    assert best is not None, "a stretch of the wanted length has a beginning"
+    return best[0], chunks[best[1] : best[2]]

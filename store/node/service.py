@@ -1,0 +1,291 @@
+"""The node's fast lane: HELLO, PUT, RESERVE, COMMIT, GET, UNPIN, EXISTS, REMOVE, CHUNK_STAT.
+
+An edge: turns messages into NodeState's words and back. What needs no waiting is answered in the same loop step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from tanghulu.errors import ChecksumMismatch, ChunkNotFound, InvalidRequest, TanghuluError, Unauthorized
+from tanghulu.protos import fastlane_pb2, store_pb2
+from tanghulu.rpc.fast_server import Answer, FastService, Peer
+from tanghulu.rpc.frames import PROTOCOL_VERSION
+from tanghulu.store import checksums as sums
+from tanghulu.store.node.chunk import Chunk
+from tanghulu.store.node.metrics import TrafficCounters
+from tanghulu.store.node.node_state import Existed, NodeState, Reserved
+from tanghulu.store.node.puts import PutDesk, PutOutcome, remaining_s
+from tanghulu.store.node.sessions import Greeting, Session, Sessions, as_set
+from tanghulu.store.wire import checksums_from_wire, checksums_to_wire, new_chunk_from_wire, pin_to_wire, set_error
+from tanghulu.store.words import MAX_INLINE_BYTES, NewChunk
+from tanghulu.transfer_engine.descriptor_wire import to_proto
+from tanghulu.transfer_engine.segment import SegmentDescriptor
+from tanghulu.types import ChunkKey
+
+_log = structlog.get_logger(__name__)
+
+MAX_KEYS_PER_CALL = 65536
+#: Payload in one answer; what does not fit is pinned instead.
+MAX_INLINE_ANSWER_BYTES = 4 << 20
+DEFAULT_DEADLINE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeIdentity:
+    """What the node says of itself in HELLO."""
+
+    instance_id: str
+    generation: int
+    segment: SegmentDescriptor
+
+
+class NodeService:
+    """Registers its handlers by ``serve``. ``state`` of a Peer is its Session."""
+
+    def __init__(
+        self, identity: NodeIdentity, state: NodeState, desk: PutDesk, sessions: Sessions, traffic: TrafficCounters
+    ) -> None:
+        self._identity = identity
+        self._state = state
+        self._desk = desk
+        self._sessions = sessions
+        self._traffic = traffic
+
+    def serve(self, service: FastService) -> None:
+        """Answer the node's methods."""
+        service.register(fastlane_pb2.METHOD_HELLO, store_pb2.HelloRequest, self.hello)
+        service.register(fastlane_pb2.METHOD_PUT, store_pb2.PutRequest, self.put)
+        service.register(fastlane_pb2.METHOD_RESERVE, store_pb2.ReserveRequest, self.reserve)
+        service.register(fastlane_pb2.METHOD_COMMIT, store_pb2.CommitRequest, self.commit)
+        service.register(fastlane_pb2.METHOD_GET, store_pb2.GetRequest, self.get)
+        service.register(fastlane_pb2.METHOD_UNPIN, store_pb2.UnpinRequest, self.unpin)
+        service.register(fastlane_pb2.METHOD_EXISTS, store_pb2.ExistsRequest, self.exists)
+        service.register(fastlane_pb2.METHOD_REMOVE, store_pb2.RemoveRequest, self.remove)
+        service.register(fastlane_pb2.METHOD_CHUNK_STAT, store_pb2.StatRequest, self.stat)
+
+    # --- sessions
+
+    def hello(self, peer: Peer, request: store_pb2.HelloRequest, attachment: memoryview) -> Answer:
+        """Open or join the client's session."""
+        if request.protocol_version != PROTOCOL_VERSION:
+            raise InvalidRequest(f"protocol version {request.protocol_version}; this node speaks {PROTOCOL_VERSION}")
+        if peer.state is not None:
+            raise InvalidRequest("HELLO comes once, in the first frame")
+        shm = request.wants_shm and request.host_id == self._identity.segment.host_id
+        greeting = Greeting(request.client_id, peer.pid, shm, as_set(request.held_lease_ids))
+        session = self._sessions.open(greeting)
+        peer.state = session
+        peer.on_close.append(lambda: self._sessions.leave(session))
+        return store_pb2.HelloReply(
+            instance_id=self._identity.instance_id,
+            generation=self._identity.generation,
+            session_id=session.session_id,
+            segment=to_proto(self._identity.segment),
+            max_inline_bytes=MAX_INLINE_BYTES,
+        )
+
+    # --- puts
+
+    def put(self, peer: Peer, request: store_pb2.PutRequest, attachment: memoryview) -> Awaitable[Answer]:
+        """Put values that came in the request."""
+        _session(peer)
+        items = cut_values(request.items, attachment)
+        self._traffic.bytes_written["inline"] += len(attachment)
+        return self._put(items, request.visible, self._until(request.deadline_ms))
+
+    async def _put(self, items: list[tuple[NewChunk, memoryview]], visible: bool, until_s: float) -> Answer:
+        outcomes = await self._desk.put_all(items, visible=visible, until_s=until_s)
+        self._desk.room_changed()
+        return store_pb2.PutReply(results=[put_result(outcome) for outcome in outcomes])
+
+    def reserve(self, peer: Peer, request: store_pb2.ReserveRequest, attachment: memoryview) -> Awaitable[Answer]:
+        """Reserve ranges that the client will write."""
+        _check_count(len(request.items))
+        return self._reserve(_session(peer), request, self._until(request.deadline_ms))
+
+    async def _reserve(self, session: Session, request: store_pb2.ReserveRequest, until_s: float) -> Answer:
+        reply = store_pb2.ReserveReply()
+        for item in request.items:
+            reservation = reply.reservations.add()
+            try:
+                outcome = await self._desk.reserve(new_chunk_from_wire(item), session.holder, until_s)
+            except TanghuluError as error:
+                set_error(reservation.status, error)
+                continue
+            if isinstance(outcome, Existed):
+                reservation.existed = True
+            else:
+                reservation.lease_id, reservation.offset = outcome.lease_id, outcome.chunk.offset
+                reservation.copies_only = outcome.copies_only
+        return reply
+
+    def commit(self, peer: Peer, request: store_pb2.CommitRequest, attachment: memoryview) -> Awaitable[Answer]:
+        """Publish what the client has written, give back what it has not."""
+        _check_count(len(request.items))
+        session = _session(peer)
+        if request.aborted:
+            self._state.unpin(request.aborted, session.owned)
+        written: list[Reserved | Existed | TanghuluError] = []
+        for item in request.items:
+            try:
+                checksums = checksums_from_wire(item.checksums)
+                written.append(self._desk.commit(item.lease_id, session.session_id, checksums, visible=request.visible))
+            except TanghuluError as error:
+                written.append(error)
+        self._desk.room_changed()
+        return self._commit(written, request.visible, self._until(request.deadline_ms))
+
+    async def _commit(
+        self, written: Sequence[Reserved | Existed | TanghuluError], visible: bool, until_s: float
+    ) -> Answer:
+        outcomes = await self._desk.settle_all(written, visible=visible, until_s=until_s)
+        self._desk.room_changed()
+        return store_pb2.CommitReply(results=[put_result(outcome) for outcome in outcomes])
+
+    # --- gets
+
+    def get(self, peer: Peer, request: store_pb2.GetRequest, attachment: memoryview) -> Answer:
+        """Small values inside the answer, others pinned."""
+        _check_count(len(request.keys))
+        session = _session(peer)
+        reply = store_pb2.GetReply(lease_ms=self._state.access.lease_ms)
+        values: list[bytes | memoryview] = []
+        budget = MAX_INLINE_ANSWER_BYTES
+        touched: list[Chunk] = []
+        for key in request.keys:
+            item = reply.items.add()
+            try:
+                chunk = self._look_up(key, request.verify)
+                touched.append(chunk)
+                if chunk.size_bytes <= request.max_inline_bytes and chunk.size_bytes <= budget:
+                    values.append(bytes(self._desk.bytes_of(chunk)))
+                    budget -= chunk.size_bytes
+                else:
+                    pinned = self._state.pin(chunk, session.holder)
+                    item.lease_id, item.offset, item.copies_only = pinned.lease_id, chunk.offset, pinned.copies_only
+            except TanghuluError as error:
+                set_error(item.status, error)
+                continue
+            item.size_bytes, item.version = chunk.size_bytes, chunk.version
+            item.checksums.part_bytes = chunk.checksums.part_bytes
+            item.checksums.parts.extend(chunk.checksums.parts)
+        self._state.touch(touched)
+        self._traffic.bytes_read["inline"] += MAX_INLINE_ANSWER_BYTES - budget
+        return reply, values
+
+    def _look_up(self, key: str, verify: bool) -> Chunk:
+        chunk = self._state.look_up(ChunkKey(key))
+        if chunk is None:
+            raise ChunkNotFound(f"{key!r} is not on {self._identity.instance_id}")
+        if verify and not self.verify(chunk):
+            raise ChecksumMismatch(f"the bytes of {key!r} on {self._identity.instance_id} were corrupt and are dropped")
+        return chunk
+
+    def verify(self, chunk: Chunk) -> bool:
+        """Whether the chunk's bytes are what was put; drops it if not."""
+        if sums.matches(self._desk.bytes_of(chunk), chunk.checksums):
+            return True
+        _log.error("chunk.corrupt", key=chunk.key, size_bytes=chunk.size_bytes, offset=chunk.offset)
+        self._state.drop_corrupt(chunk)
+        self._desk.room_changed()
+        return False
+
+    def unpin(self, peer: Peer, request: store_pb2.UnpinRequest, attachment: memoryview) -> Answer:
+        """End leases; look at chunks that a reader found corrupt."""
+        session = _session(peer)
+        for key in request.corrupt:
+            chunk = self._state.find(ChunkKey(key))
+            if chunk is not None:
+                self.verify(chunk)
+        self._state.unpin(request.lease_ids, session.owned)
+        self._traffic.bytes_read["shm"] += request.bytes_read
+        self._desk.room_changed()
+        return store_pb2.UnpinReply()
+
+    # --- questions
+
+    def exists(self, peer: Peer, request: store_pb2.ExistsRequest, attachment: memoryview) -> Answer:
+        """One byte a key; neither pins nor touches."""
+        _check_count(len(request.keys))
+        find = self._state.find
+        return store_pb2.ExistsReply(found=bytes(find(ChunkKey(key)) is not None for key in request.keys))
+
+    def remove(self, peer: Peer, request: store_pb2.RemoveRequest, attachment: memoryview) -> Awaitable[Answer]:
+        """Drop chunks; one byte a key."""
+        _check_count(len(request.keys))
+        removed = bytes(self._state.remove(ChunkKey(key)) for key in request.keys)
+        self._desk.room_changed()
+        return self._removed(removed)
+
+    async def _removed(self, removed: bytes) -> Answer:
+        await self._desk.told_removals(asyncio.get_running_loop().time() + DEFAULT_DEADLINE_S)
+        return store_pb2.RemoveReply(removed=removed)
+
+    def stat(self, peer: Peer, request: store_pb2.StatRequest, attachment: memoryview) -> Answer:
+        """What the node knows of each chunk."""
+        return self.stat_reply(request)
+
+    def stat_reply(self, request: store_pb2.StatRequest) -> store_pb2.StatReply:
+        """The answer to ``stat``, for both carriers."""
+        _check_count(len(request.keys))
+        reply = store_pb2.StatReply()
+        for key in request.keys:
+            chunk = self._state.find(ChunkKey(key))
+            if chunk is None:
+                reply.chunks.add()
+                continue
+            reply.chunks.add(
+                found=True,
+                size_bytes=chunk.size_bytes,
+                version=chunk.version,
+                checksums=checksums_to_wire(chunk.checksums),
+                pin=pin_to_wire(chunk.pin),
+                num_leases=chunk.num_leases,
+                age_s=self._state.age_s(chunk),
+                num_hits=chunk.num_hits,
+            )
+        return reply
+
+    def _until(self, deadline_ms: int) -> float:
+        return asyncio.get_running_loop().time() + remaining_s(deadline_ms, DEFAULT_DEADLINE_S)
+
+
+def put_result(outcome: PutOutcome) -> store_pb2.PutResult:
+    """The message of one put's outcome."""
+    result = store_pb2.PutResult()
+    if isinstance(outcome, TanghuluError):
+        set_error(result.status, outcome)
+    else:
+        result.existed = outcome
+    return result
+
+
+def cut_values(items: Sequence[store_pb2.PutItem], data: memoryview) -> list[tuple[NewChunk, memoryview]]:
+    """The values that lie one behind the other in ``data``; raises InvalidRequest if the sizes do not add up."""
+    _check_count(len(items))
+    cut: list[tuple[NewChunk, memoryview]] = []
+    position = 0
+    for item in items:
+        new = new_chunk_from_wire(item)
+        cut.append((new, data[position : position + new.size_bytes]))
+        position += new.size_bytes
+    if position != len(data):
+        raise InvalidRequest(f"the values' sizes add up to {position} bytes, {len(data)} came")
+    return cut
+
+
+def _session(peer: Peer) -> Session:
+    session = peer.state
+    if not isinstance(session, Session):
+        raise Unauthorized("say HELLO first")
+    return session
+
+
+def _check_count(num_keys: int) -> None:
+    if num_keys > MAX_KEYS_PER_CALL:
+        raise InvalidRequest(f"{num_keys} keys in one call are more than {MAX_KEYS_PER_CALL}; send them in several")

@@ -1,0 +1,66 @@
+"""The edge between the store's words and their protobuf messages, shared by the node's and the client's edges."""
+
+from __future__ import annotations
+
+from tanghulu.errors import InvalidRequest, TanghuluError
+from tanghulu.protos import common_pb2, store_pb2
+from tanghulu.store.checksums import MAX_PARTS, NO_CHECKSUMS, Checksums, validate
+from tanghulu.store.words import NewChunk, Pin, validate_key
+
+_PIN_TO_WIRE = {Pin.NONE: store_pb2.PIN_NONE, Pin.SOFT: store_pb2.PIN_SOFT, Pin.HARD: store_pb2.PIN_HARD}
+_PIN_FROM_WIRE = {number: pin for pin, number in _PIN_TO_WIRE.items()}
+
+
+def checksums_to_wire(checksums: Checksums) -> store_pb2.Checksums:
+    """The message of ``checksums``."""
+    return store_pb2.Checksums(part_bytes=checksums.part_bytes, parts=checksums.parts)
+
+
+def checksums_from_wire(message: store_pb2.Checksums) -> Checksums:
+    """The checksums in ``message``; raises InvalidRequest for too many parts."""
+    parts = message.parts
+    if not parts:
+        return NO_CHECKSUMS
+    if len(parts) > MAX_PARTS:
+        raise InvalidRequest(f"{len(parts)} checksums of one value are more than {MAX_PARTS}")
+    return Checksums(message.part_bytes, tuple(parts))
+
+
+def pin_from_wire(number: int) -> Pin:
+    """The pin of that number; raises InvalidRequest for one that this version does not know."""
+    pin = _PIN_FROM_WIRE.get(number)
+    if pin is None:
+        raise InvalidRequest(f"pin {number} is unknown")
+    return pin
+
+
+def new_chunk_to_wire(new: NewChunk) -> store_pb2.PutItem:
+    """The message of one put."""
+    item = store_pb2.PutItem(key=new.key, version=new.version, size_bytes=new.size_bytes)
+    if new.checksums.parts:
+        item.checksums.part_bytes = new.checksums.part_bytes
+        item.checksums.parts.extend(new.checksums.parts)
+    if new.pin is not Pin.NONE:
+        item.pin = _PIN_TO_WIRE[new.pin]
+    if new.ttl_s is not None:
+        item.ttl_ms = max(1, round(new.ttl_s * 1000))
+    return item
+
+
+def new_chunk_from_wire(item: store_pb2.PutItem) -> NewChunk:
+    """What is to be put; raises InvalidRequest for a bad key, pin or checksums."""
+    checksums = checksums_from_wire(item.checksums)
+    validate(checksums, item.size_bytes)
+    ttl_s = item.ttl_ms / 1000 if item.ttl_ms else None
+    return NewChunk(validate_key(item.key), item.version, item.size_bytes, checksums, pin_from_wire(item.pin), ttl_s)
+
+
+def pin_to_wire(pin: Pin) -> store_pb2.Pin:
+    """The number of ``pin``."""
+    return _PIN_TO_WIRE[pin]
+
+
+def set_error(status: common_pb2.Status, error: TanghuluError) -> None:
+    """Fill a reply's ``status`` with ``error``."""
+    status.code = error.code
+    status.message = error.message

@@ -1,0 +1,57 @@
+"""Words that the node and the client share: pins, what is put, and the version that tells puts of one key apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from tanghulu.errors import InvalidRequest
+from tanghulu.store.checksums import NO_CHECKSUMS, Checksums
+from tanghulu.types import MAX_KEY_BYTES, ChunkKey
+
+#: Values up to this size travel inside requests and answers: one round trip instead of three.
+MAX_INLINE_BYTES = 64 << 10
+
+
+class Pin(Enum):
+    """How a chunk stands towards eviction; the value is the public name."""
+
+    NONE = "none"
+    SOFT = "soft"  # evicted only when nothing unpinned is left
+    HARD = "hard"  # never evicted; a node bounds how much may be
+
+    @classmethod
+    def parse(cls, text: str) -> Pin:
+        """The pin called ``text``; raises InvalidRequest that lists the known ones."""
+        try:
+            return cls(text)
+        except ValueError:
+            raise InvalidRequest(f"pin {text!r} is unknown; known: none, soft, hard") from None
+
+
+@dataclass(frozen=True, slots=True)
+class NewChunk:
+    """What somebody wants to put. ``ttl_s`` None: no end; equal versions are replicas of one put."""
+
+    key: ChunkKey
+    version: int
+    size_bytes: int
+    checksums: Checksums = NO_CHECKSUMS
+    pin: Pin = Pin.NONE
+    ttl_s: float | None = None
+
+
+def validate_key(key: str) -> ChunkKey:
+    """``key`` as a ChunkKey; raises InvalidRequest if it is empty, too long or not encodable."""
+    if not (key.isascii() and 0 < len(key) <= MAX_KEY_BYTES):
+        _check_encoded(key)
+    return ChunkKey(key)
+
+
+def _check_encoded(key: str) -> None:
+    try:
+        size = len(key.encode())
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"key {key!r} is not UTF-8: {error}") from None
+    if not 0 < size <= MAX_KEY_BYTES:
+        raise InvalidRequest(f"a key has 1 to {MAX_KEY_BYTES} bytes; this one has {size}")
