@@ -41,14 +41,13 @@ class Announcer:
         self,
         state: NodeState,
         master: Address,
-        instance_id: InstanceId,
         generation: int,
         on_change: Callable[[], None],
     ) -> None:
         self._state = state
         self._queue = state.announcements
         self._master = master
-        self._instance_id = instance_id
+        self._instance_id = InstanceId("")
         self._generation = generation
         self._on_change = on_change
         self._connection: AsyncFastConnection | None = None
@@ -56,7 +55,7 @@ class Announcer:
         self._waiting: dict[Chunk, list[asyncio.Future[bool]]] = {}
         self._flushes: list[asyncio.Future[bool]] = []
         self._flushing: list[asyncio.Future[bool]] = []
-        self.connected = False
+        self.connected = asyncio.Event()
 
     def kick(self) -> None:
         """There is something to tell; costs nothing while a message is under way."""
@@ -125,8 +124,10 @@ class Announcer:
                     )
                 )
 
-    async def run(self) -> None:
-        """Announce until cancelled."""
+    async def run(self, instance_id: InstanceId) -> None:
+        """Announce as ``instance_id`` until cancelled; the first message begins a report."""
+        self._instance_id = instance_id
+        self._queue.begin_report(self._state.live_chunks())
         failures = 0
         try:
             while True:
@@ -181,8 +182,8 @@ class Announcer:
 
     def _answered(self, message: Announcement, accepted: list[bool], report_wanted: bool) -> None:
         self._queue.done()
-        if not self.connected:
-            self.connected = True
+        if not self.connected.is_set():
+            self.connected.set()
             _log.info("announcer.connected", master=str(self._master))
         for chunk, stands in zip(message.added, accepted, strict=True):
             self._state.announced(chunk, accepted=stands)
@@ -201,7 +202,7 @@ class Announcer:
             self._queue.begin_report(self._state.live_chunks())
         if failures == 0:
             _log.warning("announcer.failed", master=str(self._master), code=error.code, error=error.message)
-        self.connected = False
+        self.connected.clear()
         if self._connection is not None and error.code in ("NODE_UNAVAILABLE", "DEADLINE_EXCEEDED"):
             await self._disconnect()
         await asyncio.sleep(_RETRY_S[min(failures, len(_RETRY_S) - 1)])

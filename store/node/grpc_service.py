@@ -13,7 +13,7 @@ from tanghulu.rpc import grpc_edge
 from tanghulu.store.node.metrics import TrafficCounters
 from tanghulu.store.node.node_state import NodeState
 from tanghulu.store.node.puts import PutDesk, remaining_s
-from tanghulu.store.node.service import DEFAULT_DEADLINE_S, NodeService, cut_values, put_result
+from tanghulu.store.node.service import DEFAULT_DEADLINE_S, cut_values, put_result, stat_reply
 from tanghulu.store.wire import checksums_to_wire, set_error
 from tanghulu.types import ChunkKey
 
@@ -25,10 +25,9 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 class GrpcStoreNode(store_pb2_grpc.StoreNodeServicer):
     """Put, Get, Exists, Remove and Stat over gRPC; larger values than a message can hold need the fast lane."""
 
-    def __init__(self, state: NodeState, desk: PutDesk, service: NodeService, traffic: TrafficCounters) -> None:
+    def __init__(self, state: NodeState, desk: PutDesk, traffic: TrafficCounters) -> None:
         self._state = state
         self._desk = desk
-        self._service = service
         self._traffic = traffic
 
     async def Put(self, request: store_pb2.PutRequest, context: _Context) -> store_pb2.PutReply:
@@ -52,7 +51,7 @@ class GrpcStoreNode(store_pb2_grpc.StoreNodeServicer):
         for key in request.keys:
             item = reply.items.add()
             chunk = self._state.look_up(ChunkKey(key))
-            if chunk is not None and request.verify and not self._service.verify(chunk):
+            if chunk is not None and request.verify and not self._desk.verify(chunk):
                 chunk = None
             if chunk is None:
                 set_error(item.status, ChunkNotFound(f"{key!r} is not on this node"))
@@ -88,4 +87,4 @@ class GrpcStoreNode(store_pb2_grpc.StoreNodeServicer):
 
     async def Stat(self, request: store_pb2.StatRequest, context: _Context) -> store_pb2.StatReply:
         """What the node knows of each chunk."""
-        return self._service.stat_reply(request)
+        return stat_reply(self._state, request)

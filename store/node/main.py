@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -28,12 +29,15 @@ from tanghulu.store.node.puts import PutDesk
 from tanghulu.store.node.service import NodeIdentity, NodeService
 from tanghulu.store.node.sessions import Sessions
 from tanghulu.transfer_engine.access import AccessTable
+from tanghulu.transfer_engine.leases import Freed
 from tanghulu.transfer_engine.segment import MemorySegment
 from tanghulu.transfer_engine.server import SegmentServer
 from tanghulu.types import Address, Role
 
 _log = structlog.get_logger(__name__)
 _TICK_S = 0.05
+#: How long a start waits for the master before it serves without it.
+_FIRST_CONTACT_S = 2.0
 _REGISTER_RETRY_S = 0.2
 #: Of the segment, what one client's mapped leases may hold; beyond it the client gets copies.
 _MAX_MAPPED_FRACTION = 0.5
@@ -80,22 +84,27 @@ class Node:
             on_freed=self._freed,
         )
         self._traffic = TrafficCounters()
+        self._announcer = Announcer(self.state, config.master, process.generation, self._room_changed)
+        self._desk = PutDesk(self.state, self._segment.view, self._announcer)
         self._sessions = Sessions(self.state, self._room_changed)
-        self._desk: PutDesk | None = None
+        store_pb2_grpc.add_StoreNodeServicer_to_server(
+            GrpcStoreNode(self.state, self._desk, self._traffic), self._door.grpc_server
+        )
+        metrics.register(process.registry, NodeCollector(self.state, self._all_traffic, lambda: len(self._sessions)))
 
     async def run(self) -> None:
         """Serve until the process is told to stop."""
+        tasks: list[asyncio.Task[None]] = []
         try:
-            await self._segment_server.start()
-            address = await self._door.start(self._config.host, self._config.port)
-        except OSError as error:
-            raise ConfigError(f"cannot serve the segment: {error}") from error
-        announcer = self._wire(address)
-        tasks = [asyncio.create_task(announcer.run()), asyncio.create_task(self._tick())]
-        try:
+            address = await self._open()
             async with MasterDiscovery(self._config.master) as discovery:
                 registering = asyncio.create_task(_register(discovery, self._instance(address)))
-                self._process.ready(self._process.instance_id(address.port), address)
+                await asyncio.wait([registering], timeout=_FIRST_CONTACT_S)
+                instance_id = self._process.instance_id(address.port)
+                tasks += [asyncio.create_task(self._announcer.run(instance_id)), asyncio.create_task(self._tick())]
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._announcer.connected.wait(), _FIRST_CONTACT_S)
+                self._process.ready(instance_id, address)
                 await _until_stopping(self._process.stopping, tasks)
                 await _unregister(registering)
         finally:
@@ -107,20 +116,17 @@ class Node:
             self._sessions.close()
             self._segment.close()
 
-    def _wire(self, address: Address) -> Announcer:
-        instance_id = self._process.instance_id(address.port)
-        generation = self._process.generation
-        announcer = Announcer(self.state, self._config.master, instance_id, generation, self._room_changed)
-        self._desk = PutDesk(self.state, self._segment.view, announcer)
-        identity = NodeIdentity(instance_id, generation, self._segment_server.descriptor())
-        service = NodeService(identity, self.state, self._desk, self._sessions, self._traffic)
-        service.serve(self._service)
-        store_pb2_grpc.add_StoreNodeServicer_to_server(
-            GrpcStoreNode(self.state, self._desk, service, self._traffic), self._door.grpc_server
+    async def _open(self) -> Address:
+        try:
+            await self._segment_server.start()
+        except OSError as error:
+            raise ConfigError(f"cannot serve the segment on {self._config.host}: {error}") from error
+        address = await self._door.start(self._config.host, self._config.port)
+        identity = NodeIdentity(
+            self._process.instance_id(address.port), self._process.generation, self._segment_server.descriptor()
         )
-        collector = NodeCollector(self.state, self._all_traffic, lambda: len(self._sessions))
-        metrics.register(self._process.registry, collector)
-        return announcer
+        NodeService(identity, self.state, self._desk, self._sessions, self._traffic).serve(self._service)
+        return address
 
     def _instance(self, address: Address) -> Instance:
         return Instance(
@@ -135,13 +141,12 @@ class Node:
             attributes={"memory_bytes": str(self._config.memory), "host_id": processes.host_id()},
         )
 
-    def _freed(self, freed: object) -> None:
-        self.state.freed(freed)  # type: ignore[arg-type]
+    def _freed(self, freed: Sequence[Freed]) -> None:
+        self.state.freed(freed)
         self._room_changed()
 
     def _room_changed(self) -> None:
-        if self._desk is not None:
-            self._desk.room_changed()
+        self._desk.room_changed()
 
     def _all_traffic(self) -> TrafficCounters:
         traffic = self._traffic

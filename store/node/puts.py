@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import structlog
+
 from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.store import checksums as sums
 from tanghulu.store.checksums import Checksums
@@ -17,6 +19,8 @@ from tanghulu.store.node.node_state import Existed, NodeState, Reserved
 from tanghulu.store.node.waiters import Holder, Waiter
 from tanghulu.store.words import NewChunk
 from tanghulu.types import LeaseId
+
+_log = structlog.get_logger(__name__)
 
 #: What became of one put: whether the key existed, or why it failed.
 PutOutcome = bool | TanghuluError
@@ -113,6 +117,15 @@ class PutDesk:
     async def told_removals(self, until_s: float) -> None:
         """Wait until the master knows what was removed; raises MasterUnavailable."""
         await self._announcer.flushed(until_s)
+
+    def verify(self, chunk: Chunk) -> bool:
+        """Whether the chunk's bytes are what was put; drops it if not."""
+        if sums.matches(self.bytes_of(chunk), chunk.checksums):
+            return True
+        _log.error("chunk.corrupt", key=chunk.key, size_bytes=chunk.size_bytes, offset=chunk.offset)
+        self._state.drop_corrupt(chunk)
+        self.room_changed()
+        return False
 
     def bytes_of(self, chunk: Chunk) -> memoryview:
         """The chunk's bytes in the segment; valid while it is leased, or until the next await."""

@@ -9,13 +9,10 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 
-import structlog
-
 from tanghulu.errors import ChecksumMismatch, ChunkNotFound, InvalidRequest, TanghuluError, Unauthorized
 from tanghulu.protos import fastlane_pb2, store_pb2
 from tanghulu.rpc.fast_server import Answer, FastService, Peer
 from tanghulu.rpc.frames import PROTOCOL_VERSION
-from tanghulu.store import checksums as sums
 from tanghulu.store.node.chunk import Chunk
 from tanghulu.store.node.metrics import TrafficCounters
 from tanghulu.store.node.node_state import Existed, NodeState, Reserved
@@ -26,8 +23,6 @@ from tanghulu.store.words import MAX_INLINE_BYTES, NewChunk
 from tanghulu.transfer_engine.descriptor_wire import to_proto
 from tanghulu.transfer_engine.segment import SegmentDescriptor
 from tanghulu.types import ChunkKey
-
-_log = structlog.get_logger(__name__)
 
 MAX_KEYS_PER_CALL = 65536
 #: Payload in one answer; what does not fit is pinned instead.
@@ -182,18 +177,9 @@ class NodeService:
         chunk = self._state.look_up(ChunkKey(key))
         if chunk is None:
             raise ChunkNotFound(f"{key!r} is not on {self._identity.instance_id}")
-        if verify and not self.verify(chunk):
+        if verify and not self._desk.verify(chunk):
             raise ChecksumMismatch(f"the bytes of {key!r} on {self._identity.instance_id} were corrupt and are dropped")
         return chunk
-
-    def verify(self, chunk: Chunk) -> bool:
-        """Whether the chunk's bytes are what was put; drops it if not."""
-        if sums.matches(self._desk.bytes_of(chunk), chunk.checksums):
-            return True
-        _log.error("chunk.corrupt", key=chunk.key, size_bytes=chunk.size_bytes, offset=chunk.offset)
-        self._state.drop_corrupt(chunk)
-        self._desk.room_changed()
-        return False
 
     def unpin(self, peer: Peer, request: store_pb2.UnpinRequest, attachment: memoryview) -> Answer:
         """End leases; look at chunks that a reader found corrupt."""
@@ -201,7 +187,7 @@ class NodeService:
         for key in request.corrupt:
             chunk = self._state.find(ChunkKey(key))
             if chunk is not None:
-                self.verify(chunk)
+                self._desk.verify(chunk)
         self._state.unpin(request.lease_ids, session.owned)
         self._traffic.bytes_read["shm"] += request.bytes_read
         self._desk.room_changed()
@@ -228,31 +214,32 @@ class NodeService:
 
     def stat(self, peer: Peer, request: store_pb2.StatRequest, attachment: memoryview) -> Answer:
         """What the node knows of each chunk."""
-        return self.stat_reply(request)
-
-    def stat_reply(self, request: store_pb2.StatRequest) -> store_pb2.StatReply:
-        """The answer to ``stat``, for both carriers."""
-        _check_count(len(request.keys))
-        reply = store_pb2.StatReply()
-        for key in request.keys:
-            chunk = self._state.find(ChunkKey(key))
-            if chunk is None:
-                reply.chunks.add()
-                continue
-            reply.chunks.add(
-                found=True,
-                size_bytes=chunk.size_bytes,
-                version=chunk.version,
-                checksums=checksums_to_wire(chunk.checksums),
-                pin=pin_to_wire(chunk.pin),
-                num_leases=chunk.num_leases,
-                age_s=self._state.age_s(chunk),
-                num_hits=chunk.num_hits,
-            )
-        return reply
+        return stat_reply(self._state, request)
 
     def _until(self, deadline_ms: int) -> float:
         return asyncio.get_running_loop().time() + remaining_s(deadline_ms, DEFAULT_DEADLINE_S)
+
+
+def stat_reply(state: NodeState, request: store_pb2.StatRequest) -> store_pb2.StatReply:
+    """The answer to CHUNK_STAT, for both carriers."""
+    _check_count(len(request.keys))
+    reply = store_pb2.StatReply()
+    for key in request.keys:
+        chunk = state.find(ChunkKey(key))
+        if chunk is None:
+            reply.chunks.add()
+            continue
+        reply.chunks.add(
+            found=True,
+            size_bytes=chunk.size_bytes,
+            version=chunk.version,
+            checksums=checksums_to_wire(chunk.checksums),
+            pin=pin_to_wire(chunk.pin),
+            num_leases=chunk.num_leases,
+            age_s=state.age_s(chunk),
+            num_hits=chunk.num_hits,
+        )
+    return reply
 
 
 def put_result(outcome: PutOutcome) -> store_pb2.PutResult:
