@@ -61,19 +61,18 @@ class KvConnector:
 
     def __init__(
         self,
-        cache: KvCache,
         store: KvStore | None,
         peers: KvPeers,
         metrics: WorkerMetrics,
         config: ConnectorConfig = ConnectorConfig(),
     ) -> None:
-        self._cache = cache
         self._store = store
         self._peers = peers
         self._metrics = metrics
         self._config = config
-        self._core: EngineCore | None = None
-        self._post: Callable[[Command], None] | None = None
+        self._core: EngineCore
+        self._cache: KvCache
+        self._post: Callable[[Command], None]
         self._fetchers = ThreadPoolExecutor(config.num_fetch_threads, "kv-fetch")
         self._writer = ThreadPoolExecutor(1, "kv-save")
         self._pending_blocks = 0  # the engine's thread alone changes it
@@ -81,7 +80,7 @@ class KvConnector:
 
     def attach(self, core: EngineCore, post: Callable[[Command], None]) -> None:
         """Say which engine is served and how to run commands in its thread; before its first step."""
-        self._core, self._post = core, post
+        self._core, self._cache, self._post = core, core.cache, post
 
     def close(self) -> None:
         """Wait for transfers under way; later ones are refused by the executors."""
@@ -103,7 +102,6 @@ class KvConnector:
         if self._store is None or self._paused or len(blocks) > room:
             self._metrics.store_skipped.inc(len(blocks))
             return
-        assert self._core is not None
         block_ids = [block.block_id for block in blocks]
         self._core.hold(block_ids)
         self._count_pending(len(blocks))
@@ -156,7 +154,6 @@ class KvConnector:
             self._paused_until_s = time.monotonic() + self._config.pause_after_failure_s
 
     def _done(self, wanted: FetchWanted, num_ok: int) -> None:
-        assert self._post is not None
         self._post(lambda core: _fetch_done(core, wanted, num_ok))
 
     def _save(self, block_ids: list[int], hashes: list[BlockHash]) -> None:
@@ -171,7 +168,6 @@ class KvConnector:
             _log.exception("save.failed")
         self._metrics.store_bytes.inc(num_saved * self._cache.layout.block_bytes)
         self._metrics.store_failures.inc(len(block_ids) - num_saved)
-        assert self._post is not None
         self._post(lambda core: self._give_back(core, block_ids))
 
     def _give_back(self, core: EngineCore, block_ids: list[int]) -> None:

@@ -91,7 +91,7 @@ class EngineThread:
                 if stopping:
                     return
                 self._advance(told=bool(commands))
-        except BaseException as error:  # the engine's state is unknown now: the process must end and start anew
+        except BaseException as error:  # noqa: BLE001 - the engine's state is unknown now: the process must end
             _log.exception("engine.failed")
             self._on_failure(error)
 

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Iterable
 
 import torch
+import xxhash
 
 from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.hashing import TokenSequence, as_tokens, root_hash
@@ -47,7 +48,7 @@ class RequestFactory:
             request_id=RequestId(submit.request_id),
             sequence=sequence,
             num_prompt_tokens=submit.num_prompt_tokens or len(sequence),
-            sampling=_sampling(submit.sampling),
+            sampling=_sampling(submit.sampling, submit.request_id),
             stop=self._stop(submit.stop),
             hold_kv=submit.hand_over,
             priority=submit.priority,
@@ -64,7 +65,9 @@ class RequestFactory:
         )
 
 
-def _sampling(sampling: session_pb2.Sampling) -> SamplingParams:
+def _sampling(sampling: session_pb2.Sampling, request_id: str) -> SamplingParams:
+    # A request without a seed still draws the same tokens wherever it goes on: its id is the seed.
+    seed = sampling.seed if sampling.HasField("seed") else xxhash.xxh3_64_intdigest(request_id.encode())
     return SamplingParams(
         repetition_penalty=sampling.repetition_penalty or 1.0,
         presence_penalty=sampling.presence_penalty,
@@ -74,7 +77,7 @@ def _sampling(sampling: session_pb2.Sampling) -> SamplingParams:
         top_k=sampling.top_k,
         top_p=sampling.top_p or 1.0,
         min_p=sampling.min_p,
-        seed=sampling.seed,
+        seed=seed,
         logprobs=sampling.num_logprobs if sampling.HasField("num_logprobs") else None,
     )
 

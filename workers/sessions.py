@@ -9,16 +9,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import grpc.aio
 import structlog
 
 from tanghulu.errors import TanghuluError
 from tanghulu.protos import session_pb2
-from tanghulu.types import InstanceId, RequestId
+from tanghulu.types import BlockHash, InstanceId, RequestId
+from tanghulu.workers.block_pool import KvEvent
 from tanghulu.workers.engine import EngineCore
-from tanghulu.workers.engine_thread import EngineThread, StepReport
+from tanghulu.workers.engine_thread import EngineLoad, EngineThread, StepReport
 from tanghulu.workers.session_wire import (
     RequestFactory,
     error_message,
@@ -53,14 +53,14 @@ class SessionHub:
         generation: int,
         factory: RequestFactory,
         engine: EngineThread,
-        add_export: Callable[[StepReport], dict[RequestId, session_pb2.KvSource]],
+        add_exports: Callable[[StepReport], dict[RequestId, session_pb2.KvSource]],
         release_export: Callable[[int], None],
     ) -> None:
         self._instance_id = instance_id
         self._generation = generation
         self._factory = factory
         self._engine = engine
-        self._add_exports = add_export
+        self._add_exports = add_exports
         self._release_export = release_export
         self._loop = asyncio.get_running_loop()
         self._sessions: set[Session] = set()
@@ -135,7 +135,7 @@ class SessionHub:
 
     def _abort(self, request_id: RequestId) -> None:
         self._forget(request_id)
-        self._engine.post(lambda core: _abort(core, request_id))
+        self._engine.post(lambda core: _abort(core, request_id))  # False: it has ended, its report is on its way
 
     def _forget(self, request_id: RequestId) -> None:
         owner = self._owners.pop(request_id, None)
@@ -153,7 +153,7 @@ class SessionHub:
         pending = core.scheduler.pool.take_events()
         self._loop.call_soon_threadsafe(self._welcome, session, hashes, load, pending)
 
-    def _welcome(self, session: Session, hashes: list[Any], load: Any, pending: list[Any]) -> None:
+    def _welcome(self, session: Session, hashes: list[BlockHash], load: EngineLoad, pending: list[KvEvent]) -> None:
         if pending:  # events of commands before the snapshot: they belong in front of it
             self._broadcast_events(pending, load)
         message = welcome_message(self._instance_id, self._generation, hashes, self._sequence, load)
@@ -161,7 +161,7 @@ class SessionHub:
         self._send(session, session_pb2.FromWorker(welcome=message))
         _log.info("session.opened", conductor=session.conductor_id, cached_blocks=len(hashes))
 
-    def _broadcast_events(self, events: list[Any], load: Any) -> None:
+    def _broadcast_events(self, events: list[KvEvent], load: EngineLoad) -> None:
         messages = event_messages(events)
         for other in self._sessions:
             step = session_pb2.StepOutput(
@@ -176,9 +176,11 @@ class SessionHub:
         sources = self._add_exports(report)
         outputs: dict[Session, list[session_pb2.RequestOutput]] = {}
         for output in report.result.outputs:
-            owner = self._owners.get(output.request_id)
+            owner, source = self._owners.get(output.request_id), sources.get(output.request_id)
             if owner is not None:
-                outputs.setdefault(owner, []).append(output_message(output, sources.get(output.request_id)))
+                outputs.setdefault(owner, []).append(output_message(output, source))
+            elif source is not None:
+                self._release_export(source.export_id)  # its conductor is gone: nobody will fetch it
             if output.finish_reason is not None:
                 self._forget(output.request_id)
         events, load = event_messages(report.result.kv_events), load_message(report.load)
@@ -192,9 +194,6 @@ class SessionHub:
             )
             self._send(session, session_pb2.FromWorker(step=step))
         self._sequence += len(events)
-        for request_id, source in sources.items():
-            if not any(output.request_id == request_id for sent in outputs.values() for output in sent):
-                self._release_export(source.export_id)  # its conductor is gone: nobody will fetch it
 
     def _send(self, session: Session, message: session_pb2.FromWorker) -> None:
         try:
@@ -225,5 +224,4 @@ class SessionHub:
 
 
 def _abort(core: EngineCore, request_id: RequestId) -> None:
-    if not core.abort(request_id):
-        core.release_export(request_id)
+    core.abort(request_id)

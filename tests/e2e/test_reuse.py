@@ -41,7 +41,7 @@ def _chat(cluster: LiveCluster, system: str) -> tuple[str, float, int, int]:
 
 
 def _computed(cluster: LiveCluster) -> float:
-    return cluster.metric("prefill", "tanghulu_worker_prefill_tokens_total")
+    return cluster.metric("prefill", "tanghulu_worker_computed_tokens_total")
 
 
 def _served(cluster: LiveCluster) -> float:

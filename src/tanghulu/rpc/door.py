@@ -13,6 +13,7 @@ import contextlib
 import os
 import socket
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
@@ -45,22 +46,32 @@ class Door:
         self.address = Address("", 0)
 
     async def start(self, host: str, port: int) -> Address:
-        """Listen on host:port (0 picks one) and on the Unix socket; returns the address. Raises ConfigError."""
+        """``bind`` and ``open`` in one; for processes whose services do not need to know the address."""
+        address = await self.bind(host, port)
+        await self.open()
+        return address
+
+    async def bind(self, host: str, port: int) -> Address:
+        """Take host:port (0 picks one) and the Unix socket, without letting anybody in yet. Raises ConfigError."""
         loop = asyncio.get_running_loop()
         try:
-            tcp = await loop.create_server(lambda: _Sniffer(self), host, port)
+            tcp = await loop.create_server(lambda: _Sniffer(self), host, port, start_serving=False)
         except OSError as error:
             raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
-        previous = os.umask(0o177)
-        try:
-            unix = await loop.create_unix_server(lambda: _Sniffer(self), self.unix_path)
-            self.grpc_server.add_insecure_port(f"unix:{self._grpc_path}")
-            await self.grpc_server.start()
-        finally:
-            os.umask(previous)
-        self._servers = [tcp, unix]
+        self._servers.append(tcp)
+        with _private_files():
+            unix = await loop.create_unix_server(lambda: _Sniffer(self), self.unix_path, start_serving=False)
+        self._servers.append(unix)
         self.address = Address(host, tcp.sockets[0].getsockname()[1])
         return self.address
+
+    async def open(self) -> None:
+        """Start the gRPC server (its services are complete now) and let peers in."""
+        with _private_files():
+            self.grpc_server.add_insecure_port(f"unix:{self._grpc_path}")
+            await self.grpc_server.start()
+        for server in self._servers:
+            await server.start_serving()
 
     async def close(self, grace_s: float = 1.0) -> None:
         """Stop listening, end gRPC calls after ``grace_s``, close every connection, remove the socket files."""
@@ -86,6 +97,16 @@ class Door:
         loop = asyncio.get_running_loop()
         back, _ = await loop.create_unix_connection(lambda: _Relay(front), self._grpc_path)
         return back
+
+
+@contextlib.contextmanager
+def _private_files() -> Iterator[None]:
+    """Socket files made inside are for this user only."""
+    previous = os.umask(0o177)
+    try:
+        yield
+    finally:
+        os.umask(previous)
 
 
 class _Relay(asyncio.Protocol):

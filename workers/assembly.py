@@ -1,0 +1,270 @@
+"""Puts a worker together: model, cache in shared memory, engine thread, connector, peers, sessions, door.
+
+The one place that knows all parts; each of them knows only its neighbours' interfaces.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import grpc.aio
+import structlog
+
+from tanghulu.clock import SystemClock
+from tanghulu.process import Process, host_id
+from tanghulu.protos import session_pb2, session_pb2_grpc
+from tanghulu.rpc.door import Door
+from tanghulu.rpc.fast_server import FastService
+from tanghulu.transfer_engine.access import AccessTable
+from tanghulu.transfer_engine.engine import TransferEngine
+from tanghulu.transfer_engine.segment import MemorySegment
+from tanghulu.transfer_engine.server import SegmentServer
+from tanghulu.types import Address, Fingerprint, RequestId
+from tanghulu.workers.connector import KvConnector
+from tanghulu.workers.engine import EngineConfig, EngineCore
+from tanghulu.workers.engine_thread import EngineThread, StepReport
+from tanghulu.workers.kv_cache import KvLayout
+from tanghulu.workers.main import WorkerConfig
+from tanghulu.workers.metrics import WorkerMetrics
+from tanghulu.workers.models.registry import Model, dtype_name, load_model, pick_dtype
+from tanghulu.workers.peer_reader import PeerReader
+from tanghulu.workers.peer_server import PeerServer
+from tanghulu.workers.session_wire import RequestFactory, model_card
+from tanghulu.workers.sessions import SessionHub
+from tanghulu.workers.store_adapter import StoreAdapter
+from tanghulu.workers.tokenizer_assets import TokenizerAssets, load_tokenizer_assets
+from tanghulu.workers.weights.fingerprint import fingerprint
+from tanghulu.workers.weights.source import resolve_model
+
+_log = structlog.get_logger(__name__)
+_LEASE_MS = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model in memory and what names it."""
+
+    name: str
+    model: Model
+    layout: KvLayout
+    fingerprint: Fingerprint
+    assets: TokenizerAssets
+
+
+def load(config: WorkerConfig, progress: Callable[[float], None]) -> LoadedModel:
+    """Read the model's files; takes seconds. Raises ModelUnsupported or ConfigError."""
+    source = resolve_model(config.model)
+    assets = load_tokenizer_assets(source)
+    dtype = pick_dtype(config.dtype)
+    layout = KvLayout.of(source.config, config.block_tokens, dtype)
+    layout.num_blocks_in(config.kv_memory)  # refuse what cannot fit before the long part
+    model = load_model(source, dtype, progress)
+    name = fingerprint(source, dtype=dtype_name(dtype), block_tokens=config.block_tokens)
+    return LoadedModel(source.name, model, layout, name, assets)
+
+
+class Worker:
+    """A running worker; an async context manager."""
+
+    def __init__(self, process: Process, config: WorkerConfig, loaded: LoadedModel) -> None:
+        self._process = process
+        self._config = config
+        self._loaded = loaded
+        self._stack = contextlib.AsyncExitStack()
+        self.model_name = loaded.name
+        self.address = Address("", 0)
+        self.unix_path = ""
+        self.instance_id = process.instance_id(config.port)
+
+    async def __aenter__(self) -> Self:
+        async with contextlib.AsyncExitStack() as stack:
+            await self._open(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    async def _open(self, stack: contextlib.AsyncExitStack) -> None:
+        """Bottom up: memory, engine, its connections to the outside, and the door last."""
+        process, config = self._process, self._config
+        service = FastService()
+        door = Door(service, process.run_dir, "worker")
+        self.address = await door.bind(config.host, config.port)
+        self.unix_path = door.unix_path
+        self.instance_id = process.instance_id(self.address.port)
+        core, connector = self._engine(stack)
+        self._thread = EngineThread(core, self._report_from_thread, self._engine_failed)
+        connector.attach(core, self._thread.post)
+        await self._peers_in(stack, service, core)
+        self._hub = SessionHub(
+            self.instance_id,
+            process.generation,
+            RequestFactory(
+                self._loaded.fingerprint, config.block_tokens, config.block_hash, self._loaded.assets.eos_ids
+            ),
+            self._thread,
+            self._peers.add_exports,
+            self._peers.release,
+        )
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+        stack.callback(self._thread.stop)
+        session_pb2_grpc.add_WorkerServicer_to_server(
+            _Servicer(self._hub, self._thread, self._card(core)), door.grpc_server
+        )
+        await door.open()
+        stack.push_async_callback(door.close)
+        stack.callback(self._hub.close)
+
+    def _engine(self, stack: contextlib.AsyncExitStack) -> tuple[EngineCore, KvConnector]:
+        config, loaded = self._config, self._loaded
+        num_blocks = loaded.layout.num_blocks_in(config.kv_memory)
+        size = num_blocks * loaded.layout.block_bytes
+        self._segment = MemorySegment.create(f"kv-{self.instance_id}", size)
+        stack.callback(self._segment.close)
+        self._metrics = WorkerMetrics(
+            self._process.registry, block_bytes=loaded.layout.block_bytes, num_blocks=num_blocks
+        )
+        transfers = TransferEngine(host_id=host_id(), clock=SystemClock())
+        stack.callback(transfers.close)
+        reader = PeerReader(transfers, self.instance_id)
+        stack.callback(reader.close)
+        store = None
+        if config.store:
+            store = StoreAdapter(config.master, loaded.fingerprint, loaded.layout.layer_bytes)
+            stack.callback(store.close)
+        connector = KvConnector(store, reader, self._metrics)
+        stack.callback(connector.close)
+        core = EngineCore(
+            loaded.model,
+            self._engine_config(size),
+            cache_buffer=self._segment.view,
+            fetcher=connector,
+            sink=connector,
+        )
+        return core, connector
+
+    def _engine_config(self, size: int) -> EngineConfig:
+        config = self._config
+        return EngineConfig(
+            block_tokens=config.block_tokens,
+            kv_capacity_bytes=size,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens),
+            max_num_waiting=config.max_num_waiting,
+            debug_checks=config.checks,
+        )
+
+    async def _peers_in(self, stack: contextlib.AsyncExitStack, service: FastService, core: EngineCore) -> None:
+        """Offer the cache's segment to other workers."""
+        clock = SystemClock()
+        access = AccessTable(clock, _LEASE_MS, self._segment.size_bytes)
+        self._peers = PeerServer(
+            self.instance_id,
+            self._process.generation,
+            core.cache,
+            access,
+            clock,
+            self._metrics,
+            lambda request_id: self._thread.post(lambda c: _release_export(c, request_id)),
+        )
+        server = SegmentServer(
+            self._segment,
+            access,
+            host=self._config.host,
+            unix_path=str(self._process.run_dir / "kv.sock"),
+            generation=self._process.generation,
+            host_id=host_id(),
+            on_freed=self._peers.on_freed,
+        )
+        await server.start()
+        stack.push_async_callback(server.close)
+        self._peers.serve(service, server.descriptor())
+        self._peers.address, self._peers.unix_path = str(self.address), self.unix_path
+        sweeping = asyncio.create_task(self._peers.sweep())
+        stack.push_async_callback(_cancelled, sweeping)
+
+    def _card(self, core: EngineCore) -> session_pb2.ModelCard:
+        loaded = self._loaded
+        return model_card(
+            loaded.name,
+            loaded.fingerprint,
+            self._config.block_hash,
+            loaded.layout,
+            core.cache.num_blocks,
+            core.scheduler.max_tokens,
+            loaded.model.config.vocab,
+            loaded.assets,
+        )
+
+    # --- from the engine's thread
+
+    def _report_from_thread(self, report: StepReport) -> None:
+        self._metrics.report(report)
+        self._loop.call_soon_threadsafe(self._hub.on_report, report)
+
+    def _engine_failed(self, error: BaseException) -> None:
+        """The engine's state is lost: end the process at once, so that requests go on elsewhere and it starts anew."""
+        _log.error("worker.engine_failed", error=repr(error))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    async def drain(self, grace_s: float) -> None:
+        """Let running requests end, at most ``grace_s``."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._hub.idle.wait(), grace_s)
+
+
+class _Servicer(session_pb2_grpc.WorkerServicer):
+    """The gRPC edge."""
+
+    def __init__(self, hub: SessionHub, thread: EngineThread, card: session_pb2.ModelCard) -> None:
+        self._hub = hub
+        self._thread = thread
+        self._card = card
+
+    async def Describe(self, request: session_pb2.DescribeRequest, context: object) -> session_pb2.ModelCard:
+        """The model card."""
+        return self._card
+
+    async def Session(
+        self, request_iterator: AsyncIterator[session_pb2.ToWorker], context: object
+    ) -> AsyncIterator[session_pb2.FromWorker]:
+        """One conductor's stream."""
+        async for message in self._hub.serve(request_iterator):
+            yield message
+
+    async def DropCache(
+        self, request: session_pb2.DropCacheRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> session_pb2.DropCacheReply:
+        """Forget every cached block that nobody uses."""
+        loop = asyncio.get_running_loop()
+        dropped: asyncio.Future[int] = loop.create_future()
+
+        def drop(core: EngineCore) -> None:
+            loop.call_soon_threadsafe(dropped.set_result, core.drop_cached())
+
+        self._thread.post(drop)
+        return session_pb2.DropCacheReply(num_blocks=await dropped)
+
+
+def _release_export(core: EngineCore, request_id: RequestId) -> None:
+    core.release_export(request_id)
+
+
+async def _cancelled(*tasks: asyncio.Task[None]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+__all__: Sequence[str] = ("LoadedModel", "Worker", "load")

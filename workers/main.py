@@ -1,0 +1,115 @@
+"""The worker process: a model behind a door. ``tanghulu prefill``, ``decode`` and ``worker`` all run this."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tanghulu.config import command, option
+from tanghulu.errors import ConfigError
+from tanghulu.process import Process, ProcessConfig, run
+from tanghulu.types import Address, Role
+
+if TYPE_CHECKING:
+    from tanghulu.discovery.base import Instance
+    from tanghulu.workers.assembly import LoadedModel, Worker
+
+DRAIN_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig(ProcessConfig):
+    """The options of a worker."""
+
+    port: int = option(7430, "port of sessions, peers and administration; 0 picks one")
+    master: Address = option(Address("127.0.0.1", 7400), "the master, for discovery and the store")
+    model: str = option("smollm2", "a directory with safetensors or GGUF, a .gguf file, or smollm2", metavar="DIR")
+    dtype: str = option("auto", "arithmetic and KV type", choices=("auto", "float32", "bfloat16"))
+    kv_memory: int = option(1 << 30, "memory of the paged KV cache", size=True)
+    block_tokens: int = option(64, "tokens of a block; equal for all workers that share KV")
+    block_hash: str = option("xxh3_128", "hash of block names", choices=("xxh3_128", "sha256"))
+    max_num_batched_tokens: int = option(512, "tokens of one step at most: bounds how long a prefill delays decodes")
+    max_num_seqs: int = option(32, "requests in one step at most")
+    max_num_waiting: int = option(1024, "requests that may queue; more are refused")
+    threads: int = option(0, "threads of the model; 0: one a core")
+    store: bool = option(True, "load prefixes from the store and keep new blocks there")
+    checks: bool = option(False, "assert all invariants after every step (slow)")
+
+    def __post_init__(self) -> None:
+        for name in ("block_tokens", "max_num_batched_tokens", "max_num_seqs", "max_num_waiting"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
+        if self.threads < 0:
+            raise ConfigError(f"--threads is {self.threads}; 0 means one a core")
+
+
+async def serve(process: Process, config: WorkerConfig) -> None:
+    """Load the model, open the door, serve sessions until told to stop, then drain."""
+    process.progress("importing torch", 0.0)
+    loaded = await asyncio.to_thread(_load, process, config)
+    async with _serving(process, config, loaded) as worker:
+        await process.stopping.wait()
+        await worker.drain(DRAIN_S)
+
+
+def _load(process: Process, config: WorkerConfig) -> LoadedModel:
+    """In a thread: importing torch and reading weights take seconds, and the process must answer signals."""
+    import torch
+
+    torch.set_num_threads(config.threads or os.cpu_count() or 1)
+    from tanghulu.workers.assembly import load
+
+    return load(config, lambda fraction: process.progress("loading the model", fraction))
+
+
+@contextlib.asynccontextmanager
+async def _serving(process: Process, config: WorkerConfig, loaded: LoadedModel) -> AsyncIterator[Worker]:
+    from tanghulu.discovery.master import MasterDiscovery
+    from tanghulu.workers.assembly import Worker
+
+    async with contextlib.AsyncExitStack() as stack:
+        worker = await stack.enter_async_context(Worker(process, config, loaded))
+        discovery = await stack.enter_async_context(MasterDiscovery(config.master))
+        registration = await discovery.register(_instance(process, config, worker))
+        stack.push_async_callback(registration.close)
+        process.ready(worker.instance_id, worker.address)
+        yield worker
+
+
+def _instance(process: Process, config: WorkerConfig, worker: Worker) -> Instance:
+    from tanghulu.discovery.base import Instance
+
+    return Instance(
+        id=worker.instance_id,
+        role=process.role,
+        address=worker.address,
+        namespace=config.namespace,
+        metrics_address=process.metrics_address,
+        place=config.place,
+        generation=process.generation,
+        unix_path=worker.unix_path,
+        attributes={"model": worker.model_name},
+    )
+
+
+PREFILL = command("prefill", WorkerConfig, lambda c: run(Role.PREFILL, c, serve), "Run a prefill worker.")
+DECODE = command("decode", WorkerConfig, lambda c: run(Role.DECODE, c, serve), "Run a decode worker.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnyWorkerConfig(WorkerConfig):
+    """The options of ``tanghulu worker``."""
+
+    role: str = option("both", "the phases that it runs", choices=("both", "prefill", "decode"))
+
+
+def _run_any(config: AnyWorkerConfig) -> None:
+    role = {"both": Role.BOTH, "prefill": Role.PREFILL, "decode": Role.DECODE}[config.role]
+    run(role, config, serve)
+
+
+WORKER = command("worker", AnyWorkerConfig, _run_any, "Run a worker that prefills and decodes.")

@@ -1,0 +1,148 @@
+"""Reads KV that another worker holds ready, into this worker's blocks. Blocking; threads share it.
+
+One connection a peer stays open, as its session: under it the peer grants leases. A connection that fails is
+dropped and the next read opens another.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import structlog
+import xxhash
+from tanghulu.transfer_engine.request import TransferRequest
+
+from tanghulu.errors import ChecksumMismatch, NodeUnavailable, TanghuluError
+from tanghulu.process import host_id
+from tanghulu.protos import fastlane_pb2, session_pb2, store_pb2
+from tanghulu.rpc.fast_client import FastConnection
+from tanghulu.rpc.frames import PROTOCOL_VERSION
+from tanghulu.transfer_engine.descriptor_wire import from_proto
+from tanghulu.transfer_engine.engine import TransferEngine
+from tanghulu.transfer_engine.opcode import Opcode
+from tanghulu.transfer_engine.remote import RemoteSegment
+from tanghulu.types import Address
+from tanghulu.workers.requests import PeerExport
+from tanghulu.workers.session_wire import split_peer
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    connection: FastConnection
+    segment: RemoteSegment
+
+
+class PeerReader:
+    """Connections to other workers and the reads over them; at most ``deadline_s`` a read."""
+
+    def __init__(self, engine: TransferEngine, client_id: str, deadline_s: float = 10.0) -> None:
+        self._engine = engine
+        self._client_id = client_id
+        self._deadline_s = deadline_s
+        self._lock = threading.Lock()
+        self._peers: dict[str, _Peer] = {}
+
+    def read(self, peer: PeerExport, first_block: int, buffers: Sequence[memoryview]) -> int:
+        """Fill ``buffers`` with the export's blocks from ``first_block`` on.
+
+        Returns how many leading ones arrived whole, checksums verified. Raises NodeUnavailable, ChunkNotFound,
+        TransferFailed or DeadlineExceeded when none did.
+        """
+        address, unix_path, export_id = split_peer(peer)
+        opened = self._open(peer.instance, address, unix_path)
+        try:
+            reply = opened.connection.call(
+                fastlane_pb2.METHOD_EXPORT_PIN,
+                session_pb2.ExportPinRequest(export_id=export_id, first_block=first_block),
+                session_pb2.ExportPinReply,
+                deadline_s=self._deadline_s,
+            ).message
+            blocks = reply.blocks[: len(buffers)]
+            self._transfer(opened.segment, blocks, buffers)
+            num_ok = _count_whole(blocks, buffers)
+        except NodeUnavailable:
+            self._drop(peer.instance)
+            raise
+        self._release(opened, export_id, num_ok * len(buffers[0]))
+        return num_ok
+
+    def _transfer(
+        self, segment: RemoteSegment, blocks: Sequence[session_pb2.ExportedBlock], buffers: Sequence[memoryview]
+    ) -> None:
+        requests = [
+            TransferRequest(
+                Opcode.READ,
+                self._engine.register(buffer),
+                segment,
+                target_offset=block.offset,
+                length=block.length,
+                lease_id=block.lease_id,
+            )
+            for block, buffer in zip(blocks, buffers, strict=False)
+        ]
+        if requests:
+            self._engine.transfer(requests, self._deadline_s)
+
+    def _release(self, opened: _Peer, export_id: int, bytes_read: int) -> None:
+        """Tell the peer that its blocks are free; it would find out by its own time limit too."""
+        request = session_pb2.ExportReleaseRequest(export_id=export_id, bytes_read=bytes_read)
+        try:
+            opened.connection.call(
+                fastlane_pb2.METHOD_EXPORT_RELEASE, request, session_pb2.ExportReleaseReply, deadline_s=self._deadline_s
+            )
+        except TanghuluError as error:
+            _log.warning("export.release_failed", export=export_id, error=error.message)
+
+    def _open(self, instance: str, address: str, unix_path: str) -> _Peer:
+        with self._lock:
+            known = self._peers.get(instance)
+            if known is not None and not known.connection.closed:
+                return known
+            connection = FastConnection(Address.parse(address), unix_path or None)
+            try:
+                known = self._peers[instance] = self._greet(connection)
+            except BaseException:
+                connection.close()
+                raise
+            return known
+
+    def _greet(self, connection: FastConnection) -> _Peer:
+        hello = store_pb2.HelloRequest(
+            protocol_version=PROTOCOL_VERSION,
+            client_id=self._client_id,
+            pid=os.getpid(),
+            host_id=host_id(),
+            wants_shm=True,
+        )
+        reply = connection.call(fastlane_pb2.METHOD_HELLO, hello, store_pb2.HelloReply, deadline_s=self._deadline_s)
+        segment = self._engine.open_segment(from_proto(reply.message.segment), reply.message.session_id)
+        return _Peer(connection, segment)
+
+    def _drop(self, instance: str) -> None:
+        with self._lock:
+            peer = self._peers.pop(instance, None)
+        if peer is not None:
+            peer.connection.close()
+            peer.segment.close()
+
+    def close(self) -> None:
+        """Hang up on all peers."""
+        for instance in list(self._peers):
+            self._drop(instance)
+
+
+def _count_whole(blocks: Sequence[session_pb2.ExportedBlock], buffers: Sequence[memoryview]) -> int:
+    """Leading blocks whose bytes are what the peer says; raises ChecksumMismatch if not even the first is."""
+    for count, (block, buffer) in enumerate(zip(blocks, buffers, strict=False)):
+        step = block.checksums.part_bytes
+        parts = [xxhash.xxh3_64_intdigest(buffer[i : i + step]) for i in range(0, len(buffer), step)]
+        if parts != list(block.checksums.parts):
+            if count == 0:
+                raise ChecksumMismatch("the first exported block did not arrive as it was sent")
+            return count
+    return len(blocks)

@@ -1,0 +1,181 @@
+"""Hands KV to other workers: the fast-lane calls on exports, and the leases under which their blocks are read.
+
+Runs on the process's event loop. Bytes are moved by the reader (shm) or by the segment server (tcp); here are the
+rights, the checksums and the giving back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import Callable, Sequence
+
+import xxhash
+
+from tanghulu.clock import Clock
+from tanghulu.errors import InvalidRequest, Overloaded
+from tanghulu.process import host_id
+from tanghulu.protos import fastlane_pb2, session_pb2, store_pb2
+from tanghulu.rpc.fast_server import FastService, Peer
+from tanghulu.rpc.frames import PROTOCOL_VERSION
+from tanghulu.transfer_engine.access import AccessTable
+from tanghulu.transfer_engine.descriptor_wire import to_proto
+from tanghulu.transfer_engine.leases import Freed
+from tanghulu.transfer_engine.opcode import Opcode
+from tanghulu.transfer_engine.segment import SegmentDescriptor
+from tanghulu.types import InstanceId, LeaseId, RequestId
+from tanghulu.workers.engine_thread import StepReport
+from tanghulu.workers.exports import Export, ExportTable
+from tanghulu.workers.kv_cache import KvCache
+from tanghulu.workers.metrics import WorkerMetrics
+
+EXPORT_TTL_S = 30.0
+SWEEP_S = 1.0
+
+
+class PeerServer:
+    """Exports of this worker. ``give_back`` is called with requests whose exported blocks nobody needs any more."""
+
+    def __init__(
+        self,
+        instance_id: InstanceId,
+        generation: int,
+        cache: KvCache,
+        access: AccessTable,
+        clock: Clock,
+        metrics: WorkerMetrics,
+        give_back: Callable[[RequestId], None],
+    ) -> None:
+        self._instance_id = instance_id
+        self._generation = generation
+        self._cache = cache
+        self._access = access
+        self._clock = clock
+        self._metrics = metrics
+        self._give_back = give_back
+        self._exports = ExportTable(EXPORT_TTL_S)
+        self._session_ids = itertools.count(1)
+        self._descriptor: SegmentDescriptor | None = None
+        self.address, self.unix_path = "", ""
+
+    def serve(self, service: FastService, descriptor: SegmentDescriptor) -> None:
+        """Answer the fast lane's calls; ``descriptor`` is how peers reach the cache's segment."""
+        self._descriptor = descriptor
+        service.register(fastlane_pb2.METHOD_HELLO, store_pb2.HelloRequest, self._hello)
+        service.register(fastlane_pb2.METHOD_EXPORT_PIN, session_pb2.ExportPinRequest, self._pin)
+        service.register(fastlane_pb2.METHOD_EXPORT_RELEASE, session_pb2.ExportReleaseRequest, self._release)
+
+    # --- exports of this worker's own requests
+
+    def add_exports(self, report: StepReport) -> dict[RequestId, session_pb2.KvSource]:
+        """Hold the step's hand-overs ready; returns where each can be fetched."""
+        now_s = self._clock.now_s()
+        return {request_id: self._source(self._exports.add(kv, now_s)) for request_id, kv in report.exports.items()}
+
+    def _source(self, export: Export) -> session_pb2.KvSource:
+        self._metrics.exports.set(len(self._exports))
+        return session_pb2.KvSource(
+            instance_id=self._instance_id,
+            address=self.address,
+            unix_path=self.unix_path,
+            export_id=export.export_id,
+            num_tokens=export.kv.num_tokens,
+        )
+
+    def release(self, export_id: int) -> None:
+        """Nobody will fetch the export (any more)."""
+        self._gone(self._exports.release(export_id))
+
+    def on_freed(self, freed: Sequence[Freed]) -> None:
+        """Leases ended: exports whose last reader is gone may be given back."""
+        for each in freed:
+            self._gone(self._exports.lease_freed(each.lease_id))
+
+    async def sweep(self) -> None:
+        """Until cancelled: end leases and exports whose time is up."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            now_s = self._clock.now_s()
+            self.on_freed(self._access.expire(now_s))
+            self._gone(self._exports.expire(now_s))
+
+    def _gone(self, requests: Sequence[RequestId]) -> None:
+        for request_id in requests:
+            self._give_back(request_id)
+        self._metrics.exports.set(len(self._exports))
+
+    # --- calls of peers
+
+    def _hello(self, peer: Peer, request: store_pb2.HelloRequest, _: memoryview) -> store_pb2.HelloReply:
+        if request.protocol_version != PROTOCOL_VERSION:
+            raise InvalidRequest(
+                f"peer speaks version {request.protocol_version} of the fast lane, this worker {PROTOCOL_VERSION}"
+            )
+        if peer.state is not None:
+            raise InvalidRequest("a connection says hello once")
+        assert self._descriptor is not None
+        session_id = next(self._session_ids) | (os.getpid() << 32)
+        maps = peer.is_unix and request.wants_shm and request.host_id == host_id()
+        self._access.open_session(session_id, peer.pid if maps else None)
+        peer.state = (session_id, maps)
+        peer.on_close.append(lambda: self.on_freed(self._access.close_session(session_id)))
+        return store_pb2.HelloReply(
+            instance_id=self._instance_id,
+            generation=self._generation,
+            session_id=session_id,
+            segment=to_proto(self._descriptor),
+        )
+
+    async def _pin(
+        self, peer: Peer, request: session_pb2.ExportPinRequest, _: memoryview
+    ) -> session_pb2.ExportPinReply:
+        if peer.state is None:
+            raise InvalidRequest("say hello before you pin an export")
+        session_id, maps = peer.state
+        export = self._exports.get(request.export_id)
+        block_ids = export.kv.block_ids[request.first_block :]
+        if not block_ids:
+            return session_pb2.ExportPinReply(num_tokens=export.kv.num_tokens)
+        leases = self._grant(session_id, block_ids, maps)
+        self._exports.pinned(export, leases, self._clock.now_s())
+        checksums = await asyncio.to_thread(self._checksums, block_ids)
+        reply = session_pb2.ExportPinReply(num_tokens=export.kv.num_tokens)
+        for block, lease, parts in zip(block_ids, leases, checksums, strict=True):
+            exported = reply.blocks.add(
+                offset=self._cache.block_offset(block), length=self._cache.layout.block_bytes, lease_id=lease
+            )
+            exported.checksums.part_bytes = self._cache.layout.layer_bytes
+            exported.checksums.parts.extend(parts)
+        return reply
+
+    def _grant(self, session_id: int, block_ids: Sequence[int], maps: bool) -> list[LeaseId]:
+        """A lease on each block; the reader copies over tcp where its mapped bytes would pass the cap."""
+        size = self._cache.layout.block_bytes
+        granted: list[LeaseId] = []
+        for block in block_ids:
+            offset = self._cache.block_offset(block)
+            try:
+                granted.append(self._access.grant(session_id, offset, size, Opcode.READ, shm=maps))
+            except Overloaded:
+                self.on_freed([freed for lease in granted for freed in self._access.release(lease)])
+                raise
+        return granted
+
+    def _checksums(self, block_ids: Sequence[int]) -> list[list[int]]:
+        """xxh3_64 of each layer of each block; the blocks are held, so their bytes stay."""
+        step = self._cache.layout.layer_bytes
+        views = [self._cache.block_view(block) for block in block_ids]
+        return [[xxhash.xxh3_64_intdigest(v[i : i + step]) for i in range(0, len(v), step)] for v in views]
+
+    def _release(
+        self, peer: Peer, request: session_pb2.ExportReleaseRequest, _: memoryview
+    ) -> session_pb2.ExportReleaseReply:
+        self._metrics.export_bytes.inc(request.bytes_read)
+        session_id = peer.state[0] if peer.state is not None else 0
+        for lease_id in self._exports.leases_of(request.export_id):
+            lease = self._access.lease(lease_id)
+            if lease is not None and lease.session_id == session_id:
+                self.on_freed(self._access.release(lease_id))
+        self.release(request.export_id)
+        return session_pb2.ExportReleaseReply()

@@ -1,0 +1,60 @@
+"""The store as the connector sees it: blocks by hash in, bytes out. Opens its client when it is first needed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from tanghulu.errors import ChunkNotFound, TanghuluError
+from tanghulu.store.client import Client, connect
+from tanghulu.types import Address, BlockHash, ChunkKey, Fingerprint, kv_chunk_key
+
+#: A prefix that takes longer than this to load is computed instead.
+LOAD_DEADLINE_S = 5.0
+SAVE_DEADLINE_S = 10.0
+
+
+class StoreAdapter:
+    """Blocks of one model (``fingerprint``) and one tensor-parallel rank (``part``). Threads share it."""
+
+    def __init__(self, master: Address, fingerprint: Fingerprint, layer_bytes: int, part: int = 0) -> None:
+        self._master = master
+        self._fingerprint = fingerprint
+        self._layer_bytes = layer_bytes
+        self._part = part
+        self._lock = threading.Lock()
+        self._client: Client | None = None
+
+    def load(self, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
+        """Fill ``buffers``; returns how many leading ones arrived whole, checksums verified.
+
+        A missing block ends the run and is no failure. Raises what else went wrong with the first block.
+        """
+        results = self._open().get_many_into(self._keys(hashes), buffers, deadline_s=LOAD_DEADLINE_S)
+        num_ok = next((i for i, result in enumerate(results) if isinstance(result, TanghuluError)), len(results))
+        first = results[0] if results else 0
+        if isinstance(first, TanghuluError) and not isinstance(first, ChunkNotFound):
+            raise first
+        return num_ok
+
+    def save(self, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
+        """Put the blocks, a checksum a layer; returns how many are in the store now."""
+        items = list(zip(self._keys(hashes), buffers, strict=True))
+        statuses = self._open().put_many(items, part_bytes=self._layer_bytes, visible=False, deadline_s=SAVE_DEADLINE_S)
+        return sum(status.ok for status in statuses)
+
+    def _keys(self, hashes: Sequence[BlockHash]) -> list[ChunkKey]:
+        return [kv_chunk_key(self._fingerprint, block_hash, self._part) for block_hash in hashes]
+
+    def _open(self) -> Client:
+        with self._lock:
+            if self._client is None:
+                self._client = connect(str(self._master))
+            return self._client
+
+    def close(self) -> None:
+        """Hang up."""
+        with self._lock:
+            if self._client is not None:
+                self._client.close()
+                self._client = None
