@@ -12,10 +12,9 @@ and only after the last one the lease's transfer ends: so a range is not reused 
 from __future__ import annotations
 
 import asyncio
-import socket
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, cast
 
 from tanghulu.errors import TanghuluError
 from tanghulu.transfer_engine.wire import (
@@ -103,15 +102,12 @@ class TcpConnection(asyncio.BufferedProtocol):
     # --- asyncio's calls
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Tune the socket, or turn the peer away when the server is full."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        sock: socket.socket = transport.get_extra_info("socket")
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        transport.set_write_buffer_limits(high=0)
+        """Set flow control, or turn the peer away when the server is full. (Both loops set TCP_NODELAY themselves.)"""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        self._transport.set_write_buffer_limits(high=0)
         self._admitted = self._door.opened(self)
         if not self._admitted:
-            transport.abort()
+            self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the open slice. A READ's only behind this callback: uvloop closes the socket right after it."""

@@ -1,0 +1,47 @@
+"""Local memory that transfers read from and write to.
+
+Owns the address and the guard against use after ``unregister``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tanghulu.errors import InvalidRequest
+
+
+class Buffer:
+    """One C-contiguous piece of the caller's memory, without copying it.
+
+    Registering it once spares every transfer the look-up of its address (and, on transports with registered memory,
+    the registration). It keeps the underlying object alive and, for a bytearray, unresizable, until ``unregister()``.
+    """
+
+    __slots__ = ("address", "array", "read_only", "registered", "size_bytes")
+
+    def __init__(self, source: Any) -> None:
+        try:
+            self.array: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(source, dtype=np.uint8)
+        except (TypeError, ValueError, BufferError) as error:
+            raise InvalidRequest(
+                f"{type(source).__name__} is no C-contiguous buffer of at least one byte: {error}"
+            ) from None
+        self.size_bytes: int = self.array.size
+        self.address: int = self.array.__array_interface__["data"][0]
+        self.read_only: bool = not self.array.flags.writeable
+        self.registered = True
+
+    def view(self, offset: int, length: int) -> memoryview:
+        """``[offset, offset + length)`` as memory of format ``B``."""
+        return self.array[offset : offset + length].data
+
+    def unregister(self) -> None:
+        """No further transfer may name this buffer; transfers in flight keep the memory alive until they end."""
+        self.registered = False
+        self.array = np.empty(0, dtype=np.uint8)
+
+    def __repr__(self) -> str:
+        access = "read-only " if self.read_only else ""
+        return f"Buffer({access}{self.size_bytes} bytes at {self.address:#x}{'' if self.registered else ', gone'})"

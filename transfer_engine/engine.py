@@ -1,0 +1,268 @@
+"""TransferEngine: the front of the transfer engine.
+
+Owns which segments are open and which threads drive asyncio callers' batches; opening picks the transport. Decisions
+about slices are ``transfer_run``'s and ``paths``'s, progress is ``handle``'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import Any
+
+from tanghulu.clock import Clock, SystemClock
+from tanghulu.errors import ConfigError, InvalidRequest, NodeUnavailable, Overloaded, TanghuluError
+from tanghulu.transfer_engine.buffers import Buffer
+from tanghulu.transfer_engine.config import EngineConfig, TransportLimits
+from tanghulu.transfer_engine.handle import TransferHandle, Workshop
+from tanghulu.transfer_engine.opcode import Opcode
+from tanghulu.transfer_engine.remote import RemoteSegment
+from tanghulu.transfer_engine.requests import (
+    BatchResult,
+    RequestState,
+    TransferBatch,
+    TransferCancelled,
+    TransferRequest,
+    admit,
+    admit_buffer,
+    refuse_overlaps,
+)
+from tanghulu.transfer_engine.segment import SegmentDescriptor
+from tanghulu.transfer_engine.shm import ShmPeer
+from tanghulu.transfer_engine.transfer_run import RunLimits, TransferRun
+
+__all__ = [
+    "BatchResult",
+    "Buffer",
+    "EngineConfig",
+    "Opcode",
+    "RemoteSegment",
+    "RequestState",
+    "TransferBatch",
+    "TransferCancelled",
+    "TransferEngine",
+    "TransferHandle",
+    "TransferRequest",
+    "TransportLimits",
+]
+
+TRANSPORTS = ("shm", "tcp")
+_Key = tuple[SegmentDescriptor, int, str | None]
+
+
+class _Opening:
+    """One segment in the cache; the lock makes its openers wait for one another and for nobody else."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.remote: RemoteSegment | None = None
+
+
+class TransferEngine:
+    """Moves bytes between this process's buffers and other processes' segments; one per process is enough.
+
+    ``transports`` in the order of preference. ``host_id`` is equal for processes that can share memory.
+    Every method may be called from any thread. Use as a context manager, or call ``close()``.
+    """
+
+    def __init__(
+        self,
+        *,
+        transports: Sequence[str] = TRANSPORTS,
+        host_id: str,
+        clock: Clock | None = None,
+        config: EngineConfig | None = None,
+    ) -> None:
+        self.config = config or EngineConfig()
+        unknown = [name for name in transports if name not in TRANSPORTS or name not in self.config.limits]
+        if unknown or not transports:
+            raise ConfigError(f"transports {list(transports)}: choose from {list(TRANSPORTS)}, each with limits")
+        self.transports = tuple(transports)
+        self.host_id = host_id
+        self._clock = clock or SystemClock()
+        self._lock = threading.Lock()
+        self._segments: dict[_Key, _Opening] = {}
+        self._threads: ThreadPoolExecutor | None = None
+        self._num_async = 0
+        self._closed = False
+        self._workshop = Workshop(self._clock, threading.Lock(), self._executor)
+        self._run_limits = RunLimits(self.config.limits, self.config.retries_max, self.config.slice_deadline_s)
+
+    # --- memory and segments
+
+    def register(self, buffer: Any) -> Buffer:
+        """Name local memory once, for many transfers; see Buffer. Raises InvalidRequest if it is not C-contiguous."""
+        return Buffer(buffer)
+
+    def open_segment(
+        self, descriptor: SegmentDescriptor, session_id: int = 0, transport: str | None = None
+    ) -> RemoteSegment:
+        """Reach a peer's segment; the same object for the same arguments while it is open.
+
+        Takes shm when the peer is on this host and its door lets us in, else tcp; ``transport`` pins one.
+        ``session_id`` is the one that the owner opened for us (0 where it keeps no leases).
+        Waits for the peer, at most ``connect_timeout_s`` per attempt. Raises NodeUnavailable, saying why for each
+        transport, InvalidRequest for an unknown ``transport``.
+        """
+        if transport is not None and transport not in self.transports:
+            raise InvalidRequest(f"transport {transport!r} is not one of this engine's {list(self.transports)}")
+        key = (descriptor, session_id, transport)
+        with self._lock:
+            if self._closed:
+                raise InvalidRequest("the transfer engine is closed")
+            opening = self._segments.setdefault(key, _Opening())
+        with opening.lock:
+            if opening.remote is None or opening.remote.closed:
+                opening.remote = self._open(descriptor, session_id, transport)
+            return opening.remote
+
+    async def open_segment_async(
+        self, descriptor: SegmentDescriptor, session_id: int = 0, transport: str | None = None
+    ) -> RemoteSegment:
+        """``open_segment`` in one of the engine's threads."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._executor(), self.open_segment, descriptor, session_id, transport)
+
+    # --- transfers
+
+    def submit(self, batch: TransferBatch) -> TransferHandle:
+        """Start a batch. Without waiting, as much is posted as the windows take; the rest moves while somebody waits.
+
+        Raises InvalidRequest, and moves nothing, if one request is malformed or two READs overlap locally.
+        """
+        requests = batch.requests
+        if len(requests) > self.config.max_requests_per_batch:
+            raise InvalidRequest(
+                f"{len(requests)} requests in a batch; at most {self.config.max_requests_per_batch} are allowed"
+            )
+        buffers = [admit_buffer(request) for request in requests]
+        refuse_overlaps(requests, buffers)
+        admitted = [admit(request, buffer) for request, buffer in zip(requests, buffers, strict=True)]
+        handle = TransferHandle(self._workshop, TransferRun(admitted, self._run_limits), requests)
+        handle.start()
+        return handle
+
+    def transfer(self, requests: Sequence[TransferRequest], deadline_s: float) -> None:
+        """Move everything, in this thread; returns when all bytes have arrived, raises the first error otherwise."""
+        if not self._copy_directly(requests, self.config.direct_bytes):
+            self.submit(TransferBatch(requests)).wait(deadline_s).raise_first()
+
+    async def transfer_async(self, requests: Sequence[TransferRequest], deadline_s: float) -> None:
+        """The same for asyncio; small copies over shm happen at once, all else in one of the engine's threads.
+
+        Raises Overloaded if ``max_async_batches`` are waiting already.
+        """
+        if self._copy_directly(requests, self.config.direct_async_bytes):
+            return
+        if self._num_async >= self.config.max_async_batches:
+            raise Overloaded(f"{self._num_async} batches are waiting for the engine's threads")
+        self._num_async += 1
+        try:
+            result = await self.submit(TransferBatch(requests)).wait_async(deadline_s)
+        finally:
+            self._num_async -= 1
+        result.raise_first()
+
+    # --- life
+
+    def close(self) -> None:
+        """Close every segment and end the threads; batches in flight fail."""
+        with self._lock:
+            self._closed = True
+            openings = list(self._segments.values())
+            self._segments.clear()
+            threads, self._threads = self._threads, None
+        for opening in openings:
+            with opening.lock:
+                if opening.remote is not None:
+                    opening.remote.close()
+        if threads is not None:
+            threads.shutdown(wait=True)
+
+    def __enter__(self) -> TransferEngine:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def check(self) -> None:
+        """Assert the invariants of everything that is open."""
+        with self._lock:
+            remotes = [opening.remote for opening in self._segments.values() if opening.remote is not None]
+        with self._workshop.lock:
+            for remote in remotes:
+                remote.check()
+
+    def __repr__(self) -> str:
+        return f"TransferEngine({'+'.join(self.transports)}, host_id={self.host_id!r}, {len(self._segments)} segments)"
+
+    # --- inside
+
+    def _copy_directly(self, requests: Sequence[TransferRequest], max_bytes: int) -> bool:
+        """Copy a batch that needs nothing but mapped memory; False, when it needs more or an owner is gone.
+
+        The short cut past slices and paths that makes a small shm READ cost microseconds: there is one path, one slice
+        a request, and nothing that could be retried, so there is nothing to decide.
+        """
+        mapped: list[ShmPeer] = []
+        num_bytes = 0
+        for request in requests:
+            shm = request.target.shm
+            num_bytes += request.length
+            if shm is None or num_bytes > max_bytes:
+                return False
+            mapped.append(shm)
+        buffers = [admit_buffer(request) for request in requests]
+        refuse_overlaps(requests, buffers)
+        for request, buffer, shm in zip(requests, buffers, mapped, strict=True):
+            address = buffer.address + request.source_offset
+            shm.copy(request.opcode, address, request.target_offset, request.length)
+        return all(shm.alive for shm in (mapped if len(mapped) == 1 else set(mapped)))
+
+    def _open(self, descriptor: SegmentDescriptor, session_id: int, pinned: str | None) -> RemoteSegment:
+        wanted = (pinned,) if pinned is not None else self.transports
+        usable: list[str] = []
+        reasons: list[str] = []
+        shm: ShmPeer | None = None
+        for name in wanted:
+            if not descriptor.endpoints_of(name):
+                reasons.append(f"{name}: the descriptor has no such endpoint")
+            elif name == "tcp":
+                usable.append(name)
+            else:
+                shm = self._open_shm(descriptor, session_id, reasons)
+                usable += [name] if shm is not None else []
+        if usable:
+            remote = RemoteSegment(descriptor, session_id, usable, self.config, self._clock, shm)
+            if remote.transport == "shm":
+                return remote
+            try:
+                remote.greet(self.config.connect_timeout_s, self._clock)
+                return remote
+            except TanghuluError as error:
+                remote.close()
+                reasons.append(f"tcp: {error.message}")
+        raise NodeUnavailable(
+            f"segment {descriptor.name!r} of generation {descriptor.generation} cannot be opened: {'; '.join(reasons)}"
+        )
+
+    def _open_shm(self, descriptor: SegmentDescriptor, session_id: int, reasons: list[str]) -> ShmPeer | None:
+        if descriptor.host_id != self.host_id:
+            reasons.append(f"shm: it is on host {descriptor.host_id!r}, we are on {self.host_id!r}")
+            return None
+        for endpoint in descriptor.endpoints_of("shm"):
+            try:
+                return ShmPeer.open(descriptor, endpoint, session_id, self.config.connect_timeout_s)
+            except TanghuluError as error:
+                reasons.append(f"shm: {error.message}")
+        return None
+
+    def _executor(self) -> Executor:
+        with self._lock:
+            if self._closed:
+                raise InvalidRequest("the transfer engine is closed")
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(self.config.async_threads, thread_name_prefix="tanghulu-transfer")
+            return self._threads

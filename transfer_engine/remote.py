@@ -1,0 +1,136 @@
+"""A segment of another process as this process reaches it: its paths, its links, its mapping.
+
+Owns what is opened per peer. Which path a slice takes is decided by ``paths``; who may use a RemoteSegment is the
+engine's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tanghulu.clock import Clock
+from tanghulu.errors import NodeUnavailable, TanghuluError
+from tanghulu.transfer_engine.config import EngineConfig
+from tanghulu.transfer_engine.link_pool import LinkPool
+from tanghulu.transfer_engine.paths import Path, PathTable, PauseRule
+from tanghulu.transfer_engine.segment import SegmentDescriptor
+from tanghulu.transfer_engine.shm import ShmPeer
+from tanghulu.transfer_engine.tcp import TcpPeer
+from tanghulu.transfer_engine.transport import Link, Peer
+
+
+class RemoteSegment:
+    """An open segment; made by ``TransferEngine.open_segment``. Safe to use from several threads.
+
+    ``transport`` names the one that is preferred (and, if pinned, the only one).
+    """
+
+    def __init__(
+        self,
+        descriptor: SegmentDescriptor,
+        session_id: int,
+        transports: Sequence[str],
+        config: EngineConfig,
+        clock: Clock,
+        shm: ShmPeer | None,
+    ) -> None:
+        assert transports, "a segment is reached over at least one transport"
+        self.descriptor = descriptor
+        self.session_id = session_id
+        self.size_bytes = descriptor.size_bytes
+        self.transport = transports[0]
+        self.shm = shm
+        self._peers: dict[str, Peer] = {}
+        if shm is not None:
+            self._peers["shm"] = shm
+        if "tcp" in transports:
+            self._peers["tcp"] = TcpPeer(descriptor, session_id)
+        self._pools = {
+            name: LinkPool(peer.connect, config.max_links_per_peer, clock) for name, peer in self._peers.items()
+        }
+        rule = PauseRule(config.pause_after_errors, config.pause_s, config.pause_max_s)
+        self.paths = PathTable(_paths(descriptor, transports, config), rule)
+        self._closed = False
+
+    @property
+    def name(self) -> str:
+        """The segment's name."""
+        return self.descriptor.name
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close()`` has been called."""
+        return self._closed
+
+    def map(self) -> memoryview | None:
+        """The segment's memory itself when the transport is shm, else None; for views without a copy.
+
+        Writable, of format ``B``, valid until ``close()``; slices of it keep the pages mapped longer. Touch only
+        ranges on which a lease with ``shm`` is held, and verify checksums: the owner may be gone.
+        """
+        shm = self.shm
+        return shm.view if shm is not None else None
+
+    @property
+    def alive(self) -> bool:
+        """Whether the segment is open and, under shm, its owner still keeps the connection; over tcp, open."""
+        shm = self.shm
+        return not self._closed and (shm is None or shm.alive)
+
+    def greet(self, timeout_s: float, clock: Clock) -> None:
+        """Make sure that a tcp endpoint serves this segment; raises NodeUnavailable or its refusal."""
+        errors: list[TanghuluError] = []
+        for path in self.paths.paths:
+            if path.transport != "tcp" or path.stream or path.local_device != self.paths.paths[0].local_device:
+                continue
+            link = TcpPeer(self.descriptor, self.session_id).connect()
+            try:
+                link.greet(path, timeout_s, clock)
+            except TanghuluError as error:
+                link.close()
+                errors.append(error)
+                continue
+            self._pools["tcp"].put(link)
+            return
+        raise errors[0] if errors else NodeUnavailable(f"segment {self.name!r} has no tcp endpoint")
+
+    def borrow(self, transport: str, until_s: float | None) -> Link | None:
+        """A link of ``transport`` for one batch, or None if all are lent until ``until_s``."""
+        return self._pools[transport].borrow(until_s)
+
+    def give_back(self, transport: str, link: Link) -> None:
+        """Return a borrowed link."""
+        self._pools[transport].give_back(link)
+
+    def close(self) -> None:
+        """Let go of the peer, for everybody who opened this segment. Batches in flight fail or end by themselves."""
+        if self._closed:
+            return
+        self._closed = True
+        for pool in self._pools.values():
+            pool.close()
+        for peer in self._peers.values():
+            peer.close()
+        self._peers.clear()
+        self.shm = None
+
+    def check(self) -> None:
+        """Assert the invariants of what it owns."""
+        self.paths.check()
+        for pool in self._pools.values():
+            pool.check()
+
+    def __repr__(self) -> str:
+        closed = ", closed" if self._closed else ""
+        return f"RemoteSegment({self.name!r}, generation={self.descriptor.generation}, {self.transport}{closed})"
+
+
+def _paths(descriptor: SegmentDescriptor, transports: Sequence[str], config: EngineConfig) -> list[Path]:
+    """Every (local device, endpoint, stream), ranked by the order of ``transports``."""
+    paths: list[Path] = []
+    for rank, transport in enumerate(transports):
+        devices = config.tcp_devices if transport == "tcp" else ("",)
+        streams = range(config.streams_per_peer if transport == "tcp" else 1)
+        endpoints = descriptor.endpoints_of(transport)
+        paths += [Path(e, device, stream, rank) for stream in streams for e in endpoints for device in devices]
+    return paths

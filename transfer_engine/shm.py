@@ -1,0 +1,170 @@
+"""The shm transport: the peer's memory is mapped here, and a slice is one memmove by the calling thread.
+
+Owns the door's connection and the mapping. The copy is done when ``post`` returns, so nothing can land later, in either
+memory: a failed WRITE leaves no duplicate behind. What an expired lease means for mapped memory is the owner's affair
+(it quarantines the range until this process exits or releases it).
+
+A peer whose process is gone leaves the mapping readable. Whether its end of the door's connection is still open is
+therefore asked after every copy: bytes written into, or read from, a segment that nobody serves any more are not
+reported as arrived.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import select
+import socket
+
+from tanghulu.errors import NodeUnavailable, TanghuluError
+from tanghulu.transfer_engine.opcode import Opcode
+from tanghulu.transfer_engine.paths import Path
+from tanghulu.transfer_engine.segment import Endpoint, SegmentDescriptor, address_of, map_shared
+from tanghulu.transfer_engine.slices import Slice
+from tanghulu.transfer_engine.transport import Arrived, Completion, Lost
+from tanghulu.transfer_engine.wire import (
+    DOOR_ANSWER_BYTES,
+    DoorHello,
+    MalformedMessage,
+    parse_door_answer,
+    parse_error,
+)
+
+
+class ShmPeer:
+    """A segment of this host, mapped. Safe to use from several threads.
+
+    The pages are unmapped when the last reference to this object and to ``view`` is gone, never under a running copy.
+    """
+
+    def __init__(self, sock: socket.socket, area: mmap.mmap, endpoint: Endpoint) -> None:
+        self.view = memoryview(area)
+        self._sock = sock
+        self._area = area
+        self._address = address_of(area)
+        self._endpoint = endpoint
+        self._epoll = select.epoll()  # unlike select.poll, several threads may ask it at once
+        self._epoll.register(sock, select.EPOLLIN)
+        self._closed = False
+
+    @classmethod
+    def open(cls, descriptor: SegmentDescriptor, endpoint: Endpoint, session_id: int, timeout_s: float) -> ShmPeer:
+        """Knock at the door and map the segment.
+
+        Raises NodeUnavailable if nobody answers within ``timeout_s`` or the descriptor cannot be mapped, and what the
+        owner refused with (Unauthorized, NodeUnavailable for another generation, Overloaded).
+        """
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(timeout_s)
+            sock.connect(endpoint.address)
+            sock.sendall(DoorHello(descriptor.name, descriptor.generation, session_id).pack())
+            area = _receive_mapping(sock, descriptor.size_bytes)
+            sock.setblocking(False)
+        except BaseException as error:
+            sock.close()
+            if isinstance(error, OSError | MalformedMessage):
+                raise NodeUnavailable(f"shm door {endpoint.address}: {error or type(error).__name__}") from error
+            raise
+        return cls(sock, area, endpoint)
+
+    def copy(self, opcode: Opcode, local_address: int, remote_offset: int, length: int) -> None:
+        """Move the bytes now; ranges were checked by the caller. Ask ``alive`` afterwards."""
+        if opcode is Opcode.READ:
+            ctypes.memmove(local_address, self._address + remote_offset, length)
+        else:
+            ctypes.memmove(self._address + remote_offset, local_address, length)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the owner still keeps its end of the connection open."""
+        try:
+            return not self._closed and not self._epoll.poll(0, 1)
+        except ValueError:  # closed by another thread just now
+            return False
+
+    def gone(self) -> NodeUnavailable:
+        """The error to report when it is not."""
+        return NodeUnavailable(f"shm door {self._endpoint.address}: the owner of the segment hung up")
+
+    def connect(self) -> ShmLink:
+        """A link; all share the mapping."""
+        return ShmLink(self)
+
+    def close(self) -> None:
+        """Hang up. The pages stay mapped while somebody holds them."""
+        if not self._closed:
+            self._closed = True
+            self._epoll.close()
+            self._sock.close()
+
+
+class ShmLink:
+    """The mapping as a link: everything ends inside ``post``."""
+
+    def __init__(self, peer: ShmPeer) -> None:
+        self._peer = peer
+        self._ended: list[Completion] = []
+
+    def post(self, piece: Slice, path: Path) -> None:
+        """Copy the slice, unless the owner was found gone since the last poll: the slice is lost with the others."""
+        if self._ended and isinstance(self._ended[-1], Lost):
+            return
+        self._peer.copy(piece.opcode, piece.buffer.address + piece.local_offset, piece.remote_offset, piece.length)
+        self._ended.append(Arrived(piece.slice_id) if self._peer.alive else Lost(path, self._peer.gone()))
+
+    def poll(self, timeout_s: float) -> list[Completion]:
+        """What ended inside ``post``; never waits."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def cut(self, path: Path) -> None:
+        """Forget what ended; no copy is running."""
+        self._ended.clear()
+
+    @property
+    def reusable(self) -> bool:
+        """Whether all that ended was told."""
+        return not self._ended
+
+    def fileno(self) -> int:
+        """-1: there is nothing to wait for."""
+        return -1
+
+    def wake(self) -> None:
+        """Nothing waits."""
+
+    def close(self) -> None:
+        """The mapping belongs to the peer."""
+
+
+def _receive_mapping(sock: socket.socket, size_bytes: int) -> mmap.mmap:
+    """Read the door's answer; maps the descriptor that came with it, and closes that."""
+    data, fds, _, _ = socket.recv_fds(sock, DOOR_ANSWER_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+    try:
+        data += _receive(sock, DOOR_ANSWER_BYTES - len(data))
+        text_bytes, actual_bytes = parse_door_answer(data)
+        if text_bytes:
+            raise parse_error(_receive(sock, text_bytes))
+        if len(fds) != 1 or actual_bytes != size_bytes:
+            raise MalformedMessage(f"{len(fds)} descriptors for {actual_bytes} bytes, wanted one for {size_bytes}")
+        try:
+            return map_shared(fds[0], size_bytes)
+        except TanghuluError as error:
+            raise MalformedMessage(error.message) from error
+    finally:
+        for fd in fds:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+
+def _receive(sock: socket.socket, num_bytes: int) -> bytes:
+    data = b""
+    while len(data) < num_bytes:
+        piece = sock.recv(num_bytes - len(data))
+        if not piece:
+            raise ConnectionResetError("the peer hung up inside its answer")
+        data += piece
+    return data

@@ -1,0 +1,93 @@
+"""Slices: the unit that the engine posts to one path. Pure: cutting, states, and what happened to each.
+
+A request of ``length`` bytes is cut into pieces of the transport's ``slice_bytes``; a last piece shorter than half of
+that is merged into the one before it, because a short slice costs a whole reply. Example with 1 MiB: 2.25 MiB -> 1 +
+1.25.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from tanghulu.transfer_engine.buffers import Buffer
+from tanghulu.transfer_engine.opcode import Opcode
+from tanghulu.transfer_engine.paths import Path
+
+
+class SliceState(Enum):
+    """Where a slice stands."""
+
+    #: Not on any path: fresh, or to be tried again.
+    WAITING = "waiting"
+    #: Given to a path; its bytes may be moving.
+    POSTED = "posted"
+    #: All its bytes have arrived.
+    DONE = "done"
+    #: Refused by the peer, or lost on as many paths as it was allowed to try.
+    FAILED = "failed"
+    #: Given up because its request failed, was cancelled or ran out of time.
+    CANCELLED = "cancelled"
+
+
+class SliceEvent(Enum):
+    """What happens to a slice."""
+
+    POST = "post"
+    ARRIVED = "arrived"
+    LOST = "lost"
+    REFUSED = "refused"
+    EXHAUSTED = "exhausted"
+    CANCEL = "cancel"
+
+
+TRANSITIONS: dict[tuple[SliceState, SliceEvent], SliceState] = {
+    (SliceState.WAITING, SliceEvent.POST): SliceState.POSTED,
+    (SliceState.WAITING, SliceEvent.EXHAUSTED): SliceState.FAILED,
+    (SliceState.WAITING, SliceEvent.CANCEL): SliceState.CANCELLED,
+    (SliceState.POSTED, SliceEvent.ARRIVED): SliceState.DONE,
+    (SliceState.POSTED, SliceEvent.LOST): SliceState.WAITING,
+    (SliceState.POSTED, SliceEvent.REFUSED): SliceState.FAILED,
+    (SliceState.POSTED, SliceEvent.CANCEL): SliceState.CANCELLED,
+}
+
+
+@dataclass(slots=True, eq=False)
+class Slice:
+    """One piece of one request; offsets are absolute in the local buffer and in the remote segment."""
+
+    slice_id: int
+    request_index: int
+    opcode: Opcode
+    buffer: Buffer
+    local_offset: int
+    remote_offset: int
+    length: int
+    lease_id: int
+    state: SliceState = SliceState.WAITING
+    path: Path | None = None
+    num_posts: int = 0
+    lost_on: list[Path] = field(default_factory=list)
+    #: (seconds, event, what it happened on), oldest first.
+    events: list[tuple[float, SliceEvent, str]] = field(default_factory=list)
+
+    def step(self, event: SliceEvent, now_s: float, note: str = "") -> SliceState:
+        """Apply ``event``; asserts that the table knows the pair."""
+        following = TRANSITIONS.get((self.state, event))
+        assert following is not None, f"slice {self.slice_id} cannot take {event.value} in {self.state.value}"
+        self.events.append((now_s, event, note or (self.path.label if self.path is not None else "")))
+        self.state = following
+        return following
+
+    def memory(self) -> memoryview:
+        """The local bytes: a READ's destination, a WRITE's source."""
+        return self.buffer.view(self.local_offset, self.length)
+
+
+def cut(length: int, slice_bytes: int) -> Iterator[tuple[int, int]]:
+    """(offset, length) of the pieces of ``length`` bytes, in order, the short tail merged."""
+    num_pieces = max(1, (length + slice_bytes // 2) // slice_bytes)
+    for index in range(num_pieces):
+        start = index * slice_bytes
+        yield start, (length - start if index == num_pieces - 1 else slice_bytes)

@@ -1,0 +1,187 @@
+"""The tcp transport: several non-blocking streams to one peer, received straight into the destination.
+
+Owns sockets and their bytes, decides nothing. Heads of many slices go ahead on a stream, the peer answers them in
+order.
+
+No late duplicate of a failed WRITE: a stream that failed is closed and a retry goes over another connection. Its bytes
+may still sit in the peer's socket, so every stream of this link first sends a FENCE with the closed connection's token:
+the peer cuts that connection (or refuses it, if it sees it only later) before it reads the retry behind the fence. What
+a batch that has ended by deadline or cancel left on a closed connection can land until the owner has read its end, but
+only under its lease: the owner admits no slice after the lease's end, and does not free the range while an admitted one
+is open. A READ lands nothing after ``cut``: the socket is closed in this process.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+
+from tanghulu.clock import Clock
+from tanghulu.errors import NodeUnavailable
+from tanghulu.transfer_engine.paths import Path
+from tanghulu.transfer_engine.segment import SegmentDescriptor
+from tanghulu.transfer_engine.slices import Slice
+from tanghulu.transfer_engine.tcp_stream import StreamBroken, TcpStream
+from tanghulu.transfer_engine.transport import Completion, Lost
+from tanghulu.types import Address
+
+#: After so many failed WRITE streams a link sends no more fences but starts over with new connections.
+_MAX_FENCES = 256
+
+
+class TcpPeer:
+    """A remote segment behind one or more ``host:port``."""
+
+    def __init__(self, descriptor: SegmentDescriptor, session_id: int) -> None:
+        self._descriptor = descriptor
+        self._session_id = session_id
+
+    def connect(self) -> TcpLink:
+        """A new link; its streams connect when the first slice is posted on them."""
+        return TcpLink(self._descriptor, self._session_id)
+
+    def close(self) -> None:
+        """Links share nothing."""
+
+
+class TcpLink:
+    """One batch's streams to one peer."""
+
+    def __init__(self, descriptor: SegmentDescriptor, session_id: int) -> None:
+        self._descriptor = descriptor
+        self._session_id = session_id
+        self._streams: dict[Path, TcpStream] = {}
+        self._by_fd: dict[int, TcpStream] = {}
+        self._ended: list[Completion] = []
+        self._fences: list[int] = []
+        self._broken: set[Path] = set()  # paths whose loss the next poll tells
+        self._epoll = select.epoll()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._wake_fd, select.EPOLLIN)
+        self._closed = False
+
+    # --- Link
+
+    def post(self, piece: Slice, path: Path) -> None:
+        """Queue the slice on the path's stream; connects it if it is not.
+
+        A path that broke since the last poll takes nothing: the slice is lost with the others on it.
+        """
+        if path in self._broken:
+            return
+        try:
+            self._stream(path).queue_slice(piece)
+        except StreamBroken as broken:
+            self._break(path, broken)
+
+    def poll(self, timeout_s: float) -> list[Completion]:
+        """Send and receive what the sockets take and give."""
+        for path, stream in list(self._streams.items()):
+            if stream.has_output and not stream.blocked:
+                self._attempt(path, stream, send=True, receive=False)
+        for fd, events in self._epoll.poll(0 if self._ended else timeout_s):
+            stream_of_fd = self._by_fd.get(fd)
+            if stream_of_fd is not None:
+                self._attempt(stream_of_fd.path, stream_of_fd, send=bool(events & ~select.EPOLLIN), receive=True)
+            elif fd == self._wake_fd:
+                os.eventfd_read(self._wake_fd)
+        self._broken.clear()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def cut(self, path: Path) -> None:
+        """Close the path's stream."""
+        stream = self._streams.pop(path, None)
+        if stream is None:
+            return
+        del self._by_fd[stream.fileno()]
+        self._epoll.unregister(stream.fileno())
+        if stream.writes_unanswered:
+            self._fences.append(stream.token)
+        stream.close()
+
+    @property
+    def reusable(self) -> bool:
+        """Whether another batch may use this link: nothing is under way on it."""
+        usable = not self._closed and not self._ended and len(self._fences) < _MAX_FENCES
+        return usable and not any(stream.busy for stream in self._streams.values())
+
+    def fileno(self) -> int:
+        """The epoll descriptor: readable when a socket is ready."""
+        return self._epoll.fileno()
+
+    def wake(self) -> None:
+        """End a ``poll`` in another thread."""
+        if not self._closed:
+            os.eventfd_write(self._wake_fd, 1)
+
+    def close(self) -> None:
+        """Close every stream."""
+        if self._closed:
+            return
+        self._closed = True
+        for path in list(self._streams):
+            self.cut(path)
+        self._epoll.close()
+        os.close(self._wake_fd)
+
+    # --- for the engine
+
+    def greet(self, path: Path, timeout_s: float, clock: Clock) -> None:
+        """Connect the path's stream and wait for the peer's answer to its hello.
+
+        Raises NodeUnavailable if there is none within ``timeout_s``, or the peer's refusal.
+        """
+        until_s = clock.now_s() + timeout_s
+        try:
+            stream = self._stream(path)
+            while not stream.greeted:
+                left_s = until_s - clock.now_s()
+                if left_s <= 0:
+                    raise StreamBroken(NodeUnavailable(f"{path.label} did not answer within {timeout_s:g} s"))
+                for fd, events in self._epoll.poll(left_s):
+                    if fd == stream.fileno():
+                        self._serve(stream, send=bool(events & ~select.EPOLLIN), receive=True)
+        except StreamBroken as broken:
+            self.cut(path)
+            raise broken.error from None
+
+    # --- inside
+
+    def _stream(self, path: Path) -> TcpStream:
+        stream = self._streams.get(path)
+        if stream is None:
+            address = Address.parse(path.endpoint.address)
+            stream = TcpStream(path, address, self._descriptor, self._session_id)
+            self._streams[path] = stream
+            self._by_fd[stream.fileno()] = stream
+            self._epoll.register(stream.fileno(), stream.interest)
+        if stream.num_fences < len(self._fences):
+            stream.queue_fences(self._fences)
+        return stream
+
+    def _attempt(self, path: Path, stream: TcpStream, *, send: bool, receive: bool) -> None:
+        try:
+            self._serve(stream, send=send, receive=receive)
+        except StreamBroken as broken:
+            self._break(path, broken)
+
+    def _serve(self, stream: TcpStream, *, send: bool, receive: bool) -> None:
+        if send:
+            stream.send()
+        if receive:
+            stream.receive(self._ended)
+        self._watch(stream)
+
+    def _watch(self, stream: TcpStream) -> None:
+        if stream.interest != stream.watched:
+            self._epoll.modify(stream.fileno(), stream.interest)
+            stream.watched = stream.interest
+
+    def _break(self, path: Path, broken: StreamBroken) -> None:
+        stream = self._streams.get(path)
+        had_slices = stream is None or stream.has_slices
+        self.cut(path)
+        if had_slices:  # an idle stream that its peer closed is no event for anybody
+            self._broken.add(path)
+            self._ended.append(Lost(path, broken.error))
