@@ -4,9 +4,9 @@
 
 Files appear by rename, so a reader never sees half of one, and a writer that is killed leaves at most a ``.tmp``.
 Writers touch their file every third of the lease. A reader believes a file for ``ttl_s`` after it has seen its
-mtime move, by its own monotonic clock; the wall clock decides only about a file seen for the first time. So clocks of hosts
-that share the directory may differ: then a crashed process may be seen for one lease, a living one is missed for
-a third of one. Files that nobody has touched for long are deleted by whoever sees them.
+mtime move, by its own monotonic clock; the wall clock decides only about a file seen for the first time. So clocks of
+hosts that share the directory may differ: then a crashed process may be seen for one lease, a living one is missed
+for a third of one. Files that nobody has touched for long are deleted by whoever sees them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Discovery within one process: for tests, simulation, and clusters whose parts share an interpreter.
 
 A MemoryRegistry is the source that several MemoryDiscovery objects share, each standing for one process. A lease is
-renewed for as long as its MemoryDiscovery lives; ``crash`` ends that without a word, and the instances vanish when their
-leases run out by the registry's clock. With a ManualClock call ``tick`` after advancing it; a SystemClock ticks itself.
+renewed for as long as its MemoryDiscovery lives; ``crash`` ends that without a word, and the instances vanish when
+their leases run out by the registry's clock. With a ManualClock call ``tick`` after advancing it; a SystemClock
+ticks itself.
 """
 
 from __future__ import annotations

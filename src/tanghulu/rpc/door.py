@@ -23,6 +23,7 @@ import structlog
 from tanghulu.errors import ConfigError
 from tanghulu.rpc.fast_server import FastServerProtocol, FastService, Peer
 from tanghulu.rpc.frames import PREAMBLE
+from tanghulu.rpc.grpc_edge import SERVER_OPTIONS
 from tanghulu.types import Address
 
 _log = structlog.get_logger(__name__)
@@ -38,11 +39,11 @@ class Door:
         self.service = service
         self.unix_path = str(run_dir / f"{name}.sock")
         self._grpc_path = str(run_dir / f"{name}.grpc")
-        self.grpc_server = grpc.aio.server(
-            options=[("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20)]
-        )
+        self.grpc_server = grpc.aio.server(options=SERVER_OPTIONS)
         self._servers: list[asyncio.Server] = []
         self._transports: set[asyncio.Transport] = set()
+        self._empty = asyncio.Event()
+        self._empty.set()
         self.address = Address("", 0)
 
     async def start(self, host: str, port: int) -> Address:
@@ -59,8 +60,12 @@ class Door:
         except OSError as error:
             raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
         self._servers.append(tcp)
-        with _private_files():
-            unix = await loop.create_unix_server(lambda: _Sniffer(self), self.unix_path, start_serving=False)
+        try:
+            with _private_files():
+                unix = await loop.create_unix_server(lambda: _Sniffer(self), self.unix_path, start_serving=False)
+        except OSError as error:
+            tcp.close()
+            raise ConfigError(f"cannot listen on {self.unix_path}: {error}; choose a shorter --run-dir") from error
         self._servers.append(unix)
         self.address = Address(host, tcp.sockets[0].getsockname()[1])
         return self.address
@@ -80,6 +85,11 @@ class Door:
         await self.grpc_server.stop(grace_s)
         for transport in list(self._transports):
             transport.close()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._empty.wait(), grace_s)
+        for transport in list(self._transports):  # of peers that do not read what is left for them
+            transport.abort()
+        await asyncio.sleep(0)
         for path in (self.unix_path, self._grpc_path):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
@@ -87,10 +97,13 @@ class Door:
     def enter(self, transport: asyncio.Transport) -> None:
         """A connection came in."""
         self._transports.add(transport)
+        self._empty.clear()
 
     def leave(self, transport: asyncio.Transport) -> None:
         """A connection ended."""
         self._transports.discard(transport)
+        if not self._transports:
+            self._empty.set()
 
     async def relay_target(self, front: asyncio.Transport) -> asyncio.Transport:
         """A connection to the gRPC server whose answers go to ``front``."""
@@ -120,7 +133,8 @@ class _Relay(asyncio.Protocol):
         self._own = cast(asyncio.Transport, transport)  # uvloop has its own, which is no subclass
 
     def data_received(self, data: bytes) -> None:
-        self._other.write(data)
+        if not self._other.is_closing():
+            self._other.write(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._other.close()
@@ -165,7 +179,7 @@ class _Sniffer(asyncio.Protocol):
             self._target.data_received(data)
             return
         self._first += data
-        if len(self._first) >= len(PREAMBLE):
+        if self._task is None and len(self._first) >= len(PREAMBLE):
             self._decide()
 
     def pause_writing(self) -> None:

@@ -13,11 +13,14 @@ from google.protobuf.message import Message
 from tanghulu.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable
 from tanghulu.protos import common_pb2, fastlane_pb2
 from tanghulu.rpc.fast_client import Reply
-from tanghulu.rpc.frames import PREAMBLE, Frame, FrameReader, encode_head
+from tanghulu.rpc.frames import PREAMBLE, Frame, FrameReader, call_id_of, encode_head
 from tanghulu.rpc.wire import decode, error_of
 from tanghulu.types import Address
 
 R = TypeVar("R", bound=Message)
+
+_CONNECT_TIMEOUT_S = 5.0
+_CLOSE_TIMEOUT_S = 1.0
 
 
 class AsyncFastConnection(asyncio.Protocol):
@@ -26,10 +29,13 @@ class AsyncFastConnection(asyncio.Protocol):
     def __init__(self, peer: str) -> None:
         self.peer = peer
         self._reader = FrameReader()
-        self._ids = itertools.count(1)
+        self._numbers = itertools.count()
         self._pending: dict[int, asyncio.Future[Frame]] = {}
         self._transport: asyncio.Transport | None = None
         self._lost = asyncio.get_running_loop().create_future()
+        self._reason = ""  # that the peer gave, or that we had
+        self._writable = asyncio.Event()
+        self._writable.set()
 
     @classmethod
     async def connect(cls, address: Address | None, unix_path: str | None = None) -> AsyncFastConnection:
@@ -37,14 +43,15 @@ class AsyncFastConnection(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         connection = cls(unix_path or str(address))
         try:
-            if unix_path and os.path.exists(unix_path):  # noqa: ASYNC240 - one stat of a local path
-                await loop.create_unix_connection(lambda: connection, unix_path)
-            elif address is not None:
-                await loop.create_connection(lambda: connection, address.host, address.port)
-            else:
-                raise NodeUnavailable(f"no Unix socket at {unix_path!r} and no TCP address to connect to")
-        except OSError as error:
-            raise NodeUnavailable(f"cannot connect to {connection.peer}: {error}") from error
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                if unix_path and os.path.exists(unix_path):  # noqa: ASYNC240 - one stat of a local path
+                    await loop.create_unix_connection(lambda: connection, unix_path)
+                elif address is not None:
+                    await loop.create_connection(lambda: connection, address.host, address.port)
+                else:
+                    raise NodeUnavailable(f"no Unix socket at {unix_path!r} and no TCP address to connect to")
+        except OSError as error:  # TimeoutError is one
+            raise NodeUnavailable(f"cannot connect to {connection.peer}: {error or 'no answer'}") from error
         return connection
 
     @property
@@ -61,21 +68,34 @@ class AsyncFastConnection(asyncio.Protocol):
         """Hand each frame to the call that waits for it."""
         try:
             for frame in self._reader.feed(data):
+                if frame.call_id == 0:
+                    self._reason = decode(common_pb2.Status, frame.body).message
                 future = self._pending.pop(frame.call_id, None)
                 if future is not None and not future.done():
                     future.set_result(frame)
-        except InvalidRequest:
+        except InvalidRequest as error:
             assert self._transport is not None
+            self._reason = error.message
             self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Every call in flight ends with NodeUnavailable."""
         if not self._lost.done():
             self._lost.set_result(None)
+        self._writable.set()
+        reason = self._reason or exc or "closed"
         pending, self._pending = self._pending, {}
         for future in pending.values():
             if not future.done():
-                future.set_exception(NodeUnavailable(f"connection to {self.peer} was lost: {exc or 'closed'}"))
+                future.set_exception(NodeUnavailable(f"connection to {self.peer} was lost: {reason}"))
+
+    def pause_writing(self) -> None:
+        """The peer reads slowly: calls wait before they send."""
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        """The peer reads again."""
+        self._writable.set()
 
     async def call(
         self,
@@ -90,26 +110,36 @@ class AsyncFastConnection(asyncio.Protocol):
 
         Raises the peer's typed error, DeadlineExceeded, or NodeUnavailable when the connection is gone.
         """
-        if self._transport is None or self.closed:
+        try:
+            async with asyncio.timeout(deadline_s):
+                frame = await self._exchange(method, request, attachment)
+        except TimeoutError:
+            raise DeadlineExceeded(f"{self.peer} did not answer within {deadline_s:g} s") from None
+        if frame.method == fastlane_pb2.METHOD_ERROR:
+            raise error_of(decode(common_pb2.Status, frame.body)) or InvalidRequest("an error without a code")
+        return Reply(decode(reply_type, frame.body), memoryview(frame.attachment))
+
+    async def _exchange(
+        self, method: int, request: Message, attachment: Sequence[bytes | bytearray | memoryview]
+    ) -> Frame:
+        if not self._writable.is_set():
+            await self._writable.wait()
+        if self._transport is None or self._transport.is_closing():
             raise NodeUnavailable(f"connection to {self.peer} is closed")
-        call_id = next(self._ids)
+        call_id = call_id_of(next(self._numbers))
         body = request.SerializeToString()
-        head = encode_head(method, call_id, len(body), sum(len(part) for part in attachment))
+        head = encode_head(method, call_id, len(body), sum(memoryview(part).nbytes for part in attachment))
         self._transport.writelines([head + body, *attachment])
         future: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
         self._pending[call_id] = future
         try:
-            frame = await asyncio.wait_for(future, deadline_s)
-        except TimeoutError:
-            raise DeadlineExceeded(f"{self.peer} did not answer within {deadline_s:g} s") from None
+            return await future
         finally:
             self._pending.pop(call_id, None)
-        if frame.method == fastlane_pb2.METHOD_ERROR:
-            raise error_of(decode(common_pb2.Status, frame.body)) or InvalidRequest("an error without a code")
-        return Reply(decode(reply_type, frame.body), memoryview(frame.attachment))
 
     async def close(self) -> None:
         """Close the connection and wait until it is closed."""
         if self._transport is not None and not self.closed:
             self._transport.close()
-            await self._lost
+            await asyncio.wait({self._lost}, timeout=_CLOSE_TIMEOUT_S)
+            self._transport.abort()  # a peer that does not read would hold what is unsent for ever

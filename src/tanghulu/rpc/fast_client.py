@@ -21,7 +21,7 @@ from google.protobuf.message import Message
 
 from tanghulu.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, TanghuluError
 from tanghulu.protos import common_pb2, fastlane_pb2
-from tanghulu.rpc.frames import HEAD, PREAMBLE, decode_head, encode_head
+from tanghulu.rpc.frames import HEAD, PREAMBLE, call_id_of, decode_head, encode_head
 from tanghulu.rpc.wire import decode, error_of
 from tanghulu.types import Address
 
@@ -31,6 +31,9 @@ R = TypeVar("R", bound=Message)
 _TICK_S = 0.05
 _TICK = struct.pack("ll", 0, int(_TICK_S * 1e6))
 _CONNECT_TIMEOUT_S = 5.0
+#: Requests that are sent ahead of their replies, in bytes. Less than a socket holds, so that neither side can end up
+#: writing to the other while nobody reads.
+_WINDOW_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +84,13 @@ class FastConnection:
         self.peer = unix_path or str(address)
         self._socket = dial(address, unix_path)
         self._lock = threading.Lock()
-        self._ids = itertools.count(1)
+        self._numbers = itertools.count()
         self._closed = False
-        self._socket.sendall(PREAMBLE)
+        try:
+            self._socket.sendall(PREAMBLE)
+        except OSError as error:
+            self.close()
+            raise NodeUnavailable(f"{self.peer} closed the connection at once: {error}") from error
 
     @property
     def closed(self) -> bool:
@@ -114,41 +121,49 @@ class FastConnection:
         Raises DeadlineExceeded or NodeUnavailable for all of them when the connection fails.
         """
         until = time.monotonic() + deadline_s
-        with self._lock:
+        if not self._lock.acquire(timeout=max(deadline_s, 0.0)):
+            raise DeadlineExceeded(f"other calls to {self.peer} took more than {deadline_s:g} s")
+        try:
             if self._closed:
                 raise NodeUnavailable(f"connection to {self.peer} is closed")
-            try:
-                pending = {self._send(call, until): index for index, call in enumerate(calls)}
-                outcomes: list[Reply[R] | TanghuluError | None] = [None] * len(calls)
-                while pending:
-                    call_id, method, body, attachment = self._receive(until)
-                    index = pending.pop(call_id, None)
-                    if index is None:
-                        raise InvalidRequest(f"{self.peer} answered call {call_id}, which nobody made")
-                    outcomes[index] = _outcome(calls[index], method, body, attachment)
-            except BaseException as error:
-                # Replies still under way would be taken for those of later calls: this connection is spent.
-                self.close()
-                if isinstance(error, OSError):
-                    raise NodeUnavailable(f"connection to {self.peer} failed: {error}") from error
-                raise
-        return [outcome for outcome in outcomes if outcome is not None]
+            return self._exchange(calls, until)
+        except BaseException as error:
+            # Replies still under way would be taken for those of later calls: this connection is spent.
+            self.close()
+            if isinstance(error, OSError):
+                raise NodeUnavailable(f"connection to {self.peer} failed: {error}") from error
+            raise
+        finally:
+            self._lock.release()
 
-    def _send(self, call: Call[R], until: float) -> int:
-        call_id = next(self._ids)
-        body = call.request.SerializeToString()
-        size = sum(len(part) for part in call.attachment)
-        head = encode_head(call.method, call_id, len(body), size)
-        self._send_all(head + body, until)
-        for part in call.attachment:
-            self._send_all(part, until)
-        return call_id
+    def _exchange(self, calls: Sequence[Call[R]], until: float) -> list[Reply[R] | TanghuluError]:
+        outcomes: dict[int, Reply[R] | TanghuluError] = {}
+        pending: dict[int, tuple[int, int]] = {}  # call id -> (index, bytes of the request)
+        in_flight_bytes = 0
+
+        def take_reply() -> int:
+            call_id, method, body, attachment = self._receive(until)
+            if call_id not in pending:
+                raise _stray(self.peer, call_id, method, body)
+            index, size = pending.pop(call_id)
+            outcomes[index] = _outcome(calls[index], method, body, attachment)
+            return size
+
+        for index, call in enumerate(calls):
+            call_id = call_id_of(next(self._numbers))
+            parts, size = _encode(call, call_id)
+            while pending and in_flight_bytes + size > _WINDOW_BYTES:
+                in_flight_bytes -= take_reply()
+            for part in parts:
+                self._send_all(part, until)
+            pending[call_id] = (index, size)
+            in_flight_bytes += size
+        while pending:
+            take_reply()
+        return [outcomes[index] for index in range(len(calls))]
 
     def _send_all(self, data: bytes | bytearray | memoryview, until: float) -> None:
-        sent = self._socket.send(data)
-        if sent == len(data):
-            return
-        view = memoryview(data)[sent:]
+        view = memoryview(data).cast("B")
         while view:
             try:
                 view = view[self._socket.send(view) :]
@@ -173,6 +188,8 @@ class FastConnection:
             if not count:
                 raise NodeUnavailable(f"{self.peer} closed the connection")
             filled += count
+            if filled < size:
+                self._check_deadline(until)
         return data
 
     def _check_deadline(self, until: float) -> None:
@@ -186,6 +203,20 @@ class FastConnection:
 
     def __repr__(self) -> str:
         return f"FastConnection({self.peer}{', closed' if self._closed else ''})"
+
+
+def _encode(call: Call[R], call_id: int) -> tuple[list[bytes | bytearray | memoryview], int]:
+    body = call.request.SerializeToString()
+    size = sum(memoryview(part).nbytes for part in call.attachment)
+    head = encode_head(call.method, call_id, len(body), size)
+    return [head + body, *call.attachment], len(head) + len(body) + size
+
+
+def _stray(peer: str, call_id: int, method: int, body: bytes) -> TanghuluError:
+    """What a reply to no call means: with id 0 the peer says why it ends the connection."""
+    if call_id == 0 and method == fastlane_pb2.METHOD_ERROR:
+        return error_of(decode(common_pb2.Status, body)) or InvalidRequest(f"{peer} ended the connection")
+    return InvalidRequest(f"{peer} answered call {call_id}, which nobody made")
 
 
 def _outcome(call: Call[R], method: int, body: bytes, attachment: memoryview) -> Reply[R] | TanghuluError:

@@ -29,6 +29,7 @@ Handler: TypeAlias = Callable[["Peer", Any, memoryview], Answer | Awaitable[Answ
 
 MAX_CALLS_IN_FLIGHT = 256
 MAX_CONNECTIONS = 4096
+END_WAIT_S = 1.0
 
 
 @dataclass(eq=False)
@@ -64,19 +65,22 @@ class FastServerProtocol(asyncio.Protocol):
         self._reader = FrameReader()
         self._transport: asyncio.Transport | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._peer_is_slow = False
         self._paused = False
+        self._ending: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take the transport; refuse it when the process has too many peers."""
         self._transport = transport = cast(asyncio.Transport, transport)  # uvloop has its own, which is no subclass
         if len(self._service.peers) >= MAX_CONNECTIONS:
-            self._send_error(0, Overloaded(f"more than {MAX_CONNECTIONS} connections"))
-            transport.close()
+            self._end(Overloaded(f"this process serves {MAX_CONNECTIONS} connections and takes no more"))
             return
         self._service.peers.add(self._peer)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End what the connection had started and tell the service."""
+        if self._ending is not None:
+            self._ending.cancel()
         self._service.peers.discard(self._peer)
         for task in self._tasks:
             task.cancel()
@@ -85,25 +89,37 @@ class FastServerProtocol(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Answer every frame that ``data`` completes."""
-        assert self._transport is not None
+        if self._ending is not None:
+            return
         try:
             for frame in self._reader.feed(data):
                 self._dispatch(frame)
         except InvalidRequest as error:
             _log.warning("fast_lane.bad_frame", peer=self._peer.name, error=error.message)
-            self._send_error(0, error)
-            self._transport.close()
+            self._end(error)
+
+    def _end(self, error: TanghuluError) -> None:
+        """Say why and hang up. What the peer still sends is read and dropped: a reset would overtake the answer."""
+        assert self._transport is not None
+        self._send_error(0, error)
+        self._transport.write_eof()
+        self._ending = asyncio.get_running_loop().call_later(END_WAIT_S, self._transport.close)
 
     def pause_writing(self) -> None:
         """A peer that does not read its answers is not read from."""
-        self._pause(True)
+        self._peer_is_slow = True
+        self._pace()
 
     def resume_writing(self) -> None:
         """The peer reads again."""
-        self._pause(False)
+        self._peer_is_slow = False
+        self._pace()
 
-    def _pause(self, paused: bool) -> None:
+    def _pace(self) -> None:
+        """Read from the peer only while it reads from us and has few enough calls in flight."""
         assert self._transport is not None
+        most = MAX_CALLS_IN_FLIGHT // 2 if self._paused else MAX_CALLS_IN_FLIGHT - 1
+        paused = self._peer_is_slow or len(self._tasks) > most
         if paused != self._paused and not self._transport.is_closing():
             self._paused = paused
             (self._transport.pause_reading if paused else self._transport.resume_reading)()
@@ -128,8 +144,7 @@ class FastServerProtocol(asyncio.Protocol):
         task = asyncio.ensure_future(self._finish(frame, answer))
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
-        if len(self._tasks) >= MAX_CALLS_IN_FLIGHT:
-            self._pause(True)
+        self._pace()
 
     async def _finish(self, frame: Frame, answer: Awaitable[Answer]) -> None:
         try:
@@ -141,8 +156,7 @@ class FastServerProtocol(asyncio.Protocol):
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if len(self._tasks) < MAX_CALLS_IN_FLIGHT // 2:
-            self._pause(False)
+        self._pace()
 
     def _internal(self, frame: Frame) -> None:
         _log.exception("fast_lane.handler_failed", method=frame.method, peer=self._peer.name)

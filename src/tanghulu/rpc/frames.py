@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from tanghulu.errors import InvalidRequest
 
 PREAMBLE = b"TANGHULU"
+_MAX_CALL_ID = (1 << 32) - 1
 PROTOCOL_VERSION = 1
 HEAD = struct.Struct("<IIHHI")
 MAX_BODY_BYTES = 16 << 20
@@ -52,31 +53,40 @@ def decode_head(head: bytes | bytearray | memoryview) -> tuple[int, int, int, in
     return body_bytes, attachment_bytes, method, call_id
 
 
+def call_id_of(number: int) -> int:
+    """Id of a connection's call ``number`` (from 0). Ids go round; 0 is none: it marks an error of the connection."""
+    return number % _MAX_CALL_ID + 1
+
+
 class FrameReader:
     """Cuts a byte stream into frames; holds at most one unfinished frame. Feed bytes, take frames."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
+        self._wanted = HEAD.size  # bytes in the buffer before looking at it again, so that a frame is copied once
 
     def feed(self, data: bytes) -> Iterator[Frame]:
         """The frames that ``data`` completes, in order; raises InvalidRequest on a bad head."""
         if self._buffer:
             self._buffer += data
+            if len(self._buffer) < self._wanted:
+                return
             data = bytes(self._buffer)
             self._buffer.clear()
         position = 0
-        while (end := self._frame_end(data, position)) is not None:
+        while (end := position + self._frame_bytes(data, position)) <= len(data):
             yield self._cut(data, position)
             position = end
-        self._buffer += data[position:]
+        self._wanted = end - position
+        self._buffer += memoryview(data)[position:]
 
     @staticmethod
-    def _frame_end(data: bytes, position: int) -> int | None:
+    def _frame_bytes(data: bytes, position: int) -> int:
+        """Length of the frame at ``position``, or of its head as long as that is not all there."""
         if len(data) - position < HEAD.size:
-            return None
+            return HEAD.size
         body_bytes, attachment_bytes, _, _ = decode_head(memoryview(data)[position:])
-        end = position + HEAD.size + body_bytes + attachment_bytes
-        return end if end <= len(data) else None
+        return HEAD.size + body_bytes + attachment_bytes
 
     @staticmethod
     def _cut(data: bytes, position: int) -> Frame:

@@ -21,6 +21,8 @@ _STATUS = {
     "STORE_FULL": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "OVERLOADED": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "CHECKSUM_MISMATCH": grpc.StatusCode.DATA_LOSS,
+    "LEASE_EXPIRED": grpc.StatusCode.FAILED_PRECONDITION,
+    "TRANSFER_FAILED": grpc.StatusCode.UNAVAILABLE,
     "INVALID_REQUEST": grpc.StatusCode.INVALID_ARGUMENT,
     "CONTEXT_LENGTH_EXCEEDED": grpc.StatusCode.INVALID_ARGUMENT,
     "UNAUTHORIZED": grpc.StatusCode.PERMISSION_DENIED,
@@ -28,6 +30,16 @@ _STATUS = {
 }
 _CODE_KEY = "tanghulu-error"
 _MESSAGE_BYTES = 64 << 20
+_PING_MS = 10_000
+
+#: Of every gRPC server behind a door.
+SERVER_OPTIONS = [
+    ("grpc.max_receive_message_length", _MESSAGE_BYTES),
+    ("grpc.max_send_message_length", _MESSAGE_BYTES),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", _PING_MS // 2),
+    ("grpc.http2.min_ping_interval_without_data_ms", _PING_MS // 2),
+    ("grpc.so_reuseport", 0),
+]
 
 
 def channel(address: Address | str) -> grpc.aio.Channel:
@@ -41,6 +53,8 @@ def channel(address: Address | str) -> grpc.aio.Channel:
             ("grpc.use_local_subchannel_pool", 1),
             ("grpc.initial_reconnect_backoff_ms", 100),
             ("grpc.max_reconnect_backoff_ms", 1000),
+            ("grpc.keepalive_time_ms", _PING_MS),  # a peer whose host died says nothing
+            ("grpc.keepalive_timeout_ms", _PING_MS // 2),
         ],
     )
 

@@ -1,0 +1,106 @@
+"""A door with a small service behind it, for the tests of both carriers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tanghulu.errors import ChunkNotFound
+from tanghulu.protos import directory_pb2 as pb
+from tanghulu.protos import directory_pb2_grpc, fastlane_pb2
+from tanghulu.rpc.door import Door
+from tanghulu.rpc.fast_server import FastService, Peer
+from tanghulu.rpc.grpc_edge import abort
+
+ECHO = fastlane_pb2.METHOD_GET
+SLOW = fastlane_pb2.METHOD_PUT
+FAIL = fastlane_pb2.METHOD_REMOVE
+BROKEN = fastlane_pb2.METHOD_COMMIT
+SLOW_BROKEN = fastlane_pb2.METHOD_RESERVE
+BLOAT = fastlane_pb2.METHOD_UNPIN
+HANG = fastlane_pb2.METHOD_EXISTS
+
+
+@dataclass
+class Served:
+    door: Door
+    service: FastService
+    gate: asyncio.Event
+    most_waiting: int = 0
+    waiting: int = 0
+    closed: int = 0
+
+
+def make_service(served: Served) -> None:
+    def echo(peer: Peer, request: pb.LocateRequest, attachment: memoryview) -> Any:
+        peer.on_close.append(lambda: setattr(served, "closed", served.closed + 1))
+        return pb.LocateReply(node_ids=request.keys), [attachment]
+
+    async def slow(peer: Peer, request: pb.LocateRequest, attachment: memoryview) -> Any:
+        served.waiting += 1
+        served.most_waiting = max(served.most_waiting, served.waiting)
+        try:
+            await served.gate.wait()
+        finally:
+            served.waiting -= 1
+        return pb.LocateReply(node_ids=request.keys)
+
+    def fail(peer: Peer, request: pb.LocateRequest, attachment: memoryview) -> Any:
+        raise ChunkNotFound(f"no {request.keys[0]}")
+
+    def broken(peer: Peer, request: pb.LocateRequest, attachment: memoryview) -> Any:
+        raise ZeroDivisionError("a bug")
+
+    async def slow_broken(peer: Peer, request: pb.LocateRequest, attachment: memoryview) -> Any:
+        await asyncio.sleep(0)
+        raise ZeroDivisionError("a bug")
+
+    def bloat(peer: Peer, request: pb.LocateRequest, attachment: memoryview) -> Any:
+        return pb.LocateReply(), [bytes(65 << 20)]
+
+    async def hang(peer: Peer, request: pb.LocateRequest, attachment: memoryview) -> Any:
+        await asyncio.Event().wait()
+
+    handlers = {ECHO: echo, SLOW: slow, FAIL: fail, BROKEN: broken, SLOW_BROKEN: slow_broken, BLOAT: bloat, HANG: hang}
+    for method, handler in handlers.items():
+        served.service.register(method, pb.LocateRequest, handler)
+
+
+class Directory(directory_pb2_grpc.DirectoryServicer):
+    async def Locate(self, request: pb.LocateRequest, context: Any) -> pb.LocateReply:
+        if "missing" in request.keys:
+            await abort(context, ChunkNotFound("no missing: ключ\nнет"))
+        return pb.LocateReply(node_ids=request.keys)
+
+    async def Events(self, request: pb.EventsRequest, context: Any) -> AsyncIterator[pb.EventBatch]:
+        for number in range(200):
+            yield pb.EventBatch(master_generation=number, events=[pb.DirectoryEvent(keys=["k" * 1000] * 100)])
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[Served]:
+    with tempfile.TemporaryDirectory(prefix="th-rpc-") as run_dir:
+        service = FastService()
+        door = Door(service, Path(run_dir), "test")
+        made = Served(door, service, asyncio.Event())
+        make_service(made)
+        directory_pb2_grpc.add_DirectoryServicer_to_server(Directory(), door.grpc_server)
+        await door.start("127.0.0.1", 0)
+        try:
+            yield made
+        finally:
+            await door.close(0.1)
+            assert not service.peers
+            assert not os.listdir(run_dir)
+
+
+async def until(condition: Callable[[], bool], deadline_s: float = 5.0) -> None:
+    async with asyncio.timeout(deadline_s):
+        while not condition():  # noqa: ASYNC110 - looks at the state of other tasks, which tell nobody
+            await asyncio.sleep(0.001)

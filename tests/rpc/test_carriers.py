@@ -1,0 +1,377 @@
+"""Both clients against the server behind the door, over Unix and TCP, and gRPC on the same port."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from rpc_service import BLOAT, BROKEN, ECHO, FAIL, HANG, SLOW, SLOW_BROKEN, Served, serving, until
+
+from tanghulu.errors import (
+    ChunkNotFound,
+    ConfigError,
+    DeadlineExceeded,
+    InvalidRequest,
+    MasterUnavailable,
+    NodeUnavailable,
+    Overloaded,
+    TanghuluError,
+)
+from tanghulu.protos import directory_pb2 as pb
+from tanghulu.protos import directory_pb2_grpc, fastlane_pb2
+from tanghulu.rpc import fast_server
+from tanghulu.rpc.door import Door
+from tanghulu.rpc.fast_aio import AsyncFastConnection
+from tanghulu.rpc.fast_client import Call, FastConnection
+from tanghulu.rpc.fast_server import FastService
+from tanghulu.rpc.frames import HEAD, MAX_ATTACHMENT_BYTES, PREAMBLE, encode_head
+from tanghulu.rpc.grpc_edge import channel, typed_errors
+from tanghulu.rpc.wire import error_of, raise_for, status_of
+from tanghulu.types import Address
+
+REPLY = pb.LocateReply
+
+
+def ask(*keys: str) -> pb.LocateRequest:
+    return pb.LocateRequest(keys=keys)
+
+
+class BlockingClient:
+    """The blocking client with the asyncio one's face, so that one test body runs against both."""
+
+    def __init__(self, connection: FastConnection) -> None:
+        self.connection = connection
+
+    async def call(self, *args: Any, **kwargs: Any) -> Any:
+        return await asyncio.to_thread(self.connection.call, *args, **kwargs)
+
+    @property
+    def closed(self) -> bool:
+        return self.connection.closed
+
+    async def close(self) -> None:
+        self.connection.close()
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    async with serving() as made:
+        yield made
+
+
+@pytest.fixture(params=["blocking-unix", "blocking-tcp", "aio-unix", "aio-tcp"])
+async def client(request: pytest.FixtureRequest, served: Served):
+    kind, _, carrier = request.param.partition("-")
+    path = served.door.unix_path if carrier == "unix" else None
+    if kind == "blocking":
+        made: Any = BlockingClient(await asyncio.to_thread(FastConnection, served.door.address, path))
+    else:
+        made = await AsyncFastConnection.connect(served.door.address, path)
+    yield made
+    await made.close()
+
+
+async def test_request_and_attachment_come_back(client) -> None:
+    reply = await client.call(ECHO, ask("a", "b"), REPLY, [b"raw", bytearray(b" bytes"), memoryview(b"!")])
+    assert list(reply.message.node_ids) == ["a", "b"]
+    assert bytes(reply.attachment) == b"raw bytes!"
+
+
+async def test_large_attachments(client) -> None:
+    value = os.urandom(8 << 20)
+    reply = await client.call(ECHO, ask(), REPLY, [value])
+    assert reply.attachment == value
+
+
+async def test_typed_error_of_the_peer(client) -> None:
+    with pytest.raises(ChunkNotFound, match="no k"):
+        await client.call(FAIL, ask("k"), REPLY)
+    assert not client.closed
+    assert (await client.call(ECHO, ask("still"), REPLY)).message.node_ids == ["still"]
+
+
+@pytest.mark.parametrize("method", [BROKEN, SLOW_BROKEN])
+async def test_a_handlers_bug_is_internal_and_the_connection_lives(client, method: int) -> None:
+    with pytest.raises(TanghuluError, match="internal error") as caught:
+        await client.call(method, ask(), REPLY)
+    assert caught.value.code == "INTERNAL"
+    await client.call(ECHO, ask(), REPLY)
+
+
+async def test_unknown_method(client) -> None:
+    with pytest.raises(InvalidRequest, match="method 999 is not served"):
+        await client.call(999, ask(), REPLY)
+
+
+async def test_a_request_that_is_too_large_is_refused_here(client) -> None:
+    with pytest.raises(InvalidRequest, match="send fewer"):
+        await client.call(ECHO, ask(), REPLY, [bytes(MAX_ATTACHMENT_BYTES + 1)])
+
+
+async def test_a_reply_that_is_too_large_is_a_typed_error(client) -> None:
+    with pytest.raises(InvalidRequest, match="send fewer"):
+        await client.call(BLOAT, ask(), REPLY)
+    await client.call(ECHO, ask(), REPLY)
+
+
+async def test_bytes_that_are_no_message(served: Served) -> None:
+    reader, writer = await asyncio.open_connection(str(served.door.address.host), served.door.address.port)
+    writer.write(PREAMBLE + encode_head(ECHO, 7, 4, 0) + b"\xff\xff\xff\xff")
+    body, _, method, call_id = _head(await reader.readexactly(HEAD.size))
+    assert (method, call_id) == (fastlane_pb2.METHOD_ERROR, 7)
+    assert b"INVALID_REQUEST" in await reader.readexactly(body)
+    writer.close()
+    await writer.wait_closed()
+
+
+def _head(data: bytes) -> tuple[int, int, int, int]:
+    body, attachment, method, _flags, call_id = HEAD.unpack(data)
+    return body, attachment, method, call_id
+
+
+async def test_deadline(client) -> None:
+    with pytest.raises(DeadlineExceeded):
+        await client.call(HANG, ask(), REPLY, deadline_s=0.1)
+
+
+async def test_the_asyncio_connection_outlives_a_missed_deadline(served: Served) -> None:
+    connection = await AsyncFastConnection.connect(served.door.address)
+    with pytest.raises(DeadlineExceeded):
+        await connection.call(SLOW, ask(), REPLY, deadline_s=0.05)
+    served.gate.set()
+    assert (await connection.call(ECHO, ask("x"), REPLY)).message.node_ids == ["x"]
+    await connection.close()
+
+
+async def test_a_missed_deadline_spends_the_blocking_connection(served: Served) -> None:
+    connection = await asyncio.to_thread(FastConnection, served.door.address)
+    with pytest.raises(DeadlineExceeded):
+        await asyncio.to_thread(connection.call, HANG, ask(), REPLY, deadline_s=0.05)
+    assert connection.closed
+    with pytest.raises(NodeUnavailable, match="is closed"):
+        connection.call(ECHO, ask(), REPLY)
+
+
+async def test_waiting_for_another_thread_counts_against_the_deadline(served: Served) -> None:
+    connection = await asyncio.to_thread(FastConnection, served.door.address)
+    first = asyncio.create_task(asyncio.to_thread(connection.call, SLOW, ask(), REPLY))
+    await until(lambda: served.waiting == 1)
+    with pytest.raises(DeadlineExceeded, match="other calls"):
+        await asyncio.to_thread(connection.call, ECHO, ask(), REPLY, deadline_s=0.05)
+    served.gate.set()
+    await first
+    connection.close()
+
+
+async def test_replies_come_in_any_order(served: Served) -> None:
+    connection = await AsyncFastConnection.connect(served.door.address)
+    slow = asyncio.create_task(connection.call(SLOW, ask("slow"), REPLY))
+    assert (await connection.call(ECHO, ask("quick"), REPLY)).message.node_ids == ["quick"]
+    served.gate.set()
+    assert (await slow).message.node_ids == ["slow"]
+    await connection.close()
+
+
+async def test_pipelined_calls_keep_their_places_and_errors(served: Served) -> None:
+    connection = await asyncio.to_thread(FastConnection, None, served.door.unix_path)
+    calls = [Call(FAIL if n % 3 == 0 else ECHO, ask(str(n)), REPLY) for n in range(100)]
+    outcomes = await asyncio.to_thread(connection.call_many, calls)
+    for number, outcome in enumerate(outcomes):
+        if number % 3 == 0:
+            assert isinstance(outcome, ChunkNotFound)
+        else:
+            assert not isinstance(outcome, TanghuluError)
+            assert outcome.message.node_ids == [str(number)]
+    connection.close()
+
+
+@pytest.mark.parametrize("over_unix", [True, False])
+async def test_pipelining_more_than_the_sockets_hold_does_not_lock_up(served: Served, over_unix: bool) -> None:
+    path = served.door.unix_path if over_unix else None
+    connection = await asyncio.to_thread(FastConnection, served.door.address, path)
+    value = bytes(300_000)
+    outcomes = await asyncio.to_thread(
+        connection.call_many, [Call(ECHO, ask(), REPLY, [value]) for _ in range(60)], deadline_s=10
+    )
+    assert all(not isinstance(o, TanghuluError) and len(o.attachment) == 300_000 for o in outcomes)
+    connection.close()
+
+
+async def test_threads_share_a_blocking_connection(served: Served) -> None:
+    connection = await asyncio.to_thread(FastConnection, served.door.address)
+    wrong: list[str] = []
+
+    def work(name: str) -> None:
+        for n in range(50):
+            if connection.call(ECHO, ask(f"{name}{n}"), REPLY).message.node_ids != [f"{name}{n}"]:
+                wrong.append(name)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    await asyncio.to_thread(lambda: [thread.join() for thread in threads])
+    assert not wrong
+    connection.close()
+
+
+async def test_calls_in_flight_are_bounded(served: Served) -> None:
+    connection = await AsyncFastConnection.connect(served.door.address)
+    filler = bytes(4096)  # so that the calls do not all stand in one read of the server
+    calls = [asyncio.create_task(connection.call(SLOW, ask(), REPLY, [filler])) for _ in range(1000)]
+    await until(lambda: served.waiting >= fast_server.MAX_CALLS_IN_FLIGHT)
+    served.gate.set()
+    await asyncio.gather(*calls)
+    assert served.most_waiting < 500
+    await connection.close()
+
+
+async def test_too_many_connections_are_refused_with_a_reason(served: Served, monkeypatch) -> None:
+    monkeypatch.setattr(fast_server, "MAX_CONNECTIONS", 1)
+    first = await AsyncFastConnection.connect(served.door.address)
+    await first.call(ECHO, ask(), REPLY)
+    second = await asyncio.to_thread(FastConnection, served.door.address)
+    with pytest.raises(Overloaded, match="takes no more"):
+        await asyncio.to_thread(second.call, ECHO, ask(), REPLY)
+    third = await AsyncFastConnection.connect(served.door.address)
+    with pytest.raises(NodeUnavailable, match="takes no more"):
+        await third.call(ECHO, ask(), REPLY)
+    await first.close()
+    await third.close()
+
+
+async def test_a_server_that_goes_away_fails_calls_in_flight(served: Served) -> None:
+    aio = await AsyncFastConnection.connect(served.door.address)
+    blocking = await asyncio.to_thread(FastConnection, None, served.door.unix_path)
+    calls = [
+        asyncio.create_task(aio.call(HANG, ask(), REPLY)),
+        asyncio.create_task(asyncio.to_thread(blocking.call, HANG, ask(), REPLY)),
+    ]
+    await until(lambda: len(served.service.peers) == 2)
+    await served.door.close(0.0)
+    for call in calls:
+        with pytest.raises(NodeUnavailable):
+            await call
+    assert aio.closed
+    assert blocking.closed
+
+
+async def test_nobody_listens(tmp_path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = Address("127.0.0.1", free.getsockname()[1])
+    with pytest.raises(NodeUnavailable, match="cannot connect"):
+        FastConnection(address)
+    with pytest.raises(NodeUnavailable, match="cannot connect"):
+        await AsyncFastConnection.connect(address)
+    with pytest.raises(NodeUnavailable, match="no TCP address"):
+        FastConnection(None, str(tmp_path / "none"))
+    with pytest.raises(NodeUnavailable, match="no TCP address"):
+        await AsyncFastConnection.connect(None, str(tmp_path / "none"))
+
+
+async def test_on_close_is_called_and_peers_are_named(served: Served) -> None:
+    connection = await AsyncFastConnection.connect(None, served.door.unix_path)
+    await connection.call(ECHO, ask(), REPLY)
+    (peer,) = served.service.peers
+    assert peer.is_unix
+    assert peer.pid == os.getpid()
+    await connection.close()
+    await until(lambda: served.closed == 1)
+    assert not served.service.peers
+
+
+async def test_garbage_is_shown_the_door(served: Served) -> None:
+    for first in (b"GET / HTTP/1.1\r\n\r\n", bytes(range(64))):
+        reader, writer = await asyncio.open_connection(str(served.door.address.host), served.door.address.port)
+        writer.write(first)
+        assert await reader.read() == b""
+        writer.close()
+    reader, writer = await asyncio.open_connection(str(served.door.address.host), served.door.address.port)
+    writer.write(PREAMBLE + b"\xff" * 16)
+    body, _, method, call_id = _head(await reader.readexactly(HEAD.size))
+    assert (method, call_id) == (fastlane_pb2.METHOD_ERROR, 0)
+    assert b"INVALID_REQUEST" in await reader.readexactly(body)
+    assert await reader.read() == b""
+    writer.close()
+
+
+async def test_the_preamble_may_come_in_pieces(served: Served) -> None:
+    reader, writer = await asyncio.open_connection(str(served.door.address.host), served.door.address.port)
+    message = ask("k").SerializeToString()
+    for byte in PREAMBLE + encode_head(ECHO, 3, len(message), 0) + message:
+        writer.write(bytes([byte]))
+        await writer.drain()
+    body, _, method, call_id = _head(await reader.readexactly(HEAD.size))
+    assert (method, call_id) == (ECHO, 3)
+    assert pb.LocateReply.FromString(await reader.readexactly(body)).node_ids == ["k"]
+    writer.close()
+
+
+async def test_grpc_on_the_same_port(served: Served) -> None:
+    async with channel(served.door.address) as connection:
+        stub = directory_pb2_grpc.DirectoryStub(connection)
+        assert (await stub.Locate(ask("a", "b"))).node_ids == ["a", "b"]
+        big = [f"{n:0>1000}" for n in range(5000)]
+        assert (await stub.Locate(ask(*big))).node_ids == big
+        got = [batch.master_generation async for batch in stub.Events(pb.EventsRequest())]
+        assert got == list(range(200))
+
+
+async def test_typed_errors_over_grpc(served: Served) -> None:
+    async with channel(served.door.address) as connection:
+        stub = directory_pb2_grpc.DirectoryStub(connection)
+        with pytest.raises(ChunkNotFound, match="no missing: ключ\nнет"):
+            async with typed_errors("peer"):
+                await stub.Locate(ask("missing"))
+        with pytest.raises(NodeUnavailable, match="unimplemented"):
+            async with typed_errors("peer"):
+                await stub.Nodes(pb.NodesRequest())
+
+
+async def test_a_dead_grpc_peer_is_unavailable_or_late() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = Address("127.0.0.1", free.getsockname()[1])
+    async with channel(address) as connection:
+        stub = directory_pb2_grpc.DirectoryStub(connection)
+        with pytest.raises(MasterUnavailable):
+            async with typed_errors("peer", MasterUnavailable):
+                await stub.Nodes(pb.NodesRequest(), timeout=2)
+        with pytest.raises(DeadlineExceeded):
+            async with typed_errors("peer"):
+                await stub.Nodes(pb.NodesRequest(), timeout=0.05, wait_for_ready=True)
+
+
+async def test_a_taken_port_refuses_to_start(served: Served, tmp_path) -> None:
+    other = Door(FastService(), tmp_path, "other")
+    with pytest.raises(ConfigError, match="choose another --port"):
+        await other.start("127.0.0.1", served.door.address.port)
+    await other.close(0.0)
+
+
+async def test_a_run_directory_that_is_too_long_refuses_to_start(tmp_path) -> None:
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    door = Door(FastService(), deep, "x")
+    with pytest.raises(ConfigError, match="shorter --run-dir"):
+        await door.start("127.0.0.1", 0)
+    await door.close(0.0)
+
+
+async def test_the_socket_is_private(served: Served) -> None:
+    assert os.stat(served.door.unix_path).st_mode & 0o777 == 0o600
+
+
+def test_status_carries_every_error() -> None:
+    error = error_of(status_of(ChunkNotFound("gone")))
+    assert isinstance(error, ChunkNotFound)
+    assert error.message == "gone"
+    with pytest.raises(ChunkNotFound):
+        raise_for(status_of(error))
+    assert error_of(type(status_of(error))()) is None
+    assert type(error_of(status_of(TanghuluError("x")))) is TanghuluError
