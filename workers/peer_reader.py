@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import structlog
 import xxhash
-from tanghulu.transfer_engine.request import TransferRequest
 
 from tanghulu.errors import ChecksumMismatch, NodeUnavailable, TanghuluError
 from tanghulu.process import host_id
@@ -24,6 +23,7 @@ from tanghulu.transfer_engine.descriptor_wire import from_proto
 from tanghulu.transfer_engine.engine import TransferEngine
 from tanghulu.transfer_engine.opcode import Opcode
 from tanghulu.transfer_engine.remote import RemoteSegment
+from tanghulu.transfer_engine.requests import TransferRequest
 from tanghulu.types import Address
 from tanghulu.workers.requests import PeerExport
 from tanghulu.workers.session_wire import split_peer
