@@ -1,0 +1,151 @@
+"""Tokens to text, piece by piece, without ever showing half a character.
+
+Owns one sequence's decoding state. Two ways, chosen by the tokenizer's decoder:
+
+* byte-level BPE (GPT-2, Llama 3, Qwen, SmolLM): every token is a fixed string of bytes, so an incremental UTF-8 decoder
+  holds back the bytes of an unfinished character. Example: the euro sign E2 82 AC comes as tokens [E2 82] and [AC]:
+  the pieces are "" and "€".
+* all others (SentencePiece-like): decode a window that begins at the last piece that gave text, and emit what the new
+  tokens add to it, unless that ends in U+FFFD, which may be an unfinished character. (The method of Hugging Face TGI.)
+
+Either way the pieces together are exactly what decoding the whole at once gives; special tokens are left out.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Sequence
+from typing import Protocol
+
+from tokenizers import Tokenizer
+
+_BROKEN = "\ufffd"
+
+
+class Detokenizer(Protocol):
+    """One sequence's text, growing."""
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        """The text that ``tokens`` complete; may be empty."""
+        ...
+
+    def flush(self) -> str:
+        """What is still held back, unfinished characters as U+FFFD; the sequence ends here."""
+        ...
+
+
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's printable stand-ins for the 256 bytes, inverted (``bytes_to_unicode`` of its encoder.py)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    table = {chr(b): b for b in printable}
+    table.update({chr(256 + i): b for i, b in enumerate(others)})
+    return table
+
+
+_BYTE_OF_CHARACTER = _byte_of_character()
+
+
+class TokenBytes:
+    """token id -> its bytes, for byte-level tokenizers; filled as tokens are met, shared by all sequences."""
+
+    def __init__(self, tokenizer: Tokenizer, special: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, bytes] = dict.fromkeys(special, b"")
+
+    def of(self, token: int) -> bytes:
+        """The bytes of ``token``; empty for special and unknown ones."""
+        known = self._known.get(token)
+        if known is None:
+            known = self._known[token] = self._look_up(token)
+        return known
+
+    def _look_up(self, token: int) -> bytes:
+        text = self._tokenizer.id_to_token(token)
+        if text is None:
+            return b""
+        try:
+            return bytes(_BYTE_OF_CHARACTER[c] for c in text)
+        except KeyError:  # an added token stands for itself
+            return text.encode()
+
+
+class ByteLevelDetokenizer:
+    """For byte-level BPE: an incremental UTF-8 decoder over the tokens' bytes."""
+
+    def __init__(self, token_bytes: TokenBytes) -> None:
+        self._bytes_of = token_bytes.of
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        """The text that ``tokens`` complete."""
+        return self._decoder.decode(b"".join(map(self._bytes_of, tokens)))
+
+    def flush(self) -> str:
+        """The rest."""
+        return self._decoder.decode(b"", final=True)
+
+
+class WindowDetokenizer:
+    """For any decoder: the difference between the decoded window with and without the new tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, special: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._special = special
+        self._settled: list[int] = []  # the last tokens that gave text, and those of no text in front of them
+        self._fresh: list[int] = []  # not yet given out
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        """The text that ``tokens`` complete."""
+        return self._take(tokens, final=False)
+
+    def flush(self) -> str:
+        """The rest."""
+        return self._take((), final=True)
+
+    def _take(self, tokens: Sequence[int], final: bool) -> str:
+        self._fresh.extend(t for t in tokens if t not in self._special)
+        if not self._fresh:
+            return ""
+        before = self._decode(self._settled)
+        window = self._decode(self._settled + self._fresh)
+        if len(window) <= len(before) or (window.endswith(_BROKEN) and not final):
+            return ""
+        # Where the settled part decodes to nothing alone (a stripped leading space), it stays in the window: the next
+        # window must begin like this one, or the strip would be done twice.
+        self._settled = self._fresh if before or not self._settled else self._settled + self._fresh
+        self._fresh = []
+        return window[len(before) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=True) if tokens else ""
+
+
+def is_byte_level(tokenizer_json: str) -> bool:
+    """Whether the tokenizer's decoder is GPT-2's byte-level one and nothing else."""
+    decoder = json.loads(tokenizer_json).get("decoder") or {}
+    parts = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else [decoder]
+    return [part.get("type") for part in parts] == ["ByteLevel"]
+
+
+class DetokenizerFactory:
+    """Makes the fitting detokenizer for each new sequence of one model."""
+
+    def __init__(self, tokenizer: Tokenizer, byte_level: bool) -> None:
+        added = tokenizer.get_added_tokens_decoder()
+        self.special = frozenset(token for token, what in added.items() if what.special)
+        self._tokenizer = tokenizer
+        self._token_bytes = TokenBytes(tokenizer, self.special) if byte_level else None
+
+    def new(self) -> Detokenizer:
+        """A detokenizer for one sequence."""
+        if self._token_bytes is not None:
+            return ByteLevelDetokenizer(self._token_bytes)
+        return WindowDetokenizer(self._tokenizer, self.special)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of one token alone, special ones by their name, for log probabilities."""
+        if token in self.special or self._token_bytes is None:
+            return (self._tokenizer.id_to_token(token) or "").replace("▁", " ").encode()
+        return self._token_bytes.of(token)

@@ -1,0 +1,100 @@
+"""Cache events into the prefix indexes: the workers' own, and the store's directory.
+
+Owns both indexes and the sequence numbers of the workers' events. A worker's events are numbered; where a number is
+missing the index of that worker cannot be trusted, so the session is replaced and its welcome brings a snapshot.
+The directory's follower repairs its own gaps and begins again with RESET.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tanghulu.conductor.prefix_index import Cleared, PrefixIndex, Removed, Stored
+from tanghulu.conductor.requests import KvChange, Welcome
+from tanghulu.errors import NodeUnavailable
+from tanghulu.store.directory_events import DirectoryEvent, DirectoryEventKind, follow_directory
+from tanghulu.types import Address, BlockHash, InstanceId, parse_kv_chunk_key
+
+KEY_PREFIX = "kv/"
+
+
+@dataclass(frozen=True, slots=True)
+class Hits:
+    """Where a prompt's blocks are: hit blocks of each worker, and of the store as a whole."""
+
+    workers: dict[InstanceId, int]
+    store: int
+
+
+class CacheMirror:
+    """Who holds which block, as told by workers and by the master."""
+
+    def __init__(self) -> None:
+        self.workers = PrefixIndex()
+        self.store = PrefixIndex()
+        self.directory_synced = False
+        self._next_sequence: dict[InstanceId, int] = {}
+
+    def hits(self, block_hashes: Sequence[BlockHash]) -> Hits:
+        """Hit blocks of a prompt."""
+        return Hits(self.workers.match(block_hashes), self.store.leading_blocks(block_hashes))
+
+    def welcome(self, worker: InstanceId, welcome: Welcome) -> None:
+        """A session began: its snapshot replaces what was known of the worker."""
+        self.workers.remove_holder(worker)
+        self.workers.apply(Stored(worker, welcome.cached_blocks))
+        self._next_sequence[worker] = welcome.event_sequence
+
+    def worker_events(self, worker: InstanceId, first_sequence: int, changes: Sequence[KvChange]) -> None:
+        """Events of one step; raises NodeUnavailable if events in front of them were lost."""
+        expected = self._next_sequence[worker]
+        if first_sequence != expected:
+            raise NodeUnavailable(
+                f"worker {worker} said KV event {first_sequence} where {expected} was next; "
+                "a new session brings a snapshot"
+            )
+        self._next_sequence[worker] = expected + len(changes)
+        for change in changes:
+            if change.cleared:
+                self.workers.apply(Cleared(worker))
+            self.workers.apply(Removed(worker, change.removed))
+            self.workers.apply(Stored(worker, change.stored))
+
+    def worker_gone(self, worker: InstanceId) -> None:
+        """The worker's session ended."""
+        self.workers.remove_holder(worker)
+        self._next_sequence.pop(worker, None)
+
+    def directory_event(self, event: DirectoryEvent) -> None:
+        """One event of the master's directory; holders are store nodes."""
+        holder = InstanceId(event.node_id)
+        match event.kind:
+            case DirectoryEventKind.RESET:
+                self.store, self.directory_synced = PrefixIndex(), False
+            case DirectoryEventKind.STORED:
+                self.store.apply(Stored(holder, _blocks(event.keys)))
+            case DirectoryEventKind.REMOVED:
+                self.store.apply(Removed(holder, _blocks(event.keys)))
+            case DirectoryEventKind.NODE_GONE:
+                self.store.remove_holder(holder)
+            case DirectoryEventKind.SYNCED:
+                self.directory_synced = True
+
+    async def follow_master(self, address: Address) -> None:
+        """Mirror the directory of the master at ``address`` until cancelled."""
+        async for batch in follow_directory(address, KEY_PREFIX):
+            for event in batch:
+                self.directory_event(event)
+
+    def check(self) -> None:
+        """Both indexes hold; only workers with a session have blocks."""
+        self.workers.check()
+        self.store.check()
+        assert set(self.workers.holders) <= set(self._next_sequence)
+
+
+def _blocks(keys: Sequence[str]) -> list[BlockHash]:
+    """The blocks that ``keys`` name. Of a tensor-parallel block rank 0's part stands for all."""
+    parsed = (parse_kv_chunk_key(key) for key in keys)
+    return [what[1] for what in parsed if what is not None and what[2] == 0]

@@ -1,0 +1,116 @@
+"""Routes for people and orchestrators: health, readiness, metrics, tokenizing, and why a request goes where."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.responses import Response
+
+from tanghulu.conductor.http.errors import BadField
+from tanghulu.conductor.http.preprocess import Wish, chat_wish, completion_wish
+from tanghulu.conductor.http.reply import dumps, parse, read_body
+from tanghulu.conductor.http.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from tanghulu.conductor.http.service import Service
+from tanghulu.conductor.routing import Route
+
+
+def router(service: Service) -> APIRouter:
+    """The routes."""
+    api = APIRouter()
+
+    @api.get("/health")
+    @api.get("/live")
+    async def live() -> dict[str, Any]:
+        """The process answers."""
+        return {"status": "ok"}
+
+    @api.get("/ready")
+    async def ready() -> Response:
+        """200 once a request would be served; else 503 and what is missing."""
+        missing = service.missing()
+        return JSONResponse({"ready": not missing, "missing": missing}, 503 if missing else 200)
+
+    @api.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus' text format; the same as on --metrics-port."""
+        return Response(generate_latest(service.metrics), media_type=CONTENT_TYPE_LATEST)
+
+    @api.api_route("/route", methods=["GET", "POST"])
+    async def route(request: Request) -> dict[str, Any]:
+        """Where a completion or chat with this body would go now, and why. GET takes ?prompt=&model= as well."""
+        wish = await _wish(service, await read_body(request, service.max_body_bytes), dict(request.query_params))
+        found = service.dispatcher.router.explain(wish.requests[0], wish.model)
+        return _explanation(wish, found, service.dispatcher.router.policy.name)
+
+    @api.post("/tokenize")
+    async def tokenize(request: Request) -> dict[str, Any]:
+        """Text, texts or a chat to token ids."""
+        body = parse(TokenizeBody, await read_body(request, service.max_body_bytes))
+        model = await service.find_model(body.model)
+        special, texts = body.add_special_tokens, body.prompt
+        if body.messages is not None:
+            special, messages = False, [message.for_template() for message in body.messages]
+            texts = model.render_chat(messages, add_generation_prompt=body.add_generation_prompt)
+        if isinstance(texts, list):
+            lists = [(await model.encode(text, special)).tolist() for text in texts]
+            return {"count": [len(ids) for ids in lists], "tokens": lists, "max_model_len": model.card.context_length}
+        ids = (await model.encode(texts or "", special)).tolist()
+        return {"count": len(ids), "tokens": ids, "max_model_len": model.card.context_length}
+
+    @api.post("/detokenize")
+    async def detokenize(request: Request) -> dict[str, Any]:
+        """Token ids to text, under vLLM's name and SGLang's."""
+        body = parse(DetokenizeBody, await read_body(request, service.max_body_bytes))
+        model = await service.find_model(body.model)
+        ids = model.checked_tokens(body.tokens).tolist()
+        text = model.decode(ids, body.skip_special_tokens)
+        return {"prompt": text, "text": text}
+
+    return api
+
+
+async def _wish(service: Service, body: bytes, query: dict[str, str]) -> Wish:
+    if not body and "prompt" in query:
+        body = dumps({key: query[key] for key in ("prompt", "model") if key in query}).encode()
+    if not body:
+        raise BadField("send a body like a completion's or a chat's, or ?prompt=", "prompt")
+    if b'"messages"' in body:
+        chat = parse(ChatBody, body)
+        return await chat_wish(chat, await service.find_model(chat.model))
+    completion = parse(CompletionBody, body)
+    return await completion_wish(completion, await service.find_model(completion.model))
+
+
+def _explanation(wish: Wish, route: Route, policy: str) -> dict[str, Any]:
+    decision = route.decision
+    return {
+        "model": wish.model.card.model,
+        "policy": policy,
+        "num_prompt_tokens": route.request.num_tokens,
+        "num_blocks": route.request.num_blocks,
+        "block_tokens": route.request.block_tokens,
+        "hit_blocks": {"workers": route.hits.workers, "store": route.hits.store},
+        "prefill": decision.prefill if decision else None,
+        "decode": decision.decode if decision else None,
+        "candidates": [
+            {"worker": c.worker, "phase": c.phase, "score": c.score, **dict(c.terms)}
+            for c in (decision.candidates if decision else ())
+        ],
+        "workers": [
+            {
+                "id": w.id,
+                "can_prefill": w.can_prefill,
+                "can_decode": w.can_decode,
+                "queue_tokens": w.queue_tokens,
+                "num_requests": w.num_requests,
+                "blocks_free": w.blocks_free,
+                "blocks_total": w.blocks_total,
+                "prefill_tokens_per_s": w.prefill_tokens_per_s,
+                "hit_blocks": w.hit_blocks,
+            }
+            for w in route.workers
+        ],
+    }

@@ -1,0 +1,147 @@
+"""OpenAI's routes: /v1/chat/completions, /v1/completions, /v1/models."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from tanghulu.conductor.generation import Call, TextDelta
+from tanghulu.conductor.http import openai_format as shape
+from tanghulu.conductor.http.preprocess import chat_wish, completion_wish
+from tanghulu.conductor.http.reply import DONE, EventStream, JsonWhenDone, parse, read_body
+from tanghulu.conductor.http.schema import ChatBody, CompletionBody
+from tanghulu.conductor.http.service import Service
+from tanghulu.conductor.requests import FinishReason, TokenLogprobs
+
+#: The logprobs of a choice's next tokens, as the API shows them.
+Logprobs = Callable[[int, Sequence[TokenLogprobs]], Any]
+
+
+def router(service: Service) -> APIRouter:
+    """The routes."""
+    api = APIRouter()
+    started = int(time.time())
+
+    @api.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        """A chat completion."""
+        body = parse(ChatBody, await read_body(request, service.max_body_bytes))
+        model = await service.find_model(body.model)
+        wish = await chat_wish(body, model)
+        call = service.start(f"chatcmpl-{uuid.uuid4().hex}", wish)
+        num_top = body.top_logprobs or 0
+
+        def logprobs(_: int, values: Sequence[TokenLogprobs]) -> Any:
+            return shape.chat_logprobs(model, values, num_top)
+
+        reader = _Reader(service, call, logprobs if body.logprobs else None)
+        if body.stream:
+            writer = shape.ChunkWriter(call, True, body.include_usage)
+            return EventStream(call, reader.stream(writer, True, body.include_usage))
+        return JsonWhenDone(call, lambda: reader.whole(shape.whole_chat))
+
+    @api.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        """A text completion."""
+        body = parse(CompletionBody, await read_body(request, service.max_body_bytes))
+        model = await service.find_model(body.model)
+        wish = await completion_wish(body, model)
+        call = service.start(f"cmpl-{uuid.uuid4().hex}", wish)
+        echoes = [model.decode(r.prompt.tolist()) for r in wish.requests] if body.echo else []
+        by_choice = [shape.CompletionLogprobs(model) for _ in wish.requests]
+        wanted = body.logprobs is not None
+        reader = _Reader(service, call, (lambda i, values: by_choice[i].of(values)) if wanted else None, echoes)
+        if body.stream:
+            writer = shape.ChunkWriter(call, False, body.include_usage)
+            return EventStream(call, reader.stream(writer, False, body.include_usage))
+        return JsonWhenDone(call, lambda: reader.whole(shape.whole_completion))
+
+    @api.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """All models that workers have registered."""
+        known = service.dispatcher.registry.models.values()
+        return {"object": "list", "data": [shape.model_entry(model, started) for model in known]}
+
+    @api.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> dict[str, Any]:
+        """One of them."""
+        return shape.model_entry(await service.find_model(name), started)
+
+    return api
+
+
+class _Reader:
+    """Reads a call to its end, as a stream or as a whole."""
+
+    def __init__(self, service: Service, call: Call, logprobs: Logprobs | None, echoes: Sequence[str] = ()) -> None:
+        self._service = service
+        self._call = call
+        self._logprobs = logprobs
+        self._echoes = echoes
+        self._waiting: dict[int, list[TokenLogprobs]] = {}
+
+    async def stream(
+        self, writer: shape.ChunkWriter, is_chat: bool, include_usage: bool
+    ) -> AsyncGenerator[bytes, None]:
+        """Server-sent events, each behind the first with what one step brought."""
+        started: set[int] = set()
+        try:
+            async for index, delta in self._call.deltas():
+                first = index not in started
+                started.add(index)
+                opening = self._opening(writer, index, is_chat) if first else b""
+                piece = opening + self._chunks(writer, index, delta)
+                if piece:
+                    yield piece
+            yield (writer.usage(self._call) if include_usage else b"") + DONE
+        finally:
+            self._service.forget(self._call)
+
+    async def whole(
+        self, form: Callable[[Call, Sequence[tuple[str, Any, FinishReason]]], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """The whole answer, when all sequences have ended."""
+        count = len(self._call.generations)
+        texts = [self._echo(i) for i in range(count)]
+        logprobs: list[list[TokenLogprobs]] = [[] for _ in range(count)]
+        finishes = [FinishReason.ABORTED] * count
+        try:
+            async for index, delta in self._call.deltas():
+                texts[index] += delta.text
+                logprobs[index] += delta.logprobs
+                finishes[index] = delta.finish or finishes[index]
+        finally:
+            self._service.forget(self._call)
+        shown = [self._logprobs(i, values) if self._logprobs else None for i, values in enumerate(logprobs)]
+        return form(self._call, list(zip(texts, shown, finishes, strict=True)))
+
+    def _echo(self, index: int) -> str:
+        return self._echoes[index] if self._echoes else ""
+
+    def _opening(self, writer: shape.ChunkWriter, index: int, is_chat: bool) -> bytes:
+        if is_chat:
+            return writer.role(index)
+        return writer.text(index, self._echo(index)) if self._echo(index) else b""
+
+    def _chunks(self, writer: shape.ChunkWriter, index: int, delta: TextDelta) -> bytes:
+        """Text that is held back keeps its log probabilities back too."""
+        values = self._with_waiting(index, delta) if self._logprobs is not None else []
+        piece = b""
+        if delta.text or values:
+            shown = self._logprobs(index, values) if self._logprobs is not None else None
+            piece = writer.text(index, delta.text, shown)
+        if delta.finish is not None:
+            piece += writer.finish(index, delta.finish)
+        return piece
+
+    def _with_waiting(self, index: int, delta: TextDelta) -> list[TokenLogprobs]:
+        values = self._waiting.pop(index, []) + delta.logprobs
+        if delta.text or delta.finish is not None:
+            return values
+        self._waiting[index] = values
+        return []

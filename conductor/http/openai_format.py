@@ -1,0 +1,146 @@
+"""OpenAI's answers as JSON: whole ones, and the chunks of a stream.
+
+Owns names and order of OpenAI's fields. A chunk's constant parts are built once a stream; per token only the text is
+escaped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from tanghulu.conductor.generation import Call
+from tanghulu.conductor.http.reply import dumps, event
+from tanghulu.conductor.requests import FinishReason, TokenLogprobs
+from tanghulu.conductor.served_model import ServedModel
+
+
+def usage(call: Call) -> dict[str, Any]:
+    """The usage of all sequences of ``call`` so far."""
+    prompt, generated = call.num_prompt_tokens, call.num_generated
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": call.cached_tokens},
+    }
+
+
+class ChunkWriter:
+    """The chunks of one stream. ``delta`` says whether text goes into ``{"delta": {"content"}}`` or ``{"text"}``."""
+
+    def __init__(self, call: Call, is_chat: bool, include_usage: bool) -> None:
+        kind = "chat.completion.chunk" if is_chat else "text_completion"
+        head = {"id": call.id, "object": kind, "created": int(time.time()), "model": call.model.card.model}
+        self._head = dumps(head)[:-1] + ',"choices":['
+        self._tail = '],"usage":null}' if include_usage else "]}"
+        self._is_chat = is_chat
+
+    def role(self, index: int) -> bytes:
+        """The first chunk of a chat's choice."""
+        return self._chunk(index, '"delta":{"role":"assistant","content":""}', None, None)
+
+    def text(self, index: int, text: str, logprobs: Any = None, finish: FinishReason | None = None) -> bytes:
+        """A piece of text."""
+        escaped = dumps(text)
+        middle = f'"delta":{{"content":{escaped}}}' if self._is_chat else f'"text":{escaped}'
+        return self._chunk(index, middle, logprobs, finish)
+
+    def finish(self, index: int, finish: FinishReason) -> bytes:
+        """The last chunk of a choice."""
+        return self._chunk(index, '"delta":{}' if self._is_chat else '"text":""', None, finish)
+
+    def usage(self, call: Call) -> bytes:
+        """The last chunk of a stream that was asked for usage."""
+        return event(f'{self._head}],"usage":{dumps(usage(call))}}}')
+
+    def _chunk(self, index: int, middle: str, logprobs: Any, finish: FinishReason | None) -> bytes:
+        reason = f'"{finish.value}"' if finish is not None else "null"
+        probabilities = "null" if logprobs is None else dumps(logprobs)
+        return event(
+            f'{self._head}{{"index":{index},{middle},"logprobs":{probabilities},"finish_reason":{reason}}}{self._tail}'
+        )
+
+
+def whole_chat(call: Call, choices: Sequence[tuple[str, Any, FinishReason]]) -> dict[str, Any]:
+    """A chat.completion of (text, logprobs, reason) for each choice."""
+    return {
+        "id": call.id,
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": call.model.card.model,
+        "choices": [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": text, "refusal": None},
+                "logprobs": logprobs,
+                "finish_reason": finish.value,
+            }
+            for index, (text, logprobs, finish) in enumerate(choices)
+        ],
+        "usage": usage(call),
+    }
+
+
+def whole_completion(call: Call, choices: Sequence[tuple[str, Any, FinishReason]]) -> dict[str, Any]:
+    """A text_completion of (text, logprobs, reason) for each choice."""
+    return {
+        "id": call.id,
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": call.model.card.model,
+        "choices": [
+            {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish.value}
+            for index, (text, logprobs, finish) in enumerate(choices)
+        ],
+        "usage": usage(call),
+    }
+
+
+def model_entry(model: ServedModel, created: int) -> dict[str, Any]:
+    """One entry of /v1/models."""
+    card = model.card
+    return {
+        "id": card.model,
+        "object": "model",
+        "created": created,
+        "owned_by": "tanghulu",
+        "max_model_len": card.context_length,
+    }
+
+
+def chat_logprobs(model: ServedModel, logprobs: Sequence[TokenLogprobs], num_top: int) -> dict[str, Any]:
+    """``logprobs`` of a chat's choice."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        data = model.detokenizers.token_bytes(token)
+        return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
+
+    content = []
+    for one in logprobs:
+        entries = [entry(t, p) for t, p in zip(one.token_ids, one.logprobs, strict=True)]
+        if entries:
+            content.append({**entries[0], "top_logprobs": entries[1 : 1 + num_top]})
+    return {"content": content, "refusal": None}
+
+
+class CompletionLogprobs:
+    """``logprobs`` of a text completion's choice; remembers how far the text has come, for ``text_offset``."""
+
+    def __init__(self, model: ServedModel, offset: int = 0) -> None:
+        self._model = model
+        self._offset = offset
+
+    def of(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """Those of the next tokens."""
+        out: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for one in logprobs:
+            texts = [self._model.detokenizers.token_bytes(t).decode(errors="replace") for t in one.token_ids]
+            if texts:
+                out["tokens"].append(texts[0])
+                out["token_logprobs"].append(one.logprobs[0])
+                out["top_logprobs"].append(dict(zip(texts[1:], one.logprobs[1:], strict=True)))
+                out["text_offset"].append(self._offset)
+                self._offset += len(texts[0])
+        return out

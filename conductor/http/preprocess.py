@@ -1,0 +1,152 @@
+"""A checked body to the sequences it asks for: chat template, tokens, sampling, stop rules.
+
+Owns the defaults. Everything that can be wrong with a request beyond its shape is found here, before any work starts.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tanghulu.conductor.http.errors import BadField
+from tanghulu.conductor.http.schema import (
+    MAX_CHOICES,
+    MAX_SEQUENCES,
+    ChatBody,
+    CompletionBody,
+    GenerateBody,
+    Prompts,
+    SamplingFields,
+)
+from tanghulu.conductor.requests import GenerationRequest, Sampling, StopRule
+from tanghulu.conductor.served_model import ServedModel
+from tanghulu.hashing import Tokens
+from tanghulu.types import RequestId
+
+DEFAULT_COMPLETION_TOKENS = 16
+_SEED_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What is asked, made ready: sequences (prompt major, choices minor) and what their text stops at."""
+
+    model: ServedModel
+    requests: list[GenerationRequest]
+    stop_strings: tuple[str, ...]
+    num_choices: int
+
+
+async def chat_wish(body: ChatBody, model: ServedModel) -> Wish:
+    """The sequences of a chat completion."""
+    messages = [message.for_template() for message in body.messages]
+    variables = {**(body.chat_template_kwargs or {}), "add_generation_prompt": body.add_generation_prompt}
+    text = model.render_chat(messages, tools=body.tools, **variables)
+    prompt = await model.encode(text, add_special_tokens=False)
+    num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    wanted = body.max_completion_tokens or body.max_tokens
+    return _wish(model, [prompt], body, wanted, num_logprobs, body.cache_salt, body.priority)
+
+
+async def completion_wish(body: CompletionBody, model: ServedModel) -> Wish:
+    """The sequences of a text completion."""
+    prompts = await _tokenised(model, body.prompt)
+    wanted = body.max_tokens or DEFAULT_COMPLETION_TOKENS
+    return _wish(model, prompts, body, wanted, body.logprobs, body.cache_salt, body.priority)
+
+
+async def generate_wish(body: GenerateBody, model: ServedModel) -> Wish:
+    """The sequences of SGLang's /generate."""
+    prompts = await _tokenised(model, body.prompts)
+    sampling = body.sampling_params
+    changed = {"min_tokens": sampling.min_new_tokens or sampling.min_tokens}
+    seed = sampling.sampling_seed if sampling.sampling_seed is not None else sampling.seed
+    fields = sampling.model_copy(update={**changed, "seed": seed})
+    return _wish(model, prompts, fields, sampling.max_new_tokens, None, body.cache_salt, body.priority)
+
+
+async def _tokenised(model: ServedModel, prompts: Prompts) -> list[Tokens]:
+    if isinstance(prompts, str):
+        return [await model.encode(prompts, add_special_tokens=True)]
+    if not prompts:
+        raise BadField("the list of prompts is empty", "prompt")
+    if isinstance(prompts[0], int):
+        return [model.checked_tokens([p for p in prompts if isinstance(p, int)])]
+    if len(prompts) > MAX_SEQUENCES:
+        raise BadField(f"{len(prompts)} prompts in one request; at most {MAX_SEQUENCES}", "prompt")
+    ready = []
+    for prompt in prompts:
+        assert not isinstance(prompt, int)
+        text = isinstance(prompt, str)
+        ready.append(await model.encode(prompt, True) if text else model.checked_tokens(prompt))  # type: ignore[arg-type]
+    return ready
+
+
+def _wish(
+    model: ServedModel,
+    prompts: Sequence[Tokens],
+    fields: SamplingFields,
+    wanted: int | None,
+    num_logprobs: int | None,
+    cache_salt: str | None,
+    priority: int,
+) -> Wish:
+    num_choices = fields.n or 1
+    if len(prompts) * num_choices > MAX_SEQUENCES:
+        raise BadField(
+            f"{len(prompts)} prompts with n={num_choices} are too many; at most {MAX_SEQUENCES} sequences, n <= {MAX_CHOICES}",
+            "n",
+        )
+    salt = (cache_salt or "").encode()
+    requests = [
+        GenerationRequest(
+            RequestId(uuid.uuid4().hex),
+            model.card.model,
+            prompt,
+            _sampling(model, fields, num_logprobs, choice),
+            _stop_rule(model, fields, len(prompt), wanted),
+            salt,
+            priority,
+        )
+        for prompt in prompts
+        for choice in range(num_choices)
+    ]
+    return Wish(model, requests, _stop_strings(fields), num_choices)
+
+
+def _sampling(model: ServedModel, fields: SamplingFields, num_logprobs: int | None, choice: int) -> Sampling:
+    default_temperature = model.card.default_temperature or 1.0
+    return Sampling(
+        temperature=fields.temperature if fields.temperature is not None else default_temperature,
+        top_p=fields.top_p if fields.top_p is not None else 1.0,
+        top_k=max(fields.top_k or 0, 0),
+        min_p=fields.min_p or 0.0,
+        repetition_penalty=fields.repetition_penalty if fields.repetition_penalty is not None else 1.0,
+        frequency_penalty=fields.frequency_penalty or 0.0,
+        presence_penalty=fields.presence_penalty or 0.0,
+        seed=None if fields.seed is None else (fields.seed + choice) & _SEED_MASK,
+        logit_bias=_logit_bias(model, fields.logit_bias or {}),
+        num_logprobs=num_logprobs,
+    )
+
+
+def _logit_bias(model: ServedModel, given: dict[str, float]) -> dict[int, float]:
+    bias = {}
+    for token, value in given.items():
+        if not token.isdecimal() or int(token) >= model.card.vocab_size:
+            raise BadField(f"{token!r} is no token id below {model.card.vocab_size}", "logit_bias")
+        if not -100 <= value <= 100:
+            raise BadField(f"the bias {value} of token {token} is not within -100..100", "logit_bias")
+        bias[int(token)] = value
+    return bias
+
+
+def _stop_rule(model: ServedModel, fields: SamplingFields, num_prompt_tokens: int, wanted: int | None) -> StopRule:
+    most = model.max_new_tokens(num_prompt_tokens, wanted)
+    return StopRule(most, tuple(fields.stop_token_ids or ()), fields.ignore_eos, min(fields.min_tokens, most))
+
+
+def _stop_strings(fields: SamplingFields) -> tuple[str, ...]:
+    stop = fields.stop
+    return () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)

@@ -1,0 +1,126 @@
+"""Reading bodies and sending answers: the size bound, and replies that notice when the client hangs up.
+
+An answer that waits for tokens runs beside a task that waits for the client's disconnect; when that comes first, the call
+is aborted, the workers are told, and the reply ends by itself. So nothing is cancelled from outside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel, ValidationError
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tanghulu.conductor.generation import Call
+from tanghulu.conductor.http.errors import BodyTooLarge, body_of, from_validation
+from tanghulu.errors import TanghuluError
+
+B = TypeVar("B", bound=BaseModel)
+_SSE_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+DONE = b"data: [DONE]\n\n"
+
+
+async def read_body(request: Request, limit_bytes: int) -> bytes:
+    """The whole body. Raises BodyTooLarge as soon as it is known to be longer than ``limit_bytes``."""
+    announced = request.headers.get("content-length", "0")
+    if announced.isdecimal() and int(announced) > limit_bytes:
+        raise BodyTooLarge(f"the body has {announced} bytes; at most {limit_bytes} are read")
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > limit_bytes:
+            raise BodyTooLarge(f"the body has more than {limit_bytes} bytes")
+    return bytes(body)
+
+
+def parse(model: type[B], body: bytes) -> B:
+    """``body`` as ``model``. Raises BadField."""
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        raise from_validation(error) from None
+
+
+def event(payload: str) -> bytes:
+    """One server-sent event."""
+    return f"data: {payload}\n\n".encode()
+
+
+def dumps(value: Any) -> str:
+    """JSON as compact as OpenAI's."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+async def _hung_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class _Watched(Response):
+    """A reply with a watch on the client's end of the connection."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self._call = call
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer (ASGI)."""
+        watch = asyncio.ensure_future(_hung_up(receive))
+        watch.add_done_callback(lambda _: self._call.abort())
+        try:
+            await self.answer(send)
+        finally:
+            watch.cancel()
+            self._call.abort()
+
+    async def answer(self, send: Send) -> None:
+        """What to send."""
+        raise NotImplementedError
+
+
+class EventStream(_Watched):
+    """Server-sent events. An error before the first one becomes an HTTP error, a later one an event."""
+
+    def __init__(self, call: Call, chunks: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(call)
+        self._chunks = chunks
+
+    async def answer(self, send: Send) -> None:
+        """Send event by event as they come."""
+        try:
+            piece = await anext(self._chunks)
+            await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
+            try:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                async for piece in self._chunks:
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+            except TanghuluError as error:
+                last = event(dumps(body_of(error))) + DONE
+                await send({"type": "http.response.body", "body": last, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            await self._chunks.aclose()
+
+
+class JsonWhenDone(_Watched):
+    """A JSON body that is computed while the client waits."""
+
+    def __init__(self, call: Call, compute: Callable[[], Awaitable[Any]]) -> None:
+        super().__init__(call)
+        self._compute = compute
+
+    async def answer(self, send: Send) -> None:
+        """Compute, then send."""
+        body = dumps(await self._compute()).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body, "more_body": False})

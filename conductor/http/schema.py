@@ -1,0 +1,202 @@
+"""The bodies that clients send, checked: types strictly, ranges here, unknown fields ignored.
+
+Owns the names of OpenAI's and SGLang's fields and their bounds. Knows nothing of models or tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from tanghulu.conductor.stop_strings import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
+
+MAX_CHOICES = 16
+MAX_SEQUENCES = 128
+MAX_MESSAGES = 4096
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+MAX_STOP_TOKENS = 256
+_UINT32 = (1 << 32) - 1
+
+TokenId = Annotated[int, Field(ge=0, le=_UINT32)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+Stop = StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)]
+NumTokens = Annotated[int, Field(ge=1, le=_UINT32)]
+Prompts = str | list[str] | list[TokenId] | list[list[TokenId]]
+
+
+class Body(BaseModel):
+    """What all bodies have in common."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class SamplingFields(Body):
+    """Sampling and stopping under the names that OpenAI, vLLM and SGLang share."""
+
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=_UINT32)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    seed: int | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)] | None = None
+    stop: Stop | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS)] | None = None
+    ignore_eos: bool = False
+    min_tokens: Annotated[int, Field(ge=0, le=_UINT32)] = 0
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+
+
+class StreamOptions(Body):
+    """``stream_options``."""
+
+    include_usage: bool = False
+
+
+class ResponseFormat(Body):
+    """Only free text can be asked for."""
+
+    type: Literal["text"]
+
+
+class OpenAIBody(SamplingFields):
+    """What chat and text completions share."""
+
+    model: str | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    max_tokens: NumTokens | None = None
+    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] = 0
+    response_format: ResponseFormat | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a usage chunk."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionBody(OpenAIBody):
+    """POST /v1/completions."""
+
+    prompt: Prompts
+    echo: bool | None = False
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    best_of: int | None = None
+    suffix: None = None
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo together with logprobs is not supported")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise ValueError("best_of other than n is not supported")
+        return self
+
+
+class TextPart(Body):
+    """A part of a message's content; only text can be understood."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One message. Further fields (name, tool_calls…) go to the chat template as they are."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    role: str
+    content: str | list[TextPart] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """The message with its parts joined to one text."""
+        content = self.content
+        text = content if isinstance(content, str) or content is None else "".join(part.text for part in content)
+        return {"role": self.role, "content": text, **(self.model_extra or {})}
+
+
+class ChatBody(OpenAIBody):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: NumTokens | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class SGLangSampling(SamplingFields):
+    """``sampling_params`` of /generate."""
+
+    max_new_tokens: NumTokens | None = 128
+    min_new_tokens: Annotated[int, Field(ge=0, le=_UINT32)] = 0
+    sampling_seed: int | None = None
+
+
+class GenerateBody(Body):
+    """POST /generate."""
+
+    text: str | list[str] | None = None
+    input_ids: list[TokenId] | list[list[TokenId]] | None = None
+    sampling_params: SGLangSampling = Field(default_factory=SGLangSampling)
+    stream: bool = False
+    rid: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    model: str | None = None
+    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] = 0
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> Self:
+        if (self.text is None) == (self.input_ids is None):
+            raise ValueError("give either text or input_ids")
+        return self
+
+    @property
+    def prompts(self) -> Prompts:
+        """Whichever was given."""
+        prompts = self.text if self.text is not None else self.input_ids
+        assert prompts is not None
+        return prompts
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether a list of answers is wanted."""
+        prompts = self.prompts
+        return isinstance(prompts, list) and not (prompts and isinstance(prompts[0], int))
+
+
+class AbortBody(Body):
+    """POST /abort_request."""
+
+    rid: str = ""
+    abort_all: bool = False
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: a text or a chat."""
+
+    model: str | None = None
+    prompt: str | list[str] | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+    skip_special_tokens: bool = False

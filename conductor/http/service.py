@@ -1,0 +1,81 @@
+"""What the HTTP routes share: the dispatcher, the calls under way by the id that clients know, and the limits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry
+
+from tanghulu.conductor.dispatcher import Dispatcher
+from tanghulu.conductor.generation import Call, Generation
+from tanghulu.conductor.http.errors import BadField
+from tanghulu.conductor.http.preprocess import Wish
+from tanghulu.conductor.served_model import ServedModel
+from tanghulu.errors import TanghuluError
+
+DEFAULT_BODY_BYTES = 32 << 20
+
+
+@dataclass(eq=False)
+class Service:
+    """Behind all routes."""
+
+    dispatcher: Dispatcher
+    metrics: CollectorRegistry
+    max_body_bytes: int = DEFAULT_BODY_BYTES
+    first_model_timeout_s: float = 30.0
+    calls: dict[str, Call] = field(default_factory=dict)
+    stopping: bool = False
+
+    async def find_model(self, name: str | None) -> ServedModel:
+        """The model called ``name``; before the first worker came, wait for it. Raises ModelNotFound, NodeUnavailable."""
+        registry = self.dispatcher.registry
+        if not registry.models:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(registry.model_known.wait(), self.first_model_timeout_s)
+        return registry.find_model(name)
+
+    def start(self, call_id: str, wish: Wish) -> Call:
+        """Begin all sequences of ``wish``. Raises Overloaded; then none is begun."""
+        if call_id in self.calls:
+            raise BadField(f"the request id {call_id!r} is in use", "rid")
+        call = Call(call_id, wish.model)
+        call.num_choices = wish.num_choices
+        try:
+            for request in wish.requests:
+                call.generations.append(Generation(self.dispatcher, request, wish.model, wish.stop_strings))
+        except TanghuluError:
+            call.abort()
+            raise
+        self.calls[call_id] = call
+        return call
+
+    def forget(self, call: Call) -> None:
+        """The call has ended."""
+        self.calls.pop(call.id, None)
+
+    def abort(self, call_id: str) -> bool:
+        """End a call from outside; False if there is none of that id."""
+        call = self.calls.get(call_id)
+        if call is not None:
+            call.abort()
+        return call is not None
+
+    def missing(self) -> list[str]:
+        """What is missing before a request would be served; empty when nothing is."""
+        registry = self.dispatcher.registry
+        if self.stopping:
+            return ["the conductor is stopping"]
+        if any(registry.usable(model) for model in registry.models):
+            return []
+        if not registry.synced:
+            return ["the list of workers has not come from discovery yet"]
+        if not registry.workers:
+            return ["no worker is registered"]
+        return [
+            f"{w.role.value} worker {w.id} at {w.instance.address} is not connected"
+            + (f": {w.last_error}" * bool(w.last_error))
+            for w in registry.workers.values()
+        ]

@@ -1,0 +1,134 @@
+"""``tanghulu conductor``: configuration, start and orderly end of the process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import structlog
+from prometheus_client import CollectorRegistry
+
+from tanghulu.clock import SystemClock
+from tanghulu.conductor.dispatcher import Dispatcher, Limits
+from tanghulu.conductor.http.app import HttpServer, address_of, listen, make_app
+from tanghulu.conductor.http.service import DEFAULT_BODY_BYTES, Service
+from tanghulu.conductor.metrics import ConductorMetrics
+from tanghulu.conductor.policies.registry import POLICIES, make_policy
+from tanghulu.config import command, option
+from tanghulu.discovery.base import Discovery, Instance
+from tanghulu.discovery.master import MasterDiscovery
+from tanghulu.errors import ConfigError, NodeUnavailable
+from tanghulu.process import Process, ProcessConfig, run
+from tanghulu.types import Address, Role
+
+_log = structlog.get_logger(__name__)
+_OBSERVE_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConductorConfig(ProcessConfig):
+    """The conductor's options."""
+
+    port: int = option(8000, "port of the HTTP API; 0 picks one")
+    master: Address = option(Address("127.0.0.1", 7400), "the master's address")
+    policy: str = option("ttft-min", "how workers are chosen for a request", choices=tuple(POLICIES))
+    max_in_flight: int = option(1024, "most sequences under way at workers")
+    max_queued: int = option(1024, "most sequences that wait; beyond it requests are refused with 429")
+    queue_timeout_s: float = option(30.0, "longest wait for a place or for a worker, in seconds")
+    max_redispatches: int = option(3, "how often a request is moved because its worker was lost")
+    max_body_size: int = option(DEFAULT_BODY_BYTES, "longest request body", size=True)
+    grace_s: float = option(10.0, "at the end, how long requests under way may go on, in seconds")
+
+    def __post_init__(self) -> None:
+        for name in ("max_in_flight", "max_queued", "max_body_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
+        for name in ("queue_timeout_s", "max_redispatches", "grace_s"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it cannot be negative")
+
+
+class Conductor:
+    """The conductor without its process: workers of a Discovery behind an HTTP address."""
+
+    def __init__(self, config: ConductorConfig, conductor_id: str, registry: CollectorRegistry) -> None:
+        limits = Limits(config.max_in_flight, config.max_queued, config.queue_timeout_s, config.max_redispatches)
+        self.config = config
+        self.dispatcher = Dispatcher(
+            conductor_id, make_policy(config.policy), ConductorMetrics(registry), limits, SystemClock()
+        )
+        self.service = Service(self.dispatcher, registry, config.max_body_size, config.queue_timeout_s)
+        self.address = Address("", 0)
+
+    @contextlib.asynccontextmanager
+    async def running(self, discovery: Discovery, listen_port: int) -> AsyncIterator[Conductor]:
+        """Serve inside the block; at its end finish what is under way within the grace period.
+
+        Raises ConfigError if the port is taken.
+        """
+        listener = listen(self.config.host, listen_port)
+        self.address = address_of(listener)
+        server = HttpServer(make_app(self.service), self.config.grace_s)
+        following = asyncio.create_task(self.dispatcher.registry.follow(discovery, self.config.namespace))
+        observing = asyncio.create_task(self._observe())
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            yield self
+            await self._finish(server, serving)
+        finally:
+            server.should_exit = server.force_exit = True
+            for task in (following, observing):
+                task.cancel()
+            await self.dispatcher.registry.close()
+            self.dispatcher.fail_all(NodeUnavailable("the conductor is stopping"))
+            await asyncio.gather(serving, following, observing, return_exceptions=True)
+            listener.close()
+
+    async def _finish(self, server: HttpServer, serving: asyncio.Task[None]) -> None:
+        """Accept no more, let requests under way end, then fail the rest."""
+        self.service.stopping = True
+        server.should_exit = True
+        _log.info("conductor.finishing", requests=self.dispatcher.num_requests, grace_s=self.config.grace_s)
+        await asyncio.wait([serving], timeout=self.config.grace_s)
+        self.dispatcher.fail_all(NodeUnavailable("the conductor is stopping"))
+
+    async def _observe(self) -> None:
+        while True:
+            self.dispatcher.observe()
+            await asyncio.sleep(_OBSERVE_S)
+
+
+async def serve(process: Process, config: ConductorConfig) -> None:
+    """Run until the process is to stop."""
+    listener_port = config.port
+    async with MasterDiscovery(config.master) as discovery:
+        conductor = Conductor(config, f"conductor-{process.generation:012x}", process.registry)
+        async with conductor.running(discovery, listener_port):
+            mirroring = asyncio.create_task(conductor.dispatcher.mirror.follow_master(config.master))
+            instance = Instance(
+                id=process.instance_id(conductor.address.port),
+                role=Role.CONDUCTOR,
+                address=conductor.address,
+                namespace=config.namespace,
+                metrics_address=process.metrics_address,
+                place=config.place,
+                generation=process.generation,
+            )
+            try:
+                registration = await discovery.register(instance)
+                process.ready(instance.id, conductor.address)
+                await process.stopping.wait()
+                await registration.close()
+            finally:
+                mirroring.cancel()
+                await asyncio.gather(mirroring, return_exceptions=True)
+
+
+COMMAND = command(
+    "conductor",
+    ConductorConfig,
+    lambda config: run(Role.CONDUCTOR, config, serve),
+    "Run a conductor: the HTTP API in front of prefill and decode workers.",
+)

@@ -1,0 +1,38 @@
+"""The conductor's metric names, with their units, in one place."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_PREFIX = "tanghulu_conductor_"
+
+
+class ConductorMetrics:
+    """Counters that the dispatcher and the HTTP layer move."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(_PREFIX + name, text, labels, registry=registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(_PREFIX + name, text, labels, registry=registry)
+
+        def histogram(name: str, text: str) -> Histogram:
+            return Histogram(_PREFIX + name, text, buckets=_SECONDS, registry=registry)
+
+        self.requests = counter(
+            "requests", "Sequences that ended, by outcome: stop, length, abort, or an error's code", "outcome"
+        )
+        self.ttft = histogram("ttft_seconds", "From a sequence's arrival to its first token")
+        self.tbt = histogram("tbt_seconds", "Between two steps that brought tokens of one sequence")
+        self.e2e = histogram("request_seconds", "From a sequence's arrival to its end")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of sequences that ended")
+        self.generated_tokens = counter("generated_tokens", "Tokens generated for clients")
+        self.cached_tokens = counter("cached_tokens", "Prompt tokens that no worker had to compute")
+        self.redispatches = counter("redispatches", "Requests that were moved because their worker was lost", "reason")
+        self.hand_overs = counter("hand_overs", "Requests whose KV went from a prefill to a decode worker")
+        self.in_flight = gauge("requests_in_flight", "Sequences under way at workers")
+        self.queued = gauge("requests_queued", "Sequences that wait for a place or for a worker")
+        self.workers = gauge("workers", "Connected workers", "role")
+        self.index_blocks = gauge("prefix_index_blocks", "Distinct blocks that the prefix index knows", "holders")

@@ -1,0 +1,1 @@
+"""Where a request goes: pure policies under one contract; see ``base``."""

@@ -1,0 +1,103 @@
+"""Policies that do not look at the prompt: in turn, at random, to the least loaded. Baselines."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from tanghulu.conductor.policies.base import Candidate, Decision, RequestView, WorkerView, best, decoders, prefillers
+from tanghulu.types import InstanceId
+
+Pick = Callable[[Sequence[WorkerView]], WorkerView]
+
+
+def _choose(workers: Sequence[WorkerView], pick_prefill: Pick, pick_decode: Pick) -> Decision | None:
+    prefill, decode = prefillers(workers), decoders(workers)
+    if not prefill or not decode:
+        return None
+    first = pick_prefill(prefill)
+    # A worker that does both keeps its request: moving KV would buy nothing here.
+    return Decision(first.id, first.id if first.can_decode else pick_decode(decode).id)
+
+
+class RoundRobin:
+    """Each worker in turn, by id; remembers the last one's id, so that comings and goings do no harm."""
+
+    name = "round-robin"
+
+    def __init__(self) -> None:
+        self._last_prefill = InstanceId("")
+        self._last_decode = InstanceId("")
+
+    def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> Decision | None:
+        """The next of each kind."""
+        return _choose(workers, self._next_prefill, self._next_decode)
+
+    def choose_decode(self, request: RequestView, workers: Sequence[WorkerView]) -> InstanceId | None:
+        """The next decode worker."""
+        able = decoders(workers)
+        return self._next_decode(able).id if able else None
+
+    def _next_prefill(self, workers: Sequence[WorkerView]) -> WorkerView:
+        chosen = _behind(self._last_prefill, workers)
+        self._last_prefill = chosen.id
+        return chosen
+
+    def _next_decode(self, workers: Sequence[WorkerView]) -> WorkerView:
+        chosen = _behind(self._last_decode, workers)
+        self._last_decode = chosen.id
+        return chosen
+
+
+def _behind(last: InstanceId, workers: Sequence[WorkerView]) -> WorkerView:
+    ordered = sorted(workers, key=lambda w: w.id)
+    return next((w for w in ordered if w.id > last), ordered[0])
+
+
+class Random:
+    """Any worker, drawn from a seeded generator: equal seeds and views give equal choices."""
+
+    name = "random"
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = random.Random(seed)
+
+    def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> Decision | None:
+        """One of each kind."""
+        return _choose(workers, self._draw, self._draw)
+
+    def choose_decode(self, request: RequestView, workers: Sequence[WorkerView]) -> InstanceId | None:
+        """One that decodes."""
+        able = decoders(workers)
+        return self._draw(able).id if able else None
+
+    def _draw(self, workers: Sequence[WorkerView]) -> WorkerView:
+        return self._random.choice(sorted(workers, key=lambda w: w.id))
+
+
+class LeastLoaded:
+    """The worker with the fewest waiting tokens (prefill) or the fewest requests (decode)."""
+
+    name = "least-loaded"
+
+    def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> Decision | None:
+        """The least loaded of each kind."""
+        prefills = [
+            Candidate(w.id, "prefill", w.queue_tokens + w.num_requests / 1024, (("queue_tokens", w.queue_tokens),))
+            for w in prefillers(workers)
+        ]
+        decodes = [self._decode(w) for w in decoders(workers)]
+        prefill, decode = best(prefills), best(decodes)
+        if prefill is None or decode is None:
+            return None
+        same = any(w.id == prefill.worker and w.can_decode for w in workers)
+        return Decision(prefill.worker, prefill.worker if same else decode.worker, (*prefills, *decodes))
+
+    def choose_decode(self, request: RequestView, workers: Sequence[WorkerView]) -> InstanceId | None:
+        """The decode worker with the fewest requests."""
+        choice = best([self._decode(w) for w in decoders(workers)])
+        return choice.worker if choice else None
+
+    def _decode(self, worker: WorkerView) -> Candidate:
+        terms = (("num_requests", float(worker.num_requests)), ("blocks_free", float(worker.blocks_free)))
+        return Candidate(worker.id, "decode", float(worker.num_requests), terms)

@@ -1,0 +1,77 @@
+"""What a policy is shown: the views of workers and request, built from registry, cache mirror and own dispatches."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+
+from tanghulu.conductor.events import CacheMirror, Hits
+from tanghulu.conductor.lifecycle import Flight
+from tanghulu.conductor.policies.base import Decision, Policy, RequestView, WorkerView
+from tanghulu.conductor.registry import Registry
+from tanghulu.conductor.requests import GenerationRequest
+from tanghulu.conductor.served_model import ServedModel
+from tanghulu.types import InstanceId
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A decision with what it was made from. ``rest_tokens``: what the prefill worker will have to compute."""
+
+    decision: Decision | None
+    request: RequestView
+    workers: tuple[WorkerView, ...]
+    hits: Hits
+
+    @property
+    def rest_tokens(self) -> int:
+        """Tokens behind the longest prefix that the chosen prefill worker holds or can fetch; at least one."""
+        if self.decision is None:
+            return self.request.num_tokens
+        hit_blocks = max(self.hits.workers.get(self.decision.prefill, 0), self.request.store_hit_blocks)
+        return max(1, self.request.num_tokens - hit_blocks * self.request.block_tokens)
+
+
+class Router:
+    """Asks the policy."""
+
+    def __init__(self, registry: Registry, mirror: CacheMirror, policy: Policy) -> None:
+        self.policy = policy
+        self._registry = registry
+        self._mirror = mirror
+
+    def choose(self, flight: Flight, model: ServedModel) -> Route:
+        """Workers for both phases of ``flight`` with all its tokens so far."""
+        return self._route(self.policy, flight, model)
+
+    def explain(self, request: GenerationRequest, model: ServedModel) -> Route:
+        """Where ``request`` would go now; changes nothing, not even whose turn it is."""
+        return self._route(copy.deepcopy(self.policy), Flight(request, 0), model)
+
+    def choose_decode(self, flight: Flight, model: ServedModel) -> InstanceId | None:
+        """A worker that goes on with the KV that ``flight`` has at its prefill worker."""
+        request, workers, _ = self._views(flight, model)
+        return self.policy.choose_decode(request, workers)
+
+    def _route(self, policy: Policy, flight: Flight, model: ServedModel) -> Route:
+        request, workers, hits = self._views(flight, model)
+        decision = policy.choose(request, workers) if workers else None
+        return Route(decision, request, tuple(workers), hits)
+
+    def _views(self, flight: Flight, model: ServedModel) -> tuple[RequestView, list[WorkerView], Hits]:
+        sequence = flight.sequence(lambda: model.empty_sequence(flight.request.salt))
+        hits = self._mirror.hits(sequence.block_hashes)
+        request = RequestView(len(sequence), sequence.block_tokens, model.card.block_bytes, hits.store)
+        usable = self._registry.usable(model.card.model)
+        kept = [w for w in usable if w.id not in flight.avoid] or usable
+        views = [w.load.view(w.id, w.role, hits.workers.get(w.id, 0)) for w in kept]
+        return request, with_both_phases(views), hits
+
+
+def with_both_phases(views: list[WorkerView]) -> list[WorkerView]:
+    """With one kind of worker alone alive, it does the other phase too: every worker can do both."""
+    if not any(v.can_prefill for v in views):
+        views = [replace(v, can_prefill=True) for v in views]
+    if not any(v.can_decode for v in views):
+        views = [replace(v, can_decode=True) for v in views]
+    return views

@@ -1,0 +1,50 @@
+"""Stop strings over a text that grows piece by piece.
+
+A stop string may begin in one piece and end in a later one, so the text's longest end that could still become a stop
+string is held back. Example with the stop "\\n\\nUser": pieces "Hi\\n", "\\n", "Us", "ing" give "Hi", "", "", "\\n\\nUsing".
+Knows nothing of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+MAX_STOP_STRINGS = 4
+MAX_STOP_CHARACTERS = 1024
+
+
+class StopMatcher:
+    """Finds the first of ``stops`` in the pieces that are fed. The text before it is given out, nothing of it is."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        assert all(stops), "an empty stop string would stop everything"
+        self._stops = tuple(stops)
+        self._held = ""
+        self.matched: str | None = None
+
+    def feed(self, piece: str) -> str:
+        """Text that is safe to show. After a match (see ``matched``) it is always empty."""
+        if not self._stops or self.matched is not None:
+            return piece if self.matched is None else ""
+        text = self._held + piece
+        found = [(text.find(stop) + len(stop), text.find(stop), stop) for stop in self._stops if stop in text]
+        if found:
+            _, start, self.matched = min(found)  # the one that ends first, however the text was cut
+            self._held = ""
+            return text[:start]
+        keep = self._possible_start(text)
+        self._held = text[len(text) - keep :] if keep else ""
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        """What is held back; the text ends here."""
+        held, self._held = self._held, ""
+        return held
+
+    def _possible_start(self, text: str) -> int:
+        """Length of the longest end of ``text`` that some stop string begins with."""
+        longest = min(len(text), max(len(stop) for stop in self._stops) - 1)
+        for length in range(longest, 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stops):
+                return length
+        return 0

@@ -1,0 +1,74 @@
+"""What the conductor knows of one worker's load: its last report, and what was sent since that it cannot know yet.
+
+Pure. A submission counts as load from the moment it is sent until the worker has surely seen it: at the first word
+about that submission, or at the second report behind it (the first may have crossed it on the wire).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tanghulu.conductor.policies.base import WorkerView
+from tanghulu.conductor.requests import WorkerLoad
+from tanghulu.types import InstanceId, Role
+
+_REPORTS_UNTIL_SEEN = 2
+
+
+@dataclass(slots=True)
+class _Unreported:
+    prefill_tokens: int
+    num_blocks: int
+    reports_left: int = _REPORTS_UNTIL_SEEN
+
+
+class LoadTracker:
+    """One worker's load as routing should see it."""
+
+    def __init__(self) -> None:
+        self.reported = WorkerLoad()
+        self._unreported: dict[str, _Unreported] = {}
+
+    def sent(self, wire_id: str, prefill_tokens: int, num_blocks: int) -> None:
+        """A submission was sent; ``prefill_tokens`` of it are expected to be computed there."""
+        self._unreported[wire_id] = _Unreported(prefill_tokens, num_blocks)
+
+    def heard_of(self, wire_id: str) -> None:
+        """The worker spoke of the submission, or it was taken back."""
+        self._unreported.pop(wire_id, None)
+
+    def report(self, load: WorkerLoad) -> None:
+        """The worker's own report."""
+        self.reported = load
+        if not self._unreported:
+            return
+        for wire_id, entry in list(self._unreported.items()):
+            entry.reports_left -= 1
+            if entry.reports_left == 0:
+                del self._unreported[wire_id]
+
+    def reset(self, load: WorkerLoad) -> None:
+        """A new session began: nothing is under way."""
+        self._unreported.clear()
+        self.reported = load
+
+    def view(self, worker: InstanceId, role: Role, hit_blocks: int) -> WorkerView:
+        """What a policy sees."""
+        load, own = self.reported, self._unreported.values()
+        return WorkerView(
+            id=worker,
+            can_prefill=role.prefills,
+            can_decode=role.decodes,
+            queue_tokens=load.prefill_tokens_waiting + sum(e.prefill_tokens for e in own),
+            num_requests=load.num_running + load.num_waiting + len(own),
+            blocks_free=max(0, load.blocks_free - sum(e.num_blocks for e in own)),
+            blocks_total=load.blocks_total,
+            prefill_tokens_per_s=load.prefill_tokens_per_s,
+            decode_step_s=load.decode_step_s,
+            store_bytes_per_s=load.store_bytes_per_s,
+            hit_blocks=hit_blocks,
+        )
+
+    def check(self) -> None:
+        """Nothing stays unreported for ever."""
+        assert all(0 < e.reports_left <= _REPORTS_UNTIL_SEEN for e in self._unreported.values())
