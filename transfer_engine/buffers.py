@@ -10,20 +10,21 @@ from typing import Any
 import numpy as np
 
 from tanghulu.errors import InvalidRequest
+from tanghulu.transfer_engine.copying import Bytes
 
 
 class Buffer:
     """One C-contiguous piece of the caller's memory, without copying it.
 
     Registering it once spares every transfer the look-up of its address (and, on transports with registered memory,
-    the registration). It keeps the underlying object alive and, for a bytearray, unresizable, until ``unregister()``.
+    the registration). This object keeps the underlying one alive and, for a bytearray, unresizable.
     """
 
     __slots__ = ("address", "array", "read_only", "registered", "size_bytes")
 
     def __init__(self, source: Any) -> None:
         try:
-            self.array: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(source, dtype=np.uint8)
+            self.array: Bytes = np.frombuffer(source, dtype=np.uint8)
         except (TypeError, ValueError, BufferError) as error:
             raise InvalidRequest(
                 f"{type(source).__name__} is no C-contiguous buffer of at least one byte: {error}"
@@ -38,9 +39,8 @@ class Buffer:
         return self.array[offset : offset + length].data
 
     def unregister(self) -> None:
-        """No further transfer may name this buffer; transfers in flight keep the memory alive until they end."""
+        """No further transfer may name this buffer. Those in flight go on, and hold the memory until they end."""
         self.registered = False
-        self.array = np.empty(0, dtype=np.uint8)
 
     def __repr__(self) -> str:
         access = "read-only " if self.read_only else ""

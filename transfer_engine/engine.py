@@ -132,7 +132,11 @@ class TransferEngine:
 
         Raises InvalidRequest, and moves nothing, if one request is malformed or two READs overlap locally.
         """
-        requests = batch.requests
+        handle = self._prepare(batch.requests)
+        handle.start()
+        return handle
+
+    def _prepare(self, requests: Sequence[TransferRequest]) -> TransferHandle:
         if len(requests) > self.config.max_requests_per_batch:
             raise InvalidRequest(
                 f"{len(requests)} requests in a batch; at most {self.config.max_requests_per_batch} are allowed"
@@ -140,14 +144,12 @@ class TransferEngine:
         buffers = [admit_buffer(request) for request in requests]
         refuse_overlaps(requests, buffers)
         admitted = [admit(request, buffer) for request, buffer in zip(requests, buffers, strict=True)]
-        handle = TransferHandle(self._workshop, TransferRun(admitted, self._run_limits), requests)
-        handle.start()
-        return handle
+        return TransferHandle(self._workshop, TransferRun(admitted, self._run_limits), requests)
 
     def transfer(self, requests: Sequence[TransferRequest], deadline_s: float) -> None:
         """Move everything, in this thread; returns when all bytes have arrived, raises the first error otherwise."""
         if not self._copy_directly(requests, self.config.direct_bytes):
-            self.submit(TransferBatch(requests)).wait(deadline_s).raise_first()
+            self._prepare(requests).wait(deadline_s).raise_first()
 
     async def transfer_async(self, requests: Sequence[TransferRequest], deadline_s: float) -> None:
         """The same for asyncio; small copies over shm happen at once, all else in one of the engine's threads.
@@ -160,7 +162,7 @@ class TransferEngine:
             raise Overloaded(f"{self._num_async} batches are waiting for the engine's threads")
         self._num_async += 1
         try:
-            result = await self.submit(TransferBatch(requests)).wait_async(deadline_s)
+            result = await self._prepare(requests).wait_async(deadline_s)
         finally:
             self._num_async -= 1
         result.raise_first()
@@ -217,8 +219,7 @@ class TransferEngine:
         buffers = [admit_buffer(request) for request in requests]
         refuse_overlaps(requests, buffers)
         for request, buffer, shm in zip(requests, buffers, mapped, strict=True):
-            address = buffer.address + request.source_offset
-            shm.copy(request.opcode, address, request.target_offset, request.length)
+            shm.copy(request.opcode, buffer, request.source_offset, request.target_offset, request.length)
         return all(shm.alive for shm in (mapped if len(mapped) == 1 else set(mapped)))
 
     def _open(self, descriptor: SegmentDescriptor, session_id: int, pinned: str | None) -> RemoteSegment:

@@ -132,26 +132,27 @@ class TransferHandle:
 
     def _wait_until(self, until_s: float, deadline_s: float) -> BatchResult:
         clock = self._workshop.clock
-        expired = DeadlineExceeded(f"not complete within {deadline_s:g} s; what had arrived is not reported")
-        if not self._turn.acquire(timeout=max(0.0, until_s - clock.now_s())):
-            self._stop = self._stop or expired
+        if not self._turn.acquire(timeout=max(0.0, until_s - clock.now_s())):  # another thread drives, for longer
+            self._stop = self._stop or _expired(deadline_s)
             self._wake()
             self._turn.acquire()
         try:
-            self._drive(until_s, expired)
+            self._drive(until_s, deadline_s)
         finally:
-            self._finish(TransferCancelled("the thread that drove the batch was interrupted"))
+            if not self._run.finished:
+                self._finish(TransferCancelled("the thread that drove the batch was interrupted"))
+            self._let_go()
             self._turn.release()
         return self._result()
 
-    def _drive(self, until_s: float, expired: DeadlineExceeded) -> None:
+    def _drive(self, until_s: float, deadline_s: float) -> None:
         run, clock = self._run, self._workshop.clock
         if not run.finished and not self._borrow_all(until_s):
-            self._finish(DeadlineExceeded(f"all links to a peer are lent to other batches; {expired.message}"))
+            self._finish(_expired(deadline_s, "all links to a peer are lent to other batches; "))
         while not run.finished:
             now_s = clock.now_s()
             if self._stop is not None or now_s >= until_s:
-                self._finish(self._stop or expired)
+                self._finish(self._stop or _expired(deadline_s))
                 return
             self._step(now_s, until_s)
 
@@ -224,7 +225,7 @@ class TransferHandle:
     def _borrow_all(self, until_s: float | None) -> bool:
         """Hold a link of every target's first transport; all or, on False, none that is new."""
         fresh: list[tuple[PathTable, str]] = []
-        for table in sorted(self._targets, key=id):
+        for table in self._targets if len(self._targets) == 1 else sorted(self._targets, key=id):
             key = (table, table.paths[0].transport)
             if key in self._links or self._targets[table].closed:
                 continue
@@ -277,3 +278,7 @@ class TransferHandle:
         errors = tuple(self._run.errors())
         done = sum(each.length for each, error in zip(self._requests, errors, strict=True) if error is None)
         return BatchResult(errors, done)
+
+
+def _expired(deadline_s: float, why: str = "") -> DeadlineExceeded:
+    return DeadlineExceeded(f"{why}not complete within {deadline_s:g} s; what had arrived is not reported")

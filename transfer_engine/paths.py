@@ -113,19 +113,20 @@ class PathTable:
         ``avoid``: paths that lost this slice before; they are taken again only when there is no other.
         ``in_flight_bytes(path)``: bytes on it now, None when its window is full.
         """
-        candidates = [path for path in self.paths if path not in avoid] or list(self.paths)
-        usable = [path for path in candidates if self._usable(path, now_s)]
-        if not usable:
-            usable = [min(candidates, key=lambda path: self._health[path].usable_at_s)]
-        rank = usable[0].rank
         best: Path | None = None
         best_bytes = -1
-        for path in usable:
-            if path.rank != rank:
+        rank = -1  # of the usable paths seen so far
+        for path in self.paths:
+            if path in avoid or not self._usable(path, now_s):
+                continue
+            if rank not in (-1, path.rank):
                 break
+            rank = path.rank
             load = in_flight_bytes(path)
             if load is not None and (best is None or load < best_bytes):
                 best, best_bytes = path, load
+        if rank == -1:
+            best = self._least_bad(avoid, in_flight_bytes)
         if best is not None and self._health[best].state is not PathState.UP:
             self._probe(best, now_s)
         return best
@@ -161,6 +162,12 @@ class PathTable:
     def _usable(self, path: Path, now_s: float) -> bool:
         health = self._health[path]
         return health.state is PathState.UP or now_s >= health.usable_at_s
+
+    def _least_bad(self, avoid: Collection[Path], in_flight_bytes: Callable[[Path], int | None]) -> Path | None:
+        """No path that was not tried yet is usable: the one of them whose pause ends first, or of all."""
+        candidates = [path for path in self.paths if path not in avoid] or self.paths
+        best = min(candidates, key=lambda path: self._health[path].usable_at_s)
+        return best if in_flight_bytes(best) is not None else None
 
     def _probe(self, path: Path, now_s: float) -> None:
         health = self._health[path]

@@ -6,7 +6,6 @@ sockets, leases or protobuf (see ``descriptor_wire`` for the latter).
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import mmap
 import os
@@ -140,8 +139,3 @@ def map_shared(fd: int, size_bytes: int) -> mmap.mmap:
     area = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     area.madvise(mmap.MADV_DONTFORK)
     return area
-
-
-def address_of(area: mmap.mmap) -> int:
-    """Address of the first byte of a writable mapping, for ``memmove``; keep ``area`` alive while it is used."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(area))

@@ -12,16 +12,18 @@ reported as arrived.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import os
 import select
 import socket
 
+import numpy as np
+
 from tanghulu.errors import NodeUnavailable, TanghuluError
+from tanghulu.transfer_engine.copying import Bytes, Memory, copy
 from tanghulu.transfer_engine.opcode import Opcode
 from tanghulu.transfer_engine.paths import Path
-from tanghulu.transfer_engine.segment import Endpoint, SegmentDescriptor, address_of, map_shared
+from tanghulu.transfer_engine.segment import Endpoint, SegmentDescriptor, map_shared
 from tanghulu.transfer_engine.slices import Slice
 from tanghulu.transfer_engine.transport import Arrived, Completion, Lost
 from tanghulu.transfer_engine.wire import (
@@ -42,8 +44,8 @@ class ShmPeer:
     def __init__(self, sock: socket.socket, area: mmap.mmap, endpoint: Endpoint) -> None:
         self.view = memoryview(area)
         self._sock = sock
-        self._area = area
-        self._address = address_of(area)
+        self.array: Bytes = np.frombuffer(area, dtype=np.uint8)
+        self.address: int = self.array.__array_interface__["data"][0]
         self._endpoint = endpoint
         self._epoll = select.epoll()  # unlike select.poll, several threads may ask it at once
         self._epoll.register(sock, select.EPOLLIN)
@@ -70,12 +72,12 @@ class ShmPeer:
             raise
         return cls(sock, area, endpoint)
 
-    def copy(self, opcode: Opcode, local_address: int, remote_offset: int, length: int) -> None:
+    def copy(self, opcode: Opcode, local: Memory, local_offset: int, remote_offset: int, length: int) -> None:
         """Move the bytes now; ranges were checked by the caller. Ask ``alive`` afterwards."""
         if opcode is Opcode.READ:
-            ctypes.memmove(local_address, self._address + remote_offset, length)
+            copy(local, local_offset, self, remote_offset, length)
         else:
-            ctypes.memmove(self._address + remote_offset, local_address, length)
+            copy(self, remote_offset, local, local_offset, length)
 
     @property
     def alive(self) -> bool:
@@ -112,7 +114,7 @@ class ShmLink:
         """Copy the slice, unless the owner was found gone since the last poll: the slice is lost with the others."""
         if self._ended and isinstance(self._ended[-1], Lost):
             return
-        self._peer.copy(piece.opcode, piece.buffer.address + piece.local_offset, piece.remote_offset, piece.length)
+        self._peer.copy(piece.opcode, piece.buffer, piece.local_offset, piece.remote_offset, piece.length)
         self._ended.append(Arrived(piece.slice_id) if self._peer.alive else Lost(path, self._peer.gone()))
 
     def poll(self, timeout_s: float) -> list[Completion]:

@@ -69,14 +69,14 @@ class Slice:
     path: Path | None = None
     num_posts: int = 0
     lost_on: list[Path] = field(default_factory=list)
-    #: (seconds, event, what it happened on), oldest first.
-    events: list[tuple[float, SliceEvent, str]] = field(default_factory=list)
+    #: (seconds, event, the path that it happened on, what the peer or the path said), oldest first.
+    events: list[tuple[float, SliceEvent, Path | None, str]] = field(default_factory=list)
 
     def step(self, event: SliceEvent, now_s: float, note: str = "") -> SliceState:
         """Apply ``event``; asserts that the table knows the pair."""
         following = TRANSITIONS.get((self.state, event))
         assert following is not None, f"slice {self.slice_id} cannot take {event.value} in {self.state.value}"
-        self.events.append((now_s, event, note or (self.path.label if self.path is not None else "")))
+        self.events.append((now_s, event, self.path, note))
         self.state = following
         return following
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tanghulu.errors import NodeUnavailable, TanghuluError, TransferFailed
 from tanghulu.transfer_engine.buffers import Buffer
@@ -26,8 +27,7 @@ from tanghulu.transfer_engine.paths import Path, PathTable
 from tanghulu.transfer_engine.slices import Slice, SliceEvent, SliceState, cut
 
 
-@dataclass(frozen=True, slots=True)
-class RunRequest:
+class RunRequest(NamedTuple):
     """One admitted request: offsets are in bounds, ``paths`` leads to its target."""
 
     opcode: Opcode
@@ -48,8 +48,7 @@ class RunLimits:
     slice_deadline_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Post:
+class Post(NamedTuple):
     """Instruction: give ``piece`` to the link of ``path``."""
 
     piece: Slice
@@ -118,7 +117,7 @@ class TransferRun:
         piece = self._slices[slice_id]
         load = self._unload(piece, now_s)
         load.table.succeeded(load.path)
-        piece.step(SliceEvent.REFUSED, now_s, f"{error.code} from {_label(piece)}")
+        piece.step(SliceEvent.REFUSED, now_s, f"{error.code}: {error.message}")
         self._fail(piece, error, now_s)
 
     def lost(self, path: Path, error: TanghuluError, now_s: float) -> None:
@@ -129,7 +128,7 @@ class TransferRun:
         load.table.failed(path, now_s)
         for piece in list(load.slices.values()):
             self._unload(piece, now_s)
-            piece.step(SliceEvent.LOST, now_s, f"{path.label}: {error.message}")
+            piece.step(SliceEvent.LOST, now_s, error.message)
             piece.lost_on.append(path)
             self._num_waiting += 1
             if self._requests[piece.request_index].error is not None:
@@ -195,11 +194,11 @@ class TransferRun:
     def story(self, index: int) -> list[str]:
         """What happened to the request's slices, in order of time."""
         told = [
-            (at_s, piece.slice_id, event.value, note)
+            (at_s, piece.slice_id, order, f"{event.value} {path.label if path else ''} {note}".strip())
             for piece in self._requests[index].slices
-            for at_s, event, note in piece.events
+            for order, (at_s, event, path, note) in enumerate(piece.events)
         ]
-        return [f"{at_s:.6f} slice {slice_id} {event} {note}".rstrip() for at_s, slice_id, event, note in sorted(told)]
+        return [f"{at_s:.6f} slice {slice_id} {text}" for at_s, slice_id, _, text in sorted(told)]
 
     def check(self) -> None:
         """Assert the invariants: every slice is counted where its state says."""

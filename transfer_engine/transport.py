@@ -7,31 +7,27 @@ use a peer at once through several links. A link's own connections serve several
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tanghulu.errors import TanghuluError
 from tanghulu.transfer_engine.paths import Path
 from tanghulu.transfer_engine.slices import Slice
 
 
-@dataclass(frozen=True, slots=True)
-class Arrived:
+class Arrived(NamedTuple):
     """All bytes of the slice are where they belong."""
 
     slice_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(NamedTuple):
     """The peer answered the slice with a typed error and touched nothing."""
 
     slice_id: int
     error: TanghuluError
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
+class Lost(NamedTuple):
     """The path broke with slices on it; none of their bytes will land in local memory any more."""
 
     path: Path

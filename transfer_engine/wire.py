@@ -18,6 +18,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import xxhash
 
@@ -51,8 +52,7 @@ class Op(IntEnum):
     FENCE = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(NamedTuple):
     """One request on a tcp connection."""
 
     op: Op
