@@ -1,0 +1,196 @@
+"""The engine's thread and its connector on the tiny model: what travels, what fails, and that nothing is leaked."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+from prometheus_client import CollectorRegistry
+from worker_tiny import BLOCK, VOCAB, request
+
+from tanghulu.errors import NodeUnavailable
+from tanghulu.types import BlockHash, RequestId
+from tanghulu.workers.connector import ConnectorConfig, KvConnector
+from tanghulu.workers.engine import EngineConfig, EngineCore
+from tanghulu.workers.engine_thread import EngineThread, StepReport
+from tanghulu.workers.kv_cache import KvLayout
+from tanghulu.workers.metrics import WorkerMetrics
+from tanghulu.workers.models.registry import Model
+from tanghulu.workers.requests import PeerExport
+
+PROMPT = [2 + i % (VOCAB - 2) for i in range(5 * BLOCK + 3)]
+
+
+class DictStore:
+    """A store in memory, with a switch for failure."""
+
+    def __init__(self) -> None:
+        self.chunks: dict[bytes, bytes] = {}
+        self.broken = False
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def load(self, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
+        self._pass()
+        for count, (block_hash, buffer) in enumerate(zip(hashes, buffers, strict=True)):
+            if block_hash not in self.chunks:
+                return count
+            buffer[:] = self.chunks[block_hash]
+        return len(hashes)
+
+    def save(self, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
+        self._pass()
+        self.chunks.update({h: b.tobytes() for h, b in zip(hashes, buffers, strict=True)})
+        return len(hashes)
+
+    def _pass(self) -> None:
+        assert self.gate.wait(10)
+        if self.broken:
+            raise NodeUnavailable("the node is away")
+
+
+class NoPeers:
+    def read(self, peer: PeerExport, first_block: int, buffers: Sequence[memoryview]) -> int:
+        raise NodeUnavailable("the prefill worker is away")
+
+
+class Rig:
+    """An engine in its thread with its connector; reports come in a queue."""
+
+    def __init__(self, model: Model, store: DictStore | None, **bounds: float) -> None:
+        self.registry = CollectorRegistry()
+        layout = KvLayout.of(model.config, BLOCK, model.dtype)
+        self.metrics = WorkerMetrics(self.registry, block_bytes=layout.block_bytes, num_blocks=64)
+        self.connector = KvConnector(store, NoPeers(), self.metrics, ConnectorConfig(**bounds))  # type: ignore[arg-type]
+        config = EngineConfig(block_tokens=BLOCK, kv_capacity_bytes=64 * layout.block_bytes, debug_checks=True)
+        self.core = EngineCore(model, config, fetcher=self.connector, sink=self.connector)
+        self.reports: queue.Queue[StepReport | BaseException] = queue.Queue()
+        self.thread = EngineThread(self.core, self._report, self.reports.put)
+        self.connector.attach(self.core, self.thread.post)
+        self.thread.start()
+
+    def _report(self, report: StepReport) -> None:
+        self.metrics.report(report)
+        self.reports.put(report)
+
+    def run(self, name: str, prompt: Sequence[int], num_tokens: int, **more: object) -> tuple[list[int], int]:
+        """(tokens, cached tokens) of one request."""
+        made = request(name, prompt, num_tokens, **more)  # type: ignore[arg-type]
+        self.thread.post(lambda core: core.add(made))
+        tokens: list[int] = []
+        while True:
+            for output in self.next_report().result.outputs:
+                assert output.request_id == name
+                tokens += output.tokens
+                if output.finish_reason is not None:
+                    return tokens, output.num_cached_tokens
+
+    def next_report(self) -> StepReport:
+        report = self.reports.get(timeout=10)
+        assert isinstance(report, StepReport), report
+        return report
+
+    def settle(self) -> None:
+        """Wait until everything under way has come back to the engine."""
+        while self.value("store_pending_blocks") or self.value("blocks_in_use"):
+            self.next_report()
+
+    def value(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(f"tanghulu_worker_{name}", labels) or 0.0
+
+    def drop(self) -> None:
+        done = threading.Event()
+        self.thread.post(lambda core: (core.drop_cached(), done.set())[1])
+        assert done.wait(10)
+
+    def close(self) -> None:
+        self.connector.close()
+        self.thread.stop()
+        self.core.check()
+
+
+@pytest.fixture
+def store() -> DictStore:
+    return DictStore()
+
+
+@pytest.fixture
+def rig(tiny_model: Model, store: DictStore) -> Iterator[Rig]:
+    made = Rig(tiny_model, store)
+    yield made
+    made.close()
+
+
+def test_new_blocks_are_kept_and_found_after_the_cache_is_dropped(rig: Rig, store: DictStore) -> None:
+    text, cached = rig.run("one", PROMPT, 4)
+    assert cached == 0
+    rig.settle()
+    assert len(store.chunks) == 5
+    rig.drop()
+    before = rig.value("computed_tokens_total")
+    assert rig.run("two", PROMPT, 4) == (text, 5 * BLOCK)
+    assert rig.value("computed_tokens_total") - before == 3 + 3
+    assert rig.value("prefix_tokens_total", source="store") == 5 * BLOCK
+
+
+def test_another_engine_reads_what_this_one_wrote(rig: Rig, store: DictStore, tiny_model: Model) -> None:
+    text, _ = rig.run("one", PROMPT, 4)
+    rig.settle()
+    other = Rig(tiny_model, store)
+    assert other.run("two", PROMPT, 4) == (text, 5 * BLOCK)
+    other.close()
+
+
+def test_a_store_that_fails_costs_no_request(rig: Rig, store: DictStore) -> None:
+    store.broken = True
+    text, cached = rig.run("one", PROMPT, 4)
+    rig.settle()
+    assert cached == 0
+    rig.drop()
+    assert rig.run("two", PROMPT, 4) == (text, 0)  # not even asked: it failed a moment ago
+    assert rig.value("fetch_failures_total", source="store") == 1
+
+
+def test_a_peer_that_is_gone_is_computed(rig: Rig) -> None:
+    text, _ = rig.run("one", PROMPT, 3)
+    rig.settle()
+    rig.drop()
+    peer = PeerExport("nowhere|", "1", len(PROMPT))
+    assert rig.run("two", PROMPT, 3, peer=peer)[0] == text
+    assert rig.value("fetch_failures_total", source="peer") == 1
+
+
+def test_beyond_the_bound_blocks_are_not_kept(tiny_model: Model, store: DictStore) -> None:
+    rig = Rig(tiny_model, store, max_pending_bytes=0)
+    rig.run("one", PROMPT, 2)
+    rig.settle()
+    assert rig.value("store_skipped_total") == 5
+    assert not store.chunks
+    rig.close()
+
+
+def test_an_abort_while_its_prefix_is_loading_gives_all_back(rig: Rig, store: DictStore) -> None:
+    store.gate.clear()
+    made = request("one", PROMPT, 4)
+    rig.thread.post(lambda core: core.add(made))
+    while not rig.value("requests_fetching"):
+        rig.next_report()
+    rig.thread.post(lambda core: _assert(core.abort(RequestId("one"))))
+    rig.next_report()
+    assert rig.value("blocks_in_transfer") > 0
+    store.gate.set()
+    rig.settle()
+    assert rig.value("blocks_in_transfer") == 0
+    assert rig.core.scheduler.pool.num_in_use == 0
+
+
+def test_a_failing_engine_is_reported(rig: Rig) -> None:
+    rig.thread.post(lambda core: _assert(False))
+    failure = rig.reports.get(timeout=10)
+    assert isinstance(failure, AssertionError)
+
+
+def _assert(condition: bool) -> None:
+    assert condition
