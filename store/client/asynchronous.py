@@ -1,0 +1,187 @@
+"""The asyncio shell: drives the same logic with one multiplexed connection a peer. Belongs to one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from tanghulu.clock import SystemClock
+from tanghulu.errors import InvalidRequest, NodeUnavailable, TanghuluError
+from tanghulu.rpc.fast_aio import AsyncFastConnection
+from tanghulu.store.client import messages
+from tanghulu.store.client.context import Context
+from tanghulu.store.client.instructions import MASTER, Ask, Deadline, Instruction, Logic, Move, PeerId, Reach, Sleep
+from tanghulu.store.client.link import Link
+from tanghulu.store.client.messages import AnyCall, AnyReply, Welcome
+from tanghulu.store.client.placement import NodeTable
+from tanghulu.store.client.settings import Settings
+from tanghulu.store.client.targets import master_failure, target_of
+from tanghulu.transfer_engine.engine import Buffer, TransferBatch, TransferEngine, TransferRequest
+
+T = TypeVar("T")
+Outcome = AnyReply | TanghuluError
+
+
+class AsyncShell:
+    """Performs instructions on the loop that it was made on."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        clock = SystemClock()
+        self.context = Context(settings.host_id, settings.place, clock, NodeTable(settings.host_id))
+        self._loop = asyncio.get_running_loop()
+        self._engine = TransferEngine(transports=settings.engine_transports, host_id=settings.host_id, clock=clock)
+        self._connections: dict[PeerId, AsyncFastConnection] = {}
+        self._opening: dict[PeerId, asyncio.Lock] = {}
+        self._welcomes: dict[PeerId, Welcome] = {}
+        self._links: dict[tuple[int, bool], Link] = {}
+        self._flushing: asyncio.Task[None] | None = None
+        self._closed = False
+
+    async def run(self, logic: Logic[T], deadline: Deadline) -> T:
+        """Drive ``logic`` to its end; returns its result or raises its error."""
+        if self._closed:
+            raise InvalidRequest("the client is closed")
+        if self.context.leases.has_dropped:
+            await self._give_back()
+        try:
+            instruction = next(logic)
+            while True:
+                instruction = logic.send(await self._perform(instruction, deadline))
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+    def deadline(self, seconds: float | None) -> Deadline:
+        """The end of an operation that begins now."""
+        return Deadline(self._loop.time() + (seconds or self.settings.deadline_s), self._loop.time)
+
+    def flush(self) -> None:
+        """Give back, soon, the leases that nobody needs any more."""
+        if not self._closed and (self._flushing is None or self._flushing.done()):
+            self._flushing = self._loop.create_task(self._give_back())
+
+    def register(self, buffer: Any) -> Buffer:
+        """See TransferEngine.register."""
+        return self._engine.register(buffer)
+
+    async def close(self) -> None:
+        """Give back all leases that are not needed, close all connections and segments."""
+        if self._closed:
+            return
+        await self._give_back()
+        self._closed = True
+        if self._flushing is not None:
+            await self._flushing
+        connections, self._connections = self._connections, {}
+        for connection in connections.values():
+            await connection.close()
+        self._links.clear()
+        await self._loop.run_in_executor(None, self._engine.close)
+
+    # --- instructions
+
+    async def _perform(self, instruction: Instruction, deadline: Deadline) -> Any:
+        match instruction:
+            case Ask(calls):
+                return await self._ask(calls, deadline.remaining_s())
+            case Move(requests):
+                return await self._move(requests, deadline.remaining_s())
+            case Reach(node, copies):
+                return await self._reach(node, copies)
+            case Sleep(seconds):
+                return await asyncio.sleep(seconds)
+
+    async def _ask(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> list[Outcome]:
+        if len(calls) == 1:
+            return [await self._exchange(*calls[0], deadline_s)]
+        return await asyncio.gather(*(self._exchange(peer, call, deadline_s) for peer, call in calls))
+
+    async def _exchange(self, peer: PeerId, call: AnyCall, deadline_s: float) -> Outcome:
+        reused = peer in self._connections and not self._connections[peer].closed
+        try:
+            try:
+                return await self._call(peer, call, deadline_s)
+            except NodeUnavailable:
+                if peer != MASTER or not reused:
+                    raise
+                return await self._call(peer, call, deadline_s)  # a master that restarted
+        except TanghuluError as error:
+            return master_failure(self.settings.master, error) if peer == MASTER else error
+
+    async def _call(self, peer: PeerId, call: AnyCall, deadline_s: float) -> AnyReply:
+        connection = self._connections.get(peer)
+        if connection is None or connection.closed:
+            connection = await self._open(peer)
+        return await connection.call(call.method, call.request, call.reply_type, call.attachment, deadline_s=deadline_s)
+
+    async def _open(self, peer: PeerId) -> AsyncFastConnection:
+        """The peer's connection, opened by the first who needs it while the others wait."""
+        async with self._opening.setdefault(peer, asyncio.Lock()):
+            connection = self._connections.get(peer)
+            if connection is not None and not connection.closed:
+                return connection
+            target = target_of(peer, self.settings, self.context.nodes)
+            try:
+                connection = await AsyncFastConnection.connect(target.address, target.unix_path)
+            except NodeUnavailable:
+                self.context.nodes.expire()
+                raise
+            if peer != MASTER:
+                try:
+                    await self._greet(peer, connection)
+                except TanghuluError:
+                    await connection.close()
+                    raise
+            self._connections[peer] = connection
+            return connection
+
+    async def _greet(self, peer: PeerId, connection: AsyncFastConnection) -> None:
+        target = target_of(peer, self.settings, self.context.nodes)
+        call = target.hello(self.settings, self.context.leases.held(peer))
+        welcome = messages.welcome(await connection.call(call.method, call.request, call.reply_type))
+        if welcome.instance_id != peer:
+            raise NodeUnavailable(f"{target.address} is {welcome.instance_id} now, not {peer}")
+        known = self._welcomes.get(peer)
+        if known is not None and known.session_id != welcome.session_id:
+            for copies in (False, True):
+                old = self._links.pop((known.session_id, copies), None)
+                if old is not None:
+                    old.remote.close()
+        self._welcomes[peer] = welcome
+
+    async def _move(self, requests: Sequence[TransferRequest], deadline_s: float) -> list[TanghuluError | None]:
+        try:
+            await self._engine.transfer_async(requests, deadline_s)
+            return [None] * len(requests)
+        except TanghuluError as error:
+            if len(requests) == 1:
+                return [error]
+        try:  # again, to learn which of them fail: the same bytes to the same places
+            result = await self._engine.submit(TransferBatch(requests)).wait_async(deadline_s)
+            return list(result.errors)
+        except TanghuluError as error:
+            return [error] * len(requests)
+
+    async def _reach(self, node: PeerId, copies: bool) -> Link | TanghuluError:
+        welcome = self._welcomes.get(node)
+        if welcome is None:
+            return NodeUnavailable(f"the connection to {node} was lost")
+        link = self._links.get((welcome.session_id, copies))
+        if link is not None and link.remote.alive:
+            return link
+        transport = "tcp" if copies else self.settings.transport
+        try:
+            link = Link(await self._engine.open_segment_async(welcome.segment, welcome.session_id, transport))
+        except TanghuluError as error:
+            return error
+        self._links[welcome.session_id, copies] = link
+        return link
+
+    async def _give_back(self) -> None:
+        for node, lease_ids in self.context.leases.take_dropped().items():
+            await self._exchange(node, messages.unpin(lease_ids), self.settings.deadline_s)
+
+    def __repr__(self) -> str:
+        return f"AsyncShell({self.settings.master}{', closed' if self._closed else ''})"

@@ -1,0 +1,255 @@
+"""The blocking shell: drives the client's logic with blocking sockets, in the caller's own thread.
+
+Every thread that calls takes a connection of its own from the pool of its peer and puts it back, so threads do not
+wait for each other. Calls to one peer are pipelined; several peers are asked side by side, each by a thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from tanghulu.clock import SystemClock
+from tanghulu.errors import InvalidRequest, NodeUnavailable, TanghuluError
+from tanghulu.rpc.fast_client import FastConnection
+from tanghulu.store.client import messages
+from tanghulu.store.client.context import Context
+from tanghulu.store.client.instructions import (
+    MASTER,
+    Ask,
+    Deadline,
+    Instruction,
+    Logic,
+    Move,
+    PeerId,
+    Reach,
+    Sleep,
+)
+from tanghulu.store.client.link import Link
+from tanghulu.store.client.messages import AnyCall, AnyReply, Welcome
+from tanghulu.store.client.placement import NodeTable
+from tanghulu.store.client.settings import Settings
+from tanghulu.store.client.targets import Target, master_failure, target_of
+from tanghulu.transfer_engine.engine import Buffer, TransferBatch, TransferEngine, TransferRequest
+
+T = TypeVar("T")
+Outcome = AnyReply | TanghuluError
+
+#: Connections that are kept open to one peer; more threads than that open and close their own.
+MAX_IDLE = 16
+_MAX_THREADS = 16
+
+
+class BlockingShell:
+    """Performs instructions. Every method may be called from any thread."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        clock = SystemClock()
+        self.context = Context(settings.host_id, settings.place, clock, NodeTable(settings.host_id))
+        self._engine = TransferEngine(transports=settings.engine_transports, host_id=settings.host_id, clock=clock)
+        self._idle: dict[PeerId, deque[FastConnection]] = {}
+        self._welcomes: dict[PeerId, Welcome] = {}
+        self._links: dict[tuple[int, bool], Link] = {}
+        self._lock = threading.Lock()
+        self._threads: ThreadPoolExecutor | None = None
+        self._closed = False
+
+    def run(self, logic: Logic[T], deadline: Deadline) -> T:
+        """Drive ``logic`` to its end; returns its result or raises its error."""
+        if self._closed:
+            raise InvalidRequest("the client is closed")
+        if self.context.leases.has_dropped:
+            self.flush()
+        try:
+            instruction = next(logic)
+            while True:
+                instruction = logic.send(self._perform(instruction, deadline))
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+    def deadline(self, seconds: float | None) -> Deadline:
+        """The end of an operation that begins now."""
+        return Deadline(time.monotonic() + (seconds or self.settings.deadline_s), time.monotonic)
+
+    def flush(self) -> None:
+        """Give back the leases that nobody needs any more; nodes that cannot be told find out by themselves."""
+        if self._closed:
+            return
+        for node, lease_ids in self.context.leases.take_dropped().items():
+            self._exchange(node, [messages.unpin(lease_ids)], self.settings.deadline_s)
+
+    def register(self, buffer: Any) -> Buffer:
+        """See TransferEngine.register."""
+        return self._engine.register(buffer)
+
+    def close(self) -> None:
+        """Close all connections and segments."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            idle = [connection for pool in self._idle.values() for connection in pool]
+            self._idle.clear()
+            threads, self._threads = self._threads, None
+        for connection in idle:
+            connection.close()
+        if threads is not None:
+            threads.shutdown(wait=True)
+        self._links.clear()
+        self._engine.close()
+
+    # --- instructions
+
+    def _perform(self, instruction: Instruction, deadline: Deadline) -> Any:
+        match instruction:
+            case Ask(calls):
+                return self._ask(calls, deadline.remaining_s())
+            case Move(requests):
+                return self._move(requests, deadline.remaining_s())
+            case Reach(node, copies):
+                return self._reach(node, copies)
+            case Sleep(seconds):
+                return time.sleep(seconds)
+
+    def _ask(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> list[Outcome]:
+        if len(calls) == 1:
+            peer, call = calls[0]
+            return self._exchange(peer, [call], deadline_s)
+        by_peer: dict[PeerId, list[int]] = {}
+        for index, (peer, _) in enumerate(calls):
+            by_peer.setdefault(peer, []).append(index)
+        groups = [(peer, [calls[i][1] for i in own]) for peer, own in by_peer.items()]
+        if len(groups) == 1:
+            answers = [self._exchange(groups[0][0], groups[0][1], deadline_s)]
+        else:
+            answers = list(self._executor().map(lambda group: self._exchange(group[0], group[1], deadline_s), groups))
+        outcomes: dict[int, Outcome] = {}
+        for own, answer in zip(by_peer.values(), answers, strict=True):
+            outcomes.update(zip(own, answer, strict=True))
+        return [outcomes[index] for index in range(len(calls))]
+
+    def _exchange(self, peer: PeerId, calls: list[AnyCall], deadline_s: float) -> list[Outcome]:
+        outcome = self._try_exchange(peer, calls, deadline_s, fresh=False)
+        if outcome is None:  # a master that restarted: its old connections are dead, its new ones are not
+            outcome = self._try_exchange(peer, calls, deadline_s, fresh=True)
+        assert outcome is not None
+        return outcome
+
+    def _try_exchange(
+        self, peer: PeerId, calls: list[AnyCall], deadline_s: float, *, fresh: bool
+    ) -> list[Outcome] | None:
+        try:
+            connection, reused = self._take(peer, fresh=fresh)
+        except TanghuluError as error:
+            return [error] * len(calls)
+        try:
+            return connection.call_many(calls, deadline_s=deadline_s)
+        except NodeUnavailable as error:
+            if peer == MASTER and reused:
+                return None
+            return [master_failure(self.settings.master, error) if peer == MASTER else error] * len(calls)
+        except TanghuluError as error:
+            return [master_failure(self.settings.master, error) if peer == MASTER else error] * len(calls)
+        finally:
+            self._put_back(peer, connection)
+
+    def _move(self, requests: Sequence[TransferRequest], deadline_s: float) -> list[TanghuluError | None]:
+        try:
+            self._engine.transfer(requests, deadline_s)
+            return [None] * len(requests)
+        except TanghuluError as error:
+            if len(requests) == 1:
+                return [error]
+        try:  # again, to learn which of them fail: the same bytes to the same places
+            return list(self._engine.submit(TransferBatch(requests)).wait(deadline_s).errors)
+        except TanghuluError as error:
+            return [error] * len(requests)
+
+    def _reach(self, node: PeerId, copies: bool) -> Link | TanghuluError:
+        welcome = self._welcomes.get(node)
+        if welcome is None:
+            return NodeUnavailable(f"the connection to {node} was lost")
+        link = self._links.get((welcome.session_id, copies))
+        if link is not None and link.remote.alive:
+            return link
+        transport = "tcp" if copies else self.settings.transport
+        try:
+            link = Link(self._engine.open_segment(welcome.segment, welcome.session_id, transport))
+        except TanghuluError as error:
+            return error
+        self._links[welcome.session_id, copies] = link
+        return link
+
+    # --- connections
+
+    def _take(self, peer: PeerId, *, fresh: bool) -> tuple[FastConnection, bool]:
+        """A connection for this thread alone, and whether it was open before. Raises typed errors."""
+        pool = self._idle.get(peer)
+        while pool:
+            try:
+                connection = pool.pop()
+            except IndexError:
+                break
+            if not connection.closed and not fresh:
+                return connection, True
+            connection.close()
+        target = target_of(peer, self.settings, self.context.nodes)
+        connection = self._connect(peer, target)
+        return connection, False
+
+    def _connect(self, peer: PeerId, target: Target) -> FastConnection:
+        try:
+            connection = FastConnection(target.address, target.unix_path)
+        except TanghuluError as error:
+            if peer == MASTER:
+                raise master_failure(self.settings.master, error) from None
+            self.context.nodes.expire()
+            raise
+        if peer != MASTER:
+            try:
+                self._greet(peer, target, connection)
+            except TanghuluError:
+                connection.close()
+                raise
+        return connection
+
+    def _greet(self, peer: PeerId, target: Target, connection: FastConnection) -> None:
+        held = self.context.leases.held(peer)
+        call = target.hello(self.settings, held)
+        welcome = messages.welcome(connection.call(call.method, call.request, call.reply_type))
+        if welcome.instance_id != peer:
+            raise NodeUnavailable(f"{target.address} is {welcome.instance_id} now, not {peer}")
+        known = self._welcomes.get(peer)
+        if known is not None and known.session_id != welcome.session_id:
+            for copies in (False, True):
+                old = self._links.pop((known.session_id, copies), None)
+                if old is not None:
+                    old.remote.close()
+        self._welcomes[peer] = welcome
+
+    def _put_back(self, peer: PeerId, connection: FastConnection) -> None:
+        if connection.closed:
+            return
+        with self._lock:
+            pool = self._idle.setdefault(peer, deque())
+            if not self._closed and len(pool) < MAX_IDLE:
+                pool.append(connection)
+                return
+        connection.close()
+
+    def _executor(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._closed:
+                raise InvalidRequest("the client is closed")
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="tanghulu-client")
+            return self._threads
+
+    def __repr__(self) -> str:
+        return f"BlockingShell({self.settings.master}{', closed' if self._closed else ''})"

@@ -1,0 +1,91 @@
+"""A chunk as ``get`` returns it: bytes to look at, possibly the store's own memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from tanghulu.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    import torch
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Chunk:
+    """Read-only bytes of one value; a context manager.
+
+    Over shm these are the node's own bytes under a lease, not a copy: ``close()`` gives the lease back. ``view``,
+    ``numpy()`` and ``torch()`` share the memory; while one of them lives, so does the lease, even beyond ``close()``.
+    They must not be written to.
+    """
+
+    __slots__ = ("_array", "_on_close", "key", "size_bytes", "version")
+
+    def __init__(self, key: str, version: int, array: Bytes, on_close: Callable[[], None] | None) -> None:
+        self.key = key
+        self.version = version
+        self.size_bytes = int(array.size)
+        self._array: Bytes | None = array
+        self._on_close = on_close
+
+    @property
+    def view(self) -> memoryview:
+        """The bytes, of format ``B``. Raises InvalidRequest after ``close()``."""
+        return self.numpy().data
+
+    def __len__(self) -> int:
+        return self.size_bytes
+
+    def __buffer__(self, flags: int) -> memoryview:
+        return self.view
+
+    def __bytes__(self) -> bytes:
+        return self.bytes()
+
+    def bytes(self) -> bytes:
+        """A copy of the bytes."""
+        return self.numpy().tobytes()
+
+    def numpy(self) -> Bytes:
+        """The bytes as a one-dimensional array of uint8, without a copy."""
+        if self._array is None:
+            raise InvalidRequest(f"chunk {self.key!r} is closed; take what you need of it before that")
+        return self._array
+
+    def torch(self, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+        """The bytes as a tensor, without a copy; uint8 and flat unless said otherwise."""
+        from tanghulu.store import tensors
+
+        return tensors.from_array(self.numpy(), dtype, shape)
+
+    def close(self) -> None:
+        """Let go of the bytes. Twice is fine."""
+        if self._array is None:
+            return
+        self._array = None
+        if self._on_close is not None:
+            self._on_close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __eq__(self, other: Any) -> bool:
+        if isinstance(other, Chunk):
+            return bool(self.bytes() == other.bytes())
+        return bool(self.bytes() == other) if isinstance(other, bytes | bytearray) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Chunk({self.key!r}, {self.size_bytes} bytes{', closed' if self._array is None else ''})"

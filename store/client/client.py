@@ -1,0 +1,208 @@
+"""The blocking client: ``tanghulu.connect``. Safe to use from several threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from tanghulu.errors import TanghuluError
+from tanghulu.store.checksums import NO_CHECKSUMS, Checksums
+from tanghulu.store.client.blocking import BlockingShell
+from tanghulu.store.client.chunk import Chunk
+from tanghulu.store.client.model import ChunkInfo, KeyInfo, NodeView, PutItem, Status
+from tanghulu.store.client.operations import Operations
+from tanghulu.store.client.options import put_options
+from tanghulu.store.client.settings import DEFAULT_DEADLINE_S, Settings
+from tanghulu.transfer_engine.buffers import Buffer
+from tanghulu.types import Address
+
+
+def connect(
+    master: str,
+    *,
+    tenant: str = "",
+    token: str = "",
+    transport: str | None = None,
+    deadline_s: float = DEFAULT_DEADLINE_S,
+    place: str = "",
+) -> Client:
+    """Open the store whose master listens at ``host:port``; close the result, or use it in a ``with``.
+
+    ``transport`` pins how payloads move (``"shm"`` or ``"tcp"``); None chooses the fastest that works. ``deadline_s``
+    bounds every call that does not say otherwise. Raises MasterUnavailable if nobody answers, InvalidRequest for bad
+    arguments.
+    """
+    settings = Settings(
+        master=Address.parse(master),
+        tenant=tenant,
+        token=token,
+        transport=transport,
+        deadline_s=deadline_s,
+        place=place,
+    )
+    client = Client(settings)
+    try:
+        client.nodes()
+    except TanghuluError:
+        client.close()
+        raise
+    return client
+
+
+class Client:
+    """The store as one process sees it. Every method takes ``deadline_s``; None means the client's own."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._shell = BlockingShell(settings)
+        self._do = Operations(self._shell.context, self._shell.flush)
+        self._run = self._shell.run
+        self._deadline = self._shell.deadline
+
+    # --- puts
+
+    def put(
+        self,
+        key: str,
+        value: Any,
+        *,
+        replicas: int = 1,
+        pin: str = "none",
+        ttl_s: float | None = None,
+        prefer_node: str | None = None,
+        visible: bool = True,
+        part_bytes: int = 0,
+        checksums: Checksums = NO_CHECKSUMS,
+        deadline_s: float | None = None,
+    ) -> Status:
+        """Store ``value`` (bytes-like, numpy array, torch tensor) under ``key``; a key that is there is a hit.
+
+        When this returns, a get from anywhere finds the key; ``visible=False`` does not wait for that. The value is
+        written to ``replicas`` nodes as far as there are so many (see Status). ``part_bytes`` asks for one checksum per
+        run of so many bytes (a layer), ``checksums`` brings them along. Raises StoreFull, NodeUnavailable,
+        MasterUnavailable, InvalidRequest, DeadlineExceeded.
+        """
+        options = put_options(replicas, pin, ttl_s, prefer_node, visible, part_bytes)
+        deadline = self._deadline(deadline_s)
+        return self._run(self._do.put(deadline, PutItem(key, value, checksums), options), deadline)
+
+    def put_many(
+        self,
+        items: Iterable[PutItem | tuple[str, Any]],
+        *,
+        replicas: int = 1,
+        pin: str = "none",
+        ttl_s: float | None = None,
+        prefer_node: str | None = None,
+        visible: bool = True,
+        part_bytes: int = 0,
+        deadline_s: float | None = None,
+    ) -> list[Status]:
+        """Store many values, (key, value) or PutItem; a Status each, in order. Bad options raise InvalidRequest."""
+        options = put_options(replicas, pin, ttl_s, prefer_node, visible, part_bytes)
+        deadline = self._deadline(deadline_s)
+        return self._run(self._do.put_many(deadline, items, options), deadline)
+
+    # --- gets
+
+    def get(self, key: str, *, deadline_s: float | None = None) -> Chunk:
+        """The value; over shm without a copy. Close the chunk, or use it in a ``with``, to give its memory back.
+
+        Raises ChunkNotFound, NodeUnavailable, ChecksumMismatch, DirectoryIncomplete, MasterUnavailable,
+        DeadlineExceeded.
+        """
+        deadline = self._deadline(deadline_s)
+        return self._run(self._do.get(deadline, key), deadline)
+
+    def get_into(self, key: str, buffer: Any, *, deadline_s: float | None = None) -> int:
+        """The value into ``buffer`` (writable bytes-like, array, tensor, or a registered Buffer); returns its size.
+
+        Raises as ``get``, and InvalidRequest if the buffer is too small. After an error its contents are undefined.
+        """
+        deadline = self._deadline(deadline_s)
+        return self._run(self._do.get_into(deadline, key, buffer), deadline)
+
+    def get_many(self, keys: Sequence[str], *, deadline_s: float | None = None) -> list[Chunk | TanghuluError]:
+        """A chunk or an error for each key. Keys of one prompt in their order: eviction then spares prefixes."""
+        deadline = self._deadline(deadline_s)
+        return self._run(self._do.get_many(deadline, keys), deadline)
+
+    def get_many_into(
+        self, keys: Sequence[str], buffers: Sequence[Any], *, deadline_s: float | None = None
+    ) -> list[int | TanghuluError]:
+        """Each value into its buffer; a size or an error for each key. The buffers must not overlap."""
+        deadline = self._deadline(deadline_s)
+        return self._run(self._do.get_many_into(deadline, keys, buffers), deadline)
+
+    # --- questions
+
+    def exists(self, key: str, *, deadline_s: float | None = None) -> bool:
+        """Whether a live node holds the key; neither pins nor renews anything."""
+        deadline = self._deadline(deadline_s)
+        return self._run(self._do.exists(deadline, key), deadline)
+
+    def exists_many(self, keys: Sequence[str], *, deadline_s: float | None = None) -> list[bool]:
+        """The same for many keys in one call."""
+        deadline = self._deadline(deadline_s)
+        return self._run(self._do.exists_many(deadline, keys), deadline)
+
+    def match_prefix(self, keys: Sequence[str], *, deadline_s: float | None = None) -> int:
+        """How many of ``keys`` exist, counted from the first up to the first that does not."""
+        deadline = self._deadline(deadline_s)
+        return self._run(self._do.match_prefix(deadline, keys), deadline)
+
+    def stat(self, key: str, *, deadline_s: float | None = None) -> ChunkInfo:
+        """What the store knows of a chunk; raises ChunkNotFound."""
+        deadline = self._deadline(deadline_s)
+        return self._run(self._do.stat(deadline, key), deadline)
+
+    def list_keys(
+        self, prefix: str = "", *, limit: int | None = None, deadline_s: float | None = None
+    ) -> list[KeyInfo]:
+        """All keys that begin with ``prefix``, in order."""
+        deadline = self._deadline(deadline_s)
+        return self._run(self._do.list_keys(deadline, prefix, limit), deadline)
+
+    def nodes(self, *, deadline_s: float | None = None) -> list[NodeView]:
+        """All store nodes as the master lists them."""
+        deadline = self._deadline(deadline_s)
+        return self._run(self._do.nodes(deadline), deadline)
+
+    # --- removal
+
+    def remove(self, key: str, *, deadline_s: float | None = None) -> bool:
+        """Drop the chunk everywhere; whether there was one. ``exists`` says False once this has returned."""
+        deadline = self._deadline(deadline_s)
+        return self._run(self._do.remove(deadline, key), deadline)
+
+    def remove_many(self, keys: Sequence[str], *, deadline_s: float | None = None) -> list[bool | TanghuluError]:
+        """Drop many chunks; an outcome each."""
+        deadline = self._deadline(deadline_s)
+        return self._run(self._do.remove_many(deadline, keys), deadline)
+
+    def remove_matching(self, pattern: str, *, deadline_s: float | None = None) -> int:
+        """Drop every chunk whose key the regular expression is found in; how many there were."""
+        deadline = self._deadline(deadline_s)
+        return self._run(self._do.remove_matching(deadline, pattern), deadline)
+
+    # --- life
+
+    def register(self, buffer: Any) -> Buffer:
+        """Name local memory once, for many ``get_into`` and ``put`` calls; cheaper than naming it each time."""
+        return self._shell.register(buffer)
+
+    def close(self) -> None:
+        """Close every connection. Chunks that are still open keep their memory mapped but lose their lease."""
+        self._shell.flush()
+        self._shell.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Client({self._shell.settings.master})"

@@ -1,0 +1,83 @@
+"""What all operations of one client share, and the steps that many of them begin with."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tanghulu.clock import Clock
+from tanghulu.errors import TanghuluError
+from tanghulu.store.client import messages
+from tanghulu.store.client.instructions import MASTER, Ask, Deadline, Logic, PeerId
+from tanghulu.store.client.leases import Leases
+from tanghulu.store.client.locations import LocationCache
+from tanghulu.store.client.placement import NodeTable
+
+#: Keys in one question to the master.
+KEYS_PER_LOCATE = 16384
+
+
+def _versions() -> itertools.count[int]:
+    # Random beginnings keep the versions of different clients apart; 2**20 puts per client fit before they could meet.
+    return itertools.count(secrets.randbits(43) << 20 | 1)
+
+
+@dataclass
+class Context:
+    """One client's memory between operations."""
+
+    host_id: str
+    place: str
+    clock: Clock
+    nodes: NodeTable
+    locations: LocationCache = field(default_factory=LocationCache)
+    leases: Leases = field(default_factory=Leases)
+    _version: itertools.count[int] = field(default_factory=_versions)
+
+    def new_version(self) -> int:
+        """A number that no other put has."""
+        return next(self._version)
+
+
+def ask_master(call: messages.AnyCall) -> Logic[messages.AnyReply]:
+    """One call to the master; raises its typed error."""
+    (outcome,) = yield Ask([(MASTER, call)])
+    if isinstance(outcome, TanghuluError):
+        raise outcome
+    reply: messages.AnyReply = outcome
+    return reply
+
+
+def refresh_nodes(context: Context, *, force: bool = False) -> Logic[None]:
+    """Have a list of nodes that is not older than NODES_TTL_S; an old one will do when the master is away."""
+    now_s = context.clock.now_s()
+    if not force and context.nodes.is_fresh(now_s):
+        return
+    (outcome,) = yield Ask([(MASTER, messages.nodes())])
+    if not isinstance(outcome, TanghuluError):
+        context.nodes.update(messages.node_views(outcome), now_s)
+    elif not context.nodes.ids():
+        raise outcome
+
+
+def locate(context: Context, keys: Sequence[str]) -> Logic[tuple[list[tuple[PeerId, ...]], bool]]:
+    """(holders of each key as the master knows them, nearest first; whether it does not know all yet)."""
+    holders: list[tuple[PeerId, ...]] = []
+    incomplete = False
+    for start in range(0, len(keys), KEYS_PER_LOCATE):
+        reply = yield from ask_master(messages.locate(keys[start : start + KEYS_PER_LOCATE]))
+        found, not_ready = messages.locations(reply)
+        holders += found
+        incomplete = incomplete or not_ready
+    mentioned = {node for nodes in holders for node in nodes}
+    if any(context.nodes.get(node) is None for node in mentioned):
+        yield from refresh_nodes(context, force=True)
+    local = context.nodes.local_ids()
+    return [
+        nodes if len(nodes) < 2 else tuple(sorted(nodes, key=lambda n: n not in local)) for nodes in holders
+    ], incomplete
+
+
+__all__ = ["Context", "Deadline", "ask_master", "locate", "refresh_nodes"]

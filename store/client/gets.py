@@ -1,0 +1,294 @@
+"""How values are read: find a holder, get or pin there, move, verify, unpin; another holder if that fails.
+
+Pure logic for the shells. One *round* asks every node at most once: all keys are grouped by the holder to be tried
+next, all nodes are asked at once, all transfers move as one batch. What failed goes into the next round with its next
+holder; a key that has run out of cached holders is looked up at the master, once; then its error is final.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tanghulu.errors import (
+    ChecksumMismatch,
+    ChunkNotFound,
+    DeadlineExceeded,
+    DirectoryIncomplete,
+    InvalidRequest,
+    NodeUnavailable,
+    TanghuluError,
+)
+from tanghulu.store import checksums as sums
+from tanghulu.store.client import context as common
+from tanghulu.store.client import messages
+from tanghulu.store.client.chunk import Chunk
+from tanghulu.store.client.context import Context
+from tanghulu.store.client.instructions import Ask, Deadline, Logic, Move, PeerId, Reach, Sleep
+from tanghulu.store.client.leases import LeasedMemory
+from tanghulu.store.client.link import Link
+from tanghulu.store.client.messages import Found
+from tanghulu.store.words import MAX_INLINE_BYTES
+from tanghulu.transfer_engine.buffers import Buffer
+from tanghulu.transfer_engine.engine import Opcode, TransferRequest
+
+#: Keys in one GET. One GET per node is under way, so that neither side has to buffer many answers.
+KEYS_PER_GET = 1024
+_REBUILDING_PAUSE_S = 0.05
+
+
+@dataclass(slots=True)
+class Want:
+    """One key to read: into ``buffer``, or into a Chunk where that is None. Done when ``result`` is set."""
+
+    key: str
+    buffer: Buffer | None = None
+    holders: list[PeerId] = field(default_factory=list)
+    tried: set[PeerId] = field(default_factory=set)
+    located: bool = False
+    failure: TanghuluError | None = None
+    result: Chunk | int | TanghuluError | None = None
+
+
+@dataclass(slots=True)
+class _Pinned:
+    """One want with a lease on a node."""
+
+    want: Want
+    node: PeerId
+    found: Found
+    arrived: memoryview | None = None  # where its bytes are, or will be
+    error: TanghuluError | None = None
+    keeps_lease: bool = False
+
+
+def fetch(context: Context, deadline: Deadline, wants: Sequence[Want], flush: Callable[[], None]) -> Logic[None]:
+    """Set every want's ``result``. ``flush`` is what a Chunk without a copy calls when it is closed."""
+    for want in wants:
+        want.holders = list(context.locations.get(want.key))
+    open_wants = list(wants)
+    while open_wants:
+        yield from _find_holders(context, deadline, [w for w in open_wants if not w.holders])
+        groups: dict[PeerId, list[Want]] = {}
+        for want in open_wants:
+            if want.result is None and want.holders:
+                groups.setdefault(want.holders[0], []).append(want)
+        if groups:
+            yield from _round(context, groups, flush)
+        open_wants = [w for w in open_wants if w.result is None]
+
+
+# --- finding
+
+
+def _find_holders(context: Context, deadline: Deadline, wants: list[Want]) -> Logic[None]:
+    """Give every want a holder that was not tried yet, or its final error."""
+    unknown = [w for w in wants if w.result is None]
+    for want in unknown:
+        if want.located:
+            want.result = want.failure or _not_found(want.key)
+    unknown = [w for w in unknown if w.result is None]
+    if not unknown:
+        return
+    try:
+        found, incomplete = yield from common.locate(context, [w.key for w in unknown])
+    except TanghuluError as error:
+        for want in unknown:
+            want.result = error
+        return
+    lost: list[Want] = []
+    for want, nodes in zip(unknown, found, strict=True):
+        want.located = True
+        want.holders = [node for node in nodes if node not in want.tried]
+        if nodes:
+            context.locations.set(want.key, nodes)
+        elif incomplete:
+            lost.append(want)
+        else:
+            context.locations.forget(want.key)
+        if not nodes and not incomplete:
+            want.failure = None  # whoever failed us is no holder any more
+    yield from _search_everywhere(context, deadline, lost)
+
+
+def _search_everywhere(context: Context, deadline: Deadline, wants: list[Want]) -> Logic[None]:
+    """The master is rebuilding and does not know these keys: ask all nodes, and after a pause the master again."""
+    if not wants:
+        return
+    yield from common.refresh_nodes(context)
+    fresh = [w for w in wants if not w.tried]
+    for want in fresh:
+        want.holders = context.nodes.ids()
+        want.located = False
+    waiting = [w for w in wants if not w.holders]
+    if not waiting:
+        return
+    if deadline.remaining_s() <= _REBUILDING_PAUSE_S:
+        for want in waiting:
+            want.result = DirectoryIncomplete(
+                f"the master is rebuilding its directory and no node has {want.key!r} yet; try again in a few seconds"
+            )
+        return
+    yield Sleep(_REBUILDING_PAUSE_S)
+    for want in waiting:
+        want.located = False
+        want.tried.clear()
+
+
+def _not_found(key: str) -> ChunkNotFound:
+    return ChunkNotFound(f"no live node holds {key!r}")
+
+
+# --- one round
+
+
+def _round(context: Context, groups: dict[PeerId, list[Want]], flush: Callable[[], None]) -> Logic[None]:
+    asked = {node: wants[:KEYS_PER_GET] for node, wants in groups.items()}
+    calls = [(node, messages.get([w.key for w in wants], MAX_INLINE_BYTES)) for node, wants in asked.items()]
+    outcomes = yield Ask(calls)
+    pinned: list[_Pinned] = []
+    for (node, wants), outcome in zip(asked.items(), outcomes, strict=True):
+        if isinstance(outcome, TanghuluError):
+            _node_failed(context, node, wants, outcome)
+            continue
+        for want, found in zip(wants, messages.found(outcome), strict=True):
+            if isinstance(found, TanghuluError):
+                _holder_failed(context, want, node, found)
+            elif found.value is not None:
+                _take_inline(context, want, node, found)
+            else:
+                context.leases.hold(node, found.lease_id)
+                pinned.append(_Pinned(want, node, found))
+    if pinned:
+        yield from _read_pinned(context, pinned, flush)
+
+
+def _node_failed(context: Context, node: PeerId, wants: list[Want], error: TanghuluError) -> None:
+    if isinstance(error, NodeUnavailable):
+        context.nodes.expire()
+    for want in wants:
+        if isinstance(error, DeadlineExceeded):
+            want.result = error
+        else:
+            _holder_failed(context, want, node, error)
+
+
+def _holder_failed(context: Context, want: Want, node: PeerId, error: TanghuluError) -> None:
+    """Try the next holder; the last one's error stays, unless it only said that it has not got the key."""
+    want.tried.add(node)
+    want.holders.remove(node)
+    context.locations.discard(want.key, node)
+    if not isinstance(error, ChunkNotFound):
+        want.failure = error
+
+
+def _take_inline(context: Context, want: Want, node: PeerId, found: Found) -> None:
+    assert found.value is not None
+    if not sums.matches(found.value, found.checksums):
+        _holder_failed(context, want, node, _mismatch(want.key, node, found))
+    elif want.buffer is None:
+        want.result = Chunk(want.key, found.version, np.frombuffer(found.value, np.uint8), None)
+    elif not _too_small(want, found):
+        want.buffer.view(0, found.size_bytes)[:] = found.value
+        want.result = found.size_bytes
+
+
+def _too_small(want: Want, found: Found) -> bool:
+    """Whether the caller's buffer cannot take the value; that is then the result."""
+    assert want.buffer is not None
+    if found.size_bytes <= want.buffer.size_bytes:
+        return False
+    want.result = InvalidRequest(
+        f"{want.key!r} has {found.size_bytes} bytes, the buffer to read into only {want.buffer.size_bytes}"
+    )
+    return True
+
+
+def _mismatch(key: str, node: PeerId, found: Found) -> ChecksumMismatch:
+    return ChecksumMismatch(f"the {found.size_bytes} bytes of {key!r} that arrived from {node} are not what was put")
+
+
+# --- values that are pinned on their node
+
+
+def _read_pinned(context: Context, pinned: list[_Pinned], flush: Callable[[], None]) -> Logic[None]:
+    requests: list[TransferRequest] = []
+    moving: list[_Pinned] = []
+    links: dict[tuple[PeerId, bool], Link | TanghuluError] = {}
+    for each in pinned:
+        where = (each.node, each.found.copies_only)
+        if where not in links:
+            links[where] = yield Reach(*where)
+        link = links[where]
+        if isinstance(link, TanghuluError):
+            each.error = link
+        elif each.want.buffer is None and link.view is not None:
+            _look_at(context, each, link, flush)
+        elif each.want.buffer is None or not _too_small(each.want, each.found):
+            requests.append(_request(each, link))
+            moving.append(each)
+    if requests:
+        errors = yield Move(requests)
+        for each, error in zip(moving, errors, strict=True):
+            each.error = error
+            if error is None:
+                _take_moved(each)
+    yield from _finish(context, pinned, links)
+
+
+def _look_at(context: Context, each: _Pinned, link: Link, flush: Callable[[], None]) -> None:
+    """No copy: the caller gets the node's own bytes, and keeps the lease."""
+    found, node = each.found, each.node
+    assert link.view is not None
+    if not sums.matches(link.view[found.offset : found.offset + found.size_bytes], found.checksums):
+        each.error = _mismatch(each.want.key, node, found)
+        return
+    leases, lease_id = context.leases, found.lease_id
+    memory = LeasedMemory(link.address + found.offset, found.size_bytes, link.view, lambda: leases.drop(node, lease_id))
+    each.want.result = Chunk(each.want.key, found.version, np.asarray(memory), flush)
+    each.keeps_lease = True
+
+
+def _request(each: _Pinned, link: Link) -> TransferRequest:
+    found = each.found
+    buffer = each.want.buffer or Buffer(np.empty(found.size_bytes, np.uint8))
+    each.arrived = buffer.view(0, found.size_bytes)
+    return TransferRequest(Opcode.READ, buffer, link.remote, found.offset, found.size_bytes, 0, found.lease_id)
+
+
+def _take_moved(each: _Pinned) -> None:
+    assert each.arrived is not None
+    want, found = each.want, each.found
+    if not sums.matches(each.arrived, found.checksums):
+        each.error = _mismatch(want.key, each.node, found)
+    elif want.buffer is not None:
+        want.result = found.size_bytes
+    else:
+        array = np.frombuffer(each.arrived, np.uint8)
+        array.flags.writeable = False
+        want.result = Chunk(want.key, found.version, array, None)
+
+
+def _finish(
+    context: Context, pinned: list[_Pinned], links: dict[tuple[PeerId, bool], Link | TanghuluError]
+) -> Logic[None]:
+    """Give back the leases, report corrupt chunks, send failed wants on to their next holder."""
+    calls: list[tuple[PeerId, messages.AnyCall]] = []
+    for node in dict.fromkeys(each.node for each in pinned):
+        own = [each for each in pinned if each.node == node]
+        corrupt = [each.want.key for each in own if isinstance(each.error, ChecksumMismatch)]
+        leases = [each.found.lease_id for each in own if not each.keeps_lease]
+        link = links[node, own[0].found.copies_only]
+        by_mapping = isinstance(link, Link) and link.view is not None
+        num_bytes = sum(each.found.size_bytes for each in own if each.error is None) if by_mapping else 0
+        if leases or corrupt:
+            calls.append((node, messages.unpin(leases, num_bytes, corrupt)))
+            for lease_id in leases:
+                context.leases.released(node, lease_id)
+        for each in own:
+            if each.error is not None:
+                _holder_failed(context, each.want, node, each.error)
+    if calls:
+        yield Ask(calls)  # a node that cannot be told finds out by itself

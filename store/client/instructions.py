@@ -1,0 +1,73 @@
+"""What the client's logic asks its shell to do. The logic is a generator: it yields one of these, is sent the result.
+
+The same logic is driven by a blocking shell (threads, blocking sockets) and by an asyncio shell; neither decides
+anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, NewType, TypeAlias, TypeVar
+
+from tanghulu.rpc.fast_client import Call
+from tanghulu.transfer_engine.engine import TransferRequest
+
+#: Whom a call goes to: a node's instance id, or MASTER.
+PeerId = NewType("PeerId", str)
+MASTER = PeerId("")
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Send every call, to one peer after the other or to several at once, and wait for all answers.
+
+    Result: list[Reply | TanghuluError], one per call. A peer that cannot be reached is NodeUnavailable, or
+    MasterUnavailable.
+    """
+
+    calls: Sequence[tuple[PeerId, Call[Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Open the node's segment. Result: Link | TanghuluError; ``copies`` wants one that does not use a mapping."""
+
+    node: PeerId
+    copies: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Transfer everything. Result: list[TanghuluError | None], one per request."""
+
+    requests: Sequence[TransferRequest]
+
+
+@dataclass(frozen=True, slots=True)
+class Sleep:
+    """Wait before trying again. Result: None."""
+
+    seconds: float
+
+
+Instruction: TypeAlias = Ask | Reach | Move | Sleep
+T = TypeVar("T")
+#: A piece of the client's logic that ends with a T.
+Logic: TypeAlias = Generator[Instruction, Any, T]
+
+
+@dataclass(slots=True)
+class Deadline:
+    """The end of one operation. ``now_s`` is the shell's clock, so that the logic itself owns no time."""
+
+    until_s: float
+    now_s: Any
+
+    def remaining_s(self) -> float:
+        """Seconds left, at least 0."""
+        return max(0.0, float(self.until_s - self.now_s()))
+
+    def remaining_ms(self) -> int:
+        """What a peer is told: a little less than is left, so that its typed answer arrives in time."""
+        return max(1, int(self.remaining_s() * 900))

@@ -1,0 +1,92 @@
+"""What callers of the client say and hear: values without behaviour."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tanghulu.errors import TanghuluError
+from tanghulu.store.checksums import NO_CHECKSUMS, Checksums
+from tanghulu.store.words import Pin
+
+
+@dataclass(frozen=True, slots=True)
+class PutItem:
+    """One value of ``put_many`` that needs more than a key. ``checksums`` spares the client computing them."""
+
+    key: str
+    value: Any
+    checksums: Checksums = NO_CHECKSUMS
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What became of one put.
+
+    ``existed``: the key was there already (a hit; nothing was written). ``num_replicas``: nodes that hold the chunk as
+    far as this put knows; fewer than asked for is not an error. ``error`` None means success.
+    """
+
+    key: str
+    existed: bool = False
+    num_replicas: int = 0
+    error: TanghuluError | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the chunk is in the store."""
+        return self.error is None
+
+
+@dataclass(frozen=True, slots=True)
+class PutOptions:
+    """How values are put; the fields of ``Client.put``."""
+
+    replicas: int = 1
+    pin: Pin = Pin.NONE
+    ttl_s: float | None = None
+    prefer_node: str | None = None
+    visible: bool = True
+    part_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkInfo:
+    """What the store knows of a chunk. ``nodes`` are the ids of its holders; the rest is of the first that answered."""
+
+    key: str
+    size_bytes: int
+    version: int
+    nodes: tuple[str, ...]
+    checksums: Checksums
+    pin: Pin
+    num_leases: int
+    age_s: float
+    num_hits: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeyInfo:
+    """One line of a listing."""
+
+    key: str
+    size_bytes: int
+    version: int
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """A store node as the master lists it. ``last_seen_s``: seconds since its last sign of life."""
+
+    id: str
+    address: str
+    unix_path: str
+    metrics_address: str
+    place: str
+    host_id: str
+    capacity_bytes: int
+    used_bytes: int
+    num_chunks: int
+    draining: bool
+    last_seen_s: float

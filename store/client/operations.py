@@ -1,0 +1,137 @@
+"""Every operation of the client as a piece of logic: arguments checked, defaults filled in, results unpacked.
+
+The two clients (blocking, asyncio) are this file with a shell around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from tanghulu.errors import InvalidRequest, TanghuluError
+from tanghulu.store import checksums as sums
+from tanghulu.store.client import directory, gets, puts
+from tanghulu.store.client.chunk import Chunk
+from tanghulu.store.client.context import Context
+from tanghulu.store.client.instructions import Deadline, Logic
+from tanghulu.store.client.model import ChunkInfo, KeyInfo, NodeView, PutItem, PutOptions, Status
+from tanghulu.store.client.values import readable, writable
+from tanghulu.store.words import MAX_INLINE_BYTES, NewChunk, validate_key
+
+
+class Operations:
+    """The logic of every public method; ``flush`` is what a Chunk without a copy calls when it is closed."""
+
+    def __init__(self, context: Context, flush: Callable[[], None]) -> None:
+        self._context = context
+        self._flush = flush
+
+    def put(self, deadline: Deadline, item: PutItem, options: PutOptions) -> Logic[Status]:
+        """One value; raises its error."""
+        putting = self._putting(item, options)
+        yield from puts.put_all(self._context, deadline, [putting], options)
+        status = putting.status()
+        if status.error is not None:
+            raise status.error
+        return status
+
+    def put_many(
+        self, deadline: Deadline, items: Iterable[PutItem | tuple[str, Any]], options: PutOptions
+    ) -> Logic[list[Status]]:
+        """Many values, a Status each; malformed items get theirs without disturbing the others."""
+        statuses: list[Status | puts.Putting] = []
+        for each in items:
+            item = each if isinstance(each, PutItem) else PutItem(*each)
+            try:
+                statuses.append(self._putting(item, options))
+            except InvalidRequest as error:
+                statuses.append(Status(item.key, error=error))
+        putting = [each for each in statuses if isinstance(each, puts.Putting)]
+        if putting:
+            yield from puts.put_all(self._context, deadline, putting, options)
+        return [each.status() if isinstance(each, puts.Putting) else each for each in statuses]
+
+    def _putting(self, item: PutItem, options: PutOptions) -> puts.Putting:
+        value = readable(item.value)
+        size = value.nbytes
+        given = item.checksums
+        if given.parts:
+            sums.validate(given, size)
+        elif size <= MAX_INLINE_BYTES:
+            given = sums.compute(value, options.part_bytes)
+        new = NewChunk(validate_key(item.key), self._context.new_version(), size, given, options.pin, options.ttl_s)
+        return puts.Putting(new, value, options.replicas)
+
+    def get(self, deadline: Deadline, key: str) -> Logic[Chunk]:
+        """One chunk; raises its error."""
+        want = gets.Want(validate_key(key))
+        yield from gets.fetch(self._context, deadline, [want], self._flush)
+        assert isinstance(want.result, Chunk | TanghuluError)
+        if isinstance(want.result, TanghuluError):
+            raise want.result
+        return want.result
+
+    def get_many(self, deadline: Deadline, keys: Sequence[str]) -> Logic[list[Chunk | TanghuluError]]:
+        """A chunk or an error for each key."""
+        wants = [gets.Want(validate_key(key)) for key in keys]
+        yield from gets.fetch(self._context, deadline, wants, self._flush)
+        return [want.result for want in wants]  # type: ignore[misc]  # no buffers: no sizes
+
+    def get_into(self, deadline: Deadline, key: str, buffer: Any) -> Logic[int]:
+        """One value into ``buffer``; its size. Raises its error."""
+        want = gets.Want(validate_key(key), writable(buffer))
+        yield from gets.fetch(self._context, deadline, [want], self._flush)
+        assert isinstance(want.result, int | TanghuluError)
+        if isinstance(want.result, TanghuluError):
+            raise want.result
+        return want.result
+
+    def get_many_into(
+        self, deadline: Deadline, keys: Sequence[str], buffers: Sequence[Any]
+    ) -> Logic[list[int | TanghuluError]]:
+        """A size or an error for each key."""
+        if len(keys) != len(buffers):
+            raise InvalidRequest(f"{len(keys)} keys and {len(buffers)} buffers do not belong together")
+        wants = [gets.Want(validate_key(k), writable(b)) for k, b in zip(keys, buffers, strict=True)]
+        yield from gets.fetch(self._context, deadline, wants, self._flush)
+        return [want.result for want in wants]  # type: ignore[misc]  # buffers: no chunks
+
+    def exists(self, deadline: Deadline, key: str) -> Logic[bool]:
+        """Whether a live node holds the key."""
+        (found,) = yield from directory.exists(self._context, deadline, [key])
+        return found
+
+    def exists_many(self, deadline: Deadline, keys: Sequence[str]) -> Logic[list[bool]]:
+        """The same for many."""
+        return (yield from directory.exists(self._context, deadline, keys))
+
+    def match_prefix(self, deadline: Deadline, keys: Sequence[str]) -> Logic[int]:
+        """How many leading keys exist."""
+        return (yield from directory.match_prefix(self._context, deadline, keys))
+
+    def remove(self, deadline: Deadline, key: str) -> Logic[bool]:
+        """Drop one chunk; whether there was one. Raises what kept a holder from it."""
+        (removed,) = yield from directory.remove(self._context, [key])
+        if isinstance(removed, TanghuluError):
+            raise removed
+        return removed
+
+    def remove_many(self, deadline: Deadline, keys: Sequence[str]) -> Logic[list[bool | TanghuluError]]:
+        """The same for many, with an outcome each."""
+        return (yield from directory.remove(self._context, keys))
+
+    def remove_matching(self, deadline: Deadline, pattern: str) -> Logic[int]:
+        """Drop every chunk whose key the regular expression is found in; how many."""
+        return (yield from directory.remove_matching(self._context, pattern))
+
+    def stat(self, deadline: Deadline, key: str) -> Logic[ChunkInfo]:
+        """What the store knows of the chunk."""
+        return (yield from directory.stat(self._context, key))
+
+    def nodes(self, deadline: Deadline) -> Logic[list[NodeView]]:
+        """All store nodes."""
+        return (yield from directory.nodes(self._context))
+
+    def list_keys(self, deadline: Deadline, prefix: str, limit: int | None) -> Logic[list[KeyInfo]]:
+        """Keys in order."""
+        return (yield from directory.list_keys(prefix, limit))

@@ -1,0 +1,275 @@
+"""How values are written: choose nodes, send small values in the request, reserve + write + commit for large ones.
+
+Pure logic for the shells. Items go through in bounded slices. Within a slice one *round* sends every item to as many of
+its candidates as it still lacks replicas; all nodes are asked at once, all transfers move as one batch. What failed
+goes into the next round with its next candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from tanghulu.errors import (
+    InvalidRequest,
+    LeaseExpired,
+    NodeUnavailable,
+    Overloaded,
+    StoreFull,
+    TanghuluError,
+    TransferFailed,
+)
+from tanghulu.store import checksums as sums
+from tanghulu.store.client import context as common
+from tanghulu.store.client import messages
+from tanghulu.store.client.context import Context
+from tanghulu.store.client.instructions import MASTER, Ask, Deadline, Logic, Move, PeerId, Reach
+from tanghulu.store.client.link import Link
+from tanghulu.store.client.messages import Reservation
+from tanghulu.store.client.model import PutOptions, Status
+from tanghulu.store.words import MAX_INLINE_BYTES, NewChunk
+from tanghulu.transfer_engine.engine import Opcode, TransferRequest
+from tanghulu.types import format_size
+
+#: One slice of put_many: what is reserved and in flight at once.
+SLICE_BYTES = 64 << 20
+SLICE_ITEMS = 1024
+#: One PUT request with small values.
+INLINE_CALL_BYTES = 1 << 20
+#: After these a put is tried on another node; other errors are its result.
+_ELSEWHERE = (NodeUnavailable, StoreFull, LeaseExpired, TransferFailed, Overloaded)
+
+
+@dataclass(slots=True)
+class Putting:
+    """One item on its way."""
+
+    new: NewChunk
+    value: memoryview
+    replicas: int
+    candidates: list[PeerId] = field(default_factory=list)
+    placed: list[PeerId] = field(default_factory=list)
+    existed: bool = False
+    error: TanghuluError | None = None
+    done: bool = False
+
+    def status(self) -> Status:
+        """The outcome."""
+        if self.placed:
+            return Status(self.new.key, False, len(self.placed))
+        if self.existed:
+            return Status(self.new.key, True, 1)
+        return Status(self.new.key, error=self.error or NodeUnavailable("no store node took the value"))
+
+
+@dataclass(slots=True)
+class _Write:
+    """One item on its way to one node, in three steps."""
+
+    item: Putting
+    node: PeerId
+    reservation: Reservation
+    error: TanghuluError | None = None
+
+
+def put_all(context: Context, deadline: Deadline, items: Sequence[Putting], options: PutOptions) -> Logic[None]:
+    """Put every item; their ``status()`` then tells what became of each."""
+    yield from common.refresh_nodes(context)
+    for batch in _slices(items):
+        yield from _choose_nodes(context, batch, options)
+        while open_items := [item for item in batch if not item.done]:
+            yield from _round(context, deadline, open_items, options)
+            for item in open_items:
+                _conclude(item)
+    for item in items:
+        if item.placed:
+            context.locations.set(item.new.key, tuple(item.placed))
+
+
+def _slices(items: Sequence[Putting]) -> Iterator[Sequence[Putting]]:
+    start = num_bytes = 0
+    for position, item in enumerate(items):
+        num_bytes += item.new.size_bytes
+        if position > start and (num_bytes > SLICE_BYTES or position - start >= SLICE_ITEMS):
+            yield items[start:position]
+            start, num_bytes = position, item.new.size_bytes
+    if start < len(items):
+        yield items[start:]
+
+
+def _conclude(item: Putting) -> None:
+    """An item is done with enough replicas, as a hit, with a final error, or without candidates."""
+    final_error = item.error is not None and not isinstance(item.error, _ELSEWHERE)
+    item.done = item.existed or len(item.placed) >= item.replicas or final_error or not item.candidates
+
+
+# --- choosing nodes
+
+
+def _choose_nodes(context: Context, items: Sequence[Putting], options: PutOptions) -> Logic[None]:
+    largest = context.nodes.largest_capacity_bytes
+    for item in items:
+        size = item.new.size_bytes
+        if largest and size > largest:
+            item.error, item.done = _too_large(item.new, largest), True
+            continue
+        candidates = context.nodes.local_for(item.new.key, size)
+        if options.prefer_node is not None:
+            candidates.insert(0, PeerId(options.prefer_node))
+        if len(candidates) < item.replicas:
+            candidates += yield from _advice(context, item.new.size_bytes, options)
+        item.candidates = list(dict.fromkeys(candidates))
+
+
+def _too_large(new: NewChunk, largest: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"value of {new.key!r} has {format_size(new.size_bytes)}, the largest node holds {format_size(largest)}"
+    )
+
+
+def _advice(context: Context, size_bytes: int, options: PutOptions) -> Logic[tuple[PeerId, ...]]:
+    now_s = context.clock.now_s()
+    advice = context.nodes.advice(size_bytes, now_s)
+    if advice is not None and len(advice) >= options.replicas:
+        return advice
+    call = messages.place(size_bytes, options.replicas, options.prefer_node or "", context.place)
+    (outcome,) = yield Ask([(MASTER, call)])
+    if isinstance(outcome, TanghuluError):  # choose by ourselves among those that we know
+        return tuple(context.nodes.ids())
+    nodes = messages.node_views(outcome)
+    context.nodes.learn(nodes)
+    ids = tuple(PeerId(node.id) for node in nodes)
+    context.nodes.advise(size_bytes, ids, now_s)
+    return ids
+
+
+# --- one round
+
+
+def _round(context: Context, deadline: Deadline, items: list[Putting], options: PutOptions) -> Logic[None]:
+    small: dict[PeerId, list[Putting]] = {}
+    large: dict[PeerId, list[Putting]] = {}
+    patience = 1
+    for item in items:
+        item.error = None
+        wanted = item.replicas - len(item.placed)
+        chosen, item.candidates = item.candidates[:wanted], item.candidates[wanted:]
+        patience = max(patience, 1 + len(item.candidates))
+        for node in chosen:
+            (small if item.new.size_bytes <= MAX_INLINE_BYTES else large).setdefault(node, []).append(item)
+    deadline_ms = max(1, deadline.remaining_ms() // min(patience, 3))
+    puts = [(node, part) for node, part_items in small.items() for part in _inline_calls(part_items)]
+    calls = [
+        (node, messages.put([(i.new, i.value) for i in part], options.visible, deadline_ms)) for node, part in puts
+    ]
+    reserves = list(large.items())
+    calls += [(node, messages.reserve([i.new for i in part], deadline_ms)) for node, part in reserves]
+    outcomes = yield Ask(calls)
+    for (node, part), outcome in zip(puts, outcomes[: len(puts)], strict=True):
+        _take_results(context, node, part, outcome)
+    writes: list[_Write] = []
+    for (node, part), outcome in zip(reserves, outcomes[len(puts) :], strict=True):
+        writes += _take_reservations(context, node, part, outcome)
+    if writes:
+        yield from _write(context, deadline, writes, options)
+
+
+def _inline_calls(items: list[Putting]) -> Iterator[list[Putting]]:
+    part: list[Putting] = []
+    num_bytes = 0
+    for item in items:
+        if part and num_bytes + item.new.size_bytes > INLINE_CALL_BYTES:
+            yield part
+            part, num_bytes = [], 0
+        part.append(item)
+        num_bytes += item.new.size_bytes
+    yield part
+
+
+def _take_results(
+    context: Context, node: PeerId, items: Sequence[Putting], outcome: messages.AnyReply | TanghuluError
+) -> None:
+    if isinstance(outcome, TanghuluError):
+        if isinstance(outcome, NodeUnavailable):
+            context.nodes.expire()
+        for item in items:
+            item.error = outcome
+        return
+    for item, result in zip(items, messages.put_results(outcome), strict=True):
+        if isinstance(result, TanghuluError):
+            item.error = result
+        elif result:
+            item.existed = True
+        else:
+            item.placed.append(node)
+
+
+# --- reserve, write, commit
+
+
+def _take_reservations(
+    context: Context, node: PeerId, items: Sequence[Putting], outcome: messages.AnyReply | TanghuluError
+) -> list[_Write]:
+    if isinstance(outcome, TanghuluError):
+        _take_results(context, node, items, outcome)
+        return []
+    writes: list[_Write] = []
+    for item, reservation in zip(items, messages.reservations(outcome), strict=True):
+        if isinstance(reservation, TanghuluError):
+            item.error = reservation
+        elif reservation is None:
+            item.existed = True
+        else:
+            context.leases.hold(node, reservation.lease_id)
+            writes.append(_Write(item, node, reservation))
+    return writes
+
+
+def _write(context: Context, deadline: Deadline, writes: list[_Write], options: PutOptions) -> Logic[None]:
+    requests: list[TransferRequest] = []
+    moving: list[_Write] = []
+    links: dict[tuple[PeerId, bool], Link | TanghuluError] = {}
+    for write in writes:
+        where = (write.node, write.reservation.copies_only)
+        if where not in links:
+            links[where] = yield Reach(*where)
+        link = links[where]
+        if isinstance(link, TanghuluError):
+            write.error = link
+            continue
+        reservation, size = write.reservation, write.item.new.size_bytes
+        requests.append(
+            TransferRequest(
+                Opcode.WRITE, write.item.value, link.remote, reservation.offset, size, 0, reservation.lease_id
+            )
+        )
+        moving.append(write)
+    if requests:
+        errors = yield Move(requests)
+        for write, error in zip(moving, errors, strict=True):
+            write.error = error
+    yield from _commit(context, deadline, writes, options)
+
+
+def _commit(context: Context, deadline: Deadline, writes: list[_Write], options: PutOptions) -> Logic[None]:
+    calls: list[tuple[PeerId, messages.AnyCall]] = []
+    committed: list[list[_Write]] = []
+    for node in dict.fromkeys(write.node for write in writes):
+        own = [write for write in writes if write.node == node]
+        written = [write for write in own if write.error is None]
+        aborted = [write.reservation.lease_id for write in own if write.error is not None]
+        items = [(w.reservation.lease_id, _checksums(w.item, options)) for w in written]
+        calls.append((node, messages.commit(items, aborted, options.visible, deadline.remaining_ms())))
+        committed.append(written)
+    outcomes = yield Ask(calls)
+    for (node, _), written, outcome in zip(calls, committed, outcomes, strict=True):
+        _take_results(context, node, [write.item for write in written], outcome)
+    for write in writes:
+        context.leases.released(write.node, write.reservation.lease_id)
+        if write.error is not None:
+            write.item.error = write.error
+
+
+def _checksums(item: Putting, options: PutOptions) -> sums.Checksums:
+    given = item.new.checksums
+    return given if given.parts else sums.compute(item.value, options.part_bytes)

@@ -1,0 +1,43 @@
+"""What a client was opened with; checked once."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+
+from tanghulu.errors import InvalidRequest
+from tanghulu.process import host_id
+from tanghulu.types import Address
+
+DEFAULT_DEADLINE_S = 5.0
+TRANSPORTS = ("shm", "tcp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """See ``tanghulu.connect``. ``client_id`` names this client to the nodes; nobody can guess it."""
+
+    master: Address
+    tenant: str = ""
+    token: str = ""
+    transport: str | None = None
+    deadline_s: float = DEFAULT_DEADLINE_S
+    place: str = ""
+    client_id: str = field(default_factory=lambda: secrets.token_hex(16))
+    host_id: str = field(default_factory=host_id)
+
+    def __post_init__(self) -> None:
+        if self.transport is not None and self.transport not in TRANSPORTS:
+            raise InvalidRequest(f"transport {self.transport!r} is unknown; known: {', '.join(TRANSPORTS)}, or None")
+        if not self.deadline_s > 0:
+            raise InvalidRequest(f"a deadline of {self.deadline_s} s leaves no time for anything")
+
+    @property
+    def uses_unix(self) -> bool:
+        """Whether nodes of this host are reached by their Unix socket."""
+        return self.transport != "tcp"
+
+    @property
+    def engine_transports(self) -> tuple[str, ...]:
+        """What the transfer engine may use; copies through the node need tcp beside shm."""
+        return ("tcp",) if self.transport == "tcp" else TRANSPORTS
