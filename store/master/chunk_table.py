@@ -20,10 +20,9 @@ comes by: the entry becomes ``7 << 64 | 4096 << 20 | 1`` and ``_more`` forgets "
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
-from typing import NewType
+from typing import NamedTuple, NewType
 
 from sortedcontainers import SortedList
 
@@ -57,8 +56,7 @@ class Outcome(Enum):
     REFUSED_LOST = "refused, and the node also lost the version it was known to hold"
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(NamedTuple):
     """One key: its version, its size in bytes and the ids of the live nodes that hold it, first holder first."""
 
     version: int
@@ -178,12 +176,11 @@ class ChunkTable:
         if entry is None:
             return None
         states, owners = self._states, self._owners
-        slot = entry & _SLOT_MASK
-        if not self._more or key not in self._more:
-            node_ids: tuple[str, ...] = (owners[slot],) if states[slot] is SlotState.LIVE else ()
+        slot, live = entry & _SLOT_MASK, SlotState.LIVE
+        if key in self._more:
+            node_ids = tuple([owners[s] for s in (slot, *self._more[key]) if states[s] is live])
         else:
-            live = (s for s in (slot, *self._more[key]) if states[s] is SlotState.LIVE)
-            node_ids = tuple(owners[s] for s in live)
+            node_ids = (owners[slot],) if states[slot] is live else ()
         return Found(entry >> _VERSION_SHIFT, (entry >> _SLOT_BITS) & _SIZE_MASK, node_ids) if node_ids else None
 
     def keys_from(self, first: str, *, inclusive: bool = True) -> Iterator[str]:

@@ -242,7 +242,7 @@ class Directory:
 
     def locate(self, keys: Iterable[str]) -> list[Found | None]:
         """For each key the chunk and its live holders. None is a "not found" only if ``rebuild.is_ready``."""
-        return [self._table.find(key) for key in keys]
+        return list(map(self._table.find, keys))
 
     def place(self, wish: Wish, rng: Random) -> list[NodeView]:
         """Where to put a new chunk, best first (see placement)."""

@@ -70,11 +70,12 @@ def locate_to_wire(found: Iterable[Found | None], *, count_only: bool, incomplet
         if chunk is None:
             add()
             continue
-        nodes = [indexes.setdefault(node_id, len(indexes)) for node_id in chunk.node_ids]
+        version, size_bytes, node_ids = chunk
+        nodes = [indexes.setdefault(node_id, len(indexes)) for node_id in node_ids]
         if count_only:
             add(nodes=nodes)
         else:
-            add(nodes=nodes, version=chunk.version, size_bytes=chunk.size_bytes)
+            add(nodes=nodes, version=version, size_bytes=size_bytes)
     reply.node_ids.extend(indexes)
     return reply
 
