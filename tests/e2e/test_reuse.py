@@ -126,7 +126,7 @@ def test_the_store_shows_the_chunks(cluster):
     assert keys
     stat = _store(cluster, "stat", keys[0])
     assert stat["size_bytes"] == cluster.metric("prefill", "tanghulu_worker_block_bytes")
-    assert stat["holders"] == [cluster.entry("node")["name"]]
+    assert stat["nodes"] == [cluster.entry("node")["name"]]
 
 
 def _store(cluster: LiveCluster, *arguments: str):
