@@ -6,7 +6,8 @@ Owns one sequence's decoding state. Two ways, chosen by the tokenizer's decoder:
   holds back the bytes of an unfinished character. Example: the euro sign E2 82 AC comes as tokens [E2 82] and [AC]:
   the pieces are "" and "€".
 * all others (SentencePiece-like): decode a window that begins at the last piece that gave text, and emit what the new
-  tokens add to it, unless that ends in U+FFFD, which may be an unfinished character. (The method of Hugging Face TGI.)
+  tokens add to it, unless that ends in U+FFFD, which may be an unfinished character (the method of Hugging Face TGI),
+  or in a byte token: one bad byte spoils the whole run of byte tokens it stands in, so a run is shown when it is over.
 
 Either way the pieces together are exactly what decoding the whole at once gives; special tokens are left out.
 """
@@ -15,12 +16,14 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections.abc import Sequence
 from typing import Protocol
 
 from tokenizers import Tokenizer
 
 _BROKEN = "\ufffd"
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 
 
 class Detokenizer(Protocol):
@@ -110,13 +113,16 @@ class WindowDetokenizer:
             return ""
         before = self._decode(self._settled)
         window = self._decode(self._settled + self._fresh)
-        if len(window) <= len(before) or (window.endswith(_BROKEN) and not final):
+        if len(window) <= len(before) or (not final and (window.endswith(_BROKEN) or self._ends_in_byte())):
             return ""
         # Where the settled part decodes to nothing alone (a stripped leading space), it stays in the window: the next
         # window must begin like this one, or the strip would be done twice.
         self._settled = self._fresh if before or not self._settled else self._settled + self._fresh
         self._fresh = []
         return window[len(before) :]
+
+    def _ends_in_byte(self) -> bool:
+        return _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(self._fresh[-1]) or "") is not None
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True) if tokens else ""

@@ -125,7 +125,7 @@ class Call:
             generation.abort()
 
     async def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
-        """(index, delta) of all sequences as they come. Raises the first error; then, and when closed, all are ended."""
+        """(index, delta) of all sequences as they come. Raises the first error; then all are ended, as when closed."""
         try:
             if len(self.generations) == 1:
                 async for delta in _read_all(self.generations[0]):

@@ -78,7 +78,8 @@ class Conductor:
             yield self
             await self._finish(server, serving)
         finally:
-            server.should_exit = server.force_exit = True
+            server.force_exit = True
+            server.stop()
             for task in (following, observing):
                 task.cancel()
             await self.dispatcher.registry.close()
@@ -89,7 +90,7 @@ class Conductor:
     async def _finish(self, server: HttpServer, serving: asyncio.Task[None]) -> None:
         """Accept no more, let requests under way end, then fail the rest."""
         self.service.stopping = True
-        server.should_exit = True
+        server.stop()
         _log.info("conductor.finishing", requests=self.dispatcher.num_requests, grace_s=self.config.grace_s)
         await asyncio.wait([serving], timeout=self.config.grace_s)
         self.dispatcher.fail_all(NodeUnavailable("the conductor is stopping"))

@@ -4,7 +4,7 @@ Owns one task a worker: describe, connect, hand every step to the listener, and 
 connect again while the worker is registered. Decides nothing about requests.
 
 A worker that Discovery has lost while its stream goes on (a draining worker; a master that restarts) gets no new
-requests but finishes what it has, as long as its stream is not silent for ``SILENCE_S``; a hung one is lost after that time.
+requests but finishes what it has, as long as its stream is not silent for ``SILENCE_S``; a hung one is lost after it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Stop strings over a text that grows piece by piece.
 
 A stop string may begin in one piece and end in a later one, so the text's longest end that could still become a stop
-string is held back. Example with the stop "\\n\\nUser": pieces "Hi\\n", "\\n", "Us", "ing" give "Hi", "", "", "\\n\\nUsing".
+string is held back. Example with the stop "END": the pieces "a E", "N", "E", "ND!" give "a ", "",
+"EN", and then the match.
 Knows nothing of tokens.
 """
 

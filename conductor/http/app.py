@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
@@ -49,7 +50,7 @@ def address_of(listener: socket.socket) -> Address:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers: the process has its own."""
+    """uvicorn without its signal handlers (the process has its own), and without waking up ten times a second."""
 
     def __init__(self, app: FastAPI, grace_s: float) -> None:
         super().__init__(
@@ -62,8 +63,19 @@ class HttpServer(uvicorn.Server):
                 ws="none",
                 timeout_graceful_shutdown=max(1, round(grace_s)),
                 server_header=False,
+                date_header=False,
             )
         )
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        """Accept no more connections, let the open requests end, then end ``serve``."""
+        self.should_exit = True
+        self._stopping.set()
+
+    async def main_loop(self) -> None:
+        """Wait for ``stop``; there is nothing to do meanwhile."""
+        await self._stopping.wait()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

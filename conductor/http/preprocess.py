@@ -95,7 +95,8 @@ def _wish(
     num_choices = fields.n or 1
     if len(prompts) * num_choices > MAX_SEQUENCES:
         raise BadField(
-            f"{len(prompts)} prompts with n={num_choices} are too many; at most {MAX_SEQUENCES} sequences, n <= {MAX_CHOICES}",
+            f"{len(prompts)} prompts with n={num_choices} are too many: "
+            f"at most {MAX_SEQUENCES} sequences, n <= {MAX_CHOICES}",
             "n",
         )
     salt = (cache_salt or "").encode()

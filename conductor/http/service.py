@@ -30,7 +30,7 @@ class Service:
     stopping: bool = False
 
     async def find_model(self, name: str | None) -> ServedModel:
-        """The model called ``name``; before the first worker came, wait for it. Raises ModelNotFound, NodeUnavailable."""
+        """The model called ``name``; waits for the first worker. Raises ModelNotFound, NodeUnavailable."""
         registry = self.dispatcher.registry
         if not registry.models:
             with contextlib.suppress(TimeoutError):

@@ -1,0 +1,317 @@
+"""A worker that is real on the wire (gRPC behind a Door, real sockets) and a script behind it.
+
+It says ``script`` token by token, one token of every request a step. A request that already has generated tokens
+goes on at the right place, so a moved request must give the same text as an unmoved one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from tanghulu.discovery.base import Instance
+from tanghulu.discovery.memory import MemoryDiscovery
+from tanghulu.hashing import TokenSequence, root_hash
+from tanghulu.protos import common_pb2, session_pb2_grpc
+from tanghulu.protos import session_pb2 as pb
+from tanghulu.rpc.door import Door
+from tanghulu.rpc.fast_server import FastService
+from tanghulu.types import InstanceId, Role
+
+MODEL = "tiny"
+BLOCK_TOKENS = 4
+CONTEXT = 512
+FINGERPRINT = bytes(range(16))
+TEMPLATE = (
+    "{% for message in messages %}\n<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}\n{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def byte_level_tokenizer() -> Tokenizer:
+    """Every byte is a token, some pairs are merged; three special tokens at the end."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("t", "h"), ("th", "e"), ("i", "n"), ("Ġ", "a"), ("l", "l"), ("Ã", "©")]
+    vocab = {c: i for i, c in enumerate([*alphabet, *(a + b for a, b in merges)])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")])
+    return tokenizer
+
+
+TOKENIZER = byte_level_tokenizer()
+EOS = TOKENIZER.token_to_id("<|endoftext|>")
+
+
+@dataclass(eq=False)
+class Running:
+    """A request at the fake worker."""
+
+    session: Session
+    submit: pb.Submit
+    tokens: list[int]
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.submit.num_prompt_tokens
+
+
+@dataclass(eq=False)
+class Session:
+    out: asyncio.Queue[pb.FromWorker | None] = field(default_factory=asyncio.Queue)
+    event_sequence: int = 1
+
+
+class FakeWorker(session_pb2_grpc.WorkerServicer):
+    """``hold()`` makes it wait before each step; ``step()`` then lets it do one."""
+
+    def __init__(self, name: str, role: Role, run_dir: Path, script: str = "Hello, wörld! ") -> None:
+        self.id = InstanceId(name)
+        self.role = role
+        self.script = TOKENIZER.encode(script).ids
+        self.model = MODEL
+        self.fingerprint = FINGERPRINT
+        self.submits: list[pb.Submit] = []
+        self.aborts: list[str] = []
+        self.releases: list[int] = []
+        self.dropped = 0
+        self.load = pb.Load(blocks_total=1000, blocks_free=1000)
+        self.cached: set[bytes] = set()
+        self.sessions: list[Session] = []
+        self.die_after_tokens: int | None = None
+        self.fail_sources = False
+        self.fail_with: common_pb2.Status | None = None
+        self.skip_sequence = 0
+        self.num_emitted = 0
+        self.changed = asyncio.Condition()
+        self._running: dict[str, Running] = {}
+        self._go = asyncio.Event()
+        self._permits: int | None = None
+        self._exports = 100
+        self._door = Door(FastService(), run_dir, name)
+        self._engine: asyncio.Task[None] | None = None
+        self._registration: Any = None
+        self._dead = False
+
+    async def start(self, discovery: MemoryDiscovery | None = None) -> None:
+        session_pb2_grpc.add_WorkerServicer_to_server(self, self._door.grpc_server)
+        await self._door.start("127.0.0.1", 0)
+        self._engine = asyncio.create_task(self._run())
+        if discovery is not None:
+            self._registration = await discovery.register(self.instance)
+
+    @property
+    def instance(self) -> Instance:
+        return Instance(self.id, self.role, self._door.address)
+
+    async def stop(self) -> None:
+        if self._registration is not None:
+            await self._registration.close()
+        self.die()
+        assert self._engine is not None
+        await asyncio.gather(self._engine, return_exceptions=True)
+        await self._door.close(grace_s=0)
+
+    async def unregister(self) -> None:
+        await self._registration.close()
+        self._registration = None
+
+    def die(self) -> None:
+        """End all streams at once, without a word about the requests."""
+        self._dead = True
+        self.end_sessions()
+        assert self._engine is not None
+        self._engine.cancel()
+
+    def end_sessions(self) -> None:
+        self._running.clear()
+        for session in self.sessions:
+            session.out.put_nowait(None)
+        self.sessions.clear()
+
+    def hold(self) -> None:
+        self._permits = 0
+
+    def step(self, count: int = 1) -> None:
+        assert self._permits is not None
+        self._permits += count
+        self._go.set()
+
+    def release(self) -> None:
+        self._permits = None
+        self._go.set()
+
+    async def until(self, condition: Any) -> None:
+        """Wait until ``condition()`` holds; looked at whenever something changed here."""
+        async with self.changed:
+            async with asyncio.timeout(10):
+                await self.changed.wait_for(condition)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    # --- the service
+
+    async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.ModelCard:
+        return pb.ModelCard(
+            model=self.model,
+            fingerprint=self.fingerprint,
+            block_hash="xxh3_128",
+            block_tokens=BLOCK_TOKENS,
+            context_length=CONTEXT,
+            vocab_size=TOKENIZER.get_vocab_size(),
+            eos_token_ids=[EOS],
+            tokenizer_json_zlib=zlib.compress(TOKENIZER.to_str().encode()),
+            chat_template=TEMPLATE,
+            bos_token="<|im_start|>",
+            eos_token="<|endoftext|>",
+            block_bytes=1024,
+            num_blocks=1000,
+        )
+
+    async def DropCache(self, request: pb.DropCacheRequest, context: Any) -> pb.DropCacheReply:
+        self.dropped += 1
+        num_blocks = len(self.cached)
+        self.cached.clear()
+        for session in self.sessions:
+            self._tell(session, pb.StepOutput(kv_events=[pb.KvEvent(cleared=True)]))
+        return pb.DropCacheReply(num_blocks=num_blocks)
+
+    async def Session(self, requests: AsyncIterator[pb.ToWorker], context: Any) -> AsyncIterator[pb.FromWorker]:
+        if self._dead:
+            await context.abort(14, "dead")
+        first = await anext(requests)
+        assert first.hello.protocol_version == 1
+        session = Session()
+        self.sessions.append(session)
+        welcome = pb.SessionWelcome(
+            instance_id=self.id,
+            cached_blocks=sorted(self.cached),
+            event_sequence=session.event_sequence,
+            load=self.load,
+        )
+        reading = asyncio.create_task(self._read(session, requests))
+        try:
+            yield pb.FromWorker(welcome=welcome)
+            while (message := await session.out.get()) is not None:
+                yield message
+        finally:
+            reading.cancel()
+            self._running = {k: r for k, r in self._running.items() if r.session is not session}
+        await context.abort(14, "worker died")
+
+    async def _read(self, session: Session, requests: AsyncIterator[pb.ToWorker]) -> None:
+        async for message in requests:
+            async with self.changed:
+                match message.WhichOneof("message"):
+                    case "submit":
+                        submit = message.submit
+                        self.submits.append(submit)
+                        tokens = np.frombuffer(submit.tokens, "<u4").tolist()
+                        self._running[submit.request_id] = Running(session, submit, tokens)
+                        self._go.set()
+                    case "abort":
+                        self.aborts.append(message.abort.request_id)
+                        self._running.pop(message.abort.request_id, None)
+                    case "release":
+                        self.releases.append(message.release.export_id)
+                self.changed.notify_all()
+
+    # --- the engine
+
+    async def _run(self) -> None:
+        while True:
+            await self._go.wait()
+            self._go.clear()
+            while self._running and (self._permits is None or self._permits > 0):
+                if self._permits is not None:
+                    self._permits -= 1
+                self._step()
+                async with self.changed:
+                    self.changed.notify_all()
+                await asyncio.sleep(0)
+
+    def _step(self) -> None:
+        by_session: dict[Session, list[pb.RequestOutput]] = {}
+        stored: list[bytes] = []
+        for running in list(self._running.values()):
+            if self.die_after_tokens is not None and self.num_emitted >= self.die_after_tokens:
+                self.die()
+                return
+            by_session.setdefault(running.session, []).append(self._advance(running, stored))
+        for session in self.sessions:
+            outputs = by_session.get(session, [])
+            events = [pb.KvEvent(stored=stored)] if stored else []
+            self._tell(session, pb.StepOutput(outputs=outputs, kv_events=events, load=self.load))
+
+    def _tell(self, session: Session, step: pb.StepOutput) -> None:
+        if step.kv_events:
+            step.event_sequence = session.event_sequence + self.skip_sequence
+            session.event_sequence += len(step.kv_events) + self.skip_sequence
+            self.skip_sequence = 0
+        session.out.put_nowait(pb.FromWorker(step=step))
+
+    def _advance(self, running: Running, stored: list[bytes]) -> pb.RequestOutput:
+        submit = running.submit
+        request_id = submit.request_id
+        if self.fail_with is not None or (self.fail_sources and submit.HasField("source")):
+            del self._running[request_id]
+            error = self.fail_with or common_pb2.Status(code="TRANSFER_FAILED", message="the KV did not come")
+            return pb.RequestOutput(request_id=request_id, finish=pb.FINISH_ERROR, error=error)
+        cached = self._take_blocks(running, stored)
+        at = running.num_generated
+        token = self.script[at % len(self.script)]
+        if at >= len(self.script) and not submit.stop.ignore_eos:
+            token = EOS
+        running.tokens.append(token)
+        self.num_emitted += 1
+        output = pb.RequestOutput(request_id=request_id, tokens=[token], cached_tokens=cached)
+        if submit.sampling.HasField("num_logprobs"):
+            top = list(range(submit.sampling.num_logprobs))
+            probabilities = [-0.5, *(-1.0 - t for t in top)]
+            output.logprobs.append(pb.TokenLogprobs(token_ids=[token, *top], logprobs=probabilities))
+        self._finish(running, token, output)
+        return output
+
+    def _take_blocks(self, running: Running, stored: list[bytes]) -> int:
+        root = root_hash(FINGERPRINT, running.submit.salt)
+        hashes = TokenSequence(root, BLOCK_TOKENS, running.tokens).block_hashes
+        cached = 0
+        for block_hash in hashes:
+            if block_hash in self.cached:
+                cached += BLOCK_TOKENS
+            else:
+                self.cached.add(block_hash)
+                stored.append(block_hash)
+        return min(cached, len(running.tokens) - 1)
+
+    def _finish(self, running: Running, token: int, output: pb.RequestOutput) -> None:
+        stop = running.submit.stop
+        if token == EOS and not stop.ignore_eos:
+            output.finish, output.stop_token = pb.FINISH_STOP, EOS
+        elif token in stop.stop_token_ids:
+            output.finish, output.stop_token = pb.FINISH_STOP, token
+        elif running.num_generated >= stop.max_new_tokens:
+            output.finish = pb.FINISH_LENGTH
+        elif running.submit.hand_over:
+            self._exports += 1
+            output.finish = pb.FINISH_HANDED_OVER
+            output.source.CopyFrom(
+                pb.KvSource(
+                    instance_id=self.id,
+                    address=str(self._door.address),
+                    export_id=self._exports,
+                    num_tokens=len(running.tokens) - 1,
+                )
+            )
+        if output.finish:
+            del self._running[running.submit.request_id]

@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tanghulu.conductor.lifecycle import (
+    ENDED,
+    TRANSITIONS,
+    AbortAt,
+    Deliver,
+    End,
+    Event,
+    Flight,
+    PickDecode,
+    Release,
+    Requeue,
+    State,
+    SubmitTo,
+    next_state,
+)
+from tanghulu.conductor.requests import (
+    FinishReason,
+    GenerationRequest,
+    KvSource,
+    Output,
+    OutputKind,
+    Sampling,
+    StopRule,
+)
+from tanghulu.errors import InvalidRequest, NodeUnavailable, TransferFailed
+from tanghulu.hashing import TokenSequence, as_tokens, root_hash
+from tanghulu.types import Fingerprint, InstanceId, RequestId
+
+P, D = InstanceId("p"), InstanceId("d")
+SOURCE = KvSource(P, "127.0.0.1:1", "", 7, 5)
+GONE = NodeUnavailable("gone")
+ABORTED = FinishReason.ABORTED
+
+
+def make(max_new_tokens: int = 10, max_redispatches: int = 2) -> Flight:
+    request = GenerationRequest(RequestId("r"), "m", as_tokens([1, 2, 3, 4, 5]), Sampling(), StopRule(max_new_tokens))
+    flight = Flight(request, max_redispatches)
+    flight.admit()
+    return flight
+
+
+def say(flight: Flight, *tokens: int, kind: OutputKind = OutputKind.TOKENS, **more: object) -> list:
+    out = flight.on_output(Output(flight.wire_id, tokens, kind, **more))
+    flight.check()
+    return out
+
+
+@pytest.mark.parametrize("state", State)
+@pytest.mark.parametrize("event", Event)
+def test_every_pair_of_state_and_event_is_in_the_table_or_asserts(state, event):
+    if (state, event) in TRANSITIONS:
+        assert next_state(state, event) is TRANSITIONS[state, event]
+    else:
+        with pytest.raises(AssertionError, match=event.name):
+            next_state(state, event)
+
+
+def test_the_table_is_sound():
+    assert not [pair for pair in TRANSITIONS if pair[0] in ENDED]
+    reachable, edge = set(), {State.RECEIVED}
+    while edge:
+        reachable |= edge
+        edge = {to for (at, _), to in TRANSITIONS.items() if at in edge} - reachable
+    assert reachable == set(State)
+    for state in set(State) - ENDED - {State.RECEIVED}:
+        assert (state, Event.ABORT) in TRANSITIONS
+        assert (state, Event.GIVE_UP) in TRANSITIONS
+
+
+def test_one_worker_does_the_whole():
+    flight = make()
+    assert flight.submit(P, P) == [SubmitTo(P, "r.1", False)]
+    assert say(flight, 11, cached_tokens=4) == [Deliver((11,))]
+    assert flight.state is State.DECODING
+    assert say(flight, 12) == [Deliver((12,))]
+    done = say(flight, 13, kind=OutputKind.STOP, stop_token=13)
+    assert done == [Deliver((13,), (), True), End(FinishReason.STOP, None, 13)]
+    assert (flight.state, flight.cached_tokens, flight.generated) == (State.FINISHED, 4, [11, 12, 13])
+
+
+def test_kv_is_handed_over():
+    flight = make()
+    assert flight.submit(P, D) == [SubmitTo(P, "r.1", True)]
+    assert say(flight, 11, kind=OutputKind.HANDED_OVER, source=SOURCE) == [Deliver((11,)), PickDecode()]
+    assert flight.state is State.HANDING_OVER
+    assert flight.decode_at(D) == [SubmitTo(D, "r.2", False, SOURCE)]
+    assert flight.all_tokens().tolist() == [1, 2, 3, 4, 5, 11]
+    assert say(flight, 12) == [Deliver((12,))]
+    assert flight.state is State.DECODING
+    assert say(flight, kind=OutputKind.LENGTH) == [End(FinishReason.LENGTH)]
+
+
+def test_the_token_of_a_hand_over_may_come_before_it():
+    flight = make()
+    flight.submit(P, D)
+    assert say(flight, 11) == [Deliver((11,))]
+    assert flight.state is State.PREFILLING
+    assert say(flight, kind=OutputKind.HANDED_OVER, source=SOURCE) == [PickDecode()]
+
+
+def test_the_prefill_worker_may_decode_from_its_own_cache():
+    flight = make()
+    flight.submit(P, D)
+    say(flight, 11, kind=OutputKind.HANDED_OVER, source=SOURCE)
+    assert flight.decode_at(P) == [SubmitTo(P, "r.2", False), Release(P, 7)]
+
+
+def test_a_single_token_is_not_handed_over():
+    assert make(max_new_tokens=1).submit(P, D) == [SubmitTo(P, "r.1", False)]
+
+
+@pytest.mark.parametrize("error", [GONE, TransferFailed("no"), None])
+def test_a_failed_decode_submission_releases_the_export_and_starts_again(error):
+    flight = make()
+    flight.submit(P, D)
+    say(flight, 11, kind=OutputKind.HANDED_OVER, source=SOURCE)
+    flight.decode_at(D)
+    kind = OutputKind.ERROR if error else OutputKind.ABORTED
+    release, requeue = say(flight, kind=kind, error=error)
+    assert release == Release(P, 7)
+    assert isinstance(requeue, Requeue)
+    assert (flight.state, flight.avoid) == (State.QUEUED, {D})
+    assert flight.submit(P, P) == [SubmitTo(P, "r.3", False)]
+    assert flight.all_tokens().tolist() == [1, 2, 3, 4, 5, 11]
+
+
+def test_a_hand_over_that_nobody_asked_for_is_trouble():
+    flight = make()
+    flight.submit(P, P)
+    (requeue,) = say(flight, 11, kind=OutputKind.HANDED_OVER, source=SOURCE)
+    assert isinstance(requeue, Requeue)
+
+
+def test_a_lost_worker_costs_nothing_but_time_until_it_is_too_often():
+    flight = make(max_redispatches=2)
+    for n in range(2):
+        flight.submit(P, P)
+        say(flight, 20 + n)
+        assert flight.on_worker_lost(GONE) == [Requeue(GONE)]
+        flight.check()
+    flight.submit(P, P)
+    (end,) = flight.on_worker_lost(GONE)
+    assert isinstance(end.error, NodeUnavailable)
+    assert "moved 2 times" in end.error.message
+    assert flight.state is State.FAILED
+    assert flight.generated == [20, 21]
+
+
+def test_an_error_that_another_worker_would_not_mend_ends_it():
+    flight = make()
+    flight.submit(P, P)
+    error = InvalidRequest("bad")
+    assert say(flight, kind=OutputKind.ERROR, error=error) == [End(None, error)]
+
+
+def test_all_tokens_came_but_not_the_word_of_the_end():
+    flight = make(max_new_tokens=2)
+    flight.submit(P, P)
+    say(flight, 1, 2)
+    assert flight.on_worker_lost(GONE) == [End(FinishReason.LENGTH)]
+
+
+def test_abort_and_stop_string_tell_the_worker_once():
+    flight = make()
+    flight.submit(P, P)
+    say(flight, 11)
+    assert flight.on_stop_string() == [AbortAt(P, "r.1"), End(FinishReason.STOP)]
+    assert flight.abort() == []
+    queued = make()
+    assert queued.abort() == [End(ABORTED)]
+    handing = make()
+    handing.submit(P, D)
+    say(handing, 11, kind=OutputKind.HANDED_OVER, source=SOURCE)
+    handing.decode_at(D)
+    assert handing.abort() == [AbortAt(D, "r.2"), Release(P, 7), End(ABORTED)]
+
+
+def test_hashes_grow_with_the_tokens():
+    def empty() -> TokenSequence:
+        return TokenSequence(root_hash(Fingerprint(b"f" * 16)), 4)
+
+    flight = make()
+    assert len(flight.sequence(empty).block_hashes) == 1
+    flight.submit(P, P)
+    say(flight, 6, 7, 8)
+    expected = TokenSequence(root_hash(Fingerprint(b"f" * 16)), 4, [1, 2, 3, 4, 5, 6, 7, 8])
+    assert flight.sequence(empty).block_hashes == expected.block_hashes
+
+
+@given(
+    st.lists(st.sampled_from(["token", "hand_over", "stop", "length", "error", "lost", "abort", "fail"]), max_size=40)
+)
+def test_any_history_keeps_the_invariants_and_ends_once(history):
+    flight = make(max_new_tokens=100, max_redispatches=3)
+    ends = 0
+    for what in history:
+        if flight.ended:
+            break
+        if flight.state is State.QUEUED:
+            flight.submit(P, D)
+        ends += sum(isinstance(i, End) for i in _happen(flight, what))
+        flight.check()
+    assert ends == flight.ended
+
+
+def _happen(flight: Flight, what: str) -> list:
+    match what:
+        case "hand_over":
+            out = flight.on_output(Output(flight.wire_id, (9,), OutputKind.HANDED_OVER, source=SOURCE))
+            return out + (flight.decode_at(D) if PickDecode() in out else [])
+        case "lost":
+            return flight.on_worker_lost(GONE)
+        case "abort":
+            return flight.abort()
+        case "fail":
+            return flight.fail(GONE)
+        case "error":
+            return flight.on_output(Output(flight.wire_id, (), OutputKind.ERROR, GONE))
+        case "token":
+            return flight.on_output(Output(flight.wire_id, (5,)))
+        case _:
+            return flight.on_output(Output(flight.wire_id, (5,), OutputKind(OutputKind[what.upper()])))

@@ -1,0 +1,176 @@
+"""One contract for all policies, and what is particular to each."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tanghulu.conductor.policies.base import RequestView, WorkerView
+from tanghulu.conductor.policies.registry import POLICIES, make_policy
+from tanghulu.conductor.policies.simple import Random
+from tanghulu.conductor.policies.ttft_min import TtftMin
+from tanghulu.conductor.requests import WorkerLoad
+from tanghulu.conductor.routing import with_both_phases
+from tanghulu.conductor.worker_state import LoadTracker
+from tanghulu.types import InstanceId, Role
+
+REQUEST = RequestView(num_tokens=6400, block_tokens=64, block_bytes=2 << 20)
+
+
+def worker(name: str, role: Role = Role.BOTH, **more: float) -> WorkerView:
+    view = WorkerView(InstanceId(name), role.prefills, role.decodes, blocks_free=1000, blocks_total=1000)
+    return replace(view, prefill_tokens_per_s=10_000, store_bytes_per_s=2e9, decode_step_s=0.02, **more)
+
+
+WORKERS = st.lists(
+    st.builds(
+        WorkerView,
+        id=st.sampled_from([InstanceId(f"w{i}") for i in range(6)]),
+        can_prefill=st.booleans(),
+        can_decode=st.booleans(),
+        queue_tokens=st.integers(0, 100_000),
+        num_requests=st.integers(0, 64),
+        blocks_free=st.integers(0, 200),
+        blocks_total=st.just(200),
+        prefill_tokens_per_s=st.sampled_from([0.0, 1000.0, 50_000.0]),
+        decode_step_s=st.sampled_from([0.0, 0.01, 0.1]),
+        store_bytes_per_s=st.sampled_from([0.0, 1e8, 1e10]),
+        hit_blocks=st.integers(0, 100),
+    ),
+    max_size=6,
+    unique_by=lambda w: w.id,
+)
+VIEWS = st.builds(RequestView, st.integers(1, 6400), st.just(64), st.just(1 << 20), st.integers(0, 100))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+class TestContract:
+    @settings(max_examples=50)
+    @given(views=st.lists(st.tuples(VIEWS, WORKERS), min_size=1, max_size=4))
+    def test_choices_are_able_and_can_be_repeated(self, name, views):
+        policy, twin = make_policy(name), make_policy(name)
+        for request, workers in views:
+            decision = policy.choose(request, workers)
+            assert decision == twin.choose(request, workers)
+            able = {w.id for w in workers if w.can_prefill}, {w.id for w in workers if w.can_decode}
+            if decision is None:
+                assert not all(able)
+            else:
+                assert decision.prefill in able[0]
+                assert decision.decode in able[1]
+            choice = policy.choose_decode(request, workers)
+            assert choice == twin.choose_decode(request, workers)
+            assert choice in able[1] if able[1] else choice is None
+
+    def test_nobody(self, name):
+        assert make_policy(name).choose(REQUEST, []) is None
+        assert make_policy(name).choose_decode(REQUEST, []) is None
+        assert make_policy(name).choose(REQUEST, [worker("p", Role.PREFILL)]) is None
+
+    def test_two_kinds(self, name):
+        workers = [worker("p", Role.PREFILL), worker("d", Role.DECODE)]
+        decision = make_policy(name).choose(REQUEST, workers)
+        assert (decision.prefill, decision.decode) == ("p", "d")
+
+    def test_explaining_changes_nothing(self, name):
+        policy = make_policy(name)
+        workers = [worker("a"), worker("b"), worker("c")]
+        expected = copy.deepcopy(policy).choose(REQUEST, workers)
+        assert policy.choose(REQUEST, workers) == expected
+
+
+def test_with_one_kind_alive_it_does_both():
+    alone = with_both_phases([worker("p", Role.PREFILL)])
+    assert (alone[0].can_prefill, alone[0].can_decode) == (True, True)
+    both = [worker("p", Role.PREFILL), worker("d", Role.DECODE)]
+    assert with_both_phases(both) == both
+
+
+def test_round_robin_takes_turns_over_comings_and_goings():
+    policy = make_policy("round-robin")
+    workers = [worker(n) for n in "abc"]
+    assert [policy.choose(REQUEST, workers).prefill for _ in range(4)] == ["a", "b", "c", "a"]
+    assert policy.choose(REQUEST, [workers[0], workers[2]]).prefill == "c"
+    assert policy.choose(REQUEST, [*workers, worker("d")]).prefill == "d"
+
+
+def test_random_uses_everybody_and_its_seed():
+    workers = [worker(n) for n in "abc"]
+
+    def draws(seed: int) -> list[str]:
+        policy = Random(seed)
+        return [policy.choose(REQUEST, workers).prefill for _ in range(30)]
+
+    assert set(draws(1)) == {"a", "b", "c"}
+    assert draws(1) == draws(1)
+    assert draws(1) != draws(2)
+
+
+def test_least_loaded():
+    workers = [worker("a", queue_tokens=10, num_requests=1), worker("b", queue_tokens=5, num_requests=9)]
+    policy = make_policy("least-loaded")
+    assert policy.choose(REQUEST, workers).prefill == "b"
+    assert policy.choose_decode(REQUEST, workers) == "a"
+
+
+class TestTtftMin:
+    """The worked example of the module."""
+
+    A = worker("a", hit_blocks=20)
+    B = worker("b", hit_blocks=90, queue_tokens=8000)
+
+    def test_an_idle_worker_beats_a_warm_but_busy_one(self):
+        decision = TtftMin().choose(REQUEST, [self.A, self.B])
+        assert decision.prefill == "a"
+        scores = {c.worker: round(c.score, 3) for c in decision.candidates if c.phase == "prefill"}
+        assert scores == {"a": 0.512, "b": 0.864}
+
+    def test_a_warm_one_beats_an_idle_one_when_its_queue_is_short(self):
+        assert TtftMin().choose(REQUEST, [self.A, replace(self.B, queue_tokens=1000)]).prefill == "b"
+
+    def test_what_the_store_has_is_fetched_where_it_pays(self):
+        request = replace(REQUEST, store_hit_blocks=100)
+        decision = TtftMin().choose(request, [self.A])
+        terms = dict(decision.candidates[0].terms)
+        assert terms["fetch_s"] == pytest.approx(80 * (2 << 20) / 2e9)
+        assert terms["compute_s"] == pytest.approx(1e-4)
+        slow = TtftMin().choose(request, [replace(self.A, store_bytes_per_s=1e6)])
+        assert dict(slow.candidates[0].terms)["fetch_s"] == 0
+
+    def test_decode_goes_where_the_kv_is_unless_it_is_full_or_crowded(self):
+        p = worker("p", Role.PREFILL)
+        d, e = worker("d", Role.DECODE, hit_blocks=90), worker("e", Role.DECODE)
+        assert TtftMin().choose(REQUEST, [p, d, e]).decode == "d"
+        assert TtftMin().choose(REQUEST, [p, replace(d, blocks_free=5), e]).decode == "e"
+        assert TtftMin().choose(REQUEST, [p, replace(d, num_requests=30), e]).decode == "e"
+
+    def test_a_worker_that_can_keeps_what_it_prefilled(self):
+        decision = TtftMin().choose(REQUEST, [worker("x"), worker("y")])
+        assert decision.prefill == decision.decode
+
+
+def test_own_dispatches_count_until_the_worker_has_seen_them():
+    load = LoadTracker()
+    load.report(WorkerLoad(num_running=2, blocks_free=50, prefill_tokens_waiting=100))
+
+    def figures() -> tuple[int, int, int]:
+        view = load.view(InstanceId("w"), Role.BOTH, 0)
+        return view.queue_tokens, view.num_requests, view.blocks_free
+
+    load.sent("r.1", 400, 10)
+    load.sent("r.2", 600, 45)
+    assert figures() == (1100, 4, 0)
+    load.heard_of("r.2")
+    assert figures() == (500, 3, 40)
+    load.report(load.reported)  # may have crossed the submission on the wire
+    assert figures() == (500, 3, 40)
+    load.check()
+    load.report(WorkerLoad(prefill_tokens_waiting=400))
+    assert figures() == (400, 0, 0)
+    load.sent("r.3", 1, 1)
+    load.reset(WorkerLoad())
+    assert figures() == (0, 0, 0)
