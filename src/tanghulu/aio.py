@@ -1,4 +1,4 @@
-"""The store for asyncio: ``async with await tanghulu.aio.connect("127.0.0.1:7400") as client``."""
+"""The store for asyncio: ``async with tanghulu.aio.connect("127.0.0.1:7400") as client``."""
 
 from tanghulu.store.client.aio_client import AsyncClient, connect
 

@@ -1,8 +1,8 @@
-"""The asyncio client: ``tanghulu.aio.connect``. The same methods as the blocking one, as coroutines of one event loop."""
+"""The asyncio client, ``tanghulu.aio.connect``: the blocking one's methods as coroutines of one event loop."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,7 +18,7 @@ from tanghulu.transfer_engine.buffers import Buffer
 from tanghulu.types import Address
 
 
-async def connect(
+def connect(
     master: str,
     *,
     tenant: str = "",
@@ -26,8 +26,8 @@ async def connect(
     transport: str | None = None,
     deadline_s: float = DEFAULT_DEADLINE_S,
     place: str = "",
-) -> AsyncClient:
-    """As ``tanghulu.connect``, for asyncio: ``async with await connect(...) as client``."""
+) -> Connecting:
+    """As ``tanghulu.connect``: ``async with connect(...) as client``, or ``client = await connect(...)``."""
     settings = Settings(
         master=Address.parse(master),
         tenant=tenant,
@@ -36,13 +36,37 @@ async def connect(
         deadline_s=deadline_s,
         place=place,
     )
-    client = AsyncClient(settings)
-    try:
-        await client.nodes()
-    except TanghuluError:
-        await client.close()
-        raise
-    return client
+    return Connecting(settings)
+
+
+class Connecting:
+    """A client that is being opened: await it, or enter it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._client: AsyncClient | None = None
+
+    def __await__(self) -> Generator[Any, None, AsyncClient]:
+        return self._open().__await__()
+
+    async def __aenter__(self) -> AsyncClient:
+        self._client = await self._open()
+        return self._client
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._client is not None:
+            await self._client.close()
+
+    async def _open(self) -> AsyncClient:
+        client = AsyncClient(self._settings)
+        try:
+            await client.nodes()
+        except TanghuluError:
+            await client.close()
+            raise
+        return client
 
 
 class AsyncClient:
