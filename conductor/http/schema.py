@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 
 from tanghulu.conductor.stop_strings import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 
@@ -23,7 +23,11 @@ TokenId = Annotated[int, Field(ge=0, le=_UINT32)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Stop = StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)]
 NumTokens = Annotated[int, Field(ge=1, le=_UINT32)]
-Prompts = str | list[str] | list[TokenId] | list[list[TokenId]]
+TokenIds = Annotated[list[TokenId], FailFast()]
+Texts = Annotated[list[str], FailFast()]
+TokenIdLists = Annotated[list[TokenIds], FailFast()]
+#: Fail fast: else a prompt of 100 000 ids would first be collected as 100 000 errors of a list of strings.
+Prompts = str | Texts | TokenIds | TokenIdLists
 
 
 class Body(BaseModel):
@@ -142,8 +146,8 @@ class SGLangSampling(SamplingFields):
 class GenerateBody(Body):
     """POST /generate."""
 
-    text: str | list[str] | None = None
-    input_ids: list[TokenId] | list[list[TokenId]] | None = None
+    text: str | Texts | None = None
+    input_ids: TokenIds | TokenIdLists | None = None
     sampling_params: SGLangSampling = Field(default_factory=SGLangSampling)
     stream: bool = False
     rid: Annotated[str, Field(min_length=1, max_length=256)] | None = None
@@ -182,7 +186,7 @@ class TokenizeBody(Body):
     """POST /tokenize: a text or a chat."""
 
     model: str | None = None
-    prompt: str | list[str] | None = None
+    prompt: str | Texts | None = None
     messages: list[Message] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
@@ -198,5 +202,5 @@ class DetokenizeBody(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: TokenIds
     skip_special_tokens: bool = False
