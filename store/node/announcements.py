@@ -68,6 +68,11 @@ class AnnouncementQueue:
             del self._added[chunk.key]
         (self._deleted if deleted else self._removed)[chunk.key] = None
 
+    def forget(self, chunk: Chunk) -> None:
+        """The master does not want ``chunk``: there is nothing to add, and nothing to remove there."""
+        if self._added.get(chunk.key) is chunk:
+            del self._added[chunk.key]
+
     def is_pending(self, chunk: Chunk) -> bool:
         """Whether the master has not yet confirmed ``chunk``."""
         under_way = self._under_way

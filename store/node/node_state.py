@@ -7,7 +7,6 @@ Pure: requests and times go in, outcomes come out; bytes, sockets and the master
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass
 
 from tanghulu.clock import Clock
 from tanghulu.errors import InvalidRequest, LeaseExpired, Overloaded, StoreFull, TanghuluError
@@ -17,6 +16,7 @@ from tanghulu.store.node.announcements import AnnouncementQueue
 from tanghulu.store.node.chunk import Chunk, ChunkEvent, ChunkState
 from tanghulu.store.node.chunk_table import ChunkTable
 from tanghulu.store.node.eviction.base import Policy
+from tanghulu.store.node.outcomes import Existed, NodeCounters, Outcome, Pinned, Reserved
 from tanghulu.store.node.room import Room
 from tanghulu.store.node.waiters import Holder, Waiter, WaitQueue
 from tanghulu.store.words import NewChunk, Pin
@@ -27,52 +27,6 @@ from tanghulu.types import ChunkKey, LeaseId, format_size
 
 #: Of a node's capacity, what hard pins may hold at most.
 MAX_HARD_PINNED_FRACTION = 0.25
-
-
-@dataclass(slots=True)
-class NodeCounters:
-    """What has happened since the start; ``metrics`` publishes it."""
-
-    puts: int = 0
-    puts_existed: int = 0
-    hits: int = 0
-    misses: int = 0
-    evictions: int = 0
-    evicted_bytes: int = 0
-    expired: int = 0
-    removed: int = 0
-    refused: int = 0
-    corrupt: int = 0
-    lease_waits: int = 0
-    store_full: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Reserved:
-    """A range for the writer. ``lease_id`` 0: the node writes. ``copies_only``: the holder must not use its mapping."""
-
-    chunk: Chunk
-    lease_id: LeaseId
-    copies_only: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Existed:
-    """The key is there already: nothing to write."""
-
-    chunk: Chunk
-
-
-Outcome = Reserved | Existed | Waiter
-
-
-@dataclass(frozen=True, slots=True)
-class Pinned:
-    """A chunk that stays where it is until the lease ends."""
-
-    chunk: Chunk
-    lease_id: LeaseId
-    copies_only: bool
 
 
 class NodeState:
@@ -199,6 +153,7 @@ class NodeState:
             self._go_live(chunk, ChunkEvent.ACCEPTED)
             return
         self.counters.refused += 1
+        self.announcements.forget(chunk)
         self._drop(chunk)
 
     def gave_up(self, chunk: Chunk) -> None:

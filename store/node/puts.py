@@ -15,7 +15,8 @@ from tanghulu.store import checksums as sums
 from tanghulu.store.checksums import Checksums
 from tanghulu.store.node.announcer import Announcer
 from tanghulu.store.node.chunk import Chunk
-from tanghulu.store.node.node_state import Existed, NodeState, Reserved
+from tanghulu.store.node.node_state import NodeState
+from tanghulu.store.node.outcomes import Existed, Reserved
 from tanghulu.store.node.waiters import Holder, Waiter
 from tanghulu.store.words import NewChunk
 from tanghulu.types import LeaseId

@@ -15,7 +15,8 @@ from tanghulu.rpc.fast_server import Answer, FastService, Peer
 from tanghulu.rpc.frames import PROTOCOL_VERSION
 from tanghulu.store.node.chunk import Chunk
 from tanghulu.store.node.metrics import TrafficCounters
-from tanghulu.store.node.node_state import Existed, NodeState, Reserved
+from tanghulu.store.node.node_state import NodeState
+from tanghulu.store.node.outcomes import Existed, Reserved
 from tanghulu.store.node.puts import PutDesk, PutOutcome, remaining_s
 from tanghulu.store.node.sessions import Greeting, Session, Sessions, as_set
 from tanghulu.store.wire import checksums_from_wire, checksums_to_wire, new_chunk_from_wire, pin_to_wire, set_error

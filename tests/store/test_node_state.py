@@ -1,0 +1,395 @@
+"""The node's decisions in virtual time; ``check()`` after every step."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from tanghulu.clock import ManualClock
+from tanghulu.errors import InvalidRequest, LeaseExpired, Overloaded, StoreFull, TanghuluError
+from tanghulu.store.checksums import NO_CHECKSUMS, Checksums
+from tanghulu.store.node.announcements import Report
+from tanghulu.store.node.chunk import TRANSITIONS, ChunkEvent, ChunkState
+from tanghulu.store.node.eviction import make_policy
+from tanghulu.store.node.node_state import NodeState
+from tanghulu.store.node.outcomes import Existed, Reserved
+from tanghulu.store.node.waiters import Holder, Waiter
+from tanghulu.store.words import NewChunk, Pin
+from tanghulu.transfer_engine.access import AccessTable
+from tanghulu.types import ChunkKey, LeaseId
+
+CAPACITY = 64 * 64
+LEASE_MS = 1000
+COPIES, MAPS = Holder(1, False), Holder(2, True)
+SUM = Checksums(0, (1,))
+
+
+def make_state(clock: ManualClock | None = None, mapped_bytes: int = CAPACITY) -> NodeState:
+    clock = clock or ManualClock()
+    access = AccessTable(clock, LEASE_MS, mapped_bytes)
+    access.open_session(1, None)
+    access.open_session(2, 4242)
+    return NodeState(CAPACITY, access, lambda: make_policy("lru"), clock)
+
+
+def new(key: str, size: int = 64, version: int = 1, pin: Pin = Pin.NONE, ttl_s: float | None = None) -> NewChunk:
+    return NewChunk(ChunkKey(key), version, size, SUM, pin, ttl_s)
+
+
+def put(state: NodeState, item: NewChunk) -> Reserved | Existed:
+    outcome = state.reserve(item, None)
+    assert not isinstance(outcome, Waiter), "no room"
+    if isinstance(outcome, Existed):
+        return outcome
+    return state.commit_written(outcome.chunk, item.checksums, visible=False)
+
+
+def keys(state: NodeState) -> list[str]:
+    return sorted(state.table.keys())
+
+
+# --- states
+
+
+def test_unknown_transitions_raise() -> None:
+    state = make_state()
+    outcome = state.reserve(new("a"), None)
+    assert isinstance(outcome, Reserved)
+    chunk = outcome.chunk
+    for event in ChunkEvent:
+        if (chunk.state, event) not in TRANSITIONS:
+            with pytest.raises(AssertionError):
+                chunk.step(event)
+    assert all(state is not ChunkState.GONE for state, _ in TRANSITIONS)
+
+
+def test_a_chunk_is_served_once_the_master_took_it() -> None:
+    state = make_state()
+    outcome = state.reserve(new("a"), COPIES)
+    assert isinstance(outcome, Reserved)
+    assert state.find(ChunkKey("a")) is None
+    state.commit(outcome.lease_id, 1, SUM, visible=True)
+    assert state.find(ChunkKey("a")) is None, "announcing"
+    message = state.announcements.take()
+    assert [c.key for c in message.added] == ["a"]
+    state.announced(message.added[0], accepted=True)
+    state.announcements.done()
+    assert state.find(ChunkKey("a")) is not None
+    state.check()
+
+
+def test_the_loser_of_concurrent_puts_drops_its_copy() -> None:
+    state = make_state()
+    outcome = state.reserve(new("a"), COPIES)
+    assert isinstance(outcome, Reserved)
+    state.commit(outcome.lease_id, 1, SUM, visible=True)
+    state.announced(outcome.chunk, accepted=False)
+    assert state.used_bytes == 0
+    assert outcome.chunk.state is ChunkState.GONE
+    state.check()
+
+
+def test_two_reservations_of_one_key_end_as_one_chunk() -> None:
+    state = make_state()
+    first, second = state.reserve(new("a"), COPIES), state.reserve(new("a", version=2), MAPS)
+    assert isinstance(first, Reserved)
+    assert isinstance(second, Reserved)
+    assert isinstance(state.commit(second.lease_id, 2, SUM, visible=False), Reserved)
+    assert isinstance(state.commit(first.lease_id, 1, SUM, visible=False), Existed)
+    found = state.find(ChunkKey("a"))
+    assert found is not None
+    assert found.version == 2
+    assert state.used_bytes == 64
+    state.check()
+
+
+# --- room
+
+
+def test_the_oldest_go_and_a_touched_prefix_stays_longest() -> None:
+    state = make_state()
+    for i in range(64):
+        put(state, new(f"k{i:02}"))
+    chunks = [state.find(ChunkKey(f"k{i:02}")) for i in range(4)]
+    state.touch([c for c in chunks if c is not None])
+    for i in range(61):
+        put(state, new(f"n{i:02}"))
+    assert [k for k in keys(state) if k.startswith("k")] == ["k00", "k01", "k02"], "k03 is the tail: it goes first"
+    state.check()
+
+
+def test_soft_pins_go_last_and_hard_pins_never() -> None:
+    state = make_state()
+    put(state, new("hard", pin=Pin.HARD))
+    put(state, new("soft", pin=Pin.SOFT))
+    for i in range(200):
+        put(state, new(f"k{i}"))
+    assert "soft" in keys(state)
+    put(state, new("huge", CAPACITY - 64))
+    assert keys(state) == ["hard", "huge"]
+    with pytest.raises(StoreFull, match="hard pins"):
+        state.reserve(new("hard2", CAPACITY // 4, pin=Pin.HARD), None)
+    state.check()
+
+
+def test_a_large_value_clears_one_window_and_spares_the_rest() -> None:
+    state = make_state()
+    order = [(i * 37) % 64 for i in range(64)]  # neighbours in memory are far apart in age
+    for i in range(64):
+        put(state, new(f"k{i}"))
+    for i in order:
+        chunk = state.find(ChunkKey(f"k{i}"))
+        assert chunk is not None
+        state.touch([chunk])
+    put(state, new("large", 16 * 64))
+    assert len(keys(state)) >= 64 - 32 - 16 + 1
+    state.check()
+
+
+def test_leases_stand_in_the_way_and_nothing_is_dropped_in_vain() -> None:
+    state = make_state()
+    for i in range(4):
+        put(state, new(f"k{i}", CAPACITY // 4))
+    pins = [state.pin(chunk, COPIES) for i in (1, 3) if (chunk := state.find(ChunkKey(f"k{i}"))) is not None]
+    waiter = state.reserve(new("large", CAPACITY // 2), None)
+    assert isinstance(waiter, Waiter)
+    survivors = keys(state)
+    assert state.admit_waiters() == []
+    assert state.admit_waiters() == []
+    assert keys(state) == survivors
+    small = state.reserve(new("small"), None)
+    assert isinstance(small, Waiter), "no overtaking"
+    state.unpin([pins[0].lease_id], {1})
+    served = state.admit_waiters()
+    assert [w for w, _ in served] == [waiter, small]
+    state.check()
+
+
+def test_a_waiter_that_gives_up_lets_the_next_one_in() -> None:
+    state = make_state()
+    put(state, new("k", CAPACITY // 2))
+    chunk = state.find(ChunkKey("k"))
+    assert chunk is not None
+    state.pin(chunk, COPIES)
+    large = state.reserve(new("large", CAPACITY), None)
+    assert isinstance(large, Waiter)
+    small = state.reserve(new("small"), None)
+    assert isinstance(small, Waiter)
+    assert isinstance(state.give_up_waiting(large), StoreFull)
+    assert [w for w, _ in state.admit_waiters()] == [small]
+
+
+def test_values_that_never_fit_are_refused_at_the_door() -> None:
+    state = make_state()
+    for size in (0, CAPACITY + 1):
+        with pytest.raises(InvalidRequest):
+            state.reserve(new("a", size), None)
+
+
+# --- leases
+
+
+def test_a_mapped_reservation_outlives_its_time_until_the_process_exits() -> None:
+    clock = ManualClock()
+    state = make_state(clock)
+    copied, mapped = state.reserve(new("a"), COPIES), state.reserve(new("b"), MAPS)
+    assert isinstance(copied, Reserved)
+    assert isinstance(mapped, Reserved)
+    clock.advance(LEASE_MS / 1000 + 1)
+    state.expire(clock.now_s())
+    assert state.used_bytes == 64, "the peer of b may still write"
+    for lease, session in ((copied.lease_id, 1), (mapped.lease_id, 2)):
+        with pytest.raises(LeaseExpired):
+            state.commit(lease, session, SUM, visible=False)
+    state.session_exited(2)
+    assert state.used_bytes == 0
+    state.check()
+
+
+def test_beyond_its_cap_a_mapping_client_gets_copies() -> None:
+    state = make_state(mapped_bytes=100)
+    first, second = state.reserve(new("a"), MAPS), state.reserve(new("b"), MAPS)
+    assert isinstance(first, Reserved)
+    assert isinstance(second, Reserved)
+    assert (first.copies_only, second.copies_only) == (False, True)
+
+
+def test_removed_chunks_keep_their_range_while_somebody_reads() -> None:
+    state = make_state()
+    put(state, new("a"))
+    chunk = state.find(ChunkKey("a"))
+    assert chunk is not None
+    one, two = state.pin(chunk, COPIES), state.pin(chunk, MAPS)
+    assert state.remove(ChunkKey("a"))
+    assert not state.remove(ChunkKey("a"))
+    assert state.find(ChunkKey("a")) is None
+    state.unpin([one.lease_id, 999], {1})
+    assert state.used_bytes == 64
+    state.unpin([two.lease_id], {1})
+    assert state.used_bytes == 64, "not this session's"
+    state.unpin([two.lease_id], {2})
+    assert state.used_bytes == 0
+    state.check()
+
+
+def test_a_client_that_came_back_keeps_what_it_says_it_holds() -> None:
+    state = make_state()
+    put(state, new("a"))
+    put(state, new("b"))
+    leases = [state.pin(chunk, MAPS).lease_id for key in "ab" if (chunk := state.find(ChunkKey(key))) is not None]
+    state.close_session(2)
+    assert state.access.num_leases == 2, "quarantined"
+    state.release_unheld({2}, {leases[1]})
+    assert state.access.num_leases == 1
+    state.unpin([leases[1]], {2})
+    assert state.access.num_leases == 0
+    state.check()
+
+
+def test_time_to_live() -> None:
+    clock = ManualClock()
+    state = make_state(clock)
+    put(state, new("a", ttl_s=1.0))
+    clock.advance(1.0)
+    assert state.find(ChunkKey("a")) is None
+    assert isinstance(put(state, new("a", version=2)), Reserved), "an expired key can be put again at once"
+    put(state, new("b", ttl_s=1.0))
+    clock.advance(2.0)
+    state.expire(clock.now_s())
+    assert keys(state) == ["a"]
+    state.check()
+
+
+# --- announcements
+
+
+def test_a_failed_message_is_told_again_unless_it_is_outdated() -> None:
+    state = make_state()
+    put(state, new("a"))
+    put(state, new("b"))
+    queue = state.announcements
+    assert {c.key for c in queue.take().added} == {"a", "b"}
+    state.remove(ChunkKey("a"))
+    put(state, new("c"))
+    queue.requeue()
+    message = queue.take()
+    assert sorted(c.key for c in message.added) == ["b", "c"]
+    assert message.deleted == ["a"]
+    queue.done()
+    assert queue.empty
+
+
+def test_a_report_comes_in_pieces() -> None:
+    state = make_state()
+    put(state, new("a"))
+    queue = state.announcements
+    queue.take()
+    queue.done()
+    queue.begin_report(state.live_chunks())
+    begin = queue.take()
+    assert (begin.report, [c.key for c in begin.added]) == (Report.BEGIN, ["a"])
+    assert queue.requeue(), "a report that broke has to begin again"
+    queue.begin_report(state.live_chunks())
+    for expected in (Report.BEGIN, Report.END):
+        assert queue.take().report is expected
+        queue.done()
+    assert not queue.urgent
+
+
+# --- any sequence
+
+
+class AnyNode(RuleBasedStateMachine):
+    """Puts, pins, removals, exits and time in any order: the books always balance and no lease's range is reused."""
+
+    reservations: Bundle[LeaseId] = Bundle("reservations")
+    pins: Bundle[LeaseId] = Bundle("pins")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = ManualClock()
+        self.state = make_state(self.clock, CAPACITY // 2)
+
+    @rule(
+        target=reservations,
+        key=st.sampled_from("abcdefgh"),
+        size=st.integers(1, CAPACITY // 2),
+        maps=st.booleans(),
+        pin=st.sampled_from(Pin),
+        ttl_s=st.none() | st.floats(0.1, 5),
+    )
+    def reserve(self, key: str, size: int, maps: bool, pin: Pin, ttl_s: float | None) -> LeaseId:
+        try:
+            outcome = self.state.reserve(new(key, size, pin=pin, ttl_s=ttl_s), MAPS if maps else COPIES)
+        except (StoreFull, Overloaded):
+            return LeaseId(0)
+        return outcome.lease_id if isinstance(outcome, Reserved) else LeaseId(0)
+
+    @rule(lease=consumes(reservations), session=st.sampled_from([1, 2]), visible=st.booleans())
+    def commit(self, lease: LeaseId, session: int, visible: bool) -> None:
+        with contextlib.suppress(LeaseExpired):
+            self.state.commit(lease, session, NO_CHECKSUMS, visible=visible)
+
+    @rule(answers=st.lists(st.booleans(), min_size=8, max_size=8), fails=st.booleans())
+    def announce(self, answers: list[bool], fails: bool) -> None:
+        message = self.state.announcements.take()
+        if fails:
+            self.state.announcements.requeue()
+            return
+        for chunk, accepted in zip(message.added, answers, strict=False):
+            self.state.announced(chunk, accepted=accepted)
+        self.state.announcements.done()
+
+    @rule(key=st.sampled_from("abcdefgh"))
+    def give_up(self, key: str) -> None:
+        chunk = self.state.table.find(ChunkKey(key))
+        if chunk is not None:
+            self.state.gave_up(chunk)
+
+    @rule(target=pins, key=st.sampled_from("abcdefgh"), maps=st.booleans())
+    def pin(self, key: str, maps: bool) -> LeaseId:
+        chunk = self.state.look_up(ChunkKey(key))
+        if chunk is None:
+            return LeaseId(0)
+        self.state.touch([chunk])
+        return self.state.pin(chunk, MAPS if maps else COPIES).lease_id
+
+    @rule(lease=consumes(pins))
+    def unpin(self, lease: LeaseId) -> None:
+        self.state.unpin([lease], {1, 2})
+
+    @rule(key=st.sampled_from("abcdefgh"))
+    def remove(self, key: str) -> None:
+        self.state.remove(ChunkKey(key))
+
+    @rule(seconds=st.floats(0, 2))
+    def wait(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+        self.state.expire(self.clock.now_s())
+
+    @rule(session=st.sampled_from([1, 2]), exits=st.booleans())
+    def lose_session(self, session: int, exits: bool) -> None:
+        self.state.close_session(session)
+        self.state.session_exited(session)
+        self.state.access.open_session(session, 4242 if session == 2 else None)
+
+    @rule()
+    def admit(self) -> None:
+        for _, outcome in self.state.admit_waiters():
+            assert not isinstance(outcome, TanghuluError) or isinstance(outcome, Overloaded)
+
+    @invariant()
+    def books_balance(self) -> None:
+        self.state.check()
+        for lease_id, chunk in self.state.table.leases():
+            lease = self.state.access.lease(lease_id)
+            assert lease is not None
+            assert lease.offset == chunk.offset
+
+
+TestAnyNode = AnyNode.TestCase
+TestAnyNode.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
