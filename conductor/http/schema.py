@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tanghulu.conductor.stop_strings import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 
@@ -23,9 +23,9 @@ TokenId = Annotated[int, Field(ge=0, le=_UINT32)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Stop = StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)]
 NumTokens = Annotated[int, Field(ge=1, le=_UINT32)]
-TokenIds = Annotated[list[TokenId], FailFast()]
-Texts = Annotated[list[str], FailFast()]
-TokenIdLists = Annotated[list[TokenIds], FailFast()]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+TokenIdLists = Annotated[list[TokenIds], Field(fail_fast=True)]
 #: Fail fast: else a prompt of 100 000 ids would first be collected as 100 000 errors of a list of strings.
 Prompts = str | Texts | TokenIds | TokenIdLists
 
