@@ -102,6 +102,11 @@ class TransferHandle:
         """Whether every request has ended."""
         return self._run.finished
 
+    @property
+    def done_bytes(self) -> int:
+        """Bytes of slices that have arrived, those of unfinished requests included."""
+        return self._run.done_bytes
+
     def story(self, index: int) -> list[str]:
         """What happened to the slices of one request, for people who debug."""
         return self._run.story(index)

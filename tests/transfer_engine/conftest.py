@@ -1,0 +1,61 @@
+"""Engines and owners for the transfer engine's tests; every test is checked for leaked descriptors."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from segment_process import HOST_ID, SegmentProcess, warm_up
+
+from tanghulu.transfer_engine.engine import EngineConfig, RemoteSegment, TransferEngine
+
+
+@pytest.fixture(scope="module")
+def owner() -> Iterator[SegmentProcess]:
+    """One open segment for all tests of a module that leave its process alone."""
+    with SegmentProcess() as process:
+        yield process
+
+
+@pytest.fixture(autouse=True)
+def no_descriptor_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a test opens it closes. (Module-wide owners are opened first.)"""
+    warm_up()
+    if "owner" in request.fixturenames:
+        request.getfixturevalue("owner")
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    yield
+    gc.collect()
+    links = [Path("/proc/self/fd") / fd for fd in os.listdir("/proc/self/fd")]
+    after = sorted(str(link.readlink()) for link in links if link.is_symlink())
+    assert len(after) <= before, f"{before} descriptors became {after}"
+
+
+@pytest.fixture
+def engine(no_descriptor_leaks: None) -> Iterator[TransferEngine]:
+    with TransferEngine(host_id=HOST_ID) as engine:
+        yield engine
+        engine.check()
+
+
+@pytest.fixture
+def eager_engine(no_descriptor_leaks: None) -> Iterator[TransferEngine]:
+    """One that loses patience with a path at once, and tries for long."""
+    config = EngineConfig(slice_deadline_s=0.1, retries_max=50, connect_timeout_s=0.5)
+    with TransferEngine(host_id=HOST_ID, config=config) as engine:
+        yield engine
+        engine.check()
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def remote(engine: TransferEngine, owner: SegmentProcess, transport: str) -> RemoteSegment:
+    return engine.open_segment(owner.descriptor, transport=transport)

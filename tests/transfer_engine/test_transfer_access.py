@@ -1,0 +1,313 @@
+"""The access table: what frees a range and what does not, in virtual time, and against a model."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from tanghulu.clock import ManualClock
+from tanghulu.errors import InvalidRequest, LeaseExpired, Overloaded
+from tanghulu.transfer_engine.access import AccessTable, Freed, LeaseState, Opcode
+from tanghulu.transfer_engine.leases import TRANSITIONS, Lease, LeaseEvent
+
+READ, WRITE = Opcode.READ, Opcode.WRITE
+LOCAL, REMOTE = 1, 2
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock(100.0)
+
+
+@pytest.fixture
+def table(clock: ManualClock) -> AccessTable:
+    table = AccessTable(clock, lease_ms=1000, max_quarantined_bytes_per_session=100)
+    table.open_session(LOCAL, 1234)
+    table.open_session(REMOTE, None)
+    return table
+
+
+def test_a_released_lease_is_free_at_once(table: AccessTable):
+    lease = table.grant(REMOTE, 10, 20, READ)
+    assert table.busy(29, 1)
+    assert not table.busy(30, 100)
+    assert not table.busy(0, 10)
+    assert table.release(lease) == [Freed(lease, 10, 20)]
+    assert not table.busy(0, 100)
+    assert table.release(lease) == []
+
+
+def test_time_frees_what_a_remote_peer_holds(table: AccessTable, clock: ManualClock):
+    lease = table.grant(REMOTE, 10, 20, READ)
+    clock.advance(0.999)
+    assert table.expire(clock.now_s()) == []
+    assert table.is_active(lease)
+    clock.advance(0.001)
+    assert not table.is_active(lease)
+    assert table.expire(clock.now_s()) == [Freed(lease, 10, 20)]
+
+
+def test_begin_refuses_after_the_end_even_before_expire_was_called(table: AccessTable, clock: ManualClock):
+    lease = table.grant(REMOTE, 0, 10, READ)
+    clock.advance(1.0)
+    with pytest.raises(LeaseExpired):
+        table.begin(REMOTE, lease, READ, 0, 10)
+    with pytest.raises(LeaseExpired):
+        table.renew(lease)
+
+
+def test_an_open_transfer_holds_an_ended_lease(table: AccessTable, clock: ManualClock):
+    leases = [table.grant(REMOTE, at, 10, READ) for at in (0, 10, 20)]
+    for lease, at in zip(leases, (0, 10, 20), strict=True):
+        table.begin(REMOTE, lease, READ, at, 5)
+        table.begin(REMOTE, lease, READ, at + 5, 5)
+    assert table.release(leases[0]) == []
+    clock.advance(1.0)
+    assert table.expire(clock.now_s()) == []
+    assert table.close_session(REMOTE) == []
+    table.check()
+    for lease, at in zip(leases, (0, 10, 20), strict=True):
+        with pytest.raises(LeaseExpired):
+            table.begin(REMOTE, lease, READ, at, 5)
+        assert table.end(lease) == []
+        assert table.busy(at, 1)
+        assert table.end(lease) == [Freed(lease, at, 10)]
+    assert not table.has_session(REMOTE)
+
+
+@pytest.mark.parametrize("lost_by", ["time", "connection"])
+@pytest.mark.parametrize("freed_by", ["release", "exit"])
+def test_mapped_ranges_are_quarantined(table: AccessTable, clock: ManualClock, lost_by: str, freed_by: str):
+    lease = table.grant(LOCAL, 0, 60, READ, shm=True)
+    if lost_by == "time":
+        clock.advance(5)
+        assert table.expire(clock.now_s()) == []
+    else:
+        assert table.close_session(LOCAL) == []
+    clock.advance(1e6)
+    assert table.expire(clock.now_s()) == []
+    assert table.quarantined_bytes == 60
+    assert table.busy(59, 1)
+    with pytest.raises(LeaseExpired):
+        table.begin(LOCAL, lease, READ, 0, 10)
+    freed = table.release(lease) if freed_by == "release" else table.session_exited(LOCAL)
+    assert freed == [Freed(lease, 0, 60)]
+    assert table.quarantined_bytes == 0
+    assert table.has_session(LOCAL) == (lost_by == "time" and freed_by == "release")
+    table.check()
+
+
+def test_the_cap_counts_what_could_come_into_quarantine(table: AccessTable):
+    first = table.grant(LOCAL, 0, 60, READ, shm=True)
+    with pytest.raises(Overloaded, match="give it copies"):
+        table.grant(LOCAL, 60, 60, READ, shm=True)
+    table.grant(LOCAL, 60, 60, READ)
+    table.grant(LOCAL, 200, 40, READ, shm=True)
+    table.release(first)
+    table.grant(LOCAL, 0, 60, READ, shm=True)
+
+
+def test_renewing_lengthens_and_never_shortens(table: AccessTable, clock: ManualClock):
+    lease = table.grant(REMOTE, 0, 10, READ)
+    clock.advance(0.5)
+    assert table.renew(lease) == 101.5
+    assert table.renew(lease, 10) == 101.5
+    clock.advance(0.6)
+    assert table.expire(clock.now_s()) == []
+    assert table.next_expiry_s() == 101.5
+    clock.advance(0.4)
+    assert [each.lease_id for each in table.expire(clock.now_s())] == [lease]
+    assert table.next_expiry_s() is None
+
+
+def test_refusals(table: AccessTable):
+    lease = table.grant(REMOTE, 100, 50, WRITE)
+    for offset, length in ((99, 1), (100, 51), (149, 2), (0, 1000)):
+        with pytest.raises(InvalidRequest):
+            table.begin(REMOTE, lease, WRITE, offset, length)
+    with pytest.raises(InvalidRequest):
+        table.begin(REMOTE, lease, READ, 100, 1)
+    with pytest.raises(LeaseExpired):
+        table.begin(LOCAL, lease, WRITE, 100, 1)
+    with pytest.raises(InvalidRequest, match="no process"):
+        table.grant(REMOTE, 0, 1, READ, shm=True)
+    with pytest.raises(InvalidRequest):
+        table.grant(99, 0, 1, READ)
+    with pytest.raises(InvalidRequest):
+        table.open_session(REMOTE, None)
+    assert table.close_session(99) == table.session_exited(99) == []
+
+
+def test_too_many_leases(clock: ManualClock):
+    table = AccessTable(clock, 1000, 0, max_leases=2)
+    table.open_session(1, None)
+    lease = table.grant(1, 0, 1, READ)
+    table.grant(1, 0, 1, READ)
+    with pytest.raises(Overloaded):
+        table.grant(1, 0, 1, READ)
+    table.release(lease)
+    table.grant(1, 0, 1, READ)
+
+
+def test_an_allocator_s_mistake_asserts(table: AccessTable):
+    table.grant(REMOTE, 0, 10, READ)
+    table.grant(LOCAL, 5, 10, READ)
+    with pytest.raises(AssertionError):
+        table.grant(LOCAL, 9, 2, WRITE)
+    table.grant(LOCAL, 15, 5, WRITE)
+    with pytest.raises(AssertionError):
+        table.grant(LOCAL, 10, 6, READ)
+
+
+def test_an_unknown_pair_asserts():
+    for state in LeaseState:
+        for event in LeaseEvent:
+            lease = Lease(1, 1, 0, 1, READ, False, 0.0, state)  # type: ignore[arg-type]
+            if (state, event) in TRANSITIONS:
+                assert lease.step(event) is TRANSITIONS[state, event]
+            else:
+                with pytest.raises(AssertionError):
+                    lease.step(event)
+
+
+def test_released_leases_do_not_pile_up(table: AccessTable):
+    for _ in range(1000):
+        table.release(table.grant(REMOTE, 0, 1, READ))
+    assert len(table._expiries) < 200
+    table.check()
+
+
+class AccessMachine(RuleBasedStateMachine):
+    """Random grants, transfers, losses and exits beside a naive model of who may still touch what.
+
+    The model: a byte may be reused unless a lease on it is active; or mapped by a process that neither gave it back nor
+    exited; or has a transfer open.
+    """
+
+    leases = Bundle("leases")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = ManualClock()
+        self.table = AccessTable(self.clock, 1000, 50)
+        self.sessions: dict[int, int | None] = {}
+        self.model: dict[int, dict[str, object]] = {}
+        self.next_session = 1
+
+    @rule(local=st.booleans())
+    def open_session(self, local: bool) -> None:
+        self.table.open_session(self.next_session, 1 if local else None)
+        self.sessions[self.next_session] = 1 if local else None
+        self.next_session += 1
+
+    @rule(target=leases, data=st.data(), offset=st.integers(0, 60), length=st.integers(1, 30), shm=st.booleans(),
+          opcode=st.sampled_from(Opcode), lease_ms=st.sampled_from([None, 10, 5000]))  # fmt: skip
+    def grant(self, data, offset, length, shm, opcode, lease_ms):
+        if not self.sessions:
+            return 0
+        session_id = data.draw(st.sampled_from(sorted(self.sessions)))
+        end = offset + length
+        touching = [
+            each for each in self.model.values() if each["offset"] < end and offset < each["offset"] + each["length"]
+        ]
+        if any(opcode is WRITE or each["opcode"] is WRITE for each in touching):
+            return 0
+        mapped = sum(each["length"] for each in self.model.values() if each["shm"] and each["session"] == session_id)
+        try:
+            lease = self.table.grant(session_id, offset, length, opcode, lease_ms, shm=shm)
+        except Overloaded:
+            assert shm
+            assert mapped + length > 50
+            return 0
+        except InvalidRequest:
+            assert shm
+            assert self.sessions[session_id] is None
+            return 0
+        self.model[lease] = {
+            "session": session_id, "offset": offset, "length": length, "opcode": opcode, "shm": shm, "open": 0,
+            "until": self.clock.now_s() + (lease_ms or 1000) / 1000, "state": "active",
+        }  # fmt: skip
+        return lease
+
+    @rule(lease=leases)
+    def begin(self, lease):
+        each = self.model.get(lease)
+        if each is None:
+            return
+        may = each["state"] == "active" and self.clock.now_s() < each["until"]
+        try:
+            self.table.begin(each["session"], lease, each["opcode"], each["offset"], each["length"])
+        except LeaseExpired:
+            assert not may
+        else:
+            assert may
+            each["open"] += 1
+
+    @rule(lease=leases)
+    def end(self, lease):
+        each = self.model.get(lease)
+        if each is not None and each["open"]:
+            each["open"] -= 1
+            self.settle(self.table.end(lease))
+
+    @rule(lease=leases)
+    def renew(self, lease):
+        each = self.model.get(lease)
+        try:
+            until_s = self.table.renew(lease)
+        except LeaseExpired:
+            assert each is None or each["state"] != "active" or self.clock.now_s() >= each["until"]
+        else:
+            each["until"] = until_s
+
+    @rule(lease=consumes(leases))
+    def release(self, lease):
+        if lease in self.model:
+            self.model[lease]["state"] = "over"
+        self.settle(self.table.release(lease))
+
+    @rule(seconds=st.sampled_from([0.005, 0.5, 2.0]))
+    def pass_time(self, seconds):
+        self.clock.advance(seconds)
+        for each in self.model.values():
+            if each["state"] == "active" and self.clock.now_s() >= each["until"]:
+                each["state"] = "quarantined" if each["shm"] else "over"
+        self.settle(self.table.expire(self.clock.now_s()))
+
+    @rule(data=st.data(), exited=st.booleans())
+    def lose_session(self, data, exited):
+        if not self.sessions:
+            return
+        session_id = data.draw(st.sampled_from(sorted(self.sessions)))
+        for each in self.model.values():
+            if each["session"] == session_id:
+                kept = each["shm"] and not exited and each["state"] in ("active", "quarantined")
+                each["state"] = "quarantined" if kept else "over"
+        self.settle(self.table.session_exited(session_id) if exited else self.table.close_session(session_id))
+        if exited or not self.table.has_session(session_id):
+            del self.sessions[session_id]
+        else:
+            self.lost = session_id
+            del self.sessions[session_id]
+
+    def settle(self, freed: list[Freed]) -> None:
+        """Exactly the leases that the model thinks free are told, once."""
+        expected = {key for key, each in self.model.items() if each["state"] == "over" and not each["open"]}
+        assert {each.lease_id for each in freed} == expected
+        assert len(freed) == len(expected)
+        for key in expected:
+            del self.model[key]
+
+    @invariant()
+    def agrees(self) -> None:
+        self.table.check()
+        assert self.table.num_leases == len(self.model)
+        for at in range(0, 95, 7):
+            held = any(each["offset"] <= at < each["offset"] + each["length"] for each in self.model.values())
+            assert self.table.busy(at, 1) == held
+
+
+AccessMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAccessMachine = AccessMachine.TestCase
