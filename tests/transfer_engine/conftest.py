@@ -26,13 +26,17 @@ def no_descriptor_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     warm_up()
     if "owner" in request.fixturenames:
         request.getfixturevalue("owner")
-    gc.collect()
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(_open_descriptors())
     yield
-    gc.collect()
-    links = [Path("/proc/self/fd") / fd for fd in os.listdir("/proc/self/fd")]
-    after = sorted(str(link.readlink()) for link in links if link.is_symlink())
+    if len(_open_descriptors()) > before:
+        gc.collect()  # slow, so only when there is something to find
+    after = _open_descriptors()
     assert len(after) <= before, f"{before} descriptors became {after}"
+
+
+def _open_descriptors() -> list[str]:
+    links = [Path("/proc/self/fd") / fd for fd in os.listdir("/proc/self/fd")]
+    return sorted(str(link.readlink()) for link in links if link.is_symlink())
 
 
 @pytest.fixture
