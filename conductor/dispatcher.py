@@ -300,6 +300,7 @@ class Dispatcher:
         self._untrack(entry)
         self._entries.pop(flight.request.id, None)
         self._count_end(entry, end)
+        _log.debug("request.ended", request=flight.request.id, state=flight.state.name, tokens=len(flight.generated))
         entry.stream.cached_tokens = flight.cached_tokens or 0
         entry.stream.end(end)
 

@@ -17,6 +17,8 @@ from tanghulu.types import Address
 from tanghulu.version import __version__
 
 _BACKLOG = 2048
+#: Longer than clients keep idle connections, so that none of them sends into one that is being closed.
+_KEEP_ALIVE_S = 75
 
 
 def make_app(service: Service) -> FastAPI:
@@ -62,6 +64,8 @@ class HttpServer(uvicorn.Server):
                 http="httptools",
                 ws="none",
                 timeout_graceful_shutdown=max(1, round(grace_s)),
+                proxy_headers=False,
+                timeout_keep_alive=_KEEP_ALIVE_S,
                 server_header=False,
                 date_header=False,
             )

@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from tanghulu.errors import InvalidRequest, TanghuluError
 
@@ -91,10 +92,14 @@ def install(app: FastAPI) -> None:
         what = f"{request.method} {request.url.path}: {error.detail}"
         return _answer(error.status_code, _body(error.status_code, what, codes.get(error.status_code, "http_error")))
 
+    async def gone(_: Request, error: Exception) -> JSONResponse:
+        return _answer(499, _body(499, "the client hung up while it sent its body", "client_closed_request"))
+
     async def bug(request: Request, error: Exception) -> JSONResponse:
         _log.error("http.bug", path=request.url.path, exc_info=error)
         return _answer(500, _body(500, "internal error of the conductor; its log has the trace", "internal"))
 
     app.add_exception_handler(TanghuluError, typed)
     app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(ClientDisconnect, gone)
     app.add_exception_handler(Exception, bug)

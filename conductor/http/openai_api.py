@@ -39,11 +39,11 @@ def router(service: Service) -> APIRouter:
         def logprobs(_: int, values: Sequence[TokenLogprobs]) -> Any:
             return shape.chat_logprobs(model, values, num_top)
 
-        reader = _Reader(service, call, logprobs if body.logprobs else None)
+        reader = _Reader(call, logprobs if body.logprobs else None)
         if body.stream:
             writer = shape.ChunkWriter(call, True, body.include_usage)
-            return EventStream(call, reader.stream(writer, True, body.include_usage))
-        return JsonWhenDone(call, lambda: reader.whole(shape.whole_chat))
+            return EventStream(call, service.forget, reader.stream(writer, True, body.include_usage))
+        return JsonWhenDone(call, service.forget, lambda: reader.whole(shape.whole_chat))
 
     @api.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -51,15 +51,15 @@ def router(service: Service) -> APIRouter:
         body = parse(CompletionBody, await read_body(request, service.max_body_bytes))
         model = await service.find_model(body.model)
         wish = await completion_wish(body, model)
-        call = service.start(f"cmpl-{uuid.uuid4().hex}", wish)
         echoes = [model.decode(r.prompt.tolist()) for r in wish.requests] if body.echo else []
         by_choice = [shape.CompletionLogprobs(model) for _ in wish.requests]
+        call = service.start(f"cmpl-{uuid.uuid4().hex}", wish)
         wanted = body.logprobs is not None
-        reader = _Reader(service, call, (lambda i, values: by_choice[i].of(values)) if wanted else None, echoes)
+        reader = _Reader(call, (lambda i, values: by_choice[i].of(values)) if wanted else None, echoes)
         if body.stream:
             writer = shape.ChunkWriter(call, False, body.include_usage)
-            return EventStream(call, reader.stream(writer, False, body.include_usage))
-        return JsonWhenDone(call, lambda: reader.whole(shape.whole_completion))
+            return EventStream(call, service.forget, reader.stream(writer, False, body.include_usage))
+        return JsonWhenDone(call, service.forget, lambda: reader.whole(shape.whole_completion))
 
     @api.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -78,8 +78,7 @@ def router(service: Service) -> APIRouter:
 class _Reader:
     """Reads a call to its end, as a stream or as a whole."""
 
-    def __init__(self, service: Service, call: Call, logprobs: Logprobs | None, echoes: Sequence[str] = ()) -> None:
-        self._service = service
+    def __init__(self, call: Call, logprobs: Logprobs | None, echoes: Sequence[str] = ()) -> None:
         self._call = call
         self._logprobs = logprobs
         self._echoes = echoes
@@ -90,17 +89,14 @@ class _Reader:
     ) -> AsyncGenerator[bytes, None]:
         """Server-sent events, each behind the first with what one step brought."""
         started: set[int] = set()
-        try:
-            async for index, delta in self._call.deltas():
-                first = index not in started
-                started.add(index)
-                opening = self._opening(writer, index, is_chat) if first else b""
-                piece = opening + self._chunks(writer, index, delta)
-                if piece:
-                    yield piece
-            yield (writer.usage(self._call) if include_usage else b"") + DONE
-        finally:
-            self._service.forget(self._call)
+        async for index, delta in self._call.deltas():
+            first = index not in started
+            started.add(index)
+            opening = self._opening(writer, index, is_chat) if first else b""
+            piece = opening + self._chunks(writer, index, delta)
+            if piece:
+                yield piece
+        yield (writer.usage(self._call) if include_usage else b"") + DONE
 
     async def whole(
         self, form: Callable[[Call, Sequence[tuple[str, Any, FinishReason]]], dict[str, Any]]
@@ -110,13 +106,10 @@ class _Reader:
         texts = [self._echo(i) for i in range(count)]
         logprobs: list[list[TokenLogprobs]] = [[] for _ in range(count)]
         finishes = [FinishReason.ABORTED] * count
-        try:
-            async for index, delta in self._call.deltas():
-                texts[index] += delta.text
-                logprobs[index] += delta.logprobs
-                finishes[index] = delta.finish or finishes[index]
-        finally:
-            self._service.forget(self._call)
+        async for index, delta in self._call.deltas():
+            texts[index] += delta.text
+            logprobs[index] += delta.logprobs
+            finishes[index] = delta.finish or finishes[index]
         shown = [self._logprobs(i, values) if self._logprobs else None for i, values in enumerate(logprobs)]
         return form(self._call, list(zip(texts, shown, finishes, strict=True)))
 

@@ -5,6 +5,7 @@ Owns the defaults. Everything that can be wrong with a request beyond its shape 
 
 from __future__ import annotations
 
+import secrets
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -126,10 +127,15 @@ def _sampling(model: ServedModel, fields: SamplingFields, num_logprobs: int | No
         repetition_penalty=fields.repetition_penalty if fields.repetition_penalty is not None else 1.0,
         frequency_penalty=fields.frequency_penalty or 0.0,
         presence_penalty=fields.presence_penalty or 0.0,
-        seed=None if fields.seed is None else (fields.seed + choice) & _SEED_MASK,
+        seed=_seed(fields.seed, choice),
         logit_bias=_logit_bias(model, fields.logit_bias or {}),
         num_logprobs=num_logprobs,
     )
+
+
+def _seed(given: int | None, choice: int) -> int:
+    """Each choice has its own random stream, always a named one: so it goes on when the request is moved."""
+    return secrets.randbits(64) if given is None else (given + choice) & _SEED_MASK
 
 
 def _logit_bias(model: ServedModel, given: dict[str, float]) -> dict[int, float]:

@@ -66,11 +66,12 @@ async def _hung_up(receive: Receive) -> None:
 
 
 class _Watched(Response):
-    """A reply with a watch on the client's end of the connection."""
+    """A reply with a watch on the client's end of the connection; ``done`` is told when it is over."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, done: Callable[[Call], None]) -> None:
         super().__init__()
         self._call = call
+        self._done = done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer (ASGI)."""
@@ -81,6 +82,7 @@ class _Watched(Response):
         finally:
             watch.cancel()
             self._call.abort()
+            self._done(self._call)
 
     async def answer(self, send: Send) -> None:
         """What to send."""
@@ -90,8 +92,8 @@ class _Watched(Response):
 class EventStream(_Watched):
     """Server-sent events. An error before the first one becomes an HTTP error, a later one an event."""
 
-    def __init__(self, call: Call, chunks: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(call)
+    def __init__(self, call: Call, done: Callable[[Call], None], chunks: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(call, done)
         self._chunks = chunks
 
     async def answer(self, send: Send) -> None:
@@ -114,8 +116,8 @@ class EventStream(_Watched):
 class JsonWhenDone(_Watched):
     """A JSON body that is computed while the client waits."""
 
-    def __init__(self, call: Call, compute: Callable[[], Awaitable[Any]]) -> None:
-        super().__init__(call)
+    def __init__(self, call: Call, done: Callable[[Call], None], compute: Callable[[], Awaitable[Any]]) -> None:
+        super().__init__(call, done)
         self._compute = compute
 
     async def answer(self, send: Send) -> None:

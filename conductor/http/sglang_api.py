@@ -29,10 +29,10 @@ def router(service: Service) -> APIRouter:
         model = await service.find_model(body.model)
         wish = await generate_wish(body, model)
         call = service.start(body.rid or uuid.uuid4().hex, wish)
-        reader = _Reader(service, call, body.is_batch or wish.num_choices > 1)
+        reader = _Reader(call, body.is_batch or wish.num_choices > 1)
         if body.stream:
-            return EventStream(call, reader.stream())
-        return JsonWhenDone(call, reader.whole)
+            return EventStream(call, service.forget, reader.stream())
+        return JsonWhenDone(call, service.forget, reader.whole)
 
     @api.post("/abort_request")
     async def abort_request(request: Request) -> dict[str, Any]:
@@ -52,8 +52,7 @@ def router(service: Service) -> APIRouter:
 class _Reader:
     """Reads a call to its end. Texts in a stream are cumulative, as SGLang's are."""
 
-    def __init__(self, service: Service, call: Call, is_batch: bool) -> None:
-        self._service = service
+    def __init__(self, call: Call, is_batch: bool) -> None:
         self._call = call
         self._is_batch = is_batch
         self._started_s = time.monotonic()
@@ -62,28 +61,22 @@ class _Reader:
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events with the text so far; the last of each sequence has its token ids."""
-        try:
-            async for index, delta in self._call.deltas():
-                self._take(index, delta.text, delta.tokens)
-                answer = self._answer(index, delta.finish)
-                if delta.finish is None:
-                    del answer["output_ids"]
-                if self._is_batch:
-                    answer["index"] = index
-                yield event(dumps(answer))
-            yield DONE
-        finally:
-            self._service.forget(self._call)
+        async for index, delta in self._call.deltas():
+            self._take(index, delta.text, delta.tokens)
+            answer = self._answer(index, delta.finish)
+            if delta.finish is None:
+                del answer["output_ids"]
+            if self._is_batch:
+                answer["index"] = index
+            yield event(dumps(answer))
+        yield DONE
 
     async def whole(self) -> Any:
         """One answer, or a list of them for a batch."""
         finishes = [FinishReason.ABORTED] * len(self._texts)
-        try:
-            async for index, delta in self._call.deltas():
-                self._take(index, delta.text, delta.tokens)
-                finishes[index] = delta.finish or finishes[index]
-        finally:
-            self._service.forget(self._call)
+        async for index, delta in self._call.deltas():
+            self._take(index, delta.text, delta.tokens)
+            finishes[index] = delta.finish or finishes[index]
         answers = [self._answer(index, finish) for index, finish in enumerate(finishes)]
         return answers if self._is_batch else answers[0]
 

@@ -134,7 +134,7 @@ class TestCompletions:
         assert (submit.salt, submit.priority) == (b"me", -2)
         await _post(cluster, "/v1/completions", **ASK, top_k=-1)
         assert worker.submits[1].sampling.top_k == 0
-        assert not worker.submits[1].sampling.HasField("seed")
+        assert worker.submits[1].sampling.HasField("seed")  # a random one, the same wherever the request goes on
 
     @pytest.mark.parametrize("prompt", ["ab", ["ab", "c"], [65, 66], [[65, 66], [67]]])
     async def test_kinds_of_prompt(self, cluster, prompt):

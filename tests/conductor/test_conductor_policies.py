@@ -49,7 +49,7 @@ VIEWS = st.builds(RequestView, st.integers(1, 6400), st.just(64), st.just(1 << 2
 
 @pytest.mark.parametrize("name", POLICIES)
 class TestContract:
-    @settings(max_examples=50)
+    @settings(max_examples=25)
     @given(views=st.lists(st.tuples(VIEWS, WORKERS), min_size=1, max_size=4))
     def test_choices_are_able_and_can_be_repeated(self, name, views):
         policy, twin = make_policy(name), make_policy(name)

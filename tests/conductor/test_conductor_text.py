@@ -56,14 +56,14 @@ def test_a_character_is_never_shown_in_halves():
     assert detokenizer.flush() == ""
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, TOKENIZER.get_vocab_size() + 2), max_size=30), st.lists(st.integers(0, 30), max_size=8))
 def test_byte_level_pieces_are_the_whole(tokens, cuts):
     pieces = _pieces(BYTES.new(), tokens, [min(c, len(tokens)) for c in cuts])
     assert "".join(pieces) == TOKENIZER.decode(tokens, skip_special_tokens=True)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.text(max_size=30))
 def test_byte_level_text_comes_back_token_by_token(text):
     detokenizer = BYTES.new()
@@ -73,7 +73,7 @@ def test_byte_level_text_comes_back_token_by_token(text):
         assert all("\ufffd" not in p for p in pieces) or "\ufffd" in text
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(
     st.lists(st.integers(1, SENTENCEPIECE.get_vocab_size() - 1), max_size=20), st.lists(st.integers(0, 20), max_size=8)
 )
@@ -98,7 +98,7 @@ def test_stop_strings_never_leak():
     assert unmatched.feed("the EN") + unmatched.flush() == "the EN"
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(
     st.text("abc", max_size=20),
     st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=4),
