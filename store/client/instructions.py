@@ -18,7 +18,7 @@ PeerId = NewType("PeerId", str)
 MASTER = PeerId("")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ask:
     """Send every call, to one peer after the other or to several at once, and wait for all answers.
 
@@ -29,7 +29,7 @@ class Ask:
     calls: Sequence[tuple[PeerId, Call[Any]]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Reach:
     """Open the node's segment. Result: Link | TanghuluError; ``copies`` wants one that does not use a mapping."""
 
@@ -37,14 +37,14 @@ class Reach:
     copies: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Move:
     """Transfer everything. Result: list[TanghuluError | None], one per request."""
 
     requests: Sequence[TransferRequest]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Sleep:
     """Wait before trying again. Result: None."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from tanghulu.errors import InvalidRequest
 from tanghulu.store.client.model import PutOptions
 from tanghulu.store.words import Pin
@@ -10,6 +12,7 @@ MAX_REPLICAS = 64
 MAX_TTL_S = 49 * 24 * 3600.0  # what 32 bits of milliseconds hold
 
 
+@lru_cache(maxsize=256)
 def put_options(
     replicas: int, pin: str, ttl_s: float | None, prefer_node: str | None, visible: bool, part_bytes: int
 ) -> PutOptions:
