@@ -221,10 +221,9 @@ class ChunkTable:
         if not dead:
             return ()
         live = [s for s in holders if self._states[s] is SlotState.LIVE]
-        holding = {self._owners[s] for s in live}
-        replaced = {self._owners[s] for s in dead if self._states[s] is SlotState.REPLACED}
+        told = {self._owners[s] for s in dead if self._states[s] is SlotState.REPLACED}
         self._rewrite(key, entry >> _VERSION_SHIFT, (entry >> _SLOT_BITS) & _SIZE_MASK, holders, live)
-        return replaced - holding
+        return told
 
     # --- inside
 
@@ -255,8 +254,8 @@ class ChunkTable:
         for key, entry in self._entries.items():
             slots = self._slots(key, entry)
             assert len(set(slots)) == len(slots)
-            live = [self._owners[s] for s in slots if self._states[s] is SlotState.LIVE]
-            assert len(set(live)) == len(live), f"{key!r} is held twice by one node"
+            owners = [self._owners[s] for s in slots if self._states[s] is not SlotState.GONE]
+            assert len(set(owners)) == len(owners), f"{key!r} is held twice by one node"
             for slot in slots:
                 assert self._states[slot] is not SlotState.FREE
                 counts[slot] += 1
