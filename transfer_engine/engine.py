@@ -59,6 +59,11 @@ class _Opening:
         self.lock = threading.Lock()
         self.remote: RemoteSegment | None = None
 
+    @property
+    def stale(self) -> bool:
+        """Whether nobody has it open and nobody is opening it."""
+        return not self.lock.locked() and (self.remote is None or self.remote.closed)
+
 
 class TransferEngine:
     """Moves bytes between this process's buffers and other processes' segments; one per process is enough.
@@ -116,6 +121,7 @@ class TransferEngine:
         with opening.lock:
             if opening.remote is None or opening.remote.closed:
                 opening.remote = self._open(descriptor, session_id, transport)
+                self._remember(key, opening, opening.remote)
             return opening.remote
 
     async def open_segment_async(
@@ -201,6 +207,16 @@ class TransferEngine:
         return f"TransferEngine({'+'.join(self.transports)}, host_id={self.host_id!r}, {len(self._segments)} segments)"
 
     # --- inside
+
+    def _remember(self, key: _Key, opening: _Opening, remote: RemoteSegment) -> None:
+        """Keep what was opened, and forget what failed to open or was closed since."""
+        with self._lock:
+            if self._closed:
+                remote.close()
+                raise InvalidRequest("the transfer engine was closed meanwhile")
+            for stale in [each for each, other in self._segments.items() if other.stale]:
+                del self._segments[stale]
+            self._segments[key] = opening
 
     def _copy_directly(self, requests: Sequence[TransferRequest], max_bytes: int) -> bool:
         """Copy a batch that needs nothing but mapped memory; False, when it needs more or an owner is gone.

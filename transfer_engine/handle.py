@@ -27,6 +27,9 @@ from tanghulu.transfer_engine.slices import SliceState
 from tanghulu.transfer_engine.transfer_run import Post, TransferRun
 from tanghulu.transfer_engine.transport import Arrived, Completion, Link, Lost
 
+#: A deadline beyond this is shortened to it: every wait ends.
+LONGEST_WAIT_S = 86_400.0
+
 
 @dataclass(frozen=True, slots=True)
 class Workshop:
@@ -57,12 +60,14 @@ class TransferHandle:
 
         Requests that are not complete by then have DeadlineExceeded. Returns the same result when called again.
         """
+        deadline_s = min(deadline_s, LONGEST_WAIT_S)
         return self._wait_until(self._workshop.clock.now_s() + deadline_s, deadline_s)
 
     async def wait_async(self, deadline_s: float) -> BatchResult:
         """The same for asyncio: one of the engine's threads drives. Cancelling the coroutine cancels the batch."""
         if self._run.finished:
             return self._result()
+        deadline_s = min(deadline_s, LONGEST_WAIT_S)
         until_s = self._workshop.clock.now_s() + deadline_s
         loop = asyncio.get_running_loop()
         driving = loop.run_in_executor(self._workshop.executor(), self._wait_until, until_s, deadline_s)

@@ -81,6 +81,8 @@ class BatchResult:
 
 def admit_buffer(request: TransferRequest) -> Buffer:
     """The request's local memory; raises InvalidRequest for ranges outside of either side, or a buffer that is gone."""
+    if type(request.opcode) is not Opcode:
+        raise InvalidRequest(f"opcode {request.opcode!r} is neither Opcode.READ nor Opcode.WRITE")
     source = request.source
     buffer = source if type(source) is Buffer else Buffer(source)
     if not buffer.registered:

@@ -33,7 +33,7 @@ class SegmentServer:
 
     ``access`` decides about every range; None opens the whole segment to everybody who can connect (tests, benches).
     ``on_freed`` is told, on the loop, which ranges became free because a transfer ended or a peer's process exited.
-    ``unix_path=None`` offers no shm. ``host`` is also the address that the descriptor gives to peers.
+    ``unix_path=None`` offers no shm. ``advertised_host`` (by default ``host``) is what the descriptor tells peers.
     ``bytes_read`` and ``bytes_written`` count by transport, from the client's point of view; shm traffic is invisible
     here, so the owner adds what its clients report. The segment stays the caller's; close the server first.
     """
@@ -50,6 +50,7 @@ class SegmentServer:
         host_id: str,
         name: str | None = None,
         on_freed: Callable[[Sequence[Freed]], None] | None = None,
+        advertised_host: str | None = None,
         max_connections: int = MAX_CONNECTIONS,
         stall_timeout_s: float = STALL_TIMEOUT_S,
     ) -> None:
@@ -62,6 +63,7 @@ class SegmentServer:
         self._segment = segment
         self._access = access
         self._host, self._port, self._unix_path = host, port, unix_path
+        self._advertised_host = advertised_host or host
         self._generation = generation
         self._host_id = host_id
         self._name_hash = name_hash(segment.name)
@@ -99,7 +101,7 @@ class SegmentServer:
     def descriptor(self) -> SegmentDescriptor:
         """What peers need in order to open this segment; valid after ``start()``."""
         assert self._listener is not None, "start the server first"
-        endpoints = [Endpoint("tcp", str(Address(self._host, self._port)))]
+        endpoints = [Endpoint("tcp", str(Address(self._advertised_host, self._port)))]
         if self._unix_path is not None:
             endpoints.insert(0, Endpoint("shm", self._unix_path))
         return SegmentDescriptor(

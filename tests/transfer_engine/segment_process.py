@@ -10,7 +10,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Callable
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ SEGMENT_NAME = "arena"
 #: Children come from a server process that has imported what is slow to import: they start in milliseconds.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["numpy", "uvloop", "tanghulu.transfer_engine.server"])
+# The folder of its socket outlives the tests' own TMPDIR, so it is made before that is set.
+util.get_temp_dir()
 
 
 def warm_up() -> None:

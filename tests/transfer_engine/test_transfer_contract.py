@@ -176,7 +176,7 @@ def test_status_moves_a_batch_along(engine: TransferEngine, remote: RemoteSegmen
     assert handle.done
     assert handle.done_bytes == 100
     assert handle.wait(0).ok
-    assert handle.wait(5).num_bytes == 100
+    assert handle.wait(float("inf")).num_bytes == 100
     assert [line.split(maxsplit=3)[3].split()[0] for line in handle.story(0)] == ["post", "arrived"]
 
 
@@ -266,6 +266,9 @@ class TestBadInput:
         gone = engine.register(bytearray(10))
         gone.unregister()
         self.bad(engine, TransferRequest(READ, gone, remote, 0, 5))
+
+    def test_an_opcode_that_is_none(self, engine: TransferEngine, remote: RemoteSegment):
+        self.bad(engine, TransferRequest(1, bytearray(5), remote, 0, 5))  # type: ignore[arg-type]
 
     def test_overlapping_reads(self, engine: TransferEngine, remote: RemoteSegment):
         landing = bytearray(100)
