@@ -17,45 +17,45 @@ IDS = TOKENIZER.encode(TEXT).ids
 ASK = {"model": "tiny", "prompt": "x", "max_tokens": 4}
 
 
+BAD_COMPLETIONS = [
+    ({"model": "nosuch"}, 404, "model_not_found", None),
+    ({"prompt": 7}, 400, "invalid_request", "prompt"),
+    ({"prompt": []}, 400, "invalid_request", "prompt"),
+    ({"prompt": [100_000]}, 400, "invalid_request", None),
+    ({"prompt": [1] * CONTEXT}, 400, "context_length_exceeded", None),
+    ({"prompt": ""}, 400, "invalid_request", None),
+    ({"max_tokens": "4"}, 400, "invalid_request", "max_tokens"),
+    ({"max_tokens": 0}, 400, "invalid_request", "max_tokens"),
+    ({"temperature": -1}, 400, "invalid_request", "temperature"),
+    ({"temperature": True}, 400, "invalid_request", "temperature"),
+    ({"top_p": 0}, 400, "invalid_request", "top_p"),
+    ({"stop": ["a", "b", "c", "d", "e"]}, 400, "invalid_request", "stop"),
+    ({"stop": [""]}, 400, "invalid_request", "stop"),
+    ({"logit_bias": {"x": 1}}, 400, "invalid_request", "logit_bias"),
+    ({"logit_bias": {"1": 101}}, 400, "invalid_request", "logit_bias"),
+    ({"n": 17}, 400, "invalid_request", "n"),
+    ({"n": 16, "prompt": ["x"] * 9}, 400, "invalid_request", "n"),
+    ({"best_of": 3}, 400, "invalid_request", None),
+    ({"echo": True, "logprobs": 1}, 400, "invalid_request", None),
+    ({"response_format": {"type": "json_object"}}, 400, "invalid_request", "response_format"),
+]
+
+
 async def _post(cluster, path: str, **body) -> tuple[int, dict]:
     response = await cluster.http.post(path, json=body)
     return response.status_code, response.json()
 
 
 class TestErrors:
-    @pytest.mark.parametrize(
-        ("change", "status", "code", "param"),
-        [
-            ({"model": "nosuch"}, 404, "model_not_found", None),
-            ({"prompt": 7}, 400, "invalid_request", "prompt"),
-            ({"prompt": []}, 400, "invalid_request", "prompt"),
-            ({"prompt": [100_000]}, 400, "invalid_request", None),
-            ({"prompt": [1] * CONTEXT}, 400, "context_length_exceeded", None),
-            ({"prompt": ""}, 400, "invalid_request", None),
-            ({"max_tokens": "4"}, 400, "invalid_request", "max_tokens"),
-            ({"max_tokens": 0}, 400, "invalid_request", "max_tokens"),
-            ({"temperature": -1}, 400, "invalid_request", "temperature"),
-            ({"temperature": True}, 400, "invalid_request", "temperature"),
-            ({"top_p": 0}, 400, "invalid_request", "top_p"),
-            ({"stop": ["a", "b", "c", "d", "e"]}, 400, "invalid_request", "stop"),
-            ({"stop": [""]}, 400, "invalid_request", "stop"),
-            ({"logit_bias": {"x": 1}}, 400, "invalid_request", "logit_bias"),
-            ({"logit_bias": {"1": 101}}, 400, "invalid_request", "logit_bias"),
-            ({"n": 17}, 400, "invalid_request", "n"),
-            ({"n": 16, "prompt": ["x"] * 9}, 400, "invalid_request", "n"),
-            ({"best_of": 3}, 400, "invalid_request", None),
-            ({"echo": True, "logprobs": 1}, 400, "invalid_request", None),
-            ({"response_format": {"type": "json_object"}}, 400, "invalid_request", "response_format"),
-        ],
-    )
-    async def test_bad_completions(self, cluster, change, status, code, param):
+    async def test_bad_completions(self, cluster):
         await cluster.add()
-        got, body = await _post(cluster, "/v1/completions", **{**ASK, **change})
-        assert got == status, body
-        assert set(body) == {"error"}
-        assert set(body["error"]) == {"message", "type", "code", "param"}
-        assert (body["error"]["code"], body["error"]["param"]) == (code, param)
-        assert body["error"]["type"] == "invalid_request_error"
+        for change, status, code, param in BAD_COMPLETIONS:
+            got, body = await _post(cluster, "/v1/completions", **{**ASK, **change})
+            assert got == status, (change, body)
+            assert set(body) == {"error"}
+            assert set(body["error"]) == {"message", "type", "code", "param"}
+            assert (body["error"]["code"], body["error"]["param"]) == (code, param), change
+            assert body["error"]["type"] == "invalid_request_error"
 
     async def test_what_is_no_request_at_all(self, cluster):
         await cluster.add()
