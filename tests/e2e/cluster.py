@@ -61,6 +61,11 @@ class LiveCluster:
             return self.http.get(f"{self.url}/ready").status_code == 200
         return False
 
+    def has_said_ready(self) -> bool:
+        """Whether all parts are up: `tanghulu up` has told its user what to try."""
+        assert self.process.poll() is None, self.logs()
+        return "Ctrl-C" in (self.state_dir / "up.log").read_text()
+
     def logs(self) -> str:
         files = sorted(self.state_dir.glob("*.log"))
         return "\n".join(f"== {f.name}\n{f.read_text(errors='replace')[-3000:]}" for f in files)
@@ -89,6 +94,10 @@ class LiveCluster:
     def drop_worker_caches(self) -> None:
         assert self.http.post(f"{self.url}/flush_cache").status_code == 200
 
+    def _pids(self, role: str) -> set[int]:
+        """Of the processes of ``role`` that are ready."""
+        return {e["pid"] for e in self.entries() if e["role"] == role}
+
     def kill(self, role: str) -> int:
         """SIGKILL the (first) process of ``role``; returns its pid."""
         pid = self.entry(role)["pid"]
@@ -96,7 +105,7 @@ class LiveCluster:
         return pid
 
     def wait_restarted(self, role: str, old_pid: int) -> None:
-        eventually(lambda: self.entry(role)["pid"] != old_pid, 60, f"{role} restarted")
+        eventually(lambda: self._pids(role) - {old_pid}, 60, f"{role} restarted")
         eventually(self.is_ready, 60, "ready again")
 
     def stop(self) -> int:
@@ -104,7 +113,6 @@ class LiveCluster:
         children = psutil.Process(self.process.pid).children(recursive=True)
         self.process.send_signal(signal.SIGINT)
         code = self.process.wait(30)
-        self.http.close()
         _, alive = psutil.wait_procs(children, timeout=5)
         assert not alive, f"left running: {alive}\n{self.logs()}"
         return code
@@ -120,8 +128,9 @@ def running_cluster(state_dir: Path, *flags: str) -> Iterator[LiveCluster]:
         process = subprocess.Popen(command, stdout=log, stderr=log)
     cluster = LiveCluster(process, state_dir)
     try:
-        eventually(cluster.is_ready, START_DEADLINE_S, "the cluster is ready")
+        eventually(cluster.has_said_ready, START_DEADLINE_S, "the cluster is ready")
         yield cluster
     finally:
         if process.poll() is None:
             cluster.stop()
+        cluster.http.close()

@@ -32,6 +32,7 @@ class ChildProcess:
 
     async def spawn(self, on_status: Callable[[str, dict[str, Any]], None]) -> None:
         """Start the process; its status lines come as ``on_status(name, message)``, its end as event "exited"."""
+        self.info = {}
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         command = [sys.executable, "-m", "tanghulu", self.role, *self.arguments]
