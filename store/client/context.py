@@ -16,7 +16,7 @@ from tanghulu.store.client.locations import LocationCache
 from tanghulu.store.client.placement import NodeTable
 
 #: Keys in one question to the master.
-KEYS_PER_LOCATE = 16384
+KEYS_PER_LOCATE = 8192
 
 
 def _versions() -> itertools.count[int]:

@@ -14,7 +14,7 @@ from tanghulu.store.client.model import ChunkInfo, KeyInfo, NodeView
 from tanghulu.store.words import validate_key
 
 KEYS_PER_PAGE = 10_000
-KEYS_PER_CALL = 16384
+KEYS_PER_CALL = 8192
 #: match_prefix asks this many keys first, then doubles: short matches stay cheap.
 _FIRST_PREFIX_STEP = 1024
 _REBUILDING_PAUSE_S = 0.05

@@ -26,7 +26,7 @@ from tanghulu.store.client import context as common
 from tanghulu.store.client import messages
 from tanghulu.store.client.chunk import Chunk
 from tanghulu.store.client.context import Context
-from tanghulu.store.client.instructions import Ask, Deadline, Logic, Move, PeerId, Reach, Sleep
+from tanghulu.store.client.instructions import Ask, Deadline, Logic, Move, PeerId, Reach, Sleep, portions
 from tanghulu.store.client.leases import LeasedMemory
 from tanghulu.store.client.link import Link
 from tanghulu.store.client.messages import Found
@@ -246,9 +246,9 @@ def _read_pinned(context: Context, pinned: list[_Pinned], flush: Callable[[], No
         elif each.want.buffer is None or not _too_small(each.want, each.found):
             requests.append(_request(each, link))
             moving.append(each)
-    if requests:
-        errors = yield Move(requests)
-        for each, error in zip(moving, errors, strict=True):
+    for start, part in portions(requests):
+        errors = yield Move(part)
+        for each, error in zip(moving[start : start + len(part)], errors, strict=True):
             each.error = error
             if error is None:
                 _take_moved(each)

@@ -23,7 +23,7 @@ from tanghulu.store import checksums as sums
 from tanghulu.store.client import context as common
 from tanghulu.store.client import messages
 from tanghulu.store.client.context import Context
-from tanghulu.store.client.instructions import MASTER, Ask, Deadline, Logic, Move, PeerId, Reach
+from tanghulu.store.client.instructions import MASTER, Ask, Deadline, Logic, Move, PeerId, Reach, portions
 from tanghulu.store.client.link import Link
 from tanghulu.store.client.messages import Reservation
 from tanghulu.store.client.model import PutOptions, Status
@@ -69,6 +69,7 @@ class _Write:
     item: Putting
     node: PeerId
     reservation: Reservation
+    checksums: sums.Checksums = sums.NO_CHECKSUMS
     error: TanghuluError | None = None
 
 
@@ -262,10 +263,11 @@ def _write(context: Context, deadline: Deadline, writes: list[_Write], options: 
             )
         )
         moving.append(write)
-    if requests:
-        errors = yield Move(requests)
-        for write, error in zip(moving, errors, strict=True):
+    for start, part in portions(requests):
+        errors = yield Move(part)
+        for write, error in zip(moving[start : start + len(part)], errors, strict=True):
             write.error = error
+            write.checksums = _checksums(write.item, options) if error is None else sums.NO_CHECKSUMS
     yield from _commit(context, deadline, writes, options)
 
 
@@ -276,7 +278,7 @@ def _commit(context: Context, deadline: Deadline, writes: list[_Write], options:
         own = [write for write in writes if write.node == node]
         written = [write for write in own if write.error is None]
         aborted = [write.reservation.lease_id for write in own if write.error is not None]
-        items = [(w.reservation.lease_id, _checksums(w.item, options)) for w in written]
+        items = [(w.reservation.lease_id, w.checksums) for w in written]
         calls.append((node, messages.commit(items, aborted, options.visible, deadline.remaining_ms())))
         committed.append(written)
     outcomes = yield Ask(calls)

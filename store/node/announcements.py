@@ -20,7 +20,7 @@ from tanghulu.store.node.chunk import Chunk, ChunkState
 from tanghulu.types import ChunkKey
 
 MAX_ADDED = 4096
-MAX_REMOVED = 16384
+MAX_REMOVED = 4096
 
 
 class Report(Enum):

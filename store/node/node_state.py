@@ -355,7 +355,7 @@ class NodeState:
         self.announcements.check()
         taken = sum(self.room.allocator.rounded(c.size_bytes) for c in self.table)
         assert taken == self.used_bytes, f"chunks take {taken}, the allocator says {self.used_bytes}"
-        for chunk in self.table:
+        for chunk in filter(None, map(self.table.find, self.table.keys())):
             assert (chunk in self.room) == (chunk.state is ChunkState.LIVE and chunk.pin is not Pin.HARD)
 
     def __repr__(self) -> str:

@@ -392,4 +392,4 @@ class AnyNode(RuleBasedStateMachine):
 
 
 TestAnyNode = AnyNode.TestCase
-TestAnyNode.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestAnyNode.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

@@ -305,19 +305,22 @@ def test_a_put_waits_for_leases_and_then_says_so() -> None:
             chunk.close()
 
 
-def test_a_client_killed_between_reserve_and_commit_leaves_nothing(cluster: Cluster, client: Client) -> None:
+def test_a_client_killed_between_reserve_and_commit_leaves_nothing(
+    cluster: Cluster, client: Client, transport: str
+) -> None:
     script = (
         "import sys, time, tanghulu\n"
         "from tanghulu.store.client import puts\n"
         "def stop(*args):\n"
         "    print('reserved', flush=True); time.sleep(60)\n"
         "puts._commit = stop\n"
-        "with tanghulu.connect(sys.argv[1], deadline_s=60) as c:\n"
+        "with tanghulu.connect(sys.argv[1], deadline_s=60, transport=sys.argv[2]) as c:\n"
         "    c.put('half', bytes(8 << 20))\n"
     )
     node = cluster.nodes[0]
     before = node.metric("tanghulu_node_used_bytes")
-    with subprocess.Popen([sys.executable, "-c", script, cluster.address], stdout=subprocess.PIPE) as victim:
+    command = [sys.executable, "-c", script, cluster.address, transport]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as victim:
         assert victim.stdout is not None
         assert victim.stdout.readline() == b"reserved\n"
         assert node.metric("tanghulu_node_used_bytes") == before + (8 << 20)
@@ -325,6 +328,50 @@ def test_a_client_killed_between_reserve_and_commit_leaves_nothing(cluster: Clus
     eventually(lambda: node.metric("tanghulu_node_used_bytes") == before)
     assert node.metric("tanghulu_node_leases") == 0
     assert not client.exists("half")
+
+
+def test_a_chunk_outlives_the_connection_it_came_by(cluster: Cluster, client: Client) -> None:
+    value = pattern(1 << 20)
+    client.put("kept", value)
+    client.put("lost", value)
+    kept, lost = client.get("kept"), client.get("lost")
+    (node,) = client._shell._idle.keys() - {""}
+    client._shell.context.leases.released(node, next(iter(client._shell.context.leases.held(node)[1:])))
+    for connection in client._shell._idle[node]:
+        connection.close()
+    eventually(lambda: cluster.nodes[0].metric("tanghulu_node_sessions") == 0)
+    assert cluster.nodes[0].metric("tanghulu_node_leases") == 2, "mapped: in quarantine"
+    assert client.stat("kept").num_leases == 1
+    assert client.stat("lost").num_leases == 0, "given back when the client came back without it"
+    assert kept == value
+    kept.close()
+    lost.close()
+    assert client.stat("kept").num_leases == 0
+    assert cluster.nodes[0].metric("tanghulu_node_leases") == 0
+
+
+async def test_third_parties_use_grpc(cluster: Cluster, client: Client) -> None:
+    import grpc.aio
+
+    from tanghulu.protos import store_pb2, store_pb2_grpc
+    from tanghulu.rpc import grpc_edge
+
+    async with grpc_edge.channel(cluster.nodes[0].address) as channel:
+        node = store_pb2_grpc.StoreNodeStub(channel)
+        items = [store_pb2.PutItem(key=k, version=i + 1, size_bytes=3) for i, k in enumerate(["g1", "g2"])]
+        put = await node.Put(store_pb2.PutRequest(items=items, visible=True, inline_data=b"onetwo"))
+        assert [result.existed for result in put.results] == [False, False]
+        got = await node.Get(store_pb2.GetRequest(keys=["g2", "absent", "g1"], verify=True))
+        assert got.inline_data == b"twoone"
+        assert [item.status.code for item in got.items] == ["", "CHUNK_NOT_FOUND", ""]
+        assert (await node.Exists(store_pb2.ExistsRequest(keys=["g1", "absent"]))).found == bytes([1, 0])
+        assert (await node.Stat(store_pb2.StatRequest(keys=["g1"]))).chunks[0].size_bytes == 3
+        with client.get("g1") as chunk:
+            assert chunk == b"one"
+        assert (await node.Remove(store_pb2.RemoveRequest(keys=["g1"]))).removed == bytes([1])
+        assert not client.exists("g1")
+        with pytest.raises(grpc.aio.AioRpcError, match="add up"):
+            await node.Put(store_pb2.PutRequest(items=items, inline_data=b"short"))
 
 
 # --- damage

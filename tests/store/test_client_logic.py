@@ -1,0 +1,201 @@
+"""The client's logic without any I/O: a scripted cluster answers its instructions, in virtual time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tanghulu.clock import ManualClock
+from tanghulu.errors import (
+    ChecksumMismatch,
+    ChunkNotFound,
+    DirectoryIncomplete,
+    MasterUnavailable,
+    NodeUnavailable,
+    StoreFull,
+    TanghuluError,
+)
+from tanghulu.protos import common_pb2, directory_pb2, store_pb2
+from tanghulu.rpc.fast_client import Call, Reply
+from tanghulu.store import checksums
+from tanghulu.store.client.context import Context
+from tanghulu.store.client.instructions import MASTER, Ask, Deadline, Logic, PeerId, Sleep
+from tanghulu.store.client.model import NodeView, PutItem, PutOptions
+from tanghulu.store.client.operations import Operations
+from tanghulu.store.client.placement import NodeTable
+
+OK = PutOptions()
+
+
+def node(name: str, host: str = "elsewhere", capacity: int = 1 << 20) -> NodeView:
+    return NodeView(name, "127.0.0.1:1", "", "", "", host, capacity, 0, 0, False, 0.0)
+
+
+class FakeCluster:
+    """Nodes with small values, and a master that may be rebuilding; performs what the logic asks for."""
+
+    def __init__(self, *names: str) -> None:
+        self.clock = ManualClock()
+        self.values: dict[str, dict[str, bytes]] = {name: {} for name in names}
+        self.directory: dict[str, list[str]] = {}
+        self.dead: set[str] = set()
+        self.full: set[str] = set()
+        self.incomplete = False
+        self.asked: list[str] = []
+        self.context = Context("here", "", self.clock, NodeTable("here"))
+        self.context.nodes.update([node(name) for name in names], 1e9)
+        self.do = Operations(self.context, lambda: None)
+        self.deadline = Deadline(1.0, self.clock.now_s)
+
+    def run(self, logic: Logic[Any]) -> Any:
+        try:
+            instruction = next(logic)
+            while True:
+                instruction = logic.send(self._perform(instruction))
+        except StopIteration as end:
+            return end.value
+
+    def _perform(self, instruction: Any) -> Any:
+        if isinstance(instruction, Sleep):
+            self.clock.advance(instruction.seconds)
+            return None
+        assert isinstance(instruction, Ask), instruction
+        return [self._answer(peer, call) for peer, call in instruction.calls]
+
+    def _answer(self, peer: PeerId, call: Call[Any]) -> Reply[Any] | TanghuluError:
+        self.asked.append(peer or "master")
+        if peer in self.dead or (peer == MASTER and "master" in self.dead):
+            return MasterUnavailable("gone") if peer == MASTER else NodeUnavailable("gone")
+        return getattr(self, "_" + type(call.request).__name__)(peer, call)  # type: ignore[no-any-return]
+
+    def _LocateRequest(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
+        names = list(self.values)
+        reply = directory_pb2.LocateReply(node_ids=names, incomplete=self.incomplete)
+        for key in call.request.keys:
+            reply.locations.add(nodes=[names.index(name) for name in self.directory.get(key, [])])
+        return Reply(reply, memoryview(b""))
+
+    def _NodesRequest(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
+        return Reply(directory_pb2.NodesReply(), memoryview(b""))
+
+    def _PlaceRequest(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
+        infos = [directory_pb2.NodeInfo(instance=common_pb2.Instance(id=name)) for name in self.values]
+        return Reply(directory_pb2.PlaceReply(nodes=infos), memoryview(b""))
+
+    def _GetRequest(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
+        reply, data = store_pb2.GetReply(), b""
+        for key in call.request.keys:
+            value = self.values[peer].get(key)
+            if value is None:
+                reply.items.add(status=common_pb2.Status(code="CHUNK_NOT_FOUND", message=key))
+                continue
+            parts = checksums.compute(b"right").parts
+            reply.items.add(size_bytes=len(value), checksums=store_pb2.Checksums(parts=parts))
+            data += value
+        return Reply(reply, memoryview(data))
+
+    def _PutRequest(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
+        reply = store_pb2.PutReply()
+        for item, value in zip(call.request.items, call.attachment, strict=True):
+            result = reply.results.add()
+            if peer in self.full:
+                result.status.code = "STORE_FULL"
+            else:
+                self.values[peer][item.key] = bytes(value)
+        return Reply(reply, memoryview(b""))
+
+    def _ExistsRequest(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
+        found = bytes(key in self.values[peer] for key in call.request.keys)
+        return Reply(store_pb2.ExistsReply(found=found), memoryview(b""))
+
+
+@pytest.fixture
+def fake() -> FakeCluster:
+    return FakeCluster("a", "b")
+
+
+def get(fake: FakeCluster, key: str = "k") -> bytes:
+    return bytes(fake.run(fake.do.get(fake.deadline, key)).bytes())
+
+
+def test_a_stale_location_costs_one_question_to_the_master(fake: FakeCluster) -> None:
+    fake.context.locations.set("k", (PeerId("a"),))
+    fake.values["b"]["k"] = b"right"
+    fake.directory["k"] = ["b"]
+    assert get(fake) == b"right"
+    assert fake.asked == ["a", "master", "b"]
+    assert fake.context.locations.get("k") == ("b",)
+
+
+def test_a_dead_holder_and_a_corrupt_replica_are_passed_over(fake: FakeCluster) -> None:
+    fake.values["c"] = {"k": b"wrong"}
+    fake.values["b"]["k"] = b"right"
+    fake.context.nodes.learn([node("c")])
+    fake.directory["k"] = ["a", "c", "b"]
+    fake.dead.add("a")
+    assert get(fake) == b"right"
+    fake.values["b"].clear()
+    with pytest.raises(ChecksumMismatch):
+        get(fake)
+
+
+def test_the_error_says_what_stood_in_the_way(fake: FakeCluster) -> None:
+    with pytest.raises(ChunkNotFound):
+        get(fake)
+    fake.directory["k"] = ["a"]
+    with pytest.raises(ChunkNotFound):
+        get(fake)
+    fake.dead.add("a")
+    with pytest.raises(NodeUnavailable):
+        get(fake)
+    fake.dead.add("master")
+    with pytest.raises(MasterUnavailable):
+        get(fake)
+    fake.context.locations.set("k", (PeerId("b"),))
+    fake.values["b"]["k"] = b"right"
+    assert get(fake) == b"right", "known locations go on without a master"
+
+
+def test_while_the_master_rebuilds_all_nodes_are_asked_and_nothing_is_denied(fake: FakeCluster) -> None:
+    fake.incomplete = True
+    fake.values["b"]["k"] = b"right"
+    assert get(fake) == b"right"
+    assert fake.run(fake.do.exists(fake.deadline, "k"))
+    with pytest.raises(DirectoryIncomplete):
+        fake.run(fake.do.exists(fake.deadline, "absent"))
+    fake.clock = ManualClock()
+    fake.deadline = Deadline(1.0, fake.clock.now_s)
+    with pytest.raises(DirectoryIncomplete):
+        get(fake, "absent")
+    assert 0.9 <= fake.clock.now_s() <= 1.0
+
+
+def test_a_full_or_dead_node_sends_a_put_elsewhere(fake: FakeCluster) -> None:
+    fake.full.add("a")
+    assert fake.run(fake.do.put(fake.deadline, PutItem("k", b"right"), OK)).num_replicas == 1
+    assert fake.values["b"] == {"k": b"right"}
+    fake.dead.add("b")
+    with pytest.raises((StoreFull, NodeUnavailable)):
+        fake.run(fake.do.put(fake.deadline, PutItem("l", b"right"), OK))
+
+
+def test_replicas_go_to_different_nodes_and_fewer_are_told(fake: FakeCluster) -> None:
+    two = PutOptions(replicas=2)
+    assert fake.run(fake.do.put(fake.deadline, PutItem("k", b"right"), two)).num_replicas == 2
+    fake.dead.add("b")
+    assert fake.run(fake.do.put(fake.deadline, PutItem("l", b"right"), two)).num_replicas == 1
+
+
+def test_local_nodes_share_the_keys_and_keep_them() -> None:
+    table = NodeTable("here")
+    names = [f"n{i}" for i in range(4)]
+    table.update([node(name, "here") for name in names] + [node("far")], 0.0)
+    keys = [f"key{i}" for i in range(4000)]
+    first = {key: table.local_for(key, 1)[0] for key in keys}
+    for name in names:
+        assert 800 < list(first.values()).count(PeerId(name)) < 1200
+    table.update([node(name, "here") for name in names[:3]], 0.0)
+    moved = [key for key in keys if table.local_for(key, 1)[0] != first[key]]
+    assert all(first[key] == "n3" for key in moved), "a node that leaves moves only its own keys"
+    assert table.local_for("k", 2 << 20) == [], "too large for each"
