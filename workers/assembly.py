@@ -38,6 +38,7 @@ from tanghulu.workers.peer_reader import PeerReader
 from tanghulu.workers.peer_server import PeerServer
 from tanghulu.workers.session_wire import RequestFactory, model_card
 from tanghulu.workers.sessions import SessionHub
+from tanghulu.workers.speed import SpeedMeter
 from tanghulu.workers.store_adapter import StoreAdapter
 from tanghulu.workers.tokenizer_assets import TokenizerAssets, load_tokenizer_assets
 from tanghulu.workers.weights.fingerprint import fingerprint
@@ -103,7 +104,7 @@ class Worker:
         self.unix_path = door.unix_path
         self.instance_id = process.instance_id(self.address.port)
         core, connector = self._engine(stack)
-        self._thread = EngineThread(core, self._report_from_thread, self._engine_failed)
+        self._thread = EngineThread(core, self._report_from_thread, self._engine_failed, self._speed)
         connector.attach(core, self._thread.post)
         await self._peers_in(stack, service, core)
         self._hub = SessionHub(
@@ -143,7 +144,8 @@ class Worker:
         if config.store:
             store = StoreAdapter(config.master, loaded.fingerprint, loaded.layout.layer_bytes)
             stack.callback(store.close)
-        connector = KvConnector(store, reader, self._metrics)
+        self._speed = SpeedMeter()
+        connector = KvConnector(store, reader, self._metrics, self._speed)
         stack.callback(connector.close)
         core = EngineCore(
             loaded.model,

@@ -22,6 +22,7 @@ from tanghulu.workers.engine_thread import Command
 from tanghulu.workers.kv_cache import KvCache
 from tanghulu.workers.metrics import WorkerMetrics
 from tanghulu.workers.requests import PeerExport
+from tanghulu.workers.speed import SpeedMeter
 from tanghulu.workers.step_plan import CommittedBlock, FetchWanted
 
 _log = structlog.get_logger(__name__)
@@ -64,11 +65,13 @@ class KvConnector:
         store: KvStore | None,
         peers: KvPeers,
         metrics: WorkerMetrics,
+        speed: SpeedMeter,
         config: ConnectorConfig = ConnectorConfig(),
     ) -> None:
         self._store = store
         self._peers = peers
         self._metrics = metrics
+        self._speed = speed
         self._config = config
         self._core: EngineCore
         self._cache: KvCache
@@ -146,6 +149,9 @@ class KvConnector:
         self._metrics.fetch_seconds.labels(source).observe(seconds)
         self._metrics.fetch_bytes.labels(source).inc(num_ok * self._cache.layout.block_bytes)
         self._metrics.prefix_tokens.labels(source).inc(tokens)
+        if source == "store":
+            num_bytes = num_ok * self._cache.layout.block_bytes
+            self._post(lambda _: self._speed.fetched(num_bytes, seconds))
 
     def _failed(self, source: str, error: TanghuluError) -> None:
         self._metrics.fetch_failures.labels(source).inc()

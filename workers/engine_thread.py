@@ -53,7 +53,11 @@ class EngineThread:
     """Runs ``core`` until ``stop``. ``on_report`` and ``on_failure`` are called in the engine's thread."""
 
     def __init__(
-        self, core: EngineCore, on_report: Callable[[StepReport], None], on_failure: Callable[[BaseException], None]
+        self,
+        core: EngineCore,
+        on_report: Callable[[StepReport], None],
+        on_failure: Callable[[BaseException], None],
+        speed: SpeedMeter | None = None,
     ) -> None:
         self._core = core
         self._on_report = on_report
@@ -61,7 +65,7 @@ class EngineThread:
         self._commands: deque[Command] = deque()
         self._wake = threading.Condition()
         self._stopping = False
-        self._speed = SpeedMeter()
+        self._speed = speed or SpeedMeter()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -113,7 +117,8 @@ class EngineThread:
         # A step may find that all who wait are blocked by transfers: only an event from outside changes that.
         self._can_step = scheduler.has_work and not result.idle
         if not result.idle:
-            self._speed.step(result)
+            seconds = result.timings.forward_s + result.timings.sample_s
+            self._speed.step(result.num_computed_tokens, result.num_sequences, seconds)
         if told or events or not result.idle:
             report = StepReport(_with_events(result, events), self._exports(result), self.load())
             self._on_report(report)

@@ -1,13 +1,16 @@
-"""How fast this worker is, from its own steps: exponential averages over what the steps did. Pure."""
+"""How fast this worker is, from what it did lately: tokens over seconds, the past fading. Pure.
+
+The engine's thread owns it. Only steps of many tokens say how fast prefill is: a prompt of 37 tokens takes about as long as one of 5, because
+reading the weights dominates, and 84 tokens/s would be a wrong promise for the next prompt of 2,000.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tanghulu.workers.engine import StepResult
-
-_WEIGHT = 0.2  # of the newest step
-_PREFILL_TOKENS = 32  # steps of at least so many tokens are prefill; decode's time is that of smaller ones
+_FADE = 0.8  # of what was known before, at each new observation
+_PREFILL_TOKENS = 128  # steps of at least so many tokens count as prefill
+_DECODE_TOKENS = 32  # steps of at most so many, one a sequence, as decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,25 +19,43 @@ class Speeds:
 
     prefill_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0
+    store_bytes_per_s: float = 0.0
+
+
+class _Rate:
+    """Amount over seconds, both fading: a large observation weighs more than a small one."""
+
+    def __init__(self) -> None:
+        self._amount = self._seconds = 0.0
+
+    def add(self, amount: float, seconds: float) -> None:
+        self._amount = _FADE * self._amount + amount
+        self._seconds = _FADE * self._seconds + seconds
+
+    @property
+    def per_s(self) -> float:
+        return self._amount / self._seconds if self._seconds > 0 else 0.0
 
 
 class SpeedMeter:
-    """Feed it steps; read ``speeds``."""
+    """Feed it steps and fetches; read ``speeds``."""
 
     def __init__(self) -> None:
-        self.speeds = Speeds()
+        self._prefill, self._decode, self._store = _Rate(), _Rate(), _Rate()
 
-    def step(self, result: StepResult) -> None:
-        """Take a step that computed something into account."""
-        seconds = result.timings.forward_s + result.timings.sample_s
-        if seconds <= 0 or not result.num_computed_tokens:
-            return
-        if result.num_computed_tokens >= max(_PREFILL_TOKENS, 2 * result.num_sequences):
-            rate = _average(self.speeds.prefill_tokens_per_s, result.num_computed_tokens / seconds)
-            self.speeds = Speeds(rate, self.speeds.decode_step_s)
-        else:
-            self.speeds = Speeds(self.speeds.prefill_tokens_per_s, _average(self.speeds.decode_step_s, seconds))
+    def step(self, num_tokens: int, num_sequences: int, seconds: float) -> None:
+        """A step computed ``num_tokens`` of ``num_sequences`` requests in ``seconds``."""
+        if num_tokens >= _PREFILL_TOKENS:
+            self._prefill.add(num_tokens, seconds)
+        elif num_tokens == num_sequences and num_tokens <= _DECODE_TOKENS:
+            self._decode.add(1, seconds)
 
+    def fetched(self, num_bytes: int, seconds: float) -> None:
+        """A prefix of ``num_bytes`` was loaded from the store in ``seconds``."""
+        self._store.add(num_bytes, seconds)
 
-def _average(old: float, new: float) -> float:
-    return new if old == 0 else (1 - _WEIGHT) * old + _WEIGHT * new
+    @property
+    def speeds(self) -> Speeds:
+        """What is known now."""
+        steps_per_s = self._decode.per_s
+        return Speeds(self._prefill.per_s, 1 / steps_per_s if steps_per_s else 0.0, self._store.per_s)

@@ -19,6 +19,7 @@ from tanghulu.workers.kv_cache import KvLayout
 from tanghulu.workers.metrics import WorkerMetrics
 from tanghulu.workers.models.registry import Model
 from tanghulu.workers.requests import PeerExport
+from tanghulu.workers.speed import SpeedMeter, Speeds
 
 PROMPT = [2 + i % (VOCAB - 2) for i in range(5 * BLOCK + 3)]
 
@@ -63,7 +64,7 @@ class Rig:
         self.registry = CollectorRegistry()
         layout = KvLayout.of(model.config, BLOCK, model.dtype)
         self.metrics = WorkerMetrics(self.registry, block_bytes=layout.block_bytes, num_blocks=64)
-        self.connector = KvConnector(store, NoPeers(), self.metrics, ConnectorConfig(**bounds))  # type: ignore[arg-type]
+        self.connector = KvConnector(store, NoPeers(), self.metrics, SpeedMeter(), ConnectorConfig(**bounds))  # type: ignore[arg-type]
         config = EngineConfig(block_tokens=BLOCK, kv_capacity_bytes=64 * layout.block_bytes, debug_checks=True)
         self.core = EngineCore(model, config, fetcher=self.connector, sink=self.connector)
         self.reports: queue.Queue[StepReport | BaseException] = queue.Queue()
@@ -194,3 +195,16 @@ def test_a_failing_engine_is_reported(rig: Rig) -> None:
 
 def _assert(condition: bool) -> None:
     assert condition
+
+
+def test_small_steps_do_not_say_how_fast_prefill_is() -> None:
+    meter = SpeedMeter()
+    meter.step(37, 1, 0.4)
+    assert meter.speeds == Speeds()
+    meter.step(512, 1, 1.0)
+    meter.step(8, 8, 0.05)
+    meter.fetched(10_000_000, 0.1)
+    speeds = meter.speeds
+    assert speeds.prefill_tokens_per_s == pytest.approx(512)
+    assert speeds.decode_step_s == pytest.approx(0.05)
+    assert speeds.store_bytes_per_s == pytest.approx(1e8)
