@@ -1,7 +1,7 @@
 """How fast this worker is, from what it did lately: tokens over seconds, the past fading. Pure.
 
-The engine's thread owns it. Only steps of many tokens say how fast prefill is: a prompt of 37 tokens takes about as long as one of 5, because
-reading the weights dominates, and 84 tokens/s would be a wrong promise for the next prompt of 2,000.
+The engine's thread owns it. Only steps of many tokens say how fast prefill is: a prompt of 37 tokens takes about as
+long as one of 5, because reading the weights dominates, and 84 tokens/s would be a wrong promise for the next 2,000.
 """
 
 from __future__ import annotations
