@@ -55,7 +55,10 @@ class Report(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """What a node holds now or no longer; ``deleted`` like ``removed``, but the version must not come back."""
+    """What a node holds now or no longer; ``deleted`` like ``removed``, but the version must not come back.
+
+    ``capacity_bytes`` 0 says nothing of capacity and use.
+    """
 
     node_id: str
     generation: int
@@ -175,7 +178,8 @@ class Directory:
         """Take what a node says. Raises LeaseExpired (register first) or InvalidRequest (a zombie's generation)."""
         node = self._speaker(announcement)
         node.last_seen_s = now_s
-        node.capacity_bytes, node.used_bytes = announcement.capacity_bytes, announcement.used_bytes
+        if announcement.capacity_bytes:
+            node.capacity_bytes, node.used_bytes = announcement.capacity_bytes, announcement.used_bytes
         if announcement.report is Report.BEGIN:
             node.slots.append(self._table.open_slot(announcement.node_id))
             node.reporting = True

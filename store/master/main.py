@@ -56,10 +56,10 @@ async def serve(process: Process, config: MasterConfig) -> None:
     try:
         await _first(process.stopping, ticking)
     finally:
+        await door.close(grace_s=0.2)
         ticking.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await ticking
-        await door.close(grace_s=0.2)
 
 
 async def _first(stopping: asyncio.Event, ticking: asyncio.Task[None]) -> None:

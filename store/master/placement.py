@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import NamedTuple
 
 from tanghulu.types import Place
 
@@ -23,8 +24,7 @@ NUM_SPARES = 2
 MAX_REPLICAS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A node as placement sees it."""
 
     node_id: str
