@@ -16,6 +16,7 @@ from tanghulu.clock import Clock, SystemClock
 from tanghulu.errors import ConfigError, InvalidRequest, NodeUnavailable, Overloaded, TanghuluError
 from tanghulu.transfer_engine.buffers import Buffer
 from tanghulu.transfer_engine.config import EngineConfig, TransportLimits
+from tanghulu.transfer_engine.direct import copy_directly, send_directly
 from tanghulu.transfer_engine.handle import TransferHandle, Workshop
 from tanghulu.transfer_engine.opcode import Opcode
 from tanghulu.transfer_engine.remote import RemoteSegment
@@ -154,15 +155,22 @@ class TransferEngine:
 
     def transfer(self, requests: Sequence[TransferRequest], deadline_s: float) -> None:
         """Move everything, in this thread; returns when all bytes have arrived, raises the first error otherwise."""
-        if not self._copy_directly(requests, self.config.direct_bytes):
-            self._prepare(requests).wait(deadline_s).raise_first()
+        if copy_directly(requests, self.config.direct_bytes):
+            return
+        start_s = self._clock.now_s()
+        if self._takes_one_slice(requests):
+            patience_s, lock = self.config.slice_deadline_s, self._workshop.lock
+            if send_directly(requests[0], deadline_s, patience_s, self._clock, lock):
+                return
+        left_s = deadline_s - (self._clock.now_s() - start_s)
+        self._prepare(requests).wait(left_s).raise_first()
 
     async def transfer_async(self, requests: Sequence[TransferRequest], deadline_s: float) -> None:
         """The same for asyncio; small copies over shm happen at once, all else in one of the engine's threads.
 
         Raises Overloaded if ``max_async_batches`` are waiting already.
         """
-        if self._copy_directly(requests, self.config.direct_async_bytes):
+        if copy_directly(requests, self.config.direct_async_bytes):
             return
         if self._num_async >= self.config.max_async_batches:
             raise Overloaded(f"{self._num_async} batches are waiting for the engine's threads")
@@ -218,25 +226,11 @@ class TransferEngine:
                 del self._segments[stale]
             self._segments[key] = opening
 
-    def _copy_directly(self, requests: Sequence[TransferRequest], max_bytes: int) -> bool:
-        """Copy a batch that needs nothing but mapped memory; False, when it needs more or an owner is gone.
-
-        The short cut past slices and paths that makes a small shm READ cost microseconds: there is one path, one slice
-        a request, and nothing that could be retried, so there is nothing to decide.
-        """
-        mapped: list[ShmPeer] = []
-        num_bytes = 0
-        for request in requests:
-            shm = request.target.shm
-            num_bytes += request.length
-            if shm is None or num_bytes > max_bytes:
-                return False
-            mapped.append(shm)
-        buffers = [admit_buffer(request) for request in requests]
-        refuse_overlaps(requests, buffers)
-        for request, buffer, shm in zip(requests, buffers, mapped, strict=True):
-            shm.copy(request.opcode, buffer, request.source_offset, request.target_offset, request.length)
-        return all(shm.alive for shm in (mapped if len(mapped) == 1 else set(mapped)))
+    def _takes_one_slice(self, requests: Sequence[TransferRequest]) -> bool:
+        """Whether a batch is one slice on a transport that moves bytes by itself."""
+        if len(requests) != 1 or requests[0].target.shm is not None:
+            return False
+        return requests[0].length <= self.config.limits[requests[0].target.transport].slice_bytes
 
     def _open(self, descriptor: SegmentDescriptor, session_id: int, pinned: str | None) -> RemoteSegment:
         wanted = (pinned,) if pinned is not None else self.transports

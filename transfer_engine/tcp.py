@@ -4,11 +4,12 @@ Owns sockets and their bytes, decides nothing. Heads of many slices go ahead on 
 order.
 
 No late duplicate of a failed WRITE: a stream that failed is closed and a retry goes over another connection. Its bytes
-may still sit in the peer's socket, so every stream of this link first sends a FENCE with the closed connection's token:
-the peer cuts that connection (or refuses it, if it sees it only later) before it reads the retry behind the fence. What
-a batch that has ended by deadline or cancel left on a closed connection can land until the owner has read its end, but
-only under its lease: the owner admits no slice after the lease's end, and does not free the range while an admitted one
-is open. A READ lands nothing after ``cut``: the socket is closed in this process.
+may still sit in the peer's socket, so every stream to that peer sends a FENCE with the closed connection's token before
+its next slice (see ``fences``): the peer cuts that connection, or refuses it if it sees it only later, before it reads
+what stands behind the fence. The same holds for what a batch that ended by deadline or cancel left behind, as far as
+this process's later slices go; for everybody else its lease is the guard: the owner admits no slice after the lease's
+end, and does not free the range while an admitted one is open.
+A READ lands nothing after ``cut``: the socket is closed in this process.
 """
 
 from __future__ import annotations
@@ -18,15 +19,13 @@ import select
 
 from tanghulu.clock import Clock
 from tanghulu.errors import NodeUnavailable
+from tanghulu.transfer_engine.fences import Fences
 from tanghulu.transfer_engine.paths import Path
 from tanghulu.transfer_engine.segment import SegmentDescriptor
 from tanghulu.transfer_engine.slices import Slice
 from tanghulu.transfer_engine.tcp_stream import StreamBroken, TcpStream
 from tanghulu.transfer_engine.transport import Completion, Lost
 from tanghulu.types import Address
-
-#: After so many failed WRITE streams a link sends no more fences but starts over with new connections.
-_MAX_FENCES = 256
 
 
 class TcpPeer:
@@ -35,25 +34,26 @@ class TcpPeer:
     def __init__(self, descriptor: SegmentDescriptor, session_id: int) -> None:
         self._descriptor = descriptor
         self._session_id = session_id
+        self._fences = Fences()
 
     def connect(self) -> TcpLink:
         """A new link; its streams connect when the first slice is posted on them."""
-        return TcpLink(self._descriptor, self._session_id)
+        return TcpLink(self._descriptor, self._session_id, self._fences)
 
     def close(self) -> None:
-        """Links share nothing."""
+        """Links share no connection."""
 
 
 class TcpLink:
     """One batch's streams to one peer."""
 
-    def __init__(self, descriptor: SegmentDescriptor, session_id: int) -> None:
+    def __init__(self, descriptor: SegmentDescriptor, session_id: int, fences: Fences) -> None:
         self._descriptor = descriptor
         self._session_id = session_id
+        self._fences = fences
         self._streams: dict[Path, TcpStream] = {}
         self._by_fd: dict[int, TcpStream] = {}
         self._ended: list[Completion] = []
-        self._fences: list[int] = []
         self._broken: set[Path] = set()  # paths whose loss the next poll tells
         self._epoll = select.epoll()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -97,14 +97,13 @@ class TcpLink:
         del self._by_fd[stream.fileno()]
         self._epoll.unregister(stream.fileno())
         if stream.writes_unanswered:
-            self._fences.append(stream.token)
+            self._fences.add(stream.token)
         stream.close()
 
     @property
     def reusable(self) -> bool:
         """Whether another batch may use this link: nothing is under way on it."""
-        usable = not self._closed and not self._ended and len(self._fences) < _MAX_FENCES
-        return usable and not any(stream.busy for stream in self._streams.values())
+        return not self._closed and not self._ended and not any(stream.busy for stream in self._streams.values())
 
     def fileno(self) -> int:
         """The epoll descriptor: readable when a socket is ready."""
@@ -156,8 +155,8 @@ class TcpLink:
             self._streams[path] = stream
             self._by_fd[stream.fileno()] = stream
             self._epoll.register(stream.fileno(), stream.interest)
-        if stream.num_fences < len(self._fences):
-            stream.queue_fences(self._fences)
+        if stream.num_fences < self._fences.num_added:
+            stream.queue_fences(*self._fences.since(stream.num_fences))
         return stream
 
     def _attempt(self, path: Path, stream: TcpStream, *, send: bool, receive: bool) -> None:

@@ -107,11 +107,11 @@ class TcpStream:
         self._num_slices += 1
         self._expected.append(piece)
 
-    def queue_fences(self, tokens: Sequence[int]) -> None:
-        """Have the connections of ``tokens`` cut before anything queued later is served."""
-        for token in tokens[self.num_fences :]:
+    def queue_fences(self, num_told: int, tokens: Sequence[int]) -> None:
+        """Have the connections of ``tokens`` cut before anything queued later is served; then ``num_told`` are told."""
+        for token in tokens:
             self._queue_control(Op.FENCE, token, 0)
-        self.num_fences = len(tokens)
+        self.num_fences = num_told
 
     def send(self) -> None:
         """Give the socket what it takes."""

@@ -26,6 +26,7 @@ from tanghulu.transfer_engine.engine import (
     TransferEngine,
     TransferRequest,
 )
+from tanghulu.transfer_engine.fences import MAX_TOKENS, Fences
 from tanghulu.transfer_engine.segment import Endpoint, SegmentDescriptor
 from tanghulu.transfer_engine.tcp import TcpPeer
 from tanghulu.transfer_engine.wire import Head, Op
@@ -344,3 +345,40 @@ def test_results_do_not_depend_on_numpy(engine: TransferEngine, mortal: SegmentP
     for source in (b"bytes", bytearray(b"bytes"), memoryview(b"bytes"), np.frombuffer(b"bytes", np.uint8)):
         engine.transfer([TransferRequest(WRITE, source, remote, 0, 5)], 5)
         assert mortal.peek(0, 5) == b"bytes"
+
+
+@pytest.mark.parametrize("opcode", list(Opcode))
+def test_the_short_way_keeps_its_deadline_and_leaves_the_rest_to_the_long_one(
+    mortal: SegmentProcess, engine: TransferEngine, eager_engine: TransferEngine, opcode: Opcode
+):
+    patient = engine.open_segment(mortal.descriptor, transport="tcp")
+    eager = eager_engine.open_segment(mortal.descriptor, transport="tcp")
+    landing = bytearray(b"\x11" * 1000)
+    mortal.signal(signal.SIGSTOP)
+    for each, remote in ((engine, patient), (eager_engine, eager)):
+        with pytest.raises(DeadlineExceeded):
+            each.transfer([TransferRequest(opcode, landing, remote, 0, 1000)], 0.25)
+        each.check()
+    assert landing == b"\x11" * 1000
+    waking = threading.Timer(0.3, mortal.signal, [signal.SIGCONT])  # the short way gives up first
+    waking.start()
+    eager_engine.transfer([TransferRequest(WRITE, b"\x22" * 1000, eager, 0, 1000)], 20)
+    waking.join()
+    assert mortal.peek(0, 1000) == b"\x22" * 1000
+    engine.transfer([TransferRequest(WRITE, b"\x33" * 1000, patient, 0, 1000)], 5)
+    assert mortal.peek(0, 1000) == b"\x33" * 1000
+    assert mortal.counters()["fenced"] >= (2 if opcode is WRITE else 1)
+
+
+def test_fences_remember_a_bounded_number():
+    fences = Fences()
+    for token in range(3):
+        fences.add(token)
+    assert fences.since(0) == (3, [0, 1, 2])
+    assert fences.since(2) == (3, [2])
+    assert fences.since(3) == (3, [])
+    for token in range(3, MAX_TOKENS + 10):
+        fences.add(token)
+    num_told, tokens = fences.since(2)
+    assert num_told == MAX_TOKENS + 10
+    assert tokens == list(range(10, MAX_TOKENS + 10))
