@@ -33,8 +33,7 @@ def exists(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[l
 def _exist(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[list[bool]]:
     while True:
         reply = yield from common.ask_master(messages.locate(keys, count_only=True))
-        holders, incomplete = messages.locations(reply)
-        found = [bool(nodes) for nodes in holders]
+        found, incomplete = messages.existence(reply)
         if not incomplete or all(found):
             return found
         yield from common.refresh_nodes(context)

@@ -195,6 +195,11 @@ def locations(reply: AnyReply) -> tuple[list[tuple[PeerId, ...]], bool]:
     return [tuple(ids[i] for i in location.nodes) for location in message.locations], message.incomplete
 
 
+def existence(reply: AnyReply) -> tuple[list[bool], bool]:
+    """As ``locations``, where it only matters whether somebody holds the key."""
+    return [bool(location.nodes) for location in reply.message.locations], reply.message.incomplete
+
+
 def nodes() -> AnyCall:
     """All nodes."""
     return Call(fastlane_pb2.METHOD_NODES, directory_pb2.NodesRequest(), directory_pb2.NodesReply)
