@@ -8,7 +8,7 @@ from tanghulu.store.checksums import MAX_PARTS, NO_CHECKSUMS, Checksums, validat
 from tanghulu.store.words import NewChunk, Pin, validate_key
 
 _PIN_TO_WIRE = {Pin.NONE: store_pb2.PIN_NONE, Pin.SOFT: store_pb2.PIN_SOFT, Pin.HARD: store_pb2.PIN_HARD}
-_PIN_FROM_WIRE = {number: pin for pin, number in _PIN_TO_WIRE.items()}
+_PIN_FROM_WIRE: dict[int, Pin] = {int(number): pin for pin, number in _PIN_TO_WIRE.items()}
 
 
 def checksums_to_wire(checksums: Checksums) -> store_pb2.Checksums:
