@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tanghulu.config import command, option
+from tanghulu.discovery.open import HELP as DISCOVERY_HELP
+from tanghulu.discovery.open import open_discovery
 from tanghulu.errors import ConfigError
 from tanghulu.process import Process, ProcessConfig, run
 from tanghulu.types import Address, Role
@@ -26,7 +28,8 @@ class WorkerConfig(ProcessConfig):
     """The options of a worker."""
 
     port: int = option(7430, "port of sessions, peers and administration; 0 picks one")
-    master: Address = option(Address("127.0.0.1", 7400), "the master, for discovery and the store")
+    master: Address = option(Address("127.0.0.1", 7400), "the master of the store")
+    discovery: str = option("master", DISCOVERY_HELP)
     model: str = option("smollm2", "a directory with safetensors or GGUF, a .gguf file, or smollm2", metavar="DIR")
     dtype: str = option("auto", "arithmetic and KV type", choices=("auto", "float32", "bfloat16"))
     kv_memory: int = option(1 << 30, "memory of the paged KV cache", size=True)
@@ -71,12 +74,11 @@ def _load(process: Process, config: WorkerConfig) -> LoadedModel:
 
 @contextlib.asynccontextmanager
 async def _serving(process: Process, config: WorkerConfig, loaded: LoadedModel) -> AsyncIterator[Worker]:
-    from tanghulu.discovery.master import MasterDiscovery
     from tanghulu.workers.assembly import Worker
 
     async with contextlib.AsyncExitStack() as stack:
         worker = await stack.enter_async_context(Worker(process, config, loaded))
-        discovery = await stack.enter_async_context(MasterDiscovery(config.master))
+        discovery = await stack.enter_async_context(open_discovery(config.discovery, config.master))
         registration = await discovery.register(_instance(process, config, worker))
         stack.push_async_callback(registration.close)
         process.ready(worker.instance_id, worker.address)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
+import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator
@@ -11,18 +13,22 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+import pytest
 from running_master import master_here
 
 from tanghulu.discovery.base import Discovery, Instance
+from tanghulu.discovery.etcd import EtcdDiscovery
 from tanghulu.discovery.file import FileDiscovery
 from tanghulu.discovery.master import MasterDiscovery
 from tanghulu.discovery.memory import MemoryDiscovery, MemoryRegistry
+from tanghulu.errors import MasterUnavailable
 from tanghulu.types import Address
 
 _DOOMED = """
 import asyncio, sys
 from pathlib import Path
 from tanghulu.discovery.base import Instance
+from tanghulu.discovery.etcd import EtcdDiscovery
 from tanghulu.discovery.file import FileDiscovery
 from tanghulu.discovery.master import MasterDiscovery
 from tanghulu.types import Address, Place, Role
@@ -38,6 +44,9 @@ asyncio.run(main())
 
 
 class Source(Protocol):
+    #: A lease ends at most so much later than it was asked to.
+    late_s: float
+
     def open(self) -> Discovery: ...
 
     async def doomed(self, instance: Instance, ttl_s: float) -> Doomed: ...
@@ -70,6 +79,8 @@ class DoomedProcess:
 
 
 class MemorySource:
+    late_s = 0.0
+
     def __init__(self) -> None:
         self._registry = MemoryRegistry()
 
@@ -88,6 +99,8 @@ class MemorySource:
 
 
 class FileSource:
+    late_s = 0.0
+
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
@@ -99,6 +112,8 @@ class FileSource:
 
 
 class MasterSource:
+    late_s = 0.0
+
     def __init__(self, address: Address) -> None:
         self._address = address
 
@@ -109,6 +124,61 @@ class MasterSource:
         return await DoomedProcess.start(f"MasterDiscovery({self._address!r})", instance, ttl_s)
 
 
+class EtcdSource:
+    late_s = 2.0  # whole seconds, and expired ones are looked for twice a second
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+
+    def open(self) -> Discovery:
+        return EtcdDiscovery(self._address)
+
+    async def doomed(self, instance: Instance, ttl_s: float) -> Doomed:
+        return await DoomedProcess.start(f"EtcdDiscovery({self._address!r})", instance, ttl_s)
+
+
+#: etcd grants no lease shorter than one and a half election time-outs.
+_FAST_ELECTION = ("--heartbeat-interval", "20", "--election-timeout", "200")
+
+
+@asynccontextmanager
+async def etcd_here() -> AsyncIterator[Address]:
+    """A real etcd of one member on free ports, its data in a directory that goes with it."""
+    if shutil.which("etcd") is None:
+        pytest.skip("etcd is missing: apt-get install etcd-server")
+    client, peer = _free_port(), _free_port()
+    with tempfile.TemporaryDirectory(prefix="th-etcd-") as directory:
+        urls = ["--listen-client-urls", f"http://127.0.0.1:{client}", "--listen-peer-urls", f"http://127.0.0.1:{peer}"]
+        advertised = ["--advertise-client-urls", f"http://127.0.0.1:{client}"]
+        process = await asyncio.create_subprocess_exec(
+            *("etcd", "--data-dir", directory, *urls, *advertised, *_FAST_ELECTION, "--log-level", "error"),
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        try:
+            await _answers(Address("127.0.0.1", client))
+            yield Address("127.0.0.1", client)
+        finally:
+            process.terminate()
+            await process.wait()
+
+
+async def _answers(address: Address) -> None:
+    async with asyncio.timeout(20), EtcdDiscovery(address) as discovery:
+        while True:
+            try:
+                await discovery.revoke(await discovery.grant(2))
+                return
+            except MasterUnavailable:
+                await asyncio.sleep(0.05)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 @asynccontextmanager
 async def source(kind: str) -> AsyncIterator[Any]:
     if kind == "memory":
@@ -116,6 +186,9 @@ async def source(kind: str) -> AsyncIterator[Any]:
     elif kind == "file":
         with tempfile.TemporaryDirectory(prefix="th-file-") as directory:
             yield FileSource(Path(directory) / "instances")
+    elif kind == "etcd":
+        async with etcd_here() as address:
+            yield EtcdSource(address)
     else:
         async with master_here() as process:
             yield MasterSource(await process.address)

@@ -9,15 +9,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from types import TracebackType
 from typing import Self
 
 import grpc.aio
 import structlog
 
-from tanghulu.discovery.base import DEFAULT_TTL_S, EventKind, Instance, InstanceEvent
+from tanghulu.discovery.base import DEFAULT_TTL_S, Instance, InstanceEvent
 from tanghulu.discovery.instance_wire import instance_from_proto, instance_to_proto
+from tanghulu.discovery.mirror import InstanceMirror
 from tanghulu.errors import MasterUnavailable
 from tanghulu.protos import common_pb2, etcd_pb2, etcd_pb2_grpc
 from tanghulu.rpc.grpc_edge import channel, typed_errors
@@ -65,6 +67,7 @@ class EtcdRegistration:
 
     async def close(self) -> None:
         """Unregister now; an etcd that is away lets the lease run out."""
+        self._discovery.forget(self)
         if self._renewing is not None:
             self._renewing.cancel()
             await asyncio.gather(self._renewing, return_exceptions=True)
@@ -82,6 +85,7 @@ class EtcdDiscovery:
         self._kv = etcd_pb2_grpc.KVStub(self._channel)
         self._leases = etcd_pb2_grpc.LeaseStub(self._channel)
         self._watches = etcd_pb2_grpc.WatchStub(self._channel)
+        self._registrations: set[EtcdRegistration] = set()
 
     async def __aenter__(self) -> Self:
         return self
@@ -89,13 +93,20 @@ class EtcdDiscovery:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        for registration in list(self._registrations):
+            await registration.close()
         await self._channel.close()
 
     async def register(self, instance: Instance, ttl_s: float = DEFAULT_TTL_S) -> EtcdRegistration:
         """Enter ``instance`` under a lease of ``ttl_s`` (rounded up to seconds). Raises MasterUnavailable."""
         registration = EtcdRegistration(self, instance, ttl_s)
         await registration.open()
+        self._registrations.add(registration)
         return registration
+
+    def forget(self, registration: EtcdRegistration) -> None:
+        """The registration was closed: leaving the context need not do it."""
+        self._registrations.discard(registration)
 
     async def grant(self, ttl_s: float) -> int:
         """A new lease."""
@@ -127,40 +138,31 @@ class EtcdDiscovery:
 
     async def watch(self, *roles: Role, namespace: str = "default") -> AsyncIterator[InstanceEvent]:
         """First every live instance, then SYNCED, then changes; connects again by itself."""
-        known: dict[bytes, Instance] = {}
-        synced = False
+        mirror = InstanceMirror(grace_s=0)  # etcd keeps leases over its own restarts: who is missing is gone
         while True:
             try:
-                async for event in self._follow(self._range_key(namespace), known, roles, synced):
-                    synced = synced or event.kind is EventKind.SYNCED
-                    yield event
+                async with aclosing(self._follow(self._range_key(namespace), mirror, frozenset(roles))) as events:
+                    async for event in events:
+                        yield event
             except MasterUnavailable as error:
                 _log.warning("discovery.etcd_unavailable", error=error.message)
             await asyncio.sleep(_RETRY_S)
 
     async def _follow(
-        self, start: bytes, known: dict[bytes, Instance], roles: tuple[Role, ...], synced: bool
-    ) -> AsyncIterator[InstanceEvent]:
+        self, start: bytes, mirror: InstanceMirror, roles: frozenset[Role]
+    ) -> AsyncGenerator[InstanceEvent, None]:
         end = start[:-1] + bytes([start[-1] + 1])
         async with typed_errors(self._peer, MasterUnavailable):
             snapshot = await self._kv.Range(etcd_pb2.RangeRequest(key=start, range_end=end), timeout=_CALL_DEADLINE_S)
-            present = {kv.key: _instance(kv.value) for kv in snapshot.kvs}
-            for key in known.keys() - present.keys():
-                yield InstanceEvent(EventKind.DELETE, known.pop(key))
-            for key, instance in present.items():
-                if _wanted(instance, roles) and known.get(key) != instance:
-                    known[key] = instance
-                    yield InstanceEvent(EventKind.PUT, instance)
-            if not synced:
-                yield InstanceEvent(EventKind.SYNCED)
+            for event in _snapshot_events(mirror, snapshot, roles):
+                yield event
             create = etcd_pb2.WatchCreateRequest(key=start, range_end=end, start_revision=snapshot.header.revision + 1)
             call = self._watches.Watch()
             try:
                 await call.write(etcd_pb2.WatchRequest(create_request=create))
                 async for response in call:
                     for change in response.events:
-                        event = _apply(known, change, roles)
-                        if event is not None:
+                        for event in _change_events(mirror, change, roles, len(start)):
                             yield event
                     if response.canceled:
                         return
@@ -174,20 +176,22 @@ class EtcdDiscovery:
         return self._range_key(instance.namespace) + instance.id.encode()
 
 
-def _instance(value: bytes) -> Instance:
-    return instance_from_proto(common_pb2.Instance.FromString(value))
+def _snapshot_events(
+    mirror: InstanceMirror, snapshot: etcd_pb2.RangeResponse, roles: frozenset[Role]
+) -> list[InstanceEvent]:
+    mirror.begin()
+    events = [event for kv in snapshot.kvs for event in _put_events(mirror, kv.value, roles)]
+    return events + mirror.synced(0)
 
 
-def _wanted(instance: Instance, roles: tuple[Role, ...]) -> bool:
-    return not roles or instance.role in roles
-
-
-def _apply(known: dict[bytes, Instance], change: etcd_pb2.Event, roles: tuple[Role, ...]) -> InstanceEvent | None:
+def _change_events(
+    mirror: InstanceMirror, change: etcd_pb2.Event, roles: frozenset[Role], prefix_bytes: int
+) -> list[InstanceEvent]:
     if change.type == etcd_pb2.Event.DELETE:
-        gone = known.pop(change.kv.key, None)
-        return InstanceEvent(EventKind.DELETE, gone) if gone is not None else None
-    instance = _instance(change.kv.value)
-    if not _wanted(instance, roles) or known.get(change.kv.key) == instance:
-        return None
-    known[change.kv.key] = instance
-    return InstanceEvent(EventKind.PUT, instance)
+        return mirror.delete(change.kv.key[prefix_bytes:].decode())
+    return _put_events(mirror, change.kv.value, roles)
+
+
+def _put_events(mirror: InstanceMirror, value: bytes, roles: frozenset[Role]) -> list[InstanceEvent]:
+    instance = instance_from_proto(common_pb2.Instance.FromString(value))
+    return mirror.put(instance) if not roles or instance.role in roles else []
