@@ -18,7 +18,8 @@ from tanghulu.conductor.metrics import ConductorMetrics
 from tanghulu.conductor.policies.registry import POLICIES, make_policy
 from tanghulu.config import command, option
 from tanghulu.discovery.base import Discovery, Instance
-from tanghulu.discovery.master import MasterDiscovery
+from tanghulu.discovery.open import HELP as DISCOVERY_HELP
+from tanghulu.discovery.open import open_discovery
 from tanghulu.errors import ConfigError, NodeUnavailable
 from tanghulu.process import Process, ProcessConfig, run
 from tanghulu.types import Address, Role
@@ -33,6 +34,7 @@ class ConductorConfig(ProcessConfig):
 
     port: int = option(8000, "port of the HTTP API; 0 picks one")
     master: Address = option(Address("127.0.0.1", 7400), "the master's address")
+    discovery: str = option("master", DISCOVERY_HELP)
     policy: str = option("ttft-min", "how workers are chosen for a request", choices=tuple(POLICIES))
     max_in_flight: int = option(1024, "most sequences under way at workers")
     max_queued: int = option(1024, "most sequences that wait; beyond it requests are refused with 429")
@@ -104,7 +106,7 @@ class Conductor:
 async def serve(process: Process, config: ConductorConfig) -> None:
     """Run until the process is to stop."""
     listener_port = config.port
-    async with MasterDiscovery(config.master) as discovery:
+    async with open_discovery(config.discovery, config.master) as discovery:
         conductor = Conductor(config, f"conductor-{process.generation:012x}", process.registry)
         async with conductor.running(discovery, listener_port):
             mirroring = asyncio.create_task(conductor.dispatcher.mirror.follow_master(config.master))
