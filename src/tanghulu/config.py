@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import os
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -89,22 +89,30 @@ def command(name: str, config_class: type[C], run: Callable[[C], None], help: st
     """The CLI command that fills ``config_class`` and calls ``run`` with it."""
 
     def callback(**values: Any) -> None:
-        check_environment(os.environ)
         run(config_class(**values))
 
-    for field in dataclasses.fields(config_class):  # type: ignore[arg-type]
-        _KNOWN.add(PREFIX + field.name.upper())
     return click.Command(name, params=options_of(config_class), callback=callback, help=help)
 
 
-_KNOWN: set[str] = {PREFIX + "CONFIG"}
+def variables() -> set[str]:
+    """The TANGHULU_* variables that are set."""
+    return {key for key in os.environ if key.startswith(PREFIX)}
 
 
-def check_environment(environment: Mapping[str, str]) -> None:
-    """Raise ConfigError for a TANGHULU_* variable that no command knows."""
-    for key in environment:
-        if key.startswith(PREFIX) and key not in _KNOWN:
-            raise ConfigError(f"environment variable {key} is unknown{_hint(key, _KNOWN)}")
+def variables_of(commands: Iterable[click.Command]) -> set[str]:
+    """The variables that ``commands`` (and the commands of groups among them) read."""
+    known: set[str] = set()
+    for each in commands:
+        known |= {p.envvar for p in each.params if isinstance(p.envvar, str)}
+        if isinstance(each, click.Group):
+            known |= variables_of(each.commands.values())
+    return known
+
+
+def refuse_unknown_variables(known: set[str]) -> None:
+    """Raise ConfigError that names a TANGHULU_* variable which is set but not ``known``."""
+    for key in sorted(variables() - known):
+        raise ConfigError(f"environment variable {key} is unknown{_hint(key, known)}")
 
 
 def load_toml(path: Path, commands: Mapping[str, click.Command]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from tanghulu.config import command, describe, load_toml, option
+from tanghulu.config import command, describe, load_toml, option, refuse_unknown_variables, variables_of
 from tanghulu.errors import ConfigError
 from tanghulu.types import Address
 
@@ -65,11 +65,14 @@ def test_bad_flags_name_themselves(invoke, flags, named):
     assert named in result.output
 
 
-def test_an_unknown_variable_refuses_to_start(invoke):
-    result, config = invoke(env={"TANGHULU_PROT": "1"})
-    assert config is None
-    assert isinstance(result.exception, ConfigError)
-    assert "TANGHULU_PROT" in result.exception.message
+def test_an_unknown_variable_names_itself_and_what_was_meant(invoke, monkeypatch):
+    known = variables_of([click.Group("all", commands=invoke.commands)])
+    assert known >= {"TANGHULU_PORT", "TANGHULU_MEMORY"}
+    monkeypatch.setenv("TANGHULU_PORT", "1")
+    refuse_unknown_variables(known)
+    monkeypatch.setenv("TANGHULU_PROT", "1")
+    with pytest.raises(ConfigError, match="TANGHULU_PROT is unknown; did you mean TANGHULU_PORT"):
+        refuse_unknown_variables(known)
 
 
 @pytest.mark.parametrize(

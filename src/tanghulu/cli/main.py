@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 
-from tanghulu.config import load_toml
+from tanghulu.config import load_toml, refuse_unknown_variables, variables, variables_of
 from tanghulu.errors import TanghuluError
 from tanghulu.version import __version__
 
@@ -71,9 +71,22 @@ def load_command(name: str) -> click.Command | None:
 @click.pass_context
 def root(ctx: click.Context, config: Path | None) -> None:
     """A distributed KV-cache store with a conductor for LLM inference."""
+    _check_variables(ctx)
     if config is not None:
-        commands = {name: load_command(name) for name in _COMMANDS}
-        ctx.default_map = load_toml(config, {name: c for name, c in commands.items() if c is not None})
+        ctx.default_map = load_toml(config, _all_commands())
+
+
+def _check_variables(ctx: click.Context) -> None:
+    """Refuse a TANGHULU_* variable that no command reads; asks the others only if this one does not read it."""
+    invoked = load_command(ctx.invoked_subcommand or "")
+    known = variables_of([root, invoked] if invoked is not None else [root])
+    if variables() - known:
+        refuse_unknown_variables(known | variables_of(_all_commands().values()))
+
+
+def _all_commands() -> dict[str, click.Command]:
+    loaded = {name: load_command(name) for name in _COMMANDS}
+    return {name: found for name, found in loaded.items() if found is not None}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,0 +1,46 @@
+"""The root command: variables, configuration files and exit codes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+def _run(*arguments, **variables):
+    command = [sys.executable, "-W", "error", "-m", "tanghulu", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | variables)
+
+
+def test_a_variable_of_another_command_is_no_mistake():
+    done = _run("store", "nodes", "--master", "127.0.0.1:1", TANGHULU_NODE_MEMORY="1GiB")
+    assert done.returncode == 4, done.stderr
+    assert "127.0.0.1:1" in done.stderr
+
+
+def test_a_variable_of_no_command_refuses_to_start():
+    done = _run("master", TANGHULU_PROT="1")
+    assert done.returncode == 7
+    assert "TANGHULU_PROT is unknown; did you mean TANGHULU_PORT?" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "named"), [("[master]\nprot = 1", "did you mean port"), ("[mastre]\nport = 1", "mastre")]
+)
+def test_a_bad_file_refuses_to_start(tmp_path, text, named):
+    file = tmp_path / "tanghulu.toml"
+    file.write_text(text)
+    done = _run("--config", str(file), "master")
+    assert done.returncode == 7
+    assert named in done.stderr
+
+
+def test_help_names_every_command_without_importing_them():
+    code = "import sys; from tanghulu.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+    code += "assert not {'grpc', 'torch', 'fastapi'} & set(sys.modules), 'too much'"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    for name in ("up", "chat", "store", "master", "node", "prefill", "decode", "worker", "conductor"):
+        assert f"  {name} " in done.stdout
