@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Sequence
-from typing import TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, TypeVar, cast
 
 from google.protobuf.message import Message
 
-from tanghulu.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable
-from tanghulu.protos import common_pb2, fastlane_pb2
-from tanghulu.rpc.fast_client import Reply
+from tanghulu.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, TanghuluError
+from tanghulu.protos import common_pb2
+from tanghulu.rpc.fast_client import Reply, outcome_of
 from tanghulu.rpc.frames import PREAMBLE, Frame, FrameReader, call_id_of, encode_head
-from tanghulu.rpc.wire import decode, error_of
+from tanghulu.rpc.wire import decode
 from tanghulu.types import Address
 
 R = TypeVar("R", bound=Message)
+#: Told the reply, or why there is none, in the loop step in which that is known.
+OnReply: TypeAlias = Callable[[Reply[Any] | TanghuluError], None]
 
 _CONNECT_TIMEOUT_S = 5.0
 _CLOSE_TIMEOUT_S = 1.0
@@ -30,7 +32,7 @@ class AsyncFastConnection(asyncio.Protocol):
         self.peer = peer
         self._reader = FrameReader()
         self._numbers = itertools.count()
-        self._pending: dict[int, asyncio.Future[Frame]] = {}
+        self._pending: dict[int, tuple[type[Message], OnReply]] = {}
         self._transport: asyncio.Transport | None = None
         self._lost = asyncio.get_running_loop().create_future()
         self._reason = ""  # that the peer gave, or that we had
@@ -70,9 +72,9 @@ class AsyncFastConnection(asyncio.Protocol):
             for frame in self._reader.feed(data):
                 if frame.call_id == 0:
                     self._reason = decode(common_pb2.Status, frame.body).message
-                future = self._pending.pop(frame.call_id, None)
-                if future is not None and not future.done():
-                    future.set_result(frame)
+                waiting = self._pending.pop(frame.call_id, None)
+                if waiting is not None:
+                    waiting[1](_outcome(waiting[0], frame))
         except InvalidRequest as error:
             assert self._transport is not None
             self._reason = error.message
@@ -85,9 +87,8 @@ class AsyncFastConnection(asyncio.Protocol):
         self._writable.set()
         reason = self._reason or exc or "closed"
         pending, self._pending = self._pending, {}
-        for future in pending.values():
-            if not future.done():
-                future.set_exception(NodeUnavailable(f"connection to {self.peer} was lost: {reason}"))
+        for _, on_reply in pending.values():
+            on_reply(NodeUnavailable(f"connection to {self.peer} was lost: {reason}"))
 
     def pause_writing(self) -> None:
         """The peer reads slowly: calls wait before they send."""
@@ -112,30 +113,63 @@ class AsyncFastConnection(asyncio.Protocol):
         """
         try:
             async with asyncio.timeout(deadline_s):
-                frame = await self._exchange(method, request, attachment)
+                if not self._writable.is_set():
+                    await self._writable.wait()
+                return await self._exchange(method, request, reply_type, attachment)
         except TimeoutError:
             raise DeadlineExceeded(f"{self.peer} did not answer within {deadline_s:g} s") from None
-        if frame.method == fastlane_pb2.METHOD_ERROR:
-            raise error_of(decode(common_pb2.Status, frame.body)) or InvalidRequest("an error without a code")
-        return Reply(decode(reply_type, frame.body), memoryview(frame.attachment))
 
     async def _exchange(
-        self, method: int, request: Message, attachment: Sequence[bytes | bytearray | memoryview]
-    ) -> Frame:
-        if not self._writable.is_set():
-            await self._writable.wait()
-        if self._transport is None or self._transport.is_closing():
-            raise NodeUnavailable(f"connection to {self.peer} is closed")
-        call_id = call_id_of(next(self._numbers))
-        body = request.SerializeToString()
-        head = encode_head(method, call_id, len(body), sum(memoryview(part).nbytes for part in attachment))
-        self._transport.writelines([head + body, *attachment])
-        future: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
-        self._pending[call_id] = future
+        self,
+        method: int,
+        request: Message,
+        reply_type: type[R],
+        attachment: Sequence[bytes | bytearray | memoryview],
+    ) -> Reply[R]:
+        future: asyncio.Future[Reply[R]] = asyncio.get_running_loop().create_future()
+
+        def on_reply(outcome: Reply[R] | TanghuluError) -> None:
+            if future.done():
+                return
+            if isinstance(outcome, TanghuluError):
+                future.set_exception(outcome)
+            else:
+                future.set_result(outcome)
+
+        call_id = self.send(method, request, reply_type, on_reply, attachment)
         try:
             return await future
         finally:
             self._pending.pop(call_id, None)
+
+    def send(
+        self,
+        method: int,
+        request: Message,
+        reply_type: type[Message],
+        on_reply: OnReply,
+        attachment: Sequence[bytes | bytearray | memoryview] = (),
+    ) -> int:
+        """Send one request without waiting; ``on_reply`` is called once, or never if this raises NodeUnavailable.
+
+        The caller bounds what it has in flight. Returns the call's number on this connection.
+        """
+        if self._transport is None or self._transport.is_closing():
+            raise NodeUnavailable(f"connection to {self.peer} is closed")
+        call_id = call_id_of(next(self._numbers))
+        body = request.SerializeToString()
+        head = encode_head(method, call_id, len(body), sum([memoryview(part).nbytes for part in attachment])) + body
+        self._pending[call_id] = (reply_type, on_reply)
+        if attachment:
+            self._transport.writelines([head, *attachment])
+        else:
+            self._transport.write(head)
+        return call_id
+
+    def abort(self) -> None:
+        """Cut the connection: every call in flight ends with NodeUnavailable, soon."""
+        if self._transport is not None:
+            self._transport.abort()
 
     async def close(self) -> None:
         """Close the connection and wait until it is closed."""
@@ -143,3 +177,10 @@ class AsyncFastConnection(asyncio.Protocol):
             self._transport.close()
             await asyncio.wait({self._lost}, timeout=_CLOSE_TIMEOUT_S)
             self._transport.abort()  # a peer that does not read would hold what is unsent for ever
+
+
+def _outcome(reply_type: type[R], frame: Frame) -> Reply[R] | TanghuluError:
+    try:
+        return outcome_of(reply_type, frame)
+    except InvalidRequest as error:  # whoever waits for this call is to hear of it
+        return error

@@ -1,6 +1,7 @@
 """The fast lane's server side, as an asyncio protocol: frames in, handlers called, frames out.
 
-A handler that needs no waiting is a plain function and is answered in the same loop step; others are
+A handler that needs no waiting is a plain function and is answered in the same loop step. One that waits for a single
+event returns a Later, which is set by whoever learns of that event, without a task in between; others are
 coroutines. Handlers raise typed errors; what else they raise is a bug: it is logged with its trace, answered as
 INTERNAL, and the connection lives on.
 """
@@ -8,9 +9,10 @@ INTERNAL, and the connection lives on.
 from __future__ import annotations
 
 import asyncio
-import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from types import CoroutineType
 from typing import Any, TypeAlias, cast
 
 import structlog
@@ -25,7 +27,7 @@ _log = structlog.get_logger(__name__)
 
 #: A reply, or a reply with raw payload behind it.
 Answer: TypeAlias = Message | tuple[Message, Sequence[bytes | memoryview]]
-Handler: TypeAlias = Callable[["Peer", Any, memoryview], Answer | Awaitable[Answer]]
+Handler: TypeAlias = Callable[["Peer", Any, memoryview], "Answer | Later | Coroutine[Any, Any, Answer]"]
 
 MAX_CALLS_IN_FLIGHT = 256
 MAX_CONNECTIONS = 4096
@@ -41,6 +43,29 @@ class Peer:
     name: str
     state: Any = None
     on_close: list[Callable[[], None]] = field(default_factory=list)
+
+
+class Later:
+    """An answer that comes later: ``set`` it once, and it is sent in that same step of the event loop."""
+
+    __slots__ = ("_answer", "_then")
+
+    def __init__(self) -> None:
+        self._answer: Answer | None = None
+        self._then: Callable[[Answer], None] | None = None
+
+    def set(self, answer: Answer) -> None:
+        """This is the answer."""
+        assert self._answer is None, "an answer is given once"
+        self._answer = answer
+        if self._then is not None:
+            self._then(answer)
+
+    def then(self, send: Callable[[Answer], None]) -> None:
+        """Call ``send`` with the answer, now if it is there."""
+        self._then = send
+        if self._answer is not None:
+            send(self._answer)
 
 
 @dataclass
@@ -65,6 +90,7 @@ class FastServerProtocol(asyncio.Protocol):
         self._reader = FrameReader()
         self._transport: asyncio.Transport | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._num_later = 0
         self._peer_is_slow = False
         self._paused = False
         self._ending: asyncio.TimerHandle | None = None
@@ -119,7 +145,7 @@ class FastServerProtocol(asyncio.Protocol):
         """Read from the peer only while it reads from us and has few enough calls in flight."""
         assert self._transport is not None
         most = MAX_CALLS_IN_FLIGHT // 2 if self._paused else MAX_CALLS_IN_FLIGHT - 1
-        paused = self._peer_is_slow or len(self._tasks) > most
+        paused = self._peer_is_slow or len(self._tasks) + self._num_later > most
         if paused != self._paused and not self._transport.is_closing():
             self._paused = paused
             (self._transport.pause_reading if paused else self._transport.resume_reading)()
@@ -132,8 +158,9 @@ class FastServerProtocol(asyncio.Protocol):
         request_type, handler = entry
         try:
             answer = handler(self._peer, decode(request_type, frame.body), memoryview(frame.attachment))
-            if not inspect.isawaitable(answer):
-                self._send(frame, answer)
+            kind = type(answer)
+            if kind is not Later and kind is not CoroutineType:
+                self._send(frame, cast(Answer, answer))
                 return
         except TanghuluError as error:
             self._send_error(frame.call_id, error)
@@ -141,12 +168,22 @@ class FastServerProtocol(asyncio.Protocol):
         except Exception:  # noqa: BLE001 - a handler's bug must not take the connection's other calls down
             self._internal(frame)
             return
-        task = asyncio.ensure_future(self._finish(frame, answer))
-        self._tasks.add(task)
-        task.add_done_callback(self._task_done)
+        if isinstance(answer, Later):
+            self._num_later += 1
+            answer.then(partial(self._send_later, frame))
+        else:
+            task = asyncio.ensure_future(self._finish(frame, cast("Coroutine[Any, Any, Answer]", answer)))
+            self._tasks.add(task)
+            task.add_done_callback(self._task_done)
         self._pace()
 
-    async def _finish(self, frame: Frame, answer: Awaitable[Answer]) -> None:
+    def _send_later(self, frame: Frame, answer: Answer) -> None:
+        self._num_later -= 1
+        self._send(frame, answer)
+        if self._paused:
+            self._pace()
+
+    async def _finish(self, frame: Frame, answer: Coroutine[Any, Any, Answer]) -> None:
         try:
             self._send(frame, await answer)
         except TanghuluError as error:
@@ -165,7 +202,7 @@ class FastServerProtocol(asyncio.Protocol):
     def _send(self, frame: Frame, answer: Answer) -> None:
         message, attachment = answer if isinstance(answer, tuple) else (answer, ())
         body = message.SerializeToString()
-        size = sum(len(part) for part in attachment)
+        size = sum([len(part) for part in attachment]) if attachment else 0
         self._write(encode_head(frame.method, frame.call_id, len(body), size) + body, attachment)
 
     def _send_error(self, call_id: int, error: TanghuluError) -> None:
@@ -181,4 +218,4 @@ class FastServerProtocol(asyncio.Protocol):
             self._transport.write(head)
 
 
-__all__ = ["PREAMBLE", "Answer", "FastServerProtocol", "FastService", "Handler", "Peer"]
+__all__ = ["PREAMBLE", "Answer", "FastServerProtocol", "FastService", "Handler", "Later", "Peer"]

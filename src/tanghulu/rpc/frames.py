@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tanghulu.errors import InvalidRequest
 
@@ -25,8 +25,7 @@ MAX_BODY_BYTES = 16 << 20
 MAX_ATTACHMENT_BYTES = 64 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     """One frame: ``body`` is an encoded message, ``attachment`` the payload behind it."""
 
     method: int
@@ -45,9 +44,12 @@ def encode_head(method: int, call_id: int, body_bytes: int, attachment_bytes: in
     return HEAD.pack(body_bytes, attachment_bytes, method, 0, call_id)
 
 
-def decode_head(head: bytes | bytearray | memoryview) -> tuple[int, int, int, int]:
-    """(body bytes, attachment bytes, method, call id); raises InvalidRequest for lengths beyond the maxima."""
-    body_bytes, attachment_bytes, method, _flags, call_id = HEAD.unpack_from(head)
+def decode_head(data: bytes | bytearray | memoryview, position: int = 0) -> tuple[int, int, int, int]:
+    """(body bytes, attachment bytes, method, call id) of the head at ``position``.
+
+    Raises InvalidRequest for lengths beyond the maxima.
+    """
+    body_bytes, attachment_bytes, method, _flags, call_id = HEAD.unpack_from(data, position)
     if body_bytes > MAX_BODY_BYTES or attachment_bytes > MAX_ATTACHMENT_BYTES:
         raise InvalidRequest(f"peer announced a frame of {body_bytes} + {attachment_bytes} bytes; closing")
     return body_bytes, attachment_bytes, method, call_id
@@ -73,24 +75,19 @@ class FrameReader:
                 return
             data = bytes(self._buffer)
             self._buffer.clear()
-        position = 0
-        while (end := position + self._frame_bytes(data, position)) <= len(data):
-            yield self._cut(data, position)
+        position, size = 0, len(data)
+        while size - position >= HEAD.size:
+            body_bytes, attachment_bytes, method, call_id = decode_head(data, position)
+            start = position + HEAD.size
+            end = start + body_bytes + attachment_bytes
+            if end > size:
+                self._wanted = end - position
+                break
+            body = data[start : start + body_bytes]
+            attachment = memoryview(data)[start + body_bytes : end] if attachment_bytes else b""
             position = end
-        self._wanted = end - position
-        self._buffer += memoryview(data)[position:]
-
-    @staticmethod
-    def _frame_bytes(data: bytes, position: int) -> int:
-        """Length of the frame at ``position``, or of its head as long as that is not all there."""
-        if len(data) - position < HEAD.size:
-            return HEAD.size
-        body_bytes, attachment_bytes, _, _ = decode_head(memoryview(data)[position:])
-        return HEAD.size + body_bytes + attachment_bytes
-
-    @staticmethod
-    def _cut(data: bytes, position: int) -> Frame:
-        view = memoryview(data)[position:]
-        body_bytes, attachment_bytes, method, call_id = decode_head(view)
-        start = HEAD.size + body_bytes
-        return Frame(method, call_id, bytes(view[HEAD.size : start]), view[start : start + attachment_bytes])
+            yield Frame(method, call_id, body, attachment)
+        else:
+            self._wanted = HEAD.size
+        if position < size:
+            self._buffer += data[position:] if position else data
