@@ -100,7 +100,7 @@ class Worker:
         process, config = self._process, self._config
         service = FastService()
         door = Door(service, process.run_dir, "worker")
-        self.address = await door.bind(config.host, config.port)
+        self.address = await door.bind(config.host, config.port, config.reachable_host)
         self.unix_path = door.unix_path
         self.instance_id = process.instance_id(self.address.port)
         core, connector = self._engine(stack)
@@ -184,6 +184,7 @@ class Worker:
             self._segment,
             access,
             host=self._config.host,
+            advertised_host=self._config.reachable_host,
             unix_path=str(self._process.run_dir / "kv.sock"),
             generation=self._process.generation,
             host_id=host_id(),

@@ -30,7 +30,7 @@ class MetricsServer:
             self._server, self._thread = start_http_server(port, addr=host, registry=registry)
         except OSError as error:
             raise ConfigError(f"cannot serve metrics on {host}:{port}: {error.strerror}") from error
-        self.address = f"{host}:{self._server.server_port}"
+        self.port = int(self._server.server_port)
 
     def close(self) -> None:
         """Stop serving."""

@@ -28,7 +28,7 @@ from prometheus_client import CollectorRegistry
 
 from tanghulu import log
 from tanghulu.config import describe, option
-from tanghulu.errors import TanghuluError
+from tanghulu.errors import ConfigError, TanghuluError
 from tanghulu.metrics import MetricsServer, new_registry
 from tanghulu.types import Address, InstanceId, Place, Role
 
@@ -40,12 +40,27 @@ class ProcessConfig:
     """The options that every process has."""
 
     host: str = option("127.0.0.1", "address to listen on")
+    advertise_host: str = option("", "address under which others reach this process; default: --host")
     metrics_port: int = option(0, "port of GET /metrics; 0 picks one")
     place: Place = option(Place(), "where this process stands, zone/rack/host")
     namespace: str = option("default", "instances see each other within one namespace")
     run_dir: Path | None = option(None, "directory for Unix sockets; default: a private temporary one")
     log_level: str = option("info", "least level that is logged", choices=log.LEVELS)
     status_fd: int = option(-1, "file descriptor of the supervisor's status stream")
+
+    @property
+    def reachable_host(self) -> str:
+        """What to publish: a wildcard that is listened on is nobody's address, so then it is this machine's own."""
+        if self.advertise_host:
+            return self.advertise_host
+        return _own_address() if self.host in ("", "0.0.0.0", "::") else self.host
+
+
+def _own_address() -> str:
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError as error:
+        raise ConfigError(f"this machine's name has no address ({error}): say --advertise-host") from error
 
 
 class Status:
@@ -149,7 +164,8 @@ async def _run(role: Role, config: P, serve: Serve[P]) -> None:
     try:
         metrics = MetricsServer(registry, config.host, config.metrics_port)
         generation = secrets.randbits(48)
-        process = Process(role, config, run_dir, status, registry, metrics.address, generation, stopping)
+        metrics_address = str(Address(config.reachable_host, metrics.port))
+        process = Process(role, config, run_dir, status, registry, metrics_address, generation, stopping)
         await serve(process, config)
     except TanghuluError as error:
         status.send("failed", code=error.code, message=error.message)

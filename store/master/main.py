@@ -50,7 +50,7 @@ async def serve(process: Process, config: MasterConfig) -> None:
     calls.serve(service)
     membership_pb2_grpc.add_MembershipServicer_to_server(MembershipService(shell), door.grpc_server)
     directory_pb2_grpc.add_DirectoryServicer_to_server(DirectoryService(shell, calls), door.grpc_server)
-    address = await door.start(config.host, config.port)
+    address = await door.start(config.host, config.port, config.reachable_host)
     ticking = asyncio.create_task(shell.run())
     process.ready(process.instance_id(address.port), address)
     try:

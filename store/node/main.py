@@ -78,6 +78,7 @@ class Node:
             self._segment,
             access,
             host=config.host,
+            advertised_host=config.reachable_host,
             unix_path=str(process.run_dir / "segment.sock"),
             generation=process.generation,
             host_id=processes.host_id(),
@@ -121,7 +122,7 @@ class Node:
             await self._segment_server.start()
         except OSError as error:
             raise ConfigError(f"cannot serve the segment on {self._config.host}: {error}") from error
-        address = await self._door.start(self._config.host, self._config.port)
+        address = await self._door.start(self._config.host, self._config.port, self._config.reachable_host)
         identity = NodeIdentity(
             self._process.instance_id(address.port), self._process.generation, self._segment_server.descriptor()
         )

@@ -46,14 +46,17 @@ class Door:
         self._empty.set()
         self.address = Address("", 0)
 
-    async def start(self, host: str, port: int) -> Address:
+    async def start(self, host: str, port: int, advertised_host: str = "") -> Address:
         """``bind`` and ``open`` in one; for processes whose services do not need to know the address."""
-        address = await self.bind(host, port)
+        address = await self.bind(host, port, advertised_host)
         await self.open()
         return address
 
-    async def bind(self, host: str, port: int) -> Address:
-        """Take host:port (0 picks one) and the Unix socket, without letting anybody in yet. Raises ConfigError."""
+    async def bind(self, host: str, port: int, advertised_host: str = "") -> Address:
+        """Take host:port (0 picks one) and the Unix socket, without letting anybody in yet.
+
+        Returns the address to publish, with ``advertised_host`` in place of ``host`` if given. Raises ConfigError.
+        """
         loop = asyncio.get_running_loop()
         try:
             tcp = await loop.create_server(lambda: _Sniffer(self), host, port, start_serving=False)
@@ -67,7 +70,7 @@ class Door:
             tcp.close()
             raise ConfigError(f"cannot listen on {self.unix_path}: {error}; choose a shorter --run-dir") from error
         self._servers.append(unix)
-        self.address = Address(host, tcp.sockets[0].getsockname()[1])
+        self.address = Address(advertised_host or host, tcp.sockets[0].getsockname()[1])
         return self.address
 
     async def open(self) -> None:
