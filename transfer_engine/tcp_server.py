@@ -12,6 +12,7 @@ and only after the last one the lease's transfer ends: so a range is not reused 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, cast
@@ -49,6 +50,8 @@ class TcpDoor(Protocol):
 
     view: memoryview
     piece_bytes: int
+    #: Runs a callback behind the current event, in order (the loop's ``call_soon``).
+    soon: Callable[[Callable[[], None]], object]
 
     def opened(self, connection: TcpConnection) -> bool:
         """Whether there is room for one more connection."""
@@ -112,7 +115,7 @@ class TcpConnection(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """End the open slice. A READ's only behind this callback: uvloop closes the socket right after it."""
         if self._phase is _Phase.SEND:
-            asyncio.get_running_loop().call_soon(self._finish)
+            self._door.soon(self._finish)
         else:
             self._finish()
         if self._admitted:

@@ -103,7 +103,7 @@ class Owner:
             "written": self.server.bytes_written["tcp"],
             "refused": self.server.num_refused,
             "connections": self.server.num_connections,
-            "fenced": len(self.server._fenced),
+            "fenced": self.server.num_fenced,
         }
 
 

@@ -1,0 +1,164 @@
+"""What a segment's owner decides about its tcp peers: pure, no socket and no loop.
+
+Owns the connections' tokens, the fences, the counters, and which connections made no progress. ``server`` listens and
+sweeps; ``tcp_server`` moves the bytes and asks here; what a peer may touch is ``access``'s decision. The simulation
+drives this class as it stands.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from tanghulu.errors import InvalidRequest, NodeUnavailable, TanghuluError, Unauthorized
+from tanghulu.transfer_engine.access import AccessTable
+from tanghulu.transfer_engine.leases import Freed
+from tanghulu.transfer_engine.opcode import Opcode
+from tanghulu.transfer_engine.segment import MemorySegment
+from tanghulu.transfer_engine.tcp_server import TcpConnection
+from tanghulu.transfer_engine.wire import Head, Op, name_hash
+from tanghulu.types import LeaseId
+
+_MAX_FENCED_TOKENS = 1 << 16
+_PIECE_BYTES = 1 << 20
+
+
+class Reception:
+    """The TcpDoor of one segment of one generation.
+
+    ``soon`` runs a callback behind the current event (the loop's ``call_soon``); ``on_freed`` is told which ranges
+    became free because a transfer ended, ``on_emptied`` that the last connection has gone while it was not ``open``.
+    While it is not, nobody new is let in.
+    """
+
+    def __init__(
+        self,
+        segment: MemorySegment,
+        access: AccessTable | None,
+        *,
+        generation: int,
+        max_connections: int,
+        soon: Callable[[Callable[[], None]], object],
+        on_freed: Callable[[Sequence[Freed]], None] | None = None,
+        on_emptied: Callable[[], None] | None = None,
+    ) -> None:
+        self.view = segment.view
+        self.piece_bytes = _PIECE_BYTES
+        self.soon = soon
+        self.bytes_read = 0
+        self.bytes_written = 0
+        self.num_refused = 0
+        self.num_fenced = 0
+        self.open = False
+        self.connections: set[TcpConnection] = set()
+        self._segment = segment
+        self._access = access
+        self._generation = generation
+        self._name_hash = name_hash(segment.name)
+        self._max_connections = max_connections
+        self._on_freed = on_freed
+        self._on_emptied = on_emptied
+        self._by_token: dict[int, TcpConnection] = {}
+        self._fenced: OrderedDict[int, None] = OrderedDict()
+
+    # --- what a tcp connection asks (TcpDoor)
+
+    def opened(self, connection: TcpConnection) -> bool:
+        """Whether there is room for one more connection."""
+        if not self.open or len(self.connections) >= self._max_connections:
+            self.num_refused += 1
+            return False
+        self.connections.add(connection)
+        return True
+
+    def closed(self, connection: TcpConnection) -> None:
+        """The connection is gone."""
+        self.connections.discard(connection)
+        self._by_token.pop(connection.token, None)
+        if not self.open and not self.connections and self._on_emptied is not None:
+            self._on_emptied()
+
+    def hello(self, connection: TcpConnection, head: Head) -> None:
+        """Admit a connection under its token."""
+        self._check_generation(head)
+        if head.lease_id != self._name_hash:
+            raise self._refused(NodeUnavailable(f"another segment is served here: {self._segment.name!r}"))
+        token = head.offset
+        if token == 0 or token in self._fenced or token in self._by_token or connection.token:
+            raise self._refused(Unauthorized(f"connection token {token:#x} is not to be used (again)"))
+        connection.token = token
+        self._by_token[token] = connection
+
+    def fence(self, head: Head) -> None:
+        """Cut the connection that its client gave up, also if its hello comes only later."""
+        self._fenced[head.offset] = None
+        self.num_fenced += 1
+        while len(self._fenced) > _MAX_FENCED_TOKENS:
+            self._fenced.popitem(last=False)
+        connection = self._by_token.pop(head.offset, None)
+        if connection is not None:
+            connection.cut()
+
+    def begin(self, head: Head) -> None:
+        """Admit a slice: right generation, inside the segment, covered by a lease."""
+        self._check_generation(head)
+        if head.offset + head.length > self._segment.size_bytes:
+            raise self._refused(
+                InvalidRequest(
+                    f"[{head.offset}, +{head.length}) is outside the segment of {self._segment.size_bytes} bytes"
+                )
+            )
+        if self._access is not None:
+            op = Opcode.READ if head.op is Op.READ else Opcode.WRITE
+            try:
+                self._access.begin(head.session_id, LeaseId(head.lease_id), op, head.offset, head.length)
+            except TanghuluError as error:
+                raise self._refused(error) from None
+
+    def end(self, head: Head, moved_bytes: int) -> None:
+        """A slice ended, wholly moved or not."""
+        if head.op is Op.READ:
+            self.bytes_read += moved_bytes
+        else:
+            self.bytes_written += moved_bytes
+        if self._access is not None:
+            freed = self._access.end(LeaseId(head.lease_id))
+            if freed and self._on_freed is not None:
+                self._on_freed(freed)
+
+    # --- what the server asks
+
+    def cut_stalled(self) -> None:
+        """Cut connections that made no progress inside a slice since the last call."""
+        for connection in list(self.connections):
+            progress = connection.progress
+            if progress is not None and progress == connection.sweep_mark:
+                connection.cut()
+            connection.sweep_mark = progress
+
+    def check(self) -> None:
+        """Assert the invariants: tokens name open connections, and bounds hold."""
+        assert set(self._by_token.values()) <= self.connections
+        assert len(self.connections) <= self._max_connections
+        assert len(self._fenced) <= _MAX_FENCED_TOKENS
+        assert not self._by_token.keys() & self._fenced.keys()
+        if self._access is not None:
+            self._access.check()
+
+    def __repr__(self) -> str:
+        return f"Reception({self._segment!r}, generation={self._generation}, {len(self.connections)} connections)"
+
+    # --- inside
+
+    def _check_generation(self, head: Head) -> None:
+        if head.generation != self._generation:
+            raise self._refused(
+                NodeUnavailable(
+                    f"generation {head.generation} of segment {self._segment.name!r} is gone, "
+                    f"{self._generation} is here: ask for its descriptor again"
+                )
+            )
+
+    def _refused(self, error: TanghuluError) -> TanghuluError:
+        self.num_refused += 1
+        return error
