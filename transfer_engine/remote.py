@@ -12,6 +12,7 @@ from tanghulu.clock import Clock
 from tanghulu.errors import NodeUnavailable, TanghuluError
 from tanghulu.transfer_engine.config import EngineConfig
 from tanghulu.transfer_engine.link_pool import LinkPool
+from tanghulu.transfer_engine.network import Network
 from tanghulu.transfer_engine.paths import Path, PathTable, PauseRule
 from tanghulu.transfer_engine.segment import SegmentDescriptor
 from tanghulu.transfer_engine.shm import ShmPeer
@@ -33,6 +34,7 @@ class RemoteSegment:
         config: EngineConfig,
         clock: Clock,
         shm: ShmPeer | None,
+        network: Network | None = None,
     ) -> None:
         assert transports, "a segment is reached over at least one transport"
         self.descriptor = descriptor
@@ -43,8 +45,9 @@ class RemoteSegment:
         self._peers: dict[str, Peer] = {}
         if shm is not None:
             self._peers["shm"] = shm
+        self._tcp = TcpPeer(descriptor, session_id, network)
         if "tcp" in transports:
-            self._peers["tcp"] = TcpPeer(descriptor, session_id)
+            self._peers["tcp"] = self._tcp
         self._pools = {
             name: LinkPool(peer.connect, config.max_links_per_peer, clock) for name, peer in self._peers.items()
         }
@@ -83,7 +86,7 @@ class RemoteSegment:
         for path in self.paths.paths:
             if path.transport != "tcp" or path.stream or path.local_device != self.paths.paths[0].local_device:
                 continue
-            link = TcpPeer(self.descriptor, self.session_id).connect()
+            link = self._tcp.connect()
             try:
                 link.greet(path, timeout_s, clock)
             except TanghuluError as error:

@@ -20,6 +20,7 @@ import select
 from tanghulu.clock import Clock
 from tanghulu.errors import NodeUnavailable
 from tanghulu.transfer_engine.fences import Fences
+from tanghulu.transfer_engine.network import KernelNetwork, Network
 from tanghulu.transfer_engine.paths import Path
 from tanghulu.transfer_engine.segment import SegmentDescriptor
 from tanghulu.transfer_engine.slices import Slice
@@ -31,14 +32,15 @@ from tanghulu.types import Address
 class TcpPeer:
     """A remote segment behind one or more ``host:port``."""
 
-    def __init__(self, descriptor: SegmentDescriptor, session_id: int) -> None:
+    def __init__(self, descriptor: SegmentDescriptor, session_id: int, network: Network | None = None) -> None:
         self._descriptor = descriptor
         self._session_id = session_id
+        self._network = network or KernelNetwork()
         self._fences = Fences()
 
     def connect(self) -> TcpLink:
         """A new link; its streams connect when the first slice is posted on them."""
-        return TcpLink(self._descriptor, self._session_id, self._fences)
+        return TcpLink(self._descriptor, self._session_id, self._fences, self._network)
 
     def close(self) -> None:
         """Links share no connection."""
@@ -47,15 +49,16 @@ class TcpPeer:
 class TcpLink:
     """One batch's streams to one peer."""
 
-    def __init__(self, descriptor: SegmentDescriptor, session_id: int, fences: Fences) -> None:
+    def __init__(self, descriptor: SegmentDescriptor, session_id: int, fences: Fences, network: Network) -> None:
         self._descriptor = descriptor
         self._session_id = session_id
         self._fences = fences
+        self._network = network
         self._streams: dict[Path, TcpStream] = {}
         self._by_fd: dict[int, TcpStream] = {}
         self._ended: list[Completion] = []
         self._broken: set[Path] = set()  # paths whose loss the next poll tells
-        self._epoll = select.epoll()
+        self._epoll = network.poller()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake_fd, select.EPOLLIN)
         self._closed = False
@@ -151,7 +154,11 @@ class TcpLink:
         stream = self._streams.get(path)
         if stream is None:
             address = Address.parse(path.endpoint.address)
-            stream = TcpStream(path, address, self._descriptor, self._session_id)
+            try:
+                sock = self._network.connect(path, address)
+            except NodeUnavailable as error:
+                raise StreamBroken(error) from error
+            stream = TcpStream(path, sock, self._descriptor, self._session_id)
             self._streams[path] = stream
             self._by_fd[stream.fileno()] = stream
             self._epoll.register(stream.fileno(), stream.interest)

@@ -10,11 +10,11 @@ import errno
 import itertools
 import secrets
 import select
-import socket
 from collections import deque
 from collections.abc import Sequence
 
 from tanghulu.errors import NodeUnavailable, TanghuluError, TransferFailed
+from tanghulu.transfer_engine.network import StreamSocket
 from tanghulu.transfer_engine.opcode import Opcode
 from tanghulu.transfer_engine.paths import Path
 from tanghulu.transfer_engine.segment import SegmentDescriptor
@@ -29,7 +29,6 @@ from tanghulu.transfer_engine.wire import (
     parse_error,
     parse_reply,
 )
-from tanghulu.types import Address
 
 _MAX_IOVECS = 64
 _HELLO_ID = 0
@@ -44,9 +43,9 @@ class StreamBroken(Exception):
 
 
 class TcpStream:
-    """A connection on ``path``; it starts to connect at once and says hello first."""
+    """A connection on ``path`` over ``sock``, which has begun to connect; says hello first, and closes it at the end."""
 
-    def __init__(self, path: Path, address: Address, descriptor: SegmentDescriptor, session_id: int) -> None:
+    def __init__(self, path: Path, sock: StreamSocket, descriptor: SegmentDescriptor, session_id: int) -> None:
         self.path = path
         self.token = secrets.randbits(63) | 1
         self.greeted = False
@@ -62,7 +61,7 @@ class TcpStream:
         self._into = self._head  # where the next bytes belong
         self._got = 0
         self._text: bytearray | None = None  # a refusal's text, while it is received
-        self._sock = _connect(path, address)
+        self._sock = sock
         self.watched = self.interest
         self._queue_control(Op.HELLO, self.token, name_hash(descriptor.name))
 
@@ -228,23 +227,3 @@ class TcpStream:
             self._num_slices -= 1
             self._num_writes -= first.opcode is Opcode.WRITE
         return first
-
-
-def _connect(path: Path, address: Address) -> socket.socket:
-    """A non-blocking socket that has begun to connect; raises StreamBroken if the address cannot even be tried."""
-    try:
-        family, kind, protocol, _, target = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
-        sock = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
-    except OSError as error:
-        raise StreamBroken(NodeUnavailable(f"{path.label}: {error.strerror or error}")) from error
-    try:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if path.local_device:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, path.local_device.encode())
-        refusal = sock.connect_ex(target)
-        if refusal not in (0, errno.EINPROGRESS):
-            raise OSError(refusal, errno.errorcode.get(refusal, "unknown error"))
-    except OSError as error:
-        sock.close()
-        raise StreamBroken(NodeUnavailable(f"{path.label}: {error.strerror or error}")) from error
-    return sock

@@ -1,0 +1,107 @@
+"""What the tcp transport asks of the machine: connections, and which of them are ready. The simulation puts its own.
+
+Owns socket options and nothing else.
+"""
+
+from __future__ import annotations
+
+import errno
+import select
+import socket
+from collections.abc import Iterable
+from typing import Protocol
+
+from tanghulu.errors import NodeUnavailable
+from tanghulu.transfer_engine.paths import Path
+from tanghulu.types import Address
+
+
+class StreamSocket(Protocol):
+    """The part of a non-blocking ``socket.socket`` that a stream uses, with its exceptions."""
+
+    def sendmsg(self, buffers: Iterable[memoryview], /) -> int:
+        """Give bytes to the connection; BlockingIOError when it takes none now."""
+        ...
+
+    def recv_into(self, buffer: memoryview, /) -> int:
+        """Take bytes; BlockingIOError when there are none now, 0 when the peer has hung up."""
+        ...
+
+    def fileno(self) -> int:
+        """The number by which a Poller knows it."""
+        ...
+
+    def close(self) -> None:
+        """Hang up; nothing is received afterwards."""
+        ...
+
+
+class Poller(Protocol):
+    """The part of ``select.epoll`` that a link uses."""
+
+    def register(self, fd: int, eventmask: int, /) -> None:
+        """Watch a descriptor."""
+        ...
+
+    def modify(self, fd: int, eventmask: int, /) -> None:
+        """Watch for something else."""
+        ...
+
+    def unregister(self, fd: int, /) -> None:
+        """Watch it no more."""
+        ...
+
+    def poll(self, timeout: float | None, /) -> list[tuple[int, int]]:
+        """(descriptor, events) that are ready, after at most ``timeout`` seconds."""
+        ...
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when something is ready."""
+        ...
+
+    def close(self) -> None:
+        """Let go."""
+        ...
+
+
+class Network(Protocol):
+    """Makes both."""
+
+    def connect(self, path: Path, address: Address) -> StreamSocket:
+        """A socket that has begun to connect, over the path's local device.
+
+        Raises NodeUnavailable if the address cannot even be tried.
+        """
+        ...
+
+    def poller(self) -> Poller:
+        """A new Poller."""
+        ...
+
+
+class KernelNetwork:
+    """The machine's own."""
+
+    def connect(self, path: Path, address: Address) -> StreamSocket:
+        """A TCP socket without Nagle's delay, bound to the path's local device if it names one."""
+        try:
+            found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+            family, kind, protocol, _, target = found[0]
+            sock = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
+        except OSError as error:
+            raise NodeUnavailable(f"{path.label}: {error.strerror or error}") from error
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if path.local_device:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, path.local_device.encode())
+            refusal = sock.connect_ex(target)
+            if refusal not in (0, errno.EINPROGRESS):
+                raise OSError(refusal, errno.errorcode.get(refusal, "unknown error"))
+        except OSError as error:
+            sock.close()
+            raise NodeUnavailable(f"{path.label}: {error.strerror or error}") from error
+        return sock
+
+    def poller(self) -> Poller:
+        """An epoll descriptor."""
+        return select.epoll()
