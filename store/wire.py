@@ -16,6 +16,14 @@ def checksums_to_wire(checksums: Checksums) -> store_pb2.Checksums:
     return store_pb2.Checksums(part_bytes=checksums.part_bytes, parts=checksums.parts)
 
 
+def fill_checksums(message: store_pb2.Checksums, checksums: Checksums) -> None:
+    """Write ``checksums`` into a part of a larger message; cheaper than ``checksums_to_wire``."""
+    if checksums.parts:
+        message.parts.extend(checksums.parts)
+        if checksums.part_bytes:
+            message.part_bytes = checksums.part_bytes
+
+
 def checksums_from_wire(message: store_pb2.Checksums) -> Checksums:
     """The checksums in ``message``; raises InvalidRequest for too many parts."""
     parts = message.parts
@@ -37,9 +45,7 @@ def pin_from_wire(number: int) -> Pin:
 def new_chunk_to_wire(new: NewChunk) -> store_pb2.PutItem:
     """The message of one put."""
     item = store_pb2.PutItem(key=new.key, version=new.version, size_bytes=new.size_bytes)
-    if new.checksums.parts:
-        item.checksums.part_bytes = new.checksums.part_bytes
-        item.checksums.parts.extend(new.checksums.parts)
+    fill_checksums(item.checksums, new.checksums)
     if new.pin is not Pin.NONE:
         item.pin = _PIN_TO_WIRE[new.pin]
     if new.ttl_s is not None:

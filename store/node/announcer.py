@@ -1,28 +1,30 @@
-"""Tells the master what the node holds: the shell around AnnouncementQueue.
+"""Tells the master what the node holds: the shell around AnnouncementQueue and Confirmations.
 
-One message is under way at a time; puts that come meanwhile share the next. Without a master the queue waits and the
-connection is tried again; a put's own deadline then ends its wait, the chunk stays.
+One message is under way at a time. A put's announcement leaves in the same step of the event loop that kicked it, and
+the master's answer reaches the put's client in the step in which it arrives; puts that come meanwhile share the next
+message. Without a master the queue waits and the connection is tried again; a put's own deadline then ends its wait,
+the chunk stays.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import structlog
 
 from tanghulu.errors import MasterUnavailable, TanghuluError
 from tanghulu.protos import directory_pb2, fastlane_pb2
 from tanghulu.rpc.fast_aio import AsyncFastConnection
+from tanghulu.rpc.fast_client import Reply
 from tanghulu.store.node.announcements import Announcement, Report
 from tanghulu.store.node.chunk import Chunk
+from tanghulu.store.node.confirmations import Confirmations, Done, Word
 from tanghulu.store.node.node_state import NodeState
 from tanghulu.types import Address, InstanceId
 
 _log = structlog.get_logger(__name__)
 
-#: Evictions alone wait this long for company; readers find out at once anyway.
-REMOVALS_DELAY_S = 0.05
 HEARTBEAT_S = 1.0
 CALL_DEADLINE_S = 3.0
 _RETRY_S = (0.05, 0.1, 0.2, 0.5)
@@ -35,7 +37,7 @@ _REPORTS = {
 
 
 class Announcer:
-    """Runs as one task. ``on_change`` is called after the master's answers changed chunks."""
+    """``run`` keeps it connected, ``tick`` keeps its times; ``on_change`` is called after answers changed chunks."""
 
     def __init__(
         self,
@@ -51,116 +53,133 @@ class Announcer:
         self._generation = generation
         self._on_change = on_change
         self._connection: AsyncFastConnection | None = None
-        self._sleeping: asyncio.Future[None] | None = None
-        self._waiting: dict[Chunk, list[asyncio.Future[bool]]] = {}
-        self._flushes: list[asyncio.Future[bool]] = []
-        self._flushing: list[asyncio.Future[bool]] = []
+        self._broken: asyncio.Future[None] | None = None
+        self._free = False  # connected, and no message under way
+        self._message = Announcement()
+        self._sent_s = 0.0
+        self._failures = 0
+        self._confirmations = Confirmations()
+        self._timer: asyncio.TimerHandle | None = None
+        self._flushes: list[asyncio.Future[None]] = []
+        self._flushing: list[asyncio.Future[None]] = []
         self.connected = asyncio.Event()
 
-    def kick(self) -> None:
-        """There is something to tell; costs nothing while a message is under way."""
-        if self._sleeping is not None and not self._sleeping.done():
-            self._sleeping.set_result(None)
+    # --- what the node's services ask
 
-    async def confirmed(self, chunks: Sequence[Chunk], until_s: float) -> list[bool | TanghuluError]:
-        """Wait for the master's word on each chunk: whether this put was the first.
+    def kick(self) -> None:
+        """There is something to tell; it leaves now, unless a message is under way."""
+        if self._free and (self._queue.urgent or self._flushes or self._flushing):
+            self._tell()
+
+    def confirm(self, chunks: Sequence[Chunk], until_s: float, done: Done) -> None:
+        """Call ``done`` with the master's word on each chunk: whether this put was the first of its key.
 
         MasterUnavailable comes in the place of those that it did not confirm until ``until_s`` (the loop's time);
         they stay and are announced later.
         """
-        futures = [self._expect(chunk) for chunk in chunks]
-        self.kick()
-        timer = asyncio.get_running_loop().call_at(until_s, self._expire, futures)
-        outcomes: list[bool | TanghuluError] = []
-        try:
-            for future in futures:
-                try:
-                    outcomes.append(future is None or await future)
-                except TanghuluError as error:
-                    outcomes.append(error)
-        finally:
-            timer.cancel()
-            for chunk, future in zip(chunks, futures, strict=True):
-                if future is not None:
-                    self._leave(chunk, future)
-        return outcomes
+        pending = [chunk for chunk in chunks if self._queue.is_pending(chunk)]
+        self._confirmations.expect(chunks, pending, until_s, done)
+        if pending:
+            if self._timer is None or self._timer.when() > until_s:
+                self._set_timer(until_s)
+            self.kick()
+
+    async def confirmed(self, chunks: Sequence[Chunk], until_s: float) -> list[Word]:
+        """``confirm`` for coroutines."""
+        future: asyncio.Future[list[Word]] = asyncio.get_running_loop().create_future()
+        self.confirm(chunks, until_s, lambda words: None if future.done() else future.set_result(words))
+        return await future
 
     async def flushed(self, until_s: float) -> None:
         """Wait until the master knows everything that was removed before; raises MasterUnavailable at ``until_s``."""
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[bool] = loop.create_future()
+        future: asyncio.Future[None] = loop.create_future()
         self._flushes.append(future)
         self.kick()
-        timer = loop.call_at(until_s, self._expire, [future])
         try:
-            await future
-        finally:
-            timer.cancel()
+            async with asyncio.timeout_at(until_s):
+                await future
+        except TimeoutError:
+            raise self._no_answer() from None
 
-    def _expect(self, chunk: Chunk) -> asyncio.Future[bool] | None:
-        if not self._queue.is_pending(chunk):
-            return None
-        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(chunk, []).append(future)
-        return future
+    def tick(self) -> None:
+        """To be called every few hundredths of a second: signs of life, removals alone, a master that is silent."""
+        now_s = asyncio.get_running_loop().time()
+        connection = self._connection
+        if self._free:
+            assert connection is not None
+            if connection.closed or not self._queue.empty or now_s >= self._sent_s + HEARTBEAT_S:
+                self._tell()
+        elif connection is not None and now_s >= self._sent_s + CALL_DEADLINE_S:
+            connection.abort()
 
-    def _leave(self, chunk: Chunk, future: asyncio.Future[bool]) -> None:
-        futures = self._waiting.get(chunk)
-        if futures is None:
-            return
-        futures.remove(future)
-        if not futures:  # nobody waits: it need not be held back any longer
-            del self._waiting[chunk]
+    # --- time
+
+    def _set_timer(self, until_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(until_s, self._time_is_up)
+
+    def _time_is_up(self) -> None:
+        self._timer = None
+        for chunk in self._confirmations.expire(asyncio.get_running_loop().time(), self._no_answer()):
             self._state.gave_up(chunk)
-            self._on_change()
+        if (next_s := self._confirmations.next_s) is not None:
+            self._set_timer(next_s)
+        self._on_change()
 
-    def _expire(self, futures: Sequence[asyncio.Future[bool] | None]) -> None:
-        for future in futures:
-            if future is not None and not future.done():
-                future.set_exception(
-                    MasterUnavailable(
-                        f"the master at {self._master} did not answer this node before the deadline; what was put "
-                        "stays here and will be announced, what was removed is gone"
-                    )
-                )
+    def _no_answer(self) -> MasterUnavailable:
+        return MasterUnavailable(
+            f"the master at {self._master} did not answer this node before the deadline; what was put "
+            "stays here and will be announced, what was removed is gone"
+        )
+
+    # --- the connection
 
     async def run(self, instance_id: InstanceId) -> None:
         """Announce as ``instance_id`` until cancelled; the first message begins a report."""
         self._instance_id = instance_id
         self._queue.begin_report(self._state.live_chunks())
-        failures = 0
         try:
             while True:
-                if failures == 0:
-                    await self._pause()
-                self._flushing += self._flushes
-                self._flushes.clear()
                 try:
-                    await self._send(self._queue.take())
-                    failures = 0
+                    await self._converse()
                 except TanghuluError as error:
-                    await self._failed(error, failures)
-                    failures += 1
+                    await self._failed(error)
         finally:
+            if self._timer is not None:
+                self._timer.cancel()
             await self._disconnect()
 
-    async def _pause(self) -> None:
-        """Until something is urgent, removals have waited long enough, or it is time for a sign of life."""
-        loop = asyncio.get_running_loop()
-        until = loop.time() + HEARTBEAT_S
-        while not self._queue.urgent and not self._flushes:
-            if not self._queue.empty:
-                until = min(until, loop.time() + REMOVALS_DELAY_S)
-            if loop.time() >= until:
-                return
-            self._sleeping = loop.create_future()
-            timer = loop.call_at(until, self.kick)
-            await self._sleeping
-            timer.cancel()
+    async def _converse(self) -> None:
+        """Be connected until that fails."""
+        self._connection = await AsyncFastConnection.connect(self._master)
+        self._broken = asyncio.get_running_loop().create_future()
+        self._tell()
+        await self._broken
 
-    async def _send(self, message: Announcement) -> None:
-        if self._connection is None or self._connection.closed:
-            self._connection = await AsyncFastConnection.connect(self._master)
+    async def _failed(self, error: TanghuluError) -> None:
+        if self._failures == 0:
+            _log.warning("announcer.failed", master=str(self._master), code=error.code, error=error.message)
+        self.connected.clear()
+        await self._disconnect()
+        await asyncio.sleep(_RETRY_S[min(self._failures, len(_RETRY_S) - 1)])
+        self._failures += 1
+
+    async def _disconnect(self) -> None:
+        connection, self._connection, self._free = self._connection, None, False
+        if connection is not None:
+            await connection.close()
+
+    # --- messages
+
+    def _tell(self) -> None:
+        assert self._connection is not None
+        self._free = False
+        self._flushing += self._flushes
+        self._flushes.clear()
+        self._message = message = self._queue.take()
+        self._sent_s = asyncio.get_running_loop().time()
         request = directory_pb2.AnnounceRequest(
             node_id=self._instance_id,
             generation=self._generation,
@@ -172,24 +191,41 @@ class Announcer:
         )
         for chunk in message.added:
             request.added.add(key=chunk.key, version=chunk.version, size_bytes=chunk.size_bytes)
-        reply = await self._connection.call(
-            fastlane_pb2.METHOD_ANNOUNCE, request, directory_pb2.AnnounceReply, deadline_s=CALL_DEADLINE_S
-        )
-        accepted = reply.message.accepted
-        if len(accepted) != len(message.added):
-            raise MasterUnavailable(f"{self._master} answered {len(accepted)} of {len(message.added)} announcements")
-        self._answered(message, list(accepted), reply.message.report_wanted)
+        try:
+            self._connection.send(fastlane_pb2.METHOD_ANNOUNCE, request, directory_pb2.AnnounceReply, self._replied)
+        except TanghuluError as error:
+            self._replied(error)
 
-    def _answered(self, message: Announcement, accepted: list[bool], report_wanted: bool) -> None:
+    def _replied(self, outcome: Reply[directory_pb2.AnnounceReply] | TanghuluError) -> None:
+        message = self._message
+        if not isinstance(outcome, TanghuluError) and len(outcome.message.accepted) != len(message.added):
+            outcome = MasterUnavailable(f"{self._master} did not answer all of {len(message.added)} announcements")
+        if isinstance(outcome, TanghuluError):
+            self._break(outcome)
+            return
+        self._free = True
+        self._failures = 0
+        self._answered(message, outcome.message.accepted, outcome.message.report_wanted)
+        self.kick()
+
+    def _break(self, error: TanghuluError) -> None:
+        if self._queue.requeue():
+            self._queue.begin_report(self._state.live_chunks())
+        if self._broken is not None and not self._broken.done():
+            self._broken.set_exception(error)
+
+    def _answered(self, message: Announcement, accepted: Sequence[bool], report_wanted: bool) -> None:
         self._queue.done()
         if not self.connected.is_set():
             self.connected.set()
             _log.info("announcer.connected", master=str(self._master))
         for chunk, stands in zip(message.added, accepted, strict=True):
             self._state.announced(chunk, accepted=stands)
-            _resolve(self._waiting.pop(chunk, ()), stands)
+            self._confirmations.settle(chunk, stands)
         if self._queue.removals_told:
-            _resolve(self._flushing, True)
+            for future in self._flushing:
+                if not future.done():
+                    future.set_result(None)
             self._flushing.clear()
         if report_wanted:
             _log.info("announcer.report", num_chunks=len(self._state.table))
@@ -197,23 +233,6 @@ class Announcer:
         if message.added:
             self._on_change()
 
-    async def _failed(self, error: TanghuluError, failures: int) -> None:
-        if self._queue.requeue():
-            self._queue.begin_report(self._state.live_chunks())
-        if failures == 0:
-            _log.warning("announcer.failed", master=str(self._master), code=error.code, error=error.message)
-        self.connected.clear()
-        if self._connection is not None and error.code in ("NODE_UNAVAILABLE", "DEADLINE_EXCEEDED"):
-            await self._disconnect()
-        await asyncio.sleep(_RETRY_S[min(failures, len(_RETRY_S) - 1)])
-
-    async def _disconnect(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            await connection.close()
-
-
-def _resolve(futures: Iterable[asyncio.Future[bool]], value: bool) -> None:
-    for future in futures:
-        if not future.done():
-            future.set_result(value)
+    def check(self) -> None:
+        """Assert that the waiting puts are counted."""
+        self._confirmations.check()

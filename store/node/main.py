@@ -161,9 +161,11 @@ class Node:
             self.state.expire(self._clock.now_s())
             self._sessions.forget_ended()
             self._room_changed()
+            self._announcer.tick()
             if self._config.debug_checks:
                 self.state.check()
                 self._sessions.check()
+                self._announcer.check()
 
 
 async def _register(discovery: Discovery, instance: Instance) -> Registration:

@@ -61,14 +61,18 @@ class NodeState:
         Raises InvalidRequest for a value that can never fit, StoreFull if hard pins are used up, Overloaded if too many
         wait or the holder has too many leases.
         """
+        return self.reserve_at_once(new, holder) or self.wait_for_room(new, holder)
+
+    def reserve_at_once(self, new: NewChunk, holder: Holder | None) -> Reserved | Existed | None:
+        """As ``reserve``, but None instead of a place in the queue."""
         self._refuse_impossible(new)
         existing = self._standing(new.key)
         if existing is not None:
             return self._existed(existing)
-        if len(self.waiters) == 0:
-            reserved = self._try_reserve(new, holder, sparing=False)
-            if reserved is not None:
-                return reserved
+        return None if len(self.waiters) else self._try_reserve(new, holder, sparing=False)
+
+    def wait_for_room(self, new: NewChunk, holder: Holder | None) -> Waiter:
+        """A place in the queue; raises Overloaded if too many wait."""
         waiter = Waiter(new, holder)
         self.waiters.join(waiter)
         self.counters.lease_waits += 1

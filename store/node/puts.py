@@ -6,7 +6,8 @@ Owns the futures of puts that wait for room and the copying of inline bytes into
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import structlog
 
@@ -15,6 +16,7 @@ from tanghulu.store import checksums as sums
 from tanghulu.store.checksums import Checksums
 from tanghulu.store.node.announcer import Announcer
 from tanghulu.store.node.chunk import Chunk
+from tanghulu.store.node.confirmations import Word
 from tanghulu.store.node.node_state import NodeState
 from tanghulu.store.node.outcomes import Existed, Reserved
 from tanghulu.store.node.waiters import Holder, Waiter
@@ -24,7 +26,9 @@ from tanghulu.types import LeaseId
 _log = structlog.get_logger(__name__)
 
 #: What became of one put: whether the key existed, or why it failed.
-PutOutcome = bool | TanghuluError
+PutOutcome: TypeAlias = bool | TanghuluError
+#: How far one put has come at this node, before the master's word.
+Written: TypeAlias = Reserved | Existed | TanghuluError
 
 
 class PutDesk:
@@ -56,37 +60,82 @@ class PutDesk:
             else:
                 self._state.abandon(outcome.chunk)
 
-    async def reserve(self, new: NewChunk, holder: Holder | None, until_s: float) -> Reserved | Existed:
-        """A range, or that the key is there; waits for leases that stand in the way. Raises as NodeState.reserve."""
-        outcome = self._state.reserve(new, holder)
-        if not isinstance(outcome, Waiter):
-            return outcome
+    def reserve_at_once(self, items: Sequence[NewChunk], holder: Holder | None) -> list[Written]:
+        """Ranges for the first of ``items``, as far as nothing has to be waited for."""
+        outcomes: list[Written] = []
+        for new in items:
+            try:
+                outcome = self._state.reserve_at_once(new, holder)
+            except TanghuluError as error:
+                outcomes.append(error)
+                continue
+            if outcome is None:
+                break
+            outcomes.append(outcome)
+        return outcomes
+
+    async def reserve_rest(
+        self, items: Sequence[NewChunk], outcomes: list[Written], holder: Holder | None, until_s: float
+    ) -> list[Written]:
+        """Go on where ``reserve_at_once`` stopped with ``outcomes``."""
+        while len(outcomes) < len(items):
+            try:
+                outcomes.append(await self._wait_for_room(items[len(outcomes)], holder, until_s))
+            except TanghuluError as error:
+                outcomes.append(error)
+            outcomes += self.reserve_at_once(items[len(outcomes) :], holder)
+        return outcomes
+
+    async def _wait_for_room(self, new: NewChunk, holder: Holder | None, until_s: float) -> Reserved | Existed:
+        waiter = self._state.wait_for_room(new, holder)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Reserved | Existed] = loop.create_future()
-        self._waiting[outcome] = future
+        self._waiting[waiter] = future
         try:
             return await asyncio.wait_for(future, max(until_s - loop.time(), 0.0))
         except TimeoutError:
-            raise self._state.give_up_waiting(outcome) from None
+            raise self._state.give_up_waiting(waiter) from None
         finally:
-            self._state.waiters.leave(outcome)
-            self._waiting.pop(outcome, None)
+            self._state.waiters.leave(waiter)
+            self._waiting.pop(waiter, None)
+
+    def write_at_once(self, items: Sequence[tuple[NewChunk, memoryview]], *, visible: bool) -> list[Written]:
+        """Reserve, copy and commit the first of ``items``, as far as nothing has to be waited for."""
+        outcomes: list[Written] = []
+        for new, value in items:
+            try:
+                outcome = self._state.reserve_at_once(new, None)
+                if outcome is None:
+                    break
+                outcomes.append(self._fill(outcome, new, value, visible))
+            except TanghuluError as error:
+                outcomes.append(error)
+        return outcomes
+
+    async def write_rest(
+        self, items: Sequence[tuple[NewChunk, memoryview]], outcomes: list[Written], *, visible: bool, until_s: float
+    ) -> list[Written]:
+        """Go on where ``write_at_once`` stopped with ``outcomes``."""
+        while len(outcomes) < len(items):
+            new, value = items[len(outcomes)]
+            try:
+                outcomes.append(self._fill(await self._wait_for_room(new, None, until_s), new, value, visible))
+            except TanghuluError as error:
+                outcomes.append(error)
+            outcomes += self.write_at_once(items[len(outcomes) :], visible=visible)
+        return outcomes
 
     async def put_all(
         self, items: Sequence[tuple[NewChunk, memoryview]], *, visible: bool, until_s: float
     ) -> list[PutOutcome]:
         """Put many values; they are all written before the master is waited for, so they share an announcement."""
-        written: list[Reserved | Existed | TanghuluError] = []
-        for new, value in items:
-            try:
-                written.append(await self.write(new, value, visible=visible, until_s=until_s))
-            except TanghuluError as error:
-                written.append(error)
-        return await self.settle_all(written, visible=visible, until_s=until_s)
+        written = self.write_at_once(items, visible=visible)
+        written = await self.write_rest(items, written, visible=visible, until_s=until_s)
+        return await self.settled(written, visible=visible, until_s=until_s)
 
-    async def write(self, new: NewChunk, value: memoryview, *, visible: bool, until_s: float) -> Reserved | Existed:
-        """Reserve, copy, commit; the master is not waited for."""
-        reserved = await self.reserve(new, None, until_s)
+    def _fill(
+        self, reserved: Reserved | Existed, new: NewChunk, value: memoryview, visible: bool
+    ) -> Reserved | Existed:
         if isinstance(reserved, Existed):
             return reserved
         chunk = reserved.chunk
@@ -101,19 +150,43 @@ class PutDesk:
             checksums = chunk.checksums if chunk.checksums.parts else sums.compute(self.bytes_of(chunk))
         return self._state.commit(LeaseId(lease_id), session_id, checksums, visible=visible)
 
-    async def settle_all(
-        self, written: Sequence[Reserved | Existed | TanghuluError], *, visible: bool, until_s: float
-    ) -> list[PutOutcome]:
-        """Wait until the master knows the keys; for each whether somebody else's put was first. Errors are values."""
+    def settle(
+        self,
+        written: Sequence[Written],
+        *,
+        visible: bool,
+        until_s: float,
+        done: Callable[[list[PutOutcome]], None],
+    ) -> None:
+        """Call ``done`` when the master knows the keys, with whether somebody else's put was first. Errors are values.
+
+        What ``visible=False`` put is announced too, but not waited for.
+        """
         outcomes: list[PutOutcome] = [e if isinstance(e, TanghuluError) else isinstance(e, Existed) for e in written]
         if not visible:
             self._announcer.kick()
-            return outcomes
+            done(outcomes)
+            return
         places = [i for i, each in enumerate(written) if not isinstance(each, TanghuluError)]
         chunks = [each.chunk for each in written if not isinstance(each, TanghuluError)]
-        for place, word in zip(places, await self._announcer.confirmed(chunks, until_s), strict=True):
-            outcomes[place] = word if isinstance(word, TanghuluError) else outcomes[place] or not word
-        return outcomes
+
+        def told(words: list[Word]) -> None:
+            for place, word in zip(places, words, strict=True):
+                outcomes[place] = word if isinstance(word, TanghuluError) else outcomes[place] or not word
+            done(outcomes)
+
+        self._announcer.confirm(chunks, until_s, told)
+
+    async def settled(self, written: Sequence[Written], *, visible: bool, until_s: float) -> list[PutOutcome]:
+        """``settle`` for coroutines."""
+        future: asyncio.Future[list[PutOutcome]] = asyncio.get_running_loop().create_future()
+        self.settle(
+            written,
+            visible=visible,
+            until_s=until_s,
+            done=lambda outcomes: None if future.done() else future.set_result(outcomes),
+        )
+        return await future
 
     async def told_removals(self, until_s: float) -> None:
         """Wait until the master knows what was removed; raises MasterUnavailable."""

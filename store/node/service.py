@@ -6,20 +6,28 @@ An edge: turns messages into NodeState's words and back. What needs no waiting i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from tanghulu.errors import ChecksumMismatch, ChunkNotFound, InvalidRequest, TanghuluError, Unauthorized
 from tanghulu.protos import fastlane_pb2, store_pb2
-from tanghulu.rpc.fast_server import Answer, FastService, Peer
+from tanghulu.rpc.fast_server import Answer, FastService, Later, Peer
 from tanghulu.rpc.frames import PROTOCOL_VERSION
 from tanghulu.store.node.chunk import Chunk
 from tanghulu.store.node.metrics import TrafficCounters
 from tanghulu.store.node.node_state import NodeState
-from tanghulu.store.node.outcomes import Existed, Reserved
-from tanghulu.store.node.puts import PutDesk, PutOutcome, remaining_s
+from tanghulu.store.node.outcomes import Existed
+from tanghulu.store.node.puts import PutDesk, PutOutcome, Written, remaining_s
 from tanghulu.store.node.sessions import Greeting, Session, Sessions, as_set
-from tanghulu.store.wire import checksums_from_wire, checksums_to_wire, new_chunk_from_wire, pin_to_wire, set_error
+from tanghulu.store.wire import (
+    checksums_from_wire,
+    checksums_to_wire,
+    fill_checksums,
+    new_chunk_from_wire,
+    pin_to_wire,
+    set_error,
+)
 from tanghulu.store.words import MAX_INLINE_BYTES, NewChunk
 from tanghulu.transfer_engine.descriptor_wire import to_proto
 from tanghulu.transfer_engine.segment import SegmentDescriptor
@@ -29,6 +37,8 @@ MAX_KEYS_PER_CALL = 65536
 #: Payload in one answer; what does not fit is pinned instead.
 MAX_INLINE_ANSWER_BYTES = 4 << 20
 DEFAULT_DEADLINE_S = 5.0
+#: An answer that waits: for the master, or for room first.
+Pending: TypeAlias = Later | Coroutine[Any, Any, Answer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,46 +97,48 @@ class NodeService:
 
     # --- puts
 
-    def put(self, peer: Peer, request: store_pb2.PutRequest, attachment: memoryview) -> Awaitable[Answer]:
+    def put(self, peer: Peer, request: store_pb2.PutRequest, attachment: memoryview) -> Pending:
         """Put values that came in the request."""
         _session(peer)
         items = cut_values(request.items, attachment)
         self._traffic.bytes_written["inline"] += len(attachment)
-        return self._put(items, request.visible, self._until(request.deadline_ms))
-
-    async def _put(self, items: list[tuple[NewChunk, memoryview]], visible: bool, until_s: float) -> Answer:
-        outcomes = await self._desk.put_all(items, visible=visible, until_s=until_s)
+        until_s = self._until(request.deadline_ms)
+        written = self._desk.write_at_once(items, visible=request.visible)
         self._desk.room_changed()
-        return store_pb2.PutReply(results=[put_result(outcome) for outcome in outcomes])
+        if len(written) < len(items):
+            return self._put_rest(items, written, request.visible, until_s)
+        return self._settle(written, request.visible, until_s, _put_reply)
 
-    def reserve(self, peer: Peer, request: store_pb2.ReserveRequest, attachment: memoryview) -> Awaitable[Answer]:
+    async def _put_rest(
+        self, items: list[tuple[NewChunk, memoryview]], written: list[Written], visible: bool, until_s: float
+    ) -> Answer:
+        written = await self._desk.write_rest(items, written, visible=visible, until_s=until_s)
+        return _put_reply(await self._desk.settled(written, visible=visible, until_s=until_s))
+
+    def reserve(
+        self, peer: Peer, request: store_pb2.ReserveRequest, attachment: memoryview
+    ) -> Answer | Coroutine[Any, Any, Answer]:
         """Reserve ranges that the client will write."""
         _check_count(len(request.items))
-        return self._reserve(_session(peer), request, self._until(request.deadline_ms))
+        session = _session(peer)
+        items = [new_chunk_from_wire(item) for item in request.items]
+        reserved = self._desk.reserve_at_once(items, session.holder)
+        if len(reserved) < len(items):
+            return self._reserve_rest(items, reserved, session, self._until(request.deadline_ms))
+        return _reserve_reply(reserved)
 
-    async def _reserve(self, session: Session, request: store_pb2.ReserveRequest, until_s: float) -> Answer:
-        reply = store_pb2.ReserveReply()
-        for item in request.items:
-            reservation = reply.reservations.add()
-            try:
-                outcome = await self._desk.reserve(new_chunk_from_wire(item), session.holder, until_s)
-            except TanghuluError as error:
-                set_error(reservation.status, error)
-                continue
-            if isinstance(outcome, Existed):
-                reservation.existed = True
-            else:
-                reservation.lease_id, reservation.offset = outcome.lease_id, outcome.chunk.offset
-                reservation.copies_only = outcome.copies_only
-        return reply
+    async def _reserve_rest(
+        self, items: list[NewChunk], reserved: list[Written], session: Session, until_s: float
+    ) -> Answer:
+        return _reserve_reply(await self._desk.reserve_rest(items, reserved, session.holder, until_s))
 
-    def commit(self, peer: Peer, request: store_pb2.CommitRequest, attachment: memoryview) -> Awaitable[Answer]:
+    def commit(self, peer: Peer, request: store_pb2.CommitRequest, attachment: memoryview) -> Pending:
         """Publish what the client has written, give back what it has not."""
         _check_count(len(request.items))
         session = _session(peer)
         if request.aborted:
             self._state.unpin(request.aborted, session.owned)
-        written: list[Reserved | Existed | TanghuluError] = []
+        written: list[Written] = []
         for item in request.items:
             try:
                 checksums = checksums_from_wire(item.checksums)
@@ -134,14 +146,18 @@ class NodeService:
             except TanghuluError as error:
                 written.append(error)
         self._desk.room_changed()
-        return self._commit(written, request.visible, self._until(request.deadline_ms))
+        return self._settle(written, request.visible, self._until(request.deadline_ms), _commit_reply)
 
-    async def _commit(
-        self, written: Sequence[Reserved | Existed | TanghuluError], visible: bool, until_s: float
-    ) -> Answer:
-        outcomes = await self._desk.settle_all(written, visible=visible, until_s=until_s)
-        self._desk.room_changed()
-        return store_pb2.CommitReply(results=[put_result(outcome) for outcome in outcomes])
+    def _settle(
+        self,
+        written: Sequence[Written],
+        visible: bool,
+        until_s: float,
+        reply: Callable[[Sequence[PutOutcome]], Answer],
+    ) -> Later:
+        later = Later()
+        self._desk.settle(written, visible=visible, until_s=until_s, done=lambda outcomes: later.set(reply(outcomes)))
+        return later
 
     # --- gets
 
@@ -154,22 +170,21 @@ class NodeService:
         budget = MAX_INLINE_ANSWER_BYTES
         touched: list[Chunk] = []
         for key in request.keys:
-            item = reply.items.add()
             try:
                 chunk = self._look_up(key, request.verify)
-                touched.append(chunk)
-                if chunk.size_bytes <= request.max_inline_bytes and chunk.size_bytes <= budget:
-                    values.append(bytes(self._desk.bytes_of(chunk)))
-                    budget -= chunk.size_bytes
-                else:
-                    pinned = self._state.pin(chunk, session.holder)
-                    item.lease_id, item.offset, item.copies_only = pinned.lease_id, chunk.offset, pinned.copies_only
+                is_inline = chunk.size_bytes <= request.max_inline_bytes and chunk.size_bytes <= budget
+                pinned = None if is_inline else self._state.pin(chunk, session.holder)
             except TanghuluError as error:
-                set_error(item.status, error)
+                set_error(reply.items.add().status, error)
                 continue
-            item.size_bytes, item.version = chunk.size_bytes, chunk.version
-            item.checksums.part_bytes = chunk.checksums.part_bytes
-            item.checksums.parts.extend(chunk.checksums.parts)
+            touched.append(chunk)
+            item = reply.items.add(size_bytes=chunk.size_bytes, version=chunk.version)
+            fill_checksums(item.checksums, chunk.checksums)
+            if pinned is None:
+                values.append(bytes(self._desk.bytes_of(chunk)))
+                budget -= chunk.size_bytes
+            else:
+                item.lease_id, item.offset, item.copies_only = pinned.lease_id, chunk.offset, pinned.copies_only
         self._state.touch(touched)
         self._traffic.bytes_read["inline"] += MAX_INLINE_ANSWER_BYTES - budget
         return reply, values
@@ -202,7 +217,9 @@ class NodeService:
         find = self._state.find
         return store_pb2.ExistsReply(found=bytes(find(ChunkKey(key)) is not None for key in request.keys))
 
-    def remove(self, peer: Peer, request: store_pb2.RemoveRequest, attachment: memoryview) -> Awaitable[Answer]:
+    def remove(
+        self, peer: Peer, request: store_pb2.RemoveRequest, attachment: memoryview
+    ) -> Coroutine[Any, Any, Answer]:
         """Drop chunks; one byte a key."""
         _check_count(len(request.keys))
         removed = bytes(self._state.remove(ChunkKey(key)) for key in request.keys)
@@ -243,13 +260,34 @@ def stat_reply(state: NodeState, request: store_pb2.StatRequest) -> store_pb2.St
     return reply
 
 
+def _reserve_reply(reserved: Sequence[Written]) -> store_pb2.ReserveReply:
+    reply = store_pb2.ReserveReply()
+    for outcome in reserved:
+        reservation = reply.reservations.add()
+        if isinstance(outcome, TanghuluError):
+            set_error(reservation.status, outcome)
+        elif isinstance(outcome, Existed):
+            reservation.existed = True
+        else:
+            reservation.lease_id, reservation.offset = outcome.lease_id, outcome.chunk.offset
+            reservation.copies_only = outcome.copies_only
+    return reply
+
+
+def _put_reply(outcomes: Sequence[PutOutcome]) -> store_pb2.PutReply:
+    return store_pb2.PutReply(results=[put_result(outcome) for outcome in outcomes])
+
+
+def _commit_reply(outcomes: Sequence[PutOutcome]) -> store_pb2.CommitReply:
+    return store_pb2.CommitReply(results=[put_result(outcome) for outcome in outcomes])
+
+
 def put_result(outcome: PutOutcome) -> store_pb2.PutResult:
     """The message of one put's outcome."""
+    if not isinstance(outcome, TanghuluError):
+        return store_pb2.PutResult(existed=outcome)
     result = store_pb2.PutResult()
-    if isinstance(outcome, TanghuluError):
-        set_error(result.status, outcome)
-    else:
-        result.existed = outcome
+    set_error(result.status, outcome)
     return result
 
 

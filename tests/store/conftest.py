@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from store_cluster import Cluster
@@ -29,11 +28,3 @@ def client(cluster: Cluster) -> Iterator[Client]:
     with tanghulu.connect(cluster.address) as client:
         yield client
         client.remove_matching("")
-
-
-def eventually(condition: Callable[[], bool], deadline_s: float = 10.0) -> None:
-    """Wait for another process; the pause only bounds how often it is asked."""
-    until = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < until, "it did not happen in time"
-        time.sleep(0.01)

@@ -11,7 +11,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 START_DEADLINE_S = 30.0
@@ -121,3 +123,11 @@ class Cluster:
 def num_fds() -> int:
     """Open descriptors of this process."""
     return len(os.listdir("/proc/self/fd"))
+
+
+def eventually(condition: Callable[[], bool], deadline_s: float = 10.0) -> None:
+    """Wait for another process; the pause only bounds how often it is asked."""
+    until = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < until, "it did not happen in time"
+        time.sleep(0.01)

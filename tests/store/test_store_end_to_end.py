@@ -13,11 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from store_cluster import Cluster, num_fds
+from store_cluster import Cluster, eventually, num_fds
 
 import tanghulu
 import tanghulu.aio
-from conftest import eventually
 from tanghulu.errors import (
     ChunkNotFound,
     InvalidRequest,
