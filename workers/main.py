@@ -64,10 +64,13 @@ def _load(process: Process, config: WorkerConfig) -> LoadedModel:
     # Threads that spin while they wait starve the worker beside them: a decode next to a prefill on two cores
     # was measured at 17 tokens/s so, and at 5 with spinning. OpenMP reads this once, when torch loads it.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    import torch
+    try:
+        import torch
 
+        from tanghulu.workers.assembly import load
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"a worker needs the package {error.name}: pip install 'tanghulu[worker]'") from error
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
-    from tanghulu.workers.assembly import load
 
     return load(config, lambda fraction: process.progress("loading the model", fraction))
 
