@@ -10,6 +10,10 @@ The rule: time alone never frees a range that a peer may still read or write.
   one stuck client cannot eat the segment, the bytes that it could bring into quarantine (all its mapped leases) are
   capped; beyond the cap ``grant(shm=True)`` raises Overloaded and the caller serves that client copies.
 
+* A peer with queue pairs (rdma) reaches every range by itself, but can be stopped: its queue pairs belong to this
+  process. While ``direct`` says that a session has some, a lease that it loses stays open until ``end_direct`` says
+  that they are gone; ``on_revoke`` is called with the session's number, once, when they must be closed.
+
 Example: session 7 maps the memory, cap 100 bytes. It pins 60 bytes: granted. It pins 60 more: Overloaded (120 > 100),
 so the caller grants them with ``shm=False`` and the client reads over TCP. Its connection breaks: the 60 mapped bytes
 are quarantined, the others free at once. Its process exits: the 60 bytes are free.
@@ -22,7 +26,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from sortedcontainers import SortedSet
@@ -45,6 +49,9 @@ class _Session:
     pid: int | None
     closed: bool = False
     mapped_bytes: int = 0
+    num_direct: int = 0
+    #: Leases that were lost while queue pairs reached them; each counts one open transfer.
+    revoked: list[LeaseId] = field(default_factory=list)
     leases: dict[LeaseId, Lease] = field(default_factory=dict)
 
 
@@ -62,6 +69,8 @@ class AccessTable:
         assert max_quarantined_bytes_per_session >= 0, "a cap is not negative"
         self.lease_ms = lease_ms
         self.max_quarantined_bytes_per_session = max_quarantined_bytes_per_session
+        #: Told which session's queue pairs must be closed; must not call back into the table at once.
+        self.on_revoke: Callable[[int], None] | None = None
         self._clock = clock
         self._max_leases = max_leases
         self._numbers = itertools.count(1)
@@ -89,7 +98,8 @@ class AccessTable:
         if session is None:
             return []
         session.closed = True
-        return self._close_if_empty(session, self._lose(list(session.leases.values())))
+        freed = self._lose(list(session.leases.values()))
+        return self._close_if_empty(session, freed)
 
     def session_exited(self, session_id: int) -> list[Freed]:
         """The peer's process has ended (its pidfd says so): nothing of it can touch mapped memory any more."""
@@ -97,7 +107,8 @@ class AccessTable:
         if session is None:
             return []
         session.closed = True
-        freed: list[Freed] = []
+        copied = [lease for lease in session.leases.values() if session.num_direct and not lease.mapped]
+        freed = self._lose(copied)  # what it had sent before may still be on the wire to our queue pairs
         for lease in list(session.leases.values()):
             self._step(lease, LeaseEvent.GIVEN_BACK, freed)
         return self._close_if_empty(session, freed)
@@ -109,6 +120,25 @@ class AccessTable:
     def session_pid(self, session_id: int) -> int | None:
         """The pid given to ``open_session``; None for a remote peer. Raises InvalidRequest if not open."""
         return self._open_session(session_id).pid
+
+    # --- queue pairs, which reach every range without asking
+
+    def begin_direct(self, session_id: int) -> None:
+        """A queue pair of the session works from now on. Raises InvalidRequest if the session is not open."""
+        self._open_session(session_id).num_direct += 1
+
+    def end_direct(self, session_id: int) -> list[Freed]:
+        """One of the session's queue pairs is gone; with the last of them, what it was kept from is free."""
+        session = self._sessions.get(session_id)
+        assert session is not None, f"session {session_id} is unknown"
+        assert session.num_direct > 0, f"session {session_id} has no queue pair"
+        session.num_direct -= 1
+        freed: list[Freed] = []
+        if session.num_direct == 0:
+            revoked, session.revoked = session.revoked, []
+            for lease_id in revoked:
+                freed += self.end(lease_id)
+        return self._close_if_empty(session, freed) if session.closed and session.num_direct == 0 else freed
 
     # --- leases
 
@@ -247,7 +277,9 @@ class AccessTable:
             assert lease.state is not LeaseState.ACTIVE or lease.lease_id in queued
             assert lease.length <= self._longest_bytes
         for session in self._sessions.values():
-            assert session.leases or not session.closed
+            assert session.leases or session.num_direct or not session.closed
+            assert set(session.revoked) <= set(session.leases)
+            assert session.num_direct or not session.revoked
             mapped = sum(each.length for each in session.leases.values() if each.mapped)
             assert mapped == session.mapped_bytes <= self.max_quarantined_bytes_per_session
 
@@ -300,8 +332,19 @@ class AccessTable:
     def _lose(self, leases: Iterable[Lease]) -> list[Freed]:
         freed: list[Freed] = []
         for lease in leases:
+            self._revoke(lease)
             self._step(lease, LeaseEvent.LOST_MAPPED if lease.mapped else LeaseEvent.LOST_COPIED, freed)
         return freed
+
+    def _revoke(self, lease: Lease) -> None:
+        """Keep the range of an active lease from being free while queue pairs reach it."""
+        session = self._sessions[lease.session_id]
+        if session.num_direct == 0 or lease.mapped or lease.state is not LeaseState.ACTIVE:
+            return
+        lease.num_open += 1
+        session.revoked.append(lease.lease_id)
+        if len(session.revoked) == 1 and self.on_revoke is not None:
+            self.on_revoke(session.session_id)
 
     def _step(self, lease: Lease, event: LeaseEvent, freed: list[Freed]) -> None:
         if lease.step(event) is LeaseState.DRAINING and lease.num_open == 0:
@@ -316,11 +359,13 @@ class AccessTable:
             self._longest_bytes = 0
         session.mapped_bytes -= lease.length if lease.mapped else 0
         freed.append(lease.freed())
-        if session.closed and not session.leases:
+        if session.closed and not session.leases and session.num_direct == 0:
             self._sessions.pop(session.session_id, None)
 
     def _close_if_empty(self, session: _Session, freed: list[Freed]) -> list[Freed]:
-        if not session.leases:
+        if session.num_direct and not session.revoked and self.on_revoke is not None:
+            self.on_revoke(session.session_id)
+        if not session.leases and session.num_direct == 0:
             self._sessions.pop(session.session_id, None)
         return freed
 
