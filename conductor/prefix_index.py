@@ -1,32 +1,54 @@
 """Who holds which block: the mirror of workers' caches and of the store's directory.
 
-Owns the mapping block hash -> holders and its inverse. Does not know how events travel, what a holder is (a worker's or
-a store node's id), or what a hit is worth.
+Owns the mapping block hash -> holders. Does not know how events travel, what a holder is (a worker's or a store node's
+id, or a request that computes), or what a hit is worth.
 
-Most blocks share a few sets of holders, so equal sets are one object. Walking a prompt's blocks then mostly compares
-identities: with holders A and B of blocks 0-9 and A alone of 10-19, `match` intersects twice for 20 blocks. Hashes are
-chained, so a block can only be of use where all blocks in front of it are: a holder's hit is its *leading run*.
+Hashes are chained, so a block can only be of use where all blocks in front of it are: a holder's hit is its *leading
+run*. The index keeps blocks in nodes (index_node.py): stretches that were told together, or that a prompt has shown to
+follow each other. One dict leads from each hash to its node; a node has a bitmap for each holder. So a look-up hops
+over nodes, not blocks: with 512 blocks in one node it asks the dict for the first, compares the last, and counts the
+trailing ones of as many bitmaps as there are holders that lack something.
+
+What events tell is only *who has what*: an event may mix chains or come in the order of eviction. The order within a
+node is proven by prompts. Where a prompt and an unproven order differ, the node is cut there; nodes that a prompt
+passes through one behind the other are joined. Both cost time in the smaller part, once. An answer never rests on an
+unproven order. docs/prefix_index.md has the worked example and the figures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
+from typing import TypeVar
 
+from tanghulu.conductor.index_holders import HolderSlots
+from tanghulu.conductor.index_node import Node, leading_ones, num_equal, slots
 from tanghulu.types import BlockHash, InstanceId
 
-#: Distinct sets of holders that are kept to be shared; beyond it sharing starts anew.
-MAX_SHARED_SETS = 4096
-
-Holders = frozenset[InstanceId]
+#: Blocks that the index keeps, about 1 GB; beyond it those that no prompt asked for lately are forgotten.
+DEFAULT_MAX_BLOCKS = 8_000_000
+#: Blocks of one event that go into one node, and the largest node that joining makes.
+MAX_TOLD_BLOCKS = 512
+MAX_NODE_BLOCKS = 1024
+#: An event with up to so many new blocks is put behind the holder's last one, so that small events make no small nodes.
+SMALL_EVENT_BLOCKS = 16
+#: The dict is built anew when it is this many times larger than what it holds.
+SHRINK_FACTOR = 4
+SHRINK_MIN_BLOCKS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """``holder`` can serve ``blocks``, besides what it holds already."""
+    """``holder`` can serve ``blocks``, besides what it holds already.
+
+    ``consecutive``: the teller knows that they follow each other on one chain. It saves the first prompt a comparison.
+    """
 
     holder: InstanceId
     blocks: Sequence[BlockHash]
+    consecutive: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,129 +67,257 @@ class Cleared:
 
 
 PrefixEvent = Stored | Removed | Cleared
+NodeT = TypeVar("NodeT", Node, Node | None)
 
 
 class PrefixIndex:
-    """block hash -> holders, fed by events. All methods take time in the blocks they name alone."""
+    """block hash -> holders, fed by events. Not for several threads: a look-up tidies up behind itself.
 
-    def __init__(self) -> None:
-        self._holders: dict[BlockHash, Holders] = {}
-        self._blocks: dict[InstanceId, set[BlockHash]] = {}
-        self._shared: dict[Holders, Holders] = {}
+    ``max_blocks`` bounds the distinct blocks. To forget a block is safe: it costs a hit, and a later event that removes
+    it is no error.
+    """
+
+    def __init__(self, max_blocks: int = DEFAULT_MAX_BLOCKS) -> None:
+        self.max_blocks = max_blocks
+        self._node_of: dict[BlockHash, Node] = {}
+        self._nodes: OrderedDict[Node, None] = OrderedDict()
+        self._open: dict[int, Node] = {}
+        self._slots = HolderSlots()
+        self._most_blocks = 0
 
     def __repr__(self) -> str:
-        return f"<PrefixIndex {self.num_blocks} blocks, {len(self._blocks)} holders>"
+        return f"<PrefixIndex {self.num_blocks} blocks in {len(self._nodes)} nodes, {len(self.holders)} holders>"
 
     @property
     def num_blocks(self) -> int:
         """Distinct blocks that somebody holds."""
-        return len(self._holders)
+        return len(self._node_of)
 
     @property
     def holders(self) -> list[InstanceId]:
         """All who hold at least one block."""
-        return list(self._blocks)
+        return self._slots.holders
 
     def num_blocks_of(self, holder: InstanceId) -> int:
         """Blocks that ``holder`` holds."""
-        return len(self._blocks.get(holder, ()))
+        return self._slots.num_blocks(holder)
 
     def apply(self, event: PrefixEvent) -> None:
-        """Take one event; events of one holder must come in order."""
+        """Take one event; events of one holder must come in order. Time in the blocks that it names."""
         match event:
-            case Stored(holder, blocks):
-                self._store(holder, blocks)
+            case Stored(holder, blocks, consecutive):
+                for start in range(0, len(blocks), MAX_TOLD_BLOCKS):
+                    self._store(holder, list(blocks[start : start + MAX_TOLD_BLOCKS]), consecutive)
             case Removed(holder, blocks):
-                self._remove(holder, blocks)
+                for start in range(0, len(blocks), MAX_TOLD_BLOCKS):
+                    self._remove(holder, list(blocks[start : start + MAX_TOLD_BLOCKS]))
+                self._shrink()
             case Cleared(holder):
                 self.remove_holder(holder)
 
     def match(self, block_hashes: Sequence[BlockHash]) -> dict[InstanceId, int]:
         """Hit blocks of each holder: the length of the leading run of ``block_hashes`` that it holds.
 
-        Holders without the first block are left out. Stops at the first block that no holder's run reaches.
+        ``block_hashes`` are a prompt's, so that each stands for all in front of it. Holders without the first block
+        are left out.
         """
         hits: dict[InstanceId, int] = {}
-        running: Holders | None = None
-        previous: Holders | None = None
-        num_blocks = 0
-        for block_hash in block_hashes:
-            holders = self._holders.get(block_hash)
-            if holders is None:
-                break
-            if holders is not previous:
-                still = holders if running is None else running & holders
-                if running is not None and len(still) < len(running):
-                    hits.update(dict.fromkeys(running - still, num_blocks))
-                running, previous = still, holders
-                if not still:
+        alive, depth = 0, 0
+        for node, num in self._walk(block_hashes):
+            if not depth:
+                alive = node.holders
+            if alive & ~node.full:
+                alive = self._staying(alive, node, num, depth, hits)
+                if not alive:
                     return hits
-            num_blocks += 1
-        if running:
-            hits.update(dict.fromkeys(running, num_blocks))
+            depth += num
+        if alive:
+            hits.update(dict.fromkeys(self._slots.names(alive), depth))
         return hits
 
     def leading_blocks(self, block_hashes: Sequence[BlockHash]) -> int:
         """Length of the leading run of which *somebody* holds each block: what can be fetched from all together."""
-        for index, block_hash in enumerate(block_hashes):
-            if block_hash not in self._holders:
-                return index
-        return len(block_hashes)
+        return sum(num for _, num in self._walk(block_hashes))
 
     def remove_holder(self, holder: InstanceId) -> None:
-        """Forget all that ``holder`` held."""
-        blocks = self._blocks.pop(holder, None)
-        if blocks is not None:
-            for block_hash in blocks:
-                self._drop(holder, block_hash)
-            self._shared.clear()
+        """Forget all that ``holder`` held. Time in its blocks and in the nodes of the index."""
+        slot = self._slots.find(holder)
+        if slot is None:
+            return
+        bit = 1 << slot
+        for node in [n for n in self._nodes if n.full & bit or slot in n.partial]:
+            self._release(node, slot, node.all_bits)
+        self._shrink()
 
     def check(self) -> None:
-        """The two directions say the same; nothing is empty; equal sets that are shared are one object."""
-        for block_hash, holders in self._holders.items():
-            assert holders, f"{block_hash.hex()} has no holder"
-            assert all(block_hash in self._blocks[h] for h in holders)
-        for holder, blocks in self._blocks.items():
-            assert blocks, f"{holder} holds nothing and is listed"
-            assert all(holder in self._holders[b] for b in blocks)
-        assert len(self._shared) <= MAX_SHARED_SETS
-        assert all(key is value for key, value in self._shared.items())
+        """Every hash leads to the node that has it and no other; nodes hold; counts and bounds are kept."""
+        held: dict[int, int] = {}
+        for node in self._nodes:
+            node.check()
+            assert all(self._node_of[block] is node for block in node.blocks)
+            for slot in slots(node.holders):
+                held[slot] = held.get(slot, 0) + node.bits(slot).bit_count()
+        assert sum(map(len, self._nodes)) == len(self._node_of) <= self.max_blocks
+        self._slots.check(held)
 
-    def _store(self, holder: InstanceId, blocks: Iterable[BlockHash]) -> None:
-        own = self._blocks.setdefault(holder, set())
-        alone = self._share(frozenset((holder,)))
-        for block_hash in blocks:
-            if block_hash in own:
-                continue
-            own.add(block_hash)
-            others = self._holders.get(block_hash)
-            self._holders[block_hash] = alone if others is None else self._share(others | alone)
-        if not own:
-            del self._blocks[holder]
+    def _staying(self, alive: int, node: Node, num: int, depth: int, hits: dict[InstanceId, int]) -> int:
+        """Who of ``alive`` has the first ``num`` blocks of ``node``, at ``depth``; the others' runs go to ``hits``."""
+        staying, leaving = alive & node.full, alive & ~node.full
+        for slot, bits in node.partial.items():
+            if alive >> slot & 1:
+                leaving ^= 1 << slot
+                run = leading_ones(bits)
+                if run >= num:
+                    staying |= 1 << slot
+                elif depth + run:
+                    hits[self._slots.at(slot)] = depth + run
+        if leaving:
+            hits.update(dict.fromkeys(self._slots.names(leaving), depth))
+        return staying
 
-    def _remove(self, holder: InstanceId, blocks: Iterable[BlockHash]) -> None:
-        own = self._blocks.get(holder)
-        if own is None:
-            return
-        for block_hash in blocks:
-            if block_hash in own:
-                own.discard(block_hash)
-                self._drop(holder, block_hash)
-        if not own:
-            del self._blocks[holder]
+    def _walk(self, block_hashes: Sequence[BlockHash]) -> Iterator[tuple[Node, int]]:
+        """The nodes that a prompt leads through, with how many leading blocks of each; tidies them up on the way."""
+        chain = block_hashes if isinstance(block_hashes, list) else list(block_hashes)
+        depth, front = 0, None
+        while depth < len(chain):
+            node = self._node_of.get(chain[depth])
+            if node is None:
+                return
+            if node.blocks[0] != chain[depth]:
+                node = self._cut_where_told_wrong(node, chain, depth)
+            num = node.common(chain, depth)
+            depth += num
+            if num == node.chained < len(node) and depth < len(chain):
+                node = self._cut(node, 0, num)
+            node.touched = True
+            covered = num == len(node)
+            yield node, num
+            if front is not None and len(front) + len(node) <= MAX_NODE_BLOCKS:
+                node = self._join(front, node)
+            front = node if covered else None
 
-    def _drop(self, holder: InstanceId, block_hash: BlockHash) -> None:
-        holders = self._holders[block_hash]
-        if len(holders) == 1:
-            del self._holders[block_hash]
+    def _cut_where_told_wrong(self, node: Node, chain: list[BlockHash], depth: int) -> Node:
+        """A prompt came into the middle of ``node``: what it shares from there on becomes a node of its own."""
+        start = node.blocks.index(chain[depth])
+        span = min(len(node) - start, len(chain) - depth)
+        num = num_equal(node.blocks[start : start + span], chain[depth : depth + span])
+        return self._cut(node, start, len(node) if depth + num == len(chain) else start + num)
+
+    def _cut(self, node: Node, start: int, stop: int) -> Node:
+        """A node of ``node``'s blocks from ``start`` to ``stop`` alone."""
+        taken = node.take(start, stop)
+        if len(taken) <= len(node):
+            self._adopt(taken)
+            return taken
+        node.trade(taken)
+        self._adopt(taken)
+        return node
+
+    def _join(self, front: Node, behind: Node) -> Node:
+        """One node of both; ``behind`` follows ``front``, all of which is proven."""
+        num_front, num_behind = len(front), len(behind)
+        moved = behind.blocks
+        front.join(behind)
+        if num_front < num_behind:
+            moved = front.blocks[:num_front]
+            front.trade(behind)
+            front, behind = behind, front
+        del self._nodes[behind]
+        self._node_of.update(dict.fromkeys(moved, front))
+        return front
+
+    def _adopt(self, node: Node) -> None:
+        self._nodes[node] = None
+        self._node_of.update(dict.fromkeys(node.blocks, node))
+
+    def _store(self, holder: InstanceId, blocks: list[BlockHash], consecutive: bool) -> None:
+        """``blocks``: at most MAX_TOLD_BLOCKS, at least one; the list is kept."""
+        slot, node_of = self._slots.take(holder), self._node_of
+        fresh, num_before = Node(blocks, 1 << slot), len(node_of)
+        found = list(map(node_of.setdefault, blocks, repeat(fresh)))
+        num_new = len(node_of) - num_before
+        if num_new:
+            if num_new < len(blocks):
+                fresh.blocks = list(dict.fromkeys(b for b, n in zip(blocks, found, strict=True) if n is fresh))
+            if consecutive and fresh.blocks == blocks[-num_new:]:
+                fresh.chained = num_new
+            self._count(slot, num_new)
+            self._admit(slot, fresh)
+        if num_new < len(blocks):
+            for node, known in _by_node(found, blocks):
+                if node is not fresh:
+                    self._count(slot, node.hold(slot, node.positions(known)))
+        self._most_blocks = max(self._most_blocks, len(node_of))
+        self._forget_beyond_cap()
+
+    def _admit(self, slot: int, fresh: Node) -> None:
+        """Take a node into the index, or append its few blocks to the one that its holder told before."""
+        last = self._open.get(slot)
+        if (
+            last is not None
+            and last in self._nodes
+            and len(fresh) <= SMALL_EVENT_BLOCKS
+            and len(last) + len(fresh) <= MAX_TOLD_BLOCKS
+            and last.full == fresh.full
+            and not last.partial
+        ):
+            last.blocks += fresh.blocks
+            self._node_of.update(dict.fromkeys(fresh.blocks, last))
         else:
-            self._holders[block_hash] = self._share(holders - {holder})
+            self._nodes[fresh] = None
+            self._open[slot] = fresh
 
-    def _share(self, holders: Holders) -> Holders:
-        known = self._shared.get(holders)
-        if known is not None:
-            return known
-        if len(self._shared) >= MAX_SHARED_SETS:
-            self._shared.clear()
-        self._shared[holders] = holders
-        return holders
+    def _remove(self, holder: InstanceId, blocks: list[BlockHash]) -> None:
+        slot = self._slots.find(holder)
+        if slot is None:
+            return
+        for node, known in _by_node(list(map(self._node_of.get, blocks)), blocks):
+            if node is not None:
+                self._release(node, slot, node.positions(known))
+
+    def _release(self, node: Node, slot: int, bits: int) -> None:
+        num, orphans = node.release(slot, bits)
+        self._count(slot, -num)
+        if orphans == node.all_bits:
+            self._drop(node)
+        elif orphans:
+            for block in node.delete(orphans):
+                del self._node_of[block]
+
+    def _drop(self, node: Node) -> None:
+        del self._nodes[node]
+        for block in node.blocks:
+            del self._node_of[block]
+
+    def _count(self, slot: int, num_blocks: int) -> None:
+        if num_blocks and not self._slots.count(slot, num_blocks):
+            self._open.pop(slot, None)
+
+    def _forget_beyond_cap(self) -> None:
+        """Drop the oldest nodes; one that a prompt went through since has a second chance (as in CLOCK)."""
+        while len(self._node_of) > self.max_blocks:
+            node = next(iter(self._nodes))
+            if node.touched:
+                node.touched = False
+                self._nodes.move_to_end(node)
+                continue
+            for slot in slots(node.holders):
+                self._count(slot, -node.bits(slot).bit_count())
+            self._drop(node)
+
+    def _shrink(self) -> None:
+        """Give memory back: a dict does not shrink by itself when entries go."""
+        if SHRINK_FACTOR * len(self._node_of) < self._most_blocks and self._most_blocks > SHRINK_MIN_BLOCKS:
+            self._node_of = dict(self._node_of)
+            self._nodes = OrderedDict.fromkeys(self._nodes)
+            self._most_blocks = len(self._node_of)
+
+
+def _by_node(found: list[NodeT], blocks: list[BlockHash]) -> Iterable[tuple[NodeT, list[BlockHash]]]:
+    """``blocks`` by the node that each was found in; mostly that is one node."""
+    if found.count(found[0]) == len(found):
+        return [(found[0], blocks)]
+    named: dict[NodeT, list[BlockHash]] = {}
+    for node, block in zip(found, blocks, strict=True):
+        named.setdefault(node, []).append(block)
+    return named.items()
