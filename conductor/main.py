@@ -15,7 +15,7 @@ from tanghulu.conductor.dispatcher import Dispatcher, Limits
 from tanghulu.conductor.http.app import HttpServer, address_of, listen, make_app
 from tanghulu.conductor.http.service import DEFAULT_BODY_BYTES, Service
 from tanghulu.conductor.metrics import ConductorMetrics
-from tanghulu.conductor.policies.registry import POLICIES, make_policy
+from tanghulu.conductor.policies.registry import POLICY_NAMES, make_policy
 from tanghulu.config import command, option
 from tanghulu.discovery.base import Discovery, Instance
 from tanghulu.discovery.open import HELP as DISCOVERY_HELP
@@ -35,7 +35,7 @@ class ConductorConfig(ProcessConfig):
     port: int = option(8000, "port of the HTTP API; 0 picks one")
     master: Address = option(Address("127.0.0.1", 7400), "the master's address")
     discovery: str = option("master", DISCOVERY_HELP)
-    policy: str = option("ttft-min", "how workers are chosen for a request", choices=tuple(POLICIES))
+    policy: str = option("ttft-min", "how workers are chosen for a request", choices=POLICY_NAMES)
     max_in_flight: int = option(1024, "most sequences under way at workers")
     max_queued: int = option(1024, "most sequences that wait; beyond it requests are refused with 429")
     queue_timeout_s: float = option(30.0, "longest wait for a place or for a worker, in seconds")

@@ -6,16 +6,30 @@ alive and serve the model; ``can_prefill`` and ``can_decode`` already say that w
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tanghulu.types import InstanceId
+from tanghulu.conductor.cost import PrefillProfile
+from tanghulu.types import InstanceId, Place
+
+#: Speed of a worker that has not measured its own yet.
+ASSUMED_PREFILL_TOKENS_PER_S = 2000.0
+ASSUMED_STORE_BYTES_PER_S = 1e9
+_ASSUMED_PROFILE = PrefillProfile.of_speed(ASSUMED_PREFILL_TOKENS_PER_S)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """A worker as routing sees it: its last report plus what was sent to it since. Speeds are 0 while unknown."""
+    """A worker as routing sees it: its last report plus what was sent to it since. Speeds are 0 while unknown.
+
+    ``hit_blocks`` lead the prompt and are there; ``coming_blocks`` lead it and are there or being computed there for
+    requests in front (0 where that is not tracked). ``active_blocks`` are used by requests under way, and
+    ``active_hit_blocks`` of them are the request's own. ``queue_s`` is None where only tokens are known.
+    ``peer_bytes_per_s`` is 0 where workers cannot fetch from each other; ``send_wait_s`` and ``receive_wait_s`` are
+    how long its NIC is taken.
+    """
 
     id: InstanceId
     can_prefill: bool
@@ -28,21 +42,59 @@ class WorkerView:
     decode_step_s: float = 0.0
     store_bytes_per_s: float = 0.0
     hit_blocks: int = 0
+    coming_blocks: int = 0
+    active_blocks: int = 0
+    active_hit_blocks: int = 0
+    queue_s: float | None = None
+    profile: PrefillProfile | None = None
+    peer_bytes_per_s: float = 0.0
+    send_wait_s: float = 0.0
+    receive_wait_s: float = 0.0
+    place: Place = Place()
+
+    @property
+    def match_blocks(self) -> int:
+        """Leading blocks that a request sent here now will find when its turn comes."""
+        return max(self.hit_blocks, self.coming_blocks)
+
+    @property
+    def wait_s(self) -> float:
+        """Estimated time until a new request's prefill would begin."""
+        if self.queue_s is not None:
+            return self.queue_s
+        return self.queue_tokens / (self.prefill_tokens_per_s or ASSUMED_PREFILL_TOKENS_PER_S)
+
+    def prefill_s(self, request: RequestView, hit_blocks: int) -> float:
+        """Estimated time to prefill ``request`` here with ``hit_blocks`` reused."""
+        profile = self.profile
+        if profile is None:
+            speed = self.prefill_tokens_per_s
+            profile = PrefillProfile.of_speed(speed) if speed else _ASSUMED_PROFILE
+        return profile.seconds(request.num_tokens, hit_blocks * request.block_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """A request as routing sees it. ``store_hit_blocks``: leading blocks that the store can give to any worker."""
+    """A request as routing sees it. ``store_hit_blocks``: leading blocks that the store can give to any worker.
+
+    ``session`` names the conversation ("" if unknown), ``place`` where the request came in.
+    """
 
     num_tokens: int
     block_tokens: int
     block_bytes: int
     store_hit_blocks: int = 0
+    session: str = ""
+    place: Place = Place()
 
     @property
     def num_blocks(self) -> int:
         """Blocks that the request needs, a partial last one included."""
         return -(-self.num_tokens // self.block_tokens)
+
+    def rest_tokens(self, hit_blocks: int) -> int:
+        """Tokens left to compute behind ``hit_blocks``; the last one is always computed."""
+        return max(1, self.num_tokens - hit_blocks * self.block_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +108,25 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerFetch:
+    """Before it computes, the prefill worker fetches the leading ``num_blocks`` that it lacks from ``source``."""
+
+    source: InstanceId
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class Decision:
-    """The worker that prefills and the one that decodes (it may be the same), and why."""
+    """The worker that prefills and the one that decodes (it may be the same), and why.
+
+    ``fetch`` is only decided among workers that can fetch from each other; what the store has, a worker fetches by
+    itself.
+    """
 
     prefill: InstanceId
     decode: InstanceId
     candidates: tuple[Candidate, ...] = ()
+    fetch: PeerFetch | None = None
 
 
 class Policy(Protocol):
@@ -88,6 +153,21 @@ def decoders(workers: Sequence[WorkerView]) -> list[WorkerView]:
     return [w for w in workers if w.can_decode]
 
 
-def best(candidates: Sequence[Candidate]) -> Candidate | None:
-    """The candidate of least score; equal ones by id, so that a decision can be repeated."""
-    return min(candidates, key=lambda c: (c.score, c.worker), default=None)
+def best(candidates: Sequence[Candidate], ties: random.Random | None = None) -> Candidate | None:
+    """The candidate of least score. Of equal ones ``ties`` draws, so that conductors side by side do not all take the
+    same; without it the first by id.
+    """
+    least = min((c.score for c in candidates), default=0.0)
+    equal = sorted((c for c in candidates if c.score == least), key=lambda c: c.worker)
+    if not equal:
+        return None
+    return ties.choice(equal) if ties is not None and len(equal) > 1 else equal[0]
+
+
+def nearness(one: Place, other: Place) -> float:
+    """1 on one host, 2/3 in one rack, 1/3 in one zone, else 0."""
+    if one.zone != other.zone:
+        return 0.0
+    if one.rack != other.rack:
+        return 1 / 3
+    return 1.0 if one.host == other.host else 2 / 3

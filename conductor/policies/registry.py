@@ -1,18 +1,52 @@
-"""The policies by the name that ``--policy`` gives."""
+"""The policies by the name that ``--policy`` gives, and the options that they know."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from tanghulu.conductor.policies.affinity import SessionAffinity
 from tanghulu.conductor.policies.base import Policy
-from tanghulu.conductor.policies.simple import LeastLoaded, Random, RoundRobin
+from tanghulu.conductor.policies.dynamo import Dynamo
+from tanghulu.conductor.policies.linear import Linear
+from tanghulu.conductor.policies.mooncake import Mooncake
+from tanghulu.conductor.policies.simple import LeastLoaded, PowerOfTwo, Random, RoundRobin
 from tanghulu.conductor.policies.ttft_min import TtftMin
 
-POLICIES: dict[str, Callable[[], Policy]] = {
-    policy.name: policy for policy in (TtftMin, RoundRobin, Random, LeastLoaded)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyOptions:
+    """What the policies can be told; each takes what concerns it. See the policies' modules."""
+
+    work_weight: float = 0.0
+    balance_threshold: float = 1.5
+    overlap_weight: float = 1.0
+    temperature: float = 0.0
+    store_credit: float = 0.0
+    alpha: float = 0.5
+    beta: float = 0.5
+    gamma: float = 0.05
+    patience_s: float = 2.0
+    seed: int = 0
+
+
+POLICIES: dict[str, Callable[[PolicyOptions], Policy]] = {
+    TtftMin.name: lambda o: TtftMin(o.work_weight, o.seed),
+    Mooncake.name: lambda o: Mooncake(o.balance_threshold, o.seed),
+    Dynamo.name: lambda o: Dynamo(o.overlap_weight, o.temperature, o.store_credit, o.seed),
+    Linear.name: lambda o: Linear(o.alpha, o.beta, o.gamma, o.seed),
+    LeastLoaded.name: lambda o: LeastLoaded(o.seed),
+    RoundRobin.name: lambda o: RoundRobin(),
+    Random.name: lambda o: Random(o.seed),
+    PowerOfTwo.name: lambda o: PowerOfTwo(o.seed),
 }
+AFFINITY = "+session-affinity"
+#: All names: every policy, alone and with the modifier.
+POLICY_NAMES = (*POLICIES, *(name + AFFINITY for name in POLICIES))
+_DEFAULTS = PolicyOptions()
 
 
-def make_policy(name: str) -> Policy:
-    """A fresh policy; ``name`` is a key of POLICIES (the configuration has checked it)."""
-    return POLICIES[name]()
+def make_policy(name: str, options: PolicyOptions = _DEFAULTS) -> Policy:
+    """A fresh policy; ``name`` is one of POLICY_NAMES (the configuration has checked it)."""
+    policy = POLICIES[name.removesuffix(AFFINITY)](options)
+    return SessionAffinity(policy, options.patience_s) if name.endswith(AFFINITY) else policy

@@ -1,4 +1,4 @@
-"""Policies that do not look at the prompt: in turn, at random, to the least loaded. Baselines."""
+"""Policies that do not look at the prompt: in turn, at random, of two the less loaded, the least loaded. Baselines."""
 
 from __future__ import annotations
 
@@ -75,19 +75,53 @@ class Random:
         return self._random.choice(sorted(workers, key=lambda w: w.id))
 
 
+class PowerOfTwo:
+    """Of two workers drawn from a seeded generator the less loaded one: nearly balanced, and few are looked at.
+
+    (Mitzenmacher, "The power of two choices in randomized load balancing", 2001.)
+    """
+
+    name = "power-of-two"
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = random.Random(seed)
+
+    def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> Decision | None:
+        """The better of two for each phase."""
+        return _choose(workers, self._prefill, self._decode)
+
+    def choose_decode(self, request: RequestView, workers: Sequence[WorkerView]) -> InstanceId | None:
+        """The better of two that decode."""
+        able = decoders(workers)
+        return self._decode(able).id if able else None
+
+    def _prefill(self, workers: Sequence[WorkerView]) -> WorkerView:
+        return min(self._two(workers), key=lambda w: (w.wait_s, w.num_requests, w.id))
+
+    def _decode(self, workers: Sequence[WorkerView]) -> WorkerView:
+        return min(self._two(workers), key=lambda w: (w.num_requests, w.id))
+
+    def _two(self, workers: Sequence[WorkerView]) -> list[WorkerView]:
+        ordered = sorted(workers, key=lambda w: w.id)
+        return self._random.sample(ordered, min(2, len(ordered)))
+
+
 class LeastLoaded:
-    """The worker with the fewest waiting tokens (prefill) or the fewest requests (decode)."""
+    """The worker with the shortest queue (prefill) or the fewest requests (decode)."""
 
     name = "least-loaded"
+
+    def __init__(self, seed: int = 0) -> None:
+        self._ties = random.Random(seed)
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> Decision | None:
         """The least loaded of each kind."""
         prefills = [
-            Candidate(w.id, "prefill", w.queue_tokens + w.num_requests / 1024, (("queue_tokens", w.queue_tokens),))
+            Candidate(w.id, "prefill", w.wait_s + w.num_requests / 1e6, (("queue_s", w.wait_s),))
             for w in prefillers(workers)
         ]
         decodes = [self._decode(w) for w in decoders(workers)]
-        prefill, decode = best(prefills), best(decodes)
+        prefill, decode = best(prefills, self._ties), best(decodes, self._ties)
         if prefill is None or decode is None:
             return None
         same = any(w.id == prefill.worker and w.can_decode for w in workers)
@@ -95,7 +129,7 @@ class LeastLoaded:
 
     def choose_decode(self, request: RequestView, workers: Sequence[WorkerView]) -> InstanceId | None:
         """The decode worker with the fewest requests."""
-        choice = best([self._decode(w) for w in decoders(workers)])
+        choice = best([self._decode(w) for w in decoders(workers)], self._ties)
         return choice.worker if choice else None
 
     def _decode(self, worker: WorkerView) -> Candidate:

@@ -1,100 +1,60 @@
 """The default policy: the prefill worker with the least estimated TTFT, the decode worker where KV and room are.
 
-    TTFT = queued tokens / prefill speed + fetch + rest / prefill speed
-    fetch: the blocks that the store has and the worker has not, over the store's bandwidth; only where it pays
+    TTFT = max(queue, fetch) + prefill of the rest
 
-(Mooncake, FAST'25, algorithm 1, without its SLO check.) Example: 6400 tokens in blocks of 64, 2 MiB a block, 10 000
-tokens/s. Worker A is idle and holds 20 blocks: (6400 - 1280) / 10 000 = 0.51 s. Worker B holds 90 but has 8000 tokens
-in its queue: 0.8 + 0.064 = 0.86 s. With all 100 blocks in the store at 2 GB/s A fetches 80 blocks in 0.08 s and
-computes one token: 0.08 s. A it is.
+with the longest prefix that is at the worker, is being computed there for a request in front, or can be fetched from
+the best other holder or from the store, where fetching pays. (After Mooncake, FAST'25, algorithm 1; there a fetch adds
+to the queue, and blocks that are still being computed do not count.)
 
-Decode: moving the KV that a worker lacks, plus what every running sequence adds to everybody's step, plus a fine where
-its free blocks do not suffice. The worker that prefills moves nothing.
+Example: 6400 tokens in blocks of 64, 2 MiB a block, 10 000 tokens/s. Worker A is idle and holds 20 blocks: (6400 -
+1280) / 10 000 = 0.51 s. Worker B holds 90 but has 8000 tokens in its queue: 0.8 + 0.064 = 0.86 s. With all 100 blocks
+in the store at 2 GB/s A fetches 80 blocks in 0.08 s and computes one token: 0.08 s. A it is.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
-from tanghulu.conductor.policies.base import (
-    Candidate,
-    Decision,
-    RequestView,
-    WorkerView,
-    best,
-    decoders,
-    prefillers,
-)
+from tanghulu.conductor.policies.base import Candidate, Decision, RequestView, WorkerView, prefillers
+from tanghulu.conductor.policies.decode import NO_ROOM_FINE_S, best_decode, decide
+from tanghulu.conductor.policies.fetching import Start, best_holder, starts
 from tanghulu.types import InstanceId
-
-#: Speeds of a worker that has not measured its own yet.
-ASSUMED_PREFILL_TOKENS_PER_S = 2000.0
-ASSUMED_STORE_BYTES_PER_S = 1e9
-ASSUMED_DECODE_STEP_S = 0.02
-#: A sequence more in a batch slows its step by this share (attention and sampling; weights are read once anyway).
-STEP_SHARE_OF_A_SEQUENCE = 1 / 16
-#: A decode choice is judged over so many coming tokens.
-JUDGED_TOKENS = 64
-#: Seconds: what waiting or preemption for lack of blocks is taken to cost.
-NO_ROOM_FINE_S = 1000.0
 
 
 class TtftMin:
-    """Least estimated time to the first token."""
+    """Least estimated time to the first token, where work that is added counts ``1 + work_weight`` times."""
 
     name = "ttft-min"
 
+    def __init__(self, work_weight: float = 0.0, seed: int = 0) -> None:
+        self._ties = random.Random(seed)
+        self._work_weight = work_weight
+
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> Decision | None:
         """The best pair; the decode worker is chosen once the prefill worker is known."""
-        prefills = [self._prefill(request, w) for w in prefillers(workers)]
-        prefill = best(prefills)
-        if prefill is None:
-            return None
-        decodes = [self._decode(request, w, w.id == prefill.worker) for w in decoders(workers)]
-        decode = best(decodes)
-        if decode is None:
-            return None
-        return Decision(prefill.worker, decode.worker, (*prefills, *decodes))
+        able = prefillers(workers)
+        source = best_holder(able)
+        ways = {w.id: min(starts(request, w, source), key=self._cost) for w in able}
+        prefills = [self._candidate(request, w, ways[w.id]) for w in able]
+        return decide(request, workers, prefills, self._ties, {id: way.fetch for id, way in ways.items()})
 
     def choose_decode(self, request: RequestView, workers: Sequence[WorkerView]) -> InstanceId | None:
         """The decode worker of least cost, none of which prefilled."""
-        choice = best([self._decode(request, w, False) for w in decoders(workers)])
-        return choice.worker if choice else None
+        return best_decode(request, workers, self._ties)
 
-    def _prefill(self, request: RequestView, worker: WorkerView) -> Candidate:
-        speed = worker.prefill_tokens_per_s or ASSUMED_PREFILL_TOKENS_PER_S
-        bandwidth = worker.store_bytes_per_s or ASSUMED_STORE_BYTES_PER_S
-        queue_s = worker.queue_tokens / speed
-        own_s = _rest(request, worker.hit_blocks) / speed
-        fetch_blocks = max(0, request.store_hit_blocks - worker.hit_blocks)
-        fetch_s = fetch_blocks * request.block_bytes / bandwidth
-        fetched_s = _rest(request, request.store_hit_blocks) / speed
-        pays = fetch_blocks > 0 and fetch_s + fetched_s < own_s
-        if not pays:
-            fetch_s, fetched_s = 0.0, own_s
-        step_s = worker.decode_step_s if worker.num_requests else 0.0
+    def _cost(self, start: Start) -> float:
+        return start.ttft_s + self._work_weight * start.compute_s
+
+    def _candidate(self, request: RequestView, worker: WorkerView, start: Start) -> Candidate:
+        step_s = worker.decode_step_s if worker.can_decode and worker.num_requests else 0.0
         room_s = 0.0 if worker.blocks_free >= request.num_blocks - worker.hit_blocks else NO_ROOM_FINE_S
         terms = (
-            ("queue_s", queue_s),
-            ("fetch_s", fetch_s),
-            ("compute_s", fetched_s),
+            ("queue_s", worker.wait_s),
+            ("fetch_s", start.fetch_s),
+            ("compute_s", start.compute_s),
             ("step_s", step_s),
             ("no_room_s", room_s),
-            ("hit_blocks", float(worker.hit_blocks)),
+            ("hit_blocks", float(start.hit_blocks)),
         )
-        return Candidate(worker.id, "prefill", queue_s + fetch_s + fetched_s + step_s + room_s, terms)
-
-    def _decode(self, request: RequestView, worker: WorkerView, prefilled_here: bool) -> Candidate:
-        missing = 0 if prefilled_here else max(0, request.num_blocks - worker.hit_blocks)
-        move_s = missing * request.block_bytes / (worker.store_bytes_per_s or ASSUMED_STORE_BYTES_PER_S)
-        step_s = worker.decode_step_s or ASSUMED_DECODE_STEP_S
-        company_s = JUDGED_TOKENS * step_s * STEP_SHARE_OF_A_SEQUENCE * worker.num_requests
-        needed = max(0, request.num_blocks - worker.hit_blocks)
-        room_s = 0.0 if worker.blocks_free >= needed else NO_ROOM_FINE_S
-        terms = (("move_s", move_s), ("company_s", company_s), ("no_room_s", room_s))
-        return Candidate(worker.id, "decode", move_s + company_s + room_s, terms)
-
-
-def _rest(request: RequestView, hit_blocks: int) -> int:
-    """Tokens left to compute behind ``hit_blocks``; the last one is always computed."""
-    return max(1, request.num_tokens - hit_blocks * request.block_tokens)
+        return Candidate(worker.id, "prefill", self._cost(start) + step_s + room_s, terms)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tanghulu.conductor.policies.base import RequestView, WorkerView
-from tanghulu.conductor.policies.registry import POLICIES, make_policy
+from tanghulu.conductor.policies.registry import POLICY_NAMES, make_policy
 from tanghulu.conductor.policies.simple import Random
 from tanghulu.conductor.policies.ttft_min import TtftMin
 from tanghulu.conductor.requests import WorkerLoad
@@ -47,7 +47,7 @@ WORKERS = st.lists(
 VIEWS = st.builds(RequestView, st.integers(1, 6400), st.just(64), st.just(1 << 20), st.integers(0, 100))
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", POLICY_NAMES)
 class TestContract:
     @settings(max_examples=25)
     @given(views=st.lists(st.tuples(VIEWS, WORKERS), min_size=1, max_size=4))

@@ -1,0 +1,33 @@
+"""What prefill costs on one worker, as a small pure formula that policies and replay share.
+
+    prefill(n, p) = max(fixed + token * (n - p) + pair * (n^2 - p^2),  load * p)
+
+n prompt tokens of which p are reused; the square is attention, the second arm the time to load the reused KV to the
+GPU. (Mooncake, FAST'25, section 4.1 predicts prefill time from length and prefix in the same way.) Example: token
+1e-4 s, pair 1e-9 s, n = 8000: 0.8 + 0.064 = 0.864 s cold, and with p = 4000 reused 0.4 + 0.048 = 0.448 s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillProfile:
+    """Seconds of a prefill. ``load_s`` is the time to load one reused token's KV; all are >= 0."""
+
+    fixed_s: float = 0.0
+    token_s: float = 0.0
+    pair_s: float = 0.0
+    load_s: float = 0.0
+
+    @classmethod
+    def of_speed(cls, tokens_per_s: float) -> PrefillProfile:
+        """The profile of a worker of which only a mean speed is known."""
+        return cls(token_s=1 / tokens_per_s)
+
+    def seconds(self, num_tokens: int, hit_tokens: int) -> float:
+        """Time to prefill ``num_tokens`` of which ``hit_tokens`` are reused; the last token is always computed."""
+        hit = min(hit_tokens, num_tokens - 1)
+        pairs = num_tokens * num_tokens - hit * hit
+        return max(self.fixed_s + self.token_s * (num_tokens - hit) + self.pair_s * pairs, self.load_s * hit)

@@ -1,0 +1,80 @@
+"""How a worker could come by a longer prefix than its own: from the store, or from the worker that holds most.
+
+Pure arithmetic for policies. A fetch runs while the request waits in the queue, so it costs only what outlasts the
+wait; nothing is fetched that would be computed sooner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tanghulu.conductor.policies.base import (
+    ASSUMED_STORE_BYTES_PER_S,
+    PeerFetch,
+    RequestView,
+    WorkerView,
+    nearness,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How a prefill could begin: seconds until it can, then seconds of computing, with ``hit_blocks`` reused."""
+
+    wait_s: float
+    compute_s: float
+    hit_blocks: int
+    fetch_s: float = 0.0
+    fetch: PeerFetch | None = None
+
+    @property
+    def ttft_s(self) -> float:
+        """Estimated time to the first token."""
+        return self.wait_s + self.compute_s
+
+
+def best_holder(workers: Sequence[WorkerView]) -> WorkerView | None:
+    """The worker that holds the longest prefix (being computed does not count); of equals the one whose NIC is free."""
+    return max(workers, key=lambda w: (w.hit_blocks, -w.send_wait_s, w.id), default=None)
+
+
+def peer_fetch_s(request: RequestView, source: WorkerView, target: WorkerView) -> float:
+    """Time until ``target`` has the blocks that ``source`` holds beyond its own."""
+    num_blocks = source.hit_blocks - target.match_blocks
+    taken_s = max(source.send_wait_s, target.receive_wait_s)
+    return taken_s + num_blocks * request.block_bytes / target.peer_bytes_per_s
+
+
+def can_fetch(source: WorkerView | None, target: WorkerView) -> bool:
+    """Whether ``source`` has something for ``target``, and a way to send it."""
+    if source is None or target.peer_bytes_per_s == 0 or source.id == target.id:
+        return False
+    return source.hit_blocks > target.match_blocks
+
+
+def own_start(request: RequestView, worker: WorkerView) -> Start:
+    """With what is at the worker, or will be when its turn comes."""
+    hit_blocks = worker.match_blocks
+    return Start(worker.wait_s, worker.prefill_s(request, hit_blocks), hit_blocks)
+
+
+def starts(request: RequestView, worker: WorkerView, source: WorkerView | None) -> list[Start]:
+    """All ways that ``worker`` could begin; fetching from ``source`` or from the store only where that is possible."""
+    ways = [own_start(request, worker)]
+    if source is not None and can_fetch(source, worker):
+        fetch_s = peer_fetch_s(request, source, worker)
+        compute_s = worker.prefill_s(request, source.hit_blocks)
+        fetch = PeerFetch(source.id, source.hit_blocks)
+        ways.append(Start(max(worker.wait_s, fetch_s), compute_s, source.hit_blocks, fetch_s, fetch))
+    if request.store_hit_blocks > worker.match_blocks:
+        num_bytes = (request.store_hit_blocks - worker.match_blocks) * request.block_bytes
+        fetch_s = num_bytes / (worker.store_bytes_per_s or ASSUMED_STORE_BYTES_PER_S)
+        compute_s = worker.prefill_s(request, request.store_hit_blocks)
+        ways.append(Start(max(worker.wait_s, fetch_s), compute_s, request.store_hit_blocks, fetch_s))
+    return ways
+
+
+def nearest(request: RequestView, worker: WorkerView) -> float:
+    """How near ``worker`` stands to where the request came in, 0 to 1."""
+    return nearness(request.place, worker.place)

@@ -1,0 +1,1 @@
+"""Replay of request traces in virtual time through the conductor's own policies; see ``main`` for the command."""

@@ -1,0 +1,140 @@
+"""A simulated decode worker: continuous batching, fluid between the joins and leaves of sequences.
+
+All sequences of a batch make steps together, so one count of steps is kept: a sequence that joins at step 100 and has
+20 tokens to go leaves at step 120. Between two changes the steps are equally long. Example: with steps of 20 ms and
+the next leave 20 steps ahead, the next change is 0.4 s away; a join after 0.1 s finds 5 steps done.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import math
+from collections import deque
+
+from tanghulu.conductor.replay.job import Job
+from tanghulu.conductor.replay.model import LatencyModel
+
+_EPSILON = 1e-6
+#: A request's TBT is judged by the mean of this share of its gaps, the longest ones.
+WORST_SHARE = 0.1
+
+
+class DecodeInstance:
+    """One decode worker. ``promised`` is what requests on their way to it will need, in tokens of context."""
+
+    def __init__(self, index: int, model: LatencyModel) -> None:
+        self.index = index
+        self.step_length_s = 0.0
+        self.batch = 0
+        self.context_tokens = 0.0
+        self.num_coming = 0
+        self.promised_tokens = 0.0
+        self.version = 0
+        self._model = model
+        self._step = 0.0
+        self._now_s = 0.0
+        self._leaving: list[tuple[float, int, Job]] = []
+        self._waiting: deque[Job] = deque()
+        self._period_starts: list[float] = []
+        self._period_steps_s: list[float] = []
+
+    @property
+    def num_jobs(self) -> int:
+        """Sequences that decode, wait, or are on their way."""
+        return self.batch + self.num_coming
+
+    def promise(self, job: Job) -> None:
+        """The job will come here when its prefill has ended."""
+        self.num_coming += 1
+        self.promised_tokens += job.expected_tokens
+
+    def withdraw(self, job: Job) -> None:
+        """The job ended with its first token."""
+        self.num_coming -= 1
+        self.promised_tokens -= job.expected_tokens
+
+    def arrive(self, now_s: float, job: Job) -> float | None:
+        """The job's KV is here; returns when the next sequence leaves."""
+        self._advance(now_s)
+        self._waiting.append(job)
+        self._admit()
+        return self._plan()
+
+    def leave(self, now_s: float) -> tuple[list[Job], float | None]:
+        """The time that was planned has come: the sequences that have ended, and when the next one leaves."""
+        self._advance(now_s)
+        self._step = max(self._step, self._leaving[0][0])
+        ended = []
+        while self._leaving and self._leaving[0][0] <= self._step + _EPSILON:
+            job = heapq.heappop(self._leaving)[2]
+            self.batch -= 1
+            self.context_tokens -= job.request.num_tokens + job.num_decode_steps
+            self.promised_tokens -= job.expected_tokens
+            self._judge(job)
+            ended.append(job)
+        self._admit()
+        return ended, self._plan()
+
+    def check(self) -> None:
+        """The batch is those who will leave; nobody waits beside an empty batch."""
+        assert self.batch == len(self._leaving) <= self._model.max_batch
+        assert self.num_coming >= len(self._waiting)
+        assert self.batch or not self._waiting
+
+    def _advance(self, now_s: float) -> None:
+        steps = (now_s - self._now_s) / self.step_length_s if self.batch else 0.0
+        if steps > 0:
+            self._period_starts.append(self._step)
+            self._period_steps_s.append(self.step_length_s)
+            self._step += steps
+            self.context_tokens += steps * self.batch
+        self._now_s = now_s
+
+    def _admit(self) -> None:
+        while self._waiting and self._has_room(self._waiting[0]):
+            job = self._waiting.popleft()
+            job.join_step, job.join_s = self._step, self._now_s
+            self.batch += 1
+            self.num_coming -= 1
+            self.context_tokens += job.request.num_tokens
+            heapq.heappush(self._leaving, (self._step + job.num_decode_steps, job.number, job))
+
+    def _has_room(self, job: Job) -> bool:
+        if not self.batch:
+            return True
+        wanted = self.context_tokens + job.request.num_tokens + job.request.output_tokens
+        return self.batch < self._model.max_batch and wanted <= self._model.kv_tokens
+
+    def _plan(self) -> float | None:
+        self.version += 1
+        self.step_length_s = self._model.step_s(self.batch, self.context_tokens)
+        if not self._leaving:
+            return None
+        return self._now_s + max(0.0, self._leaving[0][0] - self._step) * self.step_length_s
+
+    def _judge(self, job: Job) -> None:
+        """Mean gap between tokens, and the mean of the longest tenth of gaps (the first one holds the hand-over)."""
+        job.tbt_s = (self._now_s - job.first_s) / job.num_decode_steps
+        gaps = self._periods_since(job.join_step)
+        gaps.append((job.join_s - job.first_s + (gaps[0][0] if gaps else 0.0), 1.0))
+        gaps.sort(reverse=True)
+        wanted = left = max(1.0, math.ceil(WORST_SHARE * job.num_decode_steps))
+        total_s = 0.0
+        for gap_s, count in gaps:
+            total_s += gap_s * min(count, left)
+            left -= min(count, left)
+            if left <= 0:
+                break
+        job.worst_tbt_s = total_s / (wanted - left)
+
+    def _periods_since(self, step: float) -> list[tuple[float, float]]:
+        """(length of a step, number of steps) of every period since ``step``."""
+        starts, lengths_s = self._period_starts, self._period_steps_s
+        periods = []
+        for index in range(max(0, bisect.bisect_right(starts, step) - 1), len(starts)):
+            end = starts[index + 1] if index + 1 < len(starts) else self._step
+            count = end - max(starts[index], step)
+            if count > 0:
+                periods.append((lengths_s[index], count))
+        return periods

@@ -1,0 +1,163 @@
+"""``tanghulu replay TRACE…``: policies compared on real traces, in virtual time."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import Progress
+
+from tanghulu.conductor.policies.registry import POLICY_NAMES, PolicyOptions, make_policy
+from tanghulu.conductor.replay.model import LatencyModel
+from tanghulu.conductor.replay.report import Report, make_report, table
+from tanghulu.conductor.replay.simulation import ClusterConfig, Simulation
+from tanghulu.conductor.replay.trace import TraceRequest, read_trace
+from tanghulu.config import command, option
+from tanghulu.errors import ConfigError
+
+_ORDERS = ("fcfs", "sjf")
+_AT_LEAST_ONE = ("prefill", "decode", "blocks", "layers", "dim", "gqa", "max_batch")
+_ABOVE_ZERO = ("speedup", "gflops", "mfu", "h2d", "nic", "c", "kv_tokens", "balance_threshold")
+_NOT_NEGATIVE = ("limit", "noise", "ageing", "t0", "d", "e", "work_weight", "temperature", "ttft_slo", "tbt_slo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayConfig:
+    """The options of ``tanghulu replay``. Constants of the model: see ``model.LatencyModel``."""
+
+    traces: tuple[Path, ...] = ()
+    policy: str = option("ttft-min", "policies to compare, separated by commas")
+    prefill: int = option(8, "prefill workers")
+    decode: int = option(8, "decode workers")
+    speedup: float = option(1.6, "how many times as fast the requests arrive")
+    blocks: int = option(5859, "512-token blocks in the cache of one prefill worker")
+    warmup: str = option("0.5", "share of the time span, or a trace, that is replayed first without being counted")
+    noise: float = option(0.0, "sigma of the lognormal factor between expected and real prefill time")
+    seed: int = option(0, "seed of everything that is drawn")
+    limit: int = option(0, "replay only so many requests; 0: all")
+    fetch: bool = option(True, "workers can fetch prefixes from each other")
+    in_flight: bool = option(True, "match blocks that are still being computed as well")
+    shared_cache: bool = option(False, "the idealised pool: one cache for all at no cost")
+    order: str = option("fcfs", "order of a worker's queue: first come, or shortest first with ageing", choices=_ORDERS)
+    ageing: float = option(0.1, "sjf: seconds by which a second of waiting makes a prefill count as shorter")
+    reject: bool = option(False, "refuse a request at once that would miss an SLO")
+    ttft_slo: float = option(5.0, "SLO on the time to the first token, in seconds")
+    tbt_slo: float = option(0.1, "SLO on the time between tokens, in seconds")
+    work_weight: float = option(0.0, "ttft-min: weight of the work that a choice adds")
+    balance_threshold: float = option(1.5, "mooncake: how many times longer a remote prefix must be to be fetched")
+    overlap_weight: float = option(1.0, "dynamo: weight of prefill blocks against active blocks")
+    temperature: float = option(0.0, "dynamo: above 0, draw a worker by softmax over the costs")
+    alpha: float = option(0.5, "linear: weight of the hit share")
+    beta: float = option(0.5, "linear: weight of the free share of the queue")
+    gamma: float = option(0.05, "linear: weight of nearness")
+    patience_s: float = option(2.0, "session affinity: how much longer a session's worker may keep it waiting")
+    layers: int = option(80, "model: layers")
+    dim: int = option(8192, "model: width")
+    gqa: int = option(8, "model: query heads for each key-value head")
+    gflops: float = option(8 * 312e12, "worker: peak FLOP/s")
+    mfu: float = option(0.5, "worker: share of the peak that prefill reaches")
+    t0: float = option(0.02, "worker: fixed part of a prefill, in seconds")
+    h2d: float = option(128e9, "worker: loading KV to the GPU, in bytes/s")
+    nic: float = option(70e9, "worker: network, in bytes/s")
+    c: float = option(0.020, "worker: fixed part of a decode step, in seconds")
+    d: float = option(1e-4, "worker: what a sequence adds to a decode step, in seconds")
+    e: float = option(2.9e-8, "worker: what a token of context adds to a decode step, in seconds")
+    kv_tokens: float = option(1.4e6, "worker: most tokens of context that decode holds")
+    max_batch: int = option(512, "worker: most sequences in a decode step")
+    json: bool = option(False, "print one JSON object a line instead of a table")
+
+    def __post_init__(self) -> None:
+        for name in self.policies:
+            if name not in POLICY_NAMES:
+                raise ConfigError(f"--policy {name!r} is unknown; there is {', '.join(POLICY_NAMES)}")
+        self._bound(_AT_LEAST_ONE, 1, "must be at least 1")
+        self._bound(_ABOVE_ZERO, sys.float_info.min, "must be above 0")
+        self._bound(_NOT_NEGATIVE, 0, "cannot be negative")
+
+    def _bound(self, names: tuple[str, ...], least: float, rule: str) -> None:
+        for name in names:
+            if not getattr(self, name) >= least:
+                raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it {rule}")
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """The names in --policy."""
+        return tuple(name.strip() for name in self.policy.split(","))
+
+    @property
+    def policy_options(self) -> PolicyOptions:
+        """What of it concerns policies."""
+        return PolicyOptions(**self._same(PolicyOptions))
+
+    @property
+    def cluster(self) -> ClusterConfig:
+        """What of it concerns the simulated cluster."""
+        return ClusterConfig(
+            num_prefill=self.prefill,
+            num_decode=self.decode,
+            blocks=self.blocks,
+            model=LatencyModel(**self._same(LatencyModel)),
+            fetch=self.fetch,
+            in_flight=self.in_flight,
+            shared_cache=self.shared_cache,
+            shortest_first=self.order == "sjf",
+            ageing=self.ageing,
+            noise=self.noise,
+            seed=self.seed,
+            reject=self.reject,
+            ttft_slo_s=self.ttft_slo,
+            tbt_slo_s=self.tbt_slo,
+        )
+
+    def _same(self, other: type) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(other) if hasattr(self, f.name)}
+
+
+def replay(config: ReplayConfig, progress: Progress | None = None) -> Iterator[Report]:
+    """A report for each trace and policy. Raises InvalidRequest for a trace that cannot be read."""
+    for path in config.traces:
+        requests = read_trace(path, config.speedup, config.warmup, config.limit)
+        for name in config.policies:
+            yield _replay_one(config, path, name, requests, progress)
+
+
+def _replay_one(
+    config: ReplayConfig, path: Path, policy: str, requests: list[TraceRequest], progress: Progress | None
+) -> Report:
+    simulation = Simulation(config.cluster, make_policy(policy, config.policy_options))
+    trace = path.name.split(".")[0]
+    if progress is None:
+        jobs = simulation.run(requests)
+    else:
+        task = progress.add_task(f"{trace} {policy}", total=len(requests))
+        jobs = simulation.run(requests, lambda done: progress.update(task, completed=done))
+        progress.remove_task(task)
+    busy_s = [worker.busy_s for worker in simulation.prefills]
+    slo_s = (config.ttft_slo, config.tbt_slo)
+    return make_report(trace, policy, jobs, busy_s, simulation.fetched_blocks, slo_s)
+
+
+def _run(config: ReplayConfig) -> None:
+    if config.json:
+        for report in replay(config):
+            click.echo(json.dumps(report.as_dict()))
+        return
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        reports = list(replay(config, progress))
+    Console().print(table(reports))
+
+
+COMMAND = command(
+    "replay", ReplayConfig, _run, "Replay request traces in virtual time through the conductor's policies."
+)
+COMMAND.params.insert(
+    0,
+    click.Argument(["traces"], nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path)),
+)

@@ -1,0 +1,61 @@
+"""The latency model of replay: what prefill, a decode step and a transfer take. Defaults: LLaMA3-70B on 8 x A800.
+
+    prefill(n, p) = t0 + A (n - p) + B (n^2 - p^2), never below loading p over PCIe
+                    A = 22 l d^2 / G,  B = 4 l d / G,  G = flops * mfu          (Mooncake, FAST'25, table 1)
+    decode step   = c + d * batch + e * context tokens
+    transfer(p)   = p * kv_bytes / nic
+
+With l = 80 layers of d = 8192 and half of 8 x 312 TFLOP/s, A is 95 us a token and B 2.1 ns a pair: a cold prompt of
+8192 tokens takes 0.02 + 0.78 + 0.14 = 0.94 s. A token's KV has 80 * 2 * 8192 / 8 * 2 = 328 kB.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tanghulu.conductor.cost import PrefillProfile
+from tanghulu.conductor.replay.trace import BLOCK_TOKENS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatencyModel:
+    """The constants. ``nic`` and ``h2d`` are bytes/s, ``t0``, ``c``, ``d``, ``e`` seconds, ``gflops`` FLOP/s."""
+
+    layers: int = 80
+    dim: int = 8192
+    gqa: int = 8
+    gflops: float = 8 * 312e12
+    mfu: float = 0.5
+    t0: float = 0.02
+    h2d: float = 128e9
+    nic: float = 70e9
+    c: float = 0.020
+    d: float = 1e-4
+    e: float = 2.9e-8
+    kv_tokens: float = 1.4e6
+    max_batch: int = 512
+
+    @property
+    def kv_token_bytes(self) -> float:
+        """Bytes of one token's KV: keys and values of all layers in two bytes each."""
+        return self.layers * 2 * self.dim / self.gqa * 2
+
+    @property
+    def profile(self) -> PrefillProfile:
+        """The cost of prefill, as policies see it."""
+        speed = self.gflops * self.mfu
+        token_s, pair_s = 22 * self.layers * self.dim**2 / speed, 4 * self.layers * self.dim / speed
+        return PrefillProfile(self.t0, token_s, pair_s, self.kv_token_bytes / self.h2d)
+
+    def step_s(self, batch: int, context_tokens: float) -> float:
+        """One decode step of ``batch`` sequences; 0 without any."""
+        return self.c + self.d * batch + self.e * context_tokens if batch else 0.0
+
+    def transfer_s(self, num_blocks: int) -> float:
+        """Moving blocks of a trace over one NIC."""
+        return num_blocks * BLOCK_TOKENS * self.kv_token_bytes / self.nic
+
+    def hand_over_s(self, num_tokens: int, prefill_s: float) -> float:
+        """What is left of the move to the decode worker when prefill ends: it streams layer by layer behind it."""
+        whole_s = num_tokens * self.kv_token_bytes / self.nic
+        return max(whole_s / self.layers, whole_s - prefill_s)

@@ -1,0 +1,128 @@
+"""A simulated prefill worker: an LRU cache of blocks, a queue, one prefill at a time, a NIC in each direction.
+
+Knows no policy and no event loop; the simulation tells it what happens and when.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+
+from tanghulu.conductor.replay.job import Job
+
+
+class BlockCache:
+    """Resident blocks, least recently used first. A chain is touched tail first, so that leaves are evicted first."""
+
+    def __init__(self, capacity_blocks: int) -> None:
+        assert capacity_blocks > 0
+        self.capacity_blocks = capacity_blocks
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def leading(self, blocks: Sequence[int]) -> int:
+        """How many leading blocks are resident."""
+        resident = self._blocks
+        for index, block in enumerate(blocks):
+            if block not in resident:
+                return index
+        return len(blocks)
+
+    def touch(self, blocks: Sequence[int]) -> None:
+        """Those of ``blocks`` that are resident were used."""
+        resident = self._blocks
+        for block in reversed(blocks):
+            if block in resident:
+                resident.move_to_end(block)
+
+    def insert(self, blocks: Sequence[int]) -> None:
+        """``blocks`` are resident now; the least recently used go where there is no room."""
+        resident = self._blocks
+        for block in reversed(blocks):
+            resident[block] = None
+            resident.move_to_end(block)
+        while len(resident) > self.capacity_blocks:
+            resident.popitem(last=False)
+
+
+class PrefillInstance:
+    """Queue, cache and NICs of one prefill worker. ``coming`` counts blocks of requests that have not ended prefill."""
+
+    def __init__(self, index: int, cache: BlockCache) -> None:
+        self.index = index
+        self.cache = cache
+        self.queue: list[Job] = []
+        self.current: Job | None = None
+        self.coming: Counter[int] = Counter()
+        self.send_free_s = 0.0
+        self.receive_free_s = 0.0
+        self.busy_s = 0.0
+        self._queued_s = 0.0
+
+    def match(self, blocks: Sequence[int], first: int = 0) -> int:
+        """Leading blocks that are resident or coming; the first ``first`` are known to be."""
+        cache, coming = self.cache, self.coming
+        for index in range(first, len(blocks)):
+            if blocks[index] not in cache and blocks[index] not in coming:
+                return index
+        return len(blocks)
+
+    def waiting_s(self, now_s: float) -> float:
+        """Estimated seconds until all that is here has been prefilled, by progress observed and cost expected."""
+        return self._queued_s + self._current_left_s(now_s)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens that are still to be computed, as the conductor counted them."""
+        return sum(job.queued_tokens for job in self.queue) + (self.current.queued_tokens if self.current else 0)
+
+    @property
+    def num_jobs(self) -> int:
+        """Jobs that have not ended prefill."""
+        return len(self.queue) + (self.current is not None)
+
+    def enqueue(self, job: Job) -> None:
+        """Take a job; its blocks are coming from now on."""
+        self.queue.append(job)
+        self._queued_s += job.estimate_s
+        self.coming.update(job.request.blocks)
+
+    def take(self, position: int) -> Job:
+        """The job at ``position`` leaves the queue and is the current one."""
+        assert self.current is None
+        job = self.current = self.queue.pop(position)
+        self._queued_s = self._queued_s - job.estimate_s if self.queue else 0.0
+        return job
+
+    def finish(self) -> Job:
+        """The current job has been prefilled: its blocks are resident."""
+        job, self.current = self.current, None
+        assert job is not None
+        for block in job.request.blocks:
+            self.coming[block] -= 1
+            if self.coming[block] <= 0:
+                del self.coming[block]
+        self.cache.insert(job.request.blocks)
+        return job
+
+    def check(self) -> None:
+        """What is coming is exactly what queue and current job bring; the cache keeps its bound."""
+        jobs = [*self.queue, *([self.current] if self.current else [])]
+        expected = Counter(block for job in jobs for block in job.request.blocks)
+        assert expected == self.coming
+        assert len(self.cache) <= self.cache.capacity_blocks
+        assert abs(self._queued_s - sum(job.estimate_s for job in self.queue)) < 1e-3
+
+    def _current_left_s(self, now_s: float) -> float:
+        job = self.current
+        if job is None:
+            return 0.0
+        if now_s <= job.begin_s:
+            return job.begin_s - now_s + job.planned_s
+        left = 1 - (now_s - job.begin_s) / job.prefill_s if job.prefill_s else 0.0
+        return max(0.0, left) * job.planned_s

@@ -1,0 +1,119 @@
+"""What a replay found: TTFT, TBT, goodput, hit ratio and balance, by requests and by tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.table import Table
+
+from tanghulu.conductor.replay.job import Job
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Figures of one run over the requests that count. Times in seconds, shares of 1; NaN where nobody is left.
+
+    ``good``: TTFT and TBT (the mean of a request's longest tenth of gaps) within the SLOs.
+    """
+
+    trace: str
+    policy: str
+    num_requests: int
+    ttft_mean_s: float
+    ttft_p50_s: float
+    ttft_p90_s: float
+    ttft_p99_s: float
+    tbt_mean_s: float
+    tbt_worst_p90_s: float
+    good_requests: float
+    good_tokens: float
+    hit_requests: float
+    hit_tokens: float
+    rejected_requests: float
+    rejected_tokens: float
+    busy_mean: float
+    busy_most: float
+    fetched_blocks: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """For --json."""
+        return asdict(self)
+
+
+def make_report(
+    trace: str,
+    policy: str,
+    jobs: Sequence[Job],
+    busy_s: Sequence[float],
+    fetched_blocks: int,
+    slo_s: tuple[float, float],
+) -> Report:
+    """The report over ``jobs``; ``slo_s`` are the bounds on TTFT and TBT."""
+    counted = [job for job in jobs if job.request.counted]
+    done = [job for job in counted if job.ttft_s is not None]
+    ttft = sorted(job.ttft_s for job in done if job.ttft_s is not None)
+    decoded = [job for job in done if job.num_decode_steps]
+    good = [job for job in done if (job.ttft_s or 0.0) <= slo_s[0] and job.worst_tbt_s <= slo_s[1]]
+    end_s = max((job.first_s for job in done), default=1.0) or 1.0
+    tokens = sum(job.request.num_tokens for job in counted)
+    return Report(
+        trace=trace,
+        policy=policy,
+        num_requests=len(counted),
+        ttft_mean_s=_mean(ttft),
+        ttft_p50_s=_percentile(ttft, 0.5),
+        ttft_p90_s=_percentile(ttft, 0.9),
+        ttft_p99_s=_percentile(ttft, 0.99),
+        tbt_mean_s=_mean([job.tbt_s for job in decoded]),
+        tbt_worst_p90_s=_percentile(sorted(job.worst_tbt_s for job in decoded), 0.9),
+        good_requests=_share(len(good), len(counted)),
+        good_tokens=_share(sum(job.request.num_tokens for job in good), tokens),
+        hit_requests=_mean([job.hit_tokens / job.request.num_tokens for job in done]),
+        hit_tokens=_share(sum(job.hit_tokens for job in done), sum(job.request.num_tokens for job in done)),
+        rejected_requests=_share(sum(job.rejected for job in counted), len(counted)),
+        rejected_tokens=_share(sum(job.request.num_tokens for job in counted if job.rejected), tokens),
+        busy_mean=_mean(busy_s) / end_s,
+        busy_most=max(busy_s) / end_s,
+        fetched_blocks=fetched_blocks,
+    )
+
+
+def table(reports: Iterable[Report]) -> Table:
+    """The reports for people, a row each."""
+    found = Table(title="Replay in virtual time", caption="hit and good: by requests / by tokens, in %; times in s")
+    for heading in ("trace", "policy"):
+        found.add_column(heading)
+    for heading in ("TTFT mean", "P50", "P90", "P99", "TBT mean", "worst P90", "good", "hit", "rejected", "busy"):
+        found.add_column(heading, justify="right")
+    for r in reports:
+        times = (r.ttft_mean_s, r.ttft_p50_s, r.ttft_p90_s, r.ttft_p99_s)
+        found.add_row(
+            r.trace,
+            r.policy,
+            *(f"{time:.2f}" for time in times),
+            f"{r.tbt_mean_s:.4f}",
+            f"{r.tbt_worst_p90_s:.4f}",
+            _percents(r.good_requests, r.good_tokens),
+            _percents(r.hit_requests, r.hit_tokens),
+            _percents(r.rejected_requests, r.rejected_tokens),
+            _percents(r.busy_mean, r.busy_most),
+        )
+    return found
+
+
+def _percents(*shares: float) -> str:
+    return " / ".join(f"{100 * share:.1f}" for share in shares)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else float("nan")
+
+
+def _percentile(ordered: Sequence[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")

@@ -1,0 +1,218 @@
+"""Replay's event loop: P prefill and D decode workers in virtual time, scheduled by one of the conductor's policies.
+
+A request arrives, the policy chooses, perhaps a prefix is fetched from another worker, the request waits its turn, is
+prefilled (TTFT), its KV moves on, and it decodes to its end. All randomness comes from one seed.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tanghulu.conductor.policies.base import PeerFetch, Policy
+from tanghulu.conductor.replay.decode import DecodeInstance
+from tanghulu.conductor.replay.job import Job
+from tanghulu.conductor.replay.model import LatencyModel
+from tanghulu.conductor.replay.prefill import BlockCache, PrefillInstance
+from tanghulu.conductor.replay.trace import BLOCK_TOKENS, TraceRequest
+from tanghulu.conductor.replay.views import ClusterView, OutputEstimate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """The simulated cluster. ``blocks``: cache of one prefill worker. ``fetch``: workers can fetch prefixes from each
+    other, and do so where a policy does not decide it and it pays. ``shared_cache``: the idealised pool, one cache for
+    all at no cost. ``noise``: sigma of the lognormal factor between expected and real prefill time.
+    """
+
+    num_prefill: int = 8
+    num_decode: int = 8
+    blocks: int = 5859
+    model: LatencyModel = field(default_factory=LatencyModel)
+    fetch: bool = True
+    in_flight: bool = True
+    shared_cache: bool = False
+    shortest_first: bool = False
+    ageing: float = 0.1
+    noise: float = 0.0
+    seed: int = 0
+    reject: bool = False
+    ttft_slo_s: float = 30.0
+    tbt_slo_s: float = 0.1
+
+
+class Simulation:
+    """One run. ``run`` may be called once."""
+
+    def __init__(self, config: ClusterConfig, policy: Policy, check: bool = False) -> None:
+        self.now_s = 0.0
+        self.fetched_blocks = 0
+        self._config, self._policy, self._check = config, policy, check
+        self._model, self._profile = config.model, config.model.profile
+        self._random = random.Random(config.seed)
+        self.prefills = _prefill_instances(config)
+        self.decodes = [DecodeInstance(index, config.model) for index in range(config.num_decode)]
+        self._view = ClusterView(self.prefills, self.decodes, config.model, config.in_flight, config.fetch)
+        self._output = OutputEstimate()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._sequence = itertools.count()
+
+    def run(self, requests: Sequence[TraceRequest], progress: Callable[[int], None] = lambda done: None) -> list[Job]:
+        """Replay ``requests``; returns what became of each, in their order. ``progress`` hears of each arrival."""
+        jobs = [Job(request, number) for number, request in enumerate(requests)]
+        for job in jobs:
+            self._at(job.request.arrival_s, functools.partial(self._arrive, job, progress))
+        while self._events:
+            self.now_s, _, event = heapq.heappop(self._events)
+            event()
+            if self._check:
+                self.check()
+        return jobs
+
+    def check(self) -> None:
+        """Every instance holds its invariants."""
+        for prefill in self.prefills:
+            prefill.check()
+        for decode in self.decodes:
+            decode.check()
+
+    def _at(self, time_s: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (time_s, next(self._sequence), event))
+
+    # --- arrival
+
+    def _arrive(self, job: Job, progress: Callable[[int], None]) -> None:
+        progress(job.number)
+        request = job.request
+        views = self._view.workers(self.now_s, request)
+        decision = self._policy.choose(self._view.request(request), views)
+        assert decision is not None, "there are workers for both phases"
+        job.prefill = self._view.prefill_ids[decision.prefill]
+        job.decode = self._view.decode_ids[decision.decode]
+        target = self.prefills[job.prefill]
+        match = self._match(target, request)
+        fetch = decision.fetch or (self._fetch_that_pays(target, match, request) if self._config.fetch else None)
+        hit_blocks = match
+        if fetch is not None and fetch.num_blocks > match:
+            self._fetch(job, target, fetch, match)
+            hit_blocks = fetch.num_blocks
+        target.cache.touch(request.blocks[:match])
+        job.estimate_s = self._profile.seconds(request.num_tokens, hit_blocks * BLOCK_TOKENS)
+        job.queued_tokens = request.num_tokens - min(request.num_tokens, match * BLOCK_TOKENS)
+        job.expected_tokens = request.num_tokens + self._output.tokens
+        if self._config.reject and self._too_late(job, target):
+            job.rejected = True
+            return
+        target.enqueue(job)
+        self.decodes[job.decode].promise(job)
+        if target.current is None:
+            self._start(target)
+
+    def _match(self, worker: PrefillInstance, request: TraceRequest) -> int:
+        hit_blocks = worker.cache.leading(request.blocks)
+        return worker.match(request.blocks, hit_blocks) if self._config.in_flight else hit_blocks
+
+    def _fetch_that_pays(self, target: PrefillInstance, match: int, request: TraceRequest) -> PeerFetch | None:
+        """What a worker does by itself with the best remote prefix: it fetches it if that shortens TTFT."""
+        held = [worker.cache.leading(request.blocks) for worker in self.prefills]
+        most = max(held)
+        holders = [worker for worker in self.prefills if held[worker.index] == most]
+        source = min(holders, key=lambda worker: worker.send_free_s)
+        if most <= match or source is target:
+            return None
+        wait_s = target.waiting_s(self.now_s)
+        taken_s = max(0.0, source.send_free_s - self.now_s, target.receive_free_s - self.now_s)
+        fetched_s = max(wait_s, taken_s + self._model.transfer_s(most - match))
+        fetched_s += self._profile.seconds(request.num_tokens, most * BLOCK_TOKENS)
+        own_s = wait_s + self._profile.seconds(request.num_tokens, match * BLOCK_TOKENS)
+        return PeerFetch(self._view.prefill_id(source.index), most) if fetched_s < own_s else None
+
+    def _fetch(self, job: Job, target: PrefillInstance, fetch: PeerFetch, match: int) -> None:
+        source = self.prefills[self._view.prefill_ids[fetch.source]]
+        begin_s = max(self.now_s, source.send_free_s, target.receive_free_s)
+        job.ready_s = begin_s + self._model.transfer_s(fetch.num_blocks - match)
+        job.fetch_blocks = fetch.num_blocks
+        source.send_free_s = target.receive_free_s = job.ready_s
+        source.cache.touch(job.request.blocks[: fetch.num_blocks])
+        self.fetched_blocks += fetch.num_blocks - match
+
+    def _too_late(self, job: Job, target: PrefillInstance) -> bool:
+        """Whether the SLOs would be missed: by TTFT now, or by TBT with all who will decode there."""
+        ttft_s = max(target.waiting_s(self.now_s), job.ready_s - self.now_s) + job.estimate_s
+        decode = self.decodes[job.decode]
+        context = decode.promised_tokens + job.request.num_tokens
+        tbt_s = self._model.step_s(decode.num_jobs + 1, context)
+        return ttft_s > self._config.ttft_slo_s or tbt_s > self._config.tbt_slo_s
+
+    # --- prefill
+
+    def _start(self, worker: PrefillInstance) -> None:
+        if not worker.queue:
+            return
+        job = worker.take(self._next_position(worker))
+        request = job.request
+        # Fetched blocks count as held: they were sent, and are used from where they arrived.
+        held = worker.cache.leading(request.blocks)
+        if job.fetch_blocks > held:
+            held = job.fetch_blocks + worker.cache.leading(request.blocks[job.fetch_blocks :])
+        job.hit_tokens = min(held * BLOCK_TOKENS, request.num_tokens - 1)
+        worker.cache.touch(request.blocks[:held])
+        job.queued_tokens = request.num_tokens - job.hit_tokens
+        job.begin_s = max(self.now_s, job.ready_s)
+        job.planned_s = self._profile.seconds(request.num_tokens, job.hit_tokens)
+        job.prefill_s = job.planned_s * self._factor()
+        worker.busy_s += job.prefill_s
+        self._at(job.begin_s + job.prefill_s, functools.partial(self._prefilled, worker))
+
+    def _next_position(self, worker: PrefillInstance) -> int:
+        """First come, first served; or the shortest first, where waiting makes shorter."""
+        if not self._config.shortest_first:
+            return 0
+        ageing, now_s = self._config.ageing, self.now_s
+        left = [job.estimate_s - ageing * (now_s - job.request.arrival_s) for job in worker.queue]
+        return left.index(min(left))
+
+    def _factor(self) -> float:
+        sigma = self._config.noise
+        return math.exp(self._random.gauss(-sigma * sigma / 2, sigma)) if sigma else 1.0
+
+    def _prefilled(self, worker: PrefillInstance) -> None:
+        job = worker.finish()
+        job.first_s, job.ttft_s = self.now_s, self.now_s - job.request.arrival_s
+        decode = self.decodes[job.decode]
+        if job.num_decode_steps == 0:
+            decode.withdraw(job)
+            self._output.ended(1)
+        else:
+            left_s = self._model.hand_over_s(job.request.num_tokens, job.prefill_s)
+            worker.send_free_s = max(self.now_s, worker.send_free_s) + left_s
+            self._at(worker.send_free_s, functools.partial(self._decode, decode, job))
+        self._start(worker)
+
+    # --- decode
+
+    def _decode(self, worker: DecodeInstance, job: Job) -> None:
+        self._plan_leave(worker, worker.arrive(self.now_s, job))
+
+    def _leave(self, worker: DecodeInstance, version: int) -> None:
+        if version != worker.version:
+            return
+        ended, next_s = worker.leave(self.now_s)
+        for job in ended:
+            self._output.ended(job.request.output_tokens)
+        self._plan_leave(worker, next_s)
+
+    def _plan_leave(self, worker: DecodeInstance, time_s: float | None) -> None:
+        if time_s is not None:
+            self._at(time_s, functools.partial(self._leave, worker, worker.version))
+
+
+def _prefill_instances(config: ClusterConfig) -> list[PrefillInstance]:
+    shared = BlockCache(config.blocks * config.num_prefill)
+    indexes = range(config.num_prefill)
+    return [PrefillInstance(i, shared if config.shared_cache else BlockCache(config.blocks)) for i in indexes]

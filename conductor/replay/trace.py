@@ -1,0 +1,101 @@
+"""Reading traces: gzip or plain JSON lines, one request each, in the format of Mooncake's FAST'25 release.
+
+``timestamp`` (ms), ``input_length``, ``output_length`` (tokens), ``hash_ids`` (one id for each 512-token block, the
+last may be partial; equal ids = equal prefix up to there), and ``session`` where the trace has it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tanghulu.errors import InvalidRequest
+
+#: Tokens of a trace's block.
+BLOCK_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request of a trace; ``arrival_s`` from the start of the replay. ``counted``: it stands in the report."""
+
+    arrival_s: float
+    num_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...]
+    session: str
+    counted: bool
+
+
+def read_trace(path: Path, speedup: float, warmup: str, limit: int = 0) -> list[TraceRequest]:
+    """The requests of ``path`` in order of time, arriving ``speedup`` times as fast; at most ``limit`` unless it is 0.
+
+    ``warmup`` says who is replayed without being counted: a share of the time span in front, such as ``0.5``, or
+    another trace's path. Raises InvalidRequest for a file that cannot be read or a line that is not a request.
+    """
+    share = _share(warmup)
+    rows = [(row, True) for row in _rows(path)]
+    if share is None:
+        rows += [(row, False) for row in _rows(Path(warmup))]
+    rows.sort(key=lambda pair: pair[0]["timestamp"])
+    rows = rows[:limit] if limit else rows
+    if not rows:
+        raise InvalidRequest(f"trace {path} has no requests")
+    first, last = rows[0][0]["timestamp"], rows[-1][0]["timestamp"]
+    begin = first + (last - first) * (share or 0.0)
+    return [_request(row, first, speedup, counted and row["timestamp"] >= begin) for row, counted in rows]
+
+
+def _share(warmup: str) -> float | None:
+    try:
+        share = float(warmup)
+    except ValueError:
+        return None
+    if not 0 <= share < 1:
+        raise InvalidRequest(f"warm-up share {warmup} is not in 0 ≤ share < 1")
+    return share
+
+
+def _request(row: dict[str, Any], first_ms: float, speedup: float, counted: bool) -> TraceRequest:
+    return TraceRequest(
+        arrival_s=(row["timestamp"] - first_ms) / 1000 / speedup,
+        num_tokens=row["input_length"],
+        output_tokens=max(1, row["output_length"]),
+        blocks=tuple(row["hash_ids"]),
+        session=str(row.get("session", "")),
+        counted=counted,
+    )
+
+
+def _rows(path: Path) -> Sequence[dict[str, Any]]:
+    try:
+        return list(_parsed(path))
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"cannot read trace {path}: {error}") from error
+
+
+def _parsed(path: Path) -> Iterator[dict[str, Any]]:
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open("rt") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise InvalidRequest(f"{path}:{number} is not JSON: {error}") from error
+            yield _checked(row, f"{path}:{number}")
+
+
+def _checked(row: Any, where: str) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise InvalidRequest(f"{where} is not an object")
+    for name in ("timestamp", "input_length", "output_length"):
+        value = row.get(name)
+        if not isinstance(value, int | float) or value < 0:
+            raise InvalidRequest(f"{where}: {name!r} is {value!r}, not a number of at least 0")
+    if not isinstance(row.get("hash_ids"), list):
+        raise InvalidRequest(f"{where}: 'hash_ids' is missing")
+    row["input_length"] = max(1, row["input_length"])
+    return row
