@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tanghulu.protos import common_pb2 as tanghulu_dot_protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftanghulu/protos/directory.proto\x12\x0btanghulu.v1\x1a\x1ctanghulu/protos/common.proto\">\n\nChunkEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x06\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\"\x94\x02\n\x0f\x41nnounceRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12&\n\x05\x61\x64\x64\x65\x64\x18\x03 \x03(\x0b\x32\x17.tanghulu.v1.ChunkEntry\x12\x0f\n\x07removed\x18\x04 \x03(\t\x12\x33\n\x06report\x18\x05 \x01(\x0e\x32#.tanghulu.v1.AnnounceRequest.Report\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x06 \x01(\x04\x12\x12\n\nused_bytes\x18\x07 \x01(\x04\x12\x0f\n\x07\x64\x65leted\x18\x08 \x03(\t\"1\n\x06Report\x12\x08\n\x04NONE\x10\x00\x12\t\n\x05\x42\x45GIN\x10\x01\x12\t\n\x05PIECE\x10\x02\x12\x07\n\x03\x45ND\x10\x03\"]\n\rAnnounceReply\x12#\n\x06status\x18\x01 \x01(\x0b\x32\x13.tanghulu.v1.Status\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x03(\x08\x12\x15\n\rreport_wanted\x18\x03 \x01(\x08\"1\n\rLocateRequest\x12\x0c\n\x04keys\x18\x01 \x03(\t\x12\x12\n\ncount_only\x18\x02 \x01(\x08\">\n\x08Location\x12\r\n\x05nodes\x18\x01 \x03(\r\x12\x0f\n\x07version\x18\x02 \x01(\x06\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\"\x82\x01\n\x0bLocateReply\x12#\n\x06status\x18\x01 \x01(\x0b\x32\x13.tanghulu.v1.Status\x12\x10\n\x08node_ids\x18\x02 \x03(\t\x12(\n\tlocations\x18\x03 \x03(\x0b\x32\x15.tanghulu.v1.Location\x12\x12\n\nincomplete\x18\x04 \x01(\x08\"\x9a\x01\n\x08NodeInfo\x12\'\n\x08instance\x18\x01 \x01(\x0b\x32\x15.tanghulu.v1.Instance\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x02 \x01(\x04\x12\x12\n\nused_bytes\x18\x03 \x01(\x04\x12\x12\n\nnum_chunks\x18\x04 \x01(\x04\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\x12\x13\n\x0blast_seen_s\x18\x06 \x01(\x01\"_\n\x0cPlaceRequest\x12\x12\n\nsize_bytes\x18\x01 \x01(\x04\x12\x10\n\x08replicas\x18\x02 \x01(\r\x12\x13\n\x0bprefer_node\x18\x03 \x01(\t\x12\x14\n\x0c\x63lient_place\x18\x04 \x01(\t\"W\n\nPlaceReply\x12#\n\x06status\x18\x01 \x01(\x0b\x32\x13.tanghulu.v1.Status\x12$\n\x05nodes\x18\x02 \x03(\x0b\x32\x15.tanghulu.v1.NodeInfo\"\x0e\n\x0cNodesRequest\"\x98\x01\n\nNodesReply\x12#\n\x06status\x18\x01 \x01(\x0b\x32\x13.tanghulu.v1.Status\x12$\n\x05nodes\x18\x02 \x03(\x0b\x32\x15.tanghulu.v1.NodeInfo\x12\x12\n\nrebuilding\x18\x03 \x01(\x08\x12\x10\n\x08num_keys\x18\x04 \x01(\x04\x12\x19\n\x11master_generation\x18\x05 \x01(\x04\"?\n\x0fListKeysRequest\x12\x0e\n\x06prefix\x18\x01 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\t\x12\r\n\x05limit\x18\x03 \x01(\r\"M\n\x07KeyInfo\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0f\n\x07version\x18\x03 \x01(\x06\x12\x10\n\x08node_ids\x18\x04 \x03(\t\"f\n\rListKeysReply\x12#\n\x06status\x18\x01 \x01(\x0b\x32\x13.tanghulu.v1.Status\x12\"\n\x04keys\x18\x02 \x03(\x0b\x32\x14.tanghulu.v1.KeyInfo\x12\x0c\n\x04more\x18\x03 \x01(\x08\"V\n\rEventsRequest\x12\x12\n\nkey_prefix\x18\x01 \x01(\t\x12\x16\n\x0e\x61\x66ter_sequence\x18\x02 \x01(\x04\x12\x19\n\x11master_generation\x18\x03 \x01(\x04\"\xb8\x01\n\x0e\x44irectoryEvent\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12.\n\x04kind\x18\x02 \x01(\x0e\x32 .tanghulu.v1.DirectoryEvent.Kind\x12\x0f\n\x07node_id\x18\x03 \x01(\t\x12\x0c\n\x04keys\x18\x04 \x03(\t\"E\n\x04Kind\x12\n\n\x06STORED\x10\x00\x12\x0b\n\x07REMOVED\x10\x01\x12\r\n\tNODE_GONE\x10\x02\x12\n\n\x06SYNCED\x10\x03\x12\t\n\x05RESET\x10\x04\"\x83\x01\n\nEventBatch\x12\x19\n\x11master_generation\x18\x01 \x01(\x04\x12+\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x1b.tanghulu.v1.DirectoryEvent\x12\x16\n\x0e\x66irst_sequence\x18\x03 \x01(\x04\x12\x15\n\rlast_sequence\x18\x04 \x01(\x04\x32\x92\x03\n\tDirectory\x12\x44\n\x08\x41nnounce\x12\x1c.tanghulu.v1.AnnounceRequest\x1a\x1a.tanghulu.v1.AnnounceReply\x12>\n\x06Locate\x12\x1a.tanghulu.v1.LocateRequest\x1a\x18.tanghulu.v1.LocateReply\x12;\n\x05Place\x12\x19.tanghulu.v1.PlaceRequest\x1a\x17.tanghulu.v1.PlaceReply\x12;\n\x05Nodes\x12\x19.tanghulu.v1.NodesRequest\x1a\x17.tanghulu.v1.NodesReply\x12\x44\n\x08ListKeys\x12\x1c.tanghulu.v1.ListKeysRequest\x1a\x1a.tanghulu.v1.ListKeysReply\x12?\n\x06\x45vents\x12\x1a.tanghulu.v1.EventsRequest\x1a\x17.tanghulu.v1.EventBatch0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftanghulu/protos/directory.proto\x12\x0btanghulu.v1\x1a\x1ctanghulu/protos/common.proto\">\n\nChunkEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x06\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\"\x94\x02\n\x0f\x41nnounceRequest\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12&\n\x05\x61\x64\x64\x65\x64\x18\x03 \x03(\x0b\x32\x17.tanghulu.v1.ChunkEntry\x12\x0f\n\x07removed\x18\x04 \x03(\t\x12\x33\n\x06report\x18\x05 \x01(\x0e\x32#.tanghulu.v1.AnnounceRequest.Report\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x06 \x01(\x04\x12\x12\n\nused_bytes\x18\x07 \x01(\x04\x12\x0f\n\x07\x64\x65leted\x18\x08 \x03(\t\"1\n\x06Report\x12\x08\n\x04NONE\x10\x00\x12\t\n\x05\x42\x45GIN\x10\x01\x12\t\n\x05PIECE\x10\x02\x12\x07\n\x03\x45ND\x10\x03\"]\n\rAnnounceReply\x12#\n\x06status\x18\x01 \x01(\x0b\x32\x13.tanghulu.v1.Status\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x03(\x08\x12\x15\n\rreport_wanted\x18\x03 \x01(\x08\"1\n\rLocateRequest\x12\x0c\n\x04keys\x18\x01 \x03(\t\x12\x12\n\ncount_only\x18\x02 \x01(\x08\">\n\x08Location\x12\r\n\x05nodes\x18\x01 \x03(\r\x12\x0f\n\x07version\x18\x02 \x01(\x06\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\"\x91\x01\n\x0bLocateReply\x12#\n\x06status\x18\x01 \x01(\x0b\x32\x13.tanghulu.v1.Status\x12\x10\n\x08node_ids\x18\x02 \x03(\t\x12(\n\tlocations\x18\x03 \x03(\x0b\x32\x15.tanghulu.v1.Location\x12\x12\n\nincomplete\x18\x04 \x01(\x08\x12\r\n\x05\x66ound\x18\x05 \x01(\x0c\"\x9a\x01\n\x08NodeInfo\x12\'\n\x08instance\x18\x01 \x01(\x0b\x32\x15.tanghulu.v1.Instance\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x02 \x01(\x04\x12\x12\n\nused_bytes\x18\x03 \x01(\x04\x12\x12\n\nnum_chunks\x18\x04 \x01(\x04\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\x12\x13\n\x0blast_seen_s\x18\x06 \x01(\x01\"_\n\x0cPlaceRequest\x12\x12\n\nsize_bytes\x18\x01 \x01(\x04\x12\x10\n\x08replicas\x18\x02 \x01(\r\x12\x13\n\x0bprefer_node\x18\x03 \x01(\t\x12\x14\n\x0c\x63lient_place\x18\x04 \x01(\t\"W\n\nPlaceReply\x12#\n\x06status\x18\x01 \x01(\x0b\x32\x13.tanghulu.v1.Status\x12$\n\x05nodes\x18\x02 \x03(\x0b\x32\x15.tanghulu.v1.NodeInfo\"\x0e\n\x0cNodesRequest\"\x98\x01\n\nNodesReply\x12#\n\x06status\x18\x01 \x01(\x0b\x32\x13.tanghulu.v1.Status\x12$\n\x05nodes\x18\x02 \x03(\x0b\x32\x15.tanghulu.v1.NodeInfo\x12\x12\n\nrebuilding\x18\x03 \x01(\x08\x12\x10\n\x08num_keys\x18\x04 \x01(\x04\x12\x19\n\x11master_generation\x18\x05 \x01(\x04\"?\n\x0fListKeysRequest\x12\x0e\n\x06prefix\x18\x01 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\t\x12\r\n\x05limit\x18\x03 \x01(\r\"M\n\x07KeyInfo\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0f\n\x07version\x18\x03 \x01(\x06\x12\x10\n\x08node_ids\x18\x04 \x03(\t\"f\n\rListKeysReply\x12#\n\x06status\x18\x01 \x01(\x0b\x32\x13.tanghulu.v1.Status\x12\"\n\x04keys\x18\x02 \x03(\x0b\x32\x14.tanghulu.v1.KeyInfo\x12\x0c\n\x04more\x18\x03 \x01(\x08\"V\n\rEventsRequest\x12\x12\n\nkey_prefix\x18\x01 \x01(\t\x12\x16\n\x0e\x61\x66ter_sequence\x18\x02 \x01(\x04\x12\x19\n\x11master_generation\x18\x03 \x01(\x04\"\xb8\x01\n\x0e\x44irectoryEvent\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12.\n\x04kind\x18\x02 \x01(\x0e\x32 .tanghulu.v1.DirectoryEvent.Kind\x12\x0f\n\x07node_id\x18\x03 \x01(\t\x12\x0c\n\x04keys\x18\x04 \x03(\t\"E\n\x04Kind\x12\n\n\x06STORED\x10\x00\x12\x0b\n\x07REMOVED\x10\x01\x12\r\n\tNODE_GONE\x10\x02\x12\n\n\x06SYNCED\x10\x03\x12\t\n\x05RESET\x10\x04\"\x83\x01\n\nEventBatch\x12\x19\n\x11master_generation\x18\x01 \x01(\x04\x12+\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x1b.tanghulu.v1.DirectoryEvent\x12\x16\n\x0e\x66irst_sequence\x18\x03 \x01(\x04\x12\x15\n\rlast_sequence\x18\x04 \x01(\x04\x32\x92\x03\n\tDirectory\x12\x44\n\x08\x41nnounce\x12\x1c.tanghulu.v1.AnnounceRequest\x1a\x1a.tanghulu.v1.AnnounceReply\x12>\n\x06Locate\x12\x1a.tanghulu.v1.LocateRequest\x1a\x18.tanghulu.v1.LocateReply\x12;\n\x05Place\x12\x19.tanghulu.v1.PlaceRequest\x1a\x17.tanghulu.v1.PlaceReply\x12;\n\x05Nodes\x12\x19.tanghulu.v1.NodesRequest\x1a\x17.tanghulu.v1.NodesReply\x12\x44\n\x08ListKeys\x12\x1c.tanghulu.v1.ListKeysRequest\x1a\x1a.tanghulu.v1.ListKeysReply\x12?\n\x06\x45vents\x12\x1a.tanghulu.v1.EventsRequest\x1a\x17.tanghulu.v1.EventBatch0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,31 +45,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LOCATION']._serialized_start=567
   _globals['_LOCATION']._serialized_end=629
   _globals['_LOCATEREPLY']._serialized_start=632
-  _globals['_LOCATEREPLY']._serialized_end=762
-  _globals['_NODEINFO']._serialized_start=765
-  _globals['_NODEINFO']._serialized_end=919
-  _globals['_PLACEREQUEST']._serialized_start=921
-  _globals['_PLACEREQUEST']._serialized_end=1016
-  _globals['_PLACEREPLY']._serialized_start=1018
-  _globals['_PLACEREPLY']._serialized_end=1105
-  _globals['_NODESREQUEST']._serialized_start=1107
-  _globals['_NODESREQUEST']._serialized_end=1121
-  _globals['_NODESREPLY']._serialized_start=1124
-  _globals['_NODESREPLY']._serialized_end=1276
-  _globals['_LISTKEYSREQUEST']._serialized_start=1278
-  _globals['_LISTKEYSREQUEST']._serialized_end=1341
-  _globals['_KEYINFO']._serialized_start=1343
-  _globals['_KEYINFO']._serialized_end=1420
-  _globals['_LISTKEYSREPLY']._serialized_start=1422
-  _globals['_LISTKEYSREPLY']._serialized_end=1524
-  _globals['_EVENTSREQUEST']._serialized_start=1526
-  _globals['_EVENTSREQUEST']._serialized_end=1612
-  _globals['_DIRECTORYEVENT']._serialized_start=1615
-  _globals['_DIRECTORYEVENT']._serialized_end=1799
-  _globals['_DIRECTORYEVENT_KIND']._serialized_start=1730
-  _globals['_DIRECTORYEVENT_KIND']._serialized_end=1799
-  _globals['_EVENTBATCH']._serialized_start=1802
-  _globals['_EVENTBATCH']._serialized_end=1933
-  _globals['_DIRECTORY']._serialized_start=1936
-  _globals['_DIRECTORY']._serialized_end=2338
+  _globals['_LOCATEREPLY']._serialized_end=777
+  _globals['_NODEINFO']._serialized_start=780
+  _globals['_NODEINFO']._serialized_end=934
+  _globals['_PLACEREQUEST']._serialized_start=936
+  _globals['_PLACEREQUEST']._serialized_end=1031
+  _globals['_PLACEREPLY']._serialized_start=1033
+  _globals['_PLACEREPLY']._serialized_end=1120
+  _globals['_NODESREQUEST']._serialized_start=1122
+  _globals['_NODESREQUEST']._serialized_end=1136
+  _globals['_NODESREPLY']._serialized_start=1139
+  _globals['_NODESREPLY']._serialized_end=1291
+  _globals['_LISTKEYSREQUEST']._serialized_start=1293
+  _globals['_LISTKEYSREQUEST']._serialized_end=1356
+  _globals['_KEYINFO']._serialized_start=1358
+  _globals['_KEYINFO']._serialized_end=1435
+  _globals['_LISTKEYSREPLY']._serialized_start=1437
+  _globals['_LISTKEYSREPLY']._serialized_end=1539
+  _globals['_EVENTSREQUEST']._serialized_start=1541
+  _globals['_EVENTSREQUEST']._serialized_end=1627
+  _globals['_DIRECTORYEVENT']._serialized_start=1630
+  _globals['_DIRECTORYEVENT']._serialized_end=1814
+  _globals['_DIRECTORYEVENT_KIND']._serialized_start=1745
+  _globals['_DIRECTORYEVENT_KIND']._serialized_end=1814
+  _globals['_EVENTBATCH']._serialized_start=1817
+  _globals['_EVENTBATCH']._serialized_end=1948
+  _globals['_DIRECTORY']._serialized_start=1951
+  _globals['_DIRECTORY']._serialized_end=2353
 # @@protoc_insertion_point(module_scope)

@@ -77,16 +77,18 @@ class Location(_message.Message):
     def __init__(self, nodes: _Optional[_Iterable[int]] = ..., version: _Optional[int] = ..., size_bytes: _Optional[int] = ...) -> None: ...
 
 class LocateReply(_message.Message):
-    __slots__ = ("status", "node_ids", "locations", "incomplete")
+    __slots__ = ("status", "node_ids", "locations", "incomplete", "found")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     NODE_IDS_FIELD_NUMBER: _ClassVar[int]
     LOCATIONS_FIELD_NUMBER: _ClassVar[int]
     INCOMPLETE_FIELD_NUMBER: _ClassVar[int]
+    FOUND_FIELD_NUMBER: _ClassVar[int]
     status: _common_pb2.Status
     node_ids: _containers.RepeatedScalarFieldContainer[str]
     locations: _containers.RepeatedCompositeFieldContainer[Location]
     incomplete: bool
-    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., node_ids: _Optional[_Iterable[str]] = ..., locations: _Optional[_Iterable[_Union[Location, _Mapping]]] = ..., incomplete: _Optional[bool] = ...) -> None: ...
+    found: bytes
+    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., node_ids: _Optional[_Iterable[str]] = ..., locations: _Optional[_Iterable[_Union[Location, _Mapping]]] = ..., incomplete: _Optional[bool] = ..., found: _Optional[bytes] = ...) -> None: ...
 
 class NodeInfo(_message.Message):
     __slots__ = ("instance", "capacity_bytes", "used_bytes", "num_chunks", "draining", "last_seen_s")

@@ -6,7 +6,7 @@ Owns the one way to compute and to verify them; writers, readers and the node's 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import xxhash
 
@@ -17,8 +17,7 @@ _xxh3_64 = xxhash.xxh3_64_intdigest
 MAX_PARTS = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Checksums:
+class Checksums(NamedTuple):
     """``parts[i]`` is xxh3_64 of bytes ``[i * part_bytes, (i + 1) * part_bytes)``; no parts: nothing to verify."""
 
     part_bytes: int = 0

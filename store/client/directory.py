@@ -11,7 +11,7 @@ from tanghulu.store.client import messages
 from tanghulu.store.client.context import Context
 from tanghulu.store.client.instructions import Ask, Deadline, Logic, PeerId, Sleep
 from tanghulu.store.client.model import ChunkInfo, KeyInfo, NodeView
-from tanghulu.store.words import validate_key
+from tanghulu.store.words import validate_key, validate_keys
 
 KEYS_PER_PAGE = 10_000
 KEYS_PER_CALL = 8192
@@ -22,8 +22,7 @@ _REBUILDING_PAUSE_S = 0.05
 
 def exists(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[list[bool]]:
     """For each key whether a live node holds it; the location cache is never asked."""
-    for key in keys:
-        validate_key(key)
+    validate_keys(keys)
     found: list[bool] = []
     for start in range(0, len(keys), KEYS_PER_CALL):
         found += yield from _exist(context, deadline, keys[start : start + KEYS_PER_CALL])

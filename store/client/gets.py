@@ -68,15 +68,23 @@ def fetch(context: Context, deadline: Deadline, wants: Sequence[Want], flush: Ca
     """Set every want's ``result``. ``flush`` is what a Chunk without a copy calls when it is closed."""
     for want in wants:
         want.holders = list(context.locations.get(want.key))
-    open_wants = list(wants)
-    if len(open_wants) == 1 and wants[0].holders:  # the commonest call by far, spared all grouping
-        node = wants[0].holders[0]
-        (outcome,) = yield Ask(((node, messages.get([wants[0].key], MAX_INLINE_BYTES)),))
-        pinned = _take_answer(context, node, open_wants, outcome)
+    yield from _rounds(context, deadline, list(wants), flush)
+
+
+def fetch_one(context: Context, deadline: Deadline, want: Want, flush: Callable[[], None]) -> Logic[None]:
+    """``fetch`` for one key, the commonest call by far: with a known holder it needs no grouping."""
+    want.holders = list(context.locations.get(want.key))
+    if want.holders:
+        node = want.holders[0]
+        (outcome,) = yield Ask(((node, messages.get((want.key,), MAX_INLINE_BYTES)),))
+        pinned = _take_answer(context, node, (want,), outcome)
         if pinned:
             yield from _read_pinned(context, pinned, flush)
-        if wants[0].result is not None:
-            return
+    if want.result is None:
+        yield from _rounds(context, deadline, [want], flush)
+
+
+def _rounds(context: Context, deadline: Deadline, open_wants: list[Want], flush: Callable[[], None]) -> Logic[None]:
     while open_wants:
         yield from _find_holders(context, deadline, [w for w in open_wants if not w.holders])
         groups: dict[PeerId, list[Want]] = {}
@@ -164,7 +172,7 @@ def _round(context: Context, groups: dict[PeerId, list[Want]], flush: Callable[[
 
 
 def _take_answer(
-    context: Context, node: PeerId, wants: list[Want], outcome: messages.AnyReply | TanghuluError
+    context: Context, node: PeerId, wants: Sequence[Want], outcome: messages.AnyReply | TanghuluError
 ) -> list[_Pinned]:
     """Inline values become results, failures send their want on; what the node pinned is still to be read."""
     if isinstance(outcome, TanghuluError):
@@ -182,7 +190,7 @@ def _take_answer(
     return pinned
 
 
-def _node_failed(context: Context, node: PeerId, wants: list[Want], error: TanghuluError) -> None:
+def _node_failed(context: Context, node: PeerId, wants: Sequence[Want], error: TanghuluError) -> None:
     if isinstance(error, NodeUnavailable):
         context.nodes.expire()
     for want in wants:

@@ -197,7 +197,7 @@ def locations(reply: AnyReply) -> tuple[list[tuple[PeerId, ...]], bool]:
 
 def existence(reply: AnyReply) -> tuple[list[bool], bool]:
     """As ``locations``, where it only matters whether somebody holds the key."""
-    return [bool(location.nodes) for location in reply.message.locations], reply.message.incomplete
+    return list(map(bool, reply.message.found)), reply.message.incomplete
 
 
 def nodes() -> AnyCall:

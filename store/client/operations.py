@@ -29,7 +29,7 @@ class Operations:
     def put(self, deadline: Deadline, item: PutItem, options: PutOptions) -> Logic[Status]:
         """One value; raises its error."""
         putting = self._putting(item, options)
-        yield from puts.put_all(self._context, deadline, [putting], options)
+        yield from puts.put_one(self._context, deadline, putting, options)
         status = putting.status()
         if status.error is not None:
             raise status.error
@@ -65,7 +65,7 @@ class Operations:
     def get(self, deadline: Deadline, key: str) -> Logic[Chunk]:
         """One chunk; raises its error."""
         want = gets.Want(validate_key(key))
-        yield from gets.fetch(self._context, deadline, [want], self._flush)
+        yield from gets.fetch_one(self._context, deadline, want, self._flush)
         assert isinstance(want.result, Chunk | TanghuluError)
         if isinstance(want.result, TanghuluError):
             raise want.result
@@ -80,7 +80,7 @@ class Operations:
     def get_into(self, deadline: Deadline, key: str, buffer: Any) -> Logic[int]:
         """One value into ``buffer``; its size. Raises its error."""
         want = gets.Want(validate_key(key), writable(buffer))
-        yield from gets.fetch(self._context, deadline, [want], self._flush)
+        yield from gets.fetch_one(self._context, deadline, want, self._flush)
         assert isinstance(want.result, int | TanghuluError)
         if isinstance(want.result, TanghuluError):
             raise want.result

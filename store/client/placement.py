@@ -26,6 +26,7 @@ class NodeTable:
         self._host_id = host_id
         self._nodes: dict[PeerId, NodeView] = {}
         self._local: list[tuple[PeerId, int]] = []
+        self._largest_bytes = 0
         self._advice: dict[int, tuple[float, tuple[PeerId, ...]]] = {}
         self._fresh_until_s = float("-inf")
         self._lock = threading.Lock()
@@ -40,11 +41,13 @@ class NodeTable:
         ]
         with self._lock:
             self._nodes, self._local, self._fresh_until_s = table, local, now_s + NODES_TTL_S
+            self._largest_bytes = max((node.capacity_bytes for node in table.values()), default=0)
 
     def learn(self, nodes: Iterable[NodeView]) -> None:
         """Some nodes that came with another answer."""
         with self._lock:
             self._nodes = {**self._nodes, **{PeerId(node.id): node for node in nodes}}
+            self._largest_bytes = max((node.capacity_bytes for node in self._nodes.values()), default=0)
 
     def is_fresh(self, now_s: float) -> bool:
         """Whether the list need not be asked for again."""
@@ -74,7 +77,7 @@ class NodeTable:
     @property
     def largest_capacity_bytes(self) -> int:
         """Of all known nodes; 0 when none has said."""
-        return max((node.capacity_bytes for node in self._nodes.values()), default=0)
+        return self._largest_bytes
 
     def local_for(self, key: str, size_bytes: int) -> list[PeerId]:
         """The nodes of this host that could hold the value, best first."""

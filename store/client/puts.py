@@ -73,31 +73,42 @@ class _Write:
     error: TanghuluError | None = None
 
 
+def put_one(context: Context, deadline: Deadline, item: Putting, options: PutOptions) -> Logic[None]:
+    """Put one item, the commonest call by far: a small value for one node that takes it needs no grouping."""
+    if not context.nodes.is_fresh(context.clock.now_s()):
+        yield from common.refresh_nodes(context)
+    yield from _choose_nodes(context, (item,), options)
+    if item.replicas == 1 and item.new.size_bytes <= MAX_INLINE_BYTES and item.candidates and not item.done:
+        node = item.candidates.pop(0)
+        call = messages.put(((item.new, item.value),), options.visible, _patience_ms(deadline, len(item.candidates)))
+        (outcome,) = yield Ask(((node, call),))
+        _take_results(context, node, (item,), outcome)
+        _conclude(item)
+    yield from _finish(context, deadline, (item,), options)
+    _remember(context, item)
+
+
 def put_all(context: Context, deadline: Deadline, items: Sequence[Putting], options: PutOptions) -> Logic[None]:
     """Put every item; their ``status()`` then tells what became of each."""
     yield from common.refresh_nodes(context)
     for batch in _slices(items):
         yield from _choose_nodes(context, batch, options)
-        if len(items) == 1:
-            yield from _try_small(context, deadline, items[0], options)
-        while open_items := [item for item in batch if not item.done]:
-            yield from _round(context, deadline, open_items, options)
-            for item in open_items:
-                _conclude(item)
-    for item in items:
-        if item.placed:
-            context.locations.set(item.new.key, tuple(item.placed))
+        yield from _finish(context, deadline, batch, options)
+        for item in batch:
+            _remember(context, item)
 
 
-def _try_small(context: Context, deadline: Deadline, item: Putting, options: PutOptions) -> Logic[None]:
-    """The first round of one small value for one node: the commonest call by far, spared all grouping."""
-    if item.done or item.replicas > 1 or item.new.size_bytes > MAX_INLINE_BYTES or not item.candidates:
-        return
-    node = item.candidates.pop(0)
-    call = messages.put([(item.new, item.value)], options.visible, _patience_ms(deadline, len(item.candidates)))
-    (outcome,) = yield Ask(((node, call),))
-    _take_results(context, node, (item,), outcome)
-    _conclude(item)
+def _finish(context: Context, deadline: Deadline, items: Sequence[Putting], options: PutOptions) -> Logic[None]:
+    """Rounds until every item is done."""
+    while open_items := [item for item in items if not item.done]:
+        yield from _round(context, deadline, open_items, options)
+        for item in open_items:
+            _conclude(item)
+
+
+def _remember(context: Context, item: Putting) -> None:
+    if item.placed:
+        context.locations.set(item.new.key, tuple(item.placed))
 
 
 def _patience_ms(deadline: Deadline, num_others: int) -> int:
@@ -132,12 +143,14 @@ def _choose_nodes(context: Context, items: Sequence[Putting], options: PutOption
         if largest and size > largest:
             item.error, item.done = _too_large(item.new, largest), True
             continue
-        candidates = context.nodes.local_for(item.new.key, size)
+        item.candidates = context.nodes.local_for(item.new.key, size)
+        if options.prefer_node is None and len(item.candidates) >= item.replicas:
+            continue
         if options.prefer_node is not None:
-            candidates.insert(0, PeerId(options.prefer_node))
-        if len(candidates) < item.replicas:
-            candidates += yield from _advice(context, item.new.size_bytes, options)
-        item.candidates = list(dict.fromkeys(candidates))
+            item.candidates.insert(0, PeerId(options.prefer_node))
+        if len(item.candidates) < item.replicas:
+            item.candidates += yield from _advice(context, size, options)
+        item.candidates = list(dict.fromkeys(item.candidates))
 
 
 def _too_large(new: NewChunk, largest: int) -> InvalidRequest:

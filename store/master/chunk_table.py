@@ -183,6 +183,17 @@ class ChunkTable:
             node_ids = (owners[slot],) if states[slot] is live else ()
         return Found(entry >> _VERSION_SHIFT, (entry >> _SLOT_BITS) & _SIZE_MASK, node_ids) if node_ids else None
 
+    def holds(self, keys: Iterable[str]) -> bytes:
+        """For each key 1 if a live node holds it, else 0."""
+        entries, more, states, live = self._entries.get, self._more, self._states, SlotState.LIVE
+        return bytes(
+            [
+                (entry := entries(key)) is not None
+                and (states[entry & _SLOT_MASK] is live or (key in more and self.find(key) is not None))
+                for key in keys
+            ]
+        )
+
     def keys_from(self, first: str, *, inclusive: bool = True) -> Iterator[str]:
         """Keys in order from ``first`` on, dead ones included; valid until the next change."""
         return iter(self._sorted.irange(first, None, (inclusive, True)))

@@ -52,8 +52,10 @@ class Report(Enum):
     PIECE = 2
     END = 3
 
+    __hash__ = object.__hash__  # members are single objects; Enum's own hash is a Python call for every look-up
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class Announcement:
     """What a node holds now or no longer; ``deleted`` like ``removed``, but the version must not come back.
 
@@ -70,7 +72,7 @@ class Announcement:
     used_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Announced:
     """The answer: one ``accepted`` for each added entry."""
 
@@ -247,6 +249,10 @@ class Directory:
     def locate(self, keys: Iterable[str]) -> list[Found | None]:
         """For each key the chunk and its live holders. None is a "not found" only if ``rebuild.is_ready``."""
         return list(map(self._table.find, keys))
+
+    def holds(self, keys: Iterable[str]) -> bytes:
+        """For each key 1 if a live node holds it, else 0; the same of a 0 as of a None of ``locate``."""
+        return self._table.holds(keys)
 
     def place(self, wish: Wish, rng: Random) -> list[NodeView]:
         """Where to put a new chunk, best first (see placement)."""

@@ -37,21 +37,30 @@ class DirectoryCalls:
         announcement = wire.announcement_from_wire(request)
         answer = self._master.announce(announcement, self._shell.now_s)
         self._shell.changed()
-        num_accepted = sum(answer.accepted)
-        self._metrics.announcements.labels(announcement.report.name.lower()).inc()
-        self._metrics.accepted.inc(num_accepted)
-        self._metrics.refused.inc(len(answer.accepted) - num_accepted)
-        self._metrics.removed.inc(len(announcement.removed) + len(announcement.deleted))
+        counts = self._metrics.counts
+        num_accepted = answer.accepted.count(True)
+        counts.announcements[announcement.report] += 1
+        counts.accepted += num_accepted
+        counts.refused += len(answer.accepted) - num_accepted
+        counts.removed += len(announcement.removed) + len(announcement.deleted)
         return pb.AnnounceReply(accepted=answer.accepted, report_wanted=answer.report_wanted)
 
     def locate(self, request: pb.LocateRequest) -> pb.LocateReply:
         """Who holds these keys."""
-        found = self._master.directory.locate(wire.keys_from_wire(request))
-        num_missing = found.count(None)
-        self._metrics.missing.inc(num_missing)
-        self._metrics.found.inc(len(found) - num_missing)
-        incomplete = not self._master.directory.rebuild.is_ready
-        return wire.locate_to_wire(found, count_only=request.count_only, incomplete=incomplete)
+        directory, counts = self._master.directory, self._metrics.counts
+        keys = wire.keys_from_wire(request)
+        incomplete = not directory.rebuild.is_ready
+        if request.count_only:
+            held = directory.holds(keys)
+            num_missing = held.count(0)
+            reply = pb.LocateReply(found=held, incomplete=incomplete)
+        else:
+            found = directory.locate(keys)
+            num_missing = found.count(None)
+            reply = wire.locate_to_wire(found, incomplete=incomplete)
+        counts.missing += num_missing
+        counts.found += len(keys) - num_missing
+        return reply
 
     def place(self, request: pb.PlaceRequest) -> pb.PlaceReply:
         """Where to put a new chunk. Raises NodeUnavailable without nodes, StoreFull if none can hold it."""
@@ -64,7 +73,7 @@ class DirectoryCalls:
                 f"none of {directory.num_nodes} nodes takes a chunk of {format_size(request.size_bytes)}: "
                 "they are draining, smaller, or have not announced their capacity yet"
             )
-        self._metrics.placements.inc()
+        self._metrics.counts.placements += 1
         return pb.PlaceReply(nodes=wire.nodes_to_wire(nodes, self._shell.now_s))
 
     def nodes(self, request: pb.NodesRequest) -> pb.NodesReply:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 
 class DirectoryEventKind(Enum):
@@ -16,8 +16,7 @@ class DirectoryEventKind(Enum):
     RESET = "forget everything; a snapshot follows"
 
 
-@dataclass(frozen=True, slots=True)
-class DirectoryEvent:
+class DirectoryEvent(NamedTuple):
     """One change. ``sequence`` grows by one from change to change; a snapshot's events share that of its start.
 
     STORED and REMOVED may tell what the follower knows already; applying them again changes nothing.

@@ -2,12 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from tanghulu.store.master.core import Master
+from tanghulu.store.master.directory import Report
 from tanghulu.types import Role
+
+
+@dataclass
+class CallCounts:
+    """What the calls count: plain numbers, because a Counter's own adding costs more than many a call."""
+
+    announcements: dict[Report, int] = field(default_factory=lambda: dict.fromkeys(Report, 0))
+    accepted: int = 0
+    refused: int = 0
+    removed: int = 0
+    found: int = 0
+    missing: int = 0
+    placements: int = 0
+
+
+class _CallCollector(Collector):
+    """Reads the counts when Prometheus asks (from the metrics thread: plain attribute reads only)."""
+
+    def __init__(self, counts: CallCounts) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        """The counters of the directory's calls."""
+        counts = self._counts
+        reports = {report.name.lower(): num for report, num in counts.announcements.items()}
+        chunks = {"accepted": counts.accepted, "refused": counts.refused, "removed": counts.removed}
+        keys = {"found": counts.found, "missing": counts.missing}
+        yield _family("announcements", "Announcements of nodes.", "report", reports)
+        yield _family(
+            "announced_chunks",
+            "Announced chunks: accepted, refused (another version was first, or deleted), removed.",
+            "outcome",
+            chunks,
+        )
+        yield _family("located_keys", "Keys that were looked up.", "outcome", keys)
+        yield CounterMetricFamily("tanghulu_master_placements", "Placements given.", value=counts.placements)
+
+
+def _family(name: str, text: str, label: str, values: dict[str, int]) -> CounterMetricFamily:
+    family = CounterMetricFamily(f"tanghulu_master_{name}", text, labels=[label])
+    for value, number in values.items():
+        family.add_metric([value], number)
+    return family
 
 
 class MasterMetrics:
@@ -15,19 +62,8 @@ class MasterMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
-        self.announcements = Counter(
-            "tanghulu_master_announcements_total", "Announcements of nodes.", ["report"], registry=registry
-        )
-        self.announced_chunks = Counter(
-            "tanghulu_master_announced_chunks_total",
-            "Announced chunks: accepted, refused (another version was first, or deleted), removed.",
-            ["outcome"],
-            registry=registry,
-        )
-        self.located_keys = Counter(
-            "tanghulu_master_located_keys_total", "Keys that were looked up.", ["outcome"], registry=registry
-        )
-        self.placements = Counter("tanghulu_master_placements_total", "Placements given.", registry=registry)
+        self.counts = CallCounts()
+        registry.register(_CallCollector(self.counts))
         self.expired_leases = Counter(
             "tanghulu_master_expired_leases_total", "Instances whose lease ran out.", ["component"], registry=registry
         )
@@ -35,11 +71,6 @@ class MasterMetrics:
             "tanghulu_master_cut_off_followers_total", "Followers that lagged too far behind.", registry=registry
         )
         self.followers = Gauge("tanghulu_master_followers", "Open event streams.", ["stream"], registry=registry)
-        self.found = self.located_keys.labels("found")
-        self.missing = self.located_keys.labels("missing")
-        self.accepted = self.announced_chunks.labels("accepted")
-        self.refused = self.announced_chunks.labels("refused")
-        self.removed = self.announced_chunks.labels("removed")
 
     def observe(self, master: Master) -> None:
         """Show the state of ``master``; called once."""

@@ -22,15 +22,18 @@ class Signal:
     """Wakes everybody who waits. A waiter looks at the state first, then waits, without an await in between."""
 
     def __init__(self) -> None:
-        self._event = asyncio.Event()
+        self._event: asyncio.Event | None = None
 
     def fire(self) -> None:
         """Wake those who wait now."""
-        event, self._event = self._event, asyncio.Event()
-        event.set()
+        event, self._event = self._event, None
+        if event is not None:
+            event.set()
 
     async def wait(self) -> None:
         """Until the next ``fire``."""
+        if self._event is None:
+            self._event = asyncio.Event()
         await self._event.wait()
 
 

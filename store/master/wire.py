@@ -61,7 +61,7 @@ def _check_count(num_keys: int) -> None:
         raise InvalidRequest(f"{num_keys} keys in one call are more than {MAX_KEYS_PER_CALL}; send them in several")
 
 
-def locate_to_wire(found: Iterable[Found | None], *, count_only: bool, incomplete: bool) -> pb.LocateReply:
+def locate_to_wire(found: Iterable[Found | None], *, incomplete: bool) -> pb.LocateReply:
     """The answer to LOCATE: node ids once, locations by their index."""
     reply = pb.LocateReply(incomplete=incomplete)
     indexes: dict[str, int] = {}
@@ -72,10 +72,7 @@ def locate_to_wire(found: Iterable[Found | None], *, count_only: bool, incomplet
             continue
         version, size_bytes, node_ids = chunk
         nodes = [indexes.setdefault(node_id, len(indexes)) for node_id in node_ids]
-        if count_only:
-            add(nodes=nodes)
-        else:
-            add(nodes=nodes, version=version, size_bytes=size_bytes)
+        add(nodes=nodes, version=version, size_bytes=size_bytes)
     reply.node_ids.extend(indexes)
     return reply
 

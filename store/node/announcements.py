@@ -31,6 +31,8 @@ class Report(Enum):
     PIECE = "piece"
     END = "end"
 
+    __hash__ = object.__hash__  # see Pin
+
 
 @dataclass(slots=True)
 class Announcement:

@@ -33,6 +33,8 @@ class ChunkState(Enum):
     #: Its range is free.
     GONE = "gone"
 
+    __hash__ = object.__hash__  # see Pin
+
 
 class ChunkEvent(Enum):
     """What happens to a chunk."""
@@ -43,6 +45,8 @@ class ChunkEvent(Enum):
     GAVE_UP = "the putter stopped waiting for the master"
     DROP = "drop"
     LAST_LEASE_ENDED = "last lease ended"
+
+    __hash__ = object.__hash__
 
 
 _S, _E = ChunkState, ChunkEvent

@@ -72,6 +72,9 @@ class FakeCluster:
     def _LocateRequest(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
         names = list(self.values)
         reply = directory_pb2.LocateReply(node_ids=names, incomplete=self.incomplete)
+        if call.request.count_only:
+            reply.found = bytes(bool(self.directory.get(key)) for key in call.request.keys)
+            return Reply(reply, memoryview(b""))
         for key in call.request.keys:
             reply.locations.add(nodes=[names.index(name) for name in self.directory.get(key, [])])
         return Reply(reply, memoryview(b""))
