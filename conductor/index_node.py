@@ -12,13 +12,15 @@ and slot 3's leading run is the number of trailing ones, 2. Cutting and joining 
 
 The first ``chained`` blocks are known to follow each other on one chain, since a prompt was compared with them. What
 is behind them stands in the order in which it was told, which may mean nothing.
+
+``answer`` is the index's: the leading runs of the holders in ``partial`` by name; None once a bitmap has changed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tanghulu.types import BlockHash
+from tanghulu.types import BlockHash, InstanceId
 
 #: Up to this many blocks are compared one by one even where the order is proven: it costs no more than a bisection.
 COMPARED_BLOCKS = 32
@@ -49,7 +51,7 @@ def ranges(bits: int) -> Iterator[tuple[int, int]]:
 class Node:
     """Blocks in order with their holders. Nobody holds none of them, and each is held by somebody."""
 
-    __slots__ = ("blocks", "chained", "full", "partial", "touched")
+    __slots__ = ("_runs", "answer", "blocks", "chained", "full", "partial", "touched")
 
     def __init__(self, blocks: list[BlockHash], full: int, chained: int = 1) -> None:
         self.blocks = blocks
@@ -57,6 +59,8 @@ class Node:
         self.full = full
         self.partial: dict[int, int] = {}
         self.touched = False
+        self.answer: dict[InstanceId, int] | None = None
+        self._runs: list[tuple[int, int, int]] | None = None
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -83,6 +87,17 @@ class Node:
     def bits(self, slot: int) -> int:
         """The bitmap of ``slot``; 0 if it holds nothing."""
         return self.all_bits if self.full >> slot & 1 else self.partial.get(slot, 0)
+
+    @property
+    def runs(self) -> list[tuple[int, int, int]]:
+        """Of each holder with a bitmap: slot, the slot's bit, and its leading run; kept until a bitmap changes."""
+        if self._runs is None:
+            self._runs = [(slot, 1 << slot, leading_ones(bits)) for slot, bits in self.partial.items()]
+        return self._runs
+
+    def num_partial_if(self, behind: Node) -> int:
+        """How many holders would have a bitmap if ``behind`` were joined."""
+        return ((self.holders | behind.holders) & ~(self.full & behind.full)).bit_count()
 
     def positions(self, blocks: list[BlockHash]) -> int:
         """The bitmap of ``blocks``, all of which are in the node, in any order.
@@ -124,6 +139,17 @@ class Node:
             orphans &= ~others
         return lost.bit_count(), orphans
 
+    def extend(self, slot: int, blocks: list[BlockHash]) -> None:
+        """``slot`` has ``blocks`` besides, and nobody else; they were told right behind the last one."""
+        others = self.full & ~(1 << slot)
+        for other in slots(others):
+            self.partial[other] = self.all_bits
+        new = ((1 << len(blocks)) - 1) << len(self)
+        bits = self.bits(slot) | new
+        self.full = 0
+        self.blocks += blocks
+        self._set(slot, bits)
+
     def delete(self, bits: int) -> list[BlockHash]:
         """Take the blocks at ``bits`` out, whoever holds them; returns them."""
         gone: list[BlockHash] = []
@@ -152,6 +178,7 @@ class Node:
         self.blocks += behind.blocks
         self.chained += behind.chained
         self.full, self.partial = full, partial
+        self._changed()
         self.touched |= behind.touched
 
     def trade(self, other: Node) -> None:
@@ -195,8 +222,13 @@ class Node:
         for slot, bits in self.partial.items():
             self.partial[slot] = bits & front | bits >> stop << start
         self.chained = max(1, min(self.chained, start))
+        self._changed()
+
+    def _changed(self) -> None:
+        self._runs = self.answer = None
 
     def _set(self, slot: int, bits: int) -> None:
+        self._changed()
         self.partial.pop(slot, None)
         if bits == self.all_bits:
             self.full |= 1 << slot

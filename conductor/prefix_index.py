@@ -24,7 +24,7 @@ from itertools import repeat
 from typing import TypeVar
 
 from tanghulu.conductor.index_holders import HolderSlots
-from tanghulu.conductor.index_node import Node, leading_ones, num_equal, slots
+from tanghulu.conductor.index_node import Node, num_equal, slots
 from tanghulu.types import BlockHash, InstanceId
 
 #: Blocks that the index keeps, about 1 GB; beyond it those that no prompt asked for lately are forgotten.
@@ -33,7 +33,10 @@ DEFAULT_MAX_BLOCKS = 8_000_000
 MAX_TOLD_BLOCKS = 512
 MAX_NODE_BLOCKS = 1024
 #: An event with up to so many new blocks is put behind the holder's last one, so that small events make no small nodes.
-SMALL_EVENT_BLOCKS = 16
+SMALL_EVENT_BLOCKS = 32
+#: Nodes are not joined where more holders than this would have a part alone: a system prompt that a thousand workers
+#: hold stays apart from the conversations behind it, so that each look-up takes the thousand at once.
+MAX_PARTIAL_HOLDERS = 32
 #: The dict is built anew when it is this many times larger than what it holds.
 SHRINK_FACTOR = 4
 SHRINK_MIN_BLOCKS = 1024
@@ -125,11 +128,11 @@ class PrefixIndex:
         alive, depth = 0, 0
         for node, num in self._walk(block_hashes):
             if not depth:
-                alive = node.holders
-            if alive & ~node.full:
+                hits, alive = self._first(node, num)
+            elif alive & ~node.full:
                 alive = self._staying(alive, node, num, depth, hits)
-                if not alive:
-                    return hits
+            if not alive:
+                return hits
             depth += num
         if alive:
             hits.update(dict.fromkeys(self._slots.names(alive), depth))
@@ -160,17 +163,26 @@ class PrefixIndex:
         assert sum(map(len, self._nodes)) == len(self._node_of) <= self.max_blocks
         self._slots.check(held)
 
+    def _first(self, node: Node, num: int) -> tuple[dict[InstanceId, int], int]:
+        """The runs that end in the first node of a prompt, which shares ``num`` blocks of it, and who goes on."""
+        if num < len(node):
+            hits: dict[InstanceId, int] = {}
+            return hits, self._staying(node.holders, node, num, 0, hits)
+        if node.answer is None:
+            node.answer = {self._slots.at(slot): run for slot, _, run in node.runs if run}
+        return node.answer.copy(), node.full
+
     def _staying(self, alive: int, node: Node, num: int, depth: int, hits: dict[InstanceId, int]) -> int:
         """Who of ``alive`` has the first ``num`` blocks of ``node``, at ``depth``; the others' runs go to ``hits``."""
         staying, leaving = alive & node.full, alive & ~node.full
-        for slot, bits in node.partial.items():
-            if alive >> slot & 1:
-                leaving ^= 1 << slot
-                run = leading_ones(bits)
+        at = self._slots.at
+        for slot, bit, run in node.runs:
+            if alive & bit:
+                leaving ^= bit
                 if run >= num:
-                    staying |= 1 << slot
+                    staying |= bit
                 elif depth + run:
-                    hits[self._slots.at(slot)] = depth + run
+                    hits[at(slot)] = depth + run
         if leaving:
             hits.update(dict.fromkeys(self._slots.names(leaving), depth))
         return staying
@@ -192,7 +204,7 @@ class PrefixIndex:
             node.touched = True
             covered = num == len(node)
             yield node, num
-            if front is not None and len(front) + len(node) <= MAX_NODE_BLOCKS:
+            if front is not None and self._may_join(front, node):
                 node = self._join(front, node)
             front = node if covered else None
 
@@ -212,6 +224,10 @@ class PrefixIndex:
         node.trade(taken)
         self._adopt(taken)
         return node
+
+    def _may_join(self, front: Node, behind: Node) -> bool:
+        num_blocks = len(front) + len(behind)
+        return num_blocks <= MAX_NODE_BLOCKS and front.num_partial_if(behind) <= MAX_PARTIAL_HOLDERS
 
     def _join(self, front: Node, behind: Node) -> Node:
         """One node of both; ``behind`` follows ``front``, all of which is proven."""
@@ -236,32 +252,28 @@ class PrefixIndex:
         fresh, num_before = Node(blocks, 1 << slot), len(node_of)
         found = list(map(node_of.setdefault, blocks, repeat(fresh)))
         num_new = len(node_of) - num_before
-        if num_new:
-            if num_new < len(blocks):
-                fresh.blocks = list(dict.fromkeys(b for b, n in zip(blocks, found, strict=True) if n is fresh))
-            if consecutive and fresh.blocks == blocks[-num_new:]:
-                fresh.chained = num_new
-            self._count(slot, num_new)
-            self._admit(slot, fresh)
+        self._count(slot, num_new)
+        front = None
         if num_new < len(blocks):
+            fresh.blocks = list(dict.fromkeys(b for b, n in zip(blocks, found, strict=True) if n is fresh))
             for node, known in _by_node(found, blocks):
                 if node is not fresh:
                     self._count(slot, node.hold(slot, node.positions(known)))
+            front = found[-num_new - 1]
+        if num_new:
+            behind = fresh.blocks == blocks[-num_new:]
+            fresh.chained = num_new if consecutive and behind else 1
+            ends_there = front is not None and behind and front.blocks[-1] == blocks[-num_new - 1]
+            self._admit(slot, fresh, front if ends_there else None)
         self._most_blocks = max(self._most_blocks, len(node_of))
         self._forget_beyond_cap()
 
-    def _admit(self, slot: int, fresh: Node) -> None:
-        """Take a node into the index, or append its few blocks to the one that its holder told before."""
-        last = self._open.get(slot)
-        if (
-            last is not None
-            and last in self._nodes
-            and len(fresh) <= SMALL_EVENT_BLOCKS
-            and len(last) + len(fresh) <= MAX_TOLD_BLOCKS
-            and last.full == fresh.full
-            and not last.partial
-        ):
-            last.blocks += fresh.blocks
+    def _admit(self, slot: int, fresh: Node, front: Node | None) -> None:
+        """Take a node into the index, or put its blocks behind ``front``, or few ones behind what was told before."""
+        last = self._open.get(slot) if front is None and len(fresh) <= SMALL_EVENT_BLOCKS else front
+        alone = last is front or (last is not None and last.full == fresh.full and not last.partial)
+        if last is not None and last in self._nodes and alone and self._may_join(last, fresh):
+            last.extend(slot, fresh.blocks)
             self._node_of.update(dict.fromkeys(fresh.blocks, last))
         else:
             self._nodes[fresh] = None
