@@ -36,7 +36,7 @@ from tanghulu.conductor.served_model import ServedModel
 from tanghulu.conductor.token_stream import TokenStream
 from tanghulu.conductor.worker_session import WorkerSession
 from tanghulu.errors import NodeUnavailable, Overloaded, TanghuluError
-from tanghulu.types import InstanceId, RequestId
+from tanghulu.types import InstanceId, Place, RequestId
 
 _log = structlog.get_logger(__name__)
 
@@ -77,10 +77,11 @@ class Dispatcher:
         limits: Limits,
         clock: Clock,
         connect: SessionFactory = WorkerSession,
+        place: Place = Place(),
     ) -> None:
         self.registry = Registry(conductor_id, self, connect)
         self.mirror = CacheMirror()
-        self.router = Router(self.registry, self.mirror, policy)
+        self.router = Router(self.registry, self.mirror, policy, place)
         self._metrics = metrics
         self._limits = limits
         self._clock = clock
@@ -143,6 +144,7 @@ class Dispatcher:
         now_s = self._clock.now_s()
         for output in step.outputs:
             worker.load.heard_of(output.wire_id)
+            self.router.in_flight.end(output.wire_id)
             entry = self._submissions.get(output.wire_id)
             if entry is not None:
                 if output.tokens:
@@ -180,6 +182,8 @@ class Dispatcher:
         assert all(e.wire_id == wire_id for wire_id, e in self._submissions.items())
         self.registry.check()
         self.mirror.check()
+        self.router.in_flight.check()
+        assert len(self.router.in_flight) <= len(self._submissions)
 
     def observe(self) -> None:
         """Set the gauges that are sizes of something."""
@@ -260,6 +264,7 @@ class Dispatcher:
         self._submissions[to.wire_id] = entry
         entry.wire_id = to.wire_id
         worker.load.sent(to.wire_id, entry.rest_tokens, entry.num_blocks)
+        self.router.sent(to.wire_id, worker.id, flight, entry.model)
         try:
             worker.session.submit(flight.request, to.wire_id, flight.all_tokens(), to.hand_over, to.source)
         except Overloaded as error:
@@ -306,6 +311,7 @@ class Dispatcher:
 
     def _untrack(self, entry: _Entry) -> None:
         self._submissions.pop(entry.wire_id, None)
+        self.router.in_flight.end(entry.wire_id)
         entry.wire_id = ""
 
     # --- counting

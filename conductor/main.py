@@ -59,7 +59,12 @@ class Conductor:
         limits = Limits(config.max_in_flight, config.max_queued, config.queue_timeout_s, config.max_redispatches)
         self.config = config
         self.dispatcher = Dispatcher(
-            conductor_id, make_policy(config.policy), ConductorMetrics(registry), limits, SystemClock()
+            conductor_id,
+            make_policy(config.policy),
+            ConductorMetrics(registry),
+            limits,
+            SystemClock(),
+            place=config.place,
         )
         self.service = Service(self.dispatcher, registry, config.max_body_size, config.queue_timeout_s)
         self.address = Address("", 0)

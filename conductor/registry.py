@@ -22,7 +22,7 @@ from tanghulu.conductor.worker_session import WorkerSession
 from tanghulu.conductor.worker_state import LoadTracker
 from tanghulu.discovery.base import Discovery, EventKind, Instance, InstanceEvent
 from tanghulu.errors import ModelNotFound, NodeUnavailable, TanghuluError
-from tanghulu.types import Address, InstanceId, Role
+from tanghulu.types import Address, InstanceId, Place, Role
 
 _log = structlog.get_logger(__name__)
 SILENCE_S = 1.0
@@ -59,6 +59,11 @@ class Worker:
     def role(self) -> Role:
         """What it does."""
         return self.instance.role
+
+    @property
+    def place(self) -> Place:
+        """Where it stands."""
+        return self.instance.place
 
     @property
     def usable(self) -> bool:

@@ -51,6 +51,7 @@ class GenerationRequest:
     stop: StopRule
     salt: bytes = b""
     priority: int = 0
+    session: str = ""
 
 
 class FinishReason(Enum):

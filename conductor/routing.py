@@ -6,12 +6,13 @@ import copy
 from dataclasses import dataclass, replace
 
 from tanghulu.conductor.events import CacheMirror, Hits
+from tanghulu.conductor.in_flight import InFlightBlocks
 from tanghulu.conductor.lifecycle import Flight
 from tanghulu.conductor.policies.base import Decision, Policy, RequestView, WorkerView
 from tanghulu.conductor.registry import Registry
 from tanghulu.conductor.requests import GenerationRequest
 from tanghulu.conductor.served_model import ServedModel
-from tanghulu.types import InstanceId
+from tanghulu.types import InstanceId, Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +29,19 @@ class Route:
         """Tokens behind the longest prefix that the chosen prefill worker holds or can fetch; at least one."""
         if self.decision is None:
             return self.request.num_tokens
-        hit_blocks = max(self.hits.workers.get(self.decision.prefill, 0), self.request.store_hit_blocks)
+        chosen = next(w for w in self.workers if w.id == self.decision.prefill)
+        hit_blocks = max(chosen.match_blocks, self.request.store_hit_blocks)
         return max(1, self.request.num_tokens - hit_blocks * self.request.block_tokens)
 
 
 class Router:
     """Asks the policy."""
 
-    def __init__(self, registry: Registry, mirror: CacheMirror, policy: Policy) -> None:
+    def __init__(self, registry: Registry, mirror: CacheMirror, policy: Policy, place: Place) -> None:
         self.policy = policy
+        self.in_flight = InFlightBlocks()
         self._registry = registry
+        self._place = place
         self._mirror = mirror
 
     def choose(self, flight: Flight, model: ServedModel) -> Route:
@@ -47,6 +51,11 @@ class Router:
     def explain(self, request: GenerationRequest, model: ServedModel) -> Route:
         """Where ``request`` would go now; changes nothing, not even whose turn it is."""
         return self._route(copy.deepcopy(self.policy), Flight(request, 0), model)
+
+    def sent(self, wire_id: str, worker: InstanceId, flight: Flight, model: ServedModel) -> None:
+        """``flight`` was sent to ``worker``, which computes its blocks until ``InFlightBlocks.end``."""
+        sequence = flight.sequence(lambda: model.empty_sequence(flight.request.salt))
+        self.in_flight.begin(wire_id, worker, tuple(sequence.block_hashes))
 
     def choose_decode(self, flight: Flight, model: ServedModel) -> InstanceId | None:
         """A worker that goes on with the KV that ``flight`` has at its prefill worker."""
@@ -61,10 +70,23 @@ class Router:
     def _views(self, flight: Flight, model: ServedModel) -> tuple[RequestView, list[WorkerView], Hits]:
         sequence = flight.sequence(lambda: model.empty_sequence(flight.request.salt))
         hits = self._mirror.hits(sequence.block_hashes)
-        request = RequestView(len(sequence), sequence.block_tokens, model.card.block_bytes, hits.store)
+        request = RequestView(
+            len(sequence),
+            sequence.block_tokens,
+            model.card.block_bytes,
+            hits.store,
+            session=flight.request.session,
+            place=self._place,
+        )
         usable = self._registry.usable(model.card.model)
         kept = [w for w in usable if w.id not in flight.avoid] or usable
-        views = [w.load.view(w.id, w.role, hits.workers.get(w.id, 0)) for w in kept]
+        coming = self.in_flight.match(sequence.block_hashes)
+        views = [
+            replace(
+                w.load.view(w.id, w.role, hits.workers.get(w.id, 0)), coming_blocks=coming.get(w.id, 0), place=w.place
+            )
+            for w in kept
+        ]
         return request, with_both_phases(views), hits
 
 

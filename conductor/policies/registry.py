@@ -18,7 +18,7 @@ from tanghulu.conductor.policies.ttft_min import TtftMin
 class PolicyOptions:
     """What the policies can be told; each takes what concerns it. See the policies' modules."""
 
-    work_weight: float = 0.0
+    replica_weight: float = 1.0
     balance_threshold: float = 1.5
     overlap_weight: float = 1.0
     temperature: float = 0.0
@@ -31,7 +31,7 @@ class PolicyOptions:
 
 
 POLICIES: dict[str, Callable[[PolicyOptions], Policy]] = {
-    TtftMin.name: lambda o: TtftMin(o.work_weight, o.seed),
+    TtftMin.name: lambda o: TtftMin(o.replica_weight, o.seed),
     Mooncake.name: lambda o: Mooncake(o.balance_threshold, o.seed),
     Dynamo.name: lambda o: Dynamo(o.overlap_weight, o.temperature, o.store_credit, o.seed),
     Linear.name: lambda o: Linear(o.alpha, o.beta, o.gamma, o.seed),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -22,10 +23,12 @@ from tanghulu.conductor.replay.trace import TraceRequest, read_trace
 from tanghulu.config import command, option
 from tanghulu.errors import ConfigError
 
+#: Columns that the table needs; where the output is no terminal there are as many as one likes.
+_LEAST_WIDTH = 100
 _ORDERS = ("fcfs", "sjf")
 _AT_LEAST_ONE = ("prefill", "decode", "blocks", "layers", "dim", "gqa", "max_batch")
 _ABOVE_ZERO = ("speedup", "gflops", "mfu", "h2d", "nic", "c", "kv_tokens", "balance_threshold")
-_NOT_NEGATIVE = ("limit", "noise", "ageing", "t0", "d", "e", "work_weight", "temperature", "ttft_slo", "tbt_slo")
+_NOT_NEGATIVE = ("limit", "noise", "ageing", "t0", "d", "e", "replica_weight", "temperature", "ttft_slo", "tbt_slo")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +53,7 @@ class ReplayConfig:
     reject: bool = option(False, "refuse a request at once that would miss an SLO")
     ttft_slo: float = option(5.0, "SLO on the time to the first token, in seconds")
     tbt_slo: float = option(0.1, "SLO on the time between tokens, in seconds")
-    work_weight: float = option(0.0, "ttft-min: weight of the work that a choice adds")
+    replica_weight: float = option(1.0, "ttft-min: what a copy of a prefix is charged, in times of what it saves")
     balance_threshold: float = option(1.5, "mooncake: how many times longer a remote prefix must be to be fetched")
     overlap_weight: float = option(1.0, "dynamo: weight of prefill blocks against active blocks")
     temperature: float = option(0.0, "dynamo: above 0, draw a worker by softmax over the costs")
@@ -151,7 +154,10 @@ def _run(config: ReplayConfig) -> None:
         return
     with Progress(console=Console(stderr=True), transient=True) as progress:
         reports = list(replay(config, progress))
-    Console().print(table(reports))
+    console = Console()
+    console.width = max(console.width, _LEAST_WIDTH)
+    for _, rows in itertools.groupby(reports, key=lambda report: report.trace):
+        console.print(table(list(rows)))
 
 
 COMMAND = command(

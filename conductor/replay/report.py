@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.table import Table
 
 from tanghulu.conductor.replay.job import Job
@@ -80,25 +81,23 @@ def make_report(
     )
 
 
-def table(reports: Iterable[Report]) -> Table:
-    """The reports for people, a row each."""
-    found = Table(title="Replay in virtual time", caption="hit and good: by requests / by tokens, in %; times in s")
-    for heading in ("trace", "policy"):
-        found.add_column(heading)
-    for heading in ("TTFT mean", "P50", "P90", "P99", "TBT mean", "worst P90", "good", "hit", "rejected", "busy"):
-        found.add_column(heading, justify="right")
+def table(reports: Sequence[Report]) -> Table:
+    """The reports of one trace for people, a row each."""
+    caption = "times in s; good (within the SLOs), hit and rejected in % of requests / of tokens"
+    found = Table(title=f"{reports[0].trace}, {reports[0].num_requests} requests", caption=caption, box=SIMPLE)
+    found.add_column("policy", no_wrap=True)
+    for heading in ("TTFT", "P50", "P90", "P99", "TBT", "good", "hit", "rejected", "busy"):
+        found.add_column(heading, justify="right", no_wrap=True)
     for r in reports:
         times = (r.ttft_mean_s, r.ttft_p50_s, r.ttft_p90_s, r.ttft_p99_s)
         found.add_row(
-            r.trace,
             r.policy,
             *(f"{time:.2f}" for time in times),
             f"{r.tbt_mean_s:.4f}",
-            f"{r.tbt_worst_p90_s:.4f}",
             _percents(r.good_requests, r.good_tokens),
             _percents(r.hit_requests, r.hit_tokens),
             _percents(r.rejected_requests, r.rejected_tokens),
-            _percents(r.busy_mean, r.busy_most),
+            _percents(r.busy_mean),
         )
     return found
 
