@@ -77,10 +77,10 @@ class Process:
 
 
 class Cluster:
-    """A master and nodes; a context manager."""
+    """A master and nodes; a context manager. ``checked`` nodes assert their invariants all the time: O(chunks)."""
 
-    def __init__(self, num_nodes: int = 1, memory: str = "256MiB", *node_flags: str) -> None:
-        self.node_flags = node_flags
+    def __init__(self, num_nodes: int = 1, memory: str = "256MiB", *node_flags: str, checked: bool = True) -> None:
+        self.node_flags = (*node_flags, "--debug-checks") if checked else node_flags
         self.nodes: list[Process] = []
         self.masters = [Process("tanghulu.store.master.main", "--port", "0")]
         for _ in range(num_nodes):
@@ -97,7 +97,7 @@ class Cluster:
     def add_node(self, memory: str = "256MiB", *flags: str) -> Process:
         node = Process(
             "tanghulu.store.node.main",
-            *("--port", "0", "--master", self.address, "--memory", memory, "--debug-checks"),
+            *("--port", "0", "--master", self.address, "--memory", memory),
             *self.node_flags,
             *flags,
         )
