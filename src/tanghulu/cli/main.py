@@ -27,6 +27,7 @@ _COMMANDS = {
     "prefill": ("tanghulu.workers.main", "PREFILL", "Run a prefill worker."),
     "decode": ("tanghulu.workers.main", "DECODE", "Run a decode worker."),
     "worker": ("tanghulu.workers.main", "WORKER", "Run a worker that prefills and decodes (--role)."),
+    "replay": ("tanghulu.conductor.replay.main", "COMMAND", "Replay request traces through the policies."),
 }
 
 #: Exit codes of typed errors, for scripts. 2 is click's own for a bad command line.
