@@ -43,7 +43,7 @@ class StreamBroken(Exception):
 
 
 class TcpStream:
-    """A connection on ``path`` over ``sock``, which has begun to connect; says hello first, and closes it at the end."""
+    """A connection on ``path``; says hello first. ``sock`` has begun to connect, and is closed by ``close``."""
 
     def __init__(self, path: Path, sock: StreamSocket, descriptor: SegmentDescriptor, session_id: int) -> None:
         self.path = path

@@ -1,0 +1,27 @@
+"""Each of the mutations is noticed by the simulation within a few seeds."""
+
+from __future__ import annotations
+
+import pytest
+from transfer_mutations import MUTATIONS, Mutation
+from transfer_world import run_seed
+
+from tanghulu.errors import TanghuluError
+
+
+@pytest.fixture(autouse=True)
+def no_descriptor_leaks() -> None:
+    """Replaces the suite's: a run that ends in the middle, with broken classes, leaves links open."""
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
+def test_the_simulation_notices(mutation: Mutation, monkeypatch: pytest.MonkeyPatch):
+    mutation(monkeypatch)
+    for seed in range(80):
+        try:
+            run_seed(seed)
+        except (AssertionError, TanghuluError, LookupError) as error:
+            assert f"seed {seed}" in error.__notes__[-1]  # who debugs is told how to see it again
+            return
+    pytest.fail("80 seeds ran as if nothing were wrong")

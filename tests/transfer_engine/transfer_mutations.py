@@ -1,0 +1,113 @@
+"""Small wrongs put into the production classes, one at a time: the simulation must notice each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tanghulu.transfer_engine import leases, transfer_run
+from tanghulu.transfer_engine.access import AccessTable
+from tanghulu.transfer_engine.fences import Fences
+from tanghulu.transfer_engine.handle import TransferHandle
+from tanghulu.transfer_engine.leases import LeaseEvent, LeaseState
+from tanghulu.transfer_engine.reception import Reception
+from tanghulu.transfer_engine.tcp import TcpLink, TcpPeer
+from tanghulu.transfer_engine.tcp_server import TcpConnection
+from tanghulu.transfer_engine.tcp_stream import TcpStream
+from tanghulu.transfer_engine.transfer_run import RunLimits, TransferRun
+
+Mutation = Callable[[pytest.MonkeyPatch], None]
+
+
+def fences_are_not_told(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Fences, "since", lambda self, num_told: (self.num_added, []))
+
+
+def fences_are_ignored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Reception, "fence", lambda self, head: None)
+
+
+def every_link_has_fences_of_its_own(patch: pytest.MonkeyPatch) -> None:
+    def connect(self: Any) -> TcpLink:
+        return TcpLink(self._descriptor, self._session_id, Fences(), self._network)
+
+    patch.setattr(TcpPeer, "connect", connect)
+
+
+def a_range_is_free_while_it_is_written(patch: pytest.MonkeyPatch) -> None:
+    def step(self: Any, lease: Any, event: Any, freed: Any) -> None:
+        if lease.step(event) is LeaseState.DRAINING:
+            self._free(lease, freed)
+
+    patch.setattr(AccessTable, "_step", step)
+    patch.setattr(AccessTable, "end", lambda self, lease_id: [])
+
+
+def quarantine_ends_by_time(patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(leases.TRANSITIONS, (LeaseState.ACTIVE, LeaseEvent.LOST_MAPPED), LeaseState.DRAINING)
+
+
+def windows_are_not_kept(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(transfer_run._Load, "room", lambda self: self.num_bytes)
+
+
+def what_is_lost_counts_as_arrived(patch: pytest.MonkeyPatch) -> None:
+    def lost(self: Any, path: Any, error: Any, now_s: float) -> None:
+        for slice_id in list(self._loads[path].slices):
+            self.arrived(slice_id, now_s)
+
+    patch.setattr(TransferRun, "lost", lost)
+
+
+def a_refusal_counts_as_arrival(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TcpStream, "_refused", lambda self, error, ended: self._arrived(ended))
+
+
+def retries_have_no_end(patch: pytest.MonkeyPatch) -> None:
+    begin = TransferRun.__init__
+
+    def endless(self: Any, requests: Any, limits: RunLimits) -> None:
+        begin(self, requests, RunLimits(limits.limits, 1000, limits.slice_deadline_s))
+
+    patch.setattr(TransferRun, "__init__", endless)
+
+
+def the_deadline_is_overslept(patch: pytest.MonkeyPatch) -> None:
+    wait = TransferHandle._wait_until
+
+    def late(self: Any, until_s: float, deadline_s: float) -> Any:
+        return wait(self, until_s + (0.2 if deadline_s else 0.0), deadline_s)
+
+    patch.setattr(TransferHandle, "_wait_until", late)
+
+
+def a_cut_closes_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TcpLink, "cut", lambda self, path: None)
+    patch.setattr(TcpLink, "reusable", property(lambda self: not self._closed))
+
+
+def a_lost_connection_keeps_its_transfer(patch: pytest.MonkeyPatch) -> None:
+    def lost(self: Any, exc: Any) -> None:
+        self._admitted = False
+        self._door.closed(self)
+        self._transport = None
+
+    patch.setattr(TcpConnection, "connection_lost", lost)
+
+
+MUTATIONS: tuple[Mutation, ...] = (
+    fences_are_not_told,
+    fences_are_ignored,
+    every_link_has_fences_of_its_own,
+    a_range_is_free_while_it_is_written,
+    quarantine_ends_by_time,
+    windows_are_not_kept,
+    what_is_lost_counts_as_arrived,
+    a_refusal_counts_as_arrival,
+    retries_have_no_end,
+    the_deadline_is_overslept,
+    a_cut_closes_nothing,
+    a_lost_connection_keeps_its_transfer,
+)
