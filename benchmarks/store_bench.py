@@ -1,10 +1,14 @@
 """Measure the store: put, get, get_into and exists, beside what the machine can do at best.
 
     python benchmarks/store_bench.py [--seconds 1.0] [--seed 1] [--out benchmarks/results]
+    python benchmarks/store_bench.py --memory-keys 1000000
 
 Starts a master and a node of its own (real processes), measures latencies from one client, prints a table and writes a
-JSON with machine, command, seed and date. The plain limits (memcpy, one TCP stream between two processes, a bare echo
-over a Unix socket) are measured in the same run, because a figure without its limit says little on a shared machine.
+JSON with machine, command, seed and date. With --memory-keys it measures what so many keys cost in memory instead: the
+growth of RssAnon (/proc/PID/status: private memory, without the segment) of master and node.
+
+The plain limits (memcpy, one TCP stream between two processes, a bare echo over a Unix socket) are measured in the same
+run, because a figure without its limit says little on a shared machine.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -67,9 +72,24 @@ def measure(name: str, transport: str, size: int, seconds: float, step: Callable
 # --- processes
 
 
+class Started(NamedTuple):
+    """A process that says it is ready."""
+
+    address: str
+    pid: int
+    seconds: float
+
+    @property
+    def private_bytes(self) -> int:
+        """Memory of its own; shared memory (a node's segment) does not count."""
+        lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+
+
 @contextlib.contextmanager
-def process(module: str, *flags: str) -> Iterator[str]:
-    """Run a tanghulu process until the end of the block; gives its address."""
+def process(module: str, *flags: str) -> Iterator[Started]:
+    """Run a tanghulu process until the end of the block."""
+    begun = time.perf_counter()
     status, theirs = socket.socketpair()
     command = [sys.executable, "-c", _RUN, module, *flags, "--log-level", "error", "--status-fd", str(theirs.fileno())]
     child = subprocess.Popen(command, pass_fds=[theirs.fileno()])
@@ -78,7 +98,7 @@ def process(module: str, *flags: str) -> Iterator[str]:
         ready = json.loads(status.makefile().readline() or "{}")
         if ready.get("event") != "ready":
             raise SystemExit(f"{module} did not start: {ready}")
-        yield ready["address"]
+        yield Started(ready["address"], child.pid, time.perf_counter() - begun)
     finally:
         child.terminate()
         child.wait()
@@ -86,12 +106,12 @@ def process(module: str, *flags: str) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def cluster() -> Iterator[str]:
-    """A master and one node; gives the master's address."""
+def cluster(*node_flags: str) -> Iterator[tuple[Started, Started]]:
+    """A master and one node."""
     with process("tanghulu.store.master.main", "--port", "0") as master:
-        flags = ("--port", "0", "--master", master, "--memory", NODE_MEMORY, "--prefault")
-        with process("tanghulu.store.node.main", *flags):
-            yield master
+        flags = ("--port", "0", "--master", master.address, "--memory", NODE_MEMORY, *node_flags)
+        with process("tanghulu.store.node.main", *flags) as node:
+            yield master, node
 
 
 # --- limits
@@ -186,13 +206,57 @@ def run(seconds: float, seed: int) -> list[Result]:
     """All measurements."""
     results = [bare_echo(seconds)]
     results += [limit(size, seconds / 2) for size in SIZES for limit in (memcpy, plain_tcp)]
-    with cluster() as master:
+    results += start_up()
+    with cluster("--prefault") as (master, _):
         for transport in ("shm", "tcp"):
-            with tanghulu.connect(master, transport=transport) as client:
+            with tanghulu.connect(master.address, transport=transport) as client:
                 results += store_results(client, transport, seconds, seed)
-        with tanghulu.connect(master) as client:
+        with tanghulu.connect(master.address) as client:
             results += exists_results(client, seconds)
     return results
+
+
+def start_up() -> Iterator[Result]:
+    """From the command to the line that says ready, master and node each on its own; five times."""
+    for name, role in (("start-up of a master", 0), ("start-up of a node", 1)):
+        times = []
+        for _ in range(5):
+            with cluster() as started:
+                times.append(started[role].seconds * 1e6)
+        yield Result(name, "-", 0, len(times), float(np.median(times)), max(times), min(times), 0.0)
+
+
+# --- memory
+
+
+@dataclass
+class Memory:
+    """Private bytes of one process: empty, with all keys, and after they were removed again."""
+
+    process: str
+    num_keys: int
+    empty_bytes: int
+    full_bytes: int
+    removed_bytes: int
+    bytes_per_key: float
+
+
+def memory(num_keys: int) -> list[Memory]:
+    """Put ``num_keys`` values of 64 bytes under keys of 44 characters, then remove them."""
+    keys = [f"kv/{i:032x}/{i:08d}" for i in range(num_keys)]
+    with cluster() as started, tanghulu.connect(started[0].address, deadline_s=120) as client:
+        client.put("first", b"x")
+        empty = [each.private_bytes for each in started]
+        for begin in range(0, num_keys, 10_000):
+            statuses = client.put_many([(key, bytes(64)) for key in keys[begin : begin + 10_000]])
+            assert all(status.ok for status in statuses)
+        full = [each.private_bytes for each in started]
+        for begin in range(0, num_keys, 10_000):
+            client.remove_many(keys[begin : begin + 10_000])
+        removed = [each.private_bytes for each in started]
+    names = ("master", "node")
+    rows = zip(names, empty, full, removed, strict=True)
+    return [Memory(name, num_keys, e, f, r, (f - e) / num_keys) for name, e, f, r in rows]
 
 
 # --- the report
@@ -226,14 +290,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=1.0, help="for each figure")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--memory-keys", type=int, default=0, help="measure memory at so many keys instead")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     before = machine()
-    results = run(options.seconds, options.seed)
-    Console().print(table(results))
+    results: list[Result] | list[Memory]
+    if options.memory_keys:
+        results = memory(options.memory_keys)
+        Console().print(*results, sep="\n")
+    else:
+        results = run(options.seconds, options.seed)
+        Console().print(table(results))
     options.out.mkdir(parents=True, exist_ok=True)
     date = datetime.now(UTC)
-    file = options.out / f"store_bench-{date:%Y%m%dT%H%M%SZ}.json"
+    name = "store_memory" if options.memory_keys else "store_bench"
+    file = options.out / f"{name}-{date:%Y%m%dT%H%M%SZ}.json"
     report = {
         "benchmark": "store_bench",
         "date": date.isoformat(timespec="seconds"),

@@ -1,6 +1,7 @@
 """Which bytes of a segment are free: a best-fit allocator of offsets for values of any size.
 
-Pure arithmetic over [0, capacity); it knows nothing of chunks. Free ranges never touch each other: a range
+Pure arithmetic over [0, capacity); it knows nothing of chunks, and remembers only what is free: whoever holds a range
+says how long it is when giving it back. Free ranges never touch each other: a range
 that is freed melts with its free neighbours at once. Best fit (the smallest free range that is large enough, the
 lowest offset among equals) keeps large holes for large values; KV chunks mostly have one size, so a victim's
 hole is filled exactly by its successor.
@@ -11,6 +12,8 @@ offset 128. free(0, 100), free(128, 10), free(192, 64) melt into one hole of 102
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from sortedcontainers import SortedDict, SortedList
 
@@ -30,7 +33,6 @@ class OffsetAllocator:
         self._used_bytes = 0
         self._by_offset = SortedDict({0: self.capacity_bytes})  # start of a free range -> its length
         self._by_length = SortedList([(self.capacity_bytes, 0)])  # (length, start) of the same ranges
-        self._taken: dict[int, int] = {}  # offset -> rounded length
 
     @property
     def used_bytes(self) -> int:
@@ -62,26 +64,28 @@ class OffsetAllocator:
         del self._by_offset[offset]
         if length > wanted:
             self._insert(offset + wanted, length - wanted)
-        self._taken[offset] = wanted
         self._used_bytes += wanted
         return int(offset)
 
-    def free(self, offset: int) -> None:
-        """Give back the range that ``allocate`` returned as ``offset``; asserts that it is taken."""
-        length = self._taken.pop(offset, 0)
-        assert length, f"offset {offset} is not allocated"
+    def free(self, offset: int, size_bytes: int) -> None:
+        """Give back the range that ``allocate(size_bytes)`` returned as ``offset``; asserts that it is taken."""
+        length = self.rounded(size_bytes)
         self._used_bytes -= length
         start, end = offset, offset + length
         position = self._by_offset.bisect_left(offset)
+        if position < len(self._by_offset):
+            after, after_length = self._by_offset.peekitem(position)
+            assert end <= after, f"[{offset}, {end}) is free already from {after} on"
+            if end == after:
+                self._delete(after, after_length)
+                end += after_length
         if position:
             before, before_length = self._by_offset.peekitem(position - 1)
+            assert before + before_length <= offset, f"{offset} is free already, as part of [{before}, ...)"
             if before + before_length == offset:
                 self._delete(before, before_length)
                 start = before
-        after_length = self._by_offset.get(end)
-        if after_length is not None:
-            self._delete(end, after_length)
-            end += after_length
+        assert end <= self.capacity_bytes, f"[{offset}, +{length}) is not inside the segment"
         self._insert(start, end - start)
 
     def _insert(self, offset: int, length: int) -> None:
@@ -93,18 +97,25 @@ class OffsetAllocator:
         self._by_length.remove((length, offset))
 
     def check(self) -> None:
-        """Assert that taken and free ranges tile the capacity, and that no two free ranges touch."""
-        ranges = [(o, n, True) for o, n in self._by_offset.items()] + [(o, n, False) for o, n in self._taken.items()]
-        position, was_free = 0, False
-        for offset, length, is_free in sorted(ranges):
-            assert offset == position, f"gap or overlap at {position}: next range starts at {offset}"
+        """Assert that free ranges do not touch, and that free + used == capacity."""
+        position = -1
+        for offset, length in self._by_offset.items():
+            assert offset > position, f"free ranges touch or overlap at {offset}"
             assert length > 0
             assert length % self.alignment == 0
-            assert not (is_free and was_free), f"free ranges touch at {offset}"
-            position, was_free = offset + length, is_free
-        assert position == self.capacity_bytes
-        assert self._used_bytes == sum(self._taken.values())
+            position = offset + length
+        assert position <= self.capacity_bytes
+        assert self._used_bytes + sum(self._by_offset.values()) == self.capacity_bytes
         assert sorted((n, o) for o, n in self._by_offset.items()) == list(self._by_length)
+
+    def check_tiles(self, taken: Iterable[tuple[int, int]]) -> None:
+        """Assert that ``taken``, as (offset, size), and the free ranges tile the capacity without gap or overlap."""
+        ranges = [*self._by_offset.items(), *((offset, self.rounded(size)) for offset, size in taken)]
+        position = 0
+        for offset, length in sorted(ranges):
+            assert offset == position, f"gap or overlap at {position}: next range starts at {offset}"
+            position = offset + length
+        assert position == self.capacity_bytes
 
     def __repr__(self) -> str:
         return f"OffsetAllocator({self._used_bytes}/{self.capacity_bytes} B, {len(self._by_offset)} holes)"

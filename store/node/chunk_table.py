@@ -1,9 +1,10 @@
-"""Every chunk of a node, found by key, by offset and by lease. Owns the indexes; decides nothing."""
+"""Every chunk of a node, found by key and by lease. Owns the indexes; decides nothing."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
+from itertools import chain
 
 from tanghulu.store.node.chunk import Chunk, ChunkEvent, ChunkState
 from tanghulu.store.words import Pin
@@ -13,11 +14,11 @@ _INDEXED = (ChunkState.ANNOUNCING, ChunkState.LIVE)
 
 
 class ChunkTable:
-    """Keys name at most one ANNOUNCING or LIVE chunk; offsets and leases name every chunk that is not GONE."""
+    """A key names at most one ANNOUNCING or LIVE chunk; RESERVED and CONDEMNED ones, the few, stand by themselves."""
 
     def __init__(self) -> None:
         self._by_key: dict[ChunkKey, Chunk] = {}
-        self._by_offset: dict[int, Chunk] = {}
+        self._nameless: dict[int, Chunk] = {}  # RESERVED and CONDEMNED chunks by offset
         self._by_lease: dict[LeaseId, Chunk] = {}
         self._expiries: list[tuple[float, int, Chunk]] = []
         self.hard_pinned_bytes = 0
@@ -26,7 +27,7 @@ class ChunkTable:
         return len(self._by_key)
 
     def __iter__(self) -> Iterator[Chunk]:
-        return iter(self._by_offset.values())
+        return chain(self._by_key.values(), self._nameless.values())
 
     def find(self, key: ChunkKey) -> Chunk | None:
         """The ANNOUNCING or LIVE chunk of ``key``."""
@@ -38,8 +39,8 @@ class ChunkTable:
 
     def enter(self, chunk: Chunk) -> None:
         """A new reservation."""
-        assert chunk.offset not in self._by_offset, f"offset {chunk.offset} is taken"
-        self._by_offset[chunk.offset] = chunk
+        assert chunk.offset not in self._nameless, f"offset {chunk.offset} is taken"
+        self._nameless[chunk.offset] = chunk
         if chunk.pin is Pin.HARD:
             self.hard_pinned_bytes += chunk.size_bytes
 
@@ -47,6 +48,7 @@ class ChunkTable:
         """A reservation was committed: its key now names it."""
         assert chunk.key not in self._by_key, f"{chunk.key!r} is there already"
         chunk.step(event)
+        del self._nameless[chunk.offset]
         self._by_key[chunk.key] = chunk
         if chunk.expires_s is not None:
             heapq.heappush(self._expiries, (chunk.expires_s, id(chunk), chunk))
@@ -55,13 +57,14 @@ class ChunkTable:
         """Nobody shall find the chunk any more."""
         if self._by_key.get(chunk.key) is chunk:
             del self._by_key[chunk.key]
+            self._nameless[chunk.offset] = chunk
         chunk.step(ChunkEvent.DROP)
 
     def forget(self, chunk: Chunk) -> None:
         """The last lease on a condemned chunk ended."""
         assert chunk.num_leases == 0, f"{chunk.key!r} is leased"
         chunk.step(ChunkEvent.LAST_LEASE_ENDED)
-        del self._by_offset[chunk.offset]
+        del self._nameless[chunk.offset]
         if chunk.pin is Pin.HARD:
             self.hard_pinned_bytes -= chunk.size_bytes
 
@@ -99,18 +102,17 @@ class ChunkTable:
         for key, chunk in self._by_key.items():
             assert chunk.key == key
             assert chunk.state in _INDEXED, f"{chunk!r} is indexed"
-            assert self._by_offset.get(chunk.offset) is chunk
-        leases: dict[int, int] = {}
-        for chunk in self._by_lease.values():
-            leases[chunk.offset] = leases.get(chunk.offset, 0) + 1
-            assert self._by_offset.get(chunk.offset) is chunk
-        for offset, chunk in self._by_offset.items():
+        for offset, chunk in self._nameless.items():
             assert chunk.offset == offset
-            assert chunk.state is not ChunkState.GONE
-            assert chunk.num_leases == leases.get(offset, 0), f"{chunk!r} has {leases.get(offset, 0)} leases"
+            assert chunk.state in (ChunkState.RESERVED, ChunkState.CONDEMNED), f"{chunk!r} has no name"
+        leases: dict[Chunk, int] = {}
+        for chunk in self._by_lease.values():
+            leases[chunk] = leases.get(chunk, 0) + 1
+        for chunk in self:
+            assert chunk.num_leases == leases.pop(chunk, 0), f"{chunk!r} has another number of leases"
             assert chunk.state is not ChunkState.CONDEMNED or chunk.num_leases, f"{chunk!r} should be gone"
-            assert (chunk.state in _INDEXED) == (self._by_key.get(chunk.key) is chunk)
-        hard = sum(c.size_bytes for c in self._by_offset.values() if c.pin is Pin.HARD)
+        assert not leases, f"{leases!r} are leased and not in the table"
+        hard = sum(c.size_bytes for c in self if c.pin is Pin.HARD)
         assert hard == self.hard_pinned_bytes
 
     def __repr__(self) -> str:

@@ -13,7 +13,7 @@ from tanghulu.errors import InvalidRequest, LeaseExpired, Overloaded, StoreFull,
 from tanghulu.store.checksums import Checksums, validate
 from tanghulu.store.node.allocator import OffsetAllocator
 from tanghulu.store.node.announcements import AnnouncementQueue
-from tanghulu.store.node.chunk import Chunk, ChunkEvent, ChunkState
+from tanghulu.store.node.chunk import Chunk, ChunkEvent, ChunkState, compact
 from tanghulu.store.node.chunk_table import ChunkTable
 from tanghulu.store.node.eviction.base import Policy
 from tanghulu.store.node.outcomes import Existed, NodeCounters, Outcome, Pinned, Reserved
@@ -134,7 +134,7 @@ class NodeState:
         except InvalidRequest:
             self.abandon(chunk)
             raise
-        chunk.checksums = checksums
+        chunk.compact_checksums = compact(checksums)
         self.table.publish(chunk, ChunkEvent.COMMIT if visible else ChunkEvent.COMMIT_UNSEEN)
         if chunk.state is ChunkState.LIVE:
             self.room.settle(chunk)
@@ -301,7 +301,7 @@ class NodeState:
             return None
         now_s = self._clock.now_s()
         expires_s = None if new.ttl_s is None else now_s + new.ttl_s
-        chunk = Chunk(new.key, new.version, offset, new.size_bytes, new.checksums, new.pin, now_s, expires_s)
+        chunk = Chunk(new.key, new.version, offset, new.size_bytes, compact(new.checksums), new.pin, now_s, expires_s)
         self.table.enter(chunk)
         if holder is None:
             return Reserved(chunk, LeaseId(0))
@@ -349,7 +349,7 @@ class NodeState:
 
     def _free(self, chunk: Chunk) -> None:
         self.table.forget(chunk)
-        self.room.allocator.free(chunk.offset)
+        self.room.allocator.free(chunk.offset, chunk.size_bytes)
 
     def check(self) -> None:
         """Assert the invariants of all parts, and that they agree with each other."""
@@ -357,8 +357,7 @@ class NodeState:
         self.room.check()
         self.access.check()
         self.announcements.check()
-        taken = sum(self.room.allocator.rounded(c.size_bytes) for c in self.table)
-        assert taken == self.used_bytes, f"chunks take {taken}, the allocator says {self.used_bytes}"
+        self.room.allocator.check_tiles((chunk.offset, chunk.size_bytes) for chunk in self.table)
         for chunk in filter(None, map(self.table.find, self.table.keys())):
             assert (chunk in self.room) == (chunk.state is ChunkState.LIVE and chunk.pin is not Pin.HARD)
 

@@ -11,10 +11,10 @@ from tanghulu.store.node.allocator import OffsetAllocator
 def test_the_worked_example_of_the_module() -> None:
     allocator = OffsetAllocator(1024, 64)
     assert [allocator.allocate(size) for size in (100, 64, 64)] == [0, 128, 192]
-    allocator.free(128)
+    allocator.free(128, 64)
     assert allocator.allocate(10) == 128
-    for offset in (0, 128, 192):
-        allocator.free(offset)
+    for offset, size in ((0, 100), (128, 10), (192, 64)):
+        allocator.free(offset, size)
     allocator.check()
     assert allocator.largest_free_bytes == allocator.free_bytes == 1024
 
@@ -26,8 +26,9 @@ def test_refusals() -> None:
         OffsetAllocator(1000, 48)
     allocator = OffsetAllocator(640)
     assert allocator.allocate(641) is None
-    with pytest.raises(AssertionError):
-        allocator.free(64)
+    for offset, size in ((64, 64), (576, 128)):
+        with pytest.raises(AssertionError):
+            allocator.free(offset, size)
 
 
 @settings(max_examples=200, deadline=None)
@@ -45,10 +46,11 @@ def test_ranges_never_overlap_and_nothing_is_lost(steps: list[int]) -> None:
                 assert all(offset + step <= o or o + n <= offset for o, n in taken)
                 taken.append((offset, step))
         elif taken:
-            offset, _ = taken.pop(-step % len(taken))
-            allocator.free(offset)
+            offset, size = taken.pop(-step % len(taken))
+            allocator.free(offset, size)
         allocator.check()
+        allocator.check_tiles(taken)
     assert allocator.used_bytes == sum(allocator.rounded(size) for _, size in taken)
-    for offset, _ in taken:
-        allocator.free(offset)
+    for offset, size in taken:
+        allocator.free(offset, size)
     assert allocator.largest_free_bytes == allocator.capacity_bytes
