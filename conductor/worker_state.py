@@ -28,18 +28,21 @@ class LoadTracker:
     def __init__(self) -> None:
         self.reported = WorkerLoad()
         self._unreported: dict[str, _Unreported] = {}
+        self._unhit: tuple[InstanceId, Role, WorkerView] | None = None
 
     def sent(self, wire_id: str, prefill_tokens: int, num_blocks: int) -> None:
         """A submission was sent; ``prefill_tokens`` of it are expected to be computed there."""
         self._unreported[wire_id] = _Unreported(prefill_tokens, num_blocks)
+        self._unhit = None
 
     def heard_of(self, wire_id: str) -> None:
         """The worker spoke of the submission, or it was taken back."""
-        self._unreported.pop(wire_id, None)
+        if self._unreported.pop(wire_id, None) is not None:
+            self._unhit = None
 
     def report(self, load: WorkerLoad) -> None:
         """The worker's own report."""
-        self.reported = load
+        self.reported, self._unhit = load, None
         if not self._unreported:
             return
         for wire_id, entry in list(self._unreported.items()):
@@ -50,10 +53,17 @@ class LoadTracker:
     def reset(self, load: WorkerLoad) -> None:
         """A new session began: nothing is under way."""
         self._unreported.clear()
-        self.reported = load
+        self.reported, self._unhit = load, None
 
     def view(self, worker: InstanceId, role: Role, hit_blocks: int) -> WorkerView:
-        """What a policy sees."""
+        """What a policy sees. Without a hit it is made once a change: of many workers most hold nothing of a prompt."""
+        if hit_blocks:
+            return self._view(worker, role, hit_blocks)
+        if self._unhit is None or self._unhit[0] != worker or self._unhit[1] is not role:
+            self._unhit = worker, role, self._view(worker, role, 0)
+        return self._unhit[2]
+
+    def _view(self, worker: InstanceId, role: Role, hit_blocks: int) -> WorkerView:
         load, own = self.reported, self._unreported.values()
         return WorkerView(
             id=worker,
