@@ -20,7 +20,7 @@ class Buffer:
     the registration). This object keeps the underlying one alive and, for a bytearray, unresizable.
     """
 
-    __slots__ = ("address", "array", "read_only", "registered", "size_bytes")
+    __slots__ = ("address", "array", "read_only", "regions", "registered", "size_bytes")
 
     def __init__(self, source: Any) -> None:
         try:
@@ -33,6 +33,8 @@ class Buffer:
         self.address: int = self.array.__array_interface__["data"][0]
         self.read_only: bool = not self.array.flags.writeable
         self.registered = True
+        #: What transports with registered memory keep for it, by device; ends with this object.
+        self.regions: dict[object, object] = {}
 
     def view(self, offset: int, length: int) -> memoryview:
         """``[offset, offset + length)`` as memory of format ``B``."""

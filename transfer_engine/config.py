@@ -22,6 +22,7 @@ class TransportLimits:
 def _default_limits() -> Mapping[str, TransportLimits]:
     return {
         "shm": TransportLimits(slice_bytes=16 * MIB, window_bytes=32 * MIB, window_slices=256),
+        "rdma": TransportLimits(slice_bytes=1 * MIB, window_bytes=16 * MIB, window_slices=64),
         "tcp": TransportLimits(slice_bytes=1 * MIB, window_bytes=8 * MIB, window_slices=64),
     }
 
@@ -38,6 +39,8 @@ class EngineConfig:
     #: tcp connections a batch may use to one peer (a small batch uses one).
     streams_per_peer: int = 2
     tcp_devices: tuple[str, ...] = ("",)
+    #: Verbs devices of this process in the order of their rails; none: every usable one, by name.
+    rdma_devices: tuple[str, ...] = ()
     #: Further attempts of one slice after its first.
     retries_max: int = 3
     #: A path with slices in flight and none finished for this long counts as failed.

@@ -19,6 +19,7 @@ from tanghulu.transfer_engine.config import EngineConfig, TransportLimits
 from tanghulu.transfer_engine.direct import copy_directly, send_directly
 from tanghulu.transfer_engine.handle import TransferHandle, Workshop
 from tanghulu.transfer_engine.opcode import Opcode
+from tanghulu.transfer_engine.rdma_devices import LocalDevices
 from tanghulu.transfer_engine.remote import RemoteSegment
 from tanghulu.transfer_engine.requests import (
     BatchResult,
@@ -49,7 +50,7 @@ __all__ = [
     "TransportLimits",
 ]
 
-TRANSPORTS = ("shm", "tcp")
+TRANSPORTS = ("shm", "rdma", "tcp")
 _Key = tuple[SegmentDescriptor, int, str | None]
 
 
@@ -69,19 +70,22 @@ class _Opening:
 class TransferEngine:
     """Moves bytes between this process's buffers and other processes' segments; one per process is enough.
 
-    ``transports`` in the order of preference. ``host_id`` is equal for processes that can share memory.
+    ``transports`` in the order of preference; by default all that ``config`` has limits for.
+    ``host_id`` is equal for processes that can share memory.
     Every method may be called from any thread. Use as a context manager, or call ``close()``.
     """
 
     def __init__(
         self,
         *,
-        transports: Sequence[str] = TRANSPORTS,
+        transports: Sequence[str] | None = None,
         host_id: str,
         clock: Clock | None = None,
         config: EngineConfig | None = None,
     ) -> None:
         self.config = config or EngineConfig()
+        if transports is None:
+            transports = [name for name in TRANSPORTS if name in self.config.limits]
         unknown = [name for name in transports if name not in TRANSPORTS or name not in self.config.limits]
         if unknown or not transports:
             raise ConfigError(f"transports {list(transports)}: choose from {list(TRANSPORTS)}, each with limits")
@@ -90,6 +94,7 @@ class TransferEngine:
         self._clock = clock or SystemClock()
         self._lock = threading.Lock()
         self._segments: dict[_Key, _Opening] = {}
+        self._rdma: LocalDevices | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._num_async = 0
         self._closed = False
@@ -107,7 +112,8 @@ class TransferEngine:
     ) -> RemoteSegment:
         """Reach a peer's segment; the same object for the same arguments while it is open.
 
-        Takes shm when the peer is on this host and its door lets us in, else tcp; ``transport`` pins one.
+        Takes shm when the peer is on this host and its door lets us in, else rdma where both have it, else tcp;
+        ``transport`` pins one.
         ``session_id`` is the one that the owner opened for us (0 where it keeps no leases).
         Waits for the peer, at most ``connect_timeout_s`` per attempt. Raises NodeUnavailable, saying why for each
         transport, InvalidRequest for an unknown ``transport``.
@@ -190,12 +196,15 @@ class TransferEngine:
             openings = list(self._segments.values())
             self._segments.clear()
             threads, self._threads = self._threads, None
+            rdma, self._rdma = self._rdma, None
         for opening in openings:
             with opening.lock:
                 if opening.remote is not None:
                     opening.remote.close()
         if threads is not None:
             threads.shutdown(wait=True)
+        if rdma is not None:
+            rdma.let_go()
 
     def __enter__(self) -> TransferEngine:
         return self
@@ -240,13 +249,15 @@ class TransferEngine:
         for name in wanted:
             if not descriptor.endpoints_of(name):
                 reasons.append(f"{name}: the descriptor has no such endpoint")
-            elif name == "tcp":
+            elif name == "tcp" or (name == "rdma" and self._find_rdma(reasons) is not None):
                 usable.append(name)
+            elif name == "rdma":
+                continue
             else:
                 shm = self._open_shm(descriptor, session_id, reasons)
                 usable += [name] if shm is not None else []
-        if usable:
-            remote = RemoteSegment(descriptor, session_id, usable, self.config, self._clock, shm)
+        while usable:
+            remote = RemoteSegment(descriptor, session_id, usable, self.config, self._clock, shm, rdma=self._rdma)
             if remote.transport == "shm":
                 return remote
             try:
@@ -254,10 +265,22 @@ class TransferEngine:
                 return remote
             except TanghuluError as error:
                 remote.close()
-                reasons.append(f"tcp: {error.message}")
+                reasons.append(f"{remote.transport}: {error.message}")
+                usable = usable[1:] if shm is None else []  # closing it hung up at the shm door
         raise NodeUnavailable(
             f"segment {descriptor.name!r} of generation {descriptor.generation} cannot be opened: {'; '.join(reasons)}"
         )
+
+    def _find_rdma(self, reasons: list[str]) -> LocalDevices | None:
+        """The devices of this process, looked for until there are some; None when there are none."""
+        try:
+            with self._lock:
+                if self._rdma is None:
+                    self._rdma = LocalDevices.find(self.config.rdma_devices)
+                return self._rdma
+        except NodeUnavailable as error:
+            reasons.append(f"rdma: {error.message}")
+            return None
 
     def _open_shm(self, descriptor: SegmentDescriptor, session_id: int, reasons: list[str]) -> ShmPeer | None:
         if descriptor.host_id != self.host_id:

@@ -9,18 +9,34 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from tanghulu.errors import InvalidRequest, NodeUnavailable, TanghuluError, Unauthorized
 from tanghulu.transfer_engine.access import AccessTable
 from tanghulu.transfer_engine.leases import Freed
 from tanghulu.transfer_engine.opcode import Opcode
 from tanghulu.transfer_engine.segment import MemorySegment
-from tanghulu.transfer_engine.tcp_server import TcpConnection
 from tanghulu.transfer_engine.wire import Head, Op, name_hash
 from tanghulu.types import LeaseId
 
 _MAX_FENCED_TOKENS = 1 << 16
 _PIECE_BYTES = 1 << 20
+
+
+class Connection(Protocol):
+    """A peer's connection, of tcp or of rdma: what is asked of it here."""
+
+    token: int
+    sweep_mark: object
+
+    @property
+    def progress(self) -> tuple[int, int] | None:
+        """(slice id, bytes moved) of the slice in work, None when there is none."""
+        ...
+
+    def cut(self) -> None:
+        """Close at once: nothing is received into the segment after this call."""
+        ...
 
 
 class Reception:
@@ -50,7 +66,7 @@ class Reception:
         self.num_refused = 0
         self.num_fenced = 0
         self.open = False
-        self.connections: set[TcpConnection] = set()
+        self.connections: set[Connection] = set()
         self._segment = segment
         self._access = access
         self._generation = generation
@@ -58,12 +74,12 @@ class Reception:
         self._max_connections = max_connections
         self._on_freed = on_freed
         self._on_emptied = on_emptied
-        self._by_token: dict[int, TcpConnection] = {}
+        self._by_token: dict[int, Connection] = {}
         self._fenced: OrderedDict[int, None] = OrderedDict()
 
     # --- what a tcp connection asks (TcpDoor)
 
-    def opened(self, connection: TcpConnection) -> bool:
+    def opened(self, connection: Connection) -> bool:
         """Whether there is room for one more connection."""
         if not self.open or len(self.connections) >= self._max_connections:
             self.num_refused += 1
@@ -71,14 +87,14 @@ class Reception:
         self.connections.add(connection)
         return True
 
-    def closed(self, connection: TcpConnection) -> None:
+    def closed(self, connection: Connection) -> None:
         """The connection is gone."""
         self.connections.discard(connection)
         self._by_token.pop(connection.token, None)
         if not self.open and not self.connections and self._on_emptied is not None:
             self._on_emptied()
 
-    def hello(self, connection: TcpConnection, head: Head) -> None:
+    def hello(self, connection: Connection, head: Head) -> None:
         """Admit a connection under its token."""
         self._check_generation(head)
         if head.lease_id != self._name_hash:

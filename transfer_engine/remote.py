@@ -14,9 +14,11 @@ from tanghulu.transfer_engine.config import EngineConfig
 from tanghulu.transfer_engine.link_pool import LinkPool
 from tanghulu.transfer_engine.network import Network
 from tanghulu.transfer_engine.paths import Path, PathTable, PauseRule
+from tanghulu.transfer_engine.rdma import RdmaLink, RdmaPeer, pair_devices
+from tanghulu.transfer_engine.rdma_devices import LocalDevices
 from tanghulu.transfer_engine.segment import SegmentDescriptor
 from tanghulu.transfer_engine.shm import ShmPeer
-from tanghulu.transfer_engine.tcp import TcpPeer
+from tanghulu.transfer_engine.tcp import TcpLink, TcpPeer
 from tanghulu.transfer_engine.transport import Link, Peer
 
 
@@ -35,6 +37,7 @@ class RemoteSegment:
         clock: Clock,
         shm: ShmPeer | None,
         network: Network | None = None,
+        rdma: LocalDevices | None = None,
     ) -> None:
         assert transports, "a segment is reached over at least one transport"
         self.descriptor = descriptor
@@ -48,11 +51,13 @@ class RemoteSegment:
         self._tcp = TcpPeer(descriptor, session_id, network)
         if "tcp" in transports:
             self._peers["tcp"] = self._tcp
+        if rdma is not None and "rdma" in transports:
+            self._peers["rdma"] = RdmaPeer(descriptor, session_id, rdma, self._tcp.fences)
         self._pools = {
             name: LinkPool(peer.connect, config.max_links_per_peer, clock) for name, peer in self._peers.items()
         }
         rule = PauseRule(config.pause_after_errors, config.pause_s, config.pause_max_s)
-        self.paths = PathTable(_paths(descriptor, transports, config), rule)
+        self.paths = PathTable(_paths(descriptor, transports, config, () if rdma is None else rdma.names), rule)
         self._closed = False
 
     @property
@@ -81,21 +86,27 @@ class RemoteSegment:
         return not self._closed and (shm is None or shm.alive)
 
     def greet(self, timeout_s: float, clock: Clock) -> None:
-        """Make sure that a tcp endpoint serves this segment; raises NodeUnavailable or its refusal."""
+        """Make sure that an endpoint of the preferred transport (tcp or rdma) serves this segment.
+
+        Raises NodeUnavailable or its refusal.
+        """
         errors: list[TanghuluError] = []
         for path in self.paths.paths:
-            if path.transport != "tcp" or path.stream or path.local_device != self.paths.paths[0].local_device:
+            if path.transport != self.transport or path.stream:
                 continue
-            link = self._tcp.connect()
+            if path.transport == "tcp" and path.local_device != self.paths.paths[0].local_device:
+                continue
+            link = self._peers[path.transport].connect()
+            assert isinstance(link, TcpLink | RdmaLink), "shm greets when it maps"
             try:
                 link.greet(path, timeout_s, clock)
             except TanghuluError as error:
                 link.close()
                 errors.append(error)
                 continue
-            self._pools["tcp"].put(link)
+            self._pools[self.transport].put(link)
             return
-        raise errors[0] if errors else NodeUnavailable(f"segment {self.name!r} has no tcp endpoint")
+        raise errors[0] if errors else NodeUnavailable(f"segment {self.name!r} has no {self.transport} endpoint")
 
     def borrow(self, transport: str, until_s: float | None) -> Link | None:
         """A link of ``transport`` for one batch, or None if all are lent until ``until_s``."""
@@ -128,10 +139,17 @@ class RemoteSegment:
         return f"RemoteSegment({self.name!r}, generation={self.descriptor.generation}, {self.transport}{closed})"
 
 
-def _paths(descriptor: SegmentDescriptor, transports: Sequence[str], config: EngineConfig) -> list[Path]:
+def _paths(
+    descriptor: SegmentDescriptor, transports: Sequence[str], config: EngineConfig, rdma_devices: tuple[str, ...]
+) -> list[Path]:
     """Every (local device, endpoint, stream), ranked by the order of ``transports``."""
     paths: list[Path] = []
     for rank, transport in enumerate(transports):
+        if transport == "rdma":
+            doors = descriptor.endpoints_of("rdma")
+            pairs = pair_devices(rdma_devices, len(doors))
+            paths += [Path(doors[remote], local, 0, rank) for local, remote in pairs]
+            continue
         devices = config.tcp_devices if transport == "tcp" else ("",)
         streams = range(config.streams_per_peer if transport == "tcp" else 1)
         endpoints = descriptor.endpoints_of(transport)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from tanghulu.transfer_engine.access import AccessTable
 from tanghulu.transfer_engine.leases import Freed
+from tanghulu.transfer_engine.rdma_server import RdmaDoor
 from tanghulu.transfer_engine.reception import Reception
 from tanghulu.transfer_engine.segment import Endpoint, MemorySegment, SegmentDescriptor
 from tanghulu.transfer_engine.shm_server import ProcessWatch, ShmDoor
@@ -28,7 +29,8 @@ class SegmentServer:
 
     ``access`` decides about every range; None opens the whole segment to everybody who can connect (tests, benches).
     ``on_freed`` is told, on the loop, which ranges became free because a transfer ended or a peer's process exited.
-    ``unix_path=None`` offers no shm. ``advertised_host`` (by default ``host``) is what the descriptor tells peers.
+    ``unix_path=None`` offers no shm; ``rdma_devices`` are the verbs devices to offer, empty for every usable one, None
+    for no rdma. ``advertised_host`` (by default ``host``) is what the descriptor tells peers.
     ``bytes_read`` and ``bytes_written`` count by transport, from the client's point of view; shm traffic is invisible
     here, so the owner adds what its clients report. The segment stays the caller's; close the server first.
     """
@@ -41,6 +43,7 @@ class SegmentServer:
         host: str,
         port: int = 0,
         unix_path: str | None,
+        rdma_devices: Sequence[str] | None = None,
         generation: int,
         host_id: str,
         name: str | None = None,
@@ -59,6 +62,8 @@ class SegmentServer:
         self._on_freed = on_freed
         self._max_connections = max_connections
         self._stall_timeout_s = stall_timeout_s
+        self._rdma: RdmaDoor | None = None
+        self._rdma_devices = rdma_devices
         self._listener: asyncio.Server | None = None
         self._door: ShmDoor | None = None
         self._watch = ProcessWatch(self._process_exited)
@@ -77,7 +82,11 @@ class SegmentServer:
     # --- life
 
     async def start(self) -> None:
-        """Listen on every transport; raises OSError if an address or the socket path is taken."""
+        """Listen on every transport; raises OSError if an address or the socket path is taken.
+
+        With ``rdma_devices``: NodeUnavailable if there is no such usable device, TransferFailed if the memory cannot be
+        registered.
+        """
         assert self._listener is None, "a server starts once"
         loop = asyncio.get_running_loop()
         self._listener = await loop.create_server(
@@ -94,12 +103,16 @@ class SegmentServer:
             except BaseException:
                 self._listener.close()
                 raise
+        if self._rdma_devices is not None:
+            await self._start_rdma(self._rdma_devices)
         self._sweeping = loop.call_later(self._stall_timeout_s, self._sweep)
 
     def descriptor(self) -> SegmentDescriptor:
         """What peers need in order to open this segment; valid after ``start()``."""
         assert self._listener is not None, "start the server first"
         endpoints = [Endpoint("tcp", str(Address(self._advertised_host, self._port)))]
+        if self._rdma is not None:
+            endpoints = self._rdma.endpoints() + endpoints
         if self._unix_path is not None:
             endpoints.insert(0, Endpoint("shm", self._unix_path))
         return SegmentDescriptor(
@@ -115,6 +128,8 @@ class SegmentServer:
             self._sweeping.cancel()
         listener.close()
         self._reception.open = False
+        if self._rdma is not None:
+            self._rdma.close()
         for connection in list(self._reception.connections):
             connection.cut()
         if self._door is not None:
@@ -152,11 +167,30 @@ class SegmentServer:
     def check(self) -> None:
         """Assert the invariants."""
         self._reception.check()
+        if self._rdma is not None:
+            self._rdma.check()
 
     def __repr__(self) -> str:
         return f"SegmentServer({self._segment!r}, generation={self._generation}, {self.num_connections})"
 
     # --- inside
+
+    async def _start_rdma(self, device_names: Sequence[str]) -> None:
+        self._rdma = RdmaDoor(
+            self._segment,
+            self._access,
+            self._reception,
+            self._tell,
+            host=self._host,
+            advertised_host=self._advertised_host,
+            device_names=device_names,
+        )
+        try:
+            await self._rdma.start()
+        except BaseException:
+            self._rdma = None
+            await self.close()
+            raise
 
     def _tell(self, freed: Sequence[Freed]) -> None:
         if freed and self._on_freed is not None:

@@ -36,11 +36,11 @@ class TcpPeer:
         self._descriptor = descriptor
         self._session_id = session_id
         self._network = network or KernelNetwork()
-        self._fences = Fences()
+        self.fences = Fences()
 
     def connect(self) -> TcpLink:
         """A new link; its streams connect when the first slice is posted on them."""
-        return TcpLink(self._descriptor, self._session_id, self._fences, self._network)
+        return TcpLink(self._descriptor, self._session_id, self.fences, self._network)
 
     def close(self) -> None:
         """Links share no connection."""

@@ -1,0 +1,267 @@
+"""The serving end of the rdma transport: the segment registered with every device, and a door that sets up queue pairs.
+
+Owns the devices, the memory regions, the listener and the queue pairs. It takes no part in transfers. Who is admitted,
+and which connections their clients have given up, is ``reception``'s decision, the same as for tcp; which sessions'
+queue pairs must go because a lease has run out is ``access``'s. A queue pair is destroyed before anybody is told so:
+before a FENCE or CLOSE is answered, and before ``end_direct`` frees a range.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from tanghulu.errors import NodeUnavailable, TanghuluError
+from tanghulu.transfer_engine.access import AccessTable
+from tanghulu.transfer_engine.buffers import Buffer
+from tanghulu.transfer_engine.leases import Freed
+from tanghulu.transfer_engine.rdma_devices import LocalDevices
+from tanghulu.transfer_engine.rdma_verbs import Device, MemoryRegion, QueuePair
+from tanghulu.transfer_engine.rdma_wire import (
+    REQUEST_BYTES,
+    RdmaOp,
+    RdmaRequest,
+    pack_answer,
+    pack_refusal,
+    parse_request,
+)
+from tanghulu.transfer_engine.reception import Reception
+from tanghulu.transfer_engine.segment import Endpoint, MemorySegment
+from tanghulu.transfer_engine.wire import Head, MalformedMessage, Op
+from tanghulu.types import Address
+
+_BACKLOG = 256
+
+
+class RdmaDoor:
+    """Serves ``segment`` on ``device_names`` (empty: every usable device); everything happens on one event loop."""
+
+    def __init__(
+        self,
+        segment: MemorySegment,
+        access: AccessTable | None,
+        reception: Reception,
+        on_freed: Callable[[Sequence[Freed]], None],
+        *,
+        host: str,
+        advertised_host: str,
+        device_names: Sequence[str],
+    ) -> None:
+        self.connections: set[RdmaServerConnection] = set()
+        self.reception = reception
+        self._segment = segment
+        self._access = access
+        self._on_freed = on_freed
+        self._host, self._advertised_host = host, advertised_host
+        self._device_names = device_names
+        self._memory: Buffer | None = None
+        self._regions: dict[str, tuple[Device, MemoryRegion]] = {}
+        self._devices: LocalDevices | None = None
+        self._listener: asyncio.Server | None = None
+        self._port = 0
+
+    # --- life
+
+    async def start(self) -> None:
+        """Register the segment and listen. Raises NodeUnavailable without a usable device, TransferFailed, OSError."""
+        await asyncio.to_thread(self._register)
+        loop = asyncio.get_running_loop()
+        try:
+            self._listener = await loop.create_server(
+                lambda: RdmaServerConnection(self), self._host, 0, backlog=_BACKLOG
+            )
+        except BaseException:
+            self._unregister()
+            raise
+        self._port = self._listener.sockets[0].getsockname()[1]
+        if self._access is not None:
+            self._access.on_revoke = self._revoke_soon
+
+    def endpoints(self) -> list[Endpoint]:
+        """One a device, in the order of preference."""
+        address = str(Address(self._advertised_host, self._port))
+        return [Endpoint("rdma", address, name) for name in self._regions]
+
+    def close(self) -> None:
+        """Destroy every queue pair, then let go of the memory and the devices."""
+        if self._listener is None:
+            return
+        self._listener.close()
+        self._listener = None
+        for connection in list(self.connections):
+            connection.cut()
+        self._unregister()
+        if self._access is not None:
+            self._access.on_revoke = None
+
+    def check(self) -> None:
+        """Assert the invariants: a connection has a queue pair exactly while it is admitted."""
+        for connection in self.connections:
+            connection.check()
+
+    # --- what a connection asks
+
+    def admit(self, connection: RdmaServerConnection, request: RdmaRequest) -> QueuePair:
+        """A queue pair that is connected to the client's; raises the typed refusal."""
+        device, _ = self._region(request.device)
+        head = Head(Op.HELLO, 0, request.session_id, request.name_hash, request.generation, request.token, 0)
+        self.reception.hello(connection, head)
+        pair = device.queue_pair(1)
+        try:
+            pair.connect(request.address)
+            if self._access is not None:
+                self._access.begin_direct(request.session_id)
+        except TanghuluError:
+            pair.close()
+            raise
+        return pair
+
+    def fence(self, token: int) -> None:
+        """Cut the connection that its client gave up, also if it comes only later."""
+        self.reception.fence(Head(Op.FENCE, 0, 0, 0, 0, token, 0))
+
+    def key(self, device_name: str) -> tuple[int, int]:
+        """(address, key) of the segment for one device."""
+        assert self._memory is not None, "the segment is registered"
+        return self._memory.address, self._region(device_name)[1].remote_key
+
+    def ended(self, session_id: int) -> None:
+        """A queue pair of the session is destroyed."""
+        if self._access is not None:
+            freed = self._access.end_direct(session_id)
+            if freed:
+                self._on_freed(freed)
+
+    # --- inside
+
+    def _revoke_soon(self, session_id: int) -> None:
+        asyncio.get_running_loop().call_soon(self._revoke, session_id)
+
+    def _revoke(self, session_id: int) -> None:
+        for connection in list(self.connections):
+            if connection.session_id == session_id:
+                connection.cut()
+
+    def _region(self, name: str) -> tuple[Device, MemoryRegion]:
+        found = self._regions.get(name)
+        if found is None:
+            raise NodeUnavailable(f"device {name!r} does not serve this segment; there are {list(self._regions)}")
+        return found
+
+    def _register(self) -> None:
+        self._devices = LocalDevices.find(self._device_names)
+        self._memory = Buffer(self._segment.view)
+        try:
+            for name in self._devices.names:
+                device = self._devices.device(name)
+                region = device.register(self._memory.address, self._memory.size_bytes, remote=True)
+                self._regions[name] = (device, region)
+        except TanghuluError:
+            self._unregister()
+            raise
+
+    def _unregister(self) -> None:
+        for _, region in self._regions.values():
+            region.close()
+        self._regions.clear()
+        self._memory = None
+        if self._devices is not None:
+            self._devices.let_go()
+            self._devices = None
+
+
+class RdmaServerConnection(asyncio.Protocol):
+    """One client's control connection and the queue pair that lives as long."""
+
+    def __init__(self, door: RdmaDoor) -> None:
+        self.token = 0
+        self.session_id = 0
+        self.sweep_mark: object = None
+        self._door = door
+        self._pair: QueuePair | None = None
+        self._data = bytearray()
+        self._transport: asyncio.Transport | None = None
+        self._admitted = False
+
+    # --- asyncio's calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Turn the peer away when the server is full."""
+        self._transport = cast(asyncio.Transport, transport)
+        self._admitted = self._door.reception.opened(self)
+        if self._admitted:
+            self._door.connections.add(self)
+        else:
+            self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client is gone, or was cut."""
+        self._transport = None
+        self._end()
+        if self._admitted:
+            self._admitted = False
+            self._door.connections.discard(self)
+            self._door.reception.closed(self)
+
+    def data_received(self, data: bytes) -> None:
+        """Serve whole requests, in order."""
+        self._data += data
+        while len(self._data) >= REQUEST_BYTES and self._transport is not None:
+            request = bytes(self._data[:REQUEST_BYTES])
+            del self._data[:REQUEST_BYTES]
+            try:
+                self._serve(parse_request(request))
+            except MalformedMessage:
+                self.cut()
+
+    # --- what the reception may do
+
+    @property
+    def progress(self) -> tuple[int, int] | None:
+        """None: nothing is in work here that could stall."""
+        return None
+
+    def cut(self) -> None:
+        """Destroy the queue pair, now, and hang up."""
+        self._end()
+        if self._transport is not None:
+            self._transport.abort()
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        assert self._pair is None or self.token
+        assert self._admitted or self._pair is None
+
+    # --- inside
+
+    def _serve(self, request: RdmaRequest) -> None:
+        if (request.op is RdmaOp.CONNECT) == (self.token != 0):
+            raise MalformedMessage("a connection begins with one CONNECT")
+        try:
+            if request.op is RdmaOp.CONNECT:
+                self._connect(request)
+            elif request.op is RdmaOp.FENCE:
+                self._door.fence(request.token)
+                self._write(pack_answer(request.op))
+            else:
+                self._end()
+                self._write(pack_answer(request.op))
+        except TanghuluError as error:
+            self._write(pack_refusal(request.op, error))
+
+    def _connect(self, request: RdmaRequest) -> None:
+        self._pair = self._door.admit(self, request)
+        self.session_id = request.session_id
+        address, key = self._door.key(request.device)
+        self._write(pack_answer(RdmaOp.CONNECT, self._pair.address, address, key))
+
+    def _end(self) -> None:
+        pair, self._pair = self._pair, None
+        if pair is not None:
+            pair.close()
+            self._door.ended(self.session_id)
+
+    def _write(self, data: bytes) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
