@@ -110,6 +110,7 @@ def _explanation(wish: Wish, route: Route, policy: str) -> dict[str, Any]:
                 "blocks_total": w.blocks_total,
                 "prefill_tokens_per_s": w.prefill_tokens_per_s,
                 "hit_blocks": w.hit_blocks,
+                "coming_blocks": w.coming_blocks,
             }
             for w in route.workers
         ],

@@ -17,6 +17,7 @@ from tanghulu.conductor.http.schema import (
     ChatBody,
     CompletionBody,
     GenerateBody,
+    OpenAIBody,
     Prompts,
     SamplingFields,
 )
@@ -47,14 +48,14 @@ async def chat_wish(body: ChatBody, model: ServedModel) -> Wish:
     prompt = await model.encode(text, add_special_tokens=False)
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     wanted = body.max_completion_tokens or body.max_tokens
-    return _wish(model, [prompt], body, wanted, num_logprobs, body.cache_salt, body.priority)
+    return _wish(model, [prompt], body, wanted, num_logprobs, body)
 
 
 async def completion_wish(body: CompletionBody, model: ServedModel) -> Wish:
     """The sequences of a text completion."""
     prompts = await _tokenised(model, body.prompt)
     wanted = body.max_tokens or DEFAULT_COMPLETION_TOKENS
-    return _wish(model, prompts, body, wanted, body.logprobs, body.cache_salt, body.priority)
+    return _wish(model, prompts, body, wanted, body.logprobs, body)
 
 
 async def generate_wish(body: GenerateBody, model: ServedModel) -> Wish:
@@ -64,7 +65,7 @@ async def generate_wish(body: GenerateBody, model: ServedModel) -> Wish:
     changed = {"min_tokens": sampling.min_new_tokens or sampling.min_tokens}
     seed = sampling.sampling_seed if sampling.sampling_seed is not None else sampling.seed
     fields = sampling.model_copy(update={**changed, "seed": seed})
-    return _wish(model, prompts, fields, sampling.max_new_tokens, None, body.cache_salt, body.priority)
+    return _wish(model, prompts, fields, sampling.max_new_tokens, None, body)
 
 
 async def _tokenised(model: ServedModel, prompts: Prompts) -> list[Tokens]:
@@ -90,8 +91,7 @@ def _wish(
     fields: SamplingFields,
     wanted: int | None,
     num_logprobs: int | None,
-    cache_salt: str | None,
-    priority: int,
+    body: OpenAIBody | GenerateBody,
 ) -> Wish:
     num_choices = fields.n or 1
     if len(prompts) * num_choices > MAX_SEQUENCES:
@@ -100,7 +100,7 @@ def _wish(
             f"at most {MAX_SEQUENCES} sequences, n <= {MAX_CHOICES}",
             "n",
         )
-    salt = (cache_salt or "").encode()
+    salt = (body.cache_salt or "").encode()
     requests = [
         GenerationRequest(
             RequestId(uuid.uuid4().hex),
@@ -109,7 +109,8 @@ def _wish(
             _sampling(model, fields, num_logprobs, choice),
             _stop_rule(model, fields, len(prompt), wanted),
             salt,
-            priority,
+            body.priority,
+            body.prompt_cache_key or "",
         )
         for prompt in prompts
         for choice in range(num_choices)

@@ -75,6 +75,7 @@ class OpenAIBody(SamplingFields):
     stream_options: StreamOptions | None = None
     max_tokens: NumTokens | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] = 0
     response_format: ResponseFormat | None = None
 
@@ -153,6 +154,7 @@ class GenerateBody(Body):
     rid: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     model: str | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] = 0
 
     @model_validator(mode="after")

@@ -24,7 +24,7 @@ from tanghulu.config import command, option
 from tanghulu.errors import ConfigError
 
 #: Columns that the table needs; where the output is no terminal there are as many as one likes.
-_LEAST_WIDTH = 100
+_LEAST_WIDTH = 112
 _ORDERS = ("fcfs", "sjf")
 _AT_LEAST_ONE = ("prefill", "decode", "blocks", "layers", "dim", "gqa", "max_batch")
 _ABOVE_ZERO = ("speedup", "gflops", "mfu", "h2d", "nic", "c", "kv_tokens", "balance_threshold")

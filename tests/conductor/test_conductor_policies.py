@@ -9,14 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tanghulu.conductor.policies.base import RequestView, WorkerView
-from tanghulu.conductor.policies.registry import POLICY_NAMES, make_policy
-from tanghulu.conductor.policies.simple import Random
+from tanghulu.conductor.policies.affinity import SessionAffinity
+from tanghulu.conductor.policies.base import PeerFetch, RequestView, WorkerView, nearness
+from tanghulu.conductor.policies.dynamo import Dynamo
+from tanghulu.conductor.policies.linear import Linear
+from tanghulu.conductor.policies.mooncake import Mooncake
+from tanghulu.conductor.policies.registry import POLICY_NAMES, PolicyOptions, make_policy
+from tanghulu.conductor.policies.simple import LeastLoaded, Random, RoundRobin
 from tanghulu.conductor.policies.ttft_min import TtftMin
 from tanghulu.conductor.requests import WorkerLoad
 from tanghulu.conductor.routing import with_both_phases
 from tanghulu.conductor.worker_state import LoadTracker
-from tanghulu.types import InstanceId, Role
+from tanghulu.types import InstanceId, Place, Role
 
 REQUEST = RequestView(num_tokens=6400, block_tokens=64, block_bytes=2 << 20)
 
@@ -71,6 +75,15 @@ class TestContract:
         assert make_policy(name).choose_decode(REQUEST, []) is None
         assert make_policy(name).choose(REQUEST, [worker("p", Role.PREFILL)]) is None
 
+    def test_a_peer_is_only_named_where_there_is_something_to_fetch(self, name):
+        full = worker("a", hit_blocks=90, peer_bytes_per_s=1e12, queue_tokens=50_000)
+        empty = worker("b", peer_bytes_per_s=1e12)
+        decision = make_policy(name).choose(REQUEST, [full, empty])
+        if decision.fetch is not None:
+            assert (decision.prefill, decision.fetch) == ("b", PeerFetch(InstanceId("a"), 90))
+        apart = [replace(w, peer_bytes_per_s=0.0) for w in (full, empty)]
+        assert make_policy(name).choose(REQUEST, apart).fetch is None
+
     def test_two_kinds(self, name):
         workers = [worker("p", Role.PREFILL), worker("d", Role.DECODE)]
         decision = make_policy(name).choose(REQUEST, workers)
@@ -81,6 +94,19 @@ class TestContract:
         workers = [worker("a"), worker("b"), worker("c")]
         expected = copy.deepcopy(policy).choose(REQUEST, workers)
         assert policy.choose(REQUEST, workers) == expected
+
+
+def test_every_score_prefers_less_load_all_else_equal():
+    workers = [worker("a", queue_tokens=5000, num_requests=3), worker("b", queue_tokens=100, num_requests=1)]
+    for name in ("ttft-min", "mooncake", "dynamo", "linear", "least-loaded", "power-of-two"):
+        assert make_policy(name).choose(REQUEST, workers).prefill == "b", name
+
+
+def test_ties_are_drawn_by_seed():
+    workers = [worker(n) for n in "abcd"]
+    for name in ("ttft-min", "mooncake", "dynamo", "linear", "least-loaded"):
+        drawn = [make_policy(name, PolicyOptions(seed=s)).choose(REQUEST, workers).prefill for s in range(20)]
+        assert len(set(drawn)) > 1, name
 
 
 def test_with_one_kind_alive_it_does_both():
@@ -151,6 +177,128 @@ class TestTtftMin:
     def test_a_worker_that_can_keeps_what_it_prefilled(self):
         decision = TtftMin().choose(REQUEST, [worker("x"), worker("y")])
         assert decision.prefill == decision.decode
+
+    def test_what_is_being_computed_there_counts(self):
+        a, b = worker("a", queue_tokens=2000), worker("b", queue_tokens=2000, coming_blocks=90)
+        decision = TtftMin().choose(REQUEST, [a, b])
+        assert decision.prefill == "b"
+        assert {c.worker: round(c.score, 3) for c in decision.candidates if c.phase == "prefill"} == {
+            "a": 0.84,
+            "b": 0.264,
+        }
+
+    def test_a_fetch_runs_beside_the_queue(self):
+        holder = worker("a", hit_blocks=90, queue_tokens=50_000, peer_bytes_per_s=1e9)
+        other = worker("b", queue_tokens=1000, peer_bytes_per_s=1e9)
+        decision = TtftMin(replica_weight=0).choose(REQUEST, [holder, other])
+        assert decision.fetch == PeerFetch(InstanceId("a"), 90)
+        fetch_s = 90 * (2 << 20) / 1e9
+        score = next(c.score for c in decision.candidates if c.worker == "b")
+        assert score == pytest.approx(max(0.1, fetch_s) + 0.064)
+        taken = replace(holder, send_wait_s=5.0)
+        assert TtftMin(replica_weight=0).choose(REQUEST, [taken, other]).fetch is None
+
+    def test_a_copy_is_charged_what_it_saves(self):
+        holder = worker("a", hit_blocks=90, queue_tokens=3000, peer_bytes_per_s=1e12)
+        other = worker("b", peer_bytes_per_s=1e12)
+        assert TtftMin(replica_weight=0).choose(REQUEST, [holder, other]).fetch is not None
+        assert TtftMin(replica_weight=1).choose(REQUEST, [holder, other]).prefill == "a"
+        busy = replace(holder, queue_tokens=8000)
+        decision = TtftMin(replica_weight=1).choose(REQUEST, [busy, other])
+        assert (decision.prefill, decision.fetch) == ("b", PeerFetch(InstanceId("a"), 90))
+
+
+class TestMooncake:
+    """The worked example of the module: fetch only where the best prefix is longer by more than the threshold."""
+
+    @pytest.mark.parametrize(("own", "fetches"), [(20, False), (19, True), (0, True), (30, False)])
+    def test_threshold(self, own, fetches):
+        holder = worker("a", hit_blocks=30, queue_tokens=100_000, peer_bytes_per_s=1e12)
+        decision = Mooncake(1.5).choose(REQUEST, [holder, worker("b", hit_blocks=own, peer_bytes_per_s=1e12)])
+        assert decision.prefill == "b"
+        assert decision.fetch == (PeerFetch(InstanceId("a"), 30) if fetches else None)
+
+    def test_the_transfer_adds_to_the_queue(self):
+        holder = worker("a", hit_blocks=90, queue_tokens=50_000, peer_bytes_per_s=1e9)
+        other = worker("b", queue_tokens=1000, peer_bytes_per_s=1e9)
+        scores = {c.worker: c.score for c in Mooncake().choose(REQUEST, [holder, other]).candidates[:2]}
+        assert scores["b"] == pytest.approx(0.1 + 90 * (2 << 20) / 1e9 + 0.064)
+
+
+class TestDynamo:
+    """The worked example of the module."""
+
+    A = worker("a", hit_blocks=40, queue_tokens=640, active_blocks=200, active_hit_blocks=40)
+    B = worker("b")
+
+    def test_cost(self):
+        decision = Dynamo().choose(REQUEST, [self.A, self.B])
+        assert {c.worker: c.score for c in decision.candidates if c.phase == "prefill"} == {"a": 330, "b": 200}
+        assert decision.prefill == "b"
+        assert Dynamo(overlap_weight=10).choose(REQUEST, [self.A, self.B]).prefill == "a"
+
+    def test_store_credit(self):
+        request = replace(REQUEST, store_hit_blocks=100)
+        assert Dynamo(store_credit=0.5).choose(request, [self.B]).candidates[0].score == 50 + 100
+
+    def test_temperature_draws(self):
+        policy = Dynamo(temperature=1.0)
+        drawn = [policy.choose(REQUEST, [self.A, self.B]).prefill for _ in range(200)]
+        assert 20 < drawn.count("a") < 100  # exp(-1) / (1 + exp(-1)) of 200 are 54
+
+
+class TestLinear:
+    """Hit against load, and nearness among equals."""
+
+    NEAR, FAR = Place("z", "rack-1", "h1"), Place("z", "rack-2", "h2")
+
+    def test_weights(self):
+        a, b = worker("a", hit_blocks=60, queue_tokens=1000), worker("b", queue_tokens=500)
+        assert Linear().choose(REQUEST, [a, b]).prefill == "a"
+        assert Linear(alpha=0.2, beta=0.8).choose(REQUEST, [a, b]).prefill == "b"
+
+    def test_of_two_racks_the_near_one_is_chosen_when_equally_loaded(self):
+        request = replace(REQUEST, place=Place("z", "rack-1", "conductor"))
+        far, near = worker("a", queue_tokens=500, place=self.FAR), worker("b", queue_tokens=500, place=self.NEAR)
+        assert Linear().choose(request, [far, near]).prefill == "b"
+        assert Linear().choose(replace(request, place=self.FAR), [far, near]).prefill == "a"
+        assert Linear().choose(request, [replace(far, hit_blocks=50), near]).prefill == "a"
+        assert Linear().choose(request, [replace(far, queue_tokens=100), near]).prefill == "a"
+
+    def test_nearness(self):
+        places = [self.NEAR, Place("z", "rack-1", "h2"), self.FAR, Place("y", "rack-1", "h1")]
+        assert [nearness(self.NEAR, p) for p in places] == [1, 2 / 3, 1 / 3, 0]
+
+
+def test_power_of_two_looks_at_two():
+    workers = [worker(f"w{i}", queue_tokens=1000 * i) for i in range(4)]
+    policy = make_policy("power-of-two")
+    chosen = [policy.choose(REQUEST, workers).prefill for _ in range(300)]
+    assert set(chosen) == {"w0", "w1", "w2"}  # the most loaded one never wins
+    assert chosen.count("w0") == pytest.approx(150, abs=40)
+
+
+class TestSessionAffinity:
+    """A session stays while its worker is there and not far behind."""
+
+    REQUEST = replace(REQUEST, session="s")
+
+    def test_stays_and_leaves(self):
+        policy = SessionAffinity(LeastLoaded(), patience_s=1.0)
+        a, b = worker("a", queue_tokens=100), worker("b", queue_tokens=200)
+        assert policy.choose(self.REQUEST, [a, b]).prefill == "a"
+        assert policy.choose(self.REQUEST, [replace(a, queue_tokens=9000), b]).prefill == "a"
+        assert policy.choose(REQUEST, [replace(a, queue_tokens=9000), b]).prefill == "b"
+        assert policy.choose(self.REQUEST, [replace(a, queue_tokens=10_300), b]).prefill == "b"
+        assert policy.choose(self.REQUEST, [a, b]).prefill == "b"
+        assert policy.choose(self.REQUEST, [a]).prefill == "a"
+
+    def test_memory_is_bounded(self):
+        policy = SessionAffinity(RoundRobin(), max_sessions=3)
+        workers = [worker("a"), worker("b")]
+        for number in range(10):
+            policy.choose(replace(REQUEST, session=str(number)), workers)
+            policy.check()
 
 
 def test_own_dispatches_count_until_the_worker_has_seen_them():

@@ -1,0 +1,67 @@
+"""What the live conductor shows its policy beyond workers' reports: blocks in flight, sessions."""
+
+from __future__ import annotations
+
+import asyncio
+
+from conductor_cluster import running_cluster
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tanghulu.conductor.in_flight import InFlightBlocks
+from tanghulu.types import InstanceId
+
+PROMPT = "a prompt of many tokens that fills several blocks of four tokens each"
+
+
+def chain(text: str) -> list[str]:
+    """Chained hashes in miniature: block i is named by everything up to it."""
+    return [text[: i + 1] for i in range(len(text))]
+
+
+@given(st.lists(st.tuples(st.sampled_from("pqr"), st.text("ab", max_size=6)), max_size=8), st.text("ab", max_size=6))
+def test_in_flight_blocks_are_the_longest_common_prefix_of_each_worker(sent, wanted):
+    blocks = InFlightBlocks()
+    for number, (worker, text) in enumerate(sent):
+        blocks.begin(f"r{number}", InstanceId(worker), chain(text))
+        blocks.check()
+    expected: dict[str, int] = {}
+    for worker, text in sent:
+        shared = sum(a == b for a, b in zip(chain(text), chain(wanted), strict=False))
+        if shared:
+            expected[worker] = max(expected.get(worker, 0), shared)
+    assert blocks.match(chain(wanted)) == expected
+    for number in range(len(sent)):
+        blocks.end(f"r{number}")
+        blocks.end(f"r{number}")  # the second time says nothing new
+        blocks.check()
+    assert len(blocks) == 0
+    assert blocks.match(chain(wanted)) == {}
+
+
+async def test_a_prompt_follows_its_like_that_is_still_being_computed(cluster):
+    first, second = await cluster.add(), await cluster.add()
+    for worker in (first, second):
+        worker.hold()
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 3}
+    answer = asyncio.create_task(cluster.http.post("/v1/completions", json=body))
+    await cluster.until(lambda: first.submits or second.submits)
+    busy = first if first.submits else second
+    seen = (await cluster.http.post("/route", json=body)).json()
+    coming = {w["id"]: w["coming_blocks"] for w in seen["workers"]}
+    assert coming == {first.id: 0, second.id: 0, busy.id: seen["num_blocks"] - (seen["num_prompt_tokens"] % 4 > 0)}
+    for worker in (first, second):
+        worker.release()
+    assert (await answer).status_code == 200
+    seen = (await cluster.http.post("/route", json=body)).json()
+    assert not any(w["coming_blocks"] for w in seen["workers"])
+
+
+async def test_a_session_stays_where_it_was(tmp_path):
+    async with running_cluster(tmp_path, policy="round-robin+session-affinity") as cluster:
+        workers = [await cluster.add() for _ in range(3)]
+        for turn in range(4):
+            body = {"model": "tiny", "prompt": f"{turn}", "max_tokens": 1}
+            await cluster.http.post("/v1/completions", json={**body, "prompt_cache_key": "mine"})
+            await cluster.http.post("/v1/completions", json=body)
+        assert [len(w.submits) for w in workers] == [4, 4, 0]  # without sessions 3, 3, 2

@@ -1,0 +1,276 @@
+"""Replay: the model's own figures, the cluster's parts, and whole runs on an excerpt of a real trace."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import json
+from collections import OrderedDict
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tanghulu.conductor.policies.registry import POLICY_NAMES, make_policy
+from tanghulu.conductor.replay.decode import DecodeInstance
+from tanghulu.conductor.replay.job import Job
+from tanghulu.conductor.replay.main import COMMAND, ReplayConfig, replay
+from tanghulu.conductor.replay.model import LatencyModel
+from tanghulu.conductor.replay.prefill import BlockCache
+from tanghulu.conductor.replay.simulation import ClusterConfig, Simulation
+from tanghulu.conductor.replay.trace import TraceRequest, read_trace
+from tanghulu.errors import ConfigError, InvalidRequest
+
+EXCERPT = Path(__file__).parent / "data" / "conversation_excerpt.jsonl.gz"
+#: Four workers of each kind with small caches, at a load of about 0.9.
+SMALL = ReplayConfig(traces=(EXCERPT,), prefill=4, decode=4, speedup=0.45, blocks=700, warmup="0.3")
+
+
+@functools.cache
+def run(**changed: object):
+    (report,) = replay(replace(SMALL, **changed))
+    return report
+
+
+def request(arrival_s: float, num_tokens: int, output_tokens: int = 1, blocks: tuple[int, ...] = ()) -> TraceRequest:
+    return TraceRequest(arrival_s, num_tokens, output_tokens, blocks, "", True)
+
+
+class TestModel:
+    """The constants of the module's docstring."""
+
+    def test_prefill(self):
+        profile = LatencyModel().profile
+        assert profile.token_s == pytest.approx(94.6e-6, rel=1e-3)
+        assert profile.pair_s == pytest.approx(2.1e-9, rel=1e-2)
+        assert profile.seconds(8192, 0) == pytest.approx(0.936, abs=2e-3)
+        assert LatencyModel().kv_token_bytes == 327_680
+
+    def test_loading_bounds_a_full_hit(self):
+        assert LatencyModel().profile.seconds(100_000, 100_000) == pytest.approx(99_999 * 327_680 / 128e9)
+
+    def test_decode_step_and_transfer(self):
+        assert LatencyModel().step_s(0, 0) == 0
+        assert LatencyModel().step_s(100, 1e6) == pytest.approx(0.02 + 0.01 + 0.029)
+        assert LatencyModel().transfer_s(1) == pytest.approx(512 * 327_680 / 70e9)
+
+
+class TestBlockCache:
+    """LRU with tail-first touches."""
+
+    def test_leaves_go_before_the_prefix_they_stand_on(self):
+        cache = BlockCache(4)
+        cache.insert([1, 2, 3])
+        cache.insert([1, 9])
+        cache.insert([8])
+        assert [b in cache for b in (1, 2, 3, 9, 8)] == [True, True, False, True, True]
+        assert cache.leading([1, 2, 3]) == 2
+
+    @given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 9), max_size=5, unique=True)), max_size=30))
+    def test_like_a_plain_model(self, steps):
+        cache, model = BlockCache(5), OrderedDict()
+        for insert, blocks in steps:
+            (cache.insert if insert else cache.touch)(blocks)
+            for block in reversed(blocks):
+                if insert or block in model:
+                    model[block] = model.pop(block, None)
+            while len(model) > 5:
+                model.popitem(last=False)
+            assert [b for b in range(10) if b in cache] == sorted(model)
+
+
+class TestDecode:
+    """A fluid batch, by hand."""
+
+    def test_two_sequences(self):
+        model = LatencyModel(c=0.02, d=0.0, e=0.0)
+        worker = DecodeInstance(0, model)
+        first, second = Job(request(0, 100, 21), 0), Job(request(0, 100, 11), 1)
+        for job in (first, second):
+            worker.promise(job)
+        assert worker.arrive(0.0, first) == pytest.approx(0.4)
+        assert worker.arrive(0.1, second) == pytest.approx(0.3)  # step 5 + 10 = step 15
+        ended, next_s = worker.leave(0.3)
+        assert (ended, next_s) == ([second], pytest.approx(0.4))
+        worker.check()
+        assert worker.leave(0.4) == ([first], None)
+        assert first.tbt_s == pytest.approx(0.02)
+        worker.check()
+        assert (worker.num_jobs, worker.promised_tokens) == (0, 0)
+
+    def test_a_full_worker_lets_wait(self):
+        worker = DecodeInstance(0, LatencyModel(kv_tokens=1000))
+        jobs = [Job(request(0, 600, 11), n) for n in range(2)]
+        for job in jobs:
+            worker.promise(job)
+            worker.arrive(0.0, job)
+            worker.check()
+        assert (worker.batch, worker.num_jobs) == (1, 2)
+        ended, _ = worker.leave(1.0)
+        assert ended == [jobs[0]]
+        assert worker.batch == 1
+
+
+class TestSimulation:
+    """Whole runs."""
+
+    def test_one_request_by_hand(self):
+        simulation = Simulation(ClusterConfig(), make_policy("ttft-min"), check=True)
+        cold, warm = simulation.run([request(0, 1024, 1, (1, 2)), request(10, 1024, 1, (1, 2))])
+        profile = LatencyModel().profile
+        assert cold.ttft_s == pytest.approx(profile.seconds(1024, 0))
+        assert warm.ttft_s == pytest.approx(profile.seconds(1024, 1023))
+        assert (cold.prefill, cold.hit_tokens, warm.hit_tokens) == (warm.prefill, 0, 1023)
+
+    def test_a_prefix_in_flight_is_waited_for(self):
+        twins = [request(0, 51_200, 1, tuple(range(100))), request(0.1, 51_200, 1, tuple(range(100)))]
+        together = Simulation(ClusterConfig(num_prefill=1), make_policy("ttft-min")).run(twins)
+        assert together[1].hit_tokens == 51_199
+
+    @pytest.mark.parametrize("name", POLICY_NAMES)
+    def test_invariants_hold_under_every_policy(self, name):
+        requests = read_trace(EXCERPT, 0.4, "0", 150)
+        config = ClusterConfig(num_prefill=3, num_decode=2, blocks=500, noise=0.5)
+        jobs = Simulation(config, make_policy(name), check=True).run(requests)
+        assert all(job.ttft_s is not None and job.ttft_s > 0 for job in jobs)
+        assert all(0 <= job.hit_tokens < job.request.num_tokens for job in jobs)
+
+    def test_the_same_seed_gives_the_same_and_another_one_another(self):
+        few = replace(SMALL, limit=300, noise=0.5)
+        assert list(replay(few)) == list(replay(few))
+        assert list(replay(few)) != list(replay(replace(few, seed=1)))
+
+    #: Mean TTFT, computed independently on the same requests by another implementation of the same model, with ties
+    #: going to the first worker; this one draws them.
+    @pytest.mark.parametrize(
+        ("policy", "ttft_s"), [("round-robin", 26.576), ("linear", 17.759), ("dynamo", 18.192), ("mooncake", 17.752)]
+    )
+    def test_figures_of_another_implementation(self, policy, ttft_s):
+        same = {"prefill": 2, "decode": 2, "speedup": 0.25, "blocks": 600, "warmup": "0", "limit": 600}
+        assert run(policy=policy, **same).ttft_mean_s == pytest.approx(ttft_s, rel=0.01)
+
+    def test_the_default_is_near_the_ideal_and_far_from_round_robin(self):
+        """The excerpt is a cold start with few repeated prompts: it cannot tell good policies apart."""
+        ttft = {name: run(policy=name).ttft_mean_s for name in ("ttft-min", "dynamo", "linear", "round-robin")}
+        assert ttft["ttft-min"] < 0.5 * ttft["round-robin"]
+        assert ttft["ttft-min"] < 1.05 * min(ttft["dynamo"], ttft["linear"])
+        assert ttft["ttft-min"] < 1.15 * run(shared_cache=True).ttft_mean_s
+
+
+#: Every option with a value that must change the figures, and what else must be set for it to matter.
+CHANGES = [
+    ("prefill", 3, {}),
+    ("decode", 1, {}),
+    ("speedup", 0.5, {}),
+    ("blocks", 300, {}),
+    ("warmup", "0.5", {}),
+    ("noise", 0.5, {}),
+    ("seed", 1, {"noise": 0.1}),
+    ("limit", 300, {}),
+    ("fetch", False, {"policy": "linear"}),
+    ("in_flight", False, {"speedup": 4.0}),
+    ("shared_cache", True, {}),
+    ("order", "sjf", {}),
+    ("ageing", 5.0, {"order": "sjf"}),
+    ("reject", True, {}),
+    ("ttft_slo", 1.0, {}),
+    ("tbt_slo", 0.02, {}),
+    ("replica_weight", 0.0, {}),
+    ("balance_threshold", 20.0, {"policy": "mooncake"}),
+    ("overlap_weight", 5.0, {"policy": "dynamo"}),
+    ("temperature", 0.5, {"policy": "dynamo"}),
+    ("alpha", 0.1, {"policy": "linear"}),
+    ("beta", 2.0, {"policy": "linear"}),
+    ("layers", 40, {}),
+    ("dim", 4096, {}),
+    ("gqa", 1, {}),
+    ("gflops", 1e15, {}),
+    ("mfu", 0.6, {}),
+    ("t0", 0.1, {}),
+    ("h2d", 1e9, {}),
+    ("nic", 1e9, {}),
+    ("c", 0.03, {}),
+    ("d", 1e-3, {}),
+    ("e", 1e-7, {}),
+    ("kv_tokens", 3e4, {}),
+    ("max_batch", 2, {}),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "more"), CHANGES, ids=[c[0] for c in CHANGES])
+def test_every_option_changes_the_result(name, value, more):
+    small = {"limit": 350, "warmup": "0", "speedup": 0.8, **more}
+    assert run(**small) != run(**{**small, name: value})
+
+
+def test_gamma_and_patience_reach_their_policies():
+    options = replace(SMALL, gamma=0.3, patience_s=7.0).policy_options
+    assert (options.gamma, options.patience_s) == (0.3, 7.0)
+
+
+class TestTrace:
+    """What is read and what is refused."""
+
+    def test_warm_up_by_share(self):
+        requests = read_trace(EXCERPT, 2.0, "0.5")
+        first = next(r for r in requests if r.counted)
+        assert len(requests) == 1500
+        assert first.arrival_s == pytest.approx(requests[-1].arrival_s / 2, rel=0.02)
+
+    def test_warm_up_by_another_trace(self, tmp_path):
+        later = tmp_path / "later.jsonl"
+        row = {"timestamp": 600_000, "input_length": 10, "output_length": 1, "hash_ids": [0]}
+        later.write_text(json.dumps(row) + "\n")
+        requests = read_trace(later, 1.0, str(EXCERPT))
+        assert [r.counted for r in requests] == [False] * 1500 + [True]
+        assert requests[-1].arrival_s == 600
+
+    @pytest.mark.parametrize(
+        "line",
+        ["{", "[]", '{"timestamp": 1}', '{"timestamp": 1, "input_length": -1, "output_length": 1, "hash_ids": []}'],
+    )
+    def test_a_bad_line_is_named(self, tmp_path, line):
+        path = tmp_path / "bad.jsonl"
+        path.write_text(line + "\n")
+        with pytest.raises(InvalidRequest, match=r"bad\.jsonl:1"):
+            read_trace(path, 1.0, "0")
+
+    def test_files_that_are_no_traces(self, tmp_path):
+        (tmp_path / "empty.jsonl").write_text("")
+        (tmp_path / "text.jsonl.gz").write_text("plain")
+        (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b"{}\n" * 1000)[:-20])
+        for name in ("empty.jsonl", "text.jsonl.gz", "cut.jsonl.gz", "absent.jsonl"):
+            with pytest.raises(InvalidRequest):
+                read_trace(tmp_path / name, 1.0, "0")
+        with pytest.raises(InvalidRequest, match="share"):
+            read_trace(EXCERPT, 1.0, "1.5")
+
+
+class TestCommand:
+    """``tanghulu replay``."""
+
+    ARGUMENTS = (str(EXCERPT), "--limit", "100", "--warmup", "0", "--policy", "ttft-min,round-robin")
+
+    def test_json(self):
+        result = CliRunner().invoke(COMMAND, [*self.ARGUMENTS, "--json"], catch_exceptions=False)
+        rows = [json.loads(line) for line in result.output.splitlines()]
+        assert [row["policy"] for row in rows] == ["ttft-min", "round-robin"]
+        assert rows[0]["num_requests"] == 100
+        assert 0 < rows[0]["ttft_mean_s"] < rows[0]["ttft_p99_s"]
+
+    def test_table(self):
+        result = CliRunner().invoke(COMMAND, self.ARGUMENTS, catch_exceptions=False)
+        assert result.exit_code == 0
+        assert "conversation_excerpt, 100 requests" in result.output
+        assert "round-robin" in result.output
+
+    def test_a_trace_is_needed(self):
+        assert CliRunner().invoke(COMMAND, []).exit_code == 2
+
+    @pytest.mark.parametrize(("name", "value"), [("policy", "best"), ("prefill", 0), ("speedup", 0.0), ("noise", -1.0)])
+    def test_bad_values_name_themselves(self, name, value):
+        with pytest.raises(ConfigError, match=f"--{name}"):
+            replace(SMALL, **{name: value})
