@@ -13,7 +13,6 @@ from tanghulu.clock import Clock
 from tanghulu.errors import DeadlineExceeded, NodeUnavailable
 from tanghulu.transfer_engine.buffers import Buffer
 from tanghulu.transfer_engine.paths import Path
-from tanghulu.transfer_engine.remote import RemoteSegment
 from tanghulu.transfer_engine.requests import TransferRequest, admit_buffer, refuse_overlaps
 from tanghulu.transfer_engine.shm import ShmPeer
 from tanghulu.transfer_engine.slices import Slice
@@ -67,7 +66,7 @@ def send_directly(
         target.give_back(path.transport, link)
     if ended is None and clock.now_s() >= now_s + deadline_s:
         raise DeadlineExceeded(f"not complete within {deadline_s:g} s; what had arrived is not reported")
-    return _told(ended, target, path, clock, lock)
+    return _told(ended, request, path, clock, lock)
 
 
 def _exchange(link: Link, path: Path, piece: Slice, until_s: float, clock: Clock) -> Arrived | Refused | None:
@@ -90,13 +89,14 @@ def _exchange(link: Link, path: Path, piece: Slice, until_s: float, clock: Clock
 
 
 def _told(
-    ended: Arrived | Refused | None, target: RemoteSegment, path: Path, clock: Clock, lock: threading.Lock
+    ended: Arrived | Refused | None, request: TransferRequest, path: Path, clock: Clock, lock: threading.Lock
 ) -> bool:
+    paths = request.target.paths
     with lock:
         if ended is None:
-            target.paths.failed(path, clock.now_s())
+            paths.failed(path, clock.now_s())
             return False
-        target.paths.succeeded(path)
+        paths.succeeded(path, request.length if isinstance(ended, Arrived) else 0)
     if isinstance(ended, Refused):
         raise ended.error
     return True

@@ -27,6 +27,11 @@ from tanghulu.transfer_engine.paths import Path, PathTable
 from tanghulu.transfer_engine.slices import Slice, SliceEvent, SliceState, cut
 
 
+#: A path's rate is taken over at least so much, in at least so long.
+MEASURED_BYTES = 1 << 20
+MEASURED_S = 0.005
+
+
 class RunRequest(NamedTuple):
     """One admitted request: offsets are in bounds, ``paths`` leads to its target."""
 
@@ -70,11 +75,21 @@ class _Load:
     slices: dict[int, Slice] = field(default_factory=dict)
     num_bytes: int = 0
     progress_s: float = 0.0
+    busy_from_s: float = 0.0
+    busy_bytes: int = 0
 
-    def room(self) -> int | None:
-        """Bytes in flight, or None when the window is full."""
-        full = self.num_bytes >= self.limits.window_bytes or len(self.slices) >= self.limits.window_slices
-        return None if full else self.num_bytes
+    @property
+    def full(self) -> bool:
+        """Whether the window takes no more slices."""
+        return self.num_bytes >= self.limits.window_bytes or len(self.slices) >= self.limits.window_slices
+
+    def measure(self, num_bytes: int, now_s: float) -> None:
+        """Count an arrival, and tell the table the rate when enough was counted."""
+        self.busy_bytes += num_bytes
+        took_s = now_s - self.busy_from_s
+        if self.busy_bytes >= MEASURED_BYTES and took_s >= MEASURED_S:
+            self.table.measured(self.path, self.busy_bytes / took_s, now_s)
+            self.busy_from_s, self.busy_bytes = now_s, 0
 
 
 class TransferRun:
@@ -97,7 +112,7 @@ class TransferRun:
         for table, waiting in self._waiting.items():
             while waiting:
                 piece = waiting[0]
-                path = table.choose(now_s, piece.lost_on, lambda path: self._loads[path].room())
+                path = table.choose(now_s, piece.lost_on, self._in_flight_bytes, piece.length, self._is_full)
                 if path is None:
                     break
                 waiting.popleft()
@@ -108,7 +123,8 @@ class TransferRun:
         """All bytes of the slice are where they belong."""
         piece = self._slices[slice_id]
         load = self._unload(piece, now_s)
-        load.table.succeeded(load.path)
+        load.table.succeeded(load.path, piece.length)
+        load.measure(piece.length, now_s)
         piece.step(SliceEvent.ARRIVED, now_s)
         self._close(piece)
 
@@ -125,7 +141,7 @@ class TransferRun:
         load = self._loads[path]
         if not load.slices:
             return
-        load.table.failed(path, now_s)
+        load.table.failed(path, now_s, len(load.slices))
         for piece in list(load.slices.values()):
             self._unload(piece, now_s)
             piece.step(SliceEvent.LOST, now_s, error.message)
@@ -209,6 +225,8 @@ class TransferRun:
         for load in self._loads.values():
             assert load.num_bytes == sum(piece.length for piece in load.slices.values())
             assert len(load.slices) <= load.limits.window_slices
+            longest = max((piece.length for piece in load.slices.values()), default=0)
+            assert load.num_bytes < load.limits.window_bytes + longest
         for request in self._requests:
             is_open = [piece for piece in request.slices if piece.state in (SliceState.WAITING, SliceState.POSTED)]
             assert request.num_open == len(is_open)
@@ -246,7 +264,8 @@ class TransferRun:
     def _post(self, piece: Slice, path: Path, now_s: float) -> Post:
         load = self._loads[path]
         if not load.slices:
-            load.progress_s = now_s
+            load.progress_s = load.busy_from_s = now_s
+            load.busy_bytes = 0
         load.slices[piece.slice_id] = piece
         load.num_bytes += piece.length
         piece.path = path
@@ -255,6 +274,12 @@ class TransferRun:
         self._num_waiting -= 1
         self._num_posted += 1
         return Post(piece, path)
+
+    def _in_flight_bytes(self, path: Path) -> int:
+        return self._loads[path].num_bytes
+
+    def _is_full(self, path: Path) -> bool:
+        return self._loads[path].full
 
     def _unload(self, piece: Slice, now_s: float) -> _Load:
         assert piece.path is not None, f"slice {piece.slice_id} is on no path"

@@ -1,4 +1,4 @@
-"""Run many seeds of the transfer engine's simulation by hand: python tests/transfer_engine/simulate.py --seeds 10000."""
+"""Run many seeds of the simulation by hand: python tests/transfer_engine/simulate.py --seeds 10000."""
 
 from __future__ import annotations
 

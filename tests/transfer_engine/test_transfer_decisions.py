@@ -21,7 +21,7 @@ from tanghulu.transfer_engine import slices as slices_module
 from tanghulu.transfer_engine.buffers import Buffer
 from tanghulu.transfer_engine.config import EngineConfig, TransportLimits
 from tanghulu.transfer_engine.opcode import Opcode
-from tanghulu.transfer_engine.paths import Path, PathEvent, PathState, PathTable, PauseRule
+from tanghulu.transfer_engine.paths import Path, PathEvent, PathState, PathStats, PathTable, PauseRule
 from tanghulu.transfer_engine.segment import Endpoint
 from tanghulu.transfer_engine.slices import Slice, SliceEvent, SliceState, cut
 from tanghulu.transfer_engine.transfer_run import Post, RunLimits, RunRequest, TransferRun
@@ -35,7 +35,7 @@ LIMITS = RunLimits(
 GONE = NodeUnavailable("gone")
 
 
-def idle(path: Path) -> int | None:
+def idle(path: Path) -> int:
     return 0
 
 
@@ -76,13 +76,45 @@ class TestPaths:
     def test_the_best_rank_wins_and_is_waited_for(self):
         table = all_paths()
         assert table.choose(0, [], idle) is SHM
-        assert table.choose(0, [], lambda path: None if path is SHM else 0) is None
+        assert table.choose(0, [], idle, 1, lambda path: path is SHM) is None
 
     def test_least_bytes_in_flight_then_the_first(self):
         table = tcp_paths()
         assert table.choose(0, [], idle) is FIRST
         assert table.choose(0, [], lambda path: {FIRST: 10, SECOND: 5}[path]) is SECOND
-        assert table.choose(0, [], lambda path: {FIRST: None, SECOND: 500}[path]) is SECOND
+        assert (
+            table.choose(0, [], lambda path: {FIRST: 900, SECOND: 500}[path], 1, lambda path: path is FIRST) is SECOND
+        )
+
+    def test_the_path_on_which_it_ends_first_and_a_full_one_is_waited_for(self):
+        """The example of the module, in units of 100: rates 400 and 100."""
+        table = tcp_paths()
+        table.measured(FIRST, 400.0, 0.0)
+        assert table.choose(0, [], lambda path: {FIRST: 100, SECOND: 0}[path], 100) is SECOND  # not measured: as fast
+        table.measured(SECOND, 100.0, 0.0)
+        assert table.choose(0, [], lambda path: {FIRST: 400, SECOND: 0}[path], 100) is SECOND
+        assert table.choose(0, [], lambda path: {FIRST: 400, SECOND: 100}[path], 100) is FIRST
+        assert (
+            table.choose(0, [], lambda path: {FIRST: 400, SECOND: 100}[path], 100, lambda path: path is FIRST) is None
+        )
+        assert table.choose(20.0, [], lambda path: {FIRST: 400, SECOND: 100}[path], 100) is SECOND  # rates are old
+
+    def test_rates_follow_what_is_measured(self):
+        table = tcp_paths()
+        table.measured(FIRST, 100.0, 0.0)
+        table.measured(FIRST, 200.0, 1.0)
+        assert table.stats(FIRST).bytes_per_s == pytest.approx(130.0)
+        table.measured(FIRST, 50.0, 99.0)
+        assert table.stats(FIRST).bytes_per_s == 50.0
+
+    def test_what_happened_is_counted(self):
+        table = tcp_paths()
+        table.succeeded(FIRST, 70)
+        table.succeeded(FIRST)
+        table.failed(FIRST, 0.0, 2)
+        table.failed(FIRST, 0.0, 1)
+        assert table.stats(FIRST) == PathStats(num_bytes=70, num_slices=1, num_lost=3, num_errors=2, num_pauses=1)
+        assert table.stats(SECOND) == PathStats()
 
     def test_paths_that_lost_the_slice_are_avoided(self):
         table = all_paths()

@@ -13,7 +13,7 @@ from tanghulu.transfer_engine.fences import Fences
 from tanghulu.transfer_engine.handle import TransferHandle
 from tanghulu.transfer_engine.leases import LeaseEvent, LeaseState
 from tanghulu.transfer_engine.reception import Reception
-from tanghulu.transfer_engine.tcp import TcpLink, TcpPeer
+from tanghulu.transfer_engine.tcp import TcpLink
 from tanghulu.transfer_engine.tcp_server import TcpConnection
 from tanghulu.transfer_engine.tcp_stream import TcpStream
 from tanghulu.transfer_engine.transfer_run import RunLimits, TransferRun
@@ -27,13 +27,6 @@ def fences_are_not_told(patch: pytest.MonkeyPatch) -> None:
 
 def fences_are_ignored(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Reception, "fence", lambda self, head: None)
-
-
-def every_link_has_fences_of_its_own(patch: pytest.MonkeyPatch) -> None:
-    def connect(self: Any) -> TcpLink:
-        return TcpLink(self._descriptor, self._session_id, Fences(), self._network)
-
-    patch.setattr(TcpPeer, "connect", connect)
 
 
 def a_range_is_free_while_it_is_written(patch: pytest.MonkeyPatch) -> None:
@@ -50,7 +43,7 @@ def quarantine_ends_by_time(patch: pytest.MonkeyPatch) -> None:
 
 
 def windows_are_not_kept(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(transfer_run._Load, "room", lambda self: self.num_bytes)
+    patch.setattr(transfer_run._Load, "full", False)
 
 
 def what_is_lost_counts_as_arrived(patch: pytest.MonkeyPatch) -> None:
@@ -100,7 +93,6 @@ def a_lost_connection_keeps_its_transfer(patch: pytest.MonkeyPatch) -> None:
 MUTATIONS: tuple[Mutation, ...] = (
     fences_are_not_told,
     fences_are_ignored,
-    every_link_has_fences_of_its_own,
     a_range_is_free_while_it_is_written,
     quarantine_ends_by_time,
     windows_are_not_kept,
