@@ -13,9 +13,22 @@ from tanghulu.types import ChunkKey
 
 
 class Policy(Protocol):
-    """The order in which keys would be evicted. Every call but ``victims`` and ``check`` is O(1) or O(log n)."""
+    """The order in which keys would be evicted. Calls but ``victims`` and ``check`` are O(1) or O(log n), amortised."""
 
     name: str
+
+    @property
+    def num_ghosts(self) -> int:
+        """Keys that are gone and still remembered; a policy that remembers bounds it."""
+        ...
+
+    def begin_batch(self) -> None:
+        """A hint: the adds and touches from here to the next call came in one request, its last key first.
+
+        The keys of a request are a chain: each key's prefix follows it. Without the hint nothing breaks; a policy that
+        learns from chains learns less.
+        """
+        ...
 
     def add(self, key: ChunkKey, size_bytes: int) -> None:
         """A chunk became evictable in principle; asserts that the key is new."""
@@ -26,11 +39,11 @@ class Policy(Protocol):
         ...
 
     def remove(self, key: ChunkKey, *, evicted: bool) -> None:
-        """The chunk is gone: ``evicted`` by this policy's choice, or for another reason. Asserts that it is known."""
+        """The chunk is gone: ``evicted`` by this policy's choice, or for another reason. KeyError if it is unknown."""
         ...
 
     def victims(self) -> Iterator[ChunkKey]:
-        """All keys, the first to evict first. Asking changes nothing; the policy must not be changed meanwhile."""
+        """All keys, the first to evict first. Asking changes no answer; the policy must not be changed meanwhile."""
         ...
 
     def __len__(self) -> int: ...

@@ -6,9 +6,16 @@ from collections.abc import Callable
 
 from tanghulu.errors import InvalidRequest
 from tanghulu.store.node.eviction.base import Policy
+from tanghulu.store.node.eviction.fifo import Fifo
+from tanghulu.store.node.eviction.lfu import Lfu
 from tanghulu.store.node.eviction.lru import Lru
+from tanghulu.store.node.eviction.reuse import Reuse
+from tanghulu.store.node.eviction.s3fifo import S3Fifo
+from tanghulu.store.node.eviction.sieve import Sieve
 
-POLICIES: dict[str, Callable[[], Policy]] = {"lru": Lru}
+POLICIES: dict[str, Callable[[], Policy]] = {
+    policy.name: policy for policy in (Lru, Fifo, Sieve, S3Fifo, Lfu, Reuse)
+}
 
 
 def make_policy(name: str) -> Policy:

@@ -1,0 +1,148 @@
+"""S3-FIFO (Yang et al., SOSP'23, https://dl.acm.org/doi/10.1145/3600006.3613147).
+
+Three queues. Newcomers enter a small one, a tenth of all. What leaves it unread is evicted and remembered as a ghost;
+what was read moves to the main queue, and a ghost that comes back enters there at once. The main queue is a clock: each
+key has up to three lives by its reads, and one that comes to the front with lives loses one and starts at the back.
+
+Example: ten keys, all new, k3 was read. The small queue may hold one: k0 goes (a ghost now). Later k3 comes to its
+front and moves to the main queue, k4 goes. When k0 is put again it stands in the main queue.
+
+The capacity is not known here: the target of the small queue and the limit of ghosts follow the number of keys.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from tanghulu.types import ChunkKey
+
+MAX_LIVES = 3
+#: The small queue's share of all keys is one in this many; ghosts may be as many as the rest.
+SMALL_SHARE = 10
+
+
+class S3Fifo:
+    """Evicts newcomers that nobody reads, soon; what was read gets more time."""
+
+    name = "s3-fifo"
+
+    def __init__(self) -> None:
+        self._small: OrderedDict[ChunkKey, int] = OrderedDict()  # key -> lives
+        self._main: OrderedDict[ChunkKey, int] = OrderedDict()
+        self._ghosts: OrderedDict[ChunkKey, None] = OrderedDict()
+
+    @property
+    def num_ghosts(self) -> int:
+        """Never more than the keys that are in, plus one."""
+        return len(self._ghosts)
+
+    def begin_batch(self) -> None:
+        """Requests mean nothing here beyond the order of their keys."""
+
+    def add(self, key: ChunkKey, size_bytes: int) -> None:
+        """Enter ``key``: into the main queue if it went lately, else into the small one."""
+        assert key not in self, f"{key!r} was added before"
+        if key in self._ghosts:
+            del self._ghosts[key]
+            self._main[key] = 0
+        else:
+            self._small[key] = 0
+
+    def touch(self, key: ChunkKey) -> None:
+        """One life more, up to three."""
+        queue = self._small if key in self._small else self._main
+        lives = queue.get(key)
+        if lives is not None and lives < MAX_LIVES:
+            queue[key] = lives + 1
+
+    def remove(self, key: ChunkKey, *, evicted: bool) -> None:
+        """Forget ``key``; one evicted from the small queue stays as a ghost."""
+        if evicted and key in self._small:
+            self._promote_before(key)
+            self._remember(key)
+        elif evicted:
+            self._promote_excess()
+            self._turn_main()
+        (self._small if key in self._small else self._main).pop(key)
+        self._trim_ghosts()
+
+    def _remember(self, key: ChunkKey) -> None:
+        self._ghosts.pop(key, None)
+        self._ghosts[key] = None
+
+    def _trim_ghosts(self) -> None:
+        while len(self._ghosts) > max(1, len(self) + 1 - self._small_target()):
+            self._ghosts.popitem(last=False)
+
+    def _promote_before(self, key: ChunkKey) -> None:
+        """What was read and stands before ``key`` in the small queue moves on; unread keys before it were leased."""
+        passed = []
+        for each, lives in self._small.items():
+            if each == key:
+                break
+            if lives:
+                passed.append(each)
+        for each in passed:
+            self._promote(each)
+
+    def _promote_excess(self) -> None:
+        while len(self._small) > self._small_target():
+            first, lives = next(iter(self._small.items()))
+            if not lives:
+                return
+            self._promote(first)
+
+    def _promote(self, key: ChunkKey) -> None:
+        del self._small[key]
+        self._main[key] = 0
+
+    def _turn_main(self) -> None:
+        """Turn the main queue until its front has no life left: the victim, or something leased."""
+        while True:
+            first, lives = next(iter(self._main.items()))
+            if not lives:
+                return
+            self._main[first] = lives - 1
+            self._main.move_to_end(first)
+
+    def _small_target(self) -> int:
+        return max(1, len(self) // SMALL_SHARE)
+
+    def victims(self) -> Iterator[ChunkKey]:
+        """What the small queue has too many of and nobody read, then the main queue by lives, then the rest."""
+        excess = len(self._small) - self._small_target() if self._main else len(self._small)
+        promoted: list[ChunkKey] = []
+        rest: list[ChunkKey] = []
+        small = iter(self._small.items())
+        for key, lives in small:
+            if excess <= 0 and (self._main or promoted):
+                rest.append(key)
+                break
+            excess -= 1
+            if lives:
+                promoted.append(key)
+            else:
+                yield key
+        for wanted in range(MAX_LIVES + 1):
+            yield from (key for key, lives in self._main.items() if lives == wanted)
+            if wanted == 0:
+                yield from promoted
+        yield from rest
+        yield from (key for key, _ in small)
+
+    def __len__(self) -> int:
+        return len(self._small) + len(self._main)
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        return key in self._small or key in self._main
+
+    def check(self) -> None:
+        """Assert that no key stands in two places and that ghosts are bounded."""
+        assert not self._small.keys() & self._main.keys()
+        assert not self._ghosts.keys() & (self._small.keys() | self._main.keys())
+        assert len(self._ghosts) <= len(self) + 1
+        assert all(0 <= lives <= MAX_LIVES for lives in (*self._small.values(), *self._main.values()))
+
+    def __repr__(self) -> str:
+        return f"S3Fifo({len(self._small)} small, {len(self._main)} main, {len(self._ghosts)} ghosts)"

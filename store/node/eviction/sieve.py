@@ -1,0 +1,90 @@
+"""SIEVE (Zhang et al., NSDI'24, https://www.usenix.org/conference/nsdi24/presentation/zhang-yazhuo).
+
+One queue from old to new, a mark on every key that was read, and a hand. The hand walks from the oldest to the newest:
+a marked key loses its mark and stays where it is, an unmarked one goes. Keys that survive keep their place, so newcomers
+are tried early and hot keys gather behind the hand.
+
+Example: a, b, c came in this order, a was read. The hand passes a (mark off) and evicts b; the next victim is c, and a
+is looked at again only after the hand has been at the new end.
+
+The order is kept as two dictionaries: ``_behind`` holds what the hand has passed in this round, ``_ahead`` what it has
+still to look at, both from old to new. A key that comes in joins ``_ahead``; when that is empty a new round begins.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from tanghulu.types import ChunkKey
+
+
+class Sieve:
+    """Evicts the first key without a mark that the hand meets."""
+
+    name = "sieve"
+
+    def __init__(self) -> None:
+        self._marked: dict[ChunkKey, bool] = {}
+        self._behind: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._ahead: OrderedDict[ChunkKey, None] = OrderedDict()
+
+    @property
+    def num_ghosts(self) -> int:
+        """None is remembered."""
+        return 0
+
+    def begin_batch(self) -> None:
+        """Requests mean nothing here beyond the order of their keys."""
+
+    def add(self, key: ChunkKey, size_bytes: int) -> None:
+        """Enter ``key`` as the newest, unmarked."""
+        assert key not in self._marked, f"{key!r} was added before"
+        self._marked[key] = False
+        self._ahead[key] = None
+
+    def touch(self, key: ChunkKey) -> None:
+        """Mark ``key``."""
+        if key in self._marked:
+            self._marked[key] = True
+
+    def remove(self, key: ChunkKey, *, evicted: bool) -> None:
+        """Forget ``key``; if it is evicted, the hand stands where it stood."""
+        if evicted:
+            self._walk_to(key)
+        del self._marked[key]
+        (self._ahead if key in self._ahead else self._behind).pop(key)
+
+    def _walk_to(self, key: ChunkKey) -> None:
+        """Move the hand to the first unmarked key; that may be another than ``key``, if leases protect it."""
+        if self._marked[key]:  # every key that may go is marked: the hand went all the way round
+            self._marked = dict.fromkeys(self._marked, False)
+        while True:
+            if not self._ahead:
+                self._ahead, self._behind = self._behind, self._ahead
+            first = next(iter(self._ahead))
+            if not self._marked[first]:
+                return
+            self._marked[first] = False
+            del self._ahead[first]
+            self._behind[first] = None
+
+    def victims(self) -> Iterator[ChunkKey]:
+        """Unmarked keys as the hand would meet them, then the marked ones, which lose their marks on its way."""
+        for wanted in (False, True):
+            for part in (self._ahead, self._behind):
+                yield from (key for key in part if self._marked[key] is wanted)
+
+    def __len__(self) -> int:
+        return len(self._marked)
+
+    def __contains__(self, key: ChunkKey) -> bool:
+        return key in self._marked
+
+    def check(self) -> None:
+        """Assert that each key stands either ahead of the hand or behind it."""
+        assert self._marked.keys() == self._ahead.keys() | self._behind.keys()
+        assert not self._ahead.keys() & self._behind.keys()
+
+    def __repr__(self) -> str:
+        return f"Sieve({len(self._ahead)} keys ahead of the hand, {len(self._behind)} behind)"
