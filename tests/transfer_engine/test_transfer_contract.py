@@ -14,6 +14,7 @@ from segment_process import HOST_ID, SEGMENT_BYTES, SegmentProcess, random_bytes
 
 from tanghulu.errors import InvalidRequest, NodeUnavailable
 from tanghulu.transfer_engine.engine import (
+    TRANSPORTS,
     EngineConfig,
     Opcode,
     RemoteSegment,
@@ -85,7 +86,7 @@ OPERATION = st.tuples(st.sampled_from([READ, WRITE]), st.integers(0, 9000), st.i
 def test_random_batches_against_a_model(
     owner: SegmentProcess, transport: str, batches: list[list[tuple[Opcode, int, int]]], seed: int
 ):
-    limits = {name: TransportLimits(slice_bytes=512, window_bytes=1500, window_slices=3) for name in ("shm", "tcp")}
+    limits = {name: TransportLimits(slice_bytes=512, window_bytes=1500, window_slices=3) for name in TRANSPORTS}
     config = EngineConfig(limits=limits, direct_bytes=0)
     model = bytearray(14_000)
     with TransferEngine(host_id=HOST_ID, config=config) as engine:
