@@ -1,4 +1,4 @@
-"""What prefill costs on one worker, as a small pure formula that policies and replay share.
+"""What prefill and decode cost on one worker, as small pure formulas that policies and replay share.
 
     prefill(n, p) = max(fixed + token * (n - p) + pair * (n^2 - p^2),  load * p)
 
@@ -31,3 +31,16 @@ class PrefillProfile:
         hit = min(hit_tokens, num_tokens - 1)
         pairs = num_tokens * num_tokens - hit * hit
         return max(self.fixed_s + self.token_s * (num_tokens - hit) + self.pair_s * pairs, self.load_s * hit)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeProfile:
+    """Seconds of a decode step: a fixed part, and what each sequence and each token of context adds."""
+
+    fixed_s: float = 0.0
+    sequence_s: float = 0.0
+    token_s: float = 0.0
+
+    def seconds(self, batch: int, context_tokens: float) -> float:
+        """One step of ``batch`` sequences with ``context_tokens`` in all; 0 without any."""
+        return self.fixed_s + self.sequence_s * batch + self.token_s * context_tokens if batch else 0.0

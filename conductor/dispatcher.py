@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 
 from tanghulu.clock import Clock
+from tanghulu.conductor.admission import Admission, forecast
 from tanghulu.conductor.events import CacheMirror
 from tanghulu.conductor.lifecycle import (
     AbortAt,
@@ -31,7 +32,7 @@ from tanghulu.conductor.metrics import ConductorMetrics
 from tanghulu.conductor.policies.base import Policy
 from tanghulu.conductor.registry import Registry, SessionFactory, Worker
 from tanghulu.conductor.requests import GenerationRequest, Step, Welcome
-from tanghulu.conductor.routing import Router
+from tanghulu.conductor.routing import Route, Router
 from tanghulu.conductor.served_model import ServedModel
 from tanghulu.conductor.token_stream import TokenStream
 from tanghulu.conductor.worker_session import WorkerSession
@@ -49,6 +50,7 @@ class Limits:
     max_queued: int = 1024
     queue_timeout_s: float = 30.0
     max_redispatches: int = 3
+    admission: Admission = field(default_factory=Admission)
 
 
 @dataclass(slots=True, eq=False)
@@ -234,8 +236,17 @@ class Dispatcher:
         self._leave_queue(entry)
         prefill, decode = route.decision.prefill, route.decision.decode
         _log.debug("request.dispatched", request=flight.request.id, prefill=prefill, decode=decode)
+        if not flight.generated and (objection := self._objection(entry, route)):
+            self._perform(entry, flight.fail(Overloaded(f"{objection}; try again later")))
+            return
         entry.rest_tokens, entry.num_blocks = route.rest_tokens, route.request.num_blocks
         self._perform(entry, flight.submit(prefill, decode))
+
+    def _objection(self, entry: _Entry, route: Route) -> str:
+        """Why a request that was not begun yet is refused rather than sent; "" if it is not."""
+        assert route.decision is not None
+        seen = forecast(route.request, route.workers, route.decision)
+        return self._limits.admission.objection(seen, self._clock.now_s() - entry.arrived_s)
 
     # --- performing
 

@@ -11,6 +11,7 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from tanghulu.clock import SystemClock
+from tanghulu.conductor.admission import Admission
 from tanghulu.conductor.dispatcher import Dispatcher, Limits
 from tanghulu.conductor.http.app import HttpServer, address_of, listen, make_app
 from tanghulu.conductor.http.service import DEFAULT_BODY_BYTES, Service
@@ -39,6 +40,8 @@ class ConductorConfig(ProcessConfig):
     max_in_flight: int = option(1024, "most sequences under way at workers")
     max_queued: int = option(1024, "most sequences that wait; beyond it requests are refused with 429")
     queue_timeout_s: float = option(30.0, "longest wait for a place or for a worker, in seconds")
+    ttft_slo_s: float = option(0.0, "refuse with 429 what would wait longer for its first token, in seconds; 0: never")
+    tbt_slo_s: float = option(0.0, "refuse with 429 what would wait longer for each token, in seconds; 0: never")
     max_redispatches: int = option(3, "how often a request is moved because its worker was lost")
     max_body_size: int = option(DEFAULT_BODY_BYTES, "longest request body", size=True)
     grace_s: float = option(10.0, "at the end, how long requests under way may go on, in seconds")
@@ -47,7 +50,7 @@ class ConductorConfig(ProcessConfig):
         for name in ("max_in_flight", "max_queued", "max_body_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
-        for name in ("queue_timeout_s", "max_redispatches", "grace_s"):
+        for name in ("ttft_slo_s", "tbt_slo_s", "queue_timeout_s", "max_redispatches", "grace_s"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it cannot be negative")
 
@@ -56,7 +59,13 @@ class Conductor:
     """The conductor without its process: workers of a Discovery behind an HTTP address."""
 
     def __init__(self, config: ConductorConfig, conductor_id: str, registry: CollectorRegistry) -> None:
-        limits = Limits(config.max_in_flight, config.max_queued, config.queue_timeout_s, config.max_redispatches)
+        limits = Limits(
+            config.max_in_flight,
+            config.max_queued,
+            config.queue_timeout_s,
+            config.max_redispatches,
+            Admission(config.ttft_slo_s, config.tbt_slo_s),
+        )
         self.config = config
         self.dispatcher = Dispatcher(
             conductor_id,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tanghulu.conductor.cost import PrefillProfile
+from tanghulu.conductor.cost import DecodeProfile, PrefillProfile
 from tanghulu.types import InstanceId, Place
 
 #: Speed of a worker that has not measured its own yet.
@@ -47,6 +47,7 @@ class WorkerView:
     active_hit_blocks: int = 0
     queue_s: float | None = None
     profile: PrefillProfile | None = None
+    decode_profile: DecodeProfile | None = None
     peer_bytes_per_s: float = 0.0
     send_wait_s: float = 0.0
     receive_wait_s: float = 0.0

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tanghulu.conductor.cost import PrefillProfile
+from tanghulu.conductor.cost import DecodeProfile, PrefillProfile
 from tanghulu.conductor.replay.trace import BLOCK_TOKENS
 
 
@@ -47,9 +47,14 @@ class LatencyModel:
         token_s, pair_s = 22 * self.layers * self.dim**2 / speed, 4 * self.layers * self.dim / speed
         return PrefillProfile(self.t0, token_s, pair_s, self.kv_token_bytes / self.h2d)
 
+    @property
+    def decode_profile(self) -> DecodeProfile:
+        """The cost of a decode step, as policies see it."""
+        return DecodeProfile(self.c, self.d, self.e)
+
     def step_s(self, batch: int, context_tokens: float) -> float:
         """One decode step of ``batch`` sequences; 0 without any."""
-        return self.c + self.d * batch + self.e * context_tokens if batch else 0.0
+        return self.decode_profile.seconds(batch, context_tokens)
 
     def transfer_s(self, num_blocks: int) -> float:
         """Moving blocks of a trace over one NIC."""

@@ -14,6 +14,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from tanghulu.conductor.admission import Admission, forecast
 from tanghulu.conductor.policies.base import PeerFetch, Policy
 from tanghulu.conductor.replay.decode import DecodeInstance
 from tanghulu.conductor.replay.job import Job
@@ -59,12 +60,13 @@ class Simulation:
         self.decodes = [DecodeInstance(index, config.model) for index in range(config.num_decode)]
         self._view = ClusterView(self.prefills, self.decodes, config.model, config.in_flight, config.fetch)
         self._output = OutputEstimate()
+        self._admission = Admission(config.ttft_slo_s, config.tbt_slo_s)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._sequence = itertools.count()
 
     def run(self, requests: Sequence[TraceRequest], progress: Callable[[int], None] = lambda done: None) -> list[Job]:
         """Replay ``requests``; returns what became of each, in their order. ``progress`` hears of each arrival."""
-        jobs = [Job(request, number) for number, request in enumerate(requests)]
+        jobs = [Job(request, number, self._factor()) for number, request in enumerate(requests)]
         for job in jobs:
             self._at(job.request.arrival_s, functools.partial(self._arrive, job, progress))
         while self._events:
@@ -90,8 +92,12 @@ class Simulation:
         progress(job.number)
         request = job.request
         views = self._view.workers(self.now_s, request)
-        decision = self._policy.choose(self._view.request(request), views)
+        seen = self._view.request(request)
+        decision = self._policy.choose(seen, views)
         assert decision is not None, "there are workers for both phases"
+        if self._config.reject and self._admission.objection(forecast(seen, views, decision)):
+            job.rejected = True
+            return
         job.prefill = self._view.prefill_ids[decision.prefill]
         job.decode = self._view.decode_ids[decision.decode]
         target = self.prefills[job.prefill]
@@ -105,9 +111,6 @@ class Simulation:
         job.estimate_s = self._profile.seconds(request.num_tokens, hit_blocks * BLOCK_TOKENS)
         job.queued_tokens = request.num_tokens - min(request.num_tokens, match * BLOCK_TOKENS)
         job.expected_tokens = request.num_tokens + self._output.tokens
-        if self._config.reject and self._too_late(job, target):
-            job.rejected = True
-            return
         target.enqueue(job)
         self.decodes[job.decode].promise(job)
         if target.current is None:
@@ -141,14 +144,6 @@ class Simulation:
         source.cache.touch(job.request.blocks[: fetch.num_blocks])
         self.fetched_blocks += fetch.num_blocks - match
 
-    def _too_late(self, job: Job, target: PrefillInstance) -> bool:
-        """Whether the SLOs would be missed: by TTFT now, or by TBT with all who will decode there."""
-        ttft_s = max(target.waiting_s(self.now_s), job.ready_s - self.now_s) + job.estimate_s
-        decode = self.decodes[job.decode]
-        context = decode.promised_tokens + job.request.num_tokens
-        tbt_s = self._model.step_s(decode.num_jobs + 1, context)
-        return ttft_s > self._config.ttft_slo_s or tbt_s > self._config.tbt_slo_s
-
     # --- prefill
 
     def _start(self, worker: PrefillInstance) -> None:
@@ -165,7 +160,7 @@ class Simulation:
         job.queued_tokens = request.num_tokens - job.hit_tokens
         job.begin_s = max(self.now_s, job.ready_s)
         job.planned_s = self._profile.seconds(request.num_tokens, job.hit_tokens)
-        job.prefill_s = job.planned_s * self._factor()
+        job.prefill_s = job.planned_s * job.slowness
         worker.busy_s += job.prefill_s
         self._at(job.begin_s + job.prefill_s, functools.partial(self._prefilled, worker))
 
@@ -178,6 +173,7 @@ class Simulation:
         return left.index(min(left))
 
     def _factor(self) -> float:
+        """Drawn for each request in the trace's order, so that all policies meet the same luck."""
         sigma = self._config.noise
         return math.exp(self._random.gauss(-sigma * sigma / 2, sigma)) if sigma else 1.0
 

@@ -45,7 +45,7 @@ class ClusterView:
         self.decode_ids = {InstanceId(f"decode-{d.index:04d}"): d.index for d in decodes}
         self._names = list(self.prefill_ids)
         self._prefills, self._decodes = prefills, decodes
-        self._model, self._profile = model, model.profile
+        self._model, self._profile, self._decode_profile = model, model.profile, model.decode_profile
         self._in_flight = in_flight
         self._peer_bytes_per_s = model.nic if fetch else 0.0
         self._block_bytes = round(BLOCK_TOKENS * model.kv_token_bytes)
@@ -96,4 +96,5 @@ class ClusterView:
             blocks_free=max(0, total - int(worker.promised_tokens) // BLOCK_TOKENS),
             blocks_total=total,
             decode_step_s=worker.step_length_s,
+            decode_profile=self._decode_profile,
         )

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
+import pytest
 from conductor_cluster import running_cluster
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tanghulu.conductor.admission import Admission, forecast
+from tanghulu.conductor.cost import DecodeProfile
 from tanghulu.conductor.in_flight import InFlightBlocks
+from tanghulu.conductor.policies.base import Decision, RequestView, WorkerView
 from tanghulu.types import InstanceId
 
 PROMPT = "a prompt of many tokens that fills several blocks of four tokens each"
@@ -55,6 +60,42 @@ async def test_a_prompt_follows_its_like_that_is_still_being_computed(cluster):
     assert (await answer).status_code == 200
     seen = (await cluster.http.post("/route", json=body)).json()
     assert not any(w["coming_blocks"] for w in seen["workers"])
+
+
+async def test_what_would_be_late_is_refused_at_once(tmp_path):
+    async with running_cluster(tmp_path, ttft_slo_s=2.0) as cluster:
+        worker = await cluster.add()
+        body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 2}
+        assert (await cluster.http.post("/v1/completions", json=body)).status_code == 200
+        load = cluster.registry.workers[worker.id].load
+        load.report(replace(load.reported, prefill_tokens_waiting=30_000, prefill_tokens_per_s=10_000.0))
+        answer = await cluster.http.post("/v1/completions", json=body)
+        assert answer.status_code == 429
+        assert "the first token would come after 3.0" in answer.text
+        assert len(worker.submits) == 1
+
+
+class TestAdmission:
+    """The worked example of the module."""
+
+    REQUEST = RequestView(11_000, 64, 1 << 20)
+    PREFILL = WorkerView(InstanceId("p"), True, False, queue_s=4.2, prefill_tokens_per_s=10_000.0)
+    DECODE = WorkerView(InstanceId("d"), False, True, 0, 9, 900, 1000, decode_profile=DecodeProfile(0.02, 1e-3, 1e-6))
+    DECISION = Decision(InstanceId("p"), InstanceId("d"))
+
+    def test_ttft(self):
+        seen = forecast(self.REQUEST, [self.PREFILL, self.DECODE], self.DECISION)
+        assert seen.ttft_s == pytest.approx(5.3)
+        assert "5.30 s" in Admission(5.0, 0.1).objection(seen)
+        assert Admission(5.5, 0.1).objection(seen) == ""
+        assert "6.30 s" in Admission(5.5, 0.1).objection(seen, waited_s=1.0)
+        assert Admission().objection(seen, waited_s=1e9) == ""
+
+    def test_tbt(self):
+        seen = forecast(self.REQUEST, [self.PREFILL, self.DECODE], self.DECISION)
+        assert seen.tbt_s == pytest.approx(0.02 + 10 * 1e-3 + (100 * 64 + 11_000) * 1e-6)
+        assert "47 ms" in Admission(0, 0.04).objection(seen)
+        assert Admission(0, 0.05).objection(seen) == ""
 
 
 async def test_a_session_stays_where_it_was(tmp_path):

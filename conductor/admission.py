@@ -1,0 +1,59 @@
+"""Early rejection: a request that will miss its SLO is refused before work is spent on it.
+
+Pure. Under overload a queue without a door serves everybody late and so nobody in time; what is refused at once can be
+sent elsewhere. (Mooncake, FAST'25, section 5: rejection by predicted load. What a request will meet at the decode
+worker is predicted with all requests that are on their way to it, not those alone that decode there already.)
+
+Example: SLOs of 5 s and 100 ms. The chosen worker's queue is 4.2 s and the prefill takes 1.1 s: 5.3 s, refused. With
+0.6 s of prefill it is admitted, unless the decode worker, with everybody on the way to it, would need more than 100 ms
+a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tanghulu.conductor.policies.base import Decision, RequestView, WorkerView, prefillers
+from tanghulu.conductor.policies.decode import ASSUMED_DECODE_STEP_S, STEP_SHARE_OF_A_SEQUENCE
+from tanghulu.conductor.policies.fetching import best_holder, starts
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What a request will meet, in seconds from now."""
+
+    ttft_s: float
+    tbt_s: float
+
+
+def forecast(request: RequestView, workers: Sequence[WorkerView], decision: Decision) -> Forecast:
+    """The first token by the best way that the chosen prefill worker has, and a decode step with one sequence more."""
+    by_id = {w.id: w for w in workers}
+    ways = starts(request, by_id[decision.prefill], best_holder(prefillers(workers)))
+    return Forecast(min(way.ttft_s for way in ways), _tbt_s(request, by_id[decision.decode]))
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """The bounds; 0 means that nothing is bounded."""
+
+    ttft_slo_s: float = 0.0
+    tbt_slo_s: float = 0.0
+
+    def objection(self, seen: Forecast, waited_s: float = 0.0) -> str:
+        """Why the request is refused, for people; "" if it is admitted. ``waited_s``: how long it is here already."""
+        ttft_s = waited_s + seen.ttft_s
+        if 0 < self.ttft_slo_s < ttft_s:
+            return f"the first token would come after {ttft_s:.2f} s, later than {self.ttft_slo_s:g} s"
+        if 0 < self.tbt_slo_s < seen.tbt_s:
+            return f"a token would take {1000 * seen.tbt_s:.0f} ms, longer than {1000 * self.tbt_slo_s:.0f} ms"
+        return ""
+
+
+def _tbt_s(request: RequestView, worker: WorkerView) -> float:
+    if worker.decode_profile is not None:
+        context_tokens = (worker.blocks_total - worker.blocks_free) * request.block_tokens + request.num_tokens
+        return worker.decode_profile.seconds(worker.num_requests + 1, context_tokens)
+    step_s = worker.decode_step_s or ASSUMED_DECODE_STEP_S
+    return step_s * (1 + STEP_SHARE_OF_A_SEQUENCE)
