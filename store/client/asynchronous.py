@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -11,7 +12,18 @@ from tanghulu.errors import InvalidRequest, NodeUnavailable, TanghuluError
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.store.client import messages
 from tanghulu.store.client.context import Context
-from tanghulu.store.client.instructions import MASTER, Ask, Deadline, Instruction, Logic, Move, PeerId, Reach, Sleep
+from tanghulu.store.client.instructions import (
+    MASTER,
+    Ask,
+    Deadline,
+    Instruction,
+    Logic,
+    Move,
+    PeerId,
+    Reach,
+    Sleep,
+    Tell,
+)
 from tanghulu.store.client.link import Link
 from tanghulu.store.client.messages import AnyCall, AnyReply, Welcome
 from tanghulu.store.client.placement import NodeTable
@@ -86,6 +98,8 @@ class AsyncShell:
         match instruction:
             case Ask(calls):
                 return await self._ask(calls, deadline.remaining_s())
+            case Tell(calls):
+                return await self._tell(calls)
             case Move(requests):
                 return await self._move(requests, deadline.remaining_s())
             case Reach(node, copies):
@@ -97,6 +111,12 @@ class AsyncShell:
         if len(calls) == 1:
             return [await self._exchange(*calls[0], deadline_s)]
         return await asyncio.gather(*(self._exchange(peer, call, deadline_s) for peer, call in calls))
+
+    async def _tell(self, calls: Sequence[tuple[PeerId, AnyCall]]) -> None:
+        for peer, call in calls:
+            with contextlib.suppress(TanghuluError):
+                connection = self._connections.get(peer) or await self._open(peer)
+                connection.send(call.method, call.request, call.reply_type, _nobody, call.attachment)
 
     async def _exchange(self, peer: PeerId, call: AnyCall, deadline_s: float) -> Outcome:
         reused = peer in self._connections and not self._connections[peer].closed
@@ -180,8 +200,12 @@ class AsyncShell:
         return link
 
     async def _give_back(self) -> None:
-        for node, lease_ids in self.context.leases.take_dropped().items():
-            await self._exchange(node, messages.unpin(lease_ids), self.settings.deadline_s)
+        dropped = self.context.leases.take_dropped()
+        await self._tell([(node, messages.unpin(lease_ids)) for node, lease_ids in dropped.items()])
 
     def __repr__(self) -> str:
         return f"AsyncShell({self.settings.master}{', closed' if self._closed else ''})"
+
+
+def _nobody(outcome: Outcome) -> None:
+    """Who waits for the answer to something that is only told."""

@@ -6,6 +6,7 @@ wait for each other. Calls to one peer are pipelined; several peers are asked si
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -28,6 +29,7 @@ from tanghulu.store.client.instructions import (
     PeerId,
     Reach,
     Sleep,
+    Tell,
 )
 from tanghulu.store.client.link import Link
 from tanghulu.store.client.messages import AnyCall, AnyReply, Welcome
@@ -81,8 +83,8 @@ class BlockingShell:
         """Give back the leases that nobody needs any more; nodes that cannot be told find out by themselves."""
         if self._closed:
             return
-        for node, lease_ids in self.context.leases.take_dropped().items():
-            self._exchange(node, [messages.unpin(lease_ids)], self.settings.deadline_s)
+        dropped = self.context.leases.take_dropped()
+        self._tell([(node, messages.unpin(lease_ids)) for node, lease_ids in dropped.items()])
 
     def register(self, buffer: Any) -> Buffer:
         """See TransferEngine.register."""
@@ -110,6 +112,8 @@ class BlockingShell:
         match instruction:
             case Ask(calls):
                 return self._ask(calls, deadline.remaining_s())
+            case Tell(calls):
+                return self._tell(calls)
             case Move(requests):
                 return self._move(requests, deadline.remaining_s())
             case Reach(node, copies):
@@ -133,6 +137,15 @@ class BlockingShell:
         for own, answer in zip(by_peer.values(), answers, strict=True):
             outcomes.update(zip(own, answer, strict=True))
         return [outcomes[index] for index in range(len(calls))]
+
+    def _tell(self, calls: Sequence[tuple[PeerId, AnyCall]]) -> None:
+        for peer, call in calls:
+            with contextlib.suppress(TanghuluError):
+                connection, _ = self._take(peer, fresh=False)
+                try:
+                    connection.post(call, deadline_s=self.settings.deadline_s)
+                finally:
+                    self._put_back(peer, connection)
 
     def _exchange(self, peer: PeerId, calls: list[AnyCall], deadline_s: float) -> list[Outcome]:
         outcome = self._try_exchange(peer, calls, deadline_s, fresh=False)

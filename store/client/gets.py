@@ -26,7 +26,7 @@ from tanghulu.store.client import context as common
 from tanghulu.store.client import messages
 from tanghulu.store.client.chunk import Chunk
 from tanghulu.store.client.context import Context
-from tanghulu.store.client.instructions import Ask, Deadline, Logic, Move, PeerId, Reach, Sleep, portions
+from tanghulu.store.client.instructions import Ask, Deadline, Logic, Move, PeerId, Reach, Sleep, Tell, portions
 from tanghulu.store.client.leases import LeasedMemory
 from tanghulu.store.client.link import Link
 from tanghulu.store.client.messages import Found
@@ -316,4 +316,4 @@ def _finish(
             if each.error is not None:
                 _holder_failed(context, each.want, node, each.error)
     if calls:
-        yield Ask(calls)  # a node that cannot be told finds out by itself
+        yield Tell(calls)

@@ -30,6 +30,16 @@ class Ask:
 
 
 @dataclass(slots=True)
+class Tell:
+    """Send every call and do not wait: nobody needs the answers, and a peer that cannot be told finds out by itself.
+
+    Calls that follow to the same peer are answered after it has heard these. Result: None.
+    """
+
+    calls: Sequence[tuple[PeerId, Call[Any]]]
+
+
+@dataclass(slots=True)
 class Reach:
     """Open the node's segment. Result: Link | TanghuluError; ``copies`` wants one that does not use a mapping."""
 
@@ -51,7 +61,7 @@ class Sleep:
     seconds: float
 
 
-Instruction: TypeAlias = Ask | Reach | Move | Sleep
+Instruction: TypeAlias = Ask | Tell | Reach | Move | Sleep
 T = TypeVar("T")
 #: A piece of the client's logic that ends with a T.
 Logic: TypeAlias = Generator[Instruction, Any, T]

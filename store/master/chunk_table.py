@@ -250,6 +250,8 @@ class ChunkTable:
             del self._entries[key]
             self._sorted.remove(key)
             self._more.pop(key, None)
+            if not self._entries:
+                self._entries.clear()  # an emptied dict keeps its table, a cleared one does not
             return
         self._entries[key] = version << _VERSION_SHIFT | size_bytes << _SLOT_BITS | after[0]
         if len(after) > 1:

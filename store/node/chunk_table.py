@@ -58,6 +58,8 @@ class ChunkTable:
         if self._by_key.get(chunk.key) is chunk:
             del self._by_key[chunk.key]
             self._nameless[chunk.offset] = chunk
+            if not self._by_key:
+                self._by_key.clear()  # an emptied dict keeps its table, a cleared one does not
         chunk.step(ChunkEvent.DROP)
 
     def forget(self, chunk: Chunk) -> None:

@@ -190,6 +190,23 @@ async def test_pipelined_calls_keep_their_places_and_errors(served: Served) -> N
     connection.close()
 
 
+async def test_nobody_waits_for_the_replies_of_what_is_posted(served: Served) -> None:
+    connection = await asyncio.to_thread(FastConnection, None, served.door.unix_path)
+
+    def work() -> None:
+        for n in range(300):
+            connection.post(Call(FAIL if n % 3 else ECHO, ask(f"posted {n}"), REPLY, [bytes(5000)]))
+            if n % 100 == 0:
+                assert connection.call(ECHO, ask(f"wanted {n}"), REPLY).message.node_ids == [f"wanted {n}"]
+        outcomes = connection.call_many([Call(ECHO, ask(str(n)), REPLY) for n in range(3)])
+        assert [o.message.node_ids[0] for o in outcomes if not isinstance(o, TanghuluError)] == ["0", "1", "2"]
+
+    await asyncio.to_thread(work)
+    connection.close()
+    with pytest.raises(NodeUnavailable):
+        connection.post(Call(ECHO, ask("late"), REPLY))
+
+
 @pytest.mark.parametrize("over_unix", [True, False])
 async def test_pipelining_more_than_the_sockets_hold_does_not_lock_up(served: Served, over_unix: bool) -> None:
     path = served.door.unix_path if over_unix else None

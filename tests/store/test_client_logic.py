@@ -20,7 +20,7 @@ from tanghulu.protos import common_pb2, directory_pb2, store_pb2
 from tanghulu.rpc.fast_client import Call, Reply
 from tanghulu.store import checksums
 from tanghulu.store.client.context import Context
-from tanghulu.store.client.instructions import MASTER, Ask, Deadline, Logic, PeerId, Sleep
+from tanghulu.store.client.instructions import MASTER, Ask, Deadline, Logic, PeerId, Sleep, Tell
 from tanghulu.store.client.model import NodeView, PutItem, PutOptions
 from tanghulu.store.client.operations import Operations
 from tanghulu.store.client.placement import NodeTable
@@ -60,7 +60,7 @@ class FakeCluster:
         if isinstance(instruction, Sleep):
             self.clock.advance(instruction.seconds)
             return None
-        assert isinstance(instruction, Ask), instruction
+        assert isinstance(instruction, Ask | Tell), instruction
         return [self._answer(peer, call) for peer, call in instruction.calls]
 
     def _answer(self, peer: PeerId, call: Call[Any]) -> Reply[Any] | TanghuluError:

@@ -13,7 +13,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -34,6 +34,8 @@ _CONNECT_TIMEOUT_S = 5.0
 #: Requests that are sent ahead of their replies, in bytes. Less than a socket holds, so that neither side can end up
 #: writing to the other while nobody reads.
 _WINDOW_BYTES = 64 << 10
+#: Posted requests whose replies are still to come; beyond it the next one waits for a reply.
+_MAX_UNWANTED = 64
 #: Buffers in one send: the kernel takes at most 1024 (IOV_MAX).
 _MAX_PARTS = 1000
 _ERROR = int(fastlane_pb2.METHOD_ERROR)
@@ -92,6 +94,7 @@ class FastConnection:
         self._numbers = itertools.count()
         self._closed = False
         self._rest = b""  # received beyond the last frame
+        self._unwanted: set[int] = set()  # calls whose reply nobody needs
         try:
             self._socket.sendall(PREAMBLE)
         except OSError as error:
@@ -126,13 +129,25 @@ class FastConnection:
 
         Raises DeadlineExceeded or NodeUnavailable for all of them when the connection fails.
         """
+        return self._alone(self._exchange if len(calls) > 1 else self._exchange_one, calls, deadline_s)
+
+    def post(self, call: Call[R], *, deadline_s: float = 5.0) -> None:
+        """Send a request whose reply nobody needs; it is dropped when it comes. Raises as ``call_many``."""
+        self._alone(self._post, (call,), deadline_s)
+
+    def _alone(
+        self,
+        exchange: Callable[[Sequence[Call[R]], float], list[Reply[R] | TanghuluError]],
+        calls: Sequence[Call[R]],
+        deadline_s: float,
+    ) -> list[Reply[R] | TanghuluError]:
         until = time.monotonic() + deadline_s
         if not (self._lock.acquire(blocking=False) or self._lock.acquire(timeout=max(deadline_s, 0.0))):
             raise DeadlineExceeded(f"other calls to {self.peer} took more than {deadline_s:g} s")
         try:
             if self._closed:
                 raise NodeUnavailable(f"connection to {self.peer} is closed")
-            return self._exchange(calls, until) if len(calls) > 1 else [self._exchange_one(calls[0], until)]
+            return exchange(calls, until)
         except BaseException as error:
             # Replies still under way would be taken for those of later calls: this connection is spent.
             self.close()
@@ -142,13 +157,22 @@ class FastConnection:
         finally:
             self._lock.release()
 
-    def _exchange_one(self, call: Call[R], until: float) -> Reply[R] | TanghuluError:
+    def _exchange_one(self, calls: Sequence[Call[R]], until: float) -> list[Reply[R] | TanghuluError]:
+        call = calls[0]
         call_id = call_id_of(next(self._numbers))
         self._send(call, call_id, until)
         frame = self._receive(until)
         if frame.call_id != call_id:
             raise _stray(self.peer, frame)
-        return outcome_of(call.reply_type, frame)
+        return [outcome_of(call.reply_type, frame)]
+
+    def _post(self, calls: Sequence[Call[R]], until: float) -> list[Reply[R] | TanghuluError]:
+        while len(self._unwanted) >= _MAX_UNWANTED:
+            self._unwanted.discard(self._receive_next(until).call_id)
+        call_id = call_id_of(next(self._numbers))
+        self._send(calls[0], call_id, until)
+        self._unwanted.add(call_id)
+        return []
 
     def _exchange(self, calls: Sequence[Call[R]], until: float) -> list[Reply[R] | TanghuluError]:
         outcomes: dict[int, Reply[R] | TanghuluError] = {}
@@ -203,6 +227,14 @@ class FastConnection:
                 self._check_deadline(until)
 
     def _receive(self, until: float) -> Frame:
+        """The next frame that somebody waits for."""
+        frame = self._receive_next(until)
+        while frame.call_id in self._unwanted:
+            self._unwanted.discard(frame.call_id)
+            frame = self._receive_next(until)
+        return frame
+
+    def _receive_next(self, until: float) -> Frame:
         """The next frame; one system call if it is small and there already."""
         data: bytes | bytearray = self._rest or self._receive_some(until)
         while len(data) < HEAD.size:
