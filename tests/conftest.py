@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+# Workers under test share the cores with the reference that runs in this process: its threads must not spin.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 #: A skip with this reason is fine everywhere: no package can install it.
 HARDWARE = "hardware: "
 

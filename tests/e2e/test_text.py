@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LENGTHS = (5, 17, 63, 64, 65, 200, 1000, 3000)
-NUM_TOKENS = 24
+NUM_TOKENS = 16
 
 
 @pytest.fixture(scope="module")
