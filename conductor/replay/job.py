@@ -11,7 +11,8 @@ from tanghulu.conductor.replay.trace import TraceRequest
 class Job:
     """Filled in as it goes. Times are virtual seconds; ``ready_s``: when fetched blocks have arrived.
 
-    ``slowness``: real over expected prefill time. ``queued_tokens`` is what the conductor counts as waiting for it; ``hit_tokens`` what was really reused.
+    ``slowness``: real over expected prefill time. ``queued_tokens`` is what the conductor counts as waiting for it,
+    ``hit_tokens`` what was really reused.
     """
 
     request: TraceRequest
