@@ -57,6 +57,7 @@ def bounds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(prefix_index, "MAX_NODE_BLOCKS", 8)
         monkeypatch.setattr(prefix_index, "SMALL_EVENT_BLOCKS", 2)
         monkeypatch.setattr(prefix_index, "SHRINK_MIN_BLOCKS", 4)
+        monkeypatch.setattr(prefix_index, "MAX_PARTIAL_HOLDERS", 2)
 
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
@@ -153,6 +154,57 @@ def test_eviction_from_the_tail_by_one_of_two_holders_leaves_one_node(bounds):
         index.apply(Removed(HOLDERS[0], chain[kept : kept + 1]))
         assert index.match(chain) == {HOLDERS[0]: kept, HOLDERS[1]: 5}
     assert "5 blocks in 1 nodes" in repr(index)
+
+
+@pytest.mark.parametrize("bounds", ["usual"], indirect=True)
+def test_the_worked_example_of_the_docs(bounds):
+    a, b = HOLDERS[:2]
+    index = PrefixIndex()
+    h = chain_of(list(range(8)))
+    index.apply(Stored(a, h[:6]))
+    index.apply(Stored(b, h[:4]))
+    index.apply(Removed(a, h[2:3]))
+    (node,) = index._nodes
+    assert (node.blocks, node.full, node.partial, node.chained) == (h[:6], 0, {1: 0b001111, 0: 0b111011}, 1)
+    assert index.match(h) == {a: 2, b: 4}
+    assert node.chained == 6
+    index.apply(Removed(b, h[2:3]))
+    assert (node.full, node.partial, node.chained) == (0b01, {1: 0b00111}, 2)
+    assert index.match(h) == {a: 2, b: 2}
+    assert sorted(n.blocks for n in index._nodes) == sorted([h[:2], h[3:6]])
+    index.apply(Stored(a, h[2:3]))
+    assert index.match(h) == {a: 6, b: 2}
+    assert index.match(h) == {a: 6, b: 2}
+    (node,) = index._nodes
+    assert (node.blocks, node.chained) == (h[:6], 6)
+
+
+def test_a_request_under_way_is_a_holder_like_others():
+    """It will have its whole prompt, of which some is there already; when it ends others' claims stay."""
+    index = PrefixIndex()
+    chain = chain_of(list(range(9)))
+    requests = [InstanceId("request 1"), InstanceId("request 2")]
+    index.apply(Stored(requests[0], chain[:6]))
+    index.apply(Stored(requests[1], chain))
+    assert index.match(chain) == {requests[0]: 6, requests[1]: 9}
+    index.apply(Cleared(requests[1]))
+    assert index.match(chain) == {requests[0]: 6}
+    assert index.num_blocks == 6
+    index.check()
+
+
+def test_a_prefix_that_many_hold_stays_apart_from_what_few_hold(bounds):
+    """So a look-up takes the many at once, and does not go through a bitmap for each."""
+    index = PrefixIndex()
+    prompt = chain_of(list(range(7)))
+    many = [InstanceId(f"worker {number}") for number in range(100)]
+    for holder in many:
+        index.apply(Stored(holder, prompt[:4]))
+    index.apply(Stored(many[0], prompt))
+    for _ in range(2):
+        assert index.match(prompt) == dict.fromkeys(many, 4) | {many[0]: 7}
+    assert "7 blocks in 2 nodes, 100 holders" in repr(index)
+    index.check()
 
 
 def test_the_cap_forgets_what_nobody_asks_for_and_events_go_on():
