@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 from tanghulu.errors import ConfigError
+from tanghulu.transfer_engine.topology import Topology
 
 MIB = 1 << 20
 
@@ -39,6 +40,10 @@ class EngineConfig:
     #: tcp connections a batch may use to one peer (a small batch uses one).
     streams_per_peer: int = 2
     tcp_devices: tuple[str, ...] = ("",)
+    #: With a topology tcp uses its devices instead, each for the peer's endpoints that it reaches, those first that are
+    #: preferred from ``location`` (where this process's buffers lie, as ``cpu:0``; empty: unknown).
+    topology: Topology | None = None
+    location: str = ""
     #: Verbs devices of this process in the order of their rails; none: every usable one, by name.
     rdma_devices: tuple[str, ...] = ()
     #: Further attempts of one slice after its first.

@@ -13,13 +13,15 @@ from tanghulu.errors import NodeUnavailable, TanghuluError
 from tanghulu.transfer_engine.config import EngineConfig
 from tanghulu.transfer_engine.link_pool import LinkPool
 from tanghulu.transfer_engine.network import Network
-from tanghulu.transfer_engine.paths import Path, PathTable, PauseRule
+from tanghulu.transfer_engine.paths import Path, PathState, PathStats, PathTable, PauseRule
 from tanghulu.transfer_engine.rdma import RdmaLink, RdmaPeer, pair_devices
 from tanghulu.transfer_engine.rdma_devices import LocalDevices
 from tanghulu.transfer_engine.segment import SegmentDescriptor
 from tanghulu.transfer_engine.shm import ShmPeer
 from tanghulu.transfer_engine.tcp import TcpLink, TcpPeer
+from tanghulu.transfer_engine.topology import Topology, pair
 from tanghulu.transfer_engine.transport import Link, Peer
+from tanghulu.types import Address
 
 
 class RemoteSegment:
@@ -94,8 +96,6 @@ class RemoteSegment:
         for path in self.paths.paths:
             if path.transport != self.transport or path.stream:
                 continue
-            if path.transport == "tcp" and path.local_device != self.paths.paths[0].local_device:
-                continue
             link = self._peers[path.transport].connect()
             assert isinstance(link, TcpLink | RdmaLink), "shm greets when it maps"
             try:
@@ -128,6 +128,10 @@ class RemoteSegment:
         self._peers.clear()
         self.shm = None
 
+    def path_stats(self) -> list[tuple[Path, PathState, PathStats]]:
+        """Every path with what is believed about it and what happened on it, as it is now."""
+        return [(path, self.paths.state(path), self.paths.stats(path)) for path in self.paths.paths]
+
     def check(self) -> None:
         """Assert the invariants of what it owns."""
         self.paths.check()
@@ -144,14 +148,31 @@ def _paths(
 ) -> list[Path]:
     """Every (local device, endpoint, stream), ranked by the order of ``transports``."""
     paths: list[Path] = []
-    for rank, transport in enumerate(transports):
+    for number, transport in enumerate(transports):
+        rank = 2 * number  # and the odd one behind it for devices that are not preferred
         if transport == "rdma":
             doors = descriptor.endpoints_of("rdma")
             pairs = pair_devices(rdma_devices, len(doors))
             paths += [Path(doors[remote], local, 0, rank) for local, remote in pairs]
+            continue
+        if transport == "tcp" and config.topology is not None:
+            paths += _tcp_paths(descriptor, config.topology, config, rank)
             continue
         devices = config.tcp_devices if transport == "tcp" else ("",)
         streams = range(config.streams_per_peer if transport == "tcp" else 1)
         endpoints = descriptor.endpoints_of(transport)
         paths += [Path(e, device, stream, rank) for stream in streams for e in endpoints for device in devices]
     return paths
+
+
+def _tcp_paths(descriptor: SegmentDescriptor, topology: Topology, config: EngineConfig, rank: int) -> list[Path]:
+    """Every (device, endpoint that it reaches, stream), the preferred devices in front; the kernel's choice if none."""
+    endpoints = descriptor.endpoints_of("tcp")
+    pairs = pair(topology.usable, [Address.parse(each.address).host for each in endpoints])
+    if not pairs:
+        pairs = [("", index) for index in range(len(endpoints))]
+    return [
+        Path(endpoints[index], device, stream, rank + topology.distance(config.location, device))
+        for stream in range(config.streams_per_peer)
+        for device, index in pairs
+    ]

@@ -30,7 +30,8 @@ class SegmentServer:
     ``access`` decides about every range; None opens the whole segment to everybody who can connect (tests, benches).
     ``on_freed`` is told, on the loop, which ranges became free because a transfer ended or a peer's process exited.
     ``unix_path=None`` offers no shm; ``rdma_devices`` are the verbs devices to offer, empty for every usable one, None
-    for no rdma. ``advertised_host`` (by default ``host``) is what the descriptor tells peers.
+    for no rdma. ``advertised_host`` (by default ``host``) is what the descriptor tells peers; with ``tcp_devices``,
+    pairs of a device's name and its address, it tells one endpoint for each (``host`` must then let all of them in).
     ``bytes_read`` and ``bytes_written`` count by transport, from the client's point of view; shm traffic is invisible
     here, so the owner adds what its clients report. The segment stays the caller's; close the server first.
     """
@@ -49,6 +50,7 @@ class SegmentServer:
         name: str | None = None,
         on_freed: Callable[[Sequence[Freed]], None] | None = None,
         advertised_host: str | None = None,
+        tcp_devices: Sequence[tuple[str, str]] = (),
         max_connections: int = MAX_CONNECTIONS,
         stall_timeout_s: float = STALL_TIMEOUT_S,
     ) -> None:
@@ -57,6 +59,7 @@ class SegmentServer:
         self._access = access
         self._host, self._port, self._unix_path = host, port, unix_path
         self._advertised_host = advertised_host or host
+        self._tcp_devices = tuple(tcp_devices) or (("", self._advertised_host),)
         self._generation = generation
         self._host_id = host_id
         self._on_freed = on_freed
@@ -110,7 +113,7 @@ class SegmentServer:
     def descriptor(self) -> SegmentDescriptor:
         """What peers need in order to open this segment; valid after ``start()``."""
         assert self._listener is not None, "start the server first"
-        endpoints = [Endpoint("tcp", str(Address(self._advertised_host, self._port)))]
+        endpoints = [Endpoint("tcp", str(Address(host, self._port)), device) for device, host in self._tcp_devices]
         if self._rdma is not None:
             endpoints = self._rdma.endpoints() + endpoints
         if self._unix_path is not None:

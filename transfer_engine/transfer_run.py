@@ -26,7 +26,6 @@ from tanghulu.transfer_engine.opcode import Opcode
 from tanghulu.transfer_engine.paths import Path, PathTable
 from tanghulu.transfer_engine.slices import Slice, SliceEvent, SliceState, cut
 
-
 #: A path's rate is taken over at least so much, in at least so long.
 MEASURED_BYTES = 1 << 20
 MEASURED_S = 0.005

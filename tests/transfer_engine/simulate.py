@@ -20,6 +20,8 @@ def main() -> None:
         num_events += world.num_events
         num_complete += world.num_complete
         num_failed += world.num_failed
+        if (seed + 1 - options.first) % 500 == 0:
+            print(f"{seed + 1 - options.first} seeds, {time.monotonic() - start_s:.0f} s", flush=True)
     print(
         f"{options.seeds} seeds from {options.first} in {time.monotonic() - start_s:.0f} s: {num_events} events, "
         f"{num_complete} transfers complete, {num_failed} failed, no violation"

@@ -1,0 +1,123 @@
+"""Devices, the matrix, pairs, and the file that replaces what is discovered."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tanghulu.clock import ManualClock
+from tanghulu.errors import ConfigError
+from tanghulu.transfer_engine.config import EngineConfig
+from tanghulu.transfer_engine.remote import RemoteSegment
+from tanghulu.transfer_engine.segment import Endpoint, SegmentDescriptor
+from tanghulu.transfer_engine.topology import NetworkDevice, Preference, Topology, from_json, matrix_of, pair
+from tanghulu.transfer_engine.topology_discovery import discover, load
+
+ETH0 = NetworkDevice("eth0", "10.0.0.1/24", numa_node=0, speed_mbit_s=25_000)
+ETH1 = NetworkDevice("eth1", "10.0.1.1/24", numa_node=1, speed_mbit_s=100_000)
+ETH2 = NetworkDevice("eth2", "fd00::1/64", numa_node=-1, speed_mbit_s=10_000)
+LO = NetworkDevice("lo", "127.0.0.1/8", loopback=True)
+
+
+def test_the_matrix_prefers_devices_of_the_node():
+    assert matrix_of([ETH0, ETH1, ETH2, LO], [0, 1]) == {
+        "cpu:0": Preference(("eth0", "eth2"), ("eth1",)),
+        "cpu:1": Preference(("eth1", "eth2"), ("eth0",)),
+    }
+
+
+def test_usable_devices_are_up_with_an_address():
+    down, bare = NetworkDevice("down", "10.0.9.1/24", up=False), NetworkDevice("bare")
+    assert Topology((ETH0, LO, down, bare)).usable == (ETH0,)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "pairs"),
+    [
+        (["10.0.1.9", "10.0.0.9"], [("eth0", 1), ("eth1", 0)]),  # by network
+        (["fd00::9"], [("eth2", 0)]),
+        (["10.0.0.9", "192.168.7.7"], [("eth0", 0)]),  # one is near: the far one is not guessed at
+        (["192.168.7.7", "192.168.8.8"], [("eth0", 0), ("eth1", 1), ("eth2", 0)]),  # routed: rails
+        (["a.name"], [("eth0", 0), ("eth1", 0), ("eth2", 0)]),
+        ([], []),
+    ],
+)
+def test_pairs(hosts: list[str], pairs: list[tuple[str, int]]):
+    assert pair([ETH0, ETH1, ETH2], hosts) == pairs
+
+
+def test_no_device_no_pair():
+    assert pair([], ["10.0.0.9"]) == []
+
+
+def test_a_file_replaces_what_is_discovered(tmp_path: Path):
+    topology = Topology((ETH0, ETH1, LO), {"cpu:0": Preference(("eth1",), ("eth0",))})
+    file = tmp_path / "topology.json"
+    file.write_text(topology.to_json())
+    assert load(str(file)) == topology
+    assert from_json(json.dumps({"devices": [{"name": "eth9", "numa_node": 1}]})).matrix == {
+        "cpu:1": Preference(("eth9",), ())
+    }
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", '{"devices": 3}', '{"devices": [{"nme": "x"}]}', '{"devices": [{"name": "x"}, {"name": "x"}]}',
+     '{"devices": [{"name": "x", "address": "10.0.0.300/24"}]}', '{"devices": [], "surprise": 1}',
+     '{"devices": [], "matrix": {"cpu:0": {"preferred": ["eth7"], "others": []}}}'],
+)  # fmt: skip
+def test_a_bad_file_says_what_is_wrong(text: str):
+    with pytest.raises(ConfigError, match="topology"):
+        from_json(text)
+
+
+def test_a_missing_file():
+    with pytest.raises(ConfigError, match="/nowhere"):
+        load("/nowhere")
+
+
+def test_this_machine_has_a_loopback():
+    topology = discover()
+    loopback = topology.device("lo")
+    assert loopback is not None
+    assert loopback.loopback
+    assert loopback not in topology.usable
+    assert "cpu:0" in topology.matrix
+
+
+def test_discovery_reads_sys(tmp_path: Path):
+    net, nodes = tmp_path / "net", tmp_path / "node"
+    for name, files in {"nic9": {"flags": "0x1003", "operstate": "up", "speed": "25000"},
+                        "dumb": {"flags": "0x1002", "operstate": "down"}, "masters": {}}.items():  # fmt: skip
+        (net / name / "device").mkdir(parents=True)
+        for file, text in files.items():
+            (net / name / file).write_text(text + "\n")
+    (net / "nic9" / "device" / "numa_node").write_text("1\n")
+    (nodes / "node0").mkdir(parents=True)
+    (nodes / "node1").mkdir()
+    topology = discover(net, nodes)
+    assert topology.devices == (
+        NetworkDevice("dumb", up=False),
+        NetworkDevice("nic9", numa_node=1, speed_mbit_s=25_000),
+    )
+    assert topology.matrix["cpu:0"] == Preference(("dumb",), ("nic9",))
+
+
+def paths_of(topology: Topology, location: str, *hosts: str) -> list[tuple[str, str, int]]:
+    endpoints = tuple(Endpoint("tcp", f"{host}:1", f"nic{n}") for n, host in enumerate(hosts))
+    config = EngineConfig(topology=topology, location=location, streams_per_peer=1)
+    remote = RemoteSegment(SegmentDescriptor("s", 10, "h", 1, endpoints), 0, ["tcp"], config, ManualClock(), None)
+    found = [(path.local_device, path.endpoint.device, path.rank) for path in remote.paths.paths]
+    assert len(remote.path_stats()) == len(found)
+    remote.close()
+    return found
+
+
+def test_paths_are_ranked_by_the_matrix():
+    topology = Topology((ETH0, ETH1), matrix_of([ETH0, ETH1], [0, 1]))
+    assert paths_of(topology, "cpu:0", "10.0.0.9", "10.0.1.9") == [("eth0", "nic0", 0), ("eth1", "nic1", 1)]
+    assert paths_of(topology, "cpu:1", "10.0.0.9", "10.0.1.9") == [("eth1", "nic1", 0), ("eth0", "nic0", 1)]
+    assert paths_of(topology, "", "10.0.0.9", "10.0.1.9") == [("eth0", "nic0", 0), ("eth1", "nic1", 0)]
+    assert paths_of(Topology(()), "", "10.0.0.9") == [("", "nic0", 0)]

@@ -1,0 +1,146 @@
+"""Which network devices a process has, how near they are to its memory, and which of a peer's they reach.
+
+A *location* is where memory lies: ``cpu:N`` for NUMA node N. The matrix says for each location which devices are
+preferred (on the same node, or of no known node) and which come after them. A file may replace what was discovered.
+Pure, but for ``topology_discovery``, which reads the system.
+
+The file, all of it optional but the names:
+
+    {"devices": [{"name": "eth1", "address": "10.0.1.1/24", "numa_node": 0, "speed_mbit_s": 25000}],
+     "matrix": {"cpu:0": {"preferred": ["eth1"], "others": []}}}
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from tanghulu.errors import ConfigError
+
+MAX_DEVICES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkDevice:
+    """One NIC. ``address`` with its prefix (``10.0.1.1/24``), empty if it has none; unknown numbers are -1."""
+
+    name: str
+    address: str = ""
+    numa_node: int = -1
+    speed_mbit_s: int = -1
+    up: bool = True
+    loopback: bool = False
+
+    @property
+    def host(self) -> str:
+        """The address without its prefix."""
+        return self.address.partition("/")[0]
+
+    def reaches(self, host: str) -> bool:
+        """Whether ``host`` is an address of this device's own network."""
+        try:
+            return bool(self.address) and ipaddress.ip_address(host) in ipaddress.ip_interface(self.address).network
+        except ValueError:  # a name
+            return False
+
+
+class Preference(NamedTuple):
+    """Devices for one location, by name, the best first."""
+
+    preferred: tuple[str, ...]
+    others: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The devices of one machine and the matrix over them."""
+
+    devices: tuple[NetworkDevice, ...]
+    matrix: Mapping[str, Preference] = field(default_factory=dict)
+
+    @property
+    def usable(self) -> tuple[NetworkDevice, ...]:
+        """Devices that tcp can be bound to: up, with an address, not the loopback."""
+        return tuple(each for each in self.devices if each.up and each.address and not each.loopback)
+
+    def device(self, name: str) -> NetworkDevice | None:
+        """The device of that name."""
+        return next((each for each in self.devices if each.name == name), None)
+
+    def distance(self, location: str, name: str) -> int:
+        """0: preferred from ``location`` (or the location is unknown); 1: it comes after those."""
+        preference = self.matrix.get(location)
+        return 0 if preference is None or name in preference.preferred else 1
+
+    def to_json(self) -> str:
+        """What ``from_json`` reads."""
+        devices = [
+            {"name": each.name, "address": each.address, "numa_node": each.numa_node,
+             "speed_mbit_s": each.speed_mbit_s, "up": each.up, "loopback": each.loopback}
+            for each in self.devices
+        ]  # fmt: skip
+        matrix = {
+            name: {"preferred": list(each.preferred), "others": list(each.others)} for name, each in self.matrix.items()
+        }
+        return json.dumps({"devices": devices, "matrix": matrix}, indent=2)
+
+
+def matrix_of(devices: Sequence[NetworkDevice], numa_nodes: Sequence[int]) -> dict[str, Preference]:
+    """For each node: its own devices and those of no known node, the fastest first, before the others."""
+    ranked = sorted((each for each in devices if not each.loopback), key=lambda each: -each.speed_mbit_s)
+    return {
+        f"cpu:{node}": Preference(
+            tuple(each.name for each in ranked if each.numa_node in (-1, node)),
+            tuple(each.name for each in ranked if each.numa_node not in (-1, node)),
+        )
+        for node in numa_nodes
+    }
+
+
+def from_json(text: str) -> Topology:
+    """Read a topology file; raises ConfigError that names what is wrong. Without a matrix, one is made."""
+    try:
+        read = json.loads(text)
+        devices = tuple(NetworkDevice(**each) for each in read["devices"])
+        given = read.get("matrix") or {}
+        matrix = {name: Preference(tuple(each["preferred"]), tuple(each["others"])) for name, each in given.items()}
+        for each in devices:
+            if each.address:
+                ipaddress.ip_interface(each.address)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"the topology file cannot be used: {type(error).__name__}: {error}") from error
+    _refuse_nonsense(devices, matrix, set(read) - {"devices", "matrix"})
+    nodes = sorted({max(0, each.numa_node) for each in devices}) or [0]
+    return Topology(devices, matrix or matrix_of(devices, nodes))
+
+
+def _refuse_nonsense(devices: Sequence[NetworkDevice], matrix: Mapping[str, Preference], unknown: set[Any]) -> None:
+    names = [each.name for each in devices]
+    if unknown:
+        raise ConfigError(f"the topology file has unknown keys {sorted(unknown)}; known are devices and matrix")
+    if len(names) > MAX_DEVICES or len(set(names)) != len(names) or not all(names):
+        raise ConfigError(f"the topology file must name at most {MAX_DEVICES} devices, each once; it has {names}")
+    for location, preference in matrix.items():
+        strangers = {*preference.preferred, *preference.others} - set(names)
+        if strangers:
+            raise ConfigError(f"the topology's matrix of {location} names unknown devices {sorted(strangers)}")
+
+
+def pair(local: Sequence[NetworkDevice], remote_hosts: Sequence[str]) -> list[tuple[str, int]]:
+    """Which local device reaches which of the peer's endpoints: (device name, index of the endpoint).
+
+    An endpoint in the network of a device is reached over that device and no other. Where no device shares its network
+    (routers between), devices and endpoints are paired in order, as rails: 3 devices and 2 endpoints give (0, 0),
+    (1, 1), (2, 0). Example: eth0 10.0.0.1/24, eth1 10.0.1.1/24 and endpoints 10.0.1.9, 10.0.0.9 give (eth0, 1),
+    (eth1, 0).
+    """
+    pairs = [(each.name, index) for each in local for index, host in enumerate(remote_hosts) if each.reaches(host)]
+    reached = {index for _, index in pairs}
+    far = [index for index in range(len(remote_hosts)) if index not in reached]
+    if far and not pairs:
+        count = max(len(local), len(far))
+        pairs = [(local[n % len(local)].name, far[n % len(far)]) for n in range(count)] if local else []
+    return pairs
