@@ -8,6 +8,8 @@ The file, all of it optional but the names:
 
     {"devices": [{"name": "eth1", "address": "10.0.1.1/24", "numa_node": 0, "speed_mbit_s": 25000}],
      "matrix": {"cpu:0": {"preferred": ["eth1"], "others": []}}}
+
+What ``tanghulu topology --json`` prints is such a file; its ``transports`` are read over.
 """
 
 from __future__ import annotations
@@ -75,6 +77,11 @@ class Topology:
         preference = self.matrix.get(location)
         return 0 if preference is None or name in preference.preferred else 1
 
+    def addresses(self, location: str = "") -> list[tuple[str, str]]:
+        """(name, address) of the usable devices for a SegmentServer to tell, those near ``location`` first."""
+        nearest = sorted(self.usable, key=lambda each: self.distance(location, each.name))
+        return [(each.name, each.host) for each in nearest]
+
     def to_json(self) -> str:
         """What ``from_json`` reads."""
         devices = [
@@ -112,7 +119,7 @@ def from_json(text: str) -> Topology:
                 ipaddress.ip_interface(each.address)
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"the topology file cannot be used: {type(error).__name__}: {error}") from error
-    _refuse_nonsense(devices, matrix, set(read) - {"devices", "matrix"})
+    _refuse_nonsense(devices, matrix, set(read) - {"devices", "matrix", "transports"})
     nodes = sorted({max(0, each.numa_node) for each in devices}) or [0]
     return Topology(devices, matrix or matrix_of(devices, nodes))
 

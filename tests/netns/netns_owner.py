@@ -15,7 +15,7 @@ from tanghulu.transfer_engine.topology_discovery import discover
 
 async def serve(size_bytes: int) -> None:
     segment = MemorySegment.create("arena", size_bytes, prefault=True)
-    devices = [(each.name, each.host) for each in discover().usable]
+    devices = discover().addresses()
     server = SegmentServer(
         segment, None, host="0.0.0.0", unix_path=None, generation=1, host_id="owner", tcp_devices=devices
     )

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from tanghulu.clock import ManualClock
 from tanghulu.errors import ConfigError
@@ -13,6 +14,7 @@ from tanghulu.transfer_engine.config import EngineConfig
 from tanghulu.transfer_engine.remote import RemoteSegment
 from tanghulu.transfer_engine.segment import Endpoint, SegmentDescriptor
 from tanghulu.transfer_engine.topology import NetworkDevice, Preference, Topology, from_json, matrix_of, pair
+from tanghulu.transfer_engine.topology_command import COMMAND
 from tanghulu.transfer_engine.topology_discovery import discover, load
 
 ETH0 = NetworkDevice("eth0", "10.0.0.1/24", numa_node=0, speed_mbit_s=25_000)
@@ -103,6 +105,27 @@ def test_discovery_reads_sys(tmp_path: Path):
         NetworkDevice("nic9", numa_node=1, speed_mbit_s=25_000),
     )
     assert topology.matrix["cpu:0"] == Preference(("dumb",), ("nic9",))
+
+
+def test_the_command_prints_a_file_that_it_reads(tmp_path: Path):
+    printed = CliRunner().invoke(COMMAND, ["--json"])
+    assert printed.exit_code == 0, printed.output
+    assert from_json(printed.output) == discover()
+    transports = json.loads(printed.output)["transports"]
+    assert set(transports) == {"shm", "tcp", "rdma", "ucx"}
+    assert transports["shm"]["works"]
+    assert all(each["note"] for each in transports.values())
+    file = tmp_path / "topology.json"
+    file.write_text(Topology((ETH0, ETH1), matrix_of([ETH0, ETH1], [0])).to_json())
+    shown = CliRunner().invoke(COMMAND, ["--file", str(file)])
+    assert "eth1    10.0.1.1/24  1     100000  up" in shown.output
+    assert "cpu:0  eth0; then eth1" in shown.output
+
+
+def test_addresses_to_tell_the_near_ones_first():
+    topology = Topology((ETH0, LO, ETH1), matrix_of([ETH0, ETH1], [0, 1]))
+    assert topology.addresses("cpu:1") == [("eth1", "10.0.1.1"), ("eth0", "10.0.0.1")]
+    assert topology.addresses() == [("eth0", "10.0.0.1"), ("eth1", "10.0.1.1")]
 
 
 def paths_of(topology: Topology, location: str, *hosts: str) -> list[tuple[str, str, int]]:
