@@ -102,21 +102,21 @@ class Node:
     def positions(self, blocks: list[BlockHash]) -> int:
         """The bitmap of ``blocks``, all of which are in the node, in any order.
 
-        Events mostly name the whole, a front part, or the tail from its end; those are recognised by one comparison.
+        Events mostly name a stretch, ahead or (evicted from the tail) backwards: that is recognised by one comparison.
         """
         own, num = self.blocks, len(blocks)
+        ones = (1 << num) - 1
         if blocks[0] == own[0] and own[:num] == blocks:
-            return (1 << num) - 1
-        if blocks[-1] == own[-1] and own[-num:] == blocks:
-            return ((1 << num) - 1) << (len(own) - num)
-        if blocks[0] == own[-1] and own[: -num - 1 : -1] == blocks:
-            return ((1 << num) - 1) << (len(own) - num)
-        if num <= 4:
-            places = map(own.index, blocks)
-        else:
-            places = map({block: place for place, block in enumerate(own)}.__getitem__, blocks)
+            return ones
+        first = len(own) - 1 if blocks[0] == own[-1] else own.index(blocks[0])
+        last = first - num + 1
+        if last >= 0 and own[last] == blocks[-1] and own[last : first + 1] == blocks[::-1]:
+            return ones << last
+        if own[first : first + num] == blocks:
+            return ones << first
+        place_of = {block: place for place, block in enumerate(own)}
         bits = 0
-        for place in places:
+        for place in map(place_of.__getitem__, blocks):
             bits |= 1 << place
         return bits
 
