@@ -12,7 +12,7 @@ from tanghulu.errors import InvalidRequest
 from tanghulu.store.node.eviction import POLICIES, Policy, make_policy
 from tanghulu.types import ChunkKey
 
-STEPS = ["add", "touch", "remove", "evict"]
+STEPS = ["add", "touch", "remove", "evict", "batch"]
 KEYS = [ChunkKey(f"k{i}") for i in range(12)]
 
 
@@ -72,6 +72,8 @@ def test_any_sequence_keeps_the_books(name: str, steps: list[tuple[str, ChunkKey
             model.add(key)
         elif step == "touch":
             policy.touch(key)
+        elif step == "batch":
+            policy.begin_batch()
         elif step == "remove" and key in model:
             policy.remove(key, evicted=False)
             model.discard(key)
@@ -80,7 +82,9 @@ def test_any_sequence_keeps_the_books(name: str, steps: list[tuple[str, ChunkKey
             policy.remove(victim, evicted=True)
             model.discard(victim)
         policy.check()
-        assert set(policy.victims()) == model
+        order = list(policy.victims())
+        assert len(order) == len(model)
+        assert set(order) == model
 
 
 def test_lru_evicts_the_least_recently_used() -> None:
@@ -94,3 +98,84 @@ def test_lru_evicts_the_least_recently_used() -> None:
 def test_an_unknown_policy_is_named() -> None:
     with pytest.raises(InvalidRequest, match="known: "):
         make_policy("belady")
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+@settings(max_examples=40, deadline=None)
+@given(
+    prompts=st.lists(st.lists(st.sampled_from(KEYS), min_size=1, max_size=6), min_size=1, max_size=30),
+    skipped=st.integers(0, 2),
+)
+def test_prompts_in_a_small_cache_keep_the_books(name: str, prompts: list[list[ChunkKey]], skipped: int) -> None:
+    """Chains with repeated keys, links that would make circles, and victims that leases protect."""
+    policy = make_policy(name)
+    for prompt in prompts:
+        policy.begin_batch()
+        for key in reversed(prompt):
+            if key in policy:
+                policy.touch(key)
+                continue
+            if len(policy) >= 5:
+                policy.remove(list(policy.victims())[skipped], evicted=True)
+            policy.add(key, 1)
+        policy.check()
+    assert len(set(policy.victims())) == len(policy) <= 5
+
+
+def test_ghosts_are_bounded(policy: Policy) -> None:
+    for i in range(20_000):
+        policy.begin_batch()
+        if len(policy) >= 100:
+            policy.remove(next(policy.victims()), evicted=True)
+        policy.add(ChunkKey(f"n{i}"), 1)
+    assert policy.num_ghosts <= 16_384
+    while len(policy):
+        policy.remove(next(policy.victims()), evicted=True)
+
+
+def test_sieve_spares_what_was_read_until_the_hand_has_been_round() -> None:
+    sieve = make_policy("sieve")
+    a, b, c, d = KEYS[:4]
+    for key in (a, b, c):
+        sieve.add(key, 1)
+    sieve.touch(a)
+    assert list(sieve.victims()) == [b, c, a]
+    sieve.remove(b, evicted=True)  # a has lost its mark; the hand stands at c
+    sieve.add(d, 1)
+    assert list(sieve.victims()) == [c, d, a]
+
+
+def test_s3_fifo_evicts_what_nobody_read_and_remembers_it() -> None:
+    policy = make_policy("s3-fifo")
+    for key in KEYS[:10]:
+        policy.add(key, 1)
+    policy.touch(KEYS[0])
+    assert next(policy.victims()) == KEYS[1]
+    policy.remove(KEYS[1], evicted=True)
+    assert policy.num_ghosts == 1
+    policy.add(KEYS[1], 1)  # comes back: into the main queue
+    assert policy.num_ghosts == 0
+    assert next(policy.victims()) == KEYS[2]
+    assert list(policy.victims()).index(KEYS[1]) > list(policy.victims()).index(KEYS[8])
+
+
+def test_lfu_counts_reads_and_breaks_ties_by_age() -> None:
+    lfu = make_policy("lfu")
+    for key in KEYS[:4]:
+        lfu.add(key, 1)
+    for key in (KEYS[0], KEYS[0], KEYS[2]):
+        lfu.touch(key)
+    assert list(lfu.victims()) == [KEYS[1], KEYS[3], KEYS[2], KEYS[0]]
+
+
+def test_reuse_evicts_leaves_before_their_prefix() -> None:
+    policy = make_policy("reuse")
+    policy.begin_batch()
+    for key in reversed(KEYS):
+        policy.add(key, 1)
+    policy.begin_batch()
+    for left in range(len(KEYS), 0, -1):
+        victim = next(policy.victims())
+        assert victim == KEYS[left - 1]
+        policy.remove(victim, evicted=True)
+        policy.check()

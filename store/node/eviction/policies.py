@@ -13,9 +13,7 @@ from tanghulu.store.node.eviction.reuse import Reuse
 from tanghulu.store.node.eviction.s3fifo import S3Fifo
 from tanghulu.store.node.eviction.sieve import Sieve
 
-POLICIES: dict[str, Callable[[], Policy]] = {
-    policy.name: policy for policy in (Lru, Fifo, Sieve, S3Fifo, Lfu, Reuse)
-}
+POLICIES: dict[str, Callable[[], Policy]] = {policy.name: policy for policy in (Lru, Fifo, Sieve, S3Fifo, Lfu, Reuse)}
 
 
 def make_policy(name: str) -> Policy:

@@ -17,6 +17,7 @@ counts: where the past teaches nothing about the future, this is LRU.
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterator
 
@@ -47,10 +48,11 @@ _MAX_DEPTH = 4096
 class _Entry:
     """A resident key. ``group`` is None while it is pending; ``parent`` is the chunk of the prefix before it."""
 
-    __slots__ = ("class_", "group", "key", "num_children", "parent", "seen", "turn", "used_at", "uses")
+    __slots__ = ("alive", "class_", "group", "key", "num_children", "parent", "seen", "turn", "used_at", "uses")
 
     def __init__(self, key: ChunkKey) -> None:
         self.key = key
+        self.alive = True  # still resident
         self.used_at = 0
         self.class_ = 0
         self.uses = 0
@@ -142,6 +144,7 @@ class Reuse:
             del self._pending[entry]
         else:
             entry.group.keys.pop(key, None)
+        entry.alive = False
         self._unlink(entry)
         limit = max(MIN_GHOSTS, GHOSTS_PER_KEY * len(self._entries))
         while len(self._ghosts) > limit:
@@ -167,7 +170,7 @@ class Reuse:
     def _offer(self, entry: _Entry) -> None:
         """Put a classified leaf where victims are taken from."""
         group = entry.group
-        if group is not None and entry.num_children == 0 and entry.key in self._entries:
+        if group is not None and entry.num_children == 0 and entry.alive:
             group.keys[entry.key] = None
             self._queues.enqueue(group, self._now)
 
@@ -178,20 +181,27 @@ class Reuse:
         self._pending.clear()
         self._link(batch)
         turn = _turn_of(batch)
+        now, entered = self._now, self._times.entered
+        first_class = turn * (_MAX_USES + 1) * 2
+        group = self._queues.group_for(first_class, now)
         for position, entry in enumerate(batch):
-            entry.uses = min(entry.uses + 1, _MAX_USES) if entry.seen else 0
-            if not entry.seen:
-                entry.turn = turn
-            entry.class_ = (turn * (_MAX_USES + 1) + entry.uses) * 2 + (position < _END_KEYS)
-            entry.used_at = self._now
-            entry.group = self._queues.group_for(entry.class_, self._now)
-            self._times.entered(entry.class_)
-            self._offer(entry)
+            if entry.seen:
+                entry.uses = min(entry.uses + 1, _MAX_USES)
+            else:
+                entry.uses, entry.turn = 0, turn
+            class_ = first_class + entry.uses * 2 + (position < _END_KEYS)
+            if class_ != group.class_:
+                group = self._queues.group_for(class_, now)
+            entry.class_, entry.used_at, entry.group = class_, now, group
+            entered(class_)
+            if not entry.num_children:
+                self._offer(entry)
 
     def _link(self, batch: list[_Entry]) -> None:
         """Each key stands on the one that follows it in the batch, as far as it does not stand on one already."""
-        for entry, parent in zip(batch, batch[1:], strict=False):
-            if entry.parent is None and (not entry.num_children or not _stands_on(parent, entry)):
+        for entry, parent in itertools.pairwise(batch):
+            has_parent = entry.parent is not None and entry.parent.alive
+            if not has_parent and (not entry.num_children or not _stands_on(parent, entry)):
                 entry.parent = parent
                 parent.num_children += 1
 
@@ -222,7 +232,8 @@ class Reuse:
         self._duel.check()
         children: dict[ChunkKey, int] = {}
         for entry in self._entries.values():
-            if entry.parent is not None and entry.parent.key in self._entries:
+            if entry.parent is not None and entry.parent.alive:
+                assert self._entries[entry.parent.key] is entry.parent
                 children[entry.parent.key] = children.get(entry.parent.key, 0) + 1
         for key, entry in self._entries.items():
             assert entry.num_children == children.get(key, 0), f"{key!r} counts its children wrongly"

@@ -44,7 +44,7 @@ def first_age(index: int) -> int:
 
 
 class ReuseTimes:
-    """Histograms for ``num_classes`` classes. ``ranks[c][b]``: the worth of a chunk of class c in bin b, after a fit."""
+    """Histograms for ``num_classes`` classes. ``ranks[c][b]``: what a chunk of class c in bin b is worth."""
 
     def __init__(self, num_classes: int) -> None:
         self._entered = [0.0] * num_classes

@@ -1,7 +1,7 @@
 """SIEVE (Zhang et al., NSDI'24, https://www.usenix.org/conference/nsdi24/presentation/zhang-yazhuo).
 
 One queue from old to new, a mark on every key that was read, and a hand. The hand walks from the oldest to the newest:
-a marked key loses its mark and stays where it is, an unmarked one goes. Keys that survive keep their place, so newcomers
+a marked key loses its mark and stays where it is, an unmarked one goes. Keys that survive keep their place, so new ones
 are tried early and hot keys gather behind the hand.
 
 Example: a, b, c came in this order, a was read. The hand passes a (mark off) and evicts b; the next victim is c, and a
