@@ -99,22 +99,28 @@ class Node:
         """How many holders would have a bitmap if ``behind`` were joined."""
         return ((self.holders | behind.holders) & ~(self.full & behind.full)).bit_count()
 
-    def positions(self, blocks: list[BlockHash]) -> int:
-        """The bitmap of ``blocks``, all of which are in the node, in any order.
+    def ahead(self, blocks: list[BlockHash]) -> tuple[int, int]:
+        """(place, how many) of a front part of ``blocks`` that reaches its end or the node's; (0, 0) if none does."""
+        own = self.blocks
+        first = 0 if blocks[0] == own[0] else own.index(blocks[0])
+        num = min(len(blocks), len(own) - first)
+        return (first, num) if own[first : first + num] == blocks[:num] else (0, 0)
 
-        Events mostly name a stretch, ahead or (evicted from the tail) backwards: that is recognised by one comparison.
+    def stretch(self, blocks: list[BlockHash]) -> int:
+        """The bitmap of ``blocks`` if they are a stretch, backwards (as tails are evicted) or ahead; else 0.
+
+        ``blocks[0]`` is in the node.
         """
         own, num = self.blocks, len(blocks)
-        ones = (1 << num) - 1
-        if blocks[0] == own[0] and own[:num] == blocks:
-            return ones
         first = len(own) - 1 if blocks[0] == own[-1] else own.index(blocks[0])
         last = first - num + 1
         if last >= 0 and own[last] == blocks[-1] and own[last : first + 1] == blocks[::-1]:
-            return ones << last
-        if own[first : first + num] == blocks:
-            return ones << first
-        place_of = {block: place for place, block in enumerate(own)}
+            return ((1 << num) - 1) << last
+        return ((1 << num) - 1) << first if own[first : first + num] == blocks else 0
+
+    def positions(self, blocks: list[BlockHash]) -> int:
+        """The bitmap of ``blocks``, all of which are in the node, in any order."""
+        place_of = {block: place for place, block in enumerate(self.blocks)}
         bits = 0
         for place in map(place_of.__getitem__, blocks):
             bits |= 1 << place

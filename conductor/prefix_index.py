@@ -248,25 +248,35 @@ class PrefixIndex:
 
     def _store(self, holder: InstanceId, blocks: list[BlockHash], consecutive: bool) -> None:
         """``blocks``: at most MAX_TOLD_BLOCKS, at least one; the list is kept."""
-        slot, node_of = self._slots.take(holder), self._node_of
-        fresh, num_before = Node(blocks, 1 << slot), len(node_of)
-        found = list(map(node_of.setdefault, blocks, repeat(fresh)))
-        num_new = len(node_of) - num_before
+        slot, front = self._slots.take(holder), self._node_of.get(blocks[0])
+        if front is not None:
+            first, num = front.ahead(blocks)
+            self._count(slot, front.hold(slot, ((1 << num) - 1) << first))
+            blocks = blocks[num:]
+            if first + num < len(front):
+                front = None
+        if blocks:
+            self._store_one_by_one(slot, blocks, front, consecutive)
+            self._most_blocks = max(self._most_blocks, len(self._node_of))
+            self._forget_beyond_cap()
+
+    def _store_one_by_one(self, slot: int, blocks: list[BlockHash], front: Node | None, consecutive: bool) -> None:
+        """``front``: the node, if any, right behind the end of which ``blocks`` were told."""
+        fresh, num_before = Node(blocks, 1 << slot), len(self._node_of)
+        found = list(map(self._node_of.setdefault, blocks, repeat(fresh)))
+        num_new = len(self._node_of) - num_before
         self._count(slot, num_new)
-        front = None
         if num_new < len(blocks):
             fresh.blocks = list(dict.fromkeys(b for b, n in zip(blocks, found, strict=True) if n is fresh))
             for node, known in _by_node(found, blocks):
                 if node is not fresh:
                     self._count(slot, node.hold(slot, node.positions(known)))
-            front = found[-num_new - 1]
+            before, front = found[-num_new - 1], None
+            if num_new and fresh.blocks == blocks[-num_new:] and before.blocks[-1] == blocks[-num_new - 1]:
+                front = before
         if num_new:
-            behind = fresh.blocks == blocks[-num_new:]
-            fresh.chained = num_new if consecutive and behind else 1
-            ends_there = front is not None and behind and front.blocks[-1] == blocks[-num_new - 1]
-            self._admit(slot, fresh, front if ends_there else None)
-        self._most_blocks = max(self._most_blocks, len(node_of))
-        self._forget_beyond_cap()
+            fresh.chained = num_new if consecutive and fresh.blocks == blocks[-num_new:] else 1
+            self._admit(slot, fresh, front)
 
     def _admit(self, slot: int, fresh: Node, front: Node | None) -> None:
         """Take a node into the index, or put its blocks behind ``front``, or few ones behind what was told before."""
@@ -282,6 +292,11 @@ class PrefixIndex:
     def _remove(self, holder: InstanceId, blocks: list[BlockHash]) -> None:
         slot = self._slots.find(holder)
         if slot is None:
+            return
+        first = self._node_of.get(blocks[0])
+        bits = 0 if first is None else first.stretch(blocks)
+        if first is not None and bits:
+            self._release(first, slot, bits)
             return
         for node, known in _by_node(list(map(self._node_of.get, blocks)), blocks):
             if node is not None:
