@@ -68,7 +68,9 @@ class RdmaConnection:
         self._devices, self._staging, self._fences = devices, staging, fences
         self._pending: deque[Slice] = deque()
         self._posted: deque[_Posted] = deque()
-        self._expected: deque[RdmaOp] = deque()
+        self._expected: deque[RdmaRequest] = deque()
+        self._leased = False  # whether the owner keeps leases
+        self._leases: dict[int, TanghuluError | None] = {}  # what the owner said about those that were asked
         self._out = b""
         self._in = bytearray()
         self._segment_address = self._segment_key = 0
@@ -117,9 +119,9 @@ class RdmaConnection:
         if self._posted:
             self._collect(ended)
         if self._pending and self.ready:
-            self._tell_fences()
+            self._ask_first()
             if not self._expected:
-                self._post()
+                self._post(ended)
 
     def arm(self) -> None:
         """Have the completions' descriptor tell the next completion."""
@@ -163,9 +165,13 @@ class RdmaConnection:
 
     # --- inside: the queue pair
 
-    def _post(self) -> None:
+    def _post(self, ended: list[Completion]) -> None:
         works: list[Work] = []
         while self._pending and len(self._posted) < MAX_WORKS:
+            refusal = self._leases.get(self._pending[0].lease_id)
+            if refusal is not None:
+                ended.append(Refused(self._pending.popleft().slice_id, refusal))
+                continue
             work = self._work(self._pending[0])
             if work is None:
                 break
@@ -234,15 +240,20 @@ class RdmaConnection:
     # --- inside: the control connection
 
     def _ask(self, request: RdmaRequest) -> None:
-        self._expected.append(request.op)
+        self._expected.append(request)
         self._out += request.pack()
 
-    def _tell_fences(self) -> None:
+    def _ask_first(self) -> None:
+        """Tell the fences, and ask for leases that this connection has not used yet; posting waits for the answers."""
         num_told, tokens = self._fences.since(self._num_fences)
         self._num_fences = num_told
         for token in tokens:
             self._ask(RdmaRequest(RdmaOp.FENCE, token))
-        if tokens:
+        if self._leased:
+            for lease_id in {piece.lease_id for piece in self._pending} - self._leases.keys():
+                self._leases[lease_id] = None
+                self._ask(RdmaRequest(RdmaOp.ADMIT, lease_id))
+        if self._out:
             self.serve_control(select.EPOLLOUT)
 
     def _receive(self) -> None:
@@ -257,13 +268,16 @@ class RdmaConnection:
                 return
             text = bytes(self._in[ANSWER_BYTES:end])
             del self._in[:end]
-            if answer.text_bytes:
-                raise ConnectionBroken(parse_error(text))
-            self._answered(answer)
+            self._answered(answer, parse_error(text) if text else None)
 
-    def _answered(self, answer: RdmaAnswer) -> None:
-        if not self._expected or self._expected.popleft() is not answer.op:
+    def _answered(self, answer: RdmaAnswer, refusal: TanghuluError | None) -> None:
+        if not self._expected or self._expected[0].op is not answer.op:
             raise MalformedMessage(f"an answer to {answer.op.name} that nobody asked")
+        request = self._expected.popleft()
+        if refusal is not None and request.op is not RdmaOp.ADMIT:
+            raise ConnectionBroken(refusal)
+        if request.op is RdmaOp.ADMIT:
+            self._leases[request.token] = refusal
         if answer.op is not RdmaOp.CONNECT:
             return
         try:
@@ -271,6 +285,7 @@ class RdmaConnection:
         except TanghuluError as error:
             raise ConnectionBroken(error) from error
         self._segment_address, self._segment_key = answer.segment_address, answer.segment_key
+        self._leased = answer.leased
         self.ready = True
 
     def _hear_closed(self) -> bool:

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from tanghulu.errors import NodeUnavailable, TanghuluError
+from tanghulu.errors import LeaseExpired, NodeUnavailable, TanghuluError
 from tanghulu.transfer_engine.access import AccessTable
 from tanghulu.transfer_engine.buffers import Buffer
 from tanghulu.transfer_engine.leases import Freed
@@ -29,7 +29,7 @@ from tanghulu.transfer_engine.rdma_wire import (
 from tanghulu.transfer_engine.reception import Reception
 from tanghulu.transfer_engine.segment import Endpoint, MemorySegment
 from tanghulu.transfer_engine.wire import Head, MalformedMessage, Op
-from tanghulu.types import Address
+from tanghulu.types import Address, LeaseId
 
 _BACKLOG = 256
 
@@ -132,6 +132,19 @@ class RdmaDoor:
             freed = self._access.end_direct(session_id)
             if freed:
                 self._on_freed(freed)
+
+    def admit_lease(self, session_id: int, lease_id: int) -> None:
+        """Raises LeaseExpired if the session may not use the lease now; when it is lost later, ``_revoke`` follows."""
+        if self._access is None:
+            return
+        lease = self._access.lease(LeaseId(lease_id))
+        if lease is None or lease.session_id != session_id or not self._access.is_active(lease.lease_id):
+            raise LeaseExpired(f"session {session_id} has no lease {lease_id} (any more); reserve or pin again")
+
+    @property
+    def leased(self) -> bool:
+        """Whether leases are kept."""
+        return self._access is not None
 
     # --- inside
 
@@ -236,6 +249,8 @@ class RdmaServerConnection(asyncio.Protocol):
     # --- inside
 
     def _serve(self, request: RdmaRequest) -> None:
+        if request.token == 0 and request.op is not RdmaOp.ADMIT:
+            raise MalformedMessage("a token is not 0")
         if (request.op is RdmaOp.CONNECT) == (self.token != 0):
             raise MalformedMessage("a connection begins with one CONNECT")
         try:
@@ -243,6 +258,9 @@ class RdmaServerConnection(asyncio.Protocol):
                 self._connect(request)
             elif request.op is RdmaOp.FENCE:
                 self._door.fence(request.token)
+                self._write(pack_answer(request.op))
+            elif request.op is RdmaOp.ADMIT:
+                self._door.admit_lease(self.session_id, request.token)
                 self._write(pack_answer(request.op))
             else:
                 self._end()
@@ -254,7 +272,7 @@ class RdmaServerConnection(asyncio.Protocol):
         self._pair = self._door.admit(self, request)
         self.session_id = request.session_id
         address, key = self._door.key(request.device)
-        self._write(pack_answer(RdmaOp.CONNECT, self._pair.address, address, key))
+        self._write(pack_answer(RdmaOp.CONNECT, self._pair.address, address, key, self._door.leased))
 
     def _end(self) -> None:
         pair, self._pair = self._pair, None

@@ -335,7 +335,7 @@ def _best_gid(context: Any) -> tuple[int, str]:
     for entry in context.query_gid_table(_MAX_GIDS):
         if entry.port_num != PORT:
             continue
-        gid = entry.gid.gid
+        gid = str(context.query_gid(PORT, entry.gid_index))
         address = ipaddress.IPv6Address(gid)
         rank = 2 * (entry.gid_type == _ROCE_V2) + (address.ipv4_mapped is not None or not address.is_link_local)
         if best is None or rank > best[0]:

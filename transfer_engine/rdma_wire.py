@@ -1,16 +1,19 @@
 """The bytes by which two processes set up queue pairs: pure encoding and decoding.
 
 One tcp connection to the owner's rdma door belongs to one queue pair at each end. The client says CONNECT once, gets
-the owner's queue pair and the segment's key, and may then send FENCEs and one CLOSE; each is answered, in order. When
-the connection ends for whatever reason the owner destroys its queue pair.
+the owner's queue pair and the segment's key, and may then send ADMITs, FENCEs and one CLOSE; each is answered, in
+order. When the connection ends for whatever reason the owner destroys its queue pair.
 
     request  magic u32 | version u8 | op u8 | zero u16 | token u64 | session id u64 | generation u64 | hash of the
              segment's name u64 | device's name 64 bytes, padded by NUL | gid 16 bytes | lid u16 | queue pair's number
              u32 | first packet u32 | mtu u8
-    answer   magic u32 | version u8 | op u8 | refused u8 | text's length u16 | gid, lid, number, first packet, mtu as
-             above | segment's address u64 | key u32 | text of a refusal
+    answer   magic u32 | version u8 | op u8 | refused u8 | leased u8 (whether ADMIT is asked for) | text's length u16
+             | gid, lid, number, first packet, mtu as above
+             | segment's address u64 | key u32 | text of a refusal
 
-FENCE's ``token`` names a connection, of this transport or of tcp, that its client has given up: the owner cuts it, and
+ADMIT's ``token`` is the lease under which the client will use the queue pair: it is asked once a lease and connection,
+also when a slice is tried again over another, so that no slice begins under a lease that has ended. FENCE's names a
+connection, of this transport or of tcp, that its client has given up: the owner cuts it, and
 refuses it if it comes later still, before it answers. CLOSE has the owner destroy this connection's queue pair before
 it answers: from then on nothing that was sent through it can land.
 """
@@ -30,7 +33,7 @@ MAX_DEVICE_BYTES = 64
 _REQUEST_MAGIC = 0x7A6E6704
 _ANSWER_MAGIC = 0x7A6E6705
 _REQUEST = struct.Struct("<IBBHQQQQ64s16sHIIB")
-_ANSWER = struct.Struct("<IBBBH16sHIIBQI")
+_ANSWER = struct.Struct("<IBBBBH16sHIIBQI")
 REQUEST_BYTES = _REQUEST.size
 ANSWER_BYTES = _ANSWER.size
 
@@ -54,10 +57,11 @@ class RdmaOp(IntEnum):
     CONNECT = 1
     FENCE = 2
     CLOSE = 3
+    ADMIT = 4
 
 
 class RdmaRequest(NamedTuple):
-    """One message of the client; FENCE and CLOSE need the token only."""
+    """One message of the client; all but CONNECT need the token only."""
 
     op: RdmaOp
     token: int
@@ -83,37 +87,42 @@ class RdmaAnswer(NamedTuple):
     address: QueuePairAddress
     segment_address: int
     segment_key: int
+    leased: bool
 
 
 def parse_request(data: bytes) -> RdmaRequest:
     """Decode REQUEST_BYTES; raises MalformedMessage."""
     magic, version, op, zero, token, session_id, generation, hashed, device, *address = _REQUEST.unpack(data)
-    if magic != _REQUEST_MAGIC or version != VERSION or zero or op not in RdmaOp._value2member_map_ or token == 0:
+    if magic != _REQUEST_MAGIC or version != VERSION or zero or op not in RdmaOp._value2member_map_:
         raise MalformedMessage(f"rdma request with magic {magic:#x}, version {version}, op {op}")
     name = device.rstrip(b"\0").decode(errors="replace")
     return RdmaRequest(RdmaOp(op), token, session_id, generation, hashed, name, _parse_address(address))
 
 
 def pack_answer(
-    op: RdmaOp, address: QueuePairAddress = NO_ADDRESS, segment_address: int = 0, segment_key: int = 0
+    op: RdmaOp,
+    address: QueuePairAddress = NO_ADDRESS,
+    segment_address: int = 0,
+    segment_key: int = 0,
+    leased: bool = False,
 ) -> bytes:
     """An answer that grants."""
-    return _ANSWER.pack(_ANSWER_MAGIC, VERSION, op, 0, 0, *_pack_address(address), segment_address, segment_key)
+    return _ANSWER.pack(_ANSWER_MAGIC, VERSION, op, 0, leased, 0, *_pack_address(address), segment_address, segment_key)
 
 
 def pack_refusal(op: RdmaOp, error: TanghuluError) -> bytes:
     """An answer that refuses, with its text."""
     text = pack_error(error)
-    return _ANSWER.pack(_ANSWER_MAGIC, VERSION, op, 1, len(text), *_pack_address(NO_ADDRESS), 0, 0) + text
+    return _ANSWER.pack(_ANSWER_MAGIC, VERSION, op, 1, 0, len(text), *_pack_address(NO_ADDRESS), 0, 0) + text
 
 
 def parse_answer(data: bytes | bytearray) -> RdmaAnswer:
     """Decode ANSWER_BYTES; raises MalformedMessage."""
-    magic, version, op, refused, text_bytes, *rest = _ANSWER.unpack(data)
+    magic, version, op, refused, leased, text_bytes, *rest = _ANSWER.unpack(data)
     known = magic == _ANSWER_MAGIC and version == VERSION and op in RdmaOp._value2member_map_
     if not known or bool(refused) != bool(text_bytes) or text_bytes > MAX_TEXT_BYTES:
         raise MalformedMessage(f"rdma answer with magic {magic:#x}, version {version}, op {op}")
-    return RdmaAnswer(RdmaOp(op), text_bytes, _parse_address(rest[:5]), rest[5], rest[6])
+    return RdmaAnswer(RdmaOp(op), text_bytes, _parse_address(rest[:5]), rest[5], rest[6], bool(leased))
 
 
 __all__ = [

@@ -52,7 +52,7 @@ class Owner:
         self.segment = MemorySegment.create(SEGMENT_NAME, size_bytes)
         access = self.access if with_access else None
         self.server = SegmentServer(
-            self.segment, access, host="127.0.0.1", host_id=HOST_ID, on_freed=self._on_freed, **options
+            self.segment, access, host_id=HOST_ID, on_freed=self._on_freed, **({"host": "127.0.0.1"} | options)
         )
 
     def _on_freed(self, freed: Any) -> None:
