@@ -12,6 +12,7 @@ from tanghulu.conductor.policies.base import Decision, Policy, RequestView, Work
 from tanghulu.conductor.registry import Registry
 from tanghulu.conductor.requests import GenerationRequest
 from tanghulu.conductor.served_model import ServedModel
+from tanghulu.conductor.shortlist import shortlist
 from tanghulu.types import InstanceId, Place
 
 
@@ -81,12 +82,9 @@ class Router:
         usable = self._registry.usable(model.card.model)
         kept = [w for w in usable if w.id not in flight.avoid] or usable
         coming = self.in_flight.match(sequence.block_hashes)
-        views = [
-            replace(
-                w.load.view(w.id, w.role, hits.workers.get(w.id, 0)), coming_blocks=coming.get(w.id, 0), place=w.place
-            )
-            for w in kept
-        ]
+        if self.policy.ranks:
+            kept = shortlist(kept, hits.workers, coming)
+        views = [w.load.view(w.id, w.role, hits.workers.get(w.id, 0), coming.get(w.id, 0), w.place) for w in kept]
         return request, with_both_phases(views), hits
 
 

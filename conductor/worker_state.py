@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tanghulu.conductor.policies.base import WorkerView
 from tanghulu.conductor.requests import WorkerLoad
-from tanghulu.types import InstanceId, Role
+from tanghulu.types import InstanceId, Place, Role
 
 _REPORTS_UNTIL_SEEN = 2
 
@@ -28,57 +28,74 @@ class LoadTracker:
     def __init__(self) -> None:
         self.reported = WorkerLoad()
         self._unreported: dict[str, _Unreported] = {}
-        self._unhit: tuple[InstanceId, Role, WorkerView] | None = None
+        #: Order of workers by load: waiting tokens, then requests. An attribute, because thousands are sorted by it.
+        self.pressure = 0.0
+        self._queue_tokens = self._num_requests = 0
+        self._unhit: tuple[tuple[InstanceId, Role, Place], WorkerView] | None = None
 
     def sent(self, wire_id: str, prefill_tokens: int, num_blocks: int) -> None:
         """A submission was sent; ``prefill_tokens`` of it are expected to be computed there."""
         self._unreported[wire_id] = _Unreported(prefill_tokens, num_blocks)
-        self._unhit = None
+        self._changed()
 
     def heard_of(self, wire_id: str) -> None:
         """The worker spoke of the submission, or it was taken back."""
         if self._unreported.pop(wire_id, None) is not None:
-            self._unhit = None
+            self._changed()
 
     def report(self, load: WorkerLoad) -> None:
         """The worker's own report."""
-        self.reported, self._unhit = load, None
-        if not self._unreported:
-            return
+        self.reported = load
         for wire_id, entry in list(self._unreported.items()):
             entry.reports_left -= 1
             if entry.reports_left == 0:
                 del self._unreported[wire_id]
+        self._changed()
 
     def reset(self, load: WorkerLoad) -> None:
         """A new session began: nothing is under way."""
         self._unreported.clear()
-        self.reported, self._unhit = load, None
+        self.reported = load
+        self._changed()
 
-    def view(self, worker: InstanceId, role: Role, hit_blocks: int) -> WorkerView:
+    def view(
+        self, worker: InstanceId, role: Role, hit_blocks: int, coming_blocks: int = 0, place: Place = Place()
+    ) -> WorkerView:
         """What a policy sees. Without a hit it is made once a change: of many workers most hold nothing of a prompt."""
-        if hit_blocks:
-            return self._view(worker, role, hit_blocks)
-        if self._unhit is None or self._unhit[0] != worker or self._unhit[1] is not role:
-            self._unhit = worker, role, self._view(worker, role, 0)
-        return self._unhit[2]
+        if hit_blocks or coming_blocks:
+            return self._view(worker, role, hit_blocks, coming_blocks, place)
+        who = (worker, role, place)
+        if self._unhit is None or self._unhit[0] != who:
+            self._unhit = who, self._view(worker, role, 0, 0, place)
+        return self._unhit[1]
 
-    def _view(self, worker: InstanceId, role: Role, hit_blocks: int) -> WorkerView:
+    def _view(self, worker: InstanceId, role: Role, hit_blocks: int, coming_blocks: int, place: Place) -> WorkerView:
         load, own = self.reported, self._unreported.values()
         return WorkerView(
             id=worker,
             can_prefill=role.prefills,
             can_decode=role.decodes,
-            queue_tokens=load.prefill_tokens_waiting + sum(e.prefill_tokens for e in own),
-            num_requests=load.num_running + load.num_waiting + len(own),
+            queue_tokens=self._queue_tokens,
+            num_requests=self._num_requests,
             blocks_free=max(0, load.blocks_free - sum(e.num_blocks for e in own)),
             blocks_total=load.blocks_total,
             prefill_tokens_per_s=load.prefill_tokens_per_s,
             decode_step_s=load.decode_step_s,
             store_bytes_per_s=load.store_bytes_per_s,
             hit_blocks=hit_blocks,
+            coming_blocks=coming_blocks,
+            place=place,
         )
 
+    def _changed(self) -> None:
+        load, own = self.reported, self._unreported.values()
+        self._queue_tokens = load.prefill_tokens_waiting + sum(e.prefill_tokens for e in own)
+        self._num_requests = load.num_running + load.num_waiting + len(own)
+        self.pressure = self._queue_tokens + self._num_requests / 1024
+        self._unhit = None
+
     def check(self) -> None:
-        """Nothing stays unreported for ever."""
+        """Nothing stays unreported for ever; the sums are right."""
+        expected = self.reported.prefill_tokens_waiting + sum(e.prefill_tokens for e in self._unreported.values())
+        assert self._queue_tokens == expected
         assert all(0 < e.reports_left <= _REPORTS_UNTIL_SEEN for e in self._unreported.values())

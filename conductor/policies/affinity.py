@@ -22,6 +22,7 @@ class SessionAffinity:
 
     def __init__(self, inner: Policy, patience_s: float = 2.0, max_sessions: int = MAX_SESSIONS) -> None:
         assert max_sessions > 0
+        self.ranks = False
         self.name = f"{inner.name}+session-affinity"
         self._inner = inner
         self._patience_s = patience_s

@@ -131,9 +131,12 @@ class Decision:
 
 
 class Policy(Protocol):
-    """A routing policy."""
+    """A routing policy. ``ranks``: it takes the best, so that of very many workers a shortlist of the best-matching and
+    the least loaded ones may be shown to it (``conductor/shortlist.py``).
+    """
 
     name: str
+    ranks: bool
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> Decision | None:
         """Workers for both phases; None if nobody can take one of them."""

@@ -24,6 +24,7 @@ class Dynamo:
     """Overlap-weighted prefill blocks plus active blocks, with a temperature."""
 
     name = "dynamo"
+    ranks = True
 
     def __init__(
         self, overlap_weight: float = 1.0, temperature: float = 0.0, store_credit: float = 0.0, seed: int = 0

@@ -24,6 +24,7 @@ class Linear:
     """The linear score. A candidate's ``score`` is its negative, as the lowest score wins."""
 
     name = "linear"
+    ranks = True
 
     def __init__(self, alpha: float = 0.5, beta: float = 0.5, gamma: float = 0.05, seed: int = 0) -> None:
         self._ties = random.Random(seed)

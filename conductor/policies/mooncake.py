@@ -29,6 +29,7 @@ class Mooncake:
     """Algorithm 1. ``balance_threshold``: how much longer the best prefix must be before it is fetched, a factor."""
 
     name = "mooncake"
+    ranks = True
 
     def __init__(self, balance_threshold: float = 1.5, seed: int = 0) -> None:
         self._ties = random.Random(seed)

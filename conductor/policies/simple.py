@@ -24,6 +24,7 @@ class RoundRobin:
     """Each worker in turn, by id; remembers the last one's id, so that comings and goings do no harm."""
 
     name = "round-robin"
+    ranks = False
 
     def __init__(self) -> None:
         self._last_prefill = InstanceId("")
@@ -58,6 +59,7 @@ class Random:
     """Any worker, drawn from a seeded generator: equal seeds and views give equal choices."""
 
     name = "random"
+    ranks = False
 
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed)
@@ -82,6 +84,7 @@ class PowerOfTwo:
     """
 
     name = "power-of-two"
+    ranks = False
 
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed)
@@ -110,6 +113,7 @@ class LeastLoaded:
     """The worker with the shortest queue (prefill) or the fewest requests (decode)."""
 
     name = "least-loaded"
+    ranks = True
 
     def __init__(self, seed: int = 0) -> None:
         self._ties = random.Random(seed)

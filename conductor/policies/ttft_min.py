@@ -32,6 +32,7 @@ class TtftMin:
     """Least estimated time to the first token, copies between workers charged by ``replica_weight``."""
 
     name = "ttft-min"
+    ranks = True
 
     def __init__(self, replica_weight: float = 1.0, seed: int = 0) -> None:
         self._replica_weight = replica_weight

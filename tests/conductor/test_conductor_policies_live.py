@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 from conductor_cluster import running_cluster
@@ -14,7 +14,8 @@ from tanghulu.conductor.admission import Admission, forecast
 from tanghulu.conductor.cost import DecodeProfile
 from tanghulu.conductor.in_flight import InFlightBlocks
 from tanghulu.conductor.policies.base import Decision, RequestView, WorkerView
-from tanghulu.types import InstanceId
+from tanghulu.conductor.shortlist import shortlist
+from tanghulu.types import InstanceId, Role
 
 PROMPT = "a prompt of many tokens that fills several blocks of four tokens each"
 
@@ -106,3 +107,39 @@ async def test_a_session_stays_where_it_was(tmp_path):
             await cluster.http.post("/v1/completions", json={**body, "prompt_cache_key": "mine"})
             await cluster.http.post("/v1/completions", json=body)
         assert [len(w.submits) for w in workers] == [4, 4, 0]  # without sessions 3, 3, 2
+
+
+@dataclass(frozen=True)
+class Pressed:
+    pressure: float
+
+
+@dataclass(frozen=True)
+class Listed:
+    id: InstanceId
+    role: Role
+    load: Pressed
+
+
+class TestShortlist:
+    """Of very many workers those that can win."""
+
+    WORKERS = tuple(Listed(InstanceId(f"w{n:04d}"), Role.BOTH, Pressed(n * 37 % 1000)) for n in range(1000))
+
+    def test_few_are_all_shown(self):
+        assert shortlist(self.WORKERS[:96], {}, {}) == list(self.WORKERS[:96])
+
+    def test_holders_and_the_least_loaded_are_on_it(self):
+        hits = {w.id: n for n, w in enumerate(self.WORKERS[500:], 1)}
+        coming = {self.WORKERS[3].id: 5}
+        kept = shortlist(self.WORKERS, hits, coming)
+        assert len(kept) <= 96
+        assert {self.WORKERS[3], *self.WORKERS[976:], *sorted(self.WORKERS, key=lambda w: w.load.pressure)[:24]} == set(
+            kept
+        )
+        assert kept == sorted(kept, key=lambda w: w.id)
+
+    def test_both_phases_are_on_it(self):
+        idle = [replace(w, role=Role.DECODE, load=Pressed(0)) for w in self.WORKERS[:500]]
+        busy = [replace(w, role=Role.PREFILL, load=Pressed(9)) for w in self.WORKERS[500:]]
+        assert {w.role for w in shortlist([*idle, *busy], {}, {})} == {Role.DECODE, Role.PREFILL}

@@ -1,0 +1,70 @@
+"""Which workers are worth a policy's look when there are very many.
+
+Pure. A view and a score cost a few microseconds each; with a thousand workers that is milliseconds a request. But only
+three kinds can win: those that hold much of the prompt, those that are computing much of it, and those that have little
+to do. Example: of 1000 workers with a limit of 96 the 24 best holders, the 24 that compute most of it, and the 24 least
+loaded ones of each phase fill the list; the best of the whole thousand is on it unless 24 hold more and 24 do less.
+"""
+
+from __future__ import annotations
+
+import heapq
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Protocol, TypeVar
+
+from tanghulu.types import InstanceId, Role
+
+#: Up to so many workers a policy is shown all.
+LIMIT = 96
+_pressure = operator.attrgetter("load.pressure")
+
+
+class Load(Protocol):
+    """What is compared."""
+
+    pressure: float
+
+
+class Loaded(Protocol):
+    """What the choice looks at."""
+
+    @property
+    def id(self) -> InstanceId:
+        """Its identity."""
+        ...
+
+    @property
+    def role(self) -> Role:
+        """What it does."""
+        ...
+
+    @property
+    def load(self) -> Load:
+        """Its load."""
+        ...
+
+
+W = TypeVar("W", bound=Loaded)
+
+
+def shortlist(
+    workers: Sequence[W], hits: Mapping[InstanceId, int], coming: Mapping[InstanceId, int], limit: int = LIMIT
+) -> list[W]:
+    """At most ``limit`` workers, in the order of ``workers``; all of them if they are not more."""
+    if len(workers) <= limit:
+        return list(workers)
+    share = limit // 4
+    chosen = {
+        *heapq.nlargest(share, hits, key=hits.__getitem__),
+        *heapq.nlargest(share, coming, key=coming.__getitem__),
+    }
+    prefill = decode = share
+    for worker in sorted(workers, key=_pressure):
+        wanted = (prefill > 0 and worker.role.prefills) or (decode > 0 and worker.role.decodes)
+        if wanted:
+            chosen.add(worker.id)
+            prefill, decode = prefill - worker.role.prefills, decode - worker.role.decodes
+        if prefill <= 0 and decode <= 0:
+            break
+    return [w for w in workers if w.id in chosen]
