@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from tanghulu.errors import ChunkNotFound
 from tanghulu.protos import directory_pb2 as pb
 from tanghulu.protos import directory_pb2_grpc, fastlane_pb2
 from tanghulu.rpc.door import Door
-from tanghulu.rpc.fast_server import FastService, Peer
+from tanghulu.rpc.fast_server import FastService, Later, Peer
 from tanghulu.rpc.grpc_edge import abort
 
 ECHO = fastlane_pb2.METHOD_GET
@@ -25,6 +25,7 @@ BROKEN = fastlane_pb2.METHOD_COMMIT
 SLOW_BROKEN = fastlane_pb2.METHOD_RESERVE
 BLOAT = fastlane_pb2.METHOD_UNPIN
 HANG = fastlane_pb2.METHOD_EXISTS
+LATER = fastlane_pb2.METHOD_LOCATE
 
 
 @dataclass
@@ -35,6 +36,7 @@ class Served:
     most_waiting: int = 0
     waiting: int = 0
     closed: int = 0
+    later: list[Callable[[], None]] = field(default_factory=list)  # each sets one answer
 
 
 def make_service(served: Served) -> None:
@@ -67,7 +69,15 @@ def make_service(served: Served) -> None:
     async def hang(peer: Peer, request: pb.LocateRequest, attachment: memoryview) -> Any:
         await asyncio.Event().wait()
 
+    def later(peer: Peer, request: pb.LocateRequest, attachment: memoryview) -> Any:
+        answer = Later()
+        served.later.append(lambda: answer.set(pb.LocateReply(node_ids=request.keys)))
+        if "now" in request.keys:
+            served.later.pop()()
+        return answer
+
     handlers = {ECHO: echo, SLOW: slow, FAIL: fail, BROKEN: broken, SLOW_BROKEN: slow_broken, BLOAT: bloat, HANG: hang}
+    handlers[LATER] = later
     for method, handler in handlers.items():
         served.service.register(method, pb.LocateRequest, handler)
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from rpc_service import BLOAT, BROKEN, ECHO, FAIL, HANG, SLOW, SLOW_BROKEN, Served, serving, until
+from rpc_service import BLOAT, BROKEN, ECHO, FAIL, HANG, LATER, SLOW, SLOW_BROKEN, Served, serving, until
 
 from tanghulu.errors import (
     ChunkNotFound,
@@ -28,7 +28,7 @@ from tanghulu.rpc import fast_server
 from tanghulu.rpc.door import Door
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Call, FastConnection
-from tanghulu.rpc.fast_server import FastService
+from tanghulu.rpc.fast_server import MAX_CALLS_IN_FLIGHT, FastService
 from tanghulu.rpc.frames import HEAD, MAX_ATTACHMENT_BYTES, PREAMBLE, encode_head
 from tanghulu.rpc.grpc_edge import channel, typed_errors
 from tanghulu.rpc.wire import error_of, raise_for, status_of
@@ -188,6 +188,22 @@ async def test_pipelined_calls_keep_their_places_and_errors(served: Served) -> N
             assert not isinstance(outcome, TanghuluError)
             assert outcome.message.node_ids == [str(number)]
     connection.close()
+
+
+async def test_answers_may_come_later_in_any_order_and_number(served: Served) -> None:
+    connection = await AsyncFastConnection.connect(served.door.address)
+    assert (await connection.call(LATER, ask("now"), REPLY)).message.node_ids == ["now"]
+    calls = [asyncio.create_task(connection.call(LATER, ask(str(n)), REPLY)) for n in range(2 * MAX_CALLS_IN_FLIGHT)]
+    await until(lambda: len(served.later) >= MAX_CALLS_IN_FLIGHT)
+    other = await AsyncFastConnection.connect(served.door.address)
+    await other.call(ECHO, ask(), REPLY)  # another connection is served all the same
+    while not all(call.done() for call in calls):
+        while served.later:
+            served.later.pop()()
+        await asyncio.sleep(0)
+    assert [call.result().message.node_ids for call in calls] == [[str(n)] for n in range(len(calls))]
+    await connection.close()
+    await other.close()
 
 
 async def test_nobody_waits_for_the_replies_of_what_is_posted(served: Served) -> None:
