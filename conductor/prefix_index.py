@@ -31,7 +31,7 @@ from tanghulu.types import BlockHash, InstanceId
 DEFAULT_MAX_BLOCKS = 8_000_000
 #: Blocks of one event that go into one node, and the largest node that joining makes.
 MAX_TOLD_BLOCKS = 512
-MAX_NODE_BLOCKS = 1024
+MAX_NODE_BLOCKS = 4096
 #: An event with up to so many new blocks is put behind the holder's last one, so that small events make no small nodes.
 SMALL_EVENT_BLOCKS = 32
 #: Nodes are not joined where more holders than this would have a part alone: a system prompt that a thousand workers
@@ -270,7 +270,7 @@ class PrefixIndex:
             fresh.blocks = list(dict.fromkeys(b for b, n in zip(blocks, found, strict=True) if n is fresh))
             for node, known in _by_node(found, blocks):
                 if node is not fresh:
-                    self._count(slot, node.hold(slot, node.positions(known)))
+                    self._count(slot, node.hold(slot, node.stretch(known) or node.positions(known)))
             before, front = found[-num_new - 1], None
             if num_new and fresh.blocks == blocks[-num_new:] and before.blocks[-1] == blocks[-num_new - 1]:
                 front = before
@@ -300,7 +300,7 @@ class PrefixIndex:
             return
         for node, known in _by_node(list(map(self._node_of.get, blocks)), blocks):
             if node is not None:
-                self._release(node, slot, node.positions(known))
+                self._release(node, slot, node.stretch(known) or node.positions(known))
 
     def _release(self, node: Node, slot: int, bits: int) -> None:
         num, orphans = node.release(slot, bits)
