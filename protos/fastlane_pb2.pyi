@@ -17,6 +17,7 @@ class Method(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     METHOD_EXISTS: _ClassVar[Method]
     METHOD_REMOVE: _ClassVar[Method]
     METHOD_CHUNK_STAT: _ClassVar[Method]
+    METHOD_EVICTION: _ClassVar[Method]
     METHOD_ANNOUNCE: _ClassVar[Method]
     METHOD_LOCATE: _ClassVar[Method]
     METHOD_PLACE: _ClassVar[Method]
@@ -35,6 +36,7 @@ METHOD_UNPIN: Method
 METHOD_EXISTS: Method
 METHOD_REMOVE: Method
 METHOD_CHUNK_STAT: Method
+METHOD_EVICTION: Method
 METHOD_ANNOUNCE: Method
 METHOD_LOCATE: Method
 METHOD_PLACE: Method

@@ -264,3 +264,15 @@ class StatReply(_message.Message):
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     chunks: _containers.RepeatedCompositeFieldContainer[ChunkStat]
     def __init__(self, chunks: _Optional[_Iterable[_Union[ChunkStat, _Mapping]]] = ...) -> None: ...
+
+class EvictionRequest(_message.Message):
+    __slots__ = ("policy",)
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    policy: str
+    def __init__(self, policy: _Optional[str] = ...) -> None: ...
+
+class EvictionReply(_message.Message):
+    __slots__ = ("policy",)
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    policy: str
+    def __init__(self, policy: _Optional[str] = ...) -> None: ...

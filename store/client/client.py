@@ -170,6 +170,14 @@ class Client:
 
     # --- removal
 
+    def eviction_policy(self, node: str, name: str | None = None, *, deadline_s: float | None = None) -> str:
+        """The eviction policy of the node called ``node``, after switching it to ``name`` if one is given.
+
+        A switch keeps all chunks; it lasts until the node restarts. Raises InvalidRequest for an unknown name or node.
+        """
+        deadline = self._deadline(deadline_s)
+        return self._run(self._do.eviction_policy(deadline, node, name), deadline)
+
     def remove(self, key: str, *, deadline_s: float | None = None) -> bool:
         """Drop the chunk everywhere; whether there was one. ``exists`` says False once this has returned."""
         deadline = self._deadline(deadline_s)

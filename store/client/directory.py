@@ -140,6 +140,18 @@ def stat(context: Context, key: str) -> Logic[ChunkInfo]:
     raise failure or ChunkNotFound(f"no live node holds {key!r}")
 
 
+def eviction_policy(context: Context, node: str, name: str) -> Logic[str]:
+    """The node's eviction policy, after switching to ``name`` unless that is empty."""
+    if node not in context.nodes.ids():
+        known = yield from nodes(context)
+        if all(view.id != node for view in known):
+            raise InvalidRequest(f"no node is called {node!r}; there are: {', '.join(v.id for v in known) or 'none'}")
+    (outcome,) = yield Ask([(PeerId(node), messages.eviction(name))])
+    if isinstance(outcome, TanghuluError):
+        raise outcome
+    return messages.eviction_policy(outcome)
+
+
 def nodes(context: Context) -> Logic[list[NodeView]]:
     """All nodes, asked anew."""
     reply = yield from common.ask_master(messages.nodes())

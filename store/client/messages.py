@@ -156,6 +156,16 @@ def remove(keys: Sequence[str]) -> AnyCall:
     return Call(fastlane_pb2.METHOD_REMOVE, store_pb2.RemoveRequest(keys=keys), store_pb2.RemoveReply)
 
 
+def eviction(policy: str) -> AnyCall:
+    """Switch the node's eviction policy, or only ask for its name."""
+    return Call(fastlane_pb2.METHOD_EVICTION, store_pb2.EvictionRequest(policy=policy), store_pb2.EvictionReply)
+
+
+def eviction_policy(reply: AnyReply) -> str:
+    """The answer to ``eviction``."""
+    return str(reply.message.policy)
+
+
 def node_stat(keys: Sequence[str]) -> AnyCall:
     """What the node knows of chunks."""
     return Call(fastlane_pb2.METHOD_CHUNK_STAT, store_pb2.StatRequest(keys=keys), store_pb2.StatReply)

@@ -128,6 +128,10 @@ class Operations:
         """What the store knows of the chunk."""
         return (yield from directory.stat(self._context, key))
 
+    def eviction_policy(self, deadline: Deadline, node: str, name: str | None) -> Logic[str]:
+        """The eviction policy of a node, after switching to ``name`` if one is given."""
+        return (yield from directory.eviction_policy(self._context, node, name or ""))
+
     def nodes(self, deadline: Deadline) -> Logic[list[NodeView]]:
         """All store nodes."""
         return (yield from directory.nodes(self._context))

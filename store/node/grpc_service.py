@@ -10,6 +10,7 @@ import grpc.aio
 from tanghulu.errors import ChunkNotFound, InvalidRequest, TanghuluError
 from tanghulu.protos import store_pb2, store_pb2_grpc
 from tanghulu.rpc import grpc_edge
+from tanghulu.store.node.chunk import Chunk
 from tanghulu.store.node.metrics import TrafficCounters
 from tanghulu.store.node.node_state import NodeState
 from tanghulu.store.node.puts import PutDesk, remaining_s
@@ -47,6 +48,7 @@ class GrpcStoreNode(store_pb2_grpc.StoreNodeServicer):
         """The values of all keys, one behind the other in ``inline_data``."""
         reply = store_pb2.GetReply()
         values: list[bytes] = []
+        touched: list[Chunk] = []
         size = 0
         for key in request.keys:
             item = reply.items.add()
@@ -65,7 +67,8 @@ class GrpcStoreNode(store_pb2_grpc.StoreNodeServicer):
             item.size_bytes, item.version = chunk.size_bytes, chunk.version
             item.checksums.CopyFrom(checksums_to_wire(chunk.checksums))
             values.append(bytes(self._desk.bytes_of(chunk)))
-            self._state.touch([chunk])
+            touched.append(chunk)
+        self._state.touch(touched)
         reply.inline_data = b"".join(values)
         self._traffic.bytes_read["grpc"] += len(reply.inline_data)
         return reply

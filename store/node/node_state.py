@@ -191,9 +191,11 @@ class NodeState:
         return chunk
 
     def touch(self, chunks: list[Chunk]) -> None:
-        """One call read ``chunks``: the last is touched first, so that LRU evicts leaves before prefixes."""
-        for chunk in reversed(chunks):
+        """One call read ``chunks``, in the order of its prompt."""
+        self.room.end_batch()
+        for chunk in chunks:
             self.room.touch(chunk)
+        self.room.end_batch()
 
     def pin(self, chunk: Chunk, holder: Holder) -> Pinned:
         """A read lease on a LIVE chunk. Raises Overloaded if there are too many leases."""

@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 
 from tanghulu.store.node.allocator import OffsetAllocator
-from tanghulu.store.node.chunk import Chunk
+from tanghulu.store.node.chunk import Chunk, ChunkState
 from tanghulu.store.node.chunk_table import ChunkTable
 from tanghulu.store.node.eviction.base import Policy
 from tanghulu.store.words import Pin
@@ -33,23 +33,63 @@ class Room:
         self.allocator = allocator
         self._table = table
         self._policies: dict[Pin, Policy] = {Pin.NONE: make_policy(), Pin.SOFT: make_policy()}
+        self._noted: list[
+            Chunk
+        ] = []  # came or were read in the call that is being served; the policies hear at its end
+
+    @property
+    def policy_name(self) -> str:
+        """The policy that orders the evictions."""
+        return self._policies[Pin.NONE].name
+
+    def switch_policy(self, make_policy: Callable[[], Policy]) -> None:
+        """Let another policy order the evictions; it begins with the order of the last one. O(n)."""
+        self.end_batch()
+        for pin, old in self._policies.items():
+            new = self._policies[pin] = make_policy()
+            for key in old.victims():
+                chunk = self._table.find(key)
+                assert chunk is not None, f"the policy knows {key!r}, the table does not"
+                new.begin_batch()
+                new.add(key, chunk.size_bytes)
 
     def settle(self, chunk: Chunk) -> None:
         """The chunk became LIVE and may be evicted from now on."""
         if chunk.pin is not Pin.HARD:
-            self._policies[chunk.pin].add(chunk.key, chunk.size_bytes)
+            self._noted.append(chunk)
 
     def leave(self, chunk: Chunk, *, evicted: bool) -> None:
         """The chunk is no longer LIVE."""
         if chunk.pin is not Pin.HARD:
+            self.end_batch()
             self._policies[chunk.pin].remove(chunk.key, evicted=evicted)
 
     def touch(self, chunk: Chunk) -> None:
         """The chunk was read."""
         if chunk.pin is not Pin.HARD:
-            self._policies[chunk.pin].touch(chunk.key)
+            self._noted.append(chunk)
+
+    def end_batch(self) -> None:
+        """What came or was read since the last end was one call's: the policies hear of it, the last chunk first.
+
+        So LRU evicts leaves before the prefix they stand on. Whatever asks for the order ends the batch by itself.
+        """
+        if not self._noted:
+            return
+        for policy in self._policies.values():
+            policy.begin_batch()
+        for chunk in reversed(self._noted):
+            if chunk.state is not ChunkState.LIVE:
+                continue  # put twice before the master knew of it
+            policy = self._policies[chunk.pin]
+            if chunk.key in policy:
+                policy.touch(chunk.key)
+            else:
+                policy.add(chunk.key, chunk.size_bytes)
+        self._noted.clear()
 
     def __contains__(self, chunk: Chunk) -> bool:
+        self.end_batch()
         return chunk.pin is not Pin.HARD and chunk.key in self._policies[chunk.pin]
 
     def take(self, size_bytes: int, drop: Callable[[Chunk], None], *, sparing: bool = False) -> int | None:
@@ -76,6 +116,7 @@ class Room:
 
     def victims(self) -> Iterator[Chunk]:
         """Everything that could be evicted now, the first to go first."""
+        self.end_batch()
         for policy in (self._policies[Pin.NONE], self._policies[Pin.SOFT]):
             for key in policy.victims():
                 chunk = self._table.find(key)
@@ -112,6 +153,7 @@ class Room:
     def check(self) -> None:
         """Assert that exactly the LIVE chunks without a hard pin are in the eviction order."""
         self.allocator.check()
+        self.end_batch()
         known: set[ChunkKey] = set()
         for pin, policy in self._policies.items():
             policy.check()

@@ -1,4 +1,4 @@
-"""The node's fast lane: HELLO, PUT, RESERVE, COMMIT, GET, UNPIN, EXISTS, REMOVE, CHUNK_STAT.
+"""The node's fast lane: HELLO, PUT, RESERVE, COMMIT, GET, UNPIN, EXISTS, REMOVE, CHUNK_STAT, EVICTION.
 
 An edge: turns messages into NodeState's words and back. What needs no waiting is answered in the same loop step.
 """
@@ -10,11 +10,14 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import structlog
+
 from tanghulu.errors import ChecksumMismatch, ChunkNotFound, InvalidRequest, TanghuluError, Unauthorized
 from tanghulu.protos import fastlane_pb2, store_pb2
 from tanghulu.rpc.fast_server import Answer, FastService, Later, Peer
 from tanghulu.rpc.frames import PROTOCOL_VERSION
 from tanghulu.store.node.chunk import Chunk
+from tanghulu.store.node.eviction import make_policy
 from tanghulu.store.node.metrics import TrafficCounters
 from tanghulu.store.node.node_state import NodeState
 from tanghulu.store.node.outcomes import Existed
@@ -32,6 +35,8 @@ from tanghulu.store.words import MAX_INLINE_BYTES, NewChunk
 from tanghulu.transfer_engine.descriptor_wire import to_proto
 from tanghulu.transfer_engine.segment import SegmentDescriptor
 from tanghulu.types import ChunkKey
+
+_log = structlog.get_logger(__name__)
 
 MAX_KEYS_PER_CALL = 65536
 #: Payload in one answer; what does not fit is pinned instead.
@@ -73,6 +78,7 @@ class NodeService:
         service.register(fastlane_pb2.METHOD_EXISTS, store_pb2.ExistsRequest, self.exists)
         service.register(fastlane_pb2.METHOD_REMOVE, store_pb2.RemoveRequest, self.remove)
         service.register(fastlane_pb2.METHOD_CHUNK_STAT, store_pb2.StatRequest, self.stat)
+        service.register(fastlane_pb2.METHOD_EVICTION, store_pb2.EvictionRequest, self.eviction)
 
     # --- sessions
 
@@ -233,6 +239,16 @@ class NodeService:
     def stat(self, peer: Peer, request: store_pb2.StatRequest, attachment: memoryview) -> Answer:
         """What the node knows of each chunk."""
         return stat_reply(self._state, request)
+
+    def eviction(self, peer: Peer, request: store_pb2.EvictionRequest, attachment: memoryview) -> Answer:
+        """Name the eviction policy, after switching to another if one is named."""
+        _session(peer)
+        room, wanted = self._state.room, request.policy
+        if wanted and wanted != room.policy_name:
+            make_policy(wanted)  # raises for an unknown name before anything changes
+            room.switch_policy(lambda: make_policy(wanted))
+            _log.info("node.eviction_policy", policy=wanted)
+        return store_pb2.EvictionReply(policy=room.policy_name)
 
     def _until(self, deadline_ms: int) -> float:
         return asyncio.get_running_loop().time() + remaining_s(deadline_ms, DEFAULT_DEADLINE_S)
