@@ -280,7 +280,7 @@ class SimClient:
     ) -> tuple[list[TransferRequest], Callable[[bool], None]] | None:
         chance = self.world.chance
         remote, session_id = self.open(node)
-        slot = node.reserve(session_id, lease_ms or chance.choice([200, 1000, 5000]))
+        slot = node.reserve(session_id, lease_ms or chance.choice([200, 3000, 6000]))
         if slot is None:
             return None
         (lease,) = slot.leases

@@ -93,7 +93,7 @@ class World:
         self._maybe_greet(node)
         made = (self.waiter.put if self.chance.random() < 0.6 else self.waiter.get)(node) if node.up else None
         if made is not None:
-            self._transfer(*made, self.chance.choice([0.05, 0.5, 3.0]))
+            self._transfer(*made, self.chance.choice([0.05, 1.5, 4.0]))
 
     def _maybe_greet(self, node: SimNode) -> None:
         remote, _ = self.waiter.open(node)
@@ -163,7 +163,15 @@ class World:
     def _disturb(self) -> None:
         if not self._disturbing:
             return
-        acts = [self._partition, self._partition, self._stall, self._crash_client, self._crash_node]
+        acts = [
+            self._partition,
+            self._partition,
+            self._stall,
+            self._stall,
+            self._stall,
+            self._crash_client,
+            self._crash_node,
+        ]
         acts += [self._map, self._map, self._reset, self._reset]
         self.chance.choice(acts)()
         self.network.later(self.chance.uniform(0.05, 1.0), self._disturb)
@@ -179,7 +187,7 @@ class World:
         node = self.chance.choice(self.nodes)
         if node.up:
             self.network.stalled.add(node.address)
-            self.network.later(self.chance.uniform(0.05, 1.5), lambda: self.network.wake(node.address))
+            self.network.later(self.chance.uniform(0.05, 1.0), lambda: self.network.wake(node.address))
 
     def _reset(self) -> None:
         """A connection breaks in the middle, seen by both ends."""
