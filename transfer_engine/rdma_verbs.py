@@ -196,9 +196,11 @@ class QueuePair:
         attributes.max_rd_atomic = attributes.max_dest_rd_atomic = MAX_READS
         attributes.min_rnr_timer = 12
         attributes.timeout, attributes.retry_cnt, attributes.rnr_retry = ACK_TIMEOUT, RETRY_COUNT, 6
-        route = addr.GlobalRoute(dgid=addr.GID(peer.gid), sgid_index=self._info.gid_index, hop_limit=64)
-        attributes.ah_attr = addr.AHAttr(gr=route, is_global=1, port_num=PORT, dlid=peer.lid)
         try:
+            route = addr.GlobalRoute(
+                dgid=addr.GID(ipaddress.IPv6Address(peer.gid).exploded), sgid_index=self._info.gid_index, hop_limit=64
+            )
+            attributes.ah_attr = addr.AHAttr(gr=route, is_global=1, port_num=PORT, dlid=peer.lid)
             self._qp.to_rts(attributes)
         except _error() as error:
             raise NodeUnavailable(f"{self._info.name} cannot reach {peer.gid}: {error}") from error
