@@ -13,8 +13,11 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 up: $(VENV)/.ready ## install, start the embedded cluster on the real model, say what to try
 	$(VENV)/bin/tanghulu up $(UP_FLAGS)
 
-test: $(VENV)/.ready ## the whole quick suite, with real processes and the real model
-	$(PY) -m pytest $(PYTEST_FLAGS)
+test: $(VENV)/.ready ## the quick suite, with real processes and the real model
+	$(PY) -m pytest -m "not slow" $(PYTEST_FLAGS)
+
+test-slow: $(VENV)/.ready ## long simulations, kills and restarts, real verbs in a QEMU guest (see .ci/run for packages)
+	$(PY) -m pytest -m slow $(PYTEST_FLAGS)
 
 check: $(VENV)/.ready ## style, types, layers, generated code
 	$(VENV)/bin/ruff check .
@@ -29,4 +32,4 @@ bench: $(VENV)/.ready ## measure, and keep the figures in benchmarks/results/
 protos: $(VENV)/.ready ## regenerate the committed protobuf code
 	$(PY) protos/generate.py
 
-.PHONY: up test check bench protos
+.PHONY: up test test-slow check bench protos

@@ -27,6 +27,7 @@ _COMMANDS = {
     "prefill": ("tanghulu.workers.main", "PREFILL", "Run a prefill worker."),
     "decode": ("tanghulu.workers.main", "DECODE", "Run a decode worker."),
     "worker": ("tanghulu.workers.main", "WORKER", "Run a worker that prefills and decodes (--role)."),
+    "topology": ("tanghulu.transfer_engine.topology_command", "COMMAND", "Show devices and transports of this machine."),
     "replay": ("tanghulu.conductor.replay.main", "COMMAND", "Replay request traces through the policies."),
 }
 
