@@ -27,7 +27,7 @@ _COMMANDS = {
     "prefill": ("tanghulu.workers.main", "PREFILL", "Run a prefill worker."),
     "decode": ("tanghulu.workers.main", "DECODE", "Run a decode worker."),
     "worker": ("tanghulu.workers.main", "WORKER", "Run a worker that prefills and decodes (--role)."),
-    "topology": ("tanghulu.transfer_engine.topology_command", "COMMAND", "Show devices and transports of this machine."),
+    "topology": ("tanghulu.transfer_engine.topology_command", "COMMAND", "Show this machine's devices and transports."),
     "replay": ("tanghulu.conductor.replay.main", "COMMAND", "Replay request traces through the policies."),
 }
 
