@@ -13,7 +13,7 @@ in the store at 2 GB/s A fetches 80 blocks in 0.08 s and computes one token: 0.0
 A prefix that is fetched from another worker is held twice from then on, and the room that the copy takes was some other
 prefix's, which will have to be computed when it is asked for again. So a copy is charged what it saves, times
 ``replica_weight``: with 1, workers are ranked as if nobody could fetch and the one
-that was chosen fetches where that pays. In replay near saturation this keeps a third of the copies from being made and
+that was chosen fetches where that pays. In replay near saturation this spares about 60 % of the copies and
 takes a tenth off the mean TTFT (docs/scheduling.md). What comes from the store is charged nothing: it stays there.
 """
 
