@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-
-from conftest import RemoteClient, Wires
+from netns_wires import RemoteClient, Wires
 
 pytestmark = pytest.mark.netns
 
