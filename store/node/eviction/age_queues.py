@@ -37,6 +37,7 @@ class AgeQueues:
 
     def __init__(self, num_classes: int) -> None:
         self._queues: list[list[deque[Group]]] = [[deque() for _ in range(NUM_BINS)] for _ in range(num_classes)]
+        self._by_bin = list(zip(*self._queues, strict=True))
         self._open: list[Group | None] = [None] * num_classes
         self._order: list[deque[Group]] = []
         self._places: list[list[int]] = []
@@ -74,8 +75,9 @@ class AgeQueues:
         """Move groups whose time in a bin is over to the next, the oldest bins first."""
         for index in range(NUM_BINS - 2, -1, -1):
             latest = now - first_age(index + 1)
-            for row in self._queues:
-                queue = row[index]
+            if latest < 0:
+                continue
+            for queue in self._by_bin[index]:
                 while queue and queue[0].used_at <= latest:
                     group = queue.popleft()
                     if group.keys:
