@@ -49,7 +49,7 @@ EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(st.lists(EVENTS, max_size=20), st.lists(st.permutations(range(8)), min_size=1, max_size=3))
 def test_against_brute_force(history, prompts):
     index = PrefixIndex()
