@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import time
 from typing import Any
 
 NUM_LINKS = 3
@@ -32,6 +33,16 @@ class Wires:
             for namespace, device, host in ends:
                 run("ip", "-n", namespace, "address", "add", f"10.77.{number}.{host}/24", "dev", device)
                 run("ip", "-n", namespace, "link", "set", device, "up")
+
+        for number in range(NUM_LINKS):
+            self._wait_until_up(self.owner, f"o{number}")
+            self._wait_until_up(self.client, f"c{number}")
+
+    def _wait_until_up(self, namespace: str, device: str) -> None:
+        """The kernel says so a moment after both ends were set up."""
+        until_s = time.monotonic() + 10
+        while "state UP" not in run("ip", "-n", namespace, "link", "show", device):
+            assert time.monotonic() < until_s, f"{device} does not come up"
 
     def shape(self, *rates_mbit_s: int) -> None:
         """Let each link carry so much, in both directions."""
