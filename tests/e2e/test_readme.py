@@ -65,6 +65,8 @@ def test_the_store_commands_round_trip(cluster, tmp_path):
     assert "greeting" in _run(cluster, "tanghulu", "store", "ls", "greet")
     assert json.loads(_run(cluster, "tanghulu", "store", "stat", "greeting", "--json"))["size_bytes"] == len(value)
     assert json.loads(_run(cluster, "tanghulu", "store", "stat", "--json"))["num_nodes"] == 1
+    assert list(json.loads(_run(cluster, "tanghulu", "store", "policy", "sieve", "--json")).values()) == ["sieve"]
+    assert list(json.loads(_run(cluster, "tanghulu", "store", "policy", "lru", "--json")).values()) == ["lru"]
     assert json.loads(_run(cluster, "tanghulu", "store", "rm", "greeting", "--json"))["num_removed"] == 1
     gone = subprocess.run(
         [sys.executable, "-m", "tanghulu", "store", "get", "greeting", "--master", cluster.master],

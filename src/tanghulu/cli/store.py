@@ -176,6 +176,21 @@ def rm(keys: tuple[str, ...], matching: str | None, master: str, as_json: bool) 
         raise ChunkNotFound(f"not in the store: {' '.join(missing)}")
 
 
+@COMMAND.command()
+@click.argument("name", required=False)
+@click.option("--node", "node_id", default="", help="this node only (its id); default: all")
+@_common
+def policy(name: str | None, node_id: str, master: str, as_json: bool) -> None:
+    """Show the nodes' eviction policy, or switch it to NAME while they run; chunks and their order are kept."""
+    with _store(master) as store:
+        chosen = [node_id] if node_id else [node.id for node in store.nodes()]
+        policies = {each: store.eviction_policy(each, name) for each in chosen}
+    if as_json:
+        _print_json(policies)
+        return
+    _print_table(("node", "policy"), policies.items())
+
+
 # --- printing
 
 
