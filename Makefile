@@ -16,8 +16,12 @@ up: $(VENV)/.ready ## install, start the embedded cluster on the real model, say
 test: $(VENV)/.ready ## the quick suite, with real processes and the real model
 	$(PY) -m pytest -m "not slow" $(PYTEST_FLAGS)
 
-test-slow: $(VENV)/.ready ## long simulations, kills and restarts, real verbs in a QEMU guest (see .ci/run for packages)
-	$(PY) -m pytest -m slow $(PYTEST_FLAGS)
+test-slow: $(VENV)/.ready ## long simulations, kills and restarts
+	$(PY) -m pytest -m "slow and not rdma" $(PYTEST_FLAGS)
+
+test-rdma: $(VENV)/.ready ## experimental: real verbs in QEMU guests (docs/rdma.md says what passes)
+	tests/rdma_vm/rdma_vm.sh prepare
+	$(PY) -m pytest -m rdma $(PYTEST_FLAGS)
 
 check: $(VENV)/.ready ## style, types, layers, generated code
 	$(VENV)/bin/ruff check .
@@ -32,4 +36,4 @@ bench: $(VENV)/.ready ## measure, and keep the figures in benchmarks/results/
 protos: $(VENV)/.ready ## regenerate the committed protobuf code
 	$(PY) protos/generate.py
 
-.PHONY: up test test-slow check bench protos
+.PHONY: up test test-slow test-rdma check bench protos
