@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -65,7 +66,7 @@ async def _hung_up(receive: Receive) -> None:
         pass
 
 
-class _Watched(Response):
+class _Watched(Response, ABC):
     """A reply with a watch on the client's end of the connection; ``done`` is told when it is over."""
 
     def __init__(self, call: Call, done: Callable[[Call], None]) -> None:
@@ -84,9 +85,9 @@ class _Watched(Response):
             self._call.abort()
             self._done(self._call)
 
+    @abstractmethod
     async def answer(self, send: Send) -> None:
         """What to send."""
-        raise NotImplementedError
 
 
 class EventStream(_Watched):
