@@ -28,21 +28,18 @@ from tanghulu.transfer_engine.segment import MemorySegment
 from tanghulu.transfer_engine.server import SegmentServer
 from tanghulu.types import Address, Fingerprint, RequestId
 from tanghulu.workers.connector import KvConnector
-from tanghulu.workers.engine import EngineConfig, EngineCore
+from tanghulu.workers.engine import EngineConfig, EngineCore, ModelRunner
 from tanghulu.workers.engine_thread import EngineThread, StepReport
-from tanghulu.workers.kv_cache import KvLayout
+from tanghulu.workers.kv_layout import KvLayout
 from tanghulu.workers.main import WorkerConfig
 from tanghulu.workers.metrics import WorkerMetrics
-from tanghulu.workers.models.registry import Model, dtype_name, load_model, pick_dtype
 from tanghulu.workers.peer_reader import PeerReader
 from tanghulu.workers.peer_server import PeerServer
 from tanghulu.workers.session_wire import RequestFactory, model_card
 from tanghulu.workers.sessions import SessionHub
 from tanghulu.workers.speed import SpeedMeter
 from tanghulu.workers.store_adapter import StoreAdapter
-from tanghulu.workers.tokenizer_assets import TokenizerAssets, load_tokenizer_assets
-from tanghulu.workers.weights.fingerprint import fingerprint
-from tanghulu.workers.weights.source import resolve_model
+from tanghulu.workers.tokenizer_assets import TokenizerAssets
 
 _log = structlog.get_logger(__name__)
 _LEASE_MS = 20_000
@@ -50,25 +47,13 @@ _LEASE_MS = 20_000
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model in memory and what names it."""
+    """A model in memory and what names it. ``make_runner`` lays its KV cache out in the buffer that it is given."""
 
     name: str
-    model: Model
     layout: KvLayout
     fingerprint: Fingerprint
     assets: TokenizerAssets
-
-
-def load(config: WorkerConfig, progress: Callable[[float], None]) -> LoadedModel:
-    """Read the model's files; takes seconds. Raises ModelUnsupported or ConfigError."""
-    source = resolve_model(config.model)
-    assets = load_tokenizer_assets(source)
-    dtype = pick_dtype(config.dtype)
-    layout = KvLayout.of(source.config, config.block_tokens, dtype)
-    layout.num_blocks_in(config.kv_memory)  # refuse what cannot fit before the long part
-    model = load_model(source, dtype, progress)
-    name = fingerprint(source, dtype=dtype_name(dtype), block_tokens=config.block_tokens)
-    return LoadedModel(source.name, model, layout, name, assets)
+    make_runner: Callable[[memoryview], ModelRunner]
 
 
 class Worker:
@@ -147,20 +132,13 @@ class Worker:
         self._speed = SpeedMeter()
         connector = KvConnector(store, reader, self._metrics, self._speed)
         stack.callback(connector.close)
-        core = EngineCore(
-            loaded.model,
-            self._engine_config(size),
-            cache_buffer=self._segment.view,
-            fetcher=connector,
-            sink=connector,
-        )
-        return core, connector
+        runner = loaded.make_runner(self._segment.view)
+        return EngineCore(runner, self._engine_config(), fetcher=connector, sink=connector), connector
 
-    def _engine_config(self, size: int) -> EngineConfig:
+    def _engine_config(self) -> EngineConfig:
         config = self._config
         return EngineConfig(
             block_tokens=config.block_tokens,
-            kv_capacity_bytes=size,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens),
             max_num_waiting=config.max_num_waiting,
@@ -206,7 +184,7 @@ class Worker:
             loaded.layout,
             core.cache.num_blocks,
             core.scheduler.max_tokens,
-            loaded.model.config.vocab,
+            core.runner.vocab,
             loaded.assets,
         )
 
@@ -270,4 +248,4 @@ async def _cancelled(*tasks: asyncio.Task[None]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-__all__: Sequence[str] = ("LoadedModel", "Worker", "load")
+__all__: Sequence[str] = ("LoadedModel", "Worker")

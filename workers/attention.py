@@ -97,7 +97,7 @@ class _PrefillRun:
             return cls(span, block_ids, None)
         start = span.context - span.num_new
         allowed = torch.arange(span.context) <= torch.arange(start, span.context)[:, None]
-        mask = torch.zeros(allowed.shape, dtype=cache.layout.dtype).masked_fill_(~allowed, float("-inf"))
+        mask = torch.zeros(allowed.shape, dtype=cache.rows.dtype).masked_fill_(~allowed, float("-inf"))
         return cls(span, block_ids, mask.repeat(num_heads // cache.layout.num_kv_heads, 1))
 
     def attend(self, cache: KvCache, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
@@ -139,7 +139,7 @@ class _DecodeGroup:
         table = [span.block_ids + span.block_ids[:1] * (width - len(span.block_ids)) for span in spans]
         num_tokens = width * cache.layout.block_tokens
         hidden = torch.arange(num_tokens) >= torch.tensor([span.context for span in spans])[:, None]
-        mask = torch.zeros(hidden.shape, dtype=cache.layout.dtype).masked_fill_(hidden, float("-inf"))
+        mask = torch.zeros(hidden.shape, dtype=cache.rows.dtype).masked_fill_(hidden, float("-inf"))
         return cls(rows, torch.tensor(table).flatten(), num_tokens, mask[:, None, None, :])
 
     def attend(self, cache: KvCache, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:

@@ -19,7 +19,7 @@ from tanghulu.errors import TanghuluError
 from tanghulu.types import BlockHash
 from tanghulu.workers.engine import EngineCore
 from tanghulu.workers.engine_thread import Command
-from tanghulu.workers.kv_cache import KvCache
+from tanghulu.workers.kv_layout import KvMemory
 from tanghulu.workers.metrics import WorkerMetrics
 from tanghulu.workers.requests import PeerExport
 from tanghulu.workers.speed import SpeedMeter
@@ -74,7 +74,7 @@ class KvConnector:
         self._speed = speed
         self._config = config
         self._core: EngineCore
-        self._cache: KvCache
+        self._cache: KvMemory
         self._post: Callable[[Command], None]
         self._fetchers = ThreadPoolExecutor(config.num_fetch_threads, "kv-fetch")
         self._writer = ThreadPoolExecutor(1, "kv-save")

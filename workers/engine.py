@@ -1,8 +1,9 @@
 """The engine: one model, its KV cache and its requests, advanced one step at a time.
 
-`EngineCore` joins the deciding part (`Scheduler`) with the computing part (model, cache, sampling). It does no
-I/O and has no thread: whoever owns it calls `step` in a loop, and all other methods between two steps, from the
-same thread. What must travel goes through two hooks, which may only note down what to do and return at once.
+`EngineCore` joins the deciding part (`Scheduler`) with the computing part (a `ModelRunner`: model and sampling in
+torch, or the mock). It does no I/O and has no thread: whoever owns it calls `step` in a loop, and all other methods
+between two steps, from the same thread. What must travel goes through two hooks, which may only note down what to do
+and return at once.
 """
 
 from __future__ import annotations
@@ -11,19 +12,52 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
 from tanghulu.clock import Clock, SystemClock
 from tanghulu.errors import InvalidRequest
 from tanghulu.types import RequestId
-from tanghulu.workers.block_pool import BlockPool, KvEvent
-from tanghulu.workers.kv_cache import KvCache, KvLayout
-from tanghulu.workers.models.forward_batch import SequenceChunk, build_forward_batch
-from tanghulu.workers.models.registry import Model
+from tanghulu.workers.block_pool import BlockPool
+from tanghulu.workers.kv_layout import KvLayout, KvMemory
 from tanghulu.workers.requests import EngineRequest, FinishReason
-from tanghulu.workers.sampling import Logprobs, Sampled, SamplingRow, sample
 from tanghulu.workers.scheduler import Scheduler, SchedulerConfig
-from tanghulu.workers.step_plan import CommittedBlock, FetchWanted, ScheduledRun, StepOutcome, StepPlan
+from tanghulu.workers.step_plan import CommittedBlock, FetchWanted, StepOutcome, StepPlan
+from tanghulu.workers.step_result import RequestOutput, Sampled, StepResult, StepTimings
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What a runner made of a plan: a token for each run that samples, in order, and where the time went."""
+
+    sampled: Sampled
+    forward_s: float
+    sample_s: float
+
+
+class ModelRunner(Protocol):
+    """Computes what the scheduler planned, over the paged cache whose memory it owns."""
+
+    @property
+    def layout(self) -> KvLayout:
+        """The shape of a block."""
+        ...
+
+    @property
+    def cache(self) -> KvMemory:
+        """The blocks; as many as the engine's block pool has."""
+        ...
+
+    @property
+    def vocab(self) -> int:
+        """Token ids are below this."""
+        ...
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of prompt and answer together that the model can attend to."""
+        ...
+
+    def run(self, plan: StepPlan) -> Computed:
+        """Write the KV of every planned token and sample where the plan says so. Takes as long as it takes."""
+        ...
 
 
 class KvFetcher(Protocol):
@@ -47,7 +81,6 @@ class EngineConfig:
     """Sizes and bounds of an engine. ``debug_checks`` asserts all invariants after every step."""
 
     block_tokens: int = 64
-    kv_capacity_bytes: int = 1 << 30
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 32
     max_num_waiting: int = 1024
@@ -55,77 +88,34 @@ class EngineConfig:
     debug_checks: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """What one request gained in a step. The token counts are of the whole request so far.
-
-    ``num_cached_tokens`` were found in this worker's cache or fetched instead of computed.
-    """
-
-    request_id: RequestId
-    tokens: tuple[int, ...]
-    logprobs: Logprobs | None
-    finish_reason: FinishReason | None
-    num_prompt_tokens: int
-    num_generated_tokens: int
-    num_cached_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepTimings:
-    """Where a step's time went, in seconds."""
-
-    schedule_s: float = 0.0
-    forward_s: float = 0.0
-    sample_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """Everything that one step has to tell. Empty (`idle`) if there was nothing to compute."""
-
-    outputs: tuple[RequestOutput, ...] = ()
-    num_computed_tokens: int = 0
-    num_sequences: int = 0
-    preempted: tuple[RequestId, ...] = ()
-    kv_events: tuple[KvEvent, ...] = ()
-    timings: StepTimings = StepTimings()
-
-    @property
-    def idle(self) -> bool:
-        """Whether the step computed nothing: wait for an event before the next one."""
-        return self.num_sequences == 0
-
-
 class EngineCore:
     """Owns the cache's blocks and every request sent to this worker."""
 
     def __init__(
         self,
-        model: Model,
+        runner: ModelRunner,
         config: EngineConfig,
         *,
-        cache_buffer: memoryview | bytearray | None = None,
         fetcher: KvFetcher | None = None,
         sink: KvSink | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """Lay out the cache in ``cache_buffer`` (or own memory) of at least ``kv_capacity_bytes``.
-
-        Raises ConfigError with the figures if not even one block fits or bounds contradict each other.
-        """
-        self.model = model
+        """Schedule over all blocks of ``runner.cache``; raises ConfigError if bounds contradict each other."""
+        self.runner = runner
         self.config = config
-        self.layout = KvLayout.of(model.config, config.block_tokens, model.dtype)
-        num_blocks = self.layout.num_blocks_in(config.kv_capacity_bytes)
-        self.cache = KvCache(self.layout, num_blocks, cache_buffer)
-        self.scheduler = Scheduler(self._scheduler_config(can_fetch=fetcher is not None), BlockPool(num_blocks))
+        pool = BlockPool(runner.cache.num_blocks)
+        self.scheduler = Scheduler(self._scheduler_config(can_fetch=fetcher is not None), pool)
         self._fetcher = fetcher
         self._sink = sink
         self._clock = clock or SystemClock()
 
+    @property
+    def cache(self) -> KvMemory:
+        """The blocks' memory."""
+        return self.runner.cache
+
     def _scheduler_config(self, *, can_fetch: bool) -> SchedulerConfig:
-        config, trained = self.config, self.model.config.max_context
+        config, trained = self.config, self.runner.max_context
         return SchedulerConfig(
             block_tokens=config.block_tokens,
             max_context=min(trained, config.max_context or trained),
@@ -141,7 +131,7 @@ class EngineCore:
         Raises InvalidRequest (bad token ids, double id), ContextLengthExceeded or Overloaded; the request is
         then forgotten.
         """
-        vocab = self.model.config.vocab
+        vocab = self.runner.vocab
         if int(request.sequence.tokens.max()) >= vocab:
             raise InvalidRequest(f"request {request.request_id} has a token id outside the vocabulary of {vocab}")
         named = {token for token, _ in request.sampling.logit_bias} | request.stop.ending_ids
@@ -182,26 +172,14 @@ class EngineCore:
             for wanted in plan.fetches:
                 self._fetcher.fetch(wanted)
         planned = self._clock.now_s()
-        logits = self._forward(plan) if plan.runs else None
-        computed = self._clock.now_s()
-        sampled = self._sample(plan, logits)
-        outcome = self.scheduler.step_done(sampled.tokens)
+        computed = self.runner.run(plan) if plan.runs else _NOTHING
+        outcome = self.scheduler.step_done(computed.sampled.tokens)
         if self._sink is not None and outcome.committed:
             self._sink.blocks_committed(outcome.committed)
         if self.config.debug_checks:
             self.scheduler.check()
-        timings = StepTimings(planned - started, computed - planned, self._clock.now_s() - computed)
-        return self._result(plan, sampled, outcome, timings)
-
-    def _forward(self, plan: StepPlan) -> torch.Tensor:
-        chunks = [_chunk(run) for run in plan.runs]
-        return self.model.forward(build_forward_batch(chunks, self.config.block_tokens), self.cache)
-
-    def _sample(self, plan: StepPlan, logits: torch.Tensor | None) -> Sampled:
-        rows = [SamplingRow.of(run.request) for run in plan.runs if run.samples]
-        if logits is None or not rows:
-            return Sampled([], [])
-        return sample(logits, rows)
+        timings = StepTimings(planned - started, computed.forward_s, computed.sample_s)
+        return self._result(plan, computed.sampled, outcome, timings)
 
     def _result(self, plan: StepPlan, sampled: Sampled, outcome: StepOutcome, timings: StepTimings) -> StepResult:
         sampling = [run.request.request_id for run in plan.runs if run.samples]
@@ -232,10 +210,7 @@ class EngineCore:
         self.scheduler.check()
 
     def __repr__(self) -> str:
-        return f"EngineCore({self.model.config.architecture}, {self.cache!r}, {self.scheduler!r})"
+        return f"EngineCore({self.runner!r}, {self.scheduler!r})"
 
 
-def _chunk(run: ScheduledRun) -> SequenceChunk:
-    request = run.request
-    tokens = request.sequence.tokens[run.start : run.start + run.num_tokens]
-    return SequenceChunk(tokens, run.start, request.block_ids, run.samples)
+_NOTHING = Computed(Sampled([], []), 0.0, 0.0)

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 import structlog
 
 from tanghulu.types import RequestId
-from tanghulu.workers.engine import EngineCore, StepResult
+from tanghulu.workers.engine import EngineCore
 from tanghulu.workers.requests import FinishReason
 from tanghulu.workers.speed import SpeedMeter, Speeds
 from tanghulu.workers.step_plan import KvExport
+from tanghulu.workers.step_result import StepResult
 
 _log = structlog.get_logger(__name__)
 

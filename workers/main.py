@@ -31,6 +31,7 @@ class WorkerConfig(ProcessConfig):
     master: Address = option(Address("127.0.0.1", 7400), "the master of the store")
     discovery: str = option("master", DISCOVERY_HELP)
     model: str = option("smollm2", "a directory with safetensors or GGUF, a .gguf file, or smollm2", metavar="DIR")
+    engine: str = option("torch", "torch computes; mock takes as long as a model would", choices=("torch", "mock"))
     dtype: str = option("auto", "arithmetic and KV type", choices=("auto", "float32", "bfloat16"))
     kv_memory: int = option(1 << 30, "memory of the paged KV cache", size=True)
     block_tokens: int = option(64, "tokens of a block; equal for all workers that share KV")
@@ -41,11 +42,19 @@ class WorkerConfig(ProcessConfig):
     threads: int = option(0, "threads of the model; 0: one a core")
     store: bool = option(True, "load prefixes from the store and keep new blocks there")
     checks: bool = option(False, "assert all invariants after every step (slow)")
+    mock_speedup: float = option(1.0, "the mock engine runs this many times faster than its timing")
+    mock_timing: str = option("cpu-135m", "the mock engine's model of time", choices=("cpu-135m", "gpu-8b", "gpu-70b"))
+    mock_kv_token_bytes: int = option(16, "bytes of KV that the mock engine keeps a token; a multiple of 8")
+    deterministic: bool = option(False, "the mock engine's text depends on prompt and position alone, not on seeds")
 
     def __post_init__(self) -> None:
         for name in ("block_tokens", "max_num_batched_tokens", "max_num_seqs", "max_num_waiting"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
+        if self.mock_speedup <= 0:
+            raise ConfigError(f"--mock-speedup is {self.mock_speedup}; it must be above 0")
+        if self.mock_kv_token_bytes < 8 or self.mock_kv_token_bytes % 8:
+            raise ConfigError(f"--mock-kv-token-bytes is {self.mock_kv_token_bytes}; it must be a multiple of 8")
         if self.threads < 0:
             raise ConfigError(f"--threads is {self.threads}; 0 means one a core")
 
@@ -65,12 +74,12 @@ def _load(process: Process, config: WorkerConfig) -> LoadedModel:
     # was measured at 17 tokens/s so, and at 5 with spinning. OpenMP reads this once, when torch loads it.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        import torch
-
-        from tanghulu.workers.assembly import load
+        if config.engine == "mock":
+            from tanghulu.workers.mock_loading import load
+        else:
+            from tanghulu.workers.torch_loading import load
     except ModuleNotFoundError as error:
         raise ConfigError(f"a worker needs the package {error.name}: pip install 'tanghulu[worker]'") from error
-    torch.set_num_threads(config.threads or os.cpu_count() or 1)
 
     return load(config, lambda fraction: process.progress("loading the model", fraction))
 

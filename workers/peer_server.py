@@ -27,7 +27,7 @@ from tanghulu.transfer_engine.segment import SegmentDescriptor
 from tanghulu.types import InstanceId, LeaseId, RequestId
 from tanghulu.workers.engine_thread import StepReport
 from tanghulu.workers.exports import Export, ExportTable
-from tanghulu.workers.kv_cache import KvCache
+from tanghulu.workers.kv_layout import KvMemory
 from tanghulu.workers.metrics import WorkerMetrics
 
 EXPORT_TTL_S = 30.0
@@ -41,7 +41,7 @@ class PeerServer:
         self,
         instance_id: InstanceId,
         generation: int,
-        cache: KvCache,
+        cache: KvMemory,
         access: AccessTable,
         clock: Clock,
         metrics: WorkerMetrics,

@@ -21,26 +21,11 @@ import torch
 import xxhash
 
 from tanghulu.workers.requests import EngineRequest, SamplingParams
+from tanghulu.workers.step_result import Logprobs, Sampled, TokenLogprob
 
 #: top-p alone looks at this many of the most likely tokens first and sorts all only if they do not suffice.
 _NUCLEUS_FIRST = 512
 _UNIT = 2.0**-53
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """Natural logarithm of the model's own probability of ``token``, before penalties and temperature."""
-
-    token: int
-    logprob: float
-
-
-@dataclass(frozen=True, slots=True)
-class Logprobs:
-    """The chosen token's logprob and those of the most likely ones, best first."""
-
-    chosen: TokenLogprob
-    top: tuple[TokenLogprob, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +51,6 @@ class SamplingRow:
     def num_generated(self) -> int:
         """Index of the token to be drawn among the generated ones."""
         return len(self.tokens) - self.num_prompt
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """One token for each row, in order; ``logprobs`` has None where none were asked for."""
-
-    tokens: list[int]
-    logprobs: list[Logprobs | None]
 
 
 def unit_uniform(seed: int, position: int) -> float:

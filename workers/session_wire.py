@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable
 
-import torch
 import xxhash
 
 from tanghulu.errors import InvalidRequest, TanghuluError
@@ -14,11 +13,10 @@ from tanghulu.protos import session_pb2
 from tanghulu.rpc.wire import status_of
 from tanghulu.types import BlockHash, Fingerprint, RequestId
 from tanghulu.workers.block_pool import KvEvent, KvEventKind
-from tanghulu.workers.engine import RequestOutput
 from tanghulu.workers.engine_thread import EngineLoad
-from tanghulu.workers.kv_cache import KvLayout
+from tanghulu.workers.kv_layout import KvLayout
 from tanghulu.workers.requests import EngineRequest, FinishReason, PeerExport, SamplingParams, StopParams
-from tanghulu.workers.sampling import Logprobs
+from tanghulu.workers.step_result import Logprobs, RequestOutput
 from tanghulu.workers.tokenizer_assets import TokenizerAssets
 
 _FINISH = {
@@ -177,7 +175,7 @@ def model_card(
         block_tokens=layout.block_tokens,
         context_length=context_length,
         vocab_size=vocab_size,
-        dtype=_dtype_name(layout.dtype),
+        dtype=layout.dtype,
         eos_token_ids=assets.eos_ids,
         tokenizer_json_zlib=zlib.compress(assets.tokenizer_json, 6),
         chat_template=assets.chat_template or "",
@@ -188,7 +186,3 @@ def model_card(
         num_blocks=num_blocks,
         default_temperature=1.0,
     )
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

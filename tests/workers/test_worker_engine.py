@@ -12,10 +12,11 @@ from worker_tiny import BLOCK, VOCAB, engine, outputs_of, request, run_all
 from tanghulu.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from tanghulu.types import RequestId
 from tanghulu.workers.block_pool import KvEventKind
-from tanghulu.workers.engine import EngineConfig, EngineCore
+from tanghulu.workers.engine import EngineCore
 from tanghulu.workers.models.registry import Model
 from tanghulu.workers.requests import FinishReason, PeerExport, SamplingParams, StopParams
 from tanghulu.workers.step_plan import CommittedBlock, FetchWanted
+from tanghulu.workers.torch_runner import TorchRunner
 
 PROMPT = random.Random(9).choices(range(2, VOCAB), k=45)
 
@@ -176,7 +177,7 @@ def test_the_cache_lives_in_a_given_buffer(tiny_model: Model) -> None:
 
 def test_what_cannot_be_served_is_refused(tiny_model: Model) -> None:
     with pytest.raises(ConfigError, match="holds no block"):
-        EngineCore(tiny_model, EngineConfig(block_tokens=BLOCK, kv_capacity_bytes=100))
+        TorchRunner(tiny_model, block_tokens=BLOCK, kv_capacity_bytes=100)
     core = engine(tiny_model, num_blocks=4)
     with pytest.raises(ContextLengthExceeded, match="KV cache 4 blocks of 8"):
         core.add(request("long", PROMPT))

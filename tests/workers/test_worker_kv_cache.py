@@ -10,11 +10,12 @@ import torch
 from worker_tiny import BLOCK, VOCAB
 
 from tanghulu.errors import ConfigError
-from tanghulu.workers.kv_cache import KvCache, KvLayout
+from tanghulu.workers.kv_cache import KvCache
+from tanghulu.workers.kv_layout import KvLayout
 from tanghulu.workers.models.forward_batch import SequenceChunk, build_forward_batch
 from tanghulu.workers.models.registry import Model
 
-LAYOUT = KvLayout(num_layers=3, block_tokens=8, num_kv_heads=2, head_dim=4, dtype=torch.float32)
+LAYOUT = KvLayout(num_layers=3, block_tokens=8, num_kv_heads=2, head_dim=4, dtype="float32")
 
 
 def test_sizes() -> None:
@@ -53,7 +54,7 @@ def test_a_buffer_that_is_too_small_is_refused() -> None:
 
 def test_blocks_moved_as_bytes_continue_the_text(tiny_model: Model) -> None:
     """What a transfer does: the KV of one cache, copied block by block to other places of another one."""
-    layout = KvLayout.of(tiny_model.config, BLOCK, torch.float32)
+    layout = KvLayout.of(tiny_model.config, BLOCK, "float32")
     tokens = random.Random(5).choices(range(VOCAB), k=30)
     source, target = KvCache(layout, 6), KvCache(layout, 9)
     here, there = [5, 1, 3, 0], [8, 2, 7, 4]

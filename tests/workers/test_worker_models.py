@@ -12,9 +12,10 @@ from worker_tiny import BLOCK, VOCAB, TinyModel, engine, request, run_all, write
 
 from tanghulu.errors import ModelUnsupported
 from tanghulu.types import RequestId
-from tanghulu.workers.kv_cache import KvCache, KvLayout
+from tanghulu.workers.kv_cache import KvCache
+from tanghulu.workers.kv_layout import KvLayout
 from tanghulu.workers.models.forward_batch import SequenceChunk, build_forward_batch
-from tanghulu.workers.models.registry import Model, load_model, pick_dtype
+from tanghulu.workers.models.registry import Model, dtype_name, load_model, pick_dtype
 from tanghulu.workers.weights import resolve_model
 
 LLAMA3_ROPE = {
@@ -44,7 +45,7 @@ def _prompt(length: int, seed: int) -> list[int]:
 
 def _logits_in_runs(model: Model, tokens: list[int], cuts: list[int], seed: int) -> torch.Tensor:
     """Logits of the last token of every run, the sequence computed run by run over shuffled blocks."""
-    cache = KvCache(KvLayout.of(model.config, BLOCK, torch.float32), 40)
+    cache = KvCache(KvLayout.of(model.config, BLOCK, "float32"), 40)
     blocks = random.Random(seed).sample(range(40), 30)
     rows = []
     for start, end in zip([0, *cuts], [*cuts, len(tokens)], strict=True):
@@ -71,7 +72,7 @@ def test_sequences_of_one_batch_do_not_disturb_each_other(tiny_model: Model) -> 
     lengths = [1, 7, 8, 9, 40, 100, 16, 30]
     runs = [1, 1, 1, 1, 1, 1, 16, 11]
     prompts = [_prompt(length, seed) for seed, length in enumerate(lengths)]
-    layout = KvLayout.of(tiny_model.config, BLOCK, torch.float32)
+    layout = KvLayout.of(tiny_model.config, BLOCK, "float32")
     cache = KvCache(layout, 64)
     free = random.Random(3).sample(range(64), 64)
     chunks, expected = [], []
@@ -87,7 +88,7 @@ def test_sequences_of_one_batch_do_not_disturb_each_other(tiny_model: Model) -> 
 
 
 def test_no_logits_when_none_are_wanted(tiny_model: Model) -> None:
-    cache = KvCache(KvLayout.of(tiny_model.config, BLOCK, torch.float32), 2)
+    cache = KvCache(KvLayout.of(tiny_model.config, BLOCK, "float32"), 2)
     batch = build_forward_batch([SequenceChunk([3, 4], 0, [1], False)], BLOCK)
     assert tiny_model.forward(batch, cache).shape == (0, VOCAB)
 
@@ -162,7 +163,7 @@ def test_bfloat16_is_near(tiny: TinyModel, tiny_model: Model) -> None:
     tokens = _prompt(40, 2)
     rows = []
     for model in (tiny_model, rounded):
-        cache = KvCache(KvLayout.of(model.config, BLOCK, model.dtype), 8)
+        cache = KvCache(KvLayout.of(model.config, BLOCK, dtype_name(model.dtype)), 8)
         model.forward(build_forward_batch([SequenceChunk(tokens[:30], 0, range(8), False)], BLOCK), cache)
         rows.append(model.forward(build_forward_batch([SequenceChunk(tokens[30:], 30, range(8), True)], BLOCK), cache))
     assert rows[1].dtype is torch.float32

@@ -15,11 +15,12 @@ from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.connector import ConnectorConfig, KvConnector
 from tanghulu.workers.engine import EngineConfig, EngineCore
 from tanghulu.workers.engine_thread import EngineThread, StepReport
-from tanghulu.workers.kv_cache import KvLayout
+from tanghulu.workers.kv_layout import KvLayout
 from tanghulu.workers.metrics import WorkerMetrics
-from tanghulu.workers.models.registry import Model
+from tanghulu.workers.models.registry import Model, dtype_name
 from tanghulu.workers.requests import PeerExport
 from tanghulu.workers.speed import SpeedMeter, Speeds
+from tanghulu.workers.torch_runner import TorchRunner
 
 PROMPT = [2 + i % (VOCAB - 2) for i in range(5 * BLOCK + 3)]
 
@@ -62,11 +63,12 @@ class Rig:
 
     def __init__(self, model: Model, store: DictStore | None, **bounds: float) -> None:
         self.registry = CollectorRegistry()
-        layout = KvLayout.of(model.config, BLOCK, model.dtype)
+        layout = KvLayout.of(model.config, BLOCK, dtype_name(model.dtype))
         self.metrics = WorkerMetrics(self.registry, block_bytes=layout.block_bytes, num_blocks=64)
         self.connector = KvConnector(store, NoPeers(), self.metrics, SpeedMeter(), ConnectorConfig(**bounds))  # type: ignore[arg-type]
-        config = EngineConfig(block_tokens=BLOCK, kv_capacity_bytes=64 * layout.block_bytes, debug_checks=True)
-        self.core = EngineCore(model, config, fetcher=self.connector, sink=self.connector)
+        runner = TorchRunner(model, block_tokens=BLOCK, kv_capacity_bytes=64 * layout.block_bytes)
+        config = EngineConfig(block_tokens=BLOCK, debug_checks=True)
+        self.core = EngineCore(runner, config, fetcher=self.connector, sink=self.connector)
         self.reports: queue.Queue[StepReport | BaseException] = queue.Queue()
         self.thread = EngineThread(self.core, self._report, self.reports.put)
         self.connector.attach(self.core, self.thread.post)

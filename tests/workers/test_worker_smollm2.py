@@ -15,6 +15,7 @@ from tanghulu.workers.engine import EngineConfig, EngineCore
 from tanghulu.workers.gguf_tokenizer import build_gguf_tokenizer
 from tanghulu.workers.models.registry import load_model
 from tanghulu.workers.tokenizer_assets import TokenizerAssets, load_tokenizer_assets
+from tanghulu.workers.torch_runner import TorchRunner
 from tanghulu.workers.weights import ModelSource
 from tanghulu.workers.weights.gguf_file import GgufFile
 
@@ -75,7 +76,8 @@ def tokenizer(assets: TokenizerAssets) -> Tokenizer:
 @pytest.fixture(scope="module")
 def core(smollm2: ModelSource) -> EngineCore:
     model = load_model(smollm2, torch.float32)
-    return EngineCore(model, EngineConfig(kv_capacity_bytes=256 << 20, max_num_batched_tokens=64, debug_checks=True))
+    runner = TorchRunner(model, block_tokens=64, kv_capacity_bytes=256 << 20)
+    return EngineCore(runner, EngineConfig(max_num_batched_tokens=64, debug_checks=True))
 
 
 def test_the_assets_are_those_of_the_chat_model(assets: TokenizerAssets) -> None:

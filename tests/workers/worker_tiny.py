@@ -13,9 +13,11 @@ from safetensors.torch import save_file
 
 from tanghulu.hashing import TokenSequence, root_hash
 from tanghulu.types import Fingerprint, RequestId
-from tanghulu.workers.engine import EngineConfig, EngineCore, RequestOutput
+from tanghulu.workers.engine import EngineConfig, EngineCore
 from tanghulu.workers.models.registry import Model, load_model
 from tanghulu.workers.requests import EngineRequest, SamplingParams, StopParams
+from tanghulu.workers.step_result import RequestOutput
+from tanghulu.workers.torch_runner import TorchRunner
 from tanghulu.workers.weights import resolve_model
 
 ROOT = root_hash(Fingerprint(b"0123456789abcdef"))
@@ -127,11 +129,12 @@ def request(
 
 def engine(model: Model, num_blocks: int = 64, **more: Any) -> EngineCore:
     """An engine with small blocks and all checks on. Keywords of EngineCore go to it, others to EngineConfig."""
-    own = {key: more.pop(key) for key in ("fetcher", "sink", "cache_buffer") if key in more}
-    shape = model.config
-    block_bytes = shape.kv_token_elements * 4 * BLOCK
+    hooks = {key: more.pop(key) for key in ("fetcher", "sink") if key in more}
     config = {"block_tokens": BLOCK, "max_num_batched_tokens": 64, "max_num_seqs": 8, "debug_checks": True} | more
-    return EngineCore(model, EngineConfig(kv_capacity_bytes=num_blocks * block_bytes, **config), **own)
+    capacity = num_blocks * model.config.kv_token_elements * 4 * config["block_tokens"]
+    buffer = config.pop("cache_buffer", None)
+    runner = TorchRunner(model, block_tokens=config["block_tokens"], kv_capacity_bytes=capacity, cache_buffer=buffer)
+    return EngineCore(runner, EngineConfig(**config), **hooks)
 
 
 def run_all(core: EngineCore, max_steps: int = 2000) -> dict[str, list[int]]:

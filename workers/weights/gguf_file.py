@@ -12,14 +12,15 @@ import mmap
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from tanghulu.errors import ModelUnsupported
-from tanghulu.workers.weights.dequantise import dequantise, num_stored_bytes
 from tanghulu.workers.weights.gguf_metadata import read_gguf_head
+
+if TYPE_CHECKING:
+    import torch
 
 _TOP_LEVEL = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -72,6 +73,8 @@ class GgufFile:
 
         Raises ModelUnsupported that names it when it is missing, truncated or of an unknown quantisation.
         """
+        from tanghulu.workers.weights.dequantise import dequantise, num_stored_bytes  # torch, for tensors only
+
         own = _gguf_name(name)
         if own not in self._places:
             raise ModelUnsupported(f"{self._path} has no tensor {own!r} (for {name!r})")

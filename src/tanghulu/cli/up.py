@@ -35,7 +35,8 @@ class UpConfig:
     """The options of ``tanghulu up``."""
 
     model: str = option("smollm2", "a directory with safetensors or GGUF, a .gguf file, or smollm2", metavar="DIR")
-    engine: str = option("torch", "what runs the model", choices=("torch",))
+    engine: str = option("torch", "torch computes; mock takes as long as a model would", choices=("torch", "mock"))
+    mock_speedup: float = option(1.0, "the mock engine runs this many times faster than its timing")
     dtype: str = option("auto", "arithmetic and KV type", choices=("auto", "float32", "bfloat16"))
     prefill: int = option(1, "prefill workers")
     decode: int = option(1, "decode workers; with --prefill 0 --decode 0: one worker that does both")
@@ -114,7 +115,9 @@ class Cluster:
         roles = ["prefill"] * config.prefill + ["decode"] * config.decode or ["worker"]
         for i, role in enumerate(roles):
             name = f"{role}-{i - config.prefill if role == 'decode' else i}"
-            model = ("--model", config.model, "--dtype", config.dtype)
+            model = ["--model", config.model, "--dtype", config.dtype, "--engine", config.engine]
+            if config.engine == "mock":
+                model += ["--mock-speedup", str(config.mock_speedup)]
             self._add(role, name, base and base + _MASTER_TO_WORKERS + i, *at, *model)
         self._add("conductor", "conductor", config.port, *at, "--policy", config.policy)
 

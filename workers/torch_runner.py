@@ -1,0 +1,68 @@
+"""The computing half of the engine in torch: forward pass over the paged cache, then sampling."""
+
+from __future__ import annotations
+
+import torch
+
+from tanghulu.clock import Clock, SystemClock
+from tanghulu.workers.engine import Computed
+from tanghulu.workers.kv_cache import KvCache
+from tanghulu.workers.kv_layout import KvLayout
+from tanghulu.workers.models.forward_batch import SequenceChunk, build_forward_batch
+from tanghulu.workers.models.registry import Model, dtype_name
+from tanghulu.workers.sampling import SamplingRow, sample
+from tanghulu.workers.step_plan import ScheduledRun, StepPlan
+from tanghulu.workers.step_result import Sampled
+
+
+class TorchRunner:
+    """A `ModelRunner` of ``model``, with ``kv_capacity_bytes`` of cache laid out in ``cache_buffer`` (or own memory).
+
+    Raises ConfigError with the figures if not even one block fits.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        block_tokens: int,
+        kv_capacity_bytes: int,
+        cache_buffer: memoryview | bytearray | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.model = model
+        self.layout = KvLayout.of(model.config, block_tokens, dtype_name(model.dtype))
+        self.cache = KvCache(self.layout, self.layout.num_blocks_in(kv_capacity_bytes), cache_buffer)
+        self._clock = clock or SystemClock()
+
+    @property
+    def vocab(self) -> int:
+        """Token ids are below this."""
+        return self.model.config.vocab
+
+    @property
+    def max_context(self) -> int:
+        """Tokens that the model was trained to attend to."""
+        return self.model.config.max_context
+
+    def run(self, plan: StepPlan) -> Computed:
+        """Forward and sample."""
+        started = self._clock.now_s()
+        chunks = [_chunk(run) for run in plan.runs]
+        logits = self.model.forward(build_forward_batch(chunks, self.layout.block_tokens), self.cache)
+        computed = self._clock.now_s()
+        sampled = self._sample(plan, logits)
+        return Computed(sampled, computed - started, self._clock.now_s() - computed)
+
+    def _sample(self, plan: StepPlan, logits: torch.Tensor) -> Sampled:
+        rows = [SamplingRow.of(run.request) for run in plan.runs if run.samples]
+        return sample(logits, rows) if rows else Sampled([], [])
+
+    def __repr__(self) -> str:
+        return f"TorchRunner({self.model.config.architecture}, {self.cache!r})"
+
+
+def _chunk(run: ScheduledRun) -> SequenceChunk:
+    request = run.request
+    tokens = request.sequence.tokens[run.start : run.start + run.num_tokens]
+    return SequenceChunk(tokens, run.start, request.block_ids, run.samples)
