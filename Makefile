@@ -2,6 +2,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 UP_FLAGS ?=
 PYTEST_FLAGS ?=
+BENCH_FLAGS ?=
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	python3 -m venv $(VENV)
@@ -33,7 +34,13 @@ check: $(VENV)/.ready ## style, types, layers, generated code
 bench: $(VENV)/.ready ## measure, and keep the figures in benchmarks/results/
 	$(PY) benchmarks/store_bench.py
 
+bench-store: $(VENV)/.ready ## the store beside Mooncake's and redis (docs/benchmarks.md); BENCH_FLAGS="--sizes 4KiB"
+	$(PY) benchmarks/store_compare.py $(BENCH_FLAGS)
+
+bench-transfer: $(VENV)/.ready ## the transfer engine beside Mooncake's, NIXL and the plain limits (docs/benchmarks.md)
+	$(PY) benchmarks/transfer_bench.py $(BENCH_FLAGS)
+
 protos: $(VENV)/.ready ## regenerate the committed protobuf code
 	$(PY) protos/generate.py
 
-.PHONY: up test test-slow test-rdma check bench protos
+.PHONY: up test test-slow test-rdma check bench bench-store bench-transfer protos

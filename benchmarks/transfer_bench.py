@@ -1,190 +1,180 @@
-"""The transfer engine beside the plain limits of the machine, in one run.
+"""The transfer engine beside the plain limits of the machine, Mooncake's transfer engine and NIXL (UCX), in one run.
 
-For each size and direction, in turns (so that a busy neighbour hurts all alike): the engine over shm next to one
-memmove between two prefaulted areas, and the engine over tcp next to one plain blocking stream between two processes
-(sendall and recv_into, an eight-byte request in front, one byte of acknowledgement behind a WRITE). Buffers rotate
-through several times the cache's size for 1 MiB and up. Prints medians and keeps them as JSON.
+    python benchmarks/transfer_bench.py [--sizes 64KiB,1MiB,16MiB,256MiB] [--who NAME,NAME] [--callers 1,2,4,8]
+    python benchmarks/transfer_bench.py --summary
 
-    python benchmarks/transfer_bench.py [--rounds 15] [--seed 1] [--streams 2] [--no-keep]
+Each of them moves bytes between two processes (memmove: inside one), one request a call, for 1 to 8 callers (threads of
+one process) with pieces of their own. In each of five rounds all take turns, in an order that the seed shuffles; a
+figure is the median over the rounds. A round that does not count warms up. Pieces rotate through areas larger than the
+caches. Every piece carries stamps that are verified after each run. CPU seconds are those of both processes, per GB
+moved. Each size is kept in a file of its own, so that a run can be made in pieces; --summary reads them all.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import ctypes
-import multiprocessing
-import multiprocessing.connection
+import contextlib
 import os
 import random
-import socket
 import statistics
-import struct
+import sys
 import tempfile
-import threading
-import time
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import uvloop
-
+from peers import environments, transfer_report
+from peers.environments import Missing
+from peers.jsonlines import Worker, WorkerFailed, cpu_s
+from peers.store_report import label, parse_sizes
 from report import keep
-from tanghulu.transfer_engine.engine import EngineConfig, Opcode, TransferEngine, TransferRequest
-from tanghulu.transfer_engine.segment import MemorySegment
-from tanghulu.transfer_engine.server import SegmentServer
 
-SIZES = (64 << 10, 1 << 20, 16 << 20)
+WORKER = Path(__file__).parent / "peers" / "mover_worker.py"
+OPS = ("READ", "WRITE")
+#: By size: (transfers of each caller in a run, most callers).
+COUNTS = {64 << 10: (200, 8), 1 << 20: (48, 8), 16 << 20: (5, 8), 256 << 20: (1, 1)}
 AREA_BYTES = 128 << 20
-REQUEST = struct.Struct("<Q")
-READ, WRITE = Opcode.READ, Opcode.WRITE
 
 
-def receive_into(sock: socket.socket, view: memoryview) -> None:
-    got = 0
-    while got < len(view):
-        got += sock.recv_into(view[got:])
+@dataclass(frozen=True)
+class Entry:
+    """Who takes part: the adapter, the environment of its packages, and settings of its two ends."""
+
+    name: str
+    kind: str
+    environment: str = ""
+    owner: tuple[tuple[str, Any], ...] = ()
+    mover: tuple[tuple[str, Any], ...] = ()
+    variables: tuple[tuple[str, str], ...] = ()
 
 
-def serve_plain(listener: socket.socket, area: memoryview) -> None:
-    """One blocking stream: positive request: send so many bytes; the top bit set: receive them."""
-    sock, _ = listener.accept()
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    while request := sock.recv(REQUEST.size, socket.MSG_WAITALL):
-        (value,) = REQUEST.unpack(request)
-        size = value & ~(1 << 63)
-        if value >> 63:
-            receive_into(sock, area[:size])
-            sock.sendall(b"\1")
-        else:
-            sock.sendall(area[:size])
+ENTRIES = (
+    Entry("memmove", "memmove"),
+    Entry("tanghulu shm", "tanghulu", mover=(("transport", "shm"), ("streams", 1))),
+    Entry("NIXL shm", "nixl", "nixl"),
+    Entry("one stream", "stream"),
+    Entry("tanghulu tcp", "tanghulu", mover=(("transport", "tcp"), ("streams", 1))),
+    Entry("tanghulu tcp x2", "tanghulu", mover=(("transport", "tcp"), ("streams", 2))),
+    Entry("Mooncake tcp", "mooncake", "mooncake"),
+    Entry("NIXL tcp", "nixl", "nixl", variables=(("UCX_TLS", "tcp,self"),)),
+)
 
 
-def serve(pipe: multiprocessing.connection.Connection, unix_path: str) -> None:
-    async def main() -> None:
-        segment = MemorySegment.create("bench", AREA_BYTES, prefault=True)
-        server = SegmentServer(
-            segment, None, host="127.0.0.1", unix_path=unix_path, generation=1, host_id="bench", name="bench"
-        )
-        await server.start()
-        listener = socket.create_server(("127.0.0.1", 0))
-        threading.Thread(target=serve_plain, args=(listener, segment.view), daemon=True).start()
-        pipe.send((server.descriptor(), listener.getsockname()[1]))
-        await asyncio.to_thread(pipe.recv)
-        await server.close()
-        os._exit(0)  # the plain thread waits in recv
+class Contestant:
+    """An owner's process and a mover's."""
 
-    uvloop.run(main())
+    def __init__(self, entry: Entry, area_bytes: int, folder: Path) -> None:
+        self.name = entry.name
+        packages, python = "", Path(sys.executable)
+        if entry.environment:
+            python = environments.interpreter(entry.environment)
+        variables = os.environ | {"GLOG_minloglevel": "2", "MC_LOG_LEVEL": "error", "NIXL_LOG_LEVEL": "ERROR"}
+        self._workers: list[Worker] = []
+        for role in ("owner", "mover"):
+            name = f"{entry.name} {role}".replace(" ", "_")
+            log = environments.logs() / f"{name}.log"
+            self._workers.append(Worker(python, WORKER, log, variables | dict(entry.variables), name))
+        self.owner, self.mover = self._workers
+        settings: dict[str, Any] = {"area_bytes": area_bytes} | dict(entry.owner)
+        if entry.kind == "tanghulu":
+            own = folder / entry.name.replace(" ", "_")
+            own.mkdir()
+            settings["folder"] = str(own)
+        offer = self.owner.call("own", kind=entry.kind, packages=packages, **settings)
+        self.mover.call("open", kind=entry.kind, packages=packages, area_bytes=area_bytes, **dict(entry.mover), **offer)
+        self._area_bytes = area_bytes
+        self._has_owner = entry.kind != "memmove"
+        self._number = 0
 
+    def run(self, op: str, size: int, callers: int, times: int) -> dict[str, float]:
+        """One run, its bytes verified; seconds of CPU time of both processes per GB."""
+        self._number += 1
+        source, destination = (self.owner, self.mover) if op == "READ" else (self.mover, self.owner)
+        source.call("stamp", size=size, num_spots=self._area_bytes // size, number=self._number)
+        before = cpu_s([self.owner.pid])
+        figures = self.mover.call("run", op=op, size=size, callers=callers, times=times)
+        owner_cpu_s = cpu_s([self.owner.pid]) - before
+        if self._has_owner:
+            destination.call("verify", size=size, spots=figures["spots"], number=self._number)
+        gigabytes = size * callers * times / 1e9
+        return {
+            "p50_us": figures["p50_us"],
+            "gb_s": gigabytes / figures["elapsed_s"],
+            "mover_cpu_s_per_gb": figures["mover_cpu_s"] / gigabytes,
+            "owner_cpu_s_per_gb": owner_cpu_s / gigabytes,
+        }
 
-def timed(call: Callable[[int], None], times: int, first: int) -> float:
-    start = time.perf_counter()
-    for number in range(first, first + times):
-        call(number)
-    return (time.perf_counter() - start) / times
-
-
-class Bench:
-    """The calls that are compared: each takes a running number and moves one buffer."""
-
-    def __init__(self, engine: TransferEngine, descriptor: Any, plain_port: int) -> None:
-        self.engine = engine
-        self.local = np.ones(AREA_BYTES, np.uint8)
-        self.other = np.ones(AREA_BYTES, np.uint8)
-        self.buffer = engine.register(self.local)
-        self.view = memoryview(self.local)
-        self.remotes = {name: engine.open_segment(descriptor, transport=name) for name in ("shm", "tcp")}
-        self.plain = socket.create_connection(("127.0.0.1", plain_port))
-        self.plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def call(self, kind: str, opcode: Opcode, size: int) -> Callable[[int], None]:
-        spots = max(1, min(AREA_BYTES // size, 64 if size < 1 << 20 else 1 << 30))
-
-        def by_engine(number: int) -> None:
-            at = number % spots * size
-            self.engine.transfer([TransferRequest(opcode, self.buffer, remote, at, size, at)], 30)
-
-        def by_memmove(number: int) -> None:
-            at = number % spots * size
-            to, source = (self.local, self.other) if opcode is READ else (self.other, self.local)
-            ctypes.memmove(to.ctypes.data + at, source.ctypes.data + at, size)
-
-        def by_stream(number: int) -> None:
-            at = number % spots * size
-            if opcode is READ:
-                self.plain.sendall(REQUEST.pack(size))
-                receive_into(self.plain, self.view[at : at + size])
-            else:
-                self.plain.sendall(REQUEST.pack(size | 1 << 63))
-                self.plain.sendall(self.view[at : at + size])
-                assert self.plain.recv(1) == b"\1"
-
-        if kind in self.remotes:
-            remote = self.remotes[kind]
-            return by_engine
-        return by_memmove if kind == "memmove" else by_stream
+    def close(self) -> None:
+        """End both processes."""
+        for worker in reversed(self._workers):
+            worker.close()
 
 
-def measure(bench: Bench, rounds: int, chooser: random.Random) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    for size in SIZES:
-        for opcode in (READ, WRITE):
-            kinds = ["shm", "memmove", "tcp", "plain stream"]
-            calls = {kind: bench.call(kind, opcode, size) for kind in kinds}
-            times = {kind: max(2, int((0.02 if kind in ("shm", "memmove") else 0.05) * 2e9 / (size + 60_000)))
-                     for kind in kinds}  # fmt: skip
-            samples: dict[str, list[float]] = {kind: [] for kind in kinds}
-            for each in range(rounds + 1):
-                for kind in chooser.sample(kinds, len(kinds)):
-                    seconds = timed(calls[kind], times[kind], each * times[kind])
-                    if each:  # the first round warms up
-                        samples[kind].append(seconds)
-            for kind, limit in (("shm", "memmove"), ("tcp", "plain stream")):
-                engine_s, limit_s = statistics.median(samples[kind]), statistics.median(samples[limit])
-                rows.append({
-                    "transport": kind, "op": opcode.name, "size_bytes": size,
-                    "engine_us": round(engine_s * 1e6, 1), "engine_gb_s": round(size / engine_s / 1e9, 2),
-                    "limit": limit, "limit_us": round(limit_s * 1e6, 1), "limit_gb_s": round(size / limit_s / 1e9, 2),
-                    "share_of_limit": round(limit_s / engine_s, 3),
-                    "best_engine_us": round(min(samples[kind]) * 1e6, 1),
-                    "best_limit_us": round(min(samples[limit]) * 1e6, 1),
-                })  # fmt: skip
-    return rows
+def open_all(stack: contextlib.ExitStack, names: list[str], area_bytes: int) -> tuple[list[Contestant], dict[str, str]]:
+    """Everybody who can run here, and why the others cannot."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
+    found: list[Contestant] = []
+    missing: dict[str, str] = {}
+    for entry in ENTRIES:
+        if entry.name not in names:
+            continue
+        try:
+            found.append(Contestant(entry, area_bytes, folder))
+            stack.callback(found[-1].close)
+        except (Missing, WorkerFailed) as reason:
+            missing[entry.name] = str(reason)
+            print(f"LEFT OUT: {entry.name}: {reason}")
+    return found, missing
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    print(f"{'':4} {'op':5} {'size':>8} {'engine':>12} {'':>10} {'plain limit':>12} {'':>10} {'share':>6} {'best':>6}")
-    for row in sorted(rows, key=lambda row: (row["transport"], row["size_bytes"])):
-        best = row["best_limit_us"] / row["best_engine_us"]
-        print(
-            f"{row['transport']:4} {row['op']:5} {row['size_bytes'] >> 10:5} KiB {row['engine_us']:9.1f} us "
-            f"{row['engine_gb_s']:5.2f} GB/s {row['limit_us']:9.1f} us {row['limit_gb_s']:5.2f} GB/s "
-            f"{row['share_of_limit']:6.0%} {best:6.0%}"
-        )
+def measure(options: argparse.Namespace, size: int) -> None:
+    """All rounds of one size."""
+    chooser = random.Random(options.seed)
+    times, most_callers = COUNTS[size]
+    samples: dict[tuple[str, str, int], list[dict[str, float]]] = {}
+    with contextlib.ExitStack() as stack:
+        contestants, missing = open_all(stack, options.who, max(AREA_BYTES, size))
+        for number in range(options.rounds + 1):
+            for op in OPS:
+                for callers in [each for each in options.callers if each <= most_callers]:
+                    for each in chooser.sample(contestants, len(contestants)):
+                        figures = each.run(op, size, callers, times)
+                        if number:
+                            samples.setdefault((each.name, op, callers), []).append(figures)
+    rows = []
+    for (who, op, callers), runs in samples.items():
+        row: dict[str, Any] = {"who": who, "op": op, "size_bytes": size, "callers": callers, "rounds": len(runs)}
+        row |= {key: round(statistics.median(run[key] for run in runs), 3) for key in runs[0]}
+        row["best_gb_s"] = round(max(run["gb_s"] for run in runs), 3)
+        rows.append(row)
+    load = [round(each, 2) for each in os.getloadavg()]
+    path = keep(f"transfer-{label(size)}", rows, seed=options.seed, load_average=load, left_out=missing)
+    print("kept in", path)
+    transfer_report.show(rows, load)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [entry.name for entry in ENTRIES]
+    parser.add_argument("--sizes", type=parse_sizes, default=sorted(COUNTS))
+    parser.add_argument("--who", type=lambda text: text.split(","), default=names, help=", ".join(names))
+    parser.add_argument("--callers", type=lambda text: [int(each) for each in text.split(",")], default=[1, 2, 4, 8])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--summary", action="store_true", help="only show the kept figures beside the targets")
+    options = parser.parse_args()
+    for given, known in ((options.sizes, list(COUNTS)), (options.who, names)):
+        unknown = [each for each in given if each not in known]
+        if unknown:
+            parser.error(f"unknown: {unknown}; choose from {known}")
+    return options
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--streams", type=int, default=EngineConfig().streams_per_peer)
-    parser.add_argument("--no-keep", action="store_true", help="do not write results/transfer.json")
-    options = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    with tempfile.TemporaryDirectory() as folder:
-        process = context.Process(target=serve, args=(theirs, str(Path(folder) / "door")))
-        process.start()
-        descriptor, plain_port = ours.recv()
-        with TransferEngine(host_id="bench", config=EngineConfig(streams_per_peer=options.streams)) as engine:
-            bench = Bench(engine, descriptor, plain_port)
-            rows = measure(bench, options.rounds, random.Random(options.seed))
-        ours.send("stop")
-        process.join()
-    show(rows)
-    if not options.no_keep:
-        print("kept in", keep("transfer", rows, seed=options.seed, streams=options.streams))
+    options = parse()
+    for size in () if options.summary else options.sizes:
+        measure(options, size)
+    transfer_report.summary()
 
 
 if __name__ == "__main__":
