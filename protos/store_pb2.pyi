@@ -46,20 +46,32 @@ class HelloRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., client_id: _Optional[str] = ..., tenant: _Optional[str] = ..., token: _Optional[str] = ..., pid: _Optional[int] = ..., host_id: _Optional[str] = ..., wants_shm: _Optional[bool] = ..., held_lease_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("status", "instance_id", "generation", "session_id", "segment", "max_inline_bytes")
+    __slots__ = ("status", "instance_id", "generation", "session_id", "segment", "max_inline_bytes", "index")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
     MAX_INLINE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
     status: _common_pb2.Status
     instance_id: str
     generation: int
     session_id: int
     segment: _common_pb2.SegmentDescriptor
     max_inline_bytes: int
-    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., instance_id: _Optional[str] = ..., generation: _Optional[int] = ..., session_id: _Optional[int] = ..., segment: _Optional[_Union[_common_pb2.SegmentDescriptor, _Mapping]] = ..., max_inline_bytes: _Optional[int] = ...) -> None: ...
+    index: SharedIndex
+    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., instance_id: _Optional[str] = ..., generation: _Optional[int] = ..., session_id: _Optional[int] = ..., segment: _Optional[_Union[_common_pb2.SegmentDescriptor, _Mapping]] = ..., max_inline_bytes: _Optional[int] = ..., index: _Optional[_Union[SharedIndex, _Mapping]] = ...) -> None: ...
+
+class SharedIndex(_message.Message):
+    __slots__ = ("begin", "num_buckets", "seed")
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    NUM_BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    begin: int
+    num_buckets: int
+    seed: int
+    def __init__(self, begin: _Optional[int] = ..., num_buckets: _Optional[int] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class PutItem(_message.Message):
     __slots__ = ("key", "version", "size_bytes", "checksums", "pin", "ttl_ms")
@@ -196,14 +208,16 @@ class GetReply(_message.Message):
     def __init__(self, items: _Optional[_Iterable[_Union[GetItem, _Mapping]]] = ..., inline_data: _Optional[bytes] = ..., lease_ms: _Optional[int] = ...) -> None: ...
 
 class UnpinRequest(_message.Message):
-    __slots__ = ("lease_ids", "bytes_read", "corrupt")
+    __slots__ = ("lease_ids", "bytes_read", "corrupt", "read")
     LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
     BYTES_READ_FIELD_NUMBER: _ClassVar[int]
     CORRUPT_FIELD_NUMBER: _ClassVar[int]
+    READ_FIELD_NUMBER: _ClassVar[int]
     lease_ids: _containers.RepeatedScalarFieldContainer[int]
     bytes_read: int
     corrupt: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, lease_ids: _Optional[_Iterable[int]] = ..., bytes_read: _Optional[int] = ..., corrupt: _Optional[_Iterable[str]] = ...) -> None: ...
+    read: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, lease_ids: _Optional[_Iterable[int]] = ..., bytes_read: _Optional[int] = ..., corrupt: _Optional[_Iterable[str]] = ..., read: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class UnpinReply(_message.Message):
     __slots__ = ()

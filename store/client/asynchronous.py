@@ -55,7 +55,7 @@ class AsyncShell:
         """Drive ``logic`` to its end; returns its result or raises its error."""
         if self._closed:
             raise InvalidRequest("the client is closed")
-        if self.context.leases.has_dropped:
+        if self.context.leases.has_dropped or self.context.reads.due:
             await self._give_back()
         try:
             instruction = next(logic)
@@ -170,6 +170,12 @@ class AsyncShell:
                 if old is not None:
                     old.remote.close()
         self._welcomes[peer] = welcome
+        self.context.forget_index(peer)
+        if target.unix_path is not None:
+            link = await self._reach(peer, False)
+            index = link.index(welcome.index) if isinstance(link, Link) else None
+            if index is not None:
+                self.context.indexes[peer] = index
 
     async def _move(self, requests: Sequence[TransferRequest], deadline_s: float) -> list[TanghuluError | None]:
         try:
@@ -200,8 +206,7 @@ class AsyncShell:
         return link
 
     async def _give_back(self) -> None:
-        dropped = self.context.leases.take_dropped()
-        await self._tell([(node, messages.unpin(lease_ids)) for node, lease_ids in dropped.items()])
+        await self._tell(self.context.given_back())
 
     def __repr__(self) -> str:
         return f"AsyncShell({self.settings.master}{', closed' if self._closed else ''})"

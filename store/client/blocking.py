@@ -65,7 +65,7 @@ class BlockingShell:
         """Drive ``logic`` to its end; returns its result or raises its error."""
         if self._closed:
             raise InvalidRequest("the client is closed")
-        if self.context.leases.has_dropped:
+        if self.context.leases.has_dropped or self.context.reads.due:
             self.flush()
         try:
             instruction = next(logic)
@@ -81,10 +81,8 @@ class BlockingShell:
 
     def flush(self) -> None:
         """Give back the leases that nobody needs any more; nodes that cannot be told find out by themselves."""
-        if self._closed:
-            return
-        dropped = self.context.leases.take_dropped()
-        self._tell([(node, messages.unpin(lease_ids)) for node, lease_ids in dropped.items()])
+        if not self._closed:
+            self._tell(self.context.given_back())
 
     def register(self, buffer: Any) -> Buffer:
         """See TransferEngine.register."""
@@ -92,6 +90,8 @@ class BlockingShell:
 
     def close(self) -> None:
         """Close all connections and segments."""
+        if self.context.reads:
+            self.flush()
         with self._lock:
             if self._closed:
                 return
@@ -245,6 +245,12 @@ class BlockingShell:
                 if old is not None:
                     old.remote.close()
         self._welcomes[peer] = welcome
+        self.context.forget_index(peer)
+        if target.unix_path is not None:
+            link = self._reach(peer, False)
+            index = link.index(welcome.index) if isinstance(link, Link) else None
+            if index is not None:
+                self.context.indexes[peer] = index
 
     def _put_back(self, peer: PeerId, connection: FastConnection) -> None:
         if connection.closed:

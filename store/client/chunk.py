@@ -25,13 +25,15 @@ class Chunk:
     They must not be written to.
     """
 
-    __slots__ = ("_array", "_on_close", "key", "size_bytes", "version")
+    __slots__ = ("_memory", "_on_close", "key", "size_bytes", "version")
 
-    def __init__(self, key: str, version: int, array: Bytes, on_close: Callable[[], None] | None) -> None:
+    def __init__(
+        self, key: str, version: int, memory: Bytes | bytes | memoryview, on_close: Callable[[], None] | None = None
+    ) -> None:
         self.key = key
         self.version = version
-        self.size_bytes = int(array.size)
-        self._array: Bytes | None = array
+        self.size_bytes = len(memory)
+        self._memory: Bytes | bytes | memoryview | None = memory
         self._on_close = on_close
 
     @property
@@ -49,14 +51,19 @@ class Chunk:
         return self.bytes()
 
     def bytes(self) -> bytes:
-        """A copy of the bytes."""
-        return self.numpy().tobytes()
+        """The bytes by themselves: a copy, unless the value came as bytes."""
+        memory = self._memory
+        return memory if type(memory) is bytes else self.numpy().tobytes()
 
     def numpy(self) -> Bytes:
         """The bytes as a one-dimensional array of uint8, without a copy."""
-        if self._array is None:
+        memory = self._memory
+        if memory is None:
             raise InvalidRequest(f"chunk {self.key!r} is closed; take what you need of it before that")
-        return self._array
+        if not isinstance(memory, np.ndarray):
+            self._memory = memory = np.frombuffer(memory, np.uint8)
+            memory.flags.writeable = False
+        return memory
 
     def torch(self, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None) -> torch.Tensor:
         """The bytes as a tensor, without a copy; uint8 and flat unless said otherwise."""
@@ -66,9 +73,9 @@ class Chunk:
 
     def close(self) -> None:
         """Let go of the bytes. Twice is fine."""
-        if self._array is None:
+        if self._memory is None:
             return
-        self._array = None
+        self._memory = None
         if self._on_close is not None:
             self._on_close()
 
@@ -88,4 +95,4 @@ class Chunk:
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return f"Chunk({self.key!r}, {self.size_bytes} bytes{', closed' if self._array is None else ''})"
+        return f"Chunk({self.key!r}, {self.size_bytes} bytes{', closed' if self._memory is None else ''})"

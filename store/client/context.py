@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 from tanghulu.clock import Clock
 from tanghulu.errors import TanghuluError
 from tanghulu.store.client import messages
-from tanghulu.store.client.instructions import MASTER, Ask, Deadline, Logic, PeerId
+from tanghulu.store.client.instructions import MASTER, Ask, Deadline, Logic, PeerId, Tell
 from tanghulu.store.client.leases import Leases
 from tanghulu.store.client.locations import LocationCache
 from tanghulu.store.client.placement import NodeTable
+from tanghulu.store.client.reads import Reads
+from tanghulu.store.shared_index import IndexReader
 
 #: Keys in one question to the master.
 KEYS_PER_LOCATE = 8192
@@ -26,7 +28,7 @@ def _versions() -> itertools.count[int]:
 
 @dataclass
 class Context:
-    """One client's memory between operations."""
+    """One client's memory between operations. ``indexes``: of those nodes of this host whose memory is mapped."""
 
     host_id: str
     place: str
@@ -34,11 +36,32 @@ class Context:
     nodes: NodeTable
     locations: LocationCache = field(default_factory=LocationCache)
     leases: Leases = field(default_factory=Leases)
+    reads: Reads = field(default_factory=Reads)
+    indexes: dict[PeerId, IndexReader] = field(default_factory=dict)
     _version: itertools.count[int] = field(default_factory=_versions)
 
     def new_version(self) -> int:
         """A number that no other put has."""
         return next(self._version)
+
+    def forget_index(self, node: PeerId) -> None:
+        """The node's memory is not mapped any more, or another process took its place."""
+        self.indexes.pop(node, None)
+
+    def given_back(self) -> list[tuple[PeerId, messages.AnyCall]]:
+        """Calls that tell the nodes which leases are not needed any more and what was read; counts as told."""
+        dropped, reads = self.leases.take_dropped(), self.reads.take()
+        return [
+            (node, messages.unpin(dropped.get(node, ()), num_bytes, (), keys))
+            for node in {**dropped, **reads}
+            for keys, num_bytes in (reads.get(node, ((), 0)),)
+        ]
+
+
+def tell_reads(context: Context) -> Logic[None]:
+    """Let the nodes know what was read before something else is asked of them."""
+    if context.reads:
+        yield Tell(context.given_back())
 
 
 def ask_master(call: messages.AnyCall) -> Logic[messages.AnyReply]:
@@ -80,4 +103,4 @@ def locate(context: Context, keys: Sequence[str]) -> Logic[tuple[list[tuple[Peer
     ], incomplete
 
 
-__all__ = ["Context", "Deadline", "ask_master", "locate", "refresh_nodes"]
+__all__ = ["Context", "Deadline", "ask_master", "locate", "refresh_nodes", "tell_reads"]

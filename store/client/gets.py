@@ -30,12 +30,15 @@ from tanghulu.store.client.instructions import Ask, Deadline, Logic, Move, PeerI
 from tanghulu.store.client.leases import LeasedMemory
 from tanghulu.store.client.link import Link
 from tanghulu.store.client.messages import Found
+from tanghulu.store.shared_index import Entry, IndexReader
 from tanghulu.store.words import MAX_INLINE_BYTES
 from tanghulu.transfer_engine.buffers import Buffer
 from tanghulu.transfer_engine.engine import Opcode, TransferRequest
 
 #: Keys in one GET. One GET per node is under way, so that neither side has to buffer many answers.
 KEYS_PER_GET = 1024
+#: Values up to this size are copied by means of a shared index; larger ones are worth a lease, which needs no copy.
+MAX_COPIED_BYTES = MAX_INLINE_BYTES
 _REBUILDING_PAUSE_S = 0.05
 
 
@@ -67,13 +70,17 @@ class _Pinned:
 def fetch(context: Context, deadline: Deadline, wants: Sequence[Want], flush: Callable[[], None]) -> Logic[None]:
     """Set every want's ``result``. ``flush`` is what a Chunk without a copy calls when it is closed."""
     for want in wants:
-        want.holders = list(context.locations.get(want.key))
-    yield from _rounds(context, deadline, list(wants), flush)
+        _look_locally(context, want)
+    yield from _rounds(context, deadline, [want for want in wants if want.result is None], flush)
 
 
 def fetch_one(context: Context, deadline: Deadline, want: Want, flush: Callable[[], None]) -> Logic[None]:
-    """``fetch`` for one key, the commonest call by far: with a known holder it needs no grouping."""
-    want.holders = list(context.locations.get(want.key))
+    """``fetch`` for one key, the commonest call by far: with a likely holder it needs no grouping."""
+    _look_locally(context, want)
+    if want.result is not None:
+        return
+    if not want.holders:  # a node of this host is asked before the master, unless its index would have told
+        want.holders = [node for node in context.nodes.local_for(want.key, 0)[:1] if node not in context.indexes]
     if want.holders:
         node = want.holders[0]
         (outcome,) = yield Ask(((node, messages.get((want.key,), MAX_INLINE_BYTES)),))
@@ -97,6 +104,36 @@ def _rounds(context: Context, deadline: Deadline, open_wants: list[Want], flush:
 
 
 # --- finding
+
+
+def _look_locally(context: Context, want: Want) -> None:
+    """Read the value by means of a shared index, or learn from it or from the cache who is likely to have it."""
+    if context.indexes:
+        now_s = context.clock.now_s()
+        for node, index in context.indexes.items():
+            entry = index.find(want.key, now_s)
+            if entry is None:
+                continue
+            if entry.size_bytes > MAX_COPIED_BYTES or not _copy(context, want, node, index, entry):
+                want.holders = [node]
+            return
+    want.holders = list(context.locations.get(want.key))
+
+
+def _copy(context: Context, want: Want, node: PeerId, index: IndexReader, entry: Entry) -> bool:
+    """Copy the value that the index names; False if that was too late."""
+    buffer, size = want.buffer, entry.size_bytes
+    if buffer is None:
+        value = index.read(entry)
+        if value is None:
+            return False
+        want.result = Chunk(want.key, entry.version, value)
+    elif not _too_small(want, size):
+        if not index.read_into(entry, buffer.view(0, size)):
+            return False
+        want.result = size
+    context.reads.note(node, want.key, size)
+    return True
 
 
 def _find_holders(context: Context, deadline: Deadline, wants: list[Want]) -> Logic[None]:
@@ -214,19 +251,19 @@ def _take_inline(context: Context, want: Want, node: PeerId, found: Found) -> No
     if not sums.matches(found.value, found.checksums):
         _holder_failed(context, want, node, _mismatch(want.key, node, found))
     elif want.buffer is None:
-        want.result = Chunk(want.key, found.version, np.frombuffer(found.value, np.uint8), None)
-    elif not _too_small(want, found):
+        want.result = Chunk(want.key, found.version, found.value)
+    elif not _too_small(want, found.size_bytes):
         want.buffer.view(0, found.size_bytes)[:] = found.value
         want.result = found.size_bytes
 
 
-def _too_small(want: Want, found: Found) -> bool:
+def _too_small(want: Want, size_bytes: int) -> bool:
     """Whether the caller's buffer cannot take the value; that is then the result."""
     assert want.buffer is not None
-    if found.size_bytes <= want.buffer.size_bytes:
+    if size_bytes <= want.buffer.size_bytes:
         return False
     want.result = InvalidRequest(
-        f"{want.key!r} has {found.size_bytes} bytes, the buffer to read into only {want.buffer.size_bytes}"
+        f"{want.key!r} has {size_bytes} bytes, the buffer to read into only {want.buffer.size_bytes}"
     )
     return True
 
@@ -251,7 +288,7 @@ def _read_pinned(context: Context, pinned: list[_Pinned], flush: Callable[[], No
             each.error = link
         elif each.want.buffer is None and link.view is not None:
             _look_at(context, each, link, flush)
-        elif each.want.buffer is None or not _too_small(each.want, each.found):
+        elif each.want.buffer is None or not _too_small(each.want, each.found.size_bytes):
             requests.append(_request(each, link))
             moving.append(each)
     for start, part in portions(requests):
@@ -293,7 +330,7 @@ def _take_moved(each: _Pinned) -> None:
     else:
         array = np.frombuffer(each.arrived, np.uint8)
         array.flags.writeable = False
-        want.result = Chunk(want.key, found.version, array, None)
+        want.result = Chunk(want.key, found.version, array)
 
 
 def _finish(

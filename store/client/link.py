@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tanghulu.store.shared_index import IndexPlace, IndexReader
 from tanghulu.transfer_engine.engine import RemoteSegment
 
 
@@ -16,6 +17,10 @@ class Link:
     remote: RemoteSegment
     view: memoryview | None = field(init=False)
     address: int = field(init=False)
+
+    def index(self, place: IndexPlace | None) -> IndexReader | None:
+        """The shared index at ``place``; None if there is none or the memory is not mapped."""
+        return None if self.view is None or place is None else IndexReader(self.view, place)
 
     def __post_init__(self) -> None:
         view = self.remote.map()

@@ -14,7 +14,14 @@ from tanghulu.rpc.wire import error_of
 from tanghulu.store.checksums import Checksums
 from tanghulu.store.client.instructions import PeerId
 from tanghulu.store.client.model import ChunkInfo, KeyInfo, NodeView
-from tanghulu.store.wire import checksums_from_wire, checksums_to_wire, new_chunk_to_wire, pin_from_wire
+from tanghulu.store.shared_index import IndexPlace
+from tanghulu.store.wire import (
+    checksums_from_wire,
+    checksums_to_wire,
+    index_from_wire,
+    new_chunk_to_wire,
+    pin_from_wire,
+)
 from tanghulu.store.words import MAX_INLINE_BYTES, NewChunk
 from tanghulu.transfer_engine.descriptor_wire import from_proto
 from tanghulu.transfer_engine.segment import SegmentDescriptor
@@ -33,6 +40,7 @@ class Welcome:
     instance_id: str
     session_id: int
     segment: SegmentDescriptor
+    index: IndexPlace | None
 
 
 def hello(client_id: str, tenant: str, token: str, host_id: str, wants_shm: bool, held: Iterable[int]) -> AnyCall:
@@ -52,7 +60,7 @@ def hello(client_id: str, tenant: str, token: str, host_id: str, wants_shm: bool
 def welcome(reply: AnyReply) -> Welcome:
     """The answer to ``hello``."""
     message: store_pb2.HelloReply = reply.message
-    return Welcome(message.instance_id, message.session_id, from_proto(message.segment))
+    return Welcome(message.instance_id, message.session_id, from_proto(message.segment), index_from_wire(message))
 
 
 def put(items: Sequence[tuple[NewChunk, memoryview]], visible: bool, deadline_ms: int) -> AnyCall:
@@ -140,9 +148,11 @@ def found(reply: AnyReply) -> list[Found | TanghuluError]:
     return results
 
 
-def unpin(lease_ids: Iterable[int], bytes_read: int = 0, corrupt: Iterable[str] = ()) -> AnyCall:
-    """Leases that are not needed any more; keys whose bytes did not match."""
-    request = store_pb2.UnpinRequest(lease_ids=lease_ids, bytes_read=bytes_read, corrupt=corrupt)
+def unpin(
+    lease_ids: Iterable[int], bytes_read: int = 0, corrupt: Iterable[str] = (), read: Iterable[str] = ()
+) -> AnyCall:
+    """Leases that are not needed any more; keys whose bytes did not match; keys that were read without asking."""
+    request = store_pb2.UnpinRequest(lease_ids=lease_ids, bytes_read=bytes_read, corrupt=corrupt, read=read)
     return Call(fastlane_pb2.METHOD_UNPIN, request, store_pb2.UnpinReply)
 
 

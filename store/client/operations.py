@@ -10,6 +10,7 @@ from typing import Any
 
 from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.store import checksums as sums
+from tanghulu.store.client import context as common
 from tanghulu.store.client import directory, gets, puts
 from tanghulu.store.client.chunk import Chunk
 from tanghulu.store.client.context import Context
@@ -29,6 +30,8 @@ class Operations:
     def put(self, deadline: Deadline, item: PutItem, options: PutOptions) -> Logic[Status]:
         """One value; raises its error."""
         putting = self._putting(item, options)
+        if self._context.reads:
+            yield from common.tell_reads(self._context)
         yield from puts.put_one(self._context, deadline, putting, options)
         status = putting.status()
         if status.error is not None:
@@ -48,6 +51,7 @@ class Operations:
                 statuses.append(Status(item.key, error=error))
         putting = [each for each in statuses if isinstance(each, puts.Putting)]
         if putting:
+            yield from common.tell_reads(self._context)
             yield from puts.put_all(self._context, deadline, putting, options)
         return [each.status() if isinstance(each, puts.Putting) else each for each in statuses]
 
@@ -111,6 +115,7 @@ class Operations:
 
     def remove(self, deadline: Deadline, key: str) -> Logic[bool]:
         """Drop one chunk; whether there was one. Raises what kept a holder from it."""
+        yield from common.tell_reads(self._context)
         (removed,) = yield from directory.remove(self._context, [key])
         if isinstance(removed, TanghuluError):
             raise removed
@@ -118,6 +123,7 @@ class Operations:
 
     def remove_many(self, deadline: Deadline, keys: Sequence[str]) -> Logic[list[bool | TanghuluError]]:
         """The same for many, with an outcome each."""
+        yield from common.tell_reads(self._context)
         return (yield from directory.remove(self._context, keys))
 
     def remove_matching(self, deadline: Deadline, pattern: str) -> Logic[int]:
@@ -126,10 +132,12 @@ class Operations:
 
     def stat(self, deadline: Deadline, key: str) -> Logic[ChunkInfo]:
         """What the store knows of the chunk."""
+        yield from common.tell_reads(self._context)
         return (yield from directory.stat(self._context, key))
 
     def eviction_policy(self, deadline: Deadline, node: str, name: str | None) -> Logic[str]:
         """The eviction policy of a node, after switching to ``name`` if one is given."""
+        yield from common.tell_reads(self._context)
         return (yield from directory.eviction_policy(self._context, node, name or ""))
 
     def nodes(self, deadline: Deadline) -> Logic[list[NodeView]]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from tanghulu.store.node.chunk import Chunk, ChunkEvent, ChunkState
+from tanghulu.store.node.published import Published
 from tanghulu.store.words import Pin
 from tanghulu.types import ChunkKey, LeaseId
 
@@ -22,6 +23,7 @@ class ChunkTable:
         self._by_lease: dict[LeaseId, Chunk] = {}
         self._expiries: list[tuple[float, int, Chunk]] = []
         self.hard_pinned_bytes = 0
+        self.published = Published()
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -50,11 +52,22 @@ class ChunkTable:
         chunk.step(event)
         del self._nameless[chunk.offset]
         self._by_key[chunk.key] = chunk
+        if chunk.state is ChunkState.LIVE:
+            self.published.add(chunk)
         if chunk.expires_s is not None:
             heapq.heappush(self._expiries, (chunk.expires_s, id(chunk), chunk))
 
+    def go_live(self, chunk: Chunk, event: ChunkEvent) -> None:
+        """The master's word on an announced chunk has come, or nobody waits for it any more."""
+        was_live = chunk.state is ChunkState.LIVE
+        chunk.step(event)
+        if not was_live:
+            self.published.add(chunk)
+
     def condemn(self, chunk: Chunk) -> None:
         """Nobody shall find the chunk any more."""
+        if chunk.state is ChunkState.LIVE:
+            self.published.remove(chunk)
         if self._by_key.get(chunk.key) is chunk:
             del self._by_key[chunk.key]
             self._nameless[chunk.offset] = chunk
@@ -116,6 +129,7 @@ class ChunkTable:
         assert not leases, f"{leases!r} are leased and not in the table"
         hard = sum(c.size_bytes for c in self if c.pin is Pin.HARD)
         assert hard == self.hard_pinned_bytes
+        self.published.check(self._by_key)
 
     def __repr__(self) -> str:
         return f"ChunkTable({len(self._by_key)} keys, {len(self._by_lease)} leases)"

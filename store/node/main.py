@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,9 +26,11 @@ from tanghulu.store.node.eviction import POLICIES, make_policy
 from tanghulu.store.node.grpc_service import GrpcStoreNode
 from tanghulu.store.node.metrics import NodeCollector, TrafficCounters
 from tanghulu.store.node.node_state import NodeState
+from tanghulu.store.node.published import Published
 from tanghulu.store.node.puts import PutDesk
 from tanghulu.store.node.service import NodeIdentity, NodeService
 from tanghulu.store.node.sessions import Sessions
+from tanghulu.store.shared_index import IndexPlace, IndexWriter, index_bytes, num_buckets_for
 from tanghulu.transfer_engine.access import AccessTable
 from tanghulu.transfer_engine.leases import Freed
 from tanghulu.transfer_engine.segment import MemorySegment
@@ -71,9 +74,13 @@ class Node:
         self._clock = SystemClock()
         self._service = FastService()
         self._door = Door(self._service, process.run_dir, "node")
-        self._segment = MemorySegment.create("store", config.memory, prefault=config.prefault)
+        self._index = IndexPlace(-(-config.memory // 64) * 64, num_buckets_for(config.memory), secrets.randbits(64))
+        segment_bytes = self._index.begin + index_bytes(self._index.num_buckets)
+        self._segment = MemorySegment.create("store", segment_bytes, prefault=config.prefault)
         access = AccessTable(self._clock, config.lease_ms, int(config.memory * _MAX_MAPPED_FRACTION))
         self.state = NodeState(config.memory, access, lambda: make_policy(config.eviction), self._clock)
+        index_view = self._segment.view[self._index.begin :]
+        self.state.table.published = Published(IndexWriter(index_view, self._index.seed, self._clock.now_s()))
         self._segment_server = SegmentServer(
             self._segment,
             access,
@@ -115,6 +122,7 @@ class Node:
             await self._door.close(grace_s=0.2)
             await self._segment_server.close()
             self._sessions.close()
+            self.state.table.published.close()
             self._segment.close()
 
     async def _open(self) -> Address:
@@ -124,7 +132,10 @@ class Node:
             raise ConfigError(f"cannot serve the segment on {self._config.host}: {error}") from error
         address = await self._door.start(self._config.host, self._config.port, self._config.reachable_host)
         identity = NodeIdentity(
-            self._process.instance_id(address.port), self._process.generation, self._segment_server.descriptor()
+            self._process.instance_id(address.port),
+            self._process.generation,
+            self._segment_server.descriptor(),
+            self._index,
         )
         NodeService(identity, self.state, self._desk, self._sessions, self._traffic).serve(self._service)
         return address
@@ -159,6 +170,7 @@ class Node:
         while True:
             await asyncio.sleep(_TICK_S)
             self.state.expire(self._clock.now_s())
+            self.state.table.published.beat(self._clock.now_s())
             self._sessions.forget_ended()
             self._room_changed()
             self._announcer.tick()

@@ -329,7 +329,7 @@ class NodeState:
 
     def _go_live(self, chunk: Chunk, event: ChunkEvent) -> None:
         was_live = chunk.state is ChunkState.LIVE
-        chunk.step(event)
+        self.table.go_live(chunk, event)
         if not was_live:
             self.room.settle(chunk)
 

@@ -43,6 +43,7 @@ class PutDesk:
     def room_changed(self) -> None:
         """Ranges were freed or chunks became evictable: serve those who wait."""
         self._state.room.end_batch()
+        self._state.table.published.flush()
         if not self._state.waiters:
             return
         for waiter, outcome in self._state.admit_waiters():

@@ -23,10 +23,12 @@ from tanghulu.store.node.node_state import NodeState
 from tanghulu.store.node.outcomes import Existed
 from tanghulu.store.node.puts import PutDesk, PutOutcome, Written, remaining_s
 from tanghulu.store.node.sessions import Greeting, Session, Sessions, as_set
+from tanghulu.store.shared_index import IndexPlace
 from tanghulu.store.wire import (
     checksums_from_wire,
     checksums_to_wire,
     fill_checksums,
+    index_to_wire,
     new_chunk_from_wire,
     pin_to_wire,
     set_error,
@@ -53,6 +55,7 @@ class NodeIdentity:
     instance_id: str
     generation: int
     segment: SegmentDescriptor
+    index: IndexPlace | None = None
 
 
 class NodeService:
@@ -99,6 +102,7 @@ class NodeService:
             session_id=session.session_id,
             segment=to_proto(self._identity.segment),
             max_inline_bytes=MAX_INLINE_BYTES,
+            index=index_to_wire(self._identity.index),
         )
 
     # --- puts
@@ -210,6 +214,9 @@ class NodeService:
             chunk = self._state.find(ChunkKey(key))
             if chunk is not None:
                 self._desk.verify(chunk)
+        if request.read:
+            found = (self._state.look_up(ChunkKey(key)) for key in request.read)
+            self._state.touch([chunk for chunk in found if chunk is not None])
         self._state.unpin(request.lease_ids, session.owned)
         self._traffic.bytes_read["shm"] += request.bytes_read
         self._desk.room_changed()

@@ -1,0 +1,206 @@
+"""A node's chunks as clients of its host find them: an index in the node's shared memory, read without asking anybody.
+
+A value of one key costs a process switch each way if the node is asked, many times what it costs to copy 64 KiB. So
+the node publishes where its chunks lie behind the chunks themselves, in the segment that clients of its host map
+anyway, and a reader looks there first: the one-sided reads of Pilaf (Mitchell et al., USENIX ATC 2013) over mapped
+memory.
+
+Nothing is locked. A reader takes an entry, copies the bytes it names, compares their checksum with the entry's and
+then looks whether the entry still stands: the node takes an entry away *before* it gives the range to somebody else,
+so bytes under an entry that stands are those of its chunk. A torn entry does not match its own check. Whatever is odd
+counts as not found, and the node is asked as before. The index is a cache: an entry may be pushed out by others of its
+bucket, and chunks with a time to live or several checksums are not in it.
+
+    header, 64 bytes:  magic u64 | time of the owner's last sign of life, CLOCK_MONOTONIC, f64 | zeros
+    bucket, 256 bytes: four entries
+    entry, 64 bytes:   xxh3_128 of the key 16 | version u64 | offset u64 | size u64 | xxh3_64 of the value u64
+                       | xxh3_64 of the 48 bytes before u64 | zeros 8
+
+Example: a node of 1 GiB has 65,536 entries in 16,384 buckets, 4 MiB. A key whose hash begins with 0x2a41 (little-endian
+u64 modulo 16,384 = 0x2a41) lies in bucket 0x2a41, bytes [64 + 0x2a41 * 256, + 256) behind the chunks.
+
+A node that was killed leaves its pages readable to those who map them: readers believe an index only for
+``MAX_SILENCE_S`` after the owner's last sign of life, far less than the master waits before it gives a node up.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import NamedTuple
+
+import xxhash
+
+_xxh3_64: Callable[[bytes | memoryview], int] = xxhash.xxh3_64_intdigest
+_xxh3_128: Callable[[bytes, int], bytes] = xxhash.xxh3_128_digest
+
+MAGIC = 0x3158444E49475354
+HEADER_BYTES = 64
+ENTRY_BYTES = 64
+ENTRIES_PER_BUCKET = 4
+BUCKET_BYTES = ENTRY_BYTES * ENTRIES_PER_BUCKET
+#: One entry for so many bytes of chunks: 0.4 % of the memory goes to the index.
+BYTES_PER_ENTRY = 16 << 10
+MIN_BUCKETS = 64
+MAX_BUCKETS = 1 << 20
+#: Longer than a node's step of the event loop ever takes, shorter than anybody needs to notice its death.
+MAX_SILENCE_S = 0.25
+
+_HEADER = struct.Struct("<Qd")
+_BODY = struct.Struct("<16sQQQQ")  # what the entry's check covers
+_ENTRY = struct.Struct("<16sQQQQQ8x")
+_FIELDS = struct.Struct("<QQQQQ")
+_WORD = struct.Struct("<Q")
+_TIME = struct.Struct("<d")
+_TIME_OFFSET = 8
+_DIGEST_BYTES = 16
+_NO_ENTRY = bytes(ENTRY_BYTES)
+
+
+class IndexPlace(NamedTuple):
+    """Where the index lies in a segment, and the seed of its hashes."""
+
+    begin: int
+    num_buckets: int
+    seed: int
+
+
+class Entry(NamedTuple):
+    """Where a chunk lies. ``position`` and ``image`` are its place and its bytes in the index."""
+
+    version: int
+    offset: int
+    size_bytes: int
+    checksum: int
+    position: int
+    image: bytes
+
+
+def num_buckets_for(capacity_bytes: int) -> int:
+    """Buckets of the index of a node that holds ``capacity_bytes``; a power of two."""
+    wanted = capacity_bytes // BYTES_PER_ENTRY // ENTRIES_PER_BUCKET
+    return min(max(1 << max(wanted - 1, 0).bit_length(), MIN_BUCKETS), MAX_BUCKETS)
+
+
+def index_bytes(num_buckets: int) -> int:
+    """The memory that an index takes."""
+    return HEADER_BYTES + num_buckets * BUCKET_BYTES
+
+
+class IndexWriter:
+    """The owner's side. ``view`` is the index's part of the segment, zeroed; ``seed`` keeps hashes unforeseeable."""
+
+    def __init__(self, view: memoryview, seed: int, now_s: float) -> None:
+        self._view = view
+        self._seed = seed
+        self._num_buckets = (len(view) - HEADER_BYTES) // BUCKET_BYTES
+        _HEADER.pack_into(view, 0, MAGIC, now_s)
+
+    def beat(self, now_s: float) -> None:
+        """A sign of life."""
+        _TIME.pack_into(self._view, _TIME_OFFSET, now_s)
+
+    def publish(self, key: str, version: int, offset: int, size_bytes: int, checksum: int) -> None:
+        """From now on readers find the chunk; an older entry of the bucket may have to go."""
+        digest = _xxh3_128(key.encode(), self._seed)
+        body = _BODY.pack(digest, version, offset, size_bytes, checksum)
+        start = self._bucket(digest)
+        bucket = self._view[start : start + BUCKET_BYTES].tobytes()
+        place = _find(bucket, digest)
+        if place < 0:
+            place = _find(bucket, _NO_ENTRY[:_DIGEST_BYTES])
+        if place < 0:
+            place = digest[-1] % ENTRIES_PER_BUCKET * ENTRY_BYTES
+        place += start
+        self._view[place : place + ENTRY_BYTES] = body + _WORD.pack(_xxh3_64(body)) + bytes(8)
+
+    def withdraw(self, key: str) -> None:
+        """From now on readers do not find the chunk; its range may be used again."""
+        digest = _xxh3_128(key.encode(), self._seed)
+        start = self._bucket(digest)
+        place = _find(self._view[start : start + BUCKET_BYTES].tobytes(), digest)
+        if place >= 0:
+            self._view[start + place : start + place + ENTRY_BYTES] = _NO_ENTRY
+
+    def close(self) -> None:
+        """Readers believe nothing any more."""
+        self.beat(float("-inf"))
+
+    def entries(self) -> dict[bytes, Entry]:
+        """All entries by the hash of their key; for tests and ``check``."""
+        found: dict[bytes, Entry] = {}
+        for position in range(HEADER_BYTES, len(self._view), ENTRY_BYTES):
+            image = self._view[position : position + ENTRY_BYTES].tobytes()
+            if image != _NO_ENTRY:
+                digest, version, offset, size, checksum, _ = _ENTRY.unpack(image)
+                found[digest] = Entry(version, offset, size, checksum, position, image)
+        return found
+
+    def digest(self, key: str) -> bytes:
+        """How the index names ``key``."""
+        return _xxh3_128(key.encode(), self._seed)
+
+    def _bucket(self, digest: bytes) -> int:
+        number: int = _WORD.unpack_from(digest)[0]
+        return HEADER_BYTES + number % self._num_buckets * BUCKET_BYTES
+
+    def __repr__(self) -> str:
+        return f"IndexWriter({self._num_buckets} buckets)"
+
+
+class IndexReader:
+    """A client's side; ``memory`` is the whole segment. Safe from any thread."""
+
+    def __init__(self, memory: memoryview, place: IndexPlace) -> None:
+        begin, num_buckets, seed = place
+        assert begin + index_bytes(num_buckets) <= len(memory), "the index lies inside the segment"
+        self._memory = memory
+        self._end = begin  # of the chunks
+        self._buckets = begin + HEADER_BYTES
+        self._num_buckets = num_buckets
+        self._seed = seed
+
+    def find(self, key: str, now_s: float) -> Entry | None:
+        """Where the node says that ``key`` lies; None says nothing. ``now_s`` is of CLOCK_MONOTONIC."""
+        memory = self._memory
+        magic, beat_s = _HEADER.unpack_from(memory, self._end)
+        if magic != MAGIC or now_s - beat_s > MAX_SILENCE_S:
+            return None
+        digest = _xxh3_128(key.encode(), self._seed)
+        start = self._buckets + _WORD.unpack_from(digest)[0] % self._num_buckets * BUCKET_BYTES
+        bucket = memory[start : start + BUCKET_BYTES].tobytes()
+        place = _find(bucket, digest)
+        if place < 0:
+            return None
+        version, offset, size, checksum, check = _FIELDS.unpack_from(bucket, place + _DIGEST_BYTES)
+        if check != _xxh3_64(bucket[place : place + _BODY.size]) or offset + size > self._end:
+            return None
+        return Entry(version, offset, size, checksum, start + place, bucket[place : place + ENTRY_BYTES])
+
+    def read(self, entry: Entry) -> bytes | None:
+        """A copy of the chunk's bytes; None if they are gone or do not match."""
+        offset = entry.offset
+        value = self._memory[offset : offset + entry.size_bytes].tobytes()
+        return value if self._holds(entry, value) else None
+
+    def read_into(self, entry: Entry, target: memoryview) -> bool:
+        """Copy the chunk's bytes; False if they are gone or do not match (``target`` then holds anything)."""
+        offset = entry.offset
+        target[:] = self._memory[offset : offset + entry.size_bytes]
+        return self._holds(entry, target)
+
+    def _holds(self, entry: Entry, value: bytes | memoryview) -> bool:
+        position = entry.position
+        stands = self._memory[position : position + ENTRY_BYTES].tobytes() == entry.image
+        return stands and _xxh3_64(value) == entry.checksum
+
+    def __repr__(self) -> str:
+        return f"IndexReader({self._num_buckets} buckets)"
+
+
+def _find(bucket: bytes, digest: bytes) -> int:
+    """Where in ``bucket`` the entry of ``digest`` begins; -1 if there is none."""
+    place = bucket.find(digest)
+    while place >= 0 and place % ENTRY_BYTES:
+        place = bucket.find(digest, place + 1)
+    return place
