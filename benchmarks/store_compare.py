@@ -10,7 +10,7 @@ asked by shared memory and with transport="tcp". In each of five rounds the stor
 an order that the seed shuffles; a figure is the median over the rounds of a round's median. Before that a round warms
 up that does not count, and values that fill the segment are written and read once, so that no store pays for the first
 touch of its memory. The bare limits are measured in the same rounds. --sizes and --only allow a run in pieces; each
-size is kept in a file of its own, and --summary reads them all.
+size is kept in a file of its own, its batches in another, and --summary reads them all.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from peers import store_report
@@ -42,9 +43,10 @@ PARTS = [*(op for pair in PAIRS for op in pair), "exists", "start"]
 Samples = dict[tuple[str, str], list[dict[str, float]]]
 
 
-def segment_bytes(size: int) -> int:
-    """What each store gets: room for a round's values several times, so that nobody has to evict."""
-    return 256 << 20 if size <= 64 << 10 else 2 << 30
+def segment_bytes(size: int, batch: int) -> int:
+    """What each store gets: room for a round's values twice, so that nobody has to evict."""
+    singles, batches = COUNTS[size]
+    return max(256 << 20, 2 * size * (singles if batch == 1 else batches * batch))
 
 
 @dataclass
@@ -126,18 +128,18 @@ def touch(each: Contestant, num_bytes: int) -> None:
     each.clear()
 
 
-def measure_size(bench: Bench, size: int, limits: Limits) -> None:
-    """All rounds of all operations on values of ``size`` bytes."""
+def measure_size(bench: Bench, size: int, batch: int) -> None:
+    """All rounds of all operations on values of ``size`` bytes, ``batch`` a call."""
     singles, batches = COUNTS[size]
+    limits = Limits(size, BATCH)
     for number in range(bench.rounds + 1):
         for op in LIMITS:
             figures = limits.measure(op, singles)
             if number:
                 bench.add(op, "limit", figures)
         for put, get in PAIRS:
-            if put not in bench.ops and get not in bench.ops:
+            if ("many" in put) != (batch > 1) or (put not in bench.ops and get not in bench.ops):
                 continue
-            batch = BATCH if "many" in put else 1
             keys = [f"{size}/{number}/{put}/{n:06d}/{bench.chooser.randbytes(8).hex()}"
                     for n in range(batches * batch if batch > 1 else singles)]  # fmt: skip
             for each in bench.shuffled():
@@ -147,6 +149,7 @@ def measure_size(bench: Bench, size: int, limits: Limits) -> None:
                     if number:
                         bench.add(each.name, op, figures)
                 each.clear()
+    limits.close()
 
 
 def measure_exists(bench: Bench) -> None:
@@ -163,13 +166,15 @@ def measure_exists(bench: Bench) -> None:
                 bench.add(each.name, "exists_many", many)
 
 
-def open_all(stack: contextlib.ExitStack, stores: Sequence[str], size: int) -> tuple[list[Contestant], dict[str, str]]:
+def open_all(
+    stack: contextlib.ExitStack, stores: Sequence[str], size: int, num_bytes: int
+) -> tuple[list[Contestant], dict[str, str]]:
     """Contestants of every store that can run here, and why the others cannot."""
     found: list[Contestant] = []
     missing: dict[str, str] = {}
     for store in stores:
         try:
-            cluster = stack.enter_context(CLUSTERS[store](segment_bytes(size)))
+            cluster = stack.enter_context(CLUSTERS[store](num_bytes))
             found += join(stack, cluster, size)
         except (Missing, WorkerFailed) as reason:
             missing[store] = str(reason)
@@ -177,14 +182,15 @@ def open_all(stack: contextlib.ExitStack, stores: Sequence[str], size: int) -> t
     return found, missing
 
 
-def run_piece(options: argparse.Namespace, size: int, name: str, measure: Callable[[Bench], None]) -> None:
+def run_piece(options: argparse.Namespace, name: str, size: int, batch: int, measure: Callable[[Bench], None]) -> None:
     """Open everything, measure, close everything, keep the rows."""
     chooser = random.Random(options.seed)
+    num_bytes = segment_bytes(size, batch)
     with contextlib.ExitStack() as stack:
-        contestants, missing = open_all(stack, options.stores, size)
+        contestants, missing = open_all(stack, options.stores, size, num_bytes)
         bench = Bench(chooser, options.rounds, options.only, contestants)
         for each in contestants:
-            touch(each, segment_bytes(size))
+            touch(each, num_bytes)
             each.prepare(size, BATCH)
         measure(bench)
     save(options, name, size, bench.samples, missing)
@@ -244,13 +250,13 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     if not options.summary:
-        for size in options.sizes if any("put" in op or "get" in op for op in options.only) else ():
-            limits = Limits(size, BATCH)
-            run_piece(options, size, f"store_compare-{store_report.label(size)}",
-                      lambda bench, size=size, limits=limits: measure_size(bench, size, limits))  # fmt: skip
-            limits.close()
+        for size in options.sizes:
+            for batch, suffix in ((1, ""), (BATCH, "-batch")):
+                if any(op in options.only for pair in PAIRS for op in pair if ("many" in op) == (batch > 1)):
+                    measure = partial(measure_size, size=size, batch=batch)
+                    run_piece(options, f"store_compare-{store_report.label(size)}{suffix}", size, batch, measure)
         if "exists" in options.only:
-            run_piece(options, 4 << 10, "store_compare-exists", measure_exists)
+            run_piece(options, "store_compare-exists", 4 << 10, 1, measure_exists)
         if "start" in options.only:
             measure_start(options)
     store_report.summary()

@@ -150,12 +150,19 @@ def _zero(code: int, what: str) -> None:
 # --- NIXL
 
 
-def _agent(name: str, memory: memoryview, address: int) -> Any:
-    from nixl_cu12._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
+def _agent(name: str, memory: memoryview, address: int, progress: bool) -> Any:
+    """An agent of NIXL's bindings; ``progress``: with a thread that sleeps until something comes.
 
-    sync = nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
-    agent = nixl_agent(name, nixl_agent_config(backends=["UCX"], sync_mode=sync))
-    agent.register_memory([(address, len(memory), 0, "")], "DRAM")
+    NIXL's Python wrapper sets that thread's delay to 0: it spins then, and takes a whole core of the machine.
+    """
+    from nixl_cu12 import _bindings as nixl
+
+    config = nixl.nixlAgentConfig()
+    config.useProgThread, config.pthrDelay = progress, 1000
+    config.syncMode = nixl.NIXL_THREAD_SYNC_STRICT
+    agent = nixl.nixlAgent(name, config)
+    agent.createBackend("UCX", {})
+    agent.registerMem(nixl.nixlRegDList(nixl.DRAM_SEG, [(address, len(memory), 0, "")]), [])
     return agent
 
 
@@ -165,39 +172,43 @@ class NixlOwner:
     def __init__(self, area_bytes: int) -> None:
         self._memory = Memory(1, area_bytes)
         self.view = self._memory.view
-        self._agent = _agent("owner", self.view, self._memory.address)
+        self._agent = _agent("owner", self.view, self._memory.address, True)
 
     def offer(self) -> dict[str, Any]:
-        return {"metadata": self._agent.get_agent_metadata().hex(), "base": self._memory.address}
+        return {"metadata": self._agent.getLocalMD().hex(), "base": self._memory.address}
 
 
 class NixlMover:
     """One agent; each caller posts a transfer between prepared descriptors and polls it."""
 
     def __init__(self, memory: Memory, metadata: str, base: int) -> None:
-        self._agent = _agent("mover", memory.view, memory.address)
-        self._peer = self._agent.add_remote_agent(bytes.fromhex(metadata))
+        self._agent = _agent("mover", memory.view, memory.address, False)
+        self._peer = self._agent.loadRemoteMD(bytes.fromhex(metadata))
         self._memory, self._base = memory, base
         self._prepared: dict[int, tuple[Any, Any]] = {}
 
     def caller(self, op: str, size: int) -> Move:
+        from nixl_cu12 import _bindings as nixl
+
+        agent = self._agent
         if size not in self._prepared:
-            spots = len(self._memory.view) // size
-            here = [(self._memory.address + n * size, size, 0) for n in range(spots)]
-            there = [(self._base + n * size, size, 0) for n in range(spots)]
+            spots = range(len(self._memory.view) // size)
+            here = nixl.nixlXferDList(nixl.DRAM_SEG, [(self._memory.address + n * size, size, 0) for n in spots])
+            there = nixl.nixlXferDList(nixl.DRAM_SEG, [(self._base + n * size, size, 0) for n in spots])
             self._prepared[size] = (
-                self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", here, "DRAM"),
-                self._agent.prep_xfer_dlist(self._peer, there, "DRAM"),
+                agent.prepXferDlist(nixl.NIXL_INIT_AGENT, here, []),
+                agent.prepXferDlist(self._peer, there, []),
             )
-        (ours, theirs), agent = self._prepared[size], self._agent
+        ours, theirs = self._prepared[size]
+        opcode, pending = getattr(nixl, f"NIXL_{op}"), nixl.NIXL_IN_PROG
 
         def move(local: int, there: int) -> None:
-            handle = agent.make_prepped_xfer(op, ours, [local // size], theirs, [there // size])
-            state = agent.transfer(handle)
-            while state == "PROC":
-                state = agent.check_xfer_state(handle)
-            agent.release_xfer_handle(handle)
-            if state != "DONE":
+            handle = agent.makeXferReq(opcode, ours, [local // size], theirs, [there // size], b"", [], False)
+            state = agent.postXferReq(handle, b"")
+            while state == pending:
+                state = agent.getXferStatus(handle)
+            agent.releaseXferReq(handle)
+            if state != nixl.NIXL_SUCCESS:
                 raise OSError(f"{op} ended as {state}")
 
         return move
