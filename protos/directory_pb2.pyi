@@ -9,17 +9,19 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ChunkEntry(_message.Message):
-    __slots__ = ("key", "version", "size_bytes")
+    __slots__ = ("key", "version", "size_bytes", "tier")
     KEY_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
     key: str
     version: int
     size_bytes: int
-    def __init__(self, key: _Optional[str] = ..., version: _Optional[int] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+    tier: _common_pb2.Tier
+    def __init__(self, key: _Optional[str] = ..., version: _Optional[int] = ..., size_bytes: _Optional[int] = ..., tier: _Optional[_Union[_common_pb2.Tier, str]] = ...) -> None: ...
 
 class AnnounceRequest(_message.Message):
-    __slots__ = ("node_id", "generation", "added", "removed", "report", "capacity_bytes", "used_bytes", "deleted")
+    __slots__ = ("node_id", "generation", "added", "removed", "report", "capacity_bytes", "used_bytes", "deleted", "ssd_capacity_bytes", "ssd_used_bytes")
     class Report(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         NONE: _ClassVar[AnnounceRequest.Report]
@@ -38,6 +40,8 @@ class AnnounceRequest(_message.Message):
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     DELETED_FIELD_NUMBER: _ClassVar[int]
+    SSD_CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SSD_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     generation: int
     added: _containers.RepeatedCompositeFieldContainer[ChunkEntry]
@@ -46,7 +50,9 @@ class AnnounceRequest(_message.Message):
     capacity_bytes: int
     used_bytes: int
     deleted: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, node_id: _Optional[str] = ..., generation: _Optional[int] = ..., added: _Optional[_Iterable[_Union[ChunkEntry, _Mapping]]] = ..., removed: _Optional[_Iterable[str]] = ..., report: _Optional[_Union[AnnounceRequest.Report, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., deleted: _Optional[_Iterable[str]] = ...) -> None: ...
+    ssd_capacity_bytes: int
+    ssd_used_bytes: int
+    def __init__(self, node_id: _Optional[str] = ..., generation: _Optional[int] = ..., added: _Optional[_Iterable[_Union[ChunkEntry, _Mapping]]] = ..., removed: _Optional[_Iterable[str]] = ..., report: _Optional[_Union[AnnounceRequest.Report, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., deleted: _Optional[_Iterable[str]] = ..., ssd_capacity_bytes: _Optional[int] = ..., ssd_used_bytes: _Optional[int] = ...) -> None: ...
 
 class AnnounceReply(_message.Message):
     __slots__ = ("status", "accepted", "report_wanted")
@@ -91,20 +97,24 @@ class LocateReply(_message.Message):
     def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., node_ids: _Optional[_Iterable[str]] = ..., locations: _Optional[_Iterable[_Union[Location, _Mapping]]] = ..., incomplete: _Optional[bool] = ..., found: _Optional[bytes] = ...) -> None: ...
 
 class NodeInfo(_message.Message):
-    __slots__ = ("instance", "capacity_bytes", "used_bytes", "num_chunks", "draining", "last_seen_s")
+    __slots__ = ("instance", "capacity_bytes", "used_bytes", "num_chunks", "draining", "last_seen_s", "ssd_capacity_bytes", "ssd_used_bytes")
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     LAST_SEEN_S_FIELD_NUMBER: _ClassVar[int]
+    SSD_CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SSD_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     instance: _common_pb2.Instance
     capacity_bytes: int
     used_bytes: int
     num_chunks: int
     draining: bool
     last_seen_s: float
-    def __init__(self, instance: _Optional[_Union[_common_pb2.Instance, _Mapping]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., num_chunks: _Optional[int] = ..., draining: _Optional[bool] = ..., last_seen_s: _Optional[float] = ...) -> None: ...
+    ssd_capacity_bytes: int
+    ssd_used_bytes: int
+    def __init__(self, instance: _Optional[_Union[_common_pb2.Instance, _Mapping]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., num_chunks: _Optional[int] = ..., draining: _Optional[bool] = ..., last_seen_s: _Optional[float] = ..., ssd_capacity_bytes: _Optional[int] = ..., ssd_used_bytes: _Optional[int] = ...) -> None: ...
 
 class PlaceRequest(_message.Message):
     __slots__ = ("size_bytes", "replicas", "prefer_node", "client_place")

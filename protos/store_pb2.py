@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from tanghulu.protos import common_pb2 as tanghulu_dot_protos_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btanghulu/protos/store.proto\x12\x0btanghulu.v1\x1a\x1ctanghulu/protos/common.proto\".\n\tChecksums\x12\x12\n\npart_bytes\x18\x01 \x01(\x04\x12\r\n\x05parts\x18\x02 \x03(\x06\"\xa3\x01\n\x0cHelloRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tclient_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\r\n\x05token\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x0f\n\x07host_id\x18\x06 \x01(\t\x12\x11\n\twants_shm\x18\x07 \x01(\x08\x12\x16\n\x0eheld_lease_ids\x18\x08 \x03(\x04\"\xe2\x01\n\nHelloReply\x12#\n\x06status\x18\x01 \x01(\x0b\x32\x13.tanghulu.v1.Status\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x12\n\nsession_id\x18\x04 \x01(\x04\x12/\n\x07segment\x18\x05 \x01(\x0b\x32\x1e.tanghulu.v1.SegmentDescriptor\x12\x18\n\x10max_inline_bytes\x18\x06 \x01(\r\x12\'\n\x05index\x18\x07 \x01(\x0b\x32\x18.tanghulu.v1.SharedIndex\"?\n\x0bSharedIndex\x12\r\n\x05\x62\x65gin\x18\x01 \x01(\x04\x12\x13\n\x0bnum_buckets\x18\x02 \x01(\r\x12\x0c\n\x04seed\x18\x03 \x01(\x06\"\x95\x01\n\x07PutItem\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x06\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12)\n\tchecksums\x18\x04 \x01(\x0b\x32\x16.tanghulu.v1.Checksums\x12\x1d\n\x03pin\x18\x05 \x01(\x0e\x32\x10.tanghulu.v1.Pin\x12\x0e\n\x06ttl_ms\x18\x06 \x01(\r\"l\n\nPutRequest\x12#\n\x05items\x18\x01 \x03(\x0b\x32\x14.tanghulu.v1.PutItem\x12\x0f\n\x07visible\x18\x02 \x01(\x08\x12\x13\n\x0binline_data\x18\x03 \x01(\x0c\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x04 \x01(\r\"A\n\tPutResult\x12#\n\x06status\x18\x01 \x01(\x0b\x32\x13.tanghulu.v1.Status\x12\x0f\n\x07\x65xisted\x18\x02 \x01(\x08\"3\n\x08PutReply\x12\'\n\x07results\x18\x01 \x03(\x0b\x32\x16.tanghulu.v1.PutResult\"J\n\x0eReserveRequest\x12#\n\x05items\x18\x01 \x03(\x0b\x32\x14.tanghulu.v1.PutItem\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x02 \x01(\r\"z\n\x0bReservation\x12#\n\x06status\x18\x01 \x01(\x0b\x32\x13.tanghulu.v1.Status\x12\x0f\n\x07\x65xisted\x18\x02 \x01(\x08\x12\x10\n\x08lease_id\x18\x03 \x01(\x04\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x13\n\x0b\x63opies_only\x18\x05 \x01(\x08\">\n\x0cReserveReply\x12.\n\x0creservations\x18\x01 \x03(\x0b\x32\x18.tanghulu.v1.Reservation\"I\n\nCommitItem\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12)\n\tchecksums\x18\x02 \x01(\x0b\x32\x16.tanghulu.v1.Checksums\"n\n\rCommitRequest\x12&\n\x05items\x18\x01 \x03(\x0b\x32\x17.tanghulu.v1.CommitItem\x12\x0f\n\x07\x61\x62orted\x18\x02 \x03(\x04\x12\x0f\n\x07visible\x18\x03 \x01(\x08\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x04 \x01(\r\"6\n\x0b\x43ommitReply\x12\'\n\x07results\x18\x01 \x03(\x0b\x32\x16.tanghulu.v1.PutResult\"D\n\nGetRequest\x12\x0c\n\x04keys\x18\x01 \x03(\t\x12\x18\n\x10max_inline_bytes\x18\x02 \x01(\r\x12\x0e\n\x06verify\x18\x03 \x01(\x08\"\xb5\x01\n\x07GetItem\x12#\n\x06status\x18\x01 \x01(\x0b\x32\x13.tanghulu.v1.Status\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0f\n\x07version\x18\x03 \x01(\x06\x12)\n\tchecksums\x18\x04 \x01(\x0b\x32\x16.tanghulu.v1.Checksums\x12\x10\n\x08lease_id\x18\x05 \x01(\x04\x12\x0e\n\x06offset\x18\x06 \x01(\x04\x12\x13\n\x0b\x63opies_only\x18\x07 \x01(\x08\"V\n\x08GetReply\x12#\n\x05items\x18\x01 \x03(\x0b\x32\x14.tanghulu.v1.GetItem\x12\x13\n\x0binline_data\x18\x02 \x01(\x0c\x12\x10\n\x08lease_ms\x18\x03 \x01(\r\"T\n\x0cUnpinRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\x04\x12\x12\n\nbytes_read\x18\x02 \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\x03 \x03(\t\x12\x0c\n\x04read\x18\x04 \x03(\t\"\x0c\n\nUnpinReply\"\x1d\n\rExistsRequest\x12\x0c\n\x04keys\x18\x01 \x03(\t\"\x1c\n\x0b\x45xistsReply\x12\r\n\x05\x66ound\x18\x01 \x01(\x0c\"\x1d\n\rRemoveRequest\x12\x0c\n\x04keys\x18\x01 \x03(\t\"\x1e\n\x0bRemoveReply\x12\x0f\n\x07removed\x18\x01 \x01(\x0c\"\x1b\n\x0bStatRequest\x12\x0c\n\x04keys\x18\x01 \x03(\t\"\xbe\x01\n\tChunkStat\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0f\n\x07version\x18\x03 \x01(\x06\x12)\n\tchecksums\x18\x04 \x01(\x0b\x32\x16.tanghulu.v1.Checksums\x12\x1d\n\x03pin\x18\x05 \x01(\x0e\x32\x10.tanghulu.v1.Pin\x12\x12\n\nnum_leases\x18\x06 \x01(\r\x12\r\n\x05\x61ge_s\x18\x07 \x01(\x01\x12\x10\n\x08num_hits\x18\x08 \x01(\x04\"3\n\tStatReply\x12&\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x16.tanghulu.v1.ChunkStat\"!\n\x0f\x45victionRequest\x12\x0e\n\x06policy\x18\x01 \x01(\t\"\x1f\n\rEvictionReply\x12\x0e\n\x06policy\x18\x01 \x01(\t*/\n\x03Pin\x12\x0c\n\x08PIN_NONE\x10\x00\x12\x0c\n\x08PIN_SOFT\x10\x01\x12\x0c\n\x08PIN_HARD\x10\x02\x32\xb3\x02\n\tStoreNode\x12\x35\n\x03Put\x12\x17.tanghulu.v1.PutRequest\x1a\x15.tanghulu.v1.PutReply\x12\x35\n\x03Get\x12\x17.tanghulu.v1.GetRequest\x1a\x15.tanghulu.v1.GetReply\x12>\n\x06\x45xists\x12\x1a.tanghulu.v1.ExistsRequest\x1a\x18.tanghulu.v1.ExistsReply\x12>\n\x06Remove\x12\x1a.tanghulu.v1.RemoveRequest\x1a\x18.tanghulu.v1.RemoveReply\x12\x38\n\x04Stat\x12\x18.tanghulu.v1.StatRequest\x1a\x16.tanghulu.v1.StatReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btanghulu/protos/store.proto\x12\x0btanghulu.v1\x1a\x1ctanghulu/protos/common.proto\".\n\tChecksums\x12\x12\n\npart_bytes\x18\x01 \x01(\x04\x12\r\n\x05parts\x18\x02 \x03(\x06\"\xa3\x01\n\x0cHelloRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tclient_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\r\n\x05token\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x0f\n\x07host_id\x18\x06 \x01(\t\x12\x11\n\twants_shm\x18\x07 \x01(\x08\x12\x16\n\x0eheld_lease_ids\x18\x08 \x03(\x04\"\xe2\x01\n\nHelloReply\x12#\n\x06status\x18\x01 \x01(\x0b\x32\x13.tanghulu.v1.Status\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x12\n\nsession_id\x18\x04 \x01(\x04\x12/\n\x07segment\x18\x05 \x01(\x0b\x32\x1e.tanghulu.v1.SegmentDescriptor\x12\x18\n\x10max_inline_bytes\x18\x06 \x01(\r\x12\'\n\x05index\x18\x07 \x01(\x0b\x32\x18.tanghulu.v1.SharedIndex\"?\n\x0bSharedIndex\x12\r\n\x05\x62\x65gin\x18\x01 \x01(\x04\x12\x13\n\x0bnum_buckets\x18\x02 \x01(\r\x12\x0c\n\x04seed\x18\x03 \x01(\x06\"\x95\x01\n\x07PutItem\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\x06\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12)\n\tchecksums\x18\x04 \x01(\x0b\x32\x16.tanghulu.v1.Checksums\x12\x1d\n\x03pin\x18\x05 \x01(\x0e\x32\x10.tanghulu.v1.Pin\x12\x0e\n\x06ttl_ms\x18\x06 \x01(\r\"l\n\nPutRequest\x12#\n\x05items\x18\x01 \x03(\x0b\x32\x14.tanghulu.v1.PutItem\x12\x0f\n\x07visible\x18\x02 \x01(\x08\x12\x13\n\x0binline_data\x18\x03 \x01(\x0c\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x04 \x01(\r\"A\n\tPutResult\x12#\n\x06status\x18\x01 \x01(\x0b\x32\x13.tanghulu.v1.Status\x12\x0f\n\x07\x65xisted\x18\x02 \x01(\x08\"3\n\x08PutReply\x12\'\n\x07results\x18\x01 \x03(\x0b\x32\x16.tanghulu.v1.PutResult\"J\n\x0eReserveRequest\x12#\n\x05items\x18\x01 \x03(\x0b\x32\x14.tanghulu.v1.PutItem\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x02 \x01(\r\"z\n\x0bReservation\x12#\n\x06status\x18\x01 \x01(\x0b\x32\x13.tanghulu.v1.Status\x12\x0f\n\x07\x65xisted\x18\x02 \x01(\x08\x12\x10\n\x08lease_id\x18\x03 \x01(\x04\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x13\n\x0b\x63opies_only\x18\x05 \x01(\x08\">\n\x0cReserveReply\x12.\n\x0creservations\x18\x01 \x03(\x0b\x32\x18.tanghulu.v1.Reservation\"I\n\nCommitItem\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12)\n\tchecksums\x18\x02 \x01(\x0b\x32\x16.tanghulu.v1.Checksums\"n\n\rCommitRequest\x12&\n\x05items\x18\x01 \x03(\x0b\x32\x17.tanghulu.v1.CommitItem\x12\x0f\n\x07\x61\x62orted\x18\x02 \x03(\x04\x12\x0f\n\x07visible\x18\x03 \x01(\x08\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x04 \x01(\r\"6\n\x0b\x43ommitReply\x12\'\n\x07results\x18\x01 \x03(\x0b\x32\x16.tanghulu.v1.PutResult\"Y\n\nGetRequest\x12\x0c\n\x04keys\x18\x01 \x03(\t\x12\x18\n\x10max_inline_bytes\x18\x02 \x01(\r\x12\x0e\n\x06verify\x18\x03 \x01(\x08\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x04 \x01(\r\"\xb5\x01\n\x07GetItem\x12#\n\x06status\x18\x01 \x01(\x0b\x32\x13.tanghulu.v1.Status\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0f\n\x07version\x18\x03 \x01(\x06\x12)\n\tchecksums\x18\x04 \x01(\x0b\x32\x16.tanghulu.v1.Checksums\x12\x10\n\x08lease_id\x18\x05 \x01(\x04\x12\x0e\n\x06offset\x18\x06 \x01(\x04\x12\x13\n\x0b\x63opies_only\x18\x07 \x01(\x08\"V\n\x08GetReply\x12#\n\x05items\x18\x01 \x03(\x0b\x32\x14.tanghulu.v1.GetItem\x12\x13\n\x0binline_data\x18\x02 \x01(\x0c\x12\x10\n\x08lease_ms\x18\x03 \x01(\r\"T\n\x0cUnpinRequest\x12\x11\n\tlease_ids\x18\x01 \x03(\x04\x12\x12\n\nbytes_read\x18\x02 \x01(\x04\x12\x0f\n\x07\x63orrupt\x18\x03 \x03(\t\x12\x0c\n\x04read\x18\x04 \x03(\t\"\x0c\n\nUnpinReply\"\x1d\n\rExistsRequest\x12\x0c\n\x04keys\x18\x01 \x03(\t\"\x1c\n\x0b\x45xistsReply\x12\r\n\x05\x66ound\x18\x01 \x01(\x0c\"\x1d\n\rRemoveRequest\x12\x0c\n\x04keys\x18\x01 \x03(\t\"\x1e\n\x0bRemoveReply\x12\x0f\n\x07removed\x18\x01 \x01(\x0c\"\x1b\n\x0bStatRequest\x12\x0c\n\x04keys\x18\x01 \x03(\t\"\xdf\x01\n\tChunkStat\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0f\n\x07version\x18\x03 \x01(\x06\x12)\n\tchecksums\x18\x04 \x01(\x0b\x32\x16.tanghulu.v1.Checksums\x12\x1d\n\x03pin\x18\x05 \x01(\x0e\x32\x10.tanghulu.v1.Pin\x12\x12\n\nnum_leases\x18\x06 \x01(\r\x12\r\n\x05\x61ge_s\x18\x07 \x01(\x01\x12\x10\n\x08num_hits\x18\x08 \x01(\x04\x12\x1f\n\x04tier\x18\t \x01(\x0e\x32\x11.tanghulu.v1.Tier\"3\n\tStatReply\x12&\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x16.tanghulu.v1.ChunkStat\"!\n\x0f\x45victionRequest\x12\x0e\n\x06policy\x18\x01 \x01(\t\"\x1f\n\rEvictionReply\x12\x0e\n\x06policy\x18\x01 \x01(\t*/\n\x03Pin\x12\x0c\n\x08PIN_NONE\x10\x00\x12\x0c\n\x08PIN_SOFT\x10\x01\x12\x0c\n\x08PIN_HARD\x10\x02\x32\xb3\x02\n\tStoreNode\x12\x35\n\x03Put\x12\x17.tanghulu.v1.PutRequest\x1a\x15.tanghulu.v1.PutReply\x12\x35\n\x03Get\x12\x17.tanghulu.v1.GetRequest\x1a\x15.tanghulu.v1.GetReply\x12>\n\x06\x45xists\x12\x1a.tanghulu.v1.ExistsRequest\x1a\x18.tanghulu.v1.ExistsReply\x12>\n\x06Remove\x12\x1a.tanghulu.v1.RemoveRequest\x1a\x18.tanghulu.v1.RemoveReply\x12\x38\n\x04Stat\x12\x18.tanghulu.v1.StatRequest\x1a\x16.tanghulu.v1.StatReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tanghulu.protos.store_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PIN']._serialized_start=2380
-  _globals['_PIN']._serialized_end=2427
+  _globals['_PIN']._serialized_start=2434
+  _globals['_PIN']._serialized_end=2481
   _globals['_CHECKSUMS']._serialized_start=74
   _globals['_CHECKSUMS']._serialized_end=120
   _globals['_HELLOREQUEST']._serialized_start=123
@@ -63,33 +63,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_COMMITREPLY']._serialized_start=1415
   _globals['_COMMITREPLY']._serialized_end=1469
   _globals['_GETREQUEST']._serialized_start=1471
-  _globals['_GETREQUEST']._serialized_end=1539
-  _globals['_GETITEM']._serialized_start=1542
-  _globals['_GETITEM']._serialized_end=1723
-  _globals['_GETREPLY']._serialized_start=1725
-  _globals['_GETREPLY']._serialized_end=1811
-  _globals['_UNPINREQUEST']._serialized_start=1813
-  _globals['_UNPINREQUEST']._serialized_end=1897
-  _globals['_UNPINREPLY']._serialized_start=1899
-  _globals['_UNPINREPLY']._serialized_end=1911
-  _globals['_EXISTSREQUEST']._serialized_start=1913
-  _globals['_EXISTSREQUEST']._serialized_end=1942
-  _globals['_EXISTSREPLY']._serialized_start=1944
-  _globals['_EXISTSREPLY']._serialized_end=1972
-  _globals['_REMOVEREQUEST']._serialized_start=1974
-  _globals['_REMOVEREQUEST']._serialized_end=2003
-  _globals['_REMOVEREPLY']._serialized_start=2005
-  _globals['_REMOVEREPLY']._serialized_end=2035
-  _globals['_STATREQUEST']._serialized_start=2037
-  _globals['_STATREQUEST']._serialized_end=2064
-  _globals['_CHUNKSTAT']._serialized_start=2067
-  _globals['_CHUNKSTAT']._serialized_end=2257
-  _globals['_STATREPLY']._serialized_start=2259
-  _globals['_STATREPLY']._serialized_end=2310
-  _globals['_EVICTIONREQUEST']._serialized_start=2312
-  _globals['_EVICTIONREQUEST']._serialized_end=2345
-  _globals['_EVICTIONREPLY']._serialized_start=2347
-  _globals['_EVICTIONREPLY']._serialized_end=2378
-  _globals['_STORENODE']._serialized_start=2430
-  _globals['_STORENODE']._serialized_end=2737
+  _globals['_GETREQUEST']._serialized_end=1560
+  _globals['_GETITEM']._serialized_start=1563
+  _globals['_GETITEM']._serialized_end=1744
+  _globals['_GETREPLY']._serialized_start=1746
+  _globals['_GETREPLY']._serialized_end=1832
+  _globals['_UNPINREQUEST']._serialized_start=1834
+  _globals['_UNPINREQUEST']._serialized_end=1918
+  _globals['_UNPINREPLY']._serialized_start=1920
+  _globals['_UNPINREPLY']._serialized_end=1932
+  _globals['_EXISTSREQUEST']._serialized_start=1934
+  _globals['_EXISTSREQUEST']._serialized_end=1963
+  _globals['_EXISTSREPLY']._serialized_start=1965
+  _globals['_EXISTSREPLY']._serialized_end=1993
+  _globals['_REMOVEREQUEST']._serialized_start=1995
+  _globals['_REMOVEREQUEST']._serialized_end=2024
+  _globals['_REMOVEREPLY']._serialized_start=2026
+  _globals['_REMOVEREPLY']._serialized_end=2056
+  _globals['_STATREQUEST']._serialized_start=2058
+  _globals['_STATREQUEST']._serialized_end=2085
+  _globals['_CHUNKSTAT']._serialized_start=2088
+  _globals['_CHUNKSTAT']._serialized_end=2311
+  _globals['_STATREPLY']._serialized_start=2313
+  _globals['_STATREPLY']._serialized_end=2364
+  _globals['_EVICTIONREQUEST']._serialized_start=2366
+  _globals['_EVICTIONREQUEST']._serialized_end=2399
+  _globals['_EVICTIONREPLY']._serialized_start=2401
+  _globals['_EVICTIONREPLY']._serialized_end=2432
+  _globals['_STORENODE']._serialized_start=2484
+  _globals['_STORENODE']._serialized_end=2791
 # @@protoc_insertion_point(module_scope)

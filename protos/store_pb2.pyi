@@ -170,14 +170,16 @@ class CommitReply(_message.Message):
     def __init__(self, results: _Optional[_Iterable[_Union[PutResult, _Mapping]]] = ...) -> None: ...
 
 class GetRequest(_message.Message):
-    __slots__ = ("keys", "max_inline_bytes", "verify")
+    __slots__ = ("keys", "max_inline_bytes", "verify", "deadline_ms")
     KEYS_FIELD_NUMBER: _ClassVar[int]
     MAX_INLINE_BYTES_FIELD_NUMBER: _ClassVar[int]
     VERIFY_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     keys: _containers.RepeatedScalarFieldContainer[str]
     max_inline_bytes: int
     verify: bool
-    def __init__(self, keys: _Optional[_Iterable[str]] = ..., max_inline_bytes: _Optional[int] = ..., verify: _Optional[bool] = ...) -> None: ...
+    deadline_ms: int
+    def __init__(self, keys: _Optional[_Iterable[str]] = ..., max_inline_bytes: _Optional[int] = ..., verify: _Optional[bool] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
 
 class GetItem(_message.Message):
     __slots__ = ("status", "size_bytes", "version", "checksums", "lease_id", "offset", "copies_only")
@@ -254,7 +256,7 @@ class StatRequest(_message.Message):
     def __init__(self, keys: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ChunkStat(_message.Message):
-    __slots__ = ("found", "size_bytes", "version", "checksums", "pin", "num_leases", "age_s", "num_hits")
+    __slots__ = ("found", "size_bytes", "version", "checksums", "pin", "num_leases", "age_s", "num_hits", "tier")
     FOUND_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -263,6 +265,7 @@ class ChunkStat(_message.Message):
     NUM_LEASES_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
     NUM_HITS_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
     found: bool
     size_bytes: int
     version: int
@@ -271,7 +274,8 @@ class ChunkStat(_message.Message):
     num_leases: int
     age_s: float
     num_hits: int
-    def __init__(self, found: _Optional[bool] = ..., size_bytes: _Optional[int] = ..., version: _Optional[int] = ..., checksums: _Optional[_Union[Checksums, _Mapping]] = ..., pin: _Optional[_Union[Pin, str]] = ..., num_leases: _Optional[int] = ..., age_s: _Optional[float] = ..., num_hits: _Optional[int] = ...) -> None: ...
+    tier: _common_pb2.Tier
+    def __init__(self, found: _Optional[bool] = ..., size_bytes: _Optional[int] = ..., version: _Optional[int] = ..., checksums: _Optional[_Union[Checksums, _Mapping]] = ..., pin: _Optional[_Union[Pin, str]] = ..., num_leases: _Optional[int] = ..., age_s: _Optional[float] = ..., num_hits: _Optional[int] = ..., tier: _Optional[_Union[_common_pb2.Tier, str]] = ...) -> None: ...
 
 class StatReply(_message.Message):
     __slots__ = ("chunks",)

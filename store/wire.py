@@ -6,9 +6,10 @@ from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.protos import common_pb2, store_pb2
 from tanghulu.store.checksums import MAX_PARTS, NO_CHECKSUMS, Checksums, validate
 from tanghulu.store.shared_index import IndexPlace
-from tanghulu.store.words import NewChunk, Pin, validate_key
+from tanghulu.store.words import NewChunk, Pin, Tier, validate_key
 
 _PIN_TO_WIRE = {Pin.NONE: store_pb2.PIN_NONE, Pin.SOFT: store_pb2.PIN_SOFT, Pin.HARD: store_pb2.PIN_HARD}
+_TIER_TO_WIRE = {Tier.MEMORY: common_pb2.TIER_MEMORY, Tier.SSD: common_pb2.TIER_SSD}
 _PIN_FROM_WIRE: dict[int, Pin] = {int(number): pin for pin, number in _PIN_TO_WIRE.items()}
 
 
@@ -76,6 +77,16 @@ def index_from_wire(message: store_pb2.HelloReply) -> IndexPlace | None:
 def pin_to_wire(pin: Pin) -> store_pb2.Pin:
     """The number of ``pin``."""
     return _PIN_TO_WIRE[pin]
+
+
+def tier_to_wire(tier: Tier) -> common_pb2.Tier:
+    """The number of ``tier``."""
+    return _TIER_TO_WIRE[tier]
+
+
+def tier_from_wire(number: int) -> Tier:
+    """The tier of that number; one that this version does not know is below memory too."""
+    return Tier.MEMORY if number == common_pb2.TIER_MEMORY else Tier.SSD
 
 
 def set_error(status: common_pb2.Status, error: TanghuluError) -> None:

@@ -32,6 +32,15 @@ class Pin(Enum):
             raise InvalidRequest(f"pin {text!r} is unknown; known: none, soft, hard") from None
 
 
+class Tier(Enum):
+    """Where a node keeps a chunk; the value is the public name."""
+
+    MEMORY = "memory"
+    SSD = "ssd"
+
+    __hash__ = object.__hash__  # see Pin
+
+
 class NewChunk(NamedTuple):
     """What somebody wants to put. ``ttl_s`` None: no end; equal versions are replicas of one put."""
 

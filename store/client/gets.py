@@ -83,7 +83,7 @@ def fetch_one(context: Context, deadline: Deadline, want: Want, flush: Callable[
         want.holders = [node for node in context.nodes.local_for(want.key, 0)[:1] if node not in context.indexes]
     if want.holders:
         node = want.holders[0]
-        (outcome,) = yield Ask(((node, messages.get((want.key,), MAX_INLINE_BYTES)),))
+        (outcome,) = yield Ask(((node, messages.get((want.key,), MAX_INLINE_BYTES, deadline.remaining_ms())),))
         pinned = _take_answer(context, node, (want,), outcome)
         if pinned:
             yield from _read_pinned(context, pinned, flush)
@@ -99,7 +99,7 @@ def _rounds(context: Context, deadline: Deadline, open_wants: list[Want], flush:
             if want.result is None and want.holders:
                 groups.setdefault(want.holders[0], []).append(want)
         if groups:
-            yield from _round(context, groups, flush)
+            yield from _round(context, deadline, groups, flush)
         open_wants = [w for w in open_wants if w.result is None]
 
 
@@ -197,9 +197,14 @@ def _not_found(key: str) -> ChunkNotFound:
 # --- one round
 
 
-def _round(context: Context, groups: dict[PeerId, list[Want]], flush: Callable[[], None]) -> Logic[None]:
+def _round(
+    context: Context, deadline: Deadline, groups: dict[PeerId, list[Want]], flush: Callable[[], None]
+) -> Logic[None]:
     asked = {node: wants[:KEYS_PER_GET] for node, wants in groups.items()}
-    calls = [(node, messages.get([w.key for w in wants], MAX_INLINE_BYTES)) for node, wants in asked.items()]
+    remaining_ms = deadline.remaining_ms()
+    calls = [
+        (node, messages.get([w.key for w in wants], MAX_INLINE_BYTES, remaining_ms)) for node, wants in asked.items()
+    ]
     outcomes = yield Ask(calls)
     pinned: list[_Pinned] = []
     for (node, wants), outcome in zip(asked.items(), outcomes, strict=True):
@@ -216,7 +221,10 @@ def _take_answer(
         _node_failed(context, node, wants, outcome)
         return []
     pinned: list[_Pinned] = []
-    for want, found in zip(wants, messages.found(outcome), strict=True):
+    answers = messages.found(outcome)
+    if not answers:
+        _node_failed(context, node, wants, NodeUnavailable(f"{node} answered nothing"))
+    for want, found in zip(wants, answers, strict=False):  # what it left out is asked for in the next round
         if isinstance(found, TanghuluError):
             _holder_failed(context, want, node, found)
         elif found.value is not None:

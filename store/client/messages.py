@@ -21,6 +21,7 @@ from tanghulu.store.wire import (
     index_from_wire,
     new_chunk_to_wire,
     pin_from_wire,
+    tier_from_wire,
 )
 from tanghulu.store.words import MAX_INLINE_BYTES, NewChunk
 from tanghulu.transfer_engine.descriptor_wire import from_proto
@@ -123,9 +124,9 @@ class Found:
     value: memoryview | None
 
 
-def get(keys: Sequence[str], max_inline_bytes: int = MAX_INLINE_BYTES) -> AnyCall:
-    """Values, small ones inside the answer."""
-    request = store_pb2.GetRequest(keys=keys, max_inline_bytes=max_inline_bytes)
+def get(keys: Sequence[str], max_inline_bytes: int = MAX_INLINE_BYTES, deadline_ms: int = 0) -> AnyCall:
+    """Values, small ones inside the answer; ``deadline_ms``: how long to wait for those on an SSD, 0: some seconds."""
+    request = store_pb2.GetRequest(keys=keys, max_inline_bytes=max_inline_bytes, deadline_ms=deadline_ms)
     return Call(fastlane_pb2.METHOD_GET, request, store_pb2.GetReply)
 
 
@@ -196,6 +197,7 @@ def chunk_info(key: str, nodes: tuple[str, ...], reply: AnyReply) -> ChunkInfo |
         chunk.num_leases,
         chunk.age_s,
         chunk.num_hits,
+        tier_from_wire(chunk.tier),
     )
 
 
@@ -248,6 +250,8 @@ def node_views(reply: AnyReply) -> list[NodeView]:
             node.num_chunks,
             node.draining,
             node.last_seen_s,
+            node.ssd_capacity_bytes,
+            node.ssd_used_bytes,
         )
         for node in reply.message.nodes
     ]

@@ -7,7 +7,7 @@ from typing import Any
 
 from tanghulu.errors import TanghuluError
 from tanghulu.store.checksums import NO_CHECKSUMS, Checksums
-from tanghulu.store.words import Pin
+from tanghulu.store.words import Pin, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,7 @@ class ChunkInfo:
     num_leases: int
     age_s: float
     num_hits: int
+    tier: Tier = Tier.MEMORY
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,3 +91,5 @@ class NodeView:
     num_chunks: int
     draining: bool
     last_seen_s: float
+    ssd_capacity_bytes: int = 0
+    ssd_used_bytes: int = 0

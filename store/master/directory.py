@@ -70,6 +70,8 @@ class Announcement:
     report: Report = Report.NONE
     capacity_bytes: int = 0
     used_bytes: int = 0
+    ssd_capacity_bytes: int = 0
+    ssd_used_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -96,6 +98,8 @@ class Node:
     slots: list[Slot]
     capacity_bytes: int = 0
     used_bytes: int = 0
+    ssd_capacity_bytes: int = 0
+    ssd_used_bytes: int = 0
     reporting: bool = False
     reported: bool = False
 
@@ -115,6 +119,8 @@ class NodeView:
     num_chunks: int
     draining: bool
     last_seen_s: float = field(compare=False)
+    ssd_capacity_bytes: int = 0
+    ssd_used_bytes: int = 0
 
 
 class Directory:
@@ -171,7 +177,14 @@ class Directory:
     def _view(self, node: Node) -> NodeView:
         num_chunks = sum(self._table.count(slot) for slot in node.slots)
         return NodeView(
-            node.instance, node.capacity_bytes, node.used_bytes, num_chunks, node.draining, node.last_seen_s
+            node.instance,
+            node.capacity_bytes,
+            node.used_bytes,
+            num_chunks,
+            node.draining,
+            node.last_seen_s,
+            node.ssd_capacity_bytes,
+            node.ssd_used_bytes,
         )
 
     # --- what nodes say
@@ -182,6 +195,7 @@ class Directory:
         node.last_seen_s = now_s
         if announcement.capacity_bytes:
             node.capacity_bytes, node.used_bytes = announcement.capacity_bytes, announcement.used_bytes
+            node.ssd_capacity_bytes, node.ssd_used_bytes = announcement.ssd_capacity_bytes, announcement.ssd_used_bytes
         if announcement.report is Report.BEGIN:
             node.slots.append(self._table.open_slot(announcement.node_id))
             node.reporting = True

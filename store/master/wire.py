@@ -39,6 +39,8 @@ def announcement_from_wire(request: pb.AnnounceRequest) -> Announcement:
         report=_REPORTS.get(request.report, Report.NONE),
         capacity_bytes=request.capacity_bytes,
         used_bytes=request.used_bytes,
+        ssd_capacity_bytes=request.ssd_capacity_bytes,
+        ssd_used_bytes=request.ssd_used_bytes,
     )
 
 
@@ -93,6 +95,8 @@ def nodes_to_wire(nodes: Iterable[NodeView], now_s: float) -> list[pb.NodeInfo]:
             num_chunks=node.num_chunks,
             draining=node.draining,
             last_seen_s=max(now_s - node.last_seen_s, 0.0),
+            ssd_capacity_bytes=node.ssd_capacity_bytes,
+            ssd_used_bytes=node.ssd_used_bytes,
         )
         for node in nodes
     ]

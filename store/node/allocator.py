@@ -67,6 +67,23 @@ class OffsetAllocator:
         self._used_bytes += wanted
         return int(offset)
 
+    def claim(self, offset: int, size_bytes: int) -> bool:
+        """Take the range at ``offset`` (aligned), as ``allocate`` would have; False if it is not all free."""
+        length = self.rounded(size_bytes)
+        position = self._by_offset.bisect_right(offset) - 1
+        if position < 0:
+            return False
+        start, hole = self._by_offset.peekitem(position)
+        if offset + length > start + hole:
+            return False
+        self._delete(start, hole)
+        if offset > start:
+            self._insert(start, offset - start)
+        if offset + length < start + hole:
+            self._insert(offset + length, start + hole - offset - length)
+        self._used_bytes += length
+        return True
+
     def free(self, offset: int, size_bytes: int) -> None:
         """Give back the range that ``allocate(size_bytes)`` returned as ``offset``; asserts that it is taken."""
         length = self.rounded(size_bytes)

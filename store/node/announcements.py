@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from tanghulu.store.node.chunk import Chunk, ChunkState
+from tanghulu.store.node.holdings import Holding
 from tanghulu.types import ChunkKey
 
 MAX_ADDED = 4096
@@ -38,7 +38,7 @@ class Report(Enum):
 class Announcement:
     """One message to the master. ``added`` holds new chunks and, in a report, old ones."""
 
-    added: list[Chunk] = field(default_factory=list)
+    added: list[Holding] = field(default_factory=list)
     removed: list[ChunkKey] = field(default_factory=list)
     deleted: list[ChunkKey] = field(default_factory=list)
     report: Report = Report.NONE
@@ -53,34 +53,34 @@ class AnnouncementQueue:
     """Collects additions and removals; ``take`` makes a message, ``done`` or ``requeue`` ends it."""
 
     def __init__(self) -> None:
-        self._added: dict[ChunkKey, Chunk] = {}
+        self._added: dict[ChunkKey, Holding] = {}
         self._removed: dict[ChunkKey, None] = {}
         self._deleted: dict[ChunkKey, None] = {}
-        self._report: list[Chunk] | None = None
+        self._report: list[Holding] | None = None
         self._report_begun = False
         self._under_way: Announcement | None = None
 
-    def add(self, chunk: Chunk) -> None:
+    def add(self, chunk: Holding) -> None:
         """The node holds ``chunk`` now."""
         self._added[chunk.key] = chunk
 
-    def remove(self, chunk: Chunk, *, deleted: bool = False) -> None:
+    def remove(self, chunk: Holding, *, deleted: bool = False) -> None:
         """The node holds it no longer: ``deleted`` by a client's wish, or evicted, expired, corrupt."""
         if self._added.get(chunk.key) is chunk:
             del self._added[chunk.key]
         (self._deleted if deleted else self._removed)[chunk.key] = None
 
-    def forget(self, chunk: Chunk) -> None:
+    def forget(self, chunk: Holding) -> None:
         """The master does not want ``chunk``: there is nothing to add, and nothing to remove there."""
         if self._added.get(chunk.key) is chunk:
             del self._added[chunk.key]
 
-    def is_pending(self, chunk: Chunk) -> bool:
+    def is_pending(self, chunk: Holding) -> bool:
         """Whether the master has not yet confirmed ``chunk``."""
         under_way = self._under_way
         return self._added.get(chunk.key) is chunk or (under_way is not None and chunk in under_way.added)
 
-    def begin_report(self, chunks: list[Chunk]) -> None:
+    def begin_report(self, chunks: list[Holding]) -> None:
         """Tell everything again; a report that was under way starts over."""
         self._report = chunks
         self._report_begun = False
@@ -113,7 +113,7 @@ class AnnouncementQueue:
         self._under_way = message
         return message
 
-    def _add_report_piece(self, message: Announcement, rest: list[Chunk]) -> None:
+    def _add_report_piece(self, message: Announcement, rest: list[Holding]) -> None:
         # A report of one message has a BEGIN and an empty END, so the master needs no third case.
         if not self._report_begun:
             self._report_begun = True
@@ -122,7 +122,7 @@ class AnnouncementQueue:
             message.report = Report.PIECE if rest else Report.END
         piece, self._report = rest[:MAX_ADDED], rest[MAX_ADDED:]
         fresh = set(message.added)
-        message.added += [c for c in piece if c.state is ChunkState.LIVE and c not in fresh]
+        message.added += [c for c in piece if c.is_live and c not in fresh]
         if message.report is Report.END:
             self._report = None
 
@@ -139,7 +139,7 @@ class AnnouncementQueue:
         assert message is not None, "no message is under way"
         self._under_way = None
         for chunk in message.added:
-            if chunk.state in (ChunkState.ANNOUNCING, ChunkState.LIVE):
+            if chunk.held:
                 self._added.setdefault(chunk.key, chunk)
         self._removed.update(dict.fromkeys(message.removed))
         self._deleted.update(dict.fromkeys(message.deleted))
@@ -149,13 +149,13 @@ class AnnouncementQueue:
         """Assert that only chunks that are still there wait to be announced."""
         for key, chunk in self._added.items():
             assert chunk.key == key
-            assert chunk.state in (ChunkState.ANNOUNCING, ChunkState.LIVE), f"{chunk!r} waits to be announced"
+            assert chunk.held, f"{chunk!r} waits to be announced"
 
     def __repr__(self) -> str:
         return f"AnnouncementQueue(+{len(self._added)} -{len(self._removed) + len(self._deleted)})"
 
 
-def _take_some(pending: dict[ChunkKey, Chunk], limit: int) -> list[Chunk]:
+def _take_some(pending: dict[ChunkKey, Holding], limit: int) -> list[Holding]:
     if len(pending) <= limit:
         taken = list(pending.values())
         pending.clear()

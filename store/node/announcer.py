@@ -14,13 +14,14 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from tanghulu.errors import MasterUnavailable, TanghuluError
-from tanghulu.protos import directory_pb2, fastlane_pb2
+from tanghulu.protos import common_pb2, directory_pb2, fastlane_pb2
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Reply
 from tanghulu.store.node.announcements import Announcement, Report
-from tanghulu.store.node.chunk import Chunk
 from tanghulu.store.node.confirmations import Confirmations, Done, Word
+from tanghulu.store.node.holdings import Holding
 from tanghulu.store.node.node_state import NodeState
+from tanghulu.store.words import Tier
 from tanghulu.types import Address, InstanceId
 
 _log = structlog.get_logger(__name__)
@@ -71,7 +72,7 @@ class Announcer:
         if self._free and (self._queue.urgent or self._flushes or self._flushing):
             self._tell()
 
-    def confirm(self, chunks: Sequence[Chunk], until_s: float, done: Done) -> None:
+    def confirm(self, chunks: Sequence[Holding], until_s: float, done: Done) -> None:
         """Call ``done`` with the master's word on each chunk: whether this put was the first of its key.
 
         MasterUnavailable comes in the place of those that it did not confirm until ``until_s`` (the loop's time);
@@ -84,7 +85,7 @@ class Announcer:
                 self._set_timer(until_s)
             self.kick()
 
-    async def confirmed(self, chunks: Sequence[Chunk], until_s: float) -> list[Word]:
+    async def confirmed(self, chunks: Sequence[Holding], until_s: float) -> list[Word]:
         """``confirm`` for coroutines."""
         future: asyncio.Future[list[Word]] = asyncio.get_running_loop().create_future()
         self.confirm(chunks, until_s, lambda words: None if future.done() else future.set_result(words))
@@ -188,9 +189,13 @@ class Announcer:
             report=_REPORTS[message.report],
             capacity_bytes=self._state.capacity_bytes,
             used_bytes=self._state.used_bytes,
+            ssd_capacity_bytes=self._state.tier.capacity_bytes,
+            ssd_used_bytes=self._state.tier.used_bytes,
         )
         for chunk in message.added:
-            request.added.add(key=chunk.key, version=chunk.version, size_bytes=chunk.size_bytes)
+            entry = request.added.add(key=chunk.key, version=chunk.version, size_bytes=chunk.size_bytes)
+            if chunk.tier is Tier.SSD:
+                entry.tier = common_pb2.TIER_SSD
         try:
             self._connection.send(fastlane_pb2.METHOD_ANNOUNCE, request, directory_pb2.AnnounceReply, self._replied)
         except TanghuluError as error:

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import ClassVar
 
 from tanghulu.store.checksums import Checksums
-from tanghulu.store.words import Pin
+from tanghulu.store.words import Pin, Tier
 from tanghulu.types import ChunkKey
 
 
@@ -76,6 +77,8 @@ def compact(checksums: Checksums) -> int | Checksums:
 class Chunk:
     """What the node knows of one chunk. ``num_leases`` counts the reservation or the pins on its range."""
 
+    tier: ClassVar[Tier] = Tier.MEMORY
+
     key: ChunkKey
     version: int
     offset: int
@@ -100,6 +103,21 @@ class Chunk:
         assert following is not None, f"chunk {self.key!r} cannot take {event.value!r} in {self.state.value}"
         self.state = following
         return following
+
+    @property
+    def held(self) -> bool:
+        """Whether the node has it to give, or will once the master agrees."""
+        return self.state is ChunkState.LIVE or self.state is ChunkState.ANNOUNCING
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it stands in the order of evictions, unless it is hard-pinned."""
+        return self.state is ChunkState.LIVE
+
+    @property
+    def range_bytes(self) -> int:
+        """What it takes in the segment, before rounding."""
+        return self.size_bytes
 
     @property
     def evictable(self) -> bool:

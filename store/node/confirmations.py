@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from tanghulu.errors import TanghuluError
-from tanghulu.store.node.chunk import Chunk
+from tanghulu.store.node.holdings import Holding
 
 #: Whether the put was the first of its key, or why that is not known.
 Word: TypeAlias = bool | TanghuluError
@@ -22,7 +22,7 @@ Done: TypeAlias = Callable[[list[Word]], None]
 class _Confirmation:
     """One put that waits. ``words[i]`` is about ``chunks[i]``; True as long as nothing else is known."""
 
-    chunks: Sequence[Chunk]
+    chunks: Sequence[Holding]
     words: list[Word]
     num_open: int
     until_s: float
@@ -34,9 +34,9 @@ class Confirmations:
 
     def __init__(self) -> None:
         self._open: dict[_Confirmation, None] = {}
-        self._by_chunk: dict[Chunk, list[_Confirmation]] = {}
+        self._by_chunk: dict[Holding, list[_Confirmation]] = {}
 
-    def expect(self, chunks: Sequence[Chunk], pending: Iterable[Chunk], until_s: float, done: Done) -> None:
+    def expect(self, chunks: Sequence[Holding], pending: Iterable[Holding], until_s: float, done: Done) -> None:
         """Call ``done`` with a word for each of ``chunks`` once all of ``pending`` are settled, or at ``until_s``.
 
         ``pending`` are those of ``chunks`` that the master has yet to confirm; the others stand already.
@@ -50,7 +50,7 @@ class Confirmations:
         else:
             done(waiting.words)
 
-    def settle(self, chunk: Chunk, stands: bool) -> None:
+    def settle(self, chunk: Holding, stands: bool) -> None:
         """The master has answered."""
         for waiting in self._by_chunk.pop(chunk, ()):
             if not stands:
@@ -65,9 +65,9 @@ class Confirmations:
         """When the first of them has waited long enough."""
         return min((waiting.until_s for waiting in self._open), default=None)
 
-    def expire(self, now_s: float, error: TanghuluError) -> list[Chunk]:
+    def expire(self, now_s: float, error: TanghuluError) -> list[Holding]:
         """End what has waited long enough with ``error``; returns the chunks that nobody waits for any more."""
-        abandoned: list[Chunk] = []
+        abandoned: list[Holding] = []
         for waiting in [each for each in self._open if each.until_s <= now_s]:
             del self._open[waiting]
             for index, chunk in enumerate(waiting.chunks):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any, TypeAlias
 
 import grpc.aio
@@ -15,6 +16,7 @@ from tanghulu.store.node.metrics import TrafficCounters
 from tanghulu.store.node.node_state import NodeState
 from tanghulu.store.node.puts import PutDesk, remaining_s
 from tanghulu.store.node.service import DEFAULT_DEADLINE_S, cut_values, put_result, stat_reply
+from tanghulu.store.node.tier_promotion import Promoter
 from tanghulu.store.wire import checksums_to_wire, set_error
 from tanghulu.types import ChunkKey
 
@@ -26,7 +28,10 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 class GrpcStoreNode(store_pb2_grpc.StoreNodeServicer):
     """Put, Get, Exists, Remove and Stat over gRPC; larger values than a message can hold need the fast lane."""
 
-    def __init__(self, state: NodeState, desk: PutDesk, traffic: TrafficCounters) -> None:
+    def __init__(
+        self, state: NodeState, desk: PutDesk, traffic: TrafficCounters, promoter: Promoter | None = None
+    ) -> None:
+        self._promoter = promoter
         self._state = state
         self._desk = desk
         self._traffic = traffic
@@ -50,8 +55,11 @@ class GrpcStoreNode(store_pb2_grpc.StoreNodeServicer):
         values: list[bytes] = []
         touched: list[Chunk] = []
         size = 0
-        for key in request.keys:
+        async for key, error in self._in_memory(request):
             item = reply.items.add()
+            if error is not None:
+                set_error(item.status, error)
+                continue
             chunk = self._state.look_up(ChunkKey(key))
             if chunk is not None and request.verify and not self._desk.verify(chunk):
                 chunk = None
@@ -73,9 +81,19 @@ class GrpcStoreNode(store_pb2_grpc.StoreNodeServicer):
         self._traffic.bytes_read["grpc"] += len(reply.inline_data)
         return reply
 
+    async def _in_memory(self, request: store_pb2.GetRequest) -> AsyncIterator[tuple[str, TanghuluError | None]]:
+        """The keys, one by one; those on the SSD come up first, or with what kept them from it."""
+        if self._promoter is None:
+            for key in request.keys:
+                yield key, None
+            return
+        until_s = asyncio.get_running_loop().time() + remaining_s(request.deadline_ms, DEFAULT_DEADLINE_S)
+        async for each in self._promoter.each(request.keys, until_s):
+            yield each
+
     async def Exists(self, request: store_pb2.ExistsRequest, context: _Context) -> store_pb2.ExistsReply:
         """One byte a key."""
-        found = (self._state.find(ChunkKey(key)) is not None for key in request.keys)
+        found = (self._state.holds(ChunkKey(key)) for key in request.keys)
         return store_pb2.ExistsReply(found=bytes(found))
 
     async def Remove(self, request: store_pb2.RemoveRequest, context: _Context) -> store_pb2.RemoveReply:
@@ -83,7 +101,10 @@ class GrpcStoreNode(store_pb2_grpc.StoreNodeServicer):
         removed = bytes(self._state.remove(ChunkKey(key)) for key in request.keys)
         self._desk.room_changed()
         try:
-            await self._desk.told_removals(asyncio.get_running_loop().time() + DEFAULT_DEADLINE_S)
+            until_s = asyncio.get_running_loop().time() + DEFAULT_DEADLINE_S
+            await self._desk.told_removals(until_s)
+            if self._promoter is not None:
+                await self._promoter.settled(until_s)
         except TanghuluError as error:
             await grpc_edge.abort(context, error)
         return store_pb2.RemoveReply(removed=removed)

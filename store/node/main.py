@@ -7,6 +7,7 @@ import contextlib
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import structlog
 
@@ -24,24 +25,32 @@ from tanghulu.store.node import metrics
 from tanghulu.store.node.announcer import Announcer
 from tanghulu.store.node.eviction import POLICIES, make_policy
 from tanghulu.store.node.grpc_service import GrpcStoreNode
+from tanghulu.store.node.limits import Watermarks
 from tanghulu.store.node.metrics import NodeCollector, TrafficCounters
 from tanghulu.store.node.node_state import NodeState
 from tanghulu.store.node.published import Published
 from tanghulu.store.node.puts import PutDesk
 from tanghulu.store.node.service import NodeIdentity, NodeService
 from tanghulu.store.node.sessions import Sessions
+from tanghulu.store.node.tier import QUEUE_BYTES
+from tanghulu.store.node.tier_admission import MODES, TierAdmission
+from tanghulu.store.node.tier_metrics import TierCollector
+from tanghulu.store.node.tier_opening import MIN_SSD_BYTES, SsdPlace, open_tier
+from tanghulu.store.node.tier_promotion import Promoter
 from tanghulu.store.shared_index import IndexPlace, IndexWriter, index_bytes, num_buckets_for
 from tanghulu.transfer_engine.access import AccessTable
 from tanghulu.transfer_engine.leases import Freed
 from tanghulu.transfer_engine.segment import MemorySegment
 from tanghulu.transfer_engine.server import SegmentServer
-from tanghulu.types import Address, Role
+from tanghulu.types import Address, Role, format_size
 
 _log = structlog.get_logger(__name__)
 _TICK_S = 0.05
 #: How long a start waits for the master before it serves without it.
 _FIRST_CONTACT_S = 2.0
 _REGISTER_RETRY_S = 0.2
+#: What a node without an SSD tier evicts ahead of need in one tick.
+_EVICT_AHEAD_BYTES = 64 << 20
 #: Of the segment, what one client's mapped leases may hold; beyond it the client gets copies.
 _MAX_MAPPED_FRACTION = 0.5
 
@@ -54,6 +63,14 @@ class NodeConfig(ProcessConfig):
     master: Address = option(Address("127.0.0.1", 7400), "the master's address")
     memory: int = option(1 << 30, "size of the memory segment", size=True)
     eviction: str = option("lru", "who goes first when room is needed", choices=tuple(POLICIES))
+    high_watermark: float = option(
+        0.0, "fraction of memory above which chunks are evicted ahead of need; 0: 0.95 with an SSD tier, else never"
+    )
+    low_watermark: float = option(0.0, "fraction of memory at which that ends; 0: 0.05 below the high one")
+    ssd_path: Path | None = option(None, "file of the SSD tier, or a directory for it; default: no SSD tier")
+    ssd_size: int = option(0, "size of the SSD tier's file", size=True)
+    ssd_admission: str = option("all", "which evicted chunks go to the SSD", choices=MODES)
+    ssd_write_rate: int = option(0, "bytes a second that may be written to the SSD; 0: no limit", size=True)
     lease_ms: int = option(10_000, "how long a reservation or a pin lasts")
     prefault: bool = option(False, "touch the whole segment at the start")
     debug_checks: bool = option(False, "assert all invariants of the node twenty times a second")
@@ -63,6 +80,19 @@ class NodeConfig(ProcessConfig):
             raise ConfigError(f"--memory {self.memory} is less than one page")
         if self.lease_ms < 10:
             raise ConfigError(f"--lease-ms {self.lease_ms} is too short for anybody to use a lease")
+        if (self.ssd_path is None) != (self.ssd_size == 0):
+            raise ConfigError("--ssd-path and --ssd-size come together: where, and how much")
+        if self.ssd_path is not None and self.ssd_size < MIN_SSD_BYTES:
+            raise ConfigError(f"--ssd-size {format_size(self.ssd_size)} is less than {format_size(MIN_SSD_BYTES)}")
+        low, high = self.watermarks
+        if not 0 < low <= high <= 1:
+            raise ConfigError(f"--low-watermark {low} and --high-watermark {high}: 0 < low <= high <= 1")
+
+    @property
+    def watermarks(self) -> tuple[float, float]:
+        """(low, high), as fractions of the memory."""
+        high = self.high_watermark or (1.0 if self.ssd_path is None else 0.95)
+        return self.low_watermark or high - 0.05, high
 
 
 class Node:
@@ -91,19 +121,35 @@ class Node:
             host_id=processes.host_id(),
             on_freed=self._freed,
         )
+        self._tier = None
+        if config.ssd_path is not None:
+            place = SsdPlace(config.ssd_path, config.ssd_size, config.port)
+            admission = TierAdmission(config.ssd_admission, QUEUE_BYTES, config.ssd_write_rate)
+            self._tier = open_tier(
+                place, self.state, self._segment.view, admission, lambda: make_policy(config.eviction), self._clock
+            )
+        self._promoter = (
+            None if self._tier is None else Promoter(self.state, self._tier, self._segment.view, self._clock)
+        )
+        low, high = config.watermarks
+        self._watermarks = Watermarks(config.memory, high, low)
         self._traffic = TrafficCounters()
         self._announcer = Announcer(self.state, config.master, process.generation, self._room_changed)
         self._desk = PutDesk(self.state, self._segment.view, self._announcer)
         self._sessions = Sessions(self.state, self._room_changed)
         store_pb2_grpc.add_StoreNodeServicer_to_server(
-            GrpcStoreNode(self.state, self._desk, self._traffic), self._door.grpc_server
+            GrpcStoreNode(self.state, self._desk, self._traffic, self._promoter), self._door.grpc_server
         )
+        if self._tier is not None:
+            process.registry.register(TierCollector(self.state, self._tier))
         metrics.register(process.registry, NodeCollector(self.state, self._all_traffic, lambda: len(self._sessions)))
 
     async def run(self) -> None:
         """Serve until the process is told to stop."""
         tasks: list[asyncio.Task[None]] = []
         try:
+            if self._tier is not None:
+                await self._tier.recover()
             address = await self._open()
             async with MasterDiscovery(self._config.master) as discovery:
                 registering = asyncio.create_task(_register(discovery, self._instance(address)))
@@ -123,6 +169,9 @@ class Node:
             await self._segment_server.close()
             self._sessions.close()
             self.state.table.published.close()
+            if self._promoter is not None and self._tier is not None:
+                await self._promoter.close()
+                await self._tier.close()
             self._segment.close()
 
     async def _open(self) -> Address:
@@ -137,7 +186,9 @@ class Node:
             self._segment_server.descriptor(),
             self._index,
         )
-        NodeService(identity, self.state, self._desk, self._sessions, self._traffic).serve(self._service)
+        NodeService(identity, self.state, self._desk, self._sessions, self._traffic, self._promoter).serve(
+            self._service
+        )
         return address
 
     def _instance(self, address: Address) -> Instance:
@@ -159,6 +210,8 @@ class Node:
 
     def _room_changed(self) -> None:
         self._desk.room_changed()
+        if self._promoter is not None:
+            self._promoter.room_changed()
 
     def _all_traffic(self) -> TrafficCounters:
         traffic = self._traffic
@@ -172,12 +225,22 @@ class Node:
             self.state.expire(self._clock.now_s())
             self.state.table.published.beat(self._clock.now_s())
             self._sessions.forget_ended()
+            self._evict_ahead()
             self._room_changed()
             self._announcer.tick()
             if self._config.debug_checks:
                 self.state.check()
+                self._watermarks.check()
+                if self._tier is not None:
+                    self._tier.check()
                 self._sessions.check()
                 self._announcer.check()
+
+    def _evict_ahead(self) -> None:
+        budget = _EVICT_AHEAD_BYTES if self._tier is None else self._tier.free_queue_bytes
+        wanted = self._watermarks.wanted(self.state.used_bytes, budget)
+        if wanted:
+            self.state.evict_ahead(wanted)
 
 
 async def _register(discovery: Discovery, instance: Instance) -> Registration:

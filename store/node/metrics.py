@@ -23,6 +23,10 @@ _COUNTERS = {
     "refused": ("tanghulu_node_refused", "chunks dropped because another put of the key was announced first"),
     "corrupt": ("tanghulu_node_corrupt_chunks", "chunks dropped because their bytes did not match their checksums"),
     "lease_waits": ("tanghulu_node_lease_waits", "puts that had to wait for leases"),
+    "watermark_evictions": (
+        "tanghulu_node_watermark_evictions",
+        "chunks evicted ahead of need; part of the evictions",
+    ),
     "store_full": ("tanghulu_node_store_full", "puts refused because leases did not end in time"),
 }
 

@@ -16,17 +16,17 @@ from tanghulu.store.node.announcements import AnnouncementQueue
 from tanghulu.store.node.chunk import Chunk, ChunkEvent, ChunkState, compact
 from tanghulu.store.node.chunk_table import ChunkTable
 from tanghulu.store.node.eviction.base import Policy
+from tanghulu.store.node.holdings import Holding, LowerTier, NoTier
+from tanghulu.store.node.limits import refuse_impossible
 from tanghulu.store.node.outcomes import Existed, NodeCounters, Outcome, Pinned, Reserved
 from tanghulu.store.node.room import Room
+from tanghulu.store.node.tier_entry import TierEntry
 from tanghulu.store.node.waiters import Holder, Waiter, WaitQueue
 from tanghulu.store.words import NewChunk, Pin
 from tanghulu.transfer_engine.access import AccessTable
 from tanghulu.transfer_engine.leases import Freed
 from tanghulu.transfer_engine.opcode import Opcode
 from tanghulu.types import ChunkKey, LeaseId, format_size
-
-#: Of a node's capacity, what hard pins may hold at most.
-MAX_HARD_PINNED_FRACTION = 0.25
 
 
 class NodeState:
@@ -41,6 +41,7 @@ class NodeState:
         self.announcements = AnnouncementQueue()
         self.waiters = WaitQueue()
         self.counters = NodeCounters()
+        self.tier: LowerTier = NoTier()
         self._clock = clock
 
     @property
@@ -65,11 +66,11 @@ class NodeState:
 
     def reserve_at_once(self, new: NewChunk, holder: Holder | None) -> Reserved | Existed | None:
         """As ``reserve``, but None instead of a place in the queue."""
-        self._refuse_impossible(new)
-        existing = self._standing(new.key)
+        refuse_impossible(new, self.capacity_bytes, self.table.hard_pinned_bytes)
+        existing = self._standing_anywhere(new.key)
         if existing is not None:
             return self._existed(existing)
-        return None if len(self.waiters) else self._try_reserve(new, holder, sparing=False)
+        return None if len(self.waiters) else self.try_reserve(new, holder, sparing=False)
 
     def wait_for_room(self, new: NewChunk, holder: Holder | None) -> Waiter:
         """A place in the queue; raises Overloaded if too many wait."""
@@ -83,13 +84,13 @@ class NodeState:
         served: list[tuple[Waiter, Reserved | Existed | TanghuluError]] = []
         while len(self.waiters):
             waiter = self.waiters.first()
-            existing = self._standing(waiter.new.key)
+            existing = self._standing_anywhere(waiter.new.key)
             outcome: Reserved | Existed | TanghuluError | None
             try:
                 if existing is not None:
                     outcome = self._existed(existing)
                 else:
-                    outcome = self._try_reserve(waiter.new, waiter.holder, sparing=True)
+                    outcome = self.try_reserve(waiter.new, waiter.holder, sparing=True)
             except TanghuluError as error:  # its session is gone, or has too many leases
                 outcome = error
             if outcome is None:
@@ -125,7 +126,7 @@ class NodeState:
     def commit_written(self, chunk: Chunk, checksums: Checksums, *, visible: bool) -> Reserved | Existed:
         """The bytes of a reservation are in place and nobody writes any more; asserts that it has no lease."""
         assert chunk.num_leases == 0, f"{chunk.key!r} is still leased"
-        existing = self._standing(chunk.key)
+        existing = self._standing_anywhere(chunk.key)
         if existing is not None:
             self.abandon(chunk)
             return self._existed(existing)
@@ -149,25 +150,26 @@ class NodeState:
 
     # --- what the master said
 
-    def announced(self, chunk: Chunk, *, accepted: bool) -> None:
+    def announced(self, chunk: Holding, *, accepted: bool) -> None:
         """The master has taken note of ``chunk``, or knows an older put of its key."""
-        if chunk.state not in (ChunkState.ANNOUNCING, ChunkState.LIVE):
+        if not chunk.held:
             return  # dropped meanwhile; the master is being told
-        if accepted:
+        if not accepted:
+            self.counters.refused += 1
+            self.announcements.forget(chunk)
+            self._drop_both(chunk.key)
+        elif isinstance(chunk, Chunk):
             self._go_live(chunk, ChunkEvent.ACCEPTED)
-            return
-        self.counters.refused += 1
-        self.announcements.forget(chunk)
-        self._drop(chunk)
 
-    def gave_up(self, chunk: Chunk) -> None:
+    def gave_up(self, chunk: Holding) -> None:
         """Nobody waits for the master's answer any more: the chunk is served to those who ask here."""
-        if chunk.state is ChunkState.ANNOUNCING:
+        if isinstance(chunk, Chunk) and chunk.state is ChunkState.ANNOUNCING:
             self._go_live(chunk, ChunkEvent.GAVE_UP)
 
-    def live_chunks(self) -> list[Chunk]:
-        """Everything that a report to a new master lists."""
-        return [c for c in self.table if c.state is ChunkState.LIVE]
+    def live_chunks(self) -> list[Holding]:
+        """Everything that a report to a new master lists, each key once."""
+        below = [entry for entry in self.tier.entries() if self.table.find(entry.key) is None]
+        return [*(c for c in self.table if c.state is ChunkState.LIVE), *below]
 
     def age_s(self, chunk: Chunk) -> float:
         """How long ago the chunk was reserved."""
@@ -179,6 +181,10 @@ class NodeState:
         """The LIVE chunk of ``key``; neither touches nor pins it."""
         chunk = self.table.find(key)
         return chunk if chunk is not None and chunk.state is ChunkState.LIVE and not self._is_over(chunk) else None
+
+    def holds(self, key: ChunkKey) -> bool:
+        """Whether a get would find ``key`` here, in memory or below."""
+        return self.find(key) is not None or self.tier.find(key) is not None
 
     def look_up(self, key: ChunkKey) -> Chunk | None:
         """As ``find``, and counted as a hit or a miss; a reader calls ``touch`` when it has all its keys."""
@@ -226,20 +232,33 @@ class NodeState:
                 self._free(chunk)
 
     def remove(self, key: ChunkKey) -> bool:
-        """Drop the chunk by a client's wish; whether there was one."""
-        chunk = self._standing(key)
-        if chunk is None:
+        """Drop the chunk by a client's wish, here and below; whether there was one."""
+        holding = self._standing_anywhere(key)
+        if holding is None:
             return False
         self.counters.removed += 1
-        self.announcements.remove(chunk, deleted=True)
-        self._drop(chunk)
+        self._drop_both(key)
+        self.announcements.remove(holding, deleted=True)
         return True
 
     def drop_corrupt(self, chunk: Chunk) -> None:
-        """Its bytes are not what its checksums say."""
+        """Its bytes are not what its checksums say; a copy below stays."""
         self.counters.corrupt += 1
-        self.announcements.remove(chunk)
+        self._left_memory(chunk, self.tier.find(chunk.key))
         self._drop(chunk)
+
+    # --- the tier below
+
+    def evict_ahead(self, num_bytes: int) -> None:
+        """Evict the next ``num_bytes`` or a little more, though nobody needs the room yet."""
+        for chunk in self.room.oldest(num_bytes):
+            self.counters.watermark_evictions += 1
+            self._evict(chunk)
+
+    def tier_lost(self, entry: TierEntry) -> None:
+        """The tier below has let ``entry`` go."""
+        if self.table.find(entry.key) is None:
+            self.announcements.remove(entry)
 
     def release_unheld(self, session_ids: Container[int], held: Container[int]) -> None:
         """A client that came back holds no lease of its lost sessions but ``held``."""
@@ -259,27 +278,13 @@ class NodeState:
     def expire(self, now_s: float) -> None:
         """End leases and chunks whose time has come."""
         self.freed(self.access.expire(now_s))
+        self.tier.expire(now_s)
         for chunk in self.table.expired(now_s):
             self._end_of_time(chunk)
 
     # --- inside
 
-    def _refuse_impossible(self, new: NewChunk) -> None:
-        if new.size_bytes <= 0:
-            raise InvalidRequest(f"value of {new.key!r} is empty; a chunk has at least one byte")
-        if new.size_bytes > self.capacity_bytes:
-            raise InvalidRequest(
-                f"value of {new.key!r} has {format_size(new.size_bytes)}; this node holds at most "
-                f"{format_size(self.capacity_bytes)}"
-            )
-        limit = int(self.capacity_bytes * MAX_HARD_PINNED_FRACTION)
-        if new.pin is Pin.HARD and self.table.hard_pinned_bytes + new.size_bytes > limit:
-            raise StoreFull(
-                f"hard pins hold {format_size(self.table.hard_pinned_bytes)} of at most {format_size(limit)} on this "
-                f"node; remove some, or use pin='soft'"
-            )
-
-    def _standing(self, key: ChunkKey) -> Chunk | None:
+    def standing(self, key: ChunkKey) -> Chunk | None:
         """The ANNOUNCING or LIVE chunk of ``key``; one whose time is over is dropped here."""
         chunk = self.table.find(key)
         if chunk is not None and self._is_over(chunk):
@@ -287,17 +292,24 @@ class NodeState:
             return None
         return chunk
 
+    def _standing_anywhere(self, key: ChunkKey) -> Holding | None:
+        return self.standing(key) or self.tier.find(key)
+
     def _end_of_time(self, chunk: Chunk) -> None:
         self.counters.expired += 1
         self.announcements.remove(chunk)
         self._drop(chunk)
 
-    def _existed(self, chunk: Chunk) -> Existed:
+    def _existed(self, chunk: Holding) -> Existed:
         self.counters.puts_existed += 1
-        self.room.touch(chunk)
+        if isinstance(chunk, Chunk):
+            self.room.touch(chunk)
+        else:
+            self.tier.touch(chunk)
         return Existed(chunk)
 
-    def _try_reserve(self, new: NewChunk, holder: Holder | None, *, sparing: bool) -> Reserved | None:
+    def try_reserve(self, new: NewChunk, holder: Holder | None, *, sparing: bool) -> Reserved | None:
+        """A range for ``new``, whatever stands and whoever waits; None if leases leave no room."""
         offset = self.room.take(new.size_bytes, self._evict, sparing=sparing)
         if offset is None:
             return None
@@ -339,8 +351,23 @@ class NodeState:
     def _evict(self, chunk: Chunk) -> None:
         self.counters.evictions += 1
         self.counters.evicted_bytes += chunk.size_bytes
-        self.announcements.remove(chunk)
+        left_s = None if chunk.expires_s is None else chunk.expires_s - self._clock.now_s()
+        self._left_memory(chunk, self.tier.demote(chunk, left_s))
         self._drop(chunk, evicted=True)
+
+    def _left_memory(self, chunk: Chunk, entry: TierEntry | None) -> None:
+        """Tell the master that the node has no copy any more, or where it has one now."""
+        if entry is None:
+            self.announcements.remove(chunk)
+        else:
+            self.announcements.add(entry)
+
+    def _drop_both(self, key: ChunkKey) -> None:
+        entry, chunk = self.tier.find(key), self.table.find(key)
+        if entry is not None:
+            self.tier.drop(entry)
+        if chunk is not None:
+            self._drop(chunk)
 
     def _drop(self, chunk: Chunk, *, evicted: bool = False) -> None:
         if chunk.state is ChunkState.LIVE:

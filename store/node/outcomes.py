@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from tanghulu.store.node.chunk import Chunk
+from tanghulu.store.node.holdings import Holding
 from tanghulu.store.node.waiters import Waiter
 from tanghulu.types import LeaseId
 
@@ -26,6 +27,7 @@ class NodeCounters:
     corrupt: int = 0
     lease_waits: int = 0
     store_full: int = 0
+    watermark_evictions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class Reserved:
 class Existed:
     """The key is there already: nothing to write."""
 
-    chunk: Chunk
+    chunk: Holding
 
 
 Outcome: TypeAlias = Reserved | Existed | Waiter

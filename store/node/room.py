@@ -14,10 +14,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from typing import Generic, Protocol, TypeVar
 
 from tanghulu.store.node.allocator import OffsetAllocator
-from tanghulu.store.node.chunk import Chunk, ChunkState
-from tanghulu.store.node.chunk_table import ChunkTable
 from tanghulu.store.node.eviction.base import Policy
 from tanghulu.store.words import Pin
 from tanghulu.types import ChunkKey
@@ -26,16 +25,62 @@ from tanghulu.types import ChunkKey
 _SCATTERED_LIMIT = 2
 
 
-class Room:
-    """Allocates ranges, evicting LIVE chunks of ``table``. ``drop`` must free the range of the chunk it is given."""
+class Resident(Protocol):
+    """What has a range: a chunk in memory, or one in the SSD tier."""
 
-    def __init__(self, allocator: OffsetAllocator, table: ChunkTable, make_policy: Callable[[], Policy]) -> None:
+    @property
+    def key(self) -> ChunkKey:
+        """Names it."""
+        ...
+
+    @property
+    def offset(self) -> int:
+        """Where its range begins."""
+        ...
+
+    @property
+    def range_bytes(self) -> int:
+        """How long its range is, before rounding."""
+        ...
+
+    @property
+    def pin(self) -> Pin:
+        """How it stands towards eviction."""
+        ...
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it stands in the order of evictions."""
+        ...
+
+    @property
+    def evictable(self) -> bool:
+        """Whether it may be dropped now."""
+        ...
+
+
+R = TypeVar("R", bound=Resident)
+R_co = TypeVar("R_co", bound=Resident, covariant=True)
+
+
+class Residents(Protocol[R_co]):
+    """All that have a range, found by key."""
+
+    def find(self, key: ChunkKey) -> R_co | None:
+        """The one of ``key``."""
+        ...
+
+    def __iter__(self) -> Iterator[R_co]: ...
+
+
+class Room(Generic[R]):
+    """Allocates ranges, evicting live residents of ``table``. ``drop`` must free the range of what it is given."""
+
+    def __init__(self, allocator: OffsetAllocator, table: Residents[R], make_policy: Callable[[], Policy]) -> None:
         self.allocator = allocator
         self._table = table
         self._policies: dict[Pin, Policy] = {Pin.NONE: make_policy(), Pin.SOFT: make_policy()}
-        self._noted: list[
-            Chunk
-        ] = []  # came or were read in the call that is being served; the policies hear at its end
+        self._noted: list[R] = []  # came or were read in the call that is being served; the policies hear at its end
 
     @property
     def policy_name(self) -> str:
@@ -51,20 +96,20 @@ class Room:
                 chunk = self._table.find(key)
                 assert chunk is not None, f"the policy knows {key!r}, the table does not"
                 new.begin_batch()
-                new.add(key, chunk.size_bytes)
+                new.add(key, chunk.range_bytes)
 
-    def settle(self, chunk: Chunk) -> None:
+    def settle(self, chunk: R) -> None:
         """The chunk became LIVE and may be evicted from now on."""
         if chunk.pin is not Pin.HARD:
             self._noted.append(chunk)
 
-    def leave(self, chunk: Chunk, *, evicted: bool) -> None:
+    def leave(self, chunk: R, *, evicted: bool) -> None:
         """The chunk is no longer LIVE."""
         if chunk.pin is not Pin.HARD:
             self.end_batch()
             self._policies[chunk.pin].remove(chunk.key, evicted=evicted)
 
-    def touch(self, chunk: Chunk) -> None:
+    def touch(self, chunk: R) -> None:
         """The chunk was read."""
         if chunk.pin is not Pin.HARD:
             self._noted.append(chunk)
@@ -79,20 +124,20 @@ class Room:
         for policy in self._policies.values():
             policy.begin_batch()
         for chunk in reversed(self._noted):
-            if chunk.state is not ChunkState.LIVE:
+            if not chunk.is_live:
                 continue  # put twice before the master knew of it
             policy = self._policies[chunk.pin]
             if chunk.key in policy:
                 policy.touch(chunk.key)
             else:
-                policy.add(chunk.key, chunk.size_bytes)
+                policy.add(chunk.key, chunk.range_bytes)
         self._noted.clear()
 
-    def __contains__(self, chunk: Chunk) -> bool:
+    def __contains__(self, chunk: R) -> bool:
         self.end_batch()
         return chunk.pin is not Pin.HARD and chunk.key in self._policies[chunk.pin]
 
-    def take(self, size_bytes: int, drop: Callable[[Chunk], None], *, sparing: bool = False) -> int | None:
+    def take(self, size_bytes: int, drop: Callable[[R], None], *, sparing: bool = False) -> int | None:
         """The offset of a range of ``size_bytes``, evicting what it must; None if leases or hard pins stand in the way.
 
         ``sparing`` drops nothing in vain: for puts that wait and try again and again.
@@ -101,7 +146,7 @@ class Room:
         if offset is not None:
             return offset
         wanted = self.allocator.rounded(size_bytes)
-        for chunk in self._oldest(0 if sparing else wanted * _SCATTERED_LIMIT):
+        for chunk in self.oldest(0 if sparing else wanted * _SCATTERED_LIMIT):
             drop(chunk)
             if self.allocator.largest_free_bytes >= wanted:
                 return self.allocator.allocate(size_bytes)
@@ -114,7 +159,7 @@ class Room:
         assert offset is not None, "a cleared window has room"
         return offset
 
-    def victims(self) -> Iterator[Chunk]:
+    def victims(self) -> Iterator[R]:
         """Everything that could be evicted now, the first to go first."""
         self.end_batch()
         for policy in (self._policies[Pin.NONE], self._policies[Pin.SOFT]):
@@ -124,27 +169,28 @@ class Room:
                 if chunk.evictable:
                     yield chunk
 
-    def _oldest(self, wanted_bytes: int) -> list[Chunk]:
-        chosen: list[Chunk] = []
+    def oldest(self, wanted_bytes: int) -> list[R]:
+        """The first to go, as many as hold ``wanted_bytes``."""
+        chosen: list[R] = []
         victims = self.victims()
         while wanted_bytes > 0 and (chunk := next(victims, None)) is not None:
             chosen.append(chunk)
-            wanted_bytes -= self.allocator.rounded(chunk.size_bytes)
+            wanted_bytes -= self.allocator.rounded(chunk.range_bytes)
         return chosen
 
-    def _cheapest_window(self, wanted: int) -> list[Chunk] | None:
+    def _cheapest_window(self, wanted: int) -> list[R] | None:
         """What to evict for a hole of ``wanted`` bytes so that the fewest bytes go; O(n log n), rarely needed."""
         rounded = self.allocator.rounded
-        edges = sorted((c.offset, c.offset + rounded(c.size_bytes)) for c in self._table if not c.evictable)
+        edges = sorted((c.offset, c.offset + rounded(c.range_bytes)) for c in self._table if not c.evictable)
         starts = [0, *(end for _, end in edges)]
         ends = [*(start for start, _ in edges), self.allocator.capacity_bytes]
         movable = sorted((c for c in self._table if c.evictable), key=_offset)
-        best: tuple[int, list[Chunk]] | None = None
+        best: tuple[int, list[R]] | None = None
         for start, end in zip(starts, ends, strict=True):
             if end - start < wanted:
                 continue
             inside = movable[bisect_left(movable, start, key=_offset) : bisect_left(movable, end, key=_offset)]
-            begins = [start, *(c.offset + rounded(c.size_bytes) for c in inside)]
+            begins = [start, *(c.offset + rounded(c.range_bytes) for c in inside)]
             found = _cheapest_run(inside, [begin for begin in begins if begin + wanted <= end], wanted)
             if best is None or found[0] < best[0]:
                 best = found
@@ -169,11 +215,11 @@ class Room:
         return f"Room({self.allocator!r}, {[len(p) for p in self._policies.values()]} evictable)"
 
 
-def _offset(chunk: Chunk) -> int:
+def _offset(chunk: Resident) -> int:
     return chunk.offset
 
 
-def _cheapest_run(chunks: list[Chunk], begins: list[int], wanted: int) -> tuple[int, list[Chunk]]:
+def _cheapest_run(chunks: list[R], begins: list[int], wanted: int) -> tuple[int, list[R]]:
     """(bytes, chunks) to drop for a hole of ``wanted`` bytes at one of ``begins``, the one with the fewest bytes.
 
     A best hole begins where the free stretch starts or right behind a chunk, so those are all that need trying;
@@ -183,10 +229,10 @@ def _cheapest_run(chunks: list[Chunk], begins: list[int], wanted: int) -> tuple[
     first = last = cost = 0  # chunks[first:last] lie in the window
     for begin in begins:
         while last < len(chunks) and chunks[last].offset < begin + wanted:
-            cost += chunks[last].size_bytes
+            cost += chunks[last].range_bytes
             last += 1
         while first < last and chunks[first].offset < begin:
-            cost -= chunks[first].size_bytes
+            cost -= chunks[first].range_bytes
             first += 1
         if best is None or cost < best[0]:
             best = (cost, first, last)

@@ -23,6 +23,8 @@ from tanghulu.store.node.node_state import NodeState
 from tanghulu.store.node.outcomes import Existed
 from tanghulu.store.node.puts import PutDesk, PutOutcome, Written, remaining_s
 from tanghulu.store.node.sessions import Greeting, Session, Sessions, as_set
+from tanghulu.store.node.tier_entry import TierEntry
+from tanghulu.store.node.tier_promotion import Promoter
 from tanghulu.store.shared_index import IndexPlace
 from tanghulu.store.wire import (
     checksums_from_wire,
@@ -32,6 +34,7 @@ from tanghulu.store.wire import (
     new_chunk_from_wire,
     pin_to_wire,
     set_error,
+    tier_to_wire,
 )
 from tanghulu.store.words import MAX_INLINE_BYTES, NewChunk
 from tanghulu.transfer_engine.descriptor_wire import to_proto
@@ -43,6 +46,8 @@ _log = structlog.get_logger(__name__)
 MAX_KEYS_PER_CALL = 65536
 #: Payload in one answer; what does not fit is pinned instead.
 MAX_INLINE_ANSWER_BYTES = 4 << 20
+#: Of the memory, what one answer pins while it brings chunks up from the SSD; the first of them may be larger.
+MAX_PINNED_FRACTION = 1 / 8
 DEFAULT_DEADLINE_S = 5.0
 #: An answer that waits: for the master, or for room first.
 Pending: TypeAlias = Later | Coroutine[Any, Any, Answer]
@@ -62,13 +67,20 @@ class NodeService:
     """Registers its handlers by ``serve``. ``state`` of a Peer is its Session."""
 
     def __init__(
-        self, identity: NodeIdentity, state: NodeState, desk: PutDesk, sessions: Sessions, traffic: TrafficCounters
+        self,
+        identity: NodeIdentity,
+        state: NodeState,
+        desk: PutDesk,
+        sessions: Sessions,
+        traffic: TrafficCounters,
+        promoter: Promoter | None = None,
     ) -> None:
         self._identity = identity
         self._state = state
         self._desk = desk
         self._sessions = sessions
         self._traffic = traffic
+        self._promoter = promoter
 
     def serve(self, service: FastService) -> None:
         """Answer the node's methods."""
@@ -171,10 +183,45 @@ class NodeService:
 
     # --- gets
 
-    def get(self, peer: Peer, request: store_pb2.GetRequest, attachment: memoryview) -> Answer:
-        """Small values inside the answer, others pinned."""
+    def get(
+        self, peer: Peer, request: store_pb2.GetRequest, attachment: memoryview
+    ) -> Answer | Coroutine[Any, Any, Answer]:
+        """Small values inside the answer, others pinned; those on the SSD come up first."""
         _check_count(len(request.keys))
         session = _session(peer)
+        if self._promoter is not None and self._promoter.is_cold(request.keys):
+            return self._get_cold(session, request, self._promoter)
+        return self._get(session, request)
+
+    async def _get_cold(self, session: Session, request: store_pb2.GetRequest, promoter: Promoter) -> Answer:
+        """Key by key, because room in memory may not suffice for all: what this call pins must not fill it up.
+
+        So beyond a part of the memory the answer ends, and the client asks again for the keys that are left.
+        """
+        reply = store_pb2.GetReply(lease_ms=self._state.access.lease_ms)
+        values: list[bytes | memoryview] = []
+        budget, pinned_bytes = MAX_INLINE_ANSWER_BYTES, 0
+        async for key, error in promoter.each(request.keys, self._until(request.deadline_ms)):
+            if error is not None:
+                set_error(reply.items.add().status, error)
+                continue
+            inline_bytes = min(request.max_inline_bytes, budget)
+            one, more = self._get(
+                session, store_pb2.GetRequest(keys=[key], max_inline_bytes=inline_bytes, verify=request.verify)
+            )
+            reply.items.extend(one.items)
+            values += more
+            budget -= sum(map(len, more))
+            pinned_bytes += sum(item.size_bytes for item in one.items if item.lease_id)
+            if pinned_bytes >= self._state.capacity_bytes * MAX_PINNED_FRACTION:
+                break
+        found = (self._state.find(ChunkKey(key)) for key in request.keys)
+        self._state.touch([chunk for chunk in found if chunk is not None])  # once more, in the order of the prompt
+        return reply, values
+
+    def _get(
+        self, session: Session, request: store_pb2.GetRequest
+    ) -> tuple[store_pb2.GetReply, list[bytes | memoryview]]:
         reply = store_pb2.GetReply(lease_ms=self._state.access.lease_ms)
         values: list[bytes | memoryview] = []
         budget = MAX_INLINE_ANSWER_BYTES
@@ -227,8 +274,8 @@ class NodeService:
     def exists(self, peer: Peer, request: store_pb2.ExistsRequest, attachment: memoryview) -> Answer:
         """One byte a key; neither pins nor touches."""
         _check_count(len(request.keys))
-        find = self._state.find
-        return store_pb2.ExistsReply(found=bytes(find(ChunkKey(key)) is not None for key in request.keys))
+        holds = self._state.holds
+        return store_pb2.ExistsReply(found=bytes(holds(ChunkKey(key)) for key in request.keys))
 
     def remove(
         self, peer: Peer, request: store_pb2.RemoveRequest, attachment: memoryview
@@ -240,7 +287,10 @@ class NodeService:
         return self._removed(removed)
 
     async def _removed(self, removed: bytes) -> Answer:
-        await self._desk.told_removals(asyncio.get_running_loop().time() + DEFAULT_DEADLINE_S)
+        until_s = asyncio.get_running_loop().time() + DEFAULT_DEADLINE_S
+        await self._desk.told_removals(until_s)
+        if self._promoter is not None:
+            await self._promoter.settled(until_s)
         return store_pb2.RemoveReply(removed=removed)
 
     def stat(self, peer: Peer, request: store_pb2.StatRequest, attachment: memoryview) -> Answer:
@@ -268,7 +318,7 @@ def stat_reply(state: NodeState, request: store_pb2.StatRequest) -> store_pb2.St
     for key in request.keys:
         chunk = state.find(ChunkKey(key))
         if chunk is None:
-            reply.chunks.add()
+            _add_stat_below(reply, state.tier.find(ChunkKey(key)))
             continue
         reply.chunks.add(
             found=True,
@@ -281,6 +331,14 @@ def stat_reply(state: NodeState, request: store_pb2.StatRequest) -> store_pb2.St
             num_hits=chunk.num_hits,
         )
     return reply
+
+
+def _add_stat_below(reply: store_pb2.StatReply, entry: TierEntry | None) -> None:
+    stat = reply.chunks.add()
+    if entry is not None:
+        stat.found, stat.size_bytes, stat.version = True, entry.size_bytes, entry.version
+        stat.pin, stat.tier = pin_to_wire(entry.pin), tier_to_wire(entry.tier)
+        fill_checksums(stat.checksums, entry.checksums)
 
 
 def _reserve_reply(reserved: Sequence[Written]) -> store_pb2.ReserveReply:

@@ -87,6 +87,8 @@ def _totals(store: Client, as_json: bool) -> None:
         "num_chunks": sum(n.num_chunks for n in nodes),
         "used_bytes": sum(n.used_bytes for n in nodes),
         "capacity_bytes": sum(n.capacity_bytes for n in nodes),
+        "ssd_used_bytes": sum(n.ssd_used_bytes for n in nodes),
+        "ssd_capacity_bytes": sum(n.ssd_capacity_bytes for n in nodes),
     }
     if as_json:
         _print_json(totals)
@@ -110,12 +112,15 @@ def nodes(master: str, as_json: bool) -> None:
             node.address,
             node.place,
             f"{format_size(node.used_bytes)} of {format_size(node.capacity_bytes)}",
+            f"{format_size(node.ssd_used_bytes)} of {format_size(node.ssd_capacity_bytes)}"
+            if node.ssd_capacity_bytes
+            else "-",
             node.num_chunks,
             "draining" if node.draining else f"{node.last_seen_s:.1f} s ago",
         )
         for node in found
     )
-    _print_table(("node", "address", "place", "used", "chunks", "seen"), rows)
+    _print_table(("node", "address", "place", "used", "ssd", "chunks", "seen"), rows)
 
 
 @COMMAND.command()

@@ -1,0 +1,35 @@
+"""The decisions about a chunk that comes back up from the SSD: its range in memory, and whether it may go live."""
+
+from __future__ import annotations
+
+from tanghulu.errors import ChunkNotFound
+from tanghulu.store.node.chunk import Chunk, ChunkEvent
+from tanghulu.store.node.node_state import NodeState
+from tanghulu.store.node.tier_entry import TierEntry
+from tanghulu.store.words import NewChunk
+
+
+def reserve(state: NodeState, entry: TierEntry, now_s: float, *, sparing: bool) -> Chunk | None:
+    """A range for ``entry``; None if leases leave no room. ``sparing``: see Room.take."""
+    left_s = None if entry.expires_s is None else entry.expires_s - now_s
+    new = NewChunk(entry.key, entry.version, entry.size_bytes, entry.checksums, entry.pin, left_s)
+    reserved = state.try_reserve(new, None, sparing=sparing)
+    return None if reserved is None else reserved.chunk
+
+
+def commit(state: NodeState, chunk: Chunk, entry: TierEntry) -> Chunk:
+    """The bytes of ``entry`` are in place; the chunk that serves its key now. Raises ChunkNotFound if it is gone.
+
+    What was removed while it was read does not come back.
+    """
+    existing = state.standing(chunk.key)
+    if existing is not None or not entry.held:
+        state.abandon(chunk)
+        if existing is None:
+            raise ChunkNotFound(f"{chunk.key!r} was dropped on its way up")
+        return existing
+    state.table.publish(chunk, ChunkEvent.COMMIT_UNSEEN)
+    state.room.settle(chunk)
+    state.room.end_batch()
+    state.announcements.add(chunk)
+    return chunk
