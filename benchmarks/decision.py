@@ -3,10 +3,11 @@
     python benchmarks/decision.py [--policy NAME] [--profile]
 
 64 prefill and 64 decode workers, a prefix index with 200,000 blocks. *new*: 131,072 tokens that nobody has seen behind
-a system prompt of 2,048 that 16 workers hold. *extends*: a session of 8,192 tokens that one worker holds goes on with
-256 more; its hashes are made anew, as for any HTTP request. Every sample is another prompt. The stages are timed one
-behind the other: hash (TokenSequence from a uint32 buffer), match (CacheMirror.hits), views (a WorkerView a worker, as
-routing makes them), choose (the policy).
+a system prompt of 2,048 that 16 workers hold. *extends*: a session of 8,192 tokens that came through here before, and
+that one worker holds, goes on with 256 more. Before each decision eight workers report another load. Every sample is
+another prompt. The stages are timed one behind the other: hash (TokenSequence from a uint32 buffer, with the
+conductor's cache of hashes), match (CacheMirror.hits), views (a WorkerView a worker, as routing makes them), choose
+(the policy).
 """
 
 from __future__ import annotations
@@ -20,24 +21,36 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
 import report
 from tanghulu.conductor.events import CacheMirror
+from tanghulu.conductor.hash_cache import HashCache
 from tanghulu.conductor.policies.base import RequestView
 from tanghulu.conductor.policies.registry import POLICY_NAMES, make_policy
 from tanghulu.conductor.prefix_index import Stored
 from tanghulu.conductor.requests import WorkerLoad
-from tanghulu.conductor.worker_state import LoadTracker
+from tanghulu.conductor.worker_state import LoadTracker, views
 from tanghulu.hashing import Tokens, TokenSequence, root_hash
-from tanghulu.types import Fingerprint, InstanceId, Role
+from tanghulu.types import BlockHash, Fingerprint, InstanceId, Place, Role
 
 BLOCK_TOKENS = 64
 BLOCK_BYTES = 2 << 20
 NEW_TOKENS, SYSTEM_TOKENS, SESSION_TOKENS, MORE_TOKENS = 131_072, 2048, 8192, 256
 STAGES = ("hash", "match", "views", "choose")
 ROOT = root_hash(Fingerprint(b"f" * 16))
+
+
+@dataclass(frozen=True)
+class Member:
+    """A registered worker without its process."""
+
+    id: InstanceId
+    role: Role
+    load: LoadTracker
+    place: Place = Place()
 
 
 class Scene:
@@ -48,13 +61,14 @@ class Scene:
         self._chance = random.Random(seed)
         self._policy = make_policy(policy)
         self._mirror = CacheMirror()
-        self._workers = [(InstanceId(f"prefill-{n:03}"), Role.PREFILL, self._load()) for n in range(num_workers)]
-        self._workers += [(InstanceId(f"decode-{n:03}"), Role.DECODE, self._load()) for n in range(num_workers)]
+        names = [(f"{role.value}-{n:03}", role) for role in (Role.PREFILL, Role.DECODE) for n in range(num_workers)]
+        self._workers = [Member(InstanceId(name), role, self._load()) for name, role in names]
+        self._hashes = HashCache()
         self._system = self._random_tokens(SYSTEM_TOKENS)
-        for worker, _, _ in self._workers[:16]:
-            self._hold(worker, self._system)
+        for worker in self._workers[:16]:
+            self._hold(worker.id, self._system)
         while self._mirror.workers.num_blocks < 200_000:
-            self._hold(self._chance.choice(self._workers)[0], self._random_tokens(512 * BLOCK_TOKENS))
+            self._hold(self._chance.choice(self._workers).id, self._random_tokens(512 * BLOCK_TOKENS))
 
     def new(self) -> Tokens:
         """A long prompt of which the system prompt alone is known."""
@@ -63,20 +77,22 @@ class Scene:
     def extends(self) -> Tokens:
         """The next turn of a session that one worker holds."""
         session = self._random_tokens(SESSION_TOKENS)
-        self._hold(self._chance.choice(self._workers)[0], session)
+        self._hold(self._chance.choice(self._workers).id, session)
         return np.concatenate([session, self._random_tokens(MORE_TOKENS)])
 
     def decide(self, tokens: Tokens) -> list[float]:
         """Seconds of each stage."""
+        for worker in self._chance.sample(self._workers, 8):
+            worker.load.report(self._report())
         times = [time.perf_counter()]
-        sequence = TokenSequence(ROOT, BLOCK_TOKENS, tokens)
+        sequence = TokenSequence(ROOT, BLOCK_TOKENS, tokens, chain=self._hashes.chain)
         times.append(time.perf_counter())
         hits = self._mirror.hits(sequence.block_hashes)
         times.append(time.perf_counter())
         request = RequestView(len(sequence), BLOCK_TOKENS, BLOCK_BYTES, hits.store)
-        views = [load.view(worker, role, hits.workers.get(worker, 0)) for worker, role, load in self._workers]
+        shown = views(self._workers, hits.workers, {})
         times.append(time.perf_counter())
-        decision = self._policy.choose(request, views)
+        decision = self._policy.choose(request, shown)
         times.append(time.perf_counter())
         assert decision is not None
         return [after - before for before, after in itertools.pairwise(times)]
@@ -85,23 +101,27 @@ class Scene:
         return self._tokens.integers(0, 150_000, num, dtype=np.uint32)
 
     def _hold(self, worker: InstanceId, tokens: Tokens) -> None:
-        self._mirror.workers.apply(Stored(worker, TokenSequence(ROOT, BLOCK_TOKENS, tokens).block_hashes))
+        """``worker`` computed a prompt that came through here: its hashes were made then."""
+        sequence = TokenSequence(ROOT, BLOCK_TOKENS, tokens, chain=self._hashes.chain)
+        self._mirror.workers.apply(Stored(worker, [BlockHash(bytes([*h])) for h in sequence.block_hashes]))
 
     def _load(self) -> LoadTracker:
-        tracker, chance = LoadTracker(), self._chance
-        tracker.report(
-            WorkerLoad(
-                num_running=chance.randrange(32),
-                num_waiting=chance.randrange(4),
-                prefill_tokens_waiting=chance.randrange(20_000),
-                blocks_free=chance.randrange(8192),
-                blocks_total=8192,
-                prefill_tokens_per_s=10_000.0,
-                decode_step_s=0.02,
-                store_bytes_per_s=2e9,
-            )
-        )
+        tracker = LoadTracker()
+        tracker.report(self._report())
         return tracker
+
+    def _report(self) -> WorkerLoad:
+        chance = self._chance
+        return WorkerLoad(
+            num_running=chance.randrange(32),
+            num_waiting=chance.randrange(4),
+            prefill_tokens_waiting=chance.randrange(20_000),
+            blocks_free=chance.randrange(8192),
+            blocks_total=8192,
+            prefill_tokens_per_s=chance.choice((9_800.0, 10_000.0, 10_300.0)),
+            decode_step_s=0.02,
+            store_bytes_per_s=2e9,
+        )
 
 
 def measure(scene: Scene, kind: str, make: Callable[[], Tokens], num: int) -> dict[str, object]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from tanghulu.conductor.policies.base import Decision, RequestView, WorkerView, prefillers
 from tanghulu.conductor.policies.decode import ASSUMED_DECODE_STEP_S, STEP_SHARE_OF_A_SEQUENCE
-from tanghulu.conductor.policies.fetching import best_holder, starts
+from tanghulu.conductor.policies.fetching import best_holder, best_start
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,8 @@ class Forecast:
 def forecast(request: RequestView, workers: Sequence[WorkerView], decision: Decision) -> Forecast:
     """The first token by the best way that the chosen prefill worker has, and a decode step with one sequence more."""
     by_id = {w.id: w for w in workers}
-    ways = starts(request, by_id[decision.prefill], best_holder(prefillers(workers)))
-    return Forecast(min(way.ttft_s for way in ways), _tbt_s(request, by_id[decision.decode]))
+    way = best_start(request, by_id[decision.prefill], best_holder(prefillers(workers)))
+    return Forecast(way.ttft_s, _tbt_s(request, by_id[decision.decode]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,9 +28,11 @@ class PrefillProfile:
 
     def seconds(self, num_tokens: int, hit_tokens: int) -> float:
         """Time to prefill ``num_tokens`` of which ``hit_tokens`` are reused; the last token is always computed."""
-        hit = min(hit_tokens, num_tokens - 1)
+        hit = hit_tokens if hit_tokens < num_tokens else num_tokens - 1
         pairs = num_tokens * num_tokens - hit * hit
-        return max(self.fixed_s + self.token_s * (num_tokens - hit) + self.pair_s * pairs, self.load_s * hit)
+        compute_s = self.fixed_s + self.token_s * (num_tokens - hit) + self.pair_s * pairs
+        load_s = self.load_s * hit
+        return compute_s if compute_s > load_s else load_s
 
 
 @dataclass(frozen=True, slots=True)

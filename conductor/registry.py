@@ -123,9 +123,15 @@ class Registry:
         served = self.models.get(model)
         if served is None:
             return []
-        wanted = (model, served.card.fingerprint)
-        return [
-            w for w in self.workers.values() if w.usable and w.card and (w.card.model, w.card.fingerprint) == wanted
+        fingerprint = served.card.fingerprint
+        return [  # written out: it is asked for every request
+            w
+            for w in self.workers.values()
+            if w.session is not None
+            and not w.leaving
+            and (card := w.card) is not None
+            and card.model == model
+            and card.fingerprint == fingerprint
         ]
 
     def find_model(self, name: str | None) -> ServedModel:
@@ -171,6 +177,7 @@ class Registry:
             if known.leaving:
                 _log.info("worker.registered_again", worker=instance.id)
             known.instance, known.leaving = instance, False
+            known.load.renew()
             self._calm(known)
             return
         if known is not None:

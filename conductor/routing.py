@@ -13,6 +13,7 @@ from tanghulu.conductor.registry import Registry
 from tanghulu.conductor.requests import GenerationRequest
 from tanghulu.conductor.served_model import ServedModel
 from tanghulu.conductor.shortlist import shortlist
+from tanghulu.conductor.worker_state import views
 from tanghulu.types import InstanceId, Place
 
 
@@ -78,20 +79,20 @@ class Router:
             hits.store,
             session=flight.request.session,
             place=self._place,
+            named_blocks=len(sequence.block_hashes),
         )
         usable = self._registry.usable(model.card.model)
-        kept = [w for w in usable if w.id not in flight.avoid] or usable
+        kept = ([w for w in usable if w.id not in flight.avoid] or usable) if flight.avoid else usable
         coming = self.in_flight.match(sequence.block_hashes)
         if self.policy.ranks:
             kept = shortlist(kept, hits.workers, coming)
-        views = [w.load.view(w.id, w.role, hits.workers.get(w.id, 0), coming.get(w.id, 0), w.place) for w in kept]
-        return request, with_both_phases(views), hits
+        return request, with_both_phases(views(kept, hits.workers, coming)), hits
 
 
-def with_both_phases(views: list[WorkerView]) -> list[WorkerView]:
+def with_both_phases(shown: list[WorkerView]) -> list[WorkerView]:
     """With one kind of worker alone alive, it does the other phase too: every worker can do both."""
-    if not any(v.can_prefill for v in views):
-        views = [replace(v, can_prefill=True) for v in views]
-    if not any(v.can_decode for v in views):
-        views = [replace(v, can_decode=True) for v in views]
-    return views
+    if not any(v.can_prefill for v in shown):
+        shown = [replace(v, can_prefill=True) for v in shown]
+    if not any(v.can_decode for v in shown):
+        shown = [replace(v, can_decode=True) for v in shown]
+    return shown

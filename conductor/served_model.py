@@ -1,6 +1,7 @@
 """A model as the conductor serves it: its card, its tokenizer, its chat template.
 
-Owns text <-> tokens. Built once from the card that a worker describes itself with; immutable afterwards.
+Owns text <-> tokens. Built once from the card that a worker describes itself with; immutable afterwards but for
+the hashes of prompts that it remembers.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from tokenizers import Tokenizer
 
 from tanghulu.conductor.chat_template import ChatTemplate
 from tanghulu.conductor.detokenizer import DetokenizerFactory, is_byte_level
+from tanghulu.conductor.hash_cache import HashCache
 from tanghulu.conductor.requests import ModelCard
 from tanghulu.errors import ContextLengthExceeded, InvalidRequest, ModelUnsupported
 from tanghulu.hashing import Tokens, TokenSequence, as_tokens, root_hash
@@ -32,6 +34,7 @@ class ServedModel:
         self.tokenizer = _load(card, tokenizer_json)
         self.template = ChatTemplate(card.chat_template, card.bos_token, card.eos_token)
         self.detokenizers = DetokenizerFactory(self.tokenizer, is_byte_level(tokenizer_json))
+        self._hashes = HashCache()
         self._bos = self.tokenizer.token_to_id(card.bos_token) if card.bos_token else None
 
     def __repr__(self) -> str:
@@ -83,9 +86,8 @@ class ServedModel:
     def empty_sequence(self, salt: bytes) -> TokenSequence:
         """The token sequence that this model's and tenant's block hashes grow from."""
         card = self.card
-        return TokenSequence(
-            root_hash(card.fingerprint, salt, card.block_hash), card.block_tokens, algorithm=card.block_hash
-        )
+        root = root_hash(card.fingerprint, salt, card.block_hash)
+        return TokenSequence(root, card.block_tokens, algorithm=card.block_hash, chain=self._hashes.chain)
 
 
 def _inflate(card: ModelCard) -> str:

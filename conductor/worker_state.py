@@ -6,13 +6,17 @@ about that submission, or at the second report behind it (the first may have cro
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from tanghulu.conductor.policies.base import WorkerView
 from tanghulu.conductor.requests import WorkerLoad
 from tanghulu.types import InstanceId, Place, Role
 
 _REPORTS_UNTIL_SEEN = 2
+#: Views of one worker that are kept while nothing changes.
+MAX_VIEWS = 16
 
 
 @dataclass(slots=True)
@@ -30,8 +34,10 @@ class LoadTracker:
         self._unreported: dict[str, _Unreported] = {}
         #: Order of workers by load: waiting tokens, then requests. An attribute, because thousands are sorted by it.
         self.pressure = 0.0
-        self._queue_tokens = self._num_requests = 0
-        self._unhit: tuple[tuple[InstanceId, Role, Place], WorkerView] | None = None
+        self._queue_tokens = self._num_requests = self._blocks_free = 0
+        #: The view of one who holds nothing of a prompt, as most do; None where it must be made anew.
+        self.unhit: WorkerView | None = None
+        self._views: dict[tuple[int, int, Role, Place], WorkerView] = {}
 
     def sent(self, wire_id: str, prefill_tokens: int, num_blocks: int) -> None:
         """A submission was sent; ``prefill_tokens`` of it are expected to be computed there."""
@@ -61,23 +67,31 @@ class LoadTracker:
     def view(
         self, worker: InstanceId, role: Role, hit_blocks: int, coming_blocks: int = 0, place: Place = Place()
     ) -> WorkerView:
-        """What a policy sees. Without a hit it is made once a change: of many workers most hold nothing of a prompt."""
-        if hit_blocks or coming_blocks:
-            return self._view(worker, role, hit_blocks, coming_blocks, place)
-        who = (worker, role, place)
-        if self._unhit is None or self._unhit[0] != who:
-            self._unhit = who, self._view(worker, role, 0, 0, place)
-        return self._unhit[1]
+        """What a policy sees. Views are kept until a change: many prompts share a system prompt, or nothing."""
+        key = (hit_blocks, coming_blocks, role, place)
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) >= MAX_VIEWS:
+                self.renew()
+            view = self._views[key] = self._view(worker, role, hit_blocks, coming_blocks, place)
+            if not (hit_blocks or coming_blocks):
+                self.unhit = view
+        return view
+
+    def renew(self) -> None:
+        """Make views anew: the worker's role or place may be another one."""
+        self._views.clear()
+        self.unhit = None
 
     def _view(self, worker: InstanceId, role: Role, hit_blocks: int, coming_blocks: int, place: Place) -> WorkerView:
-        load, own = self.reported, self._unreported.values()
+        load = self.reported
         return WorkerView(
             id=worker,
             can_prefill=role.prefills,
             can_decode=role.decodes,
             queue_tokens=self._queue_tokens,
             num_requests=self._num_requests,
-            blocks_free=max(0, load.blocks_free - sum(e.num_blocks for e in own)),
+            blocks_free=self._blocks_free,
             blocks_total=load.blocks_total,
             prefill_tokens_per_s=load.prefill_tokens_per_s,
             decode_step_s=load.decode_step_s,
@@ -89,13 +103,56 @@ class LoadTracker:
 
     def _changed(self) -> None:
         load, own = self.reported, self._unreported.values()
-        self._queue_tokens = load.prefill_tokens_waiting + sum(e.prefill_tokens for e in own)
-        self._num_requests = load.num_running + load.num_waiting + len(own)
+        self._queue_tokens, self._blocks_free = load.prefill_tokens_waiting, load.blocks_free
+        self._num_requests = load.num_running + load.num_waiting
+        if own:
+            self._queue_tokens += sum([e.prefill_tokens for e in own])
+            self._blocks_free = max(0, load.blocks_free - sum([e.num_blocks for e in own]))
+            self._num_requests += len(own)
         self.pressure = self._queue_tokens + self._num_requests / 1024
-        self._unhit = None
+        self.renew()
 
     def check(self) -> None:
         """Nothing stays unreported for ever; the sums are right."""
         expected = self.reported.prefill_tokens_waiting + sum(e.prefill_tokens for e in self._unreported.values())
         assert self._queue_tokens == expected
+        assert len(self._views) <= MAX_VIEWS
         assert all(0 < e.reports_left <= _REPORTS_UNTIL_SEEN for e in self._unreported.values())
+
+
+class Viewed(Protocol):
+    """A worker as ``views`` needs it."""
+
+    @property
+    def id(self) -> InstanceId:
+        """Its identity."""
+        ...
+
+    @property
+    def role(self) -> Role:
+        """What it does."""
+        ...
+
+    @property
+    def place(self) -> Place:
+        """Where it stands."""
+        ...
+
+    @property
+    def load(self) -> LoadTracker:
+        """Its load."""
+        ...
+
+
+def views(
+    workers: Iterable[Viewed], hits: Mapping[InstanceId, int], coming: Mapping[InstanceId, int]
+) -> list[WorkerView]:
+    """A view of each of ``workers``, with the blocks of a prompt that it has and that are coming to it."""
+    shown = []
+    for worker in workers:
+        view = worker.load.unhit
+        if view is None or view.id in hits or view.id in coming:
+            id = worker.id
+            view = worker.load.view(id, worker.role, hits.get(id, 0), coming.get(id, 0), worker.place)
+        shown.append(view)
+    return shown

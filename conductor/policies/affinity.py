@@ -50,7 +50,7 @@ class SessionAffinity:
 
     def _home(self, request: RequestView, able: Sequence[WorkerView]) -> WorkerView | None:
         home = next((w for w in able if w.id == self._homes.get(request.session)), None)
-        if home is None or home.wait_s > min(w.wait_s for w in able) + self._patience_s:
+        if home is None or home.wait_s > min([w.wait_s for w in able]) + self._patience_s:
             return None
         return home
 

@@ -1,14 +1,18 @@
-"""The contract of a routing policy: frozen views in, a decision out. No clock, no I/O, no randomness but a seeded one.
+"""The contract of a routing policy: views in, a decision out. No clock, no I/O, no randomness but a seeded one.
 
 The same classes run live, in replay (virtual time) and in tests. The dispatcher builds the views: only workers that are
 alive and serve the model; ``can_prefill`` and ``can_decode`` already say that with one kind alone alive it does both.
+
+A policy looks at every worker for every request, so it computes plain floats; what people want to read (a Candidate a
+worker, with its terms) is made when somebody asks a decision for its ``candidates``.
 """
 
 from __future__ import annotations
 
+import functools
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from tanghulu.conductor.cost import DecodeProfile, PrefillProfile
@@ -17,18 +21,24 @@ from tanghulu.types import InstanceId, Place
 #: Speed of a worker that has not measured its own yet.
 ASSUMED_PREFILL_TOKENS_PER_S = 2000.0
 ASSUMED_STORE_BYTES_PER_S = 1e9
-_ASSUMED_PROFILE = PrefillProfile.of_speed(ASSUMED_PREFILL_TOKENS_PER_S)
+#: Profiles are made once for each speed: workers measure a new one every few seconds, and are looked at all the time.
+_profile_of_speed = functools.lru_cache(maxsize=4096)(PrefillProfile.of_speed)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WorkerView:
     """A worker as routing sees it: its last report plus what was sent to it since. Speeds are 0 while unknown.
+
+    Nobody changes a view (it is not declared frozen, since that would triple the time to make one).
 
     ``hit_blocks`` lead the prompt and are there; ``coming_blocks`` lead it and are there or being computed there for
     requests in front (0 where that is not tracked). ``active_blocks`` are used by requests under way, and
     ``active_hit_blocks`` of them are the request's own. ``queue_s`` is None where only tokens are known.
     ``peer_bytes_per_s`` is 0 where workers cannot fetch from each other; ``send_wait_s`` and ``receive_wait_s`` are
-    how long its NIC is taken.
+    how long its NIC is taken, or, below 0, has been idle.
+
+    Made from these: ``match_blocks``, the leading blocks that a request sent here now will find when its turn comes;
+    ``wait_s``, the estimated time until a new request's prefill would begin; ``cost``, the profile or what is assumed.
     """
 
     id: InstanceId
@@ -53,32 +63,28 @@ class WorkerView:
     receive_wait_s: float = 0.0
     place: Place = Place()
 
-    @property
-    def match_blocks(self) -> int:
-        """Leading blocks that a request sent here now will find when its turn comes."""
-        return max(self.hit_blocks, self.coming_blocks)
+    match_blocks: int = field(init=False)
+    wait_s: float = field(init=False)
+    cost: PrefillProfile = field(init=False)
 
-    @property
-    def wait_s(self) -> float:
-        """Estimated time until a new request's prefill would begin."""
-        if self.queue_s is not None:
-            return self.queue_s
-        return self.queue_tokens / (self.prefill_tokens_per_s or ASSUMED_PREFILL_TOKENS_PER_S)
+    def __post_init__(self) -> None:
+        speed = self.prefill_tokens_per_s or ASSUMED_PREFILL_TOKENS_PER_S
+        hit, coming, queue_s = self.hit_blocks, self.coming_blocks, self.queue_s
+        self.match_blocks = hit if hit > coming else coming
+        self.wait_s = self.queue_tokens / speed if queue_s is None else queue_s
+        self.cost = self.profile or _profile_of_speed(speed)
 
     def prefill_s(self, request: RequestView, hit_blocks: int) -> float:
         """Estimated time to prefill ``request`` here with ``hit_blocks`` reused."""
-        profile = self.profile
-        if profile is None:
-            speed = self.prefill_tokens_per_s
-            profile = PrefillProfile.of_speed(speed) if speed else _ASSUMED_PROFILE
-        return profile.seconds(request.num_tokens, hit_blocks * request.block_tokens)
+        return self.cost.seconds(request.num_tokens, hit_blocks * request.block_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
     """A request as routing sees it. ``store_hit_blocks``: leading blocks that the store can give to any worker.
 
-    ``session`` names the conversation ("" if unknown), ``place`` where the request came in.
+    ``session`` names the conversation ("" if unknown), ``place`` where the request came in. ``named_blocks`` have a
+    hash and so could be hit: all but, mostly, a partial last one; 0 if that is not known.
     """
 
     num_tokens: int
@@ -87,6 +93,7 @@ class RequestView:
     store_hit_blocks: int = 0
     session: str = ""
     place: Place = Place()
+    named_blocks: int = 0
 
     @property
     def num_blocks(self) -> int:
@@ -116,18 +123,27 @@ class PeerFetch:
     num_blocks: int
 
 
+def _nothing() -> tuple[Candidate, ...]:
+    return ()
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
     """The worker that prefills and the one that decodes (it may be the same), and why.
 
     ``fetch`` is only decided among workers that can fetch from each other; what the store has, a worker fetches by
-    itself.
+    itself. ``explain`` makes the ``candidates``; it keeps the views alive as long as the decision lives.
     """
 
     prefill: InstanceId
     decode: InstanceId
-    candidates: tuple[Candidate, ...] = ()
     fetch: PeerFetch | None = None
+    explain: Callable[[], tuple[Candidate, ...]] = field(default=_nothing, compare=False, repr=False)
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """What was thought of each worker for each phase; () of a policy that does not score."""
+        return self.explain()
 
 
 class Policy(Protocol):
@@ -157,15 +173,27 @@ def decoders(workers: Sequence[WorkerView]) -> list[WorkerView]:
     return [w for w in workers if w.can_decode]
 
 
-def best(candidates: Sequence[Candidate], ties: random.Random | None = None) -> Candidate | None:
-    """The candidate of least score. Of equal ones ``ties`` draws, so that conductors side by side do not all take the
-    same; without it the first by id.
+def place_of_least(scores: Sequence[float] | Sequence[tuple[float, ...]], ties: random.Random) -> int:
+    """Where the least score stands. Of equal ones the least draw: conductors side by side do not all take the same.
+
+    Every score has a draw, needed or not, so that the luck of later requests does not depend on earlier scores.
+    ``scores`` is not empty.
     """
-    least = min((c.score for c in candidates), default=0.0)
-    equal = sorted((c for c in candidates if c.score == least), key=lambda c: c.worker)
-    if not equal:
-        return None
-    return ties.choice(equal) if ties is not None and len(equal) > 1 else equal[0]
+    draw = ties.random
+    draws = [draw() for _ in scores]
+    least = min(scores)
+    place = scores.index(least)
+    if scores.count(least) == 1:
+        return place
+    return min((d, at) for at, (score, d) in enumerate(zip(scores, draws, strict=True)) if score == least)[1]
+
+
+def any_of_least(scores: Sequence[float], ties: random.Random) -> int:
+    """As ``place_of_least``, but draws only among equal scores."""
+    least = min(scores)
+    if scores.count(least) == 1:
+        return scores.index(least)
+    return ties.choice([at for at, score in enumerate(scores) if score == least])
 
 
 def nearness(one: Place, other: Place) -> float:

@@ -1,4 +1,4 @@
-"""Which worker decodes: the rule that all policies share which look at KV at all.
+"""Which worker decodes: the rule that all policies share which look at KV at all; and both phases in one decision.
 
 The cost is moving the KV that a worker lacks, plus what every running sequence adds to everybody's step, plus a fine
 where its free blocks do not suffice. The worker that prefills moves nothing.
@@ -7,7 +7,7 @@ where its free blocks do not suffice. The worker that prefills moves nothing.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from tanghulu.conductor.policies.base import (
     ASSUMED_STORE_BYTES_PER_S,
@@ -16,7 +16,7 @@ from tanghulu.conductor.policies.base import (
     PeerFetch,
     RequestView,
     WorkerView,
-    best,
+    any_of_least,
     decoders,
 )
 from tanghulu.types import InstanceId
@@ -28,46 +28,78 @@ STEP_SHARE_OF_A_SEQUENCE = 1 / 16
 JUDGED_TOKENS = 64
 #: Seconds: what waiting or preemption for lack of blocks is taken to cost.
 NO_ROOM_FINE_S = 1000.0
-_NO_FETCHES: Mapping[InstanceId, PeerFetch | None] = {}
+#: How much of a step is company, for each sequence.
+_COMPANY = JUDGED_TOKENS * STEP_SHARE_OF_A_SEQUENCE
+
+FetchOf = Callable[[WorkerView], PeerFetch | None]
+CandidateOf = Callable[[WorkerView], Candidate]
+
+
+class Ties:
+    """Two seeded generators, so that draws for one phase do not shift those for the other."""
+
+    def __init__(self, seed: int) -> None:
+        self.prefill = random.Random(seed)
+        self.decode = random.Random(f"decode {seed}")
 
 
 def decide(
     request: RequestView,
     workers: Sequence[WorkerView],
-    prefills: Sequence[Candidate],
-    ties: random.Random,
-    fetches: Mapping[InstanceId, PeerFetch | None] = _NO_FETCHES,
+    prefill: WorkerView,
+    ties: Ties,
+    explain: Callable[[], Sequence[Candidate]],
+    fetch: PeerFetch | None = None,
 ) -> Decision | None:
-    """The best of ``prefills``, and the best decode worker once that is known; None if one of them is missing."""
-    prefill = best(prefills, ties)
-    if prefill is None:
+    """``prefill`` and the best decode worker once that is known; None if nobody decodes.
+
+    ``explain`` makes the candidates for prefill.
+    """
+    able = decoders(workers)
+    if not able:
         return None
-    decodes = decode_candidates(request, workers, prefill.worker)
-    decode = best(decodes, ties)
-    if decode is None:
-        return None
-    return Decision(prefill.worker, decode.worker, (*prefills, *decodes), fetches.get(prefill.worker))
+    decode = able[any_of_least(decode_costs(request, able, prefill.id), ties.decode)]
+    return Decision(
+        prefill.id,
+        decode.id,
+        fetch,
+        lambda: (*explain(), *decode_candidates(request, able, prefill.id)),
+    )
 
 
-def decode_candidates(
-    request: RequestView, workers: Sequence[WorkerView], prefill: InstanceId | None
-) -> list[Candidate]:
-    """Every worker that may decode, with its cost; ``prefill`` names the one that will have the KV, if any of them."""
-    return [_candidate(request, w, w.id == prefill) for w in decoders(workers)]
+def decode_costs(request: RequestView, able: Sequence[WorkerView], prefill: InstanceId | None) -> list[float]:
+    """What each of ``able`` would cost; ``prefill`` names the one that will have the KV, if any of them."""
+    num_blocks, block_bytes = request.num_blocks, request.block_bytes
+    costs = []
+    for worker in able:
+        needed = num_blocks - worker.hit_blocks
+        cost_s = _COMPANY * (worker.decode_step_s or ASSUMED_DECODE_STEP_S) * worker.num_requests
+        if needed > 0:
+            if worker.id != prefill:
+                cost_s += needed * block_bytes / (worker.store_bytes_per_s or ASSUMED_STORE_BYTES_PER_S)
+            if worker.blocks_free < needed:
+                cost_s += NO_ROOM_FINE_S
+        costs.append(cost_s)
+    return costs
 
 
-def best_decode(request: RequestView, workers: Sequence[WorkerView], ties: random.Random) -> InstanceId | None:
+def best_decode(request: RequestView, workers: Sequence[WorkerView], ties: Ties) -> InstanceId | None:
     """The decode worker of least cost, none of which prefilled; None if there is none."""
-    choice = best(decode_candidates(request, workers, None), ties)
-    return choice.worker if choice else None
+    able = decoders(workers)
+    return able[any_of_least(decode_costs(request, able, None), ties.decode)].id if able else None
 
 
-def _candidate(request: RequestView, worker: WorkerView, prefilled_here: bool) -> Candidate:
+def decode_candidates(request: RequestView, able: Sequence[WorkerView], prefill: InstanceId | None) -> list[Candidate]:
+    """``decode_costs`` for people."""
+    costs = decode_costs(request, able, prefill)
+    return [_candidate(request, w, w.id == prefill, cost_s) for w, cost_s in zip(able, costs, strict=True)]
+
+
+def _candidate(request: RequestView, worker: WorkerView, prefilled_here: bool, cost_s: float) -> Candidate:
     needed = max(0, request.num_blocks - worker.hit_blocks)
     missing = 0 if prefilled_here else needed
     move_s = missing * request.block_bytes / (worker.store_bytes_per_s or ASSUMED_STORE_BYTES_PER_S)
-    step_s = worker.decode_step_s or ASSUMED_DECODE_STEP_S
-    company_s = JUDGED_TOKENS * step_s * STEP_SHARE_OF_A_SEQUENCE * worker.num_requests
+    company_s = _COMPANY * (worker.decode_step_s or ASSUMED_DECODE_STEP_S) * worker.num_requests
     room_s = 0.0 if worker.blocks_free >= needed else NO_ROOM_FINE_S
     terms = (("move_s", move_s), ("company_s", company_s), ("no_room_s", room_s))
-    return Candidate(worker.id, "decode", move_s + company_s + room_s, terms)
+    return Candidate(worker.id, "decode", cost_s, terms)

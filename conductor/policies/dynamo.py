@@ -11,13 +11,20 @@ blocks of which the request's 40 are some: 60 + 10 + 260 = 330. B is idle and em
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Sequence
-from dataclasses import replace
 
-from tanghulu.conductor.policies.base import Candidate, Decision, RequestView, WorkerView, prefillers
-from tanghulu.conductor.policies.decode import best_decode, decide
+from tanghulu.conductor.policies.base import (
+    Candidate,
+    Decision,
+    RequestView,
+    WorkerView,
+    place_of_least,
+    prefillers,
+)
+from tanghulu.conductor.policies.decode import Ties, best_decode, decide
 from tanghulu.types import InstanceId
+
+_TERMS = ("prefill_blocks", "active_blocks")
 
 
 class Dynamo:
@@ -29,36 +36,48 @@ class Dynamo:
     def __init__(
         self, overlap_weight: float = 1.0, temperature: float = 0.0, store_credit: float = 0.0, seed: int = 0
     ) -> None:
-        self._overlap_weight = overlap_weight
+        self._weight = overlap_weight
         self._temperature = temperature
         self._store_credit = store_credit
-        self._random = random.Random(seed)
+        self._ties = Ties(seed)
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> Decision | None:
         """The pair of least cost, or a draw by cost."""
-        prefills = [self._candidate(request, w) for w in prefillers(workers)]
-        if self._temperature > 0 and prefills:
-            prefills = self._draw(prefills)
-        return decide(request, workers, prefills, self._random)
+        able = prefillers(workers)
+        if not able:
+            return None
+        costs = [self._weight * prefill + active for prefill, active in self._parts(request, able)]
+        place = self._draw(costs) if self._temperature > 0 else place_of_least(costs, self._ties.prefill)
+
+        def explain() -> list[Candidate]:
+            return [
+                Candidate(w.id, "prefill", cost, (*zip(_TERMS, parts, strict=True), ("hit_blocks", w.match_blocks)))
+                for w, cost, parts in zip(able, costs, self._parts(request, able), strict=True)
+            ]
+
+        return decide(request, workers, able[place], self._ties, explain)
 
     def choose_decode(self, request: RequestView, workers: Sequence[WorkerView]) -> InstanceId | None:
         """The decode worker of least cost."""
-        return best_decode(request, workers, self._random)
+        return best_decode(request, workers, self._ties)
 
-    def _candidate(self, request: RequestView, worker: WorkerView) -> Candidate:
-        own = worker.match_blocks
-        credited = own + self._store_credit * max(0, request.store_hit_blocks - own)
-        new_tokens = max(0.0, request.num_tokens - credited * request.block_tokens)
-        prefill_blocks = (worker.queue_tokens + new_tokens) / request.block_tokens
-        active = worker.active_blocks + request.num_blocks - min(request.num_blocks, worker.active_hit_blocks)
-        terms = (("prefill_blocks", prefill_blocks), ("active_blocks", float(active)), ("hit_blocks", float(own)))
-        return Candidate(worker.id, "prefill", self._overlap_weight * prefill_blocks + active, terms)
+    def _parts(self, request: RequestView, able: Sequence[WorkerView]) -> list[tuple[float, float]]:
+        """(prefill blocks, active blocks) of each."""
+        num_tokens, block_tokens, num_blocks = request.num_tokens, request.block_tokens, request.num_blocks
+        in_store, credit = request.store_hit_blocks, self._store_credit
+        parts = []
+        for worker in able:
+            own = worker.match_blocks
+            credited = own + credit * (in_store - own) if credit and in_store > own else own
+            new_tokens = max(0.0, num_tokens - credited * block_tokens)
+            active = worker.active_blocks + num_blocks - min(num_blocks, worker.active_hit_blocks)
+            parts.append(((worker.queue_tokens + new_tokens) / block_tokens, float(active)))
+        return parts
 
-    def _draw(self, candidates: list[Candidate]) -> list[Candidate]:
-        """The same candidates; the one that was drawn is put in front by a score of minus infinity."""
-        ordered = sorted(candidates, key=lambda c: c.worker)
-        low, high = min(c.score for c in ordered), max(c.score for c in ordered)
-        spread = (high - low) or 1.0
-        weights = [math.exp(-(c.score - low) / spread / self._temperature) for c in ordered]
-        drawn = self._random.choices(ordered, weights)[0]
-        return [replace(c, score=-math.inf) if c.worker == drawn.worker else c for c in candidates]
+    def _draw(self, costs: list[float]) -> int:
+        """A place by softmax over the negative costs."""
+        low, high = min(costs), max(costs)
+        if high == low:
+            return self._ties.prefill.randrange(len(costs))
+        weights = [math.exp(-(cost - low) / (high - low) / self._temperature) for cost in costs]
+        return self._ties.prefill.choices(range(len(costs)), weights)[0]

@@ -6,6 +6,7 @@ wait; nothing is fetched that would be computed sooner.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,8 +15,10 @@ from tanghulu.conductor.policies.base import (
     PeerFetch,
     RequestView,
     WorkerView,
-    nearness,
 )
+
+_send_wait_s = operator.attrgetter("send_wait_s")
+_ttft_s = operator.attrgetter("ttft_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +38,22 @@ class Start:
 
 
 def best_holder(workers: Sequence[WorkerView]) -> WorkerView | None:
-    """The worker that holds the longest prefix (being computed does not count); of equals the one whose NIC is free."""
-    return max(workers, key=lambda w: (w.hit_blocks, -w.send_wait_s, w.id), default=None)
+    """The worker that holds the longest prefix (being computed does not count), None if nobody holds any.
+
+    Of equals the one whose NIC is free first, or fell idle first: so the work of sending goes round the copies of a hot
+    prefix, and all of them stay recently used.
+    """
+    most = max([w.hit_blocks for w in workers], default=0)
+    if not most:
+        return None
+    holders = [w for w in workers if w.hit_blocks == most]
+    return min(holders, key=_send_wait_s) if len(holders) > 1 else holders[0]
 
 
 def peer_fetch_s(request: RequestView, source: WorkerView, target: WorkerView) -> float:
     """Time until ``target`` has the blocks that ``source`` holds beyond its own."""
     num_blocks = source.hit_blocks - target.match_blocks
-    taken_s = max(source.send_wait_s, target.receive_wait_s)
+    taken_s = max(0.0, source.send_wait_s, target.receive_wait_s)
     return taken_s + num_blocks * request.block_bytes / target.peer_bytes_per_s
 
 
@@ -75,6 +86,6 @@ def starts(request: RequestView, worker: WorkerView, source: WorkerView | None) 
     return ways
 
 
-def nearest(request: RequestView, worker: WorkerView) -> float:
-    """How near ``worker`` stands to where the request came in, 0 to 1."""
-    return nearness(request.place, worker.place)
+def best_start(request: RequestView, worker: WorkerView, source: WorkerView | None) -> Start:
+    """Of ``starts`` the one with the least TTFT; of equals the one that moves least."""
+    return min(starts(request, worker, source), key=_ttft_s)

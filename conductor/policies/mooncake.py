@@ -8,7 +8,6 @@ adds to the queue instead of running beside it. Example with threshold 1.5: the 
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 
 from tanghulu.conductor.policies.base import (
@@ -18,11 +17,14 @@ from tanghulu.conductor.policies.base import (
     PeerFetch,
     RequestView,
     WorkerView,
+    place_of_least,
     prefillers,
 )
-from tanghulu.conductor.policies.decode import best_decode, decide
+from tanghulu.conductor.policies.decode import Ties, best_decode, decide
 from tanghulu.conductor.policies.fetching import best_holder, can_fetch, peer_fetch_s
 from tanghulu.types import InstanceId
+
+_TERMS = ("queue_s", "fetch_s", "compute_s", "hit_blocks")
 
 
 class Mooncake:
@@ -32,41 +34,42 @@ class Mooncake:
     ranks = True
 
     def __init__(self, balance_threshold: float = 1.5, seed: int = 0) -> None:
-        self._ties = random.Random(seed)
+        self._ties = Ties(seed)
         self._threshold = balance_threshold
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> Decision | None:
         """The pair of least TTFT by the paper's estimate."""
         able = prefillers(workers)
+        if not able:
+            return None
         source = best_holder(able)
-        fetches = {w.id: self._fetch(w, source) for w in able}
-        prefills = [self._candidate(request, w, source if fetches[w.id] else None) for w in able]
-        return decide(request, workers, prefills, self._ties, fetches)
+        starts = [self._start(request, w, source) for w in able]
+        scores = [wait_s + fetch_s + compute_s for wait_s, fetch_s, compute_s, _, _ in starts]
+        place = place_of_least(scores, self._ties.prefill)
+        fetches = starts[place][4]
+        fetch = PeerFetch(source.id, source.hit_blocks) if fetches and source is not None else None
+
+        def explain() -> list[Candidate]:
+            return [
+                Candidate(w.id, "prefill", score, tuple(zip(_TERMS, map(float, start), strict=False)))
+                for w, score, start in zip(able, scores, starts, strict=True)
+            ]
+
+        return decide(request, workers, able[place], self._ties, explain, fetch)
 
     def choose_decode(self, request: RequestView, workers: Sequence[WorkerView]) -> InstanceId | None:
         """The decode worker of least cost."""
         return best_decode(request, workers, self._ties)
 
-    def _fetch(self, worker: WorkerView, source: WorkerView | None) -> PeerFetch | None:
-        if source is None or not can_fetch(source, worker):
-            return None
-        if source.hit_blocks <= worker.match_blocks * self._threshold:
-            return None
-        return PeerFetch(source.id, source.hit_blocks)
-
-    def _candidate(self, request: RequestView, worker: WorkerView, source: WorkerView | None) -> Candidate:
-        hit_blocks, fetch_s = worker.match_blocks, 0.0
-        if source is not None:
-            hit_blocks, fetch_s = source.hit_blocks, peer_fetch_s(request, source, worker)
+    def _start(
+        self, request: RequestView, worker: WorkerView, source: WorkerView | None
+    ) -> tuple[float, float, float, int, bool]:
+        """(queue, fetch, prefill in s, blocks reused, whether they are fetched from ``source``)."""
+        hit_blocks, fetch_s, fetches = worker.match_blocks, 0.0, False
+        if source is not None and source.hit_blocks > hit_blocks * self._threshold and can_fetch(source, worker):
+            fetches, fetch_s, hit_blocks = True, peer_fetch_s(request, source, worker), source.hit_blocks
         elif request.store_hit_blocks > hit_blocks * self._threshold:
             num_bytes = (request.store_hit_blocks - hit_blocks) * request.block_bytes
             fetch_s = num_bytes / (worker.store_bytes_per_s or ASSUMED_STORE_BYTES_PER_S)
             hit_blocks = request.store_hit_blocks
-        compute_s = worker.prefill_s(request, hit_blocks)
-        terms = (
-            ("queue_s", worker.wait_s),
-            ("fetch_s", fetch_s),
-            ("compute_s", compute_s),
-            ("hit_blocks", float(hit_blocks)),
-        )
-        return Candidate(worker.id, "prefill", worker.wait_s + fetch_s + compute_s, terms)
+        return worker.wait_s, fetch_s, worker.prefill_s(request, hit_blocks), hit_blocks, fetches

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Callable, Sequence
 
-from tanghulu.conductor.policies.base import Candidate, Decision, RequestView, WorkerView, best, decoders, prefillers
+from tanghulu.conductor.policies.base import (
+    Candidate,
+    Decision,
+    RequestView,
+    WorkerView,
+    any_of_least,
+    decoders,
+    place_of_least,
+    prefillers,
+)
+from tanghulu.conductor.policies.decode import Ties
 from tanghulu.types import InstanceId
 
+_id = operator.attrgetter("id")
 Pick = Callable[[Sequence[WorkerView]], WorkerView]
 
 
@@ -51,7 +63,7 @@ class RoundRobin:
 
 
 def _behind(last: InstanceId, workers: Sequence[WorkerView]) -> WorkerView:
-    ordered = sorted(workers, key=lambda w: w.id)
+    ordered = sorted(workers, key=_id)
     return next((w for w in ordered if w.id > last), ordered[0])
 
 
@@ -62,19 +74,22 @@ class Random:
     ranks = False
 
     def __init__(self, seed: int = 0) -> None:
-        self._random = random.Random(seed)
+        self._random = Ties(seed)
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> Decision | None:
         """One of each kind."""
-        return _choose(workers, self._draw, self._draw)
+        return _choose(workers, self._prefill, self._decode)
 
     def choose_decode(self, request: RequestView, workers: Sequence[WorkerView]) -> InstanceId | None:
         """One that decodes."""
         able = decoders(workers)
-        return self._draw(able).id if able else None
+        return self._decode(able).id if able else None
 
-    def _draw(self, workers: Sequence[WorkerView]) -> WorkerView:
-        return self._random.choice(sorted(workers, key=lambda w: w.id))
+    def _prefill(self, workers: Sequence[WorkerView]) -> WorkerView:
+        return self._random.prefill.choice(sorted(workers, key=_id))
+
+    def _decode(self, workers: Sequence[WorkerView]) -> WorkerView:
+        return self._random.decode.choice(sorted(workers, key=_id))
 
 
 class PowerOfTwo:
@@ -105,37 +120,43 @@ class PowerOfTwo:
         return min(self._two(workers), key=lambda w: (w.num_requests, w.id))
 
     def _two(self, workers: Sequence[WorkerView]) -> list[WorkerView]:
-        ordered = sorted(workers, key=lambda w: w.id)
+        ordered = sorted(workers, key=_id)
         return self._random.sample(ordered, min(2, len(ordered)))
 
 
 class LeastLoaded:
-    """The worker with the shortest queue (prefill) or the fewest requests (decode)."""
+    """The worker with the shortest queue, of equal ones with the fewest requests; the fewest requests (decode)."""
 
     name = "least-loaded"
     ranks = True
 
     def __init__(self, seed: int = 0) -> None:
-        self._ties = random.Random(seed)
+        self._ties = Ties(seed)
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> Decision | None:
         """The least loaded of each kind."""
-        prefills = [
-            Candidate(w.id, "prefill", w.wait_s + w.num_requests / 1e6, (("queue_s", w.wait_s),))
-            for w in prefillers(workers)
-        ]
-        decodes = [self._decode(w) for w in decoders(workers)]
-        prefill, decode = best(prefills, self._ties), best(decodes, self._ties)
-        if prefill is None or decode is None:
+        able, deciders = prefillers(workers), decoders(workers)
+        if not able or not deciders:
             return None
-        same = any(w.id == prefill.worker and w.can_decode for w in workers)
-        return Decision(prefill.worker, prefill.worker if same else decode.worker, (*prefills, *decodes))
+        waits = [(w.wait_s, w.num_requests) for w in able]
+        prefill = able[place_of_least(waits, self._ties.prefill)]
+        decode = prefill if prefill.can_decode else self._least_busy(deciders)
+
+        def explain() -> tuple[Candidate, ...]:
+            prefills = [Candidate(w.id, "prefill", w.wait_s, (("queue_s", w.wait_s),)) for w in able]
+            return (*prefills, *map(_by_requests, deciders))
+
+        return Decision(prefill.id, decode.id, explain=explain)
 
     def choose_decode(self, request: RequestView, workers: Sequence[WorkerView]) -> InstanceId | None:
         """The decode worker with the fewest requests."""
-        choice = best([self._decode(w) for w in decoders(workers)], self._ties)
-        return choice.worker if choice else None
+        able = decoders(workers)
+        return self._least_busy(able).id if able else None
 
-    def _decode(self, worker: WorkerView) -> Candidate:
-        terms = (("num_requests", float(worker.num_requests)), ("blocks_free", float(worker.blocks_free)))
-        return Candidate(worker.id, "decode", float(worker.num_requests), terms)
+    def _least_busy(self, able: Sequence[WorkerView]) -> WorkerView:
+        return able[any_of_least([w.num_requests for w in able], self._ties.decode)]
+
+
+def _by_requests(worker: WorkerView) -> Candidate:
+    terms = (("num_requests", float(worker.num_requests)), ("blocks_free", float(worker.blocks_free)))
+    return Candidate(worker.id, "decode", float(worker.num_requests), terms)

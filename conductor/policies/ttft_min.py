@@ -19,13 +19,57 @@ takes a tenth off the mean TTFT (docs/scheduling.md). What comes from the store 
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
+import math
+import operator
+from collections.abc import Callable, Sequence
 
-from tanghulu.conductor.policies.base import Candidate, Decision, RequestView, WorkerView, prefillers
-from tanghulu.conductor.policies.decode import NO_ROOM_FINE_S, best_decode, decide
-from tanghulu.conductor.policies.fetching import Start, best_holder, own_start, starts
+from tanghulu.conductor.policies.base import (
+    ASSUMED_STORE_BYTES_PER_S,
+    Candidate,
+    Decision,
+    RequestView,
+    WorkerView,
+    place_of_least,
+    prefillers,
+)
+from tanghulu.conductor.policies.decode import NO_ROOM_FINE_S, Ties, best_decode, decide
+from tanghulu.conductor.policies.fetching import Start, best_holder, best_start, own_start, peer_fetch_s
 from tanghulu.types import InstanceId
+
+_wait_s = operator.attrgetter("wait_s")
+
+
+def _ttft(request: RequestView, source: WorkerView | None, weight: float) -> Callable[[WorkerView], float]:
+    """TTFT of a worker by the best way, with the charge for a copy: what ``best_start`` says, without its objects.
+
+    Prefill times are kept from one worker to the next while profile and prefix are the same, as they mostly are.
+    """
+    num_tokens, block_tokens, block_bytes = request.num_tokens, request.block_tokens, request.block_bytes
+    in_store, most = request.store_hit_blocks, source.hit_blocks if source is not None else 0
+    profile, known_match, own_s, peer_s, store_s = None, -1, 0.0, 0.0, 0.0
+
+    def ttft_s(worker: WorkerView) -> float:
+        nonlocal profile, known_match, own_s, peer_s, store_s
+        wait_s, match = worker.wait_s, worker.match_blocks
+        if worker.cost is not profile:
+            profile, known_match = worker.cost, -1
+            peer_s = profile.seconds(num_tokens, most * block_tokens) if most else 0.0
+            store_s = profile.seconds(num_tokens, in_store * block_tokens) if in_store else 0.0
+        if match != known_match:
+            own_s, known_match = profile.seconds(num_tokens, match * block_tokens), match
+        least_s, copy_s = wait_s + own_s, 0.0
+        if most > match and worker.peer_bytes_per_s and source is not None:
+            fetched_s = max(wait_s, peer_fetch_s(request, source, worker)) + peer_s
+            if fetched_s < least_s:
+                least_s, copy_s = fetched_s, weight * (own_s - peer_s)
+        if in_store > match:
+            fetch_s = (in_store - match) * block_bytes / (worker.store_bytes_per_s or ASSUMED_STORE_BYTES_PER_S)
+            fetched_s = (fetch_s if fetch_s > wait_s else wait_s) + store_s
+            if fetched_s < least_s:
+                least_s, copy_s = fetched_s, 0.0
+        return least_s + copy_s
+
+    return ttft_s
 
 
 class TtftMin:
@@ -36,33 +80,67 @@ class TtftMin:
 
     def __init__(self, replica_weight: float = 1.0, seed: int = 0) -> None:
         self._replica_weight = replica_weight
-        self._ties = random.Random(seed)
+        self._ties = Ties(seed)
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> Decision | None:
         """The best pair; the decode worker is chosen once the prefill worker is known."""
         able = prefillers(workers)
+        if not able:
+            return None
         source = best_holder(able)
-        ways = {w.id: min(starts(request, w, source), key=lambda start: start.ttft_s) for w in able}
-        prefills = [self._candidate(request, w, ways[w.id]) for w in able]
-        return decide(request, workers, prefills, self._ties, {id: way.fetch for id, way in ways.items()})
+        idlest = min(able, key=_wait_s)
+        bound_s = self._scores(request, [idlest], source)[0]
+        scores = self._scores(request, able, source, bound_s)
+        chosen = able[place_of_least(scores, self._ties.prefill)]
+
+        def explain() -> list[Candidate]:
+            scores = self._scores(request, able, source)
+            return [self._candidate(request, w, source, s) for w, s in zip(able, scores, strict=True)]
+
+        return decide(request, workers, chosen, self._ties, explain, best_start(request, chosen, source).fetch)
 
     def choose_decode(self, request: RequestView, workers: Sequence[WorkerView]) -> InstanceId | None:
         """The decode worker of least cost, none of which prefilled."""
         return best_decode(request, workers, self._ties)
 
-    def _candidate(self, request: RequestView, worker: WorkerView, start: Start) -> Candidate:
-        copy_s = 0.0
-        if start.fetch is not None:
-            copy_s = self._replica_weight * (own_start(request, worker).compute_s - start.compute_s)
-        step_s = worker.decode_step_s if worker.can_decode and worker.num_requests else 0.0
-        room_s = 0.0 if worker.blocks_free >= request.num_blocks - worker.hit_blocks else NO_ROOM_FINE_S
+    def _scores(
+        self,
+        request: RequestView,
+        able: Sequence[WorkerView],
+        source: WorkerView | None,
+        bound_s: float = math.inf,
+    ) -> list[float]:
+        """The scores; infinity for those whose queue alone is longer than ``bound_s``, so that they cannot win."""
+        ttft_s = _ttft(request, source, self._replica_weight)
+        num_blocks, scores = request.num_blocks, []
+        for worker in able:
+            if worker.wait_s > bound_s:
+                scores.append(math.inf)
+                continue
+            score = ttft_s(worker)
+            if worker.num_requests and worker.can_decode:
+                score += worker.decode_step_s
+            if worker.blocks_free < num_blocks - worker.hit_blocks:
+                score += NO_ROOM_FINE_S
+            scores.append(score)
+        return scores
+
+    def _copy_s(self, request: RequestView, worker: WorkerView, start: Start) -> float:
+        if start.fetch is None:
+            return 0.0
+        return self._replica_weight * (own_start(request, worker).compute_s - start.compute_s)
+
+    def _candidate(
+        self, request: RequestView, worker: WorkerView, source: WorkerView | None, score: float
+    ) -> Candidate:
+        start = best_start(request, worker, source)
         terms = (
             ("queue_s", worker.wait_s),
             ("fetch_s", start.fetch_s),
             ("compute_s", start.compute_s),
-            ("copy_s", copy_s),
-            ("step_s", step_s),
-            ("no_room_s", room_s),
+            ("copy_s", self._copy_s(request, worker, start)),
+            ("step_s", worker.decode_step_s if worker.can_decode and worker.num_requests else 0.0),
+            ("no_room_s", 0.0 if worker.blocks_free >= request.num_blocks - worker.hit_blocks else NO_ROOM_FINE_S),
             ("hit_blocks", float(start.hit_blocks)),
         )
-        return Candidate(worker.id, "prefill", start.ttft_s + copy_s + step_s + room_s, terms)
+        return Candidate(worker.id, "prefill", score, terms)

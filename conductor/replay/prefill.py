@@ -96,7 +96,7 @@ class PrefillInstance:
         """The job at ``position`` leaves the queue and is the current one."""
         assert self.current is None
         job = self.current = self.queue.pop(position)
-        self._queued_s = self._queued_s - job.estimate_s if self.queue else 0.0
+        self._queued_s -= job.estimate_s
         return job
 
     def finish(self) -> Job:
@@ -123,6 +123,6 @@ class PrefillInstance:
         if job is None:
             return 0.0
         if now_s <= job.begin_s:
-            return job.begin_s - now_s + job.planned_s
-        left = 1 - (now_s - job.begin_s) / job.prefill_s if job.prefill_s else 0.0
-        return max(0.0, left) * job.planned_s
+            return job.begin_s + job.planned_s - now_s
+        left_s = job.begin_s + job.prefill_s - now_s
+        return left_s * (job.planned_s / job.prefill_s) if left_s > 0 else 0.0

@@ -56,7 +56,10 @@ class ClusterView:
 
     def request(self, request: TraceRequest) -> RequestView:
         """The request."""
-        return RequestView(request.num_tokens, BLOCK_TOKENS, self._block_bytes, session=request.session)
+        named = len(request.blocks)
+        return RequestView(
+            request.num_tokens, BLOCK_TOKENS, self._block_bytes, session=request.session, named_blocks=named
+        )
 
     def workers(self, now_s: float, request: TraceRequest) -> list[WorkerView]:
         """All workers, as they are for ``request``."""
@@ -82,8 +85,8 @@ class ClusterView:
             queue_s=worker.waiting_s(now_s),
             profile=self._profile,
             peer_bytes_per_s=self._peer_bytes_per_s,
-            send_wait_s=max(0.0, worker.send_free_s - now_s),
-            receive_wait_s=max(0.0, worker.receive_free_s - now_s),
+            send_wait_s=worker.send_free_s - now_s,
+            receive_wait_s=worker.receive_free_s - now_s,
         )
 
     def _decode(self, id: InstanceId, worker: DecodeInstance) -> WorkerView:

@@ -73,11 +73,16 @@ def chain_hashes(parent: BlockHash, tokens: Tokens, block_tokens: int, algorithm
     return [parent := BlockHash(digest(parent + block)) for block in blocks]
 
 
+#: (parent, tokens, block_tokens, algorithm) -> what ``chain_hashes`` gives for them.
+ChainFunction = Callable[[BlockHash, Tokens, int, str], list[BlockHash]]
+
+
 class TokenSequence:
     """A growing list of tokens together with the hashes of its full blocks.
 
     Conductor, worker and migration use this one class, so that all three name the same block alike.
-    Appending costs time in the number of new tokens only.
+    Appending costs time in the number of new tokens only. ``chain`` may be another way to the same hashes, such as one
+    that remembers those of earlier prompts.
     """
 
     def __init__(
@@ -86,12 +91,14 @@ class TokenSequence:
         block_tokens: int = DEFAULT_BLOCK_TOKENS,
         tokens: Iterable[int] | bytes | Tokens = (),
         algorithm: str = "xxh3_128",
+        chain: ChainFunction = chain_hashes,
     ) -> None:
         if block_tokens < 1:
             raise InvalidRequest(f"block_tokens is {block_tokens}; a block has at least one token")
         self.root = root
         self.block_tokens = block_tokens
         self.algorithm = algorithm
+        self._chain = chain
         self.block_hashes: list[BlockHash] = []
         self._buffer: Tokens = np.empty(block_tokens, dtype=np.uint32)
         self._length = 0
@@ -125,7 +132,7 @@ class TokenSequence:
         start = len(self.block_hashes) * self.block_tokens
         end = self._length - self._length % self.block_tokens
         parent = self.block_hashes[-1] if self.block_hashes else self.root
-        fresh = chain_hashes(parent, self._buffer[start:end], self.block_tokens, self.algorithm)
+        fresh = self._chain(parent, self._buffer[start:end], self.block_tokens, self.algorithm)
         self.block_hashes.extend(fresh)
         return fresh
 

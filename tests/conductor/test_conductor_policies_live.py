@@ -127,14 +127,14 @@ class TestShortlist:
     WORKERS = tuple(Listed(InstanceId(f"w{n:04d}"), Role.BOTH, Pressed(n * 37 % 1000)) for n in range(1000))
 
     def test_few_are_all_shown(self):
-        assert shortlist(self.WORKERS[:96], {}, {}) == list(self.WORKERS[:96])
+        assert shortlist(self.WORKERS[:256], {}, {}) == list(self.WORKERS[:256])
 
     def test_holders_and_the_least_loaded_are_on_it(self):
         hits = {w.id: n for n, w in enumerate(self.WORKERS[500:], 1)}
         coming = {self.WORKERS[3].id: 5}
         kept = shortlist(self.WORKERS, hits, coming)
-        assert len(kept) <= 96
-        assert {self.WORKERS[3], *self.WORKERS[976:], *sorted(self.WORKERS, key=lambda w: w.load.pressure)[:24]} == set(
+        assert len(kept) <= 256
+        assert {self.WORKERS[3], *self.WORKERS[936:], *sorted(self.WORKERS, key=lambda w: w.load.pressure)[:64]} == set(
             kept
         )
         assert kept == sorted(kept, key=lambda w: w.id)
