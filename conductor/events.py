@@ -14,7 +14,7 @@ from tanghulu.conductor.prefix_index import Cleared, PrefixIndex, Removed, Store
 from tanghulu.conductor.requests import KvChange, Welcome
 from tanghulu.errors import NodeUnavailable
 from tanghulu.store.directory_events import DirectoryEvent, DirectoryEventKind, follow_directory
-from tanghulu.types import Address, BlockHash, InstanceId, parse_kv_chunk_key
+from tanghulu.types import Address, BlockHash, InstanceId, Masters, parse_kv_chunk_key
 
 KEY_PREFIX = "kv/"
 
@@ -81,9 +81,9 @@ class CacheMirror:
             case DirectoryEventKind.SYNCED:
                 self.directory_synced = True
 
-    async def follow_master(self, address: Address) -> None:
-        """Mirror the directory of the master at ``address`` until cancelled."""
-        async for batch in follow_directory(address, KEY_PREFIX):
+    async def follow_master(self, master: Masters | Address) -> None:
+        """Mirror the directory of the master (of several, the leader) until cancelled."""
+        async for batch in follow_directory(master, KEY_PREFIX):
             for event in batch:
                 self.directory_event(event)
 

@@ -20,10 +20,10 @@ from tanghulu.conductor.policies.registry import POLICY_NAMES, make_policy
 from tanghulu.config import command, option
 from tanghulu.discovery.base import Discovery, Instance
 from tanghulu.discovery.open import HELP as DISCOVERY_HELP
-from tanghulu.discovery.open import open_discovery
+from tanghulu.discovery.open import MASTER_HELP, open_discovery
 from tanghulu.errors import ConfigError, NodeUnavailable
 from tanghulu.process import Process, ProcessConfig, run
-from tanghulu.types import Address, Role
+from tanghulu.types import Address, Masters, Role
 
 _log = structlog.get_logger(__name__)
 _OBSERVE_S = 1.0
@@ -34,7 +34,7 @@ class ConductorConfig(ProcessConfig):
     """The conductor's options."""
 
     port: int = option(8000, "port of the HTTP API; 0 picks one")
-    master: Address = option(Address("127.0.0.1", 7400), "the master's address")
+    master: Masters = option(Masters.parse("127.0.0.1:7400"), MASTER_HELP)
     discovery: str = option("master", DISCOVERY_HELP)
     policy: str = option("ttft-min", "how workers are chosen for a request", choices=POLICY_NAMES)
     max_in_flight: int = option(1024, "most sequences under way at workers")

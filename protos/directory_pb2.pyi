@@ -21,7 +21,7 @@ class ChunkEntry(_message.Message):
     def __init__(self, key: _Optional[str] = ..., version: _Optional[int] = ..., size_bytes: _Optional[int] = ..., tier: _Optional[_Union[_common_pb2.Tier, str]] = ...) -> None: ...
 
 class AnnounceRequest(_message.Message):
-    __slots__ = ("node_id", "generation", "added", "removed", "report", "capacity_bytes", "used_bytes", "deleted", "ssd_capacity_bytes", "ssd_used_bytes")
+    __slots__ = ("node_id", "generation", "added", "removed", "report", "capacity_bytes", "used_bytes", "deleted", "ssd_capacity_bytes", "ssd_used_bytes", "term", "term_of")
     class Report(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         NONE: _ClassVar[AnnounceRequest.Report]
@@ -42,6 +42,8 @@ class AnnounceRequest(_message.Message):
     DELETED_FIELD_NUMBER: _ClassVar[int]
     SSD_CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     SSD_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    TERM_OF_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     generation: int
     added: _containers.RepeatedCompositeFieldContainer[ChunkEntry]
@@ -52,17 +54,23 @@ class AnnounceRequest(_message.Message):
     deleted: _containers.RepeatedScalarFieldContainer[str]
     ssd_capacity_bytes: int
     ssd_used_bytes: int
-    def __init__(self, node_id: _Optional[str] = ..., generation: _Optional[int] = ..., added: _Optional[_Iterable[_Union[ChunkEntry, _Mapping]]] = ..., removed: _Optional[_Iterable[str]] = ..., report: _Optional[_Union[AnnounceRequest.Report, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., deleted: _Optional[_Iterable[str]] = ..., ssd_capacity_bytes: _Optional[int] = ..., ssd_used_bytes: _Optional[int] = ...) -> None: ...
+    term: int
+    term_of: int
+    def __init__(self, node_id: _Optional[str] = ..., generation: _Optional[int] = ..., added: _Optional[_Iterable[_Union[ChunkEntry, _Mapping]]] = ..., removed: _Optional[_Iterable[str]] = ..., report: _Optional[_Union[AnnounceRequest.Report, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., deleted: _Optional[_Iterable[str]] = ..., ssd_capacity_bytes: _Optional[int] = ..., ssd_used_bytes: _Optional[int] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ...) -> None: ...
 
 class AnnounceReply(_message.Message):
-    __slots__ = ("status", "accepted", "report_wanted")
+    __slots__ = ("status", "accepted", "report_wanted", "term", "term_of")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     REPORT_WANTED_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    TERM_OF_FIELD_NUMBER: _ClassVar[int]
     status: _common_pb2.Status
     accepted: _containers.RepeatedScalarFieldContainer[bool]
     report_wanted: bool
-    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., accepted: _Optional[_Iterable[bool]] = ..., report_wanted: _Optional[bool] = ...) -> None: ...
+    term: int
+    term_of: int
+    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., accepted: _Optional[_Iterable[bool]] = ..., report_wanted: _Optional[bool] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ...) -> None: ...
 
 class LocateRequest(_message.Message):
     __slots__ = ("keys", "count_only")

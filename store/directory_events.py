@@ -8,16 +8,18 @@ master still has what came after; otherwise RESET comes again, and what the foll
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 
 import structlog
 
+from tanghulu.discovery.masters import PING_MS, MasterFinder
 from tanghulu.errors import MasterUnavailable, TanghuluError
 from tanghulu.protos import directory_pb2 as pb
 from tanghulu.protos import directory_pb2_grpc
 from tanghulu.rpc.grpc_edge import channel, typed_errors
 from tanghulu.store.master.events import DirectoryEvent, DirectoryEventKind
-from tanghulu.types import Address
+from tanghulu.types import Address, Masters
 
 __all__ = ["DirectoryEvent", "DirectoryEventKind", "EventCursor", "follow_directory"]
 
@@ -63,33 +65,49 @@ class EventCursor:
         return f"EventCursor({self.master_generation:x}:{self.resumes_after})"
 
 
-async def follow_directory(address: Address | str, key_prefix: str = "") -> AsyncIterator[list[DirectoryEvent]]:
+async def follow_directory(
+    masters: Masters | Address | str, key_prefix: str = ""
+) -> AsyncIterator[list[DirectoryEvent]]:
     """The directory's events for keys that begin with ``key_prefix``, without end; waits for a master that is away.
 
     Close the generator (or cancel its task) to stop. A new master gives its snapshot when it is complete, up
     to 3 s after its start; until then nothing comes.
     """
     cursor = EventCursor()
-    async with channel(address) as connection:
-        stub = directory_pb2_grpc.DirectoryStub(connection)
-        while True:
-            request = pb.EventsRequest(
-                key_prefix=key_prefix, after_sequence=cursor.resumes_after, master_generation=cursor.master_generation
-            )
-            call = stub.Events(request, wait_for_ready=True)
-            try:
-                async with typed_errors(f"master at {address}", MasterUnavailable):
-                    async for batch in call:
-                        events = _from_wire(batch)
-                        if not cursor.take(batch.master_generation, events, batch.first_sequence, batch.last_sequence):
-                            _log.warning("directory_events.gap", at=repr(cursor), first=batch.first_sequence)
-                            break
-                        yield events
-            except TanghuluError as error:
-                _log.warning("directory_events.interrupted", error=error.message, at=repr(cursor))
-            finally:
-                call.cancel()
-            await asyncio.sleep(_RETRY_S)
+    finder = MasterFinder(masters)
+    while True:
+        asked: Address | None = None
+        try:
+            asked = await finder.find()
+            async with aclosing(_follow(asked, finder.several, key_prefix, cursor)) as batches:
+                async for events in batches:
+                    yield events
+        except TanghuluError as error:
+            _log.warning("directory_events.interrupted", error=error.message, at=repr(cursor))
+            if asked is not None:
+                finder.failed(asked, error)
+        await asyncio.sleep(_RETRY_S)
+
+
+async def _follow(
+    address: Address, several: bool, key_prefix: str, cursor: EventCursor
+) -> AsyncGenerator[list[DirectoryEvent], None]:
+    """The batches of one stream; ends at a gap, raises when the master is lost."""
+    request = pb.EventsRequest(
+        key_prefix=key_prefix, after_sequence=cursor.resumes_after, master_generation=cursor.master_generation
+    )
+    async with channel(address, PING_MS) if several else channel(address) as connection:
+        call = directory_pb2_grpc.DirectoryStub(connection).Events(request, wait_for_ready=not several)
+        try:
+            async with typed_errors(f"master at {address}", MasterUnavailable):
+                async for batch in call:
+                    events = _from_wire(batch)
+                    if not cursor.take(batch.master_generation, events, batch.first_sequence, batch.last_sequence):
+                        _log.warning("directory_events.gap", at=repr(cursor), first=batch.first_sequence)
+                        return
+                    yield events
+        finally:
+            call.cancel()
 
 
 def _from_wire(batch: pb.EventBatch) -> list[DirectoryEvent]:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from tanghulu.config import command, option
 from tanghulu.discovery.open import HELP as DISCOVERY_HELP
-from tanghulu.discovery.open import open_discovery
+from tanghulu.discovery.open import MASTER_HELP, open_discovery
 from tanghulu.errors import ConfigError
 from tanghulu.process import Process, ProcessConfig, run
-from tanghulu.types import Address, Role
+from tanghulu.types import Masters, Role
 
 if TYPE_CHECKING:
     from tanghulu.discovery.base import Instance
@@ -28,7 +28,7 @@ class WorkerConfig(ProcessConfig):
     """The options of a worker."""
 
     port: int = option(7430, "port of sessions, peers and administration; 0 picks one")
-    master: Address = option(Address("127.0.0.1", 7400), "the master of the store")
+    master: Masters = option(Masters.parse("127.0.0.1:7400"), MASTER_HELP)
     discovery: str = option("master", DISCOVERY_HELP)
     model: str = option("smollm2", "a directory with safetensors or GGUF, a .gguf file, or smollm2", metavar="DIR")
     engine: str = option("torch", "torch computes; mock takes as long as a model would", choices=("torch", "mock"))

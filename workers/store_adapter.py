@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tanghulu.errors import ChunkNotFound, TanghuluError
 from tanghulu.store.client import Client, connect
-from tanghulu.types import Address, BlockHash, ChunkKey, Fingerprint, kv_chunk_key
+from tanghulu.types import BlockHash, ChunkKey, Fingerprint, Masters, kv_chunk_key
 
 #: A prefix that takes longer than this to load is computed instead.
 LOAD_DEADLINE_S = 5.0
@@ -17,7 +17,7 @@ SAVE_DEADLINE_S = 10.0
 class StoreAdapter:
     """Blocks of one model (``fingerprint``) and one tensor-parallel rank (``part``). Threads share it."""
 
-    def __init__(self, master: Address, fingerprint: Fingerprint, layer_bytes: int, part: int = 0) -> None:
+    def __init__(self, master: Masters, fingerprint: Fingerprint, layer_bytes: int, part: int = 0) -> None:
         self._master = master
         self._fingerprint = fingerprint
         self._layer_bytes = layer_bytes

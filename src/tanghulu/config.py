@@ -18,7 +18,7 @@ from typing import Any, TypeVar, get_type_hints
 import click
 
 from tanghulu.errors import ConfigError, TanghuluError
-from tanghulu.types import Address, Place, format_size, parse_size
+from tanghulu.types import Address, Masters, Place, format_size, parse_size
 
 C = TypeVar("C")
 PREFIX = "TANGHULU_"
@@ -50,6 +50,7 @@ class _Typed(click.ParamType[Any]):
 _TYPES: dict[Any, click.ParamType[Any]] = {
     Address: _Typed("host:port", Address.parse),
     Address | None: _Typed("host:port", Address.parse),
+    Masters: _Typed("host:port[,...]", Masters.parse),
     Place: _Typed("zone/rack/host", Place.parse),
     Path: click.Path(path_type=Path),
     Path | None: click.Path(path_type=Path),

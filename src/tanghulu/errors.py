@@ -42,6 +42,26 @@ class MasterUnavailable(TanghuluError):
     retryable = True
 
 
+class NotLeader(MasterUnavailable):
+    """One of several masters was asked that does not lead; ``leader`` is where to ask instead, "" if it knows none."""
+
+    code = "NOT_LEADER"
+
+    @classmethod
+    def naming(cls, leader: str) -> NotLeader:
+        """The error that sends a caller to ``leader``."""
+        return cls(f"this master does not lead; the leader is {leader}" if leader else _NO_LEADER)
+
+    @property
+    def leader(self) -> str:
+        """``host:port`` of the leader as far as the master that was asked knows."""
+        _, found, leader = self.message.rpartition("the leader is ")
+        return leader if found else ""
+
+
+_NO_LEADER = "this master does not lead, and no leader is elected yet; try again in a moment"
+
+
 class DirectoryIncomplete(TanghuluError):
     """The master is rebuilding its directory and cannot tell yet whether the key exists."""
 

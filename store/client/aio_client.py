@@ -15,7 +15,7 @@ from tanghulu.store.client.operations import Operations
 from tanghulu.store.client.options import put_options
 from tanghulu.store.client.settings import DEFAULT_DEADLINE_S, Settings
 from tanghulu.transfer_engine.buffers import Buffer
-from tanghulu.types import Address
+from tanghulu.types import Masters
 
 
 def connect(
@@ -29,7 +29,7 @@ def connect(
 ) -> Connecting:
     """As ``tanghulu.connect``: ``async with connect(...) as client``, or ``client = await connect(...)``."""
     settings = Settings(
-        master=Address.parse(master),
+        master=Masters.parse(master),
         tenant=tenant,
         token=token,
         transport=transport,

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from tanghulu.clock import SystemClock
-from tanghulu.errors import InvalidRequest, NodeUnavailable, TanghuluError
+from tanghulu.discovery.masters import MasterFinder, Seeking
+from tanghulu.errors import InvalidRequest, MasterUnavailable, NodeUnavailable, TanghuluError
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.store.client import messages
 from tanghulu.store.client.context import Context
@@ -28,7 +29,7 @@ from tanghulu.store.client.link import Link
 from tanghulu.store.client.messages import AnyCall, AnyReply, Welcome
 from tanghulu.store.client.placement import NodeTable
 from tanghulu.store.client.settings import Settings
-from tanghulu.store.client.targets import master_failure, target_of
+from tanghulu.store.client.targets import Target, master_failure, target_of
 from tanghulu.transfer_engine.engine import Buffer, TransferBatch, TransferEngine, TransferRequest
 
 T = TypeVar("T")
@@ -44,6 +45,7 @@ class AsyncShell:
         self.context = Context(settings.host_id, settings.place, clock, NodeTable(settings.host_id))
         self._loop = asyncio.get_running_loop()
         self._engine = TransferEngine(transports=settings.engine_transports, host_id=settings.host_id, clock=clock)
+        self._masters = MasterFinder(settings.master)
         self._connections: dict[PeerId, AsyncFastConnection] = {}
         self._opening: dict[PeerId, asyncio.Lock] = {}
         self._welcomes: dict[PeerId, Welcome] = {}
@@ -119,6 +121,8 @@ class AsyncShell:
                 connection.send(call.method, call.request, call.reply_type, _nobody, call.attachment)
 
     async def _exchange(self, peer: PeerId, call: AnyCall, deadline_s: float) -> Outcome:
+        if peer == MASTER and self._masters.several:
+            return await self._seek(call, deadline_s)
         reused = peer in self._connections and not self._connections[peer].closed
         try:
             try:
@@ -129,6 +133,26 @@ class AsyncShell:
                 return await self._call(peer, call, deadline_s)  # a master that restarted
         except TanghuluError as error:
             return master_failure(self.settings.master, error) if peer == MASTER else error
+
+    async def _seek(self, call: AnyCall, deadline_s: float) -> Outcome:
+        """Ask the leader of several masters; while nobody leads, until the deadline."""
+        seeking = Seeking(self._masters, deadline_s)
+        while True:
+            asked = self._masters.current
+            try:
+                return await self._call(MASTER, call, seeking.attempt_s)
+            except TanghuluError as error:
+                failure = master_failure(self.settings.master, error)
+            if not isinstance(failure, MasterUnavailable):
+                return failure
+            try:
+                await seeking.again(asked, failure)
+            except MasterUnavailable as error:
+                return error
+            connection = self._connections.get(MASTER)
+            if connection is not None and connection.peer != str(self._masters.current):
+                del self._connections[MASTER]
+                await connection.close()
 
     async def _call(self, peer: PeerId, call: AnyCall, deadline_s: float) -> AnyReply:
         connection = self._connections.get(peer)
@@ -142,7 +166,10 @@ class AsyncShell:
             connection = self._connections.get(peer)
             if connection is not None and not connection.closed:
                 return connection
-            target = target_of(peer, self.settings, self.context.nodes)
+            if peer == MASTER:
+                target = Target(await self._masters.find(), None)
+            else:
+                target = target_of(peer, self.settings, self.context.nodes)
             try:
                 connection = await AsyncFastConnection.connect(target.address, target.unix_path)
             except NodeUnavailable:

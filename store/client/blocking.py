@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from tanghulu.clock import SystemClock
-from tanghulu.errors import InvalidRequest, NodeUnavailable, TanghuluError
+from tanghulu.discovery.masters import ATTEMPT_S, SEEK_PAUSE_S, MasterFinder
+from tanghulu.errors import InvalidRequest, MasterUnavailable, NodeUnavailable, TanghuluError
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.store.client import messages
 from tanghulu.store.client.context import Context
@@ -54,6 +55,7 @@ class BlockingShell:
         clock = SystemClock()
         self.context = Context(settings.host_id, settings.place, clock, NodeTable(settings.host_id))
         self._engine = TransferEngine(transports=settings.engine_transports, host_id=settings.host_id, clock=clock)
+        self._masters = MasterFinder(settings.master)
         self._idle: dict[PeerId, deque[FastConnection]] = {}
         self._welcomes: dict[PeerId, Welcome] = {}
         self._links: dict[tuple[int, bool], Link] = {}
@@ -148,6 +150,8 @@ class BlockingShell:
                     self._put_back(peer, connection)
 
     def _exchange(self, peer: PeerId, calls: list[AnyCall], deadline_s: float) -> list[Outcome]:
+        if peer == MASTER and self._masters.several:
+            return self._seek(calls, time.monotonic() + deadline_s)
         outcome = self._try_exchange(peer, calls, deadline_s, fresh=False)
         if outcome is None:  # a master that restarted: its old connections are dead, its new ones are not
             outcome = self._try_exchange(peer, calls, deadline_s, fresh=True)
@@ -171,6 +175,24 @@ class BlockingShell:
             return [master_failure(self.settings.master, error) if peer == MASTER else error] * len(calls)
         finally:
             self._put_back(peer, connection)
+
+    def _seek(self, calls: list[AnyCall], until_s: float) -> list[Outcome]:
+        """Ask the leader of several masters; while nobody leads, until the deadline."""
+        while True:
+            asked = self._masters.current
+            attempt_s = min(max(until_s - time.monotonic(), 0.0), ATTEMPT_S)
+            outcomes = self._try_exchange(MASTER, calls, attempt_s, fresh=False)
+            failure = outcomes[0] if outcomes is not None else MasterUnavailable(f"{asked} closed the connection")
+            if not isinstance(failure, MasterUnavailable):
+                assert outcomes is not None
+                return outcomes
+            if asked is not None:
+                self._masters.failed(asked, failure)
+            for connection in self._idle.pop(MASTER, ()):
+                connection.close()
+            if time.monotonic() + SEEK_PAUSE_S >= until_s:
+                return [failure] * len(calls)
+            time.sleep(SEEK_PAUSE_S)
 
     def _move(self, requests: Sequence[TransferRequest], deadline_s: float) -> list[TanghuluError | None]:
         try:
@@ -212,9 +234,11 @@ class BlockingShell:
             if not connection.closed and not fresh:
                 return connection, True
             connection.close()
-        target = target_of(peer, self.settings, self.context.nodes)
-        connection = self._connect(peer, target)
-        return connection, False
+        if peer == MASTER:
+            target = Target(self._masters.find_blocking(), None)
+        else:
+            target = target_of(peer, self.settings, self.context.nodes)
+        return self._connect(peer, target), False
 
     def _connect(self, peer: PeerId, target: Target) -> FastConnection:
         try:

@@ -15,7 +15,7 @@ from tanghulu.store.client.operations import Operations
 from tanghulu.store.client.options import put_options
 from tanghulu.store.client.settings import DEFAULT_DEADLINE_S, Settings
 from tanghulu.transfer_engine.buffers import Buffer
-from tanghulu.types import Address
+from tanghulu.types import Masters
 
 
 def connect(
@@ -29,12 +29,14 @@ def connect(
 ) -> Client:
     """Open the store whose master listens at ``host:port``; close the result, or use it in a ``with``.
 
+    Of several masters (``host:port,host:port``, or ``etcd://host:port`` where they elect their leader) the one that
+    leads is found, and found again when another does: calls wait for it, up to their deadline.
     ``transport`` pins how payloads move (``"shm"`` or ``"tcp"``); None chooses the fastest that works. ``deadline_s``
     bounds every call that does not say otherwise. Raises MasterUnavailable if nobody answers, InvalidRequest for bad
     arguments.
     """
     settings = Settings(
-        master=Address.parse(master),
+        master=Masters.parse(master),
         tenant=tenant,
         token=token,
         transport=transport,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from tanghulu.errors import InvalidRequest
 from tanghulu.process import host_id
-from tanghulu.types import Address
+from tanghulu.types import Masters
 
 DEFAULT_DEADLINE_S = 5.0
 TRANSPORTS = ("shm", "tcp")
@@ -17,7 +17,7 @@ TRANSPORTS = ("shm", "tcp")
 class Settings:
     """See ``tanghulu.connect``. ``client_id`` names this client to the nodes; nobody can guess it."""
 
-    master: Address
+    master: Masters
     tenant: str = ""
     token: str = ""
     transport: str | None = None

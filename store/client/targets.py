@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from tanghulu.errors import DeadlineExceeded, MasterUnavailable, NodeUnavailable, TanghuluError
 from tanghulu.store.client import messages
-from tanghulu.store.client.instructions import MASTER, PeerId
+from tanghulu.store.client.instructions import PeerId
 from tanghulu.store.client.placement import NodeTable
 from tanghulu.store.client.settings import Settings
-from tanghulu.types import Address
+from tanghulu.types import Address, Masters
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,7 @@ class Target:
 
 
 def target_of(peer: PeerId, settings: Settings, nodes: NodeTable) -> Target:
-    """Where ``peer`` listens; raises NodeUnavailable for a node that the master does not list."""
-    if peer == MASTER:
-        return Target(settings.master, None)
+    """Where the node ``peer`` listens; raises NodeUnavailable for one that the master does not list."""
     node = nodes.get(peer)
     if node is None:
         raise NodeUnavailable(f"node {peer} is not known at the master (any more)")
@@ -37,7 +35,7 @@ def target_of(peer: PeerId, settings: Settings, nodes: NodeTable) -> Target:
     return Target(Address.parse(node.address), node.unix_path if near else None)
 
 
-def master_failure(master: Address, error: TanghuluError) -> TanghuluError:
+def master_failure(master: Masters, error: TanghuluError) -> TanghuluError:
     """What a failed connection to the master, or its silence, means to the caller; its own errors stay."""
     if isinstance(error, NodeUnavailable | DeadlineExceeded):
         return MasterUnavailable(f"no master answered at {master}: {error.message}")

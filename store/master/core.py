@@ -23,11 +23,21 @@ class Master:
     """Leases and directory, kept in step: a node is in the directory as long as its lease lives."""
 
     def __init__(self, generation: int, now_s: float, rebuild_s: float = REBUILD_S) -> None:
+        self._rebuild_s = rebuild_s
+        self.begin(generation, now_s)
+
+    def begin(self, generation: int, now_s: float, known_nodes: frozenset[str] | None = None) -> None:
+        """Start with empty memories, as another ``generation``.
+
+        ``known_nodes`` are the nodes of the predecessor, if that is known exactly: when they have reported, nothing is
+        missing. Streams that follow the old memories are to be ended by the caller.
+        """
         self.generation = generation
         self.leases = LeaseTable()
-        self.directory = Directory(now_s, rebuild_s)
+        self.directory = Directory(now_s, self._rebuild_s, expected=known_nodes or frozenset())
         self.members: EventRing[InstanceEvent] = EventRing(MEMBERS_WEIGHT)
         self._last_tick_s = now_s
+        self._knows_predecessor = known_nodes is not None
 
     def register(self, instance: Instance, ttl_s: float, now_s: float) -> int:
         """Enter or replace an instance; returns its lease id. Raises InvalidRequest or Overloaded."""
@@ -42,7 +52,8 @@ class Master:
     def keep_alive(self, instance_id: str, lease_id: int, now_s: float) -> bool:
         """Renew a lease; False tells the instance to register again."""
         if not self.leases.keep_alive(instance_id, lease_id, now_s):
-            self.directory.rebuild.handle(RebuildEvent.STRAY_LEASE)
+            if not self._knows_predecessor:
+                self.directory.rebuild.handle(RebuildEvent.STRAY_LEASE)
             return False
         self.directory.node_seen(instance_id, now_s)
         return True

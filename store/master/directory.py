@@ -124,9 +124,19 @@ class NodeView:
 
 
 class Directory:
-    """See the module. ``now_s`` is any monotonic time, the same clock in every call."""
+    """See the module. ``now_s`` is any monotonic time, the same clock in every call.
 
-    def __init__(self, now_s: float, rebuild_s: float = REBUILD_S, log_weight: int = LOG_WEIGHT) -> None:
+    It is not complete before the nodes in ``expected`` have reported (or the time is up).
+    """
+
+    def __init__(
+        self,
+        now_s: float,
+        rebuild_s: float = REBUILD_S,
+        log_weight: int = LOG_WEIGHT,
+        expected: frozenset[str] = frozenset(),
+    ) -> None:
+        self._expected = expected
         self.rebuild = Rebuild(now_s, rebuild_s)
         self.log: EventRing[DirectoryEvent] = EventRing(log_weight)
         self._table = ChunkTable()
@@ -255,7 +265,7 @@ class Directory:
         self._check_all_reported()
 
     def _check_all_reported(self) -> None:
-        if self._nodes and all(node.reported for node in self._nodes.values()):
+        if self._nodes and self._expected <= self._nodes.keys() and all(n.reported for n in self._nodes.values()):
             self.rebuild.handle(RebuildEvent.ALL_REPORTED)
 
     # --- what callers ask

@@ -35,6 +35,9 @@ class DirectoryCalls:
     def announce(self, request: pb.AnnounceRequest) -> pb.AnnounceReply:
         """Take what a node says."""
         announcement = wire.announcement_from_wire(request)
+        leadership = self._shell.leadership
+        if leadership is not None:
+            leadership.heard_of(request.term, request.term_of)
         answer = self._master.announce(announcement, self._shell.now_s)
         self._shell.changed()
         counts = self._metrics.counts
@@ -43,7 +46,10 @@ class DirectoryCalls:
         counts.accepted += num_accepted
         counts.refused += len(answer.accepted) - num_accepted
         counts.removed += len(announcement.removed) + len(announcement.deleted)
-        return pb.AnnounceReply(accepted=answer.accepted, report_wanted=answer.report_wanted)
+        reply = pb.AnnounceReply(accepted=answer.accepted, report_wanted=answer.report_wanted)
+        if leadership is not None:
+            reply.term, reply.term_of = leadership.term, leadership.cluster
+        return reply
 
     def locate(self, request: pb.LocateRequest) -> pb.LocateReply:
         """Who holds these keys."""
@@ -99,12 +105,15 @@ class DirectoryCalls:
         self._register(service, fastlane_pb2.METHOD_NODES, pb.NodesRequest, self.nodes)
         self._register(service, fastlane_pb2.METHOD_LIST_KEYS, pb.ListKeysRequest, self.list_keys)
 
-    @staticmethod
-    def _register(service: FastService, method: int, request_type: Any, call: Callable[[Any], Any]) -> None:
+    def _register(self, service: FastService, method: int, request_type: Any, call: Callable[[Any], Any]) -> None:
         def handler(peer: Peer, request: Any, attachment: memoryview) -> Any:
             return call(request)
 
-        service.register(method, request_type, handler)
+        def handler_of_several(peer: Peer, request: Any, attachment: memoryview) -> Any:
+            self._shell.require_leadership()
+            return call(request)
+
+        service.register(method, request_type, handler if self._shell.leadership is None else handler_of_several)
 
 
 class DirectoryService(directory_pb2_grpc.DirectoryServicer):
@@ -116,29 +125,30 @@ class DirectoryService(directory_pb2_grpc.DirectoryServicer):
 
     async def Announce(self, request: pb.AnnounceRequest, context: Context) -> pb.AnnounceReply:
         """See DirectoryCalls.announce."""
-        return await _answer(self._calls.announce, request, context)
+        return await self._answer(self._calls.announce, request, context)
 
     async def Locate(self, request: pb.LocateRequest, context: Context) -> pb.LocateReply:
         """See DirectoryCalls.locate."""
-        return await _answer(self._calls.locate, request, context)
+        return await self._answer(self._calls.locate, request, context)
 
     async def Place(self, request: pb.PlaceRequest, context: Context) -> pb.PlaceReply:
         """See DirectoryCalls.place."""
-        return await _answer(self._calls.place, request, context)
+        return await self._answer(self._calls.place, request, context)
 
     async def Nodes(self, request: pb.NodesRequest, context: Context) -> pb.NodesReply:
         """See DirectoryCalls.nodes."""
-        return await _answer(self._calls.nodes, request, context)
+        return await self._answer(self._calls.nodes, request, context)
 
     async def ListKeys(self, request: pb.ListKeysRequest, context: Context) -> pb.ListKeysReply:
         """See DirectoryCalls.list_keys."""
-        return await _answer(self._calls.list_keys, request, context)
+        return await self._answer(self._calls.list_keys, request, context)
 
     async def Events(self, request: pb.EventsRequest, context: Context) -> AsyncIterator[pb.EventBatch]:
         """A snapshot or the events behind the caller's last, then changes; see followers."""
         open_streams = self._shell.metrics.followers.labels("directory")
         open_streams.inc()
         try:
+            self._shell.require_leadership()
             async for batch in follow(self._shell, request):
                 yield batch
         except TanghuluError as error:
@@ -146,10 +156,10 @@ class DirectoryService(directory_pb2_grpc.DirectoryServicer):
         finally:
             open_streams.dec()
 
-
-async def _answer(call: Callable[[Q], A], request: Q, context: Context) -> A:
-    try:
-        return call(request)
-    except TanghuluError as error:
-        await abort(context, error)
-        raise
+    async def _answer(self, call: Callable[[Q], A], request: Q, context: Context) -> A:
+        try:
+            self._shell.require_leadership()
+            return call(request)
+        except TanghuluError as error:
+            await abort(context, error)
+            raise

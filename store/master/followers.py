@@ -39,12 +39,15 @@ async def follow(shell: Shell, request: pb.EventsRequest) -> AsyncIterator[pb.Ev
 
 
 async def _snapshot(shell: Shell, prefix: str, sequence: int) -> AsyncIterator[pb.EventBatch]:
+    generation = shell.master.generation
+
     def batch(*events: DirectoryEvent) -> pb.EventBatch:
-        return pb.EventBatch(master_generation=shell.master.generation, events=map(event_to_wire, events))
+        return pb.EventBatch(master_generation=generation, events=map(event_to_wire, events))
 
     yield batch(DirectoryEvent(sequence, DirectoryEventKind.RESET))
     after: str | None = ""
     while after is not None:
+        shell.require_generation(generation)
         page, after = shell.master.directory.snapshot(prefix, after, SNAPSHOT_KEYS)
         stored = DirectoryEventKind.STORED
         yield batch(*(DirectoryEvent(sequence, stored, node_id, tuple(keys)) for node_id, keys in page.items()))
@@ -52,9 +55,10 @@ async def _snapshot(shell: Shell, prefix: str, sequence: int) -> AsyncIterator[p
 
 
 async def _changes(shell: Shell, prefix: str, sent: int) -> AsyncIterator[pb.EventBatch]:
-    log = shell.master.directory.log
+    log, generation = shell.master.directory.log, shell.master.generation
     cursor = sent
     while True:
+        shell.require_generation(generation)
         try:
             numbered = log.read(cursor, BATCH_WEIGHT)
         except Lagged:
@@ -68,7 +72,7 @@ async def _changes(shell: Shell, prefix: str, sent: int) -> AsyncIterator[pb.Eve
         wanted = [kept for _, event in numbered if (kept := _filtered(event, prefix)) is not None]
         if wanted:
             yield pb.EventBatch(
-                master_generation=shell.master.generation,
+                master_generation=generation,
                 events=map(event_to_wire, wanted),
                 first_sequence=sent + 1,
                 last_sequence=cursor,

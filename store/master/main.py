@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from dataclasses import dataclass
 from random import Random
 
 from tanghulu import process as processes
 from tanghulu.clock import SystemClock
 from tanghulu.config import command, option
-from tanghulu.errors import ConfigError
+from tanghulu.discovery.base import Instance
+from tanghulu.errors import ConfigError, InvalidRequest
 from tanghulu.process import Process, ProcessConfig
 from tanghulu.protos import directory_pb2_grpc, membership_pb2_grpc
 from tanghulu.rpc.door import Door
 from tanghulu.rpc.fast_server import FastService
 from tanghulu.store.master.core import Master
 from tanghulu.store.master.directory_service import DirectoryCalls, DirectoryService
+from tanghulu.store.master.leadership import Leadership
 from tanghulu.store.master.membership_service import MembershipService
 from tanghulu.store.master.metrics import MasterMetrics
 from tanghulu.store.master.rebuild import REBUILD_S
 from tanghulu.store.master.shell import Shell
-from tanghulu.types import Role
+from tanghulu.types import Address, Masters, Role
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +31,15 @@ class MasterConfig(ProcessConfig):
 
     port: int = option(7400, "port to listen on; 0 picks one")
     rebuild_s: float = option(REBUILD_S, "longest time that a new master waits for the nodes' reports")
+    etcd: str = option("", "elect the leader of several masters in this etcd", metavar="HOST:PORT[,HOST:PORT...]")
+    election_ttl_s: float = option(3.0, "a leader that is lost is replaced after so long; etcd counts whole seconds")
     seed: int = option(0, "seed of placement's random choices; 0: a different one each start")
 
     def __post_init__(self) -> None:
         if not 0 <= self.rebuild_s <= 600:
             raise ConfigError(f"--rebuild-s {self.rebuild_s:g} is not within 0..600 seconds")
+        if not 1 <= self.election_ttl_s <= 60:
+            raise ConfigError(f"--election-ttl-s {self.election_ttl_s:g} is not within 1..60 seconds")
 
 
 async def serve(process: Process, config: MasterConfig) -> None:
@@ -46,27 +51,52 @@ async def serve(process: Process, config: MasterConfig) -> None:
     shell = Shell(master, clock, metrics, Random(config.seed or process.generation))
     service = FastService()
     door = Door(service, process.run_dir, "master")
+    address = await door.bind(config.host, config.port, config.reachable_host)
+    if config.etcd:
+        shell.leadership = _leadership(process, config, address, shell)
+        metrics.observe_leadership(shell.leadership)
     calls = DirectoryCalls(shell)
     calls.serve(service)
     membership_pb2_grpc.add_MembershipServicer_to_server(MembershipService(shell), door.grpc_server)
     directory_pb2_grpc.add_DirectoryServicer_to_server(DirectoryService(shell, calls), door.grpc_server)
-    address = await door.start(config.host, config.port, config.reachable_host)
-    ticking = asyncio.create_task(shell.run())
+    await door.open()
+    tasks = [asyncio.create_task(shell.run())]
+    if shell.leadership is not None:
+        tasks.append(asyncio.create_task(shell.leadership.run()))
     process.ready(process.instance_id(address.port), address)
     try:
-        await _first(process.stopping, ticking)
+        await _first(process.stopping, tasks)
     finally:
+        for task in tasks:  # resigning first: the others elect while this one says good-bye
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await door.close(grace_s=0.2)
-        ticking.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await ticking
 
 
-async def _first(stopping: asyncio.Event, ticking: asyncio.Task[None]) -> None:
-    """Until the process is to stop, or ticking fails: a master that ends no leases must not live on."""
+def _leadership(process: Process, config: MasterConfig, address: Address, shell: Shell) -> Leadership:
+    instance = Instance(
+        id=process.instance_id(address.port),
+        role=Role.MASTER,
+        address=address,
+        namespace=config.namespace,
+        metrics_address=process.metrics_address,
+        place=config.place,
+        generation=process.generation,
+    )
+    try:
+        etcd = Masters.parse(config.etcd.removeprefix("etcd://")).addresses
+    except InvalidRequest as error:
+        raise ConfigError(f"--etcd: {error.message}") from None
+    return Leadership(etcd, instance, config.election_ttl_s, shell.clock, shell.begin_term, shell.step_down)
+
+
+async def _first(stopping: asyncio.Event, tasks: list[asyncio.Task[None]]) -> None:
+    """Until the process is to stop, or a task fails: a master that ends no leases must not live on."""
     waiting = asyncio.create_task(stopping.wait())
-    await asyncio.wait({waiting, ticking}, return_when=asyncio.FIRST_COMPLETED)
+    done, _ = await asyncio.wait({waiting, *tasks}, return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
+    for task in done - {waiting}:
+        task.result()
 
 
 COMMAND = command(

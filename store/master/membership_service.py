@@ -34,7 +34,10 @@ class MembershipService(membership_pb2_grpc.MembershipServicer):
     async def Register(self, request: pb.RegisterRequest, context: Context) -> pb.RegisterReply:
         """Enter or replace an instance."""
         try:
+            self._shell.require_leadership()
             instance = instance_from_proto(request.instance)
+            if self._shell.leadership is not None and instance.role is Role.NODE:
+                await self._shell.leadership.enrol(instance.id)
             lease_id = self._master.register(instance, request.ttl_ms / 1000, self._shell.now_s)
         except TanghuluError as error:
             await abort(context, error)
@@ -45,21 +48,30 @@ class MembershipService(membership_pb2_grpc.MembershipServicer):
 
     async def KeepAlive(self, request: pb.KeepAliveRequest, context: Context) -> pb.KeepAliveReply:
         """Renew a lease."""
+        await self._require(context)
         known = self._master.keep_alive(request.instance_id, request.lease_id, self._shell.now_s)
         return pb.KeepAliveReply(known=known, master_generation=self._master.generation)
 
     async def Deregister(self, request: pb.DeregisterRequest, context: Context) -> pb.DeregisterReply:
         """End a lease; one that is gone already is no error."""
+        await self._require(context)
         if self._master.deregister(request.instance_id, request.lease_id):
             _log.info("instance.deregistered", instance=request.instance_id)
             self._shell.changed()
         return pb.DeregisterReply()
+
+    async def _require(self, context: Context) -> None:
+        try:
+            self._shell.require_leadership()
+        except TanghuluError as error:
+            await abort(context, error)
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.InstanceEvent]:
         """Every live instance, SYNCED, then changes."""
         open_streams = self._shell.metrics.followers.labels("membership")
         open_streams.inc()
         try:
+            self._shell.require_leadership()
             roles = frozenset(role_of(component) for component in request.components)
             async for event in self._watch(roles, request.namespace or "default"):
                 yield event

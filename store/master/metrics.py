@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from tanghulu.store.master.core import Master
 from tanghulu.store.master.directory import Report
+from tanghulu.store.master.leadership import Leadership
 from tanghulu.types import Role
 
 
@@ -67,6 +68,9 @@ class MasterMetrics:
         self.expired_leases = Counter(
             "tanghulu_master_expired_leases_total", "Instances whose lease ran out.", ["component"], registry=registry
         )
+        self.elections = Counter(
+            "tanghulu_master_elections_total", "Elections that this master has won.", registry=registry
+        )
         self.cut_off_followers = Counter(
             "tanghulu_master_cut_off_followers_total", "Followers that lagged too far behind.", registry=registry
         )
@@ -81,6 +85,11 @@ class MasterMetrics:
         instances = Gauge("tanghulu_master_instances", "Live instances.", ["component"], registry=self._registry)
         for role in Role:
             instances.labels(role.value).set_function(_reader(master, role))
+
+    def observe_leadership(self, leadership: Leadership) -> None:
+        """Show how this one of several masters stands; called once."""
+        self._gauge("leading", "1 while this master leads.", lambda: leadership.leads)
+        self._gauge("term", "The term that this master leads, or led last.", lambda: leadership.term)
 
     def _gauge(self, name: str, help: str, read: Callable[[], int | bool]) -> None:
         Gauge(f"tanghulu_master_{name}", help, registry=self._registry).set_function(lambda: float(read()))

@@ -9,7 +9,9 @@ from random import Random
 import structlog
 
 from tanghulu.clock import Clock
+from tanghulu.errors import NotLeader
 from tanghulu.store.master.core import Master
+from tanghulu.store.master.leadership import Leadership
 from tanghulu.store.master.metrics import MasterMetrics
 
 _log = structlog.get_logger(__name__)
@@ -45,6 +47,7 @@ class Shell:
     clock: Clock
     metrics: MasterMetrics
     rng: Random
+    leadership: Leadership | None = None  # None: the only master
     _changed: Signal = field(default_factory=Signal)
     _told: tuple[int, int, bool] = (0, 0, False)
 
@@ -52,6 +55,28 @@ class Shell:
     def now_s(self) -> float:
         """The time to pass into the master."""
         return self.clock.now_s()
+
+    def require_leadership(self) -> None:
+        """Raise NotLeader if this is one of several masters and does not lead."""
+        if self.leadership is not None:
+            self.leadership.require()
+
+    def require_generation(self, generation: int) -> None:
+        """Raise NotLeader unless the master still has the memories that it had as ``generation``."""
+        self.require_leadership()
+        if self.master.generation != generation:
+            raise NotLeader.naming("")
+
+    def begin_term(self, term: int, known_nodes: frozenset[str] | None) -> None:
+        """This master leads from now on."""
+        self.master.begin(term, self.now_s, known_nodes)
+        self.metrics.elections.inc()
+        self._changed.fire()
+
+    def step_down(self) -> None:
+        """This master leads no longer: forget everything and end all streams."""
+        self.master.begin(0, self.now_s)
+        self._changed.fire()
 
     def changed(self) -> None:
         """Wake the followers if there is anything new for them."""
@@ -62,8 +87,13 @@ class Shell:
             self._changed.fire()
 
     async def news(self) -> None:
-        """Until something changed: a new event in either ring, or the directory is complete."""
+        """Until something changed: a new event in either ring, or the directory is complete.
+
+        Raises NotLeader when this master has stepped down meanwhile.
+        """
+        generation = self.master.generation
         await self._changed.wait()
+        self.require_generation(generation)
 
     async def run(self) -> None:
         """Tick and sweep until cancelled."""
@@ -76,6 +106,10 @@ class Shell:
             if self.master.directory.rebuild.is_ready and not was_ready:
                 _log.info("directory.ready", num_keys=self.master.directory.num_keys)
             self.changed()
+            if self.leadership is not None and self.leadership.leads:
+                nodes = frozenset(node.instance.id for node in self.master.directory.nodes())
+                if self.master.directory.rebuild.is_ready:
+                    await self.leadership.keep_roster(nodes)
             while self.master.directory.sweep(SWEEP_KEYS):
                 self.changed()
                 await asyncio.sleep(0)

@@ -13,12 +13,14 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from tanghulu.errors import MasterUnavailable, TanghuluError
+from tanghulu.discovery.masters import ATTEMPT_S, SEEK_PAUSE_S, MasterFinder
+from tanghulu.errors import LeaseExpired, MasterUnavailable, NotLeader, TanghuluError
 from tanghulu.protos import common_pb2, directory_pb2, fastlane_pb2
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Reply
 from tanghulu.store.node.announcements import Announcement, Report
 from tanghulu.store.node.confirmations import Confirmations, Done, Word
+from tanghulu.store.node.fence import Fence
 from tanghulu.store.node.holdings import Holding
 from tanghulu.store.node.node_state import NodeState
 from tanghulu.store.words import Tier
@@ -38,18 +40,26 @@ _REPORTS = {
 
 
 class Announcer:
-    """``run`` keeps it connected, ``tick`` keeps its times; ``on_change`` is called after answers changed chunks."""
+    """``run`` keeps it connected, ``tick`` keeps its times; ``on_change`` is called after answers changed chunks.
+
+    ``on_unregistered`` is called when the master does not know this node: it is new, or another leads.
+    """
 
     def __init__(
         self,
         state: NodeState,
-        master: Address,
+        masters: MasterFinder,
         generation: int,
         on_change: Callable[[], None],
+        on_unregistered: Callable[[], None],
     ) -> None:
         self._state = state
         self._queue = state.announcements
-        self._master = master
+        self._masters = masters
+        self._master: Address | None = None  # that is connected, or was last
+        self._fence = Fence()
+        self._on_unregistered = on_unregistered
+        self._call_deadline_s = ATTEMPT_S if masters.several else CALL_DEADLINE_S
         self._instance_id = InstanceId("")
         self._generation = generation
         self._on_change = on_change
@@ -111,7 +121,7 @@ class Announcer:
             assert connection is not None
             if connection.closed or not self._queue.empty or now_s >= self._sent_s + HEARTBEAT_S:
                 self._tell()
-        elif connection is not None and now_s >= self._sent_s + CALL_DEADLINE_S:
+        elif connection is not None and now_s >= self._sent_s + self._call_deadline_s:
             connection.abort()
 
     # --- time
@@ -131,8 +141,8 @@ class Announcer:
 
     def _no_answer(self) -> MasterUnavailable:
         return MasterUnavailable(
-            f"the master at {self._master} did not answer this node before the deadline; what was put "
-            "stays here and will be announced, what was removed is gone"
+            f"the master at {self._master or self._masters.masters} did not answer this node before the deadline; "
+            "what was put stays here and will be announced, what was removed is gone"
         )
 
     # --- the connection
@@ -154,6 +164,7 @@ class Announcer:
 
     async def _converse(self) -> None:
         """Be connected until that fails."""
+        self._master = await self._masters.find()
         self._connection = await AsyncFastConnection.connect(self._master)
         self._broken = asyncio.get_running_loop().create_future()
         self._tell()
@@ -164,7 +175,12 @@ class Announcer:
             _log.warning("announcer.failed", master=str(self._master), code=error.code, error=error.message)
         self.connected.clear()
         await self._disconnect()
-        await asyncio.sleep(_RETRY_S[min(self._failures, len(_RETRY_S) - 1)])
+        if isinstance(error, LeaseExpired):
+            self._on_unregistered()
+        elif self._master is not None:
+            self._masters.failed(self._master, error)
+        pause_s = _RETRY_S[min(self._failures, len(_RETRY_S) - 1)]
+        await asyncio.sleep(min(pause_s, SEEK_PAUSE_S) if self._masters.several else pause_s)
         self._failures += 1
 
     async def _disconnect(self) -> None:
@@ -191,6 +207,8 @@ class Announcer:
             used_bytes=self._state.used_bytes,
             ssd_capacity_bytes=self._state.tier.capacity_bytes,
             ssd_used_bytes=self._state.tier.used_bytes,
+            term=self._fence.term,
+            term_of=self._fence.term_of,
         )
         for chunk in message.added:
             entry = request.added.add(key=chunk.key, version=chunk.version, size_bytes=chunk.size_bytes)
@@ -205,6 +223,10 @@ class Announcer:
         message = self._message
         if not isinstance(outcome, TanghuluError) and len(outcome.message.accepted) != len(message.added):
             outcome = MasterUnavailable(f"{self._master} did not answer all of {len(message.added)} announcements")
+        elif not isinstance(outcome, TanghuluError) and not self._fence.admits(
+            outcome.message.term, outcome.message.term_of
+        ):
+            outcome = NotLeader.naming("")
         if isinstance(outcome, TanghuluError):
             self._break(outcome)
             return

@@ -16,6 +16,8 @@ from tanghulu.clock import SystemClock
 from tanghulu.config import command, option
 from tanghulu.discovery.base import Discovery, Instance, Registration
 from tanghulu.discovery.master import MasterDiscovery
+from tanghulu.discovery.masters import MasterFinder
+from tanghulu.discovery.open import MASTER_HELP
 from tanghulu.errors import ConfigError, TanghuluError
 from tanghulu.process import Process, ProcessConfig
 from tanghulu.protos import store_pb2_grpc
@@ -42,7 +44,7 @@ from tanghulu.transfer_engine.access import AccessTable
 from tanghulu.transfer_engine.leases import Freed
 from tanghulu.transfer_engine.segment import MemorySegment
 from tanghulu.transfer_engine.server import SegmentServer
-from tanghulu.types import Address, Role, format_size
+from tanghulu.types import Address, Masters, Role, format_size
 
 _log = structlog.get_logger(__name__)
 _TICK_S = 0.05
@@ -60,7 +62,7 @@ class NodeConfig(ProcessConfig):
     """The options of ``tanghulu node``."""
 
     port: int = option(7410, "port to listen on; 0 picks one")
-    master: Address = option(Address("127.0.0.1", 7400), "the master's address")
+    master: Masters = option(Masters.parse("127.0.0.1:7400"), MASTER_HELP)
     memory: int = option(1 << 30, "size of the memory segment", size=True)
     eviction: str = option("lru", "who goes first when room is needed", choices=tuple(POLICIES))
     high_watermark: float = option(
@@ -134,7 +136,11 @@ class Node:
         low, high = config.watermarks
         self._watermarks = Watermarks(config.memory, high, low)
         self._traffic = TrafficCounters()
-        self._announcer = Announcer(self.state, config.master, process.generation, self._room_changed)
+        self._masters = MasterFinder(config.master)
+        self._discovery: MasterDiscovery | None = None
+        self._announcer = Announcer(
+            self.state, self._masters, process.generation, self._room_changed, self._not_registered
+        )
         self._desk = PutDesk(self.state, self._segment.view, self._announcer)
         self._sessions = Sessions(self.state, self._room_changed)
         store_pb2_grpc.add_StoreNodeServicer_to_server(
@@ -151,7 +157,8 @@ class Node:
             if self._tier is not None:
                 await self._tier.recover()
             address = await self._open()
-            async with MasterDiscovery(self._config.master) as discovery:
+            async with MasterDiscovery(self._config.master, finder=self._masters) as discovery:
+                self._discovery = discovery
                 registering = asyncio.create_task(_register(discovery, self._instance(address)))
                 await asyncio.wait([registering], timeout=_FIRST_CONTACT_S)
                 instance_id = self._process.instance_id(address.port)
@@ -207,6 +214,10 @@ class Node:
     def _freed(self, freed: Sequence[Freed]) -> None:
         self.state.freed(freed)
         self._room_changed()
+
+    def _not_registered(self) -> None:
+        if self._discovery is not None:
+            self._discovery.poke()
 
     def _room_changed(self) -> None:
         self._desk.room_changed()

@@ -167,7 +167,7 @@ async def _answers(address: Address) -> None:
     async with asyncio.timeout(20), EtcdDiscovery(address) as discovery:
         while True:
             try:
-                await discovery.revoke(await discovery.grant(2))
+                await discovery.client.revoke(await discovery.client.grant(2))
                 return
             except MasterUnavailable:
                 await asyncio.sleep(0.05)

@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from types import TracebackType
 from typing import Self
 
-import grpc.aio
 import structlog
 
 from tanghulu.discovery.base import DEFAULT_TTL_S, Instance, InstanceEvent
+from tanghulu.discovery.etcd_client import EtcdClient
 from tanghulu.discovery.instance_wire import instance_from_proto, instance_to_proto
 from tanghulu.discovery.mirror import InstanceMirror
 from tanghulu.errors import MasterUnavailable
-from tanghulu.protos import common_pb2, etcd_pb2, etcd_pb2_grpc
-from tanghulu.rpc.grpc_edge import channel, typed_errors
+from tanghulu.protos import common_pb2, etcd_pb2
 from tanghulu.types import Address, Role
 
 _log = structlog.get_logger(__name__)
-_CALL_DEADLINE_S = 3.0
 _RETRY_S = 0.2
 
 
@@ -46,7 +43,7 @@ class EtcdRegistration:
         self._renewing = asyncio.create_task(self._renew())
 
     async def _enter(self) -> None:
-        self._lease = await self._discovery.grant(self._ttl_s)
+        self._lease = await self._discovery.client.grant(self._ttl_s)
         await self._discovery.put(self._instance, self._lease)
 
     async def _renew(self) -> None:
@@ -54,7 +51,7 @@ class EtcdRegistration:
         while True:
             await asyncio.sleep(self._ttl_s / 3)
             try:
-                if not await self._discovery.keep_alive(self._lease):
+                if not await self._discovery.client.keep_alive(self._lease):
                     await self._enter()
             except MasterUnavailable as error:
                 _log.warning("discovery.etcd_unavailable", error=error.message)
@@ -72,19 +69,15 @@ class EtcdRegistration:
             self._renewing.cancel()
             await asyncio.gather(self._renewing, return_exceptions=True)
             with contextlib.suppress(MasterUnavailable):
-                await self._discovery.revoke(self._lease)
+                await self._discovery.client.revoke(self._lease)
 
 
 class EtcdDiscovery:
-    """Instances in the etcd at ``address``. An async context manager; leases have etcd's least TTL of about 2 s."""
+    """Instances in the etcd at ``addresses``. An async context manager; leases have etcd's least TTL of about 2 s."""
 
-    def __init__(self, address: Address, prefix: str = "/tanghulu") -> None:
-        self._peer = f"etcd at {address}"
+    def __init__(self, *addresses: Address, prefix: str = "/tanghulu") -> None:
+        self.client = EtcdClient(addresses)
         self._prefix = prefix
-        self._channel = channel(address)
-        self._kv = etcd_pb2_grpc.KVStub(self._channel)
-        self._leases = etcd_pb2_grpc.LeaseStub(self._channel)
-        self._watches = etcd_pb2_grpc.WatchStub(self._channel)
         self._registrations: set[EtcdRegistration] = set()
 
     async def __aenter__(self) -> Self:
@@ -95,7 +88,7 @@ class EtcdDiscovery:
     ) -> None:
         for registration in list(self._registrations):
             await registration.close()
-        await self._channel.close()
+        await self.client.close()
 
     async def register(self, instance: Instance, ttl_s: float = DEFAULT_TTL_S) -> EtcdRegistration:
         """Enter ``instance`` under a lease of ``ttl_s`` (rounded up to seconds). Raises MasterUnavailable."""
@@ -108,33 +101,9 @@ class EtcdDiscovery:
         """The registration was closed: leaving the context need not do it."""
         self._registrations.discard(registration)
 
-    async def grant(self, ttl_s: float) -> int:
-        """A new lease."""
-        request = etcd_pb2.LeaseGrantRequest(TTL=math.ceil(ttl_s))
-        async with typed_errors(self._peer, MasterUnavailable):
-            return int((await self._leases.LeaseGrant(request, timeout=_CALL_DEADLINE_S)).ID)
-
     async def put(self, instance: Instance, lease: int) -> None:
         """Write the instance's key under ``lease``."""
-        value = instance_to_proto(instance).SerializeToString()
-        request = etcd_pb2.PutRequest(key=self._key(instance), value=value, lease=lease)
-        async with typed_errors(self._peer, MasterUnavailable):
-            await self._kv.Put(request, timeout=_CALL_DEADLINE_S)
-
-    async def keep_alive(self, lease: int) -> bool:
-        """Renew ``lease``; False if it is gone."""
-        async with typed_errors(self._peer, MasterUnavailable):
-            call = self._leases.LeaseKeepAlive(timeout=_CALL_DEADLINE_S)
-            await call.write(etcd_pb2.LeaseKeepAliveRequest(ID=lease))
-            await call.done_writing()
-            reply = await call.read()
-            call.cancel()
-        return reply is not grpc.aio.EOF and reply.TTL > 0
-
-    async def revoke(self, lease: int) -> None:
-        """End ``lease`` and the key under it."""
-        async with typed_errors(self._peer, MasterUnavailable):
-            await self._leases.LeaseRevoke(etcd_pb2.LeaseRevokeRequest(ID=lease), timeout=_CALL_DEADLINE_S)
+        await self.client.put(self._key(instance), instance_to_proto(instance).SerializeToString(), lease)
 
     async def watch(self, *roles: Role, namespace: str = "default") -> AsyncIterator[InstanceEvent]:
         """First every live instance, then SYNCED, then changes; connects again by itself."""
@@ -152,22 +121,13 @@ class EtcdDiscovery:
         self, start: bytes, mirror: InstanceMirror, roles: frozenset[Role]
     ) -> AsyncGenerator[InstanceEvent, None]:
         end = start[:-1] + bytes([start[-1] + 1])
-        async with typed_errors(self._peer, MasterUnavailable):
-            snapshot = await self._kv.Range(etcd_pb2.RangeRequest(key=start, range_end=end), timeout=_CALL_DEADLINE_S)
-            for event in _snapshot_events(mirror, snapshot, roles):
-                yield event
-            create = etcd_pb2.WatchCreateRequest(key=start, range_end=end, start_revision=snapshot.header.revision + 1)
-            call = self._watches.Watch()
-            try:
-                await call.write(etcd_pb2.WatchRequest(create_request=create))
-                async for response in call:
-                    for change in response.events:
-                        for event in _change_events(mirror, change, roles, len(start)):
-                            yield event
-                    if response.canceled:
-                        return
-            finally:
-                call.cancel()
+        snapshot = await self.client.range(start, end)
+        for event in _snapshot_events(mirror, snapshot, roles):
+            yield event
+        async with aclosing(self.client.watch(start, end, snapshot.header.revision + 1)) as changes:
+            async for change in changes:
+                for event in _change_events(mirror, change, roles, len(start)):
+                    yield event
 
     def _range_key(self, namespace: str) -> bytes:
         return f"{self._prefix}/{namespace}/".encode()

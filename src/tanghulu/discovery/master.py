@@ -2,16 +2,17 @@
 
 A registration renews its lease every third of it; when the master does not know the lease (it restarted, or the
 process stood still too long) it registers again and says so, because such a master knows nothing of what a node
-holds either. A watch outlives its master: it connects again and tells only what differs (see mirror).
+holds either. A watch outlives its master: it connects again and tells only what differs (see mirror). Of several
+masters the leader is followed (see masters).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import grpc.aio
 import structlog
@@ -19,18 +20,20 @@ import structlog
 from tanghulu.clock import SystemClock
 from tanghulu.discovery.base import DEFAULT_TTL_S, Instance, InstanceEvent
 from tanghulu.discovery.instance_wire import instance_from_proto, instance_to_proto
+from tanghulu.discovery.masters import PING_MS, MasterFinder, Seeking
 from tanghulu.discovery.mirror import InstanceMirror
 from tanghulu.errors import DeadlineExceeded, InvalidRequest, MasterUnavailable, TanghuluError
 from tanghulu.protos import membership_pb2 as pb
 from tanghulu.protos import membership_pb2_grpc
 from tanghulu.rpc.grpc_edge import channel, typed_errors
-from tanghulu.types import Address, Role
+from tanghulu.types import Address, Masters, Role
 
 _log = structlog.get_logger(__name__)
 REGISTER_DEADLINE_S = 5.0
 _CALL_DEADLINE_S = 2.0
 _CLOSE_DEADLINE_S = 0.5
 _RETRY_S = 0.2
+T = TypeVar("T")
 
 
 class MasterRegistration:
@@ -76,7 +79,7 @@ class MasterRegistration:
     async def _renew_forever(self) -> None:
         reachable = True
         while True:
-            await asyncio.sleep(self._ttl_s / 3 if reachable else min(self._ttl_s / 3, _RETRY_S))
+            await self._discovery.pause(self._ttl_s / 3 if reachable else min(self._ttl_s / 3, _RETRY_S))
             try:
                 await self._renew()
             except TanghuluError as error:
@@ -96,21 +99,28 @@ class MasterRegistration:
 
 
 class MasterDiscovery:
-    """Instances at the master at ``address``. An async context manager; leaving it closes what it registered.
+    """Instances at the master, or at the one of several that leads. An async context manager; leaving it closes what
+    it registered.
 
     ``on_reregistered(master_generation)`` is called whenever an instance had to be registered again: a node then
-    sends its report, because that master's directory has forgotten it.
+    sends its report, because that master's directory has forgotten it. ``finder`` is shared with whoever else asks
+    the master in this process.
     """
 
-    def __init__(self, address: Address, on_reregistered: Callable[[int], None] | None = None) -> None:
-        self.address = address
+    def __init__(
+        self,
+        masters: Masters | Address,
+        on_reregistered: Callable[[int], None] | None = None,
+        finder: MasterFinder | None = None,
+    ) -> None:
         self.master_generation = 0  # of the last answer; 0 before the first
         self.registrations: set[MasterRegistration] = set()
         self._on_reregistered = on_reregistered
-        self._peer = f"master at {address}"
+        self._finder = finder or MasterFinder(masters)
+        self._peer = f"master at {masters}"
         self._clock = SystemClock()
-        self._channel = channel(address)
-        self._stub = membership_pb2_grpc.MembershipStub(self._channel)
+        self._channels: dict[Address, grpc.aio.Channel] = {}
+        self._poked = asyncio.Event()
 
     async def __aenter__(self) -> Self:
         return self
@@ -119,7 +129,23 @@ class MasterDiscovery:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await asyncio.gather(*(registration.close() for registration in list(self.registrations)))
-        await self._channel.close()
+        for each in self._channels.values():
+            await each.close()
+
+    @property
+    def address(self) -> Address:
+        """The master that is asked now, or would be first."""
+        return self._finder.current or self._finder.masters.addresses[0]
+
+    def poke(self) -> None:
+        """Renew all registrations now: somebody heard that the master does not know them."""
+        self._poked.set()
+
+    async def pause(self, seconds: float) -> None:
+        """Until the next renewal is due, or ``poke``."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._poked.wait(), seconds)
+            self._poked.clear()
 
     async def register(self, instance: Instance, ttl_s: float = DEFAULT_TTL_S) -> MasterRegistration:
         """Enter ``instance``; waits up to REGISTER_DEADLINE_S for the master, then raises MasterUnavailable."""
@@ -134,15 +160,21 @@ class MasterDiscovery:
         request = pb.WatchRequest(namespace=namespace, components=[role.value for role in roles])
         while True:
             mirror.begin()
-            call = self._stub.Watch(request, wait_for_ready=True)
+            asked: Address | None = None
+            call: grpc.aio.UnaryStreamCall[pb.WatchRequest, pb.InstanceEvent] | None = None
             try:
+                asked = await self._finder.find()
+                call = self._stub(asked).Watch(request, wait_for_ready=not self._finder.several)
                 async with typed_errors(self._peer, MasterUnavailable):
                     async for event in self._follow(call, mirror):
                         yield event
             except TanghuluError as error:
                 _log.warning("discovery.watch_interrupted", error=error.message)
+                if asked is not None:
+                    self._finder.failed(asked, error)
             finally:
-                call.cancel()
+                if call is not None:
+                    call.cancel()
             await asyncio.sleep(_RETRY_S)
 
     async def _follow(
@@ -187,9 +219,14 @@ class MasterDiscovery:
     async def enter(self, instance: Instance, ttl_s: float, deadline_s: float) -> int:
         """Register; returns the lease id. Raises MasterUnavailable at the deadline."""
         request = pb.RegisterRequest(instance=instance_to_proto(instance), ttl_ms=round(ttl_s * 1000))
+        patient = not self._finder.several
+
+        def ask(stub: membership_pb2_grpc.MembershipStub, timeout_s: float) -> Awaitable[pb.RegisterReply]:
+            call: Awaitable[pb.RegisterReply] = stub.Register(request, timeout=timeout_s, wait_for_ready=patient)
+            return call
+
         try:
-            async with typed_errors(self._peer, MasterUnavailable):
-                reply = await self._stub.Register(request, timeout=deadline_s, wait_for_ready=True)
+            reply = await self._ask(ask, deadline_s)
         except DeadlineExceeded as error:
             raise MasterUnavailable(f"{self._peer} did not answer within {deadline_s:g} s; is it running?") from error
         self.master_generation = reply.master_generation
@@ -198,16 +235,35 @@ class MasterDiscovery:
     async def keep_alive(self, instance: Instance, lease_id: int) -> bool:
         """Renew a lease; False if this master does not know it."""
         request = pb.KeepAliveRequest(lease_id=lease_id, instance_id=instance.id)
-        async with typed_errors(self._peer, MasterUnavailable):
-            reply = await self._stub.KeepAlive(request, timeout=_CALL_DEADLINE_S)
+        reply = await self._ask(lambda stub, timeout_s: stub.KeepAlive(request, timeout=timeout_s), _CALL_DEADLINE_S)
         self.master_generation = reply.master_generation
         return bool(reply.known)
 
     async def deregister(self, instance: Instance, lease_id: int) -> None:
         """End a lease."""
         request = pb.DeregisterRequest(lease_id=lease_id, instance_id=instance.id)
-        async with typed_errors(self._peer, MasterUnavailable):
-            await self._stub.Deregister(request, timeout=_CLOSE_DEADLINE_S)
+        await self._ask(lambda stub, timeout_s: stub.Deregister(request, timeout=timeout_s), _CLOSE_DEADLINE_S)
+
+    async def _ask(
+        self, ask: Callable[[membership_pb2_grpc.MembershipStub, float], Awaitable[T]], deadline_s: float
+    ) -> T:
+        """``ask`` the master with a time-out; of several, one after the other until the leader has answered."""
+        seeking = Seeking(self._finder, deadline_s)
+        while True:
+            asked: Address | None = None
+            try:
+                asked = await self._finder.find()
+                async with typed_errors(self._peer, MasterUnavailable):
+                    return await ask(self._stub(asked), seeking.attempt_s)
+            except (MasterUnavailable, DeadlineExceeded) as error:
+                await seeking.again(asked, error)
+
+    def _stub(self, address: Address) -> membership_pb2_grpc.MembershipStub:
+        link = self._channels.get(address)
+        if link is None:
+            link = channel(address, PING_MS) if self._finder.several else channel(address)
+            self._channels[address] = link
+        return membership_pb2_grpc.MembershipStub(link)
 
     def reregistered(self, instance: Instance) -> None:
         """An instance had to be registered again."""

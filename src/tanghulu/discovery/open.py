@@ -9,18 +9,20 @@ from tanghulu.discovery.etcd import EtcdDiscovery
 from tanghulu.discovery.file import FileDiscovery
 from tanghulu.discovery.master import MasterDiscovery
 from tanghulu.errors import ConfigError
-from tanghulu.types import Address
+from tanghulu.types import Address, Masters
 
-HELP = "where instances find each other: master (the default), etcd://host:port, or file:DIR"
+HELP = "where instances find each other: master (the default), etcd://host:port[,host:port], or file:DIR"
+#: Of --master, in every process that has one.
+MASTER_HELP = "the master: host:port, several as host:port,host:port, or etcd://host:port[,host:port][/namespace]"
 
 
-def open_discovery(spec: str, master: Address) -> Discovery:
+def open_discovery(spec: str, master: Masters | Address) -> Discovery:
     """The Discovery that ``spec`` names; enter it as an async context. Raises ConfigError for another spec."""
     if spec in ("", "master"):
         return MasterDiscovery(master)
     scheme, _, rest = spec.partition(":")
     if scheme == "etcd" and rest.startswith("//"):
-        return EtcdDiscovery(Address.parse(rest[2:].rstrip("/")))
+        return EtcdDiscovery(*Masters.parse(spec).addresses)
     if scheme == "file" and rest:
         return FileDiscovery(Path(rest.removeprefix("//")))
     raise ConfigError(f"--discovery {spec!r} is none of master, etcd://host:port, file:DIR")

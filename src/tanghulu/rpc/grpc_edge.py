@@ -17,6 +17,7 @@ _STATUS = {
     "MODEL_NOT_FOUND": grpc.StatusCode.NOT_FOUND,
     "NODE_UNAVAILABLE": grpc.StatusCode.UNAVAILABLE,
     "MASTER_UNAVAILABLE": grpc.StatusCode.UNAVAILABLE,
+    "NOT_LEADER": grpc.StatusCode.UNAVAILABLE,
     "DIRECTORY_INCOMPLETE": grpc.StatusCode.UNAVAILABLE,
     "STORE_FULL": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "OVERLOADED": grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -31,19 +32,24 @@ _STATUS = {
 _CODE_KEY = "tanghulu-error"
 _MESSAGE_BYTES = 64 << 20
 _PING_MS = 10_000
+#: The least time between pings that a server allows.
+_MIN_PING_MS = 900
 
 #: Of every gRPC server behind a door.
 SERVER_OPTIONS = [
     ("grpc.max_receive_message_length", _MESSAGE_BYTES),
     ("grpc.max_send_message_length", _MESSAGE_BYTES),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", _PING_MS // 2),
-    ("grpc.http2.min_ping_interval_without_data_ms", _PING_MS // 2),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", _MIN_PING_MS),
+    ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PING_MS),
     ("grpc.so_reuseport", 0),
 ]
 
 
-def channel(address: Address | str) -> grpc.aio.Channel:
-    """An asyncio channel to a process's door. The caller closes it."""
+def channel(address: Address | str, ping_ms: int = _PING_MS) -> grpc.aio.Channel:
+    """An asyncio channel to a process's door; a peer that is silent for 1.5 ``ping_ms`` is lost. The caller closes it.
+
+    ``ping_ms`` is at least 1000: servers hang up on those that ping more often.
+    """
     return grpc.aio.insecure_channel(
         str(address),
         options=[
@@ -53,8 +59,8 @@ def channel(address: Address | str) -> grpc.aio.Channel:
             ("grpc.use_local_subchannel_pool", 1),
             ("grpc.initial_reconnect_backoff_ms", 100),
             ("grpc.max_reconnect_backoff_ms", 1000),
-            ("grpc.keepalive_time_ms", _PING_MS),  # a peer whose host died says nothing
-            ("grpc.keepalive_timeout_ms", _PING_MS // 2),
+            ("grpc.keepalive_time_ms", ping_ms),  # a peer whose host died says nothing
+            ("grpc.keepalive_timeout_ms", ping_ms // 2),
         ],
     )
 

@@ -1,0 +1,131 @@
+"""The calls to etcd that Discovery and the masters' election stand on. Knows keys and leases, not what they mean.
+
+Several endpoints of one etcd may be given: after one has failed, the next call goes to the next.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import grpc
+import grpc.aio
+
+from tanghulu.errors import DeadlineExceeded, MasterUnavailable
+from tanghulu.protos import etcd_pb2, etcd_pb2_grpc
+from tanghulu.rpc.grpc_edge import channel, typed_errors
+from tanghulu.types import Address
+
+CALL_DEADLINE_S = 3.0
+
+
+class EtcdClient:
+    """Every call raises MasterUnavailable when etcd does not answer in time."""
+
+    def __init__(self, addresses: Sequence[Address], call_deadline_s: float = CALL_DEADLINE_S) -> None:
+        self._addresses = tuple(addresses)
+        self._deadline_s = call_deadline_s
+        self._channels: list[grpc.aio.Channel] = [channel(address) for address in self._addresses]
+        self._index = 0
+
+    @property
+    def peer(self) -> str:
+        """The endpoint that is asked now, for messages."""
+        return f"etcd at {self._addresses[self._index]}"
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for each in self._channels:
+            await each.close()
+
+    @asynccontextmanager
+    async def _asking(self) -> AsyncIterator[grpc.aio.Channel]:
+        index = self._index
+        try:
+            async with typed_errors(self.peer, MasterUnavailable):
+                yield self._channels[index]
+        except (MasterUnavailable, DeadlineExceeded) as error:
+            if self._index == index:
+                self._index = (index + 1) % len(self._channels)
+            raise MasterUnavailable(error.message) from error
+
+    # --- leases
+
+    async def grant(self, ttl_s: float) -> int:
+        """A new lease of ``ttl_s`` rounded up to seconds (etcd may grant more, never less)."""
+        request = etcd_pb2.LeaseGrantRequest(TTL=math.ceil(ttl_s))
+        async with self._asking() as link:
+            stub = etcd_pb2_grpc.LeaseStub(link)
+            return int((await stub.LeaseGrant(request, timeout=self._deadline_s)).ID)
+
+    async def keep_alive(self, lease: int) -> bool:
+        """Renew ``lease``; False if it is gone."""
+        async with self._asking() as link:
+            call = etcd_pb2_grpc.LeaseStub(link).LeaseKeepAlive(timeout=self._deadline_s)
+            await call.write(etcd_pb2.LeaseKeepAliveRequest(ID=lease))
+            await call.done_writing()
+            reply = await call.read()
+            call.cancel()
+        return reply is not grpc.aio.EOF and reply.TTL > 0
+
+    async def revoke(self, lease: int) -> None:
+        """End ``lease`` and the keys under it."""
+        async with self._asking() as link:
+            stub = etcd_pb2_grpc.LeaseStub(link)
+            await stub.LeaseRevoke(etcd_pb2.LeaseRevokeRequest(ID=lease), timeout=self._deadline_s)
+
+    # --- keys
+
+    async def put(self, key: bytes, value: bytes, lease: int) -> None:
+        """Write ``key`` under ``lease``."""
+        async with self._asking() as link:
+            request = etcd_pb2.PutRequest(key=key, value=value, lease=lease)
+            await etcd_pb2_grpc.KVStub(link).Put(request, timeout=self._deadline_s)
+
+    async def range(self, key: bytes, end: bytes = b"") -> etcd_pb2.RangeResponse:
+        """The key, or all keys from it up to ``end``."""
+        async with self._asking() as link:
+            request = etcd_pb2.RangeRequest(key=key, range_end=end)
+            reply: etcd_pb2.RangeResponse = await etcd_pb2_grpc.KVStub(link).Range(request, timeout=self._deadline_s)
+            return reply
+
+    async def transact(self, request: etcd_pb2.TxnRequest) -> etcd_pb2.TxnResponse:
+        """Compare and write in one step."""
+        async with self._asking() as link:
+            reply: etcd_pb2.TxnResponse = await etcd_pb2_grpc.KVStub(link).Txn(request, timeout=self._deadline_s)
+            return reply
+
+    async def watch(self, key: bytes, end: bytes, revision: int) -> AsyncGenerator[etcd_pb2.Event, None]:
+        """Changes of the keys from ``revision`` on; ends when etcd cancels the watch. Close it to stop."""
+        create = etcd_pb2.WatchCreateRequest(key=key, range_end=end, start_revision=revision)
+        async with self._asking() as link:
+            call = etcd_pb2_grpc.WatchStub(link).Watch()
+            try:
+                await call.write(etcd_pb2.WatchRequest(create_request=create))
+                async for response in call:
+                    for change in response.events:
+                        yield change
+                    if response.canceled:
+                        return
+            finally:
+                call.cancel()
+
+
+def read_blocking(addresses: Sequence[Address], key: bytes, deadline_s: float) -> bytes | None:
+    """The value of ``key`` for callers without an event loop; None if there is none. Raises MasterUnavailable."""
+    failure = ""
+    for address in addresses:
+        with grpc.insecure_channel(str(address), options=[("grpc.enable_http_proxy", 0)]) as link:
+            ask = link.unary_unary(
+                "/etcdserverpb.KV/Range",
+                request_serializer=etcd_pb2.RangeRequest.SerializeToString,
+                response_deserializer=etcd_pb2.RangeResponse.FromString,
+            )
+            try:
+                reply = ask(etcd_pb2.RangeRequest(key=key), timeout=deadline_s)
+            except grpc.RpcError as error:
+                failure = f"etcd at {address}: {error.details() if isinstance(error, grpc.Call) else error}"
+                continue
+        return bytes(reply.kvs[0].value) if reply.kvs else None
+    raise MasterUnavailable(failure)

@@ -1,0 +1,113 @@
+"""Which of several masters a process asks: a guess that is corrected by what the masters answer.
+
+One that does not lead names the leader (NotLeader); one that does not answer is passed over for the next; with an
+``etcd://`` the election's key tells. The guess may be shared by everything in a process that asks the master, so that
+whoever finds the new leader first finds it for all. With a single master there is nothing to guess.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from tanghulu.discovery.etcd_client import EtcdClient, read_blocking
+from tanghulu.errors import MasterUnavailable, NotLeader, TanghuluError
+from tanghulu.protos import common_pb2
+from tanghulu.types import Address, Masters
+
+#: Between two tries to find the leader.
+SEEK_PAUSE_S = 0.05
+#: How long one of several masters is waited for before the next is asked: a stopped one does not refuse.
+ATTEMPT_S = 1.5
+#: Ping of streams to one of several masters, whose silence means that it stands still.
+PING_MS = 2000
+_ETCD_DEADLINE_S = 1.0
+
+
+def leader_key(namespace: str) -> bytes:
+    """Where the leader of ``namespace`` stands in etcd, as an Instance message under its lease."""
+    return f"/tanghulu-masters/{namespace}/leader".encode()
+
+
+def leader_in(value: bytes | None) -> Address | None:
+    """The leader's address in the key's value."""
+    return Address.parse(common_pb2.Instance.FromString(value).address) if value else None
+
+
+class MasterFinder:
+    """Where to ask now. Safe to share between threads: each step is one assignment."""
+
+    def __init__(self, masters: Masters | Address | str) -> None:
+        self.masters = Masters.of(masters)
+        self._current: Address | None = None if self.masters.in_etcd else self.masters.addresses[0]
+
+    @property
+    def several(self) -> bool:
+        """Whether there is anything to find."""
+        return self.masters.several
+
+    @property
+    def current(self) -> Address | None:
+        """The master to ask; None: unknown, look it up."""
+        return self._current
+
+    def failed(self, asked: Address, error: TanghuluError) -> None:
+        """``asked`` did not answer as the leader; others may have found that out before."""
+        if asked != self._current or not self.several:
+            return
+        named = error.leader if isinstance(error, NotLeader) else ""
+        if named:
+            self._current = Address.parse(named)
+        elif self.masters.in_etcd:
+            self._current = None
+        else:
+            known = self.masters.addresses
+            self._current = known[(known.index(asked) + 1) % len(known)] if asked in known else known[0]
+
+    async def find(self) -> Address:
+        """The master to ask; raises MasterUnavailable when etcd does not answer or there is no leader yet."""
+        if self._current is None:
+            client = EtcdClient(self.masters.addresses, _ETCD_DEADLINE_S)
+            try:
+                kvs = (await client.range(leader_key(self.masters.namespace))).kvs
+            finally:
+                await client.close()
+            self._current = leader_in(kvs[0].value if kvs else None)
+        return self._known()
+
+    def find_blocking(self) -> Address:
+        """``find`` without an event loop."""
+        if self._current is None:
+            key = leader_key(self.masters.namespace)
+            self._current = leader_in(read_blocking(self.masters.addresses, key, _ETCD_DEADLINE_S))
+        return self._known()
+
+    def _known(self) -> Address:
+        current = self._current
+        if current is None:
+            raise MasterUnavailable(f"no master leads in {self.masters}; is one running with the same --etcd?")
+        return current
+
+    def __repr__(self) -> str:
+        return f"MasterFinder({self.masters}, asks {self._current})"
+
+
+class Seeking:
+    """The tries of one call until its deadline: ``attempt_s`` bounds the next, ``again`` decides after a failure."""
+
+    def __init__(self, finder: MasterFinder, deadline_s: float) -> None:
+        self._finder = finder
+        self._until_s = asyncio.get_running_loop().time() + deadline_s
+
+    @property
+    def attempt_s(self) -> float:
+        """How long the next try may take."""
+        left_s = max(self._until_s - asyncio.get_running_loop().time(), 0.0)
+        return min(left_s, ATTEMPT_S) if self._finder.several else left_s
+
+    async def again(self, asked: Address | None, error: TanghuluError) -> None:
+        """``asked`` failed with ``error``, which is raised if there is nobody else to ask or no time left."""
+        if asked is not None:
+            self._finder.failed(asked, error)
+        if not self._finder.several or asyncio.get_running_loop().time() + SEEK_PAUSE_S >= self._until_s:
+            raise error
+        await asyncio.sleep(SEEK_PAUSE_S)

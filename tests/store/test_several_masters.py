@@ -1,0 +1,132 @@
+"""Three masters, a real etcd, real nodes: the leader is killed, or stands still, while clients put and get."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+from etcd_server import ElectedCluster
+from store_cluster import Process, eventually
+from test_store_promises import Background
+
+import tanghulu
+from tanghulu.errors import ChunkNotFound, MasterUnavailable, NotLeader, TanghuluError
+from tanghulu.store.client import Client
+
+#: From a leader's end until another answers; etcd's own granularity is half a second.
+MAX_TAKEOVER_S = 5.0
+
+
+@pytest.fixture(scope="module")
+def elected() -> Iterator[ElectedCluster]:
+    with ElectedCluster() as cluster:
+        yield cluster
+
+
+class Load:
+    """Puts and gets; remembers what was acknowledged."""
+
+    def __init__(self, address: str) -> None:
+        self.client = tanghulu.connect(address, deadline_s=10.0)
+        self.acknowledged: list[str] = []
+        self.put_errors: list[TanghuluError] = []
+
+    def put(self) -> None:
+        key = f"k/{len(self.acknowledged)}/{len(self.put_errors)}"
+        try:
+            self.client.put(key, key.encode() * 50)
+        except TanghuluError as error:
+            self.put_errors.append(error)
+        else:
+            self.acknowledged.append(key)
+
+    def has_put(self, number: int) -> bool:
+        return len(self.acknowledged) >= number
+
+    def get(self) -> None:
+        """One of those that were acknowledged, by a client that has not seen it."""
+        if self.acknowledged:
+            key = self.acknowledged[(7 * len(self.acknowledged)) // 11]
+            self.client._shell.context.locations.forget(key)
+            assert read(self.client, key) == key.encode() * 50
+
+
+def read(client: Client, key: str) -> bytes:
+    with client.get(key) as chunk:
+        return chunk.bytes()
+
+
+def kill(cluster: ElectedCluster, leader: Process) -> Process:
+    leader.kill()
+    return cluster.leader(leader.address)
+
+
+def stop_and_continue(cluster: ElectedCluster, leader: Process) -> Process:
+    """The leader stands still until another leads, then wakes and must not be obeyed by anybody."""
+    leader.popen.send_signal(signal.SIGSTOP)
+    try:
+        following = cluster.leader(leader.address)
+    finally:
+        leader.popen.send_signal(signal.SIGCONT)
+    with pytest.raises(NotLeader), tanghulu.connect(leader.address, deadline_s=5.0) as zombie:
+        zombie.exists("anything")
+    return following
+
+
+def endure(cluster: ElectedCluster, num_kills: int) -> list[float]:
+    """Kill or stop the leader so many times under load; returns how long each takeover took."""
+    took_s: list[float] = []
+    load = Load(cluster.address)
+    other = Load(cluster.finder_spec)
+    with load.client, other.client, Background(load.put) as puts, Background(other.put):
+        with Background(load.get) as gets:
+            for index in range(num_kills):
+                num_before = len(load.acknowledged)
+                leader = cluster.leader()
+                began_s = time.monotonic()
+                (stop_and_continue if index % 2 else kill)(cluster, leader)
+                took_s.append(time.monotonic() - began_s)
+                if not leader.alive:
+                    cluster.replace(leader)
+                eventually(partial(load.has_put, num_before + 20), 20.0)
+    assert not gets.errors, gets.errors[:3]
+    assert not puts.errors, puts.errors[:3]
+    for failed in load.put_errors + other.put_errors:
+        assert isinstance(failed, MasterUnavailable), failed
+    with tanghulu.connect(cluster.address) as fresh:
+        for each in (load, other):
+            for key in each.acknowledged:
+                assert read(fresh, key) == key.encode() * 50
+    print(f"takeovers [s]: {[round(s, 2) for s in took_s]}; {len(load.acknowledged)} puts acknowledged")
+    return took_s
+
+
+def test_a_lost_leader_is_replaced_and_nothing_acknowledged_is_lost(elected: ElectedCluster) -> None:
+    assert max(endure(elected, 2)) <= MAX_TAKEOVER_S
+
+
+@pytest.mark.slow
+def test_leaders_lost_again_and_again(elected: ElectedCluster) -> None:
+    """``TEST_KILLS=10`` makes it the long one for by hand."""
+    assert max(endure(elected, int(os.environ.get("TEST_KILLS", "4")))) <= MAX_TAKEOVER_S
+
+
+def test_followers_send_callers_on_and_a_resigning_leader_is_replaced_at_once(elected: ElectedCluster) -> None:
+    leader = elected.leader()
+    follower = next(m for m in elected.masters if m is not leader)
+    with pytest.raises(NotLeader, match=leader.address):
+        tanghulu.connect(follower.address)
+    with tanghulu.connect(f"{follower.address},{leader.address}") as client:
+        client.put("here", b"1")
+        began_s = time.monotonic()
+        leader.stop()
+        elected.leader(leader.address)
+        assert time.monotonic() - began_s < elected.ttl_s, "a lease that is given back need not run out"
+        assert client.exists("here")
+        with pytest.raises(ChunkNotFound):
+            client.get("not here")
+    elected.replace(leader)
