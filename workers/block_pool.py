@@ -1,6 +1,6 @@
 """Who holds which block of the KV cache, and which blocks can be found again by their hash.
 
-Owns numbers only: reference counts, the free list, the prefix cache and its LRU order. It never sees the
+Owns numbers only: reference counts, the free list, the prefix cache and its order of eviction. It never sees the
 bytes; whoever allocates a block writes it.
 
 A block is in exactly one of four conditions:
@@ -9,22 +9,29 @@ A block is in exactly one of four conditions:
 * *in use*: referenced by requests, exports or running writes to the store; it may also be committed, and is
   then shared by everyone whose prompt begins alike;
 * *in transfer*: in use, and a transfer writes into it: nobody may match or read it before it has arrived;
-* *cached*: referenced by nobody, committed under its hash, waiting in LRU order to be matched or evicted.
+* *cached*: referenced by nobody, committed under its hash, waiting to be matched or evicted.
 
-Prefixes hang together: block i of a prompt is worth nothing without blocks 0..i-1. A request's blocks are
-released tail first, so the LRU order always has a leaf in front of the prefix it stands on. Example: blocks
-5, 8, 2 of a finished prompt are released; the order is 2, 8, 5, and the next allocation that finds no free
-block evicts 2, the tail. This is vLLM's scheme (https://arxiv.org/abs/2309.06180) with LRU leaves.
+Which cached block goes first is an eviction policy's business, the same classes that the store's nodes have. It is told
+of a use when a request gives its blocks back. Prefixes hang together: block i of a prompt is worth nothing without
+blocks 0..i-1. So a request's blocks are released tail first, and under LRU a leaf always goes before the prefix it
+stands on. Example: blocks 5, 8, 2 of a finished prompt are released; the order is 2, 8, 5, and the next allocation that
+finds no free block evicts 2, the tail. (Sharing by chained hash is vLLM's scheme, https://arxiv.org/abs/2309.06180.)
+
+The default learns how long what was used comes back. Where 16 prefixes of 115 blocks each come in random order, every
+one with a new tail of 13, in a pool of 2,048, LRU keeps yesterday's tails and finds 75 % of the blocks, this 78 to 81.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from tanghulu.types import BlockHash
+from tanghulu.store.node.eviction.base import Policy
+from tanghulu.store.node.eviction.policies import make_policy
+from tanghulu.types import BlockHash, ChunkKey
+
+DEFAULT_EVICTION = "reuse"
 
 
 class KvEventKind(Enum):
@@ -43,16 +50,20 @@ class KvEvent:
 
 
 class BlockPool:
-    """The blocks ``0 .. num_blocks-1``. Every method is O(blocks named); none blocks or does I/O."""
+    """The blocks ``0 .. num_blocks-1``. Every method is O(blocks named), amortised; none blocks or does I/O.
 
-    def __init__(self, num_blocks: int) -> None:
+    ``eviction`` names a policy of ``tanghulu.store.node.eviction``; InvalidRequest if there is none of that name.
+    """
+
+    def __init__(self, num_blocks: int, eviction: str = DEFAULT_EVICTION) -> None:
         assert num_blocks > 0
         self.num_blocks = num_blocks
+        self._order: Policy = make_policy(eviction)  # of the committed blocks that were given back at least once
         self._references = [0] * num_blocks
         self._hashes: list[BlockHash | None] = [None] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
         self._by_hash: dict[BlockHash, int] = {}
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._cached: set[int] = set()
         self._in_transfer: set[int] = set()
         self._events: list[KvEvent] = []
 
@@ -87,7 +98,7 @@ class BlockPool:
         return len(self._by_hash)
 
     def allocate(self, count: int) -> list[int] | None:
-        """``count`` blocks with one reference each, evicting the least recently used cached ones as needed.
+        """``count`` blocks with one reference each, evicting cached ones as needed.
 
         All or nothing: None (and no change) if fewer are available.
         """
@@ -99,13 +110,16 @@ class BlockPool:
         return blocks
 
     def _evict(self) -> int:
-        block, _ = self._cached.popitem(last=False)
-        self._forget(block)
+        blocks = (self._by_hash[BlockHash(bytes.fromhex(key))] for key in self._order.victims())
+        block = next(block for block in blocks if block in self._cached)  # those in use were used lately: few in front
+        self._forget(block, evicted=True)
         return block
 
-    def _forget(self, block: int) -> None:
+    def _forget(self, block: int, *, evicted: bool) -> None:
         block_hash = self._hashes[block]
         assert block_hash is not None
+        self._cached.remove(block)
+        self._order.remove(_key(block_hash), evicted=evicted)
         self._hashes[block] = None
         del self._by_hash[block_hash]
         self._events.append(KvEvent(KvEventKind.REMOVED, block_hash))
@@ -138,7 +152,7 @@ class BlockPool:
 
     def _reference(self, block: int) -> None:
         if self._references[block] == 0:
-            del self._cached[block]
+            self._cached.remove(block)
         self._references[block] += 1
 
     def begin_transfer(self, blocks: Sequence[int]) -> None:
@@ -170,25 +184,38 @@ class BlockPool:
         self._events.append(KvEvent(KvEventKind.STORED, block_hash))
         return True
 
-    def release(self, blocks: Sequence[int]) -> None:
-        """Give back one reference on each of a prompt's ``blocks``, given in prompt order; taken tail first."""
+    def release(self, blocks: Sequence[int], *, used: bool = True) -> None:
+        """Give back one reference on each of a prompt's ``blocks``, given in prompt order; taken tail first.
+
+        ``used``: by a request, which says something of what is worth keeping; a transfer that only read them does not.
+        """
+        self._order.begin_batch()
         for block in reversed(blocks):
             assert self._references[block] > 0, f"block {block} is released more often than it was taken"
             self._references[block] -= 1
+            if (block_hash := self._hashes[block]) is not None:
+                self._note_use(_key(block_hash), used)
             if self._references[block]:
                 continue
             assert block not in self._in_transfer, f"block {block} is still being written"
-            if self._hashes[block] is None:
+            if block_hash is None:
                 self._free.append(block)
             else:
-                self._cached[block] = None
+                self._cached.add(block)
+
+    def _note_use(self, key: ChunkKey, used: bool) -> None:
+        if key not in self._order:
+            self._order.add(key, 1)
+        elif used:
+            self._order.touch(key)
 
     def drop_cached(self) -> int:
         """Forget every cached block that nobody references; returns how many."""
-        count = len(self._cached)
-        while self._cached:
-            self._free.append(self._evict())
-        return count
+        dropped = list(self._cached)
+        for block in dropped:
+            self._forget(block, evicted=False)
+        self._free.extend(dropped)
+        return len(dropped)
 
     def matchable_hashes(self) -> list[BlockHash]:
         """All hashes that can be matched now: a snapshot for those who missed events."""
@@ -217,9 +244,18 @@ class BlockPool:
         assert not free & committed.keys(), "a free block can be matched"
         assert not self._in_transfer & committed.keys(), "a block in transfer can be matched"
         assert cached <= committed.keys(), "a cached block has no hash"
+        ordered = {bytes.fromhex(key) for key in self._order.victims()}
+        assert len(ordered) == len(self._order)
+        assert ordered <= self._by_hash.keys(), "the order has a block that is gone"
+        assert {committed[block] for block in cached} <= ordered, "a cached block would never be evicted"
+        self._order.check()
 
     def __repr__(self) -> str:
         return (
             f"BlockPool({self.num_blocks} blocks: {self.num_free} free, {self.num_cached} cached, "
             f"{self.num_in_use} in use, {self.num_in_transfer} of them in transfer)"
         )
+
+
+def _key(block_hash: BlockHash) -> ChunkKey:
+    return ChunkKey(block_hash.hex())

@@ -184,7 +184,7 @@ class Scheduler:
     def unhold(self, block_ids: Sequence[int]) -> None:
         """End a `hold`."""
         self._held.subtract(block_ids)
-        self.pool.release(block_ids)
+        self.pool.release(block_ids, used=False)
 
     # ---- the decision
 
@@ -257,7 +257,7 @@ class Scheduler:
         missing = self._num_blocks(request.num_tokens) - len(hits)
         # One block for each running request, so that it is not displaced by the newcomer at its next full block.
         if missing + len(self._running) > self.pool.num_available and not self._fits_alone(missing):
-            self.pool.release(hits)
+            self.pool.release(hits, used=False)
             return False
         fresh = self.pool.allocate(missing)
         assert fresh is not None
