@@ -24,6 +24,7 @@ def _default_limits() -> Mapping[str, TransportLimits]:
     return {
         "shm": TransportLimits(slice_bytes=16 * MIB, window_bytes=32 * MIB, window_slices=256),
         "rdma": TransportLimits(slice_bytes=1 * MIB, window_bytes=16 * MIB, window_slices=64),
+        "ucx": TransportLimits(slice_bytes=4 * MIB, window_bytes=16 * MIB, window_slices=64),
         "tcp": TransportLimits(slice_bytes=1 * MIB, window_bytes=8 * MIB, window_slices=64),
     }
 

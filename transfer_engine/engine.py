@@ -14,6 +14,7 @@ from typing import Any
 
 from tanghulu.clock import Clock, SystemClock
 from tanghulu.errors import ConfigError, InvalidRequest, NodeUnavailable, Overloaded, TanghuluError
+from tanghulu.transfer_engine import ucx_agent
 from tanghulu.transfer_engine.buffers import Buffer
 from tanghulu.transfer_engine.config import EngineConfig, TransportLimits
 from tanghulu.transfer_engine.direct import copy_directly, send_directly
@@ -50,7 +51,7 @@ __all__ = [
     "TransportLimits",
 ]
 
-TRANSPORTS = ("shm", "rdma", "tcp")
+TRANSPORTS = ("shm", "rdma", "ucx", "tcp")
 _Key = tuple[SegmentDescriptor, int, str | None]
 
 
@@ -112,7 +113,7 @@ class TransferEngine:
     ) -> RemoteSegment:
         """Reach a peer's segment; the same object for the same arguments while it is open.
 
-        Takes shm when the peer is on this host and its door lets us in, else rdma where both have it, else tcp;
+        Takes shm when the peer is on this host and its door lets us in, else rdma or ucx where both have it, else tcp;
         ``transport`` pins one.
         ``session_id`` is the one that the owner opened for us (0 where it keeps no leases).
         Waits for the peer, at most ``connect_timeout_s`` per attempt. Raises NodeUnavailable, saying why for each
@@ -253,6 +254,10 @@ class TransferEngine:
                 usable.append(name)
             elif name == "rdma":
                 continue
+            elif name == "ucx":
+                reason = ucx_agent.probe()
+                usable += [] if reason else [name]
+                reasons += [f"ucx: {reason}"] if reason else []
             else:
                 shm = self._open_shm(descriptor, session_id, reasons)
                 usable += [name] if shm is not None else []

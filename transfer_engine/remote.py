@@ -21,6 +21,7 @@ from tanghulu.transfer_engine.shm import ShmPeer
 from tanghulu.transfer_engine.tcp import TcpLink, TcpPeer
 from tanghulu.transfer_engine.topology import Topology, pair
 from tanghulu.transfer_engine.transport import Link, Peer
+from tanghulu.transfer_engine.ucx import UcxLink, UcxPeer
 from tanghulu.types import Address
 
 
@@ -55,6 +56,8 @@ class RemoteSegment:
             self._peers["tcp"] = self._tcp
         if rdma is not None and "rdma" in transports:
             self._peers["rdma"] = RdmaPeer(descriptor, session_id, rdma, self._tcp.fences)
+        if "ucx" in transports:
+            self._peers["ucx"] = UcxPeer(descriptor, session_id, self._tcp.fences)
         self._pools = {
             name: LinkPool(peer.connect, config.max_links_per_peer, clock) for name, peer in self._peers.items()
         }
@@ -88,7 +91,7 @@ class RemoteSegment:
         return not self._closed and (shm is None or shm.alive)
 
     def greet(self, timeout_s: float, clock: Clock) -> None:
-        """Make sure that an endpoint of the preferred transport (tcp or rdma) serves this segment.
+        """Make sure that an endpoint of the preferred transport (not shm) serves this segment.
 
         Raises NodeUnavailable or its refusal.
         """
@@ -97,7 +100,7 @@ class RemoteSegment:
             if path.transport != self.transport or path.stream:
                 continue
             link = self._peers[path.transport].connect()
-            assert isinstance(link, TcpLink | RdmaLink), "shm greets when it maps"
+            assert isinstance(link, TcpLink | RdmaLink | UcxLink), "shm greets when it maps"
             try:
                 link.greet(path, timeout_s, clock)
             except TanghuluError as error:

@@ -16,6 +16,7 @@ from tanghulu.transfer_engine.reception import Reception
 from tanghulu.transfer_engine.segment import Endpoint, MemorySegment, SegmentDescriptor
 from tanghulu.transfer_engine.shm_server import ProcessWatch, ShmDoor
 from tanghulu.transfer_engine.tcp_server import TcpConnection
+from tanghulu.transfer_engine.ucx_server import UcxDoor
 from tanghulu.types import Address
 
 #: A slice without a byte of progress for this long has its connection closed, so that its range can be reused.
@@ -30,8 +31,9 @@ class SegmentServer:
     ``access`` decides about every range; None opens the whole segment to everybody who can connect (tests, benches).
     ``on_freed`` is told, on the loop, which ranges became free because a transfer ended or a peer's process exited.
     ``unix_path=None`` offers no shm; ``rdma_devices`` are the verbs devices to offer, empty for every usable one, None
-    for no rdma. ``advertised_host`` (by default ``host``) is what the descriptor tells peers; with ``tcp_devices``,
-    pairs of a device's name and its address, it tells one endpoint for each (``host`` must then let all of them in).
+    for no rdma; ``ucx`` offers UCX, which needs NIXL. ``advertised_host`` (by default ``host``) is what the descriptor
+    tells peers; with ``tcp_devices``, pairs of a device's name and its address, it tells one endpoint for each
+    (``host`` must then let all of them in).
     ``bytes_read`` and ``bytes_written`` count by transport, from the client's point of view; shm traffic is invisible
     here, so the owner adds what its clients report. The segment stays the caller's; close the server first.
     """
@@ -45,6 +47,7 @@ class SegmentServer:
         port: int = 0,
         unix_path: str | None,
         rdma_devices: Sequence[str] | None = None,
+        ucx: bool = False,
         generation: int,
         host_id: str,
         name: str | None = None,
@@ -67,6 +70,8 @@ class SegmentServer:
         self._stall_timeout_s = stall_timeout_s
         self._rdma: RdmaDoor | None = None
         self._rdma_devices = rdma_devices
+        self._offers_ucx = ucx
+        self._ucx: UcxDoor | None = None
         self._listener: asyncio.Server | None = None
         self._door: ShmDoor | None = None
         self._watch = ProcessWatch(self._process_exited)
@@ -88,7 +93,7 @@ class SegmentServer:
         """Listen on every transport; raises OSError if an address or the socket path is taken.
 
         With ``rdma_devices``: NodeUnavailable if there is no such usable device, TransferFailed if the memory cannot be
-        registered.
+        registered. With ``ucx``: NodeUnavailable if NIXL is not here.
         """
         assert self._listener is None, "a server starts once"
         loop = asyncio.get_running_loop()
@@ -108,12 +113,16 @@ class SegmentServer:
                 raise
         if self._rdma_devices is not None:
             await self._start_rdma(self._rdma_devices)
+        if self._offers_ucx:
+            await self._start_ucx()
         self._sweeping = loop.call_later(self._stall_timeout_s, self._sweep)
 
     def descriptor(self) -> SegmentDescriptor:
         """What peers need in order to open this segment; valid after ``start()``."""
         assert self._listener is not None, "start the server first"
         endpoints = [Endpoint("tcp", str(Address(host, self._port)), device) for device, host in self._tcp_devices]
+        if self._ucx is not None:
+            endpoints = self._ucx.endpoints() + endpoints
         if self._rdma is not None:
             endpoints = self._rdma.endpoints() + endpoints
         if self._unix_path is not None:
@@ -131,6 +140,8 @@ class SegmentServer:
             self._sweeping.cancel()
         listener.close()
         self._reception.open = False
+        if self._ucx is not None:
+            self._ucx.close()
         if self._rdma is not None:
             self._rdma.close()
         for connection in list(self._reception.connections):
@@ -172,6 +183,8 @@ class SegmentServer:
         self._reception.check()
         if self._rdma is not None:
             self._rdma.check()
+        if self._ucx is not None:
+            self._ucx.check()
 
     def __repr__(self) -> str:
         return f"SegmentServer({self._segment!r}, generation={self._generation}, {self.num_connections})"
@@ -194,6 +207,22 @@ class SegmentServer:
             self._rdma = None
             await self.close()
             raise
+
+    async def _start_ucx(self) -> None:
+        door = UcxDoor(
+            self._segment,
+            self._access,
+            self._reception,
+            self._tell,
+            host=self._host,
+            advertised_host=self._advertised_host,
+        )
+        try:
+            await door.start()
+        except BaseException:
+            await self.close()
+            raise
+        self._ucx = door
 
     def _tell(self, freed: Sequence[Freed]) -> None:
         if freed and self._on_freed is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import socket
@@ -14,7 +13,7 @@ import click
 
 from tanghulu.config import command, option
 from tanghulu.errors import TanghuluError
-from tanghulu.transfer_engine import rdma_verbs
+from tanghulu.transfer_engine import rdma_verbs, ucx_agent
 from tanghulu.transfer_engine.segment import MemorySegment, map_shared
 from tanghulu.transfer_engine.topology import Topology
 from tanghulu.transfer_engine.topology_discovery import load
@@ -90,9 +89,8 @@ def _rdma() -> Ability:
 
 
 def _ucx() -> Ability:
-    if importlib.util.find_spec("nixl") is None:
-        return Ability(False, "the package nixl is not installed")
-    return Ability(False, "nixl is installed, but this version has no ucx transport")
+    reason = ucx_agent.probe()
+    return Ability(not reason, reason or "UCX through NIXL, over every lane but shared memory")
 
 
 def _as_json(topology: Topology, found: dict[str, Ability]) -> str:

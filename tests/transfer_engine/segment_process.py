@@ -96,6 +96,10 @@ class Owner:
         assert self.server._door is not None
         await self.server._door.close()
 
+    async def close_ucx(self) -> None:
+        assert self.server._ucx is not None
+        self.server._ucx.close()
+
     async def counters(self) -> dict[str, Any]:
         self.server.check()
         return {

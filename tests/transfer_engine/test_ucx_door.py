@@ -1,0 +1,259 @@
+"""The owner's door of ucx and its wire, with agents that move nothing: runs where NIXL is not installed, too."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tanghulu.clock import ManualClock
+from tanghulu.errors import LeaseExpired, NodeUnavailable, Overloaded, TransferFailed, Unauthorized
+from tanghulu.transfer_engine import ucx_agent, ucx_server
+from tanghulu.transfer_engine.access import AccessTable
+from tanghulu.transfer_engine.engine import TransferEngine
+from tanghulu.transfer_engine.leases import Freed
+from tanghulu.transfer_engine.opcode import Opcode
+from tanghulu.transfer_engine.segment import Endpoint, MemorySegment, SegmentDescriptor
+from tanghulu.transfer_engine.server import SegmentServer
+from tanghulu.transfer_engine.ucx_wire import (
+    REQUEST_BYTES,
+    UcxAnswer,
+    UcxOp,
+    UcxRequest,
+    parse_answer,
+    parse_request,
+)
+from tanghulu.transfer_engine.wire import MalformedMessage, name_hash
+from tanghulu.types import Address
+
+U64 = st.integers(0, (1 << 64) - 1)
+
+
+class StillAgent:
+    """An agent that can be made and closed; making one waits for ``may_make``."""
+
+    made: list[StillAgent]
+    may_make: threading.Event
+    fails = False
+
+    def __init__(self, name: str, *, serves: bool) -> None:
+        assert serves
+        assert self.may_make.wait(5)
+        if self.fails:
+            raise NodeUnavailable("no lanes")
+        self.name = name
+        self.closed = False
+        self.made.append(self)
+
+    def offer(self, address: int, num_bytes: int) -> bytes:
+        return f"{self.name} {num_bytes}".encode()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Client:
+    """Says exactly what it is told."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._data = bytearray()
+
+    def say(self, op: UcxOp, token: int, session_id: int = 7, name: str = "s", generation: int = 3) -> None:
+        self._writer.write(UcxRequest(op, token, session_id, generation, name_hash(name)).pack())
+
+    def say_bytes(self, data: bytes) -> None:
+        self._writer.write(data)
+
+    async def answer(self) -> UcxAnswer | None:
+        """None when the owner hung up."""
+        async with asyncio.timeout(5):
+            while (answer := parse_answer(self._data)) is None:
+                try:
+                    data = await self._reader.read(4096)
+                except ConnectionResetError:
+                    return None
+                if not data:
+                    return None
+                self._data += data
+            return answer
+
+    async def ask(self, op: UcxOp, token: int, **more: int | str) -> UcxAnswer:
+        self.say(op, token, **more)  # type: ignore[arg-type]
+        answer = await self.answer()
+        assert answer is not None
+        return answer
+
+    async def close(self) -> None:
+        self._writer.close()
+        with contextlib.suppress(ConnectionResetError):
+            await self._writer.wait_closed()
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.access = AccessTable(self.clock, lease_ms=1000, max_quarantined_bytes_per_session=0)
+        self.access.open_session(7, None)
+        self.segment = MemorySegment.create("s", 1 << 16)
+        self.freed: list[Freed] = []
+        self.server = SegmentServer(
+            self.segment, self.access, host="127.0.0.1", unix_path=None, ucx=True, generation=3, host_id="h",
+            on_freed=self.freed.extend,
+        )  # fmt: skip
+        self.clients: list[Client] = []
+
+    async def client(self) -> Client:
+        where = Address.parse(self.server.descriptor().endpoints_of("ucx")[0].address)
+        self.clients.append(Client(*await asyncio.open_connection(where.host, where.port)))
+        return self.clients[-1]
+
+
+@pytest.fixture
+async def bench(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
+    StillAgent.made, StillAgent.may_make, StillAgent.fails = [], threading.Event(), False
+    StillAgent.may_make.set()
+    monkeypatch.setattr(ucx_server, "Agent", StillAgent)
+    monkeypatch.setattr(ucx_server, "probe", lambda: "")
+    bench = Bench()
+    server = bench.server
+    await server.start()
+    yield bench
+    server.check()
+    for client in bench.clients:
+        await client.close()
+    await server.close()
+    assert all(agent.closed for agent in StillAgent.made)
+    bench.segment.close()
+
+
+async def test_connect_close_and_what_is_refused(bench: Bench):
+    client = await bench.client()
+    answer = await client.ask(UcxOp.CONNECT, 5)
+    assert answer.metadata == b"owner-5 65536"
+    assert answer.leased
+    assert not StillAgent.made[0].closed
+    assert (await client.ask(UcxOp.CLOSE, 5)).refusal is None
+    assert StillAgent.made[0].closed  # before it was answered
+    wrong = [{"generation": 4}, {"name": "other"}, {"session_id": 8}]
+    for number, each in enumerate(wrong):
+        refusal = (await (await bench.client()).ask(UcxOp.CONNECT, 50 + number, **each)).refusal
+        assert refusal is not None
+    bench.server.check()
+
+
+async def test_a_fence_closes_the_agent_first_and_keeps_late_ones_out(bench: Bench):
+    old, new, late = await bench.client(), await bench.client(), await bench.client()
+    await old.ask(UcxOp.CONNECT, 1)
+    await new.ask(UcxOp.CONNECT, 2)
+    await new.ask(UcxOp.FENCE, 1)
+    assert StillAgent.made[0].closed
+    assert await old.answer() is None
+    await new.ask(UcxOp.FENCE, 9)
+    assert isinstance((await late.ask(UcxOp.CONNECT, 9)).refusal, Unauthorized)
+    assert len(StillAgent.made) == 2
+
+
+async def test_requests_behind_a_connect_wait_for_its_agent(bench: Bench):
+    StillAgent.may_make.clear()
+    client = await bench.client()
+    client.say(UcxOp.CONNECT, 1)
+    client.say(UcxOp.FENCE, 77)
+    StillAgent.may_make.set()
+    answers = [await client.answer(), await client.answer()]
+    assert [each.op for each in answers if each] == [UcxOp.CONNECT, UcxOp.FENCE]
+
+
+async def test_a_fence_while_the_agent_is_being_made(bench: Bench):
+    StillAgent.may_make.clear()
+    old, new = await bench.client(), await bench.client()
+    old.say(UcxOp.CONNECT, 1)
+    StillAgent.may_make.set()
+    await new.ask(UcxOp.CONNECT, 2)
+    await new.ask(UcxOp.FENCE, 1)
+    while await old.answer() is not None:
+        pass
+    assert len([agent for agent in StillAgent.made if not agent.closed]) == 1
+
+
+async def test_an_agent_that_cannot_be_made(bench: Bench):
+    StillAgent.fails = True
+    refusal = (await (await bench.client()).ask(UcxOp.CONNECT, 1)).refusal
+    assert isinstance(refusal, NodeUnavailable)
+    assert refusal.message == "no lanes"
+
+
+async def test_leases(bench: Bench):
+    lease = bench.access.grant(7, 0, 100, Opcode.WRITE)
+    client = await bench.client()
+    await client.ask(UcxOp.CONNECT, 1)
+    assert (await client.ask(UcxOp.ADMIT, lease)).refusal is None
+    assert isinstance((await client.ask(UcxOp.ADMIT, lease + 1)).refusal, LeaseExpired)
+    bench.clock.advance(2.0)
+    assert bench.access.expire(bench.clock.now_s()) == []  # its agent lives
+    assert await client.answer() is None  # hung up on
+    assert StillAgent.made[0].closed
+    assert [each.lease_id for each in bench.freed] == [lease]
+    assert not bench.access.busy(0, 100)
+
+
+async def test_agents_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ucx_server, "MAX_AGENTS", 1)
+    first, second = await bench.client(), await bench.client()
+    await first.ask(UcxOp.CONNECT, 1)
+    assert isinstance((await second.ask(UcxOp.CONNECT, 2)).refusal, Overloaded)
+    await second.close()
+
+
+@pytest.mark.parametrize("said", [b"\0" * REQUEST_BYTES, UcxRequest(UcxOp.CLOSE, 5).pack(),
+                                  UcxRequest(UcxOp.CONNECT, 0).pack()])  # fmt: skip
+async def test_malformed_requests_close_the_connection(bench: Bench, said: bytes):
+    client = await bench.client()
+    client.say_bytes(said)
+    assert await client.answer() is None
+
+
+async def test_without_nixl(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ucx_agent, "_MODULES", ("tanghulu.nowhere",))
+    monkeypatch.setattr(ucx_agent, "_bindings", [])
+    assert "pip install" in ucx_agent.probe()
+    segment = MemorySegment.create("s", 100)
+    server = SegmentServer(segment, None, host="127.0.0.1", unix_path=None, ucx=True, generation=1, host_id="h")
+    with pytest.raises(NodeUnavailable, match="NIXL is not here"):
+        await server.start()
+    segment.close()
+    there = SegmentDescriptor("s", 100, "h", 1, (Endpoint("ucx", "127.0.0.1:9"),))
+    with TransferEngine(host_id="h") as engine, pytest.raises(NodeUnavailable, match="NIXL is not here"):
+        engine.open_segment(there)
+
+
+@given(op=st.sampled_from(list(UcxOp)), numbers=st.lists(U64, min_size=4, max_size=4))
+def test_requests_survive_the_wire(op: UcxOp, numbers: list[int]):
+    request = UcxRequest(op, *numbers)
+    assert parse_request(request.pack()) == request
+
+
+@given(metadata=st.binary(max_size=300), address=U64, leased=st.booleans(), cut=st.integers(1, 20))
+def test_answers_survive_the_wire(metadata: bytes, address: int, leased: bool, cut: int):
+    answer = UcxAnswer(UcxOp.CONNECT, None, metadata, address, leased)
+    data = bytearray(answer.pack())
+    assert parse_answer(data[:-cut]) is None
+    data += UcxAnswer(UcxOp.CLOSE, TransferFailed("no")).pack()
+    assert parse_answer(data) == answer
+    refused = parse_answer(data)
+    assert refused is not None
+    assert isinstance(refused.refusal, TransferFailed)
+    assert not data
+
+
+@given(data=st.binary(min_size=REQUEST_BYTES, max_size=REQUEST_BYTES))
+def test_noise_is_malformed(data: bytes):
+    with pytest.raises(MalformedMessage):
+        parse_request(data)
+    with pytest.raises(MalformedMessage):
+        parse_answer(bytearray(data))
