@@ -1,12 +1,16 @@
 """Early rejection: a request that will miss its SLO is refused before work is spent on it.
 
 Pure. Under overload a queue without a door serves everybody late and so nobody in time; what is refused at once can be
-sent elsewhere. (Mooncake, FAST'25, section 5: rejection by predicted load. What a request will meet at the decode
-worker is predicted with all requests that are on their way to it, not those alone that decode there already.)
+sent elsewhere. (Mooncake, FAST'25, section 5: rejection by the load predicted for the time when the prefill ends.
+Judging by the load of now makes the cluster swing: while many prefills are under way decode looks idle and all are
+admitted, and when they arrive it looks full and none is.) So everybody on the way to the decode worker counts, and of
+those who decode there now the share that will have ended by then does not: with ages spread evenly over an answer's
+expected life, ``ttft / life`` of them.
 
 Example: SLOs of 5 s and 100 ms. The chosen worker's queue is 4.2 s and the prefill takes 1.1 s: 5.3 s, refused. With
-0.6 s of prefill it is admitted, unless the decode worker, with everybody on the way to it, would need more than 100 ms
-a step.
+0.6 s of prefill it is admitted, unless the decode worker would need more than 100 ms a step. 40 decode there, 10 are on
+their way, and answers have 400 tokens of 30 ms, a life of 12 s: in 4.8 s 24 of the 40 are left, so that is a step of
+24 + 10 + 1.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ def forecast(request: RequestView, workers: Sequence[WorkerView], decision: Deci
     """The first token by the best way that the chosen prefill worker has, and a decode step with one sequence more."""
     by_id = {w.id: w for w in workers}
     way = best_start(request, by_id[decision.prefill], best_holder(prefillers(workers)))
-    return Forecast(way.ttft_s, _tbt_s(request, by_id[decision.decode]))
+    return Forecast(way.ttft_s, _tbt_s(request, by_id[decision.decode], way.ttft_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +55,15 @@ class Admission:
         return ""
 
 
-def _tbt_s(request: RequestView, worker: WorkerView) -> float:
-    if worker.decode_profile is not None:
-        context_tokens = (worker.blocks_total - worker.blocks_free) * request.block_tokens + request.num_tokens
-        return worker.decode_profile.seconds(worker.num_requests + 1, context_tokens)
+def _tbt_s(request: RequestView, worker: WorkerView, ttft_s: float) -> float:
+    """A step of ``worker`` when the request joins, ``ttft_s`` from now."""
+    now = worker.num_requests - worker.coming_requests
     step_s = worker.decode_step_s or ASSUMED_DECODE_STEP_S
-    return step_s * (1 + STEP_SHARE_OF_A_SEQUENCE)
+    life_s = request.expected_output * step_s
+    staying = now * max(0.0, 1 - ttft_s / life_s) if life_s else now
+    batch = staying + worker.coming_requests + 1
+    if worker.decode_profile is None:
+        return step_s * max(1.0, 1 + STEP_SHARE_OF_A_SEQUENCE * (batch - now))
+    used_tokens = (worker.blocks_total - worker.blocks_free) * request.block_tokens
+    share = (batch - 1) / worker.num_requests if worker.num_requests else 0.0
+    return worker.decode_profile.seconds(batch, share * used_tokens + request.num_tokens)

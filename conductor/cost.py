@@ -43,6 +43,6 @@ class DecodeProfile:
     sequence_s: float = 0.0
     token_s: float = 0.0
 
-    def seconds(self, batch: int, context_tokens: float) -> float:
+    def seconds(self, batch: float, context_tokens: float) -> float:
         """One step of ``batch`` sequences with ``context_tokens`` in all; 0 without any."""
         return self.fixed_s + self.sequence_s * batch + self.token_s * context_tokens if batch else 0.0

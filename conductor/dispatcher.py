@@ -7,7 +7,6 @@ calls only; everything runs in the event loop between two awaits, so no state is
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -29,12 +28,13 @@ from tanghulu.conductor.lifecycle import (
     SubmitTo,
 )
 from tanghulu.conductor.metrics import ConductorMetrics
-from tanghulu.conductor.policies.base import Policy
 from tanghulu.conductor.registry import Registry, SessionFactory, Worker
 from tanghulu.conductor.requests import GenerationRequest, Step, Welcome
 from tanghulu.conductor.routing import Route, Router
+from tanghulu.conductor.routing_wish import Policies
 from tanghulu.conductor.served_model import ServedModel
 from tanghulu.conductor.token_stream import TokenStream
+from tanghulu.conductor.waiting import QueueOrder, WaitingQueue
 from tanghulu.conductor.worker_session import WorkerSession
 from tanghulu.errors import NodeUnavailable, Overloaded, TanghuluError
 from tanghulu.types import InstanceId, Place, RequestId
@@ -51,6 +51,7 @@ class Limits:
     queue_timeout_s: float = 30.0
     max_redispatches: int = 3
     admission: Admission = field(default_factory=Admission)
+    order: QueueOrder = field(default_factory=QueueOrder)
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +66,7 @@ class _Entry:
     wire_id: str = ""
     rest_tokens: int = 0
     num_blocks: int = 0
+    promised: InstanceId | None = None
     deadline: asyncio.TimerHandle | None = None
 
 
@@ -74,7 +76,7 @@ class Dispatcher:
     def __init__(
         self,
         conductor_id: str,
-        policy: Policy,
+        policies: Policies,
         metrics: ConductorMetrics,
         limits: Limits,
         clock: Clock,
@@ -83,12 +85,12 @@ class Dispatcher:
     ) -> None:
         self.registry = Registry(conductor_id, self, connect)
         self.mirror = CacheMirror()
-        self.router = Router(self.registry, self.mirror, policy, place)
+        self.router = Router(self.registry, self.mirror, policies, place)
         self._metrics = metrics
         self._limits = limits
         self._clock = clock
         self._entries: dict[RequestId, _Entry] = {}
-        self._queue: OrderedDict[RequestId, _Entry] = OrderedDict()
+        self._queue: WaitingQueue[_Entry] = WaitingQueue(limits.order)
         self._submissions: dict[str, _Entry] = {}
 
     # --- what the HTTP layer asks
@@ -99,8 +101,12 @@ class Dispatcher:
         return len(self._entries)
 
     def submit(self, request: GenerationRequest, model: ServedModel) -> TokenStream:
-        """Take ``request``; its tokens come through the stream. Raises Overloaded if the queue is full."""
+        """Take ``request``; its tokens come through the stream.
+
+        Raises Overloaded if the queue is full, InvalidRequest for a wish that nobody can fulfil.
+        """
         assert request.id not in self._entries, f"request id {request.id} is in use"
+        self.router.check_wish(request.routing)
         entry = _Entry(Flight(request, self._limits.max_redispatches), model, TokenStream(), self._clock.now_s())
         if len(self._queue) >= self._limits.max_queued:
             error = Overloaded(f"{len(self._queue)} requests are waiting already; try again later")
@@ -182,6 +188,8 @@ class Dispatcher:
         live = {e.flight.wire_id: e for e in self._entries.values() if e.flight.wire_id}
         assert live == self._submissions
         assert all(e.wire_id == wire_id for wire_id, e in self._submissions.items())
+        self._queue.check()
+        self.router.policies.check()
         self.registry.check()
         self.mirror.check()
         self.router.in_flight.check()
@@ -197,14 +205,13 @@ class Dispatcher:
     # --- the queue
 
     def _enqueue(self, entry: _Entry, front: bool) -> None:
-        request_id = entry.flight.request.id
-        self._queue[request_id] = entry
-        if front:
-            self._queue.move_to_end(request_id, last=False)
+        request, sjf = entry.flight.request, self._limits.order.name == "sjf"
+        prefill_s = self.router.rest_s(entry.flight, entry.model) if sjf and not front else 0.0
+        self._queue.push(request.id, entry, self._clock.now_s(), request.priority, prefill_s, front)
         entry.deadline = asyncio.get_running_loop().call_later(self._limits.queue_timeout_s, self._expire, entry)
 
     def _leave_queue(self, entry: _Entry) -> None:
-        self._queue.pop(entry.flight.request.id, None)
+        self._queue.discard(entry.flight.request.id)
         if entry.deadline is not None:
             entry.deadline.cancel()
             entry.deadline = None
@@ -217,10 +224,10 @@ class Dispatcher:
         self._perform(entry, entry.flight.fail(error))
 
     def _pump(self) -> None:
-        """Submit what can be submitted, oldest first. A model without workers does not hold up the others."""
+        """Submit what can be submitted, in the queue's order. A model without workers does not hold up the others."""
         if len(self._submissions) >= self._limits.max_in_flight:
             return
-        for entry in list(self._queue.values()):
+        for entry in self._queue:
             if len(self._submissions) >= self._limits.max_in_flight:
                 return
             if entry.flight.state is State.QUEUED:
@@ -240,6 +247,9 @@ class Dispatcher:
             self._perform(entry, flight.fail(Overloaded(f"{objection}; try again later")))
             return
         entry.rest_tokens, entry.num_blocks = route.rest_tokens, route.request.num_blocks
+        if decode != prefill:
+            self.registry.workers[decode].load.promise(flight.request.id, entry.num_blocks)
+            entry.promised = decode
         self._perform(entry, flight.submit(prefill, decode))
 
     def _objection(self, entry: _Entry, route: Route) -> str:
@@ -284,6 +294,7 @@ class Dispatcher:
 
     def _pick_decode(self, entry: _Entry) -> None:
         self._metrics.hand_overs.inc()
+        self._withdraw(entry)
         worker = self.router.choose_decode(entry.flight, entry.model)
         if worker is None:
             lost = NodeUnavailable("no worker is left that could decode")
@@ -308,17 +319,28 @@ class Dispatcher:
         _log.info("request.redispatched", request=flight.request.id, reason=reason.code, tokens=len(flight.generated))
         self._metrics.redispatches.labels(reason.code).inc()
         self._untrack(entry)
+        self._withdraw(entry)
         self._enqueue(entry, front=True)
 
     def _end(self, entry: _Entry, end: End) -> None:
         flight = entry.flight
         self._leave_queue(entry)
         self._untrack(entry)
+        self._withdraw(entry)
+        if flight.generated:
+            self.router.output.ended(len(flight.generated))
         self._entries.pop(flight.request.id, None)
         self._count_end(entry, end)
         _log.debug("request.ended", request=flight.request.id, state=flight.state.name, tokens=len(flight.generated))
         entry.stream.cached_tokens = flight.cached_tokens or 0
         entry.stream.end(end)
+
+    def _withdraw(self, entry: _Entry) -> None:
+        """The decode worker that was foreseen is chosen anew, or not needed."""
+        worker = self.registry.workers.get(entry.promised) if entry.promised is not None else None
+        if worker is not None:
+            worker.load.withdraw(entry.flight.request.id)
+        entry.promised = None
 
     def _untrack(self, entry: _Entry) -> None:
         self._submissions.pop(entry.wire_id, None)

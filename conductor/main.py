@@ -16,7 +16,9 @@ from tanghulu.conductor.dispatcher import Dispatcher, Limits
 from tanghulu.conductor.http.app import HttpServer, address_of, listen, make_app
 from tanghulu.conductor.http.service import DEFAULT_BODY_BYTES, Service
 from tanghulu.conductor.metrics import ConductorMetrics
-from tanghulu.conductor.policies.registry import POLICY_NAMES, make_policy
+from tanghulu.conductor.policies.registry import POLICY_NAMES
+from tanghulu.conductor.routing_wish import Policies, parse_weights
+from tanghulu.conductor.waiting import ORDERS, QueueOrder
 from tanghulu.config import command, option
 from tanghulu.discovery.base import Discovery, Instance
 from tanghulu.discovery.open import HELP as DISCOVERY_HELP
@@ -37,9 +39,14 @@ class ConductorConfig(ProcessConfig):
     master: Masters = option(Masters.parse("127.0.0.1:7400"), MASTER_HELP)
     discovery: str = option("master", DISCOVERY_HELP)
     policy: str = option("ttft-min", "how workers are chosen for a request", choices=POLICY_NAMES)
+    policy_weights: str = option("", "weights of the policies, such as alpha=0.7,temperature=0.2")
     max_in_flight: int = option(1024, "most sequences under way at workers")
     max_queued: int = option(1024, "most sequences that wait; beyond it requests are refused with 429")
     queue_timeout_s: float = option(30.0, "longest wait for a place or for a worker, in seconds")
+    queue_order: str = option(
+        "fcfs", "who is sent first of those that wait here: first come, or shortest prefill with ageing", choices=ORDERS
+    )
+    queue_ageing: float = option(0.1, "sjf: seconds by which a second of waiting makes a prefill count as shorter")
     ttft_slo_s: float = option(0.0, "refuse with 429 what would wait longer for its first token, in seconds; 0: never")
     tbt_slo_s: float = option(0.0, "refuse with 429 what would wait longer for each token, in seconds; 0: never")
     max_redispatches: int = option(3, "how often a request is moved because its worker was lost")
@@ -50,9 +57,10 @@ class ConductorConfig(ProcessConfig):
         for name in ("max_in_flight", "max_queued", "max_body_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
-        for name in ("ttft_slo_s", "tbt_slo_s", "queue_timeout_s", "max_redispatches", "grace_s"):
+        for name in ("ttft_slo_s", "tbt_slo_s", "queue_timeout_s", "max_redispatches", "grace_s", "queue_ageing"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it cannot be negative")
+        parse_weights(self.policy_weights)
 
 
 class Conductor:
@@ -65,11 +73,12 @@ class Conductor:
             config.queue_timeout_s,
             config.max_redispatches,
             Admission(config.ttft_slo_s, config.tbt_slo_s),
+            QueueOrder(config.queue_order, config.queue_ageing),
         )
         self.config = config
         self.dispatcher = Dispatcher(
             conductor_id,
-            make_policy(config.policy),
+            Policies(config.policy, parse_weights(config.policy_weights)),
             ConductorMetrics(registry),
             limits,
             SystemClock(),

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from tanghulu.conductor.routing_wish import NO_WISH, RoutingWish
 from tanghulu.errors import TanghuluError
 from tanghulu.hashing import Tokens
 from tanghulu.types import BlockHash, Fingerprint, InstanceId, RequestId
@@ -52,6 +53,7 @@ class GenerationRequest:
     salt: bytes = b""
     priority: int = 0
     session: str = ""
+    routing: RoutingWish = NO_WISH
 
 
 class FinishReason(Enum):

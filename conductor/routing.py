@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tanghulu.conductor.events import CacheMirror, Hits
 from tanghulu.conductor.in_flight import InFlightBlocks
 from tanghulu.conductor.lifecycle import Flight
+from tanghulu.conductor.output_length import OutputEstimate
 from tanghulu.conductor.policies.base import Decision, Policy, RequestView, WorkerView
 from tanghulu.conductor.registry import Registry
 from tanghulu.conductor.requests import GenerationRequest
+from tanghulu.conductor.routing_wish import Policies, RoutingWish, restricted
 from tanghulu.conductor.served_model import ServedModel
 from tanghulu.conductor.shortlist import shortlist
 from tanghulu.conductor.worker_state import views
+from tanghulu.errors import InvalidRequest
 from tanghulu.types import InstanceId, Place
 
 
@@ -25,6 +29,7 @@ class Route:
     request: RequestView
     workers: tuple[WorkerView, ...]
     hits: Hits
+    policy: str
 
     @property
     def rest_tokens(self) -> int:
@@ -39,20 +44,21 @@ class Route:
 class Router:
     """Asks the policy."""
 
-    def __init__(self, registry: Registry, mirror: CacheMirror, policy: Policy, place: Place) -> None:
-        self.policy = policy
+    def __init__(self, registry: Registry, mirror: CacheMirror, policies: Policies, place: Place) -> None:
+        self.policies = policies
         self.in_flight = InFlightBlocks()
+        self.output = OutputEstimate()
         self._registry = registry
         self._place = place
         self._mirror = mirror
 
     def choose(self, flight: Flight, model: ServedModel) -> Route:
         """Workers for both phases of ``flight`` with all its tokens so far."""
-        return self._route(self.policy, flight, model)
+        return self._route(self.policies.of(flight.request.routing), flight, model)
 
     def explain(self, request: GenerationRequest, model: ServedModel) -> Route:
         """Where ``request`` would go now; changes nothing, not even whose turn it is."""
-        return self._route(copy.deepcopy(self.policy), Flight(request, 0), model)
+        return self._route(copy.deepcopy(self.policies.of(request.routing)), Flight(request, 0), model)
 
     def sent(self, wire_id: str, worker: InstanceId, flight: Flight, model: ServedModel) -> None:
         """``flight`` was sent to ``worker``, which computes its blocks until ``InFlightBlocks.end``."""
@@ -61,15 +67,31 @@ class Router:
 
     def choose_decode(self, flight: Flight, model: ServedModel) -> InstanceId | None:
         """A worker that goes on with the KV that ``flight`` has at its prefill worker."""
-        request, workers, _ = self._views(flight, model)
-        return self.policy.choose_decode(request, workers)
+        policy = self.policies.of(flight.request.routing)
+        request, workers, _ = self._views(policy, flight, model)
+        return policy.choose_decode(request, workers)
+
+    def check_wish(self, wish: RoutingWish) -> None:
+        """Raises InvalidRequest for a worker that is not there, so that nobody waits for it."""
+        for worker in filter(None, (wish.prefill, wish.decode)):
+            if worker not in self._registry.workers:
+                there = ", ".join(self._registry.workers) or "none"
+                raise InvalidRequest(f"worker {worker!r}, wished for by the request, is not there; there is {there}")
+
+    def rest_s(self, flight: Flight, model: ServedModel) -> float:
+        """Seconds of prefill that ``flight`` needs behind what is known of it anywhere, on the fastest worker."""
+        request, workers, hits = self._views(self.policies.default, flight, model)
+        hit_blocks = max([hits.store, *hits.workers.values()])
+        return min([w.prefill_s(request, hit_blocks) for w in workers], default=0.0)
 
     def _route(self, policy: Policy, flight: Flight, model: ServedModel) -> Route:
-        request, workers, hits = self._views(flight, model)
+        request, workers, hits = self._views(policy, flight, model)
         decision = policy.choose(request, workers) if workers else None
-        return Route(decision, request, tuple(workers), hits)
+        return Route(decision, request, tuple(workers), hits, policy.name)
 
-    def _views(self, flight: Flight, model: ServedModel) -> tuple[RequestView, list[WorkerView], Hits]:
+    def _views(
+        self, policy: Policy, flight: Flight, model: ServedModel
+    ) -> tuple[RequestView, Sequence[WorkerView], Hits]:
         sequence = flight.sequence(lambda: model.empty_sequence(flight.request.salt))
         hits = self._mirror.hits(sequence.block_hashes)
         request = RequestView(
@@ -80,13 +102,15 @@ class Router:
             session=flight.request.session,
             place=self._place,
             named_blocks=len(sequence.block_hashes),
+            expected_output=self.output.tokens,
         )
         usable = self._registry.usable(model.card.model)
         kept = ([w for w in usable if w.id not in flight.avoid] or usable) if flight.avoid else usable
         coming = self.in_flight.match(sequence.block_hashes)
-        if self.policy.ranks:
+        wish = flight.request.routing
+        if policy.ranks and not (wish.prefill or wish.decode):
             kept = shortlist(kept, hits.workers, coming)
-        return request, with_both_phases(views(kept, hits.workers, coming)), hits
+        return request, restricted(with_both_phases(views(kept, hits.workers, coming)), wish), hits
 
 
 def with_both_phases(shown: list[WorkerView]) -> list[WorkerView]:

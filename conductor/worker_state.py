@@ -1,7 +1,8 @@
-"""What the conductor knows of one worker's load: its last report, and what was sent since that it cannot know yet.
+"""What the conductor knows of one worker's load: its last report, and what that cannot tell yet.
 
 Pure. A submission counts as load from the moment it is sent until the worker has surely seen it: at the first word
-about that submission, or at the second report behind it (the first may have crossed it on the wire).
+about that submission, or at the second report behind it (the first may have crossed it on the wire). What is prefilled
+elsewhere and was promised to this worker counts until it comes or is withdrawn.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class LoadTracker:
     def __init__(self) -> None:
         self.reported = WorkerLoad()
         self._unreported: dict[str, _Unreported] = {}
+        self._promised: dict[str, int] = {}
         #: Order of workers by load: waiting tokens, then requests. An attribute, because thousands are sorted by it.
         self.pressure = 0.0
         self._queue_tokens = self._num_requests = self._blocks_free = 0
@@ -58,9 +60,20 @@ class LoadTracker:
                 del self._unreported[wire_id]
         self._changed()
 
+    def promise(self, key: str, num_blocks: int) -> None:
+        """A request that is prefilled elsewhere will decode here and need so many blocks."""
+        self._promised[key] = num_blocks
+        self._changed()
+
+    def withdraw(self, key: str) -> None:
+        """It came, or will not come; no error if that is known."""
+        if self._promised.pop(key, None) is not None:
+            self._changed()
+
     def reset(self, load: WorkerLoad) -> None:
         """A new session began: nothing is under way."""
         self._unreported.clear()
+        self._promised.clear()
         self.reported = load
         self._changed()
 
@@ -99,6 +112,7 @@ class LoadTracker:
             hit_blocks=hit_blocks,
             coming_blocks=coming_blocks,
             place=place,
+            coming_requests=len(self._promised),
         )
 
     def _changed(self) -> None:
@@ -109,6 +123,9 @@ class LoadTracker:
             self._queue_tokens += sum([e.prefill_tokens for e in own])
             self._blocks_free = max(0, load.blocks_free - sum([e.num_blocks for e in own]))
             self._num_requests += len(own)
+        if self._promised:
+            self._blocks_free = max(0, self._blocks_free - sum(self._promised.values()))
+            self._num_requests += len(self._promised)
         self.pressure = self._queue_tokens + self._num_requests / 1024
         self.renew()
 

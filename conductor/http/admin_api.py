@@ -43,7 +43,7 @@ def router(service: Service) -> APIRouter:
         """Where a completion or chat with this body would go now, and why. GET takes ?prompt=&model= as well."""
         wish = await _wish(service, await read_body(request, service.max_body_bytes), dict(request.query_params))
         found = service.dispatcher.router.explain(wish.requests[0], wish.model)
-        return _explanation(wish, found, service.dispatcher.router.policy.name)
+        return _explanation(wish, found)
 
     @api.post("/tokenize")
     async def tokenize(request: Request) -> dict[str, Any]:
@@ -84,11 +84,11 @@ async def _wish(service: Service, body: bytes, query: dict[str, str]) -> Wish:
     return await completion_wish(completion, await service.find_model(completion.model))
 
 
-def _explanation(wish: Wish, route: Route, policy: str) -> dict[str, Any]:
+def _explanation(wish: Wish, route: Route) -> dict[str, Any]:
     decision = route.decision
     return {
         "model": wish.model.card.model,
-        "policy": policy,
+        "policy": route.policy,
         "num_prompt_tokens": route.request.num_tokens,
         "num_blocks": route.request.num_blocks,
         "block_tokens": route.request.block_tokens,
@@ -111,6 +111,7 @@ def _explanation(wish: Wish, route: Route, policy: str) -> dict[str, Any]:
                 "prefill_tokens_per_s": w.prefill_tokens_per_s,
                 "hit_blocks": w.hit_blocks,
                 "coming_blocks": w.coming_blocks,
+                "coming_requests": w.coming_requests,
             }
             for w in route.workers
         ],

@@ -22,6 +22,7 @@ from tanghulu.conductor.http.schema import (
     SamplingFields,
 )
 from tanghulu.conductor.requests import GenerationRequest, Sampling, StopRule
+from tanghulu.conductor.routing_wish import NO_WISH
 from tanghulu.conductor.served_model import ServedModel
 from tanghulu.hashing import Tokens
 from tanghulu.types import RequestId
@@ -101,6 +102,7 @@ def _wish(
             "n",
         )
     salt = (body.cache_salt or "").encode()
+    routing = body.routing.wish() if body.routing is not None else NO_WISH
     requests = [
         GenerationRequest(
             RequestId(uuid.uuid4().hex),
@@ -111,6 +113,7 @@ def _wish(
             salt,
             body.priority,
             body.prompt_cache_key or "",
+            routing,
         )
         for prompt in prompts
         for choice in range(num_choices)

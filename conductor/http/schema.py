@@ -9,7 +9,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from tanghulu.conductor.policies.registry import POLICY_NAMES
+from tanghulu.conductor.routing_wish import WEIGHTS, RoutingWish
 from tanghulu.conductor.stop_strings import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
+from tanghulu.types import InstanceId
 
 MAX_CHOICES = 16
 MAX_SEQUENCES = 128
@@ -67,6 +70,35 @@ class ResponseFormat(Body):
     type: Literal["text"]
 
 
+Weight = Annotated[float, Field(ge=0, le=1e6)]
+
+
+class RoutingFields(Body):
+    """``routing``: what this request asks of routing for itself; unknown names are refused, since they do nothing."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    policy: str | None = None
+    worker: Annotated[str, Field(max_length=256)] | None = None
+    prefill_worker: Annotated[str, Field(max_length=256)] | None = None
+    decode_worker: Annotated[str, Field(max_length=256)] | None = None
+    weights: dict[str, Weight] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        if self.policy is not None and self.policy not in POLICY_NAMES:
+            raise ValueError(f"policy {self.policy!r} is unknown; there is {', '.join(POLICY_NAMES)}")
+        for name in self.weights:
+            if name not in WEIGHTS:
+                raise ValueError(f"weight {name!r} is unknown; there is {', '.join(WEIGHTS)}")
+        return self
+
+    def wish(self) -> RoutingWish:
+        """As routing takes it. ``worker`` stands for both phases where none is named for one."""
+        prefill, decode = self.prefill_worker or self.worker or "", self.decode_worker or self.worker or ""
+        weights = tuple(sorted(self.weights.items()))
+        return RoutingWish(self.policy or "", InstanceId(prefill), InstanceId(decode), weights)
+
+
 class OpenAIBody(SamplingFields):
     """What chat and text completions share."""
 
@@ -77,6 +109,7 @@ class OpenAIBody(SamplingFields):
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] = 0
+    routing: RoutingFields | None = None
     response_format: ResponseFormat | None = None
 
     @property
@@ -156,6 +189,7 @@ class GenerateBody(Body):
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] = 0
+    routing: RoutingFields | None = None
 
     @model_validator(mode="after")
     def _one_prompt(self) -> Self:

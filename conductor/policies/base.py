@@ -35,7 +35,8 @@ class WorkerView:
     requests in front (0 where that is not tracked). ``active_blocks`` are used by requests under way, and
     ``active_hit_blocks`` of them are the request's own. ``queue_s`` is None where only tokens are known.
     ``peer_bytes_per_s`` is 0 where workers cannot fetch from each other; ``send_wait_s`` and ``receive_wait_s`` are
-    how long its NIC is taken, or, below 0, has been idle.
+    how long its NIC is taken, or, below 0, has been idle. ``coming_requests`` of the ``num_requests`` are still
+    prefilled elsewhere and will decode here; blocks are kept for them.
 
     Made from these: ``match_blocks``, the leading blocks that a request sent here now will find when its turn comes;
     ``wait_s``, the estimated time until a new request's prefill would begin; ``cost``, the profile or what is assumed.
@@ -62,7 +63,7 @@ class WorkerView:
     send_wait_s: float = 0.0
     receive_wait_s: float = 0.0
     place: Place = Place()
-
+    coming_requests: int = 0
     match_blocks: int = field(init=False)
     wait_s: float = field(init=False)
     cost: PrefillProfile = field(init=False)
@@ -85,6 +86,7 @@ class RequestView:
 
     ``session`` names the conversation ("" if unknown), ``place`` where the request came in. ``named_blocks`` have a
     hash and so could be hit: all but, mostly, a partial last one; 0 if that is not known.
+    ``expected_output``: tokens that an answer has on the mean; 0 if that is not known.
     """
 
     num_tokens: int
@@ -94,6 +96,7 @@ class RequestView:
     session: str = ""
     place: Place = Place()
     named_blocks: int = 0
+    expected_output: float = 0.0
 
     @property
     def num_blocks(self) -> int:

@@ -15,13 +15,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tanghulu.conductor.admission import Admission, forecast
+from tanghulu.conductor.output_length import OutputEstimate
 from tanghulu.conductor.policies.base import PeerFetch, Policy
 from tanghulu.conductor.replay.decode import DecodeInstance
 from tanghulu.conductor.replay.job import Job
 from tanghulu.conductor.replay.model import LatencyModel
 from tanghulu.conductor.replay.prefill import BlockCache, PrefillInstance
 from tanghulu.conductor.replay.trace import BLOCK_TOKENS, TraceRequest
-from tanghulu.conductor.replay.views import ClusterView, OutputEstimate
+from tanghulu.conductor.replay.views import ClusterView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +93,7 @@ class Simulation:
         progress(job.number)
         request = job.request
         views = self._view.workers(self.now_s, request)
-        seen = self._view.request(request)
+        seen = self._view.request(request, self._output.tokens)
         decision = self._policy.choose(seen, views)
         assert decision is not None, "there are workers for both phases"
         if self._config.reject and self._admission.objection(forecast(seen, views, decision)):

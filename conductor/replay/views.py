@@ -1,6 +1,7 @@
 """What the conductor sees of the simulated cluster: the same views that a policy gets live, and nothing more.
 
-In particular not how long an answer will be: that is taken to be the mean of the answers that have ended.
+In particular not how long an answer will be: that is taken to be the mean of the answers that have ended
+(``OutputEstimate``).
 """
 
 from __future__ import annotations
@@ -13,21 +14,6 @@ from tanghulu.conductor.replay.model import LatencyModel
 from tanghulu.conductor.replay.prefill import PrefillInstance
 from tanghulu.conductor.replay.trace import BLOCK_TOKENS, TraceRequest
 from tanghulu.types import InstanceId
-
-#: Expected output while no answer has ended, in tokens; and the weight of one more answer in the mean.
-FIRST_EXPECTED_OUTPUT = 256.0
-_WEIGHT = 0.02
-
-
-class OutputEstimate:
-    """Expected output of a request: a decaying mean of those that have ended."""
-
-    def __init__(self) -> None:
-        self.tokens = FIRST_EXPECTED_OUTPUT
-
-    def ended(self, num_tokens: int) -> None:
-        """An answer of ``num_tokens`` has ended."""
-        self.tokens += _WEIGHT * (num_tokens - self.tokens)
 
 
 class ClusterView:
@@ -54,11 +40,16 @@ class ClusterView:
         """The name of the prefill worker with that index."""
         return self._names[index]
 
-    def request(self, request: TraceRequest) -> RequestView:
-        """The request."""
+    def request(self, request: TraceRequest, expected_output: float) -> RequestView:
+        """The request; ``expected_output`` in tokens."""
         named = len(request.blocks)
         return RequestView(
-            request.num_tokens, BLOCK_TOKENS, self._block_bytes, session=request.session, named_blocks=named
+            request.num_tokens,
+            BLOCK_TOKENS,
+            self._block_bytes,
+            session=request.session,
+            named_blocks=named,
+            expected_output=expected_output,
         )
 
     def workers(self, now_s: float, request: TraceRequest) -> list[WorkerView]:
@@ -96,6 +87,7 @@ class ClusterView:
             can_prefill=False,
             can_decode=True,
             num_requests=worker.num_jobs,
+            coming_requests=worker.num_coming,
             blocks_free=max(0, total - int(worker.promised_tokens) // BLOCK_TOKENS),
             blocks_total=total,
             decode_step_s=worker.step_length_s,
