@@ -1,4 +1,4 @@
-"""Clusters for benchmarks: processes of ours (mock workers) or Dynamo's, started, awaited, and ended without remains."""
+"""Clusters for benchmarks: ours (mock workers) or Dynamo's, as processes, awaited and ended without remains."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ async def tanghulu_cluster(
     folder: Path, policy: str, num_blocks: int, num_conductors: int = 1, *flags: str
 ) -> AsyncIterator[Served]:
     """A master, two mock workers of ``num_blocks`` blocks without a store, and conductors with ``policy``."""
-    folder.mkdir(parents=True)
     async with contextlib.AsyncExitStack() as stack:
         served = Served([], "mock")
 
@@ -57,15 +56,19 @@ async def tanghulu_cluster(
             base = ["--host", "127.0.0.1", "--port", "0", "--metrics-port", "0"]
             child = ChildProcess(role, name, [*base, *arguments], folder / f"{name}.log", folder / name)
             child.run_dir.mkdir(mode=0o700)
-            ready = asyncio.Event()
+            started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
             def told(_: str, message: dict[str, Any]) -> None:
+                if started.done():
+                    return
                 if message["event"] == "ready":
-                    ready.set()
+                    started.set_result(None)
+                elif message["event"] in ("failed", "exited"):
+                    started.set_exception(RuntimeError(f"{name}: {message}, see {child.log_path}"))
 
             await child.spawn(told)
             stack.push_async_callback(child.stop)
-            await asyncio.wait_for(ready.wait(), _READY_S)
+            await asyncio.wait_for(started, _READY_S)
             served.children.append(child)
             return child
 

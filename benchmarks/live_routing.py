@@ -1,10 +1,10 @@
-"""How much of the prompts two workers find in their caches, by routing policy: a live cluster of mock workers, and Dynamo.
+"""How much of the prompts two live mock workers find in their caches, by routing policy, with Dynamo in the same run.
 
 Groups of prompts that share nine tenths come in random order from a few clients at once; the groups' prefixes together
 fill nine tenths of both caches, so a policy that sends a group now here, now there holds it twice and finds little. The
 store is off: what counts is where requests go and what the workers' caches keep. Every run starts from empty caches.
 
-    .venv/bin/python benchmarks/live_routing.py [--policies ttft-min,round-robin] [--dynamo VENV] [--requests 400] [--seed 0]
+    .venv/bin/python benchmarks/live_routing.py [--policies ttft-min,round-robin] [--dynamo VENV] [--seed 0]
 
 ``--dynamo`` is a virtual environment with ai-dynamo; its frontend (KV router, default settings) and two of its mockers
 then serve the same requests in the same run, with caches of the same size.
@@ -80,6 +80,7 @@ async def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     results: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for policy in filter(None, args.policies.split(",")):
+            (Path(folder) / policy).mkdir()
             async with tanghulu_cluster(Path(folder) / policy, policy, args.blocks, args.conductors) as served:
                 results[policy] = await send_all(served, load, args)
             print(policy, results[policy], flush=True)

@@ -142,6 +142,7 @@ class Worker:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens),
             max_num_waiting=config.max_num_waiting,
+            eviction=config.eviction,
             debug_checks=config.checks,
         )
 

@@ -15,7 +15,7 @@ from typing import Protocol
 from tanghulu.clock import Clock, SystemClock
 from tanghulu.errors import InvalidRequest
 from tanghulu.types import RequestId
-from tanghulu.workers.block_pool import BlockPool
+from tanghulu.workers.block_pool import DEFAULT_EVICTION, BlockPool
 from tanghulu.workers.kv_layout import KvLayout, KvMemory
 from tanghulu.workers.requests import EngineRequest, FinishReason
 from tanghulu.workers.scheduler import Scheduler, SchedulerConfig
@@ -85,6 +85,7 @@ class EngineConfig:
     max_num_seqs: int = 32
     max_num_waiting: int = 1024
     max_context: int | None = None
+    eviction: str = DEFAULT_EVICTION
     debug_checks: bool = False
 
 
@@ -103,7 +104,7 @@ class EngineCore:
         """Schedule over all blocks of ``runner.cache``; raises ConfigError if bounds contradict each other."""
         self.runner = runner
         self.config = config
-        pool = BlockPool(runner.cache.num_blocks)
+        pool = BlockPool(runner.cache.num_blocks, config.eviction)
         self.scheduler = Scheduler(self._scheduler_config(can_fetch=fetcher is not None), pool)
         self._fetcher = fetcher
         self._sink = sink

@@ -14,7 +14,9 @@ from tanghulu.discovery.open import HELP as DISCOVERY_HELP
 from tanghulu.discovery.open import MASTER_HELP, open_discovery
 from tanghulu.errors import ConfigError
 from tanghulu.process import Process, ProcessConfig, run
+from tanghulu.store.node.eviction.policies import POLICIES
 from tanghulu.types import Masters, Role
+from tanghulu.workers.block_pool import DEFAULT_EVICTION
 
 if TYPE_CHECKING:
     from tanghulu.discovery.base import Instance
@@ -39,6 +41,7 @@ class WorkerConfig(ProcessConfig):
     max_num_batched_tokens: int = option(512, "tokens of one step at most: bounds how long a prefill delays decodes")
     max_num_seqs: int = option(32, "requests in one step at most")
     max_num_waiting: int = option(1024, "requests that may queue; more are refused")
+    eviction: str = option(DEFAULT_EVICTION, "which cached blocks make room first", choices=tuple(POLICIES))
     threads: int = option(0, "threads of the model; 0: one a core")
     store: bool = option(True, "load prefixes from the store and keep new blocks there")
     checks: bool = option(False, "assert all invariants after every step (slow)")

@@ -1,7 +1,9 @@
 """Which worker decodes: the rule that all policies share which look at KV at all; and both phases in one decision.
 
 The cost is moving the KV that a worker lacks, plus what every running sequence adds to everybody's step, plus a fine
-where its free blocks do not suffice. The worker that prefills moves nothing.
+where its free blocks do not suffice. The worker that prefills moves nothing. A worker that
+prefills too pays for the copy in its cache besides: the room is some other prefix's, which will have to be computed
+when it is asked for again.
 """
 
 from __future__ import annotations
@@ -77,10 +79,16 @@ def decode_costs(request: RequestView, able: Sequence[WorkerView], prefill: Inst
         if needed > 0:
             if worker.id != prefill:
                 cost_s += needed * block_bytes / (worker.store_bytes_per_s or ASSUMED_STORE_BYTES_PER_S)
+                cost_s += _copy_s(request, worker)
             if worker.blocks_free < needed:
                 cost_s += NO_ROOM_FINE_S
         costs.append(cost_s)
     return costs
+
+
+def _copy_s(request: RequestView, worker: WorkerView) -> float:
+    """What a copy displaces at a worker whose cache serves prefills: taken to be as much computing as it saved."""
+    return worker.prefill_s(request, worker.hit_blocks) if worker.can_prefill else 0.0
 
 
 def best_decode(request: RequestView, workers: Sequence[WorkerView], ties: Ties) -> InstanceId | None:
@@ -101,5 +109,6 @@ def _candidate(request: RequestView, worker: WorkerView, prefilled_here: bool, c
     move_s = missing * request.block_bytes / (worker.store_bytes_per_s or ASSUMED_STORE_BYTES_PER_S)
     company_s = _COMPANY * (worker.decode_step_s or ASSUMED_DECODE_STEP_S) * worker.num_requests
     room_s = 0.0 if worker.blocks_free >= needed else NO_ROOM_FINE_S
-    terms = (("move_s", move_s), ("company_s", company_s), ("no_room_s", room_s))
+    copy_s = _copy_s(request, worker) if missing else 0.0
+    terms = (("move_s", move_s), ("copy_s", copy_s), ("company_s", company_s), ("no_room_s", room_s))
     return Candidate(worker.id, "decode", cost_s, terms)

@@ -19,6 +19,7 @@ class PolicyOptions:
     """What the policies can be told; each takes what concerns it. See the policies' modules."""
 
     replica_weight: float = 1.0
+    load_weight: float = 6.0
     balance_threshold: float = 1.5
     overlap_weight: float = 1.0
     temperature: float = 0.0
@@ -31,7 +32,7 @@ class PolicyOptions:
 
 
 POLICIES: dict[str, Callable[[PolicyOptions], Policy]] = {
-    TtftMin.name: lambda o: TtftMin(o.replica_weight, o.seed),
+    TtftMin.name: lambda o: TtftMin(o.replica_weight, o.seed, o.load_weight),
     Mooncake.name: lambda o: Mooncake(o.balance_threshold, o.seed),
     Dynamo.name: lambda o: Dynamo(o.overlap_weight, o.temperature, o.store_credit, o.seed),
     Linear.name: lambda o: Linear(o.alpha, o.beta, o.gamma, o.seed),

@@ -15,6 +15,14 @@ prefix's, which will have to be computed when it is asked for again. So a copy i
 ``replica_weight``: with 1, workers are ranked as if nobody could fetch and the one
 that was chosen fetches where that pays. In replay near saturation this spares about 60 % of the copies and
 takes a tenth off the mean TTFT (docs/scheduling.md). What comes from the store is charged nothing: it stays there.
+
+A worker that computes keeps everybody waiting who comes behind, and nobody has come yet when the choice is made. So
+every second of computing counts ``load_weight`` times more than once: a worker that has the prefix is worth waiting for
+longer than the one request alone would wait. With 0 a short queue elsewhere draws requests away from what they could
+reuse, caches fill with copies, and near saturation all compute everything: without fetches the conversation trace has a
+mean TTFT of 50 s so, of 17.7 s with 1, 8.6 s with 3, 3.6 s with 6 and 3.4 s with 12 (with fetches 2.70 s and 2.60 to
+2.64 s). Example: A is idle and would compute for 0.5 s, B has the prefix, 0.9 s of queue and 0.05 s of rest. Alone the
+request starts sooner at A, 0.5 s against 0.95; with 6 the scores are 3.5 and 1.25, and it waits for B.
 """
 
 from __future__ import annotations
@@ -39,8 +47,10 @@ from tanghulu.types import InstanceId
 _wait_s = operator.attrgetter("wait_s")
 
 
-def _ttft(request: RequestView, source: WorkerView | None, weight: float) -> Callable[[WorkerView], float]:
-    """TTFT of a worker by the best way, with the charge for a copy: what ``best_start`` says, without its objects.
+def _ttft(
+    request: RequestView, source: WorkerView | None, weight: float, load_weight: float
+) -> Callable[[WorkerView], float]:
+    """TTFT of a worker by the best way, with the charges for copy and load: ``best_start`` without its objects.
 
     Prefill times are kept from one worker to the next while profile and prefix are the same, as they mostly are.
     """
@@ -57,29 +67,30 @@ def _ttft(request: RequestView, source: WorkerView | None, weight: float) -> Cal
             store_s = profile.seconds(num_tokens, in_store * block_tokens) if in_store else 0.0
         if match != known_match:
             own_s, known_match = profile.seconds(num_tokens, match * block_tokens), match
-        least_s, copy_s = wait_s + own_s, 0.0
+        least_s, charge_s = wait_s + own_s, load_weight * own_s
         if most > match and worker.peer_bytes_per_s and source is not None:
             fetched_s = max(wait_s, peer_fetch_s(request, source, worker)) + peer_s
             if fetched_s < least_s:
-                least_s, copy_s = fetched_s, weight * (own_s - peer_s)
+                least_s, charge_s = fetched_s, weight * (own_s - peer_s) + load_weight * peer_s
         if in_store > match:
             fetch_s = (in_store - match) * block_bytes / (worker.store_bytes_per_s or ASSUMED_STORE_BYTES_PER_S)
             fetched_s = (fetch_s if fetch_s > wait_s else wait_s) + store_s
             if fetched_s < least_s:
-                least_s, copy_s = fetched_s, 0.0
-        return least_s + copy_s
+                least_s, charge_s = fetched_s, load_weight * store_s
+        return least_s + charge_s
 
     return ttft_s
 
 
 class TtftMin:
-    """Least estimated time to the first token, copies between workers charged by ``replica_weight``."""
+    """Least estimated time to the first token, with charges for copies between workers and for the load it makes."""
 
     name = "ttft-min"
     ranks = True
 
-    def __init__(self, replica_weight: float = 1.0, seed: int = 0) -> None:
+    def __init__(self, replica_weight: float = 1.0, seed: int = 0, load_weight: float = 6.0) -> None:
         self._replica_weight = replica_weight
+        self._load_weight = load_weight
         self._ties = Ties(seed)
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> Decision | None:
@@ -111,7 +122,7 @@ class TtftMin:
         bound_s: float = math.inf,
     ) -> list[float]:
         """The scores; infinity for those whose queue alone is longer than ``bound_s``, so that they cannot win."""
-        ttft_s = _ttft(request, source, self._replica_weight)
+        ttft_s = _ttft(request, source, self._replica_weight, self._load_weight)
         num_blocks, scores = request.num_blocks, []
         for worker in able:
             if worker.wait_s > bound_s:
@@ -138,6 +149,7 @@ class TtftMin:
             ("queue_s", worker.wait_s),
             ("fetch_s", start.fetch_s),
             ("compute_s", start.compute_s),
+            ("load_s", self._load_weight * start.compute_s),
             ("copy_s", self._copy_s(request, worker, start)),
             ("step_s", worker.decode_step_s if worker.can_decode and worker.num_requests else 0.0),
             ("no_room_s", 0.0 if worker.blocks_free >= request.num_blocks - worker.hit_blocks else NO_ROOM_FINE_S),

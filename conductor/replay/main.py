@@ -28,7 +28,19 @@ _LEAST_WIDTH = 112
 _ORDERS = ("fcfs", "sjf")
 _AT_LEAST_ONE = ("prefill", "decode", "blocks", "layers", "dim", "gqa", "max_batch")
 _ABOVE_ZERO = ("speedup", "gflops", "mfu", "h2d", "nic", "c", "kv_tokens", "balance_threshold")
-_NOT_NEGATIVE = ("limit", "noise", "ageing", "t0", "d", "e", "replica_weight", "temperature", "ttft_slo", "tbt_slo")
+_NOT_NEGATIVE = (
+    "limit",
+    "noise",
+    "ageing",
+    "t0",
+    "d",
+    "e",
+    "replica_weight",
+    "load_weight",
+    "temperature",
+    "ttft_slo",
+    "tbt_slo",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +66,7 @@ class ReplayConfig:
     ttft_slo: float = option(5.0, "SLO on the time to the first token, in seconds")
     tbt_slo: float = option(0.1, "SLO on the time between tokens, in seconds")
     replica_weight: float = option(1.0, "ttft-min: what a copy of a prefix is charged, in times of what it saves")
+    load_weight: float = option(6.0, "ttft-min: what computing is charged for those who come behind, in times of it")
     balance_threshold: float = option(1.5, "mooncake: how many times longer a remote prefix must be to be fetched")
     overlap_weight: float = option(1.0, "dynamo: weight of prefill blocks against active blocks")
     temperature: float = option(0.0, "dynamo: above 0, draw a worker by softmax over the costs")

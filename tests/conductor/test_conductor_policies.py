@@ -150,37 +150,37 @@ class TestTtftMin:
     B = worker("b", hit_blocks=90, queue_tokens=8000)
 
     def test_an_idle_worker_beats_a_warm_but_busy_one(self):
-        decision = TtftMin().choose(REQUEST, [self.A, self.B])
+        decision = TtftMin(load_weight=0).choose(REQUEST, [self.A, self.B])
         assert decision.prefill == "a"
         scores = {c.worker: round(c.score, 3) for c in decision.candidates if c.phase == "prefill"}
         assert scores == {"a": 0.512, "b": 0.864}
 
     def test_a_warm_one_beats_an_idle_one_when_its_queue_is_short(self):
-        assert TtftMin().choose(REQUEST, [self.A, replace(self.B, queue_tokens=1000)]).prefill == "b"
+        assert TtftMin(load_weight=0).choose(REQUEST, [self.A, replace(self.B, queue_tokens=1000)]).prefill == "b"
 
     def test_what_the_store_has_is_fetched_where_it_pays(self):
         request = replace(REQUEST, store_hit_blocks=100)
-        decision = TtftMin().choose(request, [self.A])
+        decision = TtftMin(load_weight=0).choose(request, [self.A])
         terms = dict(decision.candidates[0].terms)
         assert terms["fetch_s"] == pytest.approx(80 * (2 << 20) / 2e9)
         assert terms["compute_s"] == pytest.approx(1e-4)
-        slow = TtftMin().choose(request, [replace(self.A, store_bytes_per_s=1e6)])
+        slow = TtftMin(load_weight=0).choose(request, [replace(self.A, store_bytes_per_s=1e6)])
         assert dict(slow.candidates[0].terms)["fetch_s"] == 0
 
     def test_decode_goes_where_the_kv_is_unless_it_is_full_or_crowded(self):
         p = worker("p", Role.PREFILL)
         d, e = worker("d", Role.DECODE, hit_blocks=90), worker("e", Role.DECODE)
-        assert TtftMin().choose(REQUEST, [p, d, e]).decode == "d"
-        assert TtftMin().choose(REQUEST, [p, replace(d, blocks_free=5), e]).decode == "e"
-        assert TtftMin().choose(REQUEST, [p, replace(d, num_requests=30), e]).decode == "e"
+        assert TtftMin(load_weight=0).choose(REQUEST, [p, d, e]).decode == "d"
+        assert TtftMin(load_weight=0).choose(REQUEST, [p, replace(d, blocks_free=5), e]).decode == "e"
+        assert TtftMin(load_weight=0).choose(REQUEST, [p, replace(d, num_requests=30), e]).decode == "e"
 
     def test_a_worker_that_can_keeps_what_it_prefilled(self):
-        decision = TtftMin().choose(REQUEST, [worker("x"), worker("y")])
+        decision = TtftMin(load_weight=0).choose(REQUEST, [worker("x"), worker("y")])
         assert decision.prefill == decision.decode
 
     def test_what_is_being_computed_there_counts(self):
         a, b = worker("a", queue_tokens=2000), worker("b", queue_tokens=2000, coming_blocks=90)
-        decision = TtftMin().choose(REQUEST, [a, b])
+        decision = TtftMin(load_weight=0).choose(REQUEST, [a, b])
         assert decision.prefill == "b"
         assert {c.worker: round(c.score, 3) for c in decision.candidates if c.phase == "prefill"} == {
             "a": 0.84,
@@ -190,25 +190,33 @@ class TestTtftMin:
     def test_a_fetch_runs_beside_the_queue(self):
         holder = worker("a", hit_blocks=90, queue_tokens=50_000, peer_bytes_per_s=1e9)
         other = worker("b", queue_tokens=1000, peer_bytes_per_s=1e9)
-        decision = TtftMin(replica_weight=0).choose(REQUEST, [holder, other])
+        decision = TtftMin(replica_weight=0, load_weight=0).choose(REQUEST, [holder, other])
         assert decision.fetch == PeerFetch(InstanceId("a"), 90)
         fetch_s = 90 * (2 << 20) / 1e9
         score = next(c.score for c in decision.candidates if c.worker == "b")
         assert score == pytest.approx(max(0.1, fetch_s) + 0.064)
         taken = replace(holder, send_wait_s=5.0)
-        assert TtftMin(replica_weight=0).choose(REQUEST, [taken, other]).fetch is None
+        assert TtftMin(replica_weight=0, load_weight=0).choose(REQUEST, [taken, other]).fetch is None
+
+    def test_computing_is_charged_for_those_who_come_behind(self):
+        holder, idle = worker("a", hit_blocks=90, queue_tokens=9000), worker("b", queue_tokens=0)
+        assert TtftMin(load_weight=0).choose(REQUEST, [holder, idle]).prefill == "b"
+        decision = TtftMin(load_weight=6).choose(REQUEST, [holder, idle])
+        assert decision.prefill == "a"
+        scores = {c.worker: c.score for c in decision.candidates if c.phase == "prefill"}
+        assert scores == pytest.approx({"a": 0.9 + 7 * 0.064, "b": 7 * 0.64})
 
     def test_a_copy_is_charged_what_it_saves(self):
         holder = worker("a", hit_blocks=90, queue_tokens=3000, peer_bytes_per_s=1e12)
         other = worker("b", peer_bytes_per_s=1e12)
-        assert TtftMin(replica_weight=0).choose(REQUEST, [holder, other]).fetch is not None
-        assert TtftMin(replica_weight=1).choose(REQUEST, [holder, other]).prefill == "a"
+        assert TtftMin(replica_weight=0, load_weight=0).choose(REQUEST, [holder, other]).fetch is not None
+        assert TtftMin(replica_weight=1, load_weight=0).choose(REQUEST, [holder, other]).prefill == "a"
         busy = replace(holder, queue_tokens=8000)
-        decision = TtftMin(replica_weight=1).choose(REQUEST, [busy, other])
+        decision = TtftMin(replica_weight=1, load_weight=0).choose(REQUEST, [busy, other])
         assert (decision.prefill, decision.fetch) == ("b", PeerFetch(InstanceId("a"), 90))
 
 
-def _ttft_by_the_book(request: RequestView, w: WorkerView, able: list[WorkerView], weight: float) -> float:
+def _ttft_by_the_book(request: RequestView, w: WorkerView, able: list[WorkerView], weight: float, load: float) -> float:
     """The formula of the module in its plainest form, for the fast one to be compared with."""
 
     def compute_s(blocks: int) -> float:
@@ -216,19 +224,25 @@ def _ttft_by_the_book(request: RequestView, w: WorkerView, able: list[WorkerView
 
     wait_s = w.queue_tokens / (w.prefill_tokens_per_s or 2000.0)
     match = max(w.hit_blocks, w.coming_blocks)
-    ways = [(wait_s + compute_s(match), 0.0)]
+    ways = [(wait_s + compute_s(match), load * compute_s(match))]
     most = max(v.hit_blocks for v in able)
     if w.peer_bytes_per_s and most > match:
         taken_s = max(0.0, min(v.send_wait_s for v in able if v.hit_blocks == most), w.receive_wait_s)
         fetch_s = taken_s + (most - match) * request.block_bytes / w.peer_bytes_per_s
-        ways.append((max(wait_s, fetch_s) + compute_s(most), weight * (compute_s(match) - compute_s(most))))
+        ways.append(
+            (
+                max(wait_s, fetch_s) + compute_s(most),
+                weight * (compute_s(match) - compute_s(most)) + load * compute_s(most),
+            )
+        )
     if request.store_hit_blocks > match:
         fetch_s = (request.store_hit_blocks - match) * request.block_bytes / (w.store_bytes_per_s or 1e9)
-        ways.append((max(wait_s, fetch_s) + compute_s(request.store_hit_blocks), 0.0))
-    ttft_s, copy_s = min(ways, key=lambda way: way[0])
+        rest_s = compute_s(request.store_hit_blocks)
+        ways.append((max(wait_s, fetch_s) + rest_s, load * rest_s))
+    ttft_s, charge_s = min(ways, key=lambda way: way[0])
     step_s = w.decode_step_s if w.can_decode and w.num_requests else 0.0
     room_s = 1000.0 if w.blocks_free < -(-request.num_tokens // request.block_tokens) - w.hit_blocks else 0.0
-    return ttft_s + copy_s + step_s + room_s
+    return ttft_s + charge_s + step_s + room_s
 
 
 BUSY_WORKERS = st.lists(
@@ -257,19 +271,25 @@ BUSY_WORKERS = st.lists(
 
 
 @settings(max_examples=200)
-@given(BUSY_WORKERS, st.integers(1, 6400), st.sampled_from([0, 30, 100]), st.sampled_from([0.0, 1.0, 2.0]))
-def test_fast_scores_are_the_plain_formula_and_their_terms(workers, num_tokens, in_store, weight):
+@given(
+    BUSY_WORKERS,
+    st.integers(1, 6400),
+    st.sampled_from([0, 30, 100]),
+    st.sampled_from([0.0, 1.0, 2.0]),
+    st.sampled_from([0.0, 6.0]),
+)
+def test_fast_scores_are_the_plain_formula_and_their_terms(workers, num_tokens, in_store, weight, load):
     request = RequestView(num_tokens, 64, 1 << 20, min(in_store, num_tokens // 64))
-    decision = TtftMin(weight).choose(request, [*workers, worker("d", Role.DECODE)])
+    decision = TtftMin(weight, load_weight=load).choose(request, [*workers, worker("d", Role.DECODE)])
     scores = {c.worker: c.score for c in decision.candidates if c.phase == "prefill"}
-    expected = {w.id: _ttft_by_the_book(request, w, workers, weight) for w in workers}
+    expected = {w.id: _ttft_by_the_book(request, w, workers, weight, load) for w in workers}
     assert scores == pytest.approx(expected)
     assert scores[decision.prefill] == min(scores.values())
     waits = {w.id: w.wait_s for w in workers}
     for candidate in decision.candidates:
         terms = dict(candidate.terms)
         if candidate.phase == "prefill":
-            parts = terms["copy_s"] + terms["step_s"] + terms["no_room_s"] + terms["compute_s"]
+            parts = terms["copy_s"] + terms["step_s"] + terms["no_room_s"] + terms["compute_s"] + terms["load_s"]
             assert candidate.score == pytest.approx(parts + max(waits[candidate.worker], terms["fetch_s"]))
         else:
             assert candidate.score == pytest.approx(sum(terms.values()))

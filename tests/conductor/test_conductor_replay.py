@@ -179,6 +179,7 @@ CHANGES = [
     ("ttft_slo", 1.0, {}),
     ("tbt_slo", 0.02, {}),
     ("replica_weight", 0.0, {}),
+    ("load_weight", 0.0, {"fetch": False}),
     ("balance_threshold", 20.0, {"policy": "mooncake"}),
     ("overlap_weight", 5.0, {"policy": "dynamo"}),
     ("temperature", 0.5, {"policy": "dynamo"}),

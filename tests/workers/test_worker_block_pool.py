@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tanghulu.store.node.eviction.policies import POLICIES
 from tanghulu.types import BlockHash
 from tanghulu.workers.block_pool import BlockPool, KvEvent, KvEventKind
 
@@ -123,11 +124,49 @@ def test_releasing_too_often_is_a_bug() -> None:
         pool.release(blocks)
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 12), st.integers(0, 2**32))
-def test_random_histories(num_blocks: int, seed: int) -> None:
+def test_a_transfer_that_read_a_block_has_not_used_it() -> None:
+    pool = BlockPool(2, "lru")
+    first, second = committed(pool, 1), committed(pool, 2)
+    pool.release(first)
+    pool.release(second)
+    pool.retain(first)
+    pool.release(first, used=False)
+    assert pool.allocate(1) == first
+    pool.check()
+
+
+def _share_found(eviction: str, seed: int) -> float:
+    """Of 200 prompts, each one of 16 prefixes of 115 blocks with a tail of 13 of its own, four at a time."""
+    rng, pool = random.Random(seed), BlockPool(2048, eviction)
+    running: list[list[int]] = []
+    num_hits = 0
+    for number in range(200):
+        if len(running) == 4:
+            pool.release(running.pop(0))
+        group = rng.randrange(16)
+        hashes = [h((group + 1) << 32 | i) for i in range(115)] + [h((number + 99) << 32 | i) for i in range(13)]
+        hits = pool.match(hashes)
+        fresh = pool.allocate(len(hashes) - len(hits))
+        assert fresh is not None
+        for block, block_hash in zip(fresh, hashes[len(hits) :], strict=True):
+            pool.commit(block, block_hash)
+        running.append(hits + fresh)
+        num_hits += len(hits)
+    pool.check()
+    return num_hits / (200 * 128)
+
+
+def test_what_comes_again_outlives_what_does_not() -> None:
+    learned = [_share_found("reuse", seed) for seed in range(3)]
+    aged = [_share_found("lru", seed) for seed in range(3)]
+    assert sum(learned) / 3 > sum(aged) / 3 + 0.02
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 12), st.integers(0, 2**32), st.sampled_from(sorted(POLICIES)))
+def test_random_histories(num_blocks: int, seed: int, eviction: str) -> None:
     """Prompts out of a small tree come and go; events replayed always give the index."""
-    rng, pool = random.Random(seed), BlockPool(num_blocks)
+    rng, pool = random.Random(seed), BlockPool(num_blocks, eviction)
     live: list[list[int]] = []
     mirror: set[BlockHash] = set()
     for _ in range(60):
