@@ -42,6 +42,7 @@ class UpConfig:
     decode: int = option(1, "decode workers; with --prefill 0 --decode 0: one worker that does both")
     nodes: int = option(1, "store nodes")
     node_memory: int = option(1 << 30, "memory of each store node", size=True)
+    node_ssd: int = option(0, "SSD tier of each store node, a file of this size in --state-dir; 0: none", size=True)
     eviction: str = option("lru", "eviction policy of the store nodes")
     policy: str = option("ttft-min", "routing policy of the conductor")
     host: str = option("127.0.0.1", "address to listen on")
@@ -111,7 +112,9 @@ class Cluster:
         base = config.master_port
         for i in range(config.nodes):
             memory = ("--memory", str(config.node_memory), "--eviction", config.eviction)
-            self._add("node", f"node-{i}", base and base + _MASTER_TO_NODES + i, *at, *memory)
+            ssd = ("--ssd-path", str(config.state_dir / f"node-{i}.tier"), "--ssd-size", str(config.node_ssd))
+            below = ssd if config.node_ssd else ()
+            self._add("node", f"node-{i}", base and base + _MASTER_TO_NODES + i, *at, *memory, *below)
         roles = ["prefill"] * config.prefill + ["decode"] * config.decode or ["worker"]
         for i, role in enumerate(roles):
             name = f"{role}-{i - config.prefill if role == 'decode' else i}"

@@ -1,0 +1,387 @@
+"""The SSD tier's decisions and its file: a seeded life with crashes and torn writes; ``check()`` after every step."""
+
+from __future__ import annotations
+
+import mmap
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tanghulu.clock import ManualClock
+from tanghulu.errors import ConfigError
+from tanghulu.store import checksums as sums
+from tanghulu.store.checksums import Checksums
+from tanghulu.store.node.eviction import POLICIES, make_policy
+from tanghulu.store.node.limits import Watermarks
+from tanghulu.store.node.tier_admission import MAX_REMEMBERED, Evicted, TierAdmission, Verdict
+from tanghulu.store.node.tier_entry import TRANSITIONS, EntryEvent, EntryState, TierEntry
+from tanghulu.store.node.tier_file import Arena, TierFile
+from tanghulu.store.node.tier_record import UNIT, Record, decode_head, encode_head
+from tanghulu.store.node.tier_state import Instruction, Lost, TierState, Wipe, Write
+from tanghulu.store.words import Pin
+from tanghulu.types import ChunkKey
+
+CAPACITY = 64 * UNIT
+QUEUE = 16 * UNIT
+
+
+def make_state(clock: ManualClock | None = None, policy: str = "lru", capacity: int = CAPACITY) -> TierState:
+    admission = TierAdmission("all", QUEUE)
+    return TierState(capacity, lambda: make_policy(policy), admission, clock or ManualClock())
+
+
+def record(key: str, size: int = 100, version: int = 1, value: bytes | None = None, **more: object) -> Record:
+    checksums = sums.compute(value if value is not None else bytes(size))
+    return Record(ChunkKey(key), version, len(value) if value is not None else size, checksums, **more)  # type: ignore[arg-type]
+
+
+def evict(state: TierState, each: Record, expires_s: float | None = None) -> tuple[TierEntry | None, list[Instruction]]:
+    entry, instructions = state.evicted(each, expires_s, 0, QUEUE)
+    state.check()
+    return entry, instructions
+
+
+def store(state: TierState, each: Record, expires_s: float | None = None) -> TierEntry:
+    entry, _ = evict(state, each, expires_s)
+    assert entry is not None
+    assert state.written(entry, ok=True) == []
+    state.check()
+    return entry
+
+
+# --- entries
+
+
+def test_unknown_transitions_raise() -> None:
+    for state in EntryState:
+        for event in EntryEvent:
+            if (state, event) not in TRANSITIONS:
+                with pytest.raises(AssertionError):
+                    TierEntry(record("k"), 0, None, state).step(event)
+
+
+def test_the_wipe_of_a_victim_comes_before_the_write_that_reuses_its_range() -> None:
+    state = make_state()
+    small = [store(state, record(f"k{i}")) for i in range(64)]
+    entry, instructions = evict(state, record("large", 3 * UNIT))
+    assert entry is not None
+    kinds = [type(each) for each in instructions]
+    assert kinds.index(Write) == len(kinds) - 1
+    wiped = {each.offset for each in instructions if isinstance(each, Wipe)}
+    lost = {each.entry for each in instructions if isinstance(each, Lost)}
+    assert lost == {each for each in small if not each.held}
+    assert wiped == {each.offset for each in lost} - {entry.offset}, "the write overwrites that one"
+
+
+def test_a_range_that_is_being_read_is_not_used_again() -> None:
+    state = make_state()
+    entry = store(state, record("k"))
+    state.begin_read(entry)
+    assert [type(each) for each in state.drop(entry)] == [Wipe, Lost]
+    state.check()
+    assert entry.state is EntryState.DOOMED
+    for i in range(200):
+        other, _ = evict(state, record(f"n{i}"))
+        assert other is None or other.offset != entry.offset
+        if other is not None:
+            state.written(other, ok=True)
+    state.end_read(entry)
+    state.check()
+    assert entry.state is EntryState.GONE
+
+
+def test_a_chunk_that_is_there_already_is_not_written_again() -> None:
+    state = make_state()
+    entry = store(state, record("k"))
+    assert evict(state, record("k")) == (entry, [])
+    newer, instructions = evict(state, record("k", version=2))
+    assert newer is not None
+    assert instructions[:2] == [Wipe(entry.offset), Lost(entry)]
+    assert state.find(ChunkKey("k")) is newer
+
+
+def test_a_failed_write_loses_the_chunk_and_pauses() -> None:
+    clock = ManualClock()
+    state = make_state(clock)
+    entry, _ = evict(state, record("k"))
+    assert entry is not None
+    assert [type(each) for each in state.written(entry, ok=False)] == [Wipe, Lost]
+    state.check()
+    assert state.find(ChunkKey("k")) is None
+    assert evict(state, record("l")) == (None, [])
+    assert state.counters.verdicts[Verdict.PAUSED] == 1
+    clock.advance(1.0)
+    assert evict(state, record("m"))[0] is not None
+
+
+def test_soft_pinned_chunks_go_last_and_time_ends_others() -> None:
+    clock = ManualClock()
+    state = make_state(clock)
+    soft = store(state, record("soft", pin=Pin.SOFT))
+    brief = store(state, record("brief"), expires_s=5.0)
+    for i in range(100):
+        store(state, record(f"k{i}"))
+    assert soft.held
+    assert not brief.held, "evicted: it was the oldest"
+    brief = store(state, record("brief"), expires_s=5.0)
+    clock.advance(5.0)
+    assert state.find(ChunkKey("brief")) is None
+    assert state.expire(clock.now_s()) == [Wipe(brief.offset), Lost(brief)]
+    state.check()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_orders_the_tier(policy: str) -> None:
+    state = make_state(policy=policy)
+    rng = random.Random(policy)
+    for _ in range(400):
+        evicted = record(f"k{rng.randrange(120)}", rng.choice((100, 5000, 9000)))
+        entry, _ = evict(state, evicted)
+        if entry is not None and entry.state is EntryState.WRITING:
+            state.written(entry, ok=True)
+        hit = state.find(ChunkKey(f"k{rng.randrange(120)}"))
+        if hit is not None and hit.state is EntryState.STORED:
+            state.begin_read(hit)
+            state.promoted(hit)
+            state.end_read(hit)
+    assert state.counters.evictions > 50
+    assert state.used_bytes > CAPACITY / 2
+
+
+def test_wall_clock_jumps_never_lengthen_a_life() -> None:
+    """Ends are kept as wall time, because only that outlives a restart; what was left at the write bounds it."""
+    for jump_s, left_s in ((0.0, 60.0), (-1e9, 100.0), (30.0, 30.0)):
+        clock = ManualClock(7.0)
+        state = make_state(clock)
+        ends = Record(ChunkKey("k"), 1, 100, Checksums(0, (1,)), Pin.NONE, 1_000_100.0, 100.0)
+        assert state.recover(ends, 0, 1_000_040.0 + jump_s)
+        entry = state.find(ChunkKey("k"))
+        assert entry is not None
+        assert entry.expires_s == 7.0 + left_s
+        assert not make_state(clock).recover(ends, 0, 1_000_100.0)
+
+
+# --- what goes down
+
+
+def test_admission_says_why_not() -> None:
+    admission = TierAdmission("reused", 10 * UNIT, write_bytes_per_s=2 * UNIT)
+
+    def decide(key: str, now_s: float, size: int = UNIT, hits: int = 1, left_s: float | None = None) -> Verdict:
+        verdict = admission.decide(Evicted(ChunkKey(key), size, hits, left_s, 4 * UNIT), now_s)
+        admission.check()
+        return verdict
+
+    assert decide("a", 0.0, size=11 * UNIT) is Verdict.TOO_LARGE
+    assert decide("b", 0.0, left_s=0.5) is Verdict.ENDS_SOON
+    assert decide("c", 0.0, hits=0) is Verdict.NOT_REUSED
+    assert decide("c", 0.0, hits=0) is Verdict.ADMIT, "it came back"
+    assert decide("d", 0.0, size=5 * UNIT) is Verdict.QUEUE_FULL
+    assert decide("e", 0.0) is Verdict.ADMIT
+    assert decide("f", 0.0) is Verdict.OVER_RATE
+    assert decide("f", 0.5) is Verdict.ADMIT
+    admission.write_ended(False, 1.0)
+    assert decide("g", 1.9) is Verdict.PAUSED
+    assert decide("g", 2.1) is Verdict.ADMIT
+    admission.write_ended(False, 2.1)
+    assert decide("h", 4.0) is Verdict.PAUSED, "two seconds the second time"
+    admission.write_ended(True, 4.2)
+    for i in range(MAX_REMEMBERED + 10):
+        admission.decide(Evicted(ChunkKey(str(i)), UNIT, 0, None, UNIT), 5.0)
+    admission.check()
+
+
+def test_watermarks_have_a_hysteresis_and_a_budget() -> None:
+    marks = Watermarks(100, 0.9, 0.8)
+    assert [marks.wanted(used, 1000) for used in (90, 91, 85, 80, 90, 95)] == [0, 11, 5, 0, 0, 15]
+    assert marks.wanted(95, 4) == 4
+    assert Watermarks(100, 1.0, 0.95).wanted(100, 1000) == 0
+
+
+# --- the file
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "tier"
+
+
+def test_heads_are_of_their_file_and_place() -> None:
+    each = Record(ChunkKey("ключ"), 7, 5000, Checksums(4096, (1, 2)), Pin.SOFT, 12.5, 2.0)
+    head = encode_head(each, 3 * UNIT, b"i" * 16)
+    assert decode_head(head + b"rest", 3 * UNIT, b"i" * 16) == each
+    assert decode_head(head, 4 * UNIT, b"i" * 16) is None
+    assert decode_head(head, 3 * UNIT, b"j" * 16) is None
+    rng = random.Random(1)
+    for _ in range(2000):
+        bad = bytearray(head)
+        bad[rng.randrange(len(bad))] ^= 1 << rng.randrange(8)
+        assert decode_head(bytes(bad), 3 * UNIT, b"i" * 16) is None
+        assert decode_head(rng.randbytes(rng.randrange(200)), 0, b"i" * 16) is None
+
+
+def test_foreign_and_busy_files_are_refused(path: Path) -> None:
+    path.write_bytes(b"somebody's letters")
+    with pytest.raises(ConfigError, match="not an SSD tier"):
+        TierFile(path, CAPACITY)
+    assert path.read_bytes() == b"somebody's letters"
+    path.unlink()
+    file = TierFile(path, CAPACITY)
+    with pytest.raises(ConfigError, match="another node"):
+        TierFile(path, CAPACITY)
+    file.close()
+    with path.open("r+b") as damaged:
+        damaged.seek(12)
+        damaged.write(b"\xff")
+    again = TierFile(path, CAPACITY)
+    assert list(again.scan()) == []
+    assert again.file_id != file.file_id
+    again.close()
+
+
+class Disk:
+    """A real file under a TierState; ``crash`` performs only a part of what was asked."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.values: dict[TierEntry, bytes] = {}
+        self.queue: list[Write | Wipe] = []
+        self.buffer = mmap.mmap(-1, QUEUE)
+        self.open()
+
+    def open(self) -> None:
+        self.file = TierFile(self.path, CAPACITY + UNIT)
+
+    def perform(self, state: TierState | None, torn_units: int | None = None) -> None:
+        """The first of the queue; ``torn_units``: only so much of it reaches the disk."""
+        each = self.queue.pop(0)
+        if isinstance(each, Wipe):
+            self.file.wipe(each.offset)
+            return
+        entry, value = each.entry, self.values[each.entry]
+        head = encode_head(entry.record, entry.offset, self.file.file_id)
+        size = entry.range_bytes
+        self.buffer[:size] = (head + value).ljust(size, b"\0")
+        length = size if torn_units is None else min(torn_units * UNIT, size)
+        with memoryview(self.buffer)[:length] as view:
+            if length:
+                self.file.write(entry.offset, view)
+        if state is not None:
+            state.written(entry, ok=True)
+
+    def read(self, entry: TierEntry) -> bytes | None:
+        with memoryview(self.buffer)[: entry.range_bytes] as view:
+            try:
+                self.file.read(entry.offset, view)
+            except OSError:
+                return None
+            if decode_head(view, entry.offset, self.file.file_id) != entry.record:
+                return None
+            head = entry.record.head_bytes
+            value = bytes(view[head : head + entry.size_bytes])
+        return value if sums.matches(value, entry.checksums) else None
+
+    def restart(self, clock: ManualClock) -> TierState:
+        self.file.close()
+        self.open()
+        state = make_state(clock)
+        for offset, found in self.file.scan():
+            if not state.recover(found, offset, 0.0):
+                self.file.wipe(offset)
+        state.check()
+        return state
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_life_with_crashes_returns_no_wrong_byte_and_nothing_removed(seed: int, path: Path) -> None:
+    """Removals that were confirmed hold over every crash; values are right or missing."""
+    rng, clock = random.Random(seed), ManualClock()
+    disk, state = Disk(path), make_state(clock)
+    truth: dict[tuple[str, int], bytes] = {}
+    gone: set[str] = set()
+    version = num_found = num_torn = 0
+    for _ in range(1500):
+        action = rng.random()
+        key = f"k{rng.randrange(60)}"
+        if action < 0.45:
+            if state.find(ChunkKey(key)) is None:
+                version += 1
+                value = rng.randbytes(rng.choice((50, 3000, 5000, 14000)))
+                truth[key, version] = value
+                gone.discard(key)
+                entry, todo = evict(state, record(key, version=version, value=value))
+                if entry is not None:
+                    disk.values[entry] = value
+                disk.queue += [each for each in todo if not isinstance(each, Lost)]
+        elif action < 0.75 and disk.queue:
+            disk.perform(state)
+        elif action < 0.9:
+            entry = state.find(ChunkKey(key))
+            if entry is not None and entry.state is EntryState.STORED:
+                value = disk.read(entry)
+                num_found += value is not None
+                assert value is None or value == truth[key, entry.version]
+                if value is None:  # torn before a crash
+                    num_torn += 1
+                    disk.queue += [e for e in state.not_read(entry, corrupt=True) if not isinstance(e, Lost)]
+        elif action < 0.97:
+            entry = state.find(ChunkKey(key))
+            if entry is not None:
+                disk.queue += [each for each in state.drop(entry) if not isinstance(each, Lost)]
+            while disk.queue:
+                disk.perform(state)
+            gone.add(key)
+        elif disk.queue:
+            for _ in range(rng.randrange(len(disk.queue))):
+                disk.perform(None)
+            disk.perform(None, torn_units=rng.randrange(4))
+            disk.queue.clear()
+            state = disk.restart(clock)
+            assert not gone & {str(entry.key) for entry in state}, "removed chunks came back"
+        state.check()
+    assert num_found > 50
+    assert num_torn > 0 or seed
+    disk.file.close()
+
+
+def test_the_scan_finds_everything_between_holes(path: Path) -> None:
+    disk, state = Disk(path), make_state()
+    rng = random.Random(3)
+    kept: dict[str, bytes] = {}
+    for i in range(40):
+        value = rng.randbytes(rng.choice((10, 4000, 9000)))
+        entry, todo = evict(state, record(f"k{i}", version=i, value=value))
+        assert entry is not None
+        disk.values[entry] = value
+        disk.queue += [each for each in todo if not isinstance(each, Lost)]
+        while disk.queue:
+            disk.perform(state)
+        if i % 3 == 0:
+            disk.queue += [each for each in state.drop(entry) if not isinstance(each, Lost)]
+    while disk.queue:
+        disk.perform(state)
+    kept = {str(entry.key): disk.values[entry] for entry in state}
+    again = disk.restart(ManualClock())
+    assert {str(entry.key): disk.read(entry) for entry in again} == kept
+    assert again.counters.recovered == len(kept)
+    disk.file.close()
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena(8 * UNIT)
+    yield arena
+    arena.close()
+
+
+def test_the_arena_is_bounded_and_aligned(arena: Arena) -> None:
+    first, second = arena.take(4 * UNIT), arena.take(3 * UNIT)
+    assert first is not None
+    assert second is not None
+    assert arena.take(2 * UNIT) is None
+    assert arena.largest_free_bytes == UNIT
+    arena.give_back(first)
+    assert arena.used_bytes == 3 * UNIT
+    arena.give_back(second)
