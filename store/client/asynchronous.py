@@ -101,7 +101,7 @@ class AsyncShell:
             case Ask(calls):
                 return await self._ask(calls, deadline.remaining_s())
             case Tell(calls):
-                return await self._tell(calls)
+                return await self._tell(calls, deadline.remaining_s())
             case Move(requests):
                 return await self._move(requests, deadline.remaining_s())
             case Reach(node, copies):
@@ -114,10 +114,10 @@ class AsyncShell:
             return [await self._exchange(*calls[0], deadline_s)]
         return await asyncio.gather(*(self._exchange(peer, call, deadline_s) for peer, call in calls))
 
-    async def _tell(self, calls: Sequence[tuple[PeerId, AnyCall]]) -> None:
+    async def _tell(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> None:
         for peer, call in calls:
             with contextlib.suppress(TanghuluError):
-                connection = self._connections.get(peer) or await self._open(peer)
+                connection = self._connections.get(peer) or await self._open(peer, deadline_s)
                 connection.send(call.method, call.request, call.reply_type, _nobody, call.attachment)
 
     async def _exchange(self, peer: PeerId, call: AnyCall, deadline_s: float) -> Outcome:
@@ -157,10 +157,12 @@ class AsyncShell:
     async def _call(self, peer: PeerId, call: AnyCall, deadline_s: float) -> AnyReply:
         connection = self._connections.get(peer)
         if connection is None or connection.closed:
-            connection = await self._open(peer)
+            until_s = self._loop.time() + deadline_s
+            connection = await self._open(peer, deadline_s)
+            deadline_s = max(until_s - self._loop.time(), 0.0)
         return await connection.call(call.method, call.request, call.reply_type, call.attachment, deadline_s=deadline_s)
 
-    async def _open(self, peer: PeerId) -> AsyncFastConnection:
+    async def _open(self, peer: PeerId, deadline_s: float) -> AsyncFastConnection:
         """The peer's connection, opened by the first who needs it while the others wait."""
         async with self._opening.setdefault(peer, asyncio.Lock()):
             connection = self._connections.get(peer)
@@ -177,17 +179,19 @@ class AsyncShell:
                 raise
             if peer != MASTER:
                 try:
-                    await self._greet(peer, connection)
+                    await self._greet(peer, connection, deadline_s)
                 except TanghuluError:
                     await connection.close()
                     raise
             self._connections[peer] = connection
             return connection
 
-    async def _greet(self, peer: PeerId, connection: AsyncFastConnection) -> None:
+    async def _greet(self, peer: PeerId, connection: AsyncFastConnection, deadline_s: float) -> None:
         target = target_of(peer, self.settings, self.context.nodes)
         call = target.hello(self.settings, self.context.leases.held(peer))
-        welcome = messages.welcome(await connection.call(call.method, call.request, call.reply_type))
+        welcome = messages.welcome(
+            await connection.call(call.method, call.request, call.reply_type, deadline_s=deadline_s)
+        )
         if welcome.instance_id != peer:
             raise NodeUnavailable(f"{target.address} is {welcome.instance_id} now, not {peer}")
         known = self._welcomes.get(peer)
@@ -205,6 +209,7 @@ class AsyncShell:
                 self.context.indexes[peer] = index
 
     async def _move(self, requests: Sequence[TransferRequest], deadline_s: float) -> list[TanghuluError | None]:
+        until_s = self._loop.time() + deadline_s
         try:
             await self._engine.transfer_async(requests, deadline_s)
             return [None] * len(requests)
@@ -212,7 +217,9 @@ class AsyncShell:
             if len(requests) == 1:
                 return [error]
         try:  # again, to learn which of them fail: the same bytes to the same places
-            result = await self._engine.submit(TransferBatch(requests)).wait_async(deadline_s)
+            result = await self._engine.submit(TransferBatch(requests)).wait_async(
+                max(until_s - self._loop.time(), 0.0)
+            )
             return list(result.errors)
         except TanghuluError as error:
             return [error] * len(requests)
@@ -233,7 +240,7 @@ class AsyncShell:
         return link
 
     async def _give_back(self) -> None:
-        await self._tell(self.context.given_back())
+        await self._tell(self.context.given_back(), self.settings.deadline_s)
 
     def __repr__(self) -> str:
         return f"AsyncShell({self.settings.master}{', closed' if self._closed else ''})"

@@ -45,6 +45,8 @@ Outcome = AnyReply | TanghuluError
 #: Connections that are kept open to one peer; more threads than that open and close their own.
 MAX_IDLE = 16
 _MAX_THREADS = 16
+#: What a connection may take even if the deadline has come; 0 would mean that it must not wait at all.
+MIN_CONNECT_S = 0.001
 
 
 class BlockingShell:
@@ -68,7 +70,7 @@ class BlockingShell:
         if self._closed:
             raise InvalidRequest("the client is closed")
         if self.context.leases.has_dropped or self.context.reads.due:
-            self.flush()
+            self.flush(deadline.remaining_s())
         try:
             instruction = next(logic)
             while True:
@@ -81,10 +83,10 @@ class BlockingShell:
         """The end of an operation that begins now."""
         return Deadline(time.monotonic() + (seconds or self.settings.deadline_s), time.monotonic)
 
-    def flush(self) -> None:
+    def flush(self, deadline_s: float | None = None) -> None:
         """Give back the leases that nobody needs any more; nodes that cannot be told find out by themselves."""
         if not self._closed:
-            self._tell(self.context.given_back())
+            self._tell(self.context.given_back(), self.settings.deadline_s if deadline_s is None else deadline_s)
 
     def register(self, buffer: Any) -> Buffer:
         """See TransferEngine.register."""
@@ -115,7 +117,7 @@ class BlockingShell:
             case Ask(calls):
                 return self._ask(calls, deadline.remaining_s())
             case Tell(calls):
-                return self._tell(calls)
+                return self._tell(calls, deadline.remaining_s())
             case Move(requests):
                 return self._move(requests, deadline.remaining_s())
             case Reach(node, copies):
@@ -140,33 +142,33 @@ class BlockingShell:
             outcomes.update(zip(own, answer, strict=True))
         return [outcomes[index] for index in range(len(calls))]
 
-    def _tell(self, calls: Sequence[tuple[PeerId, AnyCall]]) -> None:
+    def _tell(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> None:
+        until_s = time.monotonic() + deadline_s
         for peer, call in calls:
             with contextlib.suppress(TanghuluError):
-                connection, _ = self._take(peer, fresh=False)
+                connection, _ = self._take(peer, until_s, fresh=False)
                 try:
-                    connection.post(call, deadline_s=self.settings.deadline_s)
+                    connection.post(call, deadline_s=_left_s(until_s))
                 finally:
                     self._put_back(peer, connection)
 
     def _exchange(self, peer: PeerId, calls: list[AnyCall], deadline_s: float) -> list[Outcome]:
         if peer == MASTER and self._masters.several:
             return self._seek(calls, time.monotonic() + deadline_s)
-        outcome = self._try_exchange(peer, calls, deadline_s, fresh=False)
+        until_s = time.monotonic() + deadline_s
+        outcome = self._try_exchange(peer, calls, until_s, fresh=False)
         if outcome is None:  # a master that restarted: its old connections are dead, its new ones are not
-            outcome = self._try_exchange(peer, calls, deadline_s, fresh=True)
+            outcome = self._try_exchange(peer, calls, until_s, fresh=True)
         assert outcome is not None
         return outcome
 
-    def _try_exchange(
-        self, peer: PeerId, calls: list[AnyCall], deadline_s: float, *, fresh: bool
-    ) -> list[Outcome] | None:
+    def _try_exchange(self, peer: PeerId, calls: list[AnyCall], until_s: float, *, fresh: bool) -> list[Outcome] | None:
         try:
-            connection, reused = self._take(peer, fresh=fresh)
+            connection, reused = self._take(peer, until_s, fresh=fresh)
         except TanghuluError as error:
             return [error] * len(calls)
         try:
-            return connection.call_many(calls, deadline_s=deadline_s)
+            return connection.call_many(calls, deadline_s=_left_s(until_s))
         except NodeUnavailable as error:
             if peer == MASTER and reused:
                 return None
@@ -180,8 +182,8 @@ class BlockingShell:
         """Ask the leader of several masters; while nobody leads, until the deadline."""
         while True:
             asked = self._masters.current
-            attempt_s = min(max(until_s - time.monotonic(), 0.0), ATTEMPT_S)
-            outcomes = self._try_exchange(MASTER, calls, attempt_s, fresh=False)
+            attempt_until_s = min(until_s, time.monotonic() + ATTEMPT_S)
+            outcomes = self._try_exchange(MASTER, calls, attempt_until_s, fresh=False)
             failure = outcomes[0] if outcomes is not None else MasterUnavailable(f"{asked} closed the connection")
             if not isinstance(failure, MasterUnavailable):
                 assert outcomes is not None
@@ -195,6 +197,7 @@ class BlockingShell:
             time.sleep(SEEK_PAUSE_S)
 
     def _move(self, requests: Sequence[TransferRequest], deadline_s: float) -> list[TanghuluError | None]:
+        until_s = time.monotonic() + deadline_s
         try:
             self._engine.transfer(requests, deadline_s)
             return [None] * len(requests)
@@ -202,7 +205,7 @@ class BlockingShell:
             if len(requests) == 1:
                 return [error]
         try:  # again, to learn which of them fail: the same bytes to the same places
-            return list(self._engine.submit(TransferBatch(requests)).wait(deadline_s).errors)
+            return list(self._engine.submit(TransferBatch(requests)).wait(_left_s(until_s)).errors)
         except TanghuluError as error:
             return [error] * len(requests)
 
@@ -223,7 +226,7 @@ class BlockingShell:
 
     # --- connections
 
-    def _take(self, peer: PeerId, *, fresh: bool) -> tuple[FastConnection, bool]:
+    def _take(self, peer: PeerId, until_s: float, *, fresh: bool) -> tuple[FastConnection, bool]:
         """A connection for this thread alone, and whether it was open before. Raises typed errors."""
         pool = self._idle.get(peer)
         while pool:
@@ -238,11 +241,11 @@ class BlockingShell:
             target = Target(self._masters.find_blocking(), None)
         else:
             target = target_of(peer, self.settings, self.context.nodes)
-        return self._connect(peer, target), False
+        return self._connect(peer, target, until_s), False
 
-    def _connect(self, peer: PeerId, target: Target) -> FastConnection:
+    def _connect(self, peer: PeerId, target: Target, until_s: float) -> FastConnection:
         try:
-            connection = FastConnection(target.address, target.unix_path)
+            connection = FastConnection(target.address, target.unix_path, max(_left_s(until_s), MIN_CONNECT_S))
         except TanghuluError as error:
             if peer == MASTER:
                 raise master_failure(self.settings.master, error) from None
@@ -250,16 +253,16 @@ class BlockingShell:
             raise
         if peer != MASTER:
             try:
-                self._greet(peer, target, connection)
+                self._greet(peer, target, connection, _left_s(until_s))
             except TanghuluError:
                 connection.close()
                 raise
         return connection
 
-    def _greet(self, peer: PeerId, target: Target, connection: FastConnection) -> None:
+    def _greet(self, peer: PeerId, target: Target, connection: FastConnection, deadline_s: float) -> None:
         held = self.context.leases.held(peer)
         call = target.hello(self.settings, held)
-        welcome = messages.welcome(connection.call(call.method, call.request, call.reply_type))
+        welcome = messages.welcome(connection.call(call.method, call.request, call.reply_type, deadline_s=deadline_s))
         if welcome.instance_id != peer:
             raise NodeUnavailable(f"{target.address} is {welcome.instance_id} now, not {peer}")
         known = self._welcomes.get(peer)
@@ -296,3 +299,7 @@ class BlockingShell:
 
     def __repr__(self) -> str:
         return f"BlockingShell({self.settings.master}{', closed' if self._closed else ''})"
+
+
+def _left_s(until_s: float) -> float:
+    return max(until_s - time.monotonic(), 0.0)

@@ -57,7 +57,7 @@ class Want:
 
 @dataclass(slots=True)
 class _Pinned:
-    """One want with a lease on a node."""
+    """One want with a lease on a node, or, without one, whose inline value was not what was put."""
 
     want: Want
     node: PeerId
@@ -228,7 +228,8 @@ def _take_answer(
         if isinstance(found, TanghuluError):
             _holder_failed(context, want, node, found)
         elif found.value is not None:
-            _take_inline(context, want, node, found)
+            if not _take_inline(want, found):  # the node is told, as if it had been pinned
+                pinned.append(_Pinned(want, node, found, error=_mismatch(want.key, node, found)))
         else:
             context.leases.hold(node, found.lease_id)
             pinned.append(_Pinned(want, node, found))
@@ -254,15 +255,17 @@ def _holder_failed(context: Context, want: Want, node: PeerId, error: TanghuluEr
         want.failure = error
 
 
-def _take_inline(context: Context, want: Want, node: PeerId, found: Found) -> None:
+def _take_inline(want: Want, found: Found) -> bool:
+    """The value that came is the result; False if it is not what was put."""
     assert found.value is not None
     if not sums.matches(found.value, found.checksums):
-        _holder_failed(context, want, node, _mismatch(want.key, node, found))
-    elif want.buffer is None:
+        return False
+    if want.buffer is None:
         want.result = Chunk(want.key, found.version, found.value)
     elif not _too_small(want, found.size_bytes):
         want.buffer.view(0, found.size_bytes)[:] = found.value
         want.result = found.size_bytes
+    return True
 
 
 def _too_small(want: Want, size_bytes: int) -> bool:
@@ -288,6 +291,8 @@ def _read_pinned(context: Context, pinned: list[_Pinned], flush: Callable[[], No
     moving: list[_Pinned] = []
     links: dict[tuple[PeerId, bool], Link | TanghuluError] = {}
     for each in pinned:
+        if each.error is not None:
+            continue
         where = (each.node, each.found.copies_only)
         if where not in links:
             links[where] = yield Reach(*where)
@@ -349,8 +354,8 @@ def _finish(
     for node in dict.fromkeys(each.node for each in pinned):
         own = [each for each in pinned if each.node == node]
         corrupt = [each.want.key for each in own if isinstance(each.error, ChecksumMismatch)]
-        leases = [each.found.lease_id for each in own if not each.keeps_lease]
-        link = links[node, own[0].found.copies_only]
+        leases = [each.found.lease_id for each in own if each.found.lease_id and not each.keeps_lease]
+        link = links.get((node, own[0].found.copies_only))
         by_mapping = isinstance(link, Link) and link.view is not None
         num_bytes = sum(each.found.size_bytes for each in own if each.error is None) if by_mapping else 0
         if leases or corrupt:

@@ -61,18 +61,20 @@ class Reply(Generic[R]):
     attachment: memoryview
 
 
-def dial(address: Address | None, unix_path: str | None) -> socket.socket:
+def dial(address: Address | None, unix_path: str | None, timeout_s: float = _CONNECT_TIMEOUT_S) -> socket.socket:
     """A connected blocking socket, by the Unix socket if its path exists here; raises NodeUnavailable."""
     try:
         if unix_path and os.path.exists(unix_path):
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
+                sock.settimeout(timeout_s)  # a peer that stands still lets its backlog fill up
                 sock.connect(unix_path)
+                sock.settimeout(None)
             except OSError:
                 sock.close()
                 raise
         elif address is not None:
-            sock = socket.create_connection((address.host, address.port), timeout=_CONNECT_TIMEOUT_S)
+            sock = socket.create_connection((address.host, address.port), timeout=timeout_s)
             sock.settimeout(None)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         else:
@@ -87,9 +89,11 @@ def dial(address: Address | None, unix_path: str | None) -> socket.socket:
 class FastConnection:
     """One open connection. Broken by the first failure or missed deadline, and then closed for good."""
 
-    def __init__(self, address: Address | None, unix_path: str | None = None) -> None:
+    def __init__(
+        self, address: Address | None, unix_path: str | None = None, timeout_s: float = _CONNECT_TIMEOUT_S
+    ) -> None:
         self.peer = unix_path or str(address)
-        self._socket = dial(address, unix_path)
+        self._socket = dial(address, unix_path, timeout_s)
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._closed = False

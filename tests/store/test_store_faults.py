@@ -1,0 +1,434 @@
+"""Real faults with real processes: killed and stopped nodes, masters and clients, flipped bits, clocks that jump.
+
+Always: nothing hangs beyond its deadline, and no wrong byte is ever returned. Nodes assert their invariants all the
+time (``checked``). What becomes of a full or damaged SSD stands in test_store_tier.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from store_cluster import Cluster, Process, eventually
+
+import tanghulu
+from tanghulu.errors import ChunkNotFound, DeadlineExceeded, TanghuluError
+from tanghulu.store.client import Client
+
+MIB = 1 << 20
+DEADLINE_S = 2.0
+#: What a call may take beyond its deadline on a machine that does other things too.
+SLACK_S = 1.5
+
+
+def value(key: str, size: int = MIB) -> bytes:
+    """What stands under ``key``, and under no other."""
+    return random.Random(key).randbytes(4096) * (size // 4096)
+
+
+def timed(call: Callable[[], object], deadline_s: float = DEADLINE_S) -> object:
+    """The result or the typed error of ``call``, which must end by its deadline."""
+    started = time.monotonic()
+    try:
+        result = call()
+    except TanghuluError as error:
+        result = error
+    assert time.monotonic() - started < deadline_s + SLACK_S, result
+    return result
+
+
+def read(client: Client, key: str, size: int = MIB) -> TanghuluError | None:
+    """Get ``key``: the right bytes, or a typed error by the deadline."""
+
+    def get() -> None:
+        with client.get(key, deadline_s=DEADLINE_S) as chunk:
+            assert bytes(chunk) == value(key, size), f"wrong bytes of {key}"
+
+    outcome = timed(get)
+    assert outcome is None or isinstance(outcome, TanghuluError)
+    return outcome
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def child(code: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A client in a process of its own; it says what it does line by line, and is killed at the end."""
+    source = "import os, random, sys, time\nimport tanghulu\nMIB = 1 << 20\n" + code
+    command = [sys.executable, "-c", source, *arguments]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def says(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def tell(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdin is not None
+    process.stdin.write(line + "\n")
+    process.stdin.flush()
+
+
+# --- bits that flip in memory
+
+
+def flip_in_segment(node: Process, wanted: bytes) -> None:
+    """Flip one bit of the first place in the node's memory that reads ``wanted``."""
+    folder = Path(f"/proc/{node.popen.pid}/fd")
+    for fd in folder.iterdir():
+        if "memfd:" not in os.readlink(fd):
+            continue
+        with open(fd, "r+b", buffering=0) as memory:
+            data = memory.read()
+            place = data.find(wanted)
+            if place >= 0:
+                memory.seek(place)
+                memory.write(bytes([wanted[0] ^ 16]))
+                return
+    raise AssertionError("the value is not in the node's memory")
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_flipped_bit_in_a_segment_is_found_and_a_replica_serves(transport: str) -> None:
+    sizes = {f"k{i}": 256 * 1024 if i % 2 else 4096 for i in range(16)}
+    with Cluster(2, "32MiB") as cluster:
+        with tanghulu.connect(cluster.address) as writer:
+            for key, size in sizes.items():
+                assert writer.put(key, value(key, size), replicas=2).num_replicas == 2
+        damaged, sound = cluster.nodes
+        for key, size in sizes.items():
+            flip_in_segment(damaged, value(key, size))
+        with tanghulu.connect(cluster.address, transport=transport) as client:
+            for key, size in [*sizes.items()] * 2:
+                assert read(client, key, size) is None
+            num_found = damaged.metric("tanghulu_node_corrupt_chunks_total")
+            assert num_found > 0, "some were read there first"
+            sound.kill()
+            for key, size in sizes.items():
+                # What a client has mapped of the killed one is good for a moment more.
+                eventually(lambda key=key, size=size: read(client, key, size) is not None)  # type: ignore[misc]
+            eventually(lambda: damaged.metric("tanghulu_node_corrupt_chunks_total") == len(sizes))
+            eventually(lambda: isinstance(read(client, "k0", sizes["k0"]), ChunkNotFound))
+
+
+# --- clients that are stopped
+
+
+_PINS = """
+with tanghulu.connect(sys.argv[1]) as client:
+    chunk = client.get("pinned")
+    print("pinned", flush=True)
+    sys.stdin.readline()
+    print(bytes(chunk) == random.Random("pinned").randbytes(4096) * 256, flush=True)
+"""
+
+_WRITES = """
+from tanghulu.store.client import messages
+from tanghulu.store.client.puts import NewChunk
+with tanghulu.connect(sys.argv[1]) as client:
+    client.put("warm", b"x" * MIB)
+    shell = client._shell
+    node = next(peer for peer in shell._idle if peer)
+    call = messages.reserve([NewChunk("torn", 7, 4 * MIB)], 1000)
+    (reply,) = shell._exchange(node, [call], 1.0)
+    (reservation,) = messages.reservations(reply)
+    view = shell._reach(node, False).view
+    print("reserved", flush=True)
+    sys.stdin.readline()
+    view[reservation.offset : reservation.offset + 4 * MIB] = b"!" * (4 * MIB)
+    print("written", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def overwrite_everything(client: Client, num: int = 48) -> list[str]:
+    """Put more than the node holds."""
+    keys = [f"other{i}" for i in range(num)]
+    for key in keys:
+        assert client.put(key, value(key)).ok
+    return keys
+
+
+def read_what_is_left(client: Client, keys: list[str]) -> int:
+    outcomes = [read(client, key) for key in keys]
+    assert all(each is None or isinstance(each, ChunkNotFound) for each in outcomes)
+    return outcomes.count(None)
+
+
+def test_the_range_of_a_stopped_reader_is_not_reused(cluster_short_leases: Cluster) -> None:
+    cluster = cluster_short_leases
+    with tanghulu.connect(cluster.address) as client, child(_PINS, cluster.address) as reader:
+        client.put("pinned", value("pinned"))
+        assert says(reader) == "pinned"
+        with stopped(reader.pid):
+            keys = overwrite_everything(client)
+            assert read_what_is_left(client, keys) > 20
+        tell(reader, "look")
+        assert says(reader) == "True", "what it had pinned was overwritten"
+        reader.wait(10)
+        eventually(lambda: cluster.nodes[0].metric("tanghulu_node_leases") == 0)
+
+
+@pytest.mark.slow
+def test_a_stopped_writer_cannot_write_into_what_others_put(cluster_short_leases: Cluster) -> None:
+    cluster = cluster_short_leases
+    node = cluster.nodes[0]
+    with tanghulu.connect(cluster.address) as client, child(_WRITES, cluster.address) as writer:
+        assert says(writer) == "reserved"
+        with stopped(writer.pid):
+            keys = overwrite_everything(client)
+        tell(writer, "write")
+        assert says(writer) == "written", "long after its lease ended"
+        assert read_what_is_left(client, keys) > 20
+        with pytest.raises(ChunkNotFound):
+            client.get("torn")
+        writer.kill()
+        writer.wait()
+        eventually(lambda: node.metric("tanghulu_node_leases") == 0)
+        assert read_what_is_left(client, overwrite_everything(client)) > 24
+
+
+@pytest.fixture
+def cluster_short_leases() -> Iterator[Cluster]:
+    with Cluster(1, "32MiB", "--lease-ms", "200") as cluster:
+        yield cluster
+
+
+# --- nodes that are stopped
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_stopped_node_costs_a_deadline_and_no_more(transport: str) -> None:
+    with Cluster(2, "64MiB") as cluster, tanghulu.connect(cluster.address, transport=transport) as client:
+        keys = [f"both{i}" for i in range(3)]
+        for key in keys:
+            assert client.put(key, value(key), replicas=2).num_replicas == 2
+        assert client.put("single", value("single"), prefer_node=cluster.nodes[0].name).ok
+        with stopped(cluster.nodes[0].popen.pid):
+            assert read(client, "single") is not None
+            outcomes = [read(client, key) for key in keys]
+            assert all(each is None or isinstance(each, DeadlineExceeded) for each in outcomes)
+            for i in range(2):
+                timed(lambda i=i: client.put(f"new{i}", value(f"new{i}"), deadline_s=DEADLINE_S))  # type: ignore[misc]
+            eventually(lambda: all(read(client, key) is None for key in keys))  # the master has noticed
+        eventually(lambda: read(client, "single") is None)
+        for key in keys:
+            assert read(client, key) is None
+
+
+# --- kill -9
+
+
+@pytest.mark.slow
+def test_a_node_killed_in_the_middle_of_puts_and_gets() -> None:
+    with Cluster(3, "64MiB") as cluster:
+        stopping, failures = threading.Event(), list[BaseException]()
+        acknowledged: list[str] = []
+
+        def use(number: int) -> None:
+            rng = random.Random(number)
+            try:
+                with tanghulu.connect(cluster.address, transport=("shm", "tcp")[number % 2]) as client:
+                    for i in range(100_000):
+                        if stopping.is_set():
+                            return
+                        key = f"k{number}-{i}"
+                        data = value(key)
+                        put = timed(lambda: client.put(key, data, replicas=2, deadline_s=DEADLINE_S))  # noqa: B023
+                        if not isinstance(put, TanghuluError):
+                            acknowledged.append(key)
+                        read(client, rng.choice(acknowledged[-20:] or [key]))
+            except BaseException as error:  # noqa: BLE001 - whatever it is, the test is to see it
+                failures.append(error)
+
+        threads = [threading.Thread(target=use, args=(n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for node in cluster.nodes[:2]:
+            reached = len(acknowledged) + 20
+            eventually(lambda reached=reached: len(acknowledged) > reached or bool(failures), 20)  # type: ignore[misc]
+            node.kill()
+            cluster.add_node("64MiB")
+        reached = len(acknowledged) + 20
+        eventually(lambda: len(acknowledged) > reached or bool(failures), 20)
+        stopping.set()
+        for thread in threads:
+            thread.join()
+        assert not failures, failures
+
+
+def _serves(client: Client) -> bool:
+    outcome = timed(lambda: client.put(f"probe{time.monotonic()}", b"x", deadline_s=0.3), 0.3)
+    return not isinstance(outcome, TanghuluError)
+
+
+@pytest.mark.slow
+def test_a_master_killed_in_the_middle_of_puts() -> None:
+    with Cluster(2, "64MiB") as cluster, tanghulu.connect(cluster.address) as client:
+        acknowledged, num_failed = [], 0
+        rng = random.Random(5)
+        for i in range(40):
+            if i in (10, 26):
+                cluster.master.kill()
+            if i in (14, 30):
+                cluster.restart_master()
+                eventually(lambda: _serves(client))
+            key = f"m{i}"
+            outcome = timed(lambda key=key: client.put(key, value(key, 65536 * 2), deadline_s=0.3), 0.3)  # type: ignore[misc]
+            if isinstance(outcome, TanghuluError):
+                num_failed += 1
+            else:
+                acknowledged.append(key)
+            assert read(client, rng.choice(acknowledged), 65536 * 2) is None, "known locations need no master"
+        assert 0 < num_failed <= 12, "no more than while there was none"
+        with tanghulu.connect(cluster.address) as fresh:
+            for key in acknowledged:
+                eventually(lambda key=key: read(fresh, key, 65536 * 2) is None)  # type: ignore[misc]
+
+
+_BUSY = """
+number = int(sys.argv[2])
+with tanghulu.connect(sys.argv[1], transport=("shm", "tcp")[number % 2]) as client:
+    print("begins", flush=True)
+    for i in range(100000):
+        key = f"c{number}-{i}"
+        client.put(key, random.Random(key).randbytes(4096) * 2048)
+        with client.get(key) as chunk:
+            assert bytes(chunk) == random.Random(key).randbytes(4096) * 2048
+"""
+
+
+@pytest.mark.slow
+def test_clients_killed_in_the_middle_leave_nothing_behind() -> None:
+    with Cluster(1, "64MiB") as cluster, tanghulu.connect(cluster.address) as client:
+        node = cluster.nodes[0]
+        rng = random.Random(11)
+        for number in range(4):
+            before = node.metric("tanghulu_node_puts_total")
+            with child(_BUSY, cluster.address, str(number)) as busy:
+                assert says(busy) == "begins"
+                eventually(lambda before=before: node.metric("tanghulu_node_puts_total") > before)  # type: ignore[misc]
+                time.sleep(rng.random() * 0.05)  # to hit another moment each time
+        eventually(lambda: node.metric("tanghulu_node_leases") == 0)
+        eventually(lambda: node.metric("tanghulu_node_sessions") <= 1)
+        keys = client.list_keys("c")
+        for info in keys:
+            assert read(client, info.key, 8 * MIB) is None
+        assert read_what_is_left(client, overwrite_everything(client, 64)) >= 60, "all of the memory can be used again"
+
+
+# --- clocks that jump
+
+_CLOCK = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/time.h>
+#include <time.h>
+static long long *offset;
+__attribute__((constructor)) static void begin(void) {
+    int fd = open(getenv("WALL_CLOCK_OFFSET"), O_RDONLY);
+    offset = mmap(0, 4096, PROT_READ, MAP_SHARED, fd, 0);
+}
+int clock_gettime(clockid_t id, struct timespec *t) {
+    static int (*real)(clockid_t, struct timespec *);
+    if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
+    int rc = real(id, t);
+    if (id == CLOCK_REALTIME && offset) t->tv_sec += *offset;
+    return rc;
+}
+int gettimeofday(struct timeval *tv, void *zone) {
+    struct timespec t;
+    clock_gettime(CLOCK_REALTIME, &t);
+    tv->tv_sec = t.tv_sec, tv->tv_usec = t.tv_nsec / 1000;
+    return 0;
+}
+time_t time(time_t *out) {
+    struct timespec t;
+    clock_gettime(CLOCK_REALTIME, &t);
+    if (out) *out = t.tv_sec;
+    return t.tv_sec;
+}
+"""
+
+
+@pytest.fixture
+def wall_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Moves the wall clock of the processes that are started from now on, by so many seconds."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    (tmp_path / "clock.c").write_text(_CLOCK)
+    library, offset = tmp_path / "clock.so", tmp_path / "offset"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, tmp_path / "clock.c", "-ldl"], check=True)
+    offset.write_bytes(bytes(4096))
+    monkeypatch.setenv("LD_PRELOAD", str(library))
+    monkeypatch.setenv("WALL_CLOCK_OFFSET", str(offset))
+
+    def move(seconds: int) -> None:
+        with offset.open("r+b") as file:
+            file.write(ctypes.c_int64(seconds))
+
+    return move
+
+
+@pytest.mark.slow
+def test_jumps_of_the_wall_clock_end_no_lease_and_no_chunk(wall_clock: Callable[[int], None], tmp_path: Path) -> None:
+    with Cluster(0) as cluster:
+        ssd = ("--ssd-path", str(tmp_path / "node.tier"), "--ssd-size", "64MiB", "--lease-ms", "2000")
+        node = cluster.add_node("16MiB", *ssd)
+        moved = subprocess.run([sys.executable, "-c", "import time; print(time.time())"], capture_output=True)
+        assert abs(float(moved.stdout) - time.time()) < 60
+        with tanghulu.connect(cluster.address) as client:
+            client.put("an hour", value("an hour"), ttl_s=3600)
+            client.put("a moment", value("a moment"), ttl_s=2.0)
+            pinned = client.get("an hour")
+            for jump in (10**6, -(10**6), 10**8, 0):
+                wall_clock(jump)
+                moved = subprocess.run([sys.executable, "-c", "import time; print(time.time())"], capture_output=True)
+                assert abs(float(moved.stdout) - time.time() - jump) < 60, "the jump is real"
+                assert read(client, "an hour") is None
+                assert client.put(f"after{jump}", value(f"after{jump}")).ok
+                assert node.metric("tanghulu_node_leases") == 1
+            assert bytes(pinned) == value("an hour")
+            pinned.close()
+            eventually(lambda: isinstance(read(client, "a moment"), ChunkNotFound))
+            for i in range(32):
+                client.put(f"k{i}", value(f"k{i}"))
+            eventually(lambda: node.metric("tanghulu_node_ssd_queued_bytes") == 0)
+            wall_clock(-(10**6))
+            assert read(client, "an hour") is None, "it comes up from the SSD"
+        wall_clock(0)
+        node.kill()
+        wall_clock(7200)
+        node = cluster.add_node("16MiB", *ssd)
+        with tanghulu.connect(cluster.address) as client:
+            eventually(lambda: read(client, "k0") is None)
+            eventually(lambda: isinstance(read(client, "an hour"), ChunkNotFound))  # over, by the restart's clock
