@@ -72,6 +72,7 @@ def test_what_memory_evicts_comes_back_from_the_ssd(cluster: Cluster, client: Cl
     eventually(lambda: client.nodes()[0].ssd_used_bytes > 16 * MIB)
 
 
+@pytest.mark.slow
 def test_a_batch_larger_than_memory_is_read_in_one_call(cluster: Cluster, client: Client) -> None:
     keys = fill(client, cluster.nodes[0], 640, 64 * KIB)
     chunks = client.get_many(keys)
@@ -129,6 +130,7 @@ def test_bits_that_flip_in_the_file_are_found_and_counted(cluster: Cluster, clie
     assert bytes(client.get(on_ssd[0])) == b"again"
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_chunks_and_nothing_else(tmp_path: Path) -> None:
     mount = tmp_path / "small"
     mount.mkdir()
