@@ -117,6 +117,11 @@ class AccessTable:
         """Whether the session is open, or lost with ranges that are not free yet."""
         return session_id in self._sessions
 
+    def is_open(self, session_id: int) -> bool:
+        """Whether the session is open."""
+        session = self._sessions.get(session_id)
+        return session is not None and not session.closed
+
     def session_pid(self, session_id: int) -> int | None:
         """The pid given to ``open_session``; None for a remote peer. Raises InvalidRequest if not open."""
         return self._open_session(session_id).pid

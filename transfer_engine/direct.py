@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 from tanghulu.clock import Clock
 from tanghulu.errors import DeadlineExceeded, NodeUnavailable
-from tanghulu.transfer_engine.buffers import Buffer
-from tanghulu.transfer_engine.paths import Path
+from tanghulu.transfer_engine.paths import Path, PathTable
 from tanghulu.transfer_engine.requests import TransferRequest, admit_buffer, refuse_overlaps
 from tanghulu.transfer_engine.shm import ShmPeer
 from tanghulu.transfer_engine.slices import Slice
-from tanghulu.transfer_engine.transport import Arrived, Link, Refused
+from tanghulu.transfer_engine.tcp import TcpLink
+from tanghulu.transfer_engine.transport import Arrived, Completion, Link, Refused
 
 
 def copy_directly(requests: Sequence[TransferRequest], max_bytes: int) -> bool:
@@ -29,7 +29,7 @@ def copy_directly(requests: Sequence[TransferRequest], max_bytes: int) -> bool:
     for request in requests:
         shm = request.target.shm
         num_bytes += request.length
-        if shm is None or num_bytes > max_bytes:
+        if shm is None or num_bytes > max_bytes or not request.plain:
             return False
         mapped.append(shm)
     buffers = [admit_buffer(request) for request in requests]
@@ -48,65 +48,62 @@ def send_directly(
     DeadlineExceeded, and what the peer refuses with.
     """
     buffer = admit_buffer(request)
-    target = request.target
+    target, paths = request.target, request.target.paths
+    if target.closed:
+        return False
     now_s = clock.now_s()
     with lock:
-        path = target.paths.choose(now_s, (), _nothing_in_flight)
-    if path is None or target.closed:
-        return False
+        path = paths.choose_idle(now_s, request.length)
+        paths.begun(path, request.length)
+    link: Link | None = None
+    ended: Completion | None = None
     try:
         link = target.borrow(path.transport, None)
+        if link is None:
+            return False
+        piece = Slice(
+            1, 0, request.opcode, buffer, request.source_offset, request.target_offset, request.length, request.lease_id
+        )
+        ended = _exchange(link, path, piece, min(deadline_s, patience_s), now_s, clock)
     except NodeUnavailable:  # closed just now
         return False
-    if link is None:
-        return False
-    try:
-        ended = _exchange(link, path, _one_slice(request, buffer), now_s + min(deadline_s, patience_s), clock)
     finally:
-        target.give_back(path.transport, link)
-    if ended is None and clock.now_s() >= now_s + deadline_s:
-        raise DeadlineExceeded(f"not complete within {deadline_s:g} s; what had arrived is not reported")
-    return _told(ended, request, path, clock, lock)
+        if link is not None:
+            if not isinstance(ended, Arrived | Refused):
+                link.cut(path)
+            target.give_back(path.transport, link)
+        with lock:
+            paths.ended(path, request.length)
+            if isinstance(ended, Arrived):
+                paths.succeeded(path, request.length, clock.now_s() - now_s)
+    if isinstance(ended, Arrived):
+        return True
+    return _failed(ended, paths, path, now_s + deadline_s, clock, lock)
 
 
-def _exchange(link: Link, path: Path, piece: Slice, until_s: float, clock: Clock) -> Arrived | Refused | None:
-    """Post and wait; None when the path broke or ``until_s`` came, and then the connection is closed."""
-    settled = False
-    try:
+def _exchange(link: Link, path: Path, piece: Slice, timeout_s: float, now_s: float, clock: Clock) -> Completion | None:
+    """Post and wait; None when the time is up."""
+    if isinstance(link, TcpLink):
+        ended = link.exchange(piece, path, timeout_s)
+    else:
         link.post(piece, path)
-        left_s = until_s - clock.now_s()
-        while left_s > 0:
-            for each in link.poll(left_s):
-                if isinstance(each, Arrived | Refused):
-                    settled = True
-                    return each
-                return None
-            left_s = until_s - clock.now_s()
-        return None
-    finally:
-        if not settled:
-            link.cut(path)
+        ended = link.poll(timeout_s)
+    while not ended and (left_s := now_s + timeout_s - clock.now_s()) > 0:
+        ended = link.poll(left_s)
+    return ended[0] if ended else None
 
 
-def _told(
-    ended: Arrived | Refused | None, request: TransferRequest, path: Path, clock: Clock, lock: threading.Lock
+def _failed(
+    ended: Completion | None, paths: PathTable, path: Path, until_s: float, clock: Clock, lock: threading.Lock
 ) -> bool:
-    paths = request.target.paths
+    """Tell the path's health; False: try the long way. Raises what the peer refused with, or DeadlineExceeded."""
     with lock:
-        if ended is None:
+        if isinstance(ended, Refused):
+            paths.succeeded(path)
+        else:
             paths.failed(path, clock.now_s())
-            return False
-        paths.succeeded(path, request.length if isinstance(ended, Arrived) else 0)
     if isinstance(ended, Refused):
         raise ended.error
-    return True
-
-
-def _one_slice(request: TransferRequest, buffer: Buffer) -> Slice:
-    return Slice(
-        1, 0, request.opcode, buffer, request.source_offset, request.target_offset, request.length, request.lease_id
-    )
-
-
-def _nothing_in_flight(path: Path) -> int:
-    return 0
+    if clock.now_s() >= until_s:
+        raise DeadlineExceeded("not complete within its deadline; what had arrived is not reported")
+    return False

@@ -162,13 +162,13 @@ class TransferEngine:
 
     def transfer(self, requests: Sequence[TransferRequest], deadline_s: float) -> None:
         """Move everything, in this thread; returns when all bytes have arrived, raises the first error otherwise."""
-        if copy_directly(requests, self.config.direct_bytes):
-            return
         start_s = self._clock.now_s()
         if self._takes_one_slice(requests):
             patience_s, lock = self.config.slice_deadline_s, self._workshop.lock
             if send_directly(requests[0], deadline_s, patience_s, self._clock, lock):
                 return
+        elif copy_directly(requests, self.config.direct_bytes):
+            return
         left_s = deadline_s - (self._clock.now_s() - start_s)
         self._prepare(requests).wait(left_s).raise_first()
 
@@ -238,9 +238,12 @@ class TransferEngine:
 
     def _takes_one_slice(self, requests: Sequence[TransferRequest]) -> bool:
         """Whether a batch is one slice on a transport that moves bytes by itself."""
-        if len(requests) != 1 or requests[0].target.shm is not None:
+        if len(requests) != 1:
             return False
-        return requests[0].length <= self.config.limits[requests[0].target.transport].slice_bytes
+        only = requests[0]
+        if only.target.shm is not None or not only.plain:
+            return False
+        return only.length <= self.config.limits[only.target.transport].slice_bytes
 
     def _open(self, descriptor: SegmentDescriptor, session_id: int, pinned: str | None) -> RemoteSegment:
         wanted = (pinned,) if pinned is not None else self.transports

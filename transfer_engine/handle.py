@@ -25,7 +25,8 @@ from tanghulu.transfer_engine.remote import RemoteSegment
 from tanghulu.transfer_engine.requests import BatchResult, RequestState, TransferCancelled, TransferRequest
 from tanghulu.transfer_engine.slices import SliceState
 from tanghulu.transfer_engine.transfer_run import Post, TransferRun
-from tanghulu.transfer_engine.transport import Arrived, Completion, Link, Lost
+from tanghulu.transfer_engine.transport import Arrived, Completion, Corrupt, Link, Lost
+from tanghulu.transfer_engine.wire import digest_of
 
 #: A deadline beyond this is shortened to it: every wait ends.
 LONGEST_WAIT_S = 86_400.0
@@ -190,6 +191,10 @@ class TransferHandle:
             stalled = run.stalled(now_s)
         for path in stalled:
             self._cut(path)
+        for check in run.take_checks():
+            digest = digest_of(check.memory)
+            with lock:
+                run.checked(check.request_index, digest, now_s)
 
     def _perform(self, post: Post) -> None:
         try:
@@ -206,6 +211,8 @@ class TransferHandle:
             self._run.arrived(completion.slice_id, now_s)
         elif isinstance(completion, Lost):
             self._run.lost(completion.path, completion.error, now_s)
+        elif isinstance(completion, Corrupt):
+            self._run.corrupt(completion.slice_id, completion.error, now_s)
         else:
             self._run.refused(completion.slice_id, completion.error, now_s)
 

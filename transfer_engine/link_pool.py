@@ -22,20 +22,22 @@ class LinkPool:
         self._clock = clock
         self._idle: list[Link] = []
         self._num_lent = 0
+        self._num_waiting = 0
         self._closed = False
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
 
     def borrow(self, until_s: float | None) -> Link | None:
         """A link, or None when all are lent until ``until_s`` (clock seconds; None: do not wait).
 
         Raises NodeUnavailable if the pool is closed.
         """
-        with self._changed:
+        with self._lock:
             while not self._closed and not self._idle and self._num_lent >= self._max_links:
                 left_s = 0.0 if until_s is None else until_s - self._clock.now_s()
                 if left_s <= 0:
                     return None
-                self._changed.wait(left_s)
+                self._wait(left_s)
             connect = self._connect
             if connect is None:
                 raise NodeUnavailable("the segment was closed in this process; open it again")
@@ -45,31 +47,33 @@ class LinkPool:
         try:
             return connect()
         except BaseException:
-            with self._changed:
+            with self._lock:
                 self._num_lent -= 1
                 self._changed.notify()
             raise
 
     def give_back(self, link: Link) -> None:
         """Return a borrowed link; one with something still under way, or of a closed pool, is closed."""
-        with self._changed:
+        keep = link.reusable
+        with self._lock:
             self._num_lent -= 1
-            keep = not self._closed and link.reusable
+            keep = keep and not self._closed
             if keep:
                 self._idle.append(link)
-            self._changed.notify()
+            if self._num_waiting:
+                self._changed.notify()
         if not keep:
             link.close()
 
     def put(self, link: Link) -> None:
         """Add a link that was made elsewhere (the one that greeted the peer)."""
-        with self._changed:
+        with self._lock:
             self._num_lent += 1
         self.give_back(link)
 
     def close(self) -> None:
         """Close the idle links now and the lent ones when they come back."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._connect = None  # lets go of what the links share
             idle, self._idle = self._idle, []
@@ -79,7 +83,16 @@ class LinkPool:
 
     def check(self) -> None:
         """Assert the invariants: bounds hold, and idle links have nothing under way."""
-        with self._changed:
+        with self._lock:
             assert self._num_lent >= 0
             assert not (self._closed and self._idle)
             assert all(link.reusable for link in self._idle)
+
+    # --- inside
+
+    def _wait(self, seconds: float) -> None:
+        self._num_waiting += 1
+        try:
+            self._changed.wait(seconds)
+        finally:
+            self._num_waiting -= 1

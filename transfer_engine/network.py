@@ -8,8 +8,8 @@ from __future__ import annotations
 import errno
 import select
 import socket
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 from tanghulu.errors import NodeUnavailable
 from tanghulu.transfer_engine.paths import Path
@@ -17,14 +17,30 @@ from tanghulu.types import Address
 
 
 class StreamSocket(Protocol):
-    """The part of a non-blocking ``socket.socket`` that a stream uses, with its exceptions."""
+    """The part of a ``socket.socket`` in blocking mode that a stream uses, with its exceptions.
 
-    def sendmsg(self, buffers: Iterable[memoryview], /) -> int:
-        """Give bytes to the connection; BlockingIOError when it takes none now."""
+    With MSG_DONTWAIT a call never waits: BlockingIOError when it would. Without it ``recv_into`` and ``recvmsg_into``
+    wait for the first byte, BlockingIOError after the time set by ``setsockopt(SOL_SOCKET, SO_RCVTIMEO, timeval)``.
+    """
+
+    def setblocking(self, flag: bool, /) -> None:
+        """Called once, with True, when it has begun to connect."""
         ...
 
-    def recv_into(self, buffer: memoryview, /) -> int:
-        """Take bytes; BlockingIOError when there are none now, 0 when the peer has hung up."""
+    def setsockopt(self, level: int, option: int, value: bytes, /) -> None:
+        """Of SO_RCVTIMEO alone."""
+        ...
+
+    def sendmsg(self, buffers: Iterable[memoryview | bytes], ancillary: tuple[()], flags: int, /) -> int:
+        """Give bytes to the connection."""
+        ...
+
+    def recv_into(self, buffer: memoryview, num_bytes: int, flags: int, /) -> int:
+        """Take bytes; 0 when the peer has hung up. ``num_bytes`` 0: as many as the buffer holds."""
+        ...
+
+    def recvmsg_into(self, buffers: Sequence[memoryview], /) -> tuple[int, list[Any], int, Any]:
+        """Wait for bytes and take them into the first buffer, then the next; how many is the first of the answer."""
         ...
 
     def fileno(self) -> int:
@@ -68,7 +84,7 @@ class Network(Protocol):
     """Makes both."""
 
     def connect(self, path: Path, address: Address) -> StreamSocket:
-        """A socket that has begun to connect, over the path's local device.
+        """A socket that has begun to connect without waiting for it, over the path's local device.
 
         Raises NodeUnavailable if the address cannot even be tried.
         """

@@ -15,6 +15,7 @@ refused because of the past alone.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -22,14 +23,33 @@ from enum import Enum
 from tanghulu.transfer_engine.segment import Endpoint
 
 
+class Cargo(Enum):
+    """What a slice asks of its path."""
+
+    #: Any path moves bytes.
+    DATA = "data"
+    #: The owner's process must take part, to compute a checksum.
+    VERIFIED = "verified data"
+    #: A message to the owner's program.
+    NOTICE = "notice"
+
+
+#: Transports that carry each cargo: rdma writes past the owner's process, and a mapping has nobody to tell.
+CARRIERS = {Cargo.DATA: ("shm", "rdma", "tcp"), Cargo.VERIFIED: ("shm", "tcp"), Cargo.NOTICE: ("tcp",)}
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Path:
-    """One way to a peer; compared by identity, since a peer's paths are made once."""
+    """One way to a peer; compared by identity, since a peer's paths are made once.
+
+    ``notices_only``: its transport was not asked for, but the owner can be told something over it.
+    """
 
     endpoint: Endpoint
     local_device: str
     stream: int
     rank: int
+    notices_only: bool = False
 
     @property
     def transport(self) -> str:
@@ -86,10 +106,15 @@ class PauseRule:
     pause_max_s: float
 
 
+#: So long the path that was best for an idle moment is not asked for again.
+_BEST_MEMORY_S = 0.5
 #: A rate that was not measured again for so long is forgotten.
 RATE_MEMORY_S = 10.0
 #: Share of the newest measurement in a path's rate.
 RATE_WEIGHT = 0.3
+
+
+LATENCY_BOUNDS_S = (25e-6, 50e-6, 1e-4, 2e-4, 4e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 
 
 @dataclass(slots=True)
@@ -102,6 +127,14 @@ class PathStats:
     num_lost: int = 0
     num_errors: int = 0
     num_pauses: int = 0
+    #: Slices whose checksum was wrong.
+    num_mismatches: int = 0
+    #: Under way now, of all batches.
+    in_flight_bytes: int = 0
+    in_flight_slices: int = 0
+    #: Slices by the time from post to arrival: up to LATENCY_BOUNDS_S[i], the last beyond all.
+    latencies: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS_S) + 1))
+    latency_sum_s: float = 0.0
     #: Measured lately; 0.0: never.
     bytes_per_s: float = 0.0
 
@@ -129,6 +162,13 @@ class PathTable:
         self.paths = tuple(sorted(paths, key=lambda path: (path.rank, path.stream)))
         self._rule = rule
         self._health = {path: _Health() for path in self.paths}
+        self._carriers = {cargo: tuple(filter(lambda path: _carries(path, cargo), self.paths)) for cargo in Cargo}
+        self._best: Path | None = None  # with nothing in flight and no path in trouble
+        self._best_until_s = 0.0
+
+    def carries(self, cargo: Cargo) -> bool:
+        """Whether there is a path for such slices."""
+        return bool(self._carriers[cargo])
 
     def choose(
         self,
@@ -137,32 +177,65 @@ class PathTable:
         in_flight_bytes: Callable[[Path], int],
         length: int = 0,
         is_full: Callable[[Path], bool] = lambda path: False,
+        cargo: Cargo = Cargo.DATA,
     ) -> Path | None:
         """The path for one slice of ``length`` bytes, or None when it shall wait for room.
 
         ``avoid``: paths that lost this slice before; they are taken again only when there is no other.
-        ``in_flight_bytes(path)``: bytes on it now; ``is_full(path)``: whether its window is full.
+        ``in_flight_bytes(path)``: bytes on it now; ``is_full(path)``: whether its window is full. Only of paths that
+        carry the ``cargo``, of which there must be one (see ``carries``).
         """
-        usable = self._usable_paths(avoid, now_s)
+        usable = self._usable_paths(avoid, now_s, self._carriers[cargo])
         if usable:
             best = usable[0] if len(usable) == 1 else self._soonest(usable, now_s, in_flight_bytes, length)
         else:
-            best = self._least_bad(avoid)
+            best = self._least_bad(avoid, self._carriers[cargo])
         if is_full(best):
             return None
         if self._health[best].state is not PathState.UP:
             self._probe(best, now_s)
         return best
 
-    def succeeded(self, path: Path, num_bytes: int = 0) -> None:
-        """A slice of ``num_bytes`` arrived over ``path`` (0: it was answered, but not with bytes)."""
+    def choose_idle(self, now_s: float, length: int) -> Path:
+        """The path for a slice that travels alone."""
+        best = self._best
+        if best is not None and now_s < self._best_until_s:
+            return best
+        best = self.choose(now_s, (), _nothing_in_flight, length)
+        assert best is not None, "no window is full"
+        if self._health[best].num_errors == 0:
+            self._best, self._best_until_s = best, now_s + _BEST_MEMORY_S
+        return best
+
+    def begun(self, path: Path, num_bytes: int) -> None:
+        """A slice was posted on ``path``; ``ended`` comes once for it."""
+        stats = self._health[path].stats
+        stats.in_flight_bytes += num_bytes
+        stats.in_flight_slices += 1
+
+    def ended(self, path: Path, num_bytes: int) -> None:
+        """It is not under way any more, for whatever reason."""
+        stats = self._health[path].stats
+        stats.in_flight_bytes -= num_bytes
+        stats.in_flight_slices -= 1
+
+    def succeeded(self, path: Path, num_bytes: int = 0, took_s: float = 0.0) -> None:
+        """A slice of ``num_bytes`` arrived over ``path`` after ``took_s`` (0 bytes: it was answered without any)."""
         health = self._health[path]
         if num_bytes:
-            health.stats.num_bytes += num_bytes
-            health.stats.num_slices += 1
+            stats = health.stats
+            stats.num_bytes += num_bytes
+            stats.num_slices += 1
+            stats.latencies[bisect_left(LATENCY_BOUNDS_S, took_s)] += 1
+            stats.latency_sum_s += took_s
         if health.num_errors:
             health.step(PathEvent.SUCCESS)
             health.num_errors, health.pause_s, health.usable_at_s = 0, 0.0, 0.0
+
+    def corrupted(self, path: Path) -> None:
+        """A slice arrived over ``path``, but not what was sent. The path answers, so it is not in trouble."""
+        self.succeeded(path)
+        self._health[path].stats.num_mismatches += 1
 
     def measured(self, path: Path, bytes_per_s: float, now_s: float) -> None:
         """A busy time of ``path`` went at this rate."""
@@ -174,6 +247,7 @@ class PathTable:
 
     def failed(self, path: Path, now_s: float, num_slices: int = 1) -> None:
         """``path`` lost what was on it."""
+        self._best = None
         health = self._health[path]
         health.num_errors += 1
         health.stats.num_errors += 1
@@ -192,22 +266,24 @@ class PathTable:
 
     def stats(self, path: Path) -> PathStats:
         """What happened on ``path``, as it is now."""
-        return replace(self._health[path].stats)
+        stats = self._health[path].stats
+        return replace(stats, latencies=list(stats.latencies))
 
     def check(self) -> None:
         """Assert the invariants: only a path with errors is not up."""
         for health in self._health.values():
             assert health.state is PathState.UP or health.num_errors > 0
             assert health.pause_s <= self._rule.pause_max_s
+            assert health.stats.in_flight_bytes >= health.stats.in_flight_slices >= 0
 
     def _usable(self, path: Path, now_s: float) -> bool:
         health = self._health[path]
         return health.state is PathState.UP or now_s >= health.usable_at_s
 
-    def _usable_paths(self, avoid: Collection[Path], now_s: float) -> list[Path]:
+    def _usable_paths(self, avoid: Collection[Path], now_s: float, paths: Sequence[Path]) -> list[Path]:
         """Those of the best rank that has any."""
         found: list[Path] = []
-        for path in self.paths:
+        for path in paths:
             if found and path.rank != found[0].rank:
                 break
             if path not in avoid and self._usable(path, now_s):
@@ -231,12 +307,20 @@ class PathTable:
         health = self._health[path]
         return health.stats.bytes_per_s if now_s - health.measured_at_s < RATE_MEMORY_S else 0.0
 
-    def _least_bad(self, avoid: Collection[Path]) -> Path:
+    def _least_bad(self, avoid: Collection[Path], paths: Sequence[Path]) -> Path:
         """No path that was not tried yet is usable: the one of them whose pause ends first, or of all."""
-        candidates = [path for path in self.paths if path not in avoid] or self.paths
+        candidates = [path for path in paths if path not in avoid] or paths
         return min(candidates, key=lambda path: self._health[path].usable_at_s)
 
     def _probe(self, path: Path, now_s: float) -> None:
         health = self._health[path]
         health.step(PathEvent.PROBE)
         health.usable_at_s = now_s + max(health.pause_s, self._rule.pause_s)  # others wait for the outcome
+
+
+def _carries(path: Path, cargo: Cargo) -> bool:
+    return path.transport in CARRIERS[cargo] and (cargo is Cargo.NOTICE or not path.notices_only)
+
+
+def _nothing_in_flight(path: Path) -> int:
+    return 0

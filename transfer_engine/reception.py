@@ -11,15 +11,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from tanghulu.errors import InvalidRequest, NodeUnavailable, TanghuluError, Unauthorized
+from tanghulu.errors import ChecksumMismatch, InvalidRequest, NodeUnavailable, TanghuluError, Unauthorized
 from tanghulu.transfer_engine.access import AccessTable
 from tanghulu.transfer_engine.leases import Freed
 from tanghulu.transfer_engine.opcode import Opcode
 from tanghulu.transfer_engine.segment import MemorySegment
-from tanghulu.transfer_engine.wire import Head, Op, name_hash
+from tanghulu.transfer_engine.wire import MAX_VERIFIED_BYTES, Head, Op, digest_of, name_hash
 from tanghulu.types import LeaseId
 
 _MAX_FENCED_TOKENS = 1 << 16
+_MAX_KNOWN_NOTICES = 1 << 16
 _PIECE_BYTES = 1 << 20
 
 
@@ -39,12 +40,16 @@ class Connection(Protocol):
         ...
 
 
+#: Takes (session id, what the peer said); called once for each notice, after all bytes that it speaks of have landed.
+OnNotice = Callable[[int, bytes], None]
+
+
 class Reception:
     """The TcpDoor of one segment of one generation.
 
     ``soon`` runs a callback behind the current event (the loop's ``call_soon``); ``on_freed`` is told which ranges
     became free because a transfer ended, ``on_emptied`` that the last connection has gone while it was not ``open``.
-    While it is not, nobody new is let in.
+    While it is not, nobody new is let in. Without ``on_notice`` notices are refused.
     """
 
     def __init__(
@@ -57,6 +62,7 @@ class Reception:
         soon: Callable[[Callable[[], None]], object],
         on_freed: Callable[[Sequence[Freed]], None] | None = None,
         on_emptied: Callable[[], None] | None = None,
+        on_notice: OnNotice | None = None,
     ) -> None:
         self.view = segment.view
         self.piece_bytes = _PIECE_BYTES
@@ -65,6 +71,8 @@ class Reception:
         self.bytes_written = 0
         self.num_refused = 0
         self.num_fenced = 0
+        self.num_notices = 0
+        self.num_mismatches = 0
         self.open = False
         self.connections: set[Connection] = set()
         self._segment = segment
@@ -74,6 +82,9 @@ class Reception:
         self._max_connections = max_connections
         self._on_freed = on_freed
         self._on_emptied = on_emptied
+        self._on_notice = on_notice
+        self._notices: OrderedDict[int, None] = OrderedDict()  # numbers of the newest
+        self._size_bytes = segment.size_bytes
         self._by_token: dict[int, Connection] = {}
         self._fenced: OrderedDict[int, None] = OrderedDict()
 
@@ -116,13 +127,16 @@ class Reception:
             connection.cut()
 
     def begin(self, head: Head) -> None:
-        """Admit a slice: right generation, inside the segment, covered by a lease."""
-        self._check_generation(head)
-        if head.offset + head.length > self._segment.size_bytes:
+        """Admit a slice: right generation, inside the segment, covered by a lease, not too long to be verified."""
+        if head.generation != self._generation:
+            self._check_generation(head)
+        if head.offset + head.length > self._size_bytes:
             raise self._refused(
-                InvalidRequest(
-                    f"[{head.offset}, +{head.length}) is outside the segment of {self._segment.size_bytes} bytes"
-                )
+                InvalidRequest(f"[{head.offset}, +{head.length}) is outside the segment of {self._size_bytes} bytes")
+            )
+        if head.verified and head.length > MAX_VERIFIED_BYTES:
+            raise self._refused(
+                InvalidRequest(f"a verified slice of {head.length} bytes; at most {MAX_VERIFIED_BYTES}: cut it smaller")
             )
         if self._access is not None:
             op = Opcode.READ if head.op is Op.READ else Opcode.WRITE
@@ -142,6 +156,32 @@ class Reception:
             if freed and self._on_freed is not None:
                 self._on_freed(freed)
 
+    def digest(self, head: Head) -> int:
+        """The checksum of what the segment holds in the head's range."""
+        return digest_of(self.view[head.offset : head.offset + head.length])
+
+    def compare(self, head: Head) -> None:
+        """Raise ChecksumMismatch if a verified WRITE's range does not hold what was sent."""
+        found = self.digest(head)
+        if found != head.digest:
+            self.num_mismatches += 1
+            raise ChecksumMismatch(f"{head.length} bytes landed with checksum {found:#x}, sent with {head.digest:#x}")
+
+    def notice(self, head: Head, data: bytes) -> None:
+        """Hand a notice to the owner's program unless its number was seen before."""
+        self._check_generation(head)
+        if self._on_notice is None:
+            raise self._refused(InvalidRequest(f"the owner of {self._segment.name!r} takes no notices"))
+        if self._access is not None and not self._access.is_open(head.session_id):
+            raise self._refused(Unauthorized(f"session {head.session_id} is not open; say hello first"))
+        if head.offset in self._notices:
+            return
+        self._notices[head.offset] = None
+        if len(self._notices) > _MAX_KNOWN_NOTICES:
+            self._notices.popitem(last=False)
+        self.num_notices += 1
+        self._on_notice(head.session_id, data)
+
     # --- what the server asks
 
     def cut_stalled(self) -> None:
@@ -157,6 +197,7 @@ class Reception:
         assert set(self._by_token.values()) <= self.connections
         assert len(self.connections) <= self._max_connections
         assert len(self._fenced) <= _MAX_FENCED_TOKENS
+        assert len(self._notices) <= _MAX_KNOWN_NOTICES
         assert not self._by_token.keys() & self._fenced.keys()
         if self._access is not None:
             self._access.check()

@@ -52,8 +52,7 @@ class RemoteSegment:
         if shm is not None:
             self._peers["shm"] = shm
         self._tcp = TcpPeer(descriptor, session_id, network)
-        if "tcp" in transports:
-            self._peers["tcp"] = self._tcp
+        self._peers["tcp"] = self._tcp  # for notices, if for nothing else
         if rdma is not None and "rdma" in transports:
             self._peers["rdma"] = RdmaPeer(descriptor, session_id, rdma, self._tcp.fences)
         if "ucx" in transports:
@@ -149,8 +148,10 @@ class RemoteSegment:
 def _paths(
     descriptor: SegmentDescriptor, transports: Sequence[str], config: EngineConfig, rdma_devices: tuple[str, ...]
 ) -> list[Path]:
-    """Every (local device, endpoint, stream), ranked by the order of ``transports``."""
+    """Every (local device, endpoint, stream), ranked by the order of ``transports``; tcp for notices in any case."""
     paths: list[Path] = []
+    if "tcp" not in transports and "tcp" in config.limits:
+        paths = [Path(each, "", 0, 2 * len(transports), True) for each in descriptor.endpoints_of("tcp")]
     for number, transport in enumerate(transports):
         rank = 2 * number  # and the odd one behind it for devices that are not preferred
         if transport == "rdma":

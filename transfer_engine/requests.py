@@ -6,6 +6,7 @@ Owns no progress; nothing here blocks or touches a socket.
 from __future__ import annotations
 
 import itertools
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -14,10 +15,14 @@ from typing import TYPE_CHECKING, Any
 from tanghulu.errors import InvalidRequest, NodeUnavailable, TanghuluError, TransferFailed
 from tanghulu.transfer_engine.buffers import Buffer
 from tanghulu.transfer_engine.opcode import Opcode
+from tanghulu.transfer_engine.paths import Cargo
+from tanghulu.transfer_engine.slices import Notice
 from tanghulu.transfer_engine.transfer_run import RunRequest
+from tanghulu.transfer_engine.wire import MAX_NOTICE_BYTES
 
 if TYPE_CHECKING:
     from tanghulu.transfer_engine.remote import RemoteSegment
+    from tanghulu.transfer_engine.segment import SegmentDescriptor
 
 
 class TransferCancelled(TransferFailed):
@@ -30,6 +35,12 @@ class TransferRequest:
 
     ``source`` is the local side in both directions: a registered Buffer, or any C-contiguous buffer (numpy, bytes for
     WRITE, bytearray, memoryview). ``lease_id`` is the owner's reservation or pin (0 where the owner keeps no leases).
+
+    ``verify``: both ends compute the xxh3_64 of each slice after it has landed. ``checksum``: the xxh3_64 that all the
+    bytes of a READ must have, compared after the last has landed. Either way what does not match is moved once more,
+    over other paths while there are some, and fails with ChecksumMismatch if it does not match again.
+    ``notify``: a message of 1 to 4,096 bytes for the owner's program, delivered once, after all bytes have landed
+    (and, of a READ, have arrived here); the request is complete when the owner has taken it.
     """
 
     opcode: Opcode
@@ -39,11 +50,19 @@ class TransferRequest:
     length: int
     source_offset: int = 0
     lease_id: int = 0
+    verify: bool = False
+    checksum: int | None = None
+    notify: bytes | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether it moves bytes and nothing else."""
+        return not self.verify and self.checksum is None and self.notify is None
 
 
 @dataclass(frozen=True, slots=True)
 class TransferBatch:
-    """Requests that move together. READs must not overlap locally; WRITEs that overlap remotely end in any order."""
+    """Requests that move together, in any order: READs must not overlap locally, nor WRITEs remotely."""
 
     requests: Sequence[TransferRequest] = field(default_factory=list)
 
@@ -96,14 +115,31 @@ def admit_buffer(request: TransferRequest) -> Buffer:
         raise InvalidRequest(f"[{at}, +{length}) is outside {request.target!r} of {request.target.size_bytes} bytes")
     if buffer.read_only and request.opcode is Opcode.READ:
         raise InvalidRequest("a READ needs a writable local buffer; this one is read-only")
+    if not request.plain:
+        _refuse_extras(request)
     return buffer
 
 
+def _refuse_extras(request: TransferRequest) -> None:
+    if request.notify is not None and not 0 < len(request.notify) <= MAX_NOTICE_BYTES:
+        raise InvalidRequest(f"a notice of {len(request.notify)} bytes; it must have 1 to {MAX_NOTICE_BYTES}")
+    if request.checksum is None:
+        return
+    if request.opcode is not Opcode.READ:
+        raise InvalidRequest("a checksum is given for READs; let a WRITE verify what has landed")
+    if not 0 <= request.checksum < 1 << 64:
+        raise InvalidRequest(f"checksum {request.checksum} does not have 64 bits")
+
+
 def admit(request: TransferRequest, buffer: Buffer) -> RunRequest | TanghuluError:
-    """The request as the run wants it, or why it fails already: its target is closed."""
+    """The request as the run wants it, or why it fails already: its target is closed, or no path does what it asks."""
     target = request.target
     if target.closed:
         return NodeUnavailable(f"{target!r} was closed in this process; open it again")
+    if request.verify and not target.paths.carries(Cargo.VERIFIED):
+        return InvalidRequest(f"no path to {target!r} verifies; allow shm or tcp, or give a READ its checksum")
+    if request.notify is not None and not target.paths.carries(Cargo.NOTICE):
+        return InvalidRequest(f"{target!r} has no tcp endpoint, so its owner cannot be notified")
     return RunRequest(
         request.opcode,
         buffer,
@@ -112,18 +148,35 @@ def admit(request: TransferRequest, buffer: Buffer) -> RunRequest | TanghuluErro
         request.length,
         request.lease_id,
         target.paths,
+        request.verify,
+        request.checksum,
+        None if request.notify is None else Notice(secrets.randbits(63) | 1, bytes(request.notify)),
     )
 
 
 def refuse_overlaps(requests: Sequence[TransferRequest], buffers: Sequence[Buffer]) -> None:
-    """Raise InvalidRequest if two READs of a batch would land in the same local bytes."""
+    """Raise InvalidRequest if two READs of a batch would land in the same local bytes, or two WRITEs in the same remote
+    ones.
+    """
     if len(requests) < 2:
         return
-    landings = sorted(
-        (buffer.address + request.source_offset, request.length)
-        for request, buffer in zip(requests, buffers, strict=True)
-        if request.opcode is Opcode.READ
-    )
-    for (start, length), (following, _) in itertools.pairwise(landings):
+    landings: list[tuple[int, int]] = []
+    writes: dict[RemoteSegment, list[tuple[int, int]]] = {}
+    for request, buffer in zip(requests, buffers, strict=True):
+        if request.opcode is Opcode.READ:
+            landings.append((buffer.address + request.source_offset, request.length))
+        else:
+            writes.setdefault(request.target, []).append((request.target_offset, request.length))
+    _refuse_overlap(landings, "READs of the batch overlap locally")
+    by_owner: dict[SegmentDescriptor, list[tuple[int, int]]] = {}
+    for target, ranges in writes.items():
+        by_owner.setdefault(target.descriptor, []).extend(ranges)
+    for ranges in by_owner.values():
+        _refuse_overlap(ranges, "WRITEs of the batch overlap")
+
+
+def _refuse_overlap(ranges: list[tuple[int, int]], what: str) -> None:
+    ranges.sort()
+    for (start, length), (following, _) in itertools.pairwise(ranges):
         if start + length > following:
-            raise InvalidRequest(f"two READs of the batch overlap locally at {following:#x}; give each its own bytes")
+            raise InvalidRequest(f"two {what} at {following:#x}; give each its own bytes")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from tanghulu.transfer_engine.access import AccessTable
 from tanghulu.transfer_engine.leases import Freed
 from tanghulu.transfer_engine.rdma_server import RdmaDoor
-from tanghulu.transfer_engine.reception import Reception
+from tanghulu.transfer_engine.reception import OnNotice, Reception
 from tanghulu.transfer_engine.segment import Endpoint, MemorySegment, SegmentDescriptor
 from tanghulu.transfer_engine.shm_server import ProcessWatch, ShmDoor
 from tanghulu.transfer_engine.tcp_server import TcpConnection
@@ -30,6 +30,7 @@ class SegmentServer:
 
     ``access`` decides about every range; None opens the whole segment to everybody who can connect (tests, benches).
     ``on_freed`` is told, on the loop, which ranges became free because a transfer ended or a peer's process exited.
+    ``on_notice`` is told, on the loop, what clients notify by ``TransferRequest.notify``; without it that is refused.
     ``unix_path=None`` offers no shm; ``rdma_devices`` are the verbs devices to offer, empty for every usable one, None
     for no rdma; ``ucx`` offers UCX, which needs NIXL. ``advertised_host`` (by default ``host``) is what the descriptor
     tells peers; with ``tcp_devices``, pairs of a device's name and its address, it tells one endpoint for each
@@ -52,6 +53,7 @@ class SegmentServer:
         host_id: str,
         name: str | None = None,
         on_freed: Callable[[Sequence[Freed]], None] | None = None,
+        on_notice: OnNotice | None = None,
         advertised_host: str | None = None,
         tcp_devices: Sequence[tuple[str, str]] = (),
         max_connections: int = MAX_CONNECTIONS,
@@ -85,6 +87,7 @@ class SegmentServer:
             soon=lambda callback: asyncio.get_running_loop().call_soon(callback),
             on_freed=self._tell,
             on_emptied=self._emptied.set,
+            on_notice=on_notice,
         )
 
     # --- life
@@ -172,6 +175,16 @@ class SegmentServer:
     def num_refused(self) -> int:
         """tcp connections and slices that were refused."""
         return self._reception.num_refused
+
+    @property
+    def num_notices(self) -> int:
+        """Notices that were handed to ``on_notice``."""
+        return self._reception.num_notices
+
+    @property
+    def num_mismatches(self) -> int:
+        """Verified WRITEs that landed with another checksum."""
+        return self._reception.num_mismatches
 
     @property
     def num_fenced(self) -> int:

@@ -19,17 +19,18 @@ import socket
 
 import numpy as np
 
-from tanghulu.errors import NodeUnavailable, TanghuluError
+from tanghulu.errors import ChecksumMismatch, NodeUnavailable, TanghuluError
 from tanghulu.transfer_engine.copying import Bytes, Memory, copy
 from tanghulu.transfer_engine.opcode import Opcode
 from tanghulu.transfer_engine.paths import Path
 from tanghulu.transfer_engine.segment import Endpoint, SegmentDescriptor, map_shared
 from tanghulu.transfer_engine.slices import Slice
-from tanghulu.transfer_engine.transport import Arrived, Completion, Lost
+from tanghulu.transfer_engine.transport import Arrived, Completion, Corrupt, Lost
 from tanghulu.transfer_engine.wire import (
     DOOR_ANSWER_BYTES,
     DoorHello,
     MalformedMessage,
+    digest_of,
     parse_door_answer,
     parse_error,
 )
@@ -114,8 +115,19 @@ class ShmLink:
         """Copy the slice, unless the owner was found gone since the last poll: the slice is lost with the others."""
         if self._ended and isinstance(self._ended[-1], Lost):
             return
-        self._peer.copy(piece.opcode, piece.buffer, piece.local_offset, piece.remote_offset, piece.length)
-        self._ended.append(Arrived(piece.slice_id) if self._peer.alive else Lost(path, self._peer.gone()))
+        peer = self._peer
+        peer.copy(piece.opcode, piece.buffer, piece.local_offset, piece.remote_offset, piece.length)
+        if not peer.alive:
+            self._ended.append(Lost(path, peer.gone()))
+        elif piece.verified and not self._same(piece):
+            text = f"{path.label}: {piece.length} bytes were copied, and are not the same on both sides"
+            self._ended.append(Corrupt(piece.slice_id, ChecksumMismatch(text)))
+        else:
+            self._ended.append(Arrived(piece.slice_id))
+
+    def _same(self, piece: Slice) -> bool:
+        there = self._peer.array[piece.remote_offset : piece.remote_offset + piece.length].data
+        return digest_of(piece.memory()) == digest_of(there)
 
     def poll(self, timeout_s: float) -> list[Completion]:
         """What ended inside ``post``; never waits."""

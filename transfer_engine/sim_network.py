@@ -14,9 +14,12 @@ import heapq
 import itertools
 import random
 import select
+import socket
+import struct
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tanghulu.clock import ManualClock
 from tanghulu.errors import NodeUnavailable
@@ -35,6 +38,8 @@ class Weather:
 
     loss: float = 0.02
     duplicate: float = 0.02
+    #: A packet's bytes arrive changed, where ``SimNetwork.may_taint`` allows it.
+    taint: float = 0.0
     delay_min_s: float = 0.001
     delay_max_s: float = 0.02
     #: A lost packet is sent again after so long.
@@ -52,6 +57,8 @@ class SimNetwork:
         self.after_event: Callable[[], None] = lambda: None
         #: (transport, the memory that the bytes go to, the bytes), told before they are put there.
         self.on_received: Callable[[SimTransport, memoryview, bytes], None] = lambda transport, into, data: None
+        #: Whether bytes that go to this memory may be changed on their way; a connection's own words never are.
+        self.may_taint: Callable[[memoryview], bool] = lambda into: False
         self.cut_links: set[tuple[str, str]] = set()  # (host, device) that are partitioned from everybody
         self.stalled: set[str] = set()  # addresses whose process does not run
         self.doors: dict[str, TcpDoor] = {}
@@ -92,6 +99,13 @@ class SimNetwork:
     def drops(self, link: tuple[str, str]) -> bool:
         """Whether a packet on ``link`` is lost now."""
         return link in self.cut_links or self.chance.random() < self.weather.loss
+
+    def tainted(self, into: memoryview, data: bytes) -> bytes:
+        """``data`` as it arrives in ``into``."""
+        if self.weather.taint and self.chance.random() < self.weather.taint and self.may_taint(into):
+            at = self.chance.randrange(len(data))
+            return data[:at] + bytes([data[at] ^ 1 << self.chance.randrange(8)]) + data[at + 1 :]
+        return data
 
     # --- hosts
 
@@ -148,6 +162,7 @@ class SimSocket:
         self._host, self._network = host, host.network
         self._fd = host.network.next_fd()
         self._inbox: deque[bytes] = deque()
+        self._timeout_s = 0.0
         self._connected = self._reset = self._ended = self._closed = False
         self._transport: SimTransport | None = None
         self.out = Pipe(self._network, link)
@@ -160,8 +175,19 @@ class SimSocket:
         """A number that is no descriptor; -1 when closed."""
         return -1 if self._closed else self._fd
 
-    def sendmsg(self, buffers: Iterable[memoryview], /) -> int:
+    def setblocking(self, flag: bool, /) -> None:
+        """Calls wait only without MSG_DONTWAIT."""
+        assert flag
+
+    def setsockopt(self, level: int, option: int, value: bytes, /) -> None:
+        """How long they wait."""
+        assert option == socket.SO_RCVTIMEO
+        seconds, microseconds = struct.unpack("ll", value)
+        self._timeout_s = seconds + microseconds / 1e6
+
+    def sendmsg(self, buffers: Iterable[memoryview | bytes], ancillary: tuple[()], flags: int, /) -> int:
         """Put as much under way as the window takes."""
+        assert flags == socket.MSG_DONTWAIT
         self._refuse_if_reset()
         if not self._connected:
             raise OSError(errno.ENOTCONN, "not connected")
@@ -170,8 +196,24 @@ class SimSocket:
             raise BlockingIOError
         return taken
 
-    def recv_into(self, buffer: memoryview, /) -> int:
-        """Take what has arrived."""
+    def recvmsg_into(self, buffers: Sequence[memoryview], /) -> tuple[int, list[Any], int, Any]:
+        """Wait, and take what has arrived."""
+        num_bytes = 0
+        for number, buffer in enumerate(buffers):
+            if number and not self._inbox:
+                break
+            taken = self.recv_into(buffer, 0, 0 if number == 0 else socket.MSG_DONTWAIT)
+            num_bytes += taken
+            if taken < len(buffer):
+                break
+        return num_bytes, [], 0, None
+
+    def recv_into(self, buffer: memoryview, num_bytes: int, flags: int, /) -> int:
+        """Take what has arrived; virtual time passes until something has, if the call may wait."""
+        assert num_bytes == 0
+        if not flags & socket.MSG_DONTWAIT and not self.ready(select.EPOLLIN):
+            until_s = self._network.clock.now_s() + self._timeout_s
+            self._network.run(until_s, lambda: bool(self.ready(select.EPOLLIN)))
         if not self._inbox:
             self._refuse_if_reset()
             if self._ended:
@@ -179,7 +221,7 @@ class SimSocket:
             raise BlockingIOError
         first = self._inbox.popleft()
         num_bytes = min(len(first), len(buffer))
-        buffer[:num_bytes] = first[:num_bytes]
+        buffer[:num_bytes] = self._network.tainted(buffer, first[:num_bytes])
         if num_bytes < len(first):
             self._inbox.appendleft(first[num_bytes:])
         self.back.consumed(num_bytes)

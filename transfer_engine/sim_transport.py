@@ -27,7 +27,7 @@ class Pipe:
         self._num_sent = self._num_delivered = 0
         self._held: dict[int, bytes | None] = {}
 
-    def take(self, buffers: Iterable[memoryview]) -> int:
+    def take(self, buffers: Iterable[memoryview | bytes]) -> int:
         """Put under way as much as the window takes; returns how many bytes."""
         taken = 0
         for buffer in buffers:
@@ -138,7 +138,7 @@ class SimTransport:
             if num_bytes < len(first):
                 self._inbox.appendleft(first[num_bytes:])
             self._network.on_received(self, into, first[:num_bytes])
-            into[:num_bytes] = first[:num_bytes]
+            into[:num_bytes] = self._network.tainted(into, first[:num_bytes])
             self._sock.out.consumed(num_bytes)
             self._protocol.buffer_updated(num_bytes)
         if self._ended and not self._inbox and not self._stalled and not self._dead:

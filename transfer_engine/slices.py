@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from tanghulu.transfer_engine.buffers import Buffer
 from tanghulu.transfer_engine.opcode import Opcode
-from tanghulu.transfer_engine.paths import Path
+from tanghulu.transfer_engine.paths import Cargo, Path
 
 
 class SliceState(Enum):
@@ -37,6 +38,8 @@ class SliceEvent(Enum):
     POST = "post"
     ARRIVED = "arrived"
     LOST = "lost"
+    #: It arrived, but not what was sent: its checksum, or that of its whole request, says so.
+    CORRUPT = "corrupt"
     REFUSED = "refused"
     EXHAUSTED = "exhausted"
     CANCEL = "cancel"
@@ -48,14 +51,27 @@ TRANSITIONS: dict[tuple[SliceState, SliceEvent], SliceState] = {
     (SliceState.WAITING, SliceEvent.CANCEL): SliceState.CANCELLED,
     (SliceState.POSTED, SliceEvent.ARRIVED): SliceState.DONE,
     (SliceState.POSTED, SliceEvent.LOST): SliceState.WAITING,
+    (SliceState.POSTED, SliceEvent.CORRUPT): SliceState.WAITING,
+    (SliceState.DONE, SliceEvent.CORRUPT): SliceState.WAITING,
     (SliceState.POSTED, SliceEvent.REFUSED): SliceState.FAILED,
     (SliceState.POSTED, SliceEvent.CANCEL): SliceState.CANCELLED,
 }
 
 
+class Notice(NamedTuple):
+    """What the owner of the segment is told when a request's bytes have arrived; ``number`` is unique and not 0."""
+
+    number: int
+    data: bytes
+
+
 @dataclass(slots=True, eq=False)
 class Slice:
-    """One piece of one request; offsets are absolute in the local buffer and in the remote segment."""
+    """One piece of one request; offsets are absolute in the local buffer and in the remote segment.
+
+    ``verified``: both ends compare checksums of what has arrived. With a ``notice`` (a
+    WRITE in direction) it moves that and nothing else.
+    """
 
     slice_id: int
     request_index: int
@@ -65,9 +81,13 @@ class Slice:
     remote_offset: int
     length: int
     lease_id: int
+    verified: bool = False
+    notice: Notice | None = None
     state: SliceState = SliceState.WAITING
     path: Path | None = None
     num_posts: int = 0
+    posted_s: float = 0.0
+    num_corrupt: int = 0
     lost_on: list[Path] = field(default_factory=list)
     #: (seconds, event, the path that it happened on, what the peer or the path said), oldest first.
     events: list[tuple[float, SliceEvent, Path | None, str]] = field(default_factory=list)
@@ -79,6 +99,13 @@ class Slice:
         self.events.append((now_s, event, self.path, note))
         self.state = following
         return following
+
+    @property
+    def cargo(self) -> Cargo:
+        """What it asks of its path."""
+        if self.notice is not None:
+            return Cargo.NOTICE
+        return Cargo.VERIFIED if self.verified else Cargo.DATA
 
     def memory(self) -> memoryview:
         """The local bytes: a READ's destination, a WRITE's source."""

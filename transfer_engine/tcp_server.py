@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, cast
 
@@ -41,6 +40,8 @@ class _Phase(Enum):
     PAYLOAD = "payload"
     #: Throwing away a refused WRITE's payload.
     DISCARD = "discard"
+    #: Receiving a notice for the owner's program.
+    NOTICE = "notice"
     #: Sending a READ's payload; nothing is received meanwhile.
     SEND = "send"
 
@@ -77,11 +78,17 @@ class TcpDoor(Protocol):
         """The begun slice cannot touch the segment any more; ``moved_bytes`` of it were moved."""
         ...
 
+    def digest(self, head: Head) -> int:
+        """The checksum of what the segment holds in the head's range."""
+        ...
 
-@dataclass(slots=True)
-class _Work:
-    head: Head
-    done_bytes: int = 0
+    def compare(self, head: Head) -> None:
+        """Raise ChecksumMismatch if a verified WRITE's range does not hold what was sent."""
+        ...
+
+    def notice(self, head: Head, data: bytes) -> None:
+        """Hand a notice to the owner's program, once; raises the typed refusal."""
+        ...
 
 
 class TcpConnection(asyncio.BufferedProtocol):
@@ -94,7 +101,9 @@ class TcpConnection(asyncio.BufferedProtocol):
         self._phase = _Phase.HEAD
         self._head = memoryview(bytearray(HEAD_BYTES))
         self._head_bytes = 0
-        self._work: _Work | None = None
+        self._work: Head | None = None  # the begun slice
+        self._done_bytes = 0  # of it, or of the notice
+        self._notice = memoryview(b"")
         self._discard_bytes = 0
         self._discard = memoryview(b"")
         self._transport: asyncio.Transport | None = None
@@ -124,21 +133,27 @@ class TcpConnection(asyncio.BufferedProtocol):
         self._transport = None
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the next bytes belong: the head, the segment itself, or the bin."""
-        if self._phase is _Phase.PAYLOAD:
-            assert self._work is not None
-            at = self._work.head.offset + self._work.done_bytes
-            return self._door.view[at : self._work.head.offset + self._work.head.length]
-        if self._phase is _Phase.DISCARD:
-            return self._discard[: min(self._discard_bytes, _DISCARD_BYTES)]
-        return self._head[self._head_bytes :]
+        """Where the next bytes belong: the head, the segment itself, the notice, or the bin."""
+        phase = self._phase
+        if phase is _Phase.PAYLOAD:
+            head = self._work
+            assert head is not None
+            return self._door.view[head.offset + self._done_bytes : head.offset + head.length]
+        if phase is _Phase.HEAD or phase is _Phase.SEND:
+            return self._head[self._head_bytes :]
+        if phase is _Phase.NOTICE:
+            return self._notice[self._done_bytes :]
+        return self._discard[: min(self._discard_bytes, _DISCARD_BYTES)]
 
     def buffer_updated(self, nbytes: int) -> None:
         """``nbytes`` arrived where ``get_buffer`` said."""
-        if self._phase is _Phase.PAYLOAD:
+        phase = self._phase
+        if phase is _Phase.PAYLOAD:
             self._received(nbytes)
-        elif self._phase is _Phase.DISCARD:
+        elif phase is _Phase.DISCARD:
             self._discarded(nbytes)
+        elif phase is _Phase.NOTICE:
+            self._noticed(nbytes)
         else:
             self._head_bytes += nbytes
             if self._head_bytes == HEAD_BYTES:
@@ -166,7 +181,9 @@ class TcpConnection(asyncio.BufferedProtocol):
         """(slice id, bytes moved) of the slice in work, None when there is none; a stall shows the same twice."""
         if self._phase is _Phase.DISCARD:
             return (-1, self._discard_bytes)
-        return None if self._work is None else (self._work.head.slice_id, self._work.done_bytes)
+        if self._phase is _Phase.NOTICE:
+            return (-2, self._done_bytes)
+        return None if self._work is None else (self._work.slice_id, self._done_bytes)
 
     def cut(self) -> None:
         """Close at once: nothing is received into the segment after this call; a READ ends with its socket."""
@@ -189,21 +206,27 @@ class TcpConnection(asyncio.BufferedProtocol):
             self._refuse(head, error)
 
     def _admit(self, head: Head) -> None:
-        if head.op is Op.HELLO:
-            self._door.hello(self, head)
+        op, door = head.op, self._door
+        if op is Op.HELLO:
+            door.hello(self, head)
             self._write(pack_reply(head.slice_id, 0))
         elif self.token == 0:
             self.cut()
-        elif head.op is Op.FENCE:
-            self._door.fence(head)
-            self._write(pack_reply(head.slice_id, 0))
+        elif op is Op.READ:
+            door.begin(head)
+            self._work, self._done_bytes = head, 0
+            self._start_sending()
+        elif op is Op.WRITE:
+            door.begin(head)
+            self._work, self._done_bytes = head, 0
+            self._phase = _Phase.PAYLOAD
+        elif op is Op.NOTICE:
+            self._notice = memoryview(bytearray(HEAD_BYTES + head.length))
+            self._notice[:HEAD_BYTES], self._done_bytes = self._head, HEAD_BYTES
+            self._phase = _Phase.NOTICE
         else:
-            self._door.begin(head)
-            self._work = _Work(head)
-            if head.op is Op.WRITE:
-                self._phase = _Phase.PAYLOAD
-            else:
-                self._start_sending(head)
+            door.fence(head)
+            self._write(pack_reply(head.slice_id, 0))
 
     def _refuse(self, head: Head, error: TanghuluError) -> None:
         self._write(pack_refusal(head.slice_id, error))
@@ -213,12 +236,33 @@ class TcpConnection(asyncio.BufferedProtocol):
             self._phase = _Phase.DISCARD
 
     def _received(self, nbytes: int) -> None:
-        assert self._work is not None
-        self._work.done_bytes += nbytes
-        if self._work.done_bytes == self._work.head.length:
-            slice_id = self._work.head.slice_id
-            self._finish()
-            self._write(pack_reply(slice_id, 0))
+        head = self._work
+        assert head is not None
+        self._done_bytes += nbytes
+        if self._done_bytes < head.length:
+            return
+        reply = pack_reply(head.slice_id, 0)
+        if head.verified:
+            try:
+                self._door.compare(head)
+            except TanghuluError as error:
+                reply = pack_refusal(head.slice_id, error)
+        self._finish()
+        self._write(reply)
+
+    def _noticed(self, nbytes: int) -> None:
+        self._done_bytes += nbytes
+        if self._done_bytes < len(self._notice):
+            return
+        head = parse_head(self._notice)
+        self._phase = _Phase.HEAD
+        reply = pack_reply(head.slice_id, 0)
+        try:
+            self._door.notice(head, bytes(self._notice[HEAD_BYTES:]))
+        except TanghuluError as error:
+            reply = pack_refusal(head.slice_id, error)
+        self._notice = memoryview(b"")
+        self._write(reply)
 
     def _discarded(self, nbytes: int) -> None:
         self._discard_bytes -= nbytes
@@ -226,7 +270,7 @@ class TcpConnection(asyncio.BufferedProtocol):
             self._discard = memoryview(b"")
             self._phase = _Phase.HEAD
 
-    def _start_sending(self, head: Head) -> None:
+    def _start_sending(self) -> None:
         self._phase = _Phase.SEND
         self._send_on()
         if self._work is not None and self._transport is not None:
@@ -235,26 +279,28 @@ class TcpConnection(asyncio.BufferedProtocol):
 
     def _send_on(self) -> None:
         """Write pieces until the transport keeps one back; the slice ends when the last has left."""
-        while self._work is not None and self._transport is not None and not self._transport.is_closing():
-            head, done = self._work.head, self._work.done_bytes
+        transport, door = self._transport, self._door
+        while self._work is not None and transport is not None and not transport.is_closing():
+            head, done = self._work, self._done_bytes
             if done < head.length:
-                end = self._work.done_bytes = min(done + self._door.piece_bytes, head.length)
-                piece = self._door.view[head.offset + done : head.offset + end]
+                end = self._done_bytes = min(done + door.piece_bytes, head.length)
+                piece = door.view[head.offset + done : head.offset + end]
                 if done == 0:  # one system call for both; copies only under plain asyncio before Python 3.12
-                    self._transport.writelines([pack_reply(head.slice_id, head.length), piece])
+                    digest = door.digest(head) if head.verified else 0
+                    transport.writelines([pack_reply(head.slice_id, head.length, digest), piece])
                 else:
-                    self._transport.write(piece)
+                    transport.write(piece)
             if not self._writable:
                 return
-            if self._work.done_bytes == head.length:
+            if self._done_bytes == head.length:
                 self._finish()
                 self._resume_reading()
 
     def _finish(self) -> None:
-        work, self._work = self._work, None
+        head, self._work = self._work, None
         self._phase = _Phase.HEAD
-        if work is not None:
-            self._door.end(work.head, work.done_bytes)
+        if head is not None:
+            self._door.end(head, self._done_bytes)
 
     def _write(self, data: bytes | memoryview) -> None:
         if self._transport is not None and not self._transport.is_closing():

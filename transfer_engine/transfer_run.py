@@ -3,12 +3,15 @@
 The shell (``handle``) performs a loop over one TransferRun:
 
     posts = run.advance(now)         give each slice to its path's link
-    arrived / refused / lost         told from the links' completions
+    arrived / corrupt / refused / lost   told from the links' completions
+    for check in run.take_checks()   compute its checksum, tell it by checked(); further posts may follow
     paths = run.stalled(now)         cut these; what was on them is tried elsewhere
     paths = run.give_up(now, error)  deadline or cancel: cut these, nothing may land any more
 
 A slice that its path lost is tried on another, at most ``retries_max`` times more; one that the peer refused by a typed
-error is not tried again. When one slice of a request has failed for good, its waiting slices are cancelled; its posted
+error is not tried again. What arrived with a wrong checksum, a slice or a whole request, is moved once more, over other
+paths while there are some. When all of a request's bytes have arrived and are right, its notice is posted, as a slice
+of its own. When one slice of a request has failed for good, its waiting slices are cancelled; its posted
 ones are waited for, so that a request is never reported while bytes of it are moving.
 """
 
@@ -16,19 +19,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from tanghulu.errors import NodeUnavailable, TanghuluError, TransferFailed
+from tanghulu.errors import ChecksumMismatch, NodeUnavailable, TanghuluError, TransferFailed
 from tanghulu.transfer_engine.buffers import Buffer
 from tanghulu.transfer_engine.config import TransportLimits
 from tanghulu.transfer_engine.opcode import Opcode
+from tanghulu.transfer_engine.path_load import PathLoad
 from tanghulu.transfer_engine.paths import Path, PathTable
-from tanghulu.transfer_engine.slices import Slice, SliceEvent, SliceState, cut
-
-#: A path's rate is taken over at least so much, in at least so long.
-MEASURED_BYTES = 1 << 20
-MEASURED_S = 0.005
+from tanghulu.transfer_engine.slices import Notice, Slice, SliceEvent, SliceState, cut
 
 
 class RunRequest(NamedTuple):
@@ -41,6 +41,9 @@ class RunRequest(NamedTuple):
     length: int
     lease_id: int
     paths: PathTable
+    verified: bool = False
+    checksum: int | None = None
+    notice: Notice | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,36 +62,23 @@ class Post(NamedTuple):
     path: Path
 
 
+class Check(NamedTuple):
+    """Instruction: compute the checksum of these bytes."""
+
+    request_index: int
+    memory: memoryview
+
+
 @dataclass(slots=True)
 class _Request:
+    given: RunRequest | None
     slices: list[Slice]
+    #: Slices that have not ended, and a check that is due.
     num_open: int
     error: TanghuluError | None = None
-
-
-@dataclass(slots=True)
-class _Load:
-    path: Path
-    table: PathTable
-    limits: TransportLimits
-    slices: dict[int, Slice] = field(default_factory=dict)
-    num_bytes: int = 0
-    progress_s: float = 0.0
-    busy_from_s: float = 0.0
-    busy_bytes: int = 0
-
-    @property
-    def full(self) -> bool:
-        """Whether the window takes no more slices."""
-        return self.num_bytes >= self.limits.window_bytes or len(self.slices) >= self.limits.window_slices
-
-    def measure(self, num_bytes: int, now_s: float) -> None:
-        """Count an arrival, and tell the table the rate when enough was counted."""
-        self.busy_bytes += num_bytes
-        took_s = now_s - self.busy_from_s
-        if self.busy_bytes >= MEASURED_BYTES and took_s >= MEASURED_S:
-            self.table.measured(self.path, self.busy_bytes / took_s, now_s)
-            self.busy_from_s, self.busy_bytes = now_s, 0
+    checking: bool = False
+    checked: bool = False
+    told: bool = False
 
 
 class TransferRun:
@@ -98,9 +88,11 @@ class TransferRun:
         self._limits = limits
         self._slices: dict[int, Slice] = {}
         self._waiting: dict[PathTable, deque[Slice]] = {}
-        self._loads: dict[Path, _Load] = {}
+        self._loads: dict[Path, PathLoad] = {}
         self._num_posted = 0
         self._num_waiting = 0
+        self._checks: list[int] = []
+        self._num_checking = 0
         self._requests = [self._cut(index, request) for index, request in enumerate(requests)]
 
     # --- instructions
@@ -111,7 +103,9 @@ class TransferRun:
         for table, waiting in self._waiting.items():
             while waiting:
                 piece = waiting[0]
-                path = table.choose(now_s, piece.lost_on, self._in_flight_bytes, piece.length, self._is_full)
+                path = table.choose(
+                    now_s, piece.lost_on, self._in_flight_bytes, piece.length, self._is_full, piece.cargo
+                )
                 if path is None:
                     break
                 waiting.popleft()
@@ -122,10 +116,62 @@ class TransferRun:
         """All bytes of the slice are where they belong."""
         piece = self._slices[slice_id]
         load = self._unload(piece, now_s)
-        load.table.succeeded(load.path, piece.length)
-        load.measure(piece.length, now_s)
+        if piece.notice is None:
+            load.table.succeeded(load.path, piece.length, now_s - piece.posted_s)
+            load.measure(piece.length, now_s)
+        else:
+            load.table.succeeded(load.path)
         piece.step(SliceEvent.ARRIVED, now_s)
         self._close(piece)
+        self._go_on(piece.request_index)
+
+    def corrupt(self, slice_id: int, error: TanghuluError, now_s: float) -> None:
+        """All bytes of the slice arrived, but not those that were sent."""
+        piece = self._slices[slice_id]
+        load = self._unload(piece, now_s)
+        load.table.corrupted(load.path)
+        self._again(piece, now_s, error.message)
+        if self._requests[piece.request_index].error is not None:
+            self._drop_waiting(piece, SliceEvent.CANCEL, now_s)
+        elif piece.num_corrupt > 1:
+            self._drop_waiting(piece, SliceEvent.EXHAUSTED, now_s)
+            self._fail(piece, error, now_s, closed=True)
+        else:
+            self._waiting[load.table].appendleft(piece)
+
+    def take_checks(self) -> list[Check]:
+        """Requests whose checksum is due; ``checked`` must be called for each."""
+        due, self._checks = self._checks, []
+        checks: list[Check] = []
+        for index in due:
+            given = self._requests[index].given
+            assert given is not None
+            checks.append(Check(index, given.buffer.view(given.local_offset, given.length)))
+        return checks
+
+    def checked(self, index: int, digest: int, now_s: float) -> None:
+        """The request's bytes have this checksum. One that was given up meanwhile is let be."""
+        request = self._requests[index]
+        given = request.given
+        assert given is not None
+        if not request.checking:
+            return
+        self._num_checking -= 1
+        request.checking, request.num_open = False, request.num_open - 1
+        if digest == given.checksum:
+            request.checked = True
+            self._go_on(index)
+            return
+        error = ChecksumMismatch(f"{given.length} bytes arrived with checksum {digest:#x}, not {given.checksum:#x}")
+        for path in {piece.path for piece in request.slices if piece.path is not None}:
+            given.paths.corrupted(path)
+        if any(piece.num_corrupt for piece in request.slices):
+            request.error = error
+            return
+        for piece in request.slices:
+            self._again(piece, now_s, error.message)
+            self._waiting[given.paths].append(piece)
+            request.num_open += 1
 
     def refused(self, slice_id: int, error: TanghuluError, now_s: float) -> None:
         """The peer answered with a typed error: the path works, the request does not."""
@@ -148,7 +194,7 @@ class TransferRun:
             self._num_waiting += 1
             if self._requests[piece.request_index].error is not None:
                 self._drop_waiting(piece, SliceEvent.CANCEL, now_s)
-            elif piece.num_posts > self._limits.retries_max:
+            elif piece.num_posts > self._limits.retries_max + piece.num_corrupt:
                 self._drop_waiting(piece, SliceEvent.EXHAUSTED, now_s)
                 self._fail(piece, _exhausted(piece, error), now_s, closed=True)
             else:
@@ -182,6 +228,11 @@ class TransferRun:
             for piece in waiting:
                 self._drop_waiting(piece, SliceEvent.CANCEL, now_s)
             waiting.clear()
+        for request in self._requests:
+            if request.checking:
+                request.checking, request.num_open = False, request.num_open - 1
+        self._checks.clear()
+        self._num_checking = 0
         return paths
 
     # --- questions
@@ -189,7 +240,7 @@ class TransferRun:
     @property
     def finished(self) -> bool:
         """Whether every slice has reached an end."""
-        return self._num_posted == 0 and self._num_waiting == 0
+        return self._num_posted == 0 and self._num_waiting == 0 and self._num_checking == 0
 
     def errors(self) -> list[TanghuluError | None]:
         """By request: None when all its bytes have arrived. Only of a finished run."""
@@ -204,7 +255,8 @@ class TransferRun:
     @property
     def done_bytes(self) -> int:
         """Bytes of slices that have arrived."""
-        return sum(piece.length for piece in self._slices.values() if piece.state is SliceState.DONE)
+        done = (piece for piece in self._slices.values() if piece.state is SliceState.DONE)
+        return sum(piece.length for piece in done if piece.notice is None)
 
     def story(self, index: int) -> list[str]:
         """What happened to the request's slices, in order of time."""
@@ -222,25 +274,25 @@ class TransferRun:
         assert len(posted) == self._num_posted == sum(len(load.slices) for load in self._loads.values())
         assert len(waiting) == self._num_waiting == sum(len(queue) for queue in self._waiting.values())
         for load in self._loads.values():
-            assert load.num_bytes == sum(piece.length for piece in load.slices.values())
-            assert len(load.slices) <= load.limits.window_slices
-            longest = max((piece.length for piece in load.slices.values()), default=0)
-            assert load.num_bytes < load.limits.window_bytes + longest
+            load.check()
         for request in self._requests:
             is_open = [piece for piece in request.slices if piece.state in (SliceState.WAITING, SliceState.POSTED)]
-            assert request.num_open == len(is_open)
-            if not is_open and request.error is None:
+            assert request.num_open == len(is_open) + request.checking
+            if not request.num_open and request.error is None:
                 assert all(piece.state is SliceState.DONE for piece in request.slices)
+                assert request.given is None or request.checked or request.given.checksum is None
+                assert request.given is None or request.told or request.given.notice is None
+        assert self._num_checking == sum(request.checking for request in self._requests)
 
     # --- inside
 
     def _cut(self, index: int, request: RunRequest | TanghuluError) -> _Request:
         if isinstance(request, TanghuluError):
-            return _Request([], 0, request)
+            return _Request(None, [], 0, request)
         waiting = self._waiting.setdefault(request.paths, deque())
         if not waiting:
             for path in request.paths.paths:
-                self._loads[path] = _Load(path, request.paths, self._limits.limits[path.transport])
+                self._loads[path] = PathLoad(path, request.paths, self._limits.limits[path.transport])
         slice_bytes = self._limits.limits[request.paths.paths[0].transport].slice_bytes
         pieces = [
             Slice(
@@ -252,22 +304,46 @@ class TransferRun:
                 request.remote_offset + offset,
                 length,
                 request.lease_id,
+                request.verified,
             )
             for number, (offset, length) in enumerate(cut(request.length, slice_bytes))
         ]
         self._slices.update((piece.slice_id, piece) for piece in pieces)
         waiting.extend(pieces)
         self._num_waiting += len(pieces)
-        return _Request(pieces, len(pieces))
+        return _Request(request, pieces, len(pieces))
+
+    def _go_on(self, index: int) -> None:
+        """All slices of a request may have arrived: have its checksum compared, then its owner notified."""
+        request = self._requests[index]
+        given = request.given
+        if request.num_open or request.error is not None or given is None:
+            return
+        if given.checksum is not None and not request.checked:
+            request.checking, request.num_open = True, 1
+            self._num_checking += 1
+            self._checks.append(index)
+        elif given.notice is not None and not request.told:
+            request.told, request.num_open = True, 1
+            size = len(given.notice.data)
+            piece = Slice(len(self._slices) + 1, index, Opcode.WRITE, given.buffer, 0, 0, size, 0, False, given.notice)
+            request.slices.append(piece)
+            self._slices[piece.slice_id] = piece
+            self._waiting[given.paths].append(piece)
+            self._num_waiting += 1
+
+    def _again(self, piece: Slice, now_s: float, why: str) -> None:
+        """Count the slice as waiting, away from the path that brought wrong bytes."""
+        piece.step(SliceEvent.CORRUPT, now_s, why)
+        piece.num_corrupt += 1
+        if piece.path is not None:
+            piece.lost_on.append(piece.path)
+        self._num_waiting += 1
 
     def _post(self, piece: Slice, path: Path, now_s: float) -> Post:
-        load = self._loads[path]
-        if not load.slices:
-            load.progress_s = load.busy_from_s = now_s
-            load.busy_bytes = 0
-        load.slices[piece.slice_id] = piece
-        load.num_bytes += piece.length
+        self._loads[path].add(piece, now_s)
         piece.path = path
+        piece.posted_s = now_s
         piece.num_posts += 1
         piece.step(SliceEvent.POST, now_s)
         self._num_waiting -= 1
@@ -280,12 +356,10 @@ class TransferRun:
     def _is_full(self, path: Path) -> bool:
         return self._loads[path].full
 
-    def _unload(self, piece: Slice, now_s: float) -> _Load:
+    def _unload(self, piece: Slice, now_s: float) -> PathLoad:
         assert piece.path is not None, f"slice {piece.slice_id} is on no path"
         load = self._loads[piece.path]
-        del load.slices[piece.slice_id]
-        load.num_bytes -= piece.length
-        load.progress_s = now_s
+        load.remove(piece, now_s)
         self._num_posted -= 1
         return load
 

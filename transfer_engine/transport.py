@@ -34,7 +34,14 @@ class Lost(NamedTuple):
     error: TanghuluError
 
 
-Completion = Arrived | Refused | Lost
+class Corrupt(NamedTuple):
+    """All bytes of a verified slice have arrived, and they are not those that were sent."""
+
+    slice_id: int
+    error: TanghuluError
+
+
+Completion = Arrived | Refused | Lost | Corrupt
 
 
 class Link(Protocol):

@@ -3,14 +3,18 @@
 A tcp connection carries, from the client, heads of HEAD_BYTES, a WRITE's followed by its payload; and from the server,
 in the order of the heads, replies of REPLY_BYTES, each followed by a READ's payload or by a refusal's text.
 
-    head   magic u32 | version u8 | op u8 | zero u16 | slice id u64 | session id u64 | lease id u64
-           | generation u64 | offset u64 | length u64
+    head   magic u32 | version u8 | op u8 | verified u16 (0 or 1) | slice id u64 | session id u64 | lease id u64
+           | generation u64 | offset u64 | length u64 | digest u64
     reply  magic u32 | version u8 | refused u8 | zero u16 | slice id u64 | num_bytes u64 (payload or refusal text)
+           | digest u64
 
 HELLO opens every connection: ``offset`` is the connection's token (random, never 0), and a name that is not the
 segment's (``lease_id`` carries its hash) is refused. FENCE names in ``offset`` the token of a connection that its
-client has given up: the server cuts it, and refuses its hello if that comes later still, before it answers. A head that
-is malformed closes the connection; one that is well-formed but not allowed is answered with a refusal.
+client has given up: the server cuts it, and refuses its hello if that comes later still, before it answers. NOTICE is
+followed by ``length`` bytes for the owner's program; ``offset`` is the notice's number (random, never 0), by which the
+owner knows one that comes a second time. A *verified* WRITE's head carries the xxh3_64 of its payload, with which the
+owner compares what has landed; a verified READ's reply carries that of the payload behind it. A head that is malformed
+closes the connection; one that is well-formed but not allowed is answered with a refusal.
 """
 
 from __future__ import annotations
@@ -24,18 +28,22 @@ import xxhash
 
 from tanghulu.errors import TanghuluError, error_from_code
 
-VERSION = 1
+VERSION = 2
 _HEAD_MAGIC = 0x7A6E6701
 _REPLY_MAGIC = 0x7A6E6702
 _DOOR_MAGIC = 0x7A6E6703
-_HEAD = struct.Struct("<IBBHQQQQQQ")
-_REPLY = struct.Struct("<IBBHQQ")
+_HEAD = struct.Struct("<IBBHQQQQQQQ")
+_REPLY = struct.Struct("<IBBHQQQ")
 HEAD_BYTES = _HEAD.size
 REPLY_BYTES = _REPLY.size
 #: A refusal's text is cut to this, and a longer one is a malformed reply.
 MAX_TEXT_BYTES = 4096
 #: The longest range that one head may name; slices are far shorter.
 MAX_LENGTH_BYTES = 1 << 40
+#: The longest range that the owner computes a digest of in one go (2 ms); longer verified heads are refused.
+MAX_VERIFIED_BYTES = 64 << 20
+#: The longest notice.
+MAX_NOTICE_BYTES = 4096
 _SEPARATOR = "\0"
 
 
@@ -50,6 +58,11 @@ class Op(IntEnum):
     WRITE = 2
     HELLO = 3
     FENCE = 4
+    NOTICE = 5
+
+
+_OPS = {int(op): op for op in Op}
+_LONGEST = {Op.READ: MAX_LENGTH_BYTES, Op.WRITE: MAX_LENGTH_BYTES, Op.NOTICE: MAX_NOTICE_BYTES}
 
 
 class Head(NamedTuple):
@@ -62,24 +75,47 @@ class Head(NamedTuple):
     generation: int
     offset: int
     length: int
+    verified: bool = False
+    digest: int = 0
 
     def pack(self) -> bytes:
         """HEAD_BYTES on the wire."""
-        return _HEAD.pack(
-            _HEAD_MAGIC, VERSION, self.op, 0, self.slice_id, self.session_id, self.lease_id,
-            self.generation, self.offset, self.length,
-        )  # fmt: skip
+        return pack_head(*self)
+
+
+def pack_head(
+    op: int,
+    slice_id: int,
+    session_id: int,
+    lease_id: int,
+    generation: int,
+    offset: int,
+    length: int,
+    verified: bool = False,
+    digest: int = 0,
+) -> bytes:
+    """HEAD_BYTES on the wire, without the detour over a Head."""
+    return _HEAD.pack(
+        _HEAD_MAGIC, VERSION, op, verified, slice_id, session_id, lease_id, generation, offset, length, digest
+    )
 
 
 def parse_head(data: memoryview | bytes | bytearray) -> Head:
     """Decode HEAD_BYTES; raises MalformedMessage."""
-    magic, version, op, zero, *numbers = _HEAD.unpack_from(data)
-    if magic != _HEAD_MAGIC or version != VERSION or zero or op not in Op._value2member_map_:
-        raise MalformedMessage(f"head with magic {magic:#x}, version {version}, op {op}")
-    head = Head(Op(op), *numbers)
-    if head.op in (Op.READ, Op.WRITE) and not 0 < head.length <= MAX_LENGTH_BYTES:
-        raise MalformedMessage(f"head names {head.length} bytes")
-    return head
+    magic, version, number, verified, slice_id, session_id, lease_id, generation, offset, length, digest = (
+        _HEAD.unpack_from(data)
+    )
+    op = _OPS.get(number)
+    if magic != _HEAD_MAGIC or version != VERSION or verified > 1 or op is None:
+        raise MalformedMessage(f"head with magic {magic:#x}, version {version}, op {number}")
+    if op in _LONGEST and not 0 < length <= _LONGEST[op]:
+        raise MalformedMessage(f"head names {length} bytes")
+    return Head(op, slice_id, session_id, lease_id, generation, offset, length, verified == 1, digest)
+
+
+def digest_of(data: memoryview) -> int:
+    """The checksum of a slice or request: xxh3_64."""
+    return xxhash.xxh3_64_intdigest(data)
 
 
 def name_hash(name: str) -> int:
@@ -87,25 +123,25 @@ def name_hash(name: str) -> int:
     return xxhash.xxh3_64_intdigest(name.encode())
 
 
-def pack_reply(slice_id: int, num_bytes: int) -> bytes:
+def pack_reply(slice_id: int, num_bytes: int, digest: int = 0) -> bytes:
     """A reply that grants: ``num_bytes`` of payload follow (0 for everything but READ)."""
-    return _REPLY.pack(_REPLY_MAGIC, VERSION, 0, 0, slice_id, num_bytes)
+    return _REPLY.pack(_REPLY_MAGIC, VERSION, 0, 0, slice_id, num_bytes, digest)
 
 
 def pack_refusal(slice_id: int, error: TanghuluError) -> bytes:
     """A reply that refuses, together with its text."""
     text = pack_error(error)
-    return _REPLY.pack(_REPLY_MAGIC, VERSION, 1, 0, slice_id, len(text)) + text
+    return _REPLY.pack(_REPLY_MAGIC, VERSION, 1, 0, slice_id, len(text), 0) + text
 
 
-def parse_reply(data: memoryview | bytes | bytearray) -> tuple[bool, int, int]:
-    """(refused, slice id, bytes that follow) of REPLY_BYTES; raises MalformedMessage."""
-    magic, version, refused, zero, slice_id, num_bytes = _REPLY.unpack_from(data)
+def parse_reply(data: memoryview | bytes | bytearray) -> tuple[bool, int, int, int]:
+    """(refused, slice id, bytes that follow, digest of them) of REPLY_BYTES; raises MalformedMessage."""
+    magic, version, refused, zero, slice_id, num_bytes, digest = _REPLY.unpack_from(data)
     if magic != _REPLY_MAGIC or version != VERSION or zero or refused > 1:
         raise MalformedMessage(f"reply with magic {magic:#x}, version {version}, flag {refused}")
     if refused and num_bytes > MAX_TEXT_BYTES:
         raise MalformedMessage(f"refusal with {num_bytes} bytes of text")
-    return bool(refused), slice_id, num_bytes
+    return refused == 1, slice_id, num_bytes, digest
 
 
 def pack_error(error: TanghuluError) -> bytes:

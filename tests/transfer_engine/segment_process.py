@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import uvloop
+import xxhash
 
 from tanghulu.clock import ManualClock
 from tanghulu.transfer_engine.access import AccessTable
@@ -50,10 +51,29 @@ class Owner:
         self.freed: list[Freed] = []
         self.changed = asyncio.Event()
         self.segment = MemorySegment.create(SEGMENT_NAME, size_bytes)
+        self.notices: list[tuple[int, bytes, int]] = []
+        self.watched = (0, 1)
         access = self.access if with_access else None
+        on_notice = self._on_notice if options.pop("notices", True) else None
         self.server = SegmentServer(
-            self.segment, access, host_id=HOST_ID, on_freed=self._on_freed, **({"host": "127.0.0.1"} | options)
+            self.segment,
+            access,
+            host_id=HOST_ID,
+            on_freed=self._on_freed,
+            on_notice=on_notice,
+            **({"host": "127.0.0.1"} | options),
         )
+
+    def _on_notice(self, session_id: int, data: bytes) -> None:
+        """Keep it with the checksum of what the watched range holds at this moment."""
+        start, end = self.watched
+        self.notices.append((session_id, data, xxhash.xxh3_64_intdigest(self.segment.view[start:end])))
+
+    async def watch_notices(self, offset: int, length: int) -> None:
+        self.notices, self.watched = [], (offset, offset + length)
+
+    async def take_notices(self) -> list[tuple[int, bytes, int]]:
+        return self.notices
 
     def _on_freed(self, freed: Any) -> None:
         self.freed += freed

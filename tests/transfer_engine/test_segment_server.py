@@ -37,7 +37,7 @@ class Peer:
         self.reader, self.writer = reader, writer
 
     async def reply(self) -> tuple[int, bytes | TanghuluError]:
-        refused, slice_id, num_bytes = wire.parse_reply(await self.reader.readexactly(wire.REPLY_BYTES))
+        refused, slice_id, num_bytes, _ = wire.parse_reply(await self.reader.readexactly(wire.REPLY_BYTES))
         data = await self.reader.readexactly(num_bytes)
         return slice_id, wire.parse_error(data) if refused else data
 
@@ -233,7 +233,7 @@ def test_noise_is_malformed(data: bytes):
 
 def test_errors_survive_the_wire():
     reply = wire.pack_refusal(9, LeaseExpired("läse " * 2000))
-    refused, slice_id, num_bytes = wire.parse_reply(reply)
+    refused, slice_id, num_bytes, _ = wire.parse_reply(reply)
     assert (refused, slice_id, num_bytes) == (True, 9, wire.MAX_TEXT_BYTES)
     error = wire.parse_error(reply[wire.REPLY_BYTES :])
     assert isinstance(error, LeaseExpired)

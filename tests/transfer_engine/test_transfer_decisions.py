@@ -21,7 +21,7 @@ from tanghulu.transfer_engine import slices as slices_module
 from tanghulu.transfer_engine.buffers import Buffer
 from tanghulu.transfer_engine.config import EngineConfig, TransportLimits
 from tanghulu.transfer_engine.opcode import Opcode
-from tanghulu.transfer_engine.paths import Path, PathEvent, PathState, PathStats, PathTable, PauseRule
+from tanghulu.transfer_engine.paths import LATENCY_BOUNDS_S, Path, PathEvent, PathState, PathStats, PathTable, PauseRule
 from tanghulu.transfer_engine.segment import Endpoint
 from tanghulu.transfer_engine.slices import Slice, SliceEvent, SliceState, cut
 from tanghulu.transfer_engine.transfer_run import Post, RunLimits, RunRequest, TransferRun
@@ -113,7 +113,11 @@ class TestPaths:
         table.succeeded(FIRST)
         table.failed(FIRST, 0.0, 2)
         table.failed(FIRST, 0.0, 1)
-        assert table.stats(FIRST) == PathStats(num_bytes=70, num_slices=1, num_lost=3, num_errors=2, num_pauses=1)
+        stats = table.stats(FIRST)
+        assert stats.latencies == [1] + [0] * len(LATENCY_BOUNDS_S)
+        assert stats == PathStats(
+            num_bytes=70, num_slices=1, num_lost=3, num_errors=2, num_pauses=1, latencies=stats.latencies
+        )
         assert table.stats(SECOND) == PathStats()
 
     def test_paths_that_lost_the_slice_are_avoided(self):

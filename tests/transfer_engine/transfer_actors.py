@@ -11,8 +11,10 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 import numpy as np
+import xxhash
 
 from tanghulu.errors import (
+    ChecksumMismatch,
     DeadlineExceeded,
     LeaseExpired,
     NodeUnavailable,
@@ -58,7 +60,7 @@ CONFIG = EngineConfig(
     connect_timeout_s=0.5,
 )
 #: What a transfer may fail with in this weather.
-EXPECTED = (DeadlineExceeded, LeaseExpired, NodeUnavailable, Overloaded, TransferFailed)
+EXPECTED = (ChecksumMismatch, DeadlineExceeded, LeaseExpired, NodeUnavailable, Overloaded, TransferFailed)
 
 
 class Violation(AssertionError):
@@ -83,6 +85,7 @@ class Attempt:
     number: int
     process: str
     payload: bytes
+    verified: bool = False
     ended: str = ""  # "", "ok" or "failed"
     ended_number: int = 1 << 60  # attempts above it were made afterwards
 
@@ -128,6 +131,7 @@ class SimNode:
             max_connections=64,
             soon=world.network.soon,
             on_freed=self.freed,
+            on_notice=self.noticed,
         )
         self.reception.piece_bytes = 300
         self.reception.open = True
@@ -196,6 +200,11 @@ class SimNode:
             slot.state = SlotState.KEPT
         self.freed(self.access.release(lease))  # type: ignore[arg-type]
 
+    def noticed(self, session_id: int, data: bytes) -> None:
+        """A client's notice has come."""
+        demand(self.up, f"{self.name} is told something while it is down")
+        self.world.noticed(self, data)
+
     def landing(self, offset: int, data: bytes) -> None:
         """Bytes of a WRITE are about to be put into the segment."""
         slot = self.slots[offset // SLOT_BYTES]
@@ -206,8 +215,11 @@ class SimNode:
         at = offset - slot.offset
         found = [each for each in reversed(slot.attempts) if each.payload[at : at + len(data)] == data]
         demand(bool(found), f"{where}: bytes that nobody sent there")
-        attempt = found[0]
-        demand(attempt.ended != "ok", f"{where}: a late duplicate of a batch that has ended complete")
+        demand(found[0].ended != "ok", f"{where}: a late duplicate of a batch that has ended complete")
+        self.served(found[0], where)
+
+    def served(self, attempt: Attempt, where: str) -> None:
+        """Something of the attempt, bytes or a notice, takes effect here now."""
         newest = self.newest_served.get(attempt.process, 0)
         demand(newest < attempt.ended_number, f"{where}: an ended batch lands behind a later one")
         self.newest_served[attempt.process] = max(newest, attempt.number)
@@ -285,12 +297,22 @@ class SimClient:
             return None
         (lease,) = slot.leases
         payload = chance.randbytes(chance.randint(1, SLOT_BYTES))
-        attempt = Attempt(self.world.next_number(), self.process, payload)
+        attempt = Attempt(self.world.next_number(), self.process, payload, verified=chance.random() < 0.5)
         slot.attempts.append(attempt)
-        requests = self.world.parts(Opcode.WRITE, payload, remote, slot.offset, lease)
+        requests = self.world.parts(Opcode.WRITE, payload, remote, slot.offset, lease, verify=attempt.verified)
+
+        def on_notice(where: str, request: TransferRequest) -> None:
+            node.served(attempt, where)
+            if slot.state is SlotState.WRITING and attempt in slot.attempts:
+                start, end = request.source_offset, request.source_offset + request.length
+                here = bytes(node.segment.view[slot.offset + start : slot.offset + end])
+                demand(here == payload[start:end], f"{where}: told of bytes that are not there")
+
+        told = self.world.expect_notices(requests, on_notice)
 
         def ended(ok: bool) -> None:
             attempt.ended, attempt.ended_number = "ok" if ok else "failed", self.world.next_number()
+            demand(not ok or told(), f"{self.name} wrote {node.name} slot {slot.index}: its owner was not told")
             if not node.up or node.generation != remote.descriptor.generation:
                 return
             if ok:
@@ -311,9 +333,23 @@ class SimClient:
         lease = node.access.grant(session_id, slot.offset, SLOT_BYTES, Opcode.READ, lease_ms)  # type: ignore[arg-type]
         slot.leases.add(lease)
         content, landing = slot.content, bytearray(SLOT_BYTES)
-        requests = self.world.parts(Opcode.READ, landing, remote, slot.offset, lease)
+        kind = chance.choice(["plain", "plain", "verify", "checksum"])
+        requests = self.world.parts(Opcode.READ, landing, remote, slot.offset, lease, verify=kind == "verify")
+        if kind == "checksum":
+            for each in requests:
+                part = content[each.source_offset : each.source_offset + each.length]
+                each.checksum = xxhash.xxh3_64_intdigest(part)
+        if kind != "plain":
+            self.world.expect_taint(landing)
+
+        def on_notice(where: str, request: TransferRequest) -> None:
+            start, end = request.source_offset, request.source_offset + request.length
+            demand(landing[start:end] == content[start:end], f"{where}: told of bytes that were not read")
+
+        told = self.world.expect_notices(requests, on_notice)
 
         def ended(ok: bool) -> None:
+            demand(not ok or told(), f"{self.name} read {node.name} slot {slot.index}: its owner was not told")
             demand(not ok or landing == content, f"{self.name} read {node.name} slot {slot.index}: other bytes arrived")
             self.world.guard(landing)
             if node.up and node.generation == remote.descriptor.generation:
@@ -347,47 +383,3 @@ class SimClient:
         for remote in self.remotes.values():
             if not remote.closed:
                 remote.check()
-
-
-class Mapper:
-    """A client that maps a node's memory, and cannot be refused anything while it lives."""
-
-    def __init__(self, world: World, node: SimNode) -> None:
-        self.world, self.node = world, node
-        self.generation = node.generation
-        self.session_id = world.next_number()
-        self.name = f"mapper-{self.session_id}"
-        self.slots: dict[int, Slot] = {}
-        self.lost = False
-        node.access.open_session(self.session_id, pid=self.session_id)
-
-    @property
-    def over(self) -> bool:
-        return not self.node.up or self.node.generation != self.generation
-
-    def reserve(self) -> None:
-        if not self.lost:
-            slot = self.node.reserve(self.session_id, 300, mapped_by=self.name)
-            if slot is not None:
-                (lease,) = slot.leases
-                self.slots[lease] = slot
-
-    def touch(self) -> None:
-        for slot in self.slots.values():
-            demand(slot.mapped_by == self.name, f"{self.node.name} slot {slot.index}: reused while it is mapped")
-            at = slot.offset + self.world.chance.randrange(SLOT_BYTES)
-            self.node.segment.view[at] = self.world.chance.randrange(256)
-
-    def release(self) -> None:
-        if self.slots:
-            lease, _ = self.slots.popitem()
-            self.node.freed(self.node.access.release(lease))  # type: ignore[arg-type]
-
-    def lose(self) -> None:
-        """Its connection is gone, the process lives."""
-        self.lost = True
-        self.node.freed(self.node.access.close_session(self.session_id))
-
-    def exit(self) -> None:
-        self.slots.clear()
-        self.node.freed(self.node.access.session_exited(self.session_id))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tanghulu.transfer_engine import leases, transfer_run
+from tanghulu.transfer_engine import leases, path_load
 from tanghulu.transfer_engine.access import AccessTable
 from tanghulu.transfer_engine.fences import Fences
 from tanghulu.transfer_engine.handle import TransferHandle
@@ -17,6 +17,7 @@ from tanghulu.transfer_engine.tcp import TcpLink
 from tanghulu.transfer_engine.tcp_server import TcpConnection
 from tanghulu.transfer_engine.tcp_stream import TcpStream
 from tanghulu.transfer_engine.transfer_run import RunLimits, TransferRun
+from tanghulu.transfer_engine.transport import Arrived
 
 Mutation = Callable[[pytest.MonkeyPatch], None]
 
@@ -43,7 +44,7 @@ def quarantine_ends_by_time(patch: pytest.MonkeyPatch) -> None:
 
 
 def windows_are_not_kept(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(transfer_run._Load, "full", False)
+    patch.setattr(path_load.PathLoad, "full", False)
 
 
 def what_is_lost_counts_as_arrived(patch: pytest.MonkeyPatch) -> None:
@@ -77,6 +78,17 @@ def the_deadline_is_overslept(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_cut_closes_nothing(patch: pytest.MonkeyPatch) -> None:
+    """But for what is broken anyway: a broken socket is ready for ever."""
+    cut, broke = TcpLink.cut, TcpLink._break
+
+    def broken(self: Any, path: Any, why: Any) -> None:
+        self.cut = lambda path: cut(self, path)
+        try:
+            broke(self, path, why)
+        finally:
+            del self.cut
+
+    patch.setattr(TcpLink, "_break", broken)
     patch.setattr(TcpLink, "cut", lambda self, path: None)
     patch.setattr(TcpLink, "reusable", property(lambda self: not self._closed))
 
@@ -88,6 +100,35 @@ def a_lost_connection_keeps_its_transfer(patch: pytest.MonkeyPatch) -> None:
         self._transport = None
 
     patch.setattr(TcpConnection, "connection_lost", lost)
+
+
+def checksums_of_slices_agree(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TcpStream, "_compared", lambda self, piece, landed: Arrived(piece.slice_id))
+    patch.setattr(Reception, "compare", lambda self, head: None)
+
+
+def checksums_of_requests_agree(patch: pytest.MonkeyPatch) -> None:
+    checked = TransferRun.checked
+
+    def agree(self: Any, index: int, digest: int, now_s: float) -> None:
+        checked(self, index, self._requests[index].given.checksum, now_s)
+
+    patch.setattr(TransferRun, "checked", agree)
+
+
+def notices_are_not_known_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Reception, "notice", lambda self, head, data: self._on_notice(head.session_id, data))
+
+
+def nobody_is_notified(patch: pytest.MonkeyPatch) -> None:
+    go_on = TransferRun._go_on
+
+    def silent(self: Any, index: int) -> None:
+        given = self._requests[index].given
+        self._requests[index].told = given is not None and given.notice is not None
+        go_on(self, index)
+
+    patch.setattr(TransferRun, "_go_on", silent)
 
 
 MUTATIONS: tuple[Mutation, ...] = (
@@ -102,4 +143,8 @@ MUTATIONS: tuple[Mutation, ...] = (
     the_deadline_is_overslept,
     a_cut_closes_nothing,
     a_lost_connection_keeps_its_transfer,
+    checksums_of_slices_agree,
+    checksums_of_requests_agree,
+    notices_are_not_known_again,
+    nobody_is_notified,
 )

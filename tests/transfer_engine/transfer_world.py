@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -19,14 +20,14 @@ from transfer_actors import (
     EXPECTED,
     NUM_SLOTS,
     SLOT_BYTES,
-    Mapper,
     SimClient,
     SimNode,
     demand,
 )
+from transfer_mapper import Mapper
 
 from tanghulu.clock import ManualClock
-from tanghulu.errors import NodeUnavailable
+from tanghulu.errors import ChecksumMismatch, NodeUnavailable, TanghuluError
 from tanghulu.transfer_engine.engine import RemoteSegment, TransferBatch, TransferHandle, TransferRequest
 from tanghulu.transfer_engine.opcode import Opcode
 from tanghulu.transfer_engine.sim_network import SimNetwork, Weather
@@ -44,6 +45,7 @@ class World:
         weather = Weather(
             loss=self.chance.choice([0.0, 0.02, 0.15]),
             duplicate=self.chance.choice([0.0, 0.1]),
+            taint=self.chance.choice([0.0, 0.1]),
             delay_max_s=self.chance.choice([0.002, 0.02, 0.2]),
             resend_s=self.chance.choice([0.05, 0.3]),
             window_bytes=self.chance.choice([100, 300, 3000]),
@@ -51,6 +53,10 @@ class World:
         self.network = SimNetwork(self.clock, self.chance, weather)
         self.network.on_received = self._received
         self.network.after_event = self._after_event
+        self.network.may_taint = self._may_taint
+        self._taintable: list[tuple[int, int]] = []
+        self._expected_notices: dict[bytes, Callable[[str], None]] = {}
+        self.num_notices: Counter[bytes] = Counter()
         self._number = 0
         self._guarded: list[tuple[bytearray, bytes]] = []
         self.num_events = self.num_complete = self.num_failed = 0
@@ -111,7 +117,8 @@ class World:
         try:
             self.waiter.engine.transfer(requests, deadline_s)
             ok = True
-        except EXPECTED:
+        except EXPECTED as error:
+            self._check_taint(error)
             ok = False
         demand(self.clock.now_s() <= latest_s, f"a transfer outlived its deadline of {deadline_s} s")
         self._count(ok)
@@ -122,6 +129,7 @@ class World:
         result = handle.wait(0)
         demand(handle.done, "a batch whose deadline has come goes on")
         for index, error in enumerate(result.errors):
+            self._check_taint(error)
             demand(error is None or isinstance(error, EXPECTED), f"{error!r} is no answer to bad weather")
             self._check_attempts(handle.story(index))
         self._count(result.ok)
@@ -134,22 +142,78 @@ class World:
             _, _, slice_id, what, *_ = line.split()
             posts[slice_id] = posts.get(slice_id, 0) + (what == "post")
         most = max(posts.values(), default=0)
-        demand(most <= 1 + CONFIG.retries_max, f"a slice was tried {most} times:\n" + "\n".join(story))
+        demand(most <= 3 + CONFIG.retries_max, f"a slice was tried {most} times:\n" + "\n".join(story))
+        wrong = max((text.count(" corrupt ") for text in story), default=0)
+        demand(wrong or most <= 1 + CONFIG.retries_max, f"a slice was tried {most} times:\n" + "\n".join(story))
 
     def _count(self, ok: bool) -> None:
         self.num_complete += ok
         self.num_failed += not ok
 
     def parts(
-        self, opcode: Opcode, memory: bytes | bytearray, remote: RemoteSegment, offset: int, lease: int
+        self,
+        opcode: Opcode,
+        memory: bytes | bytearray,
+        remote: RemoteSegment,
+        offset: int,
+        lease: int,
+        *,
+        verify: bool,
     ) -> list[TransferRequest]:
-        """One transfer as one to three requests."""
+        """One transfer as one to three requests, of which some notify the owner."""
         size = len(memory)
         cuts = sorted({0, size, *(self.chance.randint(0, size) for _ in range(self.chance.randint(0, 2)))})
         return [
-            TransferRequest(opcode, memory, remote, offset + start, end - start, source_offset=start, lease_id=lease)
+            TransferRequest(
+                opcode,
+                memory,
+                remote,
+                offset + start,
+                end - start,
+                source_offset=start,
+                lease_id=lease,
+                verify=verify,
+                notify=b"%d" % self.next_number() if self.chance.random() < 0.25 else None,
+            )
             for start, end in itertools.pairwise(cuts)
         ]
+
+    # --- checksums and notices
+
+    def expect_taint(self, landing: bytearray) -> None:
+        """What is read into ``landing`` is compared, so it may be changed on its way."""
+        self._taintable.append((np.frombuffer(landing, np.uint8).__array_interface__["data"][0], len(landing)))
+
+    def _may_taint(self, into: memoryview) -> bool:
+        address = np.frombuffer(into, np.uint8).__array_interface__["data"][0]
+        if any(start <= address < start + size for start, size in self._taintable):
+            return True
+        for node in self.nodes:
+            offset = address - node.base
+            if node.up and 0 <= offset < SLOT_BYTES * NUM_SLOTS:
+                attempts = node.slots[offset // SLOT_BYTES].attempts
+                return bool(attempts) and attempts[-1].verified
+        return False
+
+    def _check_taint(self, error: TanghuluError | None) -> None:
+        demand(not isinstance(error, ChecksumMismatch) or self.network.weather.taint > 0, f"{error!r} without reason")
+
+    def expect_notices(
+        self, requests: list[TransferRequest], on_notice: Callable[[str, TransferRequest], None]
+    ) -> Callable[[], bool]:
+        """``on_notice`` judges each when it comes; the answer says whether all have come."""
+        notices = [each for each in requests if each.notify is not None]
+        for each in notices:
+            assert each.notify is not None
+            self._expected_notices[each.notify] = lambda where, each=each: on_notice(where, each)  # type: ignore[misc]
+        return lambda: all(self.num_notices[each.notify or b""] == 1 for each in notices)
+
+    def noticed(self, node: SimNode, data: bytes) -> None:
+        self.num_notices[data] += 1
+        where = f"{node.name}'s notice {data.decode()}"
+        demand(data in self._expected_notices, f"{where}: nobody sent it")
+        demand(self.num_notices[data] == 1, f"{where}: delivered a second time")
+        self._expected_notices[data](where)
 
     # --- what happens by itself
 
@@ -228,6 +292,7 @@ class World:
     def _heal(self) -> None:
         self._disturbing = False
         self.network.weather.loss, self.network.weather.delay_max_s = 0.0, 0.005
+        self.network.weather.taint = 0.0
         self.network.run(self.clock.now_s() + 3.2)
         self.network.cut_links.clear()
         for node in self.nodes:
