@@ -34,8 +34,8 @@ class Cargo(Enum):
     NOTICE = "notice"
 
 
-#: Transports that carry each cargo: rdma writes past the owner's process, and a mapping has nobody to tell.
-CARRIERS = {Cargo.DATA: ("shm", "rdma", "tcp"), Cargo.VERIFIED: ("shm", "tcp"), Cargo.NOTICE: ("tcp",)}
+#: Transports that carry more than data: rdma and ucx go past the owner's process, and a mapping has nobody to tell.
+CARRIERS = {Cargo.VERIFIED: ("shm", "tcp"), Cargo.NOTICE: ("tcp",)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -319,6 +319,8 @@ class PathTable:
 
 
 def _carries(path: Path, cargo: Cargo) -> bool:
+    if cargo is Cargo.DATA:
+        return not path.notices_only
     return path.transport in CARRIERS[cargo] and (cargo is Cargo.NOTICE or not path.notices_only)
 
 

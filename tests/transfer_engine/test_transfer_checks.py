@@ -25,11 +25,18 @@ from tanghulu.transfer_engine.engine import (
     TransferEngine,
     TransferRequest,
 )
+from tanghulu.transfer_engine.paths import Cargo, Path, PathTable, PauseRule
 from tanghulu.transfer_engine.segment import Endpoint
 from tanghulu.transfer_engine.shm import ShmPeer
 
 READ, WRITE = Opcode.READ, Opcode.WRITE
 SIZE = 3 << 20
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def transport(request: pytest.FixtureRequest) -> str:
+    """Those that verify."""
+    return str(request.param)
 
 
 def checksum(data: Any) -> int:
@@ -117,13 +124,21 @@ class TestChecksums:
             assert owner.peek(0, 1000) == data
             assert [line.split()[3] for line in handle.story(0)] == ["post", "corrupt", "post", "arrived"]
 
-    def test_rdma_alone_cannot_verify(self, owner: SegmentProcess, engine: TransferEngine):
-        assert engine.open_segment(owner.descriptor, transport="tcp").paths.carries  # what does, says so
-        remote = engine.open_segment(owner.descriptor, transport="shm")
+    def test_a_checksum_is_of_64_bits_and_for_reads(self, engine: TransferEngine, remote: RemoteSegment):
         with pytest.raises(InvalidRequest):
             engine.transfer([TransferRequest(WRITE, b"data", remote, 0, 4, checksum=1)], 1)
         with pytest.raises(InvalidRequest):
             engine.transfer([TransferRequest(READ, bytearray(4), remote, 0, 4, checksum=1 << 64)], 1)
+
+    def test_paths_past_the_owner_s_process_do_not_verify(self):
+        rdma, tcp = (Path(Endpoint(name, "a:1"), "", 0, rank) for rank, name in enumerate(("rdma", "tcp")))
+        rule = PauseRule(3, 1.0, 2.0)
+        table = PathTable([rdma, tcp], rule)
+        assert [table.choose(0, (), lambda path: 0, cargo=cargo) for cargo in Cargo] == [rdma, tcp, tcp]
+        told = replace(tcp, notices_only=True)
+        table = PathTable([rdma, told], rule)
+        assert [table.carries(cargo) for cargo in Cargo] == [True, False, True]
+        assert table.choose(0, [rdma], lambda path: 0) is rdma
 
     def test_a_slice_that_is_too_long_to_verify_is_refused(self, owner: SegmentProcess):
         defaults = EngineConfig().limits
@@ -217,15 +232,9 @@ class TestNotices:
             request = TransferRequest(READ, bytearray(10), remote, 0, 10, lease_id=lease, notify=b"mine")
             engine.transfer([request], 5)
             assert [(number, data) for number, data, _ in leasing.take_notices()] == [(7, b"mine")]
-            other = engine.open_segment(leasing.descriptor, session_id=8, transport="tcp")
+            notice = wire.Head(wire.Op.NOTICE, 1, 8, 0, 1, 99, 2).pack() + b"no"
             with pytest.raises(Unauthorized):
-                link = other.borrow("tcp", None)
-                assert link is not None
-                try:
-                    notice = wire.Head(wire.Op.NOTICE, 1, 8, 0, 1, 99, 2).pack() + b"no"
-                    raise_refusal(leasing.tcp_port, notice)
-                finally:
-                    other.give_back("tcp", link)
+                raise_refusal(leasing.tcp_port, notice)
 
     def test_they_are_lost_with_their_owner(self, engine: TransferEngine, transport: str):
         with SegmentProcess(size_bytes=1 << 20) as mortal:
