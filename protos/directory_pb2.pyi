@@ -9,19 +9,49 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ChunkEntry(_message.Message):
-    __slots__ = ("key", "version", "size_bytes", "tier")
+    __slots__ = ("key", "version", "size_bytes", "tier", "replicas")
     KEY_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
     key: str
     version: int
     size_bytes: int
     tier: _common_pb2.Tier
-    def __init__(self, key: _Optional[str] = ..., version: _Optional[int] = ..., size_bytes: _Optional[int] = ..., tier: _Optional[_Union[_common_pb2.Tier, str]] = ...) -> None: ...
+    replicas: int
+    def __init__(self, key: _Optional[str] = ..., version: _Optional[int] = ..., size_bytes: _Optional[int] = ..., tier: _Optional[_Union[_common_pb2.Tier, str]] = ..., replicas: _Optional[int] = ...) -> None: ...
+
+class CopyOrder(_message.Message):
+    __slots__ = ("key", "version", "size_bytes", "source")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    version: int
+    size_bytes: int
+    source: str
+    def __init__(self, key: _Optional[str] = ..., version: _Optional[int] = ..., size_bytes: _Optional[int] = ..., source: _Optional[str] = ...) -> None: ...
+
+class DropOrder(_message.Message):
+    __slots__ = ("key", "version")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    version: int
+    def __init__(self, key: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
+
+class HotKey(_message.Message):
+    __slots__ = ("key", "num_gets")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    NUM_GETS_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    num_gets: int
+    def __init__(self, key: _Optional[str] = ..., num_gets: _Optional[int] = ...) -> None: ...
 
 class AnnounceRequest(_message.Message):
-    __slots__ = ("node_id", "generation", "added", "removed", "report", "capacity_bytes", "used_bytes", "deleted", "ssd_capacity_bytes", "ssd_used_bytes", "term", "term_of")
+    __slots__ = ("node_id", "generation", "added", "removed", "report", "capacity_bytes", "used_bytes", "deleted", "ssd_capacity_bytes", "ssd_used_bytes", "term", "term_of", "quiet", "hot", "failed_copies")
     class Report(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         NONE: _ClassVar[AnnounceRequest.Report]
@@ -44,6 +74,9 @@ class AnnounceRequest(_message.Message):
     SSD_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     TERM_OF_FIELD_NUMBER: _ClassVar[int]
+    QUIET_FIELD_NUMBER: _ClassVar[int]
+    HOT_FIELD_NUMBER: _ClassVar[int]
+    FAILED_COPIES_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     generation: int
     added: _containers.RepeatedCompositeFieldContainer[ChunkEntry]
@@ -56,21 +89,30 @@ class AnnounceRequest(_message.Message):
     ssd_used_bytes: int
     term: int
     term_of: int
-    def __init__(self, node_id: _Optional[str] = ..., generation: _Optional[int] = ..., added: _Optional[_Iterable[_Union[ChunkEntry, _Mapping]]] = ..., removed: _Optional[_Iterable[str]] = ..., report: _Optional[_Union[AnnounceRequest.Report, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., deleted: _Optional[_Iterable[str]] = ..., ssd_capacity_bytes: _Optional[int] = ..., ssd_used_bytes: _Optional[int] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ...) -> None: ...
+    quiet: bool
+    hot: _containers.RepeatedCompositeFieldContainer[HotKey]
+    failed_copies: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, node_id: _Optional[str] = ..., generation: _Optional[int] = ..., added: _Optional[_Iterable[_Union[ChunkEntry, _Mapping]]] = ..., removed: _Optional[_Iterable[str]] = ..., report: _Optional[_Union[AnnounceRequest.Report, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., deleted: _Optional[_Iterable[str]] = ..., ssd_capacity_bytes: _Optional[int] = ..., ssd_used_bytes: _Optional[int] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ..., quiet: _Optional[bool] = ..., hot: _Optional[_Iterable[_Union[HotKey, _Mapping]]] = ..., failed_copies: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class AnnounceReply(_message.Message):
-    __slots__ = ("status", "accepted", "report_wanted", "term", "term_of")
+    __slots__ = ("status", "accepted", "report_wanted", "term", "term_of", "copies", "drops", "sources")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     REPORT_WANTED_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     TERM_OF_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
+    DROPS_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
     status: _common_pb2.Status
     accepted: _containers.RepeatedScalarFieldContainer[bool]
     report_wanted: bool
     term: int
     term_of: int
-    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., accepted: _Optional[_Iterable[bool]] = ..., report_wanted: _Optional[bool] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ...) -> None: ...
+    copies: _containers.RepeatedCompositeFieldContainer[CopyOrder]
+    drops: _containers.RepeatedCompositeFieldContainer[DropOrder]
+    sources: _containers.RepeatedCompositeFieldContainer[_common_pb2.Instance]
+    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., accepted: _Optional[_Iterable[bool]] = ..., report_wanted: _Optional[bool] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ..., copies: _Optional[_Iterable[_Union[CopyOrder, _Mapping]]] = ..., drops: _Optional[_Iterable[_Union[DropOrder, _Mapping]]] = ..., sources: _Optional[_Iterable[_Union[_common_pb2.Instance, _Mapping]]] = ...) -> None: ...
 
 class LocateRequest(_message.Message):
     __slots__ = ("keys", "count_only")
@@ -105,7 +147,7 @@ class LocateReply(_message.Message):
     def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., node_ids: _Optional[_Iterable[str]] = ..., locations: _Optional[_Iterable[_Union[Location, _Mapping]]] = ..., incomplete: _Optional[bool] = ..., found: _Optional[bytes] = ...) -> None: ...
 
 class NodeInfo(_message.Message):
-    __slots__ = ("instance", "capacity_bytes", "used_bytes", "num_chunks", "draining", "last_seen_s", "ssd_capacity_bytes", "ssd_used_bytes")
+    __slots__ = ("instance", "capacity_bytes", "used_bytes", "num_chunks", "draining", "last_seen_s", "ssd_capacity_bytes", "ssd_used_bytes", "num_unsafe", "drained")
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -114,6 +156,8 @@ class NodeInfo(_message.Message):
     LAST_SEEN_S_FIELD_NUMBER: _ClassVar[int]
     SSD_CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     SSD_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_UNSAFE_FIELD_NUMBER: _ClassVar[int]
+    DRAINED_FIELD_NUMBER: _ClassVar[int]
     instance: _common_pb2.Instance
     capacity_bytes: int
     used_bytes: int
@@ -122,7 +166,9 @@ class NodeInfo(_message.Message):
     last_seen_s: float
     ssd_capacity_bytes: int
     ssd_used_bytes: int
-    def __init__(self, instance: _Optional[_Union[_common_pb2.Instance, _Mapping]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., num_chunks: _Optional[int] = ..., draining: _Optional[bool] = ..., last_seen_s: _Optional[float] = ..., ssd_capacity_bytes: _Optional[int] = ..., ssd_used_bytes: _Optional[int] = ...) -> None: ...
+    num_unsafe: int
+    drained: bool
+    def __init__(self, instance: _Optional[_Union[_common_pb2.Instance, _Mapping]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., num_chunks: _Optional[int] = ..., draining: _Optional[bool] = ..., last_seen_s: _Optional[float] = ..., ssd_capacity_bytes: _Optional[int] = ..., ssd_used_bytes: _Optional[int] = ..., num_unsafe: _Optional[int] = ..., drained: _Optional[bool] = ...) -> None: ...
 
 class PlaceRequest(_message.Message):
     __slots__ = ("size_bytes", "replicas", "prefer_node", "client_place")

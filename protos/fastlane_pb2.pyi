@@ -18,6 +18,9 @@ class Method(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     METHOD_REMOVE: _ClassVar[Method]
     METHOD_CHUNK_STAT: _ClassVar[Method]
     METHOD_EVICTION: _ClassVar[Method]
+    METHOD_DRAIN: _ClassVar[Method]
+    METHOD_EVICT: _ClassVar[Method]
+    METHOD_VERIFY: _ClassVar[Method]
     METHOD_ANNOUNCE: _ClassVar[Method]
     METHOD_LOCATE: _ClassVar[Method]
     METHOD_PLACE: _ClassVar[Method]
@@ -37,6 +40,9 @@ METHOD_EXISTS: Method
 METHOD_REMOVE: Method
 METHOD_CHUNK_STAT: Method
 METHOD_EVICTION: Method
+METHOD_DRAIN: Method
+METHOD_EVICT: Method
+METHOD_VERIFY: Method
 METHOD_ANNOUNCE: Method
 METHOD_LOCATE: Method
 METHOD_PLACE: Method

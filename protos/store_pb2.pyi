@@ -74,20 +74,22 @@ class SharedIndex(_message.Message):
     def __init__(self, begin: _Optional[int] = ..., num_buckets: _Optional[int] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class PutItem(_message.Message):
-    __slots__ = ("key", "version", "size_bytes", "checksums", "pin", "ttl_ms")
+    __slots__ = ("key", "version", "size_bytes", "checksums", "pin", "ttl_ms", "replicas")
     KEY_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     PIN_FIELD_NUMBER: _ClassVar[int]
     TTL_MS_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
     key: str
     version: int
     size_bytes: int
     checksums: Checksums
     pin: Pin
     ttl_ms: int
-    def __init__(self, key: _Optional[str] = ..., version: _Optional[int] = ..., size_bytes: _Optional[int] = ..., checksums: _Optional[_Union[Checksums, _Mapping]] = ..., pin: _Optional[_Union[Pin, str]] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
+    replicas: int
+    def __init__(self, key: _Optional[str] = ..., version: _Optional[int] = ..., size_bytes: _Optional[int] = ..., checksums: _Optional[_Union[Checksums, _Mapping]] = ..., pin: _Optional[_Union[Pin, str]] = ..., ttl_ms: _Optional[int] = ..., replicas: _Optional[int] = ...) -> None: ...
 
 class PutRequest(_message.Message):
     __slots__ = ("items", "visible", "inline_data", "deadline_ms")
@@ -256,7 +258,7 @@ class StatRequest(_message.Message):
     def __init__(self, keys: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ChunkStat(_message.Message):
-    __slots__ = ("found", "size_bytes", "version", "checksums", "pin", "num_leases", "age_s", "num_hits", "tier")
+    __slots__ = ("found", "size_bytes", "version", "checksums", "pin", "num_leases", "age_s", "num_hits", "tier", "replicas", "ttl_ms")
     FOUND_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -266,6 +268,8 @@ class ChunkStat(_message.Message):
     AGE_S_FIELD_NUMBER: _ClassVar[int]
     NUM_HITS_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
     found: bool
     size_bytes: int
     version: int
@@ -275,7 +279,9 @@ class ChunkStat(_message.Message):
     age_s: float
     num_hits: int
     tier: _common_pb2.Tier
-    def __init__(self, found: _Optional[bool] = ..., size_bytes: _Optional[int] = ..., version: _Optional[int] = ..., checksums: _Optional[_Union[Checksums, _Mapping]] = ..., pin: _Optional[_Union[Pin, str]] = ..., num_leases: _Optional[int] = ..., age_s: _Optional[float] = ..., num_hits: _Optional[int] = ..., tier: _Optional[_Union[_common_pb2.Tier, str]] = ...) -> None: ...
+    replicas: int
+    ttl_ms: int
+    def __init__(self, found: _Optional[bool] = ..., size_bytes: _Optional[int] = ..., version: _Optional[int] = ..., checksums: _Optional[_Union[Checksums, _Mapping]] = ..., pin: _Optional[_Union[Pin, str]] = ..., num_leases: _Optional[int] = ..., age_s: _Optional[float] = ..., num_hits: _Optional[int] = ..., tier: _Optional[_Union[_common_pb2.Tier, str]] = ..., replicas: _Optional[int] = ..., ttl_ms: _Optional[int] = ...) -> None: ...
 
 class StatReply(_message.Message):
     __slots__ = ("chunks",)
@@ -294,3 +300,61 @@ class EvictionReply(_message.Message):
     POLICY_FIELD_NUMBER: _ClassVar[int]
     policy: str
     def __init__(self, policy: _Optional[str] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("draining",)
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    draining: bool
+    def __init__(self, draining: _Optional[bool] = ...) -> None: ...
+
+class DrainReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class EvictRequest(_message.Message):
+    __slots__ = ("keys", "num_bytes")
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    keys: _containers.RepeatedScalarFieldContainer[str]
+    num_bytes: int
+    def __init__(self, keys: _Optional[_Iterable[str]] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+
+class EvictReply(_message.Message):
+    __slots__ = ("num_chunks", "num_bytes")
+    NUM_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    num_chunks: int
+    num_bytes: int
+    def __init__(self, num_chunks: _Optional[int] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+
+class VerifyRequest(_message.Message):
+    __slots__ = ("after", "limit", "drop_corrupt", "report")
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    DROP_CORRUPT_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    after: str
+    limit: int
+    drop_corrupt: bool
+    report: bool
+    def __init__(self, after: _Optional[str] = ..., limit: _Optional[int] = ..., drop_corrupt: _Optional[bool] = ..., report: _Optional[bool] = ...) -> None: ...
+
+class Verified(_message.Message):
+    __slots__ = ("key", "version", "size_bytes", "corrupt")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CORRUPT_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    version: int
+    size_bytes: int
+    corrupt: bool
+    def __init__(self, key: _Optional[str] = ..., version: _Optional[int] = ..., size_bytes: _Optional[int] = ..., corrupt: _Optional[bool] = ...) -> None: ...
+
+class VerifyReply(_message.Message):
+    __slots__ = ("chunks", "more")
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    chunks: _containers.RepeatedCompositeFieldContainer[Verified]
+    more: bool
+    def __init__(self, chunks: _Optional[_Iterable[_Union[Verified, _Mapping]]] = ..., more: _Optional[bool] = ...) -> None: ...

@@ -52,6 +52,8 @@ def new_chunk_to_wire(new: NewChunk) -> store_pb2.PutItem:
         item.pin = _PIN_TO_WIRE[new.pin]
     if new.ttl_s is not None:
         item.ttl_ms = max(1, round(new.ttl_s * 1000))
+    if new.replicas > 1:
+        item.replicas = new.replicas
     return item
 
 
@@ -60,7 +62,8 @@ def new_chunk_from_wire(item: store_pb2.PutItem) -> NewChunk:
     checksums = checksums_from_wire(item.checksums)
     validate(checksums, item.size_bytes)
     ttl_s = item.ttl_ms / 1000 if item.ttl_ms else None
-    return NewChunk(validate_key(item.key), item.version, item.size_bytes, checksums, pin_from_wire(item.pin), ttl_s)
+    pin = pin_from_wire(item.pin)
+    return NewChunk(validate_key(item.key), item.version, item.size_bytes, checksums, pin, ttl_s, item.replicas or 1)
 
 
 def index_to_wire(place: IndexPlace | None) -> store_pb2.SharedIndex | None:

@@ -42,7 +42,10 @@ class Tier(Enum):
 
 
 class NewChunk(NamedTuple):
-    """What somebody wants to put. ``ttl_s`` None: no end; equal versions are replicas of one put."""
+    """What somebody wants to put. ``ttl_s`` None: no end; equal versions are replicas of one put.
+
+    ``replicas`` nodes shall hold it; the one that is asked holds one of them.
+    """
 
     key: ChunkKey
     version: int
@@ -50,6 +53,7 @@ class NewChunk(NamedTuple):
     checksums: Checksums = NO_CHECKSUMS
     pin: Pin = Pin.NONE
     ttl_s: float | None = None
+    replicas: int = 1
 
 
 def validate_key(key: str) -> ChunkKey:

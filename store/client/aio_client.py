@@ -10,7 +10,7 @@ from tanghulu.errors import TanghuluError
 from tanghulu.store.checksums import NO_CHECKSUMS, Checksums
 from tanghulu.store.client.asynchronous import AsyncShell
 from tanghulu.store.client.chunk import Chunk
-from tanghulu.store.client.model import ChunkInfo, KeyInfo, NodeView, PutItem, Status
+from tanghulu.store.client.model import ChunkInfo, Evicted, KeyInfo, NodeView, PutItem, Status, VerifiedPage
 from tanghulu.store.client.operations import Operations
 from tanghulu.store.client.options import put_options
 from tanghulu.store.client.settings import DEFAULT_DEADLINE_S, Settings
@@ -196,6 +196,37 @@ class AsyncClient:
         """
         deadline = self._deadline(deadline_s)
         return await self._run(self._do.eviction_policy(deadline, node, name), deadline)
+
+    async def drain(self, node: str, draining: bool = True, *, deadline_s: float | None = None) -> None:
+        """Have the node called ``node`` take no new chunks and its chunks copied to others, or undo that.
+
+        ``nodes()`` tells how far it is: ``num_unsafe`` chunks are left, ``drained`` means that it may be stopped.
+        """
+        deadline = self._deadline(deadline_s)
+        await self._run(self._do.drain(deadline, node, draining), deadline)
+
+    async def evict(
+        self, node: str, keys: Sequence[str] = (), *, num_bytes: int = 0, deadline_s: float | None = None
+    ) -> Evicted:
+        """Evict ``keys`` on one node, and ``num_bytes`` more by its policy; what is being read or pinned hard stays."""
+        deadline = self._deadline(deadline_s)
+        return await self._run(self._do.evict(deadline, node, keys, num_bytes), deadline)
+
+    async def verify(
+        self,
+        node: str,
+        after: str = "",
+        *,
+        drop_corrupt: bool = False,
+        report: bool = False,
+        deadline_s: float | None = None,
+    ) -> VerifiedPage:
+        """Some chunks of one node, in order behind the key ``after``, each compared with its checksums.
+
+        ``drop_corrupt`` drops those that do not match; ``report`` has the node tell the master again all that it holds.
+        """
+        deadline = self._deadline(deadline_s)
+        return await self._run(self._do.verify(deadline, node, after, drop_corrupt, report), deadline)
 
     async def remove(self, key: str, *, deadline_s: float | None = None) -> bool:
         """Drop the chunk everywhere; whether there was one. ``exists`` says False once this has returned."""

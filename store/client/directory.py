@@ -140,16 +140,34 @@ def stat(context: Context, key: str) -> Logic[ChunkInfo]:
     raise failure or ChunkNotFound(f"no live node holds {key!r}")
 
 
+def stat_at(key: str, node: str) -> Logic[ChunkInfo]:
+    """What ``node`` knows of the chunk; raises ChunkNotFound, or why it cannot be asked."""
+    (outcome,) = yield Ask([(PeerId(node), messages.node_stat([validate_key(key)]))])
+    if isinstance(outcome, TanghuluError):
+        raise outcome
+    info = messages.chunk_info(key, (node,), outcome)
+    if info is None:
+        raise ChunkNotFound(f"{key!r} is not on {node}")
+    return info
+
+
 def eviction_policy(context: Context, node: str, name: str) -> Logic[str]:
     """The node's eviction policy, after switching to ``name`` unless that is empty."""
+    reply = yield from ask_node(context, node, messages.eviction(name))
+    return messages.eviction_policy(reply)
+
+
+def ask_node(context: Context, node: str, call: messages.AnyCall) -> Logic[messages.AnyReply]:
+    """One call to the node of that id; raises InvalidRequest if there is none, or the node's typed error."""
     if node not in context.nodes.ids():
         known = yield from nodes(context)
         if all(view.id != node for view in known):
             raise InvalidRequest(f"no node is called {node!r}; there are: {', '.join(v.id for v in known) or 'none'}")
-    (outcome,) = yield Ask([(PeerId(node), messages.eviction(name))])
+    (outcome,) = yield Ask([(PeerId(node), call)])
     if isinstance(outcome, TanghuluError):
         raise outcome
-    return messages.eviction_policy(outcome)
+    reply: messages.AnyReply = outcome
+    return reply
 
 
 def nodes(context: Context) -> Logic[list[NodeView]]:

@@ -198,6 +198,8 @@ def chunk_info(key: str, nodes: tuple[str, ...], reply: AnyReply) -> ChunkInfo |
         chunk.age_s,
         chunk.num_hits,
         tier_from_wire(chunk.tier),
+        chunk.replicas or 1,
+        chunk.ttl_ms / 1000 if chunk.ttl_ms else None,
     )
 
 
@@ -252,6 +254,8 @@ def node_views(reply: AnyReply) -> list[NodeView]:
             node.last_seen_s,
             node.ssd_capacity_bytes,
             node.ssd_used_bytes,
+            node.num_unsafe,
+            node.drained,
         )
         for node in reply.message.nodes
     ]

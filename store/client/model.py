@@ -52,7 +52,10 @@ class PutOptions:
 
 @dataclass(frozen=True, slots=True)
 class ChunkInfo:
-    """What the store knows of a chunk. ``nodes`` are the ids of its holders; the rest is of the first that answered."""
+    """What the store knows of a chunk. ``nodes`` are the ids of its holders; the rest is of the first that answered.
+
+    ``ttl_s`` is what is left of it, None without end.
+    """
 
     key: str
     size_bytes: int
@@ -64,6 +67,8 @@ class ChunkInfo:
     age_s: float
     num_hits: int
     tier: Tier = Tier.MEMORY
+    replicas: int = 1
+    ttl_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +83,10 @@ class KeyInfo:
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """A store node as the master lists it. ``last_seen_s``: seconds since its last sign of life."""
+    """A store node as the master lists it. ``last_seen_s``: seconds since its last sign of life.
+
+    Of a draining node ``num_unsafe`` chunks have no other holder yet; ``drained`` means that it may be stopped.
+    """
 
     id: str
     address: str
@@ -93,3 +101,31 @@ class NodeView:
     last_seen_s: float
     ssd_capacity_bytes: int = 0
     ssd_used_bytes: int = 0
+    num_unsafe: int = 0
+    drained: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """What an eviction by hand let go."""
+
+    num_chunks: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """One chunk of a node; ``corrupt``: its bytes are not what its checksums say."""
+
+    key: str
+    version: int
+    size_bytes: int
+    corrupt: bool
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedPage:
+    """Some chunks of a node in order of their keys, and whether there are more behind the last."""
+
+    chunks: tuple[Verified, ...]
+    more: bool

@@ -10,12 +10,21 @@ from typing import Any
 
 from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.store import checksums as sums
+from tanghulu.store.client import admin, directory, gets, puts
 from tanghulu.store.client import context as common
-from tanghulu.store.client import directory, gets, puts
 from tanghulu.store.client.chunk import Chunk
 from tanghulu.store.client.context import Context
 from tanghulu.store.client.instructions import Deadline, Logic
-from tanghulu.store.client.model import ChunkInfo, KeyInfo, NodeView, PutItem, PutOptions, Status
+from tanghulu.store.client.model import (
+    ChunkInfo,
+    Evicted,
+    KeyInfo,
+    NodeView,
+    PutItem,
+    PutOptions,
+    Status,
+    VerifiedPage,
+)
 from tanghulu.store.client.values import readable, writable
 from tanghulu.store.words import MAX_INLINE_BYTES, NewChunk, validate_key
 
@@ -63,7 +72,15 @@ class Operations:
             sums.validate(given, size)
         elif size <= MAX_INLINE_BYTES:
             given = sums.compute(value, options.part_bytes)
-        new = NewChunk(validate_key(item.key), self._context.new_version(), size, given, options.pin, options.ttl_s)
+        new = NewChunk(
+            validate_key(item.key),
+            self._context.new_version(),
+            size,
+            given,
+            options.pin,
+            options.ttl_s,
+            options.replicas,
+        )
         return puts.Putting(new, value, options.replicas)
 
     def get(self, deadline: Deadline, key: str) -> Logic[Chunk]:
@@ -134,6 +151,24 @@ class Operations:
         """What the store knows of the chunk."""
         yield from common.tell_reads(self._context)
         return (yield from directory.stat(self._context, key))
+
+    def stat_at(self, key: str, node: str) -> Logic[ChunkInfo]:
+        """What one node knows of the chunk; raises ChunkNotFound."""
+        return (yield from directory.stat_at(key, node))
+
+    def drain(self, deadline: Deadline, node: str, draining: bool) -> Logic[None]:
+        """Have the node take no new chunks and its chunks go elsewhere, or undo that."""
+        yield from admin.drain(self._context, node, draining)
+
+    def evict(self, deadline: Deadline, node: str, keys: Sequence[str], num_bytes: int) -> Logic[Evicted]:
+        """Evict chunks of a node."""
+        return (yield from admin.evict(self._context, node, keys, num_bytes))
+
+    def verify(
+        self, deadline: Deadline, node: str, after: str, drop_corrupt: bool, report: bool
+    ) -> Logic[VerifiedPage]:
+        """A page of what a node holds, compared with its checksums."""
+        return (yield from admin.verify(self._context, node, after, drop_corrupt, report))
 
     def eviction_policy(self, deadline: Deadline, node: str, name: str | None) -> Logic[str]:
         """The eviction policy of a node, after switching to ``name`` if one is given."""

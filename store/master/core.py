@@ -6,8 +6,12 @@ shell around it (service, main) carries calls in, ticks, and wakes the followers
 
 from __future__ import annotations
 
+from random import Random
+
 from tanghulu.discovery.base import Instance, InstanceEvent
 from tanghulu.discovery.leases import LeaseTable
+from tanghulu.store.master.copy_orders import Copy, Drop
+from tanghulu.store.master.copy_planner import CopyPlanner
 from tanghulu.store.master.directory import Announced, Announcement, Directory
 from tanghulu.store.master.event_ring import EventRing
 from tanghulu.store.master.rebuild import REBUILD_S, RebuildEvent
@@ -15,6 +19,8 @@ from tanghulu.types import Role
 
 #: Changes of instances that are kept for watchers.
 MEMBERS_WEIGHT = 1 << 13
+#: What copies may move through one node.
+COPY_RATE_BYTES_S = float(256 << 20)
 #: A tick that comes this much too late means that the master stood still, not that everybody else died.
 STALL_S = 0.5
 
@@ -22,8 +28,17 @@ STALL_S = 0.5
 class Master:
     """Leases and directory, kept in step: a node is in the directory as long as its lease lives."""
 
-    def __init__(self, generation: int, now_s: float, rebuild_s: float = REBUILD_S) -> None:
+    def __init__(
+        self,
+        generation: int,
+        now_s: float,
+        rebuild_s: float = REBUILD_S,
+        copy_rate_bytes_s: float = COPY_RATE_BYTES_S,
+        rng: Random | None = None,
+    ) -> None:
         self._rebuild_s = rebuild_s
+        self._copy_rate_bytes_s = copy_rate_bytes_s
+        self._rng = rng or Random(generation)
         self.begin(generation, now_s)
 
     def begin(self, generation: int, now_s: float, known_nodes: frozenset[str] | None = None) -> None:
@@ -36,6 +51,7 @@ class Master:
         self.leases = LeaseTable()
         self.directory = Directory(now_s, self._rebuild_s, expected=known_nodes or frozenset())
         self.members: EventRing[InstanceEvent] = EventRing(MEMBERS_WEIGHT)
+        self.copies = CopyPlanner(self.directory, self._copy_rate_bytes_s, self._rng, now_s)
         self._last_tick_s = now_s
         self._knows_predecessor = known_nodes is not None
 
@@ -67,8 +83,17 @@ class Master:
         return True
 
     def announce(self, announcement: Announcement, now_s: float) -> Announced:
-        """Take what a node says (see Directory.announce)."""
+        """Take what a node says (see Directory.announce); ``orders_for`` then has what it is to do."""
         return self.directory.announce(announcement, now_s)
+
+    def orders_for(self, announcement: Announcement, now_s: float) -> tuple[list[Copy], list[Drop]] | None:
+        """What the node that announced is to copy and to drop; None is the usual answer."""
+        return self.copies.heard(announcement, now_s) if self.copies.concerns(announcement) else None
+
+    def plan(self, now_s: float, num_keys: int) -> None:
+        """Look at some keys for copies that should be made; only a complete directory can tell."""
+        if self.directory.rebuild.is_ready:
+            self.copies.walk(now_s, num_keys)
 
     def tick(self, now_s: float, period_s: float) -> list[Instance]:
         """To be called every ``period_s``: end leases and waits; returns the instances whose lease ran out."""
@@ -92,5 +117,6 @@ class Master:
         self.leases.check()
         self.directory.check()
         self.members.check()
+        self.copies.check()
         nodes = [instance.id for instance in self.leases.instances() if instance.role is Role.NODE]
         assert nodes == [view.instance.id for view in self.directory.nodes()]

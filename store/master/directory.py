@@ -59,7 +59,9 @@ class Report(Enum):
 class Announcement:
     """What a node holds now or no longer; ``deleted`` like ``removed``, but the version must not come back.
 
-    ``capacity_bytes`` 0 says nothing of capacity and use.
+    ``capacity_bytes`` 0 says nothing of capacity and use. The last four are for the copy planner: wanted replicas of
+    added chunks that want several, whether a draining node has nothing under way, the most-read keys with the number of
+    gets, and ordered copies that failed.
     """
 
     node_id: str
@@ -72,6 +74,10 @@ class Announcement:
     used_bytes: int = 0
     ssd_capacity_bytes: int = 0
     ssd_used_bytes: int = 0
+    replicated: Sequence[tuple[str, int]] = ()
+    quiet: bool = False
+    hot: Sequence[tuple[str, int]] = ()
+    failed_copies: Sequence[str] = ()
 
 
 @dataclass(slots=True)
@@ -185,7 +191,7 @@ class Directory:
         return [self._view(self._nodes[node_id]) for node_id in sorted(self._nodes)]
 
     def _view(self, node: Node) -> NodeView:
-        num_chunks = sum(self._table.count(slot) for slot in node.slots)
+        num_chunks = self.num_chunks(node.instance.id)
         return NodeView(
             node.instance,
             node.capacity_bytes,
@@ -280,11 +286,28 @@ class Directory:
 
     def place(self, wish: Wish, rng: Random) -> list[NodeView]:
         """Where to put a new chunk, best first (see placement)."""
-        candidates = [
-            Candidate(node_id, n.instance.place, n.capacity_bytes, n.used_bytes, n.draining)
+        return [self._view(self._nodes[c.node_id]) for c in place(list(self.candidates().values()), wish, rng)]
+
+    def candidates(self) -> dict[str, Candidate]:
+        """The nodes as placement sees them, by id."""
+        return {
+            node_id: Candidate(node_id, n.instance.place, n.capacity_bytes, n.used_bytes, n.draining)
             for node_id, n in self._nodes.items()
-        ]
-        return [self._view(self._nodes[c.node_id]) for c in place(candidates, wish, rng)]
+        }
+
+    def instance(self, node_id: str) -> Instance | None:
+        """A registered node."""
+        node = self._nodes.get(node_id)
+        return node.instance if node is not None else None
+
+    def num_chunks(self, node_id: str) -> int:
+        """What the node holds, as far as it has reported."""
+        node = self._nodes.get(node_id)
+        return sum(map(self._table.count, node.slots)) if node is not None else 0
+
+    def find(self, key: str) -> Found | None:
+        """One key of ``locate``."""
+        return self._table.find(key)
 
     def list_keys(self, prefix: str, after: str, limit: int) -> tuple[list[KeyListing], bool]:
         """Up to ``limit`` keys that begin with ``prefix``, in order, behind ``after``; and whether there are more."""

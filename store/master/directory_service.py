@@ -47,6 +47,9 @@ class DirectoryCalls:
         counts.refused += len(answer.accepted) - num_accepted
         counts.removed += len(announcement.removed) + len(announcement.deleted)
         reply = pb.AnnounceReply(accepted=answer.accepted, report_wanted=answer.report_wanted)
+        orders = self._master.orders_for(announcement, self._shell.now_s)
+        if orders is not None:
+            wire.add_orders(reply, *orders, self._master.directory.instance)
         if leadership is not None:
             reply.term, reply.term_of = leadership.term, leadership.cluster
         return reply
@@ -86,7 +89,7 @@ class DirectoryCalls:
         """All nodes, and how the directory stands."""
         directory = self._master.directory
         return pb.NodesReply(
-            nodes=wire.nodes_to_wire(directory.nodes(), self._shell.now_s),
+            nodes=wire.nodes_to_wire(directory.nodes(), self._shell.now_s, self._master.copies.progress),
             rebuilding=not directory.rebuild.is_ready,
             num_keys=directory.num_keys,
             master_generation=self._master.generation,

@@ -31,6 +31,7 @@ class MasterConfig(ProcessConfig):
 
     port: int = option(7400, "port to listen on; 0 picks one")
     rebuild_s: float = option(REBUILD_S, "longest time that a new master waits for the nodes' reports")
+    copy_rate: int = option(256 << 20, "bytes a second that copies may move through one node", size=True)
     etcd: str = option("", "elect the leader of several masters in this etcd", metavar="HOST:PORT[,HOST:PORT...]")
     election_ttl_s: float = option(3.0, "a leader that is lost is replaced after so long; etcd counts whole seconds")
     seed: int = option(0, "seed of placement's random choices; 0: a different one each start")
@@ -38,6 +39,8 @@ class MasterConfig(ProcessConfig):
     def __post_init__(self) -> None:
         if not 0 <= self.rebuild_s <= 600:
             raise ConfigError(f"--rebuild-s {self.rebuild_s:g} is not within 0..600 seconds")
+        if self.copy_rate < 1:
+            raise ConfigError(f"--copy-rate {self.copy_rate} leaves no room for any copy")
         if not 1 <= self.election_ttl_s <= 60:
             raise ConfigError(f"--election-ttl-s {self.election_ttl_s:g} is not within 1..60 seconds")
 
@@ -45,10 +48,11 @@ class MasterConfig(ProcessConfig):
 async def serve(process: Process, config: MasterConfig) -> None:
     """Serve Membership and Directory until the process is told to stop."""
     clock = SystemClock()
-    master = Master(process.generation, clock.now_s(), config.rebuild_s)
+    rng = Random(config.seed or process.generation)
+    master = Master(process.generation, clock.now_s(), config.rebuild_s, config.copy_rate, rng)
     metrics = MasterMetrics(process.registry)
     metrics.observe(master)
-    shell = Shell(master, clock, metrics, Random(config.seed or process.generation))
+    shell = Shell(master, clock, metrics, rng)
     service = FastService()
     door = Door(service, process.run_dir, "master")
     address = await door.bind(config.host, config.port, config.reachable_host)

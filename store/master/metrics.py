@@ -51,6 +51,25 @@ class _CallCollector(Collector):
         yield CounterMetricFamily("tanghulu_master_placements", "Placements given.", value=counts.placements)
 
 
+class _CopyCollector(Collector):
+    """Copies between nodes since this master began (or began to lead)."""
+
+    def __init__(self, master: Master) -> None:
+        self._master = master
+
+    def collect(self) -> Iterator[Metric]:
+        """By reason and outcome, and the bytes of those that were made."""
+        orders = self._master.copies.orders
+        copies = CounterMetricFamily(
+            "tanghulu_master_copies", "Copies that nodes were told to make.", labels=["reason", "outcome"]
+        )
+        for (reason, outcome), number in list(orders.num_done.items()):
+            copies.add_metric([reason.name.lower(), outcome], number)
+        yield copies
+        moved = {reason.name.lower(): number for reason, number in list(orders.bytes_done.items())}
+        yield _family("copied_bytes", "Bytes of the copies that were made.", "reason", moved)
+
+
 def _family(name: str, text: str, label: str, values: dict[str, int]) -> CounterMetricFamily:
     family = CounterMetricFamily(f"tanghulu_master_{name}", text, labels=[label])
     for value, number in values.items():
@@ -82,9 +101,13 @@ class MasterMetrics:
         self._gauge("nodes", "Registered store nodes.", lambda: master.directory.num_nodes)
         self._gauge("rebuilding", "1 until the directory is complete.", lambda: not master.directory.rebuild.is_ready)
         self._gauge("event_sequence", "Number of the newest directory event.", lambda: master.directory.log.last)
+        self._observe_copies(master)
         instances = Gauge("tanghulu_master_instances", "Live instances.", ["component"], registry=self._registry)
         for role in Role:
             instances.labels(role.value).set_function(_reader(master, role))
+
+    def _observe_copies(self, master: Master) -> None:
+        self._registry.register(_CopyCollector(master))
 
     def observe_leadership(self, leadership: Leadership) -> None:
         """Show how this one of several masters stands; called once."""

@@ -66,6 +66,17 @@ def place(candidates: Sequence[Candidate], wish: Wish, rng: Random) -> list[Cand
     return chosen
 
 
+def place_copy(
+    candidates: Sequence[Candidate], holders: Sequence[Candidate], size_bytes: int, rng: Random
+) -> Candidate | None:
+    """The node for one more copy of a chunk that ``holders`` have, far from all of them; None if there is none."""
+    taken = {holder.node_id for holder in holders}
+    rest = [
+        c for c in candidates if not c.draining and c.capacity_bytes >= max(size_bytes, 1) and c.node_id not in taken
+    ]
+    return _two_choices(_farthest(rest, holders), rng) if rest else None
+
+
 def _first(nodes: Sequence[Candidate], wish: Wish) -> Candidate | None:
     for node in nodes:
         if node.node_id == wish.prefer_node:

@@ -18,6 +18,8 @@ _log = structlog.get_logger(__name__)
 TICK_S = 0.05
 #: Keys that are swept in one go, about 4 ms; other calls get their turn in between.
 SWEEP_KEYS = 1000
+#: Keys that the copy planner looks at in a tick while there is anything to copy, about as long.
+WALK_KEYS = 1000
 
 
 class Signal:
@@ -105,6 +107,7 @@ class Shell:
                 _log.warning("lease.expired", instance=instance.id, component=instance.role.value)
             if self.master.directory.rebuild.is_ready and not was_ready:
                 _log.info("directory.ready", num_keys=self.master.directory.num_keys)
+            self.master.plan(self.now_s, WALK_KEYS)
             self.changed()
             if self.leadership is not None and self.leadership.leads:
                 nodes = frozenset(node.instance.id for node in self.master.directory.nodes())

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+from tanghulu.discovery.base import Instance
 from tanghulu.discovery.instance_wire import instance_to_proto
 from tanghulu.errors import InvalidRequest
 from tanghulu.protos import directory_pb2 as pb
 from tanghulu.store.master.chunk_table import Found
+from tanghulu.store.master.copy_orders import Copy, Drop
+from tanghulu.store.master.copy_planner import Progress
 from tanghulu.store.master.directory import Announcement, ChunkEntry, KeyListing, NodeView, Report
 from tanghulu.store.master.events import DirectoryEvent, DirectoryEventKind
-from tanghulu.store.master.placement import Wish
+from tanghulu.store.master.placement import MAX_REPLICAS, Wish
 from tanghulu.types import MAX_KEY_BYTES, MAX_VALUE_BYTES, Place
 
 MAX_KEYS_PER_CALL = 1 << 16
@@ -41,6 +44,10 @@ def announcement_from_wire(request: pb.AnnounceRequest) -> Announcement:
         used_bytes=request.used_bytes,
         ssd_capacity_bytes=request.ssd_capacity_bytes,
         ssd_used_bytes=request.ssd_used_bytes,
+        replicated=[(chunk.key, min(chunk.replicas, MAX_REPLICAS)) for chunk in request.added if chunk.replicas > 1],
+        quiet=request.quiet,
+        hot=[(each.key, each.num_gets) for each in request.hot],
+        failed_copies=request.failed_copies,
     )
 
 
@@ -50,6 +57,22 @@ def _entry(chunk: pb.ChunkEntry) -> ChunkEntry:
     if chunk.size_bytes > MAX_VALUE_BYTES:
         raise InvalidRequest(f"chunk {chunk.key!r} of {chunk.size_bytes} bytes is larger than {MAX_VALUE_BYTES}")
     return ChunkEntry(chunk.key, chunk.version, chunk.size_bytes)
+
+
+def add_orders(
+    reply: pb.AnnounceReply, copies: Iterable[Copy], drops: Iterable[Drop], instance: Callable[[str], Instance | None]
+) -> None:
+    """What the node is to do, into the answer to its announcement; ``instance`` finds the sources."""
+    sources: set[str] = set()
+    for copy in copies:
+        reply.copies.add(key=copy.key, version=copy.version, size_bytes=copy.size_bytes, source=copy.source)
+        sources.add(copy.source)
+    for source in sources:
+        found = instance(source)
+        if found is not None:
+            reply.sources.append(instance_to_proto(found))
+    for drop in drops:
+        reply.drops.add(key=drop.key, version=drop.version)
 
 
 def keys_from_wire(request: pb.LocateRequest) -> Sequence[str]:
@@ -85,10 +108,13 @@ def wish_from_wire(request: pb.PlaceRequest) -> Wish:
     return Wish(request.size_bytes, request.replicas or 1, request.prefer_node, client_place)
 
 
-def nodes_to_wire(nodes: Iterable[NodeView], now_s: float) -> list[pb.NodeInfo]:
-    """Nodes as messages; ``last_seen_s`` becomes an age."""
-    return [
-        pb.NodeInfo(
+def nodes_to_wire(
+    nodes: Iterable[NodeView], now_s: float, progress: Callable[[str], Progress] | None = None
+) -> list[pb.NodeInfo]:
+    """Nodes as messages; ``last_seen_s`` becomes an age. ``progress`` tells of the draining ones."""
+    messages: list[pb.NodeInfo] = []
+    for node in nodes:
+        message = pb.NodeInfo(
             instance=instance_to_proto(node.instance),
             capacity_bytes=node.capacity_bytes,
             used_bytes=node.used_bytes,
@@ -98,8 +124,10 @@ def nodes_to_wire(nodes: Iterable[NodeView], now_s: float) -> list[pb.NodeInfo]:
             ssd_capacity_bytes=node.ssd_capacity_bytes,
             ssd_used_bytes=node.ssd_used_bytes,
         )
-        for node in nodes
-    ]
+        if node.draining and progress is not None:
+            message.num_unsafe, message.drained = progress(node.instance.id)
+        messages.append(message)
+    return messages
 
 
 def list_limit(request: pb.ListKeysRequest) -> int:

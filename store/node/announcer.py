@@ -19,7 +19,9 @@ from tanghulu.protos import common_pb2, directory_pb2, fastlane_pb2
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Reply
 from tanghulu.store.node.announcements import Announcement, Report
+from tanghulu.store.node.chunk import Chunk
 from tanghulu.store.node.confirmations import Confirmations, Done, Word
+from tanghulu.store.node.copy_wire import Orders, orders_from_wire
 from tanghulu.store.node.fence import Fence
 from tanghulu.store.node.holdings import Holding
 from tanghulu.store.node.node_state import NodeState
@@ -42,7 +44,8 @@ _REPORTS = {
 class Announcer:
     """``run`` keeps it connected, ``tick`` keeps its times; ``on_change`` is called after answers changed chunks.
 
-    ``on_unregistered`` is called when the master does not know this node: it is new, or another leads.
+    ``on_unregistered`` is called when the master does not know this node: it is new, or another leads. ``on_orders``
+    is told what the master wants copied or dropped.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class Announcer:
         generation: int,
         on_change: Callable[[], None],
         on_unregistered: Callable[[], None],
+        on_orders: Callable[[Orders], None],
     ) -> None:
         self._state = state
         self._queue = state.announcements
@@ -59,6 +63,8 @@ class Announcer:
         self._master: Address | None = None  # that is connected, or was last
         self._fence = Fence()
         self._on_unregistered = on_unregistered
+        self._on_orders = on_orders
+        self._failed_copies: list[str] = []
         self._call_deadline_s = ATTEMPT_S if masters.several else CALL_DEADLINE_S
         self._instance_id = InstanceId("")
         self._generation = generation
@@ -68,6 +74,7 @@ class Announcer:
         self._free = False  # connected, and no message under way
         self._message = Announcement()
         self._sent_s = 0.0
+        self._hot_told_s = 0.0
         self._failures = 0
         self._confirmations = Confirmations()
         self._timer: asyncio.TimerHandle | None = None
@@ -81,6 +88,10 @@ class Announcer:
         """There is something to tell; it leaves now, unless a message is under way."""
         if self._free and (self._queue.urgent or self._flushes or self._flushing):
             self._tell()
+
+    def copy_failed(self, key: str) -> None:
+        """An ordered copy came to nothing; the master hears of it with the next message."""
+        self._failed_copies.append(key)
 
     def confirm(self, chunks: Sequence[Holding], until_s: float, done: Done) -> None:
         """Call ``done`` with the master's word on each chunk: whether this put was the first of its key.
@@ -209,15 +220,32 @@ class Announcer:
             ssd_used_bytes=self._state.tier.used_bytes,
             term=self._fence.term,
             term_of=self._fence.term_of,
+            failed_copies=self._failed_copies,
         )
         for chunk in message.added:
             entry = request.added.add(key=chunk.key, version=chunk.version, size_bytes=chunk.size_bytes)
             if chunk.tier is Tier.SSD:
                 entry.tier = common_pb2.TIER_SSD
+            if isinstance(chunk, Chunk) and chunk.replicas > 1:
+                entry.replicas = chunk.replicas
+        self._failed_copies = []
+        self._add_signs(request)
         try:
             self._connection.send(fastlane_pb2.METHOD_ANNOUNCE, request, directory_pb2.AnnounceReply, self._replied)
         except TanghuluError as error:
             self._replied(error)
+
+    def _add_signs(self, request: directory_pb2.AnnounceRequest) -> None:
+        """What else the copy planner wants to know: once a second what is hot, always whether a drain may end."""
+        state = self._state
+        if state.draining:
+            request.quiet = (
+                not state.table.writing and not request.added and not request.report and not self._queue.urgent
+            )
+        if self._sent_s >= self._hot_told_s + HEARTBEAT_S:
+            self._hot_told_s = self._sent_s
+            for key, num_gets in state.hot.take():
+                request.hot.add(key=key, num_gets=num_gets)
 
     def _replied(self, outcome: Reply[directory_pb2.AnnounceReply] | TanghuluError) -> None:
         message = self._message
@@ -232,7 +260,11 @@ class Announcer:
             return
         self._free = True
         self._failures = 0
-        self._answered(message, outcome.message.accepted, outcome.message.report_wanted)
+        reply = outcome.message
+        self._answered(message, reply.accepted, reply.report_wanted)
+        orders = orders_from_wire(reply)
+        if orders is not None:
+            self._on_orders(orders)
         self.kick()
 
     def _break(self, error: TanghuluError) -> None:

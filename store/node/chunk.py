@@ -75,7 +75,10 @@ def compact(checksums: Checksums) -> int | Checksums:
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """What the node knows of one chunk. ``num_leases`` counts the reservation or the pins on its range."""
+    """What the node knows of one chunk. ``num_leases`` counts the reservation or the pins on its range.
+
+    ``replicas`` nodes shall hold it, this one among them.
+    """
 
     tier: ClassVar[Tier] = Tier.MEMORY
 
@@ -90,12 +93,17 @@ class Chunk:
     state: ChunkState = ChunkState.RESERVED
     num_leases: int = 0
     num_hits: int = 0
+    replicas: int = 1
 
     @property
     def checksums(self) -> Checksums:
         """Of the bytes; nothing to verify until they are written."""
         compact_form = self.compact_checksums
         return Checksums(0, (compact_form,)) if isinstance(compact_form, int) else compact_form
+
+    def left_ms(self, age_s: float) -> int:
+        """What is left of its time to live at that age, at least 1; 0 without end."""
+        return 0 if self.expires_s is None else max(1, round((self.expires_s - self.created_s - age_s) * 1000))
 
     def step(self, event: ChunkEvent) -> ChunkState:
         """Apply ``event``; asserts that the table knows the pair."""

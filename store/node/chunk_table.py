@@ -39,6 +39,11 @@ class ChunkTable:
         """The keys of all ANNOUNCING and LIVE chunks, as they are now."""
         return list(self._by_key)
 
+    @property
+    def writing(self) -> bool:
+        """Whether some reservation may still become a chunk."""
+        return any(chunk.state is ChunkState.RESERVED for chunk in self._nameless.values())
+
     def enter(self, chunk: Chunk) -> None:
         """A new reservation."""
         assert chunk.offset not in self._nameless, f"offset {chunk.offset} is taken"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tanghulu.errors import InvalidRequest, StoreFull
+from tanghulu.errors import InvalidRequest, NodeUnavailable, StoreFull
 from tanghulu.store.words import NewChunk, Pin
 from tanghulu.types import format_size
 
@@ -52,3 +52,9 @@ class Watermarks:
     def check(self) -> None:
         """Assert the order of the marks."""
         assert 0 < self._low_bytes <= self._high_bytes
+
+
+def refuse_while(draining: bool) -> None:
+    """Raise NodeUnavailable, so that the chunk is put to another node, if this one is ``draining``."""
+    if draining:
+        raise NodeUnavailable("this node is draining and takes no new chunks; put to another")

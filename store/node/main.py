@@ -24,7 +24,10 @@ from tanghulu.protos import store_pb2_grpc
 from tanghulu.rpc.door import Door
 from tanghulu.rpc.fast_server import FastService
 from tanghulu.store.node import metrics
+from tanghulu.store.node.admin_service import AdminService
 from tanghulu.store.node.announcer import Announcer
+from tanghulu.store.node.copier import Copier
+from tanghulu.store.node.copy_wire import Orders
 from tanghulu.store.node.eviction import POLICIES, make_policy
 from tanghulu.store.node.grpc_service import GrpcStoreNode
 from tanghulu.store.node.limits import Watermarks
@@ -44,7 +47,7 @@ from tanghulu.transfer_engine.access import AccessTable
 from tanghulu.transfer_engine.leases import Freed
 from tanghulu.transfer_engine.segment import MemorySegment
 from tanghulu.transfer_engine.server import SegmentServer
-from tanghulu.types import Address, Masters, Role, format_size
+from tanghulu.types import Address, ChunkKey, Masters, Role, format_size
 
 _log = structlog.get_logger(__name__)
 _TICK_S = 0.05
@@ -139,10 +142,12 @@ class Node:
         self._masters = MasterFinder(config.master)
         self._discovery: MasterDiscovery | None = None
         self._announcer = Announcer(
-            self.state, self._masters, process.generation, self._room_changed, self._not_registered
+            self.state, self._masters, process.generation, self._room_changed, self._not_registered, self._ordered
         )
         self._desk = PutDesk(self.state, self._segment.view, self._announcer)
         self._sessions = Sessions(self.state, self._room_changed)
+        self._copier = Copier(config.master, self._desk, self._announcer.copy_failed)
+        self._registration: asyncio.Task[Registration] | None = None
         store_pb2_grpc.add_StoreNodeServicer_to_server(
             GrpcStoreNode(self.state, self._desk, self._traffic, self._promoter), self._door.grpc_server
         )
@@ -160,9 +165,11 @@ class Node:
             async with MasterDiscovery(self._config.master, finder=self._masters) as discovery:
                 self._discovery = discovery
                 registering = asyncio.create_task(_register(discovery, self._instance(address)))
+                self._registration = registering
                 await asyncio.wait([registering], timeout=_FIRST_CONTACT_S)
                 instance_id = self._process.instance_id(address.port)
-                tasks += [asyncio.create_task(self._announcer.run(instance_id)), asyncio.create_task(self._tick())]
+                running = (self._announcer.run(instance_id), self._tick(), self._copier.run())
+                tasks += [asyncio.create_task(each) for each in running]
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._announcer.connected.wait(), _FIRST_CONTACT_S)
                 self._process.ready(instance_id, address)
@@ -196,6 +203,7 @@ class Node:
         NodeService(identity, self.state, self._desk, self._sessions, self._traffic, self._promoter).serve(
             self._service
         )
+        AdminService(self.state, self._desk, self._drain).serve(self._service)
         return address
 
     def _instance(self, address: Address) -> Instance:
@@ -208,8 +216,24 @@ class Node:
             place=self._config.place,
             generation=self._process.generation,
             unix_path=self._door.unix_path,
-            attributes={"memory_bytes": str(self._config.memory), "host_id": processes.host_id()},
+            attributes={"memory_bytes": str(self._config.memory), "host_id": processes.host_id()}
+            | ({"draining": "true"} if self.state.draining else {}),
         )
+
+    async def _drain(self, draining: bool) -> None:
+        """Take no new chunks, or take them again, and have the master know. Raises MasterUnavailable; it follows."""
+        self.state.draining = draining
+        self._room_changed()
+        if self._registration is not None:
+            registration = await asyncio.shield(self._registration)
+            await registration.update(self._instance(self._door.address))
+
+    def _ordered(self, orders: Orders) -> None:
+        """The master wants chunks copied here, or dropped because others hold them now."""
+        self._copier.order(orders)
+        for key, version in orders.drops:
+            self.state.let_go(ChunkKey(key), version)
+        self._room_changed()
 
     def _freed(self, freed: Sequence[Freed]) -> None:
         self.state.freed(freed)

@@ -17,7 +17,8 @@ from tanghulu.store.node.chunk import Chunk, ChunkEvent, ChunkState, compact
 from tanghulu.store.node.chunk_table import ChunkTable
 from tanghulu.store.node.eviction.base import Policy
 from tanghulu.store.node.holdings import Holding, LowerTier, NoTier
-from tanghulu.store.node.limits import refuse_impossible
+from tanghulu.store.node.hot_keys import SAMPLE, HotKeys
+from tanghulu.store.node.limits import refuse_impossible, refuse_while
 from tanghulu.store.node.outcomes import Existed, NodeCounters, Outcome, Pinned, Reserved
 from tanghulu.store.node.room import Room
 from tanghulu.store.node.tier_entry import TierEntry
@@ -42,6 +43,8 @@ class NodeState:
         self.waiters = WaitQueue()
         self.counters = NodeCounters()
         self.tier: LowerTier = NoTier()
+        self.hot = HotKeys()
+        self.draining = False  # takes no new chunks
         self._clock = clock
 
     @property
@@ -70,6 +73,7 @@ class NodeState:
         existing = self._standing_anywhere(new.key)
         if existing is not None:
             return self._existed(existing)
+        refuse_while(self.draining)
         return None if len(self.waiters) else self.try_reserve(new, holder, sparing=False)
 
     def wait_for_room(self, new: NewChunk, holder: Holder | None) -> Waiter:
@@ -90,8 +94,9 @@ class NodeState:
                 if existing is not None:
                     outcome = self._existed(existing)
                 else:
+                    refuse_while(self.draining)
                     outcome = self.try_reserve(waiter.new, waiter.holder, sparing=True)
-            except TanghuluError as error:  # its session is gone, or has too many leases
+            except TanghuluError as error:  # its session is gone, has too many leases, or the node drains
                 outcome = error
             if outcome is None:
                 break
@@ -194,6 +199,8 @@ class NodeState:
             return None
         self.counters.hits += 1
         chunk.num_hits += 1
+        if not chunk.num_hits % SAMPLE:
+            self.hot.saw(chunk.key)
         return chunk
 
     def touch(self, chunks: list[Chunk]) -> None:
@@ -241,6 +248,13 @@ class NodeState:
         self.announcements.remove(holding, deleted=True)
         return True
 
+    def let_go(self, key: ChunkKey, version: int) -> None:
+        """Another node has a copy now: drop the one here and below, unless it is pinned hard or another version."""
+        holding = self._standing_anywhere(key)
+        if holding is not None and holding.version == version and holding.pin is not Pin.HARD:
+            self._drop_both(key)
+            self.announcements.remove(holding)
+
     def drop_corrupt(self, chunk: Chunk) -> None:
         """Its bytes are not what its checksums say; a copy below stays."""
         self.counters.corrupt += 1
@@ -253,7 +267,7 @@ class NodeState:
         """Evict the next ``num_bytes`` or a little more, though nobody needs the room yet."""
         for chunk in self.room.oldest(num_bytes):
             self.counters.watermark_evictions += 1
-            self._evict(chunk)
+            self.evict(chunk)
 
     def tier_lost(self, entry: TierEntry) -> None:
         """The tier below has let ``entry`` go."""
@@ -310,12 +324,13 @@ class NodeState:
 
     def try_reserve(self, new: NewChunk, holder: Holder | None, *, sparing: bool) -> Reserved | None:
         """A range for ``new``, whatever stands and whoever waits; None if leases leave no room."""
-        offset = self.room.take(new.size_bytes, self._evict, sparing=sparing)
+        offset = self.room.take(new.size_bytes, self.evict, sparing=sparing)
         if offset is None:
             return None
         now_s = self._clock.now_s()
         expires_s = None if new.ttl_s is None else now_s + new.ttl_s
         chunk = Chunk(new.key, new.version, offset, new.size_bytes, compact(new.checksums), new.pin, now_s, expires_s)
+        chunk.replicas = new.replicas
         self.table.enter(chunk)
         if holder is None:
             return Reserved(chunk, LeaseId(0))
@@ -348,7 +363,8 @@ class NodeState:
     def _is_over(self, chunk: Chunk) -> bool:
         return chunk.expires_s is not None and chunk.expires_s <= self._clock.now_s()
 
-    def _evict(self, chunk: Chunk) -> None:
+    def evict(self, chunk: Chunk) -> None:
+        """Let a LIVE chunk go to make room, or because it is held elsewhere; its range is free when nobody reads it."""
         self.counters.evictions += 1
         self.counters.evicted_bytes += chunk.size_bytes
         left_s = None if chunk.expires_s is None else chunk.expires_s - self._clock.now_s()
@@ -386,6 +402,7 @@ class NodeState:
         self.room.check()
         self.access.check()
         self.announcements.check()
+        self.hot.check()
         self.room.allocator.check_tiles((chunk.offset, chunk.size_bytes) for chunk in self.table)
         for chunk in filter(None, map(self.table.find, self.table.keys())):
             assert (chunk in self.room) == (chunk.state is ChunkState.LIVE and chunk.pin is not Pin.HARD)

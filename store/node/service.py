@@ -329,6 +329,8 @@ def stat_reply(state: NodeState, request: store_pb2.StatRequest) -> store_pb2.St
             num_leases=chunk.num_leases,
             age_s=state.age_s(chunk),
             num_hits=chunk.num_hits,
+            replicas=chunk.replicas,
+            ttl_ms=chunk.left_ms(state.age_s(chunk)),
         )
     return reply
 

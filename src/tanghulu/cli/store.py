@@ -2,41 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import sys
-from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
 
-from tanghulu.config import PREFIX
+from tanghulu.cli import store_admin, store_check, store_top
+from tanghulu.cli.printing import plain, print_json, print_table, store_options
 from tanghulu.errors import ChunkNotFound
 from tanghulu.store.client import Client, connect
+from tanghulu.store.client.model import NodeView
 from tanghulu.types import format_size
 
-F = TypeVar("F", bound=Callable[..., Any])
 _DEFAULT_LIMIT = 1000
-_PIPED_WIDTH = 200
 
 
 @click.group("store", help="Look into and administer the store.")
 def COMMAND() -> None:
     """The group; its commands follow."""
-
-
-def _common(function: F) -> F:
-    """The options that every command of the group has."""
-    master = click.option(
-        "--master", default="127.0.0.1:7400", show_default=True, envvar=PREFIX + "MASTER", help="the master's address"
-    )
-    as_json = click.option("--json", "as_json", is_flag=True, help="print JSON for programs")
-    return as_json(master(function))
 
 
 def _store(master: str) -> AbstractContextManager[Client]:
@@ -46,22 +31,22 @@ def _store(master: str) -> AbstractContextManager[Client]:
 @COMMAND.command()
 @click.argument("prefix", default="")
 @click.option("--limit", default=_DEFAULT_LIMIT, show_default=True, help="at most this many keys; 0: all")
-@_common
+@store_options
 def ls(prefix: str, limit: int, master: str, as_json: bool) -> None:
     """List the keys that begin with PREFIX, their sizes and the nodes that hold them."""
     with _store(master) as store:
         keys = store.list_keys(prefix, limit=limit or None)
     if as_json:
-        _print_json([_plain(k) for k in keys])
+        print_json([plain(k) for k in keys])
         return
-    _print_table(("key", "size", "nodes"), ((k.key, format_size(k.size_bytes), " ".join(k.nodes)) for k in keys))
+    print_table(("key", "size", "nodes"), ((k.key, format_size(k.size_bytes), " ".join(k.nodes)) for k in keys))
     if limit and len(keys) == limit:
         click.echo(f"(the first {limit}; --limit 0 lists all)", err=True)
 
 
 @COMMAND.command()
 @click.argument("keys", nargs=-1)
-@_common
+@store_options
 def stat(keys: tuple[str, ...], master: str, as_json: bool) -> None:
     """Show everything about the chunks of KEYS; without keys, the store as a whole."""
     with _store(master) as store:
@@ -70,14 +55,14 @@ def stat(keys: tuple[str, ...], master: str, as_json: bool) -> None:
             return
         infos = [store.stat(key) for key in keys]
     if as_json:
-        rows = [_plain(info) for info in infos]
-        _print_json(rows[0] if len(rows) == 1 else rows)
+        rows = [plain(info) for info in infos]
+        print_json(rows[0] if len(rows) == 1 else rows)
         return
     for info in infos:
-        row = _plain(info)
+        row = plain(info)
         row["size_bytes"] = f"{info.size_bytes} ({format_size(info.size_bytes)})"
         row["checksums"] = f"{len(info.checksums.parts)} of {format_size(info.checksums.part_bytes or info.size_bytes)}"
-        _print_table((), row.items())
+        print_table((), row.items())
 
 
 def _totals(store: Client, as_json: bool) -> None:
@@ -91,20 +76,20 @@ def _totals(store: Client, as_json: bool) -> None:
         "ssd_capacity_bytes": sum(n.ssd_capacity_bytes for n in nodes),
     }
     if as_json:
-        _print_json(totals)
+        print_json(totals)
         return
     shown = {k: format_size(v) if k.endswith("bytes") else v for k, v in totals.items()}
-    _print_table((), shown.items())
+    print_table((), shown.items())
 
 
 @COMMAND.command()
-@_common
+@store_options
 def nodes(master: str, as_json: bool) -> None:
     """List the store nodes: where they are, what they hold, when they were last seen."""
     with _store(master) as store:
         found = store.nodes()
     if as_json:
-        _print_json([_plain(node) for node in found])
+        print_json([plain(node) for node in found])
         return
     rows = (
         (
@@ -116,11 +101,17 @@ def nodes(master: str, as_json: bool) -> None:
             if node.ssd_capacity_bytes
             else "-",
             node.num_chunks,
-            "draining" if node.draining else f"{node.last_seen_s:.1f} s ago",
+            _state(node),
         )
         for node in found
     )
-    _print_table(("node", "address", "place", "used", "ssd", "chunks", "seen"), rows)
+    print_table(("node", "address", "place", "used", "ssd", "chunks", "seen"), rows)
+
+
+def _state(node: NodeView) -> str:
+    if node.drained:
+        return "drained: safe to stop"
+    return f"draining, {node.num_unsafe} chunks left" if node.draining else f"{node.last_seen_s:.1f} s ago"
 
 
 @COMMAND.command()
@@ -129,14 +120,14 @@ def nodes(master: str, as_json: bool) -> None:
 @click.option("--replicas", default=1, show_default=True, help="nodes that shall hold it")
 @click.option("--pin", type=click.Choice(["none", "soft", "hard"]), default="none", help="how it stands to eviction")
 @click.option("--ttl-s", type=float, help="seconds after which it may go")
-@_common
+@store_options
 def put(key: str, file: Any, replicas: int, pin: str, ttl_s: float | None, master: str, as_json: bool) -> None:
     """Put the contents of FILE (- for standard input) under KEY."""
     with _store(master) as store:
         status = store.put(key, file.read(), replicas=replicas, pin=pin, ttl_s=ttl_s)
     row = {"key": key, "existed": status.existed, "num_replicas": status.num_replicas}
     if as_json:
-        _print_json(row)
+        print_json(row)
     else:
         click.echo(f"{key} was there already" if status.existed else f"{key} is on {status.num_replicas} node(s)")
 
@@ -144,7 +135,7 @@ def put(key: str, file: Any, replicas: int, pin: str, ttl_s: float | None, maste
 @COMMAND.command()
 @click.argument("key")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="write to this file, not to standard output")
-@_common
+@store_options
 def get(key: str, output: Path | None, master: str, as_json: bool) -> None:
     """Write the value of KEY to standard output or a file; with --json only its size is printed."""
     with _store(master) as store, store.get(key) as chunk:
@@ -155,13 +146,13 @@ def get(key: str, output: Path | None, master: str, as_json: bool) -> None:
         sys.stdout.buffer.write(value)
         sys.stdout.buffer.flush()
     if as_json:
-        _print_json({"key": key, "size_bytes": len(value), "output": str(output) if output is not None else None})
+        print_json({"key": key, "size_bytes": len(value), "output": str(output) if output is not None else None})
 
 
 @COMMAND.command()
 @click.argument("keys", nargs=-1)
 @click.option("--matching", metavar="REGEX", help="remove every key that this pattern matches")
-@_common
+@store_options
 def rm(keys: tuple[str, ...], matching: str | None, master: str, as_json: bool) -> None:
     """Remove the chunks of KEYS, or all that match a pattern."""
     if bool(keys) == bool(matching):
@@ -174,7 +165,7 @@ def rm(keys: tuple[str, ...], matching: str | None, master: str, as_json: bool) 
             missing = [key for key, outcome in outcomes.items() if outcome is not True]
             num_removed = len(keys) - len(missing)
     if as_json:
-        _print_json({"num_removed": num_removed, "missing": missing})
+        print_json({"num_removed": num_removed, "missing": missing})
     else:
         click.echo(f"removed {num_removed}")
     if missing:
@@ -184,44 +175,17 @@ def rm(keys: tuple[str, ...], matching: str | None, master: str, as_json: bool) 
 @COMMAND.command()
 @click.argument("name", required=False)
 @click.option("--node", "node_id", default="", help="this node only (its id); default: all")
-@_common
+@store_options
 def policy(name: str | None, node_id: str, master: str, as_json: bool) -> None:
     """Show the nodes' eviction policy, or switch it to NAME while they run; chunks and their order are kept."""
     with _store(master) as store:
         chosen = [node_id] if node_id else [node.id for node in store.nodes()]
         policies = {each: store.eviction_policy(each, name) for each in chosen}
     if as_json:
-        _print_json(policies)
+        print_json(policies)
         return
-    _print_table(("node", "policy"), policies.items())
+    print_table(("node", "policy"), policies.items())
 
 
-# --- printing
-
-
-def _plain(value: Any) -> Any:
-    """Dataclasses, enums and tuples as what JSON has."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, Enum):
-        return value.value
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _print_json(value: Any) -> None:
-    click.echo(json.dumps(value, indent=2))
-
-
-def _print_table(columns: tuple[str, ...], rows: Iterable[Iterable[Any]]) -> None:
-    table = Table(*columns, show_header=bool(columns), box=None, pad_edge=False)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_PIPED_WIDTH)
-    for row in rows:
-        cells = [str(cell) for cell in row]
-        for _ in range(0 if columns else len(cells) - len(table.columns)):
-            table.add_column(overflow="fold")
-        table.add_row(*cells)
-    for column in table.columns:
-        column.overflow = "fold"
-    console.print(table)
+for _each in (*store_admin.COMMANDS, store_check.COMMAND, store_top.COMMAND):
+    COMMAND.add_command(_each)

@@ -1,0 +1,144 @@
+"""``tanghulu store top``: a live view of the nodes. Rates are differences of the nodes' own metrics."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import click
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from tanghulu.cli.printing import plain, print_json, store_options
+from tanghulu.store.client import Client, connect
+from tanghulu.store.client.model import NodeView
+from tanghulu.types import format_size
+
+_METRICS_DEADLINE_S = 1.0
+_COUNTERS = {
+    "puts": "tanghulu_node_puts_total",
+    "hits": "tanghulu_node_hits_total",
+    "misses": "tanghulu_node_misses_total",
+    "evictions": "tanghulu_node_evictions_total",
+    "read_bytes": "tanghulu_node_read_bytes_total",
+    "written_bytes": "tanghulu_node_written_bytes_total",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One node at one moment; ``counters`` None if its metrics could not be read."""
+
+    at_s: float
+    view: NodeView
+    counters: Mapping[str, float] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One node between two samples; rates are per second, None where they are not known."""
+
+    node: str
+    used_bytes: int
+    capacity_bytes: int
+    num_chunks: int
+    state: str
+    puts: float | None
+    hits: float | None
+    misses: float | None
+    evictions: float | None
+    read_bytes: float | None
+    written_bytes: float | None
+
+
+def counters_in(text: str) -> dict[str, float]:
+    """The counters above in the text of GET /metrics, summed over their labels."""
+    totals = dict.fromkeys(_COUNTERS, 0.0)
+    by_metric = {metric: name for name, metric in _COUNTERS.items()}
+    for line in text.splitlines():
+        name, _, value = line.rpartition(" ")
+        metric = name.partition("{")[0]
+        if metric in by_metric:
+            totals[by_metric[metric]] += float(value)
+    return totals
+
+
+def row(before: Sample | None, now: Sample) -> Row:
+    """What happened between two samples of one node."""
+    view = now.view
+    rates: dict[str, float | None] = dict.fromkeys(_COUNTERS)
+    if before is not None and before.counters is not None and now.counters is not None and now.at_s > before.at_s:
+        seconds = now.at_s - before.at_s
+        rates = {name: max(now.counters[name] - before.counters[name], 0.0) / seconds for name in _COUNTERS}
+    state = "drained" if view.drained else "draining" if view.draining else "up"
+    return Row(view.id, view.used_bytes, view.capacity_bytes, view.num_chunks, state, **rates)
+
+
+def _sample(view: NodeView) -> Sample:
+    counters = None
+    try:
+        with urllib.request.urlopen(f"http://{view.metrics_address}/metrics", timeout=_METRICS_DEADLINE_S) as answer:
+            counters = counters_in(answer.read().decode())
+    except (urllib.error.URLError, OSError, ValueError):
+        pass  # a node that is gone, or whose metrics are not for us: what the master knows is shown
+    return Sample(time.monotonic(), view, counters)
+
+
+def _table(rows: list[Row]) -> Table:
+    columns = ("node", "used", "chunks", "state", "puts/s", "hits/s", "misses/s", "evictions/s", "read/s", "written/s")
+    table = Table(*columns, box=None, pad_edge=False)
+    for each in rows:
+        used = f"{format_size(each.used_bytes)} of {format_size(each.capacity_bytes)}"
+        counts = ("-" if v is None else f"{v:.0f}" for v in (each.puts, each.hits, each.misses, each.evictions))
+        sizes = ("-" if v is None else format_size(v) for v in (each.read_bytes, each.written_bytes))
+        table.add_row(each.node, used, str(each.num_chunks), each.state, *counts, *sizes)
+    return table
+
+
+class _View:
+    """The samples of last time."""
+
+    def __init__(self, store: Client) -> None:
+        self._store = store
+        self._before: dict[str, Sample] = {}
+
+    def rows(self) -> list[Row]:
+        """All nodes, with rates since the last call."""
+        samples = {view.id: _sample(view) for view in self._store.nodes()}
+        rows = [row(self._before.get(node), sample) for node, sample in samples.items()]
+        self._before = samples
+        return rows
+
+
+@click.command("top")
+@click.option("--interval-s", default=2.0, show_default=True, help="between two looks")
+@click.option("--count", type=int, help="end after so many looks; default on a terminal: Ctrl-C, else 1")
+@store_options
+def COMMAND(interval_s: float, count: int | None, master: str, as_json: bool) -> None:
+    """Show live what the nodes hold and do. With --json one list of nodes a look."""
+    console = Console()
+    with connect(master) as store:
+        view = _View(store)
+        if console.is_terminal and not as_json:
+            _show_live(view, console, interval_s, count)
+            return
+        view.rows()
+        for _ in range(1 if count is None else count):
+            time.sleep(interval_s)
+            rows = view.rows()
+            if as_json:
+                print_json([plain(each) for each in rows])
+            else:
+                console.print(_table(rows))
+
+
+def _show_live(view: _View, console: Console, interval_s: float, count: int | None) -> None:
+    with Live(_table(view.rows()), console=console, auto_refresh=False, screen=count is None) as display:
+        for _ in itertools.count() if count is None else range(count):
+            time.sleep(interval_s)
+            display.update(_table(view.rows()), refresh=True)

@@ -1,0 +1,44 @@
+"""What operators do to single nodes: drain, evict, verify. Pure logic for the shells, with its part of the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tanghulu.errors import InvalidRequest
+from tanghulu.protos import fastlane_pb2, store_pb2
+from tanghulu.rpc.fast_client import Call
+from tanghulu.store.client.context import Context
+from tanghulu.store.client.directory import ask_node
+from tanghulu.store.client.instructions import Logic
+from tanghulu.store.client.model import Evicted, Verified, VerifiedPage
+from tanghulu.store.words import validate_keys
+
+
+def drain(context: Context, node: str, draining: bool) -> Logic[None]:
+    """Tell the node to take no new chunks (the master then has its chunks copied away), or to take them again."""
+    request = store_pb2.DrainRequest(draining=draining)
+    yield from ask_node(context, node, Call(fastlane_pb2.METHOD_DRAIN, request, store_pb2.DrainReply))
+    context.nodes.expire()
+
+
+def evict(context: Context, node: str, keys: Sequence[str], num_bytes: int) -> Logic[Evicted]:
+    """Evict ``keys`` as far as they are there and neither read nor pinned hard, then ``num_bytes`` by the policy."""
+    validate_keys(keys)
+    if num_bytes < 0:
+        raise InvalidRequest(f"{num_bytes} bytes cannot be evicted")
+    request = store_pb2.EvictRequest(keys=keys, num_bytes=num_bytes)
+    reply = yield from ask_node(context, node, Call(fastlane_pb2.METHOD_EVICT, request, store_pb2.EvictReply))
+    for key in keys:
+        context.locations.forget(key)
+    return Evicted(reply.message.num_chunks, reply.message.num_bytes)
+
+
+def verify(context: Context, node: str, after: str, drop_corrupt: bool, report: bool) -> Logic[VerifiedPage]:
+    """The node's chunks behind the key ``after``, each compared with its checksums; corrupt ones may be dropped.
+
+    ``report`` has the node tell the master again everything that it holds.
+    """
+    request = store_pb2.VerifyRequest(after=after, drop_corrupt=drop_corrupt, report=report)
+    reply = yield from ask_node(context, node, Call(fastlane_pb2.METHOD_VERIFY, request, store_pb2.VerifyReply))
+    chunks = tuple(Verified(c.key, c.version, c.size_bytes, c.corrupt) for c in reply.message.chunks)
+    return VerifiedPage(chunks, reply.message.more)

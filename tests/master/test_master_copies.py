@@ -1,0 +1,272 @@
+"""The copy planner's decisions, in virtual time: announcements in, orders out, windows and rates kept."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import pytest
+
+from tanghulu.discovery.base import Instance
+from tanghulu.store.master import copy_planner
+from tanghulu.store.master.copy_orders import MAX_OPEN, ORDER_S, Copy, CopyOrders, Drop, Reason
+from tanghulu.store.master.copy_planner import GRACE_S, CopyPlanner
+from tanghulu.store.master.directory import Announcement, ChunkEntry, Directory, Report
+from tanghulu.store.master.heat import MAX_KEYS, TAU_S, Heat
+from tanghulu.types import Address, InstanceId, Place, Role
+
+SIZE = 1000
+CAPACITY = 1_000_000
+
+
+class World:
+    """A directory, a planner, and nodes that obey at once."""
+
+    def __init__(self, *nodes: str, rate: float = 1e9) -> None:
+        self.now_s = 0.0
+        self.directory = Directory(0.0, rebuild_s=0.0)
+        self.planner = CopyPlanner(self.directory, rate, Random(1), 0.0)
+        self.chunks: dict[str, set[str]] = {}
+        self.used: dict[str, int] = {}
+        self.copies: list[Copy] = []
+        self.drops: list[tuple[str, Drop]] = []
+        for name in nodes:
+            self.join(name)
+        self.directory.tick(0.0)
+
+    def instance(self, name: str, *, draining: bool = False) -> Instance:
+        attributes = {"draining": "true"} if draining else {}
+        place = Place("z", f"rack-{name}", name)
+        return Instance(InstanceId(name), Role.NODE, Address("h", 1), place=place, generation=1, attributes=attributes)
+
+    def join(self, name: str) -> None:
+        self.directory.node_registered(self.instance(name), self.now_s)
+        self.chunks[name] = set()
+        for report in (Report.BEGIN, Report.END):
+            self.say(name, report=report)
+
+    def die(self, name: str) -> None:
+        self.directory.node_gone(name)
+        del self.chunks[name]
+
+    def drain(self, name: str, *, draining: bool = True) -> None:
+        self.directory.node_registered(self.instance(name, draining=draining), self.now_s)
+
+    def put(self, *names: str, num: int = 1, replicas: int = 1, prefix: str = "k") -> None:
+        keys = [f"{prefix}{index:04}" for index in range(num)]
+        for name in names:
+            self.say(name, added=keys, replicas=replicas)
+
+    def say(
+        self,
+        name: str,
+        added: list[str] | None = None,
+        removed: list[str] | None = None,
+        replicas: int = 1,
+        report: Report = Report.NONE,
+        hot: list[tuple[str, int]] | None = None,
+        obey: bool = True,
+    ) -> None:
+        added, removed = added or [], removed or []
+        self.chunks[name] |= set(added)
+        self.chunks[name] -= set(removed)
+        announcement = Announcement(
+            name,
+            1,
+            [ChunkEntry(key, 7, SIZE) for key in added],
+            removed,
+            report=report,
+            capacity_bytes=CAPACITY,
+            used_bytes=self.used.get(name, len(self.chunks[name]) * SIZE),
+            replicated=[(key, replicas) for key in added if replicas > 1],
+            quiet=not added and not removed,
+            hot=hot or [],
+        )
+        self.directory.announce(announcement, self.now_s)
+        copies, drops = self.planner.heard(announcement, self.now_s)
+        if not obey:
+            return
+        self.copies += copies
+        self.drops += [(name, drop) for drop in drops]
+        if copies:
+            self.say(name, added=[copy.key for copy in copies])
+        if drops:
+            self.say(name, removed=[drop.key for drop in drops])
+
+    def run(self, seconds: float, *, num_keys: int = 1000) -> None:
+        for _ in range(round(seconds * 10)):
+            self.now_s += 0.1
+            self.planner.walk(self.now_s, num_keys)
+            for name in sorted(self.chunks):
+                self.say(name)
+            self.planner.check()
+
+    def holders(self, key: str) -> set[str]:
+        return {name for name, keys in self.chunks.items() if key in keys}
+
+
+def test_a_lost_replica_is_restored_after_its_grace_on_another_node() -> None:
+    world = World("a", "b", "c")
+    world.put("a", "b", num=50, replicas=2)
+    world.put("a", num=50, prefix="single")
+    world.run(5.0)
+    assert not world.copies, "nothing is missing"
+    world.die("b")
+    world.run(GRACE_S - 0.5)
+    assert not world.copies, "it may come back"
+    world.run(3.0)
+    assert all(world.holders(f"k{i:04}") == {"a", "c"} for i in range(50))
+    assert {copy.reason for copy in world.copies} == {Reason.RESTORE}
+    assert len(world.copies) == 50, "each once"
+
+
+def test_a_replica_that_was_evicted_is_not_restored() -> None:
+    world = World("a", "b", "c")
+    world.put("a", "b", num=3, replicas=2)
+    world.say("b", removed=["k0001"])
+    world.run(2 * GRACE_S)
+    assert not world.copies
+
+
+def test_with_too_few_nodes_what_is_wanted_is_not_waited_for() -> None:
+    world = World("a", "b")
+    world.put("a", "b", num=3, replicas=3)
+    world.run(2 * GRACE_S)
+    assert not world.copies
+    world.join("c")
+    world.run(2 * GRACE_S)
+    assert world.holders("k0000") == {"a", "b", "c"}
+
+
+def test_draining_moves_all_chunks_and_says_when_it_is_safe() -> None:
+    world = World("a", "b", "c")
+    world.put("a", num=300)
+    world.put("a", "b", num=100, prefix="twice")
+    world.drain("a")
+    world.planner.walk(world.now_s, 10)
+    assert world.planner.progress("a") == (400, False)
+    world.run(5.0, num_keys=50)
+    assert world.planner.progress("a") == (0, True)
+    assert all(world.holders(f"k{i:04}") & {"b", "c"} for i in range(300))
+    moved = Counter(copy.target for copy in world.copies)
+    assert set(moved) == {"b", "c"}
+    assert len(world.copies) == 300, "what another node holds is not copied"
+    world.drain("a", draining=False)
+    world.run(0.5)
+    assert not world.planner.progress("a").drained
+
+
+def test_a_node_that_is_still_written_to_is_not_drained() -> None:
+    world = World("a", "b")
+    world.put("a", num=3)
+    world.drain("a")
+    for index in range(20):
+        world.say("a", added=[f"late{index}"])
+        world.now_s += 0.1
+        world.planner.walk(world.now_s, 1000)
+        world.say("b")
+        assert not world.planner.progress("a").drained
+    world.run(1.0)
+    assert world.planner.progress("a").drained
+    assert world.chunks["b"] == world.chunks["a"]
+
+
+def test_the_last_node_cannot_be_drained() -> None:
+    world = World("a")
+    world.put("a", num=3)
+    world.drain("a")
+    world.run(3.0)
+    assert world.planner.progress("a") == (3, False)
+
+
+def test_a_drained_replica_is_replaced_too() -> None:
+    world = World("a", "b", "c")
+    world.put("a", "b", num=10, replicas=2)
+    world.drain("a")
+    world.run(2.0)
+    assert all({"b", "c"} <= world.holders(f"k{i:04}") for i in range(10))
+
+
+def test_a_node_that_joins_empty_is_filled_from_the_fullest_up_to_their_mean() -> None:
+    world = World("a", "b")
+    world.put("a", num=800, prefix="a")
+    world.put("b", num=600, prefix="b")
+    world.run(1.0)
+    assert not world.copies
+    world.join("c")
+    world.run(30.0)
+    sizes = {name: len(keys) for name, keys in world.chunks.items()}
+    assert sum(sizes.values()) == 1400, "moved, not copied"
+    assert 400 <= sizes["c"] <= 520, sizes
+    num_copies = len(world.copies)
+    world.run(10.0)
+    assert len(world.copies) == num_copies, "and then it rests"
+
+
+def test_half_empty_nodes_are_left_alone() -> None:
+    world = World("a", "b")
+    world.put("a", num=400, prefix="a")
+    world.join("c")
+    world.run(10.0)
+    assert not world.copies
+
+
+def test_a_hot_chunk_gets_holders_and_loses_them_when_it_cools() -> None:
+    world = World("a", "b", "c", "d", "e", "f")
+    world.put("a", num=3)
+    for _ in range(20):
+        world.say("a", hot=[("k0001", 1000), ("k0002", 20)])
+        world.run(1.0)
+    assert len(world.holders("k0001")) == copy_planner.MAX_HOT_HOLDERS
+    assert len(world.holders("k0002")) == 1
+    world.run(60.0)
+    assert world.holders("k0001") == {"a"}, "the first holder keeps it"
+    assert all(drop.key == "k0001" for _, drop in world.drops)
+
+
+def test_orders_keep_to_their_window_and_rate() -> None:
+    orders = CopyOrders(rate_bytes_s=10_000.0)
+    now_s, moved = 0.0, 0
+    for _ in range(100):
+        now_s += 0.1
+        while orders.has_room("a", now_s) and orders.has_room("b", now_s):
+            orders.order(Copy(f"k{moved}", 7, SIZE, "a", "b", Reason.FILL), now_s)
+            moved += 1
+        orders.check()
+        copies, _ = orders.take("b")
+        for copy in copies:
+            assert orders.done(copy.key, "b") == copy
+    assert 100 <= moved <= 111, "10 kB/s for 10 s, and one second's worth ahead"
+    orders = CopyOrders(rate_bytes_s=1e12)
+    while orders.has_room("b", 0.0):
+        orders.order(Copy(f"k{moved}", 7, SIZE, "a", "b", Reason.DRAIN), 0.0)
+        moved += 1
+    assert orders.load("b") == MAX_OPEN
+    orders.expire(ORDER_S)
+    assert orders.load("b") == 0
+    assert not orders.active
+    assert orders.take("b") == ([], []), "what ran out is not given out"
+    orders.check()
+
+
+@pytest.mark.parametrize("gone", ["a", "b"])
+def test_orders_of_a_node_that_is_gone_are_closed(gone: str) -> None:
+    orders = CopyOrders(1e9)
+    orders.order(Copy("k", 7, SIZE, "a", "b", Reason.DRAIN), 0.0)
+    orders.drop("a", Drop("x", 1))
+    orders.forget_nodes({"a", "b"} - {gone})
+    assert orders.targets_of("k") == frozenset()
+    orders.check()
+
+
+def test_heat_settles_at_the_rate_and_decays() -> None:
+    heat = Heat()
+    now_s = 0.0
+    for _ in range(60):
+        now_s += 1.0
+        heat.add([("k", 500)], now_s)
+    assert 450 < heat.rate("k", now_s) < 600
+    assert heat.rate("k", now_s + TAU_S) == pytest.approx(heat.rate("k", now_s) / 2.718, rel=0.01)
+    heat.add([(f"x{i}", 1) for i in range(2 * MAX_KEYS)], now_s)
+    heat.check()
+    assert heat.keys(now_s)[0] == "k", "many cold keys do not push a hot one out"
