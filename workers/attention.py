@@ -24,6 +24,7 @@ import torch.nn.functional as F
 
 from tanghulu.workers.kv_cache import KvCache
 from tanghulu.workers.models.forward_batch import ForwardBatch, SequenceSpan
+from tanghulu.workers.models.linear import compute_dtype
 
 
 class AttentionPlan(Protocol):
@@ -69,17 +70,17 @@ class _SdpaPlan:
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         cache = self._cache
-        cache.rows.index_copy_(0, self._rows + cache.row_of(layer, 0), key)
-        cache.rows.index_copy_(0, self._rows + cache.row_of(layer, 1), value)
+        cache.rows.index_copy_(0, self._rows + cache.row_of(layer, 0), key.to(cache.rows.dtype))
+        cache.rows.index_copy_(0, self._rows + cache.row_of(layer, 1), value.to(cache.rows.dtype))
         out = torch.empty_like(query)
         for work in self._work:
             work.attend(cache, layer, query, out)
         return out.flatten(1)
 
 
-def _gather(cache: KvCache, layer: int, kv: int, block_ids: torch.Tensor) -> torch.Tensor:
-    """K or V of the blocks, [blocks x block_tokens, kv_heads, head_dim], contiguous."""
-    return cache.blocks[:, layer, kv].index_select(0, block_ids).flatten(0, 1)
+def _gather(cache: KvCache, layer: int, kv: int, block_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """K or V of the blocks as ``dtype``, [blocks x block_tokens, kv_heads, head_dim], contiguous."""
+    return cache.blocks[:, layer, kv].index_select(0, block_ids).flatten(0, 1).to(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +98,14 @@ class _PrefillRun:
             return cls(span, block_ids, None)
         start = span.context - span.num_new
         allowed = torch.arange(span.context) <= torch.arange(start, span.context)[:, None]
-        mask = torch.zeros(allowed.shape, dtype=cache.rows.dtype).masked_fill_(~allowed, float("-inf"))
+        mask = torch.zeros(allowed.shape, dtype=compute_dtype(cache.rows.dtype)).masked_fill_(~allowed, float("-inf"))
         return cls(span, block_ids, mask.repeat(num_heads // cache.layout.num_kv_heads, 1))
 
     def attend(self, cache: KvCache, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
         span, layout = self.span, cache.layout
         rows = slice(span.first_row, span.first_row + span.num_new)
-        key = _gather(cache, layer, 0, self.block_ids)[: span.context].transpose(0, 1)[None]
-        value = _gather(cache, layer, 1, self.block_ids)[: span.context].transpose(0, 1)[None]
+        key = _gather(cache, layer, 0, self.block_ids, query.dtype)[: span.context].transpose(0, 1)[None]
+        value = _gather(cache, layer, 1, self.block_ids, query.dtype)[: span.context].transpose(0, 1)[None]
         own = query[rows]
         if self.mask is None:
             # is_causal aligns its triangle at the top left: valid only because queries and keys are the same tokens.
@@ -139,14 +140,14 @@ class _DecodeGroup:
         table = [span.block_ids + span.block_ids[:1] * (width - len(span.block_ids)) for span in spans]
         num_tokens = width * cache.layout.block_tokens
         hidden = torch.arange(num_tokens) >= torch.tensor([span.context for span in spans])[:, None]
-        mask = torch.zeros(hidden.shape, dtype=cache.rows.dtype).masked_fill_(hidden, float("-inf"))
+        mask = torch.zeros(hidden.shape, dtype=compute_dtype(cache.rows.dtype)).masked_fill_(hidden, float("-inf"))
         return cls(rows, torch.tensor(table).flatten(), num_tokens, mask[:, None, None, :])
 
     def attend(self, cache: KvCache, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
         layout, batch = cache.layout, len(self.rows)
         shape = (batch, -1, layout.num_kv_heads, layout.head_dim)
-        key = _gather(cache, layer, 0, self.block_ids).view(shape)[:, : self.num_tokens].transpose(1, 2)
-        value = _gather(cache, layer, 1, self.block_ids).view(shape)[:, : self.num_tokens].transpose(1, 2)
+        key = _gather(cache, layer, 0, self.block_ids, query.dtype).view(shape)[:, : self.num_tokens].transpose(1, 2)
+        value = _gather(cache, layer, 1, self.block_ids, query.dtype).view(shape)[:, : self.num_tokens].transpose(1, 2)
         folded = query[self.rows].view(batch, layout.num_kv_heads, -1, layout.head_dim)
         result = F.scaled_dot_product_attention(folded, key, value, attn_mask=self.mask)
         out[self.rows] = result.reshape(batch, *query.shape[1:])

@@ -17,6 +17,7 @@ from tanghulu.workers.attention import AttentionBackend
 from tanghulu.workers.kv_cache import KvCache
 from tanghulu.workers.model_config import ModelConfig
 from tanghulu.workers.models.forward_batch import ForwardBatch
+from tanghulu.workers.models.linear import Linear, compute_dtype
 from tanghulu.workers.models.rope import RotaryTable, rotate
 from tanghulu.workers.weights.source import WeightSource
 
@@ -28,15 +29,13 @@ class _Layer:
     """One decoder layer's weights; ``qkv`` and ``gate_up`` are fused by rows."""
 
     input_norm: torch.Tensor
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
+    qkv: Linear
     query_norm: torch.Tensor | None
     key_norm: torch.Tensor | None
-    out: torch.Tensor
-    out_bias: torch.Tensor | None
+    out: Linear
     mlp_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: Linear
+    down: Linear
 
 
 class LlamaModel:
@@ -56,6 +55,7 @@ class LlamaModel:
         """
         self.config = config
         self.dtype = dtype
+        self._compute = compute_dtype(dtype)
         self._attention = attention
         loader = _Loader(config, weights, dtype)
         self._embedding = loader.take("model.embed_tokens.weight", (config.vocab, config.hidden))
@@ -64,9 +64,10 @@ class LlamaModel:
             self._layers.append(_load_layer(loader, config, index))
             if progress is not None:
                 progress((index + 1) / (config.num_layers + 1))
-        self._norm = loader.take("model.norm.weight", (config.hidden,))
+        self._norm = loader.norm("model.norm.weight", config.hidden)
         tied = config.tie_embeddings
-        self._head = self._embedding if tied else loader.take("lm_head.weight", (config.vocab, config.hidden))
+        head = self._embedding if tied else loader.take("lm_head.weight", (config.vocab, config.hidden))
+        self._head = Linear(head)
         factors = weights.tensor("rope_freqs.weight") if weights.has("rope_freqs.weight") else None
         self._rotary = RotaryTable(config, factors)
         if progress is not None:
@@ -76,22 +77,21 @@ class LlamaModel:
     def forward(self, batch: ForwardBatch, cache: KvCache) -> torch.Tensor:
         """Compute ``batch``, writing its KV to ``cache``; returns the wanted logits, float32 [L, vocab]."""
         plan = self._attention.plan(cache, batch, self.config.num_heads)
-        cos, sin = self._rotary.rows(batch.positions, self.dtype)
-        hidden = F.embedding(batch.token_ids, self._embedding)
+        cos, sin = self._rotary.rows(batch.positions, self._compute)
+        hidden = F.embedding(batch.token_ids, self._embedding).to(self._compute)
         for index, layer in enumerate(self._layers):
             query, key, value = self._project(layer, hidden, cos, sin)
             attended = plan.attend(index, query, key, value)
-            hidden = hidden + F.linear(attended, layer.out, layer.out_bias)
+            hidden = hidden + layer.out(attended)
             hidden = hidden + self._mlp(layer, hidden)
         wanted = self._normed(hidden.index_select(0, batch.logit_rows), self._norm)
-        return F.linear(wanted, self._head).float()
+        return self._head(wanted).float()
 
     def _project(
         self, layer: _Layer, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         config = self.config
-        fused = F.linear(self._normed(hidden, layer.input_norm), layer.qkv, layer.qkv_bias)
-        fused = fused.view(len(hidden), -1, config.head_dim)
+        fused = layer.qkv(self._normed(hidden, layer.input_norm)).view(len(hidden), -1, config.head_dim)
         turned = fused[:, : config.num_heads + config.num_kv_heads]
         if layer.query_norm is not None and layer.key_norm is not None:
             query = self._normed(turned[:, : config.num_heads], layer.query_norm)
@@ -102,8 +102,8 @@ class LlamaModel:
         return turned[:, : config.num_heads], turned[:, config.num_heads :], value
 
     def _mlp(self, layer: _Layer, hidden: torch.Tensor) -> torch.Tensor:
-        gate, up = F.linear(self._normed(hidden, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
-        return F.linear(F.silu(gate).mul_(up), layer.down)
+        gate, up = layer.gate_up(self._normed(hidden, layer.mlp_norm)).chunk(2, dim=-1)
+        return layer.down(F.silu(gate).mul_(up))
 
     def _normed(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(hidden, weight.shape, weight, self.config.rms_eps)
@@ -122,11 +122,14 @@ class _Loader:
         # clone: a tensor that is a view of a mapped file must not outlive the file.
         return tensor.to(self._dtype, copy=True)
 
-    def stack(self, prefix: str, parts: tuple[tuple[str, int], ...], columns: int) -> torch.Tensor:
-        return torch.cat([self.take(f"{prefix}.{name}.weight", (rows, columns)) for name, rows in parts])
+    def norm(self, name: str, size: int) -> torch.Tensor:
+        return self.take(name, (size,)).to(compute_dtype(self._dtype))
 
-    def stack_bias(self, prefix: str, parts: tuple[tuple[str, int], ...]) -> torch.Tensor:
-        return torch.cat([self.take(f"{prefix}.{name}.bias", (rows,)) for name, rows in parts])
+    def linear(self, prefix: str, parts: tuple[tuple[str, int], ...], columns: int, *, bias: bool = False) -> Linear:
+        """The product with all ``parts`` (name, rows) of ``prefix``, one under the other."""
+        weight = torch.cat([self.take(f"{prefix}.{name}.weight", (rows, columns)) for name, rows in parts])
+        biases = [self.take(f"{prefix}.{name}.bias", (rows,)) for name, rows in parts] if bias else []
+        return Linear(weight, torch.cat(biases) if biases else None)
 
 
 def _load_layer(loader: _Loader, config: ModelConfig, index: int) -> _Layer:
@@ -135,16 +138,13 @@ def _load_layer(loader: _Loader, config: ModelConfig, index: int) -> _Layer:
     width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     qkv = (("q_proj", width), ("k_proj", kv_width), ("v_proj", kv_width))
     gate_up = (("gate_proj", config.intermediate), ("up_proj", config.intermediate))
-    head = (config.head_dim,)
     return _Layer(
-        input_norm=loader.take(f"{prefix}.input_layernorm.weight", (config.hidden,)),
-        qkv=loader.stack(attention, qkv, config.hidden),
-        qkv_bias=loader.stack_bias(attention, qkv) if config.attention_bias else None,
-        query_norm=loader.take(f"{attention}.q_norm.weight", head) if config.qk_norm else None,
-        key_norm=loader.take(f"{attention}.k_norm.weight", head) if config.qk_norm else None,
-        out=loader.take(f"{attention}.o_proj.weight", (config.hidden, width)),
-        out_bias=loader.take(f"{attention}.o_proj.bias", (config.hidden,)) if config.output_bias else None,
-        mlp_norm=loader.take(f"{prefix}.post_attention_layernorm.weight", (config.hidden,)),
-        gate_up=loader.stack(mlp, gate_up, config.hidden),
-        down=loader.take(f"{mlp}.down_proj.weight", (config.hidden, config.intermediate)),
+        input_norm=loader.norm(f"{prefix}.input_layernorm.weight", config.hidden),
+        qkv=loader.linear(attention, qkv, config.hidden, bias=config.attention_bias),
+        query_norm=loader.norm(f"{attention}.q_norm.weight", config.head_dim) if config.qk_norm else None,
+        key_norm=loader.norm(f"{attention}.k_norm.weight", config.head_dim) if config.qk_norm else None,
+        out=loader.linear(attention, (("o_proj", config.hidden),), width, bias=config.output_bias),
+        mlp_norm=loader.norm(f"{prefix}.post_attention_layernorm.weight", config.hidden),
+        gate_up=loader.linear(mlp, gate_up, config.hidden),
+        down=loader.linear(mlp, (("down_proj", config.hidden),), config.intermediate),
     )
