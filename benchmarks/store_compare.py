@@ -206,8 +206,8 @@ def save(options: argparse.Namespace, name: str, size: int, samples: Samples, mi
         row["least_p50_us"] = round(min(run["p50_us"] for run in runs), 1)
         rows.append(row)
     load = [round(each, 2) for each in os.getloadavg()]
-    path = keep(name, rows, seed=options.seed, load_average=load, left_out=missing)
-    print("kept in", path)
+    if not options.no_keep:
+        print("kept in", keep(name, rows, seed=options.seed, load_average=load, left_out=missing))
     store_report.show(rows, load)
 
 
@@ -238,6 +238,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", type=lambda text: text.split(","), default=PARTS, help=",".join(PARTS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--no-keep", action="store_true", help="do not write to results/")
     parser.add_argument("--summary", action="store_true", help="only show the kept figures beside the targets")
     options = parser.parse_args()
     for given, known in ((options.sizes, COUNTS), (options.stores, CLUSTERS), (options.only, PARTS)):

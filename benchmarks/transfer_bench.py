@@ -46,6 +46,8 @@ class Entry:
     owner: tuple[tuple[str, Any], ...] = ()
     mover: tuple[tuple[str, Any], ...] = ()
     variables: tuple[tuple[str, str], ...] = ()
+    #: The environment whose packages our own interpreter borrows.
+    packages: str = ""
 
 
 ENTRIES = (
@@ -55,6 +57,13 @@ ENTRIES = (
     Entry("one stream", "stream"),
     Entry("tanghulu tcp", "tanghulu", mover=(("transport", "tcp"), ("streams", 1))),
     Entry("tanghulu tcp x2", "tanghulu", mover=(("transport", "tcp"), ("streams", 2))),
+    Entry(
+        "tanghulu ucx",
+        "tanghulu",
+        packages="nixl",
+        owner=(("ucx", True),),
+        mover=(("transport", "ucx"), ("streams", 1)),
+    ),
     Entry("Mooncake tcp", "mooncake", "mooncake"),
     Entry("NIXL tcp", "nixl", "nixl", variables=(("UCX_TLS", "tcp,self"),)),
 )
@@ -68,6 +77,9 @@ class Contestant:
         packages, python = "", Path(sys.executable)
         if entry.environment:
             python = environments.interpreter(entry.environment)
+        if entry.packages:
+            environments.interpreter(entry.packages)
+            packages = str(environments.packages_folder(entry.packages))
         variables = os.environ | {"GLOG_minloglevel": "2", "MC_LOG_LEVEL": "error", "NIXL_LOG_LEVEL": "ERROR"}
         self._workers: list[Worker] = []
         for role in ("owner", "mover"):
@@ -148,8 +160,8 @@ def measure(options: argparse.Namespace, size: int) -> None:
         row["best_gb_s"] = round(max(run["gb_s"] for run in runs), 3)
         rows.append(row)
     load = [round(each, 2) for each in os.getloadavg()]
-    path = keep(f"transfer-{label(size)}", rows, seed=options.seed, load_average=load, left_out=missing)
-    print("kept in", path)
+    if not options.no_keep:
+        print("kept in", keep(f"transfer-{label(size)}", rows, seed=options.seed, load_average=load, left_out=missing))
     transfer_report.show(rows, load)
 
 
@@ -161,6 +173,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--callers", type=lambda text: [int(each) for each in text.split(",")], default=[1, 2, 4, 8])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--no-keep", action="store_true", help="do not write to results/")
     parser.add_argument("--summary", action="store_true", help="only show the kept figures beside the targets")
     options = parser.parse_args()
     for given, known in ((options.sizes, list(COUNTS)), (options.who, names)):

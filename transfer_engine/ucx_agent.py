@@ -14,6 +14,8 @@ it serves, one sleeping thread.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib
 import threading
 from types import ModuleType
@@ -45,6 +47,10 @@ def _nixl() -> ModuleType:
     with _lock:
         if _bindings:
             return _bindings[0]
+        with contextlib.suppress(OSError):
+            # NIXL's wheel brings libnl along. Where the system has one too (below its libibverbs, which UCX looks for),
+            # the two get mixed up and the process ends by SIGSEGV after its last line, unless the system's came first.
+            ctypes.CDLL("libibverbs.so.1")
         reasons = []
         for name in _MODULES:
             try:

@@ -231,7 +231,7 @@ class AsyncShell:
         link = self._links.get((welcome.session_id, copies))
         if link is not None and link.remote.alive:
             return link
-        transport = "tcp" if copies else self.settings.transport
+        transport = self.settings.carrier(copies)
         try:
             link = Link(await self._engine.open_segment_async(welcome.segment, welcome.session_id, transport))
         except TanghuluError as error:

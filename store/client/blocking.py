@@ -216,7 +216,7 @@ class BlockingShell:
         link = self._links.get((welcome.session_id, copies))
         if link is not None and link.remote.alive:
             return link
-        transport = "tcp" if copies else self.settings.transport
+        transport = self.settings.carrier(copies)
         try:
             link = Link(self._engine.open_segment(welcome.segment, welcome.session_id, transport))
         except TanghuluError as error:

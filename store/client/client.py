@@ -31,7 +31,8 @@ def connect(
 
     Of several masters (``host:port,host:port``, or ``etcd://host:port`` where they elect their leader) the one that
     leads is found, and found again when another does: calls wait for it, up to their deadline.
-    ``transport`` pins how payloads move (``"shm"`` or ``"tcp"``); None chooses the fastest that works. ``deadline_s``
+    ``transport`` pins how payloads move (``"shm"``, ``"tcp"``, or ``"ucx"`` where client and nodes have NIXL); None
+    chooses the faster of shm and tcp that works. ``deadline_s``
     bounds every call that does not say otherwise. Raises MasterUnavailable if nobody answers, InvalidRequest for bad
     arguments.
     """

@@ -10,7 +10,7 @@ from tanghulu.process import host_id
 from tanghulu.types import Masters
 
 DEFAULT_DEADLINE_S = 5.0
-TRANSPORTS = ("shm", "tcp")
+TRANSPORTS = ("shm", "ucx", "tcp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +35,13 @@ class Settings:
     @property
     def uses_unix(self) -> bool:
         """Whether nodes of this host are reached by their Unix socket."""
-        return self.transport != "tcp"
+        return self.transport not in ("ucx", "tcp")
 
     @property
     def engine_transports(self) -> tuple[str, ...]:
         """What the transfer engine may use; copies through the node need tcp beside shm."""
-        return ("tcp",) if self.transport == "tcp" else TRANSPORTS
+        return (self.transport,) if self.transport in ("ucx", "tcp") else ("shm", "tcp")
+
+    def carrier(self, copies: bool) -> str | None:
+        """What the engine is asked to open a segment by; ``copies``: the node wants its mapping left alone."""
+        return "tcp" if copies and self.transport != "ucx" else self.transport

@@ -77,6 +77,7 @@ class NodeConfig(ProcessConfig):
     ssd_admission: str = option("all", "which evicted chunks go to the SSD", choices=MODES)
     ssd_write_rate: int = option(0, "bytes a second that may be written to the SSD; 0: no limit", size=True)
     lease_ms: int = option(10_000, "how long a reservation or a pin lasts")
+    ucx: bool = option(False, "offer the segment by UCX too; needs NIXL (the extra ucx)")
     prefault: bool = option(False, "touch the whole segment at the start")
     debug_checks: bool = option(False, "assert all invariants of the node twenty times a second")
 
@@ -122,6 +123,7 @@ class Node:
             host=config.host,
             advertised_host=config.reachable_host,
             unix_path=str(process.run_dir / "segment.sock"),
+            ucx=config.ucx,
             generation=process.generation,
             host_id=processes.host_id(),
             on_freed=self._freed,
