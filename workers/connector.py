@@ -47,6 +47,10 @@ class KvPeers(Protocol):
         """Fill ``buffers`` with the export's blocks from ``first_block`` on; returns how many arrived whole."""
         ...
 
+    def release(self, peer: PeerExport) -> None:
+        """Nobody will read the export."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class ConnectorConfig:
@@ -99,6 +103,10 @@ class KvConnector:
             return
         self._fetchers.submit(self._fetch, wanted)
 
+    def forgo(self, peer: PeerExport) -> None:
+        """Tell the export's holder that nobody will read it; else it would keep the blocks for its time limit."""
+        self._fetchers.submit(self._forgo, peer)
+
     def blocks_committed(self, blocks: Sequence[CommittedBlock]) -> None:
         """Keep ``blocks`` in the store, behind the computation."""
         room = self._config.max_pending_bytes // self._cache.layout.block_bytes - self._pending_blocks
@@ -134,6 +142,12 @@ class KvConnector:
         finally:
             self._done(wanted, num_ok)
         self._count_fetch(wanted, source, num_ok, time.monotonic() - started_s)
+
+    def _forgo(self, peer: PeerExport) -> None:
+        try:
+            self._peers.release(peer)
+        except TanghuluError as error:
+            _log.warning("export.release_failed", code=error.code, error=error.message)
 
     def _read(self, wanted: FetchWanted, buffers: Sequence[memoryview]) -> int:
         if wanted.peer is not None:

@@ -17,7 +17,7 @@ from tanghulu.errors import InvalidRequest
 from tanghulu.types import RequestId
 from tanghulu.workers.block_pool import DEFAULT_EVICTION, BlockPool
 from tanghulu.workers.kv_layout import KvLayout, KvMemory
-from tanghulu.workers.requests import EngineRequest, FinishReason
+from tanghulu.workers.requests import EngineRequest, FinishReason, PeerExport
 from tanghulu.workers.scheduler import Scheduler, SchedulerConfig
 from tanghulu.workers.step_plan import CommittedBlock, FetchWanted, StepOutcome, StepPlan
 from tanghulu.workers.step_result import RequestOutput, Sampled, StepResult, StepTimings
@@ -65,6 +65,10 @@ class KvFetcher(Protocol):
 
     def fetch(self, wanted: FetchWanted) -> None:
         """Begin; `EngineCore.fetch_done` must follow exactly once, also after a failure (with 0 blocks)."""
+        ...
+
+    def forgo(self, peer: PeerExport) -> None:
+        """Nothing of this export is needed: its holder may have its blocks back."""
         ...
 
 
@@ -172,6 +176,8 @@ class EngineCore:
         if self._fetcher is not None:
             for wanted in plan.fetches:
                 self._fetcher.fetch(wanted)
+            for peer in plan.forgone:
+                self._fetcher.forgo(peer)
         planned = self._clock.now_s()
         computed = self.runner.run(plan) if plan.runs else _NOTHING
         outcome = self.scheduler.step_done(computed.sampled.tokens)

@@ -71,6 +71,15 @@ class PeerReader:
         self._release(opened, export_id, num_ok * len(buffers[0]))
         return num_ok
 
+    def release(self, peer: PeerExport) -> None:
+        """Say that nothing of the export will be read. Raises NodeUnavailable or DeadlineExceeded."""
+        address, unix_path, export_id = split_peer(peer)
+        try:
+            self._release(self._open(peer.instance, address, unix_path), export_id, 0)
+        except NodeUnavailable:
+            self._drop(peer.instance)
+            raise
+
     def _transfer(
         self, segment: RemoteSegment, blocks: Sequence[session_pb2.ExportedBlock], buffers: Sequence[memoryview]
     ) -> None:

@@ -196,7 +196,7 @@ class Scheduler:
         self._plan_running(draft, decoding=False)
         if not draft.preempted:  # who was just displaced must not come back over the blocks it gave up
             self._admit_waiting(draft)
-        self._plan = StepPlan(tuple(draft.runs), tuple(draft.preempted), tuple(draft.fetches))
+        self._plan = StepPlan(tuple(draft.runs), tuple(draft.preempted), tuple(draft.fetches), tuple(draft.forgone))
         return self._plan
 
     def _plan_running(self, draft: StepDraft, *, decoding: bool) -> None:
@@ -248,6 +248,8 @@ class Scheduler:
                 request.on(RequestEvent.ADMIT)
                 insort(self._running, request, key=_order)
                 draft.add_run(request)
+                if request.peer is not None and self.config.can_fetch:
+                    draft.forgone.append(request.peer)
 
     def _take_blocks(self, request: EngineRequest) -> bool:
         """Match what is cached and allocate the rest of the blocks; False (and nothing taken) if too few are left."""

@@ -37,11 +37,15 @@ class FetchWanted:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: what to compute, whom it displaced, what to fetch meanwhile."""
+    """One step: what to compute, whom it displaced, what to fetch meanwhile.
+
+    ``forgone``: exports of other workers that need not be fetched, because all of it was found here.
+    """
 
     runs: tuple[ScheduledRun, ...]
     preempted: tuple[RequestId, ...]
     fetches: tuple[FetchWanted, ...]
+    forgone: tuple[PeerExport, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -57,6 +61,7 @@ class StepDraft:
     runs: list[ScheduledRun] = field(default_factory=list)
     preempted: list[RequestId] = field(default_factory=list)
     fetches: list[FetchWanted] = field(default_factory=list)
+    forgone: list[PeerExport] = field(default_factory=list)
 
     def add_run(self, request: EngineRequest) -> None:
         """Plan as many of the pending tokens as the budget allows."""

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -28,6 +29,13 @@ def eventually(condition: Callable[[], Any], deadline_s: float = 15.0, what: str
             return value
         assert time.monotonic() < until, f"not within {deadline_s} s: {what or condition}"
         time.sleep(0.02)
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 class LiveCluster:
@@ -82,6 +90,20 @@ class LiveCluster:
                     if sample.name == name and labels.items() <= sample.labels.items():
                         total += sample.value
         return total
+
+    def metrics_by_name(self, role: str, name: str) -> dict[str, float]:
+        """A metric without labels, of each instance of ``role``."""
+        values = {}
+        for entry in self.entries():
+            if entry["role"] == role:
+                text = self.http.get(f"http://{entry['metrics_address']}/metrics").text
+                values[entry["name"]] = next(
+                    sample.value
+                    for family in text_string_to_metric_families(text)
+                    for sample in family.samples
+                    if sample.name == name
+                )
+        return values
 
     def generate(self, prompt: str | list[int], max_new_tokens: int = 16, **sampling: Any) -> dict[str, Any]:
         """One greedy call of /generate, not streaming."""

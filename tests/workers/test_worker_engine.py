@@ -28,10 +28,14 @@ class Shelf:
         self.chunks: dict[bytes, bytes] = {}
         self.core: EngineCore
         self.wanted: list[FetchWanted] = []
+        self.forgone: list[PeerExport] = []
 
     def blocks_committed(self, blocks: Sequence[CommittedBlock]) -> None:
         for block in blocks:
             self.chunks[block.block_hash] = self.core.cache.block_view(block.block_id).tobytes()
+
+    def forgo(self, peer: PeerExport) -> None:
+        self.forgone.append(peer)
 
     def fetch(self, wanted: FetchWanted) -> None:
         self.wanted.append(wanted)

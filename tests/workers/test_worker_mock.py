@@ -99,6 +99,9 @@ class Copying:
         self.core: EngineCore
         self.wanted: list[FetchWanted] = []
 
+    def forgo(self, peer: PeerExport) -> None:
+        raise AssertionError(f"{peer} is needed")
+
     def fetch(self, wanted: FetchWanted) -> None:
         for theirs, ours in zip(self._ids, wanted.block_ids, strict=True):
             self.core.cache.block_view(ours)[:] = self._source.cache.block_view(theirs)

@@ -57,6 +57,9 @@ class NoPeers:
     def read(self, peer: PeerExport, first_block: int, buffers: Sequence[memoryview]) -> int:
         raise NodeUnavailable("the prefill worker is away")
 
+    def release(self, peer: PeerExport) -> None:
+        raise NodeUnavailable("the prefill worker is away")
+
 
 class Rig:
     """An engine in its thread with its connector; reports come in a queue."""

@@ -248,6 +248,18 @@ def test_a_fetch_goes_on_behind_the_local_hits() -> None:
     assert (wanted.first_block, len(wanted.block_ids), wanted.num_tokens) == (2, 2, 16)
 
 
+def test_an_export_that_is_found_here_is_forgone() -> None:
+    core = scheduler(can_fetch=True)
+    peer = PeerExport("p", "1", 8)
+    core.add(req("a", 9, 1, fetch_blocks=0))
+    drain(core)
+    core.add(req("partly", 14, peer=PeerExport("p", "2", 13)))
+    core.add(req("wholly", 9, peer=peer))
+    plan, _ = step(core)
+    assert [wanted.request_id for wanted in plan.fetches] == ["partly"]
+    assert plan.forgone == (peer,)
+
+
 def test_a_fetch_is_bounded_by_what_is_known_to_exist() -> None:
     core = scheduler(can_fetch=True)
     core.add(req("a", 17, fetch_blocks=1))

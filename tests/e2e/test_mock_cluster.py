@@ -1,0 +1,113 @@
+"""A cluster of mock workers, which needs no model: all of it in seconds, two conductors side by side, and losses."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from cluster import LiveCluster, eventually, free_port, running_cluster
+
+FLAGS = ("--engine", "mock", "--model", "mock", "--mock-speedup", "5", "--prefill", "2", "--decode", "2")
+
+
+@pytest.fixture(scope="module")
+def mock_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    with running_cluster(tmp_path_factory.mktemp("mock"), *FLAGS) as live:
+        yield live
+
+
+@contextlib.contextmanager
+def second_conductor(cluster: LiveCluster, folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    port = free_port()
+    command = [sys.executable, "-m", "tanghulu", "conductor", "--master", cluster.master, "--port", str(port)]
+    command += ["--metrics-port", "0", "--run-dir", str(folder / "run")]
+    (folder / "run").mkdir(mode=0o700)
+    with (folder / "conductor.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    url = f"http://127.0.0.1:{port}"
+
+    def is_ready() -> bool:
+        assert process.poll() is None, (folder / "conductor.log").read_text()
+        with contextlib.suppress(httpx.HTTPError):
+            return cluster.http.get(f"{url}/ready").status_code == 200
+        return False
+
+    try:
+        eventually(is_ready, 30, "the second conductor")
+        yield process, url
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(15)
+
+
+def ask(cluster: LiveCluster, url: str, prompt: str, max_tokens: int = 8) -> dict:
+    body = {"model": "mock", "prompt": prompt, "max_tokens": max_tokens, "seed": 1}
+    answer = cluster.http.post(f"{url}/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def blocks_in_use(cluster: LiveCluster) -> float:
+    return sum(cluster.metric(role, "tanghulu_worker_blocks_in_use") for role in ("prefill", "decode"))
+
+
+def words(number: int, length: int) -> str:
+    return "".join(random.Random(number).choices("abcdefgh ", k=length))
+
+
+def test_text_is_whole_and_the_second_time_cached(mock_cluster: LiveCluster) -> None:
+    first, second = (ask(mock_cluster, mock_cluster.url, words(1, 1000), 20) for _ in range(2))
+    assert len(first["choices"][0]["text"]) == 20
+    assert first["choices"][0]["text"] == second["choices"][0]["text"]
+    cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in (first, second)]
+    assert cached == [0, 960]
+
+
+def test_two_conductors_spread_and_share_what_workers_cached(mock_cluster: LiveCluster, tmp_path: Path) -> None:
+    before = mock_cluster.metric("prefill", "tanghulu_worker_computed_tokens_total")
+    with second_conductor(mock_cluster, tmp_path) as (_, url):
+        urls = [mock_cluster.url, url]
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda n: ask(mock_cluster, urls[n % 2], words(100 + n, 640)), range(40)))
+            again = list(pool.map(lambda n: ask(mock_cluster, urls[(n + 1) % 2], words(100 + n, 640)), range(40)))
+    found = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in again]
+    assert min(found) == 576, "what one conductor's request left is found by the other's"
+    shares = mock_cluster.metrics_by_name("prefill", "tanghulu_worker_computed_tokens_total")
+    assert sum(shares.values()) - before < 40 * 640 * 1.2, "prefixes are computed once"
+    assert min(shares.values()) > 0.25 * sum(shares.values()), f"no worker has it all: {shares}"
+
+
+def test_a_conductor_that_dies_leaves_nothing_behind(mock_cluster: LiveCluster, tmp_path: Path) -> None:
+    """Its streams end; the other's go on; the workers give up what nobody waits for."""
+    eventually(lambda: blocks_in_use(mock_cluster) == 0, what="idle")
+    with second_conductor(mock_cluster, tmp_path) as (process, url), ThreadPoolExecutor(16) as pool:
+        lost = [pool.submit(ask, mock_cluster, url, words(200 + n, 640), 4000) for n in range(6)]
+        kept = [pool.submit(ask, mock_cluster, mock_cluster.url, words(300 + n, 640), 200) for n in range(6)]
+        eventually(lambda: mock_cluster.metric("decode", "tanghulu_worker_requests_running") == 12, what="all run")
+        os.kill(process.pid, signal.SIGKILL)
+        assert {future.result(60)["usage"]["completion_tokens"] for future in kept} == {200}
+        for future in lost:
+            with pytest.raises(httpx.HTTPError):
+                future.result(60)
+    eventually(lambda: blocks_in_use(mock_cluster) == 0, what="the dead conductor's requests are given up")
+
+
+def test_a_killed_decode_worker_is_not_noticed(mock_cluster: LiveCluster) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(ask, mock_cluster, mock_cluster.url, words(400 + n, 640), 150) for n in range(8)]
+        eventually(lambda: mock_cluster.metric("decode", "tanghulu_worker_requests_running") == 8, what="all run")
+        killed = mock_cluster.kill("decode")
+        texts = [future.result(60)["choices"][0]["text"] for future in asked]
+    assert {len(text) for text in texts} == {150}
+    mock_cluster.wait_restarted("decode", killed)
+    assert texts[0] == ask(mock_cluster, mock_cluster.url, words(400, 640), 150)["choices"][0]["text"]
