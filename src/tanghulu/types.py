@@ -38,6 +38,7 @@ class Role(Enum):
     DECODE = "decode"
     BOTH = "worker"
     CONDUCTOR = "conductor"
+    ROUTER = "router"
 
     @property
     def prefills(self) -> bool:
