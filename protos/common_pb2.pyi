@@ -23,14 +23,16 @@ class Status(_message.Message):
     def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Endpoint(_message.Message):
-    __slots__ = ("transport", "address", "device")
+    __slots__ = ("transport", "address", "device", "distance")
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
+    DISTANCE_FIELD_NUMBER: _ClassVar[int]
     transport: str
     address: str
     device: str
-    def __init__(self, transport: _Optional[str] = ..., address: _Optional[str] = ..., device: _Optional[str] = ...) -> None: ...
+    distance: int
+    def __init__(self, transport: _Optional[str] = ..., address: _Optional[str] = ..., device: _Optional[str] = ..., distance: _Optional[int] = ...) -> None: ...
 
 class SegmentDescriptor(_message.Message):
     __slots__ = ("name", "size_bytes", "host_id", "generation", "endpoints")

@@ -14,7 +14,9 @@ def to_proto(descriptor: SegmentDescriptor) -> common_pb2.SegmentDescriptor:
         host_id=descriptor.host_id,
         generation=descriptor.generation,
         endpoints=[
-            common_pb2.Endpoint(transport=each.transport, address=each.address, device=each.device)
+            common_pb2.Endpoint(
+                transport=each.transport, address=each.address, device=each.device, distance=each.distance
+            )
             for each in descriptor.endpoints
         ],
     )
@@ -27,5 +29,7 @@ def from_proto(message: common_pb2.SegmentDescriptor) -> SegmentDescriptor:
         size_bytes=message.size_bytes,
         host_id=message.host_id,
         generation=message.generation,
-        endpoints=tuple(Endpoint(each.transport, each.address, each.device) for each in message.endpoints),
+        endpoints=tuple(
+            Endpoint(each.transport, each.address, each.device, each.distance) for each in message.endpoints
+        ),
     )

@@ -19,10 +19,10 @@ from tanghulu.transfer_engine.tcp import TcpLink
 from tanghulu.transfer_engine.transport import Arrived, Completion, Link, Refused
 
 
-def copy_directly(requests: Sequence[TransferRequest], max_bytes: int) -> bool:
+def copy_directly(requests: Sequence[TransferRequest], max_bytes: int, clock: Clock, lock: threading.Lock) -> bool:
     """Copy a batch that needs nothing but mapped memory; False when it needs more, or an owner is gone.
 
-    Raises InvalidRequest, before anything was copied, as ``submit`` does.
+    ``lock`` guards the paths' figures. Raises InvalidRequest, before anything was copied, as ``submit`` does.
     """
     mapped: list[ShmPeer] = []
     num_bytes = 0
@@ -34,9 +34,17 @@ def copy_directly(requests: Sequence[TransferRequest], max_bytes: int) -> bool:
         mapped.append(shm)
     buffers = [admit_buffer(request) for request in requests]
     refuse_overlaps(requests, buffers)
+    start_s = clock.now_s()
     for request, buffer, shm in zip(requests, buffers, mapped, strict=True):
         shm.copy(request.opcode, buffer, request.source_offset, request.target_offset, request.length)
-    return all(shm.alive for shm in (mapped if len(mapped) == 1 else set(mapped)))
+    if not all(shm.alive for shm in (mapped if len(mapped) == 1 else set(mapped))):
+        return False
+    took_s = clock.now_s() - start_s
+    with lock:
+        for request in requests:
+            paths = request.target.paths
+            paths.succeeded(paths.paths[0], request.length, took_s)
+    return True
 
 
 def send_directly(

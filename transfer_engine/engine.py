@@ -132,6 +132,12 @@ class TransferEngine:
                 self._remember(key, opening, opening.remote)
             return opening.remote
 
+    def open_segments(self) -> list[RemoteSegment]:
+        """The segments that are open now, for those who look at their paths."""
+        with self._lock:
+            remotes = [opening.remote for opening in self._segments.values()]
+        return [remote for remote in remotes if remote is not None and not remote.closed]
+
     async def open_segment_async(
         self, descriptor: SegmentDescriptor, session_id: int = 0, transport: str | None = None
     ) -> RemoteSegment:
@@ -167,7 +173,7 @@ class TransferEngine:
             patience_s, lock = self.config.slice_deadline_s, self._workshop.lock
             if send_directly(requests[0], deadline_s, patience_s, self._clock, lock):
                 return
-        elif copy_directly(requests, self.config.direct_bytes):
+        elif copy_directly(requests, self.config.direct_bytes, self._clock, self._workshop.lock):
             return
         left_s = deadline_s - (self._clock.now_s() - start_s)
         self._prepare(requests).wait(left_s).raise_first()
@@ -177,7 +183,7 @@ class TransferEngine:
 
         Raises Overloaded if ``max_async_batches`` are waiting already.
         """
-        if copy_directly(requests, self.config.direct_async_bytes):
+        if copy_directly(requests, self.config.direct_async_bytes, self._clock, self._workshop.lock):
             return
         if self._num_async >= self.config.max_async_batches:
             raise Overloaded(f"{self._num_async} batches are waiting for the engine's threads")

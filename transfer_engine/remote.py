@@ -6,6 +6,7 @@ engine's business.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from tanghulu.clock import Clock
@@ -165,7 +166,9 @@ def _paths(
         devices = config.tcp_devices if transport == "tcp" else ("",)
         streams = range(config.streams_per_peer if transport == "tcp" else 1)
         endpoints = descriptor.endpoints_of(transport)
-        paths += [Path(e, device, stream, rank) for stream in streams for e in endpoints for device in devices]
+        paths += [
+            Path(e, device, stream, rank + e.distance) for stream in streams for e in endpoints for device in devices
+        ]
     return paths
 
 
@@ -175,8 +178,9 @@ def _tcp_paths(descriptor: SegmentDescriptor, topology: Topology, config: Engine
     pairs = pair(topology.usable, [Address.parse(each.address).host for each in endpoints])
     if not pairs:
         pairs = [("", index) for index in range(len(endpoints))]
+    near = functools.partial(topology.distance, config.location)
     return [
-        Path(endpoints[index], device, stream, rank + topology.distance(config.location, device))
+        Path(endpoints[index], device, stream, rank + max(near(device), endpoints[index].distance))
         for stream in range(config.streams_per_peer)
         for device, index in pairs
     ]

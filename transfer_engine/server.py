@@ -7,7 +7,7 @@ decision, what they may touch ``access``'s; how bytes move is ``tcp_server``'s a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tanghulu.transfer_engine.access import AccessTable
 from tanghulu.transfer_engine.leases import Freed
@@ -34,7 +34,7 @@ class SegmentServer:
     ``unix_path=None`` offers no shm; ``rdma_devices`` are the verbs devices to offer, empty for every usable one, None
     for no rdma; ``ucx`` offers UCX, which needs NIXL. ``advertised_host`` (by default ``host``) is what the descriptor
     tells peers; with ``tcp_devices``, pairs of a device's name and its address, it tells one endpoint for each
-    (``host`` must then let all of them in).
+    (``host`` must then let all of them in), and with ``tcp_distances`` which of these are not its preferred ones.
     ``bytes_read`` and ``bytes_written`` count by transport, from the client's point of view; shm traffic is invisible
     here, so the owner adds what its clients report. The segment stays the caller's; close the server first.
     """
@@ -56,6 +56,7 @@ class SegmentServer:
         on_notice: OnNotice | None = None,
         advertised_host: str | None = None,
         tcp_devices: Sequence[tuple[str, str]] = (),
+        tcp_distances: Mapping[str, int] | None = None,
         max_connections: int = MAX_CONNECTIONS,
         stall_timeout_s: float = STALL_TIMEOUT_S,
     ) -> None:
@@ -65,6 +66,7 @@ class SegmentServer:
         self._host, self._port, self._unix_path = host, port, unix_path
         self._advertised_host = advertised_host or host
         self._tcp_devices = tuple(tcp_devices) or (("", self._advertised_host),)
+        self._tcp_distances = tcp_distances or {}
         self._generation = generation
         self._host_id = host_id
         self._on_freed = on_freed
@@ -123,7 +125,10 @@ class SegmentServer:
     def descriptor(self) -> SegmentDescriptor:
         """What peers need in order to open this segment; valid after ``start()``."""
         assert self._listener is not None, "start the server first"
-        endpoints = [Endpoint("tcp", str(Address(host, self._port)), device) for device, host in self._tcp_devices]
+        endpoints = [
+            Endpoint("tcp", str(Address(host, self._port)), device, self._tcp_distances.get(device, 0))
+            for device, host in self._tcp_devices
+        ]
         if self._ucx is not None:
             endpoints = self._ucx.endpoints() + endpoints
         if self._rdma is not None:

@@ -24,6 +24,8 @@ from tanghulu.rpc.door import Door
 from tanghulu.rpc.fast_server import FastService
 from tanghulu.transfer_engine.access import AccessTable
 from tanghulu.transfer_engine.engine import TransferEngine
+from tanghulu.transfer_engine.metrics import EngineCollector, ServerCollector
+from tanghulu.transfer_engine.options import transfer_settings
 from tanghulu.transfer_engine.segment import MemorySegment
 from tanghulu.transfer_engine.server import SegmentServer
 from tanghulu.types import Address, Fingerprint, RequestId
@@ -121,8 +123,15 @@ class Worker:
         self._metrics = WorkerMetrics(
             self._process.registry, block_bytes=loaded.layout.block_bytes, num_blocks=num_blocks
         )
-        transfers = TransferEngine(host_id=host_id(), clock=SystemClock())
+        self._transport = transfer_settings(config, config.host)
+        transfers = TransferEngine(
+            transports=self._transport.transports,
+            host_id=host_id(),
+            clock=SystemClock(),
+            config=self._transport.engine,
+        )
         stack.callback(transfers.close)
+        self._process.registry.register(EngineCollector(transfers))
         reader = PeerReader(transfers, self.instance_id)
         stack.callback(reader.close)
         store = None
@@ -164,11 +173,13 @@ class Worker:
             access,
             host=self._config.host,
             advertised_host=self._config.reachable_host,
-            unix_path=str(self._process.run_dir / "kv.sock"),
+            unix_path=str(self._process.run_dir / "kv.sock") if "shm" in self._transport.transports else None,
             generation=self._process.generation,
             host_id=host_id(),
             on_freed=self._peers.on_freed,
+            **self._transport.served,
         )
+        self._process.registry.register(ServerCollector(server))
         await server.start()
         stack.push_async_callback(server.close)
         self._peers.serve(service, server.descriptor())

@@ -15,6 +15,7 @@ from tanghulu.discovery.open import MASTER_HELP, open_discovery
 from tanghulu.errors import ConfigError
 from tanghulu.process import Process, ProcessConfig, run
 from tanghulu.store.node.eviction.policies import POLICIES
+from tanghulu.transfer_engine.options import TransferOptions
 from tanghulu.types import Masters, Role
 from tanghulu.workers.block_pool import DEFAULT_EVICTION
 
@@ -26,7 +27,7 @@ DRAIN_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerConfig(ProcessConfig):
+class WorkerConfig(TransferOptions, ProcessConfig):
     """The options of a worker."""
 
     port: int = option(7430, "port of sessions, peers and administration; 0 picks one")

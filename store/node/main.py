@@ -45,6 +45,8 @@ from tanghulu.store.node.tier_promotion import Promoter
 from tanghulu.store.shared_index import IndexPlace, IndexWriter, index_bytes, num_buckets_for
 from tanghulu.transfer_engine.access import AccessTable
 from tanghulu.transfer_engine.leases import Freed
+from tanghulu.transfer_engine.metrics import ServerCollector
+from tanghulu.transfer_engine.options import TransferOptions, transfer_settings
 from tanghulu.transfer_engine.segment import MemorySegment
 from tanghulu.transfer_engine.server import SegmentServer
 from tanghulu.types import Address, ChunkKey, Masters, Role, format_size
@@ -61,7 +63,7 @@ _MAX_MAPPED_FRACTION = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeConfig(ProcessConfig):
+class NodeConfig(TransferOptions, ProcessConfig):
     """The options of ``tanghulu node``."""
 
     port: int = option(7410, "port to listen on; 0 picks one")
@@ -77,7 +79,6 @@ class NodeConfig(ProcessConfig):
     ssd_admission: str = option("all", "which evicted chunks go to the SSD", choices=MODES)
     ssd_write_rate: int = option(0, "bytes a second that may be written to the SSD; 0: no limit", size=True)
     lease_ms: int = option(10_000, "how long a reservation or a pin lasts")
-    ucx: bool = option(False, "offer the segment by UCX too; needs NIXL (the extra ucx)")
     prefault: bool = option(False, "touch the whole segment at the start")
     debug_checks: bool = option(False, "assert all invariants of the node twenty times a second")
 
@@ -117,16 +118,17 @@ class Node:
         self.state = NodeState(config.memory, access, lambda: make_policy(config.eviction), self._clock)
         index_view = self._segment.view[self._index.begin :]
         self.state.table.published = Published(IndexWriter(index_view, self._index.seed, self._clock.now_s()))
+        settings = transfer_settings(config, config.host)
         self._segment_server = SegmentServer(
             self._segment,
             access,
             host=config.host,
             advertised_host=config.reachable_host,
-            unix_path=str(process.run_dir / "segment.sock"),
-            ucx=config.ucx,
+            unix_path=str(process.run_dir / "segment.sock") if "shm" in settings.transports else None,
             generation=process.generation,
             host_id=processes.host_id(),
             on_freed=self._freed,
+            **settings.served,
         )
         self._tier = None
         if config.ssd_path is not None:
@@ -155,6 +157,7 @@ class Node:
         )
         if self._tier is not None:
             process.registry.register(TierCollector(self.state, self._tier))
+        process.registry.register(ServerCollector(self._segment_server))
         metrics.register(process.registry, NodeCollector(self.state, self._all_traffic, lambda: len(self._sessions)))
 
     async def run(self) -> None:

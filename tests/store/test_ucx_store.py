@@ -18,7 +18,7 @@ SIZES = (100, 70_000, (5 << 20) + 3)
 
 @pytest.mark.skipif(bool(probe()), reason=probe() or "NIXL is here")
 def test_values_go_and_come_by_ucx():
-    with Cluster(1, "64MiB", "--ucx") as cluster:
+    with Cluster(1, "64MiB", "--transports", "shm,ucx,tcp") as cluster:
         values = {f"k{size}": np.random.default_rng(size).bytes(size) for size in SIZES}
         with tanghulu.connect(cluster.address, transport="ucx") as writer:
             for key, value in values.items():
@@ -53,7 +53,8 @@ def test_a_node_without_nixl_says_so():
         "0",
         "--master",
         "127.0.0.1:9",
-        "--ucx",
+        "--transports",
+        "shm,ucx,tcp",
     ]
     node = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert node.returncode == 1

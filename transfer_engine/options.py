@@ -1,0 +1,90 @@
+"""The transfer engine's options of a process: what its flags mean for the segment it serves and the engine it runs.
+
+One door for nodes and workers. Pure, but for ``topology_discovery`` where devices are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tanghulu.config import option
+from tanghulu.errors import ConfigError
+from tanghulu.transfer_engine.config import EngineConfig
+from tanghulu.transfer_engine.topology import Topology
+from tanghulu.transfer_engine.topology_discovery import load
+
+_KNOWN = ("shm", "rdma", "ucx", "tcp")
+_WILDCARDS = ("", "0.0.0.0", "::")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferOptions:
+    """Fields for the configuration of a process that offers a segment or opens others'."""
+
+    transports: str = option("shm,tcp", "how payloads may move, the best first: of shm, rdma, ucx and tcp")
+    topology: str = option("", "spread tcp over network devices: auto, or a file as tanghulu topology --json prints it")
+    tcp_devices: str = option("", "of these devices only, by name: eth1,eth2; default: all of --topology")
+    rdma_devices: str = option("", "verbs devices for rdma, in the order of their rails; default: all that work")
+    memory_node: int = option(-1, "NUMA node of this process's memory: devices near it come first; -1: unknown")
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSettings:
+    """The options, checked: arguments of SegmentServer and TransferEngine.
+
+    ``served`` are the keyword arguments of SegmentServer about which endpoints to offer.
+    """
+
+    transports: tuple[str, ...]
+    engine: EngineConfig
+    served: Mapping[str, Any]
+
+
+def transfer_settings(options: TransferOptions, host: str) -> TransferSettings:
+    """What the flags ask for; ``host`` is what the process listens on. Raises ConfigError that names the flag."""
+    transports = _names(options.transports)
+    unknown = [name for name in transports if name not in _KNOWN]
+    if unknown or len(set(transports)) != len(transports):
+        raise ConfigError(f"--transports {options.transports}: name some of {', '.join(_KNOWN)}, each once")
+    if "tcp" not in transports:
+        raise ConfigError(f"--transports {options.transports}: tcp must be among them, it carries control and notices")
+    rdma = _names(options.rdma_devices)
+    if rdma and "rdma" not in transports:
+        raise ConfigError(f"--rdma-devices {options.rdma_devices}: rdma is not among --transports {options.transports}")
+    location = f"cpu:{options.memory_node}" if options.memory_node >= 0 else ""
+    topology = _topology(options)
+    if topology is not None and host not in _WILDCARDS:
+        raise ConfigError(f"--topology and --tcp-devices need --host 0.0.0.0; {host} is one device's address")
+    near = [] if topology is None else topology.addresses(location)
+    served = {
+        "ucx": "ucx" in transports,
+        "rdma_devices": rdma if "rdma" in transports else None,
+        "tcp_devices": near,
+        "tcp_distances": {name: topology.distance(location, name) for name, _ in near} if topology is not None else {},
+    }
+    return TransferSettings(transports, EngineConfig(topology=topology, location=location, rdma_devices=rdma), served)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _topology(options: TransferOptions) -> Topology | None:
+    """The devices that tcp is to be spread over; None: leave it to the kernel."""
+    wanted = _names(options.tcp_devices)
+    if not options.topology and not wanted:
+        return None
+    topology = load(None if options.topology in ("", "auto") else options.topology)
+    usable = {each.name for each in topology.usable}
+    if not usable:
+        raise ConfigError(f"--topology {options.topology}: no device is up and has an address, but for the loopback")
+    strangers = [name for name in wanted if name not in usable]
+    if strangers:
+        raise ConfigError(
+            f"--tcp-devices: {', '.join(strangers)} cannot be used; there are {', '.join(sorted(usable))}"
+        )
+    if not wanted:
+        return topology
+    return replace(topology, devices=tuple(each for each in topology.devices if each.name in wanted))
