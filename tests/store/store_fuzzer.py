@@ -1,0 +1,380 @@
+"""Sends what no client would: random and mutated frames and gRPC messages to a real node and a real master.
+
+Everything derives from one seed. ``python tests/store/store_fuzzer.py --seconds 600 --seed 1`` runs it by hand; see
+test_store_fuzz for what is asserted of the processes meanwhile and afterwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import re
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+from store_cluster import Cluster, Process
+
+import tanghulu
+from tanghulu.errors import InvalidRequest
+from tanghulu.protos import common_pb2, directory_pb2, fastlane_pb2, membership_pb2, store_pb2
+from tanghulu.rpc.fast_client import FastConnection
+from tanghulu.rpc.frames import HEAD, PREAMBLE, PROTOCOL_VERSION, FrameReader, encode_head
+from tanghulu.rpc.wire import decode
+from tanghulu.types import Address
+
+_F = fastlane_pb2
+METHODS: dict[int, type[Message]] = {
+    _F.METHOD_HELLO: store_pb2.HelloRequest,
+    _F.METHOD_PUT: store_pb2.PutRequest,
+    _F.METHOD_RESERVE: store_pb2.ReserveRequest,
+    _F.METHOD_COMMIT: store_pb2.CommitRequest,
+    _F.METHOD_GET: store_pb2.GetRequest,
+    _F.METHOD_UNPIN: store_pb2.UnpinRequest,
+    _F.METHOD_EXISTS: store_pb2.ExistsRequest,
+    _F.METHOD_REMOVE: store_pb2.RemoveRequest,
+    _F.METHOD_CHUNK_STAT: store_pb2.StatRequest,
+    _F.METHOD_EVICTION: store_pb2.EvictionRequest,
+    _F.METHOD_ANNOUNCE: directory_pb2.AnnounceRequest,
+    _F.METHOD_LOCATE: directory_pb2.LocateRequest,
+    _F.METHOD_PLACE: directory_pb2.PlaceRequest,
+    _F.METHOD_NODES: directory_pb2.NodesRequest,
+    _F.METHOD_LIST_KEYS: directory_pb2.ListKeysRequest,
+}
+GRPC: dict[str, type[Message]] = {
+    "/tanghulu.v1.StoreNode/Put": store_pb2.PutRequest,
+    "/tanghulu.v1.StoreNode/Get": store_pb2.GetRequest,
+    "/tanghulu.v1.StoreNode/Exists": store_pb2.ExistsRequest,
+    "/tanghulu.v1.StoreNode/Remove": store_pb2.RemoveRequest,
+    "/tanghulu.v1.StoreNode/Stat": store_pb2.StatRequest,
+    "/tanghulu.v1.Directory/Announce": directory_pb2.AnnounceRequest,
+    "/tanghulu.v1.Directory/Locate": directory_pb2.LocateRequest,
+    "/tanghulu.v1.Directory/Place": directory_pb2.PlaceRequest,
+    "/tanghulu.v1.Directory/Nodes": directory_pb2.NodesRequest,
+    "/tanghulu.v1.Directory/ListKeys": directory_pb2.ListKeysRequest,
+    "/tanghulu.v1.Directory/Events": directory_pb2.EventsRequest,
+    "/tanghulu.v1.Membership/KeepAlive": membership_pb2.KeepAliveRequest,
+    "/tanghulu.v1.Membership/Deregister": membership_pb2.DeregisterRequest,
+    "/tanghulu.v1.Membership/Register": membership_pb2.RegisterRequest,
+    "/tanghulu.v1.Membership/Watch": membership_pb2.WatchRequest,
+}
+_INTERESTING = (0, 1, 2, 127, 128, 255, 1 << 15, (1 << 16) - 1, 1 << 24, (1 << 31) - 1, 1 << 31, (1 << 32) - 1)
+_WORDS = ("", "k0", "fuzz/a", "fuzz/" + "x" * 2000, "\x00", "ключ", "kv/", "node-1-abc", "lru", "no-such", "a/b/c")
+_REPLY_S = 0.02
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[bytes]]:
+    """The frames that clients of this process really send."""
+    frames: list[bytes] = []
+    original = FastConnection._send
+
+    def send(self: FastConnection, call: Any, call_id: int, until: float) -> None:
+        body, data = call.request.SerializeToString(), b"".join(bytes(part) for part in call.attachment)
+        frames.append(encode_head(call.method, call_id, len(body), len(data)) + body + data)
+        original(self, call, call_id, until)
+
+    FastConnection._send = send  # type: ignore[method-assign]
+    try:
+        yield frames
+    finally:
+        FastConnection._send = original  # type: ignore[method-assign]
+
+
+def record(address: str) -> list[bytes]:
+    """One of everything that a client does."""
+    with recording() as frames:
+        for transport in ("shm", "tcp"):
+            with tanghulu.connect(address, transport=transport) as client:
+                client.put(f"fuzz/small{transport}", b"small" * 100, ttl_s=5)
+                client.put(f"fuzz/large{transport}", bytes(200_000), pin="soft", part_bytes=65536)
+                client.put_many([(f"fuzz/{transport}{i}", bytes([i]) * 900) for i in range(5)])
+                client.get(f"fuzz/large{transport}").close()
+                client.get_many([f"fuzz/{transport}{i}" for i in range(7)])
+                client.exists_many(["fuzz/0", "fuzz/1"])
+                client.match_prefix(["fuzz/0"])
+                client.stat(f"fuzz/small{transport}")
+                client.list_keys("fuzz/")
+                client.nodes()
+                client.eviction_policy(client.nodes()[0].id)
+                client.remove(f"fuzz/small{transport}")
+    announce = directory_pb2.AnnounceRequest(node_id="node-1-abc", generation=7, removed=["fuzz/x"], report=1)
+    announce.added.add(key="fuzz/y", version=3, size_bytes=100)
+    body = announce.SerializeToString()
+    place = directory_pb2.PlaceRequest(size_bytes=1000, replicas=2, client_place="a/b/c").SerializeToString()
+    frames.append(encode_head(_F.METHOD_ANNOUNCE, 1, len(body), 0) + body)
+    frames.append(encode_head(_F.METHOD_PLACE, 2, len(place), 0) + place)
+    return frames
+
+
+@dataclass
+class Mutator:
+    """Makes bytes out of recorded frames and message types; everything from ``rng``."""
+
+    rng: random.Random
+    frames: list[bytes]
+
+    def bytes_like(self, data: bytes) -> bytes:
+        """``data`` with a few changes."""
+        rng, out = self.rng, bytearray(data)
+        for _ in range(rng.choice((1, 1, 2, 3, 8))):
+            if not out:
+                return rng.randbytes(rng.randrange(40))
+            at = rng.randrange(len(out))
+            match rng.randrange(7):
+                case 0:
+                    out[at] ^= 1 << rng.randrange(8)
+                case 1:
+                    out[at] = rng.choice(_INTERESTING) & 255
+                case 2:
+                    del out[at : at + rng.choice((1, 2, 8, 100))]
+                case 3:
+                    out[at:at] = rng.randbytes(rng.choice((1, 4, 50)))
+                case 4:
+                    other = rng.choice(self.frames)
+                    begin = rng.randrange(len(other))
+                    out[at : at + 20] = other[begin : begin + rng.choice((4, 40))]
+                case 5:
+                    out[at:at] = out[at : at + rng.choice((5, 60))] * rng.choice((1, 10))
+                case _:
+                    out = out[:at]
+        return bytes(out)
+
+    def frame(self) -> bytes:
+        """A frame that is nearly right, or not at all."""
+        rng = self.rng
+        match rng.randrange(6):
+            case 0:
+                return rng.randbytes(rng.randrange(1, 200))
+            case 1:
+                return self.bytes_like(rng.choice(self.frames))
+            case 2:  # a head that lies about what follows
+                known = rng.choice(self.frames)
+                head = list(HEAD.unpack_from(known))
+                head[0] = rng.choice((*_INTERESTING, *head))
+                head[1] = rng.choice((head[1], *_INTERESTING))
+                method = rng.choice([*METHODS, 0, 2, 9, 50, 51, 65535])
+                return HEAD.pack(head[0], head[1], method, rng.randrange(65536), rng.choice(_INTERESTING)) + known[16:]
+            case 3:  # a sound frame around a mutated message
+                known = rng.choice(self.frames)
+                method, body = HEAD.unpack_from(known)[2], self.bytes_like(known[HEAD.size :])
+                return encode_head(method, rng.randrange(1, 1 << 32), len(body), 0) + body
+            case 4:  # another method's message
+                known = rng.choice(self.frames)
+                size, attached, _, _, call_id = HEAD.unpack_from(known)
+                return HEAD.pack(size, attached, rng.choice(list(METHODS)), 0, call_id) + known[HEAD.size :]
+            case _:
+                method, kind = rng.choice(list(METHODS.items()))
+                body = self.message(kind).SerializeToString()
+                data = rng.randbytes(rng.choice((0, 0, 10, 5000)))
+                return encode_head(method, rng.randrange(1, 1 << 32), len(body), len(data)) + body + data
+
+    def message(self, kind: type[Message], depth: int = 0) -> Message:
+        """A message of ``kind`` with odd values in some of its fields."""
+        message = kind()
+        for each in message.DESCRIPTOR.fields:
+            if self.rng.random() < 0.6 and depth < 4:
+                self._fill(message, each, depth)
+        return message
+
+    def _fill(self, message: Message, each: FieldDescriptor, depth: int) -> None:
+        rng, target = self.rng, getattr(message, each.name)
+        repeated = hasattr(target, "append") and not isinstance(target, str | bytes)
+        if each.message_type is not None:
+            if each.message_type.GetOptions().map_entry:
+                target[rng.choice(_WORDS)] = rng.choice(_WORDS)
+            elif repeated:
+                for _ in range(rng.choice((0, 1, 3))):
+                    target.add().CopyFrom(self.message(each.message_type._concrete_class, depth + 1))
+            else:
+                target.CopyFrom(self.message(each.message_type._concrete_class, depth + 1))
+        elif repeated:
+            target.extend(self._scalar(each) for _ in range(rng.choice((0, 1, 4, 300))))
+        else:
+            setattr(message, each.name, self._scalar(each))
+
+    def _scalar(self, each: FieldDescriptor) -> Any:
+        rng, kind = self.rng, each.cpp_type
+        if kind == FieldDescriptor.CPPTYPE_STRING:
+            text = rng.choice(_WORDS)
+            return rng.randbytes(rng.choice((0, 3, 900))) if each.type == FieldDescriptor.TYPE_BYTES else text
+        if kind == FieldDescriptor.CPPTYPE_BOOL:
+            return rng.random() < 0.5
+        if kind in (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT):
+            return rng.choice((0.0, -1.0, 1e300, float("nan"), float("inf")))
+        if kind == FieldDescriptor.CPPTYPE_ENUM:
+            return rng.choice((0, 1, 2, 3, 99))
+        bits = 32 if kind in (FieldDescriptor.CPPTYPE_INT32, FieldDescriptor.CPPTYPE_UINT32) else 64
+        most = (1 << bits) - 1 if kind in (FieldDescriptor.CPPTYPE_UINT32, FieldDescriptor.CPPTYPE_UINT64) else 100
+        return rng.choice((0, 1, 5, 1000, most, most >> 1, rng.randrange(most + 1)))
+
+
+def decode_in_process(mutator: Mutator, num: int) -> None:
+    """The decoders take anything: frames or InvalidRequest come out, nothing else."""
+    for _ in range(num):
+        reader, stream = FrameReader(), b"".join(mutator.frame() for _ in range(3))
+        position = 0
+        with contextlib.suppress(InvalidRequest):
+            while position < len(stream):
+                step = mutator.rng.choice((1, 7, 100, 5000))
+                for frame in reader.feed(stream[position : position + step]):
+                    kind = METHODS.get(frame.method, common_pb2.Status)
+                    with contextlib.suppress(InvalidRequest):
+                        decode(kind, frame.body)
+                position += step
+
+
+@dataclass
+class Fuzzer:
+    """Attacks ``targets`` in turn. ``counts`` says how much was sent."""
+
+    mutator: Mutator
+    cluster: Cluster
+    counts: dict[str, int] = field(default_factory=lambda: {"connections": 0, "frames": 0, "calls": 0, "errors": 0})
+
+    @property
+    def targets(self) -> list[Process]:
+        return [self.cluster.master, *self.cluster.nodes]
+
+    def run(self, seconds: float, look: Callable[[], None]) -> None:
+        """For ``seconds``; ``look`` is called about once a second."""
+        until_s, looked_s = time.monotonic() + seconds, 0.0
+        with contextlib.ExitStack() as stack:
+            channels = [stack.enter_context(grpc.insecure_channel(each.address)) for each in self.targets]
+            while time.monotonic() < until_s:
+                for target, channel in zip(self.targets, channels, strict=True):
+                    self._connection(target)
+                    self._call(channel)
+                if time.monotonic() > looked_s + 1.0:
+                    look()
+                    looked_s = time.monotonic()
+        look()
+
+    def _open(self, target: Process) -> socket.socket:
+        unix = list(target.run_dir.glob("*.sock"))
+        if unix and self.mutator.rng.random() < 0.5:
+            sock = socket.socket(socket.AF_UNIX)
+            sock.connect(str(self.mutator.rng.choice(unix)))
+        else:
+            address = Address.parse(target.address)
+            sock = socket.create_connection((address.host, address.port))
+        sock.settimeout(_REPLY_S)
+        return sock
+
+    def _connection(self, target: Process) -> None:
+        """One connection: a beginning that is right or wrong, a few frames, whatever comes back, an end."""
+        rng, mutator = self.mutator.rng, self.mutator
+        self.counts["connections"] += 1
+        with self._open(target) as sock, contextlib.suppress(OSError):
+            sock.sendall(PREAMBLE if rng.random() < 0.9 else mutator.bytes_like(rng.choice((PREAMBLE, _HTTP2))))
+            if rng.random() < 0.7:
+                sock.sendall(hello(rng))
+            for _ in range(rng.choice((1, 3, 10))):
+                sock.sendall(mutator.frame())
+                self.counts["frames"] += 1
+            if rng.random() < 0.3:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # ends by a reset
+            elif rng.random() < 0.7:
+                while sock.recv(1 << 16):
+                    pass
+
+    def _call(self, channel: grpc.Channel) -> None:
+        rng = self.mutator.rng
+        path, kind = rng.choice(list(GRPC.items()))
+        data = self.mutator.message(kind).SerializeToString()
+        if rng.random() < 0.4:
+            data = self.mutator.bytes_like(data)
+        self.counts["calls"] += 1
+        if "Register" in path:  # an instance that nobody is would be taken for a node until its lease ends
+            with contextlib.suppress(Exception):
+                request = membership_pb2.RegisterRequest.FromString(data)
+                request.ttl_ms = min(request.ttl_ms, 200)
+                data = request.SerializeToString()
+        streams = path.endswith(("Events", "Watch"))
+        make = channel.unary_stream if streams else channel.unary_unary
+        call: Any = make(path, request_serializer=_same, response_deserializer=_same)
+        try:
+            answer = call(data, timeout=0.3)
+            if streams:
+                next(answer, None)
+                answer.cancel()
+        except grpc.RpcError:
+            self.counts["errors"] += 1
+
+
+_HTTP2 = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
+
+
+def _same(data: bytes) -> bytes:
+    return data
+
+
+def hello(rng: random.Random) -> bytes:
+    """A sound first frame of a client that nobody knows."""
+    request = store_pb2.HelloRequest(
+        protocol_version=PROTOCOL_VERSION, client_id=f"fuzz{rng.randrange(50)}", wants_shm=rng.random() < 0.5
+    )
+    body = request.SerializeToString()
+    return encode_head(_F.METHOD_HELLO, 1, len(body), 0) + body
+
+
+def resident_bytes(process: Process) -> int:
+    """Private memory of the process, without the segment that it shares."""
+    for line in Path(f"/proc/{process.popen.pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no RssAnon")
+
+
+def handled_badly(log: str) -> list[str]:
+    """Traces of exceptions that no handler foresaw. What gRPC itself says of bytes that are no message is none."""
+    ends = [match.end() for match in re.finditer("Traceback|handler_failed", log)]
+    around = [log[max(end - 1500, 0) : end + 3000] for end in ends]
+    return [
+        each
+        for end, each in zip(ends, around, strict=True)
+        if not re.search(r"Unexpected \[DecodeError\] raised by servicer method [^\n]*\nTraceback$", log[:end][-300:])
+    ]
+
+
+def fuzz(cluster: Cluster, seconds: float, seed: int, most_bytes: int) -> Fuzzer:
+    """Attack for ``seconds``; asserts that every process lives, handles nothing badly, stays below ``most_bytes``."""
+    mutator = Mutator(random.Random(seed), record(cluster.address))
+    decode_in_process(mutator, 300)
+    fuzzer = Fuzzer(mutator, cluster)
+
+    def look() -> None:
+        for process in fuzzer.targets:
+            assert process.alive, f"seed {seed}: {process.log_text()[-4000:]}"
+            assert resident_bytes(process) < most_bytes, f"seed {seed}: {process.name} has {resident_bytes(process)} B"
+
+    fuzzer.run(seconds, look)
+    for process in fuzzer.targets:
+        bugs = handled_badly(process.log_text())
+        assert not bugs, f"seed {seed}: {process.name}: {bugs[0]}"
+    return fuzzer
+
+
+def main() -> None:
+    """By hand."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    from test_store_fuzz import attacked
+
+    with attacked(arguments.seconds, arguments.seed) as fuzzer:
+        sizes = {process.name: f"{resident_bytes(process) >> 20} MiB" for process in fuzzer.targets}
+        print(f"seed {arguments.seed}: {fuzzer.counts}; memory at the end {sizes}")
+
+
+if __name__ == "__main__":
+    main()
