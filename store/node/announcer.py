@@ -19,7 +19,6 @@ from tanghulu.protos import common_pb2, directory_pb2, fastlane_pb2
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Reply
 from tanghulu.store.node.announcements import Announcement, Report
-from tanghulu.store.node.chunk import Chunk
 from tanghulu.store.node.confirmations import Confirmations, Done, Word
 from tanghulu.store.node.copy_wire import Orders, orders_from_wire
 from tanghulu.store.node.fence import Fence
@@ -226,7 +225,7 @@ class Announcer:
             entry = request.added.add(key=chunk.key, version=chunk.version, size_bytes=chunk.size_bytes)
             if chunk.tier is Tier.SSD:
                 entry.tier = common_pb2.TIER_SSD
-            if isinstance(chunk, Chunk) and chunk.replicas > 1:
+            if chunk.replicas > 1:
                 entry.replicas = chunk.replicas
         self._failed_copies = []
         self._add_signs(request)

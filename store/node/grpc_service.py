@@ -15,7 +15,8 @@ from tanghulu.store.node.chunk import Chunk
 from tanghulu.store.node.metrics import TrafficCounters
 from tanghulu.store.node.node_state import NodeState
 from tanghulu.store.node.puts import PutDesk, remaining_s
-from tanghulu.store.node.service import DEFAULT_DEADLINE_S, cut_values, put_result, stat_reply
+from tanghulu.store.node.service import DEFAULT_DEADLINE_S, cut_values, put_result
+from tanghulu.store.node.stat_wire import stat_reply
 from tanghulu.store.node.tier_promotion import Promoter
 from tanghulu.store.wire import checksums_to_wire, set_error
 from tanghulu.types import ChunkKey

@@ -27,6 +27,14 @@ def refuse_impossible(new: NewChunk, capacity_bytes: int, hard_pinned_bytes: int
         )
 
 
+def no_room(new: NewChunk, capacity_bytes: int) -> StoreFull:
+    """What a put hears whose deadline came while it waited for room."""
+    return StoreFull(
+        f"no room for {format_size(new.size_bytes)}: what is left of {format_size(capacity_bytes)} is leased, being "
+        "written or hard-pinned; try again, or give the node more memory"
+    )
+
+
 class Watermarks:
     """Evicting ahead of need: begins above ``high``, ends at ``low`` (fractions of the capacity); 1.0: never.
 

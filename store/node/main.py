@@ -137,9 +137,7 @@ class Node:
             self._tier = open_tier(
                 place, self.state, self._segment.view, admission, lambda: make_policy(config.eviction), self._clock
             )
-        self._promoter = (
-            None if self._tier is None else Promoter(self.state, self._tier, self._segment.view, self._clock)
-        )
+        self._promoter = None if self._tier is None else Promoter(self.state, self._tier, self._segment.view)
         low, high = config.watermarks
         self._watermarks = Watermarks(config.memory, high, low)
         self._traffic = TrafficCounters()

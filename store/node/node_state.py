@@ -18,7 +18,7 @@ from tanghulu.store.node.chunk_table import ChunkTable
 from tanghulu.store.node.eviction.base import Policy
 from tanghulu.store.node.holdings import Holding, LowerTier, NoTier
 from tanghulu.store.node.hot_keys import SAMPLE, HotKeys
-from tanghulu.store.node.limits import refuse_impossible, refuse_while
+from tanghulu.store.node.limits import no_room, refuse_impossible, refuse_while
 from tanghulu.store.node.outcomes import Existed, NodeCounters, Outcome, Pinned, Reserved
 from tanghulu.store.node.room import Room
 from tanghulu.store.node.tier_entry import TierEntry
@@ -27,7 +27,7 @@ from tanghulu.store.words import NewChunk, Pin
 from tanghulu.transfer_engine.access import AccessTable
 from tanghulu.transfer_engine.leases import Freed
 from tanghulu.transfer_engine.opcode import Opcode
-from tanghulu.types import ChunkKey, LeaseId, format_size
+from tanghulu.types import ChunkKey, LeaseId
 
 
 class NodeState:
@@ -108,10 +108,7 @@ class NodeState:
         """The put's deadline came first; the error to answer it with."""
         self.waiters.leave(waiter)
         self.counters.store_full += 1
-        return StoreFull(
-            f"no room for {format_size(waiter.new.size_bytes)}: what is left of {format_size(self.capacity_bytes)} is "
-            "leased, being written or hard-pinned; try again, or give the node more memory"
-        )
+        return no_room(waiter.new, self.capacity_bytes)
 
     def commit(self, lease_id: LeaseId, session_id: int, checksums: Checksums, *, visible: bool) -> Reserved | Existed:
         """The holder has written its reservation. Raises LeaseExpired or InvalidRequest, and it is gone."""
@@ -175,6 +172,10 @@ class NodeState:
         """Everything that a report to a new master lists, each key once."""
         below = [entry for entry in self.tier.entries() if self.table.find(entry.key) is None]
         return [*(c for c in self.table if c.state is ChunkState.LIVE), *below]
+
+    def left_s(self, holding: Holding) -> float | None:
+        """How long it has to live; None: without end."""
+        return None if holding.expires_s is None else holding.expires_s - self._clock.now_s()
 
     def age_s(self, chunk: Chunk) -> float:
         """How long ago the chunk was reserved."""
@@ -367,8 +368,7 @@ class NodeState:
         """Let a LIVE chunk go to make room, or because it is held elsewhere; its range is free when nobody reads it."""
         self.counters.evictions += 1
         self.counters.evicted_bytes += chunk.size_bytes
-        left_s = None if chunk.expires_s is None else chunk.expires_s - self._clock.now_s()
-        self._left_memory(chunk, self.tier.demote(chunk, left_s))
+        self._left_memory(chunk, self.tier.demote(chunk, self.left_s(chunk)))
         self._drop(chunk, evicted=True)
 
     def _left_memory(self, chunk: Chunk, entry: TierEntry | None) -> None:

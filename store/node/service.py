@@ -23,18 +23,15 @@ from tanghulu.store.node.node_state import NodeState
 from tanghulu.store.node.outcomes import Existed
 from tanghulu.store.node.puts import PutDesk, PutOutcome, Written, remaining_s
 from tanghulu.store.node.sessions import Greeting, Session, Sessions, as_set
-from tanghulu.store.node.tier_entry import TierEntry
+from tanghulu.store.node.stat_wire import check_count, stat_reply
 from tanghulu.store.node.tier_promotion import Promoter
 from tanghulu.store.shared_index import IndexPlace
 from tanghulu.store.wire import (
     checksums_from_wire,
-    checksums_to_wire,
     fill_checksums,
     index_to_wire,
     new_chunk_from_wire,
-    pin_to_wire,
     set_error,
-    tier_to_wire,
 )
 from tanghulu.store.words import MAX_INLINE_BYTES, NewChunk
 from tanghulu.transfer_engine.descriptor_wire import to_proto
@@ -43,7 +40,6 @@ from tanghulu.types import ChunkKey
 
 _log = structlog.get_logger(__name__)
 
-MAX_KEYS_PER_CALL = 65536
 #: Payload in one answer; what does not fit is pinned instead.
 MAX_INLINE_ANSWER_BYTES = 4 << 20
 #: Of the memory, what one answer pins while it brings chunks up from the SSD; the first of them may be larger.
@@ -141,7 +137,7 @@ class NodeService:
         self, peer: Peer, request: store_pb2.ReserveRequest, attachment: memoryview
     ) -> Answer | Coroutine[Any, Any, Answer]:
         """Reserve ranges that the client will write."""
-        _check_count(len(request.items))
+        check_count(len(request.items))
         session = _session(peer)
         items = [new_chunk_from_wire(item) for item in request.items]
         reserved = self._desk.reserve_at_once(items, session.holder)
@@ -156,7 +152,7 @@ class NodeService:
 
     def commit(self, peer: Peer, request: store_pb2.CommitRequest, attachment: memoryview) -> Pending:
         """Publish what the client has written, give back what it has not."""
-        _check_count(len(request.items))
+        check_count(len(request.items))
         session = _session(peer)
         if request.aborted:
             self._state.unpin(request.aborted, session.owned)
@@ -187,7 +183,7 @@ class NodeService:
         self, peer: Peer, request: store_pb2.GetRequest, attachment: memoryview
     ) -> Answer | Coroutine[Any, Any, Answer]:
         """Small values inside the answer, others pinned; those on the SSD come up first."""
-        _check_count(len(request.keys))
+        check_count(len(request.keys))
         session = _session(peer)
         if self._promoter is not None and self._promoter.is_cold(request.keys):
             return self._get_cold(session, request, self._promoter)
@@ -273,7 +269,7 @@ class NodeService:
 
     def exists(self, peer: Peer, request: store_pb2.ExistsRequest, attachment: memoryview) -> Answer:
         """One byte a key; neither pins nor touches."""
-        _check_count(len(request.keys))
+        check_count(len(request.keys))
         holds = self._state.holds
         return store_pb2.ExistsReply(found=bytes(holds(ChunkKey(key)) for key in request.keys))
 
@@ -281,7 +277,7 @@ class NodeService:
         self, peer: Peer, request: store_pb2.RemoveRequest, attachment: memoryview
     ) -> Coroutine[Any, Any, Answer]:
         """Drop chunks; one byte a key."""
-        _check_count(len(request.keys))
+        check_count(len(request.keys))
         removed = bytes(self._state.remove(ChunkKey(key)) for key in request.keys)
         self._desk.room_changed()
         return self._removed(removed)
@@ -309,38 +305,6 @@ class NodeService:
 
     def _until(self, deadline_ms: int) -> float:
         return asyncio.get_running_loop().time() + remaining_s(deadline_ms, DEFAULT_DEADLINE_S)
-
-
-def stat_reply(state: NodeState, request: store_pb2.StatRequest) -> store_pb2.StatReply:
-    """The answer to CHUNK_STAT, for both carriers."""
-    _check_count(len(request.keys))
-    reply = store_pb2.StatReply()
-    for key in request.keys:
-        chunk = state.find(ChunkKey(key))
-        if chunk is None:
-            _add_stat_below(reply, state.tier.find(ChunkKey(key)))
-            continue
-        reply.chunks.add(
-            found=True,
-            size_bytes=chunk.size_bytes,
-            version=chunk.version,
-            checksums=checksums_to_wire(chunk.checksums),
-            pin=pin_to_wire(chunk.pin),
-            num_leases=chunk.num_leases,
-            age_s=state.age_s(chunk),
-            num_hits=chunk.num_hits,
-            replicas=chunk.replicas,
-            ttl_ms=chunk.left_ms(state.age_s(chunk)),
-        )
-    return reply
-
-
-def _add_stat_below(reply: store_pb2.StatReply, entry: TierEntry | None) -> None:
-    stat = reply.chunks.add()
-    if entry is not None:
-        stat.found, stat.size_bytes, stat.version = True, entry.size_bytes, entry.version
-        stat.pin, stat.tier = pin_to_wire(entry.pin), tier_to_wire(entry.tier)
-        fill_checksums(stat.checksums, entry.checksums)
 
 
 def _reserve_reply(reserved: Sequence[Written]) -> store_pb2.ReserveReply:
@@ -376,7 +340,7 @@ def put_result(outcome: PutOutcome) -> store_pb2.PutResult:
 
 def cut_values(items: Sequence[store_pb2.PutItem], data: memoryview) -> list[tuple[NewChunk, memoryview]]:
     """The values that lie one behind the other in ``data``; raises InvalidRequest if the sizes do not add up."""
-    _check_count(len(items))
+    check_count(len(items))
     cut: list[tuple[NewChunk, memoryview]] = []
     position = 0
     for item in items:
@@ -393,8 +357,3 @@ def _session(peer: Peer) -> Session:
     if not isinstance(session, Session):
         raise Unauthorized("say HELLO first")
     return session
-
-
-def _check_count(num_keys: int) -> None:
-    if num_keys > MAX_KEYS_PER_CALL:
-        raise InvalidRequest(f"{num_keys} keys in one call are more than {MAX_KEYS_PER_CALL}; send them in several")

@@ -116,7 +116,14 @@ class SsdTier:
         """``chunk`` is leaving memory, where its bytes still lie: keep it here. None if it is dropped."""
         ends_unix_s = None if left_s is None else unix_time_s() + left_s
         record = Record(
-            chunk.key, chunk.version, chunk.size_bytes, chunk.checksums, chunk.pin, ends_unix_s, left_s or 0.0
+            chunk.key,
+            chunk.version,
+            chunk.size_bytes,
+            chunk.checksums,
+            chunk.pin,
+            ends_unix_s,
+            left_s or 0.0,
+            chunk.replicas,
         )
         entry, instructions = self.state.evicted(record, chunk.expires_s, chunk.num_hits, self._down.largest_free_bytes)
         self._perform(instructions, chunk)

@@ -9,10 +9,10 @@ from tanghulu.store.node.tier_entry import TierEntry
 from tanghulu.store.words import NewChunk
 
 
-def reserve(state: NodeState, entry: TierEntry, now_s: float, *, sparing: bool) -> Chunk | None:
+def reserve(state: NodeState, entry: TierEntry, *, sparing: bool) -> Chunk | None:
     """A range for ``entry``; None if leases leave no room. ``sparing``: see Room.take."""
-    left_s = None if entry.expires_s is None else entry.expires_s - now_s
-    new = NewChunk(entry.key, entry.version, entry.size_bytes, entry.checksums, entry.pin, left_s)
+    left_s = state.left_s(entry)
+    new = NewChunk(entry.key, entry.version, entry.size_bytes, entry.checksums, entry.pin, left_s, entry.replicas)
     reserved = state.try_reserve(new, None, sparing=sparing)
     return None if reserved is None else reserved.chunk
 

@@ -92,6 +92,11 @@ class TierEntry:
         return self.record.pin
 
     @property
+    def replicas(self) -> int:
+        """Nodes that shall hold it, this one among them."""
+        return self.record.replicas
+
+    @property
     def range_bytes(self) -> int:
         """What it takes in the file."""
         return self.record.record_bytes

@@ -11,7 +11,6 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
 
-from tanghulu.clock import Clock
 from tanghulu.errors import ChunkNotFound, DeadlineExceeded, StoreFull, TanghuluError
 from tanghulu.store.node import tier_ascent
 from tanghulu.store.node.chunk import Chunk
@@ -30,9 +29,8 @@ PROMOTION_DEADLINE_S = 5.0
 class Promoter:
     """See the module. ``view`` is the node's memory."""
 
-    def __init__(self, state: NodeState, tier: SsdTier, view: memoryview, clock: Clock) -> None:
+    def __init__(self, state: NodeState, tier: SsdTier, view: memoryview) -> None:
         self._state = state
-        self._clock = clock
         self._tier = tier
         self._view = view
         self._under_way: dict[ChunkKey, asyncio.Task[Chunk]] = {}
@@ -133,7 +131,7 @@ class Promoter:
 
     async def _room_for(self, entry: TierEntry, until_s: float) -> Chunk:
         tried = False
-        while (chunk := tier_ascent.reserve(self._state, entry, self._clock.now_s(), sparing=tried)) is None:
+        while (chunk := tier_ascent.reserve(self._state, entry, sparing=tried)) is None:
             tried = True
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting_for_room.append(future)

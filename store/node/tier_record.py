@@ -2,7 +2,7 @@
 
 The file begins with one unit of 4096 bytes, the superblock; behind it lie records, each at a multiple of the unit:
 
-    head: magic 8 | head bytes u32 | key bytes u16 | pin u8 | 0 u8 | version u64 | value bytes u64 | place u64 |
+    head: magic 8 | head bytes u32 | key bytes u16 | pin u8 | replicas u8 | version u64 | value bytes u64 | place u64 |
           ends (Unix seconds, 0: never) f64 | left when written (s) f64 | part bytes u64 | parts u32 |
           key | parts (u64 each, xxh3_64 of the value) | digest 16
     the value, directly behind the head; zeros up to the next unit
@@ -46,6 +46,7 @@ class Record(NamedTuple):
     pin: Pin = Pin.NONE
     ends_unix_s: float | None = None
     left_s: float = 0.0
+    replicas: int = 1
 
     @property
     def head_bytes(self) -> int:
@@ -87,7 +88,7 @@ def encode_head(record: Record, place: int, file_id: bytes) -> bytes:
             record.head_bytes,
             len(key),
             _PINS.index(record.pin),
-            0,
+            min(record.replicas, 255),
             record.version,
             record.size_bytes,
             place,
@@ -112,7 +113,7 @@ def decode_head(data: bytes | memoryview, place: int, file_id: bytes) -> Record 
     if len(data) < _HEAD.size or not has_magic(data):
         return None
     fields = _HEAD.unpack(data[: _HEAD.size])
-    _, head_bytes, key_bytes, pin, _, version, size_bytes, own_place, ends, left_s, part_bytes, num_parts = fields
+    _, head_bytes, key_bytes, pin, copies, version, size_bytes, own_place, ends, left_s, part_bytes, num_parts = fields
     if head_bytes != _HEAD.size + key_bytes + 8 * num_parts + _DIGEST_BYTES or head_bytes > len(data):
         return None
     body = bytes(data[: head_bytes - _DIGEST_BYTES])
@@ -121,7 +122,7 @@ def decode_head(data: bytes | memoryview, place: int, file_id: bytes) -> Record 
     key = body[_HEAD.size : _HEAD.size + key_bytes].decode()
     parts = struct.unpack_from(f"<{num_parts}Q", body, _HEAD.size + key_bytes)
     checksums = Checksums(part_bytes, parts)
-    return Record(ChunkKey(key), version, size_bytes, checksums, _PINS[pin], ends or None, left_s)
+    return Record(ChunkKey(key), version, size_bytes, checksums, _PINS[pin], ends or None, left_s, copies)
 
 
 def _digest(body: bytes, file_id: bytes) -> bytes:

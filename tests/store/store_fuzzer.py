@@ -252,7 +252,7 @@ class Fuzzer:
             while time.monotonic() < until_s:
                 for target, channel in zip(self.targets, channels, strict=True):
                     self._connection(target)
-                    self._call(channel)
+                    self._call(channel, target is self.cluster.master)
                 if time.monotonic() > looked_s + 1.0:
                     look()
                     looked_s = time.monotonic()
@@ -286,9 +286,10 @@ class Fuzzer:
                 while sock.recv(1 << 16):
                     pass
 
-    def _call(self, channel: grpc.Channel) -> None:
+    def _call(self, channel: grpc.Channel, is_master: bool) -> None:
         rng = self.mutator.rng
-        path, kind = rng.choice(list(GRPC.items()))
+        served = [(path, kind) for path, kind in GRPC.items() if is_master != ("StoreNode" in path)]
+        path, kind = rng.choice(served if rng.random() < 0.95 else list(GRPC.items()))
         data = self.mutator.message(kind).SerializeToString()
         if rng.random() < 0.4:
             data = self.mutator.bytes_like(data)

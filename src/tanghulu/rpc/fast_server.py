@@ -127,6 +127,8 @@ class FastServerProtocol(asyncio.Protocol):
     def _end(self, error: TanghuluError) -> None:
         """Say why and hang up. What the peer still sends is read and dropped: a reset would overtake the answer."""
         assert self._transport is not None
+        if self._transport.is_closing():
+            return
         self._send_error(0, error)
         self._transport.write_eof()
         self._ending = asyncio.get_running_loop().call_later(END_WAIT_S, self._transport.close)
@@ -210,8 +212,8 @@ class FastServerProtocol(asyncio.Protocol):
         self._write(encode_head(fastlane_pb2.METHOD_ERROR, call_id, len(body), 0) + body, ())
 
     def _write(self, head: bytes, attachment: Sequence[bytes | memoryview]) -> None:
-        if self._transport is None or self._transport.is_closing():
-            return
+        if self._transport is None or self._ending is not None or self._transport.is_closing():
+            return  # nobody reads it any more
         if attachment:
             self._transport.writelines([head, *attachment])
         else:
