@@ -54,6 +54,7 @@ class World:
         self.network.on_received = self._received
         self.network.after_event = self._after_event
         self.network.may_taint = self._may_taint
+        self._taints = weather.taint > 0
         self._taintable: list[tuple[int, int]] = []
         self._expected_notices: dict[bytes, Callable[[str], None]] = {}
         self.num_notices: Counter[bytes] = Counter()
@@ -196,7 +197,7 @@ class World:
         return False
 
     def _check_taint(self, error: TanghuluError | None) -> None:
-        demand(not isinstance(error, ChecksumMismatch) or self.network.weather.taint > 0, f"{error!r} without reason")
+        demand(not isinstance(error, ChecksumMismatch) or self._taints, f"{error!r} without reason")
 
     def expect_notices(
         self, requests: list[TransferRequest], on_notice: Callable[[str, TransferRequest], None]
