@@ -63,7 +63,10 @@ class Worker:
 
     def finish(self) -> Any:
         """The result of what was started."""
-        line = self._lines.readline()
+        try:
+            line = self._lines.readline()
+        except OSError:
+            line = ""
         answer = json.loads(line) if line else {"error": "it ended"}
         if "error" in answer:
             raise WorkerFailed(self._about(answer["error"]))

@@ -71,14 +71,15 @@ def summary() -> None:
     print(f"\n{'target':44} {'ours us':>10} {'Mooncake us':>11} {'ratio':>6} {'wanted':>7}")
     for target in targets():
         piece = "exists" if target.op.startswith("exists") else label(target.size)
-        print(_judge(target, kept[piece]["rows"] if piece in kept else []))
+        print(judge(target, kept[piece]["rows"] if piece in kept else []))
     started = kept.get("start", {"rows": []})["rows"]
     for row in started:
         verdict = ("holds" if row["p50_us"] <= 1e6 else "MISSES") if row["who"] == "tanghulu" else ""
         print(f"start-up of {row['who']:32} {row['p50_us'] / 1e6:10.2f} s {'':>17} {'1.00 s':>7} {verdict}")
 
 
-def _judge(target: Target, rows: Rows) -> str:
+def judge(target: Target, rows: Rows) -> str:
+    """One line: the figures, their ratio, and whether it is what we want."""
     ours, peer = find(rows, target.who, target.op), find(rows, PEER, target.op)
     name = f"{target.who} {target.op} {label(target.size)}"
     if ours is None or peer is None:

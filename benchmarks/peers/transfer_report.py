@@ -38,11 +38,12 @@ def summary() -> None:
     print()
     for size in SIZES:
         for op in ("READ", "WRITE"):
-            for line in _judge(kept.get(size, ()), size, op):
+            for line in judge(kept.get(size, ()), size, op):
                 print(line)
 
 
-def _judge(rows: Rows, size: int, op: str) -> list[str]:
+def judge(rows: Rows, size: int, op: str) -> list[str]:
+    """The targets of one size and direction."""
     what = f"{op:5} {label(size):>6}"
     if not rows:
         return [f"{what}: not measured"]
