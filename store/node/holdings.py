@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
 from tanghulu.store.node.chunk import Chunk
+from tanghulu.store.node.eviction.base import Policy
 from tanghulu.store.node.tier_entry import TierEntry
 from tanghulu.types import ChunkKey
 
@@ -41,6 +43,10 @@ class LowerTier(Protocol):
         """Somebody put the key again."""
         ...
 
+    def switch_policy(self, make_policy: Callable[[], Policy]) -> None:
+        """Let another policy order the tier's own evictions."""
+        ...
+
     def drop(self, entry: TierEntry) -> None:
         """Let ``entry`` go."""
         ...
@@ -75,6 +81,9 @@ class NoTier:
     def drop(self, entry: TierEntry) -> None:
         """There is none."""
         raise AssertionError("no entry without a tier")
+
+    def switch_policy(self, make_policy: Callable[[], Policy]) -> None:
+        """Nothing is ordered."""
 
     def expire(self, now_s: float) -> None:
         """Nothing ends."""

@@ -277,8 +277,9 @@ class Node:
     def _evict_ahead(self) -> None:
         budget = _EVICT_AHEAD_BYTES if self._tier is None else self._tier.free_queue_bytes
         wanted = self._watermarks.wanted(self.state.used_bytes, budget)
-        if wanted:
-            self.state.evict_ahead(wanted)
+        for chunk in self.state.room.oldest(wanted):
+            self.state.counters.watermark_evictions += 1
+            self.state.evict(chunk)
 
 
 async def _register(discovery: Discovery, instance: Instance) -> Registration:

@@ -69,12 +69,7 @@ class NodeState:
 
     def reserve_at_once(self, new: NewChunk, holder: Holder | None) -> Reserved | Existed | None:
         """As ``reserve``, but None instead of a place in the queue."""
-        refuse_impossible(new, self.capacity_bytes, self.table.hard_pinned_bytes)
-        existing = self._standing_anywhere(new.key)
-        if existing is not None:
-            return self._existed(existing)
-        refuse_while(self.draining)
-        return None if len(self.waiters) else self.try_reserve(new, holder, sparing=False)
+        return self._admit(new, holder, may_pass=not len(self.waiters), sparing=False)
 
     def wait_for_room(self, new: NewChunk, holder: Holder | None) -> Waiter:
         """A place in the queue; raises Overloaded if too many wait."""
@@ -88,21 +83,26 @@ class NodeState:
         served: list[tuple[Waiter, Reserved | Existed | TanghuluError]] = []
         while len(self.waiters):
             waiter = self.waiters.first()
-            existing = self._standing_anywhere(waiter.new.key)
             outcome: Reserved | Existed | TanghuluError | None
             try:
-                if existing is not None:
-                    outcome = self._existed(existing)
-                else:
-                    refuse_while(self.draining)
-                    outcome = self.try_reserve(waiter.new, waiter.holder, sparing=True)
-            except TanghuluError as error:  # its session is gone, has too many leases, or the node drains
+                outcome = self._admit(waiter.new, waiter.holder, may_pass=True, sparing=True)
+            except TanghuluError as error:  # its session is gone, hard pins are used up meanwhile, the node drains
                 outcome = error
             if outcome is None:
                 break
             self.waiters.leave(waiter)
             served.append((waiter, outcome))
         return served
+
+    def _admit(
+        self, new: NewChunk, holder: Holder | None, *, may_pass: bool, sparing: bool
+    ) -> Reserved | Existed | None:
+        refuse_impossible(new, self.capacity_bytes, self.table.hard_pinned_bytes)
+        existing = self._standing_anywhere(new.key)
+        if existing is not None:
+            return self._existed(existing)
+        refuse_while(self.draining)
+        return self.try_reserve(new, holder, sparing=sparing) if may_pass else None
 
     def give_up_waiting(self, waiter: Waiter) -> StoreFull:
         """The put's deadline came first; the error to answer it with."""
@@ -264,23 +264,10 @@ class NodeState:
 
     # --- the tier below
 
-    def evict_ahead(self, num_bytes: int) -> None:
-        """Evict the next ``num_bytes`` or a little more, though nobody needs the room yet."""
-        for chunk in self.room.oldest(num_bytes):
-            self.counters.watermark_evictions += 1
-            self.evict(chunk)
-
     def tier_lost(self, entry: TierEntry) -> None:
         """The tier below has let ``entry`` go."""
         if self.table.find(entry.key) is None:
             self.announcements.remove(entry)
-
-    def release_unheld(self, session_ids: Container[int], held: Container[int]) -> None:
-        """A client that came back holds no lease of its lost sessions but ``held``."""
-        for lease_id, _ in self.table.leases():
-            lease = self.access.lease(lease_id)
-            if lease is not None and lease.session_id in session_ids and lease_id not in held:
-                self.freed(self.access.release(lease_id))
 
     def session_exited(self, session_id: int) -> None:
         """The client's process has ended: all its leases are over."""

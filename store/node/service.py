@@ -300,6 +300,7 @@ class NodeService:
         if wanted and wanted != room.policy_name:
             make_policy(wanted)  # raises for an unknown name before anything changes
             room.switch_policy(lambda: make_policy(wanted))
+            self._state.tier.switch_policy(lambda: make_policy(wanted))
             _log.info("node.eviction_policy", policy=wanted)
         return store_pb2.EvictionReply(policy=room.policy_name)
 

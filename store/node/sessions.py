@@ -73,7 +73,7 @@ class Sessions:
             raise Overloaded(f"{MAX_SESSIONS} clients are connected to this node")
         lost = self._lost.pop(client, ())
         if lost:
-            self._state.release_unheld(lost, greeting.held_lease_ids)
+            release_unheld(self._state, lost, greeting.held_lease_ids)
             self._on_freed()
         session_id = secrets.randbits(62) + 1
         self._state.access.open_session(session_id, greeting.pid)
@@ -144,3 +144,11 @@ class Sessions:
 def as_set(lease_ids: Iterable[int]) -> frozenset[int]:
     """Lease ids of a message as a value."""
     return frozenset(lease_ids)
+
+
+def release_unheld(state: NodeState, session_ids: Container[int], held: Container[int]) -> None:
+    """A client that came back holds no lease of its lost sessions but ``held``."""
+    for lease_id, _ in state.table.leases():
+        lease = state.access.lease(lease_id)
+        if lease is not None and lease.session_id in session_ids and lease_id not in held:
+            state.freed(state.access.release(lease_id))

@@ -23,6 +23,7 @@ import structlog
 from tanghulu.errors import ChunkNotFound, DeadlineExceeded, NodeUnavailable
 from tanghulu.store import checksums as sums
 from tanghulu.store.node.chunk import Chunk
+from tanghulu.store.node.eviction.base import Policy
 from tanghulu.store.node.tier_entry import EntryState, TierEntry
 from tanghulu.store.node.tier_file import Arena, Buffer, TierFile
 from tanghulu.store.node.tier_record import Record, decode_head, encode_head
@@ -128,6 +129,10 @@ class SsdTier:
         entry, instructions = self.state.evicted(record, chunk.expires_s, chunk.num_hits, self._down.largest_free_bytes)
         self._perform(instructions, chunk)
         return entry
+
+    def switch_policy(self, make_policy: Callable[[], Policy]) -> None:
+        """Let another policy order the tier's own evictions."""
+        self.state.switch_policy(make_policy)
 
     def drop(self, entry: TierEntry) -> None:
         """Let ``entry`` go; once ``settled`` has returned, it will not come back."""

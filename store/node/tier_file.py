@@ -34,9 +34,11 @@ from tanghulu.store.node.tier_record import (
 
 _log = structlog.get_logger(__name__)
 
-#: What a scan reads at a place where a head should be, and where none is.
-_HEAD_WINDOW = 64 << 10
-_HOLE_WINDOW = 1 << 20
+#: What a scan reads at once: of heads that lie far from each other the first unit, elsewhere everything.
+_SPARSE_WINDOW = UNIT
+_DENSE_WINDOW = 1 << 20
+#: Records longer than this are jumped over: reading them would take longer than the next request.
+_FAR_BYTES = 128 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,33 +170,34 @@ class TierFile:
 
         Reads heads only, and whole holes: after a head it goes on behind the record. Raises OSError.
         """
-        window = mmap.mmap(-1, _HOLE_WINDOW)
-        with memoryview(window) as view:
-            end, position, length = min(self.capacity_bytes, self._length()), 0, _HEAD_WINDOW
+        with memoryview(mmap.mmap(-1, _DENSE_WINDOW)) as view:
+            end, position, length = min(self.capacity_bytes, self._length()), 0, _DENSE_WINDOW
             while (position := self._next_data(position)) < end:
                 length = min(length, end - position)
                 num_read = os.preadv(self._fd, [view[:length]], UNIT + position)
                 if num_read <= 0:
                     return
-                found, position = self._scan_window(view[:num_read], position)
+                found, position = self._scan_window(view[:num_read], position, is_last=position + num_read >= end)
                 yield from found
-                length = _HEAD_WINDOW if found else _HOLE_WINDOW
+                is_sparse = bool(found) and found[-1][1].record_bytes > _FAR_BYTES
+                length = _SPARSE_WINDOW if is_sparse else _DENSE_WINDOW
 
-    def _scan_window(self, view: memoryview, begin: int) -> tuple[list[tuple[int, Record]], int]:
+    def _scan_window(self, view: memoryview, begin: int, *, is_last: bool) -> tuple[list[tuple[int, Record]], int]:
+        """What begins in ``view``, and where to go on; with a head that is cut off the next window begins."""
         found: list[tuple[int, Record]] = []
         at = 0
         while at < len(view):
             if not has_magic(view, at):
                 at += UNIT
                 continue
-            if at and len(view) - at < MAX_HEAD_BYTES and len(view) >= _HEAD_WINDOW:
-                break  # the head may be cut off here: the next window begins with it
             record = decode_head(view[at : at + MAX_HEAD_BYTES], begin + at, self.file_id)
-            if record is None:
+            if record is not None:
+                found.append((begin + at, record))
+                at += record.record_bytes
+            elif len(view) - at < MAX_HEAD_BYTES and not is_last and (at or len(view) < _DENSE_WINDOW):
+                break
+            else:
                 at += UNIT
-                continue
-            found.append((begin + at, record))
-            at += record.record_bytes
         return found, begin + at
 
     def _length(self) -> int:

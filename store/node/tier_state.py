@@ -118,8 +118,8 @@ class TierState:
 
         ``queue_bytes``: the largest record that can be queued for writing now.
         """
-        standing = self.find(record.key)
-        if standing is not None and standing.version == record.version:
+        standing = self._entries.get(record.key)
+        if standing is not None and standing.version == record.version and self.find(record.key) is standing:
             self.counters.already_there += 1
             return standing, []
         instructions = [] if standing is None else self.drop(standing)
@@ -226,6 +226,10 @@ class TierState:
                 self.counters.expired += 1
                 instructions += self.drop(entry)
         return instructions
+
+    def switch_policy(self, make_policy: Callable[[], Policy]) -> None:
+        """Let another policy order the evictions; see Room."""
+        self._room.switch_policy(make_policy)
 
     def _drop(self, entry: TierEntry, *, evicted: bool) -> list[Instruction]:
         self._room.leave(entry, evicted=evicted)

@@ -17,6 +17,7 @@ from tanghulu.store.node.chunk import TRANSITIONS, ChunkEvent, ChunkState
 from tanghulu.store.node.eviction import make_policy
 from tanghulu.store.node.node_state import NodeState
 from tanghulu.store.node.outcomes import Existed, Reserved
+from tanghulu.store.node.sessions import release_unheld
 from tanghulu.store.node.waiters import Holder, Waiter
 from tanghulu.store.words import NewChunk, Pin
 from tanghulu.transfer_engine.access import AccessTable
@@ -136,6 +137,19 @@ def test_soft_pins_go_last_and_hard_pins_never() -> None:
     state.check()
 
 
+def test_hard_pins_that_waited_stay_within_their_bound() -> None:
+    state = make_state()
+    writing = state.reserve(new("all", CAPACITY), COPIES)
+    assert isinstance(writing, Reserved)
+    waiting = [state.reserve(new(f"hard{i}", CAPACITY // 4, pin=Pin.HARD), None) for i in range(3)]
+    assert all(isinstance(each, Waiter) for each in waiting)
+    state.freed(state.access.release(writing.lease_id))
+    outcomes = [type(outcome) for _, outcome in state.admit_waiters()]
+    assert outcomes == [Reserved, StoreFull, StoreFull]
+    assert state.table.hard_pinned_bytes == CAPACITY // 4
+    state.check()
+
+
 def test_a_large_value_clears_one_window_and_spares_the_rest() -> None:
     state = make_state()
     order = [(i * 37) % 64 for i in range(64)]  # neighbours in memory are far apart in age
@@ -243,7 +257,7 @@ def test_a_client_that_came_back_keeps_what_it_says_it_holds() -> None:
     leases = [state.pin(chunk, MAPS).lease_id for key in "ab" if (chunk := state.find(ChunkKey(key))) is not None]
     state.close_session(2)
     assert state.access.num_leases == 2, "quarantined"
-    state.release_unheld({2}, {leases[1]})
+    release_unheld(state, {2}, {leases[1]})
     assert state.access.num_leases == 1
     state.unpin([leases[1]], {2})
     assert state.access.num_leases == 0

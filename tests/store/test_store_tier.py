@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,20 @@ def test_what_memory_evicts_comes_back_from_the_ssd(cluster: Cluster, client: Cl
     (view,) = client.nodes()
     assert view.ssd_capacity_bytes > 100 * MIB
     eventually(lambda: client.nodes()[0].ssd_used_bytes > 16 * MIB)
+
+
+def test_many_who_ask_for_one_chunk_share_one_promotion(cluster: Cluster, client: Client) -> None:
+    node = cluster.nodes[0]
+    keys = fill(client, node, 24)
+    before = node.metric("tanghulu_node_ssd_promotions_total")
+    with ThreadPoolExecutor(8) as threads:
+        values = list(threads.map(lambda _: bytes(client.get(keys[0])), range(16)))
+    assert values == [value(0)] * 16
+    assert node.metric("tanghulu_node_ssd_promotions_total") == before + 1
+    assert client.put(keys[1], b"again").existed, "it is on the SSD"
+    assert bytes(client.get(keys[1])) == value(1)
+    client.eviction_policy(node.name, "sieve")
+    assert bytes(client.get(keys[2])) == value(2)
 
 
 @pytest.mark.slow

@@ -128,7 +128,12 @@ def test_soft_pinned_chunks_go_last_and_time_ends_others() -> None:
     brief = store(state, record("brief"), expires_s=5.0)
     clock.advance(5.0)
     assert state.find(ChunkKey("brief")) is None
-    assert state.expire(clock.now_s()) == [Wipe(brief.offset), Lost(brief)]
+    entry, instructions = evict(state, record("brief"), expires_s=9.0)
+    assert entry is not None
+    assert Lost(brief) in instructions, "it was over, and nobody had noticed yet"
+    state.written(entry, ok=True)
+    clock.advance(4.0)
+    assert state.expire(clock.now_s()) == [Wipe(entry.offset), Lost(entry)]
     state.check()
 
 
@@ -147,6 +152,8 @@ def test_every_policy_orders_the_tier(policy: str) -> None:
             state.promoted(hit)
             state.end_read(hit)
     assert state.counters.evictions > 50
+    state.switch_policy(lambda: make_policy("lru"))
+    state.check()
     assert state.used_bytes > CAPACITY / 2
 
 
@@ -367,6 +374,26 @@ def test_the_scan_finds_everything_between_holes(path: Path) -> None:
     assert {str(entry.key): disk.read(entry) for entry in again} == kept
     assert again.counters.recovered == len(kept)
     disk.file.close()
+
+
+def test_the_scan_reads_long_heads_and_jumps_over_long_records(path: Path) -> None:
+    """Heads of several units behind records of every length, at every place in the scan's windows."""
+    file = TierFile(path, 64 << 20)
+    rng, place = random.Random(4), 0
+    written: list[tuple[int, Record]] = []
+    while place < 24 << 20:
+        parts = rng.choice((1, 1, 1, 300, 1200, 4000))
+        size = max(rng.choice((100, 5000, 70_000, 300_000, 2_000_000)), parts)
+        part_bytes = 0 if parts == 1 else -(-size // parts)
+        num_parts = 1 if parts == 1 else -(-size // part_bytes)
+        each = Record(ChunkKey(f"k{place}"), place, size, Checksums(part_bytes, (7,) * num_parts))
+        with mmap.mmap(-1, each.record_bytes) as area, memoryview(area) as view:
+            view[: each.head_bytes] = encode_head(each, place, file.file_id)
+            file.write(place, view)
+        written.append((place, each))
+        place += each.record_bytes + rng.choice((0, 0, UNIT, 300 * UNIT))
+    assert list(file.scan()) == written
+    file.close()
 
 
 @pytest.fixture
