@@ -43,6 +43,7 @@ class FakeCluster:
         self.full: set[str] = set()
         self.incomplete = False
         self.asked: list[str] = []
+        self.told_corrupt: list[tuple[str, str]] = []
         self.context = Context("here", "", self.clock, NodeTable("here"))
         self.context.nodes.update([node(name) for name in names], 1e9)
         self.do = Operations(self.context, lambda: None)
@@ -98,6 +99,10 @@ class FakeCluster:
             data += value
         return Reply(reply, memoryview(data))
 
+    def _UnpinRequest(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
+        self.told_corrupt += [(peer, key) for key in call.request.corrupt]
+        return Reply(store_pb2.UnpinReply(), memoryview(b""))
+
     def _PutRequest(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
         reply = store_pb2.PutReply()
         for item, value in zip(call.request.items, call.attachment, strict=True):
@@ -138,6 +143,7 @@ def test_a_dead_holder_and_a_corrupt_replica_are_passed_over(fake: FakeCluster) 
     fake.directory["k"] = ["a", "c", "b"]
     fake.dead.add("a")
     assert get(fake) == b"right"
+    assert fake.told_corrupt == [("c", "k")]
     fake.values["b"].clear()
     with pytest.raises(ChecksumMismatch):
         get(fake)
