@@ -35,8 +35,11 @@ def copy_directly(requests: Sequence[TransferRequest], max_bytes: int, clock: Cl
     buffers = [admit_buffer(request) for request in requests]
     refuse_overlaps(requests, buffers)
     start_s = clock.now_s()
-    for request, buffer, shm in zip(requests, buffers, mapped, strict=True):
-        shm.copy(request.opcode, buffer, request.source_offset, request.target_offset, request.length)
+    try:
+        for request, buffer, shm in zip(requests, buffers, mapped, strict=True):
+            shm.copy(request.opcode, buffer, request.source_offset, request.target_offset, request.length)
+    except NodeUnavailable:
+        return False
     if not all(shm.alive for shm in (mapped if len(mapped) == 1 else set(mapped))):
         return False
     took_s = clock.now_s() - start_s

@@ -11,6 +11,8 @@ import mmap
 import os
 from dataclasses import dataclass
 
+import numpy as np
+
 from tanghulu.errors import InvalidRequest
 
 #: A segment can neither shrink (a reader of its mapping would get SIGBUS) nor grow, and nobody can lift that.
@@ -97,6 +99,11 @@ class MemorySegment:
     def closed(self) -> bool:
         """Whether ``close()`` has been called."""
         return self._closed
+
+    @property
+    def address(self) -> int:
+        """Where it is in this process."""
+        return int(np.frombuffer(self.view, np.uint8).__array_interface__["data"][0])
 
     def close(self) -> None:
         """Close the descriptor and unmap. Views that the owner still holds keep the mapping alive until they go."""

@@ -1,8 +1,8 @@
 """The shm transport: the peer's memory is mapped here, and a slice is one memmove by the calling thread.
 
-Owns the door's connection and the mapping. The copy is done when ``post`` returns, so nothing can land later, in either
-memory: a failed WRITE leaves no duplicate behind. What an expired lease means for mapped memory is the owner's affair
-(it quarantines the range until this process exits or releases it).
+Owns the door's connection and the memory that it leads to. The copy is done when ``post`` returns, so nothing can land
+later, in either memory: a failed WRITE leaves no duplicate behind. What an expired lease means for mapped memory is the
+owner's affair (it quarantines the range until this process exits or releases it).
 
 A peer whose process is gone leaves the mapping readable. Whether its end of the door's connection is still open is
 therefore asked after every copy: bytes written into, or read from, a segment that nobody serves any more are not
@@ -12,18 +12,17 @@ reported as arrived.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import select
 import socket
+import struct
 
-import numpy as np
-
-from tanghulu.errors import ChecksumMismatch, NodeUnavailable, TanghuluError
-from tanghulu.transfer_engine.copying import Bytes, Memory, copy
+from tanghulu.errors import ChecksumMismatch, InvalidRequest, NodeUnavailable
+from tanghulu.transfer_engine.copying import Memory
 from tanghulu.transfer_engine.opcode import Opcode
 from tanghulu.transfer_engine.paths import Path
 from tanghulu.transfer_engine.segment import Endpoint, SegmentDescriptor, map_shared
+from tanghulu.transfer_engine.shm_memory import MappedMemory, ProcessMemory
 from tanghulu.transfer_engine.slices import Slice
 from tanghulu.transfer_engine.transport import Arrived, Completion, Corrupt, Lost
 from tanghulu.transfer_engine.wire import (
@@ -35,18 +34,20 @@ from tanghulu.transfer_engine.wire import (
     parse_error,
 )
 
+_CREDENTIALS = struct.Struct("3i")
+
 
 class ShmPeer:
-    """A segment of this host, mapped. Safe to use from several threads.
+    """A segment of this host: mapped, or where that fails reached by the kernel's copies (see ``shm_memory``).
 
-    The pages are unmapped when the last reference to this object and to ``view`` is gone, never under a running copy.
+    Safe to use from several threads. The pages are unmapped when the last reference to this object and to ``view`` is
+    gone, never under a running copy.
     """
 
-    def __init__(self, sock: socket.socket, area: mmap.mmap, endpoint: Endpoint) -> None:
-        self.view = memoryview(area)
+    def __init__(self, sock: socket.socket, memory: MappedMemory | ProcessMemory, endpoint: Endpoint) -> None:
+        self.view = memory.view
+        self._memory = memory
         self._sock = sock
-        self.array: Bytes = np.frombuffer(area, dtype=np.uint8)
-        self.address: int = self.array.__array_interface__["data"][0]
         self._endpoint = endpoint
         self._epoll = select.epoll()  # unlike select.poll, several threads may ask it at once
         self._epoll.register(sock, select.EPOLLIN)
@@ -56,7 +57,7 @@ class ShmPeer:
     def open(cls, descriptor: SegmentDescriptor, endpoint: Endpoint, session_id: int, timeout_s: float) -> ShmPeer:
         """Knock at the door and map the segment.
 
-        Raises NodeUnavailable if nobody answers within ``timeout_s`` or the descriptor cannot be mapped, and what the
+        Raises NodeUnavailable if nobody answers within ``timeout_s`` or the memory cannot be reached, and what the
         owner refused with (Unauthorized, NodeUnavailable for another generation, Overloaded).
         """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -64,21 +65,32 @@ class ShmPeer:
             sock.settimeout(timeout_s)
             sock.connect(endpoint.address)
             sock.sendall(DoorHello(descriptor.name, descriptor.generation, session_id).pack())
-            area = _receive_mapping(sock, descriptor.size_bytes)
+            memory = _receive_memory(sock, descriptor.size_bytes)
             sock.setblocking(False)
+            return cls(sock, memory, endpoint)
         except BaseException as error:
             sock.close()
             if isinstance(error, OSError | MalformedMessage):
                 raise NodeUnavailable(f"shm door {endpoint.address}: {error or type(error).__name__}") from error
             raise
-        return cls(sock, area, endpoint)
+
+    @property
+    def mapped(self) -> bool:
+        """Whether the pages are in this process."""
+        return self.view is not None
 
     def copy(self, opcode: Opcode, local: Memory, local_offset: int, remote_offset: int, length: int) -> None:
-        """Move the bytes now; ranges were checked by the caller. Ask ``alive`` afterwards."""
-        if opcode is Opcode.READ:
-            copy(local, local_offset, self, remote_offset, length)
-        else:
-            copy(self, remote_offset, local, local_offset, length)
+        """Move the bytes now; ranges were checked by the caller. Ask ``alive`` afterwards.
+
+        Raises NodeUnavailable only where the memory is not ``mapped``.
+        """
+        if self.view is None and not self.alive:
+            raise self.gone()
+        self._memory.copy(opcode, local, local_offset, remote_offset, length)
+
+    def digest(self, offset: int, length: int) -> int:
+        """The checksum of what the segment holds there."""
+        return self._memory.digest(offset, length)
 
     @property
     def alive(self) -> bool:
@@ -115,19 +127,20 @@ class ShmLink:
         """Copy the slice, unless the owner was found gone since the last poll: the slice is lost with the others."""
         if self._ended and isinstance(self._ended[-1], Lost):
             return
+        try:
+            self._ended.append(self._copied(piece, path))
+        except NodeUnavailable as error:
+            self._ended.append(Lost(path, error))
+
+    def _copied(self, piece: Slice, path: Path) -> Completion:
         peer = self._peer
         peer.copy(piece.opcode, piece.buffer, piece.local_offset, piece.remote_offset, piece.length)
         if not peer.alive:
-            self._ended.append(Lost(path, peer.gone()))
-        elif piece.verified and not self._same(piece):
+            return Lost(path, peer.gone())
+        if piece.verified and digest_of(piece.memory()) != peer.digest(piece.remote_offset, piece.length):
             text = f"{path.label}: {piece.length} bytes were copied, and are not the same on both sides"
-            self._ended.append(Corrupt(piece.slice_id, ChecksumMismatch(text)))
-        else:
-            self._ended.append(Arrived(piece.slice_id))
-
-    def _same(self, piece: Slice) -> bool:
-        there = self._peer.array[piece.remote_offset : piece.remote_offset + piece.length].data
-        return digest_of(piece.memory()) == digest_of(there)
+            return Corrupt(piece.slice_id, ChecksumMismatch(text))
+        return Arrived(piece.slice_id)
 
     def poll(self, timeout_s: float) -> list[Completion]:
         """What ended inside ``post``; never waits."""
@@ -154,24 +167,37 @@ class ShmLink:
         """The mapping belongs to the peer."""
 
 
-def _receive_mapping(sock: socket.socket, size_bytes: int) -> mmap.mmap:
+def _receive_memory(sock: socket.socket, size_bytes: int) -> MappedMemory | ProcessMemory:
     """Read the door's answer; maps the descriptor that came with it, and closes that."""
     data, fds, _, _ = socket.recv_fds(sock, DOOR_ANSWER_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
     try:
         data += _receive(sock, DOOR_ANSWER_BYTES - len(data))
-        text_bytes, actual_bytes = parse_door_answer(data)
+        text_bytes, actual_bytes, address = parse_door_answer(data)
         if text_bytes:
             raise parse_error(_receive(sock, text_bytes))
-        if len(fds) != 1 or actual_bytes != size_bytes:
+        if len(fds) > 1 or actual_bytes != size_bytes:
             raise MalformedMessage(f"{len(fds)} descriptors for {actual_bytes} bytes, wanted one for {size_bytes}")
-        try:
-            return map_shared(fds[0], size_bytes)
-        except TanghuluError as error:
-            raise MalformedMessage(error.message) from error
+        return _memory(sock, fds, size_bytes, address)
     finally:
         for fd in fds:
             with contextlib.suppress(OSError):
                 os.close(fd)
+
+
+def _memory(sock: socket.socket, fds: list[int], size_bytes: int, address: int) -> MappedMemory | ProcessMemory:
+    why = "no descriptor came through"
+    if fds:
+        try:
+            return MappedMemory(map_shared(fds[0], size_bytes))
+        except InvalidRequest as error:  # it may shrink under us, or is another
+            raise MalformedMessage(error.message) from error
+        except OSError as error:
+            why = f"its descriptor cannot be mapped: {error}"
+    pid, _, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    try:
+        return ProcessMemory(pid, address)
+    except NodeUnavailable as error:
+        raise NodeUnavailable(f"{why}; {error.message}") from error
 
 
 def _receive(sock: socket.socket, num_bytes: int) -> bytes:

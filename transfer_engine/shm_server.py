@@ -157,10 +157,11 @@ class ShmDoor:
             self._admit(peer, name, generation, session_id)
         except TanghuluError as error:
             self.num_refused += 1
-            await loop.sock_sendall(peer, pack_door_answer(self._segment.size_bytes, error))
+            await loop.sock_sendall(peer, pack_door_answer(self._segment.size_bytes, error=error))
             return False
         # A fresh stream socket has room for these few bytes, so sending without waiting cannot block.
-        socket.send_fds(peer, [pack_door_answer(self._segment.size_bytes)], [self._segment.fd])
+        answer = pack_door_answer(self._segment.size_bytes, self._segment.address)
+        socket.send_fds(peer, [answer], [self._segment.fd])
         return True
 
     def _admit(self, peer: socket.socket, name: str, generation: int, session_id: int) -> None:

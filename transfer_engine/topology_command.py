@@ -15,6 +15,7 @@ from tanghulu.config import command, option
 from tanghulu.errors import TanghuluError
 from tanghulu.transfer_engine import rdma_verbs, ucx_agent
 from tanghulu.transfer_engine.segment import MemorySegment, map_shared
+from tanghulu.transfer_engine.shm_memory import may_trace
 from tanghulu.transfer_engine.topology import Topology
 from tanghulu.transfer_engine.topology_discovery import load
 
@@ -66,7 +67,10 @@ def _shm() -> Ability:
         map_shared(segment.fd, _PROBE_BYTES).close()
     finally:
         segment.close()
-    return Ability(True, "sealed memory areas, passed over a Unix socket, to processes of this user on this host")
+    else_copied = "; where they cannot be mapped the kernel copies" if may_trace(os.getppid()) else ""
+    return Ability(
+        True, f"sealed memory areas, passed over a Unix socket, to processes of this user on this host{else_copied}"
+    )
 
 
 def _tcp(topology: Topology) -> Ability:

@@ -158,7 +158,7 @@ def parse_error(text: bytes) -> TanghuluError:
 # --- the shm door: one hello, one answer that carries the descriptor, then silence until one side hangs up
 
 _HELLO = struct.Struct("<IBBHQQ")
-_ANSWER = struct.Struct("<IBBHQ")
+_ANSWER = struct.Struct("<IBBHQQ")
 DOOR_HELLO_BYTES = _HELLO.size
 DOOR_ANSWER_BYTES = _ANSWER.size
 
@@ -185,15 +185,15 @@ def parse_door_hello(data: bytes) -> tuple[int, int, int]:
     return name_bytes, generation, session_id
 
 
-def pack_door_answer(size_bytes: int, error: TanghuluError | None = None) -> bytes:
-    """The answer: the segment's size (a descriptor travels beside it), or a refusal."""
+def pack_door_answer(size_bytes: int, address: int = 0, error: TanghuluError | None = None) -> bytes:
+    """The answer: the segment's size and where the owner has it (a descriptor travels beside it), or a refusal."""
     text = pack_error(error) if error is not None else b""
-    return _ANSWER.pack(_DOOR_MAGIC, VERSION, 1 if text else 0, len(text), size_bytes) + text
+    return _ANSWER.pack(_DOOR_MAGIC, VERSION, 1 if text else 0, len(text), size_bytes, address) + text
 
 
-def parse_door_answer(data: bytes) -> tuple[int, int]:
-    """(bytes of refusal text that follow, size of the segment); raises MalformedMessage."""
-    magic, version, refused, text_bytes, size_bytes = _ANSWER.unpack(data)
+def parse_door_answer(data: bytes) -> tuple[int, int, int]:
+    """(bytes of refusal text that follow, size of the segment, its address); raises MalformedMessage."""
+    magic, version, refused, text_bytes, size_bytes, address = _ANSWER.unpack(data)
     if magic != _DOOR_MAGIC or version != VERSION or bool(refused) != bool(text_bytes) or text_bytes > MAX_TEXT_BYTES:
         raise MalformedMessage(f"shm answer with magic {magic:#x}, version {version}")
-    return text_bytes, size_bytes
+    return text_bytes, size_bytes, address

@@ -95,7 +95,8 @@ class TestChecksums:
             copy(self, opcode, local, local_offset, remote_offset, length)
             if left[0]:
                 left[0] -= 1
-                (local.array if opcode is READ else self.array)[remote_offset + 7] ^= 4
+                assert self.view is not None
+                (local.array if opcode is READ else self.view)[remote_offset + 7] ^= 4
 
         monkeypatch.setattr(ShmPeer, "copy", flawed)
         data = bytearray(os.urandom(1000))
