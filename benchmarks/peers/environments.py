@@ -7,7 +7,6 @@ the run says so and why: nothing is skipped silently.
 from __future__ import annotations
 
 import ctypes.util
-import os
 import shutil
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-BENCH = Path(os.environ.get("TANGHULU_BENCH_DIR", ROOT / ".bench"))
+BENCH = ROOT / ".bench"
 INSTALL_TIMEOUT_S = 900
 
 
