@@ -13,7 +13,7 @@ from contextlib import aclosing
 
 import structlog
 
-from tanghulu.discovery.masters import PING_MS, MasterFinder
+from tanghulu.discovery.masters import PING_MS, SILENCE_MS, MasterFinder
 from tanghulu.errors import MasterUnavailable, TanghuluError
 from tanghulu.protos import directory_pb2 as pb
 from tanghulu.protos import directory_pb2_grpc
@@ -96,7 +96,7 @@ async def _follow(
     request = pb.EventsRequest(
         key_prefix=key_prefix, after_sequence=cursor.resumes_after, master_generation=cursor.master_generation
     )
-    async with channel(address, PING_MS) if several else channel(address) as connection:
+    async with channel(address, PING_MS, SILENCE_MS) if several else channel(address) as connection:
         call = directory_pb2_grpc.DirectoryStub(connection).Events(request, wait_for_ready=not several)
         try:
             async with typed_errors(f"master at {address}", MasterUnavailable):

@@ -98,9 +98,12 @@ def locate(context: Context, keys: Sequence[str]) -> Logic[tuple[list[tuple[Peer
     if any(context.nodes.get(node) is None for node in mentioned):
         yield from refresh_nodes(context, force=True)
     local = context.nodes.local_ids()
-    return [
-        nodes if len(nodes) < 2 else tuple(sorted(nodes, key=lambda n: n not in local)) for nodes in holders
-    ], incomplete
+    return [_in_order(key, nodes, local) for key, nodes in zip(keys, holders, strict=True)], incomplete
+
+
+def _in_order(key: str, nodes: tuple[PeerId, ...], local: frozenset[PeerId]) -> tuple[PeerId, ...]:
+    """Holders of this host first; the others in an order that differs by key and process, so that they share."""
+    return nodes if len(nodes) < 2 else tuple(sorted(nodes, key=lambda node: (node not in local, hash((node, key)))))
 
 
 __all__ = ["Context", "Deadline", "ask_master", "locate", "refresh_nodes", "tell_reads"]

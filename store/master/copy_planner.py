@@ -85,6 +85,8 @@ class CopyPlanner:
         self._drains: dict[str, _Drain] = {}
         self._filling: set[str] = set()
         self._extra: dict[str, _Extra] = {}
+        self._total_fullness = 0.0  # of the nodes that take chunks, as of the last look
+        self._num_takers = 0
         self._after = ""  # the walk over all keys goes on behind this one
         self._walk_began_s = now_s
         self._wanted_walk: list[str] = []
@@ -176,16 +178,16 @@ class CopyPlanner:
         for node_id in draining - self._drains.keys():
             self._drains[node_id] = _Drain(self._directory.num_chunks(node_id))
             self._begin_walk(now_s)
-        self._filling = {node_id for node_id in nodes.keys() - draining if self._is_to_fill(node_id, nodes)}
+        takers = [node for node in nodes.values() if not node.draining]
+        self._total_fullness, self._num_takers = sum(map(_fullness, takers)), len(takers)
+        self._filling = {node.node_id for node in takers if self._is_to_fill(node)}
 
-    def _is_to_fill(self, node_id: str, nodes: dict[str, Candidate]) -> bool:
-        node = nodes[node_id]
-        others = [_fullness(other) for other in nodes.values() if other.node_id != node_id and not other.draining]
-        if not others or not node.capacity_bytes:
+    def _is_to_fill(self, node: Candidate) -> bool:
+        if self._num_takers < 2 or not node.capacity_bytes:
             return False
-        mean = sum(others) / len(others)
-        incoming = self.orders.incoming_bytes(node_id) / node.capacity_bytes
-        limit = mean - FILL_MARGIN if node_id in self._filling else mean * FILL_BELOW
+        mean = (self._total_fullness - _fullness(node)) / (self._num_takers - 1)  # of the others
+        incoming = self.orders.incoming_bytes(node.node_id) / node.capacity_bytes
+        limit = mean - FILL_MARGIN if node.node_id in self._filling else mean * FILL_BELOW
         return mean >= FILL_FULL and _fullness(node) + incoming < limit
 
     def _begin_walk(self, now_s: float) -> None:
@@ -230,8 +232,7 @@ class CopyPlanner:
         """Order what ``key`` lacks; False if there was no room for that now."""
         on_its_way = self.orders.targets_of(key)
         safe = {node_id for node_id in found.node_ids if node_id not in self._drains} | on_its_way
-        num_takers = len(nodes) - len(self._drains)
-        lacks = min(self._wanted.get(key, 1), num_takers) - len(safe)
+        lacks = min(self._wanted.get(key, 1), self._num_takers) - len(safe)
         if lacks <= 0:
             self._lacking.pop(key, None)
             self._fill_with(key, found, nodes, now_s)
@@ -270,14 +271,14 @@ class CopyPlanner:
         source, target = max(sources, key=_fullness), min(targets, key=_fullness)
         fits = target.free_bytes - self.orders.incoming_bytes(target.node_id) >= found.size_bytes
         room = self.orders.has_room(source.node_id, now_s) and self.orders.has_room(target.node_id, now_s)
-        if fits and room and self._is_to_fill(target.node_id, nodes):
+        if fits and room and self._is_to_fill(target):
             copy = Copy(key, found.version, found.size_bytes, source.node_id, target.node_id, Reason.FILL)
             self.orders.order(copy, now_s)
 
     # --- hot chunks
 
     def _heat_up(self, nodes: dict[str, Candidate], now_s: float) -> None:
-        most = min(MAX_HOT_HOLDERS, len(nodes) - len(self._drains))
+        most = min(MAX_HOT_HOLDERS, self._num_takers)
         for key in self.heat.keys(now_s):
             found = self._directory.find(key)
             if found is None or self.orders.targets_of(key) or len(found.node_ids) >= most:

@@ -21,6 +21,8 @@ from tanghulu.types import Role
 MEMBERS_WEIGHT = 1 << 13
 #: What copies may move through one node.
 COPY_RATE_BYTES_S = float(256 << 20)
+#: A node whose connection broke, and that in this time neither connects nor renews its lease, is gone.
+LOST_GRACE_S = 1.0
 #: A tick that comes this much too late means that the master stood still, not that everybody else died.
 STALL_S = 0.5
 
@@ -81,6 +83,14 @@ class Master:
         self.directory.node_gone(instance_id)
         self._tell()
         return True
+
+    def connection_made(self, node_id: str, now_s: float) -> None:
+        """A node announced over a new connection, so it lives."""
+        self.leases.prolong(node_id, now_s)
+
+    def connection_lost(self, node_id: str, now_s: float) -> None:
+        """A node's connection for announcements broke: it has little time to show that it lives."""
+        self.leases.shorten(node_id, now_s + LOST_GRACE_S)
 
     def announce(self, announcement: Announcement, now_s: float) -> Announced:
         """Take what a node says (see Directory.announce); ``orders_for`` then has what it is to do."""

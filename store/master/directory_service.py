@@ -54,6 +54,16 @@ class DirectoryCalls:
             reply.term, reply.term_of = leadership.term, leadership.cluster
         return reply
 
+    def _announce_on(self, peer: Peer, request: pb.AnnounceRequest, attachment: memoryview) -> pb.AnnounceReply:
+        """``announce`` of a node whose connection tells of its end."""
+        self._shell.require_leadership()
+        reply = self.announce(request)
+        if peer.state is None:
+            peer.state = node_id = request.node_id
+            self._master.connection_made(node_id, self._shell.now_s)
+            peer.on_close.append(lambda: self._master.connection_lost(node_id, self._shell.now_s))
+        return reply
+
     def locate(self, request: pb.LocateRequest) -> pb.LocateReply:
         """Who holds these keys."""
         directory, counts = self._master.directory, self._metrics.counts
@@ -102,7 +112,7 @@ class DirectoryCalls:
 
     def serve(self, service: FastService) -> None:
         """Answer on the fast lane too."""
-        self._register(service, fastlane_pb2.METHOD_ANNOUNCE, pb.AnnounceRequest, self.announce)
+        service.register(fastlane_pb2.METHOD_ANNOUNCE, pb.AnnounceRequest, self._announce_on)
         self._register(service, fastlane_pb2.METHOD_LOCATE, pb.LocateRequest, self.locate)
         self._register(service, fastlane_pb2.METHOD_PLACE, pb.PlaceRequest, self.place)
         self._register(service, fastlane_pb2.METHOD_NODES, pb.NodesRequest, self.nodes)

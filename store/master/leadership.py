@@ -99,6 +99,11 @@ class Leadership:
             self._perform(self.election.outranked(term, self._clock.now_s()))
             self.require()
 
+    @property
+    def num_enrolled(self) -> int:
+        """Nodes in the roster."""
+        return len(self._roster)
+
     async def enrol(self, node_id: str) -> None:
         """Have ``node_id`` in the roster. Raises MasterUnavailable or NotLeader; then the node must not be let in."""
         async with self._roster_lock:

@@ -110,10 +110,14 @@ class Shell:
             self.master.plan(self.now_s, WALK_KEYS)
             self.changed()
             if self.leadership is not None and self.leadership.leads:
-                nodes = frozenset(node.instance.id for node in self.master.directory.nodes())
-                if self.master.directory.rebuild.is_ready:
-                    await self.leadership.keep_roster(nodes)
+                await self._keep_roster(self.leadership)
             while self.master.directory.sweep(SWEEP_KEYS):
                 self.changed()
                 await asyncio.sleep(0)
             self.changed()
+
+    async def _keep_roster(self, leadership: Leadership) -> None:
+        """Forget nodes that are gone, once it is known which are there."""
+        directory = self.master.directory
+        if directory.rebuild.is_ready and leadership.num_enrolled > directory.num_nodes:
+            await leadership.keep_roster(frozenset(directory.candidates()))

@@ -186,3 +186,19 @@ async def test_memory_in_virtual_time() -> None:
         await dying.register(instance("dying"))
     registry.check()
     await stream.aclose()
+
+
+def test_a_shortened_lease_ends_early_unless_there_is_a_sign_of_life():
+    table = LeaseTable()
+    for name in ("a", "b", "c"):
+        table.register(instance(name), 3.0, 0.0)
+        table.shorten(name, 1.0)
+        table.check()
+    table.shorten("a", 2.0)
+    table.prolong("b", 0.5)
+    table.prolong("nobody", 0.5)
+    assert [each.id for each in table.expire(1.0)] == ["a", "c"]
+    table.check()
+    assert table.expire(3.4) == []
+    assert [each.id for each in table.expire(3.5)] == ["b"]
+    table.check()

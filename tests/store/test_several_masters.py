@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
@@ -14,8 +15,10 @@ from store_cluster import Process, eventually
 from test_store_promises import Background
 
 import tanghulu
+import tanghulu.aio
 from tanghulu.errors import ChunkNotFound, MasterUnavailable, NotLeader, TanghuluError
 from tanghulu.store.client import Client
+from tanghulu.store.directory_events import DirectoryEventKind, follow_directory
 
 #: From a leader's end until another answers; etcd's own granularity is half a second.
 MAX_TAKEOVER_S = 5.0
@@ -113,6 +116,40 @@ def test_a_lost_leader_is_replaced_and_nothing_acknowledged_is_lost(elected: Ele
 def test_leaders_lost_again_and_again(elected: ElectedCluster) -> None:
     """``TEST_KILLS=10`` makes it the long one for by hand."""
     assert max(endure(elected, int(os.environ.get("TEST_KILLS", "4")))) <= MAX_TAKEOVER_S
+
+
+async def test_whoever_mirrors_the_directory_follows_the_leader(elected: ElectedCluster) -> None:
+    """As the conductor does, by the list and by etcd; the leader stands still, so no connection breaks."""
+    pairs: list[set[str]] = [set(), set()]
+
+    async def mirror(masters: str, keys: set[str]) -> None:
+        async for batch in follow_directory(masters, "m/"):
+            for event in batch:
+                if event.kind is DirectoryEventKind.STORED:
+                    keys.update(event.keys)
+
+    async with asyncio.TaskGroup() as group:
+        specs = (elected.address, elected.finder_spec)
+        tasks = [group.create_task(mirror(spec, keys)) for spec, keys in zip(specs, pairs, strict=True)]
+        async with tanghulu.aio.connect(elected.address, deadline_s=10.0) as client:
+            await client.put("m/1", b"1")
+            await until(lambda: pairs == [{"m/1"}] * 2)
+            leader = elected.leader()
+            leader.popen.send_signal(signal.SIGSTOP)
+            try:
+                await client.put("m/2", b"2")
+                assert await client.exists("m/1")
+                await until(lambda: pairs == [{"m/1", "m/2"}] * 2)
+            finally:
+                leader.popen.send_signal(signal.SIGCONT)
+        for task in tasks:
+            task.cancel()
+
+
+async def until(condition: Callable[[], bool], deadline_s: float = 12.0) -> None:
+    async with asyncio.timeout(deadline_s):
+        while not condition():  # noqa: ASYNC110 - two streams tell
+            await asyncio.sleep(0.02)
 
 
 def test_followers_send_callers_on_and_a_resigning_leader_is_replaced_at_once(elected: ElectedCluster) -> None:

@@ -78,6 +78,21 @@ class LeaseTable:
         lease.expires_s = now_s + lease.ttl_s
         return True
 
+    def prolong(self, instance_id: str, now_s: float) -> None:
+        """The instance showed that it lives, otherwise than by renewing."""
+        lease = self._leases.get(instance_id)
+        if lease is not None:
+            lease.expires_s = max(lease.expires_s, now_s + lease.ttl_s)
+
+    def shorten(self, instance_id: str, until_s: float) -> None:
+        """Have the lease end at ``until_s`` unless it is renewed before, or would end sooner."""
+        lease = self._leases.get(instance_id)
+        if lease is not None and until_s < lease.expires_s:
+            lease.expires_s = until_s
+            if until_s < lease.wake_s:
+                lease.wake_s = until_s
+                heapq.heappush(self._deadlines, (until_s, instance_id))
+
     def deregister(self, instance_id: str, lease_id: int) -> bool:
         """End a lease now; False if it is not one of this table."""
         lease = self._leases.get(instance_id)

@@ -20,7 +20,7 @@ import structlog
 from tanghulu.clock import SystemClock
 from tanghulu.discovery.base import DEFAULT_TTL_S, Instance, InstanceEvent
 from tanghulu.discovery.instance_wire import instance_from_proto, instance_to_proto
-from tanghulu.discovery.masters import PING_MS, MasterFinder, Seeking
+from tanghulu.discovery.masters import PING_MS, SILENCE_MS, MasterFinder, Seeking
 from tanghulu.discovery.mirror import InstanceMirror
 from tanghulu.errors import DeadlineExceeded, InvalidRequest, MasterUnavailable, TanghuluError
 from tanghulu.protos import membership_pb2 as pb
@@ -261,7 +261,7 @@ class MasterDiscovery:
     def _stub(self, address: Address) -> membership_pb2_grpc.MembershipStub:
         link = self._channels.get(address)
         if link is None:
-            link = channel(address, PING_MS) if self._finder.several else channel(address)
+            link = channel(address, PING_MS, SILENCE_MS) if self._finder.several else channel(address)
             self._channels[address] = link
         return membership_pb2_grpc.MembershipStub(link)
 

@@ -18,8 +18,9 @@ from tanghulu.types import Address, Masters
 SEEK_PAUSE_S = 0.05
 #: How long one of several masters is waited for before the next is asked: a stopped one does not refuse.
 ATTEMPT_S = 1.5
-#: Ping of streams to one of several masters, whose silence means that it stands still.
-PING_MS = 2000
+#: Streams to one of several masters ask it for a sign of life; silence means that it stands still.
+PING_MS = 1500
+SILENCE_MS = 1000
 _ETCD_DEADLINE_S = 1.0
 
 

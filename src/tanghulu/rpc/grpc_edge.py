@@ -45,10 +45,11 @@ SERVER_OPTIONS = [
 ]
 
 
-def channel(address: Address | str, ping_ms: int = _PING_MS) -> grpc.aio.Channel:
-    """An asyncio channel to a process's door; a peer that is silent for 1.5 ``ping_ms`` is lost. The caller closes it.
+def channel(address: Address | str, ping_ms: int = _PING_MS, silence_ms: int = 2 * _PING_MS) -> grpc.aio.Channel:
+    """An asyncio channel to a process's door. The caller closes it.
 
-    ``ping_ms`` is at least 1000: servers hang up on those that ping more often.
+    A peer that is asked for a sign of life every ``ping_ms`` (at least 1000: servers hang up on those that ask more
+    often) and gives none for ``silence_ms``, or does not answer a new connection for so long, is lost.
     """
     return grpc.aio.insecure_channel(
         str(address),
@@ -58,9 +59,12 @@ def channel(address: Address | str, ping_ms: int = _PING_MS) -> grpc.aio.Channel
             ("grpc.enable_http_proxy", 0),
             ("grpc.use_local_subchannel_pool", 1),
             ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.min_reconnect_backoff_ms", silence_ms),  # also how long a connection may take to be made
             ("grpc.max_reconnect_backoff_ms", 1000),
             ("grpc.keepalive_time_ms", ping_ms),  # a peer whose host died says nothing
-            ("grpc.keepalive_timeout_ms", ping_ms // 2),
+            ("grpc.keepalive_timeout_ms", silence_ms),
+            ("grpc.http2.ping_timeout_ms", silence_ms),  # which newer versions go by
+            ("grpc.http2.max_pings_without_data", 0),  # 0: no limit; a stream that only listens sends no data
         ],
     )
 
