@@ -98,8 +98,9 @@ class AsyncShell:
 
     async def _perform(self, instruction: Instruction, deadline: Deadline) -> Any:
         match instruction:
-            case Ask(calls):
-                return await self._ask(calls, deadline.remaining_s())
+            case Ask(calls, within_s):
+                left_s = deadline.remaining_s()
+                return await self._ask(calls, left_s if within_s is None else min(within_s, left_s))
             case Tell(calls):
                 return await self._tell(calls, deadline.remaining_s())
             case Move(requests):

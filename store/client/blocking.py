@@ -114,8 +114,9 @@ class BlockingShell:
 
     def _perform(self, instruction: Instruction, deadline: Deadline) -> Any:
         match instruction:
-            case Ask(calls):
-                return self._ask(calls, deadline.remaining_s())
+            case Ask(calls, within_s):
+                left_s = deadline.remaining_s()
+                return self._ask(calls, left_s if within_s is None else min(within_s, left_s))
             case Tell(calls):
                 return self._tell(calls, deadline.remaining_s())
             case Move(requests):

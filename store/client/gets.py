@@ -83,8 +83,10 @@ def fetch_one(context: Context, deadline: Deadline, want: Want, flush: Callable[
         want.holders = [node for node in context.nodes.local_for(want.key, 0)[:1] if node not in context.indexes]
     if want.holders:
         node = want.holders[0]
-        (outcome,) = yield Ask(((node, messages.get((want.key,), MAX_INLINE_BYTES, deadline.remaining_ms())),))
-        pinned = _take_answer(context, node, (want,), outcome)
+        within_s = _patience_s(deadline) if len(want.holders) > 1 else None
+        call = messages.get((want.key,), MAX_INLINE_BYTES, deadline.remaining_ms())
+        (outcome,) = yield Ask(((node, call),), within_s)
+        pinned = _take_answer(context, deadline, node, (want,), outcome)
         if pinned:
             yield from _read_pinned(context, pinned, flush)
     if want.result is None:
@@ -205,25 +207,35 @@ def _round(
     calls = [
         (node, messages.get([w.key for w in wants], MAX_INLINE_BYTES, remaining_ms)) for node, wants in asked.items()
     ]
-    outcomes = yield Ask(calls)
+    others = any(len(want.holders) > 1 for wants in asked.values() for want in wants)
+    outcomes = yield Ask(calls, _patience_s(deadline) if others else None)
     pinned: list[_Pinned] = []
     for (node, wants), outcome in zip(asked.items(), outcomes, strict=True):
-        pinned += _take_answer(context, node, wants, outcome)
+        pinned += _take_answer(context, deadline, node, wants, outcome)
     if pinned:
         yield from _read_pinned(context, pinned, flush)
 
 
+def _patience_s(deadline: Deadline) -> float:
+    """How long to wait for one holder while there are others: a node that stands still must not use up the time."""
+    return deadline.remaining_s() / 2
+
+
 def _take_answer(
-    context: Context, node: PeerId, wants: Sequence[Want], outcome: messages.AnyReply | TanghuluError
+    context: Context,
+    deadline: Deadline,
+    node: PeerId,
+    wants: Sequence[Want],
+    outcome: messages.AnyReply | TanghuluError,
 ) -> list[_Pinned]:
     """Inline values become results, failures send their want on; what the node pinned is still to be read."""
     if isinstance(outcome, TanghuluError):
-        _node_failed(context, node, wants, outcome)
+        _node_failed(context, deadline, node, wants, outcome)
         return []
     pinned: list[_Pinned] = []
     answers = messages.found(outcome)
     if not answers:
-        _node_failed(context, node, wants, NodeUnavailable(f"{node} answered nothing"))
+        _node_failed(context, deadline, node, wants, NodeUnavailable(f"{node} answered nothing"))
     for want, found in zip(wants, answers, strict=False):  # what it left out is asked for in the next round
         if isinstance(found, TanghuluError):
             _holder_failed(context, want, node, found)
@@ -236,11 +248,14 @@ def _take_answer(
     return pinned
 
 
-def _node_failed(context: Context, node: PeerId, wants: Sequence[Want], error: TanghuluError) -> None:
+def _node_failed(
+    context: Context, deadline: Deadline, node: PeerId, wants: Sequence[Want], error: TanghuluError
+) -> None:
     if isinstance(error, NodeUnavailable):
         context.nodes.expire()
+    is_over = isinstance(error, DeadlineExceeded) and deadline.remaining_s() <= 0
     for want in wants:
-        if isinstance(error, DeadlineExceeded):
+        if is_over:
             want.result = error
         else:
             _holder_failed(context, want, node, error)

@@ -23,10 +23,11 @@ class Ask:
     """Send every call, to one peer after the other or to several at once, and wait for all answers.
 
     Result: list[Reply | TanghuluError], one per call. A peer that cannot be reached is NodeUnavailable, or
-    MasterUnavailable.
+    MasterUnavailable. ``within_s``: of the deadline, what these calls may take; None: all of it.
     """
 
     calls: Sequence[tuple[PeerId, Call[Any]]]
+    within_s: float | None = None
 
 
 @dataclass(slots=True)

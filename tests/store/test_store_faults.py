@@ -23,7 +23,7 @@ import pytest
 from store_cluster import Cluster, Process, eventually
 
 import tanghulu
-from tanghulu.errors import ChunkNotFound, DeadlineExceeded, TanghuluError
+from tanghulu.errors import ChunkNotFound, TanghuluError
 from tanghulu.store.client import Client
 
 MIB = 1 << 20
@@ -232,7 +232,7 @@ def test_a_stopped_node_costs_a_deadline_and_no_more(transport: str) -> None:
         with stopped(cluster.nodes[0].popen.pid):
             assert read(client, "single") is not None
             outcomes = [read(client, key) for key in keys]
-            assert all(each is None or isinstance(each, DeadlineExceeded) for each in outcomes)
+            assert outcomes == [None] * len(keys), "the replica serves when half of the time is over"
             for i in range(2):
                 timed(lambda i=i: client.put(f"new{i}", value(f"new{i}"), deadline_s=DEADLINE_S))  # type: ignore[misc]
             eventually(lambda: all(read(client, key) is None for key in keys))  # the master has noticed
