@@ -127,7 +127,7 @@ def test_a_chunk_is_a_view_of_the_nodes_memory_until_it_is_closed(cluster: Clust
     del array
     gc.collect()
     client.exists("k")
-    assert cluster.nodes[0].metric("tanghulu_node_used_bytes") == 0
+    eventually(lambda: cluster.nodes[0].metric("tanghulu_node_used_bytes") == 0)
 
 
 def test_tensors_go_in_and_come_out(client: Client) -> None:
