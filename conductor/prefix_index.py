@@ -152,6 +152,14 @@ class PrefixIndex:
             self._release(node, slot, node.all_bits)
         self._shrink()
 
+    def dump(self) -> Iterator[Stored]:
+        """Events that make an empty index equal to this one; what they say of order may be wrong, as with any event."""
+        for node in self._nodes:
+            for slot in slots(node.holders):
+                bits = node.bits(slot)
+                held = [block for place, block in enumerate(node.blocks) if bits >> place & 1]
+                yield Stored(self._slots.at(slot), held)
+
     def check(self) -> None:
         """Every hash leads to the node that has it and no other; nodes hold; counts and bounds are kept."""
         held: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""``tanghulu router``: the global router's configuration, start and orderly end."""
+"""The global router's configuration, start and orderly end; ``router.main`` has the command."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tanghulu.conductor.pools.app import make_app
 from tanghulu.conductor.pools.forward import Forwarder
 from tanghulu.conductor.pools.grid import PoolMap, read_pools
 from tanghulu.conductor.pools.metrics import PoolMetrics
-from tanghulu.config import command, option
+from tanghulu.config import option
 from tanghulu.discovery.base import Discovery, EventKind, Instance, InstanceEvent
 from tanghulu.discovery.open import HELP as DISCOVERY_HELP
 from tanghulu.discovery.open import MASTER_HELP, open_discovery
 from tanghulu.errors import ConfigError
-from tanghulu.process import Process, ProcessConfig, run
+from tanghulu.process import Process, ProcessConfig
 from tanghulu.types import Address, Masters, Role
 
 _log = structlog.get_logger(__name__)
@@ -119,11 +119,3 @@ async def serve(process: Process, config: RouterConfig) -> None:
         await process.stopping.wait()
         if registration is not None:
             await registration.close()
-
-
-COMMAND = command(
-    "router",
-    RouterConfig,
-    lambda config: run(Role.ROUTER, config, serve),
-    "Run a global router: requests to pools of workers, by their length and their targets.",
-)
