@@ -32,6 +32,9 @@ from tanghulu.store.master.placement import Candidate, place_copy
 GRACE_S = 3.0
 #: Keys that wait for their grace; the others are found by the next walk.
 MAX_LACKING = 1 << 16
+#: A chunk whose copy failed is left alone for so long.
+FAILED_PAUSE_S = 2.0
+MAX_FAILED = 1 << 14
 #: A walk over wanted replicas begins so long after the last.
 WALK_PAUSE_S = 0.5
 #: A node is filled while the others are at least so full on average, from below half their mean up to just under it.
@@ -82,6 +85,7 @@ class CopyPlanner:
         self._rng = rng
         self._wanted: dict[str, int] = {}
         self._lacking: dict[str, float] = {}
+        self._failed: dict[str, float] = {}  # key -> until when it is left alone
         self._drains: dict[str, _Drain] = {}
         self._filling: set[str] = set()
         self._extra: dict[str, _Extra] = {}
@@ -123,6 +127,8 @@ class CopyPlanner:
                     self._copied(copy, now_s)
             for key in announcement.failed_copies:
                 self.orders.failed(key, node_id)
+                if len(self._failed) < MAX_FAILED:
+                    self._failed[key] = now_s + FAILED_PAUSE_S
         drain = self._drains.get(node_id)
         if drain is not None:
             drain.quiet_since_s = (drain.quiet_since_s or now_s) if announcement.quiet else None
@@ -238,9 +244,15 @@ class CopyPlanner:
             self._fill_with(key, found, nodes, now_s)
             return True
         drains = len(found.node_ids) > len(safe - on_its_way)
-        if not drains and not self._lacks_long(key, now_s):
+        if self._failed_just_now(key, now_s) or not (drains or self._lacks_long(key, now_s)):
             return True
         return self._copy(key, found, nodes, Reason.DRAIN if drains else Reason.RESTORE, now_s)
+
+    def _failed_just_now(self, key: str, now_s: float) -> bool:
+        if self._failed and self._failed.get(key, now_s) <= now_s:
+            self._failed.pop(key, None)
+            return False
+        return key in self._failed
 
     def _lacks_long(self, key: str, now_s: float) -> bool:
         if len(self._lacking) >= MAX_LACKING and key not in self._lacking:
@@ -309,6 +321,7 @@ class CopyPlanner:
         assert all(count > 1 for count in self._wanted.values())
         assert len(self._lacking) <= MAX_LACKING
         assert len(self._extra) <= MAX_EXTRA_KEYS
+        assert len(self._failed) <= MAX_FAILED
         assert not self._drains.keys() & self._filling
 
     def __repr__(self) -> str:

@@ -30,6 +30,8 @@ class World:
         self.used: dict[str, int] = {}
         self.copies: list[Copy] = []
         self.drops: list[tuple[str, Drop]] = []
+        self.rng = Random(2)
+        self.failing = 0.0  # how often a node cannot make its copies
         for name in nodes:
             self.join(name)
         self.directory.tick(0.0)
@@ -65,7 +67,7 @@ class World:
         replicas: int = 1,
         report: Report = Report.NONE,
         hot: list[tuple[str, int]] | None = None,
-        obey: bool = True,
+        failed: list[str] | None = None,
     ) -> None:
         added, removed = added or [], removed or []
         self.chunks[name] |= set(added)
@@ -81,15 +83,16 @@ class World:
             replicated=[(key, replicas) for key in added if replicas > 1],
             quiet=not added and not removed,
             hot=hot or [],
+            failed_copies=failed or [],
         )
         self.directory.announce(announcement, self.now_s)
         copies, drops = self.planner.heard(announcement, self.now_s)
-        if not obey:
-            return
         self.copies += copies
         self.drops += [(name, drop) for drop in drops]
-        if copies:
-            self.say(name, added=[copy.key for copy in copies])
+        if copies and self.rng.random() < self.failing:
+            self.say(name, failed=[copy.key for copy in copies])
+        elif copies:
+            self.say(name, added=[copy.key for copy in copies if copy.source in self.chunks])
         if drops:
             self.say(name, removed=[drop.key for drop in drops])
 
@@ -270,3 +273,53 @@ def test_heat_settles_at_the_rate_and_decays() -> None:
     heat.add([(f"x{i}", 1) for i in range(2 * MAX_KEYS)], now_s)
     heat.check()
     assert heat.keys(now_s)[0] == "k", "many cold keys do not push a hot one out"
+
+
+def test_copies_that_fail_are_tried_again_after_a_pause() -> None:
+    world = World("a", "b")
+    world.put("a", num=3)
+    world.failing = 1.0
+    world.drain("a")
+    world.run(10.0)
+    assert world.planner.progress("a") == (3, False)
+    assert 9 <= len(world.copies) <= 18, "not again and again"
+    world.failing = 0.0
+    world.run(5.0)
+    assert world.planner.progress("a") == (0, True)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_happens_drained_means_safe_and_replicas_come_back(seed: int) -> None:
+    """Nodes join, die, drain, evict and fail in any order; drained nodes are stopped at once, and nothing is lost."""
+    rng = Random(seed)
+    world = World("n0", "n1", "n2", "n3")
+    world.failing = 0.1
+    safe: set[str] = set()  # keys that must not be lost: of nodes that end only when they are drained
+    names = 4
+    for step in range(60):
+        alive = sorted(world.chunks)
+        name = rng.choice(alive)
+        match rng.randrange(6):
+            case 0 if len(alive) < 7:
+                world.join(f"n{names}")
+                names += 1
+            case 1 if len(alive) > 3 and len(world.planner._drains) < len(alive) - 2:
+                world.drain(name)
+            case 2 | 3 if name not in world.planner._drains:
+                world.put(name, num=20, prefix=f"s{step}-")
+                safe |= {f"s{step}-{i:04}" for i in range(20)}
+            case 4 if len(alive) > 1 and not world.planner._drains.keys() & set(alive[:2]):
+                world.put(*alive[:2], num=10, replicas=2, prefix=f"r{step}-")
+                safe |= {f"r{step}-{i:04}" for i in range(10)}
+        world.run(rng.choice([0.3, 1.0, 3.0]), num_keys=rng.choice([7, 100, 1000]))
+        for node in list(world.planner._drains):
+            if world.planner.progress(node).drained:
+                world.die(node)
+                assert all(world.holders(key) for key in safe), f"seed {seed}, step {step}: {node} was not safe to stop"
+    world.failing = 0.0
+    world.run(20.0)
+    takers = len(world.chunks) - len(world.planner._drains)
+    for key in safe:
+        wanted = min(2 if key.startswith("r") else 1, takers)
+        assert len(world.holders(key) - world.planner._drains.keys()) >= wanted, f"seed {seed}: {key}"
+    world.directory.check()
