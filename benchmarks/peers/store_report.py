@@ -53,7 +53,8 @@ def show(rows: Rows, load: Sequence[float]) -> None:
     for row in sorted(rows, key=lambda row: order[row["op"]]):
         peer = find(rows, PEER, row["op"])
         ratio = f"{row['p50_us'] / peer['p50_us']:.2f}" if peer else ""
-        moved = 0 if row["op"] in ("echo", "exists", "exists_many") else row["size_bytes"] * row["batch"]
+        counts = row["who"] == "echo" or row["op"].startswith("exists")
+        moved = 0 if counts else row["size_bytes"] * row["batch"]
         speed = f"{moved / row['p50_us'] / 1e3:.2f}" if moved else ""
         cpu = [f"{row[key]:.0f}" if key in row else "" for key in ("client_cpu_us", "server_cpu_us")]
         times = f"{row['p50_us']:10.1f} {row['least_p50_us']:10.1f}"
