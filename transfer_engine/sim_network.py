@@ -29,6 +29,7 @@ from tanghulu.transfer_engine.sim_transport import Pipe, SimTransport
 from tanghulu.transfer_engine.tcp_server import TcpConnection, TcpDoor
 from tanghulu.types import Address
 
+_TICK_S = 1e-9  # the shortest wait: less than that is lost when it is added to the time
 _FIRST_FD = 1 << 24  # no descriptor of the process is that high
 
 
@@ -300,7 +301,7 @@ class SimPoller:
         """What is ready; virtual time passes, at most ``timeout`` of it, until something is."""
         network = self._host.network
         if timeout and not self._ready():
-            network.run(network.clock.now_s() + timeout, lambda: bool(self._ready()))
+            network.run(network.clock.now_s() + max(timeout, _TICK_S), lambda: bool(self._ready()))
         return self._ready()
 
     def fileno(self) -> int:

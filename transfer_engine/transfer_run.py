@@ -203,7 +203,7 @@ class TransferRun:
     def stalled(self, now_s: float) -> list[Path]:
         """Paths with slices in flight and none finished for the slice deadline; they are lost now, cut them."""
         limit_s = self._limits.slice_deadline_s
-        paths = [path for path, load in self._loads.items() if load.slices and now_s - load.progress_s >= limit_s]
+        paths = [path for path, load in self._loads.items() if load.slices and now_s >= load.progress_s + limit_s]
         for path in paths:
             self.lost(path, TransferFailed(f"no slice finished on {path.label} for {limit_s:g} s"), now_s)
         return paths
