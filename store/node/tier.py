@@ -37,8 +37,9 @@ QUEUE_BYTES = 64 << 20
 NUM_READ_THREADS = 4
 #: What an end waits for the disk.
 CLOSE_DEADLINE_S = 5.0
-#: Writes and wipes that the thread is given at once.
+#: Writes and wipes that the thread is given at once, and their bytes: the buffers come back when all are done.
 _BATCH = 32
+_BATCH_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +173,11 @@ class SsdTier:
     def _work(self) -> None:
         if self._under_way or not self._pending or self._closed:
             return
-        self._under_way = [self._pending.popleft() for _ in range(min(_BATCH, len(self._pending)))]
+        num_bytes = 0
+        while self._pending and len(self._under_way) < _BATCH and num_bytes < _BATCH_BYTES:
+            pending = self._pending.popleft()
+            self._under_way.append(pending)
+            num_bytes += 0 if pending.buffer is None else len(pending.buffer.view)
         sync = self._sync_wanted
         self._sync_wanted = sync and bool(self._pending)
         loop = asyncio.get_running_loop()

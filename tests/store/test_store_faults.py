@@ -222,9 +222,8 @@ def cluster_short_leases() -> Iterator[Cluster]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_stopped_node_costs_a_deadline_and_no_more(transport: str) -> None:
-    with Cluster(2, "64MiB") as cluster, tanghulu.connect(cluster.address, transport=transport) as client:
+def test_a_stopped_node_costs_a_deadline_and_no_more() -> None:
+    with Cluster(2, "64MiB") as cluster, tanghulu.connect(cluster.address) as client:
         keys = [f"both{i}" for i in range(3)]
         for key in keys:
             assert client.put(key, value(key), replicas=2).num_replicas == 2
@@ -292,10 +291,10 @@ def test_a_master_killed_in_the_middle_of_puts() -> None:
     with Cluster(2, "64MiB") as cluster, tanghulu.connect(cluster.address) as client:
         acknowledged, num_failed = [], 0
         rng = random.Random(5)
-        for i in range(40):
-            if i in (10, 26):
+        for i in range(24):
+            if i == 10:
                 cluster.master.kill()
-            if i in (14, 30):
+            if i == 14:
                 cluster.restart_master()
                 eventually(lambda: _serves(client))
             key = f"m{i}"
@@ -305,7 +304,7 @@ def test_a_master_killed_in_the_middle_of_puts() -> None:
             else:
                 acknowledged.append(key)
             assert read(client, rng.choice(acknowledged), 65536 * 2) is None, "known locations need no master"
-        assert 0 < num_failed <= 12, "no more than while there was none"
+        assert 0 < num_failed <= 6, "no more than while there was none"
         with tanghulu.connect(cluster.address) as fresh:
             for key in acknowledged:
                 eventually(lambda key=key: read(fresh, key, 65536 * 2) is None)  # type: ignore[misc]
@@ -340,6 +339,35 @@ def test_clients_killed_in_the_middle_leave_nothing_behind() -> None:
         for info in keys:
             assert read(client, info.key, 8 * MIB) is None
         assert read_what_is_left(client, overwrite_everything(client, 64)) >= 60, "all of the memory can be used again"
+
+
+@pytest.mark.slow
+def test_a_node_killed_in_the_middle_of_demotions_comes_back_sound(tmp_path: Path) -> None:
+    """Whatever was written halfway is missing, never wrong; what was removed does not come back."""
+    ssd = ("--ssd-path", str(tmp_path / "node.tier"), "--ssd-size", "48MiB")
+    rng, removed = random.Random(3), set[str]()
+    with Cluster(0) as cluster:
+        for life in range(3):
+            node = cluster.add_node("16MiB", *ssd)
+            with tanghulu.connect(cluster.address) as client:
+                eventually(lambda: timed(lambda: client.put("alive", b"x").ok) is True)
+                found = client.get_many(old := [f"life{life - 1}-{i}" for i in range(60)], deadline_s=20.0)
+                for key, outcome in zip(old, found, strict=True):
+                    if isinstance(outcome, TanghuluError):
+                        assert isinstance(outcome, ChunkNotFound), outcome
+                    else:
+                        assert key not in removed, "it came back"
+                        assert bytes(outcome) == value(key)
+                        outcome.close()
+                assert not life or sum(not isinstance(each, TanghuluError) for each in found) > 5
+                for i in range(60):
+                    assert client.put(f"life{life}-{i}", value(f"life{life}-{i}")).ok
+                    if i % 5 == 4 and client.remove(gone := f"life{life}-{rng.randrange(i)}"):
+                        removed.add(gone)
+                    if i > 40 and rng.random() < 0.1:
+                        break
+            node.kill()  # with writes on their way
+        assert len(removed) > 10
 
 
 # --- clocks that jump
