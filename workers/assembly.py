@@ -37,6 +37,7 @@ from tanghulu.workers.main import WorkerConfig
 from tanghulu.workers.metrics import WorkerMetrics
 from tanghulu.workers.peer_reader import PeerReader
 from tanghulu.workers.peer_server import PeerServer
+from tanghulu.workers.rank_processes import RankProcesses
 from tanghulu.workers.session_wire import RequestFactory, model_card
 from tanghulu.workers.sessions import SessionHub
 from tanghulu.workers.speed import SpeedMeter
@@ -56,6 +57,7 @@ class LoadedModel:
     fingerprint: Fingerprint
     assets: TokenizerAssets
     make_runner: Callable[[memoryview], ModelRunner]
+    ranks: RankProcesses | None = None
 
 
 class Worker:
@@ -132,15 +134,18 @@ class Worker:
         )
         stack.callback(transfers.close)
         self._process.registry.register(EngineCollector(transfers))
-        reader = PeerReader(transfers, self.instance_id)
+        reader = PeerReader(transfers, self.instance_id, loaded.fingerprint)
         stack.callback(reader.close)
         store = None
         if config.store:
-            store = StoreAdapter(config.master, loaded.fingerprint, loaded.layout.layer_bytes)
+            store = StoreAdapter(config.master, loaded.fingerprint, loaded.layout.layer_bytes, loaded.layout.num_parts)
             stack.callback(store.close)
         self._speed = SpeedMeter()
         connector = KvConnector(store, reader, self._metrics, self._speed)
         stack.callback(connector.close)
+        if loaded.ranks is not None:
+            stack.callback(loaded.ranks.close)
+            loaded.ranks.map_cache(self._segment.fd)
         runner = loaded.make_runner(self._segment.view)
         return EngineCore(runner, self._engine_config(), fetcher=connector, sink=connector), connector
 
@@ -162,6 +167,7 @@ class Worker:
         self._peers = PeerServer(
             self.instance_id,
             self._process.generation,
+            self._loaded.fingerprint,
             core.cache,
             access,
             clock,

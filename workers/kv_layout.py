@@ -2,8 +2,9 @@
 
 Block first, so that a block is one contiguous range of bytes:
 
-    [num_blocks, layers, 2 (K, V), block_tokens, kv_heads, head_dim]
+    [num_blocks, parts, layers, 2 (K, V), block_tokens, kv_heads, head_dim]
 
+A part is a tensor-parallel rank's share of the KV heads; without tensor parallelism there is one.
 Owns sizes and offsets; which block belongs to whom is `block_pool`'s business, tensors over it are `kv_cache`'s.
 """
 
@@ -22,33 +23,40 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """Shape of one block. All sizes follow from it; tensor-parallel ranks have their own ``num_kv_heads``."""
+    """Shape of one block. All sizes follow from it. ``num_kv_heads`` are those of one of the ``num_parts`` parts."""
 
     num_layers: int
     block_tokens: int
     num_kv_heads: int
     head_dim: int
     dtype: str
+    num_parts: int = 1
 
     @classmethod
-    def of(cls, config: ModelConfig, block_tokens: int, dtype: str) -> KvLayout:
-        """The layout of ``config``'s cache; ``dtype`` is a name of `ITEM_BYTES`."""
-        return cls(config.num_layers, block_tokens, config.num_kv_heads, config.head_dim, dtype)
+    def of(cls, config: ModelConfig, block_tokens: int, dtype: str, num_parts: int = 1) -> KvLayout:
+        """The layout of ``config``'s cache; ``dtype`` is a name of `ITEM_BYTES`, ``num_parts`` divides the KV heads."""
+        kv_heads = config.num_kv_heads // num_parts
+        return cls(config.num_layers, block_tokens, kv_heads, config.head_dim, dtype, num_parts)
 
     @property
-    def block_shape(self) -> tuple[int, int, int, int, int]:
-        """``(layers, 2, block_tokens, kv_heads, head_dim)``."""
+    def part_shape(self) -> tuple[int, int, int, int, int]:
+        """``(layers, 2, block_tokens, kv_heads, head_dim)``: one part of a block."""
         return (self.num_layers, 2, self.block_tokens, self.num_kv_heads, self.head_dim)
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of K and V of one layer inside a block: also the distance between layers."""
+        """Bytes of K and V of one layer inside a part of a block: also the distance between layers."""
         return 2 * self.block_tokens * self.num_kv_heads * self.head_dim * ITEM_BYTES[self.dtype]
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes of a block."""
+    def part_bytes(self) -> int:
+        """Bytes of one part of a block."""
         return self.num_layers * self.layer_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block, all its parts."""
+        return self.num_parts * self.part_bytes
 
     def num_blocks_in(self, capacity_bytes: int) -> int:
         """Whole blocks that fit; raises ConfigError with the figures if that is none."""

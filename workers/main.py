@@ -44,6 +44,7 @@ class WorkerConfig(TransferOptions, ProcessConfig):
     max_num_waiting: int = option(1024, "requests that may queue; more are refused")
     eviction: str = option(DEFAULT_EVICTION, "which cached blocks make room first", choices=tuple(POLICIES))
     threads: int = option(0, "threads of the model; 0: one a core")
+    tp: int = option(1, "tensor-parallel ranks that share out the heads; a process each, on this host")
     store: bool = option(True, "load prefixes from the store and keep new blocks there")
     checks: bool = option(False, "assert all invariants after every step (slow)")
     mock_speedup: float = option(1.0, "the mock engine runs this many times faster than its timing")
@@ -59,6 +60,8 @@ class WorkerConfig(TransferOptions, ProcessConfig):
             raise ConfigError(f"--mock-speedup is {self.mock_speedup}; it must be above 0")
         if self.mock_kv_token_bytes < 8 or self.mock_kv_token_bytes % 8:
             raise ConfigError(f"--mock-kv-token-bytes is {self.mock_kv_token_bytes}; it must be a multiple of 8")
+        if self.tp < 1 or (self.tp > 1 and self.engine != "torch"):
+            raise ConfigError(f"--tp is {self.tp}; the torch engine takes 1 or more, the mock engine 1")
         if self.threads < 0:
             raise ConfigError(f"--threads is {self.threads}; 0 means one a core")
 

@@ -24,7 +24,7 @@ from tanghulu.transfer_engine.engine import TransferEngine
 from tanghulu.transfer_engine.opcode import Opcode
 from tanghulu.transfer_engine.remote import RemoteSegment
 from tanghulu.transfer_engine.requests import TransferRequest
-from tanghulu.types import Address
+from tanghulu.types import Address, Fingerprint
 from tanghulu.workers.requests import PeerExport
 from tanghulu.workers.session_wire import split_peer
 
@@ -38,11 +38,17 @@ class _Peer:
 
 
 class PeerReader:
-    """Connections to other workers and the reads over them; at most ``deadline_s`` a read."""
+    """Connections to other workers and the reads over them; at most ``deadline_s`` a read.
 
-    def __init__(self, engine: TransferEngine, client_id: str, deadline_s: float = 10.0) -> None:
+    Only KV of ``fingerprint`` is read: peers refuse what is of another model, type or tensor-parallel split.
+    """
+
+    def __init__(
+        self, engine: TransferEngine, client_id: str, fingerprint: Fingerprint, deadline_s: float = 10.0
+    ) -> None:
         self._engine = engine
         self._client_id = client_id
+        self._fingerprint = fingerprint
         self._deadline_s = deadline_s
         self._lock = threading.Lock()
         self._peers: dict[str, _Peer] = {}
@@ -58,7 +64,9 @@ class PeerReader:
         try:
             reply = opened.connection.call(
                 fastlane_pb2.METHOD_EXPORT_PIN,
-                session_pb2.ExportPinRequest(export_id=export_id, first_block=first_block),
+                session_pb2.ExportPinRequest(
+                    export_id=export_id, first_block=first_block, fingerprint=self._fingerprint
+                ),
                 session_pb2.ExportPinReply,
                 deadline_s=self._deadline_s,
             ).message

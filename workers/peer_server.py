@@ -24,7 +24,7 @@ from tanghulu.transfer_engine.descriptor_wire import to_proto
 from tanghulu.transfer_engine.leases import Freed
 from tanghulu.transfer_engine.opcode import Opcode
 from tanghulu.transfer_engine.segment import SegmentDescriptor
-from tanghulu.types import InstanceId, LeaseId, RequestId
+from tanghulu.types import Fingerprint, InstanceId, LeaseId, RequestId
 from tanghulu.workers.engine_thread import StepReport
 from tanghulu.workers.exports import Export, ExportTable
 from tanghulu.workers.kv_layout import KvMemory
@@ -41,6 +41,7 @@ class PeerServer:
         self,
         instance_id: InstanceId,
         generation: int,
+        fingerprint: Fingerprint,
         cache: KvMemory,
         access: AccessTable,
         clock: Clock,
@@ -49,6 +50,7 @@ class PeerServer:
     ) -> None:
         self._instance_id = instance_id
         self._generation = generation
+        self._fingerprint = fingerprint
         self._cache = cache
         self._access = access
         self._clock = clock
@@ -132,6 +134,11 @@ class PeerServer:
     ) -> session_pb2.ExportPinReply:
         if peer.state is None:
             raise InvalidRequest("say hello before you pin an export")
+        if request.fingerprint != self._fingerprint:
+            raise InvalidRequest(
+                f"KV of {request.fingerprint.hex() or 'no fingerprint'} was asked for, {self._instance_id} holds KV of "
+                f"{self._fingerprint.hex()}: model, dtype, block size and --tp must be equal on both sides"
+            )
         session_id, maps = peer.state
         export = self._exports.get(request.export_id)
         block_ids = export.kv.block_ids[request.first_block :]

@@ -15,13 +15,13 @@ SAVE_DEADLINE_S = 10.0
 
 
 class StoreAdapter:
-    """Blocks of one model (``fingerprint``) and one tensor-parallel rank (``part``). Threads share it."""
+    """Blocks of one model (``fingerprint``), a chunk for each of the ``num_parts`` ranks. Threads share it."""
 
-    def __init__(self, master: Masters, fingerprint: Fingerprint, layer_bytes: int, part: int = 0) -> None:
+    def __init__(self, master: Masters, fingerprint: Fingerprint, layer_bytes: int, num_parts: int = 1) -> None:
         self._master = master
         self._fingerprint = fingerprint
         self._layer_bytes = layer_bytes
-        self._part = part
+        self._num_parts = num_parts
         self._lock = threading.Lock()
         self._client: Client | None = None
 
@@ -30,21 +30,30 @@ class StoreAdapter:
 
         A missing block ends the run and is no failure. Raises what else went wrong with the first block.
         """
-        results = self._open().get_many_into(self._keys(hashes), buffers, deadline_s=LOAD_DEADLINE_S)
+        results = self._open().get_many_into(self._keys(hashes), self._split(buffers), deadline_s=LOAD_DEADLINE_S)
         num_ok = next((i for i, result in enumerate(results) if isinstance(result, TanghuluError)), len(results))
         first = results[0] if results else 0
         if isinstance(first, TanghuluError) and not isinstance(first, ChunkNotFound):
             raise first
-        return num_ok
+        return num_ok // self._num_parts
 
     def save(self, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
         """Put the blocks, a checksum a layer; returns how many are in the store now."""
-        items = list(zip(self._keys(hashes), buffers, strict=True))
+        items = list(zip(self._keys(hashes), self._split(buffers), strict=True))
         statuses = self._open().put_many(items, part_bytes=self._layer_bytes, visible=False, deadline_s=SAVE_DEADLINE_S)
-        return sum(status.ok for status in statuses)
+        return sum(status.ok for status in statuses) // self._num_parts
 
     def _keys(self, hashes: Sequence[BlockHash]) -> list[ChunkKey]:
-        return [kv_chunk_key(self._fingerprint, block_hash, self._part) for block_hash in hashes]
+        parts = range(self._num_parts)
+        return [kv_chunk_key(self._fingerprint, block_hash, part) for block_hash in hashes for part in parts]
+
+    def _split(self, buffers: Sequence[memoryview]) -> list[memoryview]:
+        """The parts of every block, in the order of their keys."""
+        return [
+            block[index * len(block) // self._num_parts : (index + 1) * len(block) // self._num_parts]
+            for block in buffers
+            for index in range(self._num_parts)
+        ]
 
     def _open(self) -> Client:
         with self._lock:

@@ -11,6 +11,8 @@ import torch
 from tanghulu.workers.assembly import LoadedModel
 from tanghulu.workers.kv_layout import KvLayout
 from tanghulu.workers.models.registry import dtype_name, load_model, pick_dtype
+from tanghulu.workers.models.shard import Shard, require_split
+from tanghulu.workers.rank_processes import RankProcesses
 from tanghulu.workers.tokenizer_assets import load_tokenizer_assets
 from tanghulu.workers.torch_runner import TorchRunner
 from tanghulu.workers.weights.fingerprint import fingerprint
@@ -18,22 +20,50 @@ from tanghulu.workers.weights.source import resolve_model
 
 if TYPE_CHECKING:
     from tanghulu.workers.main import WorkerConfig
+    from tanghulu.workers.models.registry import Model
+    from tanghulu.workers.weights.source import ModelSource
 
 
 def load(config: WorkerConfig, progress: Callable[[float], None]) -> LoadedModel:
     """Read the model's files; takes seconds. Raises ModelUnsupported or ConfigError."""
-    torch.set_num_threads(config.threads or os.cpu_count() or 1)
     source = resolve_model(config.model)
+    require_split(source.config, config.tp)
     assets = load_tokenizer_assets(source)
     dtype = pick_dtype(config.dtype)
-    layout = KvLayout.of(source.config, config.block_tokens, dtype_name(dtype))
+    layout = KvLayout.of(source.config, config.block_tokens, dtype_name(dtype), config.tp)
     layout.num_blocks_in(config.kv_memory)  # refuse what cannot fit before the long part
-    model = load_model(source, dtype, progress)
-    name = fingerprint(source, dtype=layout.dtype, block_tokens=config.block_tokens)
+    threads = max(1, (config.threads or os.cpu_count() or 1) // config.tp)
+    torch.set_num_threads(threads)
+    model, ranks = _load_shards(config, source, dtype, threads, progress)
+    name = fingerprint(source, dtype=layout.dtype, block_tokens=config.block_tokens, tp_size=config.tp)
 
     def make_runner(buffer: memoryview) -> TorchRunner:
         return TorchRunner(
-            model, block_tokens=config.block_tokens, kv_capacity_bytes=buffer.nbytes, cache_buffer=buffer
+            model,
+            block_tokens=config.block_tokens,
+            kv_capacity_bytes=buffer.nbytes,
+            cache_buffer=buffer,
+            num_parts=config.tp,
+            announce=None if ranks is None else ranks.send,
         )
 
-    return LoadedModel(source.name, layout, name, assets, make_runner)
+    return LoadedModel(source.name, layout, name, assets, make_runner, ranks)
+
+
+def _load_shards(
+    config: WorkerConfig, source: ModelSource, dtype: torch.dtype, threads: int, progress: Callable[[float], None]
+) -> tuple[Model, RankProcesses | None]:
+    """Rank 0's share here and the others' in processes of their own, all in one group."""
+    if config.tp == 1:
+        return load_model(source, dtype, progress), None
+    from tanghulu.workers.rank_group import join
+
+    ranks = RankProcesses(config.model, config.dtype, config.block_tokens, config.tp, threads)
+    try:
+        model = load_model(source, dtype, progress, Shard(0, config.tp))
+        ranks.wait_loaded()
+        join(0, config.tp, ranks.meeting_file)
+    except BaseException:
+        ranks.close()
+        raise
+    return model, ranks

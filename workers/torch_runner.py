@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 
 from tanghulu.clock import Clock, SystemClock
@@ -18,7 +20,8 @@ from tanghulu.workers.step_result import Sampled
 class TorchRunner:
     """A `ModelRunner` of ``model``, with ``kv_capacity_bytes`` of cache laid out in ``cache_buffer`` (or own memory).
 
-    Raises ConfigError with the figures if not even one block fits.
+    ``num_parts`` tensor-parallel ranks share the model, of which this is rank 0; ``announce`` tells the others every
+    step's token runs. Raises ConfigError with the figures if not even one block fits.
     """
 
     def __init__(
@@ -29,9 +32,12 @@ class TorchRunner:
         kv_capacity_bytes: int,
         cache_buffer: memoryview | bytearray | None = None,
         clock: Clock | None = None,
+        num_parts: int = 1,
+        announce: Callable[[Sequence[SequenceChunk]], None] | None = None,
     ) -> None:
         self.model = model
-        self.layout = KvLayout.of(model.config, block_tokens, dtype_name(model.dtype))
+        self.layout = KvLayout.of(model.config, block_tokens, dtype_name(model.dtype), num_parts)
+        self._announce = announce
         self.cache = KvCache(self.layout, self.layout.num_blocks_in(kv_capacity_bytes), cache_buffer)
         self._clock = clock or SystemClock()
 
@@ -49,6 +55,8 @@ class TorchRunner:
         """Forward and sample."""
         started = self._clock.now_s()
         chunks = [_chunk(run) for run in plan.runs]
+        if self._announce is not None:
+            self._announce(chunks)
         logits = self.model.forward(build_forward_batch(chunks, self.layout.block_tokens), self.cache)
         computed = self._clock.now_s()
         sampled = self._sample(plan, logits)

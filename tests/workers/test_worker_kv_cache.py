@@ -29,7 +29,7 @@ def test_sizes() -> None:
 def test_a_block_is_one_range_of_the_buffer() -> None:
     memory = mmap.mmap(-1, 4 * LAYOUT.block_bytes + 100)
     cache = KvCache(LAYOUT, 4, memoryview(memory))
-    cache.blocks[2] = torch.arange(LAYOUT.block_bytes // 4).view(LAYOUT.block_shape)
+    cache.blocks[2] = torch.arange(LAYOUT.block_bytes // 4).view(LAYOUT.part_shape)
     start = cache.block_offset(2)
     assert memory[start : start + LAYOUT.block_bytes] == cache.block_view(2).tobytes()
     layer_one = torch.frombuffer(cache.block_view(2)[LAYOUT.layer_bytes : 2 * LAYOUT.layer_bytes], dtype=torch.float32)

@@ -19,6 +19,7 @@ from tanghulu.workers.model_config import ModelConfig
 from tanghulu.workers.models.forward_batch import ForwardBatch
 from tanghulu.workers.models.linear import Linear, compute_dtype
 from tanghulu.workers.models.rope import RotaryTable, rotate
+from tanghulu.workers.models.shard import WHOLE, Shard, require_split
 from tanghulu.workers.weights.source import WeightSource
 
 Progress = Callable[[float], None]
@@ -48,16 +49,21 @@ class LlamaModel:
         attention: AttentionBackend,
         dtype: torch.dtype,
         progress: Progress | None = None,
+        shard: Shard = WHOLE,
     ) -> None:
-        """Load all weights as ``dtype``; ``progress`` is told the fraction done, 0..1.
+        """Load the weights of ``shard`` as ``dtype``; ``progress`` is told the fraction done, 0..1.
 
-        Raises ModelUnsupported that names a missing tensor, or one whose shape contradicts ``config``.
+        Raises ModelUnsupported that names a missing tensor, or one whose shape contradicts ``config``; ConfigError
+        if the model's heads cannot be shared out so.
         """
+        require_split(config, shard.size)
+        self._shard = shard
+        self._num_heads, self._num_kv_heads = config.num_heads // shard.size, config.num_kv_heads // shard.size
         self.config = config
         self.dtype = dtype
         self._compute = compute_dtype(dtype)
         self._attention = attention
-        loader = _Loader(config, weights, dtype)
+        loader = _Loader(config, weights, dtype, shard)
         self._embedding = loader.take("model.embed_tokens.weight", (config.vocab, config.hidden))
         self._layers = []
         for index in range(config.num_layers):
@@ -67,7 +73,7 @@ class LlamaModel:
         self._norm = loader.norm("model.norm.weight", config.hidden)
         tied = config.tie_embeddings
         head = self._embedding if tied else loader.take("lm_head.weight", (config.vocab, config.hidden))
-        self._head = Linear(head)
+        self._head = Linear(_own_rows(head, shard))
         factors = weights.tensor("rope_freqs.weight") if weights.has("rope_freqs.weight") else None
         self._rotary = RotaryTable(config, factors)
         if progress is not None:
@@ -75,35 +81,35 @@ class LlamaModel:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: KvCache) -> torch.Tensor:
-        """Compute ``batch``, writing its KV to ``cache``; returns the wanted logits, float32 [L, vocab]."""
-        plan = self._attention.plan(cache, batch, self.config.num_heads)
+        """Compute ``batch``, writing its KV to ``cache``; returns the wanted logits, float32 [L, vocab] (on rank 0)."""
+        plan = self._attention.plan(cache, batch, self._num_heads)
         cos, sin = self._rotary.rows(batch.positions, self._compute)
         hidden = F.embedding(batch.token_ids, self._embedding).to(self._compute)
         for index, layer in enumerate(self._layers):
             query, key, value = self._project(layer, hidden, cos, sin)
             attended = plan.attend(index, query, key, value)
-            hidden = hidden + layer.out(attended)
+            hidden = hidden + self._shard.total(layer.out(attended))
             hidden = hidden + self._mlp(layer, hidden)
         wanted = self._normed(hidden.index_select(0, batch.logit_rows), self._norm)
-        return self._head(wanted).float()
+        return self._shard.gather_columns(self._head(wanted).float())[:, : self.config.vocab]
 
     def _project(
         self, layer: _Layer, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        config = self.config
-        fused = layer.qkv(self._normed(hidden, layer.input_norm)).view(len(hidden), -1, config.head_dim)
-        turned = fused[:, : config.num_heads + config.num_kv_heads]
+        num_heads, num_turned = self._num_heads, self._num_heads + self._num_kv_heads
+        fused = layer.qkv(self._normed(hidden, layer.input_norm)).view(len(hidden), -1, self.config.head_dim)
+        turned = fused[:, :num_turned]
         if layer.query_norm is not None and layer.key_norm is not None:
-            query = self._normed(turned[:, : config.num_heads], layer.query_norm)
-            key = self._normed(turned[:, config.num_heads :], layer.key_norm)
+            query = self._normed(turned[:, :num_heads], layer.query_norm)
+            key = self._normed(turned[:, num_heads:], layer.key_norm)
             turned = torch.cat((query, key), dim=1)
         turned = rotate(turned, cos, sin)
-        value = fused[:, config.num_heads + config.num_kv_heads :]
-        return turned[:, : config.num_heads], turned[:, config.num_heads :], value
+        value = fused[:, num_turned:]
+        return turned[:, :num_heads], turned[:, num_heads:], value
 
     def _mlp(self, layer: _Layer, hidden: torch.Tensor) -> torch.Tensor:
         gate, up = layer.gate_up(self._normed(hidden, layer.mlp_norm)).chunk(2, dim=-1)
-        return layer.down(F.silu(gate).mul_(up))
+        return self._shard.total(layer.down(F.silu(gate).mul_(up)))
 
     def _normed(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(hidden, weight.shape, weight, self.config.rms_eps)
@@ -112,8 +118,8 @@ class LlamaModel:
 class _Loader:
     """Takes tensors by name, checked against the shape that the config promises."""
 
-    def __init__(self, config: ModelConfig, weights: WeightSource, dtype: torch.dtype) -> None:
-        self._config, self._weights, self._dtype = config, weights, dtype
+    def __init__(self, config: ModelConfig, weights: WeightSource, dtype: torch.dtype, shard: Shard) -> None:
+        self._config, self._weights, self._dtype, self._shard = config, weights, dtype, shard
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         tensor = self._weights.tensor(name)
@@ -126,10 +132,23 @@ class _Loader:
         return self.take(name, (size,)).to(compute_dtype(self._dtype))
 
     def linear(self, prefix: str, parts: tuple[tuple[str, int], ...], columns: int, *, bias: bool = False) -> Linear:
-        """The product with all ``parts`` (name, rows) of ``prefix``, one under the other."""
-        weight = torch.cat([self.take(f"{prefix}.{name}.weight", (rows, columns)) for name, rows in parts])
-        biases = [self.take(f"{prefix}.{name}.bias", (rows,)) for name, rows in parts] if bias else []
-        return Linear(weight, torch.cat(biases) if biases else None)
+        """The product with this rank's rows of all ``parts`` (name, rows) of ``prefix``, one under the other."""
+        own = self._shard.own
+        weight = [self.take(f"{prefix}.{name}.weight", (rows, columns))[own(rows)] for name, rows in parts]
+        biases = [self.take(f"{prefix}.{name}.bias", (rows,))[own(rows)] for name, rows in parts] if bias else []
+        return Linear(torch.cat(weight), torch.cat(biases) if biases else None)
+
+    def summand(self, name: str, rows: int, columns: int, *, bias: bool = False) -> Linear:
+        """The product with this rank's columns; the ranks' results add up to the whole, the bias counted once."""
+        weight = self.take(f"{name}.weight", (rows, columns))[:, self._shard.own(columns)]
+        return Linear(weight, self.take(f"{name}.bias", (rows,)) if bias and self._shard.rank == 0 else None)
+
+
+def _own_rows(head: torch.Tensor, shard: Shard) -> torch.Tensor:
+    """The rank's rows of the output head, zeros behind the last so that all ranks have equally many."""
+    each = -(-len(head) // shard.size)
+    rows = head[shard.rank * each : (shard.rank + 1) * each]
+    return F.pad(rows, (0, 0, 0, each - len(rows)))
 
 
 def _load_layer(loader: _Loader, config: ModelConfig, index: int) -> _Layer:
@@ -143,8 +162,8 @@ def _load_layer(loader: _Loader, config: ModelConfig, index: int) -> _Layer:
         qkv=loader.linear(attention, qkv, config.hidden, bias=config.attention_bias),
         query_norm=loader.norm(f"{attention}.q_norm.weight", config.head_dim) if config.qk_norm else None,
         key_norm=loader.norm(f"{attention}.k_norm.weight", config.head_dim) if config.qk_norm else None,
-        out=loader.linear(attention, (("o_proj", config.hidden),), width, bias=config.output_bias),
+        out=loader.summand(f"{attention}.o_proj", config.hidden, width, bias=config.output_bias),
         mlp_norm=loader.norm(f"{prefix}.post_attention_layernorm.weight", config.hidden),
         gate_up=loader.linear(mlp, gate_up, config.hidden),
-        down=loader.linear(mlp, (("down_proj", config.hidden),), config.intermediate),
+        down=loader.summand(f"{mlp}.down_proj", config.hidden, config.intermediate),
     )

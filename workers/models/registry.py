@@ -18,6 +18,7 @@ from tanghulu.workers.model_config import ARCHITECTURES, ModelConfig
 from tanghulu.workers.models.forward_batch import ForwardBatch
 from tanghulu.workers.models.linear import has_native_bfloat16
 from tanghulu.workers.models.llama import LlamaModel
+from tanghulu.workers.models.shard import WHOLE, Shard
 from tanghulu.workers.weights.source import ModelSource, WeightSource
 
 Progress = Callable[[float], None]
@@ -34,13 +35,15 @@ class Model(Protocol):
         ...
 
 
-ModelFactory = Callable[[ModelConfig, WeightSource, AttentionBackend, torch.dtype, Progress | None], Model]
+ModelFactory = Callable[[ModelConfig, WeightSource, AttentionBackend, torch.dtype, Progress | None, Shard], Model]
 _MODELS: dict[str, ModelFactory] = dict.fromkeys(ARCHITECTURES, LlamaModel)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load_model(source: ModelSource, dtype: torch.dtype, progress: Progress | None = None) -> Model:
-    """Load the weights of ``source`` onto the CPU; ``progress`` is told the fraction done, 0..1.
+def load_model(
+    source: ModelSource, dtype: torch.dtype, progress: Progress | None = None, shard: Shard = WHOLE
+) -> Model:
+    """Load ``shard`` of the weights of ``source`` onto the CPU; ``progress`` is told the fraction done, 0..1.
 
     Raises ModelUnsupported that names the architecture or the tensor that cannot be used.
     """
@@ -51,7 +54,7 @@ def load_model(source: ModelSource, dtype: torch.dtype, progress: Progress | Non
         )
     weights = source.open_weights()
     try:
-        return factory(source.config, weights, SdpaAttention(), dtype, progress)
+        return factory(source.config, weights, SdpaAttention(), dtype, progress, shard)
     finally:
         weights.close()
 

@@ -1,0 +1,61 @@
+"""The process of a tensor-parallel rank other than 0: loads its share, maps the KV segment, computes step by step.
+
+Started by `rank_processes` only; ends when the worker hangs up.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import sys
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
+
+import torch
+
+from tanghulu.workers.kv_cache import KvCache
+from tanghulu.workers.kv_layout import KvLayout
+from tanghulu.workers.models.forward_batch import build_forward_batch
+from tanghulu.workers.models.registry import Model, dtype_name, load_model, pick_dtype
+from tanghulu.workers.models.shard import Shard
+from tanghulu.workers.rank_group import join, leave
+from tanghulu.workers.rank_processes import RankTask
+from tanghulu.workers.weights.source import resolve_model
+
+
+def main() -> None:
+    """Serve the worker behind the socket whose number is the only argument."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's ^C is the worker's to handle
+    with Connection(int(sys.argv[1])) as worker:
+        try:
+            _serve(worker)
+        except EOFError:
+            pass  # the worker is gone
+        finally:
+            leave()
+
+
+def _serve(worker: Connection) -> None:
+    task: RankTask = worker.recv()
+    torch.set_num_threads(task.threads)
+    dtype = pick_dtype(task.dtype)
+    model = load_model(resolve_model(task.model), dtype, shard=Shard(task.rank, task.size))
+    worker.send("loaded")
+    join(task.rank, task.size, task.meeting_file)
+    cache = _map_cache(recv_handle(worker), model, task)
+    while True:
+        chunks = worker.recv()
+        model.forward(build_forward_batch(chunks, task.block_tokens), cache)
+
+
+def _map_cache(fd: int, model: Model, task: RankTask) -> KvCache:
+    layout = KvLayout.of(model.config, task.block_tokens, dtype_name(model.dtype), task.size)
+    size = os.fstat(fd).st_size
+    area = mmap.mmap(fd, size)
+    os.close(fd)
+    return KvCache(layout, layout.num_blocks_in(size), memoryview(area), part=task.rank)
+
+
+if __name__ == "__main__":
+    main()
