@@ -20,7 +20,7 @@ test: $(VENV)/.ready ## the quick suite, with real processes and the real model
 test-slow: $(VENV)/.ready ## long simulations, kills and restarts
 	$(PY) -m pytest -m "slow and not rdma" $(PYTEST_FLAGS)
 
-test-rdma: $(VENV)/.ready ## experimental: real verbs in QEMU guests (docs/rdma.md says what passes)
+test-rdma: $(VENV)/.ready ## real verbs: soft-RoCE devices in two QEMU guests (docs/rdma.md)
 	tests/rdma_vm/rdma_vm.sh prepare
 	$(PY) -m pytest -m rdma $(PYTEST_FLAGS)
 

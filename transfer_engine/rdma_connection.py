@@ -19,8 +19,8 @@ from tanghulu.transfer_engine.fences import Fences
 from tanghulu.transfer_engine.opcode import Opcode
 from tanghulu.transfer_engine.paths import Path
 from tanghulu.transfer_engine.rdma_devices import STAGED_BYTES, LocalDevices, Staging
-from tanghulu.transfer_engine.rdma_verbs import Completed, Work
 from tanghulu.transfer_engine.rdma_wire import ANSWER_BYTES, RdmaAnswer, RdmaOp, RdmaRequest, parse_answer, parse_error
+from tanghulu.transfer_engine.rdma_works import Completed, Work, which_tell
 from tanghulu.transfer_engine.segment import SegmentDescriptor
 from tanghulu.transfer_engine.slices import Slice
 from tanghulu.transfer_engine.transport import Arrived, Completion, Refused
@@ -29,8 +29,8 @@ from tanghulu.types import Address
 
 #: Works that a queue pair holds; the engine's windows are smaller.
 MAX_WORKS = 256
-#: Every so many works tell their end, and the last of every chain: fewer completions to poll, none waited for in vain.
-SIGNAL_EVERY = 8
+#: How long giving up waits for what was posted to end.
+FLUSH_WAIT_S = 0.2
 #: How long giving up waits for the owner's word that its end is destroyed too.
 CLOSE_WAIT_S = 0.2
 
@@ -152,6 +152,8 @@ class RdmaConnection:
         The owner's word for that is waited for CLOSE_WAIT_S at most, and only if a WRITE was under way; where it does
         not come, the token becomes a fence, which every later slice to that owner waits for.
         """
+        if self._posted:
+            self._pair.flush(self._posted[-1].piece.slice_id, FLUSH_WAIT_S)
         self._pair.close()
         writing = any(each.piece.opcode is Opcode.WRITE for each in self._posted)
         for each in self._posted:
@@ -180,7 +182,7 @@ class RdmaConnection:
         if not works:
             return
         try:
-            self._pair.post(works, SIGNAL_EVERY)
+            self._pair.post(works, which_tell([work.length for work in works]))
         except TransferFailed as error:
             raise ConnectionBroken(error) from error
 
@@ -208,7 +210,7 @@ class RdmaConnection:
             raise ConnectionBroken(error) from error
 
     def _collect(self, ended: list[Completion]) -> None:
-        for completed in self._pair.poll(MAX_WORKS):
+        for completed in self._pair.poll():
             if completed.fault:
                 self._failed(completed, ended)
             while self._posted:

@@ -1,9 +1,7 @@
-"""The one file that touches pyverbs: devices, memory regions and queue pairs, as far as this engine needs them.
+"""Devices, memory regions and queue pairs of libibverbs, as far as this engine needs them.
 
-Owns nothing but the translation: into pyverbs, and its exceptions into typed errors. pyverbs is a system package
-(Debian: python3-pyverbs), no dependency; it is looked for when somebody first asks for rdma. Its extension modules fit
-every CPython of the version that they were built for, so a virtual environment borrows them from the system's folder
-without putting the rest of that folder on its path.
+Owns the translation: into the library's calls, and its errors into typed ones. The library is a system package (Debian:
+libibverbs1 and ibverbs-providers), no dependency; it is looked for when somebody first asks for rdma.
 
 Settings of a queue pair, and where they come from (docs/rdma.md has the measurements):
 
@@ -17,32 +15,29 @@ waits for the device: whoever posts has a deadline of his own, and ends with ``Q
 
 from __future__ import annotations
 
-import importlib
-import importlib.machinery
-import importlib.util
+import ctypes
 import ipaddress
 import os
-import sys
+import select
 import threading
-from collections.abc import Sequence
-from pathlib import Path
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from tanghulu.errors import NodeUnavailable, TransferFailed
-from tanghulu.transfer_engine.opcode import Opcode
+from tanghulu.transfer_engine import rdma_abi as abi
 from tanghulu.transfer_engine.rdma_wire import QueuePairAddress
+from tanghulu.transfer_engine.rdma_works import Completed, CompletionRing, PostRing, Work
 
 ACK_TIMEOUT = 14
 RETRY_COUNT = 3
 #: READs that a queue pair has under way at once, in either direction.
 MAX_READS = 8
 PORT = 1
-_SYSTEM_FOLDER = Path("/usr/lib/python3/dist-packages")
-_MAX_GIDS = 64
-_ROCE_V2 = 2
-#: A completion channel's descriptor is found by looking what is new, so nobody else may open or close one meanwhile.
-_descriptors = threading.Lock()
-_pyverbs_lock = threading.Lock()
+_MAX_GIDS = 256
+_HOP_LIMIT = 64
+#: Code of 0.64 ms and of "for ever"; both matter to two-sided operations only.
+_RNR_TIMER, _RNR_RETRY = 12, 6
 
 
 class DeviceInfo(NamedTuple):
@@ -62,44 +57,19 @@ class Probe(NamedTuple):
     reason: str
 
 
-class Work(NamedTuple):
-    """One one-sided operation. ``local_key`` covers the local range, ``remote_key`` the remote one."""
-
-    work_id: int
-    opcode: Opcode
-    local_address: int
-    local_key: int
-    remote_address: int
-    remote_key: int
-    length: int
-
-
-class Completed(NamedTuple):
-    """The end of one signalled operation; ``fault`` is empty when it succeeded, and then all before it did too."""
-
-    work_id: int
-    fault: str
-    flushed: bool
-    access: bool
-
-
 def probe() -> Probe:
-    """Look for pyverbs and for devices; never raises. The kernel is asked anew each time."""
-    try:
-        _load()
-        device = _module("device")
-        names = sorted(each.name.decode() for each in device.get_device_list())
-    except ImportError as error:
-        return Probe((), f"pyverbs cannot be imported ({error}): install python3-pyverbs and use the system's CPython")
-    except _error() as error:
-        return Probe((), f"no RDMA device: {error}")
+    """Look for the library and for devices; never raises. The kernel is asked anew each time."""
     found: list[DeviceInfo] = []
     reasons: list[str] = []
+    try:
+        names = _device_names()
+    except OSError as error:
+        return Probe((), f"no RDMA device: {error}")
     for name in names:
         try:
             found.append(_describe(name))
-        except (NodeUnavailable, _error()) as error:
-            reasons.append(f"{name}: {error}")
+        except NodeUnavailable as error:
+            reasons.append(f"{name}: {error.message}")
     return Probe(tuple(found), "" if found else "; ".join(reasons) or "no RDMA device")
 
 
@@ -109,139 +79,159 @@ class Device:
     def __init__(self, info: DeviceInfo) -> None:
         """Raises NodeUnavailable if the device cannot be opened."""
         self.info = info
-        try:
-            with _descriptors:
-                self._context = _module("device").Context(name=info.name)
-            self._domain = _module("pd").PD(self._context)
-        except _error() as error:
-            raise NodeUnavailable(f"RDMA device {info.name} cannot be opened: {error}") from error
+        self._verbs = abi.library()
+        self._regions: dict[int, Any] = {}  # those that are pinned, by the address of the library's structure
+        self._lock = threading.RLock()  # a region may be dropped by the collector while its device is closed
+        self._context = _open(info.name)
+        self._domain = self._verbs.ibv_alloc_pd(self._context)
+        if not self._domain:
+            error = _last_error()
+            self._verbs.ibv_close_device(self._context)
+            raise NodeUnavailable(f"RDMA device {info.name} gives no protection domain: {error}")
 
     def register(self, address: int, size_bytes: int, *, remote: bool, writable: bool = True) -> MemoryRegion:
         """Pin memory for the device; ``remote`` lets peers with the key read and write it. Slow: once per arena.
 
         ``writable=False`` for memory that is only sent. Raises TransferFailed if the kernel refuses (memlock limit).
+        Other threads run meanwhile.
         """
-        enums = _module("enums")
-        access = enums.IBV_ACCESS_LOCAL_WRITE if writable else 0
+        access = abi.ACCESS_LOCAL_WRITE if writable else 0
         if remote:
-            access |= enums.IBV_ACCESS_REMOTE_READ | enums.IBV_ACCESS_REMOTE_WRITE
-        try:
-            return MemoryRegion(_module("mr").MR(self._domain, size_bytes, access, address=address))
-        except _error() as error:
+            access |= abi.ACCESS_REMOTE_READ | abi.ACCESS_REMOTE_WRITE
+        region = self._verbs.ibv_reg_mr(self._domain, address, size_bytes, access)
+        if not region:
             raise TransferFailed(
-                f"{self.info.name} cannot register {size_bytes} bytes ({error}); is `ulimit -l` too low?"
-            ) from error
+                f"{self.info.name} cannot register {size_bytes} bytes ({_last_error()}); is `ulimit -l` too low?"
+            )
+        key = ctypes.addressof(region.contents)
+        with self._lock:
+            self._regions[key] = region
+        return MemoryRegion(region.contents.lkey, region.contents.rkey, lambda: self._unpin(key))
 
     def queue_pair(self, max_works: int) -> QueuePair:
         """A fresh reliable connection's end; raises TransferFailed if the device has none left."""
-        try:
-            return QueuePair(self.info, self._context, self._domain, max_works)
-        except _error() as error:
-            raise TransferFailed(f"{self.info.name} gives no queue pair: {error}") from error
+        return QueuePair(self._verbs, self.info, self._context, self._domain, max_works)
 
     def close(self) -> None:
-        """Close the device; its regions and queue pairs are closed already."""
-        self._domain.close()
-        with _descriptors:
-            self._context.close()
+        """Unpin what is still registered and close the device; its queue pairs are closed already."""
+        with self._lock:
+            while self._regions:
+                self._verbs.ibv_dereg_mr(self._regions.popitem()[1])
+            self._verbs.ibv_dealloc_pd(self._domain)
+            self._verbs.ibv_close_device(self._context)
+
+    def _unpin(self, key: int) -> None:
+        with self._lock:
+            region = self._regions.pop(key, None)
+            if region is not None:
+                self._verbs.ibv_dereg_mr(region)
 
 
 class MemoryRegion:
-    """Registered memory; the owner of the memory keeps it alive until ``close``."""
+    """Registered memory; the owner of the memory keeps it alive until ``close``, or until this object is dropped."""
 
-    def __init__(self, region: Any) -> None:
-        self.local_key: int = region.lkey
-        self.remote_key: int = region.rkey
-        self._region = region
+    def __init__(self, local_key: int, remote_key: int, unpin: Callable[[], None]) -> None:
+        self.local_key, self.remote_key = local_key, remote_key
+        self._unpin: Callable[[], None] | None = unpin
 
     def close(self) -> None:
         """Unpin."""
-        self._region.close()
+        unpin, self._unpin = self._unpin, None
+        if unpin is not None:
+            unpin()
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class QueuePair:
     """One end of a reliable connection with a completion queue and channel of its own; used by one thread at a time."""
 
-    def __init__(self, info: DeviceInfo, context: Any, domain: Any, max_works: int) -> None:
-        self._info = info
-        self._enums = enums = _module("enums")
-        self._wr = _module("wr")
-        self._channel, self._fd = _open_channel(context)
-        self._queue = _module("cq").CQ(context, max_works + 1, None, self._channel, 0)
+    def __init__(self, verbs: Any, info: DeviceInfo, context: Any, domain: int, max_works: int) -> None:
+        self._verbs, self._info = verbs, info
+        self._channel: Any = None
+        self._queue: Any = None
+        self._pair: Any = None
+        self._pair_address = 0
+        self._fd = -1
         self._armed = False
-        self._closed = False
-        qp = _module("qp")
-        capacity = qp.QPCap(max_send_wr=max_works, max_recv_wr=1, max_send_sge=1, max_recv_sge=1)
-        start = qp.QPInitAttr(qp_type=enums.IBV_QPT_RC, scq=self._queue, rcq=self._queue, cap=capacity, sq_sig_all=0)
-        self._qp = qp.QP(domain, start)
-        self._qp_module = qp
+        try:
+            self._create(context, domain, max_works)
+        except TransferFailed:
+            self.close()
+            raise
+        operations = context.contents.ops
+        self._call_poll = abi.POLL(operations.poll_cq)
+        self._call_notify = abi.NOTIFY(operations.req_notify_cq)
+        self._call_post = abi.POST(operations.post_send)
+        self._ring = PostRing(max_works)
+        self._rejected = ctypes.c_void_p()
+        self._ended = CompletionRing(max_works)
+
+    def _create(self, context: Any, domain: int, max_works: int) -> None:
+        self._channel = self._made(self._verbs.ibv_create_comp_channel(context), "completion channel")
+        self._fd = self._channel.contents.fd
+        os.set_blocking(self._fd, False)
+        self._queue = self._made(
+            self._verbs.ibv_create_cq(context, max_works + 1, None, self._channel, 0), "completion queue"
+        )
+        capacity = abi.Capacity(send_wr=max_works, recv_wr=1, send_sge=1, recv_sge=1)
+        start = abi.QueuePairStart(send_cq=self._queue, recv_cq=self._queue, cap=capacity, qp_type=abi.QPT_RC)
+        self._pair = self._made(self._verbs.ibv_create_qp(domain, ctypes.byref(start)), "queue pair")
+        self._pair_address = ctypes.addressof(self._pair.contents)
+
+    def _made(self, thing: Any, name: str) -> Any:
+        if not thing:
+            raise TransferFailed(f"{self._info.name} gives no {name}: {_last_error()}")
+        return thing
 
     @property
     def address(self) -> QueuePairAddress:
         """What the peer needs in order to connect; the first packet number is as random as the pair's number."""
-        info = self._info
-        return QueuePairAddress(info.gid, info.lid, self._qp.qp_num, self._qp.qp_num & 0xFFFFFF, info.mtu)
+        info, number = self._info, self._pair.contents.qp_num
+        return QueuePairAddress(info.gid, info.lid, number, number & 0xFFFFFF, info.mtu)
 
     def connect(self, peer: QueuePairAddress) -> None:
-        """Make it ready to receive and to send; raises NodeUnavailable if the device knows no way to the peer."""
-        enums, addr, mine = self._enums, _module("addr"), self.address
-        attributes = self._qp_module.QPAttr(port_num=PORT)
-        attributes.pkey_index = 0
-        attributes.qp_access_flags = (
-            enums.IBV_ACCESS_LOCAL_WRITE | enums.IBV_ACCESS_REMOTE_READ | enums.IBV_ACCESS_REMOTE_WRITE
-        )
-        attributes.dest_qp_num = peer.number
-        attributes.path_mtu = min(mine.mtu, peer.mtu)
-        attributes.rq_psn, attributes.sq_psn = peer.first_packet, mine.first_packet
-        attributes.max_rd_atomic = attributes.max_dest_rd_atomic = MAX_READS
-        attributes.min_rnr_timer = 12
-        attributes.timeout, attributes.retry_cnt, attributes.rnr_retry = ACK_TIMEOUT, RETRY_COUNT, 6
-        try:
-            route = addr.GlobalRoute(
-                dgid=addr.GID(ipaddress.IPv6Address(peer.gid).exploded), sgid_index=self._info.gid_index, hop_limit=64
-            )
-            attributes.ah_attr = addr.AHAttr(gr=route, is_global=1, port_num=PORT, dlid=peer.lid)
-            self._qp.to_rts(attributes)
-        except _error() as error:
-            raise NodeUnavailable(f"{self._info.name} cannot reach {peer.gid}: {error}") from error
+        """Make it ready to receive and to send; raises NodeUnavailable if the device knows no way to the peer.
 
-    def post(self, works: Sequence[Work], signal_every: int) -> None:
-        """Hand a chain to the device; each ``signal_every``-th and the last tell their end.
+        The kernel looks for the peer's link address, up to a second; other threads run meanwhile.
+        """
+        mine = self.address
+        reach = abi.ACCESS_LOCAL_WRITE | abi.ACCESS_REMOTE_READ | abi.ACCESS_REMOTE_WRITE
+        attributes = abi.Attributes(
+            port_num=PORT, qp_access_flags=reach, dest_qp_num=peer.number, path_mtu=min(mine.mtu, peer.mtu),
+            rq_psn=peer.first_packet, sq_psn=mine.first_packet, max_rd_atomic=MAX_READS, max_dest_rd_atomic=MAX_READS,
+            min_rnr_timer=_RNR_TIMER, timeout=ACK_TIMEOUT, retry_cnt=RETRY_COUNT, rnr_retry=_RNR_RETRY,
+        )  # fmt: skip
+        handle = attributes.ah_attr
+        handle.dlid, handle.is_global, handle.port_num = peer.lid, 1, PORT
+        handle.grh.sgid_index, handle.grh.hop_limit = self._info.gid_index, _HOP_LIMIT
+        ctypes.memmove(handle.grh.dgid, ipaddress.IPv6Address(peer.gid).packed, 16)
+        for state, mask in ((abi.QPS_INIT, abi.INIT_MASK), (abi.QPS_RTR, abi.RTR_MASK), (abi.QPS_RTS, abi.RTS_MASK)):
+            attributes.qp_state = state
+            fault = self._verbs.ibv_modify_qp(self._pair, ctypes.byref(attributes), mask)
+            if fault:
+                raise NodeUnavailable(f"{self._info.name} cannot reach {peer.gid}: {os.strerror(fault)}")
+
+    def post(self, works: Sequence[Work], tell: Sequence[bool]) -> None:
+        """Hand a chain to the device; those that ``tell`` says, and the last must be one, tell their end.
 
         Raises TransferFailed; then none, some or all of them were taken, and the pair is to be closed.
         """
-        enums, wr = self._enums, self._wr
-        chain: list[Any] = []  # keeps every work request alive until it is posted
-        for number in range(len(works) - 1, -1, -1):
-            work = works[number]
-            told = number == len(works) - 1 or (number + 1) % signal_every == 0
-            request = wr.SendWR(
-                wr_id=work.work_id,
-                opcode=enums.IBV_WR_RDMA_READ if work.opcode is Opcode.READ else enums.IBV_WR_RDMA_WRITE,
-                num_sge=1,
-                sg=[wr.SGE(work.local_address, work.length, work.local_key)],
-                send_flags=enums.IBV_SEND_SIGNALED if told else 0,
-                next_wr=chain[-1] if chain else None,
-            )
-            request.set_wr_rdma(work.remote_key, work.remote_address)
-            chain.append(request)
-        try:
-            self._qp.post_send(chain[-1])
-        except _error() as error:
-            raise TransferFailed(f"{self._info.name} takes no work: {error}") from error
+        self._ring.fill(works, tell)
+        fault = self._call_post(self._pair_address, self._ring.address, ctypes.byref(self._rejected))
+        if fault:
+            raise TransferFailed(f"{self._info.name} takes no work: {os.strerror(abs(fault))}")
 
-    def poll(self, max_entries: int) -> list[Completed]:
-        """What ended since, in order; never waits. Unsignalled works appear only when they failed."""
-        enums = self._enums
-        ended: list[Completed] = []
-        for each in self._queue.poll(max_entries)[1]:
-            status = each.status
-            if status == enums.IBV_WC_SUCCESS:
-                ended.append(Completed(each.wr_id, "", False, False))
-                continue
-            access = status in (enums.IBV_WC_REM_ACCESS_ERR, enums.IBV_WC_REM_INV_REQ_ERR, enums.IBV_WC_LOC_PROT_ERR)
-            ended.append(Completed(each.wr_id, _status(enums, status), status == enums.IBV_WC_WR_FLUSH_ERR, access))
-        return ended
+    def poll(self) -> list[Completed]:
+        """What ended since, in order; never waits. Unsignalled works appear only when they failed.
+
+        Raises TransferFailed if the queue is broken.
+        """
+        num = self._call_poll(self._queue, self._ended.max_works, self._ended.address)
+        if num < 0:
+            raise TransferFailed(f"{self._info.name}'s completion queue is broken")
+        return self._ended.take(num) if num else []
 
     def fileno(self) -> int:
         """Readable after ``arm`` when something ended."""
@@ -250,123 +240,107 @@ class QueuePair:
     def arm(self) -> None:
         """Make the next completion wake the descriptor; poll once more afterwards."""
         if not self._armed:
-            self._queue.req_notify()
+            self._call_notify(self._queue, 0)
             self._armed = True
 
     def woken(self) -> None:
         """The descriptor is readable: take the event."""
-        self._channel.get_cq_event(self._queue)
-        self._queue.ack_events(1)
-        self._armed = False
+        queue, context = ctypes.c_void_p(), ctypes.c_void_p()
+        if self._verbs.ibv_get_cq_event(self._channel, ctypes.byref(queue), ctypes.byref(context)) == 0:
+            self._verbs.ibv_ack_cq_events(self._queue, 1)
+            self._armed = False
 
-    def fail(self) -> None:
-        """Force the error state: what is posted ends as flushed."""
-        attributes = self._qp_module.QPAttr(qp_state=self._enums.IBV_QPS_ERR)
-        try:
-            self._qp.modify(attributes, self._enums.IBV_QP_STATE)
-        except _error():
-            pass  # it is in that state, or its device is gone: closing follows
+    def flush(self, last_work: int, timeout_s: float) -> bool:
+        """Force the error state, and wait until the last posted work has ended; whether it did in time.
+
+        Destroying a pair with works under way is allowed, but soft-RoCE may spin in the kernel for ever then.
+        """
+        self._verbs.ibv_modify_qp(self._pair, ctypes.byref(abi.Attributes(qp_state=abi.QPS_ERR)), abi.MASK_STATE)
+        until_s = time.monotonic() + timeout_s
+        waiter = select.poll()
+        waiter.register(self._fd, select.POLLIN)
+        while True:
+            self.arm()
+            if any(each.work_id == last_work for each in self.poll()):
+                return True
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                return False
+            if waiter.poll(left_s * 1000):
+                self.woken()
 
     def close(self) -> None:
         """Destroy it: when this returns, the device touches no memory through it any more."""
-        if self._closed:
-            return
-        self._closed = True
-        self._qp.close()
-        self._queue.close()
-        with _descriptors:
-            self._channel.close()
+        pair, self._pair = self._pair, None
+        queue, self._queue = self._queue, None
+        channel, self._channel = self._channel, None
+        if pair:
+            self._verbs.ibv_destroy_qp(pair)
+        if queue:
+            self._verbs.ibv_destroy_cq(queue)
+        if channel:
+            self._verbs.ibv_destroy_comp_channel(channel)
 
 
-def _load() -> None:
-    """Make ``import pyverbs`` work; raises ImportError if there is none for this interpreter."""
-    with _pyverbs_lock:
-        if "pyverbs" in sys.modules:
-            return
-        if importlib.util.find_spec("pyverbs") is None:
-            package = _SYSTEM_FOLDER / "pyverbs" / "__init__.py"
-            if not package.exists():
-                raise ImportError("no module named pyverbs")
-            spec = importlib.util.spec_from_file_location(
-                "pyverbs", package, submodule_search_locations=[str(package.parent)]
-            )
-            assert spec is not None, "a file has a spec"
-            assert spec.loader is not None, "a file has a loader"
-            module = importlib.util.module_from_spec(spec)
-            sys.modules["pyverbs"] = module
-            spec.loader.exec_module(module)
-        try:
-            importlib.import_module("pyverbs.device")
-        except ImportError:
-            del sys.modules["pyverbs"]
-            raise
+def _last_error() -> str:
+    return os.strerror(ctypes.get_errno())
 
 
-def _module(name: str) -> Any:
-    return importlib.import_module(f"pyverbs.{name}")
+def _device_names() -> list[str]:
+    """Raises OSError if the library is missing or finds no device."""
+    verbs = abi.library()
+    num = ctypes.c_int()
+    devices = verbs.ibv_get_device_list(ctypes.byref(num))
+    if not devices:
+        raise OSError(f"the kernel lists none ({_last_error()})")
+    try:
+        return sorted(verbs.ibv_get_device_name(devices[n]).decode() for n in range(num.value))
+    finally:
+        verbs.ibv_free_device_list(devices)
 
 
-def _error() -> type[Exception]:
-    error: type[Exception] = _module("pyverbs_error").PyverbsError
-    return error
-
-
-def _status(enums: Any, status: int) -> str:
-    for name, value in vars(enums).items():
-        if name.startswith("IBV_WC_") and value == status and ("ERR" in name):
-            return str(name).removeprefix("IBV_WC_")
-    return f"status {status}"
+def _open(name: str) -> Any:
+    """The device's context; raises NodeUnavailable."""
+    verbs = abi.library()
+    num = ctypes.c_int()
+    devices = verbs.ibv_get_device_list(ctypes.byref(num))
+    try:
+        for n in range(num.value if devices else 0):
+            if verbs.ibv_get_device_name(devices[n]).decode() == name:
+                context = verbs.ibv_open_device(devices[n])
+                if not context:
+                    raise NodeUnavailable(f"RDMA device {name} cannot be opened: {_last_error()}")
+                return context
+    finally:
+        if devices:
+            verbs.ibv_free_device_list(devices)
+    raise NodeUnavailable(f"there is no RDMA device {name} any more")
 
 
 def _describe(name: str) -> DeviceInfo:
-    with _descriptors:
-        context = _module("device").Context(name=name)
-        try:
-            port = context.query_port(PORT)
-            if port.state != _module("enums").IBV_PORT_ACTIVE:
-                raise NodeUnavailable("its port is not active")
-            index, gid = _best_gid(context)
-            return DeviceInfo(name, gid, index, port.lid, port.active_mtu)
-        finally:
-            context.close()
+    """Raises NodeUnavailable if the device is not usable."""
+    verbs, context, port = abi.library(), _open(name), abi.Port()
+    try:
+        fault = verbs.ibv_query_port(context, PORT, ctypes.byref(port))
+        if fault or port.state != abi.PORT_ACTIVE:
+            raise NodeUnavailable(os.strerror(fault) if fault else "its port is not active")
+        index, gid = _best_gid(context)
+        return DeviceInfo(name, gid, index, port.lid, port.active_mtu)
+    finally:
+        verbs.ibv_close_device(context)
 
 
 def _best_gid(context: Any) -> tuple[int, str]:
     """RoCE wants version 2 with a routable IPv4 or IPv6 address; InfiniBand has one GID for all."""
+    entries = (abi.Gid * _MAX_GIDS)()
+    num = abi.library()._ibv_query_gid_table(context, entries, _MAX_GIDS, 0, ctypes.sizeof(abi.Gid))
     best: tuple[int, int, str] | None = None
-    for entry in context.query_gid_table(_MAX_GIDS):
-        if entry.port_num != PORT:
-            continue
-        gid = str(context.query_gid(PORT, entry.gid_index))
-        address = ipaddress.IPv6Address(gid)
-        rank = 2 * (entry.gid_type == _ROCE_V2) + (address.ipv4_mapped is not None or not address.is_link_local)
-        if best is None or rank > best[0]:
-            best = (rank, entry.gid_index, gid)
+    for entry in entries[: max(0, num)]:
+        address = ipaddress.IPv6Address(bytes(entry.gid))
+        routable = address.ipv4_mapped is not None or not address.is_link_local
+        rank = 2 * (entry.gid_type == abi.GID_TYPE_ROCE_V2) + routable
+        if entry.port_num == PORT and (best is None or rank > best[0]):
+            best = (rank, entry.gid_index, str(address))
     if best is None:
         raise NodeUnavailable("its port has no GID")
     return best[1], best[2]
-
-
-def _open_channel(context: Any) -> tuple[Any, int]:
-    """A completion channel and its descriptor, which pyverbs does not tell: it is the one that was not there before."""
-    with _descriptors:
-        before = _event_descriptors()
-        channel = _module("cq").CompChannel(context)
-        fresh = _event_descriptors() - before
-    if len(fresh) != 1:
-        channel.close()
-        raise TransferFailed(f"{len(fresh)} descriptors appeared with a completion channel, not one")
-    fd = fresh.pop()
-    os.set_blocking(fd, False)
-    return channel, fd
-
-
-def _event_descriptors() -> set[int]:
-    found: set[int] = set()
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            if "infinibandevent" in os.readlink(f"/proc/self/fd/{name}"):
-                found.add(int(name))
-        except FileNotFoundError:
-            continue  # another thread closed it
-    return found

@@ -5,8 +5,10 @@ One client at a time, over multiprocessing's connections on the control network;
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
+import time
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -15,18 +17,25 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "transfer_engine"))
 
 from segment_process import SegmentProcess
 
-PORT = 7007
+HOST, PORT = "10.77.2.2", 7007
 KEY = b"rdma guests"
+#: So long may the other guest take to boot.
+START_S = 90.0
+OPTIONS: dict[str, Any] = {"advertised_host": HOST, "host": "0.0.0.0", "rdma_devices": ()}
 
 
 class Agent:
-    def __init__(self) -> None:
-        self._owners: dict[int, SegmentProcess] = {}
+    """The second guest's end; its methods are the commands."""
 
-    def start(self, options: dict[str, Any]) -> tuple[int, Any]:
-        number = len(self._owners)
-        owner = self._owners[number] = SegmentProcess(**options)
-        return number, owner.descriptor
+    def __init__(self) -> None:
+        self._owners = [SegmentProcess(**OPTIONS)]
+
+    def start(self, options: dict[str, Any]) -> int:
+        self._owners.append(SegmentProcess(**OPTIONS, **options))
+        return len(self._owners) - 1
+
+    def descriptor(self, number: int) -> Any:
+        return self._owners[number].descriptor
 
     def command(self, number: int, name: str, arguments: tuple[Any, ...]) -> Any:
         return getattr(self._owners[number], name)(*arguments)
@@ -35,6 +44,7 @@ class Agent:
         return subprocess.run(line, shell=True, check=True, capture_output=True, text=True).stdout
 
     def serve(self, client: Connection) -> None:
+        """Until the client hangs up."""
         while True:
             name, arguments = client.recv()
             try:
@@ -46,8 +56,8 @@ class Agent:
 class RemoteAgent:
     """The test's end of it."""
 
-    def __init__(self, host: str) -> None:
-        self._connection = Client((host, PORT), authkey=KEY)
+    def __init__(self) -> None:
+        self._connection = _connect()
 
     def call(self, name: str, *arguments: Any) -> Any:
         self._connection.send((name, arguments))
@@ -56,6 +66,17 @@ class RemoteAgent:
             raise answer
         return answer
 
+    def shell(self, line: str) -> str:
+        return str(self.call("shell", line))
+
+    def shared_owner(self) -> RemoteOwner:
+        """The one that was started with the guest."""
+        return RemoteOwner(self, 0)
+
+    def start_owner(self, **options: Any) -> RemoteOwner:
+        """One for the caller alone; it ends with the guest."""
+        return RemoteOwner(self, self.call("start", options))
+
     def close(self) -> None:
         self._connection.close()
 
@@ -63,11 +84,9 @@ class RemoteAgent:
 class RemoteOwner:
     """A SegmentProcess of the other guest; has its commands as methods."""
 
-    def __init__(self, agent: RemoteAgent, host: str, **options: Any) -> None:
-        self._agent = agent
-        self._number, self.descriptor = agent.call(
-            "start", {"advertised_host": host, "host": "0.0.0.0", "rdma_devices": (), **options}
-        )
+    def __init__(self, agent: RemoteAgent, number: int) -> None:
+        self._agent, self._number = agent, number
+        self.descriptor = agent.call("descriptor", number)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -75,11 +94,24 @@ class RemoteOwner:
         return lambda *arguments: self._agent.call("command", self._number, name, arguments)
 
 
+def _connect() -> Connection:
+    """Both guests start at once, so the agent may not listen yet."""
+    until_s = time.monotonic() + START_S
+    while True:
+        try:
+            return Client((HOST, PORT), authkey=KEY)
+        except ConnectionRefusedError:
+            if time.monotonic() > until_s:
+                raise
+            time.sleep(0.1)
+
+
+def main() -> None:
+    """Serve one client, then end."""
+    agent = Agent()
+    with Listener(("0.0.0.0", PORT), authkey=KEY) as listener, contextlib.suppress(EOFError):
+        agent.serve(listener.accept())
+
+
 if __name__ == "__main__":
-    with Listener(("0.0.0.0", PORT), authkey=KEY) as listener:
-        Path("/out/listening").touch()
-        while True:
-            try:
-                Agent().serve(listener.accept())
-            except EOFError:
-                continue
+    main()

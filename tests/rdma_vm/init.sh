@@ -19,7 +19,6 @@ mount -t sysfs sys /new/sys
 mount -t devtmpfs dev /new/dev
 mkdir -p /new/dev/shm /new/dev/pts
 mount -t tmpfs tmpfs /new/dev/shm
-mount -t tmpfs tmpfs /new/tmp
 mount -t devpts devpts /new/dev/pts
 mount -t tmpfs tmpfs /new/run
 mount -t 9p -o trans=virtio,version=9p2000.L,msize=262144 out /new/out

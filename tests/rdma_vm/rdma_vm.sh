@@ -7,6 +7,7 @@
 # virtual environment and checkout of the host. It shows correctness, retries and failover, never speed.
 #
 #   rdma_vm.sh prepare               fetch the kernel and build the initramfs (once; needs the network)
+#   rdma_vm.sh packages              print the Debian packages that are needed, one a line
 #   rdma_vm.sh missing               print what is missing for `run`, one a line; nothing when all is there
 #   rdma_vm.sh run [options] -- COMMAND [ARG...]
 #     --vms N      guests, 1 or 2 (default 1). COMMAND runs in each of them; NODE (0 or 1) tells which one it is.
@@ -33,11 +34,16 @@ missing() {
   compgen -G "$cache/root/boot/vmlinuz-*" >/dev/null && [ -s "$initrd" ] || echo "a kernel: $0 prepare"
 }
 
+kernel_package() {
+  apt-cache depends linux-image-amd64 2>/dev/null | sed -n 's/.*Depends: \(linux-image-.*\)/\1/p' | head -1 || true
+}
+
 # Debian's kernel is unpacked beside us, never installed. (The cloud flavour is of no use: it lacks rdma_rxe.)
 fetch_kernel() {
   compgen -G "$cache/root/boot/vmlinuz-*" >/dev/null && return
   local package release
-  package=$(apt-cache depends linux-image-amd64 | sed -n 's/.*Depends: \(linux-image-.*\)/\1/p' | head -1)
+  package=$(kernel_package)
+  [ -n "$package" ] || { apt-get update -qq; package=$(kernel_package); }
   rm -rf "$cache/deb" "$cache/root"; mkdir -p "$cache/deb" "$cache/root"
   (cd "$cache/deb" && apt-get -o APT::Sandbox::User=root download "$package" >/dev/null)
   dpkg-deb -x "$cache"/deb/*.deb "$cache/root"
@@ -83,7 +89,8 @@ parse() {
 guest_script() {
   local node=$1
   cat <<GUEST
-export HOME=/root TERM=dumb LANG=C.UTF-8 PYTHONDONTWRITEBYTECODE=1 IN_RDMA_VM=1 NODE=$node PATH='$PATH'
+export HOME=/root TMPDIR=/run TERM=dumb LANG=C.UTF-8 PYTHONDONTWRITEBYTECODE=1 IN_RDMA_VM=1 NODE=$node PATH='$PATH'
+export PYTHONPATH='${PYTHONPATH:-}'
 ulimit -l unlimited
 ip link set lo up
 for ((i = 0; i <= $rails; i++)); do
@@ -125,7 +132,7 @@ boot() {
   exec timeout "$limit" qemu-system-x86_64 -nodefaults -display none -no-reboot \
     -accel tcg,thread=multi,tb-size=256 -cpu max,-erms,-fsrm -m "$mem" -smp "$smp" \
     -kernel "$cache/root/boot/vmlinuz-$release" -initrd "$initrd" \
-    -append "console=ttyS0 quiet loglevel=3 panic=-1 tsc=unstable clocksource=acpi_pm mitigations=off random.trust_cpu=on" \
+    -append "console=ttyS0 quiet loglevel=3 panic=-1 tsc=unstable clocksource=acpi_pm mitigations=off no_timer_check random.trust_cpu=on" \
     -qmp "unix:$folder/qmp,server=on,wait=off" -serial "file:$folder/console" -device virtio-rng-pci \
     -fsdev "local,id=r,path=/,security_model=none,readonly=on,multidevs=remap" \
     -device virtio-9p-pci,fsdev=r,mount_tag=root \
@@ -156,7 +163,8 @@ run() {
 
 case ${1:-} in
   prepare) mkdir -p "$cache"; fetch_kernel; build_initramfs;;
+  packages) printf '%s\n' "${packages[@]}";;
   missing) missing;;
   run) shift; run "$@";;
-  *) sed -n '2,20p' "$0" >&2; exit 2;;
+  *) sed -n '2,21p' "$0" >&2; exit 2;;
 esac

@@ -1,0 +1,67 @@
+"""Fixtures of what runs in the first guest: an engine here, the owner of the segment in the other guest.
+
+The set-up goes over the control network, the data over two soft-RoCE devices with a network each.
+"""
+
+# ruff: noqa: E402 - the folders of what is imported are no packages
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "transfer_engine")]
+
+from guest_agent import RemoteAgent, RemoteOwner
+from guest_config import CONFIG
+from segment_process import HOST_ID
+
+from tanghulu.transfer_engine.engine import RemoteSegment, TransferEngine
+
+
+@pytest.fixture(scope="session")
+def agent() -> Iterator[RemoteAgent]:
+    agent = RemoteAgent()
+    yield agent
+    agent.close()
+
+
+@pytest.fixture(scope="session")
+def owner(agent: RemoteAgent) -> RemoteOwner:
+    """The one of all tests that leave its process alone."""
+    return agent.shared_owner()
+
+
+@pytest.fixture
+def transport() -> str:
+    return "rdma"
+
+
+@pytest.fixture(autouse=True)
+def no_descriptor_leaks(owner: RemoteOwner) -> Iterator[None]:
+    before = num_descriptors()
+    yield
+    if num_descriptors() > before:
+        gc.collect()
+    assert num_descriptors() <= before, "descriptors leak"
+
+
+@pytest.fixture
+def engine(no_descriptor_leaks: None) -> Iterator[TransferEngine]:
+    with TransferEngine(host_id=HOST_ID, config=CONFIG) as engine:
+        yield engine
+        engine.check()
+
+
+@pytest.fixture
+def remote(engine: TransferEngine, owner: RemoteOwner) -> RemoteSegment:
+    return engine.open_segment(owner.descriptor, transport="rdma")
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
