@@ -32,6 +32,8 @@ from tanghulu.transfer_engine.wire import Head, MalformedMessage, Op
 from tanghulu.types import Address, LeaseId
 
 _BACKLOG = 256
+#: What a client may have sent before its queue pair stands: it has no more to ask than a few requests.
+_MAX_UNSERVED_BYTES = 64 * REQUEST_BYTES
 
 
 class RdmaDoor:
@@ -102,20 +104,30 @@ class RdmaDoor:
 
     # --- what a connection asks
 
-    def admit(self, connection: RdmaServerConnection, request: RdmaRequest) -> QueuePair:
-        """A queue pair that is connected to the client's; raises the typed refusal."""
-        device, _ = self._region(request.device)
+    def admit(self, connection: RdmaServerConnection, request: RdmaRequest) -> None:
+        """Let the connection in; raises the typed refusal."""
+        self._region(request.device)
         head = Head(Op.HELLO, 0, request.session_id, request.name_hash, request.generation, request.token, 0)
         self.reception.hello(connection, head)
-        pair = device.queue_pair(1)
+
+    async def make_pair(self, request: RdmaRequest, take: Callable[[QueuePair], None]) -> None:
+        """Hand ``take`` a queue pair that is connected to the client's.
+
+        It is made in a thread, because the kernel may look for the client's address for a second; the devices stay open
+        until ``take`` has returned. Raises TransferFailed or NodeUnavailable.
+        """
+        devices, (device, _) = self._devices, self._region(request.device)
+        assert devices is not None, "there are regions"
+        devices.use()
         try:
-            pair.connect(request.address)
-            if self._access is not None:
-                self._access.begin_direct(request.session_id)
-        except TanghuluError:
-            pair.close()
-            raise
-        return pair
+            take(await asyncio.to_thread(_connected_pair, device, request))
+        finally:
+            devices.let_go()
+
+    def begun(self, session_id: int) -> None:
+        """A queue pair of the session begins to serve; ``ended`` follows. Raises InvalidRequest without the session."""
+        if self._access is not None:
+            self._access.begin_direct(session_id)
 
     def fence(self, token: int) -> None:
         """Cut the connection that its client gave up, also if it comes only later."""
@@ -193,6 +205,7 @@ class RdmaServerConnection(asyncio.Protocol):
         self.sweep_mark: object = None
         self._door = door
         self._pair: QueuePair | None = None
+        self._setting_up: asyncio.Task[None] | None = None
         self._data = bytearray()
         self._transport: asyncio.Transport | None = None
         self._admitted = False
@@ -220,7 +233,12 @@ class RdmaServerConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Serve whole requests, in order."""
         self._data += data
-        while len(self._data) >= REQUEST_BYTES and self._transport is not None:
+        self._serve_whole()
+        if len(self._data) > _MAX_UNSERVED_BYTES:
+            self.cut()
+
+    def _serve_whole(self) -> None:
+        while len(self._data) >= REQUEST_BYTES and self._open and self._setting_up is None:
             request = bytes(self._data[:REQUEST_BYTES])
             del self._data[:REQUEST_BYTES]
             try:
@@ -236,7 +254,7 @@ class RdmaServerConnection(asyncio.Protocol):
         return None
 
     def cut(self) -> None:
-        """Destroy the queue pair, now, and hang up."""
+        """Destroy the queue pair, now, and hang up. One that is being made is destroyed unused."""
         self._end()
         if self._transport is not None:
             self._transport.abort()
@@ -268,11 +286,37 @@ class RdmaServerConnection(asyncio.Protocol):
         except TanghuluError as error:
             self._write(pack_refusal(request.op, error))
 
+    @property
+    def _open(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
     def _connect(self, request: RdmaRequest) -> None:
-        self._pair = self._door.admit(self, request)
+        self._door.admit(self, request)
         self.session_id = request.session_id
+        self._setting_up = asyncio.get_running_loop().create_task(self._set_up(request))
+
+    async def _set_up(self, request: RdmaRequest) -> None:
+        try:
+            await self._door.make_pair(request, lambda pair: self._take(pair, request))
+        except TanghuluError as error:
+            self._write(pack_refusal(RdmaOp.CONNECT, error))
+        finally:
+            self._setting_up = None
+        self._serve_whole()
+
+    def _take(self, pair: QueuePair, request: RdmaRequest) -> None:
+        """Serve through the pair, unless the client is gone. Raises InvalidRequest if its session is."""
+        if not self._open:
+            pair.close()
+            return
+        try:
+            self._door.begun(self.session_id)
+        except TanghuluError:
+            pair.close()
+            raise
+        self._pair = pair
         address, key = self._door.key(request.device)
-        self._write(pack_answer(RdmaOp.CONNECT, self._pair.address, address, key, self._door.leased))
+        self._write(pack_answer(RdmaOp.CONNECT, pair.address, address, key, self._door.leased))
 
     def _end(self) -> None:
         pair, self._pair = self._pair, None
@@ -281,5 +325,15 @@ class RdmaServerConnection(asyncio.Protocol):
             self._door.ended(self.session_id)
 
     def _write(self, data: bytes) -> None:
-        if self._transport is not None and not self._transport.is_closing():
+        if self._transport is not None and self._open:
             self._transport.write(data)
+
+
+def _connected_pair(device: Device, request: RdmaRequest) -> QueuePair:
+    pair = device.queue_pair(1)
+    try:
+        pair.connect(request.address)
+    except TanghuluError:
+        pair.close()
+        raise
+    return pair

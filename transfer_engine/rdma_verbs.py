@@ -255,7 +255,7 @@ class QueuePair:
 
         Destroying a pair with works under way is allowed, but soft-RoCE may spin in the kernel for ever then.
         """
-        self._verbs.ibv_modify_qp(self._pair, ctypes.byref(abi.Attributes(qp_state=abi.QPS_ERR)), abi.MASK_STATE)
+        self._fail(self._pair)
         until_s = time.monotonic() + timeout_s
         waiter = select.poll()
         waiter.register(self._fd, select.POLLIN)
@@ -275,11 +275,16 @@ class QueuePair:
         queue, self._queue = self._queue, None
         channel, self._channel = self._channel, None
         if pair:
+            self._fail(pair)
             self._verbs.ibv_destroy_qp(pair)
         if queue:
             self._verbs.ibv_destroy_cq(queue)
         if channel:
             self._verbs.ibv_destroy_comp_channel(channel)
+
+    def _fail(self, pair: Any) -> None:
+        """What is posted ends as flushed; refused where the pair was never connected, which does not matter."""
+        self._verbs.ibv_modify_qp(pair, ctypes.byref(abi.Attributes(qp_state=abi.QPS_ERR)), abi.MASK_STATE)
 
 
 def _last_error() -> str:

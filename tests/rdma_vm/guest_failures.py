@@ -37,13 +37,19 @@ READ, WRITE = Opcode.READ, Opcode.WRITE
 LARGE = 20 * MIB
 Shell = Callable[[str], Any]
 
+#: A cable that is pulled: nothing comes in, nothing goes out. (The peer's link is not set down: the emulator then keeps
+#: what we send to it, which no network does, and soft-RoCE hangs in the kernel when its queue pair is destroyed.)
+PULL = (
+    "tc qdisc add dev {0} ingress && tc filter add dev {0} ingress matchall action drop"
+    " && tc qdisc add dev {0} root netem loss 100%"
+)
+PLUG = "tc qdisc del dev {0} ingress; tc qdisc del dev {0} root"
 #: Where, how it is broken, how it is mended.
 FAULTS: dict[str, tuple[str, str, str]] = {
-    "the peer's link": ("there", "ip link set eth0 down", "ip link set eth0 up"),
+    "the peer's cable": ("there", PULL.format("eth0"), PLUG.format("eth0")),
     "our link": ("here", "ip link set eth0 down", "ip link set eth0 up"),
-    "all packets": ("there", "tc qdisc add dev eth0 root netem loss 100%", "tc qdisc del dev eth0 root"),
+    "the peer's answers": ("there", "tc qdisc add dev eth0 root netem loss 100%", "tc qdisc del dev eth0 root"),
 }
-BOTH_DOWN = "ip link set eth0 down; ip link set eth1 down"
 
 
 @pytest.fixture(scope="module")
@@ -77,11 +83,12 @@ def test_a_device_fails_in_the_middle_and_heals(
     until_used(engine, remote, "rxe0")
 
 
-def test_both_devices_fail_and_tcp_serves(engine: TransferEngine, owner: RemoteOwner, agent: RemoteAgent, data: Any):
+def test_both_devices_fail_and_tcp_serves(engine: TransferEngine, owner: RemoteOwner, data: Any):
     remote = engine.open_segment(owner.descriptor)
     assert remote.transport == "rdma"
     handle = begin(engine, TransferRequest(WRITE, data, remote, 0, LARGE))
-    with broken(agent.shell, BOTH_DOWN, BOTH_DOWN.replace("down", "up")):
+    down = "ip link set eth0 down; ip link set eth1 down"
+    with broken(local_shell, down, down.replace("down", "up")):
         assert handle.wait(40).ok, handle.story(0)
         assert "tcp" in arrived(handle)
     assert holds(remote, engine, data)
@@ -106,7 +113,8 @@ def test_the_deadline_and_a_cancel_leave_nothing_under_way(
     engine.transfer([TransferRequest(WRITE, others, remote, 0, LARGE)], 30)
     local = np.zeros(LARGE, np.uint8) if opcode is READ else data
     handles = [begin(engine, TransferRequest(opcode, local, remote, 0, LARGE), 1) for _ in range(2)]
-    with broken(agent.shell, BOTH_DOWN, BOTH_DOWN.replace("down", "up")):
+    pull, plug = (f"{line.format('eth0')}; {line.format('eth1')}" for line in (PULL, PLUG))
+    with broken(agent.shell, pull, plug):
         assert isinstance(handles[0].wait(0.3).errors[0], DeadlineExceeded)
         waiting = Waiting(handles[1], 30)
         handles[1].cancel()

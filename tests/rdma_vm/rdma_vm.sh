@@ -20,11 +20,11 @@
 # Exit status of run: COMMAND's in guest 0, 125 when it did not report one.
 set -euo pipefail
 
-packages=(qemu-system-x86 busybox-static cpio kmod iproute2 rdma-core ibverbs-providers python3-pyverbs)
+packages=(qemu-system-x86 busybox-static cpio kmod iproute2 rdma-core ibverbs-providers libibverbs1)
 cache=${RDMA_VM_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/tanghulu-rdma-vm}
-initrd=$cache/initrd-1
-modules="virtio_pci virtio_net 9pnet_virtio 9p overlay crc32c_intel crc32_generic sch_netem ib_uverbs rdma_ucm rdma_rxe
-         virtio_rng"
+modules="virtio_pci virtio_net 9pnet_virtio 9p overlay crc32c_intel crc32_generic sch_netem sch_ingress cls_matchall
+         act_gact ib_uverbs rdma_ucm rdma_rxe virtio_rng"
+initrd=$cache/initrd-$(echo "$modules" | cat - "$(dirname "$0")/init.sh" | cksum | cut -d' ' -f1)
 
 missing() {
   local package
@@ -132,7 +132,7 @@ boot() {
   exec timeout "$limit" qemu-system-x86_64 -nodefaults -display none -no-reboot \
     -accel tcg,thread=multi,tb-size=256 -cpu max,-erms,-fsrm -m "$mem" -smp "$smp" \
     -kernel "$cache/root/boot/vmlinuz-$release" -initrd "$initrd" \
-    -append "console=ttyS0 quiet loglevel=3 panic=-1 tsc=unstable clocksource=acpi_pm mitigations=off no_timer_check random.trust_cpu=on" \
+    -append "console=ttyS0 quiet loglevel=3 panic=-1 tsc=unstable clocksource=acpi_pm mitigations=off no_timer_check unknown_nmi_panic random.trust_cpu=on" \
     -qmp "unix:$folder/qmp,server=on,wait=off" -serial "file:$folder/console" -device virtio-rng-pci \
     -fsdev "local,id=r,path=/,security_model=none,readonly=on,multidevs=remap" \
     -device virtio-9p-pci,fsdev=r,mount_tag=root \
