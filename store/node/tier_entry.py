@@ -10,7 +10,7 @@ Its range may be used again in GONE, by a write that is performed behind the wip
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar
 
@@ -65,6 +65,10 @@ class TierEntry:
     expires_s: float | None
     state: EntryState = EntryState.WRITING
     num_readers: int = 0
+    range_bytes: int = field(init=False)  # what it takes in the file
+
+    def __post_init__(self) -> None:
+        self.range_bytes = self.record.record_bytes
 
     @property
     def key(self) -> ChunkKey:
@@ -95,11 +99,6 @@ class TierEntry:
     def replicas(self) -> int:
         """Nodes that shall hold it, this one among them."""
         return self.record.replicas
-
-    @property
-    def range_bytes(self) -> int:
-        """What it takes in the file."""
-        return self.record.record_bytes
 
     @property
     def held(self) -> bool:
