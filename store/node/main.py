@@ -40,7 +40,7 @@ from tanghulu.store.node.sessions import Sessions
 from tanghulu.store.node.tier import QUEUE_BYTES
 from tanghulu.store.node.tier_admission import MODES, TierAdmission
 from tanghulu.store.node.tier_metrics import TierCollector
-from tanghulu.store.node.tier_opening import MIN_SSD_BYTES, SsdPlace, open_tier
+from tanghulu.store.node.tier_opening import MIN_SSD_BYTES, SsdPlace, open_tier, send_down
 from tanghulu.store.node.tier_promotion import Promoter
 from tanghulu.store.shared_index import IndexPlace, IndexWriter, index_bytes, num_buckets_for
 from tanghulu.transfer_engine.access import AccessTable
@@ -188,6 +188,7 @@ class Node:
             self.state.table.published.close()
             if self._promoter is not None and self._tier is not None:
                 await self._promoter.close()
+                await send_down(self.state, self._tier)
                 await self._tier.close()
             self._segment.close()
 

@@ -211,12 +211,13 @@ class SsdTier:
 
         Raises NodeUnavailable if the file cannot be written, DeadlineExceeded at ``until_s`` (the loop's time).
         """
-        await self._performed(until_s)
+        await self.performed(until_s)
         if self._wipe_error is not None:
             error, self._wipe_error = self._wipe_error, None
             raise NodeUnavailable(f"the SSD tier could not forget a removed chunk ({error}); remove it again")
 
-    async def _performed(self, until_s: float) -> None:
+    async def performed(self, until_s: float) -> None:
+        """Wait until what was decided so far was tried; raises DeadlineExceeded at ``until_s`` (the loop's time)."""
         if self._num_done == self._num_given:
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -236,7 +237,7 @@ class SsdTier:
         Raises ChunkNotFound if it is gone or its bytes are not what was put, DeadlineExceeded at ``until_s``.
         """
         if entry.state is EntryState.WRITING:
-            await self._performed(until_s)
+            await self.performed(until_s)
         if entry.state is not EntryState.STORED:
             raise ChunkNotFound(f"{entry.key!r} is not in the SSD tier any more")
         self.state.begin_read(entry)
@@ -299,7 +300,7 @@ class SsdTier:
     async def close(self) -> None:
         """Finish what was decided, then close the file."""
         with contextlib.suppress(DeadlineExceeded):
-            await self._performed(asyncio.get_running_loop().time() + CLOSE_DEADLINE_S)
+            await self.performed(asyncio.get_running_loop().time() + CLOSE_DEADLINE_S)
         self._closed = True
         if self._batch is not None and not self._batch.done():
             await asyncio.wait([self._batch])  # the thread uses our buffers

@@ -1,20 +1,25 @@
-"""Opening a node's SSD tier: which file, and how its parts are wired."""
+"""Opening a node's SSD tier: which file, and how its parts are wired. And what goes down when the node ends."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from tanghulu.clock import Clock
+from tanghulu.errors import DeadlineExceeded
 from tanghulu.store.node.eviction.base import Policy
 from tanghulu.store.node.node_state import NodeState
 from tanghulu.store.node.tier import SsdTier
 from tanghulu.store.node.tier_admission import TierAdmission
 from tanghulu.store.node.tier_file import TierFile
+from tanghulu.store.node.tier_record import MAX_HEAD_BYTES, UNIT
 from tanghulu.store.node.tier_state import TierState
 
 MIN_SSD_BYTES = 1 << 20
+#: How long a node that ends in order writes what it has in memory.
+SEND_DOWN_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +49,15 @@ def open_tier(
     tier = SsdTier(file, TierState(file.capacity_bytes, make_policy, admission, clock), view, state.tier_lost)
     state.tier = tier
     return tier
+
+
+async def send_down(state: NodeState, tier: SsdTier) -> None:
+    """What memory holds goes down, the warmest first, as far as ``SEND_DOWN_S`` goes: for the node's next start."""
+    until_s = asyncio.get_running_loop().time() + SEND_DOWN_S
+    for chunk in reversed(list(state.room.victims())):
+        try:
+            if tier.free_queue_bytes < chunk.size_bytes + MAX_HEAD_BYTES + UNIT:
+                await tier.performed(until_s)
+        except DeadlineExceeded:
+            return
+        state.evict(chunk)

@@ -119,6 +119,18 @@ def test_chunks_survive_a_restart_and_removed_ones_stay_away(cluster: Cluster, c
     assert again.metric("tanghulu_node_ssd_corrupt_chunks_total") == 0
 
 
+def test_a_node_that_ends_in_order_keeps_what_memory_held(cluster: Cluster, client: Client, ssd: Path) -> None:
+    keys = [f"k{i:03}" for i in range(12)]
+    for i, key in enumerate(keys):
+        assert client.put(key, value(i)).ok
+    cluster.nodes[0].stop()
+    again = add_node(cluster, ssd)
+    assert again.metric("tanghulu_node_ssd_recovered_chunks_total") == len(keys)
+    with tanghulu.connect(cluster.address) as fresh:
+        eventually(lambda: all(fresh.exists_many(keys)))
+        assert [bytes(fresh.get(key)) for key in keys] == [value(i) for i in range(12)]
+
+
 def test_bits_that_flip_in_the_file_are_found_and_counted(cluster: Cluster, client: Client, ssd: Path) -> None:
     node = cluster.nodes[0]
     keys = fill(client, node)
