@@ -10,13 +10,17 @@ from dataclasses import dataclass, field
 from tanghulu.clock import Clock
 from tanghulu.errors import TanghuluError
 from tanghulu.store.client import messages
-from tanghulu.store.client.instructions import MASTER, Ask, Deadline, Logic, PeerId, Tell
+from tanghulu.store.client.instructions import MASTER, Ask, Deadline, Logic, PeerId, Sleep, Tell
 from tanghulu.store.client.leases import Leases
 from tanghulu.store.client.locations import LocationCache
+from tanghulu.store.client.model import NodeView
 from tanghulu.store.client.placement import NodeTable
 from tanghulu.store.client.reads import Reads
 from tanghulu.store.shared_index import IndexReader
 
+#: A new master is given so long to hear of a first node.
+_NODELESS_TRIES = 40
+_NODELESS_PAUSE_S = 0.05
 #: Keys in one question to the master.
 KEYS_PER_LOCATE = 8192
 
@@ -75,14 +79,27 @@ def ask_master(call: messages.AnyCall) -> Logic[messages.AnyReply]:
 
 def refresh_nodes(context: Context, *, force: bool = False) -> Logic[None]:
     """Have a list of nodes that is not older than NODES_TTL_S; an old one will do when the master is away."""
-    now_s = context.clock.now_s()
-    if not force and context.nodes.is_fresh(now_s):
+    if not force and context.nodes.is_fresh(context.clock.now_s()):
         return
-    (outcome,) = yield Ask([(MASTER, messages.nodes())])
-    if not isinstance(outcome, TanghuluError):
-        context.nodes.update(messages.node_views(outcome), now_s)
-    elif not context.nodes.ids():
-        raise outcome
+    for _ in range(_NODELESS_TRIES):
+        (outcome,) = yield Ask([(MASTER, messages.nodes())])
+        if isinstance(outcome, TanghuluError):
+            if context.nodes.ids():
+                return
+            raise outcome
+        take_nodes(context, outcome)
+        if context.nodes.ids() or not messages.is_rebuilding(outcome):
+            return
+        yield Sleep(_NODELESS_PAUSE_S)
+
+
+def take_nodes(context: Context, reply: messages.AnyReply) -> list[NodeView]:
+    """The nodes in the answer to NODES. A master that is rebuilding does not know all: those known before stay."""
+    views = messages.node_views(reply)
+    known = {view.id for view in views}
+    before = [view for view in context.nodes.all() if view.id not in known] if messages.is_rebuilding(reply) else []
+    context.nodes.update([*views, *before], context.clock.now_s())
+    return views
 
 
 def locate(context: Context, keys: Sequence[str]) -> Logic[tuple[list[tuple[PeerId, ...]], bool]]:

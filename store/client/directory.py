@@ -173,6 +173,4 @@ def ask_node(context: Context, node: str, call: messages.AnyCall) -> Logic[messa
 def nodes(context: Context) -> Logic[list[NodeView]]:
     """All nodes, asked anew."""
     reply = yield from common.ask_master(messages.nodes())
-    views = messages.node_views(reply)
-    context.nodes.update(views, context.clock.now_s())
-    return views
+    return common.take_nodes(context, reply)

@@ -261,6 +261,11 @@ def node_views(reply: AnyReply) -> list[NodeView]:
     ]
 
 
+def is_rebuilding(reply: AnyReply) -> bool:
+    """Whether the master that answered ``nodes`` may not know all of them yet."""
+    return bool(reply.message.rebuilding)
+
+
 def list_keys(prefix: str, after: str, limit: int) -> AnyCall:
     """A page of keys."""
     request = directory_pb2.ListKeysRequest(prefix=prefix, after=after, limit=limit)

@@ -91,6 +91,25 @@ class NodeTable:
         node = self._nodes.get(node_id)
         return node is not None and (node.capacity_bytes == 0 or size_bytes <= node.capacity_bytes)
 
+    def spread(self, candidates: Sequence[PeerId]) -> list[PeerId]:
+        """The same nodes for several replicas: after the first, one on a new rack goes before one on a new host only.
+
+        Example: a (rack 1, host 1), b (1, 1), c (1, 2), d (2, 3) becomes a, d, c, b.
+        """
+        rest = list(candidates)
+        chosen: list[PeerId] = []
+        racks: set[str] = set()
+        hosts: set[str] = set()
+        while rest:
+            places = [node.place if (node := self._nodes.get(each)) is not None else "" for each in rest]
+            new_rack = next((i for i, place in enumerate(places) if place.rpartition("/")[0] not in racks), None)
+            new_host = next((i for i, place in enumerate(places) if place not in hosts), 0)
+            index = new_host if new_rack is None else new_rack
+            racks.add(places[index].rpartition("/")[0])
+            hosts.add(places[index])
+            chosen.append(rest.pop(index))
+        return chosen
+
     def advise(self, size_bytes: int, nodes: Sequence[PeerId], now_s: float) -> None:
         """What the master advised for values of about this size."""
         self._advice[size_bytes.bit_length()] = (now_s + NODES_TTL_S, tuple(nodes))

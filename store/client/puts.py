@@ -144,13 +144,14 @@ def _choose_nodes(context: Context, items: Sequence[Putting], options: PutOption
             item.error, item.done = _too_large(item.new, largest), True
             continue
         item.candidates = context.nodes.local_for(item.new.key, size)
-        if options.prefer_node is None and len(item.candidates) >= item.replicas:
+        if options.prefer_node is None and item.replicas == 1 and item.candidates:
             continue
         if options.prefer_node is not None:
             item.candidates.insert(0, PeerId(options.prefer_node))
-        if len(item.candidates) < item.replicas:
-            item.candidates += yield from _advice(context, size, options)
+        item.candidates += yield from _advice(context, size, options)
         item.candidates = list(dict.fromkeys(item.candidates))
+        if item.replicas > 1:
+            item.candidates = context.nodes.spread(item.candidates)
 
 
 def _too_large(new: NewChunk, largest: int) -> InvalidRequest:

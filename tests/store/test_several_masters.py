@@ -16,7 +16,7 @@ from test_store_promises import Background
 
 import tanghulu
 import tanghulu.aio
-from tanghulu.errors import ChunkNotFound, MasterUnavailable, NotLeader, TanghuluError
+from tanghulu.errors import ChunkNotFound, DeadlineExceeded, MasterUnavailable, NotLeader, TanghuluError
 from tanghulu.store.client import Client
 from tanghulu.store.directory_events import DirectoryEventKind, follow_directory
 
@@ -167,3 +167,24 @@ def test_followers_send_callers_on_and_a_resigning_leader_is_replaced_at_once(el
         with pytest.raises(ChunkNotFound):
             client.get("not here")
     elected.replace(leader)
+
+
+@pytest.mark.slow
+def test_without_etcd_nobody_leads_and_with_it_all_is_back(elected: ElectedCluster) -> None:
+    """An etcd that hangs: the leader steps down before its lease can be over; what is held stays held."""
+    with tanghulu.connect(elected.address, deadline_s=10.0) as client:
+        client.put("kept", b"k")
+        leader = elected.leader()
+        elected.etcd.popen.send_signal(signal.SIGSTOP)
+        try:
+            eventually(lambda: leader.metric("tanghulu_master_leading") == 0.0, elected.ttl_s + 1.0)
+            with pytest.raises((MasterUnavailable, DeadlineExceeded)):
+                client.put("unsure", b"u", deadline_s=1.0)
+            assert read(client, "kept") == b"k", "who knows where it is needs no master"
+        finally:
+            elected.etcd.popen.send_signal(signal.SIGCONT)
+        elected.leader()
+        client.put("after", b"a")
+        assert read(client, "kept") == b"k"
+    with tanghulu.connect(elected.finder_spec, deadline_s=10.0) as fresh:
+        assert fresh.exists_many(["kept", "after"]) == [True, True]
