@@ -16,7 +16,7 @@ do not trust each other.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -144,3 +144,60 @@ class TokenSequence:
 
     def __repr__(self) -> str:
         return f"TokenSequence({self._length} tokens, {len(self.block_hashes)} full blocks of {self.block_tokens})"
+
+
+# --- the block hashes of vLLM (its scheme ``sha256_cbor``), so that its KV events can be read
+
+#: What vLLM's first blocks grow from where nothing else is configured (``PYTHONHASHSEED`` there, as text).
+DEFAULT_VLLM_SEED = "vllm-none-hash"
+CborValue = int | str | bytes | None | tuple["CborValue", ...]
+
+
+def cbor(value: CborValue) -> bytes:
+    """``value`` in canonical CBOR (RFC 8949, 4.2.1): shortest heads, definite lengths. Ints are 0 to 2^64 - 1."""
+    if value is None:
+        return b"\xf6"
+    if isinstance(value, int):
+        return _cbor_head(0, value)
+    if isinstance(value, bytes):
+        return _cbor_head(2, len(value)) + value
+    if isinstance(value, str):
+        return _cbor_head(3, len(value.encode())) + value.encode()
+    return _cbor_head(4, len(value)) + b"".join(map(cbor, value))
+
+
+def _cbor_head(major: int, number: int) -> bytes:
+    assert 0 <= number < 1 << 64
+    if number < 24:
+        return bytes((major << 5 | number,))
+    power = 0 if number < 1 << 8 else 1 if number < 1 << 16 else 2 if number < 1 << 32 else 3
+    return bytes((major << 5 | 24 + power,)) + number.to_bytes(1 << power, "big")
+
+
+def vllm_root_hash(seed: str = DEFAULT_VLLM_SEED) -> BlockHash:
+    """What vLLM's first block has in place of a parent."""
+    return BlockHash(hashlib.sha256(cbor(seed)).digest())
+
+
+def vllm_chain_hashes(
+    parent: BlockHash, tokens: Tokens, block_tokens: int, extra_keys: Sequence[CborValue] = ()
+) -> list[BlockHash]:
+    """vLLM's hashes (32 bytes) of the full blocks of ``tokens`` behind ``parent``: SHA-256 of the CBOR of
+
+        (parent's hash, the block's tokens, extra keys or null)
+
+    ``extra_keys`` is a list with those of each block: a LoRA's name, ``(("cache_salt", salt),)`` for the first block …;
+    None or a missing entry is a block without any.
+    """
+    hashes = []
+    for number in range(len(tokens) // block_tokens):
+        own = tuple(tokens[number * block_tokens : (number + 1) * block_tokens].tolist())
+        extra = extra_keys[number] if number < len(extra_keys) else None
+        parent = BlockHash(hashlib.sha256(cbor((parent, own, extra))).digest())
+        hashes.append(parent)
+    return hashes
+
+
+def vllm_event_hash(block_hash: BlockHash) -> int:
+    """The number of 64 bits by which vLLM's KV events name a block, unless they are configured to carry all bytes."""
+    return int.from_bytes(block_hash[-8:], "big")
