@@ -1,0 +1,185 @@
+"""A node's decisions over two tiers: what the master hears, and what does not come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tanghulu.clock import ManualClock
+from tanghulu.errors import ChunkNotFound
+from tanghulu.store.checksums import Checksums
+from tanghulu.store.node import tier_ascent
+from tanghulu.store.node.chunk import Chunk
+from tanghulu.store.node.eviction import make_policy
+from tanghulu.store.node.eviction.base import Policy
+from tanghulu.store.node.node_state import NodeState
+from tanghulu.store.node.outcomes import Existed, Reserved
+from tanghulu.store.node.tier_admission import TierAdmission
+from tanghulu.store.node.tier_entry import TierEntry
+from tanghulu.store.node.tier_record import UNIT, Record
+from tanghulu.store.node.tier_state import Instruction, Lost, TierState
+from tanghulu.store.words import NewChunk, Tier
+from tanghulu.transfer_engine.access import AccessTable
+from tanghulu.types import ChunkKey
+
+NUM_IN_MEMORY, NUM_BELOW = 8, 16
+
+
+class InstantTier:
+    """A LowerTier whose writes succeed at once."""
+
+    def __init__(self, node: NodeState, clock: ManualClock) -> None:
+        self.state = TierState(
+            NUM_BELOW * UNIT, lambda: make_policy("lru"), TierAdmission("all", NUM_BELOW * UNIT), clock
+        )
+        self.capacity_bytes, self.used_bytes = self.state.capacity_bytes, 0
+        self.find, self.entries, self.touch = self.state.find, self.state.entries, self.state.touch
+        self._node = node
+
+    def demote(self, chunk: Chunk, left_s: float | None) -> TierEntry | None:
+        record = Record(chunk.key, chunk.version, chunk.size_bytes, chunk.checksums, chunk.pin)
+        entry, instructions = self.state.evicted(record, chunk.expires_s, chunk.num_hits, UNIT)
+        self._perform(instructions)
+        if entry is not None and not entry.evictable:
+            self.state.written(entry, ok=True)
+        return entry
+
+    def drop(self, entry: TierEntry) -> None:
+        self._perform(self.state.drop(entry))
+
+    def expire(self, now_s: float) -> None:
+        self._perform(self.state.expire(now_s))
+
+    def switch_policy(self, make_policy: Callable[[], Policy]) -> None:
+        self.state.switch_policy(make_policy)
+
+    def _perform(self, instructions: list[Instruction]) -> None:
+        for each in instructions:
+            if isinstance(each, Lost):
+                self._node.tier_lost(each.entry)
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def node(clock: ManualClock) -> NodeState:
+    access = AccessTable(clock, 1000, 0)
+    node = NodeState(NUM_IN_MEMORY * 64, access, lambda: make_policy("lru"), clock)
+    node.tier = InstantTier(node, clock)
+    return node
+
+
+def put(node: NodeState, key: str, version: int = 1, ttl_s: float | None = None) -> Reserved | Existed:
+    new = NewChunk(ChunkKey(key), version, 64, Checksums(0, (1,)), ttl_s=ttl_s)
+    outcome = node.reserve(new, None)
+    if isinstance(outcome, Reserved):
+        outcome = node.commit_written(outcome.chunk, new.checksums, visible=False)
+    assert isinstance(outcome, Reserved | Existed)
+    node.check()
+    return outcome
+
+
+def told(node: NodeState) -> tuple[dict[str, Tier], set[str], set[str]]:
+    """What the master hears next: (added with their tiers, removed, deleted)."""
+    message = node.announcements.take()
+    node.announcements.done()
+    return {str(c.key): c.tier for c in message.added}, set(map(str, message.removed)), set(map(str, message.deleted))
+
+
+def below(node: NodeState, key: str) -> TierEntry:
+    entry = node.tier.find(ChunkKey(key))
+    assert entry is not None
+    return entry
+
+
+def promote(node: NodeState, entry: TierEntry) -> Chunk:
+    chunk = tier_ascent.reserve(node, entry, sparing=False)
+    assert chunk is not None
+    live = tier_ascent.commit(node, chunk, entry)
+    node.check()
+    return live
+
+
+def test_an_evicted_chunk_is_held_below_and_lost_only_when_it_leaves_there_too(node: NodeState) -> None:
+    for i in range(NUM_IN_MEMORY):
+        put(node, f"k{i}")
+    told(node)
+    put(node, "more")
+    assert told(node) == ({"k0": Tier.SSD, "more": Tier.MEMORY}, set(), set())
+    assert node.holds(ChunkKey("k0"))
+    assert node.find(ChunkKey("k0")) is None
+    for i in range(NUM_BELOW):
+        put(node, f"n{i}")
+    added, removed, _ = told(node)
+    assert removed == {"k0"}, "the first to go down is the first to go"
+    assert added["k1"] is Tier.SSD
+    assert {str(c.key) for c in node.live_chunks()} == {*added, "more"} | {f"k{i}" for i in range(1, 8)}
+
+
+def test_a_put_of_a_key_that_is_below_is_a_hit(node: NodeState) -> None:
+    for i in range(NUM_IN_MEMORY + 1):
+        put(node, f"k{i}")
+    outcome = put(node, "k0", version=2)
+    assert isinstance(outcome, Existed)
+    assert outcome.chunk is below(node, "k0")
+
+
+def test_a_chunk_comes_up_and_goes_down_again_without_a_write(node: NodeState) -> None:
+    for i in range(NUM_IN_MEMORY + 1):
+        put(node, f"k{i}")
+    told(node)
+    chunk = promote(node, below(node, "k0"))
+    assert node.find(ChunkKey("k0")) is chunk
+    added, removed, _ = told(node)
+    assert added["k0"] is Tier.MEMORY
+    assert not removed
+    node.evict(chunk)
+    node.check()
+    assert told(node)[0]["k0"] is Tier.SSD
+
+
+def test_what_is_removed_on_its_way_up_stays_away(node: NodeState) -> None:
+    for i in range(NUM_IN_MEMORY + 1):
+        put(node, f"k{i}")
+    entry = below(node, "k0")
+    chunk = tier_ascent.reserve(node, entry, sparing=False)
+    assert chunk is not None
+    assert node.remove(ChunkKey("k0"))
+    with pytest.raises(ChunkNotFound):
+        tier_ascent.commit(node, chunk, entry)
+    node.check()
+    assert not node.holds(ChunkKey("k0"))
+    assert "k0" in told(node)[2]
+    assert not node.remove(ChunkKey("k0"))
+
+
+def test_removal_refusal_and_time_end_both_copies(node: NodeState, clock: ManualClock) -> None:
+    for i in range(NUM_IN_MEMORY + 3):
+        put(node, f"k{i}", ttl_s=10.0 if i == 2 else None)
+    for key in ("k0", "k1"):
+        promote(node, below(node, key))
+    told(node)
+    assert node.remove(ChunkKey("k0"))
+    refused = node.find(ChunkKey("k1"))
+    assert refused is not None
+    node.announced(refused, accepted=False)
+    clock.advance(10.0)
+    node.expire(clock.now_s())
+    node.check()
+    assert not any(node.holds(ChunkKey(key)) for key in ("k0", "k1", "k2"))
+    assert "k2" in told(node)[1]
+
+
+def test_a_corrupt_chunk_leaves_its_copy_below(node: NodeState) -> None:
+    for i in range(NUM_IN_MEMORY + 1):
+        put(node, f"k{i}")
+    chunk = promote(node, below(node, "k0"))
+    told(node)
+    node.drop_corrupt(chunk)
+    node.check()
+    assert node.holds(ChunkKey("k0"))
+    assert told(node) == ({"k0": Tier.SSD}, set(), set())
