@@ -115,9 +115,10 @@ def test_a_lost_leader_is_replaced_and_nothing_acknowledged_is_lost(elected: Ele
 @pytest.mark.slow
 def test_leaders_lost_again_and_again(elected: ElectedCluster) -> None:
     """``TEST_KILLS=10`` makes it the long one for by hand."""
-    assert max(endure(elected, int(os.environ.get("TEST_KILLS", "4")))) <= MAX_TAKEOVER_S
+    assert max(endure(elected, int(os.environ.get("TEST_KILLS", "3")))) <= MAX_TAKEOVER_S
 
 
+@pytest.mark.slow
 async def test_whoever_mirrors_the_directory_follows_the_leader(elected: ElectedCluster) -> None:
     """As the conductor does, by the list and by etcd; the leader stands still, so no connection breaks."""
     pairs: list[set[str]] = [set(), set()]
