@@ -196,3 +196,21 @@ def test_what_cannot_be_served_is_refused(tiny_model: Model) -> None:
         core.add(request("bad", [VOCAB]))
     core.check()
     assert not core.scheduler.has_work
+
+
+def test_the_second_turn_of_a_chat_computes_only_its_new_tokens(tiny_model: Model) -> None:
+    """Its own answer is found too: only what follows the last full block of the first turn is computed."""
+    core = engine(tiny_model)
+    first = list(range(2, 43))
+    core.add(request("turn-1", first, 20))
+    answer = run_all(core)["turn-1"]
+    second = [*first, *answer, *range(50, 63)]
+    core.add(request("turn-2", second, 4))
+    computed, cached = 0, 0
+    while core.scheduler.has_work:
+        result = core.step()
+        computed += result.num_computed_tokens
+        cached = max([output.num_cached_tokens for output in result.outputs], default=cached)
+    known = len(first) + len(answer) - 1  # the last token of the answer was sampled and never computed
+    assert cached == known // BLOCK * BLOCK == 56
+    assert computed == len(second) - cached + 3
