@@ -14,14 +14,17 @@ from tanghulu.clock import SystemClock
 from tanghulu.conductor.http.app import HttpServer, address_of, listen
 from tanghulu.conductor.policies.registry import POLICY_NAMES
 from tanghulu.conductor.pools import main as pools_main
+from tanghulu.conductor.requests import KvChange
 from tanghulu.conductor.router.assumed import DEFAULT_MAX_BLOCKS, AssumedBlocks
 from tanghulu.conductor.router.grpc_api import RouterServicer
 from tanghulu.conductor.router.http_api import make_app
 from tanghulu.conductor.router.service import RoutingService
+from tanghulu.conductor.router.vllm_events import EventSource, parse_sources
+from tanghulu.conductor.router.vllm_follower import VllmFollower
 from tanghulu.conductor.router.words import Hasher
 from tanghulu.conductor.routing_wish import Policies, parse_weights
 from tanghulu.config import command, option
-from tanghulu.errors import ConfigError
+from tanghulu.errors import ConfigError, InvalidRequest
 from tanghulu.hashing import DEFAULT_BLOCK_TOKENS, HASH_FUNCTIONS, root_hash
 from tanghulu.process import Process, run
 from tanghulu.protos import router_pb2_grpc
@@ -43,6 +46,9 @@ class RouterConfig(pools_main.RouterConfig):
     assume_cached_s: float = option(
         0.0, "service: take a prefilled prompt's blocks to be at its worker for so long; 0: only by KV events"
     )
+    vllm_events: str = option(
+        "", "service: vLLM workers whose KV events are followed, worker=tcp://host:5557[|tcp://host:5558 for replay],…"
+    )
     assume_cached_blocks: int = option(DEFAULT_MAX_BLOCKS, "service: most blocks that one worker is taken to have")
 
     def __post_init__(self) -> None:
@@ -53,6 +59,7 @@ class RouterConfig(pools_main.RouterConfig):
         if self.assume_cached_s < 0:
             raise ConfigError(f"--assume-cached-s is {self.assume_cached_s}; it cannot be negative")
         parse_weights(self.policy_weights)
+        parse_sources(self.vllm_events)
         self.hasher()
 
     def hasher(self) -> Hasher:
@@ -80,8 +87,8 @@ class RouterServer:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[RouterServer]:
-        """Serve inside the block. Raises ConfigError if a port is taken."""
-        config = self.config
+        """Serve inside the block. Raises ConfigError if a port is taken, or a library for KV events is missing."""
+        config, followers = self.config, [self._follower(source) for source in parse_sources(self.config.vllm_events)]
         listener = listen(config.host, config.port)
         self.address = address_of(listener)
         app = make_app(self.service, self._hasher, self._clock, self._registry, config.max_body_size)
@@ -94,16 +101,31 @@ class RouterServer:
             raise ConfigError(f"cannot listen on port {config.grpc_port}: choose another --grpc-port") from error
         self.grpc_address = Address(config.host, port)
         await rpc.start()
+        following = [asyncio.create_task(follower.run()) for follower in followers]
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             yield self
         finally:
+            for task in following:
+                task.cancel()
+            await asyncio.gather(*following, return_exceptions=True)
             server.stop()
             await rpc.stop(config.grace_s)
             await asyncio.wait([serving], timeout=config.grace_s)
             server.force_exit = True
             await asyncio.gather(serving, return_exceptions=True)
             listener.close()
+
+    def _follower(self, source: EventSource) -> VllmFollower:
+        """The worker is there from the start; who registers it later may say its role and place."""
+        self.service.put_worker(source.worker, Role.BOTH)
+
+        def apply(change: KvChange) -> None:
+            # A worker that was removed meanwhile has nothing to tell.
+            with contextlib.suppress(InvalidRequest):
+                self.service.kv_event(source.worker, change)
+
+        return VllmFollower(source, apply)
 
 
 async def serve(process: Process, config: RouterConfig) -> None:

@@ -1,0 +1,120 @@
+"""vLLM's KV events: the payload, the numbers, and a publisher over real ZeroMQ sockets where pyzmq is there."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tanghulu.conductor.requests import KvChange
+from tanghulu.conductor.router.main import RouterConfig
+from tanghulu.conductor.router.vllm_events import EventSource, Numbers, decode, parse_sources
+from tanghulu.conductor.router.vllm_follower import VllmFollower
+from tanghulu.errors import ConfigError, InvalidRequest
+from tanghulu.types import InstanceId
+
+
+def number(value: int) -> bytes:
+    return value.to_bytes(8, "big")
+
+
+def test_a_message():
+    events = [
+        ["BlockStored", [1, 2**64 - 1], None, [5, 6], 2, None, "GPU"],
+        ["BlockStored", [b"\x07" * 32], 1, [5, 6], 2, None],
+        ["BlockStored", [9], None, [5, 6], 2, None, "CPU"],
+        ["BlockRemoved", [1], "GPU"],
+        ["BlockRemoved", [9], "CPU"],
+        ["AllBlocksCleared"],
+        ["SomethingNew", 1],
+    ]
+    assert decode([12.5, events, 0]) == [
+        KvChange(stored=(number(1), b"\xff" * 8)),
+        KvChange(stored=(b"\x07" * 32,)),
+        KvChange(),
+        KvChange(removed=(number(1),)),
+        KvChange(),
+        KvChange(cleared=True),
+        KvChange(),
+    ]
+
+
+@pytest.mark.parametrize("payload", [[], 7, [1.0, [[]]], [1.0, [["BlockStored"]]], [1.0, [["BlockRemoved", ["x"]]]]])
+def test_what_is_no_message(payload):
+    with pytest.raises(InvalidRequest, match="not a KV event message"):
+        decode(payload)
+
+
+def test_numbers():
+    numbers = Numbers()
+    assert (numbers.missing(0), numbers.missing(4)) == (None, 0)
+    numbers.took(4)
+    assert (numbers.missing(5), numbers.missing(8), numbers.restarted(5)) == (None, 5, False)
+    assert (numbers.missing(0), numbers.missing(2), numbers.restarted(2)) == (None, 0, True)
+
+
+def test_sources():
+    assert parse_sources("a=tcp://h:1|tcp://h:2, b=ipc://x") == (
+        EventSource(InstanceId("a"), "tcp://h:1", "tcp://h:2"),
+        EventSource(InstanceId("b"), "ipc://x"),
+    )
+    for wrong in ("a", "a=h:1", "=tcp://h:1", "a=tcp://h:1|h:2"):
+        with pytest.raises(ConfigError, match="worker=tcp"):
+            RouterConfig(vllm_events=wrong)
+
+
+class Publisher:
+    """As vLLM publishes: numbered messages, and a replay of those that are still kept."""
+
+    def __init__(self, zmq, pack) -> None:
+        self._pack, self.kept, self.context = pack, {}, zmq.asyncio.Context()
+        self.pub, self.router = self.context.socket(zmq.XPUB), self.context.socket(zmq.ROUTER)
+        ports = [socket.bind_to_random_port("tcp://127.0.0.1") for socket in (self.pub, self.router)]
+        self.source = EventSource(InstanceId("w"), *(f"tcp://127.0.0.1:{port}" for port in ports))
+
+    async def tell(self, at: int, *events: list[object], lost: bool = False) -> None:
+        payload = self.kept[at] = self._pack([1.0, list(events), 0])
+        if not lost:
+            await self.pub.send_multipart((b"kv", number(at), payload))
+
+    async def serve_replay(self) -> None:
+        while True:
+            client, _, start = await self.router.recv_multipart()
+            for at, payload in sorted(self.kept.items()):
+                if at >= int.from_bytes(start, "big"):
+                    await self.router.send_multipart((client, b"", number(at), payload))
+            await self.router.send_multipart((client, b"", (-1).to_bytes(8, "big", signed=True), b""))
+
+
+async def test_following_a_publisher():
+    zmq = pytest.importorskip("zmq")
+    pytest.importorskip("zmq.asyncio")
+    pack = pytest.importorskip("msgspec.msgpack").encode
+    publisher, heard = Publisher(zmq, pack), asyncio.Queue()
+    follower = VllmFollower(publisher.source, heard.put_nowait)
+    tasks = [asyncio.create_task(follower.run()), asyncio.create_task(publisher.serve_replay())]
+    try:
+        async with asyncio.timeout(20):
+            await publisher.pub.recv()  # the subscription has come
+            await publisher.tell(0, ["BlockStored", [1], None, [], 2, None])
+            assert await heard.get() == KvChange(stored=(number(1),))
+            await publisher.tell(1, ["BlockStored", [2], 1, [], 2, None], lost=True)
+            await publisher.tell(2, ["BlockRemoved", [1]])
+            assert await heard.get() == KvChange(stored=(number(2),))  # replayed, in front of what shows the gap
+            assert await heard.get() == KvChange(removed=(number(1),))
+            publisher.kept.clear()
+            await publisher.tell(5, ["BlockStored", [5], 1, [], 2, None])
+            assert await heard.get() == KvChange(cleared=True)  # 3 and 4 are lost
+            assert await heard.get() == KvChange(stored=(number(5),))
+            publisher.kept.clear()
+            await publisher.tell(0, ["BlockStored", [6], None, [], 2, None])
+            assert await heard.get() == KvChange(cleared=True)  # the publisher began anew
+            assert await heard.get() == KvChange(stored=(number(6),))
+            await publisher.pub.send_multipart((b"kv", number(1), b"\xc1"))
+            await publisher.tell(2, ["AllBlocksCleared"])
+            assert await heard.get() == KvChange(cleared=True)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        publisher.context.destroy(0)
