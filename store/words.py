@@ -12,6 +12,9 @@ from tanghulu.types import MAX_KEY_BYTES, ChunkKey
 
 #: Values up to this size travel inside requests and answers: one round trip instead of three.
 MAX_INLINE_BYTES = 64 << 10
+#: The same for answers of a node whose memory is not mapped: one stream then brings a value sooner than a pin, a
+#: transfer and an unpin do (measured at 1 MiB: 660 us instead of 1,030, a plain stream in the same run 500).
+MAX_STREAMED_BYTES = 1 << 20
 
 
 class Pin(Enum):

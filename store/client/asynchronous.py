@@ -42,7 +42,7 @@ class AsyncShell:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         clock = SystemClock()
-        self.context = Context(settings.host_id, settings.place, clock, NodeTable(settings.host_id))
+        self.context = Context(settings.host_id, settings.place, clock, NodeTable(settings.host_id), settings.uses_unix)
         self._loop = asyncio.get_running_loop()
         self._engine = TransferEngine(transports=settings.engine_transports, host_id=settings.host_id, clock=clock)
         self._masters = MasterFinder(settings.master)
@@ -170,11 +170,13 @@ class AsyncShell:
             if connection is not None and not connection.closed:
                 return connection
             if peer == MASTER:
-                target = Target(await self._masters.find(), None)
+                target = Target(await self._masters.find(), None, self.settings.uses_unix)
             else:
                 target = target_of(peer, self.settings, self.context.nodes)
             try:
-                connection = await AsyncFastConnection.connect(target.address, target.unix_path)
+                connection = await AsyncFastConnection.connect(
+                    target.address, target.unix_path, shortcut=target.shortcut
+                )
             except NodeUnavailable:
                 self.context.nodes.expire()
                 raise

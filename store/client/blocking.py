@@ -55,7 +55,7 @@ class BlockingShell:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         clock = SystemClock()
-        self.context = Context(settings.host_id, settings.place, clock, NodeTable(settings.host_id))
+        self.context = Context(settings.host_id, settings.place, clock, NodeTable(settings.host_id), settings.uses_unix)
         self._engine = TransferEngine(transports=settings.engine_transports, host_id=settings.host_id, clock=clock)
         self._masters = MasterFinder(settings.master)
         self._idle: dict[PeerId, deque[FastConnection]] = {}
@@ -113,10 +113,10 @@ class BlockingShell:
     # --- instructions
 
     def _perform(self, instruction: Instruction, deadline: Deadline) -> Any:
+        if type(instruction) is Ask:
+            left_s, within_s = deadline.remaining_s(), instruction.within_s
+            return self._ask(instruction.calls, left_s if within_s is None else min(within_s, left_s))
         match instruction:
-            case Ask(calls, within_s):
-                left_s = deadline.remaining_s()
-                return self._ask(calls, left_s if within_s is None else min(within_s, left_s))
             case Tell(calls):
                 return self._tell(calls, deadline.remaining_s())
             case Move(requests):
@@ -129,6 +129,11 @@ class BlockingShell:
     def _ask(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> list[Outcome]:
         if len(calls) == 1:
             peer, call = calls[0]
+            pool = self._idle.get(peer)
+            if pool and peer != MASTER:  # the commonest case by far: one call to a node on a connection that is open
+                outcome = self._exchange_one(peer, pool, call, deadline_s)
+                if outcome is not None:
+                    return [outcome]
             return self._exchange(peer, [call], deadline_s)
         by_peer: dict[PeerId, list[int]] = {}
         for index, (peer, _) in enumerate(calls):
@@ -152,6 +157,22 @@ class BlockingShell:
                     connection.post(call, deadline_s=_left_s(until_s))
                 finally:
                     self._put_back(peer, connection)
+
+    def _exchange_one(
+        self, peer: PeerId, pool: deque[FastConnection], call: AnyCall, deadline_s: float
+    ) -> Outcome | None:
+        try:
+            connection = pool.pop()
+        except IndexError:  # another thread was faster
+            return None
+        if connection.closed:
+            return None
+        try:
+            return connection.call_one(call, deadline_s=deadline_s)
+        except TanghuluError as error:
+            return error
+        finally:
+            self._put_back(peer, connection)
 
     def _exchange(self, peer: PeerId, calls: list[AnyCall], deadline_s: float) -> list[Outcome]:
         if peer == MASTER and self._masters.several:
@@ -239,14 +260,15 @@ class BlockingShell:
                 return connection, True
             connection.close()
         if peer == MASTER:
-            target = Target(self._masters.find_blocking(), None)
+            target = Target(self._masters.find_blocking(), None, self.settings.uses_unix)
         else:
             target = target_of(peer, self.settings, self.context.nodes)
         return self._connect(peer, target, until_s), False
 
     def _connect(self, peer: PeerId, target: Target, until_s: float) -> FastConnection:
         try:
-            connection = FastConnection(target.address, target.unix_path, max(_left_s(until_s), MIN_CONNECT_S))
+            timeout_s = max(_left_s(until_s), MIN_CONNECT_S)
+            connection = FastConnection(target.address, target.unix_path, timeout_s, shortcut=target.shortcut)
         except TanghuluError as error:
             if peer == MASTER:
                 raise master_failure(self.settings.master, error) from None

@@ -17,6 +17,7 @@ from tanghulu.store.client.model import NodeView
 from tanghulu.store.client.placement import NodeTable
 from tanghulu.store.client.reads import Reads
 from tanghulu.store.shared_index import IndexReader
+from tanghulu.store.words import MAX_INLINE_BYTES, MAX_STREAMED_BYTES
 
 #: A new master is given so long to hear of a first node.
 _NODELESS_TRIES = 40
@@ -38,6 +39,7 @@ class Context:
     place: str
     clock: Clock
     nodes: NodeTable
+    maps_memory: bool = True
     locations: LocationCache = field(default_factory=LocationCache)
     leases: Leases = field(default_factory=Leases)
     reads: Reads = field(default_factory=Reads)
@@ -47,6 +49,10 @@ class Context:
     def new_version(self) -> int:
         """A number that no other put has."""
         return next(self._version)
+
+    def inline_bytes(self, node: PeerId) -> int:
+        """Up to which size values of ``node`` should come inside its answers."""
+        return MAX_INLINE_BYTES if self.maps_memory and node in self.nodes.local_ids() else MAX_STREAMED_BYTES
 
     def forget_index(self, node: PeerId) -> None:
         """The node's memory is not mapped any more, or another process took its place."""

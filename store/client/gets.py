@@ -29,7 +29,7 @@ from tanghulu.store.client.context import Context
 from tanghulu.store.client.instructions import Ask, Deadline, Logic, Move, PeerId, Reach, Sleep, Tell, portions
 from tanghulu.store.client.leases import LeasedMemory
 from tanghulu.store.client.link import Link
-from tanghulu.store.client.messages import Found
+from tanghulu.store.packed_node import Found
 from tanghulu.store.shared_index import Entry, IndexReader
 from tanghulu.store.words import MAX_INLINE_BYTES
 from tanghulu.transfer_engine.buffers import Buffer
@@ -79,13 +79,14 @@ def fetch_one(context: Context, deadline: Deadline, want: Want, flush: Callable[
     _look_locally(context, want)
     if want.result is not None:
         return
-    if not want.holders:  # a node of this host is asked before the master, unless its index would have told
+    guessed = not want.holders
+    if guessed:  # a node of this host is asked before the master, unless its index would have told
         want.holders = [node for node in context.nodes.local_for(want.key, 0)[:1] if node not in context.indexes]
     if want.holders:
         node = want.holders[0]
-        within_s = _patience_s(deadline) if len(want.holders) > 1 else None
-        call = messages.get((want.key,), MAX_INLINE_BYTES, deadline.remaining_ms())
-        (outcome,) = yield Ask(((node, call),), within_s)
+        alone = len(want.holders) == 1 and not guessed
+        call = messages.get((want.key,), context.inline_bytes(node), deadline.remaining_ms())
+        (outcome,) = yield Ask(((node, call),), None if alone else _patience_s(deadline))
         pinned = _take_answer(context, deadline, node, (want,), outcome)
         if pinned:
             yield from _read_pinned(context, pinned, flush)
@@ -110,9 +111,13 @@ def _rounds(context: Context, deadline: Deadline, open_wants: list[Want], flush:
 
 def _look_locally(context: Context, want: Want) -> None:
     """Read the value by means of a shared index, or learn from it or from the cache who is likely to have it."""
-    if context.indexes:
+    indexes = context.indexes
+    if indexes:
         now_s = context.clock.now_s()
-        for node, index in context.indexes.items():
+        for node in indexes if len(context.nodes.local_ids()) < 2 else _nearest_first(context, want.key):
+            index = indexes.get(node)
+            if index is None:  # this client has not opened its memory: it is asked, and then opened
+                break
             entry = index.find(want.key, now_s)
             if entry is None:
                 continue
@@ -120,6 +125,12 @@ def _look_locally(context: Context, want: Want) -> None:
                 want.holders = [node]
             return
     want.holders = list(context.locations.get(want.key))
+
+
+def _nearest_first(context: Context, key: str) -> list[PeerId]:
+    """All nodes of this host; the keys are shared among them as puts share them, so reads of replicas are too."""
+    local = context.nodes.local_for(key, 0)
+    return local + [node for node in context.indexes if node not in local]
 
 
 def _copy(context: Context, want: Want, node: PeerId, index: IndexReader, entry: Entry) -> bool:
@@ -205,7 +216,8 @@ def _round(
     asked = {node: wants[:KEYS_PER_GET] for node, wants in groups.items()}
     remaining_ms = deadline.remaining_ms()
     calls = [
-        (node, messages.get([w.key for w in wants], MAX_INLINE_BYTES, remaining_ms)) for node, wants in asked.items()
+        (node, messages.get([w.key for w in wants], context.inline_bytes(node), remaining_ms))
+        for node, wants in asked.items()
     ]
     others = any(len(want.holders) > 1 for wants in asked.values() for want in wants)
     outcomes = yield Ask(calls, _patience_s(deadline) if others else None)
@@ -236,11 +248,13 @@ def _take_answer(
     answers = messages.found(outcome)
     if not answers:
         _node_failed(context, deadline, node, wants, NodeUnavailable(f"{node} answered nothing"))
-    for want, found in zip(wants, answers, strict=False):  # what it left out is asked for in the next round
-        if isinstance(found, TanghuluError):
-            _holder_failed(context, want, node, found)
-        elif found.value is not None:
-            if not _take_inline(want, found):  # the node is told, as if it had been pinned
+    for want, answer in zip(wants, answers, strict=False):  # what it left out is asked for in the next round
+        if isinstance(answer, TanghuluError):
+            _holder_failed(context, want, node, answer)
+            continue
+        found, value = answer
+        if value is not None:
+            if not _take_inline(want, found, value):  # the node is told, as if it had been pinned
                 pinned.append(_Pinned(want, node, found, error=_mismatch(want.key, node, found)))
         else:
             context.leases.hold(node, found.lease_id)
@@ -270,15 +284,14 @@ def _holder_failed(context: Context, want: Want, node: PeerId, error: TanghuluEr
         want.failure = error
 
 
-def _take_inline(want: Want, found: Found) -> bool:
+def _take_inline(want: Want, found: Found, value: memoryview) -> bool:
     """The value that came is the result; False if it is not what was put."""
-    assert found.value is not None
-    if not sums.matches(found.value, found.checksums):
+    if not sums.matches(value, found.checksums):
         return False
     if want.buffer is None:
-        want.result = Chunk(want.key, found.version, found.value)
+        want.result = Chunk(want.key, found.version, value)
     elif not _too_small(want, found.size_bytes):
-        want.buffer.view(0, found.size_bytes)[:] = found.value
+        want.buffer.view(0, found.size_bytes)[:] = value
         want.result = found.size_bytes
     return True
 

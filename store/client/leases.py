@@ -15,19 +15,19 @@ from tanghulu.store.client.instructions import PeerId
 
 
 class Leases:
-    """Who holds what. Every step is one operation of a dict, set or deque: safe from any thread and from GC."""
+    """Who holds what. Every step is one operation of a dict or deque: safe from any thread and from GC."""
 
     def __init__(self) -> None:
-        self._held: dict[PeerId, set[int]] = {}
+        self._held: dict[PeerId, dict[int, None]] = {}
         self._dropped: deque[tuple[PeerId, int]] = deque()
 
     def hold(self, node: PeerId, lease_id: int) -> None:
         """The node granted a lease."""
-        self._held.setdefault(node, set()).add(lease_id)
+        self._held.setdefault(node, {})[lease_id] = None
 
     def released(self, node: PeerId, lease_id: int) -> None:
         """The node was told that the lease is over."""
-        self._held.setdefault(node, set()).discard(lease_id)
+        self._held.setdefault(node, {}).pop(lease_id, None)
 
     def drop(self, node: PeerId, lease_id: int) -> None:
         """The lease is not needed any more and is to be given back soon."""
@@ -51,7 +51,7 @@ class Leases:
         return taken
 
     def held(self, node: PeerId) -> list[int]:
-        """All leases on one node, the dropped ones included."""
+        """All leases on one node in the order they came, the dropped ones included."""
         return list(self._held.get(node, ()))
 
     @property

@@ -6,29 +6,24 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tanghulu.errors import ChunkNotFound, TanghuluError
+from tanghulu.errors import TanghuluError
 from tanghulu.protos import directory_pb2, fastlane_pb2, store_pb2
 from tanghulu.rpc.fast_client import Call, Reply
 from tanghulu.rpc.frames import PROTOCOL_VERSION
-from tanghulu.rpc.wire import error_of
+from tanghulu.store import packed_directory, packed_node
 from tanghulu.store.checksums import Checksums
 from tanghulu.store.client.instructions import PeerId
 from tanghulu.store.client.model import ChunkInfo, KeyInfo, NodeView
+from tanghulu.store.packed_node import Found, Reservation
 from tanghulu.store.shared_index import IndexPlace
-from tanghulu.store.wire import (
-    checksums_from_wire,
-    checksums_to_wire,
-    index_from_wire,
-    new_chunk_to_wire,
-    pin_from_wire,
-    tier_from_wire,
-)
+from tanghulu.store.wire import checksums_from_wire, index_from_wire, pin_from_wire, tier_from_wire
 from tanghulu.store.words import MAX_INLINE_BYTES, NewChunk
 from tanghulu.transfer_engine.descriptor_wire import from_proto
 from tanghulu.transfer_engine.segment import SegmentDescriptor
 
 AnyCall = Call[Any]
 AnyReply = Reply[Any]
+_PUT, _GET = int(fastlane_pb2.METHOD_PUT), int(fastlane_pb2.METHOD_GET)
 
 
 # --- nodes
@@ -66,95 +61,57 @@ def welcome(reply: AnyReply) -> Welcome:
 
 def put(items: Sequence[tuple[NewChunk, memoryview]], visible: bool, deadline_ms: int) -> AnyCall:
     """Small values, inside the request."""
-    request = store_pb2.PutRequest(
-        items=[new_chunk_to_wire(new) for new, _ in items], visible=visible, deadline_ms=deadline_ms
-    )
-    return Call(fastlane_pb2.METHOD_PUT, request, store_pb2.PutReply, [value for _, value in items])
+    request = packed_node.pack_put([new for new, _ in items], visible, deadline_ms)
+    return Call(_PUT, request, bytes, [value for _, value in items])
 
 
 def put_results(reply: AnyReply) -> list[bool | TanghuluError]:
     """For each value whether it existed, or why it failed; of PUT and COMMIT."""
-    return [error_of(result.status) or bool(result.existed) for result in reply.message.results]
-
-
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    """A range to write."""
-
-    lease_id: int
-    offset: int
-    copies_only: bool
+    return packed_node.unpack_outcomes(reply.message)
 
 
 def reserve(items: Iterable[NewChunk], deadline_ms: int) -> AnyCall:
     """Ranges for large values."""
-    request = store_pb2.ReserveRequest(items=[new_chunk_to_wire(new) for new in items], deadline_ms=deadline_ms)
-    return Call(fastlane_pb2.METHOD_RESERVE, request, store_pb2.ReserveReply)
+    return Call(fastlane_pb2.METHOD_RESERVE, packed_node.pack_put(items, False, deadline_ms), bytes)
 
 
 def reservations(reply: AnyReply) -> list[Reservation | TanghuluError | None]:
     """For each value its range; None: the key exists."""
-    return [
-        error_of(r.status) or (None if r.existed else Reservation(r.lease_id, r.offset, r.copies_only))
-        for r in reply.message.reservations
-    ]
+    return packed_node.unpack_reservations(reply.message)
 
 
-def commit(items: Iterable[tuple[int, Checksums]], aborted: Iterable[int], visible: bool, deadline_ms: int) -> AnyCall:
+def commit(items: list[tuple[int, Checksums]], aborted: list[int], visible: bool, deadline_ms: int) -> AnyCall:
     """(lease, checksums) that were written, and leases that were not."""
-    request = store_pb2.CommitRequest(
-        items=[store_pb2.CommitItem(lease_id=lease, checksums=checksums_to_wire(sums)) for lease, sums in items],
-        aborted=aborted,
-        visible=visible,
-        deadline_ms=deadline_ms,
-    )
-    return Call(fastlane_pb2.METHOD_COMMIT, request, store_pb2.CommitReply)
-
-
-@dataclass(slots=True)  # not frozen: one is made for every chunk read, and freezing costs microseconds
-class Found:
-    """A chunk on a node: ``value`` is there if it came inline, else ``lease_id`` pins ``offset``."""
-
-    size_bytes: int
-    version: int
-    checksums: Checksums
-    lease_id: int
-    offset: int
-    copies_only: bool
-    value: memoryview | None
+    request = packed_node.CommitRequest(items, aborted, visible, deadline_ms)
+    return Call(fastlane_pb2.METHOD_COMMIT, packed_node.pack_commit(request), bytes)
 
 
 def get(keys: Sequence[str], max_inline_bytes: int = MAX_INLINE_BYTES, deadline_ms: int = 0) -> AnyCall:
     """Values, small ones inside the answer; ``deadline_ms``: how long to wait for those on an SSD, 0: some seconds."""
-    request = store_pb2.GetRequest(keys=keys, max_inline_bytes=max_inline_bytes, deadline_ms=deadline_ms)
-    return Call(fastlane_pb2.METHOD_GET, request, store_pb2.GetReply)
+    return Call(_GET, packed_node.pack_get(packed_node.GetRequest(keys, max_inline_bytes, False, deadline_ms)), bytes)
 
 
-def found(reply: AnyReply) -> list[Found | TanghuluError]:
-    """The answer to ``get``, one per key."""
-    results: list[Found | TanghuluError] = []
+def found(reply: AnyReply) -> list[tuple[Found, memoryview | None] | TanghuluError]:
+    """The answer to ``get``, one per key; with the value where it came inline."""
+    results: list[tuple[Found, memoryview | None] | TanghuluError] = []
     data, position = reply.attachment, 0
-    for item in reply.message.items:
-        size, lease_id = item.size_bytes, item.lease_id
-        if not size:
-            results.append(error_of(item.status) or ChunkNotFound("the node answered without a value"))
-            continue
-        sums = checksums_from_wire(item.checksums)
-        if lease_id:
-            results.append(Found(size, item.version, sums, lease_id, item.offset, item.copies_only, None))
-            continue
-        value = data[position : position + size]
-        position += size
-        results.append(Found(size, item.version, sums, 0, 0, False, value))
+    for item in packed_node.unpack_found(reply.message):
+        if isinstance(item, TanghuluError):
+            results.append(item)
+        elif item.lease_id:
+            results.append((item, None))
+        else:
+            results.append((item, data[position : position + item.size_bytes]))
+            position += item.size_bytes
     return results
 
 
 def unpin(
-    lease_ids: Iterable[int], bytes_read: int = 0, corrupt: Iterable[str] = (), read: Iterable[str] = ()
+    lease_ids: Sequence[int], bytes_read: int = 0, corrupt: Sequence[str] = (), read: Sequence[str] = ()
 ) -> AnyCall:
     """Leases that are not needed any more; keys whose bytes did not match; keys that were read without asking."""
-    request = store_pb2.UnpinRequest(lease_ids=lease_ids, bytes_read=bytes_read, corrupt=corrupt, read=read)
-    return Call(fastlane_pb2.METHOD_UNPIN, request, store_pb2.UnpinReply)
+    request = packed_node.UnpinRequest(lease_ids, bytes_read, corrupt, read)
+    return Call(fastlane_pb2.METHOD_UNPIN, packed_node.pack_unpin(request), bytes)
 
 
 def node_exists(keys: Sequence[str]) -> AnyCall:
@@ -208,20 +165,18 @@ def chunk_info(key: str, nodes: tuple[str, ...], reply: AnyReply) -> ChunkInfo |
 
 def locate(keys: Sequence[str], *, count_only: bool = False) -> AnyCall:
     """Who holds these keys."""
-    request = directory_pb2.LocateRequest(keys=keys, count_only=count_only)
-    return Call(fastlane_pb2.METHOD_LOCATE, request, directory_pb2.LocateReply)
+    return Call(fastlane_pb2.METHOD_LOCATE, packed_directory.pack_locate(keys, count_only), bytes)
 
 
 def locations(reply: AnyReply) -> tuple[list[tuple[PeerId, ...]], bool]:
     """(holders of each key, whether the master cannot yet tell that a key is nowhere)."""
-    message: directory_pb2.LocateReply = reply.message
-    ids = [PeerId(node_id) for node_id in message.node_ids]
-    return [tuple(ids[i] for i in location.nodes) for location in message.locations], message.incomplete
+    located, incomplete = packed_directory.unpack_located(reply.message)
+    return [tuple(map(PeerId, each.node_ids)) for each in located], incomplete
 
 
 def existence(reply: AnyReply) -> tuple[list[bool], bool]:
     """As ``locations``, where it only matters whether somebody holds the key."""
-    return list(map(bool, reply.message.found)), reply.message.incomplete
+    return packed_directory.unpack_existence(reply.message)
 
 
 def nodes() -> AnyCall:

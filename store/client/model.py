@@ -10,7 +10,7 @@ from tanghulu.store.checksums import NO_CHECKSUMS, Checksums
 from tanghulu.store.words import Pin, Tier
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: see Status
 class PutItem:
     """One value of ``put_many`` that needs more than a key. ``checksums`` spares the client computing them."""
 
@@ -19,7 +19,7 @@ class PutItem:
     checksums: Checksums = NO_CHECKSUMS
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made for every put, and freezing makes it a microsecond dearer
 class Status:
     """What became of one put.
 

@@ -26,6 +26,7 @@ class NodeTable:
         self._host_id = host_id
         self._nodes: dict[PeerId, NodeView] = {}
         self._local: list[tuple[PeerId, int]] = []
+        self._local_ids: frozenset[PeerId] = frozenset()
         self._largest_bytes = 0
         self._advice: dict[int, tuple[float, tuple[PeerId, ...]]] = {}
         self._fresh_until_s = float("-inf")
@@ -41,6 +42,7 @@ class NodeTable:
         ]
         with self._lock:
             self._nodes, self._local, self._fresh_until_s = table, local, now_s + NODES_TTL_S
+            self._local_ids = frozenset(node_id for node_id, _ in local)
             self._largest_bytes = max((node.capacity_bytes for node in table.values()), default=0)
 
     def learn(self, nodes: Iterable[NodeView]) -> None:
@@ -72,7 +74,7 @@ class NodeTable:
 
     def local_ids(self) -> frozenset[PeerId]:
         """The nodes of this host."""
-        return frozenset(node_id for node_id, _ in self._local)
+        return self._local_ids
 
     @property
     def largest_capacity_bytes(self) -> int:

@@ -25,8 +25,8 @@ from tanghulu.store.client import messages
 from tanghulu.store.client.context import Context
 from tanghulu.store.client.instructions import MASTER, Ask, Deadline, Logic, Move, PeerId, Reach, portions
 from tanghulu.store.client.link import Link
-from tanghulu.store.client.messages import Reservation
 from tanghulu.store.client.model import PutOptions, Status
+from tanghulu.store.packed_node import Reservation
 from tanghulu.store.words import MAX_INLINE_BYTES, NewChunk
 from tanghulu.transfer_engine.engine import Opcode, TransferRequest
 from tanghulu.types import format_size
@@ -77,13 +77,20 @@ def put_one(context: Context, deadline: Deadline, item: Putting, options: PutOpt
     """Put one item, the commonest call by far: a small value for one node that takes it needs no grouping."""
     if not context.nodes.is_fresh(context.clock.now_s()):
         yield from common.refresh_nodes(context)
-    yield from _choose_nodes(context, (item,), options)
-    if item.replicas == 1 and item.new.size_bytes <= MAX_INLINE_BYTES and item.candidates and not item.done:
-        node = item.candidates.pop(0)
-        call = messages.put(((item.new, item.value),), options.visible, _patience_ms(deadline, len(item.candidates)))
+    new = item.new
+    local = context.nodes.local_for(new.key, new.size_bytes)
+    if local and item.replicas == 1 and new.size_bytes <= MAX_INLINE_BYTES and options.prefer_node is None:
+        node = local[0]
+        item.candidates = local[1:]
+        call = messages.put(((new, item.value),), options.visible, _patience_ms(deadline, len(local) - 1))
         (outcome,) = yield Ask(((node, call),))
         _take_results(context, node, (item,), outcome)
+        if item.placed:
+            context.locations.set(new.key, (node,))
+            return
         _conclude(item)
+    else:
+        yield from _choose_nodes(context, (item,), options)
     yield from _finish(context, deadline, (item,), options)
     _remember(context, item)
 

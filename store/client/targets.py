@@ -15,10 +15,11 @@ from tanghulu.types import Address, Masters
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Addresses of a peer; ``unix_path`` is preferred where there is one."""
+    """Addresses of a peer; ``unix_path`` is preferred where there is one. ``shortcut``: see ``FastConnection``."""
 
     address: Address
     unix_path: str | None
+    shortcut: bool = False
 
     def hello(self, settings: Settings, held: Iterable[int]) -> messages.AnyCall:
         """The first call on a connection to a node."""

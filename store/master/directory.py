@@ -80,8 +80,7 @@ class Announcement:
     failed_copies: Sequence[str] = ()
 
 
-@dataclass(slots=True)
-class Announced:
+class Announced(NamedTuple):
     """The answer: one ``accepted`` for each added entry."""
 
     accepted: list[bool]
@@ -346,6 +345,7 @@ class Directory:
     def tick(self, now_s: float) -> None:
         """Notice deadlines."""
         self.rebuild.tick(now_s)
+        self._table.settle()
 
     def sweep(self, num_keys: int) -> bool:
         """Clean up behind lost nodes and replaced reports, ``num_keys`` keys of it; returns whether there is more."""

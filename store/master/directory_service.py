@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import grpc.aio
@@ -13,9 +13,12 @@ from tanghulu.protos import directory_pb2 as pb
 from tanghulu.protos import directory_pb2_grpc, fastlane_pb2
 from tanghulu.rpc.fast_server import FastService, Peer
 from tanghulu.rpc.grpc_edge import abort
+from tanghulu.store import packed_directory
 from tanghulu.store.master import wire
+from tanghulu.store.master.chunk_table import Found
 from tanghulu.store.master.followers import follow
 from tanghulu.store.master.shell import Shell
+from tanghulu.store.packed_directory import LocateRequest, Location
 from tanghulu.types import format_size
 
 _log = structlog.get_logger(__name__)
@@ -64,22 +67,45 @@ class DirectoryCalls:
             peer.on_close.append(lambda: self._master.connection_lost(node_id, self._shell.now_s))
         return reply
 
-    def locate(self, request: pb.LocateRequest) -> pb.LocateReply:
+    @property
+    def incomplete(self) -> bool:
+        """Whether an unknown key is not yet a missing one."""
+        return not self._master.directory.rebuild.is_ready
+
+    def holds(self, keys: Sequence[str]) -> bytes:
+        """For each key 1 if somebody holds it, else 0."""
+        wire.check_count(len(keys))
+        held = self._master.directory.holds(keys)
+        self._count(len(keys), held.count(0))
+        return held
+
+    def holders(self, keys: Sequence[str]) -> list[Found | None]:
         """Who holds these keys."""
-        directory, counts = self._master.directory, self._metrics.counts
-        keys = wire.keys_from_wire(request)
-        incomplete = not directory.rebuild.is_ready
-        if request.count_only:
-            held = directory.holds(keys)
-            num_missing = held.count(0)
-            reply = pb.LocateReply(found=held, incomplete=incomplete)
-        else:
-            found = directory.locate(keys)
-            num_missing = found.count(None)
-            reply = wire.locate_to_wire(found, incomplete=incomplete)
+        wire.check_count(len(keys))
+        found = self._master.directory.locate(keys)
+        self._count(len(keys), found.count(None))
+        return found
+
+    def _count(self, num_keys: int, num_missing: int) -> None:
+        counts = self._metrics.counts
         counts.missing += num_missing
-        counts.found += len(keys) - num_missing
-        return reply
+        counts.found += num_keys - num_missing
+
+    def locate(self, request: pb.LocateRequest) -> pb.LocateReply:
+        """Who holds these keys, or only whether somebody does."""
+        if request.count_only:
+            return pb.LocateReply(found=self.holds(request.keys), incomplete=self.incomplete)
+        return wire.locate_to_wire(self.holders(request.keys), incomplete=self.incomplete)
+
+    def _locate(self, peer: Peer, request: LocateRequest, attachment: memoryview) -> bytes:
+        self._shell.require_leadership()
+        if request.count_only:
+            return packed_directory.pack_existence(self.holds(request.keys), self.incomplete)
+        located = [
+            packed_directory.NOWHERE if each is None else Location(each.node_ids, each.version, each.size_bytes)
+            for each in self.holders(request.keys)
+        ]
+        return packed_directory.pack_located(located, self.incomplete)
 
     def place(self, request: pb.PlaceRequest) -> pb.PlaceReply:
         """Where to put a new chunk. Raises NodeUnavailable without nodes, StoreFull if none can hold it."""
@@ -113,7 +139,7 @@ class DirectoryCalls:
     def serve(self, service: FastService) -> None:
         """Answer on the fast lane too."""
         service.register(fastlane_pb2.METHOD_ANNOUNCE, pb.AnnounceRequest, self._announce_on)
-        self._register(service, fastlane_pb2.METHOD_LOCATE, pb.LocateRequest, self.locate)
+        service.register_packed(fastlane_pb2.METHOD_LOCATE, packed_directory.unpack_locate, self._locate)
         self._register(service, fastlane_pb2.METHOD_PLACE, pb.PlaceRequest, self.place)
         self._register(service, fastlane_pb2.METHOD_NODES, pb.NodesRequest, self.nodes)
         self._register(service, fastlane_pb2.METHOD_LIST_KEYS, pb.ListKeysRequest, self.list_keys)

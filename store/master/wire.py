@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from tanghulu.discovery.base import Instance
 from tanghulu.discovery.instance_wire import instance_to_proto
@@ -32,7 +32,7 @@ _KINDS = {
 
 def announcement_from_wire(request: pb.AnnounceRequest) -> Announcement:
     """What a node says; raises InvalidRequest for a key or size out of bounds."""
-    _check_count(len(request.added) + len(request.removed) + len(request.deleted))
+    check_count(len(request.added) + len(request.removed) + len(request.deleted))
     return Announcement(
         node_id=request.node_id,
         generation=request.generation,
@@ -75,13 +75,8 @@ def add_orders(
         reply.drops.add(key=drop.key, version=drop.version)
 
 
-def keys_from_wire(request: pb.LocateRequest) -> Sequence[str]:
-    """The keys to look up; raises InvalidRequest for too many."""
-    _check_count(len(request.keys))
-    return request.keys
-
-
-def _check_count(num_keys: int) -> None:
+def check_count(num_keys: int) -> None:
+    """Raise InvalidRequest for too many keys in one call."""
     if num_keys > MAX_KEYS_PER_CALL:
         raise InvalidRequest(f"{num_keys} keys in one call are more than {MAX_KEYS_PER_CALL}; send them in several")
 

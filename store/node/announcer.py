@@ -175,7 +175,7 @@ class Announcer:
     async def _converse(self) -> None:
         """Be connected until that fails."""
         self._master = await self._masters.find()
-        self._connection = await AsyncFastConnection.connect(self._master)
+        self._connection = await AsyncFastConnection.connect(self._master, shortcut=True)
         self._broken = asyncio.get_running_loop().create_future()
         self._tell()
         await self._broken
@@ -288,8 +288,8 @@ class Announcer:
         if report_wanted:
             _log.info("announcer.report", num_chunks=len(self._state.table))
             self._queue.begin_report(self._state.live_chunks())
-        if message.added:
-            self._on_change()
+        if message.added:  # the puts' clients are answered first
+            asyncio.get_running_loop().call_soon(self._on_change)
 
     def check(self) -> None:
         """Assert that the waiting puts are counted."""

@@ -14,11 +14,11 @@ from tanghulu.rpc import grpc_edge
 from tanghulu.store.node.chunk import Chunk
 from tanghulu.store.node.metrics import TrafficCounters
 from tanghulu.store.node.node_state import NodeState
-from tanghulu.store.node.puts import PutDesk, remaining_s
-from tanghulu.store.node.service import DEFAULT_DEADLINE_S, cut_values, put_result
+from tanghulu.store.node.puts import PutDesk, PutOutcome, remaining_s
+from tanghulu.store.node.service import DEFAULT_DEADLINE_S, cut_values
 from tanghulu.store.node.stat_wire import stat_reply
 from tanghulu.store.node.tier_promotion import Promoter
-from tanghulu.store.wire import checksums_to_wire, set_error
+from tanghulu.store.wire import checksums_to_wire, new_chunk_from_wire, set_error
 from tanghulu.types import ChunkKey
 
 #: All values of one answer; below gRPC's own limit for a message.
@@ -40,7 +40,7 @@ class GrpcStoreNode(store_pb2_grpc.StoreNodeServicer):
     async def Put(self, request: store_pb2.PutRequest, context: _Context) -> store_pb2.PutReply:
         """Put the values in ``inline_data``."""
         try:
-            items = cut_values(request.items, memoryview(request.inline_data))
+            items = cut_values([new_chunk_from_wire(item) for item in request.items], memoryview(request.inline_data))
             until_s = asyncio.get_running_loop().time() + remaining_s(request.deadline_ms, DEFAULT_DEADLINE_S)
         except TanghuluError as error:
             await grpc_edge.abort(context, error)
@@ -48,7 +48,7 @@ class GrpcStoreNode(store_pb2_grpc.StoreNodeServicer):
         outcomes = await self._desk.put_all(items, visible=request.visible, until_s=until_s)
         self._desk.room_changed()
         self._traffic.bytes_written["grpc"] += len(request.inline_data)
-        return store_pb2.PutReply(results=[put_result(outcome) for outcome in outcomes])
+        return store_pb2.PutReply(results=[_put_result(outcome) for outcome in outcomes])
 
     async def Get(self, request: store_pb2.GetRequest, context: _Context) -> store_pb2.GetReply:
         """The values of all keys, one behind the other in ``inline_data``."""
@@ -113,3 +113,11 @@ class GrpcStoreNode(store_pb2_grpc.StoreNodeServicer):
     async def Stat(self, request: store_pb2.StatRequest, context: _Context) -> store_pb2.StatReply:
         """What the node knows of each chunk."""
         return stat_reply(self._state, request)
+
+
+def _put_result(outcome: PutOutcome) -> store_pb2.PutResult:
+    if not isinstance(outcome, TanghuluError):
+        return store_pb2.PutResult(existed=outcome)
+    result = store_pb2.PutResult()
+    set_error(result.status, outcome)
+    return result

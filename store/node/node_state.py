@@ -317,8 +317,8 @@ class NodeState:
             return None
         now_s = self._clock.now_s()
         expires_s = None if new.ttl_s is None else now_s + new.ttl_s
-        chunk = Chunk(new.key, new.version, offset, new.size_bytes, compact(new.checksums), new.pin, now_s, expires_s)
-        chunk.replicas = new.replicas
+        sums = compact(new.checksums)
+        chunk = Chunk(new.key, new.version, offset, new.size_bytes, sums, new.pin, now_s, expires_s, new.replicas)
         self.table.enter(chunk)
         if holder is None:
             return Reserved(chunk, LeaseId(0))

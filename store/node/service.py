@@ -6,7 +6,7 @@ An edge: turns messages into NodeState's words and back. What needs no waiting i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -16,6 +16,7 @@ from tanghulu.errors import ChecksumMismatch, ChunkNotFound, InvalidRequest, Tan
 from tanghulu.protos import fastlane_pb2, store_pb2
 from tanghulu.rpc.fast_server import Answer, FastService, Later, Peer
 from tanghulu.rpc.frames import PROTOCOL_VERSION
+from tanghulu.store import packed_node
 from tanghulu.store.node.chunk import Chunk
 from tanghulu.store.node.eviction import make_policy
 from tanghulu.store.node.metrics import TrafficCounters
@@ -25,18 +26,13 @@ from tanghulu.store.node.puts import PutDesk, PutOutcome, Written, remaining_s
 from tanghulu.store.node.sessions import Greeting, Session, Sessions, as_set
 from tanghulu.store.node.stat_wire import check_count, stat_reply
 from tanghulu.store.node.tier_promotion import Promoter
+from tanghulu.store.packed_node import CommitRequest, Found, GetRequest, PutRequest, UnpinRequest
 from tanghulu.store.shared_index import IndexPlace
-from tanghulu.store.wire import (
-    checksums_from_wire,
-    fill_checksums,
-    index_to_wire,
-    new_chunk_from_wire,
-    set_error,
-)
+from tanghulu.store.wire import index_to_wire
 from tanghulu.store.words import MAX_INLINE_BYTES, NewChunk
 from tanghulu.transfer_engine.descriptor_wire import to_proto
 from tanghulu.transfer_engine.segment import SegmentDescriptor
-from tanghulu.types import ChunkKey
+from tanghulu.types import ChunkKey, LeaseId
 
 _log = structlog.get_logger(__name__)
 
@@ -81,11 +77,11 @@ class NodeService:
     def serve(self, service: FastService) -> None:
         """Answer the node's methods."""
         service.register(fastlane_pb2.METHOD_HELLO, store_pb2.HelloRequest, self.hello)
-        service.register(fastlane_pb2.METHOD_PUT, store_pb2.PutRequest, self.put)
-        service.register(fastlane_pb2.METHOD_RESERVE, store_pb2.ReserveRequest, self.reserve)
-        service.register(fastlane_pb2.METHOD_COMMIT, store_pb2.CommitRequest, self.commit)
-        service.register(fastlane_pb2.METHOD_GET, store_pb2.GetRequest, self.get)
-        service.register(fastlane_pb2.METHOD_UNPIN, store_pb2.UnpinRequest, self.unpin)
+        service.register_packed(fastlane_pb2.METHOD_PUT, packed_node.unpack_put, self.put)
+        service.register_packed(fastlane_pb2.METHOD_RESERVE, packed_node.unpack_put, self.reserve)
+        service.register_packed(fastlane_pb2.METHOD_COMMIT, packed_node.unpack_commit, self.commit)
+        service.register_packed(fastlane_pb2.METHOD_GET, packed_node.unpack_get, self.get)
+        service.register_packed(fastlane_pb2.METHOD_UNPIN, packed_node.unpack_unpin, self.unpin)
         service.register(fastlane_pb2.METHOD_EXISTS, store_pb2.ExistsRequest, self.exists)
         service.register(fastlane_pb2.METHOD_REMOVE, store_pb2.RemoveRequest, self.remove)
         service.register(fastlane_pb2.METHOD_CHUNK_STAT, store_pb2.StatRequest, self.stat)
@@ -115,7 +111,7 @@ class NodeService:
 
     # --- puts
 
-    def put(self, peer: Peer, request: store_pb2.PutRequest, attachment: memoryview) -> Pending:
+    def put(self, peer: Peer, request: PutRequest, attachment: memoryview) -> Pending:
         """Put values that came in the request."""
         _session(peer)
         items = cut_values(request.items, attachment)
@@ -125,21 +121,19 @@ class NodeService:
         self._desk.room_changed()
         if len(written) < len(items):
             return self._put_rest(items, written, request.visible, until_s)
-        return self._settle(written, request.visible, until_s, _put_reply)
+        return self._settle(written, request.visible, until_s)
 
     async def _put_rest(
         self, items: list[tuple[NewChunk, memoryview]], written: list[Written], visible: bool, until_s: float
     ) -> Answer:
         written = await self._desk.write_rest(items, written, visible=visible, until_s=until_s)
-        return _put_reply(await self._desk.settled(written, visible=visible, until_s=until_s))
+        return packed_node.pack_outcomes(await self._desk.settled(written, visible=visible, until_s=until_s))
 
-    def reserve(
-        self, peer: Peer, request: store_pb2.ReserveRequest, attachment: memoryview
-    ) -> Answer | Coroutine[Any, Any, Answer]:
+    def reserve(self, peer: Peer, request: PutRequest, attachment: memoryview) -> Answer | Coroutine[Any, Any, Answer]:
         """Reserve ranges that the client will write."""
         check_count(len(request.items))
         session = _session(peer)
-        items = [new_chunk_from_wire(item) for item in request.items]
+        items = request.items
         reserved = self._desk.reserve_at_once(items, session.holder)
         if len(reserved) < len(items):
             return self._reserve_rest(items, reserved, session, self._until(request.deadline_ms))
@@ -150,75 +144,72 @@ class NodeService:
     ) -> Answer:
         return _reserve_reply(await self._desk.reserve_rest(items, reserved, session.holder, until_s))
 
-    def commit(self, peer: Peer, request: store_pb2.CommitRequest, attachment: memoryview) -> Pending:
+    def commit(self, peer: Peer, request: CommitRequest, attachment: memoryview) -> Pending:
         """Publish what the client has written, give back what it has not."""
         check_count(len(request.items))
         session = _session(peer)
         if request.aborted:
             self._state.unpin(request.aborted, session.owned)
         written: list[Written] = []
-        for item in request.items:
+        for lease_id, checksums in request.items:
+            lease = self._state.access.lease(LeaseId(lease_id))
             try:
-                checksums = checksums_from_wire(item.checksums)
-                written.append(self._desk.commit(item.lease_id, session.session_id, checksums, visible=request.visible))
+                written.append(self._desk.commit(lease_id, session.session_id, checksums, visible=request.visible))
+                if lease is not None and lease.mapped:
+                    self._traffic.bytes_written["shm"] += lease.length
             except TanghuluError as error:
                 written.append(error)
         self._desk.room_changed()
-        return self._settle(written, request.visible, self._until(request.deadline_ms), _commit_reply)
+        return self._settle(written, request.visible, self._until(request.deadline_ms))
 
-    def _settle(
-        self,
-        written: Sequence[Written],
-        visible: bool,
-        until_s: float,
-        reply: Callable[[Sequence[PutOutcome]], Answer],
-    ) -> Later:
+    def _settle(self, written: Sequence[Written], visible: bool, until_s: float) -> Later:
         later = Later()
-        self._desk.settle(written, visible=visible, until_s=until_s, done=lambda outcomes: later.set(reply(outcomes)))
+
+        def done(outcomes: list[PutOutcome]) -> None:
+            later.set(packed_node.pack_outcomes(outcomes))
+
+        self._desk.settle(written, visible=visible, until_s=until_s, done=done)
         return later
 
     # --- gets
 
-    def get(
-        self, peer: Peer, request: store_pb2.GetRequest, attachment: memoryview
-    ) -> Answer | Coroutine[Any, Any, Answer]:
+    def get(self, peer: Peer, request: GetRequest, attachment: memoryview) -> Answer | Coroutine[Any, Any, Answer]:
         """Small values inside the answer, others pinned; those on the SSD come up first."""
         check_count(len(request.keys))
         session = _session(peer)
         if self._promoter is not None and self._promoter.is_cold(request.keys):
             return self._get_cold(session, request, self._promoter)
-        return self._get(session, request)
+        items, values = self._get(session, request)
+        return packed_node.pack_found(items, self._state.access.lease_ms), values
 
-    async def _get_cold(self, session: Session, request: store_pb2.GetRequest, promoter: Promoter) -> Answer:
+    async def _get_cold(self, session: Session, request: GetRequest, promoter: Promoter) -> Answer:
         """Key by key, because room in memory may not suffice for all: what this call pins must not fill it up.
 
         So beyond a part of the memory the answer ends, and the client asks again for the keys that are left.
         """
-        reply = store_pb2.GetReply(lease_ms=self._state.access.lease_ms)
+        items: list[Found | TanghuluError] = []
         values: list[bytes | memoryview] = []
         budget, pinned_bytes = MAX_INLINE_ANSWER_BYTES, 0
         async for key, error in promoter.each(request.keys, self._until(request.deadline_ms)):
             if error is not None:
-                set_error(reply.items.add().status, error)
+                items.append(error)
                 continue
             inline_bytes = min(request.max_inline_bytes, budget)
-            one, more = self._get(
-                session, store_pb2.GetRequest(keys=[key], max_inline_bytes=inline_bytes, verify=request.verify)
-            )
-            reply.items.extend(one.items)
+            one, more = self._get(session, GetRequest([key], inline_bytes, request.verify))
+            items += one
             values += more
             budget -= sum(map(len, more))
-            pinned_bytes += sum(item.size_bytes for item in one.items if item.lease_id)
+            pinned_bytes += sum(each.size_bytes for each in one if isinstance(each, Found) and each.lease_id)
             if pinned_bytes >= self._state.capacity_bytes * MAX_PINNED_FRACTION:
                 break
         found = (self._state.find(ChunkKey(key)) for key in request.keys)
         self._state.touch([chunk for chunk in found if chunk is not None])  # once more, in the order of the prompt
-        return reply, values
+        return packed_node.pack_found(items, self._state.access.lease_ms), values
 
     def _get(
-        self, session: Session, request: store_pb2.GetRequest
-    ) -> tuple[store_pb2.GetReply, list[bytes | memoryview]]:
-        reply = store_pb2.GetReply(lease_ms=self._state.access.lease_ms)
+        self, session: Session, request: GetRequest
+    ) -> tuple[list[Found | TanghuluError], list[bytes | memoryview]]:
+        items: list[Found | TanghuluError] = []
         values: list[bytes | memoryview] = []
         budget = MAX_INLINE_ANSWER_BYTES
         touched: list[Chunk] = []
@@ -228,19 +219,27 @@ class NodeService:
                 is_inline = chunk.size_bytes <= request.max_inline_bytes and chunk.size_bytes <= budget
                 pinned = None if is_inline else self._state.pin(chunk, session.holder)
             except TanghuluError as error:
-                set_error(reply.items.add().status, error)
+                items.append(error)
                 continue
             touched.append(chunk)
-            item = reply.items.add(size_bytes=chunk.size_bytes, version=chunk.version)
-            fill_checksums(item.checksums, chunk.checksums)
             if pinned is None:
                 values.append(bytes(self._desk.bytes_of(chunk)))
                 budget -= chunk.size_bytes
+                items.append(Found(chunk.size_bytes, chunk.version, chunk.checksums, 0, 0, False))
             else:
-                item.lease_id, item.offset, item.copies_only = pinned.lease_id, chunk.offset, pinned.copies_only
+                items.append(
+                    Found(
+                        chunk.size_bytes,
+                        chunk.version,
+                        chunk.checksums,
+                        pinned.lease_id,
+                        chunk.offset,
+                        pinned.copies_only,
+                    )
+                )
         self._state.touch(touched)
         self._traffic.bytes_read["inline"] += MAX_INLINE_ANSWER_BYTES - budget
-        return reply, values
+        return items, values
 
     def _look_up(self, key: str, verify: bool) -> Chunk:
         chunk = self._state.look_up(ChunkKey(key))
@@ -250,7 +249,7 @@ class NodeService:
             raise ChecksumMismatch(f"the bytes of {key!r} on {self._identity.instance_id} were corrupt and are dropped")
         return chunk
 
-    def unpin(self, peer: Peer, request: store_pb2.UnpinRequest, attachment: memoryview) -> Answer:
+    def unpin(self, peer: Peer, request: UnpinRequest, attachment: memoryview) -> Answer:
         """End leases; look at chunks that a reader found corrupt."""
         session = _session(peer)
         for key in request.corrupt:
@@ -263,7 +262,7 @@ class NodeService:
         self._state.unpin(request.lease_ids, session.owned)
         self._traffic.bytes_read["shm"] += request.bytes_read
         self._desk.room_changed()
-        return store_pb2.UnpinReply()
+        return b""
 
     # --- questions
 
@@ -308,44 +307,27 @@ class NodeService:
         return asyncio.get_running_loop().time() + remaining_s(deadline_ms, DEFAULT_DEADLINE_S)
 
 
-def _reserve_reply(reserved: Sequence[Written]) -> store_pb2.ReserveReply:
-    reply = store_pb2.ReserveReply()
-    for outcome in reserved:
-        reservation = reply.reservations.add()
-        if isinstance(outcome, TanghuluError):
-            set_error(reservation.status, outcome)
-        elif isinstance(outcome, Existed):
-            reservation.existed = True
-        else:
-            reservation.lease_id, reservation.offset = outcome.lease_id, outcome.chunk.offset
-            reservation.copies_only = outcome.copies_only
-    return reply
+def _reserve_reply(reserved: Sequence[Written]) -> bytes:
+    return packed_node.pack_reservations(
+        [
+            outcome
+            if isinstance(outcome, TanghuluError)
+            else None
+            if isinstance(outcome, Existed)
+            else packed_node.Reservation(outcome.lease_id, outcome.chunk.offset, outcome.copies_only)
+            for outcome in reserved
+        ]
+    )
 
 
-def _put_reply(outcomes: Sequence[PutOutcome]) -> store_pb2.PutReply:
-    return store_pb2.PutReply(results=[put_result(outcome) for outcome in outcomes])
-
-
-def _commit_reply(outcomes: Sequence[PutOutcome]) -> store_pb2.CommitReply:
-    return store_pb2.CommitReply(results=[put_result(outcome) for outcome in outcomes])
-
-
-def put_result(outcome: PutOutcome) -> store_pb2.PutResult:
-    """The message of one put's outcome."""
-    if not isinstance(outcome, TanghuluError):
-        return store_pb2.PutResult(existed=outcome)
-    result = store_pb2.PutResult()
-    set_error(result.status, outcome)
-    return result
-
-
-def cut_values(items: Sequence[store_pb2.PutItem], data: memoryview) -> list[tuple[NewChunk, memoryview]]:
+def cut_values(items: Sequence[NewChunk], data: memoryview) -> list[tuple[NewChunk, memoryview]]:
     """The values that lie one behind the other in ``data``; raises InvalidRequest if the sizes do not add up."""
     check_count(len(items))
+    if len(items) == 1 and items[0].size_bytes == len(data):
+        return [(items[0], data)]
     cut: list[tuple[NewChunk, memoryview]] = []
     position = 0
-    for item in items:
-        new = new_chunk_from_wire(item)
+    for new in items:
         cut.append((new, data[position : position + new.size_bytes]))
         position += new.size_bytes
     if position != len(data):

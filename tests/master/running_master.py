@@ -24,6 +24,9 @@ from tanghulu.protos import directory_pb2 as pb
 from tanghulu.protos import directory_pb2_grpc, fastlane_pb2
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.grpc_edge import channel
+from tanghulu.store import packed_directory
+from tanghulu.store.master import wire as master_wire
+from tanghulu.store.master.chunk_table import Found
 from tanghulu.store.master.main import MasterConfig, serve
 from tanghulu.types import Address, InstanceId, Place, Role
 
@@ -119,6 +122,20 @@ def instance(name: str = "n1", role: Role = Role.NODE, **values: Any) -> Instanc
     return Instance(InstanceId(name), role, Address("127.0.0.1", 7410), **values)
 
 
+async def ask_packed(connection: AsyncFastConnection, message: Any) -> Any:
+    """LOCATE in its packed form, told and answered as the schema's messages."""
+    body = packed_directory.pack_locate(message.keys, message.count_only)
+    reply = (await connection.call(fastlane_pb2.METHOD_LOCATE, body, bytes)).message
+    if message.count_only:
+        found, incomplete = packed_directory.unpack_existence(reply)
+        return pb.LocateReply(found=bytes(found), incomplete=incomplete)
+    located, incomplete = packed_directory.unpack_located(reply)
+    return master_wire.locate_to_wire(
+        (Found(each.version, each.size_bytes, each.node_ids) if each.node_ids else None for each in located),
+        incomplete=incomplete,
+    )
+
+
 class FakeNode:
     """Announces over the fast lane, as a node does; registering is left to a Discovery."""
 
@@ -157,7 +174,7 @@ class FakeNode:
 
     async def holders(self, *keys: str) -> tuple[list[list[str]], bool]:
         request = pb.LocateRequest(keys=keys)
-        reply = (await self.connection.call(fastlane_pb2.METHOD_LOCATE, request, pb.LocateReply)).message
+        reply = await ask_packed(self.connection, request)
         return [[reply.node_ids[i] for i in location.nodes] for location in reply.locations], reply.incomplete
 
 

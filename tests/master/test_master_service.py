@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
-from running_master import FakeNode, InProcess, directory_stub, instance, master_here, until
+from running_master import FakeNode, InProcess, ask_packed, directory_stub, instance, master_here, until
 
 from tanghulu.clock import ManualClock
 from tanghulu.discovery.master import MasterDiscovery
@@ -62,7 +62,6 @@ async def node(
 
 METHODS = {
     "Announce": (fastlane_pb2.METHOD_ANNOUNCE, pb.AnnounceReply),
-    "Locate": (fastlane_pb2.METHOD_LOCATE, pb.LocateReply),
     "Place": (fastlane_pb2.METHOD_PLACE, pb.PlaceReply),
     "Nodes": (fastlane_pb2.METHOD_NODES, pb.NodesReply),
     "ListKeys": (fastlane_pb2.METHOD_LIST_KEYS, pb.ListKeysReply),
@@ -76,6 +75,8 @@ async def ask(request: pytest.FixtureRequest, address: Address) -> AsyncIterator
         connection = await AsyncFastConnection.connect(address)
 
         async def over_frames(name: str, message: Any) -> Any:
+            if name not in METHODS:
+                return await ask_packed(connection, message)
             return (await connection.call(METHODS[name][0], message, METHODS[name][1])).message
 
         yield over_frames

@@ -78,7 +78,7 @@ def recording() -> Iterator[list[bytes]]:
     original = FastConnection._send
 
     def send(self: FastConnection, call: Any, call_id: int, until: float) -> None:
-        body, data = call.request.SerializeToString(), b"".join(bytes(part) for part in call.attachment)
+        body, data = call.body, b"".join(bytes(part) for part in call.attachment)
         frames.append(encode_head(call.method, call_id, len(body), len(data)) + body + data)
         original(self, call, call_id, until)
 

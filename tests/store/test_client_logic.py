@@ -17,8 +17,9 @@ from tanghulu.errors import (
     TanghuluError,
 )
 from tanghulu.protos import common_pb2, directory_pb2, store_pb2
+from tanghulu.protos.fastlane_pb2 import Method
 from tanghulu.rpc.fast_client import Call, Reply
-from tanghulu.store import checksums
+from tanghulu.store import checksums, packed_directory, packed_node
 from tanghulu.store.client.context import Context
 from tanghulu.store.client.instructions import MASTER, Ask, Deadline, Logic, PeerId, Sleep, Tell
 from tanghulu.store.client.model import NodeView, PutItem, PutOptions
@@ -65,55 +66,54 @@ class FakeCluster:
         return [self._answer(peer, call) for peer, call in instruction.calls]
 
     def _answer(self, peer: PeerId, call: Call[Any]) -> Reply[Any] | TanghuluError:
-        self.asked.append(peer or "master")
+        if call.method != Method.METHOD_UNPIN:  # that is told, not asked
+            self.asked.append(peer or "master")
         if peer in self.dead or (peer == MASTER and "master" in self.dead):
             return MasterUnavailable("gone") if peer == MASTER else NodeUnavailable("gone")
-        return getattr(self, "_" + type(call.request).__name__)(peer, call)  # type: ignore[no-any-return]
+        return getattr(self, "_" + Method.Name(call.method).lower())(peer, call)  # type: ignore[no-any-return]
 
-    def _LocateRequest(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
-        names = list(self.values)
-        reply = directory_pb2.LocateReply(node_ids=names, incomplete=self.incomplete)
-        if call.request.count_only:
-            reply.found = bytes(bool(self.directory.get(key)) for key in call.request.keys)
-            return Reply(reply, memoryview(b""))
-        for key in call.request.keys:
-            reply.locations.add(nodes=[names.index(name) for name in self.directory.get(key, [])])
-        return Reply(reply, memoryview(b""))
+    def _method_locate(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
+        keys, count_only = packed_directory.unpack_locate(call.body)
+        if count_only:
+            found = bytes(bool(self.directory.get(key)) for key in keys)
+            return Reply(packed_directory.pack_existence(found, self.incomplete), memoryview(b""))
+        located = [packed_directory.Location(tuple(self.directory.get(key, ()))) for key in keys]
+        return Reply(packed_directory.pack_located(located, self.incomplete), memoryview(b""))
 
-    def _NodesRequest(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
+    def _method_nodes(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
         return Reply(directory_pb2.NodesReply(), memoryview(b""))
 
-    def _PlaceRequest(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
+    def _method_place(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
         infos = [directory_pb2.NodeInfo(instance=common_pb2.Instance(id=name)) for name in self.values]
         return Reply(directory_pb2.PlaceReply(nodes=infos), memoryview(b""))
 
-    def _GetRequest(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
-        reply, data = store_pb2.GetReply(), b""
-        for key in call.request.keys:
+    def _method_get(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
+        items: list[packed_node.Found | TanghuluError] = []
+        data = b""
+        for key in packed_node.unpack_get(call.body).keys:
             value = self.values[peer].get(key)
             if value is None:
-                reply.items.add(status=common_pb2.Status(code="CHUNK_NOT_FOUND", message=key))
+                items.append(ChunkNotFound(key))
                 continue
-            parts = checksums.compute(b"right").parts
-            reply.items.add(size_bytes=len(value), checksums=store_pb2.Checksums(parts=parts))
+            items.append(packed_node.Found(len(value), 0, checksums.compute(b"right"), 0, 0, False))
             data += value
-        return Reply(reply, memoryview(data))
+        return Reply(packed_node.pack_found(items, 1000), memoryview(data))
 
-    def _UnpinRequest(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
-        self.told_corrupt += [(peer, key) for key in call.request.corrupt]
-        return Reply(store_pb2.UnpinReply(), memoryview(b""))
+    def _method_unpin(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
+        self.told_corrupt += [(peer, key) for key in packed_node.unpack_unpin(call.body).corrupt]
+        return Reply(b"", memoryview(b""))
 
-    def _PutRequest(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
-        reply = store_pb2.PutReply()
-        for item, value in zip(call.request.items, call.attachment, strict=True):
-            result = reply.results.add()
+    def _method_put(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
+        outcomes: list[bool | TanghuluError] = []
+        for item, value in zip(packed_node.unpack_put(call.body).items, call.attachment, strict=True):
             if peer in self.full:
-                result.status.code = "STORE_FULL"
+                outcomes.append(StoreFull("full"))
             else:
                 self.values[peer][item.key] = bytes(value)
-        return Reply(reply, memoryview(b""))
+                outcomes.append(False)
+        return Reply(packed_node.pack_outcomes(outcomes), memoryview(b""))
 
-    def _ExistsRequest(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
+    def _method_exists(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
         found = bytes(key in self.values[peer] for key in call.request.keys)
         return Reply(store_pb2.ExistsReply(found=found), memoryview(b""))
 

@@ -13,7 +13,7 @@ from tanghulu.clock import ManualClock
 from tanghulu.errors import InvalidRequest, LeaseExpired, Overloaded, StoreFull, TanghuluError
 from tanghulu.store.checksums import NO_CHECKSUMS, Checksums
 from tanghulu.store.node.announcements import Report
-from tanghulu.store.node.chunk import TRANSITIONS, ChunkEvent, ChunkState
+from tanghulu.store.node.chunk import TRANSITIONS, Chunk, ChunkEvent, ChunkState, compact
 from tanghulu.store.node.eviction import make_policy
 from tanghulu.store.node.node_state import NodeState
 from tanghulu.store.node.outcomes import Existed, Reserved
@@ -407,3 +407,12 @@ class AnyNode(RuleBasedStateMachine):
 
 TestAnyNode = AnyNode.TestCase
 TestAnyNode.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize("checksums", [Checksums(), Checksums(0, (2**64 - 1,)), Checksums(4, (7, 8))])
+def test_a_chunk_keeps_its_facts_in_little_room(checksums: Checksums) -> None:
+    chunk = Chunk(ChunkKey("k"), 2**64 - 1, 64, 8, compact(checksums), Pin.SOFT, 12345.678, replicas=3)
+    assert (chunk.pin, chunk.replicas) == (Pin.SOFT, 3)
+    assert (chunk.version, chunk.checksums, chunk.created_s) == (2**64 - 1, checksums, 12345.678)
+    chunk.compact_checksums = 5
+    assert (chunk.version, chunk.checksums, chunk.created_s) == (2**64 - 1, Checksums(0, (5,)), 12345.678)

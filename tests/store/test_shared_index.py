@@ -174,6 +174,16 @@ def test_a_client_of_the_same_host_reads_without_asking_and_is_counted(cluster: 
         assert reader.get("shared/b").bytes() == b"again"
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_bytes_written_are_counted_by_their_carrier(cluster: Cluster, transport: str) -> None:
+    node = cluster.nodes[0]
+    before = node.metric("tanghulu_node_written_bytes_total", transport=transport)
+    with tanghulu.connect(cluster.address, transport=transport) as client:
+        client.put(f"written/{transport}", bytes(1 << 20))
+        assert node.metric("tanghulu_node_written_bytes_total", transport=transport) == before + (1 << 20)
+        client.remove(f"written/{transport}")
+
+
 def test_a_value_with_a_time_to_live_ends_on_time_for_everybody(cluster: Cluster) -> None:
     with tanghulu.connect(cluster.address) as client:
         client.put("shared/warm", b"x")

@@ -3,7 +3,8 @@
 The fast lane's preamble goes to the FastService in this process; an HTTP/2 preface ("PRI * HTTP/2.0") is
 relayed to the process's gRPC server, which listens on a Unix socket behind the door. So every process
 has one address to publish, and TLS can later end in one place for both. The relay costs gRPC one hop over a
-Unix socket; gRPC carries control only. The same fast lane listens on a Unix socket (mode 0600) for local peers.
+Unix socket; gRPC carries control only. The same fast lane listens on a Unix socket (mode 0600) for local peers, and on
+one that those find who know nothing but the port (``nearby``).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import grpc.aio
 import structlog
 
 from tanghulu.errors import ConfigError
+from tanghulu.rpc import nearby
 from tanghulu.rpc.fast_server import FastServerProtocol, FastService, Peer
 from tanghulu.rpc.frames import PREAMBLE
 from tanghulu.rpc.grpc_edge import SERVER_OPTIONS
@@ -70,6 +72,11 @@ class Door:
             tcp.close()
             raise ConfigError(f"cannot listen on {self.unix_path}: {error}; choose a shorter --run-dir") from error
         self._servers.append(unix)
+        shortcut = nearby.listener(host, tcp.sockets[0].getsockname()[1])
+        if shortcut is not None:
+            self._servers.append(
+                await loop.create_unix_server(lambda: _Sniffer(self), sock=shortcut, start_serving=False)
+            )
         self.address = Address(advertised_host or host, tcp.sockets[0].getsockname()[1])
         return self.address
 
@@ -198,16 +205,23 @@ class _Sniffer(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
         if self._first.startswith(PREAMBLE):
-            self._target = FastServerProtocol(self._door.service, _peer(self._transport))
-            self._target.connection_made(self._transport)
-            if len(self._first) > len(PREAMBLE):
-                self._target.data_received(self._first[len(PREAMBLE) :])
+            self._pass_on(self._transport)
         elif self._first.startswith(_HTTP2):
             self._transport.pause_reading()
             self._task = asyncio.ensure_future(self._connect_grpc(self._transport))
         else:
             _log.warning("door.unknown_protocol", first_bytes=self._first[:16].hex())
             self._transport.close()
+
+    def _pass_on(self, transport: asyncio.Transport) -> None:
+        """From now on the fast lane's protocol hears of the connection itself."""
+        peer = _peer(transport)
+        peer.on_close.append(lambda: self._door.leave(transport))
+        target = FastServerProtocol(self._door.service, peer)
+        transport.set_protocol(target)
+        target.connection_made(transport)
+        if len(self._first) > len(PREAMBLE):
+            target.data_received(self._first[len(PREAMBLE) :])
 
     async def _connect_grpc(self, transport: asyncio.Transport) -> None:
         try:

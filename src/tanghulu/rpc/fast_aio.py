@@ -12,12 +12,13 @@ from google.protobuf.message import Message
 
 from tanghulu.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, TanghuluError
 from tanghulu.protos import common_pb2
+from tanghulu.rpc import nearby
 from tanghulu.rpc.fast_client import Reply, outcome_of
 from tanghulu.rpc.frames import PREAMBLE, Frame, FrameReader, call_id_of, encode_head
 from tanghulu.rpc.wire import decode
 from tanghulu.types import Address
 
-R = TypeVar("R", bound=Message)
+R = TypeVar("R", bound=Message | bytes)
 #: Told the reply, or why there is none, in the loop step in which that is known.
 OnReply: TypeAlias = Callable[[Reply[Any] | TanghuluError], None]
 
@@ -32,7 +33,7 @@ class AsyncFastConnection(asyncio.Protocol):
         self.peer = peer
         self._reader = FrameReader()
         self._numbers = itertools.count()
-        self._pending: dict[int, tuple[type[Message], OnReply]] = {}
+        self._pending: dict[int, tuple[type[Any], OnReply]] = {}
         self._transport: asyncio.Transport | None = None
         self._lost = asyncio.get_running_loop().create_future()
         self._reason = ""  # that the peer gave, or that we had
@@ -40,14 +41,21 @@ class AsyncFastConnection(asyncio.Protocol):
         self._writable.set()
 
     @classmethod
-    async def connect(cls, address: Address | None, unix_path: str | None = None) -> AsyncFastConnection:
-        """Open a connection, by the Unix socket if its path exists here; raises NodeUnavailable."""
+    async def connect(
+        cls, address: Address | None, unix_path: str | None = None, *, shortcut: bool = False
+    ) -> AsyncFastConnection:
+        """Open a connection, by the Unix socket if its path exists here; raises NodeUnavailable.
+
+        ``shortcut``: to an address of this host, come by its Unix socket of that name if there is one.
+        """
         loop = asyncio.get_running_loop()
         connection = cls(unix_path or str(address))
         try:
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                 if unix_path and os.path.exists(unix_path):  # noqa: ASYNC240 - one stat of a local path
                     await loop.create_unix_connection(lambda: connection, unix_path)
+                elif address is not None and shortcut and (sock := nearby.dial(address)) is not None:
+                    await loop.create_unix_connection(lambda: connection, sock=sock)
                 elif address is not None:
                     await loop.create_connection(lambda: connection, address.host, address.port)
                 else:
@@ -69,7 +77,8 @@ class AsyncFastConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Hand each frame to the call that waits for it."""
         try:
-            for frame in self._reader.feed(data):
+            only = self._reader.whole(data)
+            for frame in self._reader.feed(data) if only is None else (only,):
                 if frame.call_id == 0:
                     self._reason = decode(common_pb2.Status, frame.body).message
                 waiting = self._pending.pop(frame.call_id, None)
@@ -101,7 +110,7 @@ class AsyncFastConnection(asyncio.Protocol):
     async def call(
         self,
         method: int,
-        request: Message,
+        request: Message | bytes,
         reply_type: type[R],
         attachment: Sequence[bytes | bytearray | memoryview] = (),
         *,
@@ -122,7 +131,7 @@ class AsyncFastConnection(asyncio.Protocol):
     async def _exchange(
         self,
         method: int,
-        request: Message,
+        request: Message | bytes,
         reply_type: type[R],
         attachment: Sequence[bytes | bytearray | memoryview],
     ) -> Reply[R]:
@@ -145,8 +154,8 @@ class AsyncFastConnection(asyncio.Protocol):
     def send(
         self,
         method: int,
-        request: Message,
-        reply_type: type[Message],
+        request: Message | bytes,
+        reply_type: type[Any],
         on_reply: OnReply,
         attachment: Sequence[bytes | bytearray | memoryview] = (),
     ) -> int:
@@ -157,7 +166,7 @@ class AsyncFastConnection(asyncio.Protocol):
         if self._transport is None or self._transport.is_closing():
             raise NodeUnavailable(f"connection to {self.peer} is closed")
         call_id = call_id_of(next(self._numbers))
-        body = request.SerializeToString()
+        body = request if isinstance(request, bytes) else request.SerializeToString()
         head = encode_head(method, call_id, len(body), sum([memoryview(part).nbytes for part in attachment])) + body
         self._pending[call_id] = (reply_type, on_reply)
         if attachment:

@@ -21,11 +21,14 @@ from google.protobuf.message import Message
 
 from tanghulu.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, TanghuluError
 from tanghulu.protos import common_pb2, fastlane_pb2
+from tanghulu.rpc import nearby
 from tanghulu.rpc.frames import HEAD, PREAMBLE, Frame, call_id_of, decode_head, encode_head
 from tanghulu.rpc.wire import decode, error_of
 from tanghulu.types import Address
 
-R = TypeVar("R", bound=Message)
+R = TypeVar("R", bound=Message | bytes)
+Q = TypeVar("Q")
+A = TypeVar("A")
 
 #: The kernel wakes a waiting receive this often, so that a deadline is at most this late.
 _TICK_S = 0.05
@@ -45,12 +48,21 @@ _RECEIVE_BYTES = 66 << 10
 
 @dataclass(slots=True)  # not frozen, here and below: freezing makes every one of them a microsecond dearer
 class Call(Generic[R]):
-    """A request to send: ``attachment`` is raw payload (a list is sent as one, without joining it)."""
+    """A request to send: ``attachment`` is raw payload (a list is sent as one, without joining it).
+
+    ``request`` is a message, or the bytes of one; the reply's is parsed as a ``reply_type``, or stays bytes.
+    """
 
     method: int
-    request: Message
+    request: Message | bytes
     reply_type: type[R]
     attachment: Sequence[bytes | bytearray | memoryview] = ()
+
+    @property
+    def body(self) -> bytes:
+        """The request's bytes."""
+        request = self.request
+        return request if isinstance(request, bytes) else request.SerializeToString()
 
 
 @dataclass(slots=True)
@@ -61,8 +73,17 @@ class Reply(Generic[R]):
     attachment: memoryview
 
 
-def dial(address: Address | None, unix_path: str | None, timeout_s: float = _CONNECT_TIMEOUT_S) -> socket.socket:
-    """A connected blocking socket, by the Unix socket if its path exists here; raises NodeUnavailable."""
+def dial(
+    address: Address | None,
+    unix_path: str | None,
+    timeout_s: float = _CONNECT_TIMEOUT_S,
+    *,
+    shortcut: bool = False,
+) -> socket.socket:
+    """A connected blocking socket, by the Unix socket if its path exists here; raises NodeUnavailable.
+
+    ``shortcut``: to an address of this host, come by its Unix socket of that name if there is one.
+    """
     try:
         if unix_path and os.path.exists(unix_path):
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -73,6 +94,8 @@ def dial(address: Address | None, unix_path: str | None, timeout_s: float = _CON
             except OSError:
                 sock.close()
                 raise
+        elif address is not None and shortcut and (near := nearby.dial(address)) is not None:
+            sock = near
         elif address is not None:
             sock = socket.create_connection((address.host, address.port), timeout=timeout_s)
             sock.settimeout(None)
@@ -90,10 +113,15 @@ class FastConnection:
     """One open connection. Broken by the first failure or missed deadline, and then closed for good."""
 
     def __init__(
-        self, address: Address | None, unix_path: str | None = None, timeout_s: float = _CONNECT_TIMEOUT_S
+        self,
+        address: Address | None,
+        unix_path: str | None = None,
+        timeout_s: float = _CONNECT_TIMEOUT_S,
+        *,
+        shortcut: bool = False,
     ) -> None:
         self.peer = unix_path or str(address)
-        self._socket = dial(address, unix_path, timeout_s)
+        self._socket = dial(address, unix_path, timeout_s, shortcut=shortcut)
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._closed = False
@@ -113,7 +141,7 @@ class FastConnection:
     def call(
         self,
         method: int,
-        request: Message,
+        request: Message | bytes,
         reply_type: type[R],
         attachment: Sequence[bytes | bytearray | memoryview] = (),
         *,
@@ -123,35 +151,34 @@ class FastConnection:
 
         Raises the peer's typed error, DeadlineExceeded, or NodeUnavailable when the connection is gone.
         """
-        outcome = self.call_many([Call(method, request, reply_type, attachment)], deadline_s=deadline_s)[0]
+        outcome = self.call_one(Call(method, request, reply_type, attachment), deadline_s=deadline_s)
         if isinstance(outcome, TanghuluError):
             raise outcome
         return outcome
+
+    def call_one(self, call: Call[R], *, deadline_s: float = 5.0) -> Reply[R] | TanghuluError:
+        """As ``call_many`` for one call, with as little work as it takes: what everybody waits for."""
+        return self._alone(self._exchange_one, call, deadline_s)
 
     def call_many(self, calls: Sequence[Call[R]], *, deadline_s: float = 5.0) -> list[Reply[R] | TanghuluError]:
         """Send all of ``calls``, then take their replies; typed errors of the peer come in their place.
 
         Raises DeadlineExceeded or NodeUnavailable for all of them when the connection fails.
         """
-        return self._alone(self._exchange if len(calls) > 1 else self._exchange_one, calls, deadline_s)
+        return self._alone(self._exchange, calls, deadline_s)
 
     def post(self, call: Call[R], *, deadline_s: float = 5.0) -> None:
         """Send a request whose reply nobody needs; it is dropped when it comes. Raises as ``call_many``."""
-        self._alone(self._post, (call,), deadline_s)
+        self._alone(self._post, call, deadline_s)
 
-    def _alone(
-        self,
-        exchange: Callable[[Sequence[Call[R]], float], list[Reply[R] | TanghuluError]],
-        calls: Sequence[Call[R]],
-        deadline_s: float,
-    ) -> list[Reply[R] | TanghuluError]:
+    def _alone(self, exchange: Callable[[Q, float], A], wanted: Q, deadline_s: float) -> A:
         until = time.monotonic() + deadline_s
         if not (self._lock.acquire(blocking=False) or self._lock.acquire(timeout=max(deadline_s, 0.0))):
             raise DeadlineExceeded(f"other calls to {self.peer} took more than {deadline_s:g} s")
         try:
             if self._closed:
                 raise NodeUnavailable(f"connection to {self.peer} is closed")
-            return exchange(calls, until)
+            return exchange(wanted, until)
         except BaseException as error:
             # Replies still under way would be taken for those of later calls: this connection is spent.
             self.close()
@@ -161,22 +188,20 @@ class FastConnection:
         finally:
             self._lock.release()
 
-    def _exchange_one(self, calls: Sequence[Call[R]], until: float) -> list[Reply[R] | TanghuluError]:
-        call = calls[0]
+    def _exchange_one(self, call: Call[R], until: float) -> Reply[R] | TanghuluError:
         call_id = call_id_of(next(self._numbers))
         self._send(call, call_id, until)
         frame = self._receive(until)
         if frame.call_id != call_id:
             raise _stray(self.peer, frame)
-        return [outcome_of(call.reply_type, frame)]
+        return outcome_of(call.reply_type, frame)
 
-    def _post(self, calls: Sequence[Call[R]], until: float) -> list[Reply[R] | TanghuluError]:
+    def _post(self, call: Call[R], until: float) -> None:
         while len(self._unwanted) >= _MAX_UNWANTED:
             self._unwanted.discard(self._receive_next(until).call_id)
         call_id = call_id_of(next(self._numbers))
-        self._send(calls[0], call_id, until)
+        self._send(call, call_id, until)
         self._unwanted.add(call_id)
-        return []
 
     def _exchange(self, calls: Sequence[Call[R]], until: float) -> list[Reply[R] | TanghuluError]:
         outcomes: dict[int, Reply[R] | TanghuluError] = {}
@@ -193,7 +218,7 @@ class FastConnection:
 
         for index, call in enumerate(calls):
             call_id = call_id_of(next(self._numbers))
-            size = call.request.ByteSize() + sum([memoryview(part).nbytes for part in call.attachment])
+            size = len(call.body) + sum([memoryview(part).nbytes for part in call.attachment])
             while pending and in_flight_bytes + size > _WINDOW_BYTES:
                 in_flight_bytes -= take_reply()
             self._send(call, call_id, until)
@@ -205,8 +230,7 @@ class FastConnection:
 
     def _send(self, call: Call[R], call_id: int, until: float) -> None:
         """One system call in the usual case, whatever the attachment."""
-        body = call.request.SerializeToString()
-        attachment = call.attachment
+        body, attachment = call.body, call.attachment
         size = sum([memoryview(part).nbytes for part in attachment]) if attachment else 0
         head = encode_head(call.method, call_id, len(body), size) + body
         parts = [head, *attachment][:_MAX_PARTS]
@@ -241,6 +265,11 @@ class FastConnection:
     def _receive_next(self, until: float) -> Frame:
         """The next frame; one system call if it is small and there already."""
         data: bytes | bytearray = self._rest or self._receive_some(until)
+        if not self._rest and len(data) >= HEAD.size:
+            body_bytes, attachment_bytes, method, call_id = decode_head(data)
+            start = HEAD.size + body_bytes
+            if start + attachment_bytes == len(data):
+                return Frame(method, call_id, bytes(data[HEAD.size : start]), memoryview(data)[start:])
         while len(data) < HEAD.size:
             data += self._receive_some(until)
         body_bytes, attachment_bytes, method, call_id = decode_head(data)
@@ -305,4 +334,9 @@ def outcome_of(reply_type: type[R], frame: Frame) -> Reply[R] | TanghuluError:
     if frame.method == _ERROR:
         error = error_of(decode(common_pb2.Status, frame.body))
         return error or InvalidRequest("peer sent an error without a code")
-    return Reply(decode(reply_type, frame.body), memoryview(frame.attachment))
+    return Reply(body_as(reply_type, frame.body), memoryview(frame.attachment))
+
+
+def body_as(kind: type[R], body: bytes) -> R:
+    """The message in ``body``, or ``body`` itself if that is what is wanted; raises InvalidRequest."""
+    return body if kind is bytes else decode(kind, body)  # type: ignore[type-var,return-value]

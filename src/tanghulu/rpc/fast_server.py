@@ -25,8 +25,8 @@ from tanghulu.rpc.wire import decode, status_of
 
 _log = structlog.get_logger(__name__)
 
-#: A reply, or a reply with raw payload behind it.
-Answer: TypeAlias = Message | tuple[Message, Sequence[bytes | memoryview]]
+#: A reply (a message or the bytes of one), or a reply with raw payload behind it.
+Answer: TypeAlias = Message | bytes | tuple[Message | bytes, Sequence[bytes | memoryview]]
 Handler: TypeAlias = Callable[["Peer", Any, memoryview], "Answer | Later | Coroutine[Any, Any, Answer]"]
 
 MAX_CALLS_IN_FLIGHT = 256
@@ -70,15 +70,19 @@ class Later:
 
 @dataclass
 class FastService:
-    """The methods that a process answers: method -> (request type, handler)."""
+    """The methods that a process answers: method -> (what parses its requests, handler)."""
 
-    handlers: dict[int, tuple[type[Message], Handler]] = field(default_factory=dict)
+    handlers: dict[int, tuple[Callable[[bytes], Any], Handler]] = field(default_factory=dict)
     peers: set[Peer] = field(default_factory=set)
 
     def register(self, method: int, request_type: type[Message], handler: Handler) -> None:
         """Answer ``method`` by ``handler(peer, request, attachment)``; each method once."""
+        self.register_packed(method, partial(decode, request_type), handler)
+
+    def register_packed(self, method: int, parse: Callable[[bytes], Any], handler: Handler) -> None:
+        """The same for a method with requests of another form; ``parse`` raises InvalidRequest for what it is not."""
         assert method not in self.handlers, f"method {method} is registered twice"
-        self.handlers[method] = (request_type, handler)
+        self.handlers[method] = (parse, handler)
 
 
 class FastServerProtocol(asyncio.Protocol):
@@ -118,6 +122,10 @@ class FastServerProtocol(asyncio.Protocol):
         if self._ending is not None:
             return
         try:
+            only = self._reader.whole(data)
+            if only is not None:
+                self._dispatch(only)
+                return
             for frame in self._reader.feed(data):
                 self._dispatch(frame)
         except InvalidRequest as error:
@@ -157,9 +165,9 @@ class FastServerProtocol(asyncio.Protocol):
         if entry is None:
             self._send_error(frame.call_id, InvalidRequest(f"fast-lane method {frame.method} is not served here"))
             return
-        request_type, handler = entry
+        parse, handler = entry
         try:
-            answer = handler(self._peer, decode(request_type, frame.body), memoryview(frame.attachment))
+            answer = handler(self._peer, parse(frame.body), memoryview(frame.attachment))
             kind = type(answer)
             if kind is not Later and kind is not CoroutineType:
                 self._send(frame, cast(Answer, answer))
@@ -203,7 +211,7 @@ class FastServerProtocol(asyncio.Protocol):
 
     def _send(self, frame: Frame, answer: Answer) -> None:
         message, attachment = answer if isinstance(answer, tuple) else (answer, ())
-        body = message.SerializeToString()
+        body = message if isinstance(message, bytes) else message.SerializeToString()
         size = sum([len(part) for part in attachment]) if attachment else 0
         self._write(encode_head(frame.method, frame.call_id, len(body), size) + body, attachment)
 
