@@ -1,0 +1,290 @@
+"""The simulated processes of a store: production classes, wired as their mains wire them, over `sim_loop`.
+
+What is not simulated as it is: registration (its gRPC carrier is replaced by a call with the network's delay) and the
+bytes of large values (copied into the owner's memory after a delay, admitted by the owner's access table).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from sim_loop import HOST, Network, on_host
+
+from tanghulu.clock import SystemClock
+from tanghulu.discovery.base import Instance
+from tanghulu.discovery.masters import MasterFinder
+from tanghulu.errors import TanghuluError, TransferFailed
+from tanghulu.rpc.fast_server import FastServerProtocol, FastService, Peer
+from tanghulu.rpc.frames import PREAMBLE
+from tanghulu.store.client.aio_client import AsyncClient
+from tanghulu.store.client.settings import Settings
+from tanghulu.store.master.core import Master
+from tanghulu.store.master.directory_service import DirectoryCalls
+from tanghulu.store.master.metrics import MasterMetrics
+from tanghulu.store.master.shell import Shell
+from tanghulu.store.node.announcer import Announcer
+from tanghulu.store.node.copy_wire import Orders
+from tanghulu.store.node.eviction.policies import make_policy
+from tanghulu.store.node.metrics import TrafficCounters
+from tanghulu.store.node.node_state import NodeState
+from tanghulu.store.node.puts import PutDesk
+from tanghulu.store.node.service import NodeIdentity, NodeService
+from tanghulu.store.node.sessions import Sessions
+from tanghulu.transfer_engine.access import AccessTable
+from tanghulu.transfer_engine.buffers import Buffer
+from tanghulu.transfer_engine.leases import Freed
+from tanghulu.transfer_engine.opcode import Opcode
+from tanghulu.transfer_engine.requests import TransferBatch, TransferRequest
+from tanghulu.transfer_engine.segment import SegmentDescriptor
+from tanghulu.types import Address, ChunkKey, InstanceId, LeaseId, Masters, Place, Role
+
+MASTER = Address("master", 1)
+LEASE_MS = 3000
+TICK_S = 0.1
+REGISTER_TTL_S = 3.0
+
+
+class _Server(asyncio.Protocol):
+    """What the door does for the fast lane: takes the preamble off, then hands the connection over."""
+
+    def __init__(self, service: FastService) -> None:
+        self._inner = FastServerProtocol(service, Peer(pid=None, is_unix=False, name="simulated"))
+        self._head = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._inner.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        if len(self._head) < len(PREAMBLE):
+            missing = len(PREAMBLE) - len(self._head)
+            self._head, data = self._head + data[:missing], data[missing:]
+        if data:
+            self._inner.data_received(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._inner.connection_lost(exc)
+
+
+class SimProcess:
+    """A process on a host of its own: tasks that end with it."""
+
+    def __init__(self, host: str, network: Network) -> None:
+        self.host = host
+        self.network = network
+        self.alive = True
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    def spawn(self, coroutine: Any) -> None:
+        self._tasks.append(on_host(self.host, coroutine))
+
+    def kill(self, *, silently: bool = False) -> None:
+        """The process is gone at once, in the middle of whatever it did."""
+        self.alive = False
+        for task in self._tasks:
+            task.cancel()
+        self.network.host_gone(self.host, silently=silently)
+
+
+class SimMaster(SimProcess):
+    """A master: its core, its directory calls, its ticking."""
+
+    def __init__(self, network: Network, generation: int, rng: Random) -> None:
+        super().__init__("master", network)
+        clock = SystemClock()
+        self.core = Master(generation, clock.now_s(), rng=rng)
+        self.shell = Shell(self.core, clock, MasterMetrics(CollectorRegistry()), rng)
+        service = FastService()
+        DirectoryCalls(self.shell).serve(service)
+        HOST.set(self.host)
+        network.listen(str(MASTER), functools.partial(_Server, service))
+        self.spawn(self.shell.run())
+
+    def check(self) -> None:
+        """Assert the core's invariants."""
+        self.core.check()
+
+
+class SimNode(SimProcess):
+    """A store node with ``capacity_bytes`` of memory."""
+
+    def __init__(self, number: int, network: Network, world: Any, generation: int, capacity_bytes: int) -> None:
+        super().__init__(f"node-{number}", network)
+        self._world = world
+        self.address = Address(self.host, 7410)
+        self.id = InstanceId(f"node-{number}")
+        self.generation = generation
+        self.memory = bytearray(capacity_bytes)
+        clock = SystemClock()
+        self.access = AccessTable(clock, LEASE_MS, capacity_bytes)
+        self.state = NodeState(capacity_bytes, self.access, lambda: make_policy("lru"), clock)
+        self.announcer = Announcer(
+            self.state, MasterFinder(MASTER), generation, self._changed, self._not_registered, self._ordered
+        )
+        self.desk = PutDesk(self.state, memoryview(self.memory), self.announcer)
+        self.sessions = Sessions(self.state, self._changed)
+        service = FastService()
+        descriptor = SegmentDescriptor("store", capacity_bytes, self.host, generation, ())
+        identity = NodeIdentity(self.id, generation, descriptor)
+        NodeService(identity, self.state, self.desk, self.sessions, TrafficCounters()).serve(service)
+        self._register_now = asyncio.Event()
+        HOST.set(self.host)
+        network.listen(str(self.address), functools.partial(_Server, service))
+        for coroutine in (self._stay_registered(), self.announcer.run(self.id), self._tick()):
+            self.spawn(coroutine)
+
+    def _changed(self) -> None:
+        self.desk.room_changed()
+
+    def _not_registered(self) -> None:
+        self._register_now.set()
+
+    def _ordered(self, orders: Orders) -> None:
+        for copy in orders.copies:
+            self.announcer.copy_failed(copy.key)
+        for key, version in orders.drops:
+            self.state.let_go(ChunkKey(key), version)
+
+    async def _stay_registered(self) -> None:
+        """What MasterDiscovery does by gRPC."""
+        lease_id, master = 0, None
+        while True:
+            await asyncio.sleep(self.network.latency_s(self.host, "master"))
+            current = self._world.master
+            if current.alive and not self.network.is_cut(self.host, "master"):
+                core, now_s = current.core, current.shell.now_s
+                if master is not current or not core.keep_alive(self.id, lease_id, now_s):
+                    lease_id, master = core.register(self._instance(), REGISTER_TTL_S, now_s), current
+                current.shell.changed()
+            self._register_now.clear()
+            try:
+                async with asyncio.timeout(REGISTER_TTL_S / 3):
+                    await self._register_now.wait()
+            except TimeoutError:
+                continue
+
+    def _instance(self) -> Instance:
+        memory = {"memory_bytes": str(len(self.memory)), "host_id": self.host}
+        place = Place("zone", f"rack-{len(self.id) % 3}", self.host)
+        return Instance(self.id, Role.NODE, self.address, place=place, generation=self.generation, attributes=memory)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.state.expire(SystemClock().now_s())
+            self.sessions.forget_ended()
+            self._changed()
+            self.announcer.tick()
+
+    # --- large values
+
+    def take(self, request: TransferRequest, session_id: int) -> list[Freed]:
+        """Move the bytes of one request; raises the access table's errors."""
+        lease_id, end = LeaseId(request.lease_id), request.target_offset + request.length
+        self.access.begin(session_id, lease_id, request.opcode, request.target_offset, request.length)
+        here, there = memoryview(self.memory)[request.target_offset : end], _bytes_of(request)
+        if request.opcode is Opcode.WRITE:
+            here[:] = there
+        else:
+            there[:] = here
+        return self.access.end(lease_id)
+
+    def check(self) -> None:
+        """Assert the invariants of all parts."""
+        self.state.check()
+        self.announcer.check()
+        self.sessions.check()
+
+
+def _bytes_of(request: TransferRequest) -> memoryview:
+    source = request.source
+    view = source.view(0, source.size_bytes) if hasattr(source, "view") else memoryview(source).cast("B")
+    return view[request.source_offset : request.source_offset + request.length]
+
+
+class _Remote:
+    """An open segment of a node, as the client's links see it."""
+
+    def __init__(self, node: str, generation: int, session_id: int) -> None:
+        self.node, self.generation, self.session_id = node, generation, session_id
+        self.alive = True
+
+    def map(self) -> None:
+        return None
+
+    def close(self) -> None:
+        self.alive = False
+
+
+@dataclass
+class _Submitted:
+    """A batch that tells which of its requests failed."""
+
+    engine: SimEngine
+    requests: Sequence[TransferRequest]
+    errors: list[TanghuluError | None] = field(default_factory=list)
+
+    async def wait_async(self, deadline_s: float) -> _Submitted:
+        for request in self.requests:
+            try:
+                await self.engine._move(request, deadline_s)
+                self.errors.append(None)
+            except TanghuluError as error:
+                self.errors.append(error)
+        return self
+
+
+class SimEngine:
+    """What the client's shell asks of a transfer engine."""
+
+    def __init__(self, world: Any, host: str) -> None:
+        self._world, self._host = world, host
+
+    async def open_segment_async(self, descriptor: SegmentDescriptor, session_id: int, transport: str) -> _Remote:
+        return _Remote(descriptor.host_id, descriptor.generation, session_id)
+
+    async def transfer_async(self, requests: Sequence[TransferRequest], deadline_s: float) -> None:
+        for request in requests:
+            await self._move(request, deadline_s)
+
+    async def _move(self, request: TransferRequest, deadline_s: float) -> None:
+        remote: Any = request.target
+        network: Network = self._world.network
+        await asyncio.sleep(network.latency_s(self._host, remote.node))
+        node = self._world.nodes.get(remote.node)
+        if network.is_cut(self._host, remote.node):
+            await asyncio.sleep(min(deadline_s, 1.0))
+            raise TransferFailed(f"{remote.node} does not answer")
+        if node is None or not node.alive or node.generation != remote.generation:
+            raise TransferFailed(f"{remote.node} is gone")
+        node.state.freed(node.take(request, remote.session_id))
+        node._changed()
+        await asyncio.sleep(network.latency_s(self._host, remote.node))
+
+    def submit(self, batch: TransferBatch) -> _Submitted:
+        return _Submitted(self, batch.requests)
+
+    def register(self, buffer: Any) -> Buffer:
+        return Buffer(buffer)
+
+    def close(self) -> None:
+        return
+
+
+def open_client(world: Any, host: str, client_id: str) -> AsyncClient:
+    """A client of the production's asyncio shell on ``host``."""
+    client = AsyncClient(Settings(master=Masters.parse(str(MASTER)), transport="tcp", client_id=client_id, host_id=host))
+    shell: Any = client._shell
+    shell._engine.close()
+    shell._engine = SimEngine(world, host)
+    return client
+
+
+def is_typed(error: BaseException) -> bool:
+    """Whether a user of the client may see this."""
+    return isinstance(error, TanghuluError)

@@ -1,0 +1,403 @@
+"""A whole store in virtual time: a master, nodes, clients, faults, and what must hold after every step.
+
+One seed is one life: sizes, traffic, crashes, cut and slow links, torn connections. The invariants:
+
+* a put that has returned is found while one of its holders lives and has been in touch with the master;
+* a value that is read is one that was put under its key, whole; nothing but typed errors comes out, in time;
+* in every node free + used == capacity and no two chunks overlap (`NodeState.check`), master and sessions are sound;
+* when all links are whole again, directory and nodes agree within ``CONVERGE_S``, and what was removed stays so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+from unittest import mock
+
+import structlog
+from sim_actors import MASTER, SimMaster, SimNode, is_typed, open_client
+from sim_loop import VirtualLoop, on_host
+
+from tanghulu.clock import SystemClock
+from tanghulu.errors import ChunkNotFound, TanghuluError
+from tanghulu.rpc.fast_server import FastServerProtocol
+from tanghulu.store.client.aio_client import AsyncClient
+from tanghulu.store.node.chunk import ChunkState
+
+DEADLINE_S = 5.0
+#: How long after a disturbance of a node's or the master's the directory may still be behind.
+CONVERGE_S = 8.0
+_SLACK_S = 0.5
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How large a world is and how much happens in it."""
+
+    num_nodes: int
+    num_clients: int
+    num_keys: int
+    seconds: float
+    node_bytes: int
+    fault_every_s: float
+
+    @classmethod
+    def of(cls, rng: Random, num_nodes: int = 0) -> Plan:
+        """A drawn plan: mostly small worlds, in which more can meet."""
+        nodes = num_nodes or rng.choice((1, 2, 3, 3, 5, 8, 13))
+        small = rng.random() < 0.4
+        return cls(
+            num_nodes=nodes,
+            num_clients=rng.randint(1, 4) if nodes < 50 else 12,
+            num_keys=rng.choice((4, 20, 80)) if nodes < 50 else 400,
+            seconds=rng.uniform(6, 20),
+            node_bytes=(256 << 10) if small else (4 << 20),
+            fault_every_s=rng.choice((0.3, 1.0, 3.0)),
+        )
+
+
+@dataclass
+class KeyLife:
+    """What became of a key. ``acked``: version-free record of puts that returned: (time, nodes that may hold it)."""
+
+    values: set[bytes] = field(default_factory=set)
+    acked_s: float | None = None
+    removes_begun: int = 0
+    removed_s: float | None = None  # of the last remove that returned
+    put_since_remove: bool = False  # or at the same time
+    puts_open: int = 0
+
+
+class World:
+    """See the module. ``run`` lives one seed's life; it raises AssertionError that names what did not hold."""
+
+    def __init__(self, seed: int, plan: Plan | None = None) -> None:
+        self.seed = seed
+        self.rng = Random(seed)
+        self.plan = plan or Plan.of(self.rng)
+        self.loop = VirtualLoop(Random(self.rng.random()))
+        self.network = self.loop.network
+        self.master: SimMaster
+        self.nodes: dict[str, SimNode] = {}
+        self.keys: dict[str, KeyLife] = {}
+        self.counts: Counter[str] = Counter()
+        self.restarted_master_s = 0.0
+        self._disturbed_s: dict[str, float] = {}
+        self._generation = 0
+        self._failure: BaseException | None = None
+        self._ended = False
+
+    def run(self) -> Counter[str]:
+        """One life; returns how often what happened."""
+        with _virtual(self):
+            self.loop.set_exception_handler(self._unhandled)
+            try:
+                self.loop.run_until_complete(self._live())
+            finally:
+                for task in asyncio.all_tasks(self.loop):
+                    task.cancel()
+                self.loop.run_until_complete(asyncio.sleep(1))
+                self.loop.close()
+        self._raise()
+        return self.counts
+
+    def _unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception") or AssertionError(context["message"])
+        if not self._ended:
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Remember the first thing that went wrong."""
+        if self._failure is None:
+            self._failure = error
+
+    def _raise(self) -> None:
+        if self._failure is not None:
+            raise AssertionError(f"seed {self.seed}, {self.plan}: {self._failure!r}") from self._failure
+
+    # --- life
+
+    async def _live(self) -> None:
+        self._start_master()
+        for number in range(self.plan.num_nodes):
+            self._start_node(number)
+        await asyncio.sleep(1.0)
+        clients = [on_host(f"client-{n}", self._client(n)) for n in range(self.plan.num_clients)]
+        ends_s = self.loop.time() + self.plan.seconds
+        next_fault_s = self.loop.time() + self.plan.fault_every_s
+        while self.loop.time() < ends_s:
+            await asyncio.sleep(0.05)
+            self._raise()
+            self.check()
+            if self.loop.time() >= next_fault_s:
+                next_fault_s = self.loop.time() + self.rng.expovariate(1 / self.plan.fault_every_s)
+                self._fault()
+        self._ended = True
+        for task in clients:
+            task.cancel()
+        await asyncio.gather(*clients, return_exceptions=True)
+        self._ended = False
+        await self._settle()
+        self._ended = True
+
+    def _start_master(self) -> None:
+        self._generation += 1
+        self.restarted_master_s = self.loop.time()
+        self.master = SimMaster(self.network, self._generation, Random(self.rng.random()))
+
+    def _start_node(self, number: int) -> None:
+        self._generation += 1
+        node = SimNode(number, self.network, self, self._generation, self.plan.node_bytes)
+        self.nodes[node.host] = node
+        self._disturb(node.host)
+
+    def _disturb(self, host: str) -> None:
+        self._disturbed_s[host] = self.loop.time()
+
+    def check(self) -> None:
+        """Assert the invariants of every part."""
+        self.master.check()
+        for node in self.nodes.values():
+            if node.alive:
+                node.check()
+
+    # --- faults
+
+    def _fault(self) -> None:
+        kinds = ("crash", "cut", "cut", "slow", "tear", "tear", "master", "mend")
+        kind = self.rng.choice(kinds)
+        self.counts[kind] += 1
+        host = self.rng.choice(sorted(self.nodes))
+        match kind:
+            case "crash":
+                self._crash(host)
+            case "cut":
+                other = self.rng.choice(["master", *(f"client-{n}" for n in range(self.plan.num_clients))])
+                self._cut(host, other)
+            case "slow":
+                self._slow(host)
+            case "tear":
+                for pipe in [p for p in self.network.pipes if host in (p.host, p.peer.host)]:
+                    if self.rng.random() < 0.5:
+                        self.network.tear(pipe, ConnectionResetError("torn"))
+            case "master":
+                self._crash_master()
+            case "mend":
+                self._mend()
+
+    def _crash(self, host: str) -> None:
+        node = self.nodes[host]
+        if node.alive:
+            node.kill(silently=self.rng.random() < 0.3)
+            self._disturb(host)
+            self.loop.call_later(self.rng.uniform(0.1, 6), self._restart_node, int(host.partition("-")[2]))
+
+    def _restart_node(self, number: int) -> None:
+        if not self.nodes[f"node-{number}"].alive:
+            self._start_node(number)
+
+    def _crash_master(self) -> None:
+        if self.master.alive:
+            self.master.kill(silently=self.rng.random() < 0.3)
+            self._disturb("master")
+            self.loop.call_later(self.rng.uniform(0.1, 4), self._restart_master)
+
+    def _restart_master(self) -> None:
+        if not self.master.alive:
+            self._start_master()
+            self._disturb("master")
+
+    def _cut(self, one: str, other: str) -> None:
+        self.network.cut(one, other)
+        self._disturb_link(one, other)
+        self.loop.call_later(self.rng.uniform(0.2, 8), self._mend_link, one, other)
+
+    def _mend_link(self, one: str, other: str) -> None:
+        if self.network.is_cut(one, other):
+            self.network.mend(one, other)
+            self._disturb_link(one, other)
+
+    def _disturb_link(self, one: str, other: str) -> None:
+        if other == "master":
+            self._disturb(one)
+
+    def _slow(self, host: str) -> None:
+        self.network.slow(host, self.rng.choice((20.0, 400.0)))
+        self._disturb(host)
+        self.loop.call_later(self.rng.uniform(0.5, 6), self._fast, host)
+
+    def _fast(self, host: str) -> None:
+        self.network.slow(host, 1.0)
+        self._disturb(host)
+
+    def _mend(self) -> None:
+        self.network.mend_all()
+        for host in ("master", *self.nodes):
+            self._disturb(host)
+
+    # --- clients
+
+    async def _client(self, number: int) -> None:
+        rng = Random(f"{self.seed} client {number}")
+        near = f"node-{rng.randrange(self.plan.num_nodes)}" if rng.random() < 0.3 else f"client-{number}"
+        while True:
+            client = open_client(self, f"client-{number}", f"id-{number}-{rng.random()}")
+            client._shell.context.host_id = near
+            for _ in range(rng.randint(5, 200)):
+                await asyncio.sleep(rng.expovariate(20))
+                await self._operation(client, rng)
+            await client.close()
+
+    async def _operation(self, client: AsyncClient, rng: Random) -> None:
+        kind = rng.choices(("put", "get", "get_many", "exists", "remove"), (4, 6, 1, 1, 0.3))[0]
+        key = f"key-{rng.randrange(self.plan.num_keys)}"
+        began_s = self.loop.time()
+        try:
+            await getattr(self, f"_{kind}")(client, rng, key)
+            self.counts[kind] += 1
+        except TanghuluError as error:
+            self.counts[f"{kind} {error.code}"] += 1
+            if isinstance(error, ChunkNotFound):
+                self._require_absent(key, began_s)
+        except AssertionError as error:
+            self.fail(error)
+        except Exception as error:
+            assert is_typed(error)
+            raise
+        took_s = self.loop.time() - began_s
+        if took_s > DEADLINE_S + _SLACK_S:
+            self.fail(AssertionError(f"{kind} {key} took {took_s:.2f} s"))
+
+    async def _put(self, client: AsyncClient, rng: Random, key: str) -> None:
+        life = self.keys.setdefault(key, KeyLife())
+        size = rng.choice((10, 100, 3000, 70_000, 120_000))
+        head = f"{key}|{rng.random()}|".encode()
+        value = head + rng.randbytes(8) * (size // 8)
+        life.values.add(value)
+        life.put_since_remove = True
+        begun = life.removes_begun
+        life.puts_open += 1
+        try:
+            status = await client.put(key, value, replicas=rng.choice((1, 1, 2, 3)), deadline_s=DEADLINE_S)
+        finally:
+            life.puts_open -= 1
+        if status.ok and life.removes_begun == begun:
+            life.acked_s = self.loop.time()
+
+    async def _get(self, client: AsyncClient, rng: Random, key: str) -> None:
+        with await client.get(key, deadline_s=DEADLINE_S) as chunk:
+            self._require_put(key, chunk.bytes())
+
+    async def _get_many(self, client: AsyncClient, rng: Random, key: str) -> None:
+        keys = sorted({f"key-{rng.randrange(self.plan.num_keys)}" for _ in range(5)})
+        began_s = self.loop.time()
+        for each, found in zip(keys, await client.get_many(keys, deadline_s=DEADLINE_S), strict=True):
+            if isinstance(found, ChunkNotFound):
+                self._require_absent(each, began_s)
+            elif not isinstance(found, TanghuluError):
+                with found as chunk:
+                    self._require_put(each, chunk.bytes())
+
+    async def _exists(self, client: AsyncClient, rng: Random, key: str) -> None:
+        began_s = self.loop.time()
+        if not await client.exists(key, deadline_s=DEADLINE_S):
+            self._require_absent(key, began_s)
+
+    async def _remove(self, client: AsyncClient, rng: Random, key: str) -> None:
+        life = self.keys.setdefault(key, KeyLife())
+        life.removes_begun += 1
+        life.acked_s, life.put_since_remove = None, life.puts_open > 0
+        await client.remove(key, deadline_s=DEADLINE_S)
+        life.removed_s = self.loop.time()
+
+    # --- what must hold
+
+    def _require_put(self, key: str, value: bytes) -> None:
+        life = self.keys.get(key)
+        assert life is not None, f"{key} was never put"
+        assert value in life.values, f"{key} has {len(value)} bytes that nobody put: {value[:60]!r}"
+
+    def _require_absent(self, key: str, began_s: float) -> None:
+        """``key`` was said not to exist; so no holder of an acknowledged put may be in good standing."""
+        life = self.keys.get(key)
+        if life is None or life.acked_s is None or life.acked_s >= began_s:
+            return
+        calm_s = began_s - CONVERGE_S
+        if self._disturbed_s.get("master", 0.0) > calm_s or not self.master.alive:
+            return
+        for host, node in self.nodes.items():
+            if node.alive and self._disturbed_s[host] <= calm_s and self._has_held(node, key, began_s):
+                self.fail(AssertionError(f"{key} was put at {life.acked_s:.2f}, {host} has it, and it was not found"))
+
+    def _has_held(self, node: SimNode, key: str, since_s: float) -> bool:
+        chunk = node.state.table.find(key)  # type: ignore[arg-type]
+        return chunk is not None and chunk.state is ChunkState.LIVE and chunk.created_s < since_s - DEADLINE_S
+
+    async def _settle(self) -> None:
+        """Heal everything, wait, and compare the directory with the nodes, and reads with both."""
+        self._mend()
+        self._restart_master()
+        for host in self.nodes:
+            self._restart_node(int(host.partition("-")[2]))
+        await asyncio.sleep(CONVERGE_S)
+        self._raise()
+        self.check()
+        directory = self.master.core.directory
+        assert directory.rebuild.is_ready, "the directory is not complete"
+        for host, node in self.nodes.items():
+            held = {chunk.key for chunk in node.state.live_chunks()}
+            page, rest = directory.snapshot("", "", 1 << 20)
+            assert rest is None
+            listed = set(page.get(host, ()))
+            assert listed == held, f"{host} holds {held - listed} more, {listed - held} less than the directory says"
+        await on_host("client-0", self._read_all())
+
+    async def _read_all(self) -> None:
+        client = open_client(self, "client-0", "the last one")
+        try:
+            for key, life in self.keys.items():
+                holders = [n for n in self.nodes.values() if n.state.find(key) is not None]  # type: ignore[arg-type]
+                try:
+                    with await client.get(key, deadline_s=DEADLINE_S) as chunk:
+                        self._require_put(key, chunk.bytes())
+                except ChunkNotFound:
+                    assert not holders, f"{key} is on {[h.host for h in holders]} and was not found"
+                gone = life.removed_s is not None and not life.put_since_remove
+                if gone and life.removed_s is not None and life.removed_s > self.restarted_master_s:
+                    assert not holders, f"{key} was removed at {life.removed_s:.2f} and is back"
+        finally:
+            await client.close()
+
+
+@contextlib.contextmanager
+def _virtual(world: World) -> Iterator[None]:
+    """Clocks and random ids are the world's; a handler's bug, which a server would log, is a failure."""
+    draw = Random(world.rng.random())
+
+    def internal(protocol: Any, frame: Any) -> None:
+        import sys
+
+        world.fail(sys.exc_info()[1] or AssertionError(f"a handler of method {frame.method} failed"))
+        protocol._send_error(frame.call_id, TanghuluError("internal"))
+
+    before = structlog.get_config()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50), cache_logger_on_first_use=False)
+    try:
+        with (
+            mock.patch.object(SystemClock, "now_s", lambda self: world.loop.time()),
+            mock.patch.object(secrets, "randbits", draw.getrandbits),
+            mock.patch.object(secrets, "token_hex", lambda n=16: f"{draw.getrandbits(8 * n):x}"),
+            mock.patch.object(FastServerProtocol, "_internal", internal),
+        ):
+            yield
+    finally:
+        structlog.configure(**before)
+
+
+__all__ = ["MASTER", "Plan", "World"]
