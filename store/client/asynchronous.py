@@ -125,13 +125,15 @@ class AsyncShell:
         if peer == MASTER and self._masters.several:
             return await self._seek(call, deadline_s)
         reused = peer in self._connections and not self._connections[peer].closed
+        until_s = self._loop.time() + deadline_s
         try:
             try:
                 return await self._call(peer, call, deadline_s)
             except NodeUnavailable:
                 if peer != MASTER or not reused:
                     raise
-                return await self._call(peer, call, deadline_s)  # a master that restarted
+                left_s = max(until_s - self._loop.time(), 0.0)
+                return await self._call(peer, call, left_s)  # a master that restarted
         except TanghuluError as error:
             return master_failure(self.settings.master, error) if peer == MASTER else error
 
@@ -159,7 +161,11 @@ class AsyncShell:
         connection = self._connections.get(peer)
         if connection is None or connection.closed:
             until_s = self._loop.time() + deadline_s
-            connection = await self._open(peer, deadline_s)
+            try:
+                async with asyncio.timeout(deadline_s):
+                    connection = await self._open(peer, deadline_s)
+            except TimeoutError:
+                raise NodeUnavailable(f"no connection to {peer} within {deadline_s:.3g} s") from None
             deadline_s = max(until_s - self._loop.time(), 0.0)
         return await connection.call(call.method, call.request, call.reply_type, call.attachment, deadline_s=deadline_s)
 
@@ -183,7 +189,7 @@ class AsyncShell:
             if peer != MASTER:
                 try:
                     await self._greet(peer, connection, deadline_s)
-                except TanghuluError:
+                except (TanghuluError, asyncio.CancelledError):
                     await connection.close()
                     raise
             self._connections[peer] = connection

@@ -278,13 +278,10 @@ class SimEngine:
 
 def open_client(world: Any, host: str, client_id: str) -> AsyncClient:
     """A client of the production's asyncio shell on ``host``."""
-    client = AsyncClient(Settings(master=Masters.parse(str(MASTER)), transport="tcp", client_id=client_id, host_id=host))
+    client = AsyncClient(
+        Settings(master=Masters.parse(str(MASTER)), transport="tcp", client_id=client_id, host_id=host)
+    )
     shell: Any = client._shell
     shell._engine.close()
     shell._engine = SimEngine(world, host)
     return client
-
-
-def is_typed(error: BaseException) -> bool:
-    """Whether a user of the client may see this."""
-    return isinstance(error, TanghuluError)

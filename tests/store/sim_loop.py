@@ -1,9 +1,9 @@
 """Virtual time and a simulated network for asyncio: the production's coroutines and protocols run on it unchanged.
 
-`VirtualLoop` jumps to the next timer instead of waiting for it. Connections go through `Network`: bytes arrive in order,
-after a delay; a link between two hosts can be slow or cut. A cut holds bytes back (as TCP would, trying again); after
-``RESET_S`` both ends see a reset. A connection can be torn at any time, with what is on its way lost. Hosts are names;
-the current one is a context variable that tasks and callbacks inherit.
+`VirtualLoop` jumps to the next timer instead of waiting for it. Connections go through `Network`: bytes arrive in
+order, after a delay; a link between two hosts can be slow or cut. A cut holds bytes back (as TCP would, trying again);
+after ``RESET_S`` both ends see a reset. A connection can be torn at any time, with what is on its way lost. Hosts are
+names; the current one is a context variable that tasks and callbacks inherit.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from typing import Any
 from unittest import mock
 
 import structlog
-from sim_actors import MASTER, SimMaster, SimNode, is_typed, open_client
+from sim_actors import SimMaster, SimNode, open_client
 from sim_loop import VirtualLoop, on_host
 
 from tanghulu.clock import SystemClock
@@ -34,6 +34,8 @@ DEADLINE_S = 5.0
 #: How long after a disturbance of a node's or the master's the directory may still be behind.
 CONVERGE_S = 8.0
 _SLACK_S = 0.5
+#: Nodes whose invariants are asserted every twentieth of a second; all of them at the end.
+_CHECKED_NODES = 2
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class World:
         while self.loop.time() < ends_s:
             await asyncio.sleep(0.05)
             self._raise()
-            self.check()
+            self.check(_CHECKED_NODES)
             if self.loop.time() >= next_fault_s:
                 next_fault_s = self.loop.time() + self.rng.expovariate(1 / self.plan.fault_every_s)
                 self._fault()
@@ -160,12 +162,12 @@ class World:
     def _disturb(self, host: str) -> None:
         self._disturbed_s[host] = self.loop.time()
 
-    def check(self) -> None:
-        """Assert the invariants of every part."""
+    def check(self, num_nodes: int = 1 << 20) -> None:
+        """Assert the invariants of the master and of so many nodes."""
         self.master.check()
-        for node in self.nodes.values():
-            if node.alive:
-                node.check()
+        alive = [node for node in self.nodes.values() if node.alive]
+        for node in self.rng.sample(alive, min(num_nodes, len(alive))):
+            node.check()
 
     # --- faults
 
@@ -267,9 +269,6 @@ class World:
                 self._require_absent(key, began_s)
         except AssertionError as error:
             self.fail(error)
-        except Exception as error:
-            assert is_typed(error)
-            raise
         took_s = self.loop.time() - began_s
         if took_s > DEADLINE_S + _SLACK_S:
             self.fail(AssertionError(f"{kind} {key} took {took_s:.2f} s"))
@@ -282,11 +281,9 @@ class World:
         life.values.add(value)
         life.put_since_remove = True
         begun = life.removes_begun
-        life.puts_open += 1
-        try:
-            status = await client.put(key, value, replicas=rng.choice((1, 1, 2, 3)), deadline_s=DEADLINE_S)
-        finally:
-            life.puts_open -= 1
+        life.puts_open += 1  # one that fails may still be on its way, and land after a remove
+        status = await client.put(key, value, replicas=rng.choice((1, 1, 2, 3)), deadline_s=DEADLINE_S)
+        life.puts_open -= 1
         if status.ok and life.removes_begun == begun:
             life.acked_s = self.loop.time()
 
@@ -390,7 +387,7 @@ def _virtual(world: World) -> Iterator[None]:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50), cache_logger_on_first_use=False)
     try:
         with (
-            mock.patch.object(SystemClock, "now_s", lambda self: world.loop.time()),
+            mock.patch.object(SystemClock, "now_s", property(lambda _: world.loop.time)),
             mock.patch.object(secrets, "randbits", draw.getrandbits),
             mock.patch.object(secrets, "token_hex", lambda n=16: f"{draw.getrandbits(8 * n):x}"),
             mock.patch.object(FastServerProtocol, "_internal", internal),
@@ -398,6 +395,3 @@ def _virtual(world: World) -> Iterator[None]:
             yield
     finally:
         structlog.configure(**before)
-
-
-__all__ = ["MASTER", "Plan", "World"]

@@ -1,0 +1,43 @@
+"""Many lives of a simulated store, by hand:
+
+    python tests/store/simulate_store.py --seeds 10000 [--first 0] [--nodes 100]
+
+Prints a line a hundred seeds, and every seed that fails with what did not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections import Counter
+from random import Random
+
+from sim_world import Plan, World
+
+
+def main() -> int:
+    """Run the seeds; returns how many failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=1000)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--nodes", type=int, default=0, help="0: drawn for each seed")
+    args = parser.parse_args()
+    if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets of strings is part of a life
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"PYTHONHASHSEED": "0"})
+    failed, counts, began_s = 0, Counter[str](), time.monotonic()
+    for seed in range(args.first, args.first + args.seeds):
+        try:
+            counts += World(seed, Plan.of(Random(seed), args.nodes) if args.nodes else None).run()
+        except AssertionError as error:
+            failed += 1
+            print(f"FAILED seed {seed}: {error}", flush=True)
+        if (seed + 1 - args.first) % 100 == 0:
+            print(f"{seed + 1 - args.first} seeds, {failed} failed, {time.monotonic() - began_s:.0f} s", flush=True)
+    print(f"{args.seeds} seeds, {failed} failed: {dict(counts.most_common())}")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main() > 0)

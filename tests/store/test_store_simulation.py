@@ -1,0 +1,108 @@
+"""Seeded lives of a whole store in virtual time (sim_world): new ones each day, all that ever failed, mutations."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import time
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+from sim_world import Plan, World
+
+from tanghulu.store.master.directory import Directory
+from tanghulu.store.node.allocator import OffsetAllocator
+from tanghulu.store.node.announcements import AnnouncementQueue
+from tanghulu.store.node.node_state import NodeState
+
+#: Seeds that once failed.
+PAST_FAILURES = (6, 43, 62)
+#: Mutations are looked for in so many lives.
+_MUTANT_LIVES = 40
+
+
+@pytest.mark.parametrize("seed", PAST_FAILURES)
+def test_a_life_that_failed_once(seed: int) -> None:
+    World(seed).run()
+
+
+def test_a_seed_gives_one_life() -> None:
+    assert World(3).run() == World(3).run()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_hundred_nodes() -> None:
+    counts = World(1, Plan(100, 12, 400, seconds=6.0, node_bytes=1 << 20, fault_every_s=0.4)).run()
+    assert counts["put"] > 100
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_new_seeds() -> None:
+    """As many as fit into a minute, other ones every day; the seed that fails is named."""
+    began_s, first = time.monotonic(), datetime.datetime.now(datetime.UTC).toordinal() * 100_000
+    for seed in itertools.count(first):
+        World(seed).run()
+        if time.monotonic() - began_s > 60:
+            break
+
+
+def _forgets_to_announce(original: Callable[..., Any]) -> Callable[..., Any]:
+    def requeue(self: AnnouncementQueue) -> bool:
+        self._under_way = None  # a message that failed is thought to have arrived
+        return False
+
+    return requeue
+
+
+def _frees_what_is_leased(original: Callable[..., Any]) -> Callable[..., Any]:
+    def drop(self: NodeState, chunk: Any, *, evicted: bool = False) -> None:
+        leases, chunk.num_leases = chunk.num_leases, 0
+        original(self, chunk, evicted=evicted)
+        chunk.num_leases = leases
+
+    return drop
+
+
+def _hands_out_too_much(original: Callable[..., Any]) -> Callable[..., Any]:
+    def free(self: OffsetAllocator, offset: int, size: int) -> None:
+        original(self, offset, size - 64 if size > 4096 else size)
+
+    return free
+
+
+def _lets_removed_chunks_return(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, key: None
+
+
+def _is_never_incomplete(original: Callable[..., Any]) -> Callable[..., Any]:
+    def end_report(self: Directory, node: Any) -> None:
+        original(self, node)
+        node.slots[-1:] = [self._table.open_slot(node.instance.id)]  # what was reported is lost
+
+    return end_report
+
+
+MUTATIONS = [
+    (AnnouncementQueue, "requeue", _forgets_to_announce),
+    (NodeState, "_drop", _frees_what_is_leased),
+    (OffsetAllocator, "free", _hands_out_too_much),
+    (Directory, "_bury", _lets_removed_chunks_return),
+    (Directory, "_end_report", _is_never_incomplete),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("owner", "name", "mutate"), MUTATIONS, ids=[m[2].__name__.strip("_") for m in MUTATIONS])
+def test_mutations_are_caught(owner: type, name: str, mutate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, name, mutate(getattr(owner, name)))
+    for seed in range(_MUTANT_LIVES):
+        try:
+            World(seed, Plan.of(Random(seed))).run()
+        except (AssertionError, KeyError):
+            return
+    pytest.fail(f"{_MUTANT_LIVES} lives passed with {owner.__name__}.{name} broken")
