@@ -207,13 +207,11 @@ class World:
     def _crash_master(self) -> None:
         if self.master.alive:
             self.master.kill(silently=self.rng.random() < 0.3)
-            self._disturb("master")
             self.loop.call_later(self.rng.uniform(0.1, 4), self._restart_master)
 
     def _restart_master(self) -> None:
         if not self.master.alive:
             self._start_master()
-            self._disturb("master")
 
     def _cut(self, one: str, other: str) -> None:
         self.network.cut(one, other)
@@ -257,7 +255,7 @@ class World:
             await client.close()
 
     async def _operation(self, client: AsyncClient, rng: Random) -> None:
-        kind = rng.choices(("put", "get", "get_many", "exists", "remove"), (4, 6, 1, 1, 0.3))[0]
+        kind = rng.choices(("put", "get", "get_many", "exists", "remove"), (4, 6, 1, 1, 0.6))[0]
         key = f"key-{rng.randrange(self.plan.num_keys)}"
         began_s = self.loop.time()
         try:
@@ -326,7 +324,7 @@ class World:
         if life is None or life.acked_s is None or life.acked_s >= began_s:
             return
         calm_s = began_s - CONVERGE_S
-        if self._disturbed_s.get("master", 0.0) > calm_s or not self.master.alive:
+        if self._disturbed_s.get("master", 0.0) > calm_s:
             return
         for host, node in self.nodes.items():
             if node.alive and self._disturbed_s[host] <= calm_s and self._has_held(node, key, began_s):
