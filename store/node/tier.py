@@ -44,10 +44,11 @@ _BATCH_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A write with its filled buffer, or a wipe."""
+    """A write with its filled buffer, or a wipe; ``promised``: somebody is told that the chunk will not come back."""
 
     instruction: Write | Wipe
     buffer: Buffer | None
+    promised: bool
 
 
 _Outcome: TypeAlias = OSError | None
@@ -138,7 +139,7 @@ class SsdTier:
     def drop(self, entry: TierEntry) -> None:
         """Let ``entry`` go; once ``settled`` has returned, it will not come back."""
         self._sync_wanted = True
-        self._perform(self.state.drop(entry))
+        self._perform(self.state.drop(entry), promised=True)
 
     def expire(self, now_s: float) -> None:
         """Let go what has come to its end."""
@@ -146,7 +147,9 @@ class SsdTier:
 
     # --- down
 
-    def _perform(self, instructions: Sequence[Instruction], chunk: Chunk | None = None) -> None:
+    def _perform(
+        self, instructions: Sequence[Instruction], chunk: Chunk | None = None, *, promised: bool = False
+    ) -> None:
         for each in instructions:
             if isinstance(each, Lost):
                 self._on_lost(each.entry)
@@ -155,7 +158,7 @@ class SsdTier:
             if isinstance(each, Write):
                 assert chunk is not None, "only an evicted chunk is written"
                 buffer = self._fill(each.entry, chunk)
-            self._pending.append(_Pending(each, buffer))
+            self._pending.append(_Pending(each, buffer, promised))
             self._num_given += 1
         self._work()
 
@@ -194,8 +197,9 @@ class SsdTier:
             if isinstance(pending.instruction, Write):
                 self._perform(self.state.written(pending.instruction.entry, ok=error is None))
             elif error is not None:
-                self._wipe_error = error
                 self.state.counters.write_errors += 1
+                if pending.promised:
+                    self._wipe_error = error
         self._num_done += len(batch)
         self._tell_settled()
         self._work()
