@@ -46,6 +46,7 @@ class WorkerConfig(TransferOptions, ProcessConfig):
     threads: int = option(0, "threads of the model; 0: one a core")
     tp: int = option(1, "tensor-parallel ranks that share out the heads; a process each, on this host")
     store: bool = option(True, "load prefixes from the store and keep new blocks there")
+    profile: str = option("", "write a torch profiler trace of the first 64 steps to this file", metavar="FILE")
     checks: bool = option(False, "assert all invariants after every step (slow)")
     mock_speedup: float = option(1.0, "the mock engine runs this many times faster than its timing")
     mock_timing: str = option("cpu-135m", "the mock engine's model of time", choices=("cpu-135m", "gpu-8b", "gpu-70b"))
@@ -62,6 +63,8 @@ class WorkerConfig(TransferOptions, ProcessConfig):
             raise ConfigError(f"--mock-kv-token-bytes is {self.mock_kv_token_bytes}; it must be a multiple of 8")
         if self.tp < 1 or (self.tp > 1 and self.engine != "torch"):
             raise ConfigError(f"--tp is {self.tp}; the torch engine takes 1 or more, the mock engine 1")
+        if self.profile and self.engine != "torch":
+            raise ConfigError("--profile traces the torch engine; the mock engine computes nothing")
         if self.threads < 0:
             raise ConfigError(f"--threads is {self.threads}; 0 means one a core")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +13,7 @@ from tanghulu.workers.assembly import LoadedModel
 from tanghulu.workers.kv_layout import KvLayout
 from tanghulu.workers.models.registry import dtype_name, load_model, pick_dtype
 from tanghulu.workers.models.shard import Shard, require_split
+from tanghulu.workers.profiled_runner import ProfiledRunner
 from tanghulu.workers.rank_processes import RankProcesses
 from tanghulu.workers.tokenizer_assets import load_tokenizer_assets
 from tanghulu.workers.torch_runner import TorchRunner
@@ -19,6 +21,7 @@ from tanghulu.workers.weights.fingerprint import fingerprint
 from tanghulu.workers.weights.source import resolve_model
 
 if TYPE_CHECKING:
+    from tanghulu.workers.engine import ModelRunner
     from tanghulu.workers.main import WorkerConfig
     from tanghulu.workers.models.registry import Model
     from tanghulu.workers.weights.source import ModelSource
@@ -37,8 +40,8 @@ def load(config: WorkerConfig, progress: Callable[[float], None]) -> LoadedModel
     model, ranks = _load_shards(config, source, dtype, threads, progress)
     name = fingerprint(source, dtype=layout.dtype, block_tokens=config.block_tokens, tp_size=config.tp)
 
-    def make_runner(buffer: memoryview) -> TorchRunner:
-        return TorchRunner(
+    def make_runner(buffer: memoryview) -> ModelRunner:
+        runner = TorchRunner(
             model,
             block_tokens=config.block_tokens,
             kv_capacity_bytes=buffer.nbytes,
@@ -46,6 +49,7 @@ def load(config: WorkerConfig, progress: Callable[[float], None]) -> LoadedModel
             num_parts=config.tp,
             announce=None if ranks is None else ranks.send,
         )
+        return ProfiledRunner(runner, Path(config.profile)) if config.profile else runner
 
     return LoadedModel(source.name, layout, name, assets, make_runner, ranks)
 

@@ -1,0 +1,76 @@
+"""A model runner that traces its first steps with torch's profiler, for chrome://tracing or Perfetto."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import structlog
+from torch.profiler import ProfilerActivity, profile
+
+from tanghulu.workers.engine import Computed
+from tanghulu.workers.kv_cache import KvCache
+from tanghulu.workers.kv_layout import KvLayout
+from tanghulu.workers.step_plan import StepPlan
+from tanghulu.workers.torch_runner import TorchRunner
+
+#: Steps in a trace: some prefills and enough decodes to see their rhythm, in a file of some megabytes.
+NUM_STEPS = 64
+
+_log = structlog.get_logger(__name__)
+
+
+class ProfiledRunner:
+    """``runner``, its first ``num_steps`` steps traced; then the trace is written to ``path`` and nothing is traced."""
+
+    def __init__(self, runner: TorchRunner, path: Path, num_steps: int = NUM_STEPS) -> None:
+        self._runner = runner
+        self._path = path
+        self._left = num_steps
+        self._profiler: profile | None = None
+
+    @property
+    def layout(self) -> KvLayout:
+        """The shape of a block."""
+        return self._runner.layout
+
+    @property
+    def cache(self) -> KvCache:
+        """The blocks."""
+        return self._runner.cache
+
+    @property
+    def vocab(self) -> int:
+        """Token ids are below this."""
+        return self._runner.vocab
+
+    @property
+    def max_context(self) -> int:
+        """Tokens that the model was trained to attend to."""
+        return self._runner.max_context
+
+    def run(self, plan: StepPlan) -> Computed:
+        """Forward and sample, traced while steps are left."""
+        if self._left == 0:
+            return self._runner.run(plan)
+        if self._profiler is None:
+            self._profiler = profile(activities=[ProfilerActivity.CPU])
+            self._profiler.start()
+        computed = self._runner.run(plan)
+        self._left -= 1
+        if self._left == 0:
+            self._write(self._profiler)
+        return computed
+
+    def _write(self, profiler: profile) -> None:
+        """A trace that cannot be written is said in the log; requests go on."""
+        profiler.stop()
+        self._profiler = None
+        try:
+            profiler.export_chrome_trace(str(self._path))
+        except (OSError, RuntimeError) as error:
+            _log.error("profile.failed", path=str(self._path), error=str(error))
+        else:
+            _log.info("profile.written", path=str(self._path))
+
+    def __repr__(self) -> str:
+        return f"ProfiledRunner({self._runner!r}, {self._left} steps left)"
