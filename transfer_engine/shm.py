@@ -12,8 +12,9 @@ reported as arrived.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import os
-import select
 import socket
 import struct
 
@@ -35,6 +36,10 @@ from tanghulu.transfer_engine.wire import (
 )
 
 _CREDENTIALS = struct.Struct("3i")
+_PEEK = socket.MSG_PEEK | socket.MSG_DONTWAIT
+_RECV = ctypes.PyDLL(None, use_errno=True).recv
+_RECV.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_RECV.restype = ctypes.c_ssize_t
 
 
 class ShmPeer:
@@ -49,8 +54,7 @@ class ShmPeer:
         self._memory = memory
         self._sock = sock
         self._endpoint = endpoint
-        self._epoll = select.epoll()  # unlike select.poll, several threads may ask it at once
-        self._epoll.register(sock, select.EPOLLIN)
+        self._fd = sock.fileno()
         self._closed = False
 
     @classmethod
@@ -95,10 +99,7 @@ class ShmPeer:
     @property
     def alive(self) -> bool:
         """Whether the owner still keeps its end of the connection open."""
-        try:
-            return not self._closed and not self._epoll.poll(0, 1)
-        except ValueError:  # closed by another thread just now
-            return False
+        return not self._closed and _hangs_on(self._fd)
 
     def gone(self) -> NodeUnavailable:
         """The error to report when it is not."""
@@ -112,7 +113,6 @@ class ShmPeer:
         """Hang up. The pages stay mapped while somebody holds them."""
         if not self._closed:
             self._closed = True
-            self._epoll.close()
             self._sock.close()
 
 
@@ -165,6 +165,16 @@ class ShmLink:
 
     def close(self) -> None:
         """The mapping belongs to the peer."""
+
+
+def _hangs_on(fd: int) -> bool:
+    """Whether the other end of a connection on which nothing is ever said is still open.
+
+    Asked after every copy, so it keeps the GIL (see ``copying``): nobody can close ``fd`` between the look at
+    ``_closed`` and this call.
+    """
+    byte = ctypes.c_char()
+    return _RECV(fd, ctypes.byref(byte), 1, _PEEK) < 0 and ctypes.get_errno() in (errno.EAGAIN, errno.EINTR)
 
 
 def _receive_memory(sock: socket.socket, size_bytes: int) -> MappedMemory | ProcessMemory:
