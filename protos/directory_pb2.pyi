@@ -9,18 +9,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ChunkEntry(_message.Message):
-    __slots__ = ("key", "version", "size_bytes", "tier", "replicas")
+    __slots__ = ("key", "version", "size_bytes", "tier")
     KEY_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
-    REPLICAS_FIELD_NUMBER: _ClassVar[int]
     key: str
     version: int
     size_bytes: int
     tier: _common_pb2.Tier
-    replicas: int
-    def __init__(self, key: _Optional[str] = ..., version: _Optional[int] = ..., size_bytes: _Optional[int] = ..., tier: _Optional[_Union[_common_pb2.Tier, str]] = ..., replicas: _Optional[int] = ...) -> None: ...
+    def __init__(self, key: _Optional[str] = ..., version: _Optional[int] = ..., size_bytes: _Optional[int] = ..., tier: _Optional[_Union[_common_pb2.Tier, str]] = ...) -> None: ...
 
 class CopyOrder(_message.Message):
     __slots__ = ("key", "version", "size_bytes", "source")
@@ -42,6 +40,26 @@ class DropOrder(_message.Message):
     version: int
     def __init__(self, key: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
 
+class CopyNews(_message.Message):
+    __slots__ = ("replicated", "quiet", "hot", "failed")
+    REPLICATED_FIELD_NUMBER: _ClassVar[int]
+    QUIET_FIELD_NUMBER: _ClassVar[int]
+    HOT_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    replicated: _containers.RepeatedCompositeFieldContainer[Replicated]
+    quiet: bool
+    hot: _containers.RepeatedCompositeFieldContainer[HotKey]
+    failed: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, replicated: _Optional[_Iterable[_Union[Replicated, _Mapping]]] = ..., quiet: _Optional[bool] = ..., hot: _Optional[_Iterable[_Union[HotKey, _Mapping]]] = ..., failed: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Replicated(_message.Message):
+    __slots__ = ("key", "replicas")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    replicas: int
+    def __init__(self, key: _Optional[str] = ..., replicas: _Optional[int] = ...) -> None: ...
+
 class HotKey(_message.Message):
     __slots__ = ("key", "num_gets")
     KEY_FIELD_NUMBER: _ClassVar[int]
@@ -51,7 +69,7 @@ class HotKey(_message.Message):
     def __init__(self, key: _Optional[str] = ..., num_gets: _Optional[int] = ...) -> None: ...
 
 class AnnounceRequest(_message.Message):
-    __slots__ = ("node_id", "generation", "added", "removed", "report", "capacity_bytes", "used_bytes", "deleted", "ssd_capacity_bytes", "ssd_used_bytes", "term", "term_of", "quiet", "hot", "failed_copies")
+    __slots__ = ("node_id", "generation", "added", "removed", "report", "capacity_bytes", "used_bytes", "deleted", "ssd_capacity_bytes", "ssd_used_bytes", "term", "term_of", "news")
     class Report(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         NONE: _ClassVar[AnnounceRequest.Report]
@@ -74,9 +92,7 @@ class AnnounceRequest(_message.Message):
     SSD_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     TERM_OF_FIELD_NUMBER: _ClassVar[int]
-    QUIET_FIELD_NUMBER: _ClassVar[int]
-    HOT_FIELD_NUMBER: _ClassVar[int]
-    FAILED_COPIES_FIELD_NUMBER: _ClassVar[int]
+    NEWS_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     generation: int
     added: _containers.RepeatedCompositeFieldContainer[ChunkEntry]
@@ -89,10 +105,8 @@ class AnnounceRequest(_message.Message):
     ssd_used_bytes: int
     term: int
     term_of: int
-    quiet: bool
-    hot: _containers.RepeatedCompositeFieldContainer[HotKey]
-    failed_copies: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, node_id: _Optional[str] = ..., generation: _Optional[int] = ..., added: _Optional[_Iterable[_Union[ChunkEntry, _Mapping]]] = ..., removed: _Optional[_Iterable[str]] = ..., report: _Optional[_Union[AnnounceRequest.Report, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., deleted: _Optional[_Iterable[str]] = ..., ssd_capacity_bytes: _Optional[int] = ..., ssd_used_bytes: _Optional[int] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ..., quiet: _Optional[bool] = ..., hot: _Optional[_Iterable[_Union[HotKey, _Mapping]]] = ..., failed_copies: _Optional[_Iterable[str]] = ...) -> None: ...
+    news: CopyNews
+    def __init__(self, node_id: _Optional[str] = ..., generation: _Optional[int] = ..., added: _Optional[_Iterable[_Union[ChunkEntry, _Mapping]]] = ..., removed: _Optional[_Iterable[str]] = ..., report: _Optional[_Union[AnnounceRequest.Report, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., deleted: _Optional[_Iterable[str]] = ..., ssd_capacity_bytes: _Optional[int] = ..., ssd_used_bytes: _Optional[int] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ..., news: _Optional[_Union[CopyNews, _Mapping]] = ...) -> None: ...
 
 class AnnounceReply(_message.Message):
     __slots__ = ("status", "accepted", "report_wanted", "term", "term_of", "copies", "drops", "sources")

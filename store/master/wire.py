@@ -33,7 +33,7 @@ _KINDS = {
 def announcement_from_wire(request: pb.AnnounceRequest) -> Announcement:
     """What a node says; raises InvalidRequest for a key or size out of bounds."""
     check_count(len(request.added) + len(request.removed) + len(request.deleted))
-    return Announcement(
+    announcement = Announcement(
         node_id=request.node_id,
         generation=request.generation,
         added=[_entry(chunk) for chunk in request.added],
@@ -44,11 +44,14 @@ def announcement_from_wire(request: pb.AnnounceRequest) -> Announcement:
         used_bytes=request.used_bytes,
         ssd_capacity_bytes=request.ssd_capacity_bytes,
         ssd_used_bytes=request.ssd_used_bytes,
-        replicated=[(chunk.key, min(chunk.replicas, MAX_REPLICAS)) for chunk in request.added if chunk.replicas > 1],
-        quiet=request.quiet,
-        hot=[(each.key, each.num_gets) for each in request.hot],
-        failed_copies=request.failed_copies,
     )
+    if request.HasField("news"):
+        news = request.news
+        announcement.replicated = [(each.key, min(each.replicas, MAX_REPLICAS)) for each in news.replicated]
+        announcement.quiet = news.quiet
+        announcement.hot = [(each.key, each.num_gets) for each in news.hot]
+        announcement.failed_copies = news.failed
+    return announcement
 
 
 def _entry(chunk: pb.ChunkEntry) -> ChunkEntry:

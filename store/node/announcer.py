@@ -219,32 +219,31 @@ class Announcer:
             ssd_used_bytes=self._state.tier.used_bytes,
             term=self._fence.term,
             term_of=self._fence.term_of,
-            failed_copies=self._failed_copies,
         )
         for chunk in message.added:
             entry = request.added.add(key=chunk.key, version=chunk.version, size_bytes=chunk.size_bytes)
             if chunk.tier is Tier.SSD:
                 entry.tier = common_pb2.TIER_SSD
             if chunk.replicas > 1:
-                entry.replicas = chunk.replicas
-        self._failed_copies = []
-        self._add_signs(request)
+                request.news.replicated.add(key=chunk.key, replicas=chunk.replicas)
+        self._add_news(request)
         try:
             self._connection.send(fastlane_pb2.METHOD_ANNOUNCE, request, directory_pb2.AnnounceReply, self._replied)
         except TanghuluError as error:
             self._replied(error)
 
-    def _add_signs(self, request: directory_pb2.AnnounceRequest) -> None:
-        """What else the copy planner wants to know: once a second what is hot, always whether a drain may end."""
+    def _add_news(self, request: directory_pb2.AnnounceRequest) -> None:
+        """What else the copy planner wants to know: copies that failed, what is hot, whether a drain may end."""
         state = self._state
-        if state.draining:
-            request.quiet = (
-                not state.table.writing and not request.added and not request.report and not self._queue.urgent
-            )
+        if self._failed_copies:
+            request.news.failed.extend(self._failed_copies)
+            self._failed_copies = []
+        if state.draining and not (state.table.writing or request.added or request.report or self._queue.urgent):
+            request.news.quiet = True
         if self._sent_s >= self._hot_told_s + HEARTBEAT_S:
             self._hot_told_s = self._sent_s
             for key, num_gets in state.hot.take():
-                request.hot.add(key=key, num_gets=num_gets)
+                request.news.hot.add(key=key, num_gets=num_gets)
 
     def _replied(self, outcome: Reply[directory_pb2.AnnounceReply] | TanghuluError) -> None:
         message = self._message
