@@ -7,10 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import structlog
 import torch
 
 from tanghulu.workers.assembly import LoadedModel
 from tanghulu.workers.kv_layout import KvLayout
+from tanghulu.workers.memory_plan import MemoryPlan, available_bytes
+from tanghulu.workers.models.linear import compute_dtype
 from tanghulu.workers.models.registry import dtype_name, load_model, pick_dtype
 from tanghulu.workers.models.shard import Shard, require_split
 from tanghulu.workers.profiled_runner import ProfiledRunner
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
     from tanghulu.workers.models.registry import Model
     from tanghulu.workers.weights.source import ModelSource
 
+_log = structlog.get_logger(__name__)
+
 
 def load(config: WorkerConfig, progress: Callable[[float], None]) -> LoadedModel:
     """Read the model's files; takes seconds. Raises ModelUnsupported or ConfigError."""
@@ -35,6 +40,7 @@ def load(config: WorkerConfig, progress: Callable[[float], None]) -> LoadedModel
     dtype = pick_dtype(config.dtype)
     layout = KvLayout.of(source.config, config.block_tokens, dtype_name(dtype), config.tp)
     layout.num_blocks_in(config.kv_memory)  # refuse what cannot fit before the long part
+    _require_memory(config, source, dtype)
     threads = max(1, (config.threads or os.cpu_count() or 1) // config.tp)
     torch.set_num_threads(threads)
     model, ranks = _load_shards(config, source, dtype, threads, progress)
@@ -52,6 +58,20 @@ def load(config: WorkerConfig, progress: Callable[[float], None]) -> LoadedModel
         return ProfiledRunner(runner, Path(config.profile)) if config.profile else runner
 
     return LoadedModel(source.name, layout, name, assets, make_runner, ranks)
+
+
+def _require_memory(config: WorkerConfig, source: ModelSource, dtype: torch.dtype) -> None:
+    plan = MemoryPlan.of(
+        source.config,
+        kv_bytes=config.kv_memory,
+        num_batched_tokens=config.max_num_batched_tokens,
+        num_seqs=config.max_num_seqs,
+        stored_item_bytes=dtype.itemsize,
+        computed_item_bytes=compute_dtype(dtype).itemsize,
+        num_ranks=config.tp,
+    )
+    _log.info("memory.planned", plan=str(plan), total_bytes=plan.total_bytes)
+    plan.require(available_bytes())
 
 
 def _load_shards(
