@@ -158,17 +158,18 @@ class RdmaLink:
                 self.cut(path)
                 raise NodeUnavailable(f"{path.label} did not answer within {timeout_s:g} s")
             for fd, events in self._epoll.poll(left_s):
-                if fd in self._actions:
-                    self._greet_step(path, fd, events)
+                self._greet_step(path, fd, events)
 
     # --- inside
 
     def _greet_step(self, path: Path, fd: int, events: int) -> None:
         connection = self._connections[path]
-        if fd != connection.descriptors[0]:
-            return
         try:
-            connection.serve_control(events)
+            if fd == self._wake_fd:
+                os.eventfd_read(fd)
+                connection.advance(self._ended)
+            elif fd == connection.descriptors[0]:
+                connection.serve_control(events)
         except ConnectionBroken as broken:
             self.cut(path)
             raise broken.error from None
@@ -179,7 +180,7 @@ class RdmaLink:
         if connection is not None:
             return connection
         connection = RdmaConnection(
-            path, self._devices, self._staging_of(path), self._fences, self._descriptor, self._session_id
+            path, self._devices, self._staging_of(path), self._fences, self._descriptor, self._session_id, self.wake
         )
         control, completions = connection.descriptors
         self._connections[path] = connection

@@ -12,6 +12,7 @@ import select
 import socket
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 from tanghulu.errors import InvalidRequest, NodeUnavailable, TanghuluError, TransferFailed
@@ -19,6 +20,7 @@ from tanghulu.transfer_engine.fences import Fences
 from tanghulu.transfer_engine.opcode import Opcode
 from tanghulu.transfer_engine.paths import Path
 from tanghulu.transfer_engine.rdma_devices import STAGED_BYTES, LocalDevices, Staging
+from tanghulu.transfer_engine.rdma_set_up import SetUp
 from tanghulu.transfer_engine.rdma_wire import ANSWER_BYTES, RdmaAnswer, RdmaOp, RdmaRequest, parse_answer, parse_error
 from tanghulu.transfer_engine.rdma_works import Completed, Work, which_tell
 from tanghulu.transfer_engine.segment import SegmentDescriptor
@@ -59,13 +61,18 @@ class RdmaConnection:
         fences: Fences,
         descriptor: SegmentDescriptor,
         session_id: int,
+        wake: Callable[[], None],
     ) -> None:
-        """Raises NodeUnavailable or TransferFailed if there is no queue pair or no address."""
+        """``wake`` is called from a thread when ``advance`` has something to do that no descriptor tells.
+
+        Raises NodeUnavailable or TransferFailed if there is no queue pair or no address.
+        """
         self.path = path
         self.token = secrets.randbits(63) | 1
         self.ready = False
         self.watched = 0  # the events that the link's epoll was told to look for
-        self._devices, self._staging, self._fences = devices, staging, fences
+        self._devices, self._staging, self._fences, self._wake = devices, staging, fences, wake
+        self._set_up: SetUp | None = None
         self._pending: deque[Slice] = deque()
         self._posted: deque[_Posted] = deque()
         self._expected: deque[RdmaRequest] = deque()
@@ -116,6 +123,8 @@ class RdmaConnection:
 
     def advance(self, ended: list[Completion]) -> None:
         """Take completions, post what is pending; append what ended."""
+        if self._set_up is not None and self._set_up.done:
+            self._take_set_up(self._set_up)
         if self._posted:
             self._collect(ended)
         if self._pending and self.ready:
@@ -154,7 +163,10 @@ class RdmaConnection:
         """
         if self._posted:
             self._pair.flush(self._posted[-1].piece.slice_id, FLUSH_WAIT_S)
-        self._pair.close()
+        if self._set_up is None:
+            self._pair.close()
+        else:
+            self._set_up.abandon()
         writing = any(each.piece.opcode is Opcode.WRITE for each in self._posted)
         for each in self._posted:
             if each.slot is not None:
@@ -282,12 +294,14 @@ class RdmaConnection:
             self._leases[request.token] = refusal
         if answer.op is not RdmaOp.CONNECT:
             return
-        try:
-            self._pair.connect(answer.address)
-        except TanghuluError as error:
-            raise ConnectionBroken(error) from error
         self._segment_address, self._segment_key = answer.segment_address, answer.segment_key
         self._leased = answer.leased
+        self._set_up = SetUp(self._pair, answer.address, self._devices, self._wake)
+
+    def _take_set_up(self, set_up: SetUp) -> None:
+        if set_up.error is not None:
+            raise ConnectionBroken(set_up.error) from set_up.error
+        self._set_up = None
         self.ready = True
 
     def _hear_closed(self) -> bool:
