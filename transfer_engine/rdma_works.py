@@ -17,7 +17,6 @@ from tanghulu.transfer_engine.opcode import Opcode
 SIGNAL_WORKS = 8
 SIGNAL_BYTES = 1 << 20
 _ACCESS_FAULTS = ("REM_ACCESS_ERR", "REM_INV_REQ_ERR", "LOC_PROT_ERR")
-_OPCODES = {Opcode.READ: abi.WR_RDMA_READ, Opcode.WRITE: abi.WR_RDMA_WRITE}
 
 
 class Work(NamedTuple):
@@ -71,11 +70,12 @@ class PostRing:
     def fill(self, works: Sequence[Work], tell: Sequence[bool]) -> None:
         """Lay out the chain; works whose ``tell`` is true will tell their end."""
         pack, memory, size_bytes, last = abi.SEND_REQUEST.pack_into, self._memory, self._size_bytes, len(works) - 1
+        read, write = abi.WR_RDMA_READ, abi.WR_RDMA_WRITE
         for number, (work, told, (offset, address)) in enumerate(zip(works, tell, self._places, strict=False)):
             pack(
                 memory, offset, work.work_id, 0 if number == last else address + size_bytes, address + abi.SGE_OFFSET,
-                1, _OPCODES[work.opcode], abi.SEND_SIGNALED if told else 0, work.remote_address, work.remote_key,
-                work.local_address, work.length, work.local_key,
+                1, read if work.opcode is Opcode.READ else write, abi.SEND_SIGNALED if told else 0,
+                work.remote_address, work.remote_key, work.local_address, work.length, work.local_key,
             )  # fmt: skip
 
 
