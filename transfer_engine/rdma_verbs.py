@@ -253,7 +253,7 @@ class QueuePair:
     def flush(self, last_work: int, timeout_s: float) -> bool:
         """Force the error state, and wait until the last posted work has ended; whether it did in time.
 
-        Destroying a pair with works under way is allowed, but soft-RoCE may spin in the kernel for ever then.
+        Destroying a pair with works under way is allowed, but drivers are used to idle ones.
         """
         self._fail(self._pair)
         until_s = time.monotonic() + timeout_s

@@ -38,7 +38,7 @@ LARGE = 20 * MIB
 Shell = Callable[[str], Any]
 
 #: A cable that is pulled: nothing comes in, nothing goes out. (The peer's link is not set down: the emulator then keeps
-#: what we send to it, which no network does, and soft-RoCE hangs in the kernel when its queue pair is destroyed.)
+#: what we send to it, which no network does, and a guest that WRITEs stops answering, its kernel included.)
 PULL = (
     "tc qdisc add dev {0} ingress && tc filter add dev {0} ingress matchall action drop"
     " && tc qdisc add dev {0} root netem loss 100%"
