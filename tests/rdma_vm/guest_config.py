@@ -13,5 +13,5 @@ LIMITS = {
 }
 #: Patient enough for an emulated processor, and quick to try a path again.
 CONFIG = EngineConfig(
-    limits=LIMITS, slice_deadline_s=1.5, retries_max=6, pause_s=0.2, pause_max_s=0.4, pause_after_errors=1
+    limits=LIMITS, slice_deadline_s=2.5, retries_max=6, pause_s=0.2, pause_max_s=0.4, pause_after_errors=1
 )

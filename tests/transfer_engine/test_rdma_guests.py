@@ -13,7 +13,7 @@ FOLDER = Path(__file__).parents[1] / "rdma_vm"
 SCRIPT = FOLDER / "rdma_vm.sh"
 TESTS = (FOLDER / "guest_contract.py", FOLDER / "guest_failures.py")
 #: About 80 s on two quiet cores; a busy machine may take longer.
-LIMIT_S = 300
+LIMIT_S = 360
 
 
 @pytest.mark.rdma
