@@ -1,8 +1,9 @@
 """vLLM's KV events to changes of the index: the payload's format, and the sequence numbers.
 
-Pure. A publisher numbers its messages from 0; a message is msgpack of [time, events, data-parallel rank], an event an
-array with its name in front:
+Pure. A publisher numbers its messages from 0; a message is msgpack of [time, events, data-parallel rank]. An event is a
+map in newer versions (seen with 0.32), an array with its name in front in older ones:
 
+    {"type": "BlockStored", "block_hashes": hashes, "medium": medium, …}   {"type": "BlockRemoved", …}
     ["BlockStored", hashes, parent, token_ids, block_size, lora_id, medium, …]
     ["BlockRemoved", hashes, medium, …]
     ["AllBlocksCleared"]
@@ -23,6 +24,8 @@ from tanghulu.errors import ConfigError, InvalidRequest
 from tanghulu.types import BlockHash, InstanceId
 
 GPU = ("GPU", None)
+#: Where an event that is an array has its medium.
+_MEDIUM_AT = {"BlockStored": 6, "BlockRemoved": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +78,27 @@ class Numbers:
 def decode(payload: Any) -> list[KvChange]:
     """The changes in an unpacked message, in order. Raises InvalidRequest for one that is not of this format."""
     try:
-        return [_change(event[0], event[1:]) for event in payload[1]]
-    except (IndexError, KeyError, TypeError, ValueError) as error:
+        return [_change(event if isinstance(event, dict) else _as_map(event)) for event in payload[1]]
+    except (IndexError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise InvalidRequest(f"not a KV event message of vLLM: {error!r}") from error
 
 
-def _change(name: str, fields: list[Any]) -> KvChange:
+def _as_map(event: list[Any]) -> dict[str, Any]:
+    name = event[0]
+    if name not in _MEDIUM_AT:
+        return {"type": name}
+    at = _MEDIUM_AT[name]
+    return {"type": name, "block_hashes": event[1], "medium": event[at] if len(event) > at else None}
+
+
+def _change(event: dict[str, Any]) -> KvChange:
+    name = event["type"]
     if name == "AllBlocksCleared":
         return KvChange(cleared=True)
-    if name == "BlockStored":
-        medium = fields[5] if len(fields) > 5 else None
-        return KvChange(stored=_hashes(fields[0]) if medium in GPU else ())
-    if name == "BlockRemoved":
-        medium = fields[1] if len(fields) > 1 else None
-        return KvChange(removed=_hashes(fields[0]) if medium in GPU else ())
-    return KvChange()
+    if name not in _MEDIUM_AT or event.get("medium") not in GPU:
+        return KvChange()
+    hashes = _hashes(event["block_hashes"])
+    return KvChange(stored=hashes) if name == "BlockStored" else KvChange(removed=hashes)
 
 
 def _hashes(values: Iterable[int | bytes]) -> tuple[BlockHash, ...]:

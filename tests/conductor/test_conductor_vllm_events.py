@@ -27,6 +27,10 @@ def test_a_message():
         ["BlockRemoved", [9], "CPU"],
         ["AllBlocksCleared"],
         ["SomethingNew", 1],
+        {"type": "BlockStored", "block_hashes": [3], "parent_block_hash": None, "medium": "GPU", "lora_id": None},
+        {"type": "BlockStored", "block_hashes": [3], "medium": "CPU"},
+        {"type": "BlockRemoved", "block_hashes": [3]},
+        {"type": "AllBlocksCleared"},
     ]
     assert decode([12.5, events, 0]) == [
         KvChange(stored=(number(1), b"\xff" * 8)),
@@ -36,10 +40,17 @@ def test_a_message():
         KvChange(),
         KvChange(cleared=True),
         KvChange(),
+        KvChange(stored=(number(3),)),
+        KvChange(),
+        KvChange(removed=(number(3),)),
+        KvChange(cleared=True),
     ]
 
 
-@pytest.mark.parametrize("payload", [[], 7, [1.0, [[]]], [1.0, [["BlockStored"]]], [1.0, [["BlockRemoved", ["x"]]]]])
+@pytest.mark.parametrize(
+    "payload",
+    [[], 7, [1.0, [[]]], [1.0, [["BlockStored"]]], [1.0, [["BlockRemoved", ["x"]]]], [1.0, [{"type": "BlockStored"}]]],
+)
 def test_what_is_no_message(payload):
     with pytest.raises(InvalidRequest, match="not a KV event message"):
         decode(payload)
