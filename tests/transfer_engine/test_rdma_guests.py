@@ -12,7 +12,7 @@ import pytest
 FOLDER = Path(__file__).parents[1] / "rdma_vm"
 SCRIPT = FOLDER / "rdma_vm.sh"
 TESTS = (FOLDER / "guest_contract.py", FOLDER / "guest_failures.py")
-#: About 80 s on two quiet cores; a busy machine may take longer.
+#: 168 s on two cores with a load of 8 beside it; a busier machine may take longer.
 LIMIT_S = 360
 
 
