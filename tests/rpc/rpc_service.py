@@ -16,6 +16,7 @@ from tanghulu.protos import directory_pb2 as pb
 from tanghulu.protos import directory_pb2_grpc, fastlane_pb2
 from tanghulu.rpc.door import Door
 from tanghulu.rpc.fast_server import FastService, Later, Peer
+from tanghulu.rpc.frames import HEAD
 from tanghulu.rpc.grpc_edge import abort
 
 ECHO = fastlane_pb2.METHOD_GET
@@ -114,3 +115,9 @@ async def until(condition: Callable[[], bool], deadline_s: float = 5.0) -> None:
     async with asyncio.timeout(deadline_s):
         while not condition():  # noqa: ASYNC110 - looks at the state of other tasks, which tell nobody
             await asyncio.sleep(0.001)
+
+
+def head_of(data: bytes) -> tuple[int, int, int, int]:
+    """(body length, attachment length, method, call id) of a frame."""
+    body, attachment, method, _flags, call_id = HEAD.unpack(data)
+    return body, attachment, method, call_id

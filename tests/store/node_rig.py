@@ -1,0 +1,42 @@
+"""A small node's decisions for tests: its size, its clients, and short ways to put."""
+
+from __future__ import annotations
+
+from tanghulu.clock import ManualClock
+from tanghulu.store.checksums import Checksums
+from tanghulu.store.node.eviction import make_policy
+from tanghulu.store.node.node_state import NodeState
+from tanghulu.store.node.outcomes import Existed, Reserved
+from tanghulu.store.node.waiters import Holder, Waiter
+from tanghulu.store.words import NewChunk, Pin
+from tanghulu.transfer_engine.access import AccessTable
+from tanghulu.types import ChunkKey
+
+CAPACITY = 64 * 64
+LEASE_MS = 1000
+COPIES, MAPS = Holder(1, False), Holder(2, True)
+SUM = Checksums(0, (1,))
+
+
+def make_state(clock: ManualClock | None = None, mapped_bytes: int = CAPACITY) -> NodeState:
+    clock = clock or ManualClock()
+    access = AccessTable(clock, LEASE_MS, mapped_bytes)
+    access.open_session(1, None)
+    access.open_session(2, 4242)
+    return NodeState(CAPACITY, access, lambda: make_policy("lru"), clock)
+
+
+def new(key: str, size: int = 64, version: int = 1, pin: Pin = Pin.NONE, ttl_s: float | None = None) -> NewChunk:
+    return NewChunk(ChunkKey(key), version, size, SUM, pin, ttl_s)
+
+
+def put(state: NodeState, item: NewChunk) -> Reserved | Existed:
+    outcome = state.reserve(item, None)
+    assert not isinstance(outcome, Waiter), "no room"
+    if isinstance(outcome, Existed):
+        return outcome
+    return state.commit_written(outcome.chunk, item.checksums, visible=False)
+
+
+def keys(state: NodeState) -> list[str]:
+    return sorted(state.table.keys())
