@@ -96,7 +96,7 @@ class AnyNode(RuleBasedStateMachine):
     @rule()
     def admit(self) -> None:
         for _, outcome in self.state.admit_waiters():
-            assert not isinstance(outcome, TanghuluError) or isinstance(outcome, Overloaded)
+            assert not isinstance(outcome, TanghuluError) or isinstance(outcome, Overloaded | StoreFull)
 
     @invariant()
     def books_balance(self) -> None:
