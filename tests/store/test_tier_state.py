@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from tanghulu.store.node.eviction import POLICIES, make_policy
 from tanghulu.store.node.limits import Watermarks
 from tanghulu.store.node.tier_admission import MAX_REMEMBERED, Evicted, TierAdmission, Verdict
 from tanghulu.store.node.tier_entry import TRANSITIONS, EntryEvent, EntryState, TierEntry
-from tanghulu.store.node.tier_file import Arena, TierFile
+from tanghulu.store.node.tier_file import TierFile
 from tanghulu.store.node.tier_record import UNIT, Record, decode_head, encode_head
 from tanghulu.store.node.tier_state import Instruction, Lost, TierState, Wipe, Write
 from tanghulu.store.words import Pin
@@ -394,21 +393,3 @@ def test_the_scan_reads_long_heads_and_jumps_over_long_records(path: Path) -> No
         place += each.record_bytes + rng.choice((0, 0, UNIT, 300 * UNIT))
     assert list(file.scan()) == written
     file.close()
-
-
-@pytest.fixture
-def arena() -> Iterator[Arena]:
-    arena = Arena(8 * UNIT)
-    yield arena
-    arena.close()
-
-
-def test_the_arena_is_bounded_and_aligned(arena: Arena) -> None:
-    first, second = arena.take(4 * UNIT), arena.take(3 * UNIT)
-    assert first is not None
-    assert second is not None
-    assert arena.take(2 * UNIT) is None
-    assert arena.largest_free_bytes == UNIT
-    arena.give_back(first)
-    assert arena.used_bytes == 3 * UNIT
-    arena.give_back(second)
