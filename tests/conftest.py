@@ -15,11 +15,12 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 #: A skip with this reason is fine everywhere: no package can install it.
-HARDWARE = "hardware: "
+#: Reasons for which a test may be skipped under --require-all: a device, or a package of an extra that CI leaves out.
+MAY_BE_MISSING = ("hardware: ", "extra: ")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--require-all", action="store_true", help="a skipped test fails, but for missing hardware")
+    parser.addoption("--require-all", action="store_true", help="a skipped test fails, but for missing hardware and extras")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -36,7 +37,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
     report = yield
     if report.skipped and item.config.getoption("--require-all") and not hasattr(report, "wasxfail"):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-        if HARDWARE not in reason:
+        if not any(allowed in reason for allowed in MAY_BE_MISSING):
             report.outcome = "failed"
             report.longrepr = f"skipped under --require-all: {reason}"
     return report

@@ -16,7 +16,7 @@ from tanghulu.transfer_engine.ucx_agent import probe
 SIZES = (100, 70_000, (5 << 20) + 3)
 
 
-@pytest.mark.skipif(bool(probe()), reason=probe() or "NIXL is here")
+@pytest.mark.skipif(bool(probe()), reason=f"extra: {probe()}")
 def test_values_go_and_come_by_ucx():
     with Cluster(1, "64MiB", "--transports", "shm,ucx,tcp") as cluster:
         values = {f"k{size}": np.random.default_rng(size).bytes(size) for size in SIZES}

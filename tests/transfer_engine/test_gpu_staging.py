@@ -72,7 +72,7 @@ class TestStaging:
     @pytest.fixture(params=["cpu", "cuda"])
     def device(self, request: pytest.FixtureRequest) -> str:
         if request.param == "cuda" and not torch.cuda.is_available():
-            pytest.skip("no GPU: torch.cuda.is_available() is False")
+            pytest.skip("hardware: no GPU, torch.cuda.is_available() is False")
         return str(request.param)
 
     @pytest.mark.parametrize("ring_bytes", [1000, 64 << 20])

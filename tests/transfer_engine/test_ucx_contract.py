@@ -38,7 +38,7 @@ from tanghulu.transfer_engine.ucx_agent import probe
 
 READ, WRITE = Opcode.READ, Opcode.WRITE
 LARGE = 64 << 20
-pytestmark = pytest.mark.skipif(bool(probe()), reason=probe() or "NIXL is here")
+pytestmark = pytest.mark.skipif(bool(probe()), reason=f"extra: {probe()}")
 
 
 @pytest.fixture(scope="module")
