@@ -20,7 +20,9 @@ MAY_BE_MISSING = ("hardware: ", "extra: ")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--require-all", action="store_true", help="a skipped test fails, but for missing hardware and extras")
+    parser.addoption(
+        "--require-all", action="store_true", help="a skipped test fails, unless hardware or an extra is missing"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
