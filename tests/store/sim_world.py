@@ -38,6 +38,10 @@ _SLACK_S = 0.5
 _CHECKED_NODES = 2
 
 
+FAULTS = ("crash", "cut", "cut", "isolate", "slow", "tear", "tear", "master", "mend")
+SIZES = (10, 100, 3000, 70_000, 120_000)
+
+
 @dataclass(frozen=True)
 class Plan:
     """How large a world is and how much happens in it."""
@@ -48,6 +52,9 @@ class Plan:
     seconds: float
     node_bytes: int
     fault_every_s: float
+    faults: tuple[str, ...] = FAULTS
+    sizes: tuple[int, ...] = SIZES
+    removals: float = 0.6  # beside 4 puts and 6 gets
 
     @classmethod
     def of(cls, rng: Random, num_nodes: int = 0) -> Plan:
@@ -61,6 +68,7 @@ class Plan:
             seconds=rng.uniform(6, 20),
             node_bytes=(256 << 10) if small else (4 << 20),
             fault_every_s=rng.choice((0.3, 1.0, 3.0)),
+            sizes=SIZES if small or rng.random() < 0.7 else (100, 1_200_000),
         )
 
 
@@ -172,8 +180,7 @@ class World:
     # --- faults
 
     def _fault(self) -> None:
-        kinds = ("crash", "cut", "cut", "slow", "tear", "tear", "master", "mend")
-        kind = self.rng.choice(kinds)
+        kind = self.rng.choice(self.plan.faults)
         self.counts[kind] += 1
         host = self.rng.choice(sorted(self.nodes))
         match kind:
@@ -181,7 +188,9 @@ class World:
                 self._crash(host)
             case "cut":
                 other = self.rng.choice(["master", *(f"client-{n}" for n in range(self.plan.num_clients))])
-                self._cut(host, other)
+                self._cut(host, other, self.rng.uniform(0.2, 8))
+            case "isolate":  # for so long that the master takes it for dead
+                self._cut(host, "master", self.rng.uniform(4, 7))
             case "slow":
                 self._slow(host)
             case "tear":
@@ -213,10 +222,10 @@ class World:
         if not self.master.alive:
             self._start_master()
 
-    def _cut(self, one: str, other: str) -> None:
+    def _cut(self, one: str, other: str, seconds: float) -> None:
         self.network.cut(one, other)
         self._disturb_link(one, other)
-        self.loop.call_later(self.rng.uniform(0.2, 8), self._mend_link, one, other)
+        self.loop.call_later(seconds, self._mend_link, one, other)
 
     def _mend_link(self, one: str, other: str) -> None:
         if self.network.is_cut(one, other):
@@ -255,7 +264,7 @@ class World:
             await client.close()
 
     async def _operation(self, client: AsyncClient, rng: Random) -> None:
-        kind = rng.choices(("put", "get", "get_many", "exists", "remove"), (4, 6, 1, 1, 0.6))[0]
+        kind = rng.choices(("put", "get", "get_many", "exists", "remove"), (4, 6, 1, 1, self.plan.removals))[0]
         key = f"key-{rng.randrange(self.plan.num_keys)}"
         began_s = self.loop.time()
         try:
@@ -273,7 +282,7 @@ class World:
 
     async def _put(self, client: AsyncClient, rng: Random, key: str) -> None:
         life = self.keys.setdefault(key, KeyLife())
-        size = rng.choice((10, 100, 3000, 70_000, 120_000))
+        size = rng.choice(self.plan.sizes)
         head = f"{key}|{rng.random()}|".encode()
         value = head + rng.randbytes(8) * (size // 8)
         life.values.add(value)
@@ -308,8 +317,10 @@ class World:
         life = self.keys.setdefault(key, KeyLife())
         life.removes_begun += 1
         life.acked_s, life.put_since_remove = None, life.puts_open > 0
-        await client.remove(key, deadline_s=DEADLINE_S)
-        life.removed_s = self.loop.time()
+        began_s = self.loop.time()
+        # A holder that the master takes for dead and that comes back while the remove is under way keeps its copy.
+        if await client.remove(key, deadline_s=DEADLINE_S) and max(self._disturbed_s.values()) < began_s:
+            life.removed_s = self.loop.time()
 
     # --- what must hold
 
@@ -363,7 +374,8 @@ class World:
                         self._require_put(key, chunk.bytes())
                 except ChunkNotFound:
                     assert not holders, f"{key} is on {[h.host for h in holders]} and was not found"
-                gone = life.removed_s is not None and not life.put_since_remove
+                # Of several puts, an older one may come back with a node that the master had taken for dead.
+                gone = life.removed_s is not None and not life.put_since_remove and len(life.values) == 1
                 if gone and life.removed_s is not None and life.removed_s > self.restarted_master_s:
                     assert not holders, f"{key} was removed at {life.removed_s:.2f} and is back"
         finally:

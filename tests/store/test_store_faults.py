@@ -18,7 +18,7 @@ from store_cluster import Cluster, Process, eventually
 from store_fault_tools import DEADLINE_S, MIB, child, read, says, stopped, tell, timed, value
 
 import tanghulu
-from tanghulu.errors import ChunkNotFound, TanghuluError
+from tanghulu.errors import ChunkNotFound, NodeUnavailable, TanghuluError
 from tanghulu.store.client import Client
 
 # --- bits that flip in memory
@@ -282,7 +282,8 @@ def test_a_node_killed_in_the_middle_of_demotions_comes_back_sound(tmp_path: Pat
                 found = client.get_many(old := [f"life{life - 1}-{i}" for i in range(60)], deadline_s=20.0)
                 for key, outcome in zip(old, found, strict=True):
                     if isinstance(outcome, TanghuluError):
-                        assert isinstance(outcome, ChunkNotFound), outcome
+                        # of what was lost the master may still think that the killed node has it
+                        assert isinstance(outcome, ChunkNotFound | NodeUnavailable), outcome
                     else:
                         assert key not in removed, "it came back"
                         assert bytes(outcome) == value(key)

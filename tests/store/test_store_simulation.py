@@ -19,9 +19,12 @@ from tanghulu.store.node.node_state import NodeState
 
 #: Seeds that once failed.
 PAST_FAILURES = (6, 43, 62)
-#: Mutations are looked for in so many lives.
-_MUTANT_LIVES = 40
-_BUSY = Plan(num_nodes=3, num_clients=3, num_keys=20, seconds=12.0, node_bytes=1 << 20, fault_every_s=0.7)
+#: Mutations are looked for in so many lives at most: where values crowd
+#: each other out, where holders come and go, where they are cut off.
+_MUTANT_LIVES = 60
+_CROWDED = Plan(2, 4, 8, 8.0, 4 << 20, 1.0, faults=("slow", "slow", "tear", "mend"), sizes=(100, 1_200_000))
+_STORMY = Plan(3, 4, 6, 8.0, 4 << 20, 0.5)
+_LONELY = Plan(3, 4, 150, 14.0, 4 << 20, 1.5, faults=("isolate",), removals=2.0, sizes=(10, 3000))
 
 
 @pytest.mark.parametrize("seed", PAST_FAILURES)
@@ -84,22 +87,24 @@ def _is_never_incomplete(original: Any) -> property:
 
 
 MUTATIONS = [
-    (AnnouncementQueue, "requeue", _forgets_to_announce),
-    (NodeState, "_drop", _frees_what_is_leased),
-    (OffsetAllocator, "free", _hands_out_too_much),
-    (Directory, "_bury", _lets_removed_chunks_return),
-    (Rebuild, "is_ready", _is_never_incomplete),
+    (AnnouncementQueue, "requeue", _forgets_to_announce, _STORMY),
+    (NodeState, "_drop", _frees_what_is_leased, _CROWDED),
+    (OffsetAllocator, "free", _hands_out_too_much, _CROWDED),
+    (Directory, "_bury", _lets_removed_chunks_return, _LONELY),
+    (Rebuild, "is_ready", _is_never_incomplete, _STORMY),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("owner", "name", "mutate"), MUTATIONS, ids=[m[2].__name__.strip("_") for m in MUTATIONS])
-def test_mutations_are_caught(owner: type, name: str, mutate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("owner", "name", "mutate", "plan"), MUTATIONS, ids=[m[2].__name__.strip("_") for m in MUTATIONS]
+)
+def test_mutations_are_caught(owner: type, name: str, mutate: Any, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner, name, mutate(getattr(owner, name)))
     for seed in range(_MUTANT_LIVES):
         try:
-            World(seed, _BUSY).run()
+            World(seed, plan).run()
         except (AssertionError, KeyError):
             return
     pytest.fail(f"{_MUTANT_LIVES} lives passed with {owner.__name__}.{name} broken")
