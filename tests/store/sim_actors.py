@@ -152,14 +152,14 @@ class SimNode(SimProcess):
 
     async def _stay_registered(self) -> None:
         """What MasterDiscovery does by gRPC."""
-        lease_id, master = 0, None
+        lease_id = 0
         while True:
             await asyncio.sleep(self.network.latency_s(self.host, "master"))
             current = self._world.master
             if current.alive and not self.network.is_cut(self.host, "master"):
                 core, now_s = current.core, current.shell.now_s
-                if master is not current or not core.keep_alive(self.id, lease_id, now_s):
-                    lease_id, master = core.register(self._instance(), REGISTER_TTL_S, now_s), current
+                if not lease_id or not core.keep_alive(self.id, lease_id, now_s):
+                    lease_id = core.register(self._instance(), REGISTER_TTL_S, now_s)
                 current.shell.changed()
             self._register_now.clear()
             try:

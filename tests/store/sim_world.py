@@ -215,7 +215,10 @@ class World:
 
     def _crash_master(self) -> None:
         if self.master.alive:
-            self.master.kill(silently=self.rng.random() < 0.3)
+            silently = self.rng.random() < 0.3
+            self.master.kill(silently=silently)
+            if silently:  # nodes may notice so late that a new master has waited long enough for them
+                self._disturb("master")
             self.loop.call_later(self.rng.uniform(0.1, 4), self._restart_master)
 
     def _restart_master(self) -> None:

@@ -20,10 +20,12 @@ from tanghulu.store.node.node_state import NodeState
 #: Seeds that once failed.
 PAST_FAILURES = (6, 43, 62)
 #: Mutations are looked for in so many lives at most: where values crowd
-#: each other out, where holders come and go, where they are cut off.
+#: each other out, where holders come and go, where they are cut off,
+#: where masters follow one another.
 _MUTANT_LIVES = 60
 _CROWDED = Plan(2, 4, 8, 8.0, 4 << 20, 1.0, faults=("slow", "slow", "tear", "mend"), sizes=(100, 1_200_000))
 _STORMY = Plan(3, 4, 6, 8.0, 4 << 20, 0.5)
+_REBORN = Plan(5, 4, 40, 14.0, 4 << 20, 1.0, faults=("master",), sizes=(10, 3000), removals=0.1)
 _LONELY = Plan(3, 4, 150, 14.0, 4 << 20, 1.5, faults=("isolate",), removals=2.0, sizes=(10, 3000))
 
 
@@ -91,7 +93,7 @@ MUTATIONS = [
     (NodeState, "_drop", _frees_what_is_leased, _CROWDED),
     (OffsetAllocator, "free", _hands_out_too_much, _CROWDED),
     (Directory, "_bury", _lets_removed_chunks_return, _LONELY),
-    (Rebuild, "is_ready", _is_never_incomplete, _STORMY),
+    (Rebuild, "is_ready", _is_never_incomplete, _REBORN),
 ]
 
 
