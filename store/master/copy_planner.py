@@ -108,6 +108,7 @@ class CopyPlanner:
             or announcement.quiet
             or self._drains
             or self.orders.active
+            or self._directory.has_bereft
             or (self._wanted and (announcement.removed or announcement.deleted))
         )
 
@@ -120,6 +121,7 @@ class CopyPlanner:
                 self._let_go(key)
         for key in announcement.deleted:
             self._wanted.pop(key, None)
+        self._drop_removed()
         if self.orders.active:
             for entry in announcement.added:
                 copy = self.orders.done(entry.key, node_id)
@@ -134,6 +136,11 @@ class CopyPlanner:
             drain.quiet_since_s = (drain.quiet_since_s or now_s) if announcement.quiet else None
         self.heat.add(announcement.hot, now_s)
         return self.orders.take(node_id)
+
+    def _drop_removed(self) -> None:
+        """Holders of what was removed elsewhere let go of it too."""
+        for node_id, key, version in self._directory.take_bereft():
+            self.orders.drop(node_id, Drop(key, version))
 
     def _let_go(self, key: str) -> None:
         wanted = self._wanted.get(key)

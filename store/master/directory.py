@@ -128,6 +128,14 @@ class NodeView:
     ssd_used_bytes: int = 0
 
 
+class Bereft(NamedTuple):
+    """A holder of a chunk that was removed at another one."""
+
+    node_id: str
+    key: str
+    version: int
+
+
 class Directory:
     """See the module. ``now_s`` is any monotonic time, the same clock in every call.
 
@@ -147,6 +155,7 @@ class Directory:
         self._table = ChunkTable()
         self._nodes: dict[str, Node] = {}
         self._tombstones: OrderedDict[str, int] = OrderedDict()
+        self._bereft: list[Bereft] = []  # until the planner takes them, in the same call
 
     @property
     def num_keys(self) -> int:
@@ -235,15 +244,20 @@ class Directory:
 
     def _take_out(self, announcement: Announcement, changes: dict[str, bool]) -> None:
         for key in announcement.deleted:
-            self._bury(key)
+            self._bury(key, announcement.node_id)
         for keys in (announcement.removed, announcement.deleted):
             for key in keys:
                 if self._table.remove(announcement.node_id, key):
                     changes[key] = False
 
-    def _bury(self, key: str) -> None:
+    def _bury(self, key: str, node_id: str) -> None:
+        """The chunk was removed: its other holders shall not have it either, and none may bring it back."""
         found = self._table.find(key)
         if found is not None:
+            for other in found.node_ids:
+                if other != node_id and self._table.remove(other, key):
+                    self._log(DirectoryEventKind.REMOVED, other, (key,))
+                    self._bereft.append(Bereft(other, key, found.version))
             self._tombstones[key] = found.version
             self._tombstones.move_to_end(key)
             if len(self._tombstones) > MAX_TOMBSTONES:
@@ -272,6 +286,16 @@ class Directory:
     def _check_all_reported(self) -> None:
         if self._nodes and self._expected <= self._nodes.keys() and all(n.reported for n in self._nodes.values()):
             self.rebuild.handle(RebuildEvent.ALL_REPORTED)
+
+    @property
+    def has_bereft(self) -> bool:
+        """Whether nodes are to be told that what they hold was removed."""
+        return bool(self._bereft)
+
+    def take_bereft(self) -> list[Bereft]:
+        """Nodes that hold what was removed elsewhere, each once."""
+        taken, self._bereft = self._bereft, []
+        return taken
 
     # --- what callers ask
 

@@ -99,9 +99,14 @@ class DirectoryMachine(RuleBasedStateMachine):
     def expect(self, name: str, node: ModelNode, announcement: Announcement) -> list[bool]:
         if announcement.report is Report.BEGIN:
             node.before, node.said, node.reporting = node.holds, {}, True
+        bereft = set()
         for key in announcement.deleted:
             for version in self.versions(key):
                 self.graves[key] = version
+                bereft |= {(n, key, version) for n, other in self.nodes.items() if n != name and key in other.holds}
+            for other in self.nodes.values():
+                other.drop(key)
+        assert set(self.directory.take_bereft()) == bereft
         for key in (*announcement.removed, *announcement.deleted):
             node.drop(key)
         accepted = []
@@ -246,6 +251,18 @@ def test_the_first_version_wins_while_it_lives() -> None:
     assert say(directory, "b", ("k", 2)) == [True], "its own older version does not stand in a node's way"
     directory.node_gone("b")
     assert holders(directory, "k") == ()
+
+
+def test_what_is_removed_at_one_holder_is_removed_at_all() -> None:
+    directory = make("a", "b", "c")
+    for name in ("a", "b"):
+        say(directory, name, ("k", 1))
+    say(directory, "a", deleted=["k"])
+    assert holders(directory, "k") == ()
+    assert directory.has_bereft
+    assert directory.take_bereft() == [("b", "k", 1)]
+    assert not directory.has_bereft
+    assert say(directory, "b", ("k", 1)) == [False]
 
 
 def test_a_deleted_version_does_not_come_back(monkeypatch) -> None:

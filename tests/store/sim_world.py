@@ -320,9 +320,7 @@ class World:
         life = self.keys.setdefault(key, KeyLife())
         life.removes_begun += 1
         life.acked_s, life.put_since_remove = None, life.puts_open > 0
-        began_s = self.loop.time()
-        # A holder that the master takes for dead and that comes back while the remove is under way keeps its copy.
-        if await client.remove(key, deadline_s=DEADLINE_S) and max(self._disturbed_s.values()) < began_s:
+        if await client.remove(key, deadline_s=DEADLINE_S):
             life.removed_s = self.loop.time()
 
     # --- what must hold
