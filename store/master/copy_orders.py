@@ -52,6 +52,14 @@ class Drop(NamedTuple):
     version: int
 
 
+class Bereft(NamedTuple):
+    """A holder of a chunk that was removed at another one."""
+
+    node_id: str
+    key: str
+    version: int
+
+
 class _Budget:
     """A token bucket of one second's worth."""
 

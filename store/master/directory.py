@@ -26,6 +26,7 @@ from typing import NamedTuple
 from tanghulu.discovery.base import Instance
 from tanghulu.errors import InvalidRequest, LeaseExpired
 from tanghulu.store.master.chunk_table import ChunkTable, Found, Outcome, Slot, SlotState
+from tanghulu.store.master.copy_orders import Bereft
 from tanghulu.store.master.event_ring import EventRing
 from tanghulu.store.master.events import DirectoryEvent, DirectoryEventKind
 from tanghulu.store.master.placement import Candidate, Wish, place
@@ -126,14 +127,6 @@ class NodeView:
     last_seen_s: float = field(compare=False)
     ssd_capacity_bytes: int = 0
     ssd_used_bytes: int = 0
-
-
-class Bereft(NamedTuple):
-    """A holder of a chunk that was removed at another one."""
-
-    node_id: str
-    key: str
-    version: int
 
 
 class Directory:

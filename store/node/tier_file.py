@@ -31,6 +31,7 @@ from tanghulu.store.node.tier_record import (
     has_magic,
     looks_like_tier,
 )
+from tanghulu.transfer_engine.segment import unmap
 
 _log = structlog.get_logger(__name__)
 
@@ -83,9 +84,8 @@ class Arena:
         buffer.view.release()
 
     def close(self) -> None:
-        """Unmap; every buffer has been given back."""
-        self._view.release()
-        self._area.close()
+        """Unmap; buffers of writes that a failing disk never took keep their pages until they are dropped."""
+        unmap(self._view, self._area)
 
 
 class TierFile:
