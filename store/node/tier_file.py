@@ -96,7 +96,8 @@ class TierFile:
         self.path = path
         self.capacity_bytes = size_bytes // UNIT * UNIT - UNIT
         self.direct = True
-        self._wiped = mmap.mmap(-1, UNIT)
+        self._wiped_area = mmap.mmap(-1, UNIT)  # zeros
+        self._wiped = memoryview(self._wiped_area)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = self._open()
@@ -125,20 +126,20 @@ class TierFile:
 
     def _take_over(self) -> bytes:
         """The id of the file; a new or damaged one starts empty under a new id."""
-        with mmap.mmap(-1, UNIT) as first:
-            num_read = os.preadv(self._fd, [first], 0)
-            if num_read and first[:num_read].strip(b"\0") and not looks_like_tier(first[:]):
-                os.close(self._fd)
-                raise ConfigError(f"{self.path} is not an SSD tier of tanghulu; name a new file, or remove it")
-            file_id = decode_superblock(first[:])
-            if file_id is None:
-                if num_read:
-                    _log.error("tier.superblock_damaged", path=str(self.path), now="starts empty")
-                file_id = secrets.token_bytes(FILE_ID_BYTES)
-                os.ftruncate(self._fd, 0)
-                first[:] = encode_superblock(file_id)
-                _all(os.pwritev, self._fd, memoryview(first), 0)
-            return file_id
+        first = mmap.mmap(-1, UNIT)  # unmapped with the last that holds it, which may be the error of a write
+        num_read = os.preadv(self._fd, [first], 0)
+        if num_read and first[:num_read].strip(b"\0") and not looks_like_tier(first[:]):
+            os.close(self._fd)
+            raise ConfigError(f"{self.path} is not an SSD tier of tanghulu; name a new file, or remove it")
+        file_id = decode_superblock(first[:])
+        if file_id is None:
+            if num_read:
+                _log.error("tier.superblock_damaged", path=str(self.path), now="starts empty")
+            file_id = secrets.token_bytes(FILE_ID_BYTES)
+            os.ftruncate(self._fd, 0)
+            first[:] = encode_superblock(file_id)
+            _all(os.pwritev, self._fd, memoryview(first), 0)
+        return file_id
 
     # --- one record
 
@@ -152,7 +153,7 @@ class TierFile:
 
     def wipe(self, offset: int) -> None:
         """Make the record at ``offset`` unfindable. Raises OSError."""
-        _all(os.pwritev, self._fd, memoryview(self._wiped), UNIT + offset)
+        _all(os.pwritev, self._fd, self._wiped, UNIT + offset)
 
     def sync(self) -> None:
         """What was written survives a loss of power."""
@@ -161,7 +162,7 @@ class TierFile:
     def close(self) -> None:
         """Close and unlock."""
         os.close(self._fd)
-        self._wiped.close()
+        unmap(self._wiped, self._wiped_area)  # the error of a wipe that failed may still show its slice of it
 
     # --- everything
 

@@ -185,7 +185,7 @@ def test_a_full_disk_costs_chunks_and_nothing_else(tmp_path: Path) -> None:
                     assert bytes(outcome) == value(i)
             assert client.put("new", b"value").ok
             assert client.remove("new"), "a disk that is full keeps nobody from removing"
-            node.kill()
+            node.stop()
     finally:
         if made.returncode == 0:
             subprocess.run(["umount", str(mount)], check=True)
