@@ -8,7 +8,7 @@ holder; a key that has run out of cached holders is looked up at the master, onc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from tanghulu.errors import (
     ChunkNotFound,
     DeadlineExceeded,
     DirectoryIncomplete,
-    InvalidRequest,
+    LeaseExpired,
     NodeUnavailable,
     TanghuluError,
 )
@@ -29,6 +29,7 @@ from tanghulu.store.client.context import Context
 from tanghulu.store.client.instructions import Ask, Deadline, Logic, Move, PeerId, Reach, Sleep, Tell, portions
 from tanghulu.store.client.leases import LeasedMemory
 from tanghulu.store.client.link import Link
+from tanghulu.store.client.wants import Want, mismatch, not_found, too_small
 from tanghulu.store.packed_node import Found
 from tanghulu.store.shared_index import Entry, IndexReader
 from tanghulu.store.words import MAX_INLINE_BYTES
@@ -40,19 +41,8 @@ KEYS_PER_GET = 1024
 #: Values up to this size are copied by means of a shared index; larger ones are worth a lease, which needs no copy.
 MAX_COPIED_BYTES = MAX_INLINE_BYTES
 _REBUILDING_PAUSE_S = 0.05
-
-
-@dataclass(slots=True)
-class Want:
-    """One key to read: into ``buffer``, or into a Chunk where that is None. Done when ``result`` is set."""
-
-    key: str
-    buffer: Buffer | None = None
-    holders: list[PeerId] = field(default_factory=list)
-    tried: set[PeerId] = field(default_factory=set)
-    located: bool = False
-    failure: TanghuluError | None = None
-    result: Chunk | int | TanghuluError | None = None
+#: How often one get pins a key again whose lease ended before its bytes had come.
+MAX_PINNED_AGAIN = 3
 
 
 @dataclass(slots=True)
@@ -141,7 +131,7 @@ def _copy(context: Context, want: Want, node: PeerId, index: IndexReader, entry:
         if value is None:
             return False
         want.result = Chunk(want.key, entry.version, value)
-    elif not _too_small(want, size):
+    elif not too_small(want, size):
         if not index.read_into(entry, buffer.view(0, size)):
             return False
         want.result = size
@@ -154,7 +144,7 @@ def _find_holders(context: Context, deadline: Deadline, wants: list[Want]) -> Lo
     unknown = [w for w in wants if w.result is None]
     for want in unknown:
         if want.located:
-            want.result = want.failure or _not_found(want.key)
+            want.result = want.failure or not_found(want.key)
     unknown = [w for w in unknown if w.result is None]
     if not unknown:
         return
@@ -201,10 +191,6 @@ def _search_everywhere(context: Context, deadline: Deadline, wants: list[Want]) 
     for want in waiting:
         want.located = False
         want.tried.clear()
-
-
-def _not_found(key: str) -> ChunkNotFound:
-    return ChunkNotFound(f"no live node holds {key!r}")
 
 
 # --- one round
@@ -255,7 +241,7 @@ def _take_answer(
         found, value = answer
         if value is not None:
             if not _take_inline(want, found, value):  # the node is told, as if it had been pinned
-                pinned.append(_Pinned(want, node, found, error=_mismatch(want.key, node, found)))
+                pinned.append(_Pinned(want, node, found, error=mismatch(want.key, node, found)))
         else:
             context.leases.hold(node, found.lease_id)
             pinned.append(_Pinned(want, node, found))
@@ -290,25 +276,10 @@ def _take_inline(want: Want, found: Found, value: memoryview) -> bool:
         return False
     if want.buffer is None:
         want.result = Chunk(want.key, found.version, value)
-    elif not _too_small(want, found.size_bytes):
+    elif not too_small(want, found.size_bytes):
         want.buffer.view(0, found.size_bytes)[:] = value
         want.result = found.size_bytes
     return True
-
-
-def _too_small(want: Want, size_bytes: int) -> bool:
-    """Whether the caller's buffer cannot take the value; that is then the result."""
-    assert want.buffer is not None
-    if size_bytes <= want.buffer.size_bytes:
-        return False
-    want.result = InvalidRequest(
-        f"{want.key!r} has {size_bytes} bytes, the buffer to read into only {want.buffer.size_bytes}"
-    )
-    return True
-
-
-def _mismatch(key: str, node: PeerId, found: Found) -> ChecksumMismatch:
-    return ChecksumMismatch(f"the {found.size_bytes} bytes of {key!r} that arrived from {node} are not what was put")
 
 
 # --- values that are pinned on their node
@@ -329,7 +300,7 @@ def _read_pinned(context: Context, pinned: list[_Pinned], flush: Callable[[], No
             each.error = link
         elif each.want.buffer is None and link.view is not None:
             _look_at(context, each, link, flush)
-        elif each.want.buffer is None or not _too_small(each.want, each.found.size_bytes):
+        elif each.want.buffer is None or not too_small(each.want, each.found.size_bytes):
             requests.append(_request(each, link))
             moving.append(each)
     for start, part in portions(requests):
@@ -346,7 +317,7 @@ def _look_at(context: Context, each: _Pinned, link: Link, flush: Callable[[], No
     found, node = each.found, each.node
     assert link.view is not None
     if not sums.matches(link.view[found.offset : found.offset + found.size_bytes], found.checksums):
-        each.error = _mismatch(each.want.key, node, found)
+        each.error = mismatch(each.want.key, node, found)
         return
     leases, lease_id = context.leases, found.lease_id
     memory = LeasedMemory(link.address + found.offset, found.size_bytes, link.view, lambda: leases.drop(node, lease_id))
@@ -365,7 +336,7 @@ def _take_moved(each: _Pinned) -> None:
     assert each.arrived is not None
     want, found = each.want, each.found
     if not sums.matches(each.arrived, found.checksums):
-        each.error = _mismatch(want.key, each.node, found)
+        each.error = mismatch(want.key, each.node, found)
     elif want.buffer is not None:
         want.result = found.size_bytes
     else:
@@ -391,7 +362,9 @@ def _finish(
             for lease_id in leases:
                 context.leases.released(node, lease_id)
         for each in own:
-            if each.error is not None:
+            if isinstance(each.error, LeaseExpired) and each.want.num_expired < MAX_PINNED_AGAIN:
+                each.want.num_expired += 1  # too slow, or the connection broke in between: the holder still has it
+            elif each.error is not None:
                 _holder_failed(context, each.want, node, each.error)
     if calls:
         yield Tell(calls)

@@ -26,6 +26,7 @@ from tanghulu.store.client.model import (
     VerifiedPage,
 )
 from tanghulu.store.client.values import readable, writable
+from tanghulu.store.client.wants import Want
 from tanghulu.store.words import MAX_INLINE_BYTES, NewChunk, validate_key
 
 
@@ -85,7 +86,7 @@ class Operations:
 
     def get(self, deadline: Deadline, key: str) -> Logic[Chunk]:
         """One chunk; raises its error."""
-        want = gets.Want(validate_key(key))
+        want = Want(validate_key(key))
         yield from gets.fetch_one(self._context, deadline, want, self._flush)
         assert isinstance(want.result, Chunk | TanghuluError)
         if isinstance(want.result, TanghuluError):
@@ -94,13 +95,13 @@ class Operations:
 
     def get_many(self, deadline: Deadline, keys: Sequence[str]) -> Logic[list[Chunk | TanghuluError]]:
         """A chunk or an error for each key."""
-        wants = [gets.Want(validate_key(key)) for key in keys]
+        wants = [Want(validate_key(key)) for key in keys]
         yield from gets.fetch(self._context, deadline, wants, self._flush)
         return [want.result for want in wants]  # type: ignore[misc]  # no buffers: no sizes
 
     def get_into(self, deadline: Deadline, key: str, buffer: Any) -> Logic[int]:
         """One value into ``buffer``; its size. Raises its error."""
-        want = gets.Want(validate_key(key), writable(buffer))
+        want = Want(validate_key(key), writable(buffer))
         yield from gets.fetch_one(self._context, deadline, want, self._flush)
         assert isinstance(want.result, int | TanghuluError)
         if isinstance(want.result, TanghuluError):
@@ -113,7 +114,7 @@ class Operations:
         """A size or an error for each key."""
         if len(keys) != len(buffers):
             raise InvalidRequest(f"{len(keys)} keys and {len(buffers)} buffers do not belong together")
-        wants = [gets.Want(validate_key(k), writable(b)) for k, b in zip(keys, buffers, strict=True)]
+        wants = [Want(validate_key(k), writable(b)) for k, b in zip(keys, buffers, strict=True)]
         yield from gets.fetch(self._context, deadline, wants, self._flush)
         return [want.result for want in wants]  # type: ignore[misc]  # buffers: no chunks
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from tanghulu.errors import (
     ChecksumMismatch,
     ChunkNotFound,
     DirectoryIncomplete,
+    LeaseExpired,
     MasterUnavailable,
     NodeUnavailable,
     StoreFull,
@@ -21,7 +23,8 @@ from tanghulu.protos.fastlane_pb2 import Method
 from tanghulu.rpc.fast_client import Call, Reply
 from tanghulu.store import checksums, packed_directory, packed_node
 from tanghulu.store.client.context import Context
-from tanghulu.store.client.instructions import MASTER, Ask, Deadline, Logic, PeerId, Sleep, Tell
+from tanghulu.store.client.gets import MAX_PINNED_AGAIN
+from tanghulu.store.client.instructions import MASTER, Ask, Deadline, Logic, Move, PeerId, Reach, Sleep, Tell
 from tanghulu.store.client.model import NodeView, PutItem, PutOptions
 from tanghulu.store.client.operations import Operations
 from tanghulu.store.client.placement import NodeTable
@@ -45,6 +48,7 @@ class FakeCluster:
         self.incomplete = False
         self.asked: list[str] = []
         self.told_corrupt: list[tuple[str, str]] = []
+        self.num_expiring = self.num_moves = self.num_pins = 0  # moves that come too late for their lease
         self.context = Context("here", "", self.clock, NodeTable("here"))
         self.context.nodes.update([node(name) for name in names], 1e9)
         self.do = Operations(self.context, lambda: None)
@@ -62,6 +66,15 @@ class FakeCluster:
         if isinstance(instruction, Sleep):
             self.clock.advance(instruction.seconds)
             return None
+        if isinstance(instruction, Reach):
+            return SimpleNamespace(remote=None, view=None)
+        if isinstance(instruction, Move):
+            self.num_moves += 1
+            if self.num_moves <= self.num_expiring:
+                return [LeaseExpired("over") for _ in instruction.requests]
+            for request in instruction.requests:
+                request.source.view(0, request.length)[:] = b"right"
+            return [None for _ in instruction.requests]
         assert isinstance(instruction, Ask | Tell), instruction
         return [self._answer(peer, call) for peer, call in instruction.calls]
 
@@ -95,8 +108,11 @@ class FakeCluster:
             if value is None:
                 items.append(ChunkNotFound(key))
                 continue
-            items.append(packed_node.Found(len(value), 0, checksums.compute(b"right"), 0, 0, False))
-            data += value
+            if self.num_expiring:
+                self.num_pins += 1
+            else:
+                data += value
+            items.append(packed_node.Found(len(value), 0, checksums.compute(b"right"), self.num_pins, 0, False))
         return Reply(packed_node.pack_found(items, 1000), memoryview(data))
 
     def _method_unpin(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
@@ -165,6 +181,17 @@ def test_the_error_says_what_stood_in_the_way(fake: FakeCluster) -> None:
     fake.context.locations.set("k", (PeerId("b"),))
     fake.values["b"]["k"] = b"right"
     assert get(fake) == b"right", "known locations go on without a master"
+
+
+def test_a_lease_that_ends_before_the_bytes_have_come_is_taken_again_a_few_times(fake: FakeCluster) -> None:
+    fake.values["a"]["k"] = b"right"
+    fake.directory["k"] = ["a"]
+    fake.num_expiring = MAX_PINNED_AGAIN
+    assert get(fake) == b"right"
+    assert fake.num_pins == fake.num_moves == MAX_PINNED_AGAIN + 1
+    fake.num_moves, fake.num_expiring = 0, MAX_PINNED_AGAIN + 1
+    with pytest.raises(LeaseExpired):
+        get(fake)
 
 
 def test_while_the_master_rebuilds_all_nodes_are_asked_and_nothing_is_denied(fake: FakeCluster) -> None:
