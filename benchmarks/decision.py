@@ -32,7 +32,8 @@ from tanghulu.conductor.policies.base import RequestView
 from tanghulu.conductor.policies.registry import POLICY_NAMES, make_policy
 from tanghulu.conductor.prefix_index import Stored
 from tanghulu.conductor.requests import WorkerLoad
-from tanghulu.conductor.worker_state import LoadTracker, views
+from tanghulu.conductor.roster import Roster
+from tanghulu.conductor.worker_state import LoadTracker
 from tanghulu.hashing import Tokens, TokenSequence, root_hash
 from tanghulu.types import BlockHash, Fingerprint, InstanceId, Place, Role
 
@@ -63,6 +64,7 @@ class Scene:
         self._mirror = CacheMirror()
         names = [(f"{role.value}-{n:03}", role) for role in (Role.PREFILL, Role.DECODE) for n in range(num_workers)]
         self._workers = [Member(InstanceId(name), role, self._load()) for name, role in names]
+        self._roster = Roster(self._workers)
         self._hashes = HashCache()
         self._system = self._random_tokens(SYSTEM_TOKENS)
         for worker in self._workers[:16]:
@@ -90,7 +92,7 @@ class Scene:
         hits = self._mirror.hits(sequence.block_hashes)
         times.append(time.perf_counter())
         request = RequestView(len(sequence), BLOCK_TOKENS, BLOCK_BYTES, hits.store)
-        shown = views(self._workers, hits.workers, {})
+        shown = self._roster.views(hits.workers, {})
         times.append(time.perf_counter())
         decision = self._policy.choose(request, shown)
         times.append(time.perf_counter())

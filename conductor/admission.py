@@ -18,8 +18,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tanghulu.conductor.policies.base import Decision, RequestView, WorkerView, prefillers
-from tanghulu.conductor.policies.decode import ASSUMED_DECODE_STEP_S, STEP_SHARE_OF_A_SEQUENCE
+from tanghulu.conductor.policies.base import (
+    ASSUMED_DECODE_STEP_S,
+    STEP_SHARE_OF_A_SEQUENCE,
+    Decision,
+    RequestView,
+    WorkerView,
+    prefillers,
+)
 from tanghulu.conductor.policies.fetching import best_holder, best_start
 
 

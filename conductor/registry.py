@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import structlog
 
 from tanghulu.conductor.requests import ModelCard, Step, Welcome
+from tanghulu.conductor.roster import Roster
 from tanghulu.conductor.served_model import ServedModel
 from tanghulu.conductor.worker_session import WorkerSession
 from tanghulu.conductor.worker_state import LoadTracker
@@ -103,6 +104,7 @@ class Registry:
         self._listener = listener
         self._connect = connect
         self._ending: set[asyncio.Task[None]] = set()
+        self._rosters: dict[str, Roster[Worker]] = {}
 
     async def follow(self, discovery: Discovery, namespace: str) -> None:
         """Follow the workers' comings and goings until cancelled."""
@@ -118,21 +120,18 @@ class Registry:
         elif event.instance is not None:
             self._leave(event.instance.id)
 
-    def usable(self, model: str) -> list[Worker]:
+    def usable(self, model: str) -> Sequence[Worker]:
         """Workers that serve ``model`` and may be sent requests; all of them have one fingerprint."""
-        served = self.models.get(model)
-        if served is None:
-            return []
-        fingerprint = served.card.fingerprint
-        return [  # written out: it is asked for every request
-            w
-            for w in self.workers.values()
-            if w.session is not None
-            and not w.leaving
-            and (card := w.card) is not None
-            and card.model == model
-            and card.fingerprint == fingerprint
-        ]
+        return self.roster(model).workers
+
+    def roster(self, model: str) -> Roster[Worker]:
+        """``usable`` with their views; the same object until a worker comes or goes, as it is asked for every time."""
+        roster = self._rosters.get(model)
+        if roster is None:
+            roster = Roster(self._find_usable(model))
+            if model in self.models:
+                self._rosters[model] = roster
+        return roster
 
     def find_model(self, name: str | None) -> ServedModel:
         """The model called ``name``, or the first one if None.
@@ -158,16 +157,28 @@ class Registry:
         for worker in self.workers.values():
             self._calm(worker)
         self.workers.clear()
+        self._rosters.clear()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def check(self) -> None:
-        """Every connected worker is described; every usable one's model is known."""
+        """Every connected worker is described; every usable one's model is known; rosters are what they should be."""
+        for model, roster in self._rosters.items():
+            assert roster.workers == self._find_usable(model)
+            roster.check()
         for worker_id, worker in self.workers.items():
             assert worker.id == worker_id
             assert worker.session is None or (worker.card is not None and worker.card.model in self.models)
             worker.load.check()
+
+    def _find_usable(self, model: str) -> list[Worker]:
+        served = self.models.get(model)
+        if served is None:
+            return []
+        fingerprint = served.card.fingerprint
+        cards = [(w, w.card) for w in self.workers.values() if w.usable]
+        return [w for w, card in cards if card and (card.model, card.fingerprint) == (model, fingerprint)]
 
     # --- coming and going
 
@@ -178,6 +189,7 @@ class Registry:
                 _log.info("worker.registered_again", worker=instance.id)
             known.instance, known.leaving = instance, False
             known.load.renew()
+            self._rosters.clear()
             self._calm(known)
             return
         if known is not None:
@@ -194,6 +206,7 @@ class Registry:
             return
         _log.info("worker.leaving", worker=worker_id)
         worker.leaving, worker.heard = True, False
+        self._rosters.clear()
         self._watch_silence(worker)
 
     def _watch_silence(self, worker: Worker) -> None:
@@ -217,6 +230,7 @@ class Registry:
         self._calm(worker)
         worker.leaving = True
         self.workers.pop(worker.id, None)
+        self._rosters.clear()
         if worker.task is not None:
             self._ending.add(worker.task)
             worker.task.add_done_callback(self._ending.discard)
@@ -257,6 +271,7 @@ class Registry:
         finally:
             if worker.session is not None:
                 worker.session = None
+                self._rosters.clear()
                 self._listener.worker_lost(worker, error)
             await session.close()
         return error
@@ -265,6 +280,7 @@ class Registry:
         if welcome.instance_id != worker.id:
             raise NodeUnavailable(f"at {worker.instance.address} answers {welcome.instance_id}, not {worker.id}")
         worker.session, worker.last_error = session, ""
+        self._rosters.clear()
         worker.load.reset(welcome.load)
         _log.info("worker.connected", worker=worker.id, role=worker.role.value, blocks=len(welcome.cached_blocks))
         self._listener.worker_up(worker, welcome)
@@ -278,6 +294,7 @@ class Registry:
             model = await asyncio.to_thread(ServedModel, card)
             self._refuse_mixture(worker, card)
             self.models[card.model] = model
+            self._rosters.clear()
             self.model_known.set()
         worker.card = card
 

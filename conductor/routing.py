@@ -10,24 +10,26 @@ from tanghulu.conductor.events import CacheMirror, Hits
 from tanghulu.conductor.in_flight import InFlightBlocks
 from tanghulu.conductor.lifecycle import Flight
 from tanghulu.conductor.output_length import OutputEstimate
-from tanghulu.conductor.policies.base import Decision, Policy, RequestView, WorkerView
+from tanghulu.conductor.policies.base import Decision, Policy, RequestView, Shown, WorkerView
 from tanghulu.conductor.registry import Registry
 from tanghulu.conductor.requests import GenerationRequest
 from tanghulu.conductor.routing_wish import Policies, RoutingWish, restricted
 from tanghulu.conductor.served_model import ServedModel
-from tanghulu.conductor.shortlist import shortlist
-from tanghulu.conductor.worker_state import views
+from tanghulu.conductor.shortlist import views_of
 from tanghulu.errors import InvalidRequest
 from tanghulu.types import InstanceId, Place
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A decision with what it was made from. ``rest_tokens``: what the prefill worker will have to compute."""
+    """A decision with what it was made from. ``rest_tokens``: what the prefill worker will have to compute.
+
+    ``workers`` are as they were until the next decision.
+    """
 
     decision: Decision | None
     request: RequestView
-    workers: tuple[WorkerView, ...]
+    workers: Sequence[WorkerView]
     hits: Hits
     policy: str
 
@@ -87,7 +89,7 @@ class Router:
     def _route(self, policy: Policy, flight: Flight, model: ServedModel) -> Route:
         request, workers, hits = self._views(policy, flight, model)
         decision = policy.choose(request, workers) if workers else None
-        return Route(decision, request, tuple(workers), hits, policy.name)
+        return Route(decision, request, workers, hits, policy.name)
 
     def _views(
         self, policy: Policy, flight: Flight, model: ServedModel
@@ -104,17 +106,17 @@ class Router:
             named_blocks=len(sequence.block_hashes),
             expected_output=self.output.tokens,
         )
-        usable = self._registry.usable(model.card.model)
-        kept = ([w for w in usable if w.id not in flight.avoid] or usable) if flight.avoid else usable
         coming = self.in_flight.match(sequence.block_hashes)
         wish = flight.request.routing
-        if policy.ranks and not (wish.prefill or wish.decode):
-            kept = shortlist(kept, hits.workers, coming)
-        return request, restricted(with_both_phases(views(kept, hits.workers, coming)), wish), hits
+        roster, ranks = self._registry.roster(model.card.model), policy.ranks and not (wish.prefill or wish.decode)
+        shown = views_of(roster, flight.avoid, ranks, hits.workers, coming)
+        return request, restricted(with_both_phases(shown), wish), hits
 
 
 def with_both_phases(shown: list[WorkerView]) -> list[WorkerView]:
     """With one kind of worker alone alive, it does the other phase too: every worker can do both."""
+    if isinstance(shown, Shown) and shown.prefill and shown.decode:
+        return shown
     if not any(v.can_prefill for v in shown):
         shown = [replace(v, can_prefill=True) for v in shown]
     if not any(v.can_decode for v in shown):

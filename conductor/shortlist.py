@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import heapq
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Protocol, TypeVar
 
+from tanghulu.conductor.policies.base import WorkerView
+from tanghulu.conductor.roster import Roster
+from tanghulu.conductor.worker_state import Viewed, views
 from tanghulu.types import InstanceId, Role
 
 #: Up to so many workers a policy is shown all.
@@ -69,3 +72,24 @@ def shortlist(
         if prefill <= 0 and decode <= 0:
             break
     return [w for w in workers if w.id in chosen]
+
+
+V = TypeVar("V", bound=Viewed)
+
+
+def views_of(
+    roster: Roster[V],
+    avoid: Set[InstanceId],
+    ranks: bool,
+    hits: Mapping[InstanceId, int],
+    coming: Mapping[InstanceId, int],
+) -> list[WorkerView]:
+    """Views of the workers on ``roster``: without those in ``avoid`` unless there are no others, and of very many only
+    the shortlist if the policy ``ranks`` workers.
+    """
+    kept: Sequence[V] = roster.workers
+    if avoid:
+        kept = [w for w in kept if w.id not in avoid] or kept
+    if ranks and len(kept) > LIMIT:
+        kept = shortlist(kept, hits, coming)
+    return roster.views(hits, coming) if kept is roster.workers else views(kept, hits, coming)

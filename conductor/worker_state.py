@@ -39,7 +39,9 @@ class LoadTracker:
         self._queue_tokens = self._num_requests = self._blocks_free = 0
         #: The view of one who holds nothing of a prompt, as most do; None where it must be made anew.
         self.unhit: WorkerView | None = None
-        self._views: dict[tuple[int, int, Role, Place], WorkerView] = {}
+        self._views: dict[tuple[int, int], WorkerView] = {}
+        self._role, self._place, self._phases = Role.BOTH, Place(), (True, True)
+        self._stale: tuple[set[int], int] = (set(), 0)
 
     def sent(self, wire_id: str, prefill_tokens: int, num_blocks: int) -> None:
         """A submission was sent; ``prefill_tokens`` of it are expected to be computed there."""
@@ -81,12 +83,15 @@ class LoadTracker:
         self, worker: InstanceId, role: Role, hit_blocks: int, coming_blocks: int = 0, place: Place = Place()
     ) -> WorkerView:
         """What a policy sees. Views are kept until a change: many prompts share a system prompt, or nothing."""
-        key = (hit_blocks, coming_blocks, role, place)
+        if role is not self._role or place is not self._place:
+            self.renew()
+            self._role, self._place, self._phases = role, place, (role.prefills, role.decodes)
+        key = (hit_blocks, coming_blocks)
         view = self._views.get(key)
         if view is None:
             if len(self._views) >= MAX_VIEWS:
                 self.renew()
-            view = self._views[key] = self._view(worker, role, hit_blocks, coming_blocks, place)
+            view = self._views[key] = self._view(worker, hit_blocks, coming_blocks)
             if not (hit_blocks or coming_blocks):
                 self.unhit = view
         return view
@@ -95,23 +100,28 @@ class LoadTracker:
         """Make views anew: the worker's role or place may be another one."""
         self._views.clear()
         self.unhit = None
+        stale, number = self._stale
+        stale.add(number)
 
-    def _view(self, worker: InstanceId, role: Role, hit_blocks: int, coming_blocks: int, place: Place) -> WorkerView:
+    def watch(self, stale: set[int], number: int) -> None:
+        """Put ``number`` into ``stale`` whenever a view must be made anew, from now on; there is one such set."""
+        self._stale = (stale, number)
+
+    def _view(self, worker: InstanceId, hit_blocks: int, coming_blocks: int) -> WorkerView:
         load = self.reported
-        return WorkerView(
-            id=worker,
-            can_prefill=role.prefills,
-            can_decode=role.decodes,
-            queue_tokens=self._queue_tokens,
-            num_requests=self._num_requests,
-            blocks_free=self._blocks_free,
-            blocks_total=load.blocks_total,
-            prefill_tokens_per_s=load.prefill_tokens_per_s,
-            decode_step_s=load.decode_step_s,
-            store_bytes_per_s=load.store_bytes_per_s,
-            hit_blocks=hit_blocks,
-            coming_blocks=coming_blocks,
-            place=place,
+        return WorkerView(  # by position, which takes half the time: it is made for every report
+            worker,
+            *self._phases,
+            self._queue_tokens,
+            self._num_requests,
+            self._blocks_free,
+            load.blocks_total,
+            load.prefill_tokens_per_s,
+            load.decode_step_s,
+            load.store_bytes_per_s,
+            hit_blocks,
+            coming_blocks,
+            place=self._place,
             coming_requests=len(self._promised),
         )
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,6 +22,13 @@ from tanghulu.types import InstanceId, Place
 #: Speed of a worker that has not measured its own yet.
 ASSUMED_PREFILL_TOKENS_PER_S = 2000.0
 ASSUMED_STORE_BYTES_PER_S = 1e9
+ASSUMED_DECODE_STEP_S = 0.02
+#: A sequence more in a batch slows its step by this share (attention and sampling; weights are read once anyway).
+STEP_SHARE_OF_A_SEQUENCE = 1 / 16
+#: A decode choice is judged over so many coming tokens.
+JUDGED_TOKENS = 64
+#: How much of a step is company, for each sequence.
+_COMPANY = JUDGED_TOKENS * STEP_SHARE_OF_A_SEQUENCE
 #: Profiles are made once for each speed: workers measure a new one every few seconds, and are looked at all the time.
 _profile_of_speed = functools.lru_cache(maxsize=4096)(PrefillProfile.of_speed)
 
@@ -39,7 +47,8 @@ class WorkerView:
     prefilled elsewhere and will decode here; blocks are kept for them.
 
     Made from these: ``match_blocks``, the leading blocks that a request sent here now will find when its turn comes;
-    ``wait_s``, the estimated time until a new request's prefill would begin; ``cost``, the profile or what is assumed.
+    ``wait_s``, the estimated time until a new request's prefill would begin; ``cost``, the profile or what is assumed;
+    ``company_s``, what those who are there add to a new request's decoding over JUDGED_TOKENS.
     """
 
     id: InstanceId
@@ -67,6 +76,7 @@ class WorkerView:
     match_blocks: int = field(init=False)
     wait_s: float = field(init=False)
     cost: PrefillProfile = field(init=False)
+    company_s: float = field(init=False)
 
     def __post_init__(self) -> None:
         speed = self.prefill_tokens_per_s or ASSUMED_PREFILL_TOKENS_PER_S
@@ -74,6 +84,7 @@ class WorkerView:
         self.match_blocks = hit if hit > coming else coming
         self.wait_s = self.queue_tokens / speed if queue_s is None else queue_s
         self.cost = self.profile or _profile_of_speed(speed)
+        self.company_s = _COMPANY * (self.decode_step_s or ASSUMED_DECODE_STEP_S) * self.num_requests
 
     def prefill_s(self, request: RequestView, hit_blocks: int) -> float:
         """Estimated time to prefill ``request`` here with ``hit_blocks`` reused."""
@@ -135,7 +146,7 @@ class Decision:
     """The worker that prefills and the one that decodes (it may be the same), and why.
 
     ``fetch`` is only decided among workers that can fetch from each other; what the store has, a worker fetches by
-    itself. ``explain`` makes the ``candidates``; it keeps the views alive as long as the decision lives.
+    itself. ``explain`` makes the ``candidates`` from the views, so it is right until the next decision is made.
     """
 
     prefill: InstanceId
@@ -166,14 +177,47 @@ class Policy(Protocol):
         ...
 
 
-def prefillers(workers: Sequence[WorkerView]) -> list[WorkerView]:
+class Ranked(list[WorkerView]):
+    """Workers that can do one phase, with what they are ranked by beside them: most need not be looked at themselves.
+
+    ``waits``, ``companies`` and ``token_times`` are each one's ``wait_s``, ``company_s`` and ``cost.token_s``;
+    ``holders`` are the places, ascending, of those that have or will have some of the prompt; ``may_fetch`` is False
+    where surely none can fetch from another.
+    """
+
+    def __init__(self, workers: Iterable[WorkerView]) -> None:
+        super().__init__(workers)
+        self.waits = array("d", [w.wait_s for w in self])
+        self.companies = array("d", [w.company_s for w in self])
+        self.token_times = array("d", [w.cost.token_s for w in self])
+        self.holders = [place for place, w in enumerate(self) if w.match_blocks]
+        self.may_fetch = any(w.peer_bytes_per_s for w in self)
+
+    def put(self, place: int, worker: WorkerView) -> None:
+        """``worker`` stands at ``place`` instead. Whether it is one of the holders is the caller's to say."""
+        self[place] = worker
+        self.waits[place], self.companies[place] = worker.wait_s, worker.company_s
+        self.token_times[place] = worker.cost.token_s
+        self.may_fetch |= worker.peer_bytes_per_s > 0
+
+
+class Shown(list[WorkerView]):
+    """All workers, and those of each phase already sorted out, as a roster keeps them from decision to decision."""
+
+    def __init__(self, workers: Iterable[WorkerView]) -> None:
+        super().__init__(workers)
+        self.prefill = Ranked(w for w in self if w.can_prefill)
+        self.decode = Ranked(w for w in self if w.can_decode)
+
+
+def prefillers(workers: Sequence[WorkerView]) -> Ranked:
     """Those that may prefill."""
-    return [w for w in workers if w.can_prefill]
+    return workers.prefill if isinstance(workers, Shown) else Ranked(w for w in workers if w.can_prefill)
 
 
-def decoders(workers: Sequence[WorkerView]) -> list[WorkerView]:
+def decoders(workers: Sequence[WorkerView]) -> Ranked:
     """Those that may decode."""
-    return [w for w in workers if w.can_decode]
+    return workers.decode if isinstance(workers, Shown) else Ranked(w for w in workers if w.can_decode)
 
 
 def place_of_least(scores: Sequence[float] | Sequence[tuple[float, ...]], ties: random.Random) -> int:

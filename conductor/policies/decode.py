@@ -8,6 +8,7 @@ when it is asked for again.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 
@@ -16,6 +17,7 @@ from tanghulu.conductor.policies.base import (
     Candidate,
     Decision,
     PeerFetch,
+    Ranked,
     RequestView,
     WorkerView,
     any_of_least,
@@ -23,15 +25,8 @@ from tanghulu.conductor.policies.base import (
 )
 from tanghulu.types import InstanceId
 
-ASSUMED_DECODE_STEP_S = 0.02
-#: A sequence more in a batch slows its step by this share (attention and sampling; weights are read once anyway).
-STEP_SHARE_OF_A_SEQUENCE = 1 / 16
-#: A decode choice is judged over so many coming tokens.
-JUDGED_TOKENS = 64
 #: Seconds: what waiting or preemption for lack of blocks is taken to cost.
 NO_ROOM_FINE_S = 1000.0
-#: How much of a step is company, for each sequence.
-_COMPANY = JUDGED_TOKENS * STEP_SHARE_OF_A_SEQUENCE
 
 FetchOf = Callable[[WorkerView], PeerFetch | None]
 CandidateOf = Callable[[WorkerView], Candidate]
@@ -60,7 +55,7 @@ def decide(
     able = decoders(workers)
     if not able:
         return None
-    decode = able[any_of_least(decode_costs(request, able, prefill.id), ties.decode)]
+    decode = able[any_of_least(least_decode_costs(request, able, prefill.id), ties.decode)]
     return Decision(
         prefill.id,
         decode.id,
@@ -75,7 +70,7 @@ def decode_costs(request: RequestView, able: Sequence[WorkerView], prefill: Inst
     costs = []
     for worker in able:
         needed = num_blocks - worker.hit_blocks
-        cost_s = _COMPANY * (worker.decode_step_s or ASSUMED_DECODE_STEP_S) * worker.num_requests
+        cost_s = worker.company_s
         if needed > 0:
             if worker.id != prefill:
                 cost_s += needed * block_bytes / (worker.store_bytes_per_s or ASSUMED_STORE_BYTES_PER_S)
@@ -83,6 +78,21 @@ def decode_costs(request: RequestView, able: Sequence[WorkerView], prefill: Inst
             if worker.blocks_free < needed:
                 cost_s += NO_ROOM_FINE_S
         costs.append(cost_s)
+    return costs
+
+
+def least_decode_costs(request: RequestView, able: Ranked, prefill: InstanceId | None) -> list[float]:
+    """``decode_costs`` of those that could be the least; infinity for those whose company alone costs more.
+
+    The bound is what the worker with the least company costs in all. Of 64 workers it leaves a handful to be looked at.
+    """
+    company = able.companies
+    loneliest = able[company.index(min(company))]
+    bound_s = decode_costs(request, [loneliest], prefill)[0]
+    near = [at for at, company_s in enumerate(company) if company_s <= bound_s]
+    costs = [math.inf] * len(able)
+    for at, cost_s in zip(near, decode_costs(request, [able[at] for at in near], prefill), strict=True):
+        costs[at] = cost_s
     return costs
 
 
@@ -94,7 +104,7 @@ def _copy_s(request: RequestView, worker: WorkerView) -> float:
 def best_decode(request: RequestView, workers: Sequence[WorkerView], ties: Ties) -> InstanceId | None:
     """The decode worker of least cost, none of which prefilled; None if there is none."""
     able = decoders(workers)
-    return able[any_of_least(decode_costs(request, able, None), ties.decode)].id if able else None
+    return able[any_of_least(least_decode_costs(request, able, None), ties.decode)].id if able else None
 
 
 def decode_candidates(request: RequestView, able: Sequence[WorkerView], prefill: InstanceId | None) -> list[Candidate]:
@@ -107,7 +117,7 @@ def _candidate(request: RequestView, worker: WorkerView, prefilled_here: bool, c
     needed = max(0, request.num_blocks - worker.hit_blocks)
     missing = 0 if prefilled_here else needed
     move_s = missing * request.block_bytes / (worker.store_bytes_per_s or ASSUMED_STORE_BYTES_PER_S)
-    company_s = _COMPANY * (worker.decode_step_s or ASSUMED_DECODE_STEP_S) * worker.num_requests
+    company_s = worker.company_s
     room_s = 0.0 if worker.blocks_free >= needed else NO_ROOM_FINE_S
     copy_s = _copy_s(request, worker) if missing else 0.0
     terms = (("move_s", move_s), ("copy_s", copy_s), ("company_s", company_s), ("no_room_s", room_s))

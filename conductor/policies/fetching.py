@@ -7,12 +7,12 @@ wait; nothing is fetched that would be computed sooner.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tanghulu.conductor.policies.base import (
     ASSUMED_STORE_BYTES_PER_S,
     PeerFetch,
+    Ranked,
     RequestView,
     WorkerView,
 )
@@ -37,17 +37,15 @@ class Start:
         return self.wait_s + self.compute_s
 
 
-def best_holder(workers: Sequence[WorkerView]) -> WorkerView | None:
+def best_holder(able: Ranked) -> WorkerView | None:
     """The worker that holds the longest prefix (being computed does not count), None if nobody holds any.
 
     Of equals the one whose NIC is free first, or fell idle first: so the work of sending goes round the copies of a hot
     prefix, and all of them stay recently used.
     """
-    most = max([w.hit_blocks for w in workers], default=0)
-    if not most:
-        return None
-    holders = [w for w in workers if w.hit_blocks == most]
-    return min(holders, key=_send_wait_s) if len(holders) > 1 else holders[0]
+    holders = [able[place] for place in able.holders]
+    most = max([w.hit_blocks for w in holders], default=0)
+    return min([w for w in holders if w.hit_blocks == most], key=_send_wait_s) if most else None
 
 
 def peer_fetch_s(request: RequestView, source: WorkerView, target: WorkerView) -> float:

@@ -28,58 +28,78 @@ request starts sooner at A, 0.5 s against 0.95; with 6 the scores are 3.5 and 1.
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from tanghulu.conductor.policies.base import (
     ASSUMED_STORE_BYTES_PER_S,
     Candidate,
     Decision,
+    Ranked,
     RequestView,
     WorkerView,
     place_of_least,
     prefillers,
 )
 from tanghulu.conductor.policies.decode import NO_ROOM_FINE_S, Ties, best_decode, decide
-from tanghulu.conductor.policies.fetching import Start, best_holder, best_start, own_start, peer_fetch_s
+from tanghulu.conductor.policies.fetching import Start, best_holder, best_start, can_fetch, own_start, peer_fetch_s
 from tanghulu.types import InstanceId
 
-_wait_s = operator.attrgetter("wait_s")
+#: The floor of computing is this much lower than it could be, so that rounding never hides an equal score.
+_SLACK = 1 - 1e-9
 
 
-def _ttft(
-    request: RequestView, source: WorkerView | None, weight: float, load_weight: float
-) -> Callable[[WorkerView], float]:
-    """TTFT of a worker by the best way, with the charges for copy and load: ``best_start`` without its objects.
+class _Scores:
+    """Scores of one request's workers: ``best_start`` without its objects, with the charges for copy, load and room."""
 
-    Prefill times are kept from one worker to the next while profile and prefix are the same, as they mostly are.
-    """
-    num_tokens, block_tokens, block_bytes = request.num_tokens, request.block_tokens, request.block_bytes
-    in_store, most = request.store_hit_blocks, source.hit_blocks if source is not None else 0
-    profile, known_match, own_s, peer_s, store_s = None, -1, 0.0, 0.0, 0.0
+    def __init__(self, request: RequestView, source: WorkerView | None, weight: float, load_weight: float) -> None:
+        self._request, self._source, self._weight, self._load_weight = request, source, weight, load_weight
+        self._num_blocks, self._in_store = request.num_blocks, request.store_hit_blocks
+        self._most = source.hit_blocks if source is not None else 0
 
-    def ttft_s(worker: WorkerView) -> float:
-        nonlocal profile, known_match, own_s, peer_s, store_s
-        wait_s, match = worker.wait_s, worker.match_blocks
-        if worker.cost is not profile:
-            profile, known_match = worker.cost, -1
-            peer_s = profile.seconds(num_tokens, most * block_tokens) if most else 0.0
-            store_s = profile.seconds(num_tokens, in_store * block_tokens) if in_store else 0.0
-        if match != known_match:
-            own_s, known_match = profile.seconds(num_tokens, match * block_tokens), match
+    def of(self, worker: WorkerView) -> float:
+        """The score of one."""
+        request, match, wait_s, load_weight = self._request, worker.match_blocks, worker.wait_s, self._load_weight
+        own_s = worker.prefill_s(request, match)
         least_s, charge_s = wait_s + own_s, load_weight * own_s
-        if most > match and worker.peer_bytes_per_s and source is not None:
-            fetched_s = max(wait_s, peer_fetch_s(request, source, worker)) + peer_s
+        if self._most > match and worker.peer_bytes_per_s and self._source is not None:
+            peer_s = worker.prefill_s(request, self._most)
+            fetched_s = max(wait_s, peer_fetch_s(request, self._source, worker)) + peer_s
             if fetched_s < least_s:
-                least_s, charge_s = fetched_s, weight * (own_s - peer_s) + load_weight * peer_s
-        if in_store > match:
-            fetch_s = (in_store - match) * block_bytes / (worker.store_bytes_per_s or ASSUMED_STORE_BYTES_PER_S)
-            fetched_s = (fetch_s if fetch_s > wait_s else wait_s) + store_s
+                least_s, charge_s = fetched_s, self._weight * (own_s - peer_s) + load_weight * peer_s
+        if self._in_store > match:
+            store_s = worker.prefill_s(request, self._in_store)
+            num_bytes = (self._in_store - match) * request.block_bytes
+            fetched_s = max(wait_s, num_bytes / (worker.store_bytes_per_s or ASSUMED_STORE_BYTES_PER_S)) + store_s
             if fetched_s < least_s:
                 least_s, charge_s = fetched_s, load_weight * store_s
-        return least_s + charge_s
+        score = least_s + charge_s
+        if worker.num_requests and worker.can_decode:
+            score += worker.decode_step_s
+        return score + NO_ROOM_FINE_S if worker.blocks_free < self._num_blocks - worker.hit_blocks else score
 
-    return ttft_s
+    def that_could_win(self, able: Ranked) -> list[float]:
+        """The scores; infinity for those that wait so long that they cannot have the least.
+
+        Holders and the idlest worker are looked at first. Any other has to wait less than the least score so far by
+        what its computing costs at least: that of the fastest worker with the longest prefix that can be fetched.
+        """
+        waits = able.waits
+        scores = [math.inf] * len(able)
+        bound_s = math.inf
+        for place in (waits.index(min(waits)), *able.holders):
+            scores[place] = score = self.of(able[place])
+            if score < bound_s:
+                bound_s = score
+        latest_s = bound_s - self._least_compute_s(able)
+        for place in [at for at, wait_s in enumerate(waits) if wait_s <= latest_s]:
+            scores[place] = self.of(able[place])
+        return scores
+
+    def _least_compute_s(self, able: Ranked) -> float:
+        """What computing and its charge are at least for one who holds nothing; a little less, for rounding's sake."""
+        most = self._most if able.may_fetch else 0
+        rest_tokens = self._request.rest_tokens(max(most, self._in_store))
+        return _SLACK * (1 + self._load_weight) * min(able.token_times) * rest_tokens
 
 
 class TtftMin:
@@ -99,42 +119,21 @@ class TtftMin:
         if not able:
             return None
         source = best_holder(able)
-        idlest = min(able, key=_wait_s)
-        bound_s = self._scores(request, [idlest], source)[0]
-        scores = self._scores(request, able, source, bound_s)
-        chosen = able[place_of_least(scores, self._ties.prefill)]
+        scores = self._scores(request, source)
+        chosen = able[place_of_least(scores.that_could_win(able), self._ties.prefill)]
 
         def explain() -> list[Candidate]:
-            scores = self._scores(request, able, source)
-            return [self._candidate(request, w, source, s) for w, s in zip(able, scores, strict=True)]
+            return [self._candidate(request, w, source, scores.of(w)) for w in able]
 
-        return decide(request, workers, chosen, self._ties, explain, best_start(request, chosen, source).fetch)
+        fetch = best_start(request, chosen, source).fetch if can_fetch(source, chosen) else None
+        return decide(request, workers, chosen, self._ties, explain, fetch)
 
     def choose_decode(self, request: RequestView, workers: Sequence[WorkerView]) -> InstanceId | None:
         """The decode worker of least cost, none of which prefilled."""
         return best_decode(request, workers, self._ties)
 
-    def _scores(
-        self,
-        request: RequestView,
-        able: Sequence[WorkerView],
-        source: WorkerView | None,
-        bound_s: float = math.inf,
-    ) -> list[float]:
-        """The scores; infinity for those whose queue alone is longer than ``bound_s``, so that they cannot win."""
-        ttft_s = _ttft(request, source, self._replica_weight, self._load_weight)
-        num_blocks, scores = request.num_blocks, []
-        for worker in able:
-            if worker.wait_s > bound_s:
-                scores.append(math.inf)
-                continue
-            score = ttft_s(worker)
-            if worker.num_requests and worker.can_decode:
-                score += worker.decode_step_s
-            if worker.blocks_free < num_blocks - worker.hit_blocks:
-                score += NO_ROOM_FINE_S
-            scores.append(score)
-        return scores
+    def _scores(self, request: RequestView, source: WorkerView | None) -> _Scores:
+        return _Scores(request, source, self._replica_weight, self._load_weight)
 
     def _copy_s(self, request: RequestView, worker: WorkerView, start: Start) -> float:
         if start.fetch is None:

@@ -19,10 +19,11 @@ from tanghulu.conductor.in_flight import InFlightBlocks
 from tanghulu.conductor.policies.base import Candidate, RequestView, WorkerView
 from tanghulu.conductor.prefix_index import Cleared, PrefixIndex, Removed, Stored
 from tanghulu.conductor.requests import KvChange, WorkerLoad
+from tanghulu.conductor.roster import Roster
 from tanghulu.conductor.router.assumed import AssumedBlocks
 from tanghulu.conductor.routing import with_both_phases
 from tanghulu.conductor.routing_wish import NO_WISH, Policies, RoutingWish, restricted
-from tanghulu.conductor.shortlist import shortlist
+from tanghulu.conductor.shortlist import views_of
 from tanghulu.conductor.worker_state import LoadTracker, views
 from tanghulu.errors import InvalidRequest, NodeUnavailable, Overloaded
 from tanghulu.types import BlockHash, InstanceId, Place, Role
@@ -93,6 +94,7 @@ class RoutingService:
         self._policies, self._block_bytes, self._assumed = policies, block_bytes, assumed
         self._in_flight = InFlightBlocks()
         self._targets: dict[InstanceId, Target] = {}
+        self._roster: Roster[Target] = Roster([])
         self._added: dict[str, _Added] = {}
 
     @property
@@ -118,10 +120,12 @@ class RoutingService:
         if known is not None:
             known.role, known.place = role, place
             known.load.renew()
+            self._roster = Roster(self.workers)
             return
         if len(self._targets) >= MAX_WORKERS:
             raise Overloaded(f"there are {MAX_WORKERS} workers already")
         self._targets[worker] = Target(worker, role, place, LoadTracker())
+        self._roster = Roster(self.workers)
         self.report(worker, WorkerLoad())
 
     def remove_worker(self, worker: InstanceId) -> None:
@@ -129,6 +133,7 @@ class RoutingService:
         target = self._targets.pop(worker, None)
         if target is None:
             return
+        self._roster = Roster(self.workers)
         self.index.remove_holder(worker)
         if self._assumed is not None:
             self._assumed.forget(worker)
@@ -167,10 +172,9 @@ class RoutingService:
         """
         policy, request = self._policies.of(question.wish), self._request(question)
         hits, coming = self._overlaps(question.hashes, now_s)
-        targets = list(self._targets.values())
-        if policy.ranks and not (question.wish.prefill or question.wish.decode):
-            targets = shortlist(targets, hits, coming)
-        shown = restricted(with_both_phases(views(targets, hits, coming)), question.wish)
+        ranks = policy.ranks and not (question.wish.prefill or question.wish.decode)
+        every = with_both_phases(views_of(self._roster, frozenset(), ranks, hits, coming))
+        shown = restricted(every, question.wish)
         decision = policy.choose(request, shown) if shown else None
         if decision is None:
             raise NodeUnavailable("no worker is registered that could take the request")
@@ -226,7 +230,7 @@ class RoutingService:
 
     def potential_loads(self, question: Question, now_s: float) -> list[PotentialLoad]:
         """What each worker would have to do with the request."""
-        request, targets = self._request(question), list(self._targets.values())
+        request = self._request(question)
         hits, coming = self._overlaps(question.hashes, now_s)
         return [
             PotentialLoad(
@@ -235,12 +239,14 @@ class RoutingService:
                 target.num_blocks + request.num_blocks,
                 view.num_requests + 1,
             )
-            for target, view in zip(targets, views(targets, hits, coming), strict=True)
+            for target, view in zip(self._roster.workers, self._roster.views(hits, coming), strict=True)
         ]
 
     def check(self) -> None:
         """Every request is counted at its workers; only known workers hold anything."""
         self.index.check()
+        self._roster.check()
+        assert self._roster.workers == self.workers
         self._in_flight.check()
         used = dict.fromkeys(self._targets.values(), 0)
         for added in self._added.values():
