@@ -22,21 +22,21 @@ from tanghulu.conductor.waiting import ORDERS, QueueOrder
 from tanghulu.config import command, option
 from tanghulu.discovery.base import Discovery, Instance
 from tanghulu.discovery.open import HELP as DISCOVERY_HELP
-from tanghulu.discovery.open import MASTER_HELP, open_discovery
+from tanghulu.discovery.open import open_discovery
 from tanghulu.errors import ConfigError, NodeUnavailable
+from tanghulu.master_options import MasterOptions
 from tanghulu.process import Process, ProcessConfig, run
-from tanghulu.types import Address, Masters, Role
+from tanghulu.types import Address, Role
 
 _log = structlog.get_logger(__name__)
 _OBSERVE_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConductorConfig(ProcessConfig):
+class ConductorConfig(MasterOptions, ProcessConfig):
     """The conductor's options."""
 
     port: int = option(8000, "port of the HTTP API; 0 picks one")
-    master: Masters = option(Masters.parse("127.0.0.1:7400"), MASTER_HELP)
     discovery: str = option("master", DISCOVERY_HELP)
     policy: str = option("ttft-min", "how workers are chosen for a request", choices=POLICY_NAMES)
     policy_weights: str = option("", "weights of the policies, such as alpha=0.7,temperature=0.2")

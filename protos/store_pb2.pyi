@@ -46,7 +46,7 @@ class HelloRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., client_id: _Optional[str] = ..., tenant: _Optional[str] = ..., token: _Optional[str] = ..., pid: _Optional[int] = ..., host_id: _Optional[str] = ..., wants_shm: _Optional[bool] = ..., held_lease_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("status", "instance_id", "generation", "session_id", "segment", "max_inline_bytes", "index")
+    __slots__ = ("status", "instance_id", "generation", "session_id", "segment", "max_inline_bytes", "index", "key_scope")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +54,7 @@ class HelloReply(_message.Message):
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
     MAX_INLINE_BYTES_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
+    KEY_SCOPE_FIELD_NUMBER: _ClassVar[int]
     status: _common_pb2.Status
     instance_id: str
     generation: int
@@ -61,7 +62,8 @@ class HelloReply(_message.Message):
     segment: _common_pb2.SegmentDescriptor
     max_inline_bytes: int
     index: SharedIndex
-    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., instance_id: _Optional[str] = ..., generation: _Optional[int] = ..., session_id: _Optional[int] = ..., segment: _Optional[_Union[_common_pb2.SegmentDescriptor, _Mapping]] = ..., max_inline_bytes: _Optional[int] = ..., index: _Optional[_Union[SharedIndex, _Mapping]] = ...) -> None: ...
+    key_scope: str
+    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., instance_id: _Optional[str] = ..., generation: _Optional[int] = ..., session_id: _Optional[int] = ..., segment: _Optional[_Union[_common_pb2.SegmentDescriptor, _Mapping]] = ..., max_inline_bytes: _Optional[int] = ..., index: _Optional[_Union[SharedIndex, _Mapping]] = ..., key_scope: _Optional[str] = ...) -> None: ...
 
 class SharedIndex(_message.Message):
     __slots__ = ("begin", "num_buckets", "seed")

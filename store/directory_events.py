@@ -79,7 +79,7 @@ async def follow_directory(
         asked: Address | None = None
         try:
             asked = await finder.find()
-            async with aclosing(_follow(asked, finder.several, key_prefix, cursor)) as batches:
+            async with aclosing(_follow(asked, finder.masters, key_prefix, cursor)) as batches:
                 async for events in batches:
                     yield events
         except TanghuluError as error:
@@ -90,14 +90,17 @@ async def follow_directory(
 
 
 async def _follow(
-    address: Address, several: bool, key_prefix: str, cursor: EventCursor
+    address: Address, masters: Masters, key_prefix: str, cursor: EventCursor
 ) -> AsyncGenerator[list[DirectoryEvent], None]:
     """The batches of one stream; ends at a gap, raises when the master is lost."""
     request = pb.EventsRequest(
         key_prefix=key_prefix, after_sequence=cursor.resumes_after, master_generation=cursor.master_generation
     )
+    several = masters.several
     async with channel(address, PING_MS, SILENCE_MS) if several else channel(address) as connection:
-        call = directory_pb2_grpc.DirectoryStub(connection).Events(request, wait_for_ready=not several)
+        call = directory_pb2_grpc.DirectoryStub(connection).Events(
+            request, wait_for_ready=not several, metadata=masters.credentials.metadata
+        )
         try:
             async with typed_errors(f"master at {address}", MasterUnavailable):
                 async for batch in call:

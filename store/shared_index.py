@@ -149,9 +149,12 @@ class IndexWriter:
 
 
 class IndexReader:
-    """A client's side; ``memory`` is the whole segment. Safe from any thread."""
+    """A client's side; ``memory`` is the whole segment. Safe from any thread.
 
-    def __init__(self, memory: memoryview, place: IndexPlace) -> None:
+    ``key_scope`` stands in front of all its keys there: a tenant's.
+    """
+
+    def __init__(self, memory: memoryview, place: IndexPlace, key_scope: str = "") -> None:
         begin, num_buckets, seed = place
         assert begin + index_bytes(num_buckets) <= len(memory), "the index lies inside the segment"
         self._memory = memory
@@ -159,6 +162,7 @@ class IndexReader:
         self._buckets = begin + HEADER_BYTES
         self._num_buckets = num_buckets
         self._seed = seed
+        self._scope = key_scope.encode()
 
     def find(self, key: str, now_s: float) -> Entry | None:
         """Where the node says that ``key`` lies; None says nothing. ``now_s`` is of CLOCK_MONOTONIC."""
@@ -166,7 +170,7 @@ class IndexReader:
         magic, beat_s = _HEADER.unpack_from(memory, self._end)
         if magic != MAGIC or now_s - beat_s > MAX_SILENCE_S:
             return None
-        digest = _xxh3_128(key.encode(), self._seed)
+        digest = _xxh3_128(self._scope + key.encode(), self._seed)
         start = self._buckets + _WORD.unpack_from(digest)[0] % self._num_buckets * BUCKET_BYTES
         bucket = memory[start : start + BUCKET_BYTES].tobytes()
         place = _find(bucket, digest)

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 
 from tanghulu.config import command, option
 from tanghulu.discovery.open import HELP as DISCOVERY_HELP
-from tanghulu.discovery.open import MASTER_HELP, open_discovery
+from tanghulu.discovery.open import open_discovery
 from tanghulu.errors import ConfigError
+from tanghulu.master_options import MasterOptions
 from tanghulu.process import Process, ProcessConfig, run
 from tanghulu.store.node.eviction.policies import POLICIES
 from tanghulu.transfer_engine.options import TransferOptions
-from tanghulu.types import Masters, Role
+from tanghulu.types import Role
 from tanghulu.workers.block_pool import DEFAULT_EVICTION
 
 if TYPE_CHECKING:
@@ -27,11 +28,10 @@ DRAIN_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerConfig(TransferOptions, ProcessConfig):
+class WorkerConfig(TransferOptions, MasterOptions, ProcessConfig):
     """The options of a worker."""
 
     port: int = option(7430, "port of sessions, peers and administration; 0 picks one")
-    master: Masters = option(Masters.parse("127.0.0.1:7400"), MASTER_HELP)
     discovery: str = option("master", DISCOVERY_HELP)
     model: str = option("smollm2", "a directory with safetensors or GGUF, a .gguf file, or smollm2", metavar="DIR")
     engine: str = option("torch", "torch computes; mock takes as long as a model would", choices=("torch", "mock"))

@@ -58,7 +58,7 @@ class StoreAdapter:
     def _open(self) -> Client:
         with self._lock:
             if self._client is None:
-                self._client = connect(str(self._master))
+                self._client = connect(self._master)
             return self._client
 
     def close(self) -> None:

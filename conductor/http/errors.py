@@ -23,6 +23,7 @@ _STATUS = {
     "CONTEXT_LENGTH_EXCEEDED": 400,
     "BODY_TOO_LARGE": 413,
     "UNAUTHORIZED": 401,
+    "FORBIDDEN": 403,
     "MODEL_NOT_FOUND": 404,
     "OVERLOADED": 429,
     "NODE_UNAVAILABLE": 503,
@@ -32,7 +33,12 @@ _STATUS = {
     "STORE_FULL": 503,
     "DEADLINE_EXCEEDED": 504,
 }
-_TYPES = {429: "rate_limit_error", 401: "authentication_error", 503: "service_unavailable_error"}
+_TYPES = {
+    429: "rate_limit_error",
+    401: "authentication_error",
+    403: "permission_error",
+    503: "service_unavailable_error",
+}
 _RETRY_AFTER = {429: "1", 503: "1"}
 
 

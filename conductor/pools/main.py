@@ -21,21 +21,21 @@ from tanghulu.conductor.pools.metrics import PoolMetrics
 from tanghulu.config import option
 from tanghulu.discovery.base import Discovery, EventKind, Instance, InstanceEvent
 from tanghulu.discovery.open import HELP as DISCOVERY_HELP
-from tanghulu.discovery.open import MASTER_HELP, open_discovery
+from tanghulu.discovery.open import open_discovery
 from tanghulu.errors import ConfigError
+from tanghulu.master_options import MasterOptions
 from tanghulu.process import Process, ProcessConfig
-from tanghulu.types import Address, Masters, Role
+from tanghulu.types import Address, Role
 
 _log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterConfig(ProcessConfig):
+class RouterConfig(MasterOptions, ProcessConfig):
     """The global router's options."""
 
     port: int = option(8100, "port of the HTTP API; 0 picks one")
     pools: Path | None = option(None, "TOML or JSON file with the pools and the grid")
-    master: Masters = option(Masters.parse("127.0.0.1:7400"), MASTER_HELP)
     discovery: str = option("master", DISCOVERY_HELP + ", or none: only the urls in the file")
     max_body_size: int = option(DEFAULT_BODY_BYTES, "longest request body", size=True)
     grace_s: float = option(10.0, "at the end, how long requests under way may go on, in seconds")

@@ -103,9 +103,15 @@ class InvalidRequest(TanghuluError):
 
 
 class Unauthorized(TanghuluError):
-    """The token does not give this right."""
+    """Nobody knows who asks: no token, an unknown one, or one of another tenant."""
 
     code = "UNAUTHORIZED"
+
+
+class Forbidden(Unauthorized):
+    """It is known who asks, and the token does not give this right."""
+
+    code = "FORBIDDEN"
 
 
 class DeadlineExceeded(TanghuluError):

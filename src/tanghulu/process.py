@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import secrets
@@ -21,7 +22,7 @@ import tempfile
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -29,6 +30,7 @@ from prometheus_client import CollectorRegistry
 from tanghulu import log
 from tanghulu.config import describe, option
 from tanghulu.errors import ConfigError, TanghuluError
+from tanghulu.master_options import MasterOptions
 from tanghulu.metrics import MetricsServer, new_registry
 from tanghulu.types import Address, InstanceId, Place, Role
 
@@ -142,11 +144,19 @@ def run(role: Role, config: P, serve: Serve[P]) -> None:
     import uvloop
 
     try:
-        uvloop.run(_run(role, config, serve))
+        uvloop.run(_run(role, _with_credentials(config), serve))
     except TanghuluError as error:
         _log.error("process.failed", code=error.code, error=error.message)
         print(f"tanghulu {role.value}: {error.message}", file=sys.stderr)
         sys.exit(1)
+
+
+def _with_credentials(config: P) -> P:
+    """The configuration of a process that asks a master, with what to show there beside the master's address."""
+    if not isinstance(config, MasterOptions):
+        return config
+    shown = dataclasses.replace(config, master=config.master.showing(config.credentials))
+    return cast(P, shown)
 
 
 async def _run(role: Role, config: P, serve: Serve[P]) -> None:

@@ -6,10 +6,11 @@ Owns no behaviour beyond parsing and printing. Knows nothing of sockets, protobu
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NewType
 
+from tanghulu.credentials import NOTHING_TO_SHOW, Credentials
 from tanghulu.errors import InvalidRequest
 
 #: Identity of one process of the cluster (``node-7410-3f2a``); never reused by a later process.
@@ -94,12 +95,14 @@ class Address:
 class Masters:
     """Where the master is: its address, those of several of which one leads, or the etcd in which they elect it.
 
-    Written ``host:port``, ``host:port,host:port``, or ``etcd://host:port[,host:port][/namespace]``.
+    Written ``host:port``, ``host:port,host:port``, or ``etcd://host:port[,host:port][/namespace]``. ``credentials``
+    are what to show there, and to the nodes that it names.
     """
 
     addresses: tuple[Address, ...]
     in_etcd: bool = False
     namespace: str = "default"
+    credentials: Credentials = field(default=NOTHING_TO_SHOW, repr=False)
 
     @classmethod
     def parse(cls, text: str) -> Masters:
@@ -117,6 +120,10 @@ class Masters:
         if isinstance(value, Masters):
             return value
         return cls((value,)) if isinstance(value, Address) else cls.parse(value)
+
+    def showing(self, credentials: Credentials) -> Masters:
+        """The same masters, to be shown ``credentials``."""
+        return replace(self, credentials=credentials)
 
     @property
     def several(self) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Generator, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from tanghulu.credentials import Credentials
 from tanghulu.errors import TanghuluError
 from tanghulu.store.checksums import NO_CHECKSUMS, Checksums
 from tanghulu.store.client.asynchronous import AsyncShell
@@ -19,7 +20,7 @@ from tanghulu.types import Masters
 
 
 def connect(
-    master: str,
+    master: str | Masters,
     *,
     tenant: str = "",
     token: str = "",
@@ -28,10 +29,9 @@ def connect(
     place: str = "",
 ) -> Connecting:
     """As ``tanghulu.connect``: ``async with connect(...) as client``, or ``client = await connect(...)``."""
+    masters = Masters.of(master)
     settings = Settings(
-        master=Masters.parse(master),
-        tenant=tenant,
-        token=token,
+        master=masters.showing(Credentials(tenant, token)) if token else masters,
         transport=transport,
         deadline_s=deadline_s,
         place=place,

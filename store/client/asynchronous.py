@@ -11,6 +11,7 @@ from tanghulu.clock import SystemClock
 from tanghulu.discovery.masters import MasterFinder, Seeking
 from tanghulu.errors import InvalidRequest, MasterUnavailable, NodeUnavailable, TanghuluError
 from tanghulu.rpc.fast_aio import AsyncFastConnection
+from tanghulu.rpc.greeting import show
 from tanghulu.store.client import messages
 from tanghulu.store.client.context import Context
 from tanghulu.store.client.instructions import (
@@ -186,12 +187,14 @@ class AsyncShell:
             except NodeUnavailable:
                 self.context.nodes.expire()
                 raise
-            if peer != MASTER:
-                try:
+            try:
+                if peer != MASTER:
                     await self._greet(peer, connection, deadline_s)
-                except (TanghuluError, asyncio.CancelledError):
-                    await connection.close()
-                    raise
+                else:
+                    await show(connection, self.settings.master.credentials, deadline_s)
+            except (TanghuluError, asyncio.CancelledError):
+                await connection.close()
+                raise
             self._connections[peer] = connection
             return connection
 
@@ -213,7 +216,7 @@ class AsyncShell:
         self.context.forget_index(peer)
         if target.unix_path is not None:
             link = await self._reach(peer, False)
-            index = link.index(welcome.index) if isinstance(link, Link) else None
+            index = link.index(welcome.index, welcome.key_scope) if isinstance(link, Link) else None
             if index is not None:
                 self.context.indexes[peer] = index
 

@@ -18,6 +18,7 @@ from tanghulu.clock import SystemClock
 from tanghulu.discovery.masters import ATTEMPT_S, SEEK_PAUSE_S, MasterFinder
 from tanghulu.errors import InvalidRequest, MasterUnavailable, NodeUnavailable, TanghuluError
 from tanghulu.rpc.fast_client import FastConnection
+from tanghulu.rpc.greeting import hello
 from tanghulu.store.client import messages
 from tanghulu.store.client.context import Context
 from tanghulu.store.client.instructions import (
@@ -269,6 +270,8 @@ class BlockingShell:
         try:
             timeout_s = max(_left_s(until_s), MIN_CONNECT_S)
             connection = FastConnection(target.address, target.unix_path, timeout_s, shortcut=target.shortcut)
+            if peer == MASTER:
+                self._show(connection, timeout_s)
         except TanghuluError as error:
             if peer == MASTER:
                 raise master_failure(self.settings.master, error) from None
@@ -281,6 +284,15 @@ class BlockingShell:
                 connection.close()
                 raise
         return connection
+
+    def _show(self, connection: FastConnection, deadline_s: float) -> None:
+        """Let the master know who asks, if there is anything to show; closes the connection if it is refused."""
+        credentials = self.settings.master.credentials
+        if credentials.shown:
+            outcome = connection.call_one(hello(credentials), deadline_s=deadline_s)
+            if isinstance(outcome, TanghuluError):
+                connection.close()
+                raise outcome
 
     def _greet(self, peer: PeerId, target: Target, connection: FastConnection, deadline_s: float) -> None:
         held = self.context.leases.held(peer)
@@ -298,7 +310,7 @@ class BlockingShell:
         self.context.forget_index(peer)
         if target.unix_path is not None:
             link = self._reach(peer, False)
-            index = link.index(welcome.index) if isinstance(link, Link) else None
+            index = link.index(welcome.index, welcome.key_scope) if isinstance(link, Link) else None
             if index is not None:
                 self.context.indexes[peer] = index
 

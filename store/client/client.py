@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from tanghulu.credentials import Credentials
 from tanghulu.errors import TanghuluError
 from tanghulu.store.checksums import NO_CHECKSUMS, Checksums
 from tanghulu.store.client.blocking import BlockingShell
@@ -19,7 +20,7 @@ from tanghulu.types import Masters
 
 
 def connect(
-    master: str,
+    master: str | Masters,
     *,
     tenant: str = "",
     token: str = "",
@@ -31,15 +32,15 @@ def connect(
 
     Of several masters (``host:port,host:port``, or ``etcd://host:port`` where they elect their leader) the one that
     leads is found, and found again when another does: calls wait for it, up to their deadline.
+    ``token`` is what masters and nodes with ``--tokens`` ask for; ``tenant`` is needed with an operator's token only.
     ``transport`` pins how payloads move (``"shm"``, ``"tcp"``, or ``"ucx"`` where client and nodes have NIXL); None
     chooses the faster of shm and tcp that works. ``deadline_s``
-    bounds every call that does not say otherwise. Raises MasterUnavailable if nobody answers, InvalidRequest for bad
-    arguments.
+    bounds every call that does not say otherwise. Raises MasterUnavailable if nobody answers, Unauthorized for a bad
+    token, InvalidRequest for bad arguments.
     """
+    masters = Masters.of(master)
     settings = Settings(
-        master=Masters.parse(master),
-        tenant=tenant,
-        token=token,
+        master=masters.showing(Credentials(tenant, token)) if token else masters,
         transport=transport,
         deadline_s=deadline_s,
         place=place,

@@ -18,9 +18,9 @@ class Link:
     view: memoryview | None = field(init=False)
     address: int = field(init=False)
 
-    def index(self, place: IndexPlace | None) -> IndexReader | None:
+    def index(self, place: IndexPlace | None, key_scope: str = "") -> IndexReader | None:
         """The shared index at ``place``; None if there is none or the memory is not mapped."""
-        return None if self.view is None or place is None else IndexReader(self.view, place)
+        return None if self.view is None or place is None else IndexReader(self.view, place, key_scope)
 
     def __post_init__(self) -> None:
         view = self.remote.map()

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tanghulu.credentials import Credentials
 from tanghulu.errors import TanghuluError
 from tanghulu.protos import directory_pb2, fastlane_pb2, store_pb2
 from tanghulu.rpc.fast_client import Call, Reply
@@ -37,15 +38,16 @@ class Welcome:
     session_id: int
     segment: SegmentDescriptor
     index: IndexPlace | None
+    key_scope: str = ""
 
 
-def hello(client_id: str, tenant: str, token: str, host_id: str, wants_shm: bool, held: Iterable[int]) -> AnyCall:
+def hello(client_id: str, shown: Credentials, host_id: str, wants_shm: bool, held: Iterable[int]) -> AnyCall:
     """The first frame of a connection to a node."""
     request = store_pb2.HelloRequest(
         protocol_version=PROTOCOL_VERSION,
         client_id=client_id,
-        tenant=tenant,
-        token=token,
+        tenant=shown.tenant,
+        token=shown.token,
         host_id=host_id,
         wants_shm=wants_shm,
         held_lease_ids=held,
@@ -56,7 +58,8 @@ def hello(client_id: str, tenant: str, token: str, host_id: str, wants_shm: bool
 def welcome(reply: AnyReply) -> Welcome:
     """The answer to ``hello``."""
     message: store_pb2.HelloReply = reply.message
-    return Welcome(message.instance_id, message.session_id, from_proto(message.segment), index_from_wire(message))
+    segment, index = from_proto(message.segment), index_from_wire(message)
+    return Welcome(message.instance_id, message.session_id, segment, index, message.key_scope)
 
 
 def put(items: Sequence[tuple[NewChunk, memoryview]], visible: bool, deadline_ms: int) -> AnyCall:

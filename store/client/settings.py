@@ -17,9 +17,7 @@ TRANSPORTS = ("shm", "ucx", "tcp")
 class Settings:
     """See ``tanghulu.connect``. ``client_id`` names this client to the nodes; nobody can guess it."""
 
-    master: Masters
-    tenant: str = ""
-    token: str = ""
+    master: Masters  # and what to show there
     transport: str | None = None
     deadline_s: float = DEFAULT_DEADLINE_S
     place: str = ""

@@ -24,7 +24,7 @@ class Target:
     def hello(self, settings: Settings, held: Iterable[int]) -> messages.AnyCall:
         """The first call on a connection to a node."""
         wants_shm = self.unix_path is not None
-        return messages.hello(settings.client_id, settings.tenant, settings.token, settings.host_id, wants_shm, held)
+        return messages.hello(settings.client_id, settings.master.credentials, settings.host_id, wants_shm, held)
 
 
 def target_of(peer: PeerId, settings: Settings, nodes: NodeTable) -> Target:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 
 from tanghulu import process as processes
@@ -15,6 +16,7 @@ from tanghulu.process import Process, ProcessConfig
 from tanghulu.protos import directory_pb2_grpc, membership_pb2_grpc
 from tanghulu.rpc.door import Door
 from tanghulu.rpc.fast_server import FastService
+from tanghulu.rpc.gate import Gate, GrpcGate
 from tanghulu.store.master.core import Master
 from tanghulu.store.master.directory_service import DirectoryCalls, DirectoryService
 from tanghulu.store.master.leadership import Leadership
@@ -22,6 +24,8 @@ from tanghulu.store.master.membership_service import MembershipService
 from tanghulu.store.master.metrics import MasterMetrics
 from tanghulu.store.master.rebuild import REBUILD_S
 from tanghulu.store.master.shell import Shell
+from tanghulu.store.tenant_rules import MASTER_GRPC_RULES, MASTER_RULES
+from tanghulu.tokens_file import TokensFile
 from tanghulu.types import Address, Masters, Role
 
 
@@ -34,6 +38,7 @@ class MasterConfig(ProcessConfig):
     copy_rate: int = option(256 << 20, "bytes a second that copies may move through one node", size=True)
     etcd: str = option("", "elect the leader of several masters in this etcd", metavar="HOST:PORT[,HOST:PORT...]")
     election_ttl_s: float = option(3.0, "a leader that is lost is replaced after so long; etcd counts whole seconds")
+    tokens: Path | None = option(None, "let in only whoever shows one of the tokens in this file")
     seed: int = option(0, "seed of placement's random choices; 0: a different one each start")
 
     def __post_init__(self) -> None:
@@ -54,17 +59,24 @@ async def serve(process: Process, config: MasterConfig) -> None:
     metrics.observe(master)
     shell = Shell(master, clock, metrics, rng)
     service = FastService()
-    door = Door(service, process.run_dir, "master")
+    tokens = None if config.tokens is None else TokensFile(config.tokens)
+    interceptors = () if tokens is None else (GrpcGate(tokens, MASTER_GRPC_RULES),)
+    door = Door(service, process.run_dir, "master", interceptors)
     address = await door.bind(config.host, config.port, config.reachable_host)
     if config.etcd:
         shell.leadership = _leadership(process, config, address, shell)
         metrics.observe_leadership(shell.leadership)
     calls = DirectoryCalls(shell)
     calls.serve(service)
+    tasks: list[asyncio.Task[None]] = []
+    if tokens is not None:
+        gate = Gate(tokens, MASTER_RULES)
+        gate.guard(service)
+        tasks.append(asyncio.create_task(gate.watch(service)))
     membership_pb2_grpc.add_MembershipServicer_to_server(MembershipService(shell), door.grpc_server)
     directory_pb2_grpc.add_DirectoryServicer_to_server(DirectoryService(shell, calls), door.grpc_server)
     await door.open()
-    tasks = [asyncio.create_task(shell.run())]
+    tasks.append(asyncio.create_task(shell.run()))
     if shell.leadership is not None:
         tasks.append(asyncio.create_task(shell.leadership.run()))
     process.ready(process.instance_id(address.port), address)

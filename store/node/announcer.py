@@ -18,6 +18,7 @@ from tanghulu.errors import LeaseExpired, MasterUnavailable, NotLeader, Tanghulu
 from tanghulu.protos import common_pb2, directory_pb2, fastlane_pb2
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Reply
+from tanghulu.rpc.greeting import show
 from tanghulu.store.node.announcements import Announcement, Report
 from tanghulu.store.node.confirmations import Confirmations, Done, Word
 from tanghulu.store.node.copy_wire import Orders, orders_from_wire
@@ -176,6 +177,7 @@ class Announcer:
         """Be connected until that fails."""
         self._master = await self._masters.find()
         self._connection = await AsyncFastConnection.connect(self._master, shortcut=True)
+        await show(self._connection, self._masters.masters.credentials, self._call_deadline_s)
         self._broken = asyncio.get_running_loop().create_future()
         self._tell()
         await self._broken

@@ -17,12 +17,13 @@ from tanghulu.config import command, option
 from tanghulu.discovery.base import Discovery, Instance, Registration
 from tanghulu.discovery.master import MasterDiscovery
 from tanghulu.discovery.masters import MasterFinder
-from tanghulu.discovery.open import MASTER_HELP
-from tanghulu.errors import ConfigError, TanghuluError
+from tanghulu.errors import ConfigError, TanghuluError, Unauthorized
+from tanghulu.master_options import MasterOptions
 from tanghulu.process import Process, ProcessConfig
 from tanghulu.protos import store_pb2_grpc
 from tanghulu.rpc.door import Door
 from tanghulu.rpc.fast_server import FastService
+from tanghulu.rpc.gate import Gate, GrpcGate
 from tanghulu.store.node import metrics
 from tanghulu.store.node.admin_service import AdminService
 from tanghulu.store.node.announcer import Announcer
@@ -43,13 +44,15 @@ from tanghulu.store.node.tier_metrics import TierCollector
 from tanghulu.store.node.tier_opening import MIN_SSD_BYTES, SsdPlace, open_tier, send_down
 from tanghulu.store.node.tier_promotion import Promoter
 from tanghulu.store.shared_index import IndexPlace, IndexWriter, index_bytes, num_buckets_for
+from tanghulu.store.tenant_rules import NODE_GRPC_RULES, NODE_RULES, refuse_open_carriers
+from tanghulu.tokens_file import TokensFile
 from tanghulu.transfer_engine.access import AccessTable
 from tanghulu.transfer_engine.leases import Freed
 from tanghulu.transfer_engine.metrics import ServerCollector
 from tanghulu.transfer_engine.options import TransferOptions, transfer_settings
 from tanghulu.transfer_engine.segment import MemorySegment
 from tanghulu.transfer_engine.server import SegmentServer
-from tanghulu.types import Address, ChunkKey, Masters, Role, format_size
+from tanghulu.types import Address, ChunkKey, Role, format_size
 
 _log = structlog.get_logger(__name__)
 _TICK_S = 0.05
@@ -63,11 +66,10 @@ _MAX_MAPPED_FRACTION = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeConfig(TransferOptions, ProcessConfig):
+class NodeConfig(TransferOptions, MasterOptions, ProcessConfig):
     """The options of ``tanghulu node``."""
 
     port: int = option(7410, "port to listen on; 0 picks one")
-    master: Masters = option(Masters.parse("127.0.0.1:7400"), MASTER_HELP)
     memory: int = option(1 << 30, "size of the memory segment", size=True)
     eviction: str = option("lru", "who goes first when room is needed", choices=tuple(POLICIES))
     high_watermark: float = option(
@@ -78,6 +80,7 @@ class NodeConfig(TransferOptions, ProcessConfig):
     ssd_size: int = option(0, "size of the SSD tier's file", size=True)
     ssd_admission: str = option("all", "which evicted chunks go to the SSD", choices=MODES)
     ssd_write_rate: int = option(0, "bytes a second that may be written to the SSD; 0: no limit", size=True)
+    tokens: Path | None = option(None, "let in only whoever shows one of the tokens in this file")
     lease_ms: int = option(10_000, "how long a reservation or a pin lasts")
     prefault: bool = option(False, "touch the whole segment at the start")
     debug_checks: bool = option(False, "assert all invariants of the node twenty times a second")
@@ -110,7 +113,11 @@ class Node:
         self._config = config
         self._clock = SystemClock()
         self._service = FastService()
-        self._door = Door(self._service, process.run_dir, "node")
+        self._tokens = None if config.tokens is None else TokensFile(config.tokens)
+        if self._tokens is not None:
+            refuse_open_carriers(self._tokens.table, config.transports)
+        interceptors = () if self._tokens is None else (GrpcGate(self._tokens, NODE_GRPC_RULES),)
+        self._door = Door(self._service, process.run_dir, "node", interceptors)
         self._index = IndexPlace(-(-config.memory // 64) * 64, num_buckets_for(config.memory), secrets.randbits(64))
         segment_bytes = self._index.begin + index_bytes(self._index.num_buckets)
         self._segment = MemorySegment.create("store", segment_bytes, prefault=config.prefault)
@@ -150,6 +157,7 @@ class Node:
         self._sessions = Sessions(self.state, self._room_changed)
         self._copier = Copier(config.master, self._desk, self._announcer.copy_failed)
         self._registration: asyncio.Task[Registration] | None = None
+        self._gate: Gate | None = None
         store_pb2_grpc.add_StoreNodeServicer_to_server(
             GrpcStoreNode(self.state, self._desk, self._traffic, self._promoter), self._door.grpc_server
         )
@@ -170,8 +178,11 @@ class Node:
                 registering = asyncio.create_task(_register(discovery, self._instance(address)))
                 self._registration = registering
                 await asyncio.wait([registering], timeout=_FIRST_CONTACT_S)
+                _raise_refusal(registering)
                 instance_id = self._process.instance_id(address.port)
-                running = (self._announcer.run(instance_id), self._tick(), self._copier.run())
+                running = [self._announcer.run(instance_id), self._tick(), self._copier.run()]
+                if self._gate is not None:
+                    running.append(self._gate.watch(self._service))
                 tasks += [asyncio.create_task(each) for each in running]
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._announcer.connected.wait(), _FIRST_CONTACT_S)
@@ -208,6 +219,9 @@ class Node:
             self._service
         )
         AdminService(self.state, self._desk, self._drain).serve(self._service)
+        if self._tokens is not None:
+            self._gate = Gate(self._tokens, NODE_RULES)
+            self._gate.guard(self._service)
         return address
 
     def _instance(self, address: Address) -> Instance:
@@ -284,13 +298,21 @@ class Node:
 
 
 async def _register(discovery: Discovery, instance: Instance) -> Registration:
-    """Enter the node; a master that is not there yet is waited for."""
+    """Enter the node; a master that is not there yet is waited for. Raises Unauthorized if it refuses the node."""
     while True:
         try:
             return await discovery.register(instance)
+        except Unauthorized:
+            raise
         except TanghuluError as error:
             _log.warning("node.not_registered", code=error.code, error=error.message)
             await asyncio.sleep(_REGISTER_RETRY_S)
+
+
+def _raise_refusal(registering: asyncio.Task[Registration]) -> None:
+    """A node that the master will never let in does not start."""
+    if registering.done():
+        registering.result()
 
 
 async def _unregister(registering: asyncio.Task[Registration]) -> None:

@@ -9,13 +9,14 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+import numpy as np
 import structlog
 
 from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.store import checksums as sums
 from tanghulu.store.checksums import Checksums
 from tanghulu.store.node.announcer import Announcer
-from tanghulu.store.node.chunk import Chunk
+from tanghulu.store.node.chunk import Chunk, ChunkState
 from tanghulu.store.node.confirmations import Word
 from tanghulu.store.node.node_state import NodeState
 from tanghulu.store.node.outcomes import Existed, Reserved
@@ -206,6 +207,11 @@ class PutDesk:
         self._state.drop_corrupt(chunk)
         self.room_changed()
         return False
+
+    def wipe(self, chunk: Chunk) -> None:
+        """Overwrite the chunk's range with zeros; asserts that nobody has written it yet."""
+        assert chunk.state is ChunkState.RESERVED, f"{chunk!r} holds a value"
+        np.frombuffer(self.bytes_of(chunk), np.uint8).fill(0)
 
     def bytes_of(self, chunk: Chunk) -> memoryview:
         """The chunk's bytes in the segment; valid while it is leased, or until the next await."""

@@ -21,7 +21,7 @@ from tanghulu.store.node.chunk import Chunk
 from tanghulu.store.node.eviction import make_policy
 from tanghulu.store.node.metrics import TrafficCounters
 from tanghulu.store.node.node_state import NodeState
-from tanghulu.store.node.outcomes import Existed
+from tanghulu.store.node.outcomes import Existed, Reserved
 from tanghulu.store.node.puts import PutDesk, PutOutcome, Written, remaining_s
 from tanghulu.store.node.sessions import Greeting, Session, Sessions, as_set
 from tanghulu.store.node.stat_wire import check_count, stat_reply
@@ -95,8 +95,11 @@ class NodeService:
             raise InvalidRequest(f"protocol version {request.protocol_version}; this node speaks {PROTOCOL_VERSION}")
         if peer.state is not None:
             raise InvalidRequest("HELLO comes once, in the first frame")
-        shm = request.wants_shm and request.host_id == self._identity.segment.host_id
-        greeting = Greeting(request.client_id, peer.pid, shm, as_set(request.held_lease_ids))
+        who = peer.identity
+        may_map = who is None or who.shared_memory
+        shm = may_map and request.wants_shm and request.host_id == self._identity.segment.host_id
+        client_id = request.client_id if who is None else who.scope + request.client_id
+        greeting = Greeting(client_id, peer.pid if may_map else None, shm, as_set(request.held_lease_ids))
         session = self._sessions.open(greeting)
         peer.state = session
         peer.on_close.append(lambda: self._sessions.leave(session))
@@ -106,7 +109,8 @@ class NodeService:
             session_id=session.session_id,
             segment=to_proto(self._identity.segment),
             max_inline_bytes=MAX_INLINE_BYTES,
-            index=index_to_wire(self._identity.index),
+            index=index_to_wire(self._identity.index) if may_map else None,
+            key_scope=who.scope if who is not None and may_map else "",
         )
 
     # --- puts
@@ -135,14 +139,22 @@ class NodeService:
         session = _session(peer)
         items = request.items
         reserved = self._desk.reserve_at_once(items, session.holder)
+        wipes = peer.identity is not None and not peer.identity.shared_memory
         if len(reserved) < len(items):
-            return self._reserve_rest(items, reserved, session, self._until(request.deadline_ms))
-        return _reserve_reply(reserved)
+            return self._reserve_rest(items, reserved, session, self._until(request.deadline_ms), wipes)
+        return self._reserved(reserved, wipes)
 
     async def _reserve_rest(
-        self, items: list[NewChunk], reserved: list[Written], session: Session, until_s: float
+        self, items: list[NewChunk], reserved: list[Written], session: Session, until_s: float, wipes: bool
     ) -> Answer:
-        return _reserve_reply(await self._desk.reserve_rest(items, reserved, session.holder, until_s))
+        return self._reserved(await self._desk.reserve_rest(items, reserved, session.holder, until_s), wipes)
+
+    def _reserved(self, reserved: Sequence[Written], wipes: bool) -> bytes:
+        """The answer. ``wipes``: the client must not find in its ranges what was another tenant's."""
+        for outcome in reserved if wipes else ():
+            if isinstance(outcome, Reserved):
+                self._desk.wipe(outcome.chunk)
+        return _reserve_reply(reserved)
 
     def commit(self, peer: Peer, request: CommitRequest, attachment: memoryview) -> Pending:
         """Publish what the client has written, give back what it has not."""

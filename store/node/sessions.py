@@ -19,7 +19,7 @@ from tanghulu.store.node.waiters import Holder
 from tanghulu.transfer_engine.shm_server import ProcessWatch
 
 MAX_SESSIONS = 4096
-_MAX_CLIENT_ID = 64
+_MAX_CLIENT_ID = 128
 #: Lost sessions of one client whose leases it may still give back.
 _MAX_LOST = 16
 
@@ -63,7 +63,7 @@ class Sessions:
     def open(self, greeting: Greeting) -> Session:
         """The client's session, new or joined. Raises Unauthorized for no proper id, Overloaded for too many."""
         if not 0 < len(greeting.client_id) <= _MAX_CLIENT_ID:
-            raise Unauthorized("a client names itself by an id of 1 to 64 characters")
+            raise Unauthorized(f"a client names itself by an id of 1 to {_MAX_CLIENT_ID} characters")
         client = (greeting.client_id, greeting.pid)
         session = self._by_client.get(client)
         if session is not None:

@@ -3,29 +3,41 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Iterable
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 from rich.console import Console
 from rich.table import Table
 
 from tanghulu.config import PREFIX
-from tanghulu.discovery.open import MASTER_HELP
+from tanghulu.credentials import Credentials, read_token
+from tanghulu.master_options import MASTER_HELP, TENANT_HELP, TOKEN_HELP
+from tanghulu.types import Masters
 
-F = TypeVar("F", bound=Callable[..., Any])
 _PIPED_WIDTH = 200
+_MASTER = click.option(
+    "--master", default="127.0.0.1:7400", show_default=True, envvar=PREFIX + "MASTER", help=MASTER_HELP
+)
+_TENANT = click.option("--tenant", default="", envvar=PREFIX + "TENANT", help=TENANT_HELP)
+_TOKEN = click.option("--token", default="", envvar=PREFIX + "TOKEN", help=TOKEN_HELP)
+_JSON = click.option("--json", "as_json", is_flag=True, help="print JSON for programs")
 
 
-def store_options(function: F) -> F:
-    """The options that every command of the group has."""
-    master = click.option(
-        "--master", default="127.0.0.1:7400", show_default=True, envvar=PREFIX + "MASTER", help=MASTER_HELP
-    )
-    as_json = click.option("--json", "as_json", is_flag=True, help="print JSON for programs")
-    return as_json(master(function))
+def store_options(function: Callable[..., None]) -> Callable[..., None]:
+    """The options that every command of the group has; ``master`` comes as Masters with credentials."""
+
+    @functools.wraps(function)
+    def command(*args: Any, master: str, tenant: str, token: str, **options: Any) -> None:
+        credentials = Credentials(tenant, read_token(token))
+        function(*args, master=Masters.parse(master).showing(credentials), **options)
+
+    for add in (_JSON, _TOKEN, _TENANT, _MASTER):
+        command = add(command)
+    return command
 
 
 def plain(value: Any) -> Any:

@@ -9,12 +9,12 @@ from typing import Any
 
 import click
 
-from tanghulu.cli import store_admin, store_check, store_top
+from tanghulu.cli import store_admin, store_check, store_tenants, store_top
 from tanghulu.cli.printing import plain, print_json, print_table, store_options
 from tanghulu.errors import ChunkNotFound
 from tanghulu.store.client import Client, connect
 from tanghulu.store.client.model import NodeView
-from tanghulu.types import format_size
+from tanghulu.types import Masters, format_size
 
 _DEFAULT_LIMIT = 1000
 
@@ -24,7 +24,7 @@ def COMMAND() -> None:
     """The group; its commands follow."""
 
 
-def _store(master: str) -> AbstractContextManager[Client]:
+def _store(master: Masters) -> AbstractContextManager[Client]:
     return connect(master)
 
 
@@ -32,7 +32,7 @@ def _store(master: str) -> AbstractContextManager[Client]:
 @click.argument("prefix", default="")
 @click.option("--limit", default=_DEFAULT_LIMIT, show_default=True, help="at most this many keys; 0: all")
 @store_options
-def ls(prefix: str, limit: int, master: str, as_json: bool) -> None:
+def ls(prefix: str, limit: int, master: Masters, as_json: bool) -> None:
     """List the keys that begin with PREFIX, their sizes and the nodes that hold them."""
     with _store(master) as store:
         keys = store.list_keys(prefix, limit=limit or None)
@@ -47,7 +47,7 @@ def ls(prefix: str, limit: int, master: str, as_json: bool) -> None:
 @COMMAND.command()
 @click.argument("keys", nargs=-1)
 @store_options
-def stat(keys: tuple[str, ...], master: str, as_json: bool) -> None:
+def stat(keys: tuple[str, ...], master: Masters, as_json: bool) -> None:
     """Show everything about the chunks of KEYS; without keys, the store as a whole."""
     with _store(master) as store:
         if not keys:
@@ -84,7 +84,7 @@ def _totals(store: Client, as_json: bool) -> None:
 
 @COMMAND.command()
 @store_options
-def nodes(master: str, as_json: bool) -> None:
+def nodes(master: Masters, as_json: bool) -> None:
     """List the store nodes: where they are, what they hold, when they were last seen."""
     with _store(master) as store:
         found = store.nodes()
@@ -121,7 +121,7 @@ def _state(node: NodeView) -> str:
 @click.option("--pin", type=click.Choice(["none", "soft", "hard"]), default="none", help="how it stands to eviction")
 @click.option("--ttl-s", type=float, help="seconds after which it may go")
 @store_options
-def put(key: str, file: Any, replicas: int, pin: str, ttl_s: float | None, master: str, as_json: bool) -> None:
+def put(key: str, file: Any, replicas: int, pin: str, ttl_s: float | None, master: Masters, as_json: bool) -> None:
     """Put the contents of FILE (- for standard input) under KEY."""
     with _store(master) as store:
         status = store.put(key, file.read(), replicas=replicas, pin=pin, ttl_s=ttl_s)
@@ -136,7 +136,7 @@ def put(key: str, file: Any, replicas: int, pin: str, ttl_s: float | None, maste
 @click.argument("key")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="write to this file, not to standard output")
 @store_options
-def get(key: str, output: Path | None, master: str, as_json: bool) -> None:
+def get(key: str, output: Path | None, master: Masters, as_json: bool) -> None:
     """Write the value of KEY to standard output or a file; with --json only its size is printed."""
     with _store(master) as store, store.get(key) as chunk:
         value = chunk.bytes()
@@ -153,7 +153,7 @@ def get(key: str, output: Path | None, master: str, as_json: bool) -> None:
 @click.argument("keys", nargs=-1)
 @click.option("--matching", metavar="REGEX", help="remove every key that this pattern matches")
 @store_options
-def rm(keys: tuple[str, ...], matching: str | None, master: str, as_json: bool) -> None:
+def rm(keys: tuple[str, ...], matching: str | None, master: Masters, as_json: bool) -> None:
     """Remove the chunks of KEYS, or all that match a pattern."""
     if bool(keys) == bool(matching):
         raise click.UsageError("name KEYS or give --matching REGEX")
@@ -176,7 +176,7 @@ def rm(keys: tuple[str, ...], matching: str | None, master: str, as_json: bool) 
 @click.argument("name", required=False)
 @click.option("--node", "node_id", default="", help="this node only (its id); default: all")
 @store_options
-def policy(name: str | None, node_id: str, master: str, as_json: bool) -> None:
+def policy(name: str | None, node_id: str, master: Masters, as_json: bool) -> None:
     """Show the nodes' eviction policy, or switch it to NAME while they run; chunks and their order are kept."""
     with _store(master) as store:
         chosen = [node_id] if node_id else [node.id for node in store.nodes()]
@@ -187,5 +187,5 @@ def policy(name: str | None, node_id: str, master: str, as_json: bool) -> None:
     print_table(("node", "policy"), policies.items())
 
 
-for _each in (*store_admin.COMMANDS, store_check.COMMAND, store_top.COMMAND):
+for _each in (*store_admin.COMMANDS, *store_tenants.COMMANDS, store_check.COMMAND, store_top.COMMAND):
     COMMAND.add_command(_each)

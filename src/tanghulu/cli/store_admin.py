@@ -26,7 +26,7 @@ _POLL_S = 0.25
 @click.option("--wait/--no-wait", default=True, help="wait until the node may be stopped")
 @click.option("--timeout-s", type=float, help="give up waiting after so long; the drain goes on")
 @store_options
-def drain(node: str, wait: bool, timeout_s: float | None, master: str, as_json: bool) -> None:
+def drain(node: str, wait: bool, timeout_s: float | None, master: Masters, as_json: bool) -> None:
     """Move the chunks of NODE to other nodes, so that it can be stopped and nothing is lost.
 
     From now on it takes no new chunks. Ends when it is safe to stop; undrain takes it back.
@@ -78,7 +78,7 @@ def _views(store: Client, node: str, timeout_s: float | None) -> Iterator[NodeVi
 @click.command()
 @click.argument("node")
 @store_options
-def undrain(node: str, master: str, as_json: bool) -> None:
+def undrain(node: str, master: Masters, as_json: bool) -> None:
     """Have NODE take new chunks again; what was copied away stays where it is, too."""
     with connect(master) as store:
         store.drain(node, draining=False)
@@ -100,7 +100,7 @@ def _size(context: click.Context, parameter: click.Parameter, value: str) -> int
 @click.option("--bytes", "num_bytes", default="0", callback=_size, help="evict so much on each node, by its policy")
 @click.option("--node", "node_id", default="", help="on this node only (its id); default: on all")
 @store_options
-def evict(keys: tuple[str, ...], num_bytes: int, node_id: str, master: str, as_json: bool) -> None:
+def evict(keys: tuple[str, ...], num_bytes: int, node_id: str, master: Masters, as_json: bool) -> None:
     """Evict KEYS, or the chunks that would go next; unlike rm, they may be put again at once by whoever has them.
 
     What is being read or pinned hard stays. With an SSD tier evicted chunks go down to it.
@@ -122,14 +122,13 @@ def evict(keys: tuple[str, ...], num_bytes: int, node_id: str, master: str, as_j
 @click.option("--snapshot/--no-snapshot", default=True, help="begin with what there is already")
 @click.option("--count", type=int, help="end after so many lines")
 @store_options
-def watch(prefix: str, snapshot: bool, count: int | None, master: str, as_json: bool) -> None:
+def watch(prefix: str, snapshot: bool, count: int | None, master: Masters, as_json: bool) -> None:
     """Follow what is stored and removed, and nodes that go, one line each (--json: an object each), until Ctrl-C.
 
     After an interruption of the master it goes on, with a "reset" and all that there is if it has to begin again.
     """
-    masters = Masters.parse(master)
     connect(master).close()  # a master that is not there is said now and not waited for
-    asyncio.run(_watch(masters, prefix, snapshot, count, as_json))
+    asyncio.run(_watch(master, prefix, snapshot, count, as_json))
 
 
 async def _watch(masters: Masters, prefix: str, snapshot: bool, count: int | None, as_json: bool) -> None:

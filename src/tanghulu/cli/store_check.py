@@ -18,6 +18,7 @@ from tanghulu.cli.printing import plain, print_json, print_table, store_options
 from tanghulu.errors import ChecksumMismatch, TanghuluError
 from tanghulu.store.client import Client, connect
 from tanghulu.store.client.model import KeyInfo, Verified
+from tanghulu.types import Masters
 
 
 class Kind(Enum):
@@ -99,7 +100,7 @@ def repair(store: Client) -> list[Finding]:
 @click.command("check")
 @click.option("--repair", "with_repair", is_flag=True, help="drop corrupt chunks; have the nodes report again")
 @store_options
-def COMMAND(with_repair: bool, master: str, as_json: bool) -> None:
+def COMMAND(with_repair: bool, master: Masters, as_json: bool) -> None:
     """Verify the bytes of all chunks in memory, and that the directory and the nodes agree.
 
     Exit code 0: all is well, or was repaired; 6: corrupt chunks; 1: only the directory and the nodes differ.

@@ -17,7 +17,7 @@ from rich.table import Table
 from tanghulu.cli.printing import plain, print_json, store_options
 from tanghulu.store.client import Client, connect
 from tanghulu.store.client.model import NodeView
-from tanghulu.types import format_size
+from tanghulu.types import Masters, format_size
 
 _METRICS_DEADLINE_S = 1.0
 _COUNTERS = {
@@ -119,7 +119,7 @@ class _View:
 @click.option("--interval-s", default=2.0, show_default=True, help="between two looks")
 @click.option("--count", type=int, help="end after so many looks; default on a terminal: Ctrl-C, else 1")
 @store_options
-def COMMAND(interval_s: float, count: int | None, master: str, as_json: bool) -> None:
+def COMMAND(interval_s: float, count: int | None, master: Masters, as_json: bool) -> None:
     """Show live what the nodes hold and do. With --json one list of nodes a look."""
     console = Console()
     with connect(master) as store:

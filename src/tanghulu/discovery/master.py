@@ -118,6 +118,7 @@ class MasterDiscovery:
         self._on_reregistered = on_reregistered
         self._finder = finder or MasterFinder(masters)
         self._peer = f"master at {masters}"
+        self._metadata = self._finder.masters.credentials.metadata
         self._clock = SystemClock()
         self._channels: dict[Address, grpc.aio.Channel] = {}
         self._poked = asyncio.Event()
@@ -164,7 +165,9 @@ class MasterDiscovery:
             call: grpc.aio.UnaryStreamCall[pb.WatchRequest, pb.InstanceEvent] | None = None
             try:
                 asked = await self._finder.find()
-                call = self._stub(asked).Watch(request, wait_for_ready=not self._finder.several)
+                call = self._stub(asked).Watch(
+                    request, wait_for_ready=not self._finder.several, metadata=self._metadata
+                )
                 async with typed_errors(self._peer, MasterUnavailable):
                     async for event in self._follow(call, mirror):
                         yield event
@@ -222,7 +225,9 @@ class MasterDiscovery:
         patient = not self._finder.several
 
         def ask(stub: membership_pb2_grpc.MembershipStub, timeout_s: float) -> Awaitable[pb.RegisterReply]:
-            call: Awaitable[pb.RegisterReply] = stub.Register(request, timeout=timeout_s, wait_for_ready=patient)
+            call: Awaitable[pb.RegisterReply] = stub.Register(
+                request, timeout=timeout_s, wait_for_ready=patient, metadata=self._metadata
+            )
             return call
 
         try:
@@ -235,14 +240,20 @@ class MasterDiscovery:
     async def keep_alive(self, instance: Instance, lease_id: int) -> bool:
         """Renew a lease; False if this master does not know it."""
         request = pb.KeepAliveRequest(lease_id=lease_id, instance_id=instance.id)
-        reply = await self._ask(lambda stub, timeout_s: stub.KeepAlive(request, timeout=timeout_s), _CALL_DEADLINE_S)
+        shown = self._metadata
+        reply = await self._ask(
+            lambda stub, timeout_s: stub.KeepAlive(request, timeout=timeout_s, metadata=shown), _CALL_DEADLINE_S
+        )
         self.master_generation = reply.master_generation
         return bool(reply.known)
 
     async def deregister(self, instance: Instance, lease_id: int) -> None:
         """End a lease."""
         request = pb.DeregisterRequest(lease_id=lease_id, instance_id=instance.id)
-        await self._ask(lambda stub, timeout_s: stub.Deregister(request, timeout=timeout_s), _CLOSE_DEADLINE_S)
+        shown = self._metadata
+        await self._ask(
+            lambda stub, timeout_s: stub.Deregister(request, timeout=timeout_s, metadata=shown), _CLOSE_DEADLINE_S
+        )
 
     async def _ask(
         self, ask: Callable[[membership_pb2_grpc.MembershipStub, float], Awaitable[T]], deadline_s: float

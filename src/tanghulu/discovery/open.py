@@ -12,8 +12,6 @@ from tanghulu.errors import ConfigError
 from tanghulu.types import Address, Masters
 
 HELP = "where instances find each other: master (the default), etcd://host:port[,host:port], or file:DIR"
-#: Of --master, in every process that has one.
-MASTER_HELP = "the master: host:port, several as host:port,host:port, or etcd://host:port[,host:port][/namespace]"
 
 
 def open_discovery(spec: str, master: Masters | Address) -> Discovery:

@@ -14,7 +14,7 @@ import contextlib
 import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -37,11 +37,13 @@ _UCRED = struct.Struct("3i")
 class Door:
     """The listening side of a process. ``start`` opens it, ``close`` lets nobody in and ends what is open."""
 
-    def __init__(self, service: FastService, run_dir: Path, name: str) -> None:
+    def __init__(
+        self, service: FastService, run_dir: Path, name: str, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
+    ) -> None:
         self.service = service
         self.unix_path = str(run_dir / f"{name}.sock")
         self._grpc_path = str(run_dir / f"{name}.grpc")
-        self.grpc_server = grpc.aio.server(options=SERVER_OPTIONS)
+        self.grpc_server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=interceptors)
         self._servers: list[asyncio.Server] = []
         self._transports: set[asyncio.Transport] = set()
         self._empty = asyncio.Event()

@@ -22,6 +22,7 @@ from tanghulu.errors import InvalidRequest, Overloaded, TanghuluError
 from tanghulu.protos import fastlane_pb2
 from tanghulu.rpc.frames import PREAMBLE, Frame, FrameReader, encode_head
 from tanghulu.rpc.wire import decode, status_of
+from tanghulu.tenants import Identity
 
 _log = structlog.get_logger(__name__)
 
@@ -36,13 +37,18 @@ END_WAIT_S = 1.0
 
 @dataclass(eq=False)
 class Peer:
-    """What a server knows of one connection. ``state`` is the service's own: it sets and reads it."""
+    """What a server knows of one connection. ``state`` is the service's own: it sets and reads it.
+
+    ``identity`` is who it has shown to be, where there is a gate; ``hang_up`` ends the connection.
+    """
 
     pid: int | None  # of the process at the other end, told by the kernel (Unix sockets only)
     is_unix: bool
     name: str
     state: Any = None
     on_close: list[Callable[[], None]] = field(default_factory=list)
+    identity: Identity | None = None
+    hang_up: Callable[[], None] = lambda: None
 
 
 class Later:
@@ -105,6 +111,7 @@ class FastServerProtocol(asyncio.Protocol):
         if len(self._service.peers) >= MAX_CONNECTIONS:
             self._end(Overloaded(f"this process serves {MAX_CONNECTIONS} connections and takes no more"))
             return
+        self._peer.hang_up = transport.close
         self._service.peers.add(self._peer)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -1,0 +1,43 @@
+"""``tanghulu store token``: make tokens for the tokens file."""
+
+from __future__ import annotations
+
+import click
+
+from tanghulu.cli.printing import print_json
+from tanghulu.tenants import Right, hash_of, new_token, validate_tenant
+
+
+@click.command()
+@click.argument("name")
+@click.option("--tenant", default="", help="whose token it is; default: an operator's")
+@click.option(
+    "--right",
+    "rights",
+    multiple=True,
+    type=click.Choice([right.value for right in Right]),
+    help="what it allows; may be said several times [default: read and write; an operator's: admin]",
+)
+@click.option("--json", "as_json", is_flag=True, help="print JSON for programs")
+def token(name: str, tenant: str, rights: tuple[str, ...], as_json: bool) -> None:
+    """Make a token and the lines about it for the tokens file, which keeps its hash only. Nothing is stored.
+
+    NAME stands in logs and messages. Give the token to whoever shall use it: it cannot be shown again.
+    """
+    if tenant:
+        validate_tenant(tenant)
+        if Right.ADMIN.value in rights:
+            raise click.UsageError("admin sees all tenants: leave --tenant out")
+    chosen = rights or ((Right.READ.value, Right.WRITE.value) if tenant else (Right.ADMIN.value,))
+    made = new_token()
+    if as_json:
+        row = {"name": name, "tenant": tenant, "rights": list(chosen), "sha256": hash_of(made)}
+        print_json({"token": made, "entry": {key: value for key, value in row.items() if value}})
+        return
+    click.echo(made)
+    lines = ["[[tokens]]", f'name = "{name}"', f'tenant = "{tenant}"' if tenant else ""]
+    lines += ["rights = [" + ", ".join(f'"{right}"' for right in chosen) + "]", f'sha256 = "{hash_of(made)}"']
+    click.echo("\n" + "\n".join(filter(None, lines)), err=True)
+
+
+COMMANDS = (token,)

@@ -1,0 +1,59 @@
+"""What a process shows to those it connects to: which tenant it acts for, and the token that proves it.
+
+Credentials travel with the address of the master (``types.Masters``), because whoever knows where to ask also has to
+know what to show there. Empty ones are shown to nobody.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tanghulu.errors import ConfigError
+
+AUTHORIZATION = "authorization"
+TENANT = "tanghulu-tenant"
+_BEARER = "Bearer "
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """``tenant`` may stay empty: a tenant's own token says whose it is; an operator's token then acts for nobody."""
+
+    tenant: str = ""
+    token: str = field(default="", repr=False)
+
+    @property
+    def shown(self) -> bool:
+        """Whether there is anything to show."""
+        return bool(self.token)
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """The same for a gRPC call."""
+        if not self.token:
+            return ()
+        shown = ((AUTHORIZATION, _BEARER + self.token),)
+        return (*shown, (TENANT, self.tenant)) if self.tenant else shown
+
+
+def from_metadata(metadata: tuple[tuple[str, str | bytes], ...]) -> Credentials:
+    """The credentials that a gRPC caller showed; empty ones where there are none."""
+    given = {key: value for key, value in metadata if isinstance(value, str)}
+    authorization = given.get(AUTHORIZATION, "")
+    token = authorization.removeprefix(_BEARER) if authorization.startswith(_BEARER) else ""
+    return Credentials(given.get(TENANT, ""), token)
+
+
+def read_token(text: str) -> str:
+    """``text``, or what stands in the file FILE if it is ``@FILE``; raises ConfigError."""
+    if not text.startswith("@"):
+        return text
+    path = Path(text[1:])
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the token in {path}: {error}") from error
+
+
+NOTHING_TO_SHOW = Credentials()

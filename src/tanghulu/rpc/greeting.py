@@ -1,0 +1,24 @@
+"""HELLO as those say it that have only credentials to show: no session, no memory."""
+
+from __future__ import annotations
+
+from tanghulu.credentials import Credentials
+from tanghulu.protos import fastlane_pb2, store_pb2
+from tanghulu.rpc.fast_aio import AsyncFastConnection
+from tanghulu.rpc.fast_client import Call
+from tanghulu.rpc.frames import PROTOCOL_VERSION
+
+
+async def show(connection: AsyncFastConnection, credentials: Credentials, deadline_s: float) -> None:
+    """Let the master at the other end know who asks, if there is anything to show; raises Unauthorized."""
+    if credentials.shown:
+        call = hello(credentials)
+        await connection.call(call.method, call.request, call.reply_type, deadline_s=deadline_s)
+
+
+def hello(credentials: Credentials) -> Call[store_pb2.HelloReply]:
+    """The first call on a connection to a master; only needed with credentials."""
+    request = store_pb2.HelloRequest(
+        protocol_version=PROTOCOL_VERSION, tenant=credentials.tenant, token=credentials.token
+    )
+    return Call(fastlane_pb2.METHOD_HELLO, request, store_pb2.HelloReply)

@@ -1,0 +1,314 @@
+"""Tenants with real processes: who gets in, who sees what, on both carriers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+from store_cluster import Cluster, Process
+
+import tanghulu
+from tanghulu import aio
+from tanghulu.credentials import Credentials
+from tanghulu.errors import ChunkNotFound, Forbidden, TanghuluError, Unauthorized
+from tanghulu.protos import (
+    common_pb2,
+    directory_pb2,
+    directory_pb2_grpc,
+    membership_pb2,
+    membership_pb2_grpc,
+    store_pb2,
+    store_pb2_grpc,
+)
+from tanghulu.rpc.fast_client import FastConnection
+from tanghulu.rpc.grpc_edge import channel, from_rpc_error
+from tanghulu.store.client import messages
+from tanghulu.store.client.client import Client
+from tanghulu.store.directory_events import DirectoryEventKind, follow_directory
+from tanghulu.tenants import hash_of
+from tanghulu.types import Address, Masters
+
+TOKENS = {
+    "operator": ("", ["admin"]),
+    "node": ("", ["join", "read"]),
+    "acme": ("acme", ["read", "write"]),
+    "acme-reader": ("acme", ["read"]),
+    "acme-writer": ("acme", ["write"]),
+    "initech": ("initech", ["read", "write"]),
+    "temporary": ("initech", ["read"]),
+    "acme-worker": ("acme", ["read", "write", "join"]),
+}
+FILE = """
+[tenants.acme]
+shared_memory = true
+[tenants.initech]
+"""
+
+
+def write_tokens(path: Path, names: list[str]) -> None:
+    lines = [FILE]
+    for name in names:
+        tenant, rights = TOKENS[name]
+        lines.append(f'[[tokens]]\nname = "{name}"\nrights = {rights}\nsha256 = "{hash_of("secret-" + name)}"')
+        lines.append(f'tenant = "{tenant}"' if tenant else "")
+    path.touch(mode=0o600)
+    path.write_text("\n".join(lines))
+
+
+class Secured(Cluster):
+    """A cluster whose processes were started with ``--tokens``."""
+
+    def __init__(self, file: Path, num_nodes: int = 1) -> None:
+        self.file = file
+        os.environ["TANGHULU_TOKEN"] = "secret-node"
+        self.node_flags = ("--debug-checks", "--tokens", str(file))
+        self.nodes = []
+        self.masters = [Process("tanghulu.store.master.main", "--port", "0", "--tokens", str(file))]
+        try:
+            for _ in range(num_nodes):
+                self.add_node("64MiB")
+        finally:
+            del os.environ["TANGHULU_TOKEN"]
+
+    def connect(self, name: str, tenant: str = "", transport: str | None = None) -> Client:
+        return tanghulu.connect(self.address, tenant=tenant, token="secret-" + name, transport=transport)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
+    file = tmp_path_factory.mktemp("tokens") / "tokens.toml"
+    write_tokens(file, list(TOKENS))
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    with Secured(file, num_nodes=2) as running:
+        yield running
+
+
+def test_tenants_do_not_see_each_other(cluster: Secured) -> None:
+    """The same keys, small and large, over shared memory and over TCP."""
+    with cluster.connect("acme") as acme, cluster.connect("initech") as initech, cluster.connect("operator") as all_:
+        for size in (10, 3 << 20):
+            key = f"doc-{size}"
+            assert not acme.put(key, b"a" * size).existed
+            assert not initech.exists(key)
+            with pytest.raises(ChunkNotFound):
+                initech.get(key)
+            assert not initech.remove(key)
+            assert not initech.put(key, b"i" * size).existed
+            assert acme.get(key).bytes() == b"a" * size
+            assert initech.get(key).bytes() == b"i" * size
+            assert initech.stat(key).size_bytes == size
+            with pytest.raises(ChunkNotFound):
+                initech.get(f"@acme/{key}")
+            assert all_.get(f"@acme/{key}").bytes() == b"a" * size
+        assert [info.key for info in acme.list_keys()] == ["doc-10", f"doc-{3 << 20}"]
+        assert [info.key for info in initech.list_keys("doc-1")] == ["doc-10"]
+        assert {info.key.partition("/")[0] for info in all_.list_keys()} == {"@acme", "@initech"}
+        assert initech.match_prefix(["doc-10", "other"]) == 1
+        assert initech.remove_matching("doc") == 2
+        assert acme.exists_many(["doc-10", f"doc-{3 << 20}"]) == [True, True]
+        assert all_.remove_matching("^@acme/") == 2
+        assert not acme.exists("doc-10")
+
+
+def test_operators_may_act_for_a_tenant(cluster: Secured) -> None:
+    with cluster.connect("operator", tenant="initech") as initech, cluster.connect("initech") as own:
+        initech.put("by-operator", b"x")
+        assert own.get("by-operator").bytes() == b"x"
+        assert own.remove("by-operator")
+
+
+def test_what_a_token_does_not_allow(cluster: Secured) -> None:
+    with cluster.connect("acme-reader") as reader, cluster.connect("acme-writer") as writer:
+        assert writer.put("guarded", b"1").ok
+        assert reader.get("guarded").bytes() == b"1"
+        with pytest.raises(Forbidden, match="'write'"):
+            reader.put("more", b"2")
+        with pytest.raises(Forbidden, match="'write'"):
+            reader.remove("guarded")
+        with pytest.raises(Forbidden, match="'read'"):
+            writer.exists("guarded")
+        node = reader.nodes()[0].id
+        for forbidden in (
+            lambda: reader.drain(node),
+            lambda: reader.evict(node, num_bytes=1),
+            lambda: reader.verify(node),
+            lambda: reader.eviction_policy(node, "fifo"),
+        ):
+            with pytest.raises(Forbidden, match="'admin'"):
+                forbidden()
+        assert reader.eviction_policy(node) == "lru"
+        assert writer.remove("guarded")
+
+
+@pytest.mark.parametrize(
+    ("tenant", "token", "said"),
+    [
+        ("", "", "token is needed"),
+        ("", "guess", "unknown"),
+        ("initech", "secret-acme", "not one of tenant"),
+        ("nobody", "secret-operator", "no tenant"),
+    ],
+)
+def test_who_is_not_known_is_not_let_in(cluster: Secured, tenant: str, token: str, said: str) -> None:
+    with pytest.raises(Unauthorized, match=said):
+        tanghulu.connect(cluster.address, tenant=tenant, token=token)
+
+
+async def test_asyncio_and_events(cluster: Secured) -> None:
+    """A follower hears of its own tenant's chunks only, under its own names."""
+    acme = Masters.parse(cluster.address).showing(Credentials("", "secret-acme"))
+    heard: list[str] = []
+    done = asyncio.Event()
+
+    async def follow() -> None:
+        async for batch in follow_directory(acme, "ev/"):
+            for event in batch:
+                if event.kind is DirectoryEventKind.STORED:
+                    heard.extend(event.keys)
+            if "ev/last" in heard:
+                done.set()
+                return
+
+    follower = asyncio.create_task(follow())
+    async with (
+        aio.connect(cluster.address, token="secret-acme") as mine,
+        aio.connect(cluster.address, token="secret-initech", transport="tcp") as other,
+    ):
+        await mine.put("ev/first", b"1")
+        await other.put("ev/other", b"2" * (2 << 20))
+        assert (await other.get("ev/other")).bytes() == b"2" * (2 << 20)
+        await mine.put("ev/last", b"3")
+        async with asyncio.timeout(10):
+            await done.wait()
+        await follower
+        assert sorted(heard) == ["ev/first", "ev/last"]
+        assert await mine.remove_many(["ev/first", "ev/last"]) == [True, True]
+        assert await other.remove("ev/other")
+
+
+NODE = common_pb2.Instance(id="node-of-acme", component="node", address="127.0.0.1:1")
+
+
+async def _call(address: str, call: str, token: str) -> object:
+    """One gRPC call as a third party makes it."""
+    metadata = Credentials("", token).metadata
+    async with channel(Address.parse(address)) as link:
+        nodes, directory = store_pb2_grpc.StoreNodeStub(link), directory_pb2_grpc.DirectoryStub(link)
+        members = membership_pb2_grpc.MembershipStub(link)
+        item = store_pb2.PutItem(key="third", version=1, size_bytes=3)
+        calls = {
+            "put": lambda: nodes.Put(store_pb2.PutRequest(items=[item], inline_data=b"abc"), metadata=metadata),
+            "get": lambda: nodes.Get(store_pb2.GetRequest(keys=["third"]), metadata=metadata),
+            "list": lambda: directory.ListKeys(directory_pb2.ListKeysRequest(prefix="th"), metadata=metadata),
+            "node": lambda: members.Register(membership_pb2.RegisterRequest(instance=NODE), metadata=metadata),
+            "join": lambda: members.Deregister(membership_pb2.DeregisterRequest(instance_id="x"), metadata=metadata),
+            "announce": lambda: directory.Announce(directory_pb2.AnnounceRequest(node_id="x"), metadata=metadata),
+        }
+        try:
+            return await calls[call]()
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, address) from None
+
+
+async def test_grpc(cluster: Secured) -> None:
+    node, master = cluster.nodes[0].address, cluster.address
+    await _call(node, "put", "secret-acme")
+    assert (await _call(node, "get", "secret-acme")).inline_data == b"abc"
+    assert (await _call(node, "get", "secret-initech")).items[0].status.code == "CHUNK_NOT_FOUND"
+    with pytest.raises(Unauthorized, match="token is needed"):
+        await _call(node, "get", "")
+    with pytest.raises(Forbidden, match="'read'"):
+        await _call(node, "get", "secret-acme-writer")
+    for call in ("join", "announce"):
+        with pytest.raises(Forbidden, match="'join'"):
+            await _call(master, call, "secret-acme")
+    for call in ("node", "announce"):
+        with pytest.raises(Forbidden, match="a node needs an operator's"):
+            await _call(master, call, "secret-acme-worker")
+    with cluster.connect("acme") as acme:
+        assert acme.exists("third")
+    assert [info.key for info in (await _call(master, "list", "secret-acme")).keys] == ["third"]
+    assert not (await _call(master, "list", "secret-initech")).keys
+    with cluster.connect("operator") as operator:
+        assert operator.remove("@acme/third")
+
+
+def test_only_trusted_tenants_map_memory(cluster: Secured) -> None:
+    """What one tenant left behind is not found by another in the range it reserves and never writes."""
+    with cluster.connect("acme") as acme, cluster.connect("initech") as initech:
+        acme.put("mapped", b"secret " * (1 << 19))
+        with acme.get("mapped") as chunk:
+            assert chunk.bytes()[:6] == b"secret"
+        assert acme._shell.context.indexes, "a trusted tenant reads by the shared index"
+        initech.put("x", b"1")
+        initech.get("x")
+        assert not initech._shell.context.indexes
+        assert acme.remove("mapped")
+        assert initech.remove("x")
+    node = cluster.nodes[0]
+    connection = FastConnection(Address.parse(node.address))
+    call = messages.hello("me", Credentials("", "secret-initech"), "", False, ())
+    connection.call(call.method, call.request, call.reply_type)
+    new = messages.NewChunk("stolen", 1, 4 << 20)  # type: ignore[arg-type]
+    for call in (messages.reserve([new], 1000),):
+        (reservation,) = messages.reservations(connection.call(call.method, call.request, bytes))
+    assert not isinstance(reservation, TanghuluError)
+    assert reservation is not None
+    call = messages.commit([(reservation.lease_id, messages.Checksums())], [], True, 1000)
+    connection.call(call.method, call.request, bytes)
+    connection.close()
+    with cluster.connect("initech") as initech:
+        assert initech.get("stolen").bytes() == bytes(4 << 20)
+        assert initech.remove("stolen")
+
+
+def test_a_call_without_hello_is_refused(cluster: Secured) -> None:
+    for address in (cluster.address, cluster.nodes[0].address):
+        connection = FastConnection(Address.parse(address))
+        call = messages.nodes() if address == cluster.address else messages.node_exists(["doc"])
+        with pytest.raises(Unauthorized, match="HELLO"):
+            connection.call(call.method, call.request, call.reply_type)
+        connection.close()
+
+
+def test_nodes_copy_chunks_of_all_tenants(cluster: Secured) -> None:
+    with cluster.connect("acme") as acme, cluster.connect("operator") as operator:
+        acme.put("moved", b"m" * (2 << 20))
+        (holder,) = acme.stat("moved").nodes
+        operator.drain(holder)
+        until_s = time.monotonic() + 10
+        while not any(view.drained for view in operator.nodes()) and time.monotonic() < until_s:
+            operator.verify(holder)
+        assert holder not in acme.stat("moved").nodes or len(acme.stat("moved").nodes) == 2
+        operator.drain(holder, draining=False)
+        assert acme.get("moved").bytes() == b"m" * (2 << 20)
+        assert acme.remove("moved")
+
+
+def test_a_revoked_token_loses_its_connections(cluster: Secured) -> None:
+    with cluster.connect("temporary") as temporary, cluster.connect("acme") as acme:
+        assert not temporary.exists("kept")
+        write_tokens(cluster.file, [name for name in TOKENS if name != "temporary"])
+        with pytest.raises(Unauthorized):
+            ask_for(10.0, temporary)
+        with pytest.raises(Unauthorized, match="unknown"):
+            cluster.connect("temporary")
+        assert not acme.exists("kept")
+
+
+def ask_for(seconds: float, client: Client) -> None:
+    until_s = time.monotonic() + seconds
+    while time.monotonic() < until_s:
+        client.exists("kept")
+
+
+def test_a_node_without_a_token_does_not_start(cluster: Secured) -> None:
+    with pytest.raises(AssertionError, match="token is needed"):
+        Process("tanghulu.store.node.main", "--port", "0", "--master", cluster.address, "--memory", "16MiB")
