@@ -13,7 +13,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 from tanghulu.clock import Clock, SystemClock
-from tanghulu.errors import ConfigError, InvalidRequest, NodeUnavailable, Overloaded, TanghuluError
+from tanghulu.errors import ConfigError, InvalidRequest, NodeUnavailable, Overloaded, TanghuluError, VersionMismatch
 from tanghulu.transfer_engine import ucx_agent
 from tanghulu.transfer_engine.buffers import Buffer
 from tanghulu.transfer_engine.config import EngineConfig, TransportLimits
@@ -117,7 +117,7 @@ class TransferEngine:
         ``transport`` pins one.
         ``session_id`` is the one that the owner opened for us (0 where it keeps no leases).
         Waits for the peer, at most ``connect_timeout_s`` per attempt. Raises NodeUnavailable, saying why for each
-        transport, InvalidRequest for an unknown ``transport``.
+        transport (VersionMismatch if one of them failed for that), InvalidRequest for an unknown ``transport``.
         """
         if transport is not None and transport not in self.transports:
             raise InvalidRequest(f"transport {transport!r} is not one of this engine's {list(self.transports)}")
@@ -254,11 +254,11 @@ class TransferEngine:
     def _open(self, descriptor: SegmentDescriptor, session_id: int, pinned: str | None) -> RemoteSegment:
         wanted = (pinned,) if pinned is not None else self.transports
         usable: list[str] = []
-        reasons: list[str] = []
+        reasons: list[TanghuluError] = []
         shm: ShmPeer | None = None
         for name in wanted:
             if not descriptor.endpoints_of(name):
-                reasons.append(f"{name}: the descriptor has no such endpoint")
+                reasons.append(NodeUnavailable(f"{name}: the descriptor has no such endpoint"))
             elif name == "tcp" or (name == "rdma" and self._find_rdma(reasons) is not None):
                 usable.append(name)
             elif name == "rdma":
@@ -266,7 +266,7 @@ class TransferEngine:
             elif name == "ucx":
                 reason = ucx_agent.probe()
                 usable += [] if reason else [name]
-                reasons += [f"ucx: {reason}"] if reason else []
+                reasons += [NodeUnavailable(f"ucx: {reason}")] if reason else []
             else:
                 shm = self._open_shm(descriptor, session_id, reasons)
                 usable += [name] if shm is not None else []
@@ -279,13 +279,15 @@ class TransferEngine:
                 return remote
             except TanghuluError as error:
                 remote.close()
-                reasons.append(f"{remote.transport}: {error.message}")
+                reasons.append(_reason(remote.transport, error))
                 usable = usable[1:] if shm is None else []  # closing it hung up at the shm door
-        raise NodeUnavailable(
-            f"segment {descriptor.name!r} of generation {descriptor.generation} cannot be opened: {'; '.join(reasons)}"
+        told = "; ".join(each.message for each in reasons)
+        of_version = any(isinstance(each, VersionMismatch) for each in reasons)
+        raise (VersionMismatch if of_version else NodeUnavailable)(
+            f"segment {descriptor.name!r} of generation {descriptor.generation} cannot be opened: {told}"
         )
 
-    def _find_rdma(self, reasons: list[str]) -> LocalDevices | None:
+    def _find_rdma(self, reasons: list[TanghuluError]) -> LocalDevices | None:
         """The devices of this process, looked for until there are some; None when there are none."""
         try:
             with self._lock:
@@ -293,18 +295,18 @@ class TransferEngine:
                     self._rdma = LocalDevices.find(self.config.rdma_devices)
                 return self._rdma
         except NodeUnavailable as error:
-            reasons.append(f"rdma: {error.message}")
+            reasons.append(_reason("rdma", error))
             return None
 
-    def _open_shm(self, descriptor: SegmentDescriptor, session_id: int, reasons: list[str]) -> ShmPeer | None:
+    def _open_shm(self, descriptor: SegmentDescriptor, session_id: int, reasons: list[TanghuluError]) -> ShmPeer | None:
         if descriptor.host_id != self.host_id:
-            reasons.append(f"shm: it is on host {descriptor.host_id!r}, we are on {self.host_id!r}")
+            reasons.append(NodeUnavailable(f"shm: it is on host {descriptor.host_id!r}, we are on {self.host_id!r}"))
             return None
         for endpoint in descriptor.endpoints_of("shm"):
             try:
                 return ShmPeer.open(descriptor, endpoint, session_id, self.config.connect_timeout_s)
             except TanghuluError as error:
-                reasons.append(f"shm: {error.message}")
+                reasons.append(_reason("shm", error))
         return None
 
     def _executor(self) -> Executor:
@@ -314,3 +316,8 @@ class TransferEngine:
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(self.config.async_threads, thread_name_prefix="tanghulu-transfer")
             return self._threads
+
+
+def _reason(transport: str, error: TanghuluError) -> TanghuluError:
+    kind = VersionMismatch if isinstance(error, VersionMismatch) else NodeUnavailable
+    return kind(f"{transport}: {error.message}")

@@ -21,12 +21,20 @@ from tanghulu.transfer_engine.opcode import Opcode
 from tanghulu.transfer_engine.paths import Path
 from tanghulu.transfer_engine.rdma_devices import STAGED_BYTES, LocalDevices, Staging
 from tanghulu.transfer_engine.rdma_set_up import SetUp
-from tanghulu.transfer_engine.rdma_wire import ANSWER_BYTES, RdmaAnswer, RdmaOp, RdmaRequest, parse_answer, parse_error
+from tanghulu.transfer_engine.rdma_wire import (
+    ANSWER_BYTES,
+    RdmaAnswer,
+    RdmaOp,
+    RdmaRequest,
+    check_answer,
+    parse_answer,
+    parse_error,
+)
 from tanghulu.transfer_engine.rdma_works import Completed, Work, which_tell
 from tanghulu.transfer_engine.segment import SegmentDescriptor
 from tanghulu.transfer_engine.slices import Slice
 from tanghulu.transfer_engine.transport import Arrived, Completion, Refused
-from tanghulu.transfer_engine.wire import MalformedMessage, name_hash
+from tanghulu.transfer_engine.wire import MalformedMessage, name_hash, typed_error
 from tanghulu.types import Address
 
 #: Works that a queue pair holds; the engine's windows are smaller.
@@ -153,7 +161,7 @@ class RdmaConnection:
         except OSError as error:
             raise ConnectionBroken(NodeUnavailable(f"{self.path.label}: {error}")) from error
         except MalformedMessage as error:
-            raise ConnectionBroken(TransferFailed(f"{self.path.label}: {error}")) from error
+            raise ConnectionBroken(typed_error(error, self.path.label)) from error
 
     def shut(self) -> None:
         """Destroy both ends: afterwards nothing lands here, and no WRITE of it lands at the owner.
@@ -275,6 +283,7 @@ class RdmaConnection:
         if not data:
             raise ConnectionBroken(NodeUnavailable(f"{self.path.label}: the owner closed the connection"))
         self._in += data
+        check_answer(self._in)
         while len(self._in) >= ANSWER_BYTES:
             answer = parse_answer(self._in[:ANSWER_BYTES])
             end = ANSWER_BYTES + answer.text_bytes

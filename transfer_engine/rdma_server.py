@@ -22,13 +22,14 @@ from tanghulu.transfer_engine.rdma_wire import (
     REQUEST_BYTES,
     RdmaOp,
     RdmaRequest,
+    check_request,
     pack_answer,
     pack_refusal,
     parse_request,
 )
 from tanghulu.transfer_engine.reception import Reception
 from tanghulu.transfer_engine.segment import Endpoint, MemorySegment
-from tanghulu.transfer_engine.wire import Head, MalformedMessage, Op
+from tanghulu.transfer_engine.wire import Head, MalformedMessage, Op, OtherVersion
 from tanghulu.types import Address, LeaseId
 
 _BACKLOG = 256
@@ -206,6 +207,7 @@ class RdmaServerConnection(asyncio.Protocol):
         self._door = door
         self._pair: QueuePair | None = None
         self._setting_up: asyncio.Task[None] | None = None
+        self._stranger = False  # told that it speaks another version; it is not listened to any more
         self._data = bytearray()
         self._transport: asyncio.Transport | None = None
         self._admitted = False
@@ -232,26 +234,31 @@ class RdmaServerConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Serve whole requests, in order."""
+        if self._stranger:
+            return
         self._data += data
         self._serve_whole()
         if len(self._data) > _MAX_UNSERVED_BYTES:
             self.cut()
 
     def _serve_whole(self) -> None:
-        while len(self._data) >= REQUEST_BYTES and self._open and self._setting_up is None:
-            request = bytes(self._data[:REQUEST_BYTES])
-            del self._data[:REQUEST_BYTES]
-            try:
+        try:
+            while self._open and self._setting_up is None:
+                check_request(self._data)
+                if len(self._data) < REQUEST_BYTES:
+                    return
+                request = bytes(self._data[:REQUEST_BYTES])
+                del self._data[:REQUEST_BYTES]
                 self._serve(parse_request(request))
-            except MalformedMessage:
-                self.cut()
+        except MalformedMessage as error:
+            self._turn_away(error)
 
     # --- what the reception may do
 
     @property
     def progress(self) -> tuple[int, int] | None:
-        """None: nothing is in work here that could stall."""
-        return None
+        """None: nothing is in work here that could stall, but one of another version that does not hang up."""
+        return (-1, 0) if self._stranger else None
 
     def cut(self) -> None:
         """Destroy the queue pair, now, and hang up. One that is being made is destroyed unused."""
@@ -285,6 +292,16 @@ class RdmaServerConnection(asyncio.Protocol):
                 self._write(pack_answer(request.op))
         except TanghuluError as error:
             self._write(pack_refusal(request.op, error))
+
+    def _turn_away(self, why: MalformedMessage) -> None:
+        """Hang up; tell one of another version first, and give it the time of a stall to hear it."""
+        if self._transport is None or self.token or not isinstance(why, OtherVersion):
+            self.cut()
+            return
+        self._stranger = True
+        self._data.clear()
+        self._write(pack_refusal(RdmaOp.CONNECT, why.error))
+        self._transport.write_eof()
 
     @property
     def _open(self) -> bool:

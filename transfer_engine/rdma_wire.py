@@ -26,7 +26,14 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from tanghulu.errors import TanghuluError
-from tanghulu.transfer_engine.wire import MAX_TEXT_BYTES, MalformedMessage, pack_error, parse_error
+from tanghulu.transfer_engine.wire import (
+    MAX_TEXT_BYTES,
+    MalformedMessage,
+    check_answer_version,
+    check_request_version,
+    pack_error,
+    parse_error,
+)
 
 VERSION = 1
 MAX_DEVICE_BYTES = 64
@@ -90,8 +97,19 @@ class RdmaAnswer(NamedTuple):
     leased: bool
 
 
+def check_request(data: bytes | bytearray) -> None:
+    """Raise OtherVersion if a request that begins so is of another."""
+    check_request_version(data, _REQUEST_MAGIC, VERSION, "rdma")
+
+
+def check_answer(data: bytes | bytearray) -> None:
+    """Raise OtherVersion if an answer that begins so is of another."""
+    check_answer_version(data, _ANSWER_MAGIC, VERSION, "rdma")
+
+
 def parse_request(data: bytes) -> RdmaRequest:
     """Decode REQUEST_BYTES; raises MalformedMessage."""
+    check_request(data)
     magic, version, op, zero, token, session_id, generation, hashed, device, *address = _REQUEST.unpack(data)
     if magic != _REQUEST_MAGIC or version != VERSION or zero or op not in RdmaOp._value2member_map_:
         raise MalformedMessage(f"rdma request with magic {magic:#x}, version {version}, op {op}")
@@ -118,6 +136,7 @@ def pack_refusal(op: RdmaOp, error: TanghuluError) -> bytes:
 
 def parse_answer(data: bytes | bytearray) -> RdmaAnswer:
     """Decode ANSWER_BYTES; raises MalformedMessage."""
+    check_answer(data)
     magic, version, op, refused, leased, text_bytes, *rest = _ANSWER.unpack(data)
     known = magic == _ANSWER_MAGIC and version == VERSION and op in RdmaOp._value2member_map_
     if not known or bool(refused) != bool(text_bytes) or text_bytes > MAX_TEXT_BYTES:

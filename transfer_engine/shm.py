@@ -30,9 +30,12 @@ from tanghulu.transfer_engine.wire import (
     DOOR_ANSWER_BYTES,
     DoorHello,
     MalformedMessage,
+    OtherVersion,
+    check_door_answer_version,
     digest_of,
     parse_door_answer,
     parse_error,
+    typed_error,
 )
 
 _CREDENTIALS = struct.Struct("3i")
@@ -62,7 +65,7 @@ class ShmPeer:
         """Knock at the door and map the segment.
 
         Raises NodeUnavailable if nobody answers within ``timeout_s`` or the memory cannot be reached, and what the
-        owner refused with (Unauthorized, NodeUnavailable for another generation, Overloaded).
+        owner refused with (Unauthorized, NodeUnavailable for another generation, Overloaded); VersionMismatch.
         """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -74,6 +77,8 @@ class ShmPeer:
             return cls(sock, memory, endpoint)
         except BaseException as error:
             sock.close()
+            if isinstance(error, OtherVersion):
+                raise typed_error(error, f"shm door {endpoint.address}") from error
             if isinstance(error, OSError | MalformedMessage):
                 raise NodeUnavailable(f"shm door {endpoint.address}: {error or type(error).__name__}") from error
             raise
@@ -181,6 +186,7 @@ def _receive_memory(sock: socket.socket, size_bytes: int) -> MappedMemory | Proc
     """Read the door's answer; maps the descriptor that came with it, and closes that."""
     data, fds, _, _ = socket.recv_fds(sock, DOOR_ANSWER_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
     try:
+        check_door_answer_version(data)
         data += _receive(sock, DOOR_ANSWER_BYTES - len(data))
         text_bytes, actual_bytes, address = parse_door_answer(data)
         if text_bytes:

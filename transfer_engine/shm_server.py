@@ -20,7 +20,10 @@ from tanghulu.transfer_engine.access import AccessTable
 from tanghulu.transfer_engine.segment import MAX_NAME_BYTES, MemorySegment
 from tanghulu.transfer_engine.wire import (
     DOOR_HELLO_BYTES,
+    PREFIX_BYTES,
     MalformedMessage,
+    OtherVersion,
+    check_door_hello_version,
     pack_door_answer,
     parse_door_hello,
 )
@@ -149,20 +152,31 @@ class ShmDoor:
     async def _greet(self, peer: socket.socket) -> bool:
         """Read the hello and answer it; whether the peer was let in."""
         loop = asyncio.get_running_loop()
-        name_bytes, generation, session_id = parse_door_hello(await _receive(peer, DOOR_HELLO_BYTES))
+        try:
+            name_bytes, generation, session_id = parse_door_hello(await _receive_hello(peer))
+        except OtherVersion as other:
+            await self._refuse(peer, other.error)
+            peer.shutdown(socket.SHUT_WR)
+            while await loop.sock_recv(peer, 4096):
+                pass  # what it says more must not reset the connection before it has heard us
+            return False
         if name_bytes > MAX_NAME_BYTES:
             raise MalformedMessage(f"segment name of {name_bytes} bytes")
         name = (await _receive(peer, name_bytes)).decode(errors="replace")
         try:
             self._admit(peer, name, generation, session_id)
         except TanghuluError as error:
-            self.num_refused += 1
-            await loop.sock_sendall(peer, pack_door_answer(self._segment.size_bytes, error=error))
+            await self._refuse(peer, error)
             return False
         # A fresh stream socket has room for these few bytes, so sending without waiting cannot block.
         answer = pack_door_answer(self._segment.size_bytes, self._segment.address)
         socket.send_fds(peer, [answer], [self._segment.fd])
         return True
+
+    async def _refuse(self, peer: socket.socket, error: TanghuluError) -> None:
+        self.num_refused += 1
+        answer = pack_door_answer(self._segment.size_bytes, error=error)
+        await asyncio.get_running_loop().sock_sendall(peer, answer)
 
     def _admit(self, peer: socket.socket, name: str, generation: int, session_id: int) -> None:
         pid, uid, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
@@ -187,6 +201,13 @@ class ShmDoor:
         except OSError as error:
             raise InvalidRequest(f"process {pid} cannot be watched ({error}); use tcp") from error
         self._watch.add(session_id, pidfd)
+
+
+async def _receive_hello(peer: socket.socket) -> bytes:
+    """DOOR_HELLO_BYTES; raises OtherVersion as soon as they begin like another's, which may be shorter."""
+    begin = await _receive(peer, PREFIX_BYTES)
+    check_door_hello_version(begin)
+    return begin + await _receive(peer, DOOR_HELLO_BYTES - len(begin))
 
 
 async def _receive(peer: socket.socket, num_bytes: int) -> bytes:

@@ -22,6 +22,8 @@ from tanghulu.transfer_engine.wire import (
     Head,
     MalformedMessage,
     Op,
+    OtherVersion,
+    check_head_version,
     pack_refusal,
     pack_reply,
     parse_head,
@@ -44,6 +46,8 @@ class _Phase(Enum):
     NOTICE = "notice"
     #: Sending a READ's payload; nothing is received meanwhile.
     SEND = "send"
+    #: It was told that it speaks another version; what it says is thrown away until it hangs up.
+    STRANGER = "stranger"
 
 
 class TcpDoor(Protocol):
@@ -154,11 +158,13 @@ class TcpConnection(asyncio.BufferedProtocol):
             self._discarded(nbytes)
         elif phase is _Phase.NOTICE:
             self._noticed(nbytes)
-        else:
+        elif phase is not _Phase.STRANGER:
             self._head_bytes += nbytes
             if self._head_bytes == HEAD_BYTES:
                 self._head_bytes = 0
                 self._on_head()
+            elif self.token == 0:
+                self._on_half_hello()
 
     def eof_received(self) -> bool:
         """The peer hung up: close."""
@@ -183,6 +189,8 @@ class TcpConnection(asyncio.BufferedProtocol):
             return (-1, self._discard_bytes)
         if self._phase is _Phase.NOTICE:
             return (-2, self._done_bytes)
+        if self._phase is _Phase.STRANGER:
+            return (-3, 0)
         return None if self._work is None else (self._work.slice_id, self._done_bytes)
 
     def cut(self) -> None:
@@ -197,13 +205,29 @@ class TcpConnection(asyncio.BufferedProtocol):
     def _on_head(self) -> None:
         try:
             head = parse_head(self._head)
-        except MalformedMessage:
-            self.cut()
+        except MalformedMessage as error:
+            self._turn_away(error)
             return
         try:
             self._admit(head)
         except TanghuluError as error:
             self._refuse(head, error)
+
+    def _on_half_hello(self) -> None:
+        try:
+            check_head_version(self._head[: self._head_bytes])
+        except OtherVersion as other:
+            self._turn_away(other)
+
+    def _turn_away(self, why: MalformedMessage) -> None:
+        """Hang up; tell one of another version first, and give it the time of a stall to hear it."""
+        if self._transport is None or self.token or not isinstance(why, OtherVersion):
+            self.cut()
+            return
+        self._phase = _Phase.STRANGER
+        self._discard_bytes, self._discard = HEAD_BYTES, memoryview(bytearray(HEAD_BYTES))
+        self._write(pack_refusal(0, why.error))
+        self._transport.write_eof()
 
     def _admit(self, head: Head) -> None:
         op, door = head.op, self._door

@@ -15,7 +15,7 @@ import struct
 from collections import deque
 from collections.abc import Sequence
 
-from tanghulu.errors import ChecksumMismatch, NodeUnavailable, TanghuluError, TransferFailed
+from tanghulu.errors import ChecksumMismatch, NodeUnavailable, TanghuluError
 from tanghulu.transfer_engine.network import StreamSocket
 from tanghulu.transfer_engine.opcode import Opcode
 from tanghulu.transfer_engine.paths import Path
@@ -26,12 +26,14 @@ from tanghulu.transfer_engine.wire import (
     REPLY_BYTES,
     MalformedMessage,
     Op,
+    check_reply_version,
     digest_of,
     name_hash,
     pack_head,
     pack_reply,
     parse_error,
     parse_reply,
+    typed_error,
 )
 
 _MAX_IOVECS = 64
@@ -157,7 +159,7 @@ class TcpStream:
         except BlockingIOError:
             return
         except MalformedMessage as error:
-            raise StreamBroken(TransferFailed(f"{self.path.label}: {error}")) from error
+            raise StreamBroken(typed_error(error, self.path.label)) from error
         except OSError as error:
             raise self._broken(error) from error
 
@@ -188,7 +190,7 @@ class TcpStream:
         except BlockingIOError:
             return
         except MalformedMessage as error:
-            raise StreamBroken(TransferFailed(f"{self.path.label}: {error}")) from error
+            raise StreamBroken(typed_error(error, self.path.label)) from error
         except OSError as error:
             raise self._broken(error) from error
 
@@ -274,6 +276,8 @@ class TcpStream:
             raise StreamBroken(NodeUnavailable(f"{self.path.label}: the peer closed the connection"))
         self._got += num_bytes
         if self._got < len(self._into):
+            if not self.greeted and self._into is self._head:
+                check_reply_version(self._head[: self._got])
             return False
         self._got = 0
         self._filled(ended)

@@ -17,7 +17,7 @@ import time
 from collections import deque
 from typing import NamedTuple
 
-from tanghulu.errors import NodeUnavailable, TanghuluError, TransferFailed
+from tanghulu.errors import NodeUnavailable, TanghuluError
 from tanghulu.transfer_engine.buffers import Buffer
 from tanghulu.transfer_engine.fences import Fences
 from tanghulu.transfer_engine.opcode import Opcode
@@ -27,7 +27,7 @@ from tanghulu.transfer_engine.slices import Slice
 from tanghulu.transfer_engine.transport import Arrived, Completion, Refused
 from tanghulu.transfer_engine.ucx_agent import Agent, Registration, Transfer
 from tanghulu.transfer_engine.ucx_wire import UcxAnswer, UcxOp, UcxRequest, parse_answer
-from tanghulu.transfer_engine.wire import MalformedMessage, name_hash
+from tanghulu.transfer_engine.wire import MalformedMessage, name_hash, typed_error
 from tanghulu.types import Address
 
 #: Buffers up to this size are copied through memory that is registered already.
@@ -129,7 +129,7 @@ class UcxConnection:
         except OSError as error:
             raise ConnectionBroken(NodeUnavailable(f"{self.path.label}: {error}")) from error
         except MalformedMessage as error:
-            raise ConnectionBroken(TransferFailed(f"{self.path.label}: {error}")) from error
+            raise ConnectionBroken(typed_error(error, self.path.label)) from error
 
     def shut(self) -> None:
         """Close both ends: afterwards nothing lands here, and no WRITE of it lands at the owner.

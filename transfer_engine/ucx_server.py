@@ -20,8 +20,8 @@ from tanghulu.transfer_engine.leases import Freed
 from tanghulu.transfer_engine.reception import Reception
 from tanghulu.transfer_engine.segment import Endpoint, MemorySegment
 from tanghulu.transfer_engine.ucx_agent import Agent, probe
-from tanghulu.transfer_engine.ucx_wire import REQUEST_BYTES, UcxAnswer, UcxOp, UcxRequest, parse_request
-from tanghulu.transfer_engine.wire import Head, MalformedMessage, Op
+from tanghulu.transfer_engine.ucx_wire import REQUEST_BYTES, UcxAnswer, UcxOp, UcxRequest, check_request, parse_request
+from tanghulu.transfer_engine.wire import Head, MalformedMessage, Op, OtherVersion
 from tanghulu.types import Address, LeaseId
 
 _BACKLOG = 256
@@ -163,6 +163,7 @@ class UcxServerConnection(asyncio.Protocol):
         self._door = door
         self._agent: Agent | None = None
         self._making: asyncio.Task[None] | None = None
+        self._stranger = False  # told that it speaks another version; it is not listened to any more
         self._data = bytearray()
         self._transport: asyncio.Transport | None = None
         self._admitted = False
@@ -189,21 +190,26 @@ class UcxServerConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Serve whole requests, in order; those behind a CONNECT wait for its agent."""
+        if self._stranger:
+            return
         self._data += data
-        while len(self._data) >= REQUEST_BYTES and self._transport is not None and self._making is None:
-            request = bytes(self._data[:REQUEST_BYTES])
-            del self._data[:REQUEST_BYTES]
-            try:
+        try:
+            while self._transport is not None and self._making is None:
+                check_request(self._data)
+                if len(self._data) < REQUEST_BYTES:
+                    return
+                request = bytes(self._data[:REQUEST_BYTES])
+                del self._data[:REQUEST_BYTES]
                 self._serve(parse_request(request))
-            except MalformedMessage:
-                self.cut()
+        except MalformedMessage as error:
+            self._turn_away(error)
 
     # --- what the reception may do
 
     @property
     def progress(self) -> tuple[int, int] | None:
-        """None: nothing is in work here that could stall."""
-        return None
+        """None: nothing is in work here that could stall, but one of another version that does not hang up."""
+        return (-1, 0) if self._stranger else None
 
     def cut(self) -> None:
         """Close the agent, now, and hang up."""
@@ -238,6 +244,16 @@ class UcxServerConnection(asyncio.Protocol):
             self._write(UcxAnswer(request.op))
         except TanghuluError as error:
             self._write(UcxAnswer(request.op, error))
+
+    def _turn_away(self, why: MalformedMessage) -> None:
+        """Hang up; tell one of another version first, and give it the time of a stall to hear it."""
+        if self._transport is None or self.token or not isinstance(why, OtherVersion):
+            self.cut()
+            return
+        self._stranger = True
+        self._data.clear()
+        self._write(UcxAnswer(UcxOp.CONNECT, why.error))
+        self._transport.write_eof()
 
     async def _make(self) -> None:
         """Give the client its agent, unless it hung up or was cut meanwhile."""

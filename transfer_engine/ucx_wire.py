@@ -20,7 +20,13 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from tanghulu.errors import TanghuluError
-from tanghulu.transfer_engine.wire import MalformedMessage, pack_error, parse_error
+from tanghulu.transfer_engine.wire import (
+    MalformedMessage,
+    check_answer_version,
+    check_request_version,
+    pack_error,
+    parse_error,
+)
 
 VERSION = 1
 _REQUEST_MAGIC = 0x7A6E6706
@@ -73,8 +79,19 @@ class UcxAnswer(NamedTuple):
         return head + payload
 
 
+def check_request(data: bytes | bytearray) -> None:
+    """Raise OtherVersion if a request that begins so is of another."""
+    check_request_version(data, _REQUEST_MAGIC, VERSION, "ucx")
+
+
+def check_answer(data: bytes | bytearray) -> None:
+    """Raise OtherVersion if an answer that begins so is of another."""
+    check_answer_version(data, _ANSWER_MAGIC, VERSION, "ucx")
+
+
 def parse_request(data: bytes) -> UcxRequest:
     """Decode REQUEST_BYTES; raises MalformedMessage."""
+    check_request(data)
     magic, version, op, zero, *numbers = _REQUEST.unpack(data)
     if magic != _REQUEST_MAGIC or version != VERSION or zero or op not in UcxOp._value2member_map_:
         raise MalformedMessage(f"ucx request with magic {magic:#x}, version {version}, op {op}")
@@ -83,6 +100,7 @@ def parse_request(data: bytes) -> UcxRequest:
 
 def parse_answer(data: bytearray) -> UcxAnswer | None:
     """Take one whole answer off the front of ``data``; None if there is none yet. Raises MalformedMessage."""
+    check_answer(data)
     if len(data) < ANSWER_BYTES:
         return None
     magic, version, op, refused, leased, length, address = _ANSWER.unpack_from(data)

@@ -15,6 +15,11 @@ followed by ``length`` bytes for the owner's program; ``offset`` is the notice's
 owner knows one that comes a second time. A *verified* WRITE's head carries the xxh3_64 of its payload, with which the
 owner compares what has landed; a verified READ's reply carries that of the payload behind it. A head that is malformed
 closes the connection; one that is well-formed but not allowed is answered with a refusal.
+
+Every message of every version, here and at the rdma and ucx doors, begins with its magic and its version, and a refusal
+has its flag where it is now. An owner that is greeted in another version answers with a refusal in its own, as soon as
+it has these five bytes, and a client that reads another version in an answer knows it by them too: so both can name
+both versions, whatever else has changed.
 """
 
 from __future__ import annotations
@@ -26,14 +31,16 @@ from typing import NamedTuple
 
 import xxhash
 
-from tanghulu.errors import TanghuluError, error_from_code
+from tanghulu.errors import TanghuluError, TransferFailed, VersionMismatch, error_from_code
 
 VERSION = 2
 _HEAD_MAGIC = 0x7A6E6701
 _REPLY_MAGIC = 0x7A6E6702
 _DOOR_MAGIC = 0x7A6E6703
+_PREFIX = struct.Struct("<IB")
 _HEAD = struct.Struct("<IBBHQQQQQQQ")
 _REPLY = struct.Struct("<IBBHQQQ")
+PREFIX_BYTES = _PREFIX.size
 HEAD_BYTES = _HEAD.size
 REPLY_BYTES = _REPLY.size
 #: A refusal's text is cut to this, and a longer one is a malformed reply.
@@ -49,6 +56,40 @@ _SEPARATOR = "\0"
 
 class MalformedMessage(Exception):
     """The peer does not speak this protocol; the connection that it came from cannot be used any more."""
+
+
+class OtherVersion(MalformedMessage):
+    """The peer speaks another version of this protocol; ``error`` says which, for either end."""
+
+    def __init__(self, protocol: str, client: int, owner: int) -> None:
+        self.error = VersionMismatch(
+            f"the client speaks version {client} of the {protocol} protocol, the segment's owner version {owner}; "
+            f"run one release at both ends"
+        )
+        super().__init__(self.error.message)
+
+
+def check_request_version(data: memoryview | bytes | bytearray, magic: int, ours: int, protocol: str) -> None:
+    """Raise OtherVersion if a client's message that begins so is of another version than the owner's."""
+    if len(data) >= _PREFIX.size:
+        its_magic, theirs = _PREFIX.unpack_from(data)
+        if its_magic == magic and theirs != ours:
+            raise OtherVersion(protocol, client=theirs, owner=ours)
+
+
+def check_answer_version(data: memoryview | bytes | bytearray, magic: int, ours: int, protocol: str) -> None:
+    """Raise OtherVersion if an owner's message that begins so is of another version than the client's."""
+    if len(data) >= _PREFIX.size:
+        its_magic, theirs = _PREFIX.unpack_from(data)
+        if its_magic == magic and theirs != ours:
+            raise OtherVersion(protocol, client=ours, owner=theirs)
+
+
+def typed_error(error: MalformedMessage, where: str) -> TanghuluError:
+    """What to tell a caller whose peer said something malformed at ``where``."""
+    if isinstance(error, OtherVersion):
+        return VersionMismatch(f"{where}: {error}")
+    return TransferFailed(f"{where}: {error}")
 
 
 class Op(IntEnum):
@@ -107,10 +148,21 @@ def parse_head(data: memoryview | bytes | bytearray) -> Head:
     )
     op = _OPS.get(number)
     if magic != _HEAD_MAGIC or version != VERSION or verified > 1 or op is None:
+        check_head_version(data)
         raise MalformedMessage(f"head with magic {magic:#x}, version {version}, op {number}")
     if op in _LONGEST and not 0 < length <= _LONGEST[op]:
         raise MalformedMessage(f"head names {length} bytes")
     return Head(op, slice_id, session_id, lease_id, generation, offset, length, verified == 1, digest)
+
+
+def check_head_version(data: memoryview | bytes | bytearray) -> None:
+    """Raise OtherVersion if a head that begins so is of another."""
+    check_request_version(data, _HEAD_MAGIC, VERSION, "tcp transfer")
+
+
+def check_reply_version(data: memoryview | bytes | bytearray) -> None:
+    """Raise OtherVersion if a reply that begins so is of another."""
+    check_answer_version(data, _REPLY_MAGIC, VERSION, "tcp transfer")
 
 
 def digest_of(data: memoryview) -> int:
@@ -138,6 +190,7 @@ def parse_reply(data: memoryview | bytes | bytearray) -> tuple[bool, int, int, i
     """(refused, slice id, bytes that follow, digest of them) of REPLY_BYTES; raises MalformedMessage."""
     magic, version, refused, zero, slice_id, num_bytes, digest = _REPLY.unpack_from(data)
     if magic != _REPLY_MAGIC or version != VERSION or zero or refused > 1:
+        check_reply_version(data)
         raise MalformedMessage(f"reply with magic {magic:#x}, version {version}, flag {refused}")
     if refused and num_bytes > MAX_TEXT_BYTES:
         raise MalformedMessage(f"refusal with {num_bytes} bytes of text")
@@ -179,10 +232,21 @@ class DoorHello:
 
 def parse_door_hello(data: bytes) -> tuple[int, int, int]:
     """(length of the name that follows, generation, session id); raises MalformedMessage."""
+    check_door_hello_version(data)
     magic, version, zero, name_bytes, generation, session_id = _HELLO.unpack(data)
     if magic != _DOOR_MAGIC or version != VERSION or zero:
         raise MalformedMessage(f"shm hello with magic {magic:#x}, version {version}")
     return name_bytes, generation, session_id
+
+
+def check_door_hello_version(data: bytes) -> None:
+    """Raise OtherVersion if a hello that begins so is of another."""
+    check_request_version(data, _DOOR_MAGIC, VERSION, "shm")
+
+
+def check_door_answer_version(data: bytes) -> None:
+    """Raise OtherVersion if an answer that begins so is of another."""
+    check_answer_version(data, _DOOR_MAGIC, VERSION, "shm")
 
 
 def pack_door_answer(size_bytes: int, address: int = 0, error: TanghuluError | None = None) -> bytes:

@@ -35,6 +35,13 @@ class NodeUnavailable(TanghuluError):
     retryable = True
 
 
+class VersionMismatch(NodeUnavailable):
+    """The peer speaks another version of a protocol; the message names both versions."""
+
+    code = "VERSION_MISMATCH"
+    retryable = False
+
+
 class MasterUnavailable(TanghuluError):
     """No master answered before the deadline."""
 

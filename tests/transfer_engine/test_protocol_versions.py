@@ -1,0 +1,306 @@
+"""A peer of another version of a protocol: both ends name both versions, at once, whatever else has changed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import select
+import socket
+import struct
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path as FilePath
+from typing import Any, cast
+
+import pytest
+
+from tanghulu.errors import NodeUnavailable, VersionMismatch, error_from_code
+from tanghulu.transfer_engine import rdma_wire, ucx_connection, ucx_server, ucx_wire, wire
+from tanghulu.transfer_engine.engine import EngineConfig, TransferEngine
+from tanghulu.transfer_engine.fences import Fences
+from tanghulu.transfer_engine.paths import Path
+from tanghulu.transfer_engine.rdma_connection import ConnectionBroken as RdmaBroken
+from tanghulu.transfer_engine.rdma_connection import RdmaConnection
+from tanghulu.transfer_engine.rdma_server import RdmaDoor, RdmaServerConnection
+from tanghulu.transfer_engine.reception import Reception
+from tanghulu.transfer_engine.segment import Endpoint, MemorySegment, SegmentDescriptor
+from tanghulu.transfer_engine.server import SegmentServer
+from tanghulu.transfer_engine.ucx_connection import ConnectionBroken as UcxBroken
+from tanghulu.transfer_engine.ucx_connection import UcxConnection
+from tanghulu.transfer_engine.wire import DoorHello, Head, Op
+from tanghulu.types import Address
+
+SEGMENT = "s"
+VERSION_AT = 4
+HELLOS = {
+    "tcp": Head(Op.HELLO, 0, 0, wire.name_hash(SEGMENT), 3, 77, 0).pack(),
+    "shm": DoorHello(SEGMENT, 3, 0).pack(),
+    "rdma": rdma_wire.RdmaRequest(rdma_wire.RdmaOp.CONNECT, 77, 0, 3, wire.name_hash(SEGMENT), "mlx5_0").pack(),
+    "ucx": ucx_wire.UcxRequest(ucx_wire.UcxOp.CONNECT, 77, 0, 3, wire.name_hash(SEGMENT)).pack(),
+}
+ANSWERS = {
+    "tcp": wire.pack_reply(0, 0),
+    "shm": wire.pack_door_answer(1 << 16, 0),
+    "rdma": rdma_wire.pack_answer(rdma_wire.RdmaOp.CONNECT),
+    "ucx": ucx_wire.UcxAnswer(ucx_wire.UcxOp.CONNECT).pack(),
+}
+VERSIONS = {"tcp": wire.VERSION, "shm": wire.VERSION, "rdma": rdma_wire.VERSION, "ucx": ucx_wire.VERSION}
+#: Bytes of an answer of ours in front of a refusal's text.
+HEADS = {
+    "tcp": wire.REPLY_BYTES, "shm": wire.DOOR_ANSWER_BYTES, "rdma": rdma_wire.ANSWER_BYTES,
+    "ucx": ucx_wire.ANSWER_BYTES,
+}  # fmt: skip
+
+
+def of_version(message: bytes, version: int) -> bytes:
+    return message[:VERSION_AT] + bytes([version]) + message[VERSION_AT + 1 :]
+
+
+def names(text: str, client: int, owner: int) -> bool:
+    return bool(re.search(rf"client speaks version {client} of .*, the segment's owner version {owner};", text))
+
+
+# --- owners, who are greeted by another version
+
+
+class Owner:
+    """A real server with the doors that it can have here, and rdma's without a device."""
+
+    def __init__(self, folder: FilePath) -> None:
+        self.segment = MemorySegment.create(SEGMENT, 1 << 16)
+        self.server = SegmentServer(
+            self.segment, None, host="127.0.0.1", unix_path=str(folder / "door"), ucx=True, generation=3, host_id="h",
+            stall_timeout_s=0.05,
+        )  # fmt: skip
+        self._rdma: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        await self.server.start()
+        door = RdmaDoor(
+            self.segment, None, self.reception, lambda freed: None, host="127.0.0.1", advertised_host="127.0.0.1",
+            device_names=(),
+        )  # fmt: skip
+        loop = asyncio.get_running_loop()
+        self._rdma = await loop.create_server(lambda: RdmaServerConnection(door), "127.0.0.1", 0)
+
+    @property
+    def reception(self) -> Reception:
+        return self.server._reception
+
+    async def knock(self, transport: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if transport == "rdma":
+            assert self._rdma is not None
+            return await asyncio.open_connection(*self._rdma.sockets[0].getsockname())
+        address = self.server.descriptor().endpoints_of(transport)[0].address
+        if transport == "shm":
+            return await asyncio.open_unix_connection(address)
+        where = Address.parse(address)
+        return await asyncio.open_connection(where.host, where.port)
+
+    async def close(self) -> None:
+        assert self._rdma is not None
+        self._rdma.close()
+        await self.server.close()
+        self.server.check()
+        self.segment.close()
+
+
+@pytest.fixture
+async def doors(tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Owner]:
+    monkeypatch.setattr(ucx_server, "probe", lambda: "")
+    doors = Owner(tmp_path)
+    await doors.start()
+    yield doors
+    await doors.close()
+
+
+@pytest.mark.parametrize("transport", HELLOS)
+@pytest.mark.parametrize("length", [5, 11, 4096])
+async def test_an_owner_says_which_versions_meet(doors: Owner, transport: str, length: int):
+    """Also one whose hello is shorter or longer than ours, and who says more before it has heard the answer."""
+    ours = VERSIONS[transport]
+    reader, writer = await doors.knock(transport)
+    writer.write(of_version(HELLOS[transport], ours + 3).ljust(length, b"\x01")[:length])
+    async with asyncio.timeout(5):
+        answer = await reader.read()  # to its end
+    assert answer[VERSION_AT] == ours
+    code, _, text = answer[HEADS[transport] :].decode().partition("\0")
+    error = error_from_code(code, text)
+    assert isinstance(error, VersionMismatch)
+    assert names(text, ours + 3, ours)
+    writer.write(b"more" * 100)
+    writer.close()
+    with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+        await writer.wait_closed()
+
+
+@pytest.mark.parametrize("transport", ["tcp", "rdma", "ucx"])
+async def test_who_does_not_hang_up_is_hung_up_on(doors: Owner, transport: str, monkeypatch: pytest.MonkeyPatch):
+    gone, forget = asyncio.Event(), doors.reception.closed
+
+    def closed(connection: Any) -> None:
+        forget(connection)
+        gone.set()
+
+    monkeypatch.setattr(doors.reception, "closed", closed)
+    reader, writer = await doors.knock(transport)
+    writer.write(of_version(HELLOS[transport], 99))
+    async with asyncio.timeout(5):
+        await reader.read()
+        await gone.wait()
+    assert not doors.reception.connections
+    writer.close()
+    with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+        await writer.wait_closed()
+
+
+@pytest.mark.parametrize("transport", ["tcp", "ucx"])
+async def test_a_version_that_changes_on_the_way_is_nonsense(doors: Owner, transport: str, monkeypatch: Any):
+    monkeypatch.setattr(ucx_server, "Agent", lambda name, serves: StillAgent())
+    reader, writer = await doors.knock(transport)
+    writer.write(HELLOS[transport])
+    async with asyncio.timeout(5):
+        await reader.readexactly(HEADS[transport])
+        writer.write(of_version(HELLOS[transport], 99))
+        with contextlib.suppress(ConnectionResetError):
+            assert b"VERSION" not in await reader.read()
+    writer.close()
+    with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+        await writer.wait_closed()
+
+
+class StillAgent:
+    """UCX's part, which these tests do not need."""
+
+    closed = False
+
+    def register(self, address: int, num_bytes: int) -> StillAgent:
+        return self
+
+    def offer(self, address: int, num_bytes: int) -> bytes:
+        return b""
+
+    def close(self) -> None:
+        self.closed = True
+
+
+# --- clients, who are answered by another version
+
+
+@contextlib.contextmanager
+def foreign_owner(transport: str, folder: FilePath, answer: bytes) -> Iterator[SegmentDescriptor]:
+    """Takes what clients say and answers each with ``answer``; keeps their connections open."""
+    if transport == "shm":
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(folder / "door"))
+        listener.listen()
+        address = str(folder / "door")
+    else:
+        listener = socket.create_server(("127.0.0.1", 0))
+        address = str(Address(*listener.getsockname()))
+
+    def serve() -> None:
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            while True:
+                client = stack.enter_context(listener.accept()[0])
+                client.sendall(answer)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield SegmentDescriptor(SEGMENT, 1 << 16, "h", 3, (Endpoint(transport, address, "mlx5_0"),))
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(5)
+        listener.close()
+
+
+def foreign_answers(transport: str) -> list[bytes]:
+    whole = of_version(ANSWERS[transport], VERSIONS[transport] + 1)
+    return [whole, whole[:5], whole[:-1], whole + b"and more of it" * 10]
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("kind", range(4))
+def test_opening_a_segment_says_which_versions_meet(transport: str, kind: int, tmp_path: FilePath):
+    answer = foreign_answers(transport)[kind]
+    with foreign_owner(transport, tmp_path, answer) as descriptor, TransferEngine(host_id="h") as engine:
+        with pytest.raises(VersionMismatch) as caught:
+            engine.open_segment(descriptor)
+        ours = VERSIONS[transport]
+        assert names(caught.value.message, ours, ours + 1)
+        assert isinstance(caught.value, NodeUnavailable)  # as which those take it who only ask whether to go elsewhere
+
+
+def test_another_transport_serves_where_its_version_is_ours(tmp_path: FilePath):
+    config = EngineConfig(connect_timeout_s=1)
+    with (
+        foreign_owner("shm", tmp_path, foreign_answers("shm")[0]) as of_shm,
+        foreign_owner("tcp", tmp_path, ANSWERS["tcp"]) as of_tcp,
+        TransferEngine(host_id="h", config=config) as engine,
+    ):
+        both = SegmentDescriptor(SEGMENT, 1 << 16, "h", 3, of_shm.endpoints + of_tcp.endpoints)
+        assert engine.open_segment(both).transport == "tcp"
+
+
+class StillDevices:
+    """Verbs' part: a queue pair that is never connected."""
+
+    address = rdma_wire.NO_ADDRESS
+
+    def device(self, name: str) -> StillDevices:
+        return self
+
+    def queue_pair(self, num_works: int) -> StillDevices:
+        return self
+
+    def fileno(self) -> int:
+        return -1
+
+    def close(self) -> None:
+        pass
+
+
+def rdma_client(descriptor: SegmentDescriptor) -> RdmaConnection:
+    path = Path(descriptor.endpoints[0], "mlx5_0", 0, 0)
+    return RdmaConnection(path, cast(Any, StillDevices()), cast(Any, None), Fences(), descriptor, 0, lambda: None)
+
+
+def ucx_client(descriptor: SegmentDescriptor) -> UcxConnection:
+    return UcxConnection(Path(descriptor.endpoints[0], "", 0, 0), Fences(), descriptor, 0)
+
+
+def serve(connection: RdmaConnection | UcxConnection) -> None:
+    waiter = select.poll()
+    waiter.register(connection.fileno() if isinstance(connection, UcxConnection) else connection.descriptors[0])
+    while waiter.poll(5000):
+        connection.serve_control(select.EPOLLIN | select.EPOLLOUT)
+
+
+@pytest.mark.parametrize(("transport", "connect"), [("rdma", rdma_client), ("ucx", ucx_client)])
+@pytest.mark.parametrize("kind", range(4))
+def test_connecting_says_which_versions_meet(
+    transport: str,
+    connect: Callable[[SegmentDescriptor], RdmaConnection | UcxConnection],
+    kind: int,
+    tmp_path: FilePath,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(ucx_connection, "Agent", lambda name, serves: StillAgent())
+    with foreign_owner(transport, tmp_path, foreign_answers(transport)[kind]) as descriptor:
+        connection = connect(descriptor)
+        with pytest.raises((RdmaBroken, UcxBroken)) as caught:
+            serve(connection)
+        connection.shut()
+        assert isinstance(caught.value.error, VersionMismatch)
+        assert names(caught.value.error.message, VERSIONS[transport], VERSIONS[transport] + 1)
+
+
+def test_the_first_five_bytes_of_every_message_are_magic_and_version():
+    """What every version has in common; nothing here may change."""
+    for transport in HELLOS:
+        for message in (HELLOS[transport], ANSWERS[transport]):
+            magic, version = struct.unpack_from("<IB", message)
+            assert magic & 0xFFFFFF00 == 0x7A6E6700
+            assert version == VERSIONS[transport]
