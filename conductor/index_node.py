@@ -13,7 +13,7 @@ and slot 3's leading run is the number of trailing ones, 2. Cutting and joining 
 The first ``chained`` blocks are known to follow each other on one chain, since a prompt was compared with them. What
 is behind them stands in the order in which it was told, which may mean nothing.
 
-``answer`` is the index's: the leading runs of the holders in ``partial`` by name; None once a bitmap has changed.
+``answer`` is the index's: the leading run of each holder by name; None once blocks or a bitmap have changed.
 """
 
 from __future__ import annotations
@@ -94,6 +94,23 @@ class Node:
         if self._runs is None:
             self._runs = [(slot, 1 << slot, leading_ones(bits)) for slot, bits in self.partial.items()]
         return self._runs
+
+    def leads(self, chain: list[BlockHash]) -> bool:
+        """Whether ``chain`` surely begins with all blocks of the node. ``chain[0]`` is one of them."""
+        num = len(self.blocks)
+        return self.chained == num <= len(chain) and chain[num - 1] == self.blocks[-1]
+
+    def ends_backwards(self, blocks: list[BlockHash]) -> bool:
+        """Whether nobody has a part only, and the node ends with ``blocks``, the last one first."""
+        return not self.partial and self.blocks[: -len(blocks) - 1 : -1] == blocks
+
+    def shorten(self, num_blocks: int) -> list[BlockHash]:
+        """Take the last ``num_blocks`` out, which are not all, of a node without parts; returns them."""
+        gone = self.blocks[-num_blocks:]
+        del self.blocks[-num_blocks:]
+        self.chained = min(self.chained, len(self.blocks))
+        self._changed()
+        return gone
 
     def num_partial_if(self, behind: Node) -> int:
         """How many holders would have a bitmap if ``behind`` were joined."""

@@ -112,9 +112,10 @@ class PrefixIndex:
                 for start in range(0, len(blocks), MAX_TOLD_BLOCKS):
                     self._store(holder, list(blocks[start : start + MAX_TOLD_BLOCKS]), consecutive)
             case Removed(holder, blocks):
-                for start in range(0, len(blocks), MAX_TOLD_BLOCKS):
-                    self._remove(holder, list(blocks[start : start + MAX_TOLD_BLOCKS]))
-                self._shrink()
+                slot = self._slots.find(holder)
+                if slot is not None and blocks:
+                    self._remove(slot, blocks if isinstance(blocks, list) else list(blocks))
+                    self._shrink()
             case Cleared(holder):
                 self.remove_holder(holder)
 
@@ -124,23 +125,22 @@ class PrefixIndex:
         ``block_hashes`` are a prompt's, so that each stands for all in front of it. Holders without the first block
         are left out.
         """
-        hits: dict[InstanceId, int] = {}
-        alive, depth = 0, 0
-        for node, num in self._walk(block_hashes):
-            if not depth:
-                hits, alive = self._first(node, num)
-            elif alive & ~node.full:
-                alive = self._staying(alive, node, num, depth, hits)
-            if not alive:
-                return hits
-            depth += num
-        if alive:
-            hits.update(dict.fromkeys(self._slots.names(alive), depth))
-        return hits
+        node = self._node_of.get(block_hashes[0]) if block_hashes else None
+        if node is None:
+            return {}
+        chain = block_hashes if isinstance(block_hashes, list) else list(block_hashes)
+        num = len(node.blocks)
+        if node.leads(chain) and (len(chain) == num or chain[num] not in self._node_of):
+            node.touched = True
+            return self._answer(node).copy()
+        return self._match_over_nodes(chain)
 
     def leading_blocks(self, block_hashes: Sequence[BlockHash]) -> int:
         """Length of the leading run of which *somebody* holds each block: what can be fetched from all together."""
-        return sum(num for _, num in self._walk(block_hashes))
+        if not block_hashes or block_hashes[0] not in self._node_of:
+            return 0
+        chain = block_hashes if isinstance(block_hashes, list) else list(block_hashes)
+        return sum(num for _, num in self._walk(chain))
 
     def remove_holder(self, holder: InstanceId) -> None:
         """Forget all that ``holder`` held. Time in its blocks and in the nodes of the index."""
@@ -171,14 +171,34 @@ class PrefixIndex:
         assert sum(map(len, self._nodes)) == len(self._node_of) <= self.max_blocks
         self._slots.check(held)
 
+    def _match_over_nodes(self, chain: list[BlockHash]) -> dict[InstanceId, int]:
+        hits: dict[InstanceId, int] = {}
+        alive, depth = 0, 0
+        for node, num in self._walk(chain):
+            if not depth:
+                hits, alive = self._first(node, num)
+            elif alive & ~node.full:
+                alive = self._staying(alive, node, num, depth, hits)
+            if not alive:
+                return hits
+            depth += num
+        if alive:
+            hits.update(dict.fromkeys(self._slots.names(alive), depth))
+        return hits
+
     def _first(self, node: Node, num: int) -> tuple[dict[InstanceId, int], int]:
         """The runs that end in the first node of a prompt, which shares ``num`` blocks of it, and who goes on."""
         if num < len(node):
             hits: dict[InstanceId, int] = {}
             return hits, self._staying(node.holders, node, num, 0, hits)
+        return self._answer(node).copy(), node.full
+
+    def _answer(self, node: Node) -> dict[InstanceId, int]:
+        """The hits of a prompt that begins with ``node`` and ends with it; kept there."""
         if node.answer is None:
             node.answer = {self._slots.at(slot): run for slot, _, run in node.runs if run}
-        return node.answer.copy(), node.full
+            node.answer.update(dict.fromkeys(self._slots.names(node.full), len(node)))
+        return node.answer
 
     def _staying(self, alive: int, node: Node, num: int, depth: int, hits: dict[InstanceId, int]) -> int:
         """Who of ``alive`` has the first ``num`` blocks of ``node``, at ``depth``; the others' runs go to ``hits``."""
@@ -195,9 +215,8 @@ class PrefixIndex:
             hits.update(dict.fromkeys(self._slots.names(leaving), depth))
         return staying
 
-    def _walk(self, block_hashes: Sequence[BlockHash]) -> Iterator[tuple[Node, int]]:
+    def _walk(self, chain: list[BlockHash]) -> Iterator[tuple[Node, int]]:
         """The nodes that a prompt leads through, with how many leading blocks of each; tidies them up on the way."""
-        chain = block_hashes if isinstance(block_hashes, list) else list(block_hashes)
         depth, front = 0, None
         while depth < len(chain):
             node = self._node_of.get(chain[depth])
@@ -297,11 +316,12 @@ class PrefixIndex:
             self._nodes[fresh] = None
             self._open[slot] = fresh
 
-    def _remove(self, holder: InstanceId, blocks: list[BlockHash]) -> None:
-        slot = self._slots.find(holder)
-        if slot is None:
-            return
+    def _remove(self, slot: int, blocks: list[BlockHash]) -> None:
+        """``blocks``: at least one."""
         first = self._node_of.get(blocks[0])
+        if first is not None and first.full == 1 << slot and first.ends_backwards(blocks):
+            self._release_tail(first, slot, len(blocks))
+            return
         bits = 0 if first is None else first.stretch(blocks)
         if first is not None and bits:
             self._release(first, slot, bits)
@@ -318,6 +338,16 @@ class PrefixIndex:
         elif orphans:
             for block in node.delete(orphans):
                 del self._node_of[block]
+
+    def _release_tail(self, node: Node, slot: int, num_blocks: int) -> None:
+        """The last ``num_blocks`` of a node that ``slot`` alone holds go: what eviction mostly is."""
+        self._count(slot, -num_blocks)
+        if num_blocks == len(node):
+            self._drop(node)
+            return
+        node_of = self._node_of
+        for block in node.shorten(num_blocks):
+            del node_of[block]
 
     def _drop(self, node: Node) -> None:
         del self._nodes[node]
