@@ -21,6 +21,7 @@ class Method(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     METHOD_DRAIN: _ClassVar[Method]
     METHOD_EVICT: _ClassVar[Method]
     METHOD_VERIFY: _ClassVar[Method]
+    METHOD_TENANTS: _ClassVar[Method]
     METHOD_ANNOUNCE: _ClassVar[Method]
     METHOD_LOCATE: _ClassVar[Method]
     METHOD_PLACE: _ClassVar[Method]
@@ -43,6 +44,7 @@ METHOD_EVICTION: Method
 METHOD_DRAIN: Method
 METHOD_EVICT: Method
 METHOD_VERIFY: Method
+METHOD_TENANTS: Method
 METHOD_ANNOUNCE: Method
 METHOD_LOCATE: Method
 METHOD_PLACE: Method

@@ -360,3 +360,31 @@ class VerifyReply(_message.Message):
     chunks: _containers.RepeatedCompositeFieldContainer[Verified]
     more: bool
     def __init__(self, chunks: _Optional[_Iterable[_Union[Verified, _Mapping]]] = ..., more: _Optional[bool] = ...) -> None: ...
+
+class TenantsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TenantUsage(_message.Message):
+    __slots__ = ("tenant", "quota_bytes", "used_bytes", "num_chunks", "hits", "misses", "evictions")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    QUOTA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
+    EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    quota_bytes: int
+    used_bytes: int
+    num_chunks: int
+    hits: int
+    misses: int
+    evictions: int
+    def __init__(self, tenant: _Optional[str] = ..., quota_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., num_chunks: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., evictions: _Optional[int] = ...) -> None: ...
+
+class TenantsReply(_message.Message):
+    __slots__ = ("tenants",)
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantUsage]
+    def __init__(self, tenants: _Optional[_Iterable[_Union[TenantUsage, _Mapping]]] = ...) -> None: ...

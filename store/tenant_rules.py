@@ -80,6 +80,10 @@ def _no_node(identity: Identity, request: membership_pb2.RegisterRequest) -> mem
     return request
 
 
+def _only_itself(identity: Identity, reply: store_pb2.TenantsReply) -> store_pb2.TenantsReply:
+    return store_pb2.TenantsReply(tenants=[usage for usage in reply.tenants if usage.tenant == identity.tenant])
+
+
 def _to_switch(request: store_pb2.EvictionRequest) -> Right:
     return Right.ADMIN if request.policy else Right.READ
 
@@ -119,6 +123,7 @@ NODE_RULES: dict[int, Rule] = {
     _METHODS.METHOD_DRAIN: Rule("drain", Right.ADMIN),
     _METHODS.METHOD_EVICT: Rule("evict", Right.ADMIN),
     _METHODS.METHOD_VERIFY: Rule("check", Right.ADMIN),
+    _METHODS.METHOD_TENANTS: Rule("tenants", None, None, _only_itself),
 }
 
 MASTER_RULES: dict[int, Rule] = {

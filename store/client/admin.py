@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tanghulu.errors import InvalidRequest
+from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.protos import fastlane_pb2, store_pb2
 from tanghulu.rpc.fast_client import Call
+from tanghulu.store.client import directory
 from tanghulu.store.client.context import Context
 from tanghulu.store.client.directory import ask_node
-from tanghulu.store.client.instructions import Logic
-from tanghulu.store.client.model import Evicted, Verified, VerifiedPage
+from tanghulu.store.client.instructions import Ask, Logic, PeerId
+from tanghulu.store.client.model import Evicted, TenantView, Verified, VerifiedPage
 from tanghulu.store.words import validate_keys
 
 
@@ -31,6 +32,29 @@ def evict(context: Context, node: str, keys: Sequence[str], num_bytes: int) -> L
     for key in keys:
         context.locations.forget(key)
     return Evicted(reply.message.num_chunks, reply.message.num_bytes)
+
+
+def tenants(context: Context) -> Logic[list[TenantView]]:
+    """All tenants by name, summed over the nodes; a tenant hears of itself only. Raises what any node answered."""
+    views = yield from directory.nodes(context)
+    call = Call(fastlane_pb2.METHOD_TENANTS, store_pb2.TenantsRequest(), store_pb2.TenantsReply)
+    outcomes = yield Ask([(PeerId(view.id), call) for view in views])
+    sums: dict[str, TenantView] = {}
+    for outcome in outcomes:
+        if isinstance(outcome, TanghuluError):
+            raise outcome
+        for usage in outcome.message.tenants:
+            before = sums.get(usage.tenant, TenantView(usage.tenant, 0, 0, 0, 0, 0, 0))
+            sums[usage.tenant] = TenantView(
+                usage.tenant,
+                max(before.quota_bytes, usage.quota_bytes),
+                before.used_bytes + usage.used_bytes,
+                before.num_chunks + usage.num_chunks,
+                before.hits + usage.hits,
+                before.misses + usage.misses,
+                before.evictions + usage.evictions,
+            )
+    return [sums[name] for name in sorted(sums)]
 
 
 def verify(context: Context, node: str, after: str, drop_corrupt: bool, report: bool) -> Logic[VerifiedPage]:

@@ -11,7 +11,7 @@ from tanghulu.errors import TanghuluError
 from tanghulu.store.checksums import NO_CHECKSUMS, Checksums
 from tanghulu.store.client.asynchronous import AsyncShell
 from tanghulu.store.client.chunk import Chunk
-from tanghulu.store.client.model import ChunkInfo, Evicted, KeyInfo, NodeView, PutItem, Status, VerifiedPage
+from tanghulu.store.client.model import ChunkInfo, Evicted, KeyInfo, NodeView, PutItem, Status, TenantView, VerifiedPage
 from tanghulu.store.client.operations import Operations
 from tanghulu.store.client.options import put_options
 from tanghulu.store.client.settings import DEFAULT_DEADLINE_S, Settings
@@ -186,6 +186,11 @@ class AsyncClient:
         """All store nodes as the master lists them."""
         deadline = self._deadline(deadline_s)
         return await self._run(self._do.nodes(deadline), deadline)
+
+    async def tenants(self, *, deadline_s: float | None = None) -> list[TenantView]:
+        """What each tenant holds and does, over all nodes; a tenant's token tells of that tenant only."""
+        deadline = self._deadline(deadline_s)
+        return await self._run(self._do.tenants(deadline), deadline)
 
     # --- removal
 

@@ -106,6 +106,22 @@ class NodeView:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantView:
+    """One tenant over all nodes. ``quota_bytes`` is for each node, 0: no bound; "" are chunks of no tenant.
+
+    The last three count since the nodes' start.
+    """
+
+    tenant: str
+    quota_bytes: int
+    used_bytes: int
+    num_chunks: int
+    hits: int
+    misses: int
+    evictions: int
+
+
+@dataclass(frozen=True, slots=True)
 class Evicted:
     """What an eviction by hand let go."""
 

@@ -23,6 +23,7 @@ from tanghulu.store.client.model import (
     PutItem,
     PutOptions,
     Status,
+    TenantView,
     VerifiedPage,
 )
 from tanghulu.store.client.values import readable, writable
@@ -170,6 +171,10 @@ class Operations:
     ) -> Logic[VerifiedPage]:
         """A page of what a node holds, compared with its checksums."""
         return (yield from admin.verify(self._context, node, after, drop_corrupt, report))
+
+    def tenants(self, deadline: Deadline) -> Logic[list[TenantView]]:
+        """All tenants, over all nodes."""
+        return (yield from admin.tenants(self._context))
 
     def eviction_policy(self, deadline: Deadline, node: str, name: str | None) -> Logic[str]:
         """The eviction policy of a node, after switching to ``name`` if one is given."""

@@ -1,15 +1,16 @@
-"""What operators ask of a node over its fast lane: DRAIN, EVICT, VERIFY."""
+"""What operators ask of a node over its fast lane: DRAIN, EVICT, VERIFY, TENANTS."""
 
 from __future__ import annotations
 
 import asyncio
 import heapq
 from collections.abc import Callable, Coroutine
+from dataclasses import asdict
 from typing import Any
 
 import structlog
 
-from tanghulu.errors import Unauthorized
+from tanghulu.errors import InvalidRequest, Unauthorized
 from tanghulu.protos import fastlane_pb2, store_pb2
 from tanghulu.rpc.fast_server import Answer, FastService, Peer
 from tanghulu.store import checksums as sums
@@ -40,6 +41,7 @@ class AdminService:
         service.register(fastlane_pb2.METHOD_DRAIN, store_pb2.DrainRequest, self.drain)
         service.register(fastlane_pb2.METHOD_EVICT, store_pb2.EvictRequest, self.evict)
         service.register(fastlane_pb2.METHOD_VERIFY, store_pb2.VerifyRequest, self.verify)
+        service.register(fastlane_pb2.METHOD_TENANTS, store_pb2.TenantsRequest, self.tenants)
 
     def drain(self, peer: Peer, request: store_pb2.DrainRequest, attachment: memoryview) -> Coroutine[Any, Any, Answer]:
         """Take no new chunks from now on, or take them again; answered when the master knows."""
@@ -69,6 +71,14 @@ class AdminService:
     def _evict(self, chunk: Chunk) -> int:
         self._state.evict(chunk)
         return chunk.size_bytes
+
+    def tenants(self, peer: Peer, request: store_pb2.TenantsRequest, attachment: memoryview) -> Answer:
+        """What each tenant holds and does here."""
+        _require_session(peer)
+        book = self._state.table.book
+        if book is None:
+            raise InvalidRequest("this node knows no tenants; start it with --tokens")
+        return store_pb2.TenantsReply(tenants=[store_pb2.TenantUsage(**asdict(usage)) for usage in book.usage()])
 
     def verify(
         self, peer: Peer, request: store_pb2.VerifyRequest, attachment: memoryview

@@ -8,6 +8,7 @@ from itertools import chain
 
 from tanghulu.store.node.chunk import Chunk, ChunkEvent, ChunkState
 from tanghulu.store.node.published import Published
+from tanghulu.store.node.tenant_book import TenantBook
 from tanghulu.store.words import Pin
 from tanghulu.types import ChunkKey, LeaseId
 
@@ -24,6 +25,7 @@ class ChunkTable:
         self._expiries: list[tuple[float, int, Chunk]] = []
         self.hard_pinned_bytes = 0
         self.published = Published()
+        self.book: TenantBook | None = None  # where there are tenants
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -48,6 +50,8 @@ class ChunkTable:
         """A new reservation."""
         assert chunk.offset not in self._nameless, f"offset {chunk.offset} is taken"
         self._nameless[chunk.offset] = chunk
+        if self.book is not None:
+            self.book.entered(chunk)
         if chunk.pin is Pin.HARD:
             self.hard_pinned_bytes += chunk.size_bytes
 
@@ -85,6 +89,8 @@ class ChunkTable:
         assert chunk.num_leases == 0, f"{chunk.key!r} is leased"
         chunk.step(ChunkEvent.LAST_LEASE_ENDED)
         del self._nameless[chunk.offset]
+        if self.book is not None:
+            self.book.left(chunk)
         if chunk.pin is Pin.HARD:
             self.hard_pinned_bytes -= chunk.size_bytes
 
@@ -135,6 +141,8 @@ class ChunkTable:
         hard = sum(c.size_bytes for c in self if c.pin is Pin.HARD)
         assert hard == self.hard_pinned_bytes
         self.published.check(self._by_key)
+        if self.book is not None:
+            self.book.check(self)
 
     def __repr__(self) -> str:
         return f"ChunkTable({len(self._by_key)} keys, {len(self._by_lease)} leases)"

@@ -7,6 +7,7 @@ count (space-saving, Metwally et al. 2005).
 
 from __future__ import annotations
 
+from tanghulu.store.node.chunk import Chunk
 from tanghulu.types import ChunkKey
 
 SAMPLE = 16
@@ -20,6 +21,12 @@ class HotKeys:
 
     def __init__(self) -> None:
         self._counts: dict[ChunkKey, int] = {}
+
+    def read(self, chunk: Chunk) -> None:
+        """Count a read of ``chunk`` at the chunk."""
+        chunk.num_hits += 1
+        if not chunk.num_hits % SAMPLE:
+            self.saw(chunk.key)
 
     def saw(self, key: ChunkKey) -> None:
         """``key`` was read ``SAMPLE`` more times."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from tanghulu.store.node.admin_service import AdminService
 from tanghulu.store.node.announcer import Announcer
 from tanghulu.store.node.copier import Copier
 from tanghulu.store.node.copy_wire import Orders
-from tanghulu.store.node.eviction import POLICIES, make_policy
+from tanghulu.store.node.eviction import POLICIES
 from tanghulu.store.node.grpc_service import GrpcStoreNode
 from tanghulu.store.node.limits import Watermarks
 from tanghulu.store.node.metrics import NodeCollector, TrafficCounters
@@ -38,6 +38,8 @@ from tanghulu.store.node.published import Published
 from tanghulu.store.node.puts import PutDesk
 from tanghulu.store.node.service import NodeIdentity, NodeService
 from tanghulu.store.node.sessions import Sessions
+from tanghulu.store.node.tenant_book import Policies, TenantBook
+from tanghulu.store.node.tenant_metrics import TenantCollector
 from tanghulu.store.node.tier import QUEUE_BYTES
 from tanghulu.store.node.tier_admission import MODES, TierAdmission
 from tanghulu.store.node.tier_metrics import TierCollector
@@ -45,6 +47,7 @@ from tanghulu.store.node.tier_opening import MIN_SSD_BYTES, SsdPlace, open_tier,
 from tanghulu.store.node.tier_promotion import Promoter
 from tanghulu.store.shared_index import IndexPlace, IndexWriter, index_bytes, num_buckets_for
 from tanghulu.store.tenant_rules import NODE_GRPC_RULES, NODE_RULES, refuse_open_carriers
+from tanghulu.tenants import Tenant
 from tanghulu.tokens_file import TokensFile
 from tanghulu.transfer_engine.access import AccessTable
 from tanghulu.transfer_engine.leases import Freed
@@ -118,11 +121,14 @@ class Node:
             refuse_open_carriers(self._tokens.table, config.transports)
         interceptors = () if self._tokens is None else (GrpcGate(self._tokens, NODE_GRPC_RULES),)
         self._door = Door(self._service, process.run_dir, "node", interceptors)
+        book = None if self._tokens is None else TenantBook(self._tenants, config.memory)
+        self._policies = Policies() if book is None else Policies.fair(book)
         self._index = IndexPlace(-(-config.memory // 64) * 64, num_buckets_for(config.memory), secrets.randbits(64))
         segment_bytes = self._index.begin + index_bytes(self._index.num_buckets)
         self._segment = MemorySegment.create("store", segment_bytes, prefault=config.prefault)
         access = AccessTable(self._clock, config.lease_ms, int(config.memory * _MAX_MAPPED_FRACTION))
-        self.state = NodeState(config.memory, access, lambda: make_policy(config.eviction), self._clock)
+        self.state = NodeState(config.memory, access, lambda: self._policies.memory(config.eviction), self._clock)
+        self.state.table.book = book
         index_view = self._segment.view[self._index.begin :]
         self.state.table.published = Published(IndexWriter(index_view, self._index.seed, self._clock.now_s()))
         settings = transfer_settings(config, config.host)
@@ -142,7 +148,12 @@ class Node:
             place = SsdPlace(config.ssd_path, config.ssd_size, config.port)
             admission = TierAdmission(config.ssd_admission, QUEUE_BYTES, config.ssd_write_rate)
             self._tier = open_tier(
-                place, self.state, self._segment.view, admission, lambda: make_policy(config.eviction), self._clock
+                place,
+                self.state,
+                self._segment.view,
+                admission,
+                lambda: self._policies.tier(config.eviction),
+                self._clock,
             )
         self._promoter = None if self._tier is None else Promoter(self.state, self._tier, self._segment.view)
         low, high = config.watermarks
@@ -163,6 +174,8 @@ class Node:
         )
         if self._tier is not None:
             process.registry.register(TierCollector(self.state, self._tier))
+        if book is not None:
+            process.registry.register(TenantCollector(book.usage))
         process.registry.register(ServerCollector(self._segment_server))
         metrics.register(process.registry, NodeCollector(self.state, self._all_traffic, lambda: len(self._sessions)))
 
@@ -215,14 +228,18 @@ class Node:
             self._segment_server.descriptor(),
             self._index,
         )
-        NodeService(identity, self.state, self._desk, self._sessions, self._traffic, self._promoter).serve(
-            self._service
-        )
+        NodeService(
+            identity, self.state, self._desk, self._sessions, self._traffic, self._promoter, self._policies
+        ).serve(self._service)
         AdminService(self.state, self._desk, self._drain).serve(self._service)
         if self._tokens is not None:
             self._gate = Gate(self._tokens, NODE_RULES)
             self._gate.guard(self._service)
         return address
+
+    def _tenants(self) -> Mapping[str, Tenant]:
+        assert self._tokens is not None, "a node without tokens has no tenants"
+        return self._tokens.table.tenants
 
     def _instance(self, address: Address) -> Instance:
         return Instance(

@@ -17,10 +17,11 @@ from tanghulu.store.node.chunk import Chunk, ChunkEvent, ChunkState, compact
 from tanghulu.store.node.chunk_table import ChunkTable
 from tanghulu.store.node.eviction.base import Policy
 from tanghulu.store.node.holdings import Holding, LowerTier, NoTier
-from tanghulu.store.node.hot_keys import SAMPLE, HotKeys
+from tanghulu.store.node.hot_keys import HotKeys
 from tanghulu.store.node.limits import no_room, refuse_impossible, refuse_while
 from tanghulu.store.node.outcomes import Existed, NodeCounters, Outcome, Pinned, Reserved
 from tanghulu.store.node.room import Room
+from tanghulu.store.node.tenant_book import take_range
 from tanghulu.store.node.tier_entry import TierEntry
 from tanghulu.store.node.waiters import Holder, Waiter, WaitQueue
 from tanghulu.store.words import NewChunk, Pin
@@ -195,13 +196,13 @@ class NodeState:
     def look_up(self, key: ChunkKey) -> Chunk | None:
         """As ``find``, and counted as a hit or a miss; a reader calls ``touch`` when it has all its keys."""
         chunk = self.find(key)
+        if self.table.book is not None:
+            self.table.book.asked(key, found=chunk is not None)
         if chunk is None:
             self.counters.misses += 1
             return None
         self.counters.hits += 1
-        chunk.num_hits += 1
-        if not chunk.num_hits % SAMPLE:
-            self.hot.saw(chunk.key)
+        self.hot.read(chunk)
         return chunk
 
     def touch(self, chunks: list[Chunk]) -> None:
@@ -312,7 +313,7 @@ class NodeState:
 
     def try_reserve(self, new: NewChunk, holder: Holder | None, *, sparing: bool) -> Reserved | None:
         """A range for ``new``, whatever stands and whoever waits; None if leases leave no room."""
-        offset = self.room.take(new.size_bytes, self.evict, sparing=sparing)
+        offset = take_range(self, new, sparing=sparing)
         if offset is None:
             return None
         now_s = self._clock.now_s()

@@ -18,6 +18,7 @@ from typing import Generic, Protocol, TypeVar
 
 from tanghulu.store.node.allocator import OffsetAllocator
 from tanghulu.store.node.eviction.base import Policy
+from tanghulu.store.node.eviction.fair import Fair
 from tanghulu.store.words import Pin
 from tanghulu.types import ChunkKey
 
@@ -163,11 +164,21 @@ class Room(Generic[R]):
         """Everything that could be evicted now, the first to go first."""
         self.end_batch()
         for policy in (self._policies[Pin.NONE], self._policies[Pin.SOFT]):
-            for key in policy.victims():
-                chunk = self._table.find(key)
-                assert chunk is not None, f"the policy knows {key!r}, the table does not"
-                if chunk.evictable:
-                    yield chunk
+            yield from self._evictable(policy.victims())
+
+    def _evictable(self, keys: Iterator[ChunkKey]) -> Iterator[R]:
+        for key in keys:
+            chunk = self._table.find(key)
+            assert chunk is not None, f"the policy knows {key!r}, the table does not"
+            if chunk.evictable:
+                yield chunk
+
+    def victims_of(self, tenant: str) -> Iterator[R]:
+        """The same for the chunks of one tenant; asserts that the eviction is fair."""
+        self.end_batch()
+        for policy in (self._policies[Pin.NONE], self._policies[Pin.SOFT]):
+            assert isinstance(policy, Fair), f"{policy!r} knows no tenants"
+            yield from self._evictable(policy.victims_of(tenant))
 
     def oldest(self, wanted_bytes: int) -> list[R]:
         """The first to go, as many as hold ``wanted_bytes``."""

@@ -18,13 +18,13 @@ from tanghulu.rpc.fast_server import Answer, FastService, Later, Peer
 from tanghulu.rpc.frames import PROTOCOL_VERSION
 from tanghulu.store import packed_node
 from tanghulu.store.node.chunk import Chunk
-from tanghulu.store.node.eviction import make_policy
 from tanghulu.store.node.metrics import TrafficCounters
 from tanghulu.store.node.node_state import NodeState
 from tanghulu.store.node.outcomes import Existed, Reserved
 from tanghulu.store.node.puts import PutDesk, PutOutcome, Written, remaining_s
 from tanghulu.store.node.sessions import Greeting, Session, Sessions, as_set
 from tanghulu.store.node.stat_wire import check_count, stat_reply
+from tanghulu.store.node.tenant_book import Policies
 from tanghulu.store.node.tier_promotion import Promoter
 from tanghulu.store.packed_node import CommitRequest, Found, GetRequest, PutRequest, UnpinRequest
 from tanghulu.store.shared_index import IndexPlace
@@ -66,7 +66,9 @@ class NodeService:
         sessions: Sessions,
         traffic: TrafficCounters,
         promoter: Promoter | None = None,
+        policies: Policies = Policies(),  # noqa: B008 - it is immutable
     ) -> None:
+        self._policies = policies
         self._identity = identity
         self._state = state
         self._desk = desk
@@ -309,9 +311,9 @@ class NodeService:
         _session(peer)
         room, wanted = self._state.room, request.policy
         if wanted and wanted != room.policy_name:
-            make_policy(wanted)  # raises for an unknown name before anything changes
-            room.switch_policy(lambda: make_policy(wanted))
-            self._state.tier.switch_policy(lambda: make_policy(wanted))
+            self._policies.memory(wanted)  # raises for an unknown name before anything changes
+            room.switch_policy(lambda: self._policies.memory(wanted))
+            self._state.tier.switch_policy(lambda: self._policies.tier(wanted))
             _log.info("node.eviction_policy", policy=wanted)
         return store_pb2.EvictionReply(policy=room.policy_name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import stat
 import time
@@ -12,12 +13,14 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
+from click.testing import CliRunner
 from store_cluster import Cluster, Process
 
 import tanghulu
 from tanghulu import aio
+from tanghulu.cli.store import COMMAND as STORE
 from tanghulu.credentials import Credentials
-from tanghulu.errors import ChunkNotFound, Forbidden, TanghuluError, Unauthorized
+from tanghulu.errors import ChunkNotFound, Forbidden, InvalidRequest, TanghuluError, Unauthorized
 from tanghulu.protos import (
     common_pb2,
     directory_pb2,
@@ -49,6 +52,7 @@ FILE = """
 [tenants.acme]
 shared_memory = true
 [tenants.initech]
+quota = "8MiB"
 """
 
 
@@ -276,6 +280,34 @@ def test_a_call_without_hello_is_refused(cluster: Secured) -> None:
         with pytest.raises(Unauthorized, match="HELLO"):
             connection.call(call.method, call.request, call.reply_type)
         connection.close()
+
+
+def test_a_tenant_stays_within_its_quota(cluster: Secured) -> None:
+    with cluster.connect("acme") as acme, cluster.connect("initech") as initech, cluster.connect("operator") as all_:
+        acme.put("kept", b"k" * (1 << 20))
+        node = acme.stat("kept").nodes[0]
+        for number in range(40):
+            assert initech.put(f"flood-{number}", b"f" * (1 << 20), prefer_node=node).ok
+        for number in range(24):
+            assert initech.put(f"small-{number}", b"s" * (1 << 10), prefer_node=node).ok
+        (mine,) = initech.tenants()
+        assert mine.tenant == "initech"
+        assert 7 << 20 < mine.used_bytes <= 2 * mine.quota_bytes == 16 << 20
+        assert mine.evictions >= 32
+        assert acme.get("kept").bytes() == b"k" * (1 << 20)
+        by_name = {each.tenant: each for each in all_.tenants()}
+        assert {"acme", "initech"} <= set(by_name)
+        assert by_name["acme"].used_bytes == 1 << 20
+        with pytest.raises(InvalidRequest, match="more than tenant 'initech' may hold"):
+            initech.put("large", bytes(9 << 20))
+        process = next(each for each in cluster.nodes if each.name == node)
+        assert 0 < process.metric("tanghulu_node_tenant_used_bytes", tenant="initech") <= 8 << 20
+        assert initech.remove_matching("") > 0
+        assert acme.remove("kept")
+    shown = CliRunner().invoke(
+        STORE, ["tenants", "--master", cluster.address, "--token", "secret-operator", "--json"], catch_exceptions=False
+    )
+    assert {"acme", "initech"} <= {row["tenant"] for row in json.loads(shown.stdout)}
 
 
 def test_nodes_copy_chunks_of_all_tenants(cluster: Secured) -> None:

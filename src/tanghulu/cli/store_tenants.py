@@ -1,11 +1,40 @@
-"""``tanghulu store token``: make tokens for the tokens file."""
+"""``tanghulu store tenants | token``: what tenants hold, and tokens for the tokens file."""
 
 from __future__ import annotations
 
 import click
 
-from tanghulu.cli.printing import print_json
+from tanghulu.cli.printing import plain, print_json, print_table, store_options
+from tanghulu.store.client import connect
 from tanghulu.tenants import Right, hash_of, new_token, validate_tenant
+from tanghulu.types import Masters, format_size
+
+
+@click.command()
+@store_options
+def tenants(master: Masters, as_json: bool) -> None:
+    """List what each tenant holds in the memory of all nodes, and its hits, misses and evictions since their start.
+
+    A tenant's own token tells of that tenant only.
+    """
+    with connect(master) as store:
+        found = store.tenants()
+    if as_json:
+        print_json([plain(each) for each in found])
+        return
+    rows = (
+        (
+            each.tenant or "(none)",
+            format_size(each.used_bytes),
+            format_size(each.quota_bytes) + " a node" if each.quota_bytes else "-",
+            each.num_chunks,
+            each.hits,
+            each.misses,
+            each.evictions,
+        )
+        for each in found
+    )
+    print_table(("tenant", "used", "quota", "chunks", "hits", "misses", "evictions"), rows)
 
 
 @click.command()
@@ -40,4 +69,4 @@ def token(name: str, tenant: str, rights: tuple[str, ...], as_json: bool) -> Non
     click.echo("\n" + "\n".join(filter(None, lines)), err=True)
 
 
-COMMANDS = (token,)
+COMMANDS = (tenants, token)

@@ -1,0 +1,168 @@
+"""Quotas and fair eviction, without processes: the order, the book, and both in a node's decisions."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from node_rig import CAPACITY, COPIES, make_state, new, put
+
+from tanghulu.errors import InvalidRequest, StoreFull
+from tanghulu.store.node.eviction import POLICIES, Policy, make_policy
+from tanghulu.store.node.eviction.fair import Fair
+from tanghulu.store.node.node_state import NodeState
+from tanghulu.store.node.tenant_book import Policies, TenantBook, TenantUsage
+from tanghulu.store.node.tenant_metrics import MAX_LABELS, NONE, OTHERS, labelled
+from tanghulu.store.words import Pin
+from tanghulu.tenants import Tenant
+from tanghulu.types import ChunkKey
+
+WEIGHTS = {"a": 60.0, "b": 40.0, "": 10.0}
+SIZE = 64
+
+
+def fair(name: str = "lru") -> Fair:
+    return Fair(lambda: make_policy(name), lambda tenant: WEIGHTS[tenant])
+
+
+def k(tenant: str, name: str) -> ChunkKey:
+    return ChunkKey(f"@{tenant}/{name}" if tenant else name)
+
+
+def test_the_example_of_the_module() -> None:
+    policy = fair()
+    for key, size in ((k("a", "1"), 20), (k("b", "1"), 10), (k("a", "2"), 30), (k("b", "2"), 40)):
+        policy.add(key, size)
+    assert list(policy.victims()) == [k("b", "1"), k("b", "2"), k("a", "1"), k("a", "2")]
+    assert list(policy.victims_of("a")) == [k("a", "1"), k("a", "2")]
+    assert list(policy.victims_of("nobody")) == []
+    policy.check()
+
+
+def test_a_flood_evicts_itself() -> None:
+    """Taking the first victim whenever more than 100 bytes are there, b keeps its 40 whatever a puts."""
+    policy = fair()
+    for number in range(4):
+        policy.add(k("b", str(number)), 10)
+    for number in range(50):
+        policy.add(k("a", str(number)), 10)
+        if len(policy) > 10:
+            policy.remove(next(policy.victims()), evicted=True)
+    held = list(policy.victims())
+    assert sum(key.startswith("@b/") for key in held) == 4
+    assert set(held) >= {k("a", str(number)) for number in range(45, 50)}
+
+
+OPS = st.tuples(st.sampled_from(["add", "touch", "remove", "evict", "batch"]), st.sampled_from("ab"), st.integers(0, 5))
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+@settings(max_examples=30, deadline=None)
+@given(steps=st.lists(OPS, max_size=40))
+def test_any_sequence_keeps_the_contract(name: str, steps: list[tuple[str, str, int]]) -> None:
+    policy: Policy = fair(name)
+    known: dict[ChunkKey, None] = {}
+    for step, tenant, number in steps:
+        key = k(tenant, str(number))
+        if step == "batch":
+            policy.begin_batch()
+        elif step == "touch":
+            policy.touch(key)
+        elif step == "add" and key not in known:
+            policy.add(key, number + 1)
+            known[key] = None
+        elif step in ("remove", "evict") and key in known:
+            policy.remove(key, evicted=step == "evict")
+            del known[key]
+        victims = list(policy.victims())
+        assert sorted(victims) == sorted(known)
+        assert victims == list(policy.victims())
+        assert len(policy) == len(known)
+        policy.check()
+
+
+def make_node(**quotas: int) -> tuple[NodeState, TenantBook]:
+    tenants = {name: Tenant(name, quota) for name, quota in quotas.items()}
+    state = make_state()
+    book = TenantBook(lambda: tenants, CAPACITY)
+    state.table.book = book
+    state.room.switch_policy(lambda: Policies.fair(book).memory("lru"))
+    return state, book
+
+
+def held(state: NodeState, tenant: str) -> int:
+    return sum(chunk.key.startswith(f"@{tenant}/") for chunk in state.table)
+
+
+def usage(book: TenantBook, tenant: str) -> TenantUsage:
+    (found,) = (each for each in book.usage() if each.tenant == tenant)
+    return found
+
+
+def test_a_put_beyond_the_quota_evicts_the_tenants_own() -> None:
+    state, book = make_node(a=4 * SIZE, b=0)
+    put(state, new("@b/first"))
+    for number in range(10):
+        put(state, new(f"@a/{number}"))
+        state.check()
+        assert usage(book, "a").used_bytes <= 4 * SIZE
+    assert held(state, "a") == 4
+    assert held(state, "b") == 1
+    assert state.find(ChunkKey("@a/9")) is not None
+    assert (usage(book, "a").evictions, usage(book, "b").evictions) == (6, 0)
+    with pytest.raises(InvalidRequest, match="more than tenant 'a' may hold"):
+        state.reserve(new("@a/large", 5 * SIZE), None)
+
+
+def test_what_is_leased_counts_and_is_not_evicted() -> None:
+    state, book = make_node(a=2 * SIZE)
+    put(state, new("@a/1"))
+    chunk = state.find(ChunkKey("@a/1"))
+    assert chunk is not None
+    pinned = state.pin(chunk, COPIES)
+    put(state, new("@a/2", pin=Pin.SOFT))
+    put(state, new("@a/3"))
+    assert sorted(state.table.keys()) == ["@a/1", "@a/3"]
+    state.remove(ChunkKey("@a/1"))
+    assert usage(book, "a").used_bytes == 2 * SIZE, "somebody still reads it"
+    state.unpin([pinned.lease_id], [COPIES.session_id])
+    assert usage(book, "a").used_bytes == SIZE
+    reserved = [state.reserve(new(f"@a/r{number}"), COPIES) for number in range(2)]
+    with pytest.raises(StoreFull, match="tenant 'a' may hold"):
+        state.reserve(new("@a/more"), COPIES)
+    assert len(reserved) == 2
+    state.check()
+
+
+def test_a_full_node_evicts_from_who_holds_most_for_its_share() -> None:
+    """a and b have no quotas, so equal shares; a came first and holds everything, b gets its half of it."""
+    state, book = make_node(a=0, b=0)
+    num_slots = CAPACITY // SIZE
+    for number in range(2 * num_slots):
+        put(state, new(f"@a/{number}"))
+    assert held(state, "a") == num_slots
+    for number in range(2 * num_slots):
+        put(state, new(f"@b/{number}"))
+        state.check()
+    assert abs(held(state, "a") - num_slots // 2) <= 1
+    for number in range(2 * num_slots):
+        put(state, new(f"@a/again-{number}"))
+    assert abs(held(state, "b") - num_slots // 2) <= 1
+    assert usage(book, "b").evictions > 0
+
+
+def test_hits_and_misses_are_counted_for_known_tenants() -> None:
+    state, book = make_node(a=0)
+    put(state, new("@a/1"))
+    for key in ("@a/1", "@a/2", "@guess/1", "plain"):
+        state.look_up(ChunkKey(key))
+    assert (usage(book, "a").hits, usage(book, "a").misses) == (1, 1)
+    assert [each.tenant for each in book.usage()] == ["", "a"]
+
+
+def test_labels_are_bounded() -> None:
+    rows = labelled([TenantUsage(f"t{i}", used_bytes=i, hits=1) for i in range(MAX_LABELS + 5)] + [TenantUsage("")])
+    assert len(rows) == MAX_LABELS + 1
+    assert rows[OTHERS].hits == 5
+    assert rows[OTHERS].used_bytes == 0 + 1 + 2 + 3 + 4
+    assert set(labelled([TenantUsage("")])) == {NONE}
