@@ -11,6 +11,10 @@ sequence is padded to more than twice its blocks.
 
 Grouped-query attention folds the G query heads that share a KV head into the query dimension: [G x tokens]
 queries against one K, instead of repeating K G times.
+
+A prefill run is cut into pieces of `_PIECE_TOKENS` queries, each with the keys up to its own last one: the kernel
+computes what a mask hides, and its own causal mode works on rows too few to be fast. Example: 512 queries after 512
+tokens are four pieces with 640, 768, 896 and 1,024 keys, 19 % fewer products than 1,024 for all; 512 after none 38 %.
 """
 
 from __future__ import annotations
@@ -25,6 +29,9 @@ import torch.nn.functional as F
 from tanghulu.workers.kv_cache import KvCache
 from tanghulu.workers.models.forward_batch import ForwardBatch, SequenceSpan
 from tanghulu.workers.models.linear import compute_dtype
+
+#: Queries of a prefill run that share a kernel call.
+_PIECE_TOKENS = 128
 
 
 class AttentionPlan(Protocol):
@@ -84,41 +91,52 @@ def _gather(cache: KvCache, layer: int, kv: int, block_ids: torch.Tensor, dtype:
 
 
 @dataclass(frozen=True, slots=True)
+class _Piece:
+    """Queries ``start .. end`` of a run, which see the sequence's first ``context`` tokens as ``mask`` allows."""
+
+    start: int
+    end: int
+    context: int
+    mask: torch.Tensor
+
+    @classmethod
+    def of(cls, start: int, end: int, before: int, groups: int, dtype: torch.dtype) -> _Piece:
+        """Of a run with ``before`` tokens in front of it; ``mask`` [groups x queries, context]."""
+        context = before + end
+        hidden = torch.arange(context) > torch.arange(before + start, context)[:, None]
+        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+        return cls(start, end, context, mask.repeat(groups, 1))
+
+
+@dataclass(frozen=True, slots=True)
 class _PrefillRun:
-    """One sequence's run of several tokens. ``mask`` is None when nothing was cached before it."""
+    """One sequence's run of several tokens, attended to in pieces, so that what the triangle hides is not computed."""
 
     span: SequenceSpan
     block_ids: torch.Tensor
-    mask: torch.Tensor | None
+    pieces: tuple[_Piece, ...]
 
     @classmethod
     def of(cls, cache: KvCache, span: SequenceSpan, num_heads: int) -> _PrefillRun:
-        block_ids = torch.tensor(span.block_ids)
-        if span.num_new == span.context:
-            return cls(span, block_ids, None)
-        start = span.context - span.num_new
-        allowed = torch.arange(span.context) <= torch.arange(start, span.context)[:, None]
-        mask = torch.zeros(allowed.shape, dtype=compute_dtype(cache.rows.dtype)).masked_fill_(~allowed, float("-inf"))
-        return cls(span, block_ids, mask.repeat(num_heads // cache.layout.num_kv_heads, 1))
+        groups, dtype = num_heads // cache.layout.num_kv_heads, compute_dtype(cache.rows.dtype)
+        before = span.context - span.num_new
+        bounds = [(at, min(at + _PIECE_TOKENS, span.num_new)) for at in range(0, span.num_new, _PIECE_TOKENS)]
+        pieces = tuple(_Piece.of(start, end, before, groups, dtype) for start, end in bounds)
+        return cls(span, torch.tensor(span.block_ids), pieces)
 
     def attend(self, cache: KvCache, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
-        span, layout = self.span, cache.layout
-        rows = slice(span.first_row, span.first_row + span.num_new)
-        key = _gather(cache, layer, 0, self.block_ids, query.dtype)[: span.context].transpose(0, 1)[None]
-        value = _gather(cache, layer, 1, self.block_ids, query.dtype)[: span.context].transpose(0, 1)[None]
-        own = query[rows]
-        if self.mask is None:
-            # is_causal aligns its triangle at the top left: valid only because queries and keys are the same tokens.
-            heads_first = own.transpose(0, 1)[None]
-            result = F.scaled_dot_product_attention(heads_first, key, value, is_causal=True, enable_gqa=True)
-            out[rows] = result[0].transpose(0, 1)
-            return
-        groups = own.shape[1] // layout.num_kv_heads
-        folded = own.view(span.num_new, layout.num_kv_heads, groups, layout.head_dim).permute(1, 2, 0, 3)
-        folded = folded.reshape(1, layout.num_kv_heads, groups * span.num_new, layout.head_dim)
-        result = F.scaled_dot_product_attention(folded, key, value, attn_mask=self.mask)
-        unfolded = result.view(layout.num_kv_heads, groups, span.num_new, layout.head_dim).permute(2, 0, 1, 3)
-        out[rows] = unfolded.reshape(own.shape)
+        layout, first = cache.layout, self.span.first_row
+        key = _gather(cache, layer, 0, self.block_ids, query.dtype).transpose(0, 1)[None]
+        value = _gather(cache, layer, 1, self.block_ids, query.dtype).transpose(0, 1)[None]
+        groups = query.shape[1] // layout.num_kv_heads
+        for piece in self.pieces:
+            rows, count = slice(first + piece.start, first + piece.end), piece.end - piece.start
+            folded = query[rows].view(count, layout.num_kv_heads, groups, layout.head_dim).permute(1, 2, 0, 3)
+            folded = folded.reshape(1, layout.num_kv_heads, groups * count, layout.head_dim)
+            seen = (key[:, :, : piece.context], value[:, :, : piece.context])
+            result = F.scaled_dot_product_attention(folded, *seen, attn_mask=piece.mask)
+            unfolded = result.view(layout.num_kv_heads, groups, count, layout.head_dim).permute(2, 0, 1, 3)
+            out[rows] = unfolded.reshape(count, -1, layout.head_dim)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """How much memory a torch worker will take, planned before it loads, so that it refuses instead of being killed.
 
-Pure but for `available_bytes`. Example, SmolLM2 in float32 with 1 GiB of KV: weights 621 MiB (the embedding and its
-packed copy as the head 108 each), workspace 83 MiB: 1.7 GiB in all.
+Pure but for `available_bytes`. Weights that lie in half form (`models.linear`) take half of what is planned for them;
+only reading them shows whether they do. Example, SmolLM2 in float32 with 1 GiB of KV: weights 621 MiB (the embedding
+and its packed copy as the head 108 each), workspace 83 MiB: 1.7 GiB in all.
 """
 
 from __future__ import annotations

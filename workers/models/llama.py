@@ -6,6 +6,7 @@ and key (Qwen3), a bias on the output projection. Q, K and V are one matrix prod
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -76,6 +77,7 @@ class LlamaModel:
         self._head = Linear(_own_rows(head, shard))
         factors = weights.tensor("rope_freqs.weight") if weights.has("rope_freqs.weight") else None
         self._rotary = RotaryTable(config, factors)
+        self._eps = {n: torch.tensor(math.sqrt(n * config.rms_eps)) for n in (config.hidden, config.head_dim)}
         if progress is not None:
             progress(1.0)
 
@@ -112,7 +114,14 @@ class LlamaModel:
         return self._shard.total(layer.down(F.silu(gate).mul_(up)))
 
     def _normed(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(hidden, weight.shape, weight, self.config.rms_eps)
+        """RMSNorm over the last dimension; ``weight`` as `_Loader.norm` gave it.
+
+        With n columns, x / sqrt(mean(x^2) + eps) = sqrt(n) x / hypot(|x|, sqrt(n eps)): four passes where torch's own
+        takes seven, and the sqrt(n) is in the weight.
+        """
+        size = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
+        normed: torch.Tensor = hidden / size.hypot_(self._eps[weight.shape[0]])
+        return normed.mul_(weight)
 
 
 class _Loader:
@@ -129,7 +138,7 @@ class _Loader:
         return tensor.to(self._dtype, copy=True)
 
     def norm(self, name: str, size: int) -> torch.Tensor:
-        return self.take(name, (size,)).to(compute_dtype(self._dtype))
+        return self.take(name, (size,)).to(compute_dtype(self._dtype)).mul_(math.sqrt(size))
 
     def linear(self, prefix: str, parts: tuple[tuple[str, int], ...], columns: int, *, bias: bool = False) -> Linear:
         """The product with this rank's rows of all ``parts`` (name, rows) of ``prefix``, one under the other."""

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from tanghulu.errors import ConfigError, ModelUnsupported
+from tanghulu.workers.allocation import keep_large_blocks
 from tanghulu.workers.attention import AttentionBackend, SdpaAttention
 from tanghulu.workers.kv_cache import KvCache
 from tanghulu.workers.model_config import ARCHITECTURES, ModelConfig
@@ -52,6 +53,7 @@ def load_model(
         raise ModelUnsupported(
             f"architecture {source.config.architecture!r} cannot be run; known: {', '.join(_MODELS)}"
         )
+    keep_large_blocks()
     weights = source.open_weights()
     try:
         return factory(source.config, weights, SdpaAttention(), dtype, progress, shard)
