@@ -28,6 +28,8 @@ from tanghulu.conductor.lifecycle import (
     SubmitTo,
 )
 from tanghulu.conductor.metrics import ConductorMetrics
+from tanghulu.conductor.peers.inbox import PeerRequests
+from tanghulu.conductor.peers.outbox import NOBODY, Begun, OwnRequests
 from tanghulu.conductor.registry import Registry, SessionFactory, Worker
 from tanghulu.conductor.requests import GenerationRequest, Step, Welcome
 from tanghulu.conductor.routing import Route, Router
@@ -36,6 +38,7 @@ from tanghulu.conductor.served_model import ServedModel
 from tanghulu.conductor.token_stream import TokenStream
 from tanghulu.conductor.waiting import QueueOrder, WaitingQueue
 from tanghulu.conductor.worker_session import WorkerSession
+from tanghulu.conductor.worker_state import LoadTracker
 from tanghulu.errors import NodeUnavailable, Overloaded, TanghuluError
 from tanghulu.types import InstanceId, Place, RequestId
 
@@ -86,6 +89,8 @@ class Dispatcher:
         self.registry = Registry(conductor_id, self, connect)
         self.mirror = CacheMirror()
         self.router = Router(self.registry, self.mirror, policies, place)
+        self.own = OwnRequests()
+        self.peers = PeerRequests(self.router.in_flight, self._load_of)
         self._metrics = metrics
         self._limits = limits
         self._clock = clock
@@ -153,6 +158,7 @@ class Dispatcher:
         for output in step.outputs:
             worker.load.heard_of(output.wire_id)
             self.router.in_flight.end(output.wire_id)
+            self.own.prefilled(output.wire_id)
             entry = self._submissions.get(output.wire_id)
             if entry is not None:
                 if output.tokens:
@@ -193,7 +199,10 @@ class Dispatcher:
         self.registry.check()
         self.mirror.check()
         self.router.in_flight.check()
-        assert len(self.router.in_flight) <= len(self._submissions)
+        self.own.check()
+        self.peers.check()
+        assert len(self.own) == len(self._submissions)
+        assert len(self.router.in_flight) <= len(self._submissions) + len(self.peers)
 
     def observe(self) -> None:
         """Set the gauges that are sizes of something."""
@@ -201,6 +210,7 @@ class Dispatcher:
         self._metrics.index_blocks.labels("store").set(self.mirror.store.num_blocks)
         self._metrics.queued.set(len(self._queue))
         self._metrics.in_flight.set(len(self._submissions))
+        self._metrics.peer_requests.set(len(self.peers))
 
     # --- the queue
 
@@ -285,7 +295,9 @@ class Dispatcher:
         self._submissions[to.wire_id] = entry
         entry.wire_id = to.wire_id
         worker.load.sent(to.wire_id, entry.rest_tokens, entry.num_blocks)
-        self.router.sent(to.wire_id, worker.id, flight, entry.model)
+        hashes = self.router.sent(to.wire_id, worker.id, flight, entry.model)
+        decode = entry.promised or NOBODY
+        self.own.began(Begun(to.wire_id, worker.id, entry.rest_tokens, entry.num_blocks, hashes, decode))
         try:
             worker.session.submit(flight.request, to.wire_id, flight.all_tokens(), to.hand_over, to.source)
         except Overloaded as error:
@@ -345,7 +357,12 @@ class Dispatcher:
     def _untrack(self, entry: _Entry) -> None:
         self._submissions.pop(entry.wire_id, None)
         self.router.in_flight.end(entry.wire_id)
+        self.own.freed(entry.wire_id)
         entry.wire_id = ""
+
+    def _load_of(self, worker_id: InstanceId) -> LoadTracker | None:
+        worker = self.registry.workers.get(worker_id)
+        return worker.load if worker is not None else None
 
     # --- counting
 

@@ -16,6 +16,7 @@ from tanghulu.conductor.dispatcher import Dispatcher, Limits
 from tanghulu.conductor.http.app import HttpServer, address_of, listen, make_app
 from tanghulu.conductor.http.service import DEFAULT_BODY_BYTES, Service
 from tanghulu.conductor.metrics import ConductorMetrics
+from tanghulu.conductor.peers import group
 from tanghulu.conductor.policies.registry import POLICY_NAMES
 from tanghulu.conductor.routing_wish import Policies, parse_weights
 from tanghulu.conductor.waiting import ORDERS, QueueOrder
@@ -51,6 +52,7 @@ class ConductorConfig(MasterOptions, ProcessConfig):
     tbt_slo_s: float = option(0.0, "refuse with 429 what would wait longer for each token, in seconds; 0: never")
     max_redispatches: int = option(3, "how often a request is moved because its worker was lost")
     max_body_size: int = option(DEFAULT_BODY_BYTES, "longest request body", size=True)
+    peer_port: int = option(0, "port on which other conductors follow this one's requests; 0 picks one")
     grace_s: float = option(10.0, "at the end, how long requests under way may go on, in seconds")
 
     def __post_init__(self) -> None:
@@ -85,6 +87,7 @@ class Conductor:
             place=config.place,
         )
         self.service = Service(self.dispatcher, registry, config.max_body_size, config.queue_timeout_s)
+        self.peers = group.PeerGroup(conductor_id, self.dispatcher.own, self.dispatcher.peers, config.credentials)
         self.address = Address("", 0)
 
     @contextlib.asynccontextmanager
@@ -95,8 +98,14 @@ class Conductor:
         """
         listener = listen(self.config.host, listen_port)
         self.address = address_of(listener)
+        try:
+            await self.peers.start(self.config.host, self.config.peer_port, self.config.reachable_host)
+        except ConfigError:
+            listener.close()
+            raise
         server = HttpServer(make_app(self.service), self.config.grace_s)
         following = asyncio.create_task(self.dispatcher.registry.follow(discovery, self.config.namespace))
+        listening = asyncio.create_task(self.peers.follow(discovery, self.config.namespace))
         observing = asyncio.create_task(self._observe())
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
@@ -105,11 +114,12 @@ class Conductor:
         finally:
             server.force_exit = True
             server.stop()
-            for task in (following, observing):
+            for task in (following, observing, listening):
                 task.cancel()
+            await self.peers.close()
             await self.dispatcher.registry.close()
             self.dispatcher.fail_all(NodeUnavailable("the conductor is stopping"))
-            await asyncio.gather(serving, following, observing, return_exceptions=True)
+            await asyncio.gather(serving, following, observing, listening, return_exceptions=True)
             listener.close()
 
     async def _finish(self, server: HttpServer, serving: asyncio.Task[None]) -> None:
@@ -141,6 +151,7 @@ async def serve(process: Process, config: ConductorConfig) -> None:
                 metrics_address=process.metrics_address,
                 place=config.place,
                 generation=process.generation,
+                attributes={group.ATTRIBUTE: str(conductor.peers.address)},
             )
             try:
                 registration = await discovery.register(instance)

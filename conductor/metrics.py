@@ -33,6 +33,7 @@ class ConductorMetrics:
         self.redispatches = counter("redispatches", "Requests that were moved because their worker was lost", "reason")
         self.hand_overs = counter("hand_overs", "Requests whose KV went from a prefill to a decode worker")
         self.in_flight = gauge("requests_in_flight", "Sequences under way at workers")
+        self.peer_requests = gauge("peer_requests", "Sequences of other conductors that count here")
         self.queued = gauge("requests_queued", "Sequences that wait for a place or for a worker")
         self.workers = gauge("workers", "Connected workers", "role")
         self.index_blocks = gauge("prefix_index_blocks", "Distinct blocks that the prefix index knows", "holders")

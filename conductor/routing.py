@@ -17,7 +17,7 @@ from tanghulu.conductor.routing_wish import Policies, RoutingWish, restricted
 from tanghulu.conductor.served_model import ServedModel
 from tanghulu.conductor.shortlist import views_of
 from tanghulu.errors import InvalidRequest
-from tanghulu.types import InstanceId, Place
+from tanghulu.types import BlockHash, InstanceId, Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +62,12 @@ class Router:
         """Where ``request`` would go now; changes nothing, not even whose turn it is."""
         return self._route(copy.deepcopy(self.policies.of(request.routing)), Flight(request, 0), model)
 
-    def sent(self, wire_id: str, worker: InstanceId, flight: Flight, model: ServedModel) -> None:
-        """``flight`` was sent to ``worker``, which computes its blocks until ``InFlightBlocks.end``."""
+    def sent(self, wire_id: str, worker: InstanceId, flight: Flight, model: ServedModel) -> Sequence[BlockHash]:
+        """``flight`` was sent to ``worker``, which computes its blocks, returned here, until ``InFlightBlocks.end``."""
         sequence = flight.sequence(lambda: model.empty_sequence(flight.request.salt))
-        self.in_flight.begin(wire_id, worker, tuple(sequence.block_hashes))
+        hashes = tuple(sequence.block_hashes)
+        self.in_flight.begin(wire_id, worker, hashes)
+        return hashes
 
     def choose_decode(self, flight: Flight, model: ServedModel) -> InstanceId | None:
         """A worker that goes on with the KV that ``flight`` has at its prefill worker."""

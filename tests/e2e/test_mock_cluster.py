@@ -61,6 +61,11 @@ def blocks_in_use(cluster: LiveCluster) -> float:
     return sum(cluster.metric(role, "tanghulu_worker_blocks_in_use") for role in ("prefill", "decode"))
 
 
+def foreign_requests(cluster: LiveCluster) -> float:
+    """Of other conductors, as the first one knows them."""
+    return cluster.metric("conductor", "tanghulu_conductor_peer_requests")
+
+
 def words(number: int, length: int) -> str:
     return "".join(random.Random(number).choices("abcdefgh ", k=length))
 
@@ -94,12 +99,14 @@ def test_a_conductor_that_dies_leaves_nothing_behind(mock_cluster: LiveCluster, 
         lost = [pool.submit(ask, mock_cluster, url, words(200 + n, 640), 4000) for n in range(6)]
         kept = [pool.submit(ask, mock_cluster, mock_cluster.url, words(300 + n, 640), 200) for n in range(6)]
         eventually(lambda: mock_cluster.metric("decode", "tanghulu_worker_requests_running") == 12, what="all run")
+        eventually(lambda: foreign_requests(mock_cluster) == 6, what="the other conductor's requests count here")
         os.kill(process.pid, signal.SIGKILL)
         assert {future.result(60)["usage"]["completion_tokens"] for future in kept} == {200}
         for future in lost:
             with pytest.raises(httpx.HTTPError):
                 future.result(60)
     eventually(lambda: blocks_in_use(mock_cluster) == 0, what="the dead conductor's requests are given up")
+    eventually(lambda: foreign_requests(mock_cluster) == 0, what="and forgotten")
 
 
 def test_a_killed_decode_worker_is_not_noticed(mock_cluster: LiveCluster) -> None:

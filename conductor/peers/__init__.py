@@ -1,0 +1,1 @@
+"""Conductors side by side: what each tells the others of its requests."""

@@ -1,0 +1,130 @@
+"""The other conductors of the namespace: found by Discovery, followed one stream each, forgotten when they are gone.
+
+A stream that breaks is asked for again, and its first message is everything anew. What the peer told counts meanwhile,
+for ``FORGET_AFTER_S``: then, or as soon as Discovery has lost a peer whose stream is down, it and its requests are
+forgotten. (When a conductor dies its workers end its requests.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+
+import grpc.aio
+import structlog
+
+from tanghulu.conductor.peers import wire
+from tanghulu.conductor.peers.inbox import PeerRequests
+from tanghulu.conductor.peers.outbox import MAX_PEERS, OwnRequests
+from tanghulu.credentials import Credentials
+from tanghulu.discovery.base import Discovery, EventKind, Instance, InstanceEvent
+from tanghulu.errors import ConfigError, InvalidRequest, TanghuluError
+from tanghulu.protos import conductor_pb2_grpc
+from tanghulu.rpc.grpc_edge import SERVER_OPTIONS
+from tanghulu.types import Address, InstanceId, Role
+
+_log = structlog.get_logger(__name__)
+#: The attribute of a conductor's instance that says where it tells its peers.
+ATTRIBUTE = "peers"
+FORGET_AFTER_S = 2.0
+_RETRY_FIRST_S, _RETRY_MOST_S = 0.05, 1.0
+
+
+@dataclass(eq=False)
+class _Peer:
+    instance: Instance
+    task: asyncio.Task[None] | None = None
+    forgetting: asyncio.TimerHandle | None = None
+    last_error: str = ""
+
+
+class PeerGroup:
+    """``start`` tells, ``follow`` listens; ``close`` ends both."""
+
+    def __init__(self, conductor_id: str, own: OwnRequests, heard: PeerRequests, credentials: Credentials) -> None:
+        self._conductor_id, self._own, self._heard, self._credentials = conductor_id, own, heard, credentials
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._peers: dict[InstanceId, _Peer] = {}
+        self.address = Address("", 0)
+
+    @property
+    def num_peers(self) -> int:
+        """Conductors that are told of and followed, or being connected to."""
+        return len(self._peers)
+
+    async def start(self, host: str, port: int, reachable_host: str) -> None:
+        """Tell peers on ``port`` (0 picks one) of ``host``. Raises ConfigError if it is taken."""
+        conductor_pb2_grpc.add_ConductorPeerServicer_to_server(
+            wire.PeerServicer(self._own, self._credentials), self._server
+        )
+        try:
+            port = self._server.add_insecure_port(str(Address(host, port)))
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on port {port}: choose another --peer-port") from error
+        self.address = Address(reachable_host, port)
+        await self._server.start()
+
+    async def follow(self, discovery: Discovery, namespace: str) -> None:
+        """Follow the conductors that come and go until cancelled."""
+        async for event in discovery.watch(Role.CONDUCTOR, namespace=namespace):
+            self.apply(event)
+
+    def apply(self, event: InstanceEvent) -> None:
+        """Take one event of Discovery."""
+        if event.instance is not None and event.kind is EventKind.PUT:
+            self._put(event.instance)
+        elif event.instance is not None and event.kind is EventKind.DELETE:
+            self._gone(event.instance.id)
+
+    async def close(self) -> None:
+        """Forget all peers and tell nobody any more."""
+        tasks = [peer.task for peer in self._peers.values() if peer.task is not None]
+        for peer_id in list(self._peers):
+            self._gone(peer_id)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._server.stop(0)
+
+    def _put(self, instance: Instance) -> None:
+        where, known = instance.attributes.get(ATTRIBUTE, ""), self._peers.get(instance.id)
+        if known is not None and known.instance.attributes.get(ATTRIBUTE) == where:
+            return
+        if known is not None:
+            self._gone(instance.id)
+        with contextlib.suppress(InvalidRequest):  # it does not tell, or not in a way that is understood here
+            address = Address.parse(where)
+            if address != self.address and len(self._peers) < MAX_PEERS:
+                peer = self._peers[instance.id] = _Peer(instance)
+                peer.task = asyncio.create_task(self._listen(peer, address), name=f"peer {instance.id}")
+
+    def _gone(self, peer_id: InstanceId) -> None:
+        peer = self._peers.pop(peer_id, None)
+        if peer is None:
+            return
+        if peer.task is not None:
+            peer.task.cancel()
+        self._keep(peer)
+        self._heard.forget(peer_id)
+
+    def _keep(self, peer: _Peer) -> None:
+        if peer.forgetting is not None:
+            peer.forgetting.cancel()
+            peer.forgetting = None
+
+    async def _listen(self, peer: _Peer, address: Address) -> None:
+        loop, retry_s = asyncio.get_running_loop(), _RETRY_FIRST_S
+        while True:
+            try:
+                async with contextlib.aclosing(wire.follow(address, self._conductor_id, self._credentials)) as stream:
+                    async for news in stream:
+                        self._keep(peer)
+                        retry_s, peer.last_error = _RETRY_FIRST_S, ""
+                        self._heard.hear(peer.instance.id, news)
+            except TanghuluError as error:
+                if error.message != peer.last_error:
+                    _log.info("peer.stream_ended", peer=peer.instance.id, code=error.code, error=error.message)
+                peer.last_error = error.message
+            if peer.forgetting is None:
+                peer.forgetting = loop.call_later(FORGET_AFTER_S, self._heard.forget, peer.instance.id)
+            await asyncio.sleep(retry_s)
+            retry_s = min(2 * retry_s, _RETRY_MOST_S)

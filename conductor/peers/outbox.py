@@ -1,0 +1,149 @@
+"""What a conductor tells its peers of its own requests.
+
+Pure. The table of what is under way is the truth, an outbox for each peer holds what has changed since that peer was
+told last. Changes are merged while they wait: a request that began and was freed in between is never spoken of. An
+outbox that grows beyond ``MAX_CHANGES`` (its peer reads too slowly) is emptied, and its peer is told everything anew,
+which heals any difference.
+
+    began a        outbox {begun: a}
+    prefilled a    outbox {begun: a, prefilled}
+    freed a        outbox {}                        # the peer never hears of a
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from tanghulu.types import BlockHash, InstanceId
+
+MAX_CHANGES = 8192
+MAX_PEERS = 64
+NOBODY = InstanceId("")
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """One submission to one worker, as a peer needs it. ``decode`` is promised to go on; "" where that is the same."""
+
+    request_id: str
+    worker: InstanceId
+    prefill_tokens: int
+    num_blocks: int
+    hashes: Sequence[BlockHash]
+    decode: InstanceId = NOBODY
+    prefilled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What changed; with ``snapshot`` everything that was told before is void."""
+
+    snapshot: bool = False
+    begun: Sequence[Begun] = ()
+    prefilled: Sequence[str] = ()
+    freed: Sequence[str] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.snapshot or self.begun or self.prefilled or self.freed)
+
+
+@dataclass(eq=False)
+class Outbox:
+    """What one peer has not been told yet. ``wake`` is called when there is something."""
+
+    wake: Callable[[], None]
+    all_anew: bool = True
+    begun: dict[str, Begun] = field(default_factory=dict)
+    prefilled: list[str] = field(default_factory=list)
+    freed: list[str] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.begun) + len(self.prefilled) + len(self.freed)
+
+    def clear(self) -> None:
+        """Nothing waits."""
+        self.begun, self.prefilled, self.freed = {}, [], []
+
+
+class OwnRequests:
+    """This conductor's requests at workers, and an outbox for each peer that follows them."""
+
+    def __init__(self, max_changes: int = MAX_CHANGES) -> None:
+        self._max_changes = max_changes
+        self._live: dict[str, Begun] = {}
+        self._outboxes: list[Outbox] = []
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    @property
+    def num_followers(self) -> int:
+        """Peers that are told."""
+        return len(self._outboxes)
+
+    def follow(self, wake: Callable[[], None]) -> Outbox | None:
+        """A new peer, to be told everything first; None if there are MAX_PEERS already."""
+        if len(self._outboxes) >= MAX_PEERS:
+            return None
+        outbox = Outbox(wake)
+        self._outboxes.append(outbox)
+        return outbox
+
+    def unfollow(self, outbox: Outbox) -> None:
+        """It is told no more."""
+        self._outboxes.remove(outbox)
+
+    def began(self, begun: Begun) -> None:
+        """A request was sent to a worker."""
+        self._live[begun.request_id] = begun
+        for outbox in self._outboxes:
+            if not outbox.all_anew:
+                outbox.begun[begun.request_id] = begun
+            self._changed(outbox)
+
+    def prefilled(self, request_id: str) -> None:
+        """Its worker spoke of it for the first time; no error if it is not under way or that is known."""
+        begun = self._live.get(request_id)
+        if begun is None or begun.prefilled:
+            return
+        done = self._live[request_id] = replace(begun, hashes=(), prefilled=True)
+        for outbox in self._outboxes:
+            if request_id in outbox.begun:
+                outbox.begun[request_id] = done
+            elif not outbox.all_anew:
+                outbox.prefilled.append(request_id)
+            self._changed(outbox)
+
+    def freed(self, request_id: str) -> None:
+        """It has left its worker; no error if that is known."""
+        if self._live.pop(request_id, None) is None:
+            return
+        for outbox in self._outboxes:
+            if outbox.begun.pop(request_id, None) is None and not outbox.all_anew:
+                outbox.freed.append(request_id)
+            self._changed(outbox)
+
+    def take(self, outbox: Outbox) -> News:
+        """What ``outbox`` holds, which is empty then."""
+        if outbox.all_anew:
+            news = News(True, list(self._live.values()))
+            outbox.all_anew = False
+        else:
+            news = News(False, list(outbox.begun.values()), outbox.prefilled, outbox.freed)
+        outbox.clear()
+        return news
+
+    def check(self) -> None:
+        """Outboxes are bounded and only speak of what is under way or was freed."""
+        assert len(self._outboxes) <= MAX_PEERS
+        for outbox in self._outboxes:
+            assert len(outbox) <= self._max_changes
+            assert not (outbox.all_anew and len(outbox))
+            assert outbox.begun.items() <= self._live.items()
+
+    def _changed(self, outbox: Outbox) -> None:
+        if len(outbox) > self._max_changes:
+            outbox.clear()
+            outbox.all_anew = True
+        outbox.wake()

@@ -1,0 +1,123 @@
+"""The edge between conductors: one gRPC server that tells, and a stream from each peer that is followed.
+
+Protobuf stays in this file. Where a conductor has a token to show to its master, its peers must show the same one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any, TypeAlias
+
+import grpc.aio
+
+from tanghulu.conductor.peers.outbox import Begun, News, OwnRequests
+from tanghulu.credentials import Credentials, from_metadata
+from tanghulu.errors import InvalidRequest, Overloaded, TanghuluError, Unauthorized
+from tanghulu.protos import conductor_pb2 as pb
+from tanghulu.protos import conductor_pb2_grpc
+from tanghulu.rpc import grpc_edge
+from tanghulu.types import Address, BlockHash, InstanceId
+
+PROTOCOL_VERSION = 1
+#: News wait so long for more to come, in seconds: one message instead of many.
+GATHER_S = 0.002
+#: Requests in one message; a snapshot of more comes in several.
+MAX_BEGUN = 256
+_PING_MS, _SILENCE_MS = 1000, 3000
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+class PeerServicer(conductor_pb2_grpc.ConductorPeerServicer):
+    """Tells every follower what this conductor's requests do."""
+
+    def __init__(self, own: OwnRequests, credentials: Credentials) -> None:
+        self._own, self._token = own, credentials.token
+
+    async def Follow(self, request: pb.PeerFollow, context: Context) -> AsyncIterator[pb.PeerNews]:
+        """All that is under way, then changes."""
+        changed = asyncio.Event()
+        try:
+            self._admit(request, context)
+            outbox = self._own.follow(changed.set)
+            if outbox is None:
+                raise Overloaded("too many conductors follow this one")
+        except TanghuluError as error:
+            await grpc_edge.abort(context, error)
+            return
+        try:
+            while True:
+                changed.clear()
+                news = self._own.take(outbox)
+                for message in _news(news) if news else ():
+                    yield message
+                await changed.wait()
+                await asyncio.sleep(GATHER_S)
+        finally:
+            self._own.unfollow(outbox)
+
+    def _admit(self, request: pb.PeerFollow, context: Context) -> None:
+        shown = from_metadata(tuple(context.invocation_metadata() or ())).token
+        if not hmac.compare_digest(shown.encode(), self._token.encode()):
+            raise Unauthorized("conductors of one cluster show each other the token that they have for the master")
+        if request.protocol_version != PROTOCOL_VERSION:
+            raise InvalidRequest(
+                f"conductor {request.conductor_id} speaks version {request.protocol_version} between conductors, "
+                f"this one {PROTOCOL_VERSION}"
+            )
+
+
+async def follow(address: Address, conductor_id: str, credentials: Credentials) -> AsyncGenerator[News, None]:
+    """The news of the conductor that tells at ``address``, a snapshot first.
+
+    Raises a typed error when the stream breaks; ends when the peer ends it.
+    """
+    channel = grpc_edge.channel(address, _PING_MS, _SILENCE_MS)
+    hello = pb.PeerFollow(conductor_id=conductor_id, protocol_version=PROTOCOL_VERSION)
+    try:
+        async with grpc_edge.typed_errors(f"conductor {address}"):
+            stub: Any = conductor_pb2_grpc.ConductorPeerStub(channel)
+            async for message in stub.Follow(hello, metadata=credentials.metadata):
+                yield _read(message)
+    finally:
+        await channel.close()
+
+
+def _news(news: News) -> list[pb.PeerNews]:
+    """``news`` in messages of at most MAX_BEGUN requests; at least one."""
+    parts = [news.begun[at : at + MAX_BEGUN] for at in range(0, len(news.begun), MAX_BEGUN)] or [()]
+    messages = [pb.PeerNews(begun=[_begun(b) for b in part]) for part in parts]
+    messages[0].snapshot = news.snapshot
+    messages[-1].prefilled.extend(news.prefilled)
+    messages[-1].freed.extend(news.freed)
+    return messages
+
+
+def _begun(begun: Begun) -> pb.PeerBegun:
+    return pb.PeerBegun(
+        request_id=begun.request_id,
+        worker=begun.worker,
+        prefill_tokens=begun.prefill_tokens,
+        num_blocks=begun.num_blocks,
+        block_hashes=begun.hashes,
+        decode_worker=begun.decode,
+        prefilled=begun.prefilled,
+    )
+
+
+def _read(message: pb.PeerNews) -> News:
+    begun = [
+        Begun(
+            b.request_id,
+            InstanceId(b.worker),
+            b.prefill_tokens,
+            b.num_blocks,
+            [BlockHash(h) for h in b.block_hashes],
+            InstanceId(b.decode_worker),
+            b.prefilled,
+        )
+        for b in message.begun
+    ]
+    return News(message.snapshot, begun, list(message.prefilled), list(message.freed))
