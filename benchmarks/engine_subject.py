@@ -6,6 +6,8 @@ nothing cached between prompts, two threads.
 
 decode: (time of N tokens - time of 1 token) for b prompts of 32 tokens, N = 49. prefill: time of 1 token.
 mixed: 16 requests of 512 tokens, 64 new each, Poisson arrivals; tokens generated over the time of all.
+Beside tokens a second stand CPU milliseconds a token (all threads of the process), which other work on the machine
+disturbs less; of threads that spin while they wait they say little.
 """
 
 from __future__ import annotations
@@ -166,36 +168,42 @@ def prompts_of(rng: random.Random, count: int, length: int) -> list[list[int]]:
     return [[rng.randrange(100, VOCAB) for _ in range(length)] for _ in range(count)]
 
 
-def timed(engine: Engine, prompts: list[list[int]], num_new: int) -> float:
-    start = time.perf_counter()
+Spent = tuple[float, float]
+"""Seconds on the clock and on the CPUs."""
+
+
+def timed(engine: Engine, prompts: list[list[int]], num_new: int) -> Spent:
+    start, cpu = time.perf_counter(), time.process_time()
     got = engine.generate(prompts, num_new)
-    seconds = time.perf_counter() - start
+    spent = time.perf_counter() - start, time.process_time() - cpu
     assert [len(each) for each in got] == [num_new] * len(prompts), "the engine made fewer tokens than it was asked for"
-    return seconds
+    return spent
 
 
-def decode_rate(engine: Engine, rng: random.Random, batch: int) -> float:
-    prompts = prompts_of(rng, batch, CONTEXT)
-    first = timed(engine, prompts, 1)
-    return batch * (NEW - 1) / (timed(engine, prompts_of(rng, batch, CONTEXT), NEW) - first)
+def decode_spent(engine: Engine, rng: random.Random, batch: int) -> tuple[int, Spent]:
+    first = timed(engine, prompts_of(rng, batch, CONTEXT), 1)
+    whole = timed(engine, prompts_of(rng, batch, CONTEXT), NEW)
+    return batch * (NEW - 1), (whole[0] - first[0], whole[1] - first[1])
 
 
-def mixed_rate(engine: Engine, rng: random.Random, per_s: float) -> float:
+def mixed_spent(engine: Engine, rng: random.Random, per_s: float) -> tuple[int, Spent]:
     at, arrivals = 0.0, []
     for prompt in prompts_of(rng, 16, 512):
         arrivals.append((at, prompt))
         at += rng.expovariate(per_s)
-    return 16 * 64 / engine.serve(arrivals, 64)
+    cpu = time.process_time()
+    seconds = engine.serve(arrivals, 64)
+    return 16 * 64, (seconds, time.process_time() - cpu)
 
 
-def measure(engine: Engine, what: str, rng: random.Random) -> float:
-    """Tokens a second."""
+def measure(engine: Engine, what: str, rng: random.Random) -> tuple[int, Spent]:
+    """How many tokens, and what they took."""
     if what.startswith("decode"):
-        return decode_rate(engine, rng, int(what.removeprefix("decode")))
+        return decode_spent(engine, rng, int(what.removeprefix("decode")))
     if what == "mixed":
-        return mixed_rate(engine, rng, 1.0)
+        return mixed_spent(engine, rng, 1.0)
     count, length = SHAPES[what]
-    return count * length / timed(engine, prompts_of(rng, count, length), 1)
+    return count * length, timed(engine, prompts_of(rng, count, length), 1)
 
 
 def main() -> None:
@@ -215,8 +223,9 @@ def main() -> None:
     load_s = time.perf_counter() - started
     for number in range(args.rounds):
         for what in args.what.split(","):
-            rate = measure(engine, what, rng)
-            line = {"engine": args.engine, "dtype": args.dtype, "what": what, "round": number, "tokens_per_s": rate}
+            tokens, (seconds, cpu_s) = measure(engine, what, rng)
+            line = {"engine": args.engine, "dtype": args.dtype, "what": what, "round": number}
+            line |= {"tokens_per_s": tokens / seconds, "cpu_ms_per_token": cpu_s / tokens * 1e3}
             print("ROW " + json.dumps(line | {"start_s": load_s, "load_average": os.getloadavg()[0]}), flush=True)
 
 
