@@ -22,7 +22,7 @@ class Buffer:
     main memory is taken as it lies there; one on a GPU goes through ``gpu_staging``.
     """
 
-    __slots__ = ("address", "array", "read_only", "regions", "registered", "size_bytes")
+    __slots__ = ("address", "array", "memory", "read_only", "regions", "registered", "size_bytes")
 
     def __init__(self, source: Any) -> None:
         try:
@@ -31,6 +31,8 @@ class Buffer:
             raise InvalidRequest(
                 f"{type(source).__name__} is no C-contiguous buffer of at least one byte: {error}"
             ) from None
+        #: All of it, of format ``B``.
+        self.memory: memoryview = self.array.data
         self.size_bytes: int = self.array.size
         self.address: int = self.array.__array_interface__["data"][0]
         self.read_only: bool = not self.array.flags.writeable
@@ -40,7 +42,7 @@ class Buffer:
 
     def view(self, offset: int, length: int) -> memoryview:
         """``[offset, offset + length)`` as memory of format ``B``."""
-        return self.array[offset : offset + length].data
+        return self.memory[offset : offset + length]
 
     def unregister(self) -> None:
         """No further transfer may name this buffer. Those in flight go on, and hold the memory until they end."""

@@ -11,12 +11,18 @@ from collections.abc import Sequence
 
 from tanghulu.clock import Clock
 from tanghulu.errors import DeadlineExceeded, NodeUnavailable
+from tanghulu.transfer_engine.buffers import Buffer
+from tanghulu.transfer_engine.link_pool import LinkPool
 from tanghulu.transfer_engine.paths import Path, PathTable
 from tanghulu.transfer_engine.requests import TransferRequest, admit_buffer, refuse_overlaps
 from tanghulu.transfer_engine.shm import ShmPeer
 from tanghulu.transfer_engine.slices import Slice
 from tanghulu.transfer_engine.tcp import TcpLink
+from tanghulu.transfer_engine.tcp_stream import DIRECT_SLICE_ID
 from tanghulu.transfer_engine.transport import Arrived, Completion, Link, Refused
+
+#: Of a slice that was moved by an exchange: nothing else was under way on its link.
+_STRAIGHT = Arrived(DIRECT_SLICE_ID)
 
 
 def copy_directly(requests: Sequence[TransferRequest], max_bytes: int, clock: Clock, lock: threading.Lock) -> bool:
@@ -51,57 +57,72 @@ def copy_directly(requests: Sequence[TransferRequest], max_bytes: int, clock: Cl
 
 
 def send_directly(
-    request: TransferRequest, deadline_s: float, patience_s: float, clock: Clock, lock: threading.Lock
+    request: TransferRequest, now_s: float, deadline_s: float, patience_s: float, clock: Clock, lock: threading.Lock
 ) -> bool:
     """Move one slice over one stream, once, in this thread; False if that did not work within ``patience_s``.
 
     On False nothing of it will land any more, and the path's health knows; ``lock`` guards that. Raises InvalidRequest,
-    DeadlineExceeded, and what the peer refuses with.
+    DeadlineExceeded, and what the peer refuses with. ``now_s`` is the time of the call.
     """
     buffer = admit_buffer(request)
-    target, paths = request.target, request.target.paths
+    target, length, at = request.target, request.length, request.source_offset
     if target.closed:
         return False
-    now_s = clock.now_s()
+    paths = target.paths
     with lock:
-        path = paths.choose_idle(now_s, request.length)
-        paths.begun(path, request.length)
+        path = paths.begin_alone(now_s, length)
+    pool = target.pools[path]
     link: Link | None = None
     ended: Completion | None = None
+    memory, timeout_s = buffer.memory[at : at + length], min(deadline_s, patience_s)
     try:
-        link = target.borrow(path.transport, None)
-        if link is None:
-            return False
-        piece = Slice(
-            1, 0, request.opcode, buffer, request.source_offset, request.target_offset, request.length, request.lease_id
-        )
-        ended = _exchange(link, path, piece, min(deadline_s, patience_s), now_s, clock)
+        link = pool.borrow(None)
+        # Half the time, because two calls of the kernel may wait so long.
+        if type(link) is TcpLink and link.exchange(
+            path, request.opcode, memory, request.lease_id, request.target_offset, timeout_s / 2
+        ):
+            ended = _STRAIGHT
+        elif link is not None:
+            ended = _go_on(link, path, request, buffer, now_s + timeout_s, clock)
     except NodeUnavailable:  # closed just now
         return False
     finally:
-        if link is not None:
-            if not isinstance(ended, Arrived | Refused):
-                link.cut(path)
-            target.give_back(path.transport, link)
+        _let_go(link, pool, path, ended)
         with lock:
-            paths.ended(path, request.length)
             if isinstance(ended, Arrived):
-                paths.succeeded(path, request.length, clock.now_s() - now_s)
-    if isinstance(ended, Arrived):
+                paths.end_alone(path, length, clock.now_s() - now_s)
+            else:
+                paths.ended(path, length)
+    if ended is _STRAIGHT or isinstance(ended, Arrived):
         return True
-    return _failed(ended, paths, path, now_s + deadline_s, clock, lock)
+    return link is not None and _failed(ended, paths, path, now_s + deadline_s, clock, lock)
 
 
-def _exchange(link: Link, path: Path, piece: Slice, timeout_s: float, now_s: float, clock: Clock) -> Completion | None:
-    """Post and wait; None when the time is up."""
+def _go_on(
+    link: Link, path: Path, request: TransferRequest, buffer: Buffer, until_s: float, clock: Clock
+) -> Completion | None:
+    """What becomes of a slice that did not arrive at once; None when the time is up."""
+    piece = Slice(
+        DIRECT_SLICE_ID, 0, request.opcode, buffer, request.source_offset, request.target_offset, request.length,
+        request.lease_id,
+    )  # fmt: skip
     if isinstance(link, TcpLink):
-        ended = link.exchange(piece, path, timeout_s)
+        link.resume(path, piece)
     else:
         link.post(piece, path)
-        ended = link.poll(timeout_s)
-    while not ended and (left_s := now_s + timeout_s - clock.now_s()) > 0:
+    ended = link.poll(0.0)
+    while not ended and (left_s := until_s - clock.now_s()) > 0:
         ended = link.poll(left_s)
     return ended[0] if ended else None
+
+
+def _let_go(link: Link | None, pool: LinkPool, path: Path, ended: Completion | None) -> None:
+    if ended is _STRAIGHT and link is not None:
+        pool.give_back(link, idle=True)
+    elif link is not None:
+        if not isinstance(ended, Arrived | Refused):
+            link.cut(path)
+        pool.give_back(link)
 
 
 def _failed(

@@ -100,6 +100,7 @@ class TransferEngine:
         self._num_async = 0
         self._closed = False
         self._workshop = Workshop(self._clock, threading.Lock(), self._executor)
+        self._slice_bytes = {name: limits.slice_bytes for name, limits in self.config.limits.items()}
         self._run_limits = RunLimits(self.config.limits, self.config.retries_max, self.config.slice_deadline_s)
 
     # --- memory and segments
@@ -169,9 +170,9 @@ class TransferEngine:
     def transfer(self, requests: Sequence[TransferRequest], deadline_s: float) -> None:
         """Move everything, in this thread; returns when all bytes have arrived, raises the first error otherwise."""
         start_s = self._clock.now_s()
-        if self._takes_one_slice(requests):
+        if len(requests) == 1 and self._is_one_slice(requests[0]):
             patience_s, lock = self.config.slice_deadline_s, self._workshop.lock
-            if send_directly(requests[0], deadline_s, patience_s, self._clock, lock):
+            if send_directly(requests[0], start_s, deadline_s, patience_s, self._clock, lock):
                 return
         elif copy_directly(requests, self.config.direct_bytes, self._clock, self._workshop.lock):
             return
@@ -242,14 +243,10 @@ class TransferEngine:
                 del self._segments[stale]
             self._segments[key] = opening
 
-    def _takes_one_slice(self, requests: Sequence[TransferRequest]) -> bool:
-        """Whether a batch is one slice on a transport that moves bytes by itself."""
-        if len(requests) != 1:
-            return False
-        only = requests[0]
-        if only.target.shm is not None or not only.plain:
-            return False
-        return only.length <= self.config.limits[only.target.transport].slice_bytes
+    def _is_one_slice(self, request: TransferRequest) -> bool:
+        """Whether it needs no more than one slice on a transport that moves bytes by itself."""
+        target = request.target
+        return target.shm is None and request.length <= self._slice_bytes[target.transport] and request.plain
 
     def _open(self, descriptor: SegmentDescriptor, session_id: int, pinned: str | None) -> RemoteSegment:
         wanted = (pinned,) if pinned is not None else self.transports

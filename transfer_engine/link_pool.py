@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 
@@ -13,7 +14,8 @@ from tanghulu.transfer_engine.transport import Link
 class LinkPool:
     """At most ``max_links`` links, lent to one borrower each; safe to use from several threads.
 
-    The link that came back last is lent first, so that few stay warm when few are needed.
+    The link that came back last is lent first, so that few stay warm when few are needed. To take an idle one and to
+    give it back are single operations of a list, which take no lock.
     """
 
     def __init__(self, connect: Callable[[], Link], max_links: int, clock: Clock) -> None:
@@ -21,7 +23,7 @@ class LinkPool:
         self._max_links = max_links
         self._clock = clock
         self._idle: list[Link] = []
-        self._num_lent = 0
+        self._num_links = 0  # idle, lent, or being made
         self._num_waiting = 0
         self._closed = False
         self._lock = threading.Lock()
@@ -32,43 +34,31 @@ class LinkPool:
 
         Raises NodeUnavailable if the pool is closed.
         """
-        with self._lock:
-            while not self._closed and not self._idle and self._num_lent >= self._max_links:
-                left_s = 0.0 if until_s is None else until_s - self._clock.now_s()
-                if left_s <= 0:
-                    return None
-                self._wait(left_s)
-            connect = self._connect
-            if connect is None:
-                raise NodeUnavailable("the segment was closed in this process; open it again")
-            self._num_lent += 1
-            if self._idle:
-                return self._idle.pop()
         try:
-            return connect()
-        except BaseException:
-            with self._lock:
-                self._num_lent -= 1
-                self._changed.notify()
-            raise
+            return self._idle.pop()
+        except IndexError:
+            return self._borrow_slowly(until_s)
 
-    def give_back(self, link: Link) -> None:
-        """Return a borrowed link; one with something still under way, or of a closed pool, is closed."""
-        keep = link.reusable
-        with self._lock:
-            self._num_lent -= 1
-            keep = keep and not self._closed
-            if keep:
-                self._idle.append(link)
-            if self._num_waiting:
-                self._changed.notify()
-        if not keep:
+    def give_back(self, link: Link, *, idle: bool = False) -> None:
+        """Return a borrowed link; one with something still under way, or of a closed pool, is closed.
+
+        ``idle``: the caller knows that nothing is under way.
+        """
+        if idle or link.reusable:
+            self._idle.append(link)
+            if self._closed:
+                self._close_idle()
+            elif self._num_waiting:
+                with self._lock:
+                    self._changed.notify()
+        else:
+            self._forget()
             link.close()
 
     def put(self, link: Link) -> None:
         """Add a link that was made elsewhere (the one that greeted the peer)."""
         with self._lock:
-            self._num_lent += 1
+            self._num_links += 1
         self.give_back(link)
 
     def close(self) -> None:
@@ -76,23 +66,53 @@ class LinkPool:
         with self._lock:
             self._closed = True
             self._connect = None  # lets go of what the links share
-            idle, self._idle = self._idle, []
             self._changed.notify_all()
-        for link in idle:
-            link.close()
+        self._close_idle()
 
     def check(self) -> None:
         """Assert the invariants: bounds hold, and idle links have nothing under way."""
         with self._lock:
-            assert self._num_lent >= 0
+            assert len(self._idle) <= self._num_links
             assert not (self._closed and self._idle)
             assert all(link.reusable for link in self._idle)
 
     # --- inside
 
-    def _wait(self, seconds: float) -> None:
-        self._num_waiting += 1
+    def _borrow_slowly(self, until_s: float | None) -> Link | None:
+        with self._lock:
+            self._num_waiting += 1  # before the next look at the idle ones: who gives one back after that tells us
+            try:
+                while True:
+                    connect = self._connect
+                    if connect is None:
+                        raise NodeUnavailable("the segment was closed in this process; open it again")
+                    if self._idle:
+                        with contextlib.suppress(IndexError):  # somebody took it without the lock
+                            return self._idle.pop()
+                    if self._num_links < self._max_links:
+                        self._num_links += 1
+                        break
+                    left_s = 0.0 if until_s is None else until_s - self._clock.now_s()
+                    if left_s <= 0:
+                        return None
+                    self._changed.wait(left_s)
+            finally:
+                self._num_waiting -= 1
         try:
-            self._changed.wait(seconds)
-        finally:
-            self._num_waiting -= 1
+            return connect()
+        except BaseException:
+            self._forget()
+            raise
+
+    def _forget(self) -> None:
+        """One link is less: another may be made."""
+        with self._lock:
+            self._num_links -= 1
+            self._changed.notify()
+
+    def _close_idle(self) -> None:
+        while self._idle:
+            with contextlib.suppress(IndexError):
+                link = self._idle.pop()
+                self._forget()
+                link.close()

@@ -20,7 +20,8 @@ class StreamSocket(Protocol):
     """The part of a ``socket.socket`` in blocking mode that a stream uses, with its exceptions.
 
     With MSG_DONTWAIT a call never waits: BlockingIOError when it would. Without it ``recv_into`` and ``recvmsg_into``
-    wait for the first byte, BlockingIOError after the time set by ``setsockopt(SOL_SOCKET, SO_RCVTIMEO, timeval)``.
+    wait for the first byte, BlockingIOError after the time set by ``setsockopt(SOL_SOCKET, SO_RCVTIMEO, timeval)``;
+    ``recv_into`` with MSG_WAITALL waits until the buffer is full, or so long.
     """
 
     def setblocking(self, flag: bool, /) -> None:
@@ -29,6 +30,10 @@ class StreamSocket(Protocol):
 
     def setsockopt(self, level: int, option: int, value: bytes, /) -> None:
         """Of SO_RCVTIMEO alone."""
+        ...
+
+    def send(self, data: bytes, flags: int, /) -> int:
+        """Give bytes to the connection."""
         ...
 
     def sendmsg(self, buffers: Iterable[memoryview | bytes], ancillary: tuple[()], flags: int, /) -> int:

@@ -207,6 +207,29 @@ class PathTable:
             self._best, self._best_until_s = best, now_s + _BEST_MEMORY_S
         return best
 
+    def begin_alone(self, now_s: float, length: int) -> Path:
+        """``choose_idle`` and ``begun`` in one."""
+        best = self._best
+        if best is None or now_s >= self._best_until_s:
+            best = self.choose_idle(now_s, length)
+        stats = self._health[best].stats
+        stats.in_flight_bytes += length
+        stats.in_flight_slices += 1
+        return best
+
+    def end_alone(self, path: Path, length: int, took_s: float) -> None:
+        """``ended`` and ``succeeded`` in one."""
+        health = self._health[path]
+        stats = health.stats
+        stats.in_flight_bytes -= length
+        stats.in_flight_slices -= 1
+        stats.num_bytes += length
+        stats.num_slices += 1
+        stats.latencies[bisect_left(LATENCY_BOUNDS_S, took_s)] += 1
+        stats.latency_sum_s += took_s
+        if health.num_errors:
+            self._recovered(health)
+
     def begun(self, path: Path, num_bytes: int) -> None:
         """A slice was posted on ``path``; ``ended`` comes once for it."""
         stats = self._health[path].stats
@@ -229,8 +252,7 @@ class PathTable:
             stats.latencies[bisect_left(LATENCY_BOUNDS_S, took_s)] += 1
             stats.latency_sum_s += took_s
         if health.num_errors:
-            health.step(PathEvent.SUCCESS)
-            health.num_errors, health.pause_s, health.usable_at_s = 0, 0.0, 0.0
+            self._recovered(health)
 
     def corrupted(self, path: Path) -> None:
         """A slice arrived over ``path``, but not what was sent. The path answers, so it is not in trouble."""
@@ -275,6 +297,10 @@ class PathTable:
             assert health.state is PathState.UP or health.num_errors > 0
             assert health.pause_s <= self._rule.pause_max_s
             assert health.stats.in_flight_bytes >= health.stats.in_flight_slices >= 0
+
+    def _recovered(self, health: _Health) -> None:
+        health.step(PathEvent.SUCCESS)
+        health.num_errors, health.pause_s, health.usable_at_s = 0, 0.0, 0.0
 
     def _usable(self, path: Path, now_s: float) -> bool:
         health = self._health[path]

@@ -22,6 +22,8 @@ from tanghulu.types import LeaseId
 _MAX_FENCED_TOKENS = 1 << 16
 _MAX_KNOWN_NOTICES = 1 << 16
 _PIECE_BYTES = 1 << 20
+# Members by themselves: asked for by every slice, and an Enum takes ten times as long to find one (Python 3.11).
+_READ, _WRITE, _READ_HEAD = Opcode.READ, Opcode.WRITE, Op.READ
 
 
 class Connection(Protocol):
@@ -139,7 +141,7 @@ class Reception:
                 InvalidRequest(f"a verified slice of {head.length} bytes; at most {MAX_VERIFIED_BYTES}: cut it smaller")
             )
         if self._access is not None:
-            op = Opcode.READ if head.op is Op.READ else Opcode.WRITE
+            op = _READ if head.op is _READ_HEAD else _WRITE
             try:
                 self._access.begin(head.session_id, LeaseId(head.lease_id), op, head.offset, head.length)
             except TanghuluError as error:
@@ -147,7 +149,7 @@ class Reception:
 
     def end(self, head: Head, moved_bytes: int) -> None:
         """A slice ended, wholly moved or not."""
-        if head.op is Op.READ:
+        if head.op is _READ_HEAD:
             self.bytes_read += moved_bytes
         else:
             self.bytes_written += moved_bytes

@@ -63,17 +63,15 @@ class RemoteSegment:
         }
         rule = PauseRule(config.pause_after_errors, config.pause_s, config.pause_max_s)
         self.paths = PathTable(_paths(descriptor, transports, config, () if rdma is None else rdma.names), rule)
-        self._closed = False
+        #: The links that serve each path.
+        self.pools = {path: self._pools[path.transport] for path in self.paths.paths}
+        #: Whether ``close()`` has been called.
+        self.closed = False
 
     @property
     def name(self) -> str:
         """The segment's name."""
         return self.descriptor.name
-
-    @property
-    def closed(self) -> bool:
-        """Whether ``close()`` has been called."""
-        return self._closed
 
     def map(self) -> memoryview | None:
         """The segment's memory itself when the transport is shm, else None; for views without a copy.
@@ -88,7 +86,7 @@ class RemoteSegment:
     def alive(self) -> bool:
         """Whether the segment is open and, under shm, its owner still keeps the connection; over tcp, open."""
         shm = self.shm
-        return not self._closed and (shm is None or shm.alive)
+        return not self.closed and (shm is None or shm.alive)
 
     def greet(self, timeout_s: float, clock: Clock) -> None:
         """Make sure that an endpoint of the preferred transport (not shm) serves this segment.
@@ -121,9 +119,9 @@ class RemoteSegment:
 
     def close(self) -> None:
         """Let go of the peer, for everybody who opened this segment. Batches in flight fail or end by themselves."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         for pool in self._pools.values():
             pool.close()
         for peer in self._peers.values():
@@ -142,7 +140,7 @@ class RemoteSegment:
             pool.check()
 
     def __repr__(self) -> str:
-        closed = ", closed" if self._closed else ""
+        closed = ", closed" if self.closed else ""
         return f"RemoteSegment({self.name!r}, generation={self.descriptor.generation}, {self.transport}{closed})"
 
 

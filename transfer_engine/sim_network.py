@@ -186,6 +186,10 @@ class SimSocket:
         seconds, microseconds = struct.unpack("ll", value)
         self._timeout_s = seconds + microseconds / 1e6
 
+    def send(self, data: bytes, flags: int, /) -> int:
+        """The same for one piece."""
+        return self.sendmsg([data], (), flags)
+
     def sendmsg(self, buffers: Iterable[memoryview | bytes], ancillary: tuple[()], flags: int, /) -> int:
         """Put as much under way as the window takes."""
         assert flags == socket.MSG_DONTWAIT
@@ -212,6 +216,8 @@ class SimSocket:
     def recv_into(self, buffer: memoryview, num_bytes: int, flags: int, /) -> int:
         """Take what has arrived; virtual time passes until something has, if the call may wait."""
         assert num_bytes == 0
+        if flags & socket.MSG_WAITALL:
+            return self._receive_all(buffer)
         if not flags & socket.MSG_DONTWAIT and not self.ready(select.EPOLLIN):
             until_s = self._network.clock.now_s() + self._timeout_s
             self._network.run(until_s, lambda: bool(self.ready(select.EPOLLIN)))
@@ -227,6 +233,21 @@ class SimSocket:
             self._inbox.appendleft(first[num_bytes:])
         self.back.consumed(num_bytes)
         return num_bytes
+
+    def _receive_all(self, buffer: memoryview) -> int:
+        """Take what arrives until the buffer is full, the time is over, or the connection ends."""
+        until_s = self._network.clock.now_s() + self._timeout_s
+        got = 0
+        while got < len(buffer):
+            if not self.ready(select.EPOLLIN):
+                self._network.run(until_s, lambda: bool(self.ready(select.EPOLLIN)))
+            if not self._inbox and got:
+                break
+            taken = self.recv_into(buffer[got:], 0, socket.MSG_DONTWAIT)
+            got += taken
+            if not taken:
+                break
+        return got
 
     def close(self) -> None:
         """Hang up; what was sent still travels, and its end behind it."""

@@ -88,6 +88,9 @@ class SimTransport:
 
     # --- the protocol's calls
 
+    def get_extra_info(self, name: str) -> None:
+        """There is no socket."""
+
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         """The high-water mark is 0 here."""
         assert high == 0

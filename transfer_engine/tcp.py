@@ -21,6 +21,7 @@ from tanghulu.clock import Clock
 from tanghulu.errors import NodeUnavailable
 from tanghulu.transfer_engine.fences import Fences
 from tanghulu.transfer_engine.network import KernelNetwork, Network
+from tanghulu.transfer_engine.opcode import Opcode
 from tanghulu.transfer_engine.paths import Path
 from tanghulu.transfer_engine.segment import SegmentDescriptor
 from tanghulu.transfer_engine.slices import Slice
@@ -93,21 +94,33 @@ class TcpLink:
         ended, self._ended = self._ended, []
         return ended
 
-    def exchange(self, piece: Slice, path: Path, timeout_s: float) -> list[Completion]:
-        """``post`` and ``poll`` in one, faster where the path's stream is idle."""
+    def exchange(
+        self,
+        path: Path,
+        opcode: Opcode,
+        memory: memoryview,
+        lease_id: int,
+        remote_offset: int,
+        timeout_s: float,
+    ) -> bool:
+        """Move one plain slice, fast where the path's stream is idle; whether it has arrived. False: ``resume``."""
         stream = self._streams.get(path)
-        if stream is None or stream.busy or stream.blocked or stream.num_fences < self._fences.num_added:
+        if stream is None or stream.num_fences < self._fences.num_added:
+            return False
+        return stream.exchange(opcode, memory, lease_id, remote_offset, timeout_s)
+
+    def resume(self, path: Path, piece: Slice) -> None:
+        """Go on with the slice that ``exchange`` did not finish, or begin with it; ``poll`` tells what became of it."""
+        stream = self._streams.get(path)
+        if stream is None or not stream.interrupted:
             self.post(piece, path)
-            return self.poll(timeout_s)
+            return
         try:
-            stream.exchange(piece, timeout_s, self._ended)
+            stream.resume(piece, self._ended)
             if stream.blocked:
                 self._watch(stream)
         except StreamBroken as broken:
             self._break(path, broken)
-            self._broken.clear()
-        ended, self._ended = self._ended, []
-        return ended
 
     def cut(self, path: Path) -> None:
         """Close the path's stream."""

@@ -6,6 +6,7 @@ more; who uses it then and what is tried instead is decided elsewhere.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import secrets
@@ -14,6 +15,7 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from tanghulu.errors import ChecksumMismatch, NodeUnavailable, TanghuluError
 from tanghulu.transfer_engine.network import StreamSocket
@@ -23,6 +25,7 @@ from tanghulu.transfer_engine.segment import SegmentDescriptor
 from tanghulu.transfer_engine.slices import Slice
 from tanghulu.transfer_engine.transport import Arrived, Completion, Corrupt, Refused
 from tanghulu.transfer_engine.wire import (
+    HEAD_BYTES,
     REPLY_BYTES,
     MalformedMessage,
     Op,
@@ -40,6 +43,10 @@ _MAX_IOVECS = 64
 _HELLO_ID = 0
 _DONTWAIT = socket.MSG_DONTWAIT
 _TIMEVAL = struct.Struct("ll")
+_READ = Opcode.READ
+#: The number of a slice that has the stream for itself.
+DIRECT_SLICE_ID = 1
+_DIRECT_ACKNOWLEDGEMENT = pack_reply(DIRECT_SLICE_ID, 0)
 
 
 class StreamBroken(Exception):
@@ -48,6 +55,15 @@ class StreamBroken(Exception):
     def __init__(self, error: TanghuluError) -> None:
         super().__init__(error.message)
         self.error = error
+
+
+class _Interrupted(NamedTuple):
+    """How far an exchange went: bytes that were sent, bytes that came (-1: none in time), what broke the connection."""
+
+    pieces: Sequence[memoryview | bytes]
+    sent: int
+    got: int
+    error: OSError | None
 
 
 class TcpStream:
@@ -66,12 +82,14 @@ class TcpStream:
         self._num_writes = 0  # and notices
         self._num_slices = 0
         self._digest = 0  # of a verified READ, as the peer says
-        self._head = memoryview(bytearray(REPLY_BYTES))
+        self._reply = bytearray(REPLY_BYTES)
+        self._head = memoryview(self._reply)
         self._into = self._head  # where the next bytes belong
         self._got = 0
         self._text: bytearray | None = None  # a refusal's text, while it is received
         self._sock = sock
         self._sock.setblocking(True)
+        self._interrupted: _Interrupted | None = None
         self._timeout_s = 0.0  # of calls that wait; 0: never set
         self.watched_blocked = True  # what the poller was last told
         self._queue_control(Op.HELLO, self.token, name_hash(descriptor.name))
@@ -100,12 +118,17 @@ class TcpStream:
     @property
     def busy(self) -> bool:
         """Whether anything is under way, control messages included."""
-        return bool(self._expected or self._out)
+        return bool(self._expected or self._out or self._interrupted)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether an exchange waits to be resumed."""
+        return self._interrupted is not None
 
     @property
     def writes_unanswered(self) -> bool:
         """Whether the peer may still be writing what came over this connection."""
-        return self._num_writes > 0
+        return self._num_writes > 0 or self._interrupted is not None
 
     def queue_slice(self, piece: Slice) -> None:
         """Put the slice's head, and the payload of a WRITE or a notice, behind what is queued."""
@@ -113,7 +136,6 @@ class TcpStream:
             number, data = piece.notice
             self._queue_head(Op.NOTICE, piece.slice_id, 0, number, len(data))
             self._out.append(memoryview(data))
-            self._num_writes += 1
         elif piece.opcode is Opcode.WRITE:
             memory = piece.memory()
             digest = digest_of(memory) if piece.verified else 0
@@ -121,11 +143,9 @@ class TcpStream:
                 Op.WRITE, piece.slice_id, piece.lease_id, piece.remote_offset, piece.length, piece.verified, digest
             )
             self._out.append(memory)
-            self._num_writes += 1
         else:
             self._queue_head(Op.READ, piece.slice_id, piece.lease_id, piece.remote_offset, piece.length, piece.verified)
-        self._num_slices += 1
-        self._expected.append(piece)
+        self._expect(piece)
 
     def queue_fences(self, num_told: int, tokens: Sequence[int]) -> None:
         """Have the connections of ``tokens`` cut before anything queued later is served; then ``num_told`` are told."""
@@ -163,36 +183,61 @@ class TcpStream:
         except OSError as error:
             raise self._broken(error) from error
 
-    def exchange(self, piece: Slice, timeout_s: float, ended: list[Completion]) -> None:
-        """``queue_slice``, ``send`` and ``receive`` in one, for a plain slice on an idle stream.
+    def exchange(self, opcode: Opcode, memory: memoryview, lease_id: int, remote_offset: int, timeout_s: float) -> bool:
+        """Move one plain slice, if the stream is idle; whether all of it has arrived. False: call ``resume`` next.
 
-        A straight line while everything goes as hoped: one call of the kernel sends head and payload, one waits, at
-        most ``timeout_s``, and takes the reply with its payload. Where something does not it stops, and the stream is
-        as those three would have left it. Measured at 64 KiB it takes 40 us less than they.
+        A straight line while everything goes as hoped: one call of the kernel sends head and payload, one waits and
+        takes the reply with its payload, and for a long payload one more waits for all of it, ``timeout_s`` each. No
+        Slice is made, and the stream's own state does not change. At 64 KiB it takes 60 us less than the general way.
         """
-        memory, is_read = piece.memory(), piece.opcode is Opcode.READ
+        if self._expected or self._out or self.blocked:
+            return False
         if timeout_s != self._timeout_s:
-            seconds = max(timeout_s, 1e-6)
-            self._sock.setsockopt(
-                socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))
-            )
-            self._timeout_s = timeout_s
-        self._num_slices += 1
-        self._num_writes += not is_read
-        self._expected.append(piece)
+            self._set_timeout(timeout_s)
+        num_bytes, is_read = len(memory), opcode is _READ
         head = pack_head(
-            piece.opcode, piece.slice_id, self._session_id, piece.lease_id, self._generation, piece.remote_offset,
-            piece.length,
-        )  # fmt: skip
+            opcode, DIRECT_SLICE_ID, self._session_id, lease_id, self._generation, remote_offset, num_bytes
+        )
+        sent, got, error = 0, -1, None
         try:
-            if self._send_at_once((head,) if is_read else (head, memory)):
-                self._receive_at_once(piece, memory if is_read else None, ended)
+            if is_read:
+                sent = self._sock.send(head, _DONTWAIT)
+                if sent == HEAD_BYTES:
+                    arrived, got = self._take_payload(memory)
+                    if arrived:
+                        return True
+            else:
+                self._num_writes += 1  # for a cut, should an interrupt of this thread end it here
+                sent = self._sock.sendmsg((head, memory), (), _DONTWAIT)
+                if sent == HEAD_BYTES + num_bytes:
+                    got = self._sock.recv_into(self._head, 0, 0)
+                    if got == REPLY_BYTES and self._reply == _DIRECT_ACKNOWLEDGEMENT:
+                        self._num_writes -= 1
+                        return True
         except BlockingIOError:
-            return
-        except MalformedMessage as error:
-            raise StreamBroken(typed_error(error, self.path.label)) from error
-        except OSError as error:
-            raise self._broken(error) from error
+            pass
+        except OSError as caught:
+            error = caught
+        self._interrupted = _Interrupted((head,) if is_read else (head, memory), sent, got, error)
+        self._num_writes -= not is_read
+        return False
+
+    def resume(self, piece: Slice, ended: list[Completion]) -> None:
+        """Go on with the slice that ``exchange`` did not finish as if it had been queued."""
+        so_far, self._interrupted = self._interrupted, None
+        assert so_far is not None, "the exchange before it returned False"
+        self._expect(piece)
+        if so_far.error is not None:
+            raise self._broken(so_far.error) from so_far.error
+        if so_far.sent < sum(map(len, so_far.pieces)):
+            self._out.extend(memoryview(each) for each in so_far.pieces)
+            self._sent(so_far.sent)
+            self.blocked = True
+        elif so_far.got >= 0:
+            try:
+                self._sort(piece, so_far.got, ended)
+            except MalformedMessage as error:
+                raise StreamBroken(typed_error(error, self.path.label)) from error
 
     def close(self) -> None:
         """Close the socket; nothing is received into anybody's memory afterwards."""
@@ -235,40 +280,39 @@ class TcpStream:
             num_bytes -= len(first)
             self._out.popleft()
 
-    def _send_at_once(self, pieces: Sequence[memoryview | bytes]) -> bool:
-        try:
-            num_bytes = self._sock.sendmsg(pieces, (), _DONTWAIT)
-        except BlockingIOError:
-            num_bytes = 0
-        if num_bytes == sum(map(len, pieces)):
-            return True
-        self._out.extend(memoryview(each) for each in pieces)
-        self._sent(num_bytes)
-        self.blocked = True
-        return False
+    def _set_timeout(self, timeout_s: float) -> None:
+        seconds = max(timeout_s, 1e-6)
+        timeout = _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
+        self._timeout_s = timeout_s
 
-    def _receive_at_once(self, piece: Slice, memory: memoryview | None, ended: list[Completion]) -> None:
-        """Wait for the reply; ``memory`` is for the payload of a READ."""
-        head = self._head
-        if memory is None:
-            num_bytes = self._sock.recv_into(head, 0, 0)
-            hoped_bytes, payload_bytes = REPLY_BYTES, 0
-        else:
-            num_bytes = self._sock.recvmsg_into((head, memory))[0]
-            payload_bytes = piece.length
-            hoped_bytes = REPLY_BYTES + payload_bytes
-        if num_bytes == hoped_bytes and head == pack_reply(piece.slice_id, payload_bytes):
-            self._next()
-            ended.append(Arrived(piece.slice_id))
-            return
+    def _take_payload(self, memory: memoryview) -> tuple[bool, int]:
+        """(whether all of a direct READ's payload is there, how many bytes came, its reply's included)."""
+        got = self._sock.recvmsg_into((self._head, memory))[0]
+        num_bytes = len(memory)
+        hoped_bytes = REPLY_BYTES + num_bytes
+        if got < REPLY_BYTES or self._reply != pack_reply(DIRECT_SLICE_ID, num_bytes):
+            return False, got
+        if got < hoped_bytes:
+            with contextlib.suppress(BlockingIOError):
+                got += self._sock.recv_into(memory[got - REPLY_BYTES :], 0, socket.MSG_WAITALL)
+        return got == hoped_bytes, got
+
+    def _sort(self, piece: Slice, num_bytes: int, ended: list[Completion]) -> None:
+        """So many bytes came into the head and, of a READ, behind it into the payload's place."""
         rest = max(0, num_bytes - REPLY_BYTES)
-        self._took(num_bytes - rest, ended)  # the head
-        if rest and memory is not None:
+        self._took(num_bytes - rest, ended)
+        if rest:
             if self._text is not None:  # a refusal's text fell where the payload should have
                 if rest > len(self._text):
                     raise MalformedMessage(f"{rest} bytes behind a refusal with {len(self._text)}")
-                self._into[:rest] = memory[:rest]
+                self._into[:rest] = piece.memory()[:rest]
             self._took(rest, ended)
+
+    def _expect(self, piece: Slice) -> None:
+        self._num_slices += 1
+        self._num_writes += piece.opcode is Opcode.WRITE
+        self._expected.append(piece)
 
     def _took(self, num_bytes: int, ended: list[Completion]) -> bool:
         """So many more bytes are where they belong; whether to ask the socket again."""

@@ -103,7 +103,8 @@ class Op(IntEnum):
 
 
 _OPS = {int(op): op for op in Op}
-_LONGEST = {Op.READ: MAX_LENGTH_BYTES, Op.WRITE: MAX_LENGTH_BYTES, Op.NOTICE: MAX_NOTICE_BYTES}
+#: By number, because an IntEnum's hash is computed by Python.
+_LONGEST = {int(Op.READ): MAX_LENGTH_BYTES, int(Op.WRITE): MAX_LENGTH_BYTES, int(Op.NOTICE): MAX_NOTICE_BYTES}
 
 
 class Head(NamedTuple):
@@ -150,7 +151,8 @@ def parse_head(data: memoryview | bytes | bytearray) -> Head:
     if magic != _HEAD_MAGIC or version != VERSION or verified > 1 or op is None:
         check_head_version(data)
         raise MalformedMessage(f"head with magic {magic:#x}, version {version}, op {number}")
-    if op in _LONGEST and not 0 < length <= _LONGEST[op]:
+    longest = _LONGEST.get(number)
+    if longest is not None and not 0 < length <= longest:
         raise MalformedMessage(f"head names {length} bytes")
     return Head(op, slice_id, session_id, lease_id, generation, offset, length, verified == 1, digest)
 

@@ -347,29 +347,6 @@ def test_results_do_not_depend_on_numpy(engine: TransferEngine, mortal: SegmentP
         assert mortal.peek(0, 5) == b"bytes"
 
 
-@pytest.mark.parametrize("opcode", list(Opcode))
-def test_the_short_way_keeps_its_deadline_and_leaves_the_rest_to_the_long_one(
-    mortal: SegmentProcess, engine: TransferEngine, eager_engine: TransferEngine, opcode: Opcode
-):
-    patient = engine.open_segment(mortal.descriptor, transport="tcp")
-    eager = eager_engine.open_segment(mortal.descriptor, transport="tcp")
-    landing = bytearray(b"\x11" * 1000)
-    mortal.signal(signal.SIGSTOP)
-    for each, remote in ((engine, patient), (eager_engine, eager)):
-        with pytest.raises(DeadlineExceeded):
-            each.transfer([TransferRequest(opcode, landing, remote, 0, 1000)], 0.25)
-        each.check()
-    assert landing == b"\x11" * 1000
-    waking = threading.Timer(0.3, mortal.signal, [signal.SIGCONT])  # the short way gives up first
-    waking.start()
-    eager_engine.transfer([TransferRequest(WRITE, b"\x22" * 1000, eager, 0, 1000)], 20)
-    waking.join()
-    assert mortal.peek(0, 1000) == b"\x22" * 1000
-    engine.transfer([TransferRequest(WRITE, b"\x33" * 1000, patient, 0, 1000)], 5)
-    assert mortal.peek(0, 1000) == b"\x33" * 1000
-    assert mortal.counters()["fenced"] >= (2 if opcode is WRITE else 1)
-
-
 def test_fences_remember_a_bounded_number():
     fences = Fences()
     for token in range(3):
