@@ -299,3 +299,31 @@ class EventBatch(_message.Message):
     first_sequence: int
     last_sequence: int
     def __init__(self, master_generation: _Optional[int] = ..., events: _Optional[_Iterable[_Union[DirectoryEvent, _Mapping]]] = ..., first_sequence: _Optional[int] = ..., last_sequence: _Optional[int] = ...) -> None: ...
+
+class ProclaimRequest(_message.Message):
+    __slots__ = ("node_id", "generation", "key", "version", "size_bytes")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    generation: int
+    key: str
+    version: int
+    size_bytes: int
+    def __init__(self, node_id: _Optional[str] = ..., generation: _Optional[int] = ..., key: _Optional[str] = ..., version: _Optional[int] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+
+class ProclaimReply(_message.Message):
+    __slots__ = ("verdict",)
+    class Verdict(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        EXISTS: _ClassVar[ProclaimReply.Verdict]
+        ACCEPTED: _ClassVar[ProclaimReply.Verdict]
+        ASK_NODE: _ClassVar[ProclaimReply.Verdict]
+    EXISTS: ProclaimReply.Verdict
+    ACCEPTED: ProclaimReply.Verdict
+    ASK_NODE: ProclaimReply.Verdict
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    verdict: ProclaimReply.Verdict
+    def __init__(self, verdict: _Optional[_Union[ProclaimReply.Verdict, str]] = ...) -> None: ...

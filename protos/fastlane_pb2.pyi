@@ -22,11 +22,13 @@ class Method(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     METHOD_EVICT: _ClassVar[Method]
     METHOD_VERIFY: _ClassVar[Method]
     METHOD_TENANTS: _ClassVar[Method]
+    METHOD_DESK: _ClassVar[Method]
     METHOD_ANNOUNCE: _ClassVar[Method]
     METHOD_LOCATE: _ClassVar[Method]
     METHOD_PLACE: _ClassVar[Method]
     METHOD_NODES: _ClassVar[Method]
     METHOD_LIST_KEYS: _ClassVar[Method]
+    METHOD_PROCLAIM: _ClassVar[Method]
     METHOD_EXPORT_PIN: _ClassVar[Method]
     METHOD_EXPORT_RELEASE: _ClassVar[Method]
 METHOD_NONE: Method
@@ -45,10 +47,12 @@ METHOD_DRAIN: Method
 METHOD_EVICT: Method
 METHOD_VERIFY: Method
 METHOD_TENANTS: Method
+METHOD_DESK: Method
 METHOD_ANNOUNCE: Method
 METHOD_LOCATE: Method
 METHOD_PLACE: Method
 METHOD_NODES: Method
 METHOD_LIST_KEYS: Method
+METHOD_PROCLAIM: Method
 METHOD_EXPORT_PIN: Method
 METHOD_EXPORT_RELEASE: Method

@@ -213,6 +213,24 @@ class GetReply(_message.Message):
     lease_ms: int
     def __init__(self, items: _Optional[_Iterable[_Union[GetItem, _Mapping]]] = ..., inline_data: _Optional[bytes] = ..., lease_ms: _Optional[int] = ...) -> None: ...
 
+class DeskRequest(_message.Message):
+    __slots__ = ("value_bytes",)
+    VALUE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    value_bytes: int
+    def __init__(self, value_bytes: _Optional[int] = ...) -> None: ...
+
+class DeskReply(_message.Message):
+    __slots__ = ("head", "offset", "length", "num_records")
+    HEAD_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    NUM_RECORDS_FIELD_NUMBER: _ClassVar[int]
+    head: int
+    offset: int
+    length: int
+    num_records: int
+    def __init__(self, head: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., num_records: _Optional[int] = ...) -> None: ...
+
 class UnpinRequest(_message.Message):
     __slots__ = ("lease_ids", "bytes_read", "corrupt", "read")
     LEASE_IDS_FIELD_NUMBER: _ClassVar[int]

@@ -164,6 +164,11 @@ class IndexReader:
         self._seed = seed
         self._scope = key_scope.encode()
 
+    def is_kept(self, now_s: float) -> bool:
+        """Whether the owner has given a sign of life of late; ``now_s`` as below."""
+        magic, beat_s = _HEADER.unpack_from(self._memory, self._end)
+        return bool(magic == MAGIC and now_s - beat_s <= MAX_SILENCE_S)
+
     def find(self, key: str, now_s: float) -> Entry | None:
         """Where the node says that ``key`` lies; None says nothing. ``now_s`` is of CLOCK_MONOTONIC."""
         memory = self._memory

@@ -9,6 +9,7 @@ from tanghulu.protos import directory_pb2, fastlane_pb2, membership_pb2, store_p
 from tanghulu.rpc.gate import Rule
 from tanghulu.store.packed_directory import LocateRequest
 from tanghulu.store.packed_node import GetRequest, PutRequest, UnpinRequest
+from tanghulu.store.words import Proclamation
 from tanghulu.tenants import Identity, Right, TokenTable
 from tanghulu.types import ChunkKey, Role
 
@@ -18,6 +19,10 @@ from tanghulu.types import ChunkKey, Role
 def _in_puts(identity: Identity, request: PutRequest) -> PutRequest:
     scoped = identity.scoped
     return request._replace(items=[new._replace(key=ChunkKey(scoped(new.key))) for new in request.items])
+
+
+def _in_proclamation(identity: Identity, said: Proclamation) -> Proclamation:
+    return said._replace(key=ChunkKey(identity.scoped(said.key)))
 
 
 def _in_named_keys(identity: Identity, request: Any) -> Any:
@@ -112,6 +117,7 @@ assert GetRequest._fields[0] == LocateRequest._fields[0] == "keys"
 
 NODE_RULES: dict[int, Rule] = {
     _METHODS.METHOD_PUT: Rule("put", Right.WRITE, _in_puts),
+    _METHODS.METHOD_DESK: Rule("put", Right.WRITE),
     _METHODS.METHOD_RESERVE: Rule("put", Right.WRITE, _in_puts),
     _METHODS.METHOD_COMMIT: Rule("put", Right.WRITE),
     _METHODS.METHOD_GET: Rule("get", Right.READ, _in_named_keys),
@@ -129,6 +135,7 @@ NODE_RULES: dict[int, Rule] = {
 MASTER_RULES: dict[int, Rule] = {
     _METHODS.METHOD_ANNOUNCE: Rule("announcing chunks", Right.JOIN, _of_no_tenant),
     _METHODS.METHOD_LOCATE: Rule("exists", _to_ask, _in_named_keys),
+    _METHODS.METHOD_PROCLAIM: Rule("put", Right.WRITE, _in_proclamation),
     _METHODS.METHOD_PLACE: Rule("put", Right.WRITE),
     _METHODS.METHOD_NODES: Rule("nodes", None),
     _METHODS.METHOD_LIST_KEYS: Rule("ls", Right.READ, _in_listing, _out_of_listing),

@@ -59,6 +59,26 @@ class NewChunk(NamedTuple):
     replicas: int = 1
 
 
+class Proclamation(NamedTuple):
+    """What a client says of a chunk that it has written into a desk of ``node_id``."""
+
+    node_id: str
+    generation: int
+    key: ChunkKey
+    version: int
+    size_bytes: int
+
+
+class Verdict(Enum):
+    """The answer to a proclamation."""
+
+    EXISTS = 0  # a live node holds another version of the key: this put is a hit
+    ACCEPTED = 1
+    ASK_NODE = 2  # put it to the node, which knows better
+
+    __hash__ = object.__hash__  # see Pin
+
+
 def validate_key(key: str) -> ChunkKey:
     """``key`` as a ChunkKey; raises InvalidRequest if it is empty, too long or not encodable."""
     if not (key.isascii() and 0 < len(key) <= MAX_KEY_BYTES):

@@ -216,9 +216,8 @@ class AsyncShell:
         self.context.forget_index(peer)
         if target.unix_path is not None:
             link = await self._reach(peer, False)
-            index = link.index(welcome.index, welcome.key_scope) if isinstance(link, Link) else None
-            if index is not None:
-                self.context.indexes[peer] = index
+            if isinstance(link, Link):
+                self.context.mapped(peer, link, welcome)
 
     async def _move(self, requests: Sequence[TransferRequest], deadline_s: float) -> list[TanghuluError | None]:
         until_s = self._loop.time() + deadline_s

@@ -131,7 +131,7 @@ class BlockingShell:
         if len(calls) == 1:
             peer, call = calls[0]
             pool = self._idle.get(peer)
-            if pool and peer != MASTER:  # the commonest case by far: one call to a node on a connection that is open
+            if pool and (peer or not self._masters.several):  # the commonest case: on a connection that is open
                 outcome = self._exchange_one(peer, pool, call, deadline_s)
                 if outcome is not None:
                     return [outcome]
@@ -170,8 +170,12 @@ class BlockingShell:
             return None
         try:
             return connection.call_one(call, deadline_s=deadline_s)
+        except NodeUnavailable as error:
+            return (
+                error if peer else None
+            )  # a master that restarted: its old connections are dead, its new ones are not
         except TanghuluError as error:
-            return error
+            return error if peer else master_failure(self.settings.master, error)
         finally:
             self._put_back(peer, connection)
 
@@ -310,9 +314,8 @@ class BlockingShell:
         self.context.forget_index(peer)
         if target.unix_path is not None:
             link = self._reach(peer, False)
-            index = link.index(welcome.index, welcome.key_scope) if isinstance(link, Link) else None
-            if index is not None:
-                self.context.indexes[peer] = index
+            if isinstance(link, Link):
+                self.context.mapped(peer, link, welcome)
 
     def _put_back(self, peer: PeerId, connection: FastConnection) -> None:
         if connection.closed:

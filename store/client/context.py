@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from tanghulu.clock import Clock
 from tanghulu.errors import TanghuluError
 from tanghulu.store.client import messages
+from tanghulu.store.client.desks import ClientDesks, Mapped
 from tanghulu.store.client.instructions import MASTER, Ask, Deadline, Logic, PeerId, Sleep, Tell
 from tanghulu.store.client.leases import Leases
+from tanghulu.store.client.link import Link
 from tanghulu.store.client.locations import LocationCache
 from tanghulu.store.client.model import NodeView
 from tanghulu.store.client.placement import NodeTable
@@ -44,6 +46,7 @@ class Context:
     leases: Leases = field(default_factory=Leases)
     reads: Reads = field(default_factory=Reads)
     indexes: dict[PeerId, IndexReader] = field(default_factory=dict)
+    desks: ClientDesks = field(default_factory=ClientDesks)
     _version: itertools.count[int] = field(default_factory=_versions)
 
     def new_version(self) -> int:
@@ -57,6 +60,14 @@ class Context:
     def forget_index(self, node: PeerId) -> None:
         """The node's memory is not mapped any more, or another process took its place."""
         self.indexes.pop(node, None)
+        self.desks.forget(node)
+
+    def mapped(self, node: PeerId, link: Link, welcome: messages.Welcome) -> None:
+        """The node's memory is open; where it is mapped, so are its index and its desks."""
+        index = link.index(welcome.index, welcome.key_scope)
+        if index is not None:
+            self.indexes[node] = index
+            self.desks.map(node, Mapped(link, index, welcome.generation))
 
     def given_back(self) -> list[tuple[PeerId, messages.AnyCall]]:
         """Calls that tell the nodes which leases are not needed any more and what was read; counts as told."""

@@ -11,20 +11,22 @@ from tanghulu.errors import TanghuluError
 from tanghulu.protos import directory_pb2, fastlane_pb2, store_pb2
 from tanghulu.rpc.fast_client import Call, Reply
 from tanghulu.rpc.frames import PROTOCOL_VERSION
-from tanghulu.store import packed_directory, packed_node
+from tanghulu.store import packed_desk, packed_directory, packed_node
 from tanghulu.store.checksums import Checksums
 from tanghulu.store.client.instructions import PeerId
 from tanghulu.store.client.model import ChunkInfo, KeyInfo, NodeView
+from tanghulu.store.desk import DeskPlace
 from tanghulu.store.packed_node import Found, Reservation
 from tanghulu.store.shared_index import IndexPlace
 from tanghulu.store.wire import checksums_from_wire, index_from_wire, pin_from_wire, tier_from_wire
-from tanghulu.store.words import MAX_INLINE_BYTES, NewChunk
+from tanghulu.store.words import MAX_INLINE_BYTES, NewChunk, Proclamation, Verdict
 from tanghulu.transfer_engine.descriptor_wire import from_proto
 from tanghulu.transfer_engine.segment import SegmentDescriptor
 
 AnyCall = Call[Any]
 AnyReply = Reply[Any]
 _PUT, _GET = int(fastlane_pb2.METHOD_PUT), int(fastlane_pb2.METHOD_GET)
+_PROCLAIM = int(fastlane_pb2.METHOD_PROCLAIM)
 
 
 # --- nodes
@@ -36,6 +38,7 @@ class Welcome:
 
     instance_id: str
     session_id: int
+    generation: int
     segment: SegmentDescriptor
     index: IndexPlace | None
     key_scope: str = ""
@@ -59,7 +62,7 @@ def welcome(reply: AnyReply) -> Welcome:
     """The answer to ``hello``."""
     message: store_pb2.HelloReply = reply.message
     segment, index = from_proto(message.segment), index_from_wire(message)
-    return Welcome(message.instance_id, message.session_id, segment, index, message.key_scope)
+    return Welcome(message.instance_id, message.session_id, message.generation, segment, index, message.key_scope)
 
 
 def put(items: Sequence[tuple[NewChunk, memoryview]], visible: bool, deadline_ms: int) -> AnyCall:
@@ -71,6 +74,16 @@ def put(items: Sequence[tuple[NewChunk, memoryview]], visible: bool, deadline_ms
 def put_results(reply: AnyReply) -> list[bool | TanghuluError]:
     """For each value whether it existed, or why it failed; of PUT and COMMIT."""
     return packed_node.unpack_outcomes(reply.message)
+
+
+def desk(value_bytes: int) -> AnyCall:
+    """A desk for values of about that size."""
+    return Call(fastlane_pb2.METHOD_DESK, packed_desk.pack_desk_request(value_bytes), bytes)
+
+
+def desk_place(reply: AnyReply) -> DeskPlace | None:
+    """The answer to ``desk``."""
+    return packed_desk.unpack_desk(reply.message)
 
 
 def reserve(items: Iterable[NewChunk], deadline_ms: int) -> AnyCall:
@@ -180,6 +193,16 @@ def locations(reply: AnyReply) -> tuple[list[tuple[PeerId, ...]], bool]:
 def existence(reply: AnyReply) -> tuple[list[bool], bool]:
     """As ``locations``, where it only matters whether somebody holds the key."""
     return packed_directory.unpack_existence(reply.message)
+
+
+def proclaim(said: Proclamation) -> AnyCall:
+    """A chunk that lies in a desk."""
+    return Call(_PROCLAIM, packed_desk.pack_proclaim(said), bytes)
+
+
+def verdict(reply: AnyReply) -> Verdict:
+    """The answer to ``proclaim``."""
+    return packed_desk.unpack_verdict(reply.message)
 
 
 def nodes() -> AnyCall:

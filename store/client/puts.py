@@ -21,7 +21,7 @@ from tanghulu.errors import (
 )
 from tanghulu.store import checksums as sums
 from tanghulu.store.client import context as common
-from tanghulu.store.client import messages
+from tanghulu.store.client import desks, messages
 from tanghulu.store.client.context import Context
 from tanghulu.store.client.instructions import MASTER, Ask, Deadline, Logic, Move, PeerId, Reach, portions
 from tanghulu.store.client.link import Link
@@ -81,6 +81,14 @@ def put_one(context: Context, deadline: Deadline, item: Putting, options: PutOpt
     local = context.nodes.local_for(new.key, new.size_bytes)
     if local and item.replicas == 1 and new.size_bytes <= MAX_INLINE_BYTES and options.prefer_node is None:
         node = local[0]
+        if options.visible and desks.suits(new):
+            existed = yield from desks.put(context, deadline, node, new, item.value)
+            if existed is not None:
+                item.existed, item.done = existed, True
+                if not existed:
+                    item.placed.append(node)
+                    context.locations.set(new.key, (node,))
+                return
         item.candidates = local[1:]
         call = messages.put(((new, item.value),), options.visible, _patience_ms(deadline, len(local) - 1))
         (outcome,) = yield Ask(((node, call),))

@@ -9,6 +9,7 @@ Rules of an announcement, which comes from a registered node and carries its gen
 - of concurrent puts of a key the first announced version wins while a live node holds it; others get accepted=False
   and drop their copy; the same version on another node is a replica;
 - a deleted version leaves a tombstone: a node that was cut off and comes back with it gets accepted=False;
+- what a client has proclaimed (see promises) counts as announced until the node speaks of the key itself;
 - REPORT BEGIN opens a new slot, the pieces and all later announcements go into it, and at END what only the older slots
   hold is gone. Until END nothing is forgotten. END without its BEGIN (the master restarted in between) proves nothing.
 """
@@ -19,18 +20,21 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import islice
 from random import Random
 from typing import NamedTuple
 
 from tanghulu.discovery.base import Instance
 from tanghulu.errors import InvalidRequest, LeaseExpired
+from tanghulu.store.master import key_pages
 from tanghulu.store.master.chunk_table import ChunkTable, Found, Outcome, Slot, SlotState
 from tanghulu.store.master.copy_orders import Bereft
 from tanghulu.store.master.event_ring import EventRing
 from tanghulu.store.master.events import DirectoryEvent, DirectoryEventKind
+from tanghulu.store.master.key_pages import KeyListing
 from tanghulu.store.master.placement import Candidate, Wish, place
+from tanghulu.store.master.promises import Promises
 from tanghulu.store.master.rebuild import REBUILD_S, Rebuild, RebuildEvent
+from tanghulu.store.words import Proclamation, Verdict
 
 MAX_TOMBSTONES = 1 << 16
 #: Keys and events that the log keeps for followers: about 8 bytes each while the keys live.
@@ -88,13 +92,6 @@ class Announced(NamedTuple):
     report_wanted: bool
 
 
-class KeyListing(NamedTuple):
-    """One key of a listing."""
-
-    key: str
-    found: Found
-
-
 @dataclass(slots=True)
 class Node:
     """A registered node. ``slots``: the current one last; those before it are being replaced by a report under way."""
@@ -148,6 +145,7 @@ class Directory:
         self._table = ChunkTable()
         self._nodes: dict[str, Node] = {}
         self._tombstones: OrderedDict[str, int] = OrderedDict()
+        self.promises = Promises()
         self._bereft: list[Bereft] = []  # until the planner takes them, in the same call
 
     @property
@@ -184,6 +182,7 @@ class Directory:
         if node is None:
             return
         self._table.forget_owner(node_id)
+        self.promises.forget_node(node_id)
         self._log(DirectoryEventKind.NODE_GONE, node_id)
         self._check_all_reported()
 
@@ -192,12 +191,11 @@ class Directory:
         return [self._view(self._nodes[node_id]) for node_id in sorted(self._nodes)]
 
     def _view(self, node: Node) -> NodeView:
-        num_chunks = self.num_chunks(node.instance.id)
         return NodeView(
             node.instance,
             node.capacity_bytes,
             node.used_bytes,
-            num_chunks,
+            self.num_chunks(node.instance.id),
             node.draining,
             node.last_seen_s,
             node.ssd_capacity_bytes,
@@ -240,6 +238,7 @@ class Directory:
             self._bury(key, announcement.node_id)
         for keys in (announcement.removed, announcement.deleted):
             for key in keys:
+                self.promises.settle(key, announcement.node_id)
                 if self._table.remove(announcement.node_id, key):
                     changes[key] = False
 
@@ -258,6 +257,7 @@ class Directory:
 
     def _put_in(self, slot: Slot, node_id: str, entry: ChunkEntry, changes: dict[str, bool]) -> bool:
         key, version, size_bytes = entry
+        self.promises.settle(key, node_id)
         if self._tombstones and self._tombstones.get(key) == version:
             if self._table.remove(node_id, key):
                 changes[key] = False
@@ -270,6 +270,8 @@ class Directory:
         return outcome in (Outcome.STORED, Outcome.KEPT)
 
     def _end_report(self, node: Node) -> None:
+        for key, promise in self.promises.of(node.instance.id):  # it does not know of them yet: they are in no report
+            self._table.add(node.slots[-1], key, promise.version, promise.size_bytes)
         for slot in node.slots[:-1]:
             self._table.kill_slot(slot, SlotState.REPLACED)
         node.slots = node.slots[-1:]
@@ -279,6 +281,24 @@ class Directory:
     def _check_all_reported(self) -> None:
         if self._nodes and self._expected <= self._nodes.keys() and all(n.reported for n in self._nodes.values()):
             self.rebuild.handle(RebuildEvent.ALL_REPORTED)
+
+    # --- what clients say of chunks in desks
+
+    def proclaim(self, said: Proclamation, now_s: float) -> Verdict:
+        """Take a client's word that a node is about to hold a chunk, as its announcement, until that comes itself."""
+        node = self._nodes.get(said.node_id)
+        if node is None or node.instance.generation != said.generation or node.draining or self.promises.full:
+            return Verdict.ASK_NODE
+        key, version = said.key, said.version
+        if not self.rebuild.is_ready or self._tombstones.get(key) == version:
+            return Verdict.ASK_NODE
+        found = self._table.find(key)
+        if found is not None:
+            return Verdict.ASK_NODE if said.node_id in found.node_ids or key in self.promises else Verdict.EXISTS
+        self._table.add(node.slots[-1], key, version, said.size_bytes)
+        self.promises.make(key, said.node_id, version, said.size_bytes, now_s)
+        self._log(DirectoryEventKind.STORED, said.node_id, (key,))
+        return Verdict.ACCEPTED
 
     @property
     def has_bereft(self) -> bool:
@@ -326,41 +346,21 @@ class Directory:
         return self._table.find(key)
 
     def list_keys(self, prefix: str, after: str, limit: int) -> tuple[list[KeyListing], bool]:
-        """Up to ``limit`` keys that begin with ``prefix``, in order, behind ``after``; and whether there are more."""
-        assert limit > 0
-        listing: list[KeyListing] = []
-        inclusive = after < prefix
-        for key in self._table.keys_from(prefix if inclusive else after, inclusive=inclusive):
-            if not key.startswith(prefix):
-                break
-            found = self._table.find(key)
-            if found is not None:
-                if len(listing) == limit:
-                    return listing, True
-                listing.append(KeyListing(key, found))
-        return listing, False
+        """A page of the keys that begin with ``prefix`` (see key_pages), and whether there are more."""
+        return key_pages.list_keys(self._table, prefix, after, limit)
 
     def snapshot(self, prefix: str, after: str, num_keys: int) -> tuple[dict[str, list[str]], str | None]:
-        """A page of a snapshot for followers: node id -> keys, and where to go on (None: that was all).
-
-        Pages may be taken at different times, if all changes since before the first are applied after the last:
-        of each (node, key) the last change decides, and without a change every page tells the same.
-        """
-        inclusive = after < prefix or not after
-        keys = list(islice(self._table.keys_from(max(after, prefix), inclusive=inclusive), num_keys))
-        page: dict[str, list[str]] = {}
-        for key in keys:
-            if not key.startswith(prefix):
-                return page, None
-            found = self._table.find(key)
-            for node_id in found.node_ids if found is not None else ():
-                page.setdefault(node_id, []).append(key)
-        return page, keys[-1] if len(keys) == num_keys else None
+        """A page of a snapshot for followers (see key_pages)."""
+        return key_pages.snapshot(self._table, prefix, after, num_keys)
 
     # --- time
 
     def tick(self, now_s: float) -> None:
         """Notice deadlines."""
+        for key, promise in self.promises.broken(now_s):
+            found = self._table.find(key)
+            if found is not None and found.version == promise.version and self._table.remove(promise.node_id, key):
+                self._log(DirectoryEventKind.REMOVED, promise.node_id, (key,))
         self.rebuild.tick(now_s)
         self._table.settle()
 
@@ -374,12 +374,10 @@ class Directory:
         return self._table.needs_sweep
 
     def _log_changes(self, node_id: str, changes: dict[str, bool]) -> None:
-        removed = tuple(key for key, held in changes.items() if not held)
-        stored = tuple(key for key, held in changes.items() if held)
-        if removed:
-            self._log(DirectoryEventKind.REMOVED, node_id, removed)
-        if stored:
-            self._log(DirectoryEventKind.STORED, node_id, stored)
+        for kind, wanted in ((DirectoryEventKind.REMOVED, False), (DirectoryEventKind.STORED, True)):
+            keys = tuple(key for key, held in changes.items() if held is wanted)
+            if keys:
+                self._log(kind, node_id, keys)
 
     def _log(self, kind: DirectoryEventKind, node_id: str, keys: tuple[str, ...] = ()) -> None:
         self.log.append(DirectoryEvent(self.log.last + 1, kind, node_id, keys), weight=1 + len(keys))
@@ -388,6 +386,7 @@ class Directory:
         """All parts are sound, and every live slot belongs to a node."""
         self._table.check()
         self.log.check()
+        self.promises.check()
         assert len(self._tombstones) <= MAX_TOMBSTONES
         for node_id, node in self._nodes.items():
             assert node.instance.id == node_id

@@ -13,12 +13,13 @@ from tanghulu.protos import directory_pb2 as pb
 from tanghulu.protos import directory_pb2_grpc, fastlane_pb2, store_pb2
 from tanghulu.rpc.fast_server import FastService, Peer
 from tanghulu.rpc.grpc_edge import abort
-from tanghulu.store import packed_directory
+from tanghulu.store import packed_desk, packed_directory
 from tanghulu.store.master import wire
 from tanghulu.store.master.chunk_table import Found
 from tanghulu.store.master.followers import follow
 from tanghulu.store.master.shell import Shell
 from tanghulu.store.packed_directory import LocateRequest, Location
+from tanghulu.store.words import Proclamation, Verdict
 from tanghulu.types import format_size
 
 _log = structlog.get_logger(__name__)
@@ -66,6 +67,18 @@ class DirectoryCalls:
             self._master.connection_made(node_id, self._shell.now_s)
             peer.on_close.append(lambda: self._master.connection_lost(node_id, self._shell.now_s))
         return reply
+
+    def _proclaim(self, peer: Peer, said: Proclamation, attachment: memoryview) -> bytes:
+        """Take a client's word for a chunk that it has written into a desk."""
+        self._shell.require_leadership()
+        verdict = self._master.directory.proclaim(said, self._shell.now_s)
+        counts = self._metrics.counts
+        if verdict is Verdict.ACCEPTED:
+            self._shell.changed()
+            counts.proclaimed += 1
+        elif verdict is Verdict.EXISTS:
+            counts.refused += 1
+        return packed_desk.pack_verdict(verdict)
 
     @property
     def incomplete(self) -> bool:
@@ -141,6 +154,7 @@ class DirectoryCalls:
         service.register(fastlane_pb2.METHOD_HELLO, store_pb2.HelloRequest, _welcome)
         service.register(fastlane_pb2.METHOD_ANNOUNCE, pb.AnnounceRequest, self._announce_on)
         service.register_packed(fastlane_pb2.METHOD_LOCATE, packed_directory.unpack_locate, self._locate)
+        service.register_packed(fastlane_pb2.METHOD_PROCLAIM, packed_desk.unpack_proclaim, self._proclaim)
         self._register(service, fastlane_pb2.METHOD_PLACE, pb.PlaceRequest, self.place)
         self._register(service, fastlane_pb2.METHOD_NODES, pb.NodesRequest, self.nodes)
         self._register(service, fastlane_pb2.METHOD_LIST_KEYS, pb.ListKeysRequest, self.list_keys)

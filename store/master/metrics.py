@@ -21,6 +21,7 @@ class CallCounts:
 
     announcements: dict[Report, int] = field(default_factory=lambda: dict.fromkeys(Report, 0))
     accepted: int = 0
+    proclaimed: int = 0
     refused: int = 0
     removed: int = 0
     found: int = 0
@@ -38,12 +39,18 @@ class _CallCollector(Collector):
         """The counters of the directory's calls."""
         counts = self._counts
         reports = {report.name.lower(): num for report, num in counts.announcements.items()}
-        chunks = {"accepted": counts.accepted, "refused": counts.refused, "removed": counts.removed}
+        chunks = {
+            "accepted": counts.accepted,
+            "proclaimed": counts.proclaimed,
+            "refused": counts.refused,
+            "removed": counts.removed,
+        }
         keys = {"found": counts.found, "missing": counts.missing}
         yield _family("announcements", "Announcements of nodes.", "report", reports)
         yield _family(
             "announced_chunks",
-            "Announced chunks: accepted, refused (another version was first, or deleted), removed.",
+            "Announced chunks: accepted, proclaimed (by clients, ahead of their node), refused (another version was "
+            "first, or deleted), removed.",
             "outcome",
             chunks,
         )

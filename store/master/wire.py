@@ -11,8 +11,9 @@ from tanghulu.protos import directory_pb2 as pb
 from tanghulu.store.master.chunk_table import Found
 from tanghulu.store.master.copy_orders import Copy, Drop
 from tanghulu.store.master.copy_planner import Progress
-from tanghulu.store.master.directory import Announcement, ChunkEntry, KeyListing, NodeView, Report
+from tanghulu.store.master.directory import Announcement, ChunkEntry, NodeView, Report
 from tanghulu.store.master.events import DirectoryEvent, DirectoryEventKind
+from tanghulu.store.master.key_pages import KeyListing
 from tanghulu.store.master.placement import MAX_REPLICAS, Wish
 from tanghulu.types import MAX_KEY_BYTES, MAX_VALUE_BYTES, Place
 

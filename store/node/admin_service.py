@@ -15,6 +15,7 @@ from tanghulu.protos import fastlane_pb2, store_pb2
 from tanghulu.rpc.fast_server import Answer, FastService, Peer
 from tanghulu.store import checksums as sums
 from tanghulu.store.node.chunk import Chunk
+from tanghulu.store.node.desks import after_drain
 from tanghulu.store.node.node_state import NodeState
 from tanghulu.store.node.puts import PutDesk
 from tanghulu.store.node.sessions import Session
@@ -39,9 +40,9 @@ class AdminService:
     def serve(self, service: FastService) -> None:
         """Answer the administrator's methods."""
         service.register(fastlane_pb2.METHOD_DRAIN, store_pb2.DrainRequest, self.drain)
-        service.register(fastlane_pb2.METHOD_EVICT, store_pb2.EvictRequest, self.evict)
-        service.register(fastlane_pb2.METHOD_VERIFY, store_pb2.VerifyRequest, self.verify)
-        service.register(fastlane_pb2.METHOD_TENANTS, store_pb2.TenantsRequest, self.tenants)
+        service.register(fastlane_pb2.METHOD_EVICT, store_pb2.EvictRequest, after_drain(self._state, self.evict))
+        service.register(fastlane_pb2.METHOD_VERIFY, store_pb2.VerifyRequest, after_drain(self._state, self.verify))
+        service.register(fastlane_pb2.METHOD_TENANTS, store_pb2.TenantsRequest, after_drain(self._state, self.tenants))
 
     def drain(self, peer: Peer, request: store_pb2.DrainRequest, attachment: memoryview) -> Coroutine[Any, Any, Answer]:
         """Take no new chunks from now on, or take them again; answered when the master knows."""

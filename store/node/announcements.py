@@ -54,31 +54,39 @@ class AnnouncementQueue:
 
     def __init__(self) -> None:
         self._added: dict[ChunkKey, Holding] = {}
+        self._patient: dict[ChunkKey, Holding] = {}  # added, and nobody waits for it
         self._removed: dict[ChunkKey, None] = {}
         self._deleted: dict[ChunkKey, None] = {}
         self._report: list[Holding] | None = None
         self._report_begun = False
         self._under_way: Announcement | None = None
 
-    def add(self, chunk: Holding) -> None:
-        """The node holds ``chunk`` now."""
-        self._added[chunk.key] = chunk
+    def add(self, chunk: Holding, *, patient: bool = False) -> None:
+        """The node holds ``chunk`` now; ``patient``: the master has heard of it, so no message leaves for it alone."""
+        (self._added, self._patient)[not patient].pop(chunk.key, None)
+        (self._added, self._patient)[patient][chunk.key] = chunk
+
+    def hasten(self, chunk: Holding) -> None:
+        """Somebody waits for the master's word on ``chunk`` after all."""
+        if self._patient.get(chunk.key) is chunk:
+            self._added[chunk.key] = self._patient.pop(chunk.key)
 
     def remove(self, chunk: Holding, *, deleted: bool = False) -> None:
         """The node holds it no longer: ``deleted`` by a client's wish, or evicted, expired, corrupt."""
-        if self._added.get(chunk.key) is chunk:
-            del self._added[chunk.key]
+        self.forget(chunk)
         (self._deleted if deleted else self._removed)[chunk.key] = None
 
     def forget(self, chunk: Holding) -> None:
         """The master does not want ``chunk``: there is nothing to add, and nothing to remove there."""
-        if self._added.get(chunk.key) is chunk:
-            del self._added[chunk.key]
+        for added in (self._added, self._patient):
+            if added.get(chunk.key) is chunk:
+                del added[chunk.key]
 
     def is_pending(self, chunk: Holding) -> bool:
         """Whether the master has not yet confirmed ``chunk``."""
         under_way = self._under_way
-        return self._added.get(chunk.key) is chunk or (under_way is not None and chunk in under_way.added)
+        waits = self._added.get(chunk.key) is chunk or self._patient.get(chunk.key) is chunk
+        return waits or (under_way is not None and chunk in under_way.added)
 
     def begin_report(self, chunks: list[Holding]) -> None:
         """Tell everything again; a report that was under way starts over."""
@@ -98,7 +106,7 @@ class AnnouncementQueue:
     @property
     def empty(self) -> bool:
         """Whether there is nothing to tell."""
-        return not (self._added or self._removed or self._deleted) and self._report is None
+        return not (self._added or self._patient or self._removed or self._deleted) and self._report is None
 
     def take(self) -> Announcement:
         """The next message; possibly empty (a sign of life)."""
@@ -108,6 +116,7 @@ class AnnouncementQueue:
         )
         if not (self._removed or self._deleted):  # an addition must not overtake the removal of its key
             message.added = _take_some(self._added, MAX_ADDED)
+            message.added += _take_some(self._patient, MAX_ADDED - len(message.added))
         if self._report is not None:
             self._add_report_piece(message, self._report)
         self._under_way = message
@@ -139,7 +148,7 @@ class AnnouncementQueue:
         assert message is not None, "no message is under way"
         self._under_way = None
         for chunk in message.added:
-            if chunk.held:
+            if chunk.held and chunk.key not in self._patient:
                 self._added.setdefault(chunk.key, chunk)
         self._removed.update(dict.fromkeys(message.removed))
         self._deleted.update(dict.fromkeys(message.deleted))
@@ -147,12 +156,13 @@ class AnnouncementQueue:
 
     def check(self) -> None:
         """Assert that only chunks that are still there wait to be announced."""
-        for key, chunk in self._added.items():
+        assert not self._added.keys() & self._patient.keys()
+        for key, chunk in (*self._added.items(), *self._patient.items()):
             assert chunk.key == key
             assert chunk.held, f"{chunk!r} waits to be announced"
 
     def __repr__(self) -> str:
-        return f"AnnouncementQueue(+{len(self._added)} -{len(self._removed) + len(self._deleted)})"
+        return f"AnnouncementQueue(+{len(self._added) + len(self._patient)} -{len(self._removed) + len(self._deleted)})"
 
 
 def _take_some(pending: dict[ChunkKey, Holding], limit: int) -> list[Holding]:

@@ -102,9 +102,15 @@ class Announcer:
         pending = [chunk for chunk in chunks if self._queue.is_pending(chunk)]
         self._confirmations.expect(chunks, pending, until_s, done)
         if pending:
+            for chunk in pending:
+                self._queue.hasten(chunk)
             if self._timer is None or self._timer.when() > until_s:
                 self._set_timer(until_s)
             self.kick()
+
+    def displaced(self, chunk: Holding) -> None:
+        """The master has chosen another put of the key: whoever waits for its word on ``chunk`` hears so."""
+        self._confirmations.settle(chunk, False)
 
     async def confirmed(self, chunks: Sequence[Holding], until_s: float) -> list[Word]:
         """``confirm`` for coroutines."""
@@ -240,7 +246,8 @@ class Announcer:
         if self._failed_copies:
             request.news.failed.extend(self._failed_copies)
             self._failed_copies = []
-        if state.draining and not (state.table.writing or request.added or request.report or self._queue.urgent):
+        writing = state.table.writing or state.desks.num_open
+        if state.draining and not (writing or request.added or request.report or not self._queue.empty):
             request.news.quiet = True
         if self._sent_s >= self._hot_told_s + HEARTBEAT_S:
             self._hot_told_s = self._sent_s

@@ -45,6 +45,7 @@ class GrpcStoreNode(store_pb2_grpc.StoreNodeServicer):
         except TanghuluError as error:
             await grpc_edge.abort(context, error)
             raise AssertionError("abort raises") from error
+        self._state.desks.drain()
         outcomes = await self._desk.put_all(items, visible=request.visible, until_s=until_s)
         self._desk.room_changed()
         self._traffic.bytes_written["grpc"] += len(request.inline_data)
@@ -52,6 +53,7 @@ class GrpcStoreNode(store_pb2_grpc.StoreNodeServicer):
 
     async def Get(self, request: store_pb2.GetRequest, context: _Context) -> store_pb2.GetReply:
         """The values of all keys, one behind the other in ``inline_data``."""
+        self._state.desks.drain()
         reply = store_pb2.GetReply()
         values: list[bytes] = []
         touched: list[Chunk] = []
@@ -94,11 +96,13 @@ class GrpcStoreNode(store_pb2_grpc.StoreNodeServicer):
 
     async def Exists(self, request: store_pb2.ExistsRequest, context: _Context) -> store_pb2.ExistsReply:
         """One byte a key."""
+        self._state.desks.drain()
         found = (self._state.holds(ChunkKey(key)) for key in request.keys)
         return store_pb2.ExistsReply(found=bytes(found))
 
     async def Remove(self, request: store_pb2.RemoveRequest, context: _Context) -> store_pb2.RemoveReply:
         """Drop chunks; one byte a key."""
+        self._state.desks.drain()
         removed = bytes(self._state.remove(ChunkKey(key)) for key in request.keys)
         self._desk.room_changed()
         try:
@@ -112,6 +116,7 @@ class GrpcStoreNode(store_pb2_grpc.StoreNodeServicer):
 
     async def Stat(self, request: store_pb2.StatRequest, context: _Context) -> store_pb2.StatReply:
         """What the node knows of each chunk."""
+        self._state.desks.drain()
         return stat_reply(self._state, request)
 
 

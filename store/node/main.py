@@ -24,11 +24,13 @@ from tanghulu.protos import store_pb2_grpc
 from tanghulu.rpc.door import Door
 from tanghulu.rpc.fast_server import FastService
 from tanghulu.rpc.gate import Gate, GrpcGate
+from tanghulu.store.desk import HEAD_BYTES
 from tanghulu.store.node import metrics
 from tanghulu.store.node.admin_service import AdminService
 from tanghulu.store.node.announcer import Announcer
 from tanghulu.store.node.copier import Copier
 from tanghulu.store.node.copy_wire import Orders
+from tanghulu.store.node.desks import NUM_HEADS, Desks
 from tanghulu.store.node.eviction import POLICIES
 from tanghulu.store.node.grpc_service import GrpcStoreNode
 from tanghulu.store.node.limits import Watermarks
@@ -59,6 +61,8 @@ from tanghulu.types import Address, ChunkKey, Role, format_size
 
 _log = structlog.get_logger(__name__)
 _TICK_S = 0.05
+#: How often desks are looked at while they are used.
+_POLL_S = 0.002
 #: How long a start waits for the master before it serves without it.
 _FIRST_CONTACT_S = 2.0
 _REGISTER_RETRY_S = 0.2
@@ -124,12 +128,13 @@ class Node:
         book = None if self._tokens is None else TenantBook(self._tenants, config.memory)
         self._policies = Policies() if book is None else Policies.fair(book)
         self._index = IndexPlace(-(-config.memory // 64) * 64, num_buckets_for(config.memory), secrets.randbits(64))
-        segment_bytes = self._index.begin + index_bytes(self._index.num_buckets)
+        heads = self._index.begin + index_bytes(self._index.num_buckets)  # of desks, behind the index
+        segment_bytes = heads + NUM_HEADS * HEAD_BYTES
         self._segment = MemorySegment.create("store", segment_bytes, prefault=config.prefault)
         access = AccessTable(self._clock, config.lease_ms, int(config.memory * _MAX_MAPPED_FRACTION))
         self.state = NodeState(config.memory, access, lambda: self._policies.memory(config.eviction), self._clock)
         self.state.table.book = book
-        index_view = self._segment.view[self._index.begin :]
+        index_view = self._segment.view[self._index.begin : heads]
         self.state.table.published = Published(IndexWriter(index_view, self._index.seed, self._clock.now_s()))
         settings = transfer_settings(config, config.host)
         self._segment_server = SegmentServer(
@@ -164,6 +169,9 @@ class Node:
         self._announcer = Announcer(
             self.state, self._masters, process.generation, self._room_changed, self._not_registered, self._ordered
         )
+        self._desks = Desks(self.state, self._segment.view, heads, self._clock.now_s, self._announcer.displaced)
+        self.state.desks = self._desks
+        self._polling: asyncio.TimerHandle | None = None
         self._desk = PutDesk(self.state, self._segment.view, self._announcer)
         self._sessions = Sessions(self.state, self._room_changed)
         self._copier = Copier(config.master, self._desk, self._announcer.copy_failed)
@@ -206,9 +214,12 @@ class Node:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if self._polling is not None:
+                self._polling.cancel()
             await self._door.close(grace_s=0.2)
             await self._segment_server.close()
             self._sessions.close()
+            self._desks.drain()
             self.state.table.published.close()
             if self._promoter is not None and self._tier is not None:
                 await self._promoter.close()
@@ -265,6 +276,7 @@ class Node:
 
     def _ordered(self, orders: Orders) -> None:
         """The master wants chunks copied here, or dropped because others hold them now."""
+        self._desks.drain()
         self._copier.order(orders)
         for key, version in orders.drops:
             self.state.let_go(ChunkKey(key), version)
@@ -295,6 +307,7 @@ class Node:
             self.state.expire(self._clock.now_s())
             self.state.table.published.beat(self._clock.now_s())
             self._sessions.forget_ended()
+            self._empty_desks()
             self._evict_ahead()
             self._room_changed()
             self._announcer.tick()
@@ -304,7 +317,19 @@ class Node:
                 if self._tier is not None:
                     self._tier.check()
                 self._sessions.check()
+                self._desks.check()
                 self._announcer.check()
+
+    def _empty_desks(self) -> None:
+        """At every tick, and while clients put, much more often: it keeps what a get has to wait for short."""
+        busy = self._desks.tick(self._clock.now_s())
+        if busy and self._polling is None:
+            self._polling = asyncio.get_running_loop().call_later(_POLL_S, self._poll_desks)
+
+    def _poll_desks(self) -> None:
+        self._polling = None
+        self._empty_desks()
+        self.state.table.published.flush()
 
     def _evict_ahead(self) -> None:
         budget = _EVICT_AHEAD_BYTES if self._tier is None else self._tier.free_queue_bytes

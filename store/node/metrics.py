@@ -60,6 +60,8 @@ class NodeCollector(Collector):
         yield GaugeMetricFamily("tanghulu_node_leases", "leases that are not over", state.access.num_leases)
         yield GaugeMetricFamily("tanghulu_node_waiting_puts", "puts that wait for room", len(state.waiters))
         yield GaugeMetricFamily("tanghulu_node_sessions", "connected clients", self._num_sessions())
+        yield GaugeMetricFamily("tanghulu_node_desks", "desks that clients write into", state.desks.num_open)
+        yield CounterMetricFamily("tanghulu_node_desk_puts", "chunks that came by a desk", value=state.desks.num_taken)
         traffic = self._traffic()
         yield _by_transport("tanghulu_node_read_bytes", "payload bytes read by clients", traffic.bytes_read)
         yield _by_transport("tanghulu_node_written_bytes", "payload bytes written by clients", traffic.bytes_written)

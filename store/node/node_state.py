@@ -15,7 +15,9 @@ from tanghulu.store.node.allocator import OffsetAllocator
 from tanghulu.store.node.announcements import AnnouncementQueue
 from tanghulu.store.node.chunk import Chunk, ChunkEvent, ChunkState, compact
 from tanghulu.store.node.chunk_table import ChunkTable
+from tanghulu.store.node.desk_holdings import DeskHoldings, NoDesks
 from tanghulu.store.node.eviction.base import Policy
+from tanghulu.store.node.granting import grant
 from tanghulu.store.node.holdings import Holding, LowerTier, NoTier
 from tanghulu.store.node.hot_keys import HotKeys
 from tanghulu.store.node.limits import no_room, refuse_impossible, refuse_while
@@ -37,14 +39,13 @@ class NodeState:
     def __init__(
         self, capacity_bytes: int, access: AccessTable, make_policy: Callable[[], Policy], clock: Clock
     ) -> None:
-        self.access = access
-        self.table = ChunkTable()
-        self.room = Room(OffsetAllocator(capacity_bytes), self.table, make_policy)
+        self.access, self.table = access, ChunkTable()
+        self.room = Room(OffsetAllocator(capacity_bytes), self.table, make_policy, lambda: self.desks.ranges())
         self.announcements = AnnouncementQueue()
         self.waiters = WaitQueue()
-        self.counters = NodeCounters()
+        self.counters, self.hot = NodeCounters(), HotKeys()
         self.tier: LowerTier = NoTier()
-        self.hot = HotKeys()
+        self.desks: DeskHoldings = NoDesks()
         self.draining = False  # takes no new chunks
         self._clock = clock
 
@@ -99,7 +100,7 @@ class NodeState:
         self, new: NewChunk, holder: Holder | None, *, may_pass: bool, sparing: bool
     ) -> Reserved | Existed | None:
         refuse_impossible(new, self.capacity_bytes, self.table.hard_pinned_bytes)
-        existing = self._standing_anywhere(new.key)
+        existing = self.standing_anywhere(new.key)
         if existing is not None:
             return self._existed(existing)
         refuse_while(self.draining)
@@ -126,10 +127,12 @@ class NodeState:
         self.table.unlease(lease_id)
         return self.commit_written(chunk, checksums, visible=visible)
 
-    def commit_written(self, chunk: Chunk, checksums: Checksums, *, visible: bool) -> Reserved | Existed:
+    def commit_written(
+        self, chunk: Chunk, checksums: Checksums, *, visible: bool, patient: bool = False
+    ) -> Reserved | Existed:
         """The bytes of a reservation are in place and nobody writes any more; asserts that it has no lease."""
         assert chunk.num_leases == 0, f"{chunk.key!r} is still leased"
-        existing = self._standing_anywhere(chunk.key)
+        existing = self.standing_anywhere(chunk.key)
         if existing is not None:
             self.abandon(chunk)
             return self._existed(existing)
@@ -142,7 +145,7 @@ class NodeState:
         self.table.publish(chunk, ChunkEvent.COMMIT if visible else ChunkEvent.COMMIT_UNSEEN)
         if chunk.state is ChunkState.LIVE:
             self.room.settle(chunk)
-        self.announcements.add(chunk)
+        self.announcements.add(chunk, patient=patient)
         self.counters.puts += 1
         return Reserved(chunk, LeaseId(0))
 
@@ -160,7 +163,7 @@ class NodeState:
         if not accepted:
             self.counters.refused += 1
             self.announcements.forget(chunk)
-            self._drop_both(chunk.key)
+            self.drop_both(chunk.key)
         elif isinstance(chunk, Chunk):
             self._go_live(chunk, ChunkEvent.ACCEPTED)
 
@@ -171,6 +174,7 @@ class NodeState:
 
     def live_chunks(self) -> list[Holding]:
         """Everything that a report to a new master lists, each key once."""
+        self.desks.drain()
         below = [entry for entry in self.tier.entries() if self.table.find(entry.key) is None]
         return [*(c for c in self.table if c.state is ChunkState.LIVE), *below]
 
@@ -242,19 +246,19 @@ class NodeState:
 
     def remove(self, key: ChunkKey) -> bool:
         """Drop the chunk by a client's wish, here and below; whether there was one."""
-        holding = self._standing_anywhere(key)
+        holding = self.standing_anywhere(key)
         if holding is None:
             return False
         self.counters.removed += 1
-        self._drop_both(key)
+        self.drop_both(key)
         self.announcements.remove(holding, deleted=True)
         return True
 
     def let_go(self, key: ChunkKey, version: int) -> None:
         """Another node has a copy now: drop the one here and below, unless it is pinned hard or another version."""
-        holding = self._standing_anywhere(key)
+        holding = self.standing_anywhere(key)
         if holding is not None and holding.version == version and holding.pin is not Pin.HARD:
-            self._drop_both(key)
+            self.drop_both(key)
             self.announcements.remove(holding)
 
     def drop_corrupt(self, chunk: Chunk) -> None:
@@ -272,10 +276,12 @@ class NodeState:
 
     def session_exited(self, session_id: int) -> None:
         """The client's process has ended: all its leases are over."""
+        self.desks.session_exited(session_id)
         self.freed(self.access.session_exited(session_id))
 
     def close_session(self, session_id: int) -> None:
         """The session's connections are gone; its leases end, mapped ones are kept until its process has exited."""
+        self.desks.session_closed(session_id)
         self.freed(self.access.close_session(session_id))
 
     def expire(self, now_s: float) -> None:
@@ -295,7 +301,8 @@ class NodeState:
             return None
         return chunk
 
-    def _standing_anywhere(self, key: ChunkKey) -> Holding | None:
+    def standing_anywhere(self, key: ChunkKey) -> Holding | None:
+        """The same, or what is below."""
         return self.standing(key) or self.tier.find(key)
 
     def _end_of_time(self, chunk: Chunk) -> None:
@@ -331,15 +338,7 @@ class NodeState:
         return Reserved(chunk, lease_id, copies_only)
 
     def _grant(self, chunk: Chunk, holder: Holder, mode: Opcode) -> tuple[LeaseId, bool]:
-        copies_only = not holder.maps
-        grant = self.access.grant
-        try:
-            lease_id = grant(holder.session_id, chunk.offset, chunk.size_bytes, mode, shm=holder.maps)
-        except Overloaded:
-            if copies_only:
-                raise
-            copies_only = True
-            lease_id = grant(holder.session_id, chunk.offset, chunk.size_bytes, mode)
+        lease_id, copies_only = grant(self.access, chunk.offset, chunk.size_bytes, holder, mode)
         self.table.lease(lease_id, chunk)
         return lease_id, copies_only
 
@@ -366,7 +365,8 @@ class NodeState:
         else:
             self.announcements.add(entry)
 
-    def _drop_both(self, key: ChunkKey) -> None:
+    def drop_both(self, key: ChunkKey) -> None:
+        """Let go what is here and below of ``key``; what the master is told is the caller's business."""
         entry, chunk = self.tier.find(key), self.table.find(key)
         if entry is not None:
             self.tier.drop(entry)
@@ -391,7 +391,7 @@ class NodeState:
         self.access.check()
         self.announcements.check()
         self.hot.check()
-        self.room.allocator.check_tiles((chunk.offset, chunk.size_bytes) for chunk in self.table)
+        self.room.allocator.check_tiles([*((c.offset, c.size_bytes) for c in self.table), *self.desks.ranges()])
         for chunk in filter(None, map(self.table.find, self.table.keys())):
             assert (chunk in self.room) == (chunk.state is ChunkState.LIVE and chunk.pin is not Pin.HARD)
 

@@ -13,7 +13,7 @@ Example: capacity 1 MiB full of 4 KiB chunks, a value of 128 KiB. LRU's 64 oldes
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, Protocol, TypeVar
 
 from tanghulu.store.node.allocator import OffsetAllocator
@@ -75,10 +75,20 @@ class Residents(Protocol[R_co]):
 
 
 class Room(Generic[R]):
-    """Allocates ranges, evicting live residents of ``table``. ``drop`` must free the range of what it is given."""
+    """Allocates ranges, evicting live residents of ``table``. ``drop`` must free the range of what it is given.
 
-    def __init__(self, allocator: OffsetAllocator, table: Residents[R], make_policy: Callable[[], Policy]) -> None:
+    ``others`` tells the (offset, bytes) of what is taken and no resident's.
+    """
+
+    def __init__(
+        self,
+        allocator: OffsetAllocator,
+        table: Residents[R],
+        make_policy: Callable[[], Policy],
+        others: Callable[[], Iterable[tuple[int, int]]] = tuple,
+    ) -> None:
         self.allocator = allocator
+        self._others = others
         self._table = table
         self._policies: dict[Pin, Policy] = {Pin.NONE: make_policy(), Pin.SOFT: make_policy()}
         self._noted: list[R] = []  # came or were read in the call that is being served; the policies hear at its end
@@ -192,7 +202,8 @@ class Room(Generic[R]):
     def _cheapest_window(self, wanted: int) -> list[R] | None:
         """What to evict for a hole of ``wanted`` bytes so that the fewest bytes go; O(n log n), rarely needed."""
         rounded = self.allocator.rounded
-        edges = sorted((c.offset, c.offset + rounded(c.range_bytes)) for c in self._table if not c.evictable)
+        fixed = [(c.offset, rounded(c.range_bytes)) for c in self._table if not c.evictable]
+        edges = sorted((offset, offset + length) for offset, length in [*fixed, *self._others()])
         starts = [0, *(end for _, end in edges)]
         ends = [*(start for start, _ in edges), self.allocator.capacity_bytes]
         movable = sorted((c for c in self._table if c.evictable), key=_offset)

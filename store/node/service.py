@@ -6,18 +6,20 @@ An edge: turns messages into NodeState's words and back. What needs no waiting i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import structlog
+from google.protobuf.message import Message
 
 from tanghulu.errors import ChecksumMismatch, ChunkNotFound, InvalidRequest, TanghuluError, Unauthorized
 from tanghulu.protos import fastlane_pb2, store_pb2
-from tanghulu.rpc.fast_server import Answer, FastService, Later, Peer
+from tanghulu.rpc.fast_server import Answer, FastService, Handler, Later, Peer
 from tanghulu.rpc.frames import PROTOCOL_VERSION
-from tanghulu.store import packed_node
+from tanghulu.store import packed_desk, packed_node
 from tanghulu.store.node.chunk import Chunk
+from tanghulu.store.node.desks import after_drain
 from tanghulu.store.node.metrics import TrafficCounters
 from tanghulu.store.node.node_state import NodeState
 from tanghulu.store.node.outcomes import Existed, Reserved
@@ -79,15 +81,24 @@ class NodeService:
     def serve(self, service: FastService) -> None:
         """Answer the node's methods."""
         service.register(fastlane_pb2.METHOD_HELLO, store_pb2.HelloRequest, self.hello)
-        service.register_packed(fastlane_pb2.METHOD_PUT, packed_node.unpack_put, self.put)
-        service.register_packed(fastlane_pb2.METHOD_RESERVE, packed_node.unpack_put, self.reserve)
-        service.register_packed(fastlane_pb2.METHOD_COMMIT, packed_node.unpack_commit, self.commit)
-        service.register_packed(fastlane_pb2.METHOD_GET, packed_node.unpack_get, self.get)
-        service.register_packed(fastlane_pb2.METHOD_UNPIN, packed_node.unpack_unpin, self.unpin)
-        service.register(fastlane_pb2.METHOD_EXISTS, store_pb2.ExistsRequest, self.exists)
-        service.register(fastlane_pb2.METHOD_REMOVE, store_pb2.RemoveRequest, self.remove)
-        service.register(fastlane_pb2.METHOD_CHUNK_STAT, store_pb2.StatRequest, self.stat)
-        service.register(fastlane_pb2.METHOD_EVICTION, store_pb2.EvictionRequest, self.eviction)
+        service.register_packed(fastlane_pb2.METHOD_DESK, packed_desk.unpack_desk_request, self.desk)
+        packed: list[tuple[int, Callable[[bytes], Any], Handler]] = [
+            (fastlane_pb2.METHOD_PUT, packed_node.unpack_put, self.put),
+            (fastlane_pb2.METHOD_RESERVE, packed_node.unpack_put, self.reserve),
+            (fastlane_pb2.METHOD_COMMIT, packed_node.unpack_commit, self.commit),
+            (fastlane_pb2.METHOD_GET, packed_node.unpack_get, self.get),
+            (fastlane_pb2.METHOD_UNPIN, packed_node.unpack_unpin, self.unpin),
+        ]
+        for method, unpack, handler in packed:
+            service.register_packed(method, unpack, after_drain(self._state, handler))
+        others: list[tuple[int, type[Message], Handler]] = [
+            (fastlane_pb2.METHOD_EXISTS, store_pb2.ExistsRequest, self.exists),
+            (fastlane_pb2.METHOD_REMOVE, store_pb2.RemoveRequest, self.remove),
+            (fastlane_pb2.METHOD_CHUNK_STAT, store_pb2.StatRequest, self.stat),
+            (fastlane_pb2.METHOD_EVICTION, store_pb2.EvictionRequest, self.eviction),
+        ]
+        for method, request_type, handler in others:
+            service.register(method, request_type, after_drain(self._state, handler))
 
     # --- sessions
 
@@ -116,6 +127,15 @@ class NodeService:
         )
 
     # --- puts
+
+    def desk(self, peer: Peer, value_bytes: int, attachment: memoryview) -> Answer:
+        """A desk for a client that maps the memory; none if there is none to spare."""
+        session = _session(peer)
+        scope = "" if peer.identity is None else peer.identity.scope
+        maps = session.holder.maps
+        place = self._state.desks.grant(session.session_id, value_bytes, scope) if maps else None
+        self._desk.room_changed()
+        return packed_desk.pack_desk(place)
 
     def put(self, peer: Peer, request: PutRequest, attachment: memoryview) -> Pending:
         """Put values that came in the request."""

@@ -102,7 +102,8 @@ class Sessions:
         """Stop watching lost sessions that hold nothing any more; to be called now and then."""
         connected = {session.session_id for session in self._by_client.values()}
         for session_id in list(self._pids):
-            if session_id not in connected and not self._state.access.has_session(session_id):
+            needed = self._state.access.has_session(session_id) or self._state.desks.knows(session_id)
+            if session_id not in connected and not needed:
                 self._watch.forget(session_id)
                 self._lose_track(session_id)
 

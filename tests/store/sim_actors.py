@@ -1,7 +1,9 @@
 """The simulated processes of a store: production classes, wired as their mains wire them, over `sim_loop`.
 
 What is not simulated as it is: registration (its gRPC carrier is replaced by a call with the network's delay) and the
-bytes of large values (copied into the owner's memory after a delay, admitted by the owner's access table).
+bytes of large values (copied into the owner's memory after a delay, admitted by the owner's access table). A client on
+a node's host has its memory at hand: it reads the index and writes into desks as if it had mapped it; the end of its
+process is told by the world.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from random import Random
 from typing import Any
 
 from prometheus_client import CollectorRegistry
-from sim_loop import HOST, Network, on_host
+from sim_loop import HOST, Network, Pipe, on_host
 
 from tanghulu.clock import SystemClock
 from tanghulu.discovery.base import Instance
@@ -24,18 +26,22 @@ from tanghulu.rpc.fast_server import FastServerProtocol, FastService, Peer
 from tanghulu.rpc.frames import PREAMBLE
 from tanghulu.store.client.aio_client import AsyncClient
 from tanghulu.store.client.settings import Settings
+from tanghulu.store.desk import HEAD_BYTES
 from tanghulu.store.master.core import Master
 from tanghulu.store.master.directory_service import DirectoryCalls
 from tanghulu.store.master.metrics import MasterMetrics
 from tanghulu.store.master.shell import Shell
 from tanghulu.store.node.announcer import Announcer
 from tanghulu.store.node.copy_wire import Orders
+from tanghulu.store.node.desks import NUM_HEADS, Desks
 from tanghulu.store.node.eviction.policies import make_policy
 from tanghulu.store.node.metrics import TrafficCounters
 from tanghulu.store.node.node_state import NodeState
+from tanghulu.store.node.published import Published
 from tanghulu.store.node.puts import PutDesk
 from tanghulu.store.node.service import NodeIdentity, NodeService
 from tanghulu.store.node.sessions import Sessions
+from tanghulu.store.shared_index import IndexPlace, IndexWriter, index_bytes, num_buckets_for
 from tanghulu.transfer_engine.access import AccessTable
 from tanghulu.transfer_engine.buffers import Buffer
 from tanghulu.transfer_engine.leases import Freed
@@ -54,10 +60,13 @@ class _Server(asyncio.Protocol):
     """What the door does for the fast lane: takes the preamble off, then hands the connection over."""
 
     def __init__(self, service: FastService) -> None:
-        self._inner = FastServerProtocol(service, Peer(pid=None, is_unix=False, name="simulated"))
+        self._peer = Peer(pid=None, is_unix=False, name="simulated")
+        self._inner = FastServerProtocol(service, self._peer)
         self._head = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, Pipe)
+        self._peer.pid = transport.peer.pid
         self._inner.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
@@ -91,6 +100,20 @@ class SimProcess:
         self.network.host_gone(self.host, silently=silently)
 
 
+class _SimSessions(Sessions):
+    """Processes are watched by the world."""
+
+    def _watch_process(self, session_id: int, pid: int) -> bool:
+        return True
+
+    def process_exited(self, pid: int) -> None:
+        for session_id in [session_id for session_id, client in self._pids.items() if client[1] == pid]:
+            if any(session.session_id == session_id for session in self._by_client.values()):
+                asyncio.get_running_loop().call_later(0.05, self.process_exited, pid)
+                return
+            self._exited(session_id)
+
+
 class SimMaster(SimProcess):
     """A master: its core, its directory calls, its ticking."""
 
@@ -119,18 +142,26 @@ class SimNode(SimProcess):
         self.address = Address(self.host, 7410)
         self.id = InstanceId(f"node-{number}")
         self.generation = generation
-        self.memory = bytearray(capacity_bytes)
+        self.capacity_bytes = capacity_bytes
+        place = IndexPlace(capacity_bytes, num_buckets_for(capacity_bytes), generation)
+        heads = capacity_bytes + index_bytes(place.num_buckets)
+        self.memory = bytearray(heads + NUM_HEADS * HEAD_BYTES)
+        view = memoryview(self.memory)
         clock = SystemClock()
         self.access = AccessTable(clock, LEASE_MS, capacity_bytes)
         self.state = NodeState(capacity_bytes, self.access, lambda: make_policy("lru"), clock)
+        index = IndexWriter(view[capacity_bytes:heads], generation, clock.now_s())
+        self.state.table.published = Published(index)
         self.announcer = Announcer(
             self.state, MasterFinder(MASTER), generation, self._changed, self._not_registered, self._ordered
         )
-        self.desk = PutDesk(self.state, memoryview(self.memory), self.announcer)
-        self.sessions = Sessions(self.state, self._changed)
+        self.desks = Desks(self.state, view, heads, clock.now_s, self.announcer.displaced)
+        self.state.desks = self.desks
+        self.desk = PutDesk(self.state, view, self.announcer)
+        self.sessions = _SimSessions(self.state, self._changed)
         service = FastService()
-        descriptor = SegmentDescriptor("store", capacity_bytes, self.host, generation, ())
-        identity = NodeIdentity(self.id, generation, descriptor)
+        descriptor = SegmentDescriptor("store", len(self.memory), self.host, generation, ())
+        identity = NodeIdentity(self.id, generation, descriptor, place)
         NodeService(identity, self.state, self.desk, self.sessions, TrafficCounters()).serve(service)
         self._register_now = asyncio.Event()
         HOST.set(self.host)
@@ -169,17 +200,32 @@ class SimNode(SimProcess):
                 continue
 
     def _instance(self) -> Instance:
-        memory = {"memory_bytes": str(len(self.memory)), "host_id": self.host}
+        memory = {"memory_bytes": str(self.capacity_bytes), "host_id": self.host}
         place = Place("zone", f"rack-{len(self.id) % 3}", self.host)
-        return Instance(self.id, Role.NODE, self.address, place=place, generation=self.generation, attributes=memory)
+        return Instance(
+            self.id,
+            Role.NODE,
+            self.address,
+            place=place,
+            generation=self.generation,
+            attributes=memory,
+            unix_path=f"/simulated/{self.host}",
+        )
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             self.state.expire(SystemClock().now_s())
+            self.state.table.published.beat(SystemClock().now_s())
             self.sessions.forget_ended()
+            self.desks.tick(SystemClock().now_s())
             self._changed()
             self.announcer.tick()
+
+    def client_exited(self, pid: int) -> None:
+        """One of this host's processes has ended."""
+        if self.alive:
+            self.sessions.process_exited(pid)
 
     # --- large values
 
@@ -199,6 +245,7 @@ class SimNode(SimProcess):
         self.state.check()
         self.announcer.check()
         self.sessions.check()
+        self.desks.check()
 
 
 def _bytes_of(request: TransferRequest) -> memoryview:
@@ -208,17 +255,25 @@ def _bytes_of(request: TransferRequest) -> memoryview:
 
 
 class _Remote:
-    """An open segment of a node, as the client's links see it."""
+    """An open segment of a node, as the client's links see it; mapped where ``memory`` is given."""
 
-    def __init__(self, node: str, generation: int, session_id: int) -> None:
-        self.node, self.generation, self.session_id = node, generation, session_id
-        self.alive = True
+    def __init__(self, world: Any, descriptor: SegmentDescriptor, session_id: int, memory: bytearray | None) -> None:
+        self.node, self.generation, self.session_id = descriptor.host_id, descriptor.generation, session_id
+        self._world, self._memory, self._closed = world, memory, False
+        self.transport = "tcp" if memory is None else "shm"
 
-    def map(self) -> None:
-        return None
+    @property
+    def alive(self) -> bool:
+        if self._closed or self._memory is None:
+            return not self._closed
+        node = self._world.nodes[self.node]
+        return bool(node.alive and node.generation == self.generation)
+
+    def map(self) -> memoryview | None:
+        return None if self._memory is None else memoryview(self._memory)
 
     def close(self) -> None:
-        self.alive = False
+        self._closed = True
 
 
 @dataclass
@@ -242,11 +297,15 @@ class _Submitted:
 class SimEngine:
     """What the client's shell asks of a transfer engine."""
 
-    def __init__(self, world: Any, host: str) -> None:
-        self._world, self._host = world, host
+    def __init__(self, world: Any, host: str, near: str) -> None:
+        self._world, self._host, self._near = world, host, near
 
-    async def open_segment_async(self, descriptor: SegmentDescriptor, session_id: int, transport: str) -> _Remote:
-        return _Remote(descriptor.host_id, descriptor.generation, session_id)
+    async def open_segment_async(
+        self, descriptor: SegmentDescriptor, session_id: int, transport: str | None
+    ) -> _Remote:
+        node = self._world.nodes[descriptor.host_id]
+        mapped = descriptor.host_id == self._near and transport != "tcp" and node.generation == descriptor.generation
+        return _Remote(self._world, descriptor, session_id, node.memory if mapped else None)
 
     async def transfer_async(self, requests: Sequence[TransferRequest], deadline_s: float) -> None:
         for request in requests:
@@ -276,12 +335,21 @@ class SimEngine:
         return
 
 
-def open_client(world: Any, host: str, client_id: str) -> AsyncClient:
-    """A client of the production's asyncio shell on ``host``."""
-    client = AsyncClient(
-        Settings(master=Masters.parse(str(MASTER)), transport="tcp", client_id=client_id, host_id=host)
-    )
+def open_client(world: Any, host: str, near: str, client_id: str) -> AsyncClient:
+    """A client of the production's asyncio shell on ``host``, which is that of the node ``near`` if one is named."""
+    master = Masters.parse(str(MASTER))
+    if near:
+        client = AsyncClient(Settings(master=master, client_id=client_id, host_id=near))
+    else:
+        client = AsyncClient(Settings(master=master, transport="tcp", client_id=client_id, host_id=host))
     shell: Any = client._shell
     shell._engine.close()
-    shell._engine = SimEngine(world, host)
+    shell._engine = SimEngine(world, host, near)
     return client
+
+
+def kill_writers(client: AsyncClient) -> None:
+    """The client's process is killed: what its coroutines still do when they are cancelled reaches no memory."""
+    for writer in client._shell.context.desks._open.values():
+        writer._words = memoryview(bytearray(HEAD_BYTES)).cast("Q")
+        writer._range = memoryview(bytearray(writer._length))

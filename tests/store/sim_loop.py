@@ -19,6 +19,8 @@ from typing import Any
 #: How long bytes wait for a cut link before the connection is given up.
 RESET_S = 2.0
 HOST: contextvars.ContextVar[str] = contextvars.ContextVar("host", default="outside")
+#: The process that opens a connection, where it matters which of a host's it is.
+PID: contextvars.ContextVar[int | None] = contextvars.ContextVar("pid", default=None)
 
 
 class _NoFiles(selectors.SelectSelector):
@@ -63,6 +65,7 @@ class Pipe(asyncio.Transport):
     def __init__(self, network: Network, host: str, protocol: asyncio.BaseProtocol) -> None:
         super().__init__()
         self.host = host
+        self.pid = PID.get()
         self.protocol: Any = protocol
         self.peer: Pipe
         self._network = network
@@ -162,7 +165,15 @@ class Network:
         """
         for address in [a for a, (owner, _, _) in self.listeners.items() if owner == host]:
             del self.listeners[address]
-        for pipe in [p for p in self.pipes if p.host == host]:
+        self._end_pipes([p for p in self.pipes if p.host == host], silently=silently)
+
+    def process_gone(self, pid: int) -> None:
+        """One of a host's processes has ended: its connections are reset at the other ends."""
+        self._end_pipes([p for p in self.pipes if p.pid == pid], silently=False)
+
+    def _end_pipes(self, pipes: Iterable[Pipe], *, silently: bool) -> None:
+        for pipe in pipes:
+            host = pipe.host
             pipe.lost = True
             self.pipes.discard(pipe)
             wait_s = RESET_S if silently else self.latency_s(host, pipe.peer.host)

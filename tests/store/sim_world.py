@@ -4,6 +4,7 @@ One seed is one life: sizes, traffic, crashes, cut and slow links, torn connecti
 
 * a put that has returned is found while one of its holders lives and has been in touch with the master;
 * a value that is read is one that was put under its key, whole; nothing but typed errors comes out, in time;
+* in a calm life, where nothing fails and everything fits, that holds without exception, and a key keeps its value;
 * in every node free + used == capacity and no two chunks overlap (`NodeState.check`), master and sessions are sound;
 * when all links are whole again, directory and nodes agree within ``CONVERGE_S``, and what was removed stays so.
 """
@@ -12,17 +13,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import secrets
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 from unittest import mock
 
 import structlog
-from sim_actors import SimMaster, SimNode, open_client
-from sim_loop import VirtualLoop, on_host
+from sim_actors import SimMaster, SimNode, kill_writers, open_client
+from sim_loop import PID, VirtualLoop, on_host
+from sim_plan import KeyLife, Plan
 
 from tanghulu.clock import SystemClock
 from tanghulu.errors import ChunkNotFound, TanghuluError
@@ -36,52 +38,6 @@ CONVERGE_S = 8.0
 _SLACK_S = 0.5
 #: Nodes whose invariants are asserted every twentieth of a second; all of them at the end.
 _CHECKED_NODES = 2
-
-
-FAULTS = ("crash", "cut", "cut", "isolate", "slow", "tear", "tear", "master", "mend")
-SIZES = (10, 100, 3000, 70_000, 120_000)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How large a world is and how much happens in it."""
-
-    num_nodes: int
-    num_clients: int
-    num_keys: int
-    seconds: float
-    node_bytes: int
-    fault_every_s: float
-    faults: tuple[str, ...] = FAULTS
-    sizes: tuple[int, ...] = SIZES
-    removals: float = 0.6  # beside 4 puts and 6 gets
-
-    @classmethod
-    def of(cls, rng: Random, num_nodes: int = 0) -> Plan:
-        """A drawn plan: mostly small worlds, in which more can meet."""
-        nodes = num_nodes or rng.choice((1, 2, 3, 3, 5, 8, 13))
-        small = rng.random() < 0.4
-        return cls(
-            num_nodes=nodes,
-            num_clients=rng.randint(1, 4) if nodes < 50 else 12,
-            num_keys=rng.choice((4, 20, 80)) if nodes < 50 else 400,
-            seconds=rng.uniform(6, 20),
-            node_bytes=(256 << 10) if small else (4 << 20),
-            fault_every_s=rng.choice((0.3, 1.0, 3.0)),
-            sizes=SIZES if small or rng.random() < 0.7 else (100, 1_200_000),
-        )
-
-
-@dataclass
-class KeyLife:
-    """What became of a key. ``acked``: version-free record of puts that returned: (time, nodes that may hold it)."""
-
-    values: set[bytes] = field(default_factory=set)
-    acked_s: float | None = None
-    removes_begun: int = 0
-    removed_s: float | None = None  # of the last remove that returned
-    put_since_remove: bool = False  # or at the same time
-    puts_open: int = 0
 
 
 class World:
@@ -99,6 +55,8 @@ class World:
         self.counts: Counter[str] = Counter()
         self.restarted_master_s = 0.0
         self._disturbed_s: dict[str, float] = {}
+        self._pids = itertools.count(1000)
+        self._clients: dict[int, tuple[asyncio.Task[None], AsyncClient]] = {}
         self._generation = 0
         self._failure: BaseException | None = None
         self._ended = False
@@ -145,7 +103,7 @@ class World:
             await asyncio.sleep(0.05)
             self._raise()
             self.check(_CHECKED_NODES)
-            if self.loop.time() >= next_fault_s:
+            if self.plan.faults and self.loop.time() >= next_fault_s:
                 next_fault_s = self.loop.time() + self.rng.expovariate(1 / self.plan.fault_every_s)
                 self._fault()
         self._ended = True
@@ -199,6 +157,8 @@ class World:
                         self.network.tear(pipe, ConnectionResetError("torn"))
             case "master":
                 self._crash_master()
+            case "kill" if self._clients:
+                self._kill_client(self.rng.choice(list(self._clients)))
             case "mend":
                 self._mend()
 
@@ -256,15 +216,36 @@ class World:
     # --- clients
 
     async def _client(self, number: int) -> None:
+        """One process after the other; some of them are killed."""
         rng = Random(f"{self.seed} client {number}")
-        near = f"node-{rng.randrange(self.plan.num_nodes)}" if rng.random() < 0.3 else f"client-{number}"
+        near = f"node-{rng.randrange(self.plan.num_nodes)}" if rng.random() < self.plan.near else ""
         while True:
-            client = open_client(self, f"client-{number}", f"id-{number}-{rng.random()}")
-            client._shell.context.host_id = near
-            for _ in range(rng.randint(5, 200)):
-                await asyncio.sleep(rng.expovariate(20))
-                await self._operation(client, rng)
-            await client.close()
+            pid = next(self._pids)
+            PID.set(pid)
+            client = open_client(self, f"client-{number}", near, f"id-{pid}")
+            task = asyncio.create_task(self._process(client, rng))
+            self._clients[pid] = task, client
+            try:
+                await asyncio.wait([task])
+            finally:
+                task.cancel()
+                del self._clients[pid]
+                for node in self.nodes.values():
+                    node.client_exited(pid)
+            if not task.cancelled() and task.exception() is not None:
+                self.fail(task.exception() or AssertionError)
+
+    async def _process(self, client: AsyncClient, rng: Random) -> None:
+        for _ in range(rng.randint(5, 200)):
+            await asyncio.sleep(rng.expovariate(20))
+            await self._operation(client, rng)
+        await client.close()
+
+    def _kill_client(self, pid: int) -> None:
+        task, client = self._clients[pid]
+        kill_writers(client)
+        self.network.process_gone(pid)
+        task.cancel()
 
     async def _operation(self, client: AsyncClient, rng: Random) -> None:
         kind = rng.choices(("put", "get", "get_many", "exists", "remove"), (4, 6, 1, 1, self.plan.removals))[0]
@@ -329,12 +310,17 @@ class World:
         life = self.keys.get(key)
         assert life is not None, f"{key} was never put"
         assert value in life.values, f"{key} has {len(value)} bytes that nobody put: {value[:60]!r}"
+        if self.plan.calm:
+            assert life.read in (None, value), f"{key} has changed its value"
+            life.read = value
 
     def _require_absent(self, key: str, began_s: float) -> None:
         """``key`` was said not to exist; so no holder of an acknowledged put may be in good standing."""
         life = self.keys.get(key)
         if life is None or life.acked_s is None or life.acked_s >= began_s:
             return
+        if self.plan.calm:
+            self.fail(AssertionError(f"{key} was put at {life.acked_s:.3f} and not found at {began_s:.3f}"))
         calm_s = began_s - CONVERGE_S
         if self._disturbed_s.get("master", 0.0) > calm_s:
             return
@@ -355,6 +341,7 @@ class World:
         await asyncio.sleep(CONVERGE_S)
         self._raise()
         self.check()
+        self.counts["put at desks"] = sum(node.desks.num_taken for node in self.nodes.values())
         directory = self.master.core.directory
         assert directory.rebuild.is_ready, "the directory is not complete"
         for host, node in self.nodes.items():
@@ -366,7 +353,7 @@ class World:
         await on_host("client-0", self._read_all())
 
     async def _read_all(self) -> None:
-        client = open_client(self, "client-0", "the last one")
+        client = open_client(self, "client-0", "", "the last one")
         try:
             for key, life in self.keys.items():
                 holders = [n for n in self.nodes.values() if n.state.find(key) is not None]  # type: ignore[arg-type]

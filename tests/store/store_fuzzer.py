@@ -35,6 +35,7 @@ _F = fastlane_pb2
 METHODS: dict[int, type[Message]] = {
     _F.METHOD_HELLO: store_pb2.HelloRequest,
     _F.METHOD_PUT: store_pb2.PutRequest,
+    _F.METHOD_DESK: store_pb2.DeskRequest,
     _F.METHOD_RESERVE: store_pb2.ReserveRequest,
     _F.METHOD_COMMIT: store_pb2.CommitRequest,
     _F.METHOD_GET: store_pb2.GetRequest,
@@ -45,6 +46,7 @@ METHODS: dict[int, type[Message]] = {
     _F.METHOD_EVICTION: store_pb2.EvictionRequest,
     _F.METHOD_ANNOUNCE: directory_pb2.AnnounceRequest,
     _F.METHOD_LOCATE: directory_pb2.LocateRequest,
+    _F.METHOD_PROCLAIM: directory_pb2.ProclaimRequest,
     _F.METHOD_PLACE: directory_pb2.PlaceRequest,
     _F.METHOD_NODES: directory_pb2.NodesRequest,
     _F.METHOD_LIST_KEYS: directory_pb2.ListKeysRequest,
@@ -95,6 +97,8 @@ def record(address: str) -> list[bytes]:
         for transport in ("shm", "tcp"):
             with tanghulu.connect(address, transport=transport) as client:
                 client.put(f"fuzz/small{transport}", b"small" * 100, ttl_s=5)
+                for i in range(3):
+                    client.put(f"fuzz/often{transport}{i}", b"often")
                 client.put(f"fuzz/large{transport}", bytes(200_000), pin="soft", part_bytes=65536)
                 client.put_many([(f"fuzz/{transport}{i}", bytes([i]) * 900) for i in range(5)])
                 client.get(f"fuzz/large{transport}").close()

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from tanghulu.errors import ChunkNotFound, InvalidRequest, StoreFull, TanghuluError
 from tanghulu.protos import directory_pb2, store_pb2
-from tanghulu.store import packed, packed_directory, packed_node
+from tanghulu.store import packed, packed_desk, packed_directory, packed_node
 from tanghulu.store.checksums import Checksums
+from tanghulu.store.desk import DeskPlace
 from tanghulu.store.packed_directory import LocateReply, LocateRequest, Location
 from tanghulu.store.packed_node import CommitRequest, Found, GetRequest, PutRequest, Reservation, UnpinRequest
-from tanghulu.store.words import NewChunk, Pin
+from tanghulu.store.words import NewChunk, Pin, Proclamation, Verdict
 from tanghulu.types import ChunkKey
 
 U64 = st.integers(0, (1 << 64) - 1)
@@ -54,6 +55,10 @@ def same(left: Any, right: Any) -> bool:
         (store_pb2.GetReply, ("items", "lease_ms"), {"inline_data"}),
         (store_pb2.GetItem, (*Found._fields, "status"), set()),
         (store_pb2.UnpinRequest, UnpinRequest._fields, set()),
+        (store_pb2.DeskRequest, ("value_bytes",), set()),
+        (store_pb2.DeskReply, DeskPlace._fields, set()),
+        (directory_pb2.ProclaimRequest, Proclamation._fields, set()),
+        (directory_pb2.ProclaimReply, ("verdict",), set()),
         (directory_pb2.LocateRequest, LocateRequest._fields, set()),
         (directory_pb2.LocateReply, (*LocateReply._fields, "node_ids", "found"), {"status"}),
         (directory_pb2.Location, (*Location._fields, "nodes"), set()),
@@ -132,6 +137,34 @@ def test_found(items: list[Found | TanghuluError]) -> None:
     back = packed_node.unpack_found(packed_node.pack_found(items, 5))
     assert len(back) == len(items)
     assert all(map(same, back, items))
+
+
+@given(U64, U64, U64, st.integers(0, (1 << 32) - 1))
+def test_desks(head: int, offset: int, length: int, num_records: int) -> None:
+    place = DeskPlace(head, offset, length, num_records)
+    assert packed_desk.unpack_desk(packed_desk.pack_desk(place)) == (place if length else None)
+    assert packed_desk.unpack_desk(packed_desk.pack_desk(None)) is None
+    assert packed_desk.unpack_desk_request(packed_desk.pack_desk_request(head)) == head
+
+
+@given(KEYS, U64, KEYS, U64, st.integers(0, (1 << 44) - 1), st.sampled_from(Verdict))
+def test_proclamations(node: str, generation: int, key: str, version: int, size: int, verdict: Verdict) -> None:
+    said = Proclamation(node, generation, ChunkKey(key), version, size)
+    assert packed_desk.unpack_proclaim(packed_desk.pack_proclaim(said)) == said
+    assert packed_desk.unpack_verdict(packed_desk.pack_verdict(verdict)) is verdict
+
+
+def test_the_example_of_a_proclamation() -> None:
+    text = "0200000000000000 0700000000000000 0500000000000000 0100 6e 6b"
+    assert packed_desk.pack_proclaim(Proclamation("n", 2, ChunkKey("k"), 7, 5)) == bytes.fromhex(text)
+    assert packed_desk.__doc__ is not None
+    assert " ".join(text.split()) in " ".join(packed_desk.__doc__.split())
+
+
+@pytest.mark.parametrize("data", [b"", b"\x03", b"\x01\x01"])
+def test_a_verdict_that_is_none(data: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        packed_desk.unpack_verdict(data)
 
 
 @given(st.lists(U64, max_size=4), U64, st.lists(KEYS, max_size=4), st.lists(KEYS, max_size=4))

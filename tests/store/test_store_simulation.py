@@ -9,13 +9,20 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from sim_world import Plan, World
+from sim_plan import Plan
+from sim_world import World
 
+from tanghulu.store.client import desks as client_desks
+from tanghulu.store.client import messages
 from tanghulu.store.master.directory import Directory
+from tanghulu.store.master.promises import Promises
 from tanghulu.store.master.rebuild import Rebuild
+from tanghulu.store.node import service
 from tanghulu.store.node.allocator import OffsetAllocator
 from tanghulu.store.node.announcements import AnnouncementQueue
+from tanghulu.store.node.desks import Desks
 from tanghulu.store.node.node_state import NodeState
+from tanghulu.store.words import Verdict
 
 #: Seeds that once failed.
 PAST_FAILURES = (6, 43, 62)
@@ -27,6 +34,8 @@ _CROWDED = Plan(2, 4, 8, 8.0, 4 << 20, 1.0, faults=("slow", "slow", "tear", "men
 _STORMY = Plan(3, 4, 6, 8.0, 4 << 20, 0.5)
 _REBORN = Plan(5, 4, 40, 14.0, 4 << 20, 1.0, faults=("master",), sizes=(10, 3000), removals=0.1)
 _LONELY = Plan(3, 4, 150, 14.0, 4 << 20, 1.5, faults=("isolate",), removals=2.0, sizes=(10, 3000))
+_CALM = Plan(2, 4, 300, 8.0, 8 << 20, 1.0, faults=(), sizes=(10, 3000, 20_000), removals=0.0, near=0.75)
+_MURDEROUS = Plan(1, 4, 300, 8.0, 8 << 20, 0.1, faults=("kill",), sizes=(10, 3000), removals=0.0, near=1.0)
 
 
 @pytest.mark.parametrize("seed", PAST_FAILURES)
@@ -36,6 +45,13 @@ def test_a_life_that_failed_once(seed: int) -> None:
 
 def test_a_seed_gives_one_life() -> None:
     assert World(3).run() == World(3).run()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [_CALM, _MURDEROUS], ids=["calm", "murderous"])
+def test_puts_at_desks(plan: Plan) -> None:
+    for seed in range(4):
+        assert World(seed, plan).run()["put at desks"] > 20
 
 
 @pytest.mark.slow
@@ -88,12 +104,45 @@ def _is_never_incomplete(original: Any) -> property:
     return property(lambda self: True)  # a new master believes that it knows all
 
 
+def _answers_without_looking_at_desks(original: Any) -> Any:
+    return lambda state, handler: handler
+
+
+def _publishes_what_was_refused(original: Any) -> Any:
+    return lambda reply: Verdict.ACCEPTED
+
+
+def _publishes_without_proclaiming(original: Any) -> Any:
+    def proclaim(*_: Any) -> Any:
+        return Verdict.ACCEPTED
+        yield
+
+    return proclaim
+
+
+def _keeps_promises_for_ever(original: Any) -> Any:
+    return lambda self, now_s: []
+
+
+def _forgets_the_rest_of_a_desk(original: Any) -> Any:
+    def free(self: Desks, desk: Any) -> None:
+        desk.taken[-1:] = []  # what became a chunk last is freed with the rest
+        original(self, desk)
+
+    return free
+
+
 MUTATIONS = [
     (AnnouncementQueue, "requeue", _forgets_to_announce, _STORMY),
     (NodeState, "_drop", _frees_what_is_leased, _CROWDED),
     (OffsetAllocator, "free", _hands_out_too_much, _CROWDED),
     (Directory, "_bury", _lets_removed_chunks_return, _LONELY),
     (Rebuild, "is_ready", _is_never_incomplete, _REBORN),
+    (service, "after_drain", _answers_without_looking_at_desks, _CALM),
+    (messages, "verdict", _publishes_what_was_refused, _CALM),
+    (client_desks, "_proclaim", _publishes_without_proclaiming, _CALM),
+    (Promises, "broken", _keeps_promises_for_ever, _MURDEROUS),
+    (Desks, "_free_range", _forgets_the_rest_of_a_desk, _MURDEROUS),
 ]
 
 
@@ -102,7 +151,7 @@ MUTATIONS = [
 @pytest.mark.parametrize(
     ("owner", "name", "mutate", "plan"), MUTATIONS, ids=[m[2].__name__.strip("_") for m in MUTATIONS]
 )
-def test_mutations_are_caught(owner: type, name: str, mutate: Any, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutations_are_caught(owner: Any, name: str, mutate: Any, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner, name, mutate(getattr(owner, name)))
     for seed in range(_MUTANT_LIVES):
         try:

@@ -1,0 +1,173 @@
+"""Puts by way of a desk (see ``store.desk``): the value goes into memory of the node, and only the master is asked.
+
+    value and checksum into the desk -> PROCLAIM to the master -> accepted: publish the record -> done
+
+In this order a record is never published that the master did not accept, so the node may make a chunk of it whenever it
+comes by. Whatever is not as usual goes the other way, to the node: the master does not lead, or is rebuilding, or
+knows the key as the node's own; the node has not shown a sign of life; there is no desk, or no room in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tanghulu.errors import TanghuluError
+from tanghulu.store import desk as desks
+from tanghulu.store.client import messages
+from tanghulu.store.client.instructions import MASTER, Ask, Deadline, Logic, PeerId
+from tanghulu.store.client.link import Link
+from tanghulu.store.desk import DeskPlace, DeskWriter, Record
+from tanghulu.store.shared_index import IndexReader
+from tanghulu.store.words import MAX_INLINE_BYTES, NewChunk, Pin, Proclamation, Verdict
+
+if TYPE_CHECKING:
+    from tanghulu.store.client.context import Context
+
+#: Larger values are written under a reservation of their own.
+MAX_DESK_VALUE = MAX_INLINE_BYTES
+#: A desk is asked for when two puts come within so long.
+OFTEN_S = 1.0
+#: A node that had none to give is not asked again for so long.
+REFUSED_S = 0.5
+_MAX_TTL_S = 1e6
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mapped:
+    """A node of this host whose memory is mapped, and which of its lives that is."""
+
+    link: Link
+    index: IndexReader
+    generation: int
+
+    def alive(self, now_s: float) -> bool:
+        """Whether the node has shown itself of late, and has not hung up."""
+        return self.index.is_kept(now_s) and self.link.remote.alive
+
+
+class ClientDesks:
+    """The desks of one client. Safe from any thread: every step is one operation of a dict."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[PeerId, Mapped] = {}
+        self._open: dict[PeerId, DeskWriter] = {}
+        self._last_s: dict[PeerId, float] = {}
+        self._ask_s: dict[PeerId, float] = {}  # not before
+
+    def map(self, node: PeerId, mapped: Mapped) -> None:
+        """The node's memory is here."""
+        self._mapped[node] = mapped
+
+    def mapped(self, node: PeerId) -> Mapped | None:
+        """The node, if its memory is here."""
+        return self._mapped.get(node)
+
+    def get(self, node: PeerId) -> DeskWriter | None:
+        """The desk at ``node``."""
+        return self._open.get(node)
+
+    def leave(self, node: PeerId, writer: DeskWriter) -> None:
+        """The desk is spent, or the node wants it back."""
+        if self._open.get(node) is writer:
+            self._open.pop(node, None)
+        writer.leave()
+
+    def forget(self, node: PeerId) -> None:
+        """The node's memory is not mapped any more, or another process took its place."""
+        self._mapped.pop(node, None)
+        writer = self._open.pop(node, None)
+        if writer is not None:
+            writer.leave()
+
+    def may_ask(self, node: PeerId, now_s: float) -> bool:
+        """Whether a desk is worth a call now; counts as one that is made."""
+        last_s, self._last_s[node] = self._last_s.get(node, float("-inf")), now_s
+        if now_s - last_s > OFTEN_S or now_s < self._ask_s.get(node, 0.0):
+            return False
+        self._ask_s[node] = now_s + REFUSED_S
+        return True
+
+    def open(self, node: PeerId, mapped: Mapped, place: DeskPlace) -> DeskWriter | None:
+        """The node has given a desk; None if that is not inside its memory."""
+        view = mapped.link.view
+        if view is None or max(place.offset + place.length, place.head + desks.HEAD_BYTES) > len(view):
+            return None
+        writer = self._open[node] = DeskWriter(view, place)
+        self._ask_s.pop(node, None)
+        return writer
+
+
+def suits(new: NewChunk) -> bool:
+    """Whether a desk's record can say all of ``new``."""
+    key, _, size, sums, pin, ttl_s, replicas = new
+    return (
+        size <= MAX_DESK_VALUE
+        and replicas == 1
+        and pin is not Pin.HARD
+        and len(sums.parts) == 1
+        and not sums.part_bytes
+        and (ttl_s is None or ttl_s < _MAX_TTL_S)
+        and (len(key) <= desks.MAX_KEY_BYTES // 4 or len(key.encode()) <= desks.MAX_KEY_BYTES)
+    )
+
+
+def put(context: Context, deadline: Deadline, node: PeerId, new: NewChunk, value: memoryview) -> Logic[bool | None]:
+    """Put ``new`` at ``node``: whether it existed; None: put it to the node itself."""
+    mapped = context.desks.mapped(node)
+    if mapped is None:
+        return None
+    writer, place = yield from _begin(context, node, mapped, new.size_bytes)
+    if writer is None:
+        return None
+    published = False
+    try:
+        writer.fill(place, value)
+        verdict = yield from _proclaim(deadline, node, mapped, new)
+        if verdict is Verdict.ACCEPTED:
+            ttl_ms = 0 if new.ttl_s is None else max(1, round(new.ttl_s * 1000))
+            checksum = new.checksums.parts[0]
+            writer.publish(Record(new.key, new.version, place, new.size_bytes, checksum, new.pin, ttl_ms))
+            published = True
+            return False
+    finally:
+        if not published:
+            writer.abandon(place, new.size_bytes)
+    if verdict is Verdict.EXISTS:
+        return True
+    if mapped.index.find(new.key, context.clock.now_s()) is not None:
+        context.reads.note(node, new.key, 0)  # a hit counts for the order of evictions
+        return True
+    return None
+
+
+def _begin(
+    context: Context, node: PeerId, mapped: Mapped, size_bytes: int
+) -> Logic[tuple[DeskWriter, int] | tuple[None, int]]:
+    """A desk, and the place for a value of that size in it; (None, 0) if there is none now."""
+    now_s = context.clock.now_s()
+    if not mapped.alive(now_s):
+        return None, 0
+    writer = context.desks.get(node)
+    if writer is not None:
+        place = writer.begin(size_bytes)
+        if place is not None:
+            return writer, place
+        if not writer.closed and writer.fits(size_bytes):
+            return None, 0  # the node is behind with the records; a call makes it read them
+        context.desks.leave(node, writer)
+    if not context.desks.may_ask(node, now_s):
+        return None, 0
+    (outcome,) = yield Ask(((node, messages.desk(size_bytes)),))
+    if isinstance(outcome, TanghuluError):
+        return None, 0
+    given = messages.desk_place(outcome)
+    writer = None if given is None else context.desks.open(node, mapped, given)
+    place = None if writer is None else writer.begin(size_bytes)
+    return (None, 0) if writer is None or place is None else (writer, place)
+
+
+def _proclaim(deadline: Deadline, node: PeerId, mapped: Mapped, new: NewChunk) -> Logic[Verdict]:
+    said = Proclamation(node, mapped.generation, new.key, new.version, new.size_bytes)
+    (outcome,) = yield Ask(((MASTER, messages.proclaim(said)),), deadline.remaining_s() / 2)
+    return Verdict.ASK_NODE if isinstance(outcome, TanghuluError) else messages.verdict(outcome)

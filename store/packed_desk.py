@@ -1,0 +1,83 @@
+"""The packed messages of desks and proclamations.
+
+All numbers are little-endian.
+
+    DeskRequest      value_bytes u64
+    DeskReply        head u64 | offset u64 | length u64 | num_records u32; all 0: none now
+    ProclaimRequest  generation u64 | version u64 | size_bytes u64 | bytes of node_id u16 | node_id | key
+    ProclaimReply    verdict u8
+
+Example: "k" of 5 bytes at version 7 for node "n" of generation 2: 0200000000000000 0700000000000000 0500000000000000
+0100 6e 6b.
+"""
+
+from __future__ import annotations
+
+import struct
+
+from tanghulu.errors import InvalidRequest
+from tanghulu.store.desk import NO_DESK, DeskPlace
+from tanghulu.store.packed import U64, refuses_nonsense
+from tanghulu.store.words import Proclamation, Verdict, validate_key
+
+_PLACE = struct.Struct("<QQQI")
+_PROCLAIM = struct.Struct("<QQQH")
+_ACCEPTED = bytes([Verdict.ACCEPTED.value])
+#: What the directory can keep of a size.
+_MAX_SIZE = (1 << 44) - 1
+
+
+def pack_desk_request(value_bytes: int) -> bytes:
+    """DeskRequest."""
+    return U64.pack(value_bytes)
+
+
+@refuses_nonsense
+def unpack_desk_request(data: bytes) -> int:
+    """See ``pack_desk_request``."""
+    (value_bytes,) = U64.unpack(data)
+    return int(value_bytes)
+
+
+def pack_desk(place: DeskPlace | None) -> bytes:
+    """DeskReply."""
+    return _PLACE.pack(*(place or NO_DESK))
+
+
+@refuses_nonsense
+def unpack_desk(data: bytes) -> DeskPlace | None:
+    """See ``pack_desk``."""
+    place = DeskPlace(*_PLACE.unpack(data))
+    return place if place.length else None
+
+
+def pack_proclaim(said: Proclamation) -> bytes:
+    """ProclaimRequest."""
+    node_id, generation, key, version, size_bytes = said
+    node = node_id.encode()
+    return _PROCLAIM.pack(generation, version, size_bytes, len(node)) + node + key.encode()
+
+
+@refuses_nonsense
+def unpack_proclaim(data: bytes) -> Proclamation:
+    """See ``pack_proclaim``; raises InvalidRequest for a bad key too."""
+    generation, version, size_bytes, node_bytes = _PROCLAIM.unpack_from(data)
+    end = _PROCLAIM.size + node_bytes
+    if size_bytes > _MAX_SIZE:
+        raise InvalidRequest(f"no chunk has {size_bytes} bytes")
+    key = validate_key(data[end:].decode())
+    return Proclamation(data[_PROCLAIM.size : end].decode(), generation, key, version, size_bytes)
+
+
+def pack_verdict(verdict: Verdict) -> bytes:
+    """ProclaimReply."""
+    return _ACCEPTED if verdict is Verdict.ACCEPTED else bytes([verdict.value])
+
+
+@refuses_nonsense
+def unpack_verdict(data: bytes) -> Verdict:
+    """See ``pack_verdict``."""
+    if data == _ACCEPTED:
+        return Verdict.ACCEPTED
+    (number,) = data
+    return Verdict(number)

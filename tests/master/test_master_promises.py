@@ -1,0 +1,166 @@
+"""What clients proclaim: when it counts, what confirms it, when it is taken back."""
+
+from __future__ import annotations
+
+import pytest
+from running_master import instance
+
+from tanghulu.store.master import promises
+from tanghulu.store.master.directory import Announcement, ChunkEntry, Directory, Report
+from tanghulu.store.master.promises import PROMISE_S, Promises
+from tanghulu.store.words import Proclamation, Verdict
+from tanghulu.types import ChunkKey
+
+
+def ready(*names: str, now_s: float = 0.0) -> Directory:
+    """A directory whose nodes have reported that they are empty."""
+    directory = Directory(now_s)
+    for name in names:
+        directory.node_registered(instance(name, generation=1), now_s)
+    for name in names:
+        for report in (Report.BEGIN, Report.END):
+            directory.announce(Announcement(name, 1, report=report), now_s)
+    assert directory.rebuild.is_ready
+    return directory
+
+
+def said(node: str, key: str, version: int = 1, generation: int = 1) -> Proclamation:
+    return Proclamation(node, generation, ChunkKey(key), version, 100 + version)
+
+
+def added(node: str, key: str, version: int = 1) -> Announcement:
+    return Announcement(node, 1, added=[ChunkEntry(key, version, 100 + version)])
+
+
+def holders(directory: Directory, key: str) -> tuple[str, ...]:
+    directory.check()
+    found = directory.find(key)
+    return () if found is None else found.node_ids
+
+
+def test_what_is_proclaimed_is_found_until_its_time_is_over() -> None:
+    directory = ready("a")
+    last = directory.log.last
+    assert directory.proclaim(said("a", "k"), 10.0) is Verdict.ACCEPTED
+    assert holders(directory, "k") == ("a",)
+    assert directory.holds(["k"]) == b"\1"
+    directory.tick(10.0 + PROMISE_S - 0.01)
+    assert holders(directory, "k") == ("a",)
+    directory.tick(10.0 + PROMISE_S)
+    assert holders(directory, "k") == ()
+    assert not directory.promises
+    events = [event for _, event in directory.log.read(last, 100)]
+    assert [(event.kind.name, event.keys) for event in events] == [("STORED", ("k",)), ("REMOVED", ("k",))]
+
+
+def test_the_nodes_own_word_keeps_it() -> None:
+    directory = ready("a")
+    directory.proclaim(said("a", "k"), 10.0)
+    assert directory.announce(added("a", "k"), 10.1).accepted == [True]
+    directory.tick(100.0)
+    assert holders(directory, "k") == ("a",)
+
+
+def test_the_nodes_removal_ends_it() -> None:
+    directory = ready("a")
+    directory.proclaim(said("a", "k"), 10.0)
+    directory.announce(Announcement("a", 1, removed=["k"]), 10.1)
+    assert holders(directory, "k") == ()
+    assert not directory.promises
+
+
+def test_a_removal_by_a_client_is_final() -> None:
+    directory = ready("a", "b")
+    directory.proclaim(said("a", "k"), 10.0)
+    directory.announce(Announcement("b", 1, deleted=["k"]), 10.1)  # asked to remove what it did not hold
+    assert holders(directory, "k") == ()
+    assert directory.announce(added("a", "k"), 10.2).accepted == [False], "its tombstone"
+    assert directory.proclaim(said("a", "k"), 10.3) is Verdict.ASK_NODE
+    assert directory.proclaim(said("a", "k", version=2), 10.3) is Verdict.ACCEPTED
+
+
+def test_the_first_version_wins() -> None:
+    directory = ready("a", "b")
+    directory.announce(added("a", "k", version=1), 10.0)
+    assert directory.proclaim(said("b", "k", version=2), 10.0) is Verdict.EXISTS
+    assert directory.proclaim(said("a", "k", version=2), 10.0) is Verdict.ASK_NODE, "it may have evicted it"
+    assert directory.proclaim(said("a", "new", version=3), 10.0) is Verdict.ACCEPTED
+    assert directory.announce(added("b", "new", version=4), 10.0).accepted == [False]
+    assert directory.proclaim(said("b", "new", version=5), 10.0) is Verdict.ASK_NODE, "a promise is not a chunk"
+
+
+@pytest.mark.parametrize("node", ["a zombie", "unknown", "draining"])
+def test_nodes_of_which_nothing_is_believed(node: str) -> None:
+    directory = ready("a")
+    match node:
+        case "a zombie":
+            assert directory.proclaim(said("a", "k", generation=2), 1.0) is Verdict.ASK_NODE
+        case "unknown":
+            assert directory.proclaim(said("x", "k"), 1.0) is Verdict.ASK_NODE
+        case "draining":
+            leaving = instance("a", generation=1)
+            leaving.attributes["draining"] = "true"
+            directory.node_registered(leaving, 1.0)
+            assert directory.proclaim(said("a", "k"), 1.0) is Verdict.ASK_NODE
+    assert holders(directory, "k") == ()
+
+
+def test_a_directory_that_is_not_complete_takes_no_clients_word() -> None:
+    directory = Directory(0.0)
+    directory.node_registered(instance("a", generation=1), 0.0)
+    assert directory.proclaim(said("a", "k"), 1.0) is Verdict.ASK_NODE
+
+
+def test_a_report_does_not_swallow_what_its_node_has_not_read_yet() -> None:
+    directory = ready("a")
+    directory.proclaim(said("a", "before"), 10.0)
+    directory.announce(Announcement("a", 1, report=Report.BEGIN), 10.0)
+    directory.proclaim(said("a", "during"), 10.0)
+    directory.announce(Announcement("a", 1, report=Report.END), 10.1)
+    while directory.sweep(100):
+        pass
+    assert holders(directory, "before") == ("a",)
+    assert holders(directory, "during") == ("a",)
+    directory.tick(20.0)
+    assert holders(directory, "before") == holders(directory, "during") == ()
+
+
+def test_a_node_that_is_gone_takes_its_promises_along() -> None:
+    directory = ready("a", "b")
+    directory.proclaim(said("a", "k"), 10.0)
+    directory.node_gone("a")
+    assert holders(directory, "k") == ()
+    assert not directory.promises
+    assert directory.proclaim(said("b", "k", version=2), 10.1) is Verdict.ACCEPTED
+    directory.announce(added("b", "k", version=2), 10.2)
+    directory.tick(20.0)
+    assert holders(directory, "k") == ("b",)
+
+
+def test_a_promise_that_was_made_good_by_another_version_stays() -> None:
+    """A node is the truth about what it holds, whatever a client has said."""
+    directory = ready("a")
+    directory.proclaim(said("a", "k", version=1), 10.0)
+    assert directory.announce(added("a", "k", version=2), 10.1).accepted == [True]
+    directory.tick(20.0)
+    assert holders(directory, "k") == ("a",)
+
+
+def test_promises_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(promises, "MAX_PROMISES", 3)
+    directory = ready("a")
+    verdicts = [directory.proclaim(said("a", f"k{i}"), 10.0) for i in range(4)]
+    assert verdicts == [Verdict.ACCEPTED] * 3 + [Verdict.ASK_NODE]
+
+
+def test_the_books() -> None:
+    kept = Promises()
+    kept.make("k", "a", 1, 10, 0.0)
+    kept.make("m", "b", 1, 10, 1.0)
+    kept.settle("k", "b")
+    assert "k" in kept, "another node has spoken"
+    kept.make("k", "b", 2, 10, 2.0)
+    assert [key for key, _ in kept.of("b")] == ["m", "k"]
+    assert kept.broken(0.0 + PROMISE_S) == []
+    assert [key for key, _ in kept.broken(1.0 + PROMISE_S)] == ["m"]
+    kept.check()

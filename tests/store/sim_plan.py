@@ -1,0 +1,58 @@
+"""How a simulated life goes (`Plan`), and what is remembered of each key (`KeyLife`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+FAULTS = ("crash", "cut", "cut", "isolate", "slow", "tear", "tear", "master", "kill", "kill", "mend")
+SIZES = (10, 100, 3000, 70_000, 120_000)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How large a world is and how much happens in it."""
+
+    num_nodes: int
+    num_clients: int
+    num_keys: int
+    seconds: float
+    node_bytes: int
+    fault_every_s: float
+    faults: tuple[str, ...] = FAULTS
+    sizes: tuple[int, ...] = SIZES
+    removals: float = 0.6  # beside 4 puts and 6 gets
+    near: float = 0.4  # how many clients live on a node's host, where they map its memory
+
+    @property
+    def calm(self) -> bool:
+        """Whether nothing fails, nothing is removed, and everything fits: then what was put is there, and stays."""
+        return not self.faults and not self.removals
+
+    @classmethod
+    def of(cls, rng: Random, num_nodes: int = 0) -> Plan:
+        """A drawn plan: mostly small worlds, in which more can meet."""
+        nodes = num_nodes or rng.choice((1, 2, 3, 3, 5, 8, 13))
+        small = rng.random() < 0.4
+        return cls(
+            num_nodes=nodes,
+            num_clients=rng.randint(1, 4) if nodes < 50 else 12,
+            num_keys=rng.choice((4, 20, 80)) if nodes < 50 else 400,
+            seconds=rng.uniform(6, 20),
+            node_bytes=(256 << 10) if small else (4 << 20),
+            fault_every_s=rng.choice((0.3, 1.0, 3.0)),
+            sizes=SIZES if small or rng.random() < 0.7 else (100, 1_200_000),
+        )
+
+
+@dataclass
+class KeyLife:
+    """What became of a key. ``acked``: version-free record of puts that returned: (time, nodes that may hold it)."""
+
+    values: set[bytes] = field(default_factory=set)
+    acked_s: float | None = None
+    removes_begun: int = 0
+    removed_s: float | None = None  # of the last remove that returned
+    put_since_remove: bool = False  # or at the same time
+    puts_open: int = 0
+    read: bytes | None = None  # first
