@@ -31,7 +31,7 @@ from tanghulu.conductor.metrics import ConductorMetrics
 from tanghulu.conductor.peers.inbox import PeerRequests
 from tanghulu.conductor.peers.outbox import NOBODY, Begun, OwnRequests
 from tanghulu.conductor.registry import Registry, SessionFactory, Worker
-from tanghulu.conductor.requests import GenerationRequest, Step, Welcome
+from tanghulu.conductor.requests import GenerationRequest, PrefixHolder, Step, Welcome
 from tanghulu.conductor.routing import Route, Router
 from tanghulu.conductor.routing_wish import Policies
 from tanghulu.conductor.served_model import ServedModel
@@ -68,6 +68,7 @@ class _Entry:
     last_token_s: float = 0.0
     wire_id: str = ""
     rest_tokens: int = 0
+    holder: PrefixHolder | None = None
     num_blocks: int = 0
     promised: InstanceId | None = None
     deadline: asyncio.TimerHandle | None = None
@@ -257,10 +258,17 @@ class Dispatcher:
             self._perform(entry, flight.fail(Overloaded(f"{objection}; try again later")))
             return
         entry.rest_tokens, entry.num_blocks = route.rest_tokens, route.request.num_blocks
+        entry.holder = self._holder(route)
         if decode != prefill:
             self.registry.workers[decode].load.promise(flight.request.id, entry.num_blocks)
             entry.promised = decode
         self._perform(entry, flight.submit(prefill, decode))
+
+    def _holder(self, route: Route) -> PrefixHolder | None:
+        """Where the prefill worker can read what it lacks of the prompt, and the store too."""
+        if route.holder is None or (worker := self.registry.workers.get(route.holder[0])) is None:
+            return None
+        return PrefixHolder(str(worker.instance.address), worker.instance.unix_path, route.holder[1])
 
     def _objection(self, entry: _Entry, route: Route) -> str:
         """Why a request that was not begun yet is refused rather than sent; "" if it is not."""
@@ -299,7 +307,8 @@ class Dispatcher:
         decode = entry.promised or NOBODY
         self.own.began(Begun(to.wire_id, worker.id, entry.rest_tokens, entry.num_blocks, hashes, decode))
         try:
-            worker.session.submit(flight.request, to.wire_id, flight.all_tokens(), to.hand_over, to.source)
+            holder = entry.holder if to.source is None else None
+            worker.session.submit(flight.request, to.wire_id, flight.all_tokens(), to.hand_over, to.source, holder)
         except Overloaded as error:
             worker.load.heard_of(to.wire_id)
             self._perform(entry, flight.on_worker_lost(error))

@@ -87,6 +87,15 @@ class KvSource:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixHolder:
+    """A worker that has the first ``num_blocks`` blocks of a prompt in its cache, as far as is known."""
+
+    address: str
+    unix_path: str
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Of one sampled token: ids and log probabilities, the sampled one first, then the most likely ones."""
 

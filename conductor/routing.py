@@ -34,12 +34,21 @@ class Route:
     policy: str
 
     @property
+    def holder(self) -> tuple[InstanceId, int] | None:
+        """Another worker that has more of the prompt than the chosen one and the store, and how many blocks."""
+        if self.decision is None or not self.hits.workers:
+            return None
+        longest = max(self.hits.workers.items(), key=lambda each: (each[1], each[0]))
+        own = self.hits.workers.get(self.decision.prefill, 0)
+        return longest if longest[1] > max(own, self.hits.store) else None
+
+    @property
     def rest_tokens(self) -> int:
         """Tokens behind the longest prefix that the chosen prefill worker holds or can fetch; at least one."""
         if self.decision is None:
             return self.request.num_tokens
         chosen = next(w for w in self.workers if w.id == self.decision.prefill)
-        hit_blocks = max(chosen.match_blocks, self.request.store_hit_blocks)
+        hit_blocks = max(chosen.match_blocks, self.request.store_hit_blocks, self.holder[1] if self.holder else 0)
         return max(1, self.request.num_tokens - hit_blocks * self.request.block_tokens)
 
 

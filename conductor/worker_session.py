@@ -20,6 +20,7 @@ from tanghulu.conductor.requests import (
     ModelCard,
     Output,
     OutputKind,
+    PrefixHolder,
     Step,
     TokenLogprobs,
     Welcome,
@@ -91,10 +92,20 @@ class WorkerSession:
         raise NodeUnavailable(f"worker {self.address} ended the session")
 
     def submit(
-        self, request: GenerationRequest, wire_id: str, tokens: Tokens, hand_over: bool, source: KvSource | None
+        self,
+        request: GenerationRequest,
+        wire_id: str,
+        tokens: Tokens,
+        hand_over: bool,
+        source: KvSource | None,
+        holder: PrefixHolder | None = None,
     ) -> None:
         """Send the request with ``tokens`` (prompt and generated so far). Raises Overloaded."""
-        self._send(pb.ToWorker(submit=_submit(request, wire_id, tokens, hand_over, source)))
+        message = _submit(request, wire_id, tokens, hand_over, source)
+        if holder is not None:
+            held = pb.PrefixHolder(address=holder.address, unix_path=holder.unix_path, num_blocks=holder.num_blocks)
+            message.holder.CopyFrom(held)
+        self._send(pb.ToWorker(submit=message))
 
     def abort(self, wire_id: str) -> None:
         """Nobody wants ``wire_id`` any more. Raises Overloaded."""

@@ -31,6 +31,7 @@ class Method(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     METHOD_PROCLAIM: _ClassVar[Method]
     METHOD_EXPORT_PIN: _ClassVar[Method]
     METHOD_EXPORT_RELEASE: _ClassVar[Method]
+    METHOD_PREFIX_PIN: _ClassVar[Method]
 METHOD_NONE: Method
 METHOD_HELLO: Method
 METHOD_ERROR: Method
@@ -56,3 +57,4 @@ METHOD_LIST_KEYS: Method
 METHOD_PROCLAIM: Method
 METHOD_EXPORT_PIN: Method
 METHOD_EXPORT_RELEASE: Method
+METHOD_PREFIX_PIN: Method

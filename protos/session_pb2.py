@@ -26,7 +26,7 @@ from tanghulu.protos import common_pb2 as tanghulu_dot_protos_dot_common__pb2
 from tanghulu.protos import store_pb2 as tanghulu_dot_protos_dot_store__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dtanghulu/protos/session.proto\x12\x0btanghulu.v1\x1a\x1ctanghulu/protos/common.proto\x1a\x1btanghulu/protos/store.proto\"\x11\n\x0f\x44\x65scribeRequest\"\xdc\x02\n\tModelCard\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\x0c\x12\x12\n\nblock_hash\x18\x03 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x04 \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\x05 \x01(\r\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x15\n\reos_token_ids\x18\x08 \x03(\r\x12\x1b\n\x13tokenizer_json_zlib\x18\t \x01(\x0c\x12\x15\n\rchat_template\x18\n \x01(\t\x12\x11\n\tbos_token\x18\x0b \x01(\t\x12\x11\n\teos_token\x18\x0c \x01(\t\x12\x0f\n\x07\x61\x64\x64_bos\x18\r \x01(\x08\x12\x13\n\x0b\x62lock_bytes\x18\x0e \x01(\x04\x12\x12\n\nnum_blocks\x18\x0f \x01(\r\x12\x1b\n\x13\x64\x65\x66\x61ult_temperature\x18\x10 \x01(\x01\"\xd1\x02\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x06 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x02\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x00\x88\x01\x01\x12\x38\n\nlogit_bias\x18\t \x03(\x0b\x32$.tanghulu.v1.Sampling.LogitBiasEntry\x12\x19\n\x0cnum_logprobs\x18\n \x01(\rH\x01\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x07\n\x05_seedB\x0f\n\r_num_logprobs\"^\n\x04Stop\x12\x16\n\x0emax_new_tokens\x18\x01 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x02 \x03(\r\x12\x12\n\nignore_eos\x18\x03 \x01(\x08\x12\x12\n\nmin_tokens\x18\x04 \x01(\r\"j\n\x08KvSource\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x11\n\tunix_path\x18\x03 \x01(\t\x12\x11\n\texport_id\x18\x04 \x01(\x04\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\"\xeb\x01\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\'\n\x08sampling\x18\x04 \x01(\x0b\x32\x15.tanghulu.v1.Sampling\x12\x1f\n\x04stop\x18\x05 \x01(\x0b\x32\x11.tanghulu.v1.Stop\x12\x0c\n\x04salt\x18\x06 \x01(\x0c\x12\x11\n\thand_over\x18\x07 \x01(\x08\x12%\n\x06source\x18\x08 \x01(\x0b\x32\x15.tanghulu.v1.KvSource\x12\x10\n\x08priority\x18\t \x01(\x11\"\x1b\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\"\n\rReleaseExport\x12\x11\n\texport_id\x18\x01 \x01(\x04\">\n\x0cSessionHello\x12\x14\n\x0c\x63onductor_id\x18\x01 \x01(\t\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\"\xbc\x01\n\x08ToWorker\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.tanghulu.v1.SessionHelloH\x00\x12%\n\x06submit\x18\x02 \x01(\x0b\x32\x13.tanghulu.v1.SubmitH\x00\x12#\n\x05\x61\x62ort\x18\x03 \x01(\x0b\x32\x12.tanghulu.v1.AbortH\x00\x12-\n\x07release\x18\x04 \x01(\x0b\x32\x1a.tanghulu.v1.ReleaseExportH\x00\x42\t\n\x07message\"4\n\rTokenLogprobs\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\"\x9b\x02\n\rRequestOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12)\n\x06\x66inish\x18\x03 \x01(\x0e\x32\x19.tanghulu.v1.FinishReason\x12\"\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x13.tanghulu.v1.Status\x12%\n\x06source\x18\x05 \x01(\x0b\x32\x15.tanghulu.v1.KvSource\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x07 \x01(\r\x12\x12\n\nstop_token\x18\x08 \x01(\r\x12,\n\x08logprobs\x18\t \x03(\x0b\x32\x1a.tanghulu.v1.TokenLogprobs\";\n\x07KvEvent\x12\x0e\n\x06stored\x18\x01 \x03(\x0c\x12\x0f\n\x07removed\x18\x02 \x03(\x0c\x12\x0f\n\x07\x63leared\x18\x03 \x01(\x08\"\xcb\x01\n\x04Load\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x14\n\x0c\x62locks_total\x18\x03 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x04 \x01(\r\x12\x1e\n\x16prefill_tokens_waiting\x18\x05 \x01(\r\x12\x1c\n\x14prefill_tokens_per_s\x18\x06 \x01(\x01\x12\x15\n\rdecode_step_s\x18\x07 \x01(\x01\x12\x19\n\x11store_bytes_per_s\x18\x08 \x01(\x01\"\xa9\x01\n\nStepOutput\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12+\n\x07outputs\x18\x02 \x03(\x0b\x32\x1a.tanghulu.v1.RequestOutput\x12\x16\n\x0e\x65vent_sequence\x18\x03 \x01(\x04\x12\'\n\tkv_events\x18\x04 \x03(\x0b\x32\x14.tanghulu.v1.KvEvent\x12\x1f\n\x04load\x18\x05 \x01(\x0b\x32\x11.tanghulu.v1.Load\"\x89\x01\n\x0eSessionWelcome\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x15\n\rcached_blocks\x18\x03 \x03(\x0c\x12\x16\n\x0e\x65vent_sequence\x18\x04 \x01(\x04\x12\x1f\n\x04load\x18\x05 \x01(\x0b\x32\x11.tanghulu.v1.Load\"p\n\nFromWorker\x12.\n\x07welcome\x18\x01 \x01(\x0b\x32\x1b.tanghulu.v1.SessionWelcomeH\x00\x12\'\n\x04step\x18\x02 \x01(\x0b\x32\x17.tanghulu.v1.StepOutputH\x00\x42\t\n\x07message\"\x12\n\x10\x44ropCacheRequest\"$\n\x0e\x44ropCacheReply\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"O\n\x10\x45xportPinRequest\x12\x11\n\texport_id\x18\x01 \x01(\x04\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\"l\n\rExportedBlock\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0e\n\x06length\x18\x02 \x01(\x04\x12)\n\tchecksums\x18\x03 \x01(\x0b\x32\x16.tanghulu.v1.Checksums\x12\x10\n\x08lease_id\x18\x04 \x01(\x04\"{\n\x0e\x45xportPinReply\x12#\n\x06status\x18\x01 \x01(\x0b\x32\x13.tanghulu.v1.Status\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12*\n\x06\x62locks\x18\x04 \x03(\x0b\x32\x1a.tanghulu.v1.ExportedBlockJ\x04\x08\x02\x10\x03\"=\n\x14\x45xportReleaseRequest\x12\x11\n\texport_id\x18\x01 \x01(\x04\x12\x12\n\nbytes_read\x18\x02 \x01(\x04\"\x14\n\x12\x45xportReleaseReply*\x81\x01\n\x0c\x46inishReason\x12\x0f\n\x0b\x46INISH_NONE\x10\x00\x12\x0f\n\x0b\x46INISH_STOP\x10\x01\x12\x11\n\rFINISH_LENGTH\x10\x02\x12\x16\n\x12\x46INISH_HANDED_OVER\x10\x03\x12\x12\n\x0e\x46INISH_ABORTED\x10\x04\x12\x10\n\x0c\x46INISH_ERROR\x10\x05\x32\xd2\x01\n\x06Worker\x12@\n\x08\x44\x65scribe\x12\x1c.tanghulu.v1.DescribeRequest\x1a\x16.tanghulu.v1.ModelCard\x12=\n\x07Session\x12\x15.tanghulu.v1.ToWorker\x1a\x17.tanghulu.v1.FromWorker(\x01\x30\x01\x12G\n\tDropCache\x12\x1d.tanghulu.v1.DropCacheRequest\x1a\x1b.tanghulu.v1.DropCacheReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dtanghulu/protos/session.proto\x12\x0btanghulu.v1\x1a\x1ctanghulu/protos/common.proto\x1a\x1btanghulu/protos/store.proto\"\x11\n\x0f\x44\x65scribeRequest\"\xdc\x02\n\tModelCard\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\x0c\x12\x12\n\nblock_hash\x18\x03 \x01(\t\x12\x14\n\x0c\x62lock_tokens\x18\x04 \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\x05 \x01(\r\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x15\n\reos_token_ids\x18\x08 \x03(\r\x12\x1b\n\x13tokenizer_json_zlib\x18\t \x01(\x0c\x12\x15\n\rchat_template\x18\n \x01(\t\x12\x11\n\tbos_token\x18\x0b \x01(\t\x12\x11\n\teos_token\x18\x0c \x01(\t\x12\x0f\n\x07\x61\x64\x64_bos\x18\r \x01(\x08\x12\x13\n\x0b\x62lock_bytes\x18\x0e \x01(\x04\x12\x12\n\nnum_blocks\x18\x0f \x01(\r\x12\x1b\n\x13\x64\x65\x66\x61ult_temperature\x18\x10 \x01(\x01\"\xd1\x02\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x06 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x02\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x00\x88\x01\x01\x12\x38\n\nlogit_bias\x18\t \x03(\x0b\x32$.tanghulu.v1.Sampling.LogitBiasEntry\x12\x19\n\x0cnum_logprobs\x18\n \x01(\rH\x01\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x07\n\x05_seedB\x0f\n\r_num_logprobs\"^\n\x04Stop\x12\x16\n\x0emax_new_tokens\x18\x01 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x02 \x03(\r\x12\x12\n\nignore_eos\x18\x03 \x01(\x08\x12\x12\n\nmin_tokens\x18\x04 \x01(\r\"j\n\x08KvSource\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x11\n\tunix_path\x18\x03 \x01(\t\x12\x11\n\texport_id\x18\x04 \x01(\x04\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\"F\n\x0cPrefixHolder\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x11\n\tunix_path\x18\x02 \x01(\t\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\"\x96\x02\n\x06Submit\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\'\n\x08sampling\x18\x04 \x01(\x0b\x32\x15.tanghulu.v1.Sampling\x12\x1f\n\x04stop\x18\x05 \x01(\x0b\x32\x11.tanghulu.v1.Stop\x12\x0c\n\x04salt\x18\x06 \x01(\x0c\x12\x11\n\thand_over\x18\x07 \x01(\x08\x12%\n\x06source\x18\x08 \x01(\x0b\x32\x15.tanghulu.v1.KvSource\x12\x10\n\x08priority\x18\t \x01(\x11\x12)\n\x06holder\x18\n \x01(\x0b\x32\x19.tanghulu.v1.PrefixHolder\"\x1b\n\x05\x41\x62ort\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\"\n\rReleaseExport\x12\x11\n\texport_id\x18\x01 \x01(\x04\">\n\x0cSessionHello\x12\x14\n\x0c\x63onductor_id\x18\x01 \x01(\t\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\"\xbc\x01\n\x08ToWorker\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.tanghulu.v1.SessionHelloH\x00\x12%\n\x06submit\x18\x02 \x01(\x0b\x32\x13.tanghulu.v1.SubmitH\x00\x12#\n\x05\x61\x62ort\x18\x03 \x01(\x0b\x32\x12.tanghulu.v1.AbortH\x00\x12-\n\x07release\x18\x04 \x01(\x0b\x32\x1a.tanghulu.v1.ReleaseExportH\x00\x42\t\n\x07message\"4\n\rTokenLogprobs\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\"\x9b\x02\n\rRequestOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12)\n\x06\x66inish\x18\x03 \x01(\x0e\x32\x19.tanghulu.v1.FinishReason\x12\"\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x13.tanghulu.v1.Status\x12%\n\x06source\x18\x05 \x01(\x0b\x32\x15.tanghulu.v1.KvSource\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x07 \x01(\r\x12\x12\n\nstop_token\x18\x08 \x01(\r\x12,\n\x08logprobs\x18\t \x03(\x0b\x32\x1a.tanghulu.v1.TokenLogprobs\";\n\x07KvEvent\x12\x0e\n\x06stored\x18\x01 \x03(\x0c\x12\x0f\n\x07removed\x18\x02 \x03(\x0c\x12\x0f\n\x07\x63leared\x18\x03 \x01(\x08\"\xcb\x01\n\x04Load\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x14\n\x0c\x62locks_total\x18\x03 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x04 \x01(\r\x12\x1e\n\x16prefill_tokens_waiting\x18\x05 \x01(\r\x12\x1c\n\x14prefill_tokens_per_s\x18\x06 \x01(\x01\x12\x15\n\rdecode_step_s\x18\x07 \x01(\x01\x12\x19\n\x11store_bytes_per_s\x18\x08 \x01(\x01\"\xa9\x01\n\nStepOutput\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12+\n\x07outputs\x18\x02 \x03(\x0b\x32\x1a.tanghulu.v1.RequestOutput\x12\x16\n\x0e\x65vent_sequence\x18\x03 \x01(\x04\x12\'\n\tkv_events\x18\x04 \x03(\x0b\x32\x14.tanghulu.v1.KvEvent\x12\x1f\n\x04load\x18\x05 \x01(\x0b\x32\x11.tanghulu.v1.Load\"\x89\x01\n\x0eSessionWelcome\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x15\n\rcached_blocks\x18\x03 \x03(\x0c\x12\x16\n\x0e\x65vent_sequence\x18\x04 \x01(\x04\x12\x1f\n\x04load\x18\x05 \x01(\x0b\x32\x11.tanghulu.v1.Load\"p\n\nFromWorker\x12.\n\x07welcome\x18\x01 \x01(\x0b\x32\x1b.tanghulu.v1.SessionWelcomeH\x00\x12\'\n\x04step\x18\x02 \x01(\x0b\x32\x17.tanghulu.v1.StepOutputH\x00\x42\t\n\x07message\"\x12\n\x10\x44ropCacheRequest\"$\n\x0e\x44ropCacheReply\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"O\n\x10\x45xportPinRequest\x12\x11\n\texport_id\x18\x01 \x01(\x04\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\x0c\"l\n\rExportedBlock\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0e\n\x06length\x18\x02 \x01(\x04\x12)\n\tchecksums\x18\x03 \x01(\x0b\x32\x16.tanghulu.v1.Checksums\x12\x10\n\x08lease_id\x18\x04 \x01(\x04\"=\n\x10PrefixPinRequest\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\x0c\"\x8e\x01\n\x0e\x45xportPinReply\x12#\n\x06status\x18\x01 \x01(\x0b\x32\x13.tanghulu.v1.Status\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12*\n\x06\x62locks\x18\x04 \x03(\x0b\x32\x1a.tanghulu.v1.ExportedBlock\x12\x11\n\texport_id\x18\x05 \x01(\x04J\x04\x08\x02\x10\x03\"=\n\x14\x45xportReleaseRequest\x12\x11\n\texport_id\x18\x01 \x01(\x04\x12\x12\n\nbytes_read\x18\x02 \x01(\x04\"\x14\n\x12\x45xportReleaseReply*\x81\x01\n\x0c\x46inishReason\x12\x0f\n\x0b\x46INISH_NONE\x10\x00\x12\x0f\n\x0b\x46INISH_STOP\x10\x01\x12\x11\n\rFINISH_LENGTH\x10\x02\x12\x16\n\x12\x46INISH_HANDED_OVER\x10\x03\x12\x12\n\x0e\x46INISH_ABORTED\x10\x04\x12\x10\n\x0c\x46INISH_ERROR\x10\x05\x32\xd2\x01\n\x06Worker\x12@\n\x08\x44\x65scribe\x12\x1c.tanghulu.v1.DescribeRequest\x1a\x16.tanghulu.v1.ModelCard\x12=\n\x07Session\x12\x15.tanghulu.v1.ToWorker\x1a\x17.tanghulu.v1.FromWorker(\x01\x30\x01\x12G\n\tDropCache\x12\x1d.tanghulu.v1.DropCacheRequest\x1a\x1b.tanghulu.v1.DropCacheReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,8 +35,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=3070
-  _globals['_FINISHREASON']._serialized_end=3199
+  _globals['_FINISHREASON']._serialized_start=3268
+  _globals['_FINISHREASON']._serialized_end=3397
   _globals['_DESCRIBEREQUEST']._serialized_start=105
   _globals['_DESCRIBEREQUEST']._serialized_end=122
   _globals['_MODELCARD']._serialized_start=125
@@ -49,44 +49,48 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STOP']._serialized_end=909
   _globals['_KVSOURCE']._serialized_start=911
   _globals['_KVSOURCE']._serialized_end=1017
-  _globals['_SUBMIT']._serialized_start=1020
-  _globals['_SUBMIT']._serialized_end=1255
-  _globals['_ABORT']._serialized_start=1257
-  _globals['_ABORT']._serialized_end=1284
-  _globals['_RELEASEEXPORT']._serialized_start=1286
-  _globals['_RELEASEEXPORT']._serialized_end=1320
-  _globals['_SESSIONHELLO']._serialized_start=1322
-  _globals['_SESSIONHELLO']._serialized_end=1384
-  _globals['_TOWORKER']._serialized_start=1387
-  _globals['_TOWORKER']._serialized_end=1575
-  _globals['_TOKENLOGPROBS']._serialized_start=1577
-  _globals['_TOKENLOGPROBS']._serialized_end=1629
-  _globals['_REQUESTOUTPUT']._serialized_start=1632
-  _globals['_REQUESTOUTPUT']._serialized_end=1915
-  _globals['_KVEVENT']._serialized_start=1917
-  _globals['_KVEVENT']._serialized_end=1976
-  _globals['_LOAD']._serialized_start=1979
-  _globals['_LOAD']._serialized_end=2182
-  _globals['_STEPOUTPUT']._serialized_start=2185
-  _globals['_STEPOUTPUT']._serialized_end=2354
-  _globals['_SESSIONWELCOME']._serialized_start=2357
-  _globals['_SESSIONWELCOME']._serialized_end=2494
-  _globals['_FROMWORKER']._serialized_start=2496
-  _globals['_FROMWORKER']._serialized_end=2608
-  _globals['_DROPCACHEREQUEST']._serialized_start=2610
-  _globals['_DROPCACHEREQUEST']._serialized_end=2628
-  _globals['_DROPCACHEREPLY']._serialized_start=2630
-  _globals['_DROPCACHEREPLY']._serialized_end=2666
-  _globals['_EXPORTPINREQUEST']._serialized_start=2668
-  _globals['_EXPORTPINREQUEST']._serialized_end=2747
-  _globals['_EXPORTEDBLOCK']._serialized_start=2749
-  _globals['_EXPORTEDBLOCK']._serialized_end=2857
-  _globals['_EXPORTPINREPLY']._serialized_start=2859
-  _globals['_EXPORTPINREPLY']._serialized_end=2982
-  _globals['_EXPORTRELEASEREQUEST']._serialized_start=2984
-  _globals['_EXPORTRELEASEREQUEST']._serialized_end=3045
-  _globals['_EXPORTRELEASEREPLY']._serialized_start=3047
-  _globals['_EXPORTRELEASEREPLY']._serialized_end=3067
-  _globals['_WORKER']._serialized_start=3202
-  _globals['_WORKER']._serialized_end=3412
+  _globals['_PREFIXHOLDER']._serialized_start=1019
+  _globals['_PREFIXHOLDER']._serialized_end=1089
+  _globals['_SUBMIT']._serialized_start=1092
+  _globals['_SUBMIT']._serialized_end=1370
+  _globals['_ABORT']._serialized_start=1372
+  _globals['_ABORT']._serialized_end=1399
+  _globals['_RELEASEEXPORT']._serialized_start=1401
+  _globals['_RELEASEEXPORT']._serialized_end=1435
+  _globals['_SESSIONHELLO']._serialized_start=1437
+  _globals['_SESSIONHELLO']._serialized_end=1499
+  _globals['_TOWORKER']._serialized_start=1502
+  _globals['_TOWORKER']._serialized_end=1690
+  _globals['_TOKENLOGPROBS']._serialized_start=1692
+  _globals['_TOKENLOGPROBS']._serialized_end=1744
+  _globals['_REQUESTOUTPUT']._serialized_start=1747
+  _globals['_REQUESTOUTPUT']._serialized_end=2030
+  _globals['_KVEVENT']._serialized_start=2032
+  _globals['_KVEVENT']._serialized_end=2091
+  _globals['_LOAD']._serialized_start=2094
+  _globals['_LOAD']._serialized_end=2297
+  _globals['_STEPOUTPUT']._serialized_start=2300
+  _globals['_STEPOUTPUT']._serialized_end=2469
+  _globals['_SESSIONWELCOME']._serialized_start=2472
+  _globals['_SESSIONWELCOME']._serialized_end=2609
+  _globals['_FROMWORKER']._serialized_start=2611
+  _globals['_FROMWORKER']._serialized_end=2723
+  _globals['_DROPCACHEREQUEST']._serialized_start=2725
+  _globals['_DROPCACHEREQUEST']._serialized_end=2743
+  _globals['_DROPCACHEREPLY']._serialized_start=2745
+  _globals['_DROPCACHEREPLY']._serialized_end=2781
+  _globals['_EXPORTPINREQUEST']._serialized_start=2783
+  _globals['_EXPORTPINREQUEST']._serialized_end=2862
+  _globals['_EXPORTEDBLOCK']._serialized_start=2864
+  _globals['_EXPORTEDBLOCK']._serialized_end=2972
+  _globals['_PREFIXPINREQUEST']._serialized_start=2974
+  _globals['_PREFIXPINREQUEST']._serialized_end=3035
+  _globals['_EXPORTPINREPLY']._serialized_start=3038
+  _globals['_EXPORTPINREPLY']._serialized_end=3180
+  _globals['_EXPORTRELEASEREQUEST']._serialized_start=3182
+  _globals['_EXPORTRELEASEREQUEST']._serialized_end=3243
+  _globals['_EXPORTRELEASEREPLY']._serialized_start=3245
+  _globals['_EXPORTRELEASEREPLY']._serialized_end=3265
+  _globals['_WORKER']._serialized_start=3400
+  _globals['_WORKER']._serialized_end=3610
 # @@protoc_insertion_point(module_scope)

@@ -121,8 +121,18 @@ class KvSource(_message.Message):
     num_tokens: int
     def __init__(self, instance_id: _Optional[str] = ..., address: _Optional[str] = ..., unix_path: _Optional[str] = ..., export_id: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
+class PrefixHolder(_message.Message):
+    __slots__ = ("address", "unix_path", "num_blocks")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    UNIX_PATH_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    unix_path: str
+    num_blocks: int
+    def __init__(self, address: _Optional[str] = ..., unix_path: _Optional[str] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
 class Submit(_message.Message):
-    __slots__ = ("request_id", "tokens", "num_prompt_tokens", "sampling", "stop", "salt", "hand_over", "source", "priority")
+    __slots__ = ("request_id", "tokens", "num_prompt_tokens", "sampling", "stop", "salt", "hand_over", "source", "priority", "holder")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -132,6 +142,7 @@ class Submit(_message.Message):
     HAND_OVER_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     tokens: bytes
     num_prompt_tokens: int
@@ -141,7 +152,8 @@ class Submit(_message.Message):
     hand_over: bool
     source: KvSource
     priority: int
-    def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., salt: _Optional[bytes] = ..., hand_over: _Optional[bool] = ..., source: _Optional[_Union[KvSource, _Mapping]] = ..., priority: _Optional[int] = ...) -> None: ...
+    holder: PrefixHolder
+    def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[bytes] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., salt: _Optional[bytes] = ..., hand_over: _Optional[bool] = ..., source: _Optional[_Union[KvSource, _Mapping]] = ..., priority: _Optional[int] = ..., holder: _Optional[_Union[PrefixHolder, _Mapping]] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("request_id",)
@@ -303,15 +315,25 @@ class ExportedBlock(_message.Message):
     lease_id: int
     def __init__(self, offset: _Optional[int] = ..., length: _Optional[int] = ..., checksums: _Optional[_Union[_store_pb2.Checksums, _Mapping]] = ..., lease_id: _Optional[int] = ...) -> None: ...
 
+class PrefixPinRequest(_message.Message):
+    __slots__ = ("block_hashes", "fingerprint")
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    block_hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    fingerprint: bytes
+    def __init__(self, block_hashes: _Optional[_Iterable[bytes]] = ..., fingerprint: _Optional[bytes] = ...) -> None: ...
+
 class ExportPinReply(_message.Message):
-    __slots__ = ("status", "num_tokens", "blocks")
+    __slots__ = ("status", "num_tokens", "blocks", "export_id")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    EXPORT_ID_FIELD_NUMBER: _ClassVar[int]
     status: _common_pb2.Status
     num_tokens: int
     blocks: _containers.RepeatedCompositeFieldContainer[ExportedBlock]
-    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., num_tokens: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[ExportedBlock, _Mapping]]] = ...) -> None: ...
+    export_id: int
+    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., num_tokens: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[ExportedBlock, _Mapping]]] = ..., export_id: _Optional[int] = ...) -> None: ...
 
 class ExportReleaseRequest(_message.Message):
     __slots__ = ("export_id", "bytes_read")

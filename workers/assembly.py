@@ -28,7 +28,7 @@ from tanghulu.transfer_engine.metrics import EngineCollector, ServerCollector
 from tanghulu.transfer_engine.options import transfer_settings
 from tanghulu.transfer_engine.segment import MemorySegment
 from tanghulu.transfer_engine.server import SegmentServer
-from tanghulu.types import Address, Fingerprint, RequestId
+from tanghulu.types import Address, BlockHash, Fingerprint, RequestId
 from tanghulu.workers.connector import KvConnector
 from tanghulu.workers.engine import EngineConfig, EngineCore, ModelRunner
 from tanghulu.workers.engine_thread import EngineThread, StepReport
@@ -41,6 +41,7 @@ from tanghulu.workers.rank_processes import RankProcesses
 from tanghulu.workers.session_wire import RequestFactory, model_card
 from tanghulu.workers.sessions import SessionHub
 from tanghulu.workers.speed import SpeedMeter
+from tanghulu.workers.step_plan import KvExport
 from tanghulu.workers.store_adapter import StoreAdapter
 from tanghulu.workers.tokenizer_assets import TokenizerAssets
 
@@ -173,6 +174,7 @@ class Worker:
             clock,
             self._metrics,
             lambda request_id: self._thread.post(lambda c: _release_export(c, request_id)),
+            self._export_prefix,
         )
         server = SegmentServer(
             self._segment,
@@ -192,6 +194,22 @@ class Worker:
         self._peers.address, self._peers.unix_path = str(self.address), self.unix_path
         sweeping = asyncio.create_task(self._peers.sweep())
         stack.push_async_callback(_cancelled, sweeping)
+
+    async def _export_prefix(self, name: RequestId, hashes: Sequence[BlockHash]) -> KvExport | None:
+        """`EngineCore.export_prefix`, between two steps."""
+        loop = asyncio.get_running_loop()
+        found: asyncio.Future[KvExport | None] = loop.create_future()
+
+        def export(core: EngineCore) -> None:
+            kv = core.export_prefix(name, hashes)
+            loop.call_soon_threadsafe(found.set_result, kv)
+
+        self._thread.post(export)
+        try:
+            return await asyncio.shield(found)
+        except asyncio.CancelledError:  # the reader hung up: what the engine may still hold for it is given back
+            self._thread.post(lambda core: _release_export(core, name))
+            raise
 
     def _card(self, core: EngineCore) -> session_pb2.ModelCard:
         loaded = self._loaded

@@ -8,7 +8,7 @@ leading blocks arrived whole (0 is always an answer), and computes the rest.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,7 +21,7 @@ from tanghulu.workers.engine import EngineCore
 from tanghulu.workers.engine_thread import Command
 from tanghulu.workers.kv_layout import KvMemory
 from tanghulu.workers.metrics import WorkerMetrics
-from tanghulu.workers.requests import PeerExport
+from tanghulu.workers.requests import PeerExport, PrefixHolder
 from tanghulu.workers.speed import SpeedMeter
 from tanghulu.workers.step_plan import CommittedBlock, FetchWanted
 
@@ -45,6 +45,10 @@ class KvPeers(Protocol):
 
     def read(self, peer: PeerExport, first_block: int, buffers: Sequence[memoryview]) -> int:
         """Fill ``buffers`` with the export's blocks from ``first_block`` on; returns how many arrived whole."""
+        ...
+
+    def read_prefix(self, holder: PrefixHolder, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
+        """Fill ``buffers`` with cached blocks of another worker; returns how many leading ones arrived whole."""
         ...
 
     def release(self, peer: PeerExport) -> None:
@@ -98,7 +102,7 @@ class KvConnector:
 
     def fetch(self, wanted: FetchWanted) -> None:
         """Begin to load; `EngineCore.fetch_done` follows."""
-        if wanted.peer is None and (self._store is None or self._paused):
+        if wanted.peer is None and wanted.holder is None and not self._store_answers:
             self._done(wanted, 0)
             return
         self._fetchers.submit(self._fetch, wanted)
@@ -127,21 +131,46 @@ class KvConnector:
         """The store failed a moment ago: requests do not wait for its deadlines one after the other."""
         return time.monotonic() < self._paused_until_s
 
+    @property
+    def _store_answers(self) -> bool:
+        return self._store is not None and not self._paused
+
     # --- in the connector's threads
 
     def _fetch(self, wanted: FetchWanted) -> None:
-        source = "store" if wanted.peer is None else "peer"
-        started_s, num_ok = time.monotonic(), 0
+        num_ok = 0
         try:
             buffers = [self._cache.block_view(block) for block in wanted.block_ids]
-            num_ok = self._read(wanted, buffers)
-        except TanghuluError as error:
-            self._failed(source, error)
+            for source, read in self._sources(wanted, buffers):
+                num_ok += self._fetch_from(source, wanted, num_ok, read)
         except Exception:  # noqa: BLE001 - a bug here must not leave the request waiting for ever: it is computed
             _log.exception("fetch.failed", request=wanted.request_id)
         finally:
             self._done(wanted, num_ok)
-        self._count_fetch(wanted, source, num_ok, time.monotonic() - started_s)
+
+    def _sources(
+        self, wanted: FetchWanted, buffers: Sequence[memoryview]
+    ) -> Iterator[tuple[str, Callable[[int], int]]]:
+        """Whom to ask, in order, and how: for the blocks from a number on, answering how many came."""
+        peer, holder, store, hashes = wanted.peer, wanted.holder, self._store, wanted.block_hashes
+        if peer is not None:
+            yield "peer", lambda at: self._peers.read(peer, wanted.first_block + at, buffers[at:])
+            return
+        if holder is not None and (held := holder.num_blocks - wanted.first_block) > 0:
+            yield "peer_cache", lambda at: self._peers.read_prefix(holder, hashes[at:held], buffers[at:held])
+        if store is not None and self._store_answers:
+            yield "store", lambda at: store.load(hashes[at:], buffers[at:]) if at < len(hashes) else 0
+
+    def _fetch_from(self, source: str, wanted: FetchWanted, at: int, read: Callable[[int], int]) -> int:
+        """Leading blocks from number ``at`` of the wanted ones that ``source`` gave; 0 if it failed."""
+        started_s = time.monotonic()
+        try:
+            num_ok = read(at)
+        except TanghuluError as error:
+            self._failed(source, error)
+            return 0
+        self._count_fetch(wanted, source, at, num_ok, time.monotonic() - started_s)
+        return num_ok
 
     def _forgo(self, peer: PeerExport) -> None:
         try:
@@ -149,17 +178,11 @@ class KvConnector:
         except TanghuluError as error:
             _log.warning("export.release_failed", code=error.code, error=error.message)
 
-    def _read(self, wanted: FetchWanted, buffers: Sequence[memoryview]) -> int:
-        if wanted.peer is not None:
-            return self._peers.read(wanted.peer, wanted.first_block, buffers)
-        assert self._store is not None
-        return self._store.load(wanted.block_hashes, buffers)
-
-    def _count_fetch(self, wanted: FetchWanted, source: str, num_ok: int, seconds: float) -> None:
+    def _count_fetch(self, wanted: FetchWanted, source: str, at: int, num_ok: int, seconds: float) -> None:
         if num_ok == 0:
             return
         block_tokens = self._cache.layout.block_tokens
-        tokens = min(num_ok * block_tokens, wanted.num_tokens - wanted.first_block * block_tokens)
+        tokens = min(num_ok * block_tokens, wanted.num_tokens - (wanted.first_block + at) * block_tokens)
         self._metrics.fetch_seconds.labels(source).observe(seconds)
         self._metrics.fetch_bytes.labels(source).inc(num_ok * self._cache.layout.block_bytes)
         self._metrics.prefix_tokens.labels(source).inc(tokens)

@@ -14,12 +14,12 @@ from typing import Protocol
 
 from tanghulu.clock import Clock, SystemClock
 from tanghulu.errors import InvalidRequest
-from tanghulu.types import RequestId
+from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.block_pool import DEFAULT_EVICTION, BlockPool
 from tanghulu.workers.kv_layout import KvLayout, KvMemory
 from tanghulu.workers.requests import EngineRequest, FinishReason, PeerExport
 from tanghulu.workers.scheduler import Scheduler, SchedulerConfig
-from tanghulu.workers.step_plan import CommittedBlock, FetchWanted, StepOutcome, StepPlan
+from tanghulu.workers.step_plan import CommittedBlock, FetchWanted, KvExport, StepOutcome, StepPlan
 from tanghulu.workers.step_result import RequestOutput, Sampled, StepResult, StepTimings
 
 
@@ -156,6 +156,10 @@ class EngineCore:
     def release_export(self, request_id: RequestId) -> bool:
         """Give up a handed-over request's blocks; False if there are none."""
         return self.scheduler.release_export(request_id)
+
+    def export_prefix(self, name: RequestId, hashes: Sequence[BlockHash]) -> KvExport | None:
+        """Hold cached blocks for another worker; see `Scheduler.export_prefix`."""
+        return self.scheduler.export_prefix(name, hashes)
 
     def hold(self, block_ids: Sequence[int]) -> None:
         """Keep blocks (in use or cached) from being reused while their bytes are read."""

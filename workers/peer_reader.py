@@ -6,9 +6,10 @@ dropped and the next read opens another.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -24,11 +25,14 @@ from tanghulu.transfer_engine.engine import TransferEngine
 from tanghulu.transfer_engine.opcode import Opcode
 from tanghulu.transfer_engine.remote import RemoteSegment
 from tanghulu.transfer_engine.requests import TransferRequest
-from tanghulu.types import Address, Fingerprint
-from tanghulu.workers.requests import PeerExport
-from tanghulu.workers.session_wire import split_peer
+from tanghulu.types import Address, BlockHash, Fingerprint
+from tanghulu.workers.requests import PeerExport, PrefixHolder
+from tanghulu.workers.session_wire import split_instance
 
 _log = structlog.get_logger(__name__)
+
+#: A cached prefix that takes longer than this to come is computed, or loaded from the store, instead.
+PREFIX_DEADLINE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,37 +63,63 @@ class PeerReader:
         Returns how many leading ones arrived whole, checksums verified. Raises NodeUnavailable, ChunkNotFound,
         TransferFailed or DeadlineExceeded when none did.
         """
-        address, unix_path, export_id = split_peer(peer)
-        opened = self._open(peer.instance, address, unix_path)
-        try:
-            reply = opened.connection.call(
-                fastlane_pb2.METHOD_EXPORT_PIN,
-                session_pb2.ExportPinRequest(
-                    export_id=export_id, first_block=first_block, fingerprint=self._fingerprint
-                ),
-                session_pb2.ExportPinReply,
-                deadline_s=self._deadline_s,
-            ).message
-            blocks = reply.blocks[: len(buffers)]
-            self._transfer(opened.segment, blocks, buffers)
-            num_ok = _count_whole(blocks, buffers)
-        except NodeUnavailable:
-            self._drop(peer.instance)
-            raise
+        export_id = int(peer.export_id)
+        request = session_pb2.ExportPinRequest(
+            export_id=export_id, first_block=first_block, fingerprint=self._fingerprint
+        )
+        opened = self._open(peer.instance)
+        with self._dropped_if_gone(peer.instance):
+            num_ok, _ = self._copy(opened, fastlane_pb2.METHOD_EXPORT_PIN, request, buffers, self._deadline_s)
         self._release(opened, export_id, num_ok * len(buffers[0]))
         return num_ok
 
-    def release(self, peer: PeerExport) -> None:
-        """Say that nothing of the export will be read. Raises NodeUnavailable or DeadlineExceeded."""
-        address, unix_path, export_id = split_peer(peer)
+    def read_prefix(self, holder: PrefixHolder, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
+        """Fill ``buffers`` with the blocks of ``hashes`` that ``holder`` has in its cache now.
+
+        Returns how many leading ones arrived whole, 0 if it has none (any more). Raises as `read` does, and Overloaded.
+        """
+        request = session_pb2.PrefixPinRequest(block_hashes=hashes, fingerprint=self._fingerprint)
+        opened = self._open(holder.instance)
+        with self._dropped_if_gone(holder.instance):
+            num_ok, export_id = self._copy(opened, fastlane_pb2.METHOD_PREFIX_PIN, request, buffers, PREFIX_DEADLINE_S)
+        if export_id:
+            self._release(opened, export_id, num_ok * len(buffers[0]))
+        return num_ok
+
+    def _copy(
+        self,
+        opened: _Peer,
+        method: fastlane_pb2.Method,
+        request: session_pb2.ExportPinRequest | session_pb2.PrefixPinRequest,
+        buffers: Sequence[memoryview],
+        deadline_s: float,
+    ) -> tuple[int, int]:
+        """Pin, copy, verify; returns how many leading blocks are whole, and the export that the peer named."""
+        pinned = opened.connection.call(method, request, session_pb2.ExportPinReply, deadline_s=deadline_s)
+        reply = pinned.message
+        blocks = reply.blocks[: len(buffers)]
+        self._transfer(opened.segment, blocks, buffers, deadline_s)
+        return _count_whole(blocks, buffers), reply.export_id
+
+    @contextlib.contextmanager
+    def _dropped_if_gone(self, instance: str) -> Iterator[None]:
         try:
-            self._release(self._open(peer.instance, address, unix_path), export_id, 0)
+            yield
         except NodeUnavailable:
-            self._drop(peer.instance)
+            self._drop(instance)
             raise
 
+    def release(self, peer: PeerExport) -> None:
+        """Say that nothing of the export will be read. Raises NodeUnavailable or DeadlineExceeded."""
+        with self._dropped_if_gone(peer.instance):
+            self._release(self._open(peer.instance), int(peer.export_id), 0)
+
     def _transfer(
-        self, segment: RemoteSegment, blocks: Sequence[session_pb2.ExportedBlock], buffers: Sequence[memoryview]
+        self,
+        segment: RemoteSegment,
+        blocks: Sequence[session_pb2.ExportedBlock],
+        buffers: Sequence[memoryview],
+        deadline_s: float,
     ) -> None:
         requests = [
             TransferRequest(
@@ -103,7 +133,7 @@ class PeerReader:
             for block, buffer in zip(blocks, buffers, strict=False)
         ]
         if requests:
-            self._engine.transfer(requests, self._deadline_s)
+            self._engine.transfer(requests, deadline_s)
 
     def _release(self, opened: _Peer, export_id: int, bytes_read: int) -> None:
         """Tell the peer that its blocks are free; it would find out by its own time limit too."""
@@ -115,7 +145,8 @@ class PeerReader:
         except TanghuluError as error:
             _log.warning("export.release_failed", export=export_id, error=error.message)
 
-    def _open(self, instance: str, address: str, unix_path: str) -> _Peer:
+    def _open(self, instance: str) -> _Peer:
+        address, unix_path = split_instance(instance)
         with self._lock:
             known = self._peers.get(instance)
             if known is not None and not known.connection.closed:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import xxhash
 
@@ -24,18 +24,27 @@ from tanghulu.transfer_engine.descriptor_wire import to_proto
 from tanghulu.transfer_engine.leases import Freed
 from tanghulu.transfer_engine.opcode import Opcode
 from tanghulu.transfer_engine.segment import SegmentDescriptor
-from tanghulu.types import Fingerprint, InstanceId, LeaseId, RequestId
+from tanghulu.types import BlockHash, Fingerprint, InstanceId, LeaseId, RequestId
 from tanghulu.workers.engine_thread import StepReport
 from tanghulu.workers.exports import Export, ExportTable
 from tanghulu.workers.kv_layout import KvMemory
 from tanghulu.workers.metrics import WorkerMetrics
+from tanghulu.workers.step_plan import KvExport
 
 EXPORT_TTL_S = 30.0
+#: Cached prefixes that other workers read at a time; who asks for more computes or asks the store.
+MAX_PREFIXES = 16
 SWEEP_S = 1.0
 
 
+ExportPrefix = Callable[[RequestId, Sequence[BlockHash]], Awaitable[KvExport | None]]
+
+
 class PeerServer:
-    """Exports of this worker. ``give_back`` is called with requests whose exported blocks nobody needs any more."""
+    """Exports of this worker. ``give_back`` is called with requests whose exported blocks nobody needs any more.
+
+    ``export_prefix`` holds cached blocks under a name of its own, as `EngineCore.export_prefix` does.
+    """
 
     def __init__(
         self,
@@ -47,6 +56,7 @@ class PeerServer:
         clock: Clock,
         metrics: WorkerMetrics,
         give_back: Callable[[RequestId], None],
+        export_prefix: ExportPrefix,
     ) -> None:
         self._instance_id = instance_id
         self._generation = generation
@@ -56,6 +66,9 @@ class PeerServer:
         self._clock = clock
         self._metrics = metrics
         self._give_back = give_back
+        self._export_prefix = export_prefix
+        self._prefix_numbers = itertools.count(1)
+        self._prefixes: set[RequestId] = set()
         self._exports = ExportTable(EXPORT_TTL_S)
         self._session_ids = itertools.count(1)
         self._descriptor: SegmentDescriptor | None = None
@@ -66,6 +79,7 @@ class PeerServer:
         self._descriptor = descriptor
         service.register(fastlane_pb2.METHOD_HELLO, store_pb2.HelloRequest, self._hello)
         service.register(fastlane_pb2.METHOD_EXPORT_PIN, session_pb2.ExportPinRequest, self._pin)
+        service.register(fastlane_pb2.METHOD_PREFIX_PIN, session_pb2.PrefixPinRequest, self._pin_prefix)
         service.register(fastlane_pb2.METHOD_EXPORT_RELEASE, session_pb2.ExportReleaseRequest, self._release)
 
     # --- exports of this worker's own requests
@@ -104,6 +118,7 @@ class PeerServer:
 
     def _gone(self, requests: Sequence[RequestId]) -> None:
         for request_id in requests:
+            self._prefixes.discard(request_id)
             self._give_back(request_id)
         self._metrics.exports.set(len(self._exports))
 
@@ -132,18 +147,50 @@ class PeerServer:
     async def _pin(
         self, peer: Peer, request: session_pb2.ExportPinRequest, _: memoryview
     ) -> session_pb2.ExportPinReply:
+        self._require_known(peer, request.fingerprint)
+        export = self._exports.get(request.export_id)
+        return await self._pinned(peer, export, export.kv.block_ids[request.first_block :])
+
+    async def _pin_prefix(
+        self, peer: Peer, request: session_pb2.PrefixPinRequest, _: memoryview
+    ) -> session_pb2.ExportPinReply:
+        self._require_known(peer, request.fingerprint)
+        if len(self._prefixes) >= MAX_PREFIXES:
+            raise Overloaded(f"{MAX_PREFIXES} prefixes of {self._instance_id} are being read; ask the store, or later")
+        name = RequestId(f"prefix-{next(self._prefix_numbers)}")
+        self._prefixes.add(name)
+        try:
+            kv = await self._export_prefix(name, [BlockHash(each) for each in request.block_hashes])
+        except asyncio.CancelledError:
+            self._prefixes.remove(name)
+            raise
+        if kv is None:
+            self._prefixes.remove(name)
+            return session_pb2.ExportPinReply()
+        export = self._exports.add(kv, self._clock.now_s())
+        self._metrics.exports.set(len(self._exports))
+        try:
+            reply = await self._pinned(peer, export, kv.block_ids)
+        except Overloaded:
+            self.release(export.export_id)
+            raise
+        reply.export_id = export.export_id
+        return reply
+
+    def _require_known(self, peer: Peer, fingerprint: bytes) -> None:
         if peer.state is None:
             raise InvalidRequest("say hello before you pin an export")
-        if request.fingerprint != self._fingerprint:
+        if fingerprint != self._fingerprint:
             raise InvalidRequest(
-                f"KV of {request.fingerprint.hex() or 'no fingerprint'} was asked for, {self._instance_id} holds KV of "
+                f"KV of {fingerprint.hex() or 'no fingerprint'} was asked for, {self._instance_id} holds KV of "
                 f"{self._fingerprint.hex()}: model, dtype, block size and --tp must be equal on both sides"
             )
-        session_id, maps = peer.state
-        export = self._exports.get(request.export_id)
-        block_ids = export.kv.block_ids[request.first_block :]
+
+    async def _pinned(self, peer: Peer, export: Export, block_ids: Sequence[int]) -> session_pb2.ExportPinReply:
+        """Leases on ``block_ids`` of ``export``, and the blocks' checksums."""
         if not block_ids:
             return session_pb2.ExportPinReply(num_tokens=export.kv.num_tokens)
+        session_id, maps = peer.state
         leases = self._grant(session_id, block_ids, maps)
         self._exports.pinned(export, leases, self._clock.now_s())
         checksums = await asyncio.to_thread(self._checksums, block_ids)

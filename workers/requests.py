@@ -148,6 +148,14 @@ class PeerExport:
     num_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixHolder:
+    """A worker whose prefix cache had the prompt's first ``num_blocks`` blocks; ``instance`` as in `PeerExport`."""
+
+    instance: str
+    num_blocks: int
+
+
 @dataclass(slots=True, eq=False)
 class EngineRequest:
     """A request and its progress. The scheduler alone changes the fields below ``arrival``.
@@ -155,7 +163,7 @@ class EngineRequest:
     ``sequence`` holds all tokens so far; the first ``num_prompt_tokens`` are the original prompt, further ones
     were generated, here or elsewhere before the request was resubmitted. ``hold_kv`` ends the request after
     its first sampled token and keeps its blocks for a decode worker. ``fetch_blocks`` bounds how many leading
-    blocks may be looked for outside (None: all, 0: none).
+    blocks may be looked for outside (None: all, 0: none); ``holder`` is asked before the store.
     """
 
     request_id: RequestId
@@ -167,6 +175,7 @@ class EngineRequest:
     priority: int = 0
     fetch_blocks: int | None = None
     peer: PeerExport | None = None
+    holder: PrefixHolder | None = None
 
     arrival: int = -1
     state: RequestState = RequestState.WAITING

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tanghulu.errors import ConfigError, ContextLengthExceeded, InvalidRequest, Overloaded
-from tanghulu.types import RequestId
+from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.block_pool import BlockPool
 from tanghulu.workers.requests import EngineRequest, FinishReason, RequestEvent, RequestState
 from tanghulu.workers.step_plan import (
@@ -175,6 +175,14 @@ class Scheduler:
             return False
         self.pool.release(export.block_ids)
         return True
+
+    def export_prefix(self, name: RequestId, hashes: Sequence[BlockHash]) -> KvExport | None:
+        """Hold the cached blocks of the longest leading run of ``hashes`` until `release_export`; None if none is."""
+        assert name not in self._exports
+        if not (blocks := self.pool.match(hashes)):
+            return None
+        self._exports[name] = KvExport(name, tuple(blocks), len(blocks) * self.config.block_tokens)
+        return self._exports[name]
 
     def hold(self, block_ids: Sequence[int]) -> None:
         """Keep blocks (in use or cached) from being reused while somebody reads them."""

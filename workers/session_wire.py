@@ -15,7 +15,7 @@ from tanghulu.types import BlockHash, Fingerprint, RequestId
 from tanghulu.workers.block_pool import KvEvent, KvEventKind
 from tanghulu.workers.engine_thread import EngineLoad
 from tanghulu.workers.kv_layout import KvLayout
-from tanghulu.workers.requests import EngineRequest, FinishReason, PeerExport, SamplingParams, StopParams
+from tanghulu.workers.requests import EngineRequest, FinishReason, PeerExport, PrefixHolder, SamplingParams, StopParams
 from tanghulu.workers.step_result import Logprobs, RequestOutput
 from tanghulu.workers.tokenizer_assets import TokenizerAssets
 
@@ -51,6 +51,7 @@ class RequestFactory:
             hold_kv=submit.hand_over,
             priority=submit.priority,
             peer=peer_of(source) if source is not None else None,
+            holder=_holder(submit.holder) if submit.HasField("holder") else None,
         )
 
     def _stop(self, stop: session_pb2.Stop) -> StopParams:
@@ -85,12 +86,16 @@ def peer_of(source: session_pb2.KvSource) -> PeerExport:
     return PeerExport(f"{source.address}|{source.unix_path}", str(source.export_id), source.num_tokens)
 
 
-def split_peer(peer: PeerExport) -> tuple[str, str, int]:
-    """(address, unix path, export id) of what ``peer_of`` joined."""
-    address, _, unix_path = peer.instance.partition("|")
+def _holder(holder: session_pb2.PrefixHolder) -> PrefixHolder:
+    return PrefixHolder(f"{holder.address}|{holder.unix_path}", holder.num_blocks)
+
+
+def split_instance(instance: str) -> tuple[str, str]:
+    """(address, unix path) of the ``instance`` of a peer or a holder."""
+    address, _, unix_path = instance.partition("|")
     if not address:
-        raise InvalidRequest(f"a KV source without an address: {peer}")
-    return address, unix_path, int(peer.export_id)
+        raise InvalidRequest("a KV source without an address")
+    return address, unix_path
 
 
 def output_message(output: RequestOutput, source: session_pb2.KvSource | None) -> session_pb2.RequestOutput:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tanghulu.types import BlockHash, RequestId
-from tanghulu.workers.requests import EngineRequest, FinishReason, PeerExport
+from tanghulu.workers.requests import EngineRequest, FinishReason, PeerExport, PrefixHolder
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,8 @@ class FetchWanted:
 
     ``num_tokens`` counts from the prompt's first token: the last block is partial if it is no multiple of the
     block size, which happens only with ``peer``. ``block_hashes`` are those of the full blocks among them. The
-    blocks belong to the transfer until `fetch_done`, even if the request is aborted meanwhile.
+    blocks belong to the transfer until `fetch_done`, even if the request is aborted meanwhile. Without ``peer`` they
+    come from ``holder``, if there is one, and from the store.
     """
 
     request_id: RequestId
@@ -33,6 +34,7 @@ class FetchWanted:
     block_hashes: tuple[BlockHash, ...]
     num_tokens: int
     peer: PeerExport | None
+    holder: PrefixHolder | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,4 +135,5 @@ def plan_fetch(request: EngineRequest, block_tokens: int) -> FetchWanted | None:
         block_hashes=tuple(request.sequence.block_hashes[start : num_tokens // block_tokens]),
         num_tokens=num_tokens,
         peer=request.peer,
+        holder=request.holder if request.peer is None else None,
     )

@@ -12,13 +12,13 @@ from worker_tiny import BLOCK, VOCAB, request
 
 from tanghulu.errors import NodeUnavailable
 from tanghulu.types import BlockHash, RequestId
-from tanghulu.workers.connector import ConnectorConfig, KvConnector
+from tanghulu.workers.connector import ConnectorConfig, KvConnector, KvPeers
 from tanghulu.workers.engine import EngineConfig, EngineCore
 from tanghulu.workers.engine_thread import EngineThread, StepReport
 from tanghulu.workers.kv_layout import KvLayout
 from tanghulu.workers.metrics import WorkerMetrics
 from tanghulu.workers.models.registry import Model, dtype_name
-from tanghulu.workers.requests import PeerExport
+from tanghulu.workers.requests import PeerExport, PrefixHolder
 from tanghulu.workers.speed import SpeedMeter, Speeds
 from tanghulu.workers.torch_runner import TorchRunner
 
@@ -57,6 +57,9 @@ class NoPeers:
     def read(self, peer: PeerExport, first_block: int, buffers: Sequence[memoryview]) -> int:
         raise NodeUnavailable("the prefill worker is away")
 
+    def read_prefix(self, holder: PrefixHolder, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
+        raise NodeUnavailable("the holder is away")
+
     def release(self, peer: PeerExport) -> None:
         raise NodeUnavailable("the prefill worker is away")
 
@@ -64,11 +67,11 @@ class NoPeers:
 class Rig:
     """An engine in its thread with its connector; reports come in a queue."""
 
-    def __init__(self, model: Model, store: DictStore | None, **bounds: float) -> None:
+    def __init__(self, model: Model, store: DictStore | None, peers: KvPeers | None = None, **bounds: float) -> None:
         self.registry = CollectorRegistry()
         layout = KvLayout.of(model.config, BLOCK, dtype_name(model.dtype))
         self.metrics = WorkerMetrics(self.registry, block_bytes=layout.block_bytes, num_blocks=64)
-        self.connector = KvConnector(store, NoPeers(), self.metrics, SpeedMeter(), ConnectorConfig(**bounds))  # type: ignore[arg-type]
+        self.connector = KvConnector(store, peers or NoPeers(), self.metrics, SpeedMeter(), ConnectorConfig(**bounds))  # type: ignore[arg-type]
         runner = TorchRunner(model, block_tokens=BLOCK, kv_capacity_bytes=64 * layout.block_bytes)
         config = EngineConfig(block_tokens=BLOCK, debug_checks=True)
         self.core = EngineCore(runner, config, fetcher=self.connector, sink=self.connector)
@@ -213,3 +216,62 @@ def test_small_steps_do_not_say_how_fast_prefill_is() -> None:
     assert speeds.prefill_tokens_per_s == pytest.approx(512)
     assert speeds.decode_step_s == pytest.approx(0.05)
     assert speeds.store_bytes_per_s == pytest.approx(1e8)
+
+
+class HoldingPeers(NoPeers):
+    """Another worker's cache."""
+
+    def __init__(self, chunks: dict[bytes, bytes]) -> None:
+        self.chunks, self.asked, self.broken = chunks, 0, False
+
+    def read_prefix(self, holder: PrefixHolder, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
+        self.asked += len(hashes)
+        if self.broken:
+            raise NodeUnavailable("the holder is away")
+        for count, (block_hash, buffer) in enumerate(zip(hashes, buffers, strict=True)):
+            if block_hash not in self.chunks:
+                return count
+            buffer[:] = self.chunks[block_hash]
+        return len(hashes)
+
+
+@pytest.mark.parametrize(
+    ("held", "broken", "from_cache", "from_store"), [(5, False, 3, 2), (2, False, 2, 3), (5, True, 0, 5)]
+)
+def test_a_holder_is_asked_first_and_the_store_for_the_rest(tiny_model, store, held, broken, from_cache, from_store):
+    writer = Rig(tiny_model, store)
+    tokens, _ = writer.run("first", PROMPT, 4)
+    writer.settle()
+    writer.close()
+    peers = HoldingPeers(dict(list(store.chunks.items())[:3]))
+    peers.broken = broken
+    rig = Rig(tiny_model, store, peers)
+    again, cached = rig.run("again", PROMPT, 4, holder=PrefixHolder("there|", held))
+    assert (again, cached) == (tokens, 5 * BLOCK)
+    assert peers.asked == held
+    assert rig.value("prefix_tokens_total", source="peer_cache") == from_cache * BLOCK
+    assert rig.value("prefix_tokens_total", source="store") == from_store * BLOCK
+    assert rig.value("fetch_failures_total", source="peer_cache") == broken
+    rig.close()
+
+
+def test_an_exported_prefix_is_held_until_it_is_given_back(rig: Rig) -> None:
+    rig.run("first", PROMPT, 1)
+    rig.settle()
+    done = threading.Event()
+
+    def check(core: EngineCore) -> None:
+        hashes = request("other", PROMPT, 1).sequence.block_hashes
+        export = core.export_prefix(RequestId("prefix-1"), [*hashes[:4], b"?" * 16])
+        assert export is not None
+        assert (len(export.block_ids), export.num_tokens) == (4, 4 * BLOCK)
+        core.drop_cached()
+        assert core.scheduler.pool.num_hits(hashes) == 4
+        core.check()
+        assert core.release_export(RequestId("prefix-1"))
+        assert core.export_prefix(RequestId("prefix-2"), [BlockHash(b"?" * 16)]) is None
+        core.check()
+        done.set()
+
+    rig.thread.post(check)
+    assert done.wait(10)

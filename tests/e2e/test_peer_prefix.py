@@ -1,0 +1,77 @@
+"""A prefix that only another worker has in its cache is read from there, without a store; the mock compares the KV."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+from cluster import LiveCluster, eventually, running_cluster
+
+FLAGS = ("--engine", "mock", "--model", "mock", "--mock-speedup", "5", "--prefill", "2", "--decode", "1")
+
+
+@pytest.fixture(scope="module")
+def storeless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    """Two prefill workers that ask no store and compare all KV with what it must be."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TANGHULU_STORE", "false")
+        patch.setenv("TANGHULU_CHECKS", "true")
+        patch.setenv("TANGHULU_KV_MEMORY", "1MiB")  # 1,024 blocks: all are checked after every step
+        with running_cluster(tmp_path_factory.mktemp("storeless"), *FLAGS) as live:
+            yield live
+
+
+def _ask(cluster: LiveCluster, prompt: str, worker: str) -> tuple[str, int]:
+    """(text, cached tokens) with ``worker`` for the prefill."""
+    body = {"model": "mock", "prompt": prompt, "max_tokens": 8, "seed": 1, "routing": {"prefill_worker": worker}}
+    answer = cluster.http.post(f"{cluster.url}/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    return found["choices"][0]["text"], found["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def _prompt(seed: int, length: int) -> str:
+    return "".join(random.Random(seed).choices("abcdefgh ", k=length))
+
+
+def _workers(cluster: LiveCluster) -> list[str]:
+    route = cluster.http.post(f"{cluster.url}/route", json={"prompt": "x"}).json()
+    decode = cluster.entry("decode")["address"].rsplit(":", 1)[1]
+    return [worker["id"] for worker in route["workers"] if not worker["id"].endswith(decode)]
+
+
+def _read_from_caches(cluster: LiveCluster) -> float:
+    return cluster.metric("prefill", "tanghulu_worker_prefix_tokens_total", source="peer_cache")
+
+
+def test_what_one_worker_cached_another_reads(storeless: LiveCluster) -> None:
+    first, second = _workers(storeless)[:2]
+    before = _read_from_caches(storeless)
+    text, cached = _ask(storeless, _prompt(1, 1000), first)
+    assert cached == 0
+    again, cached = _ask(storeless, _prompt(1, 1000), second)
+    assert (again, cached) == (text, 960)
+    assert _read_from_caches(storeless) - before == 960
+    _, cached = _ask(storeless, _prompt(1, 1000), second)
+    assert cached == 960
+    assert _read_from_caches(storeless) - before == 960, "the third time it is its own"
+
+
+def test_blocks_are_given_back(storeless: LiveCluster) -> None:
+    first, second = _workers(storeless)[:2]
+    for seed in range(2, 8):
+        _ask(storeless, _prompt(seed, 700), first)
+        assert _ask(storeless, _prompt(seed, 900)[:700] + _prompt(99, 200), second)[1] == 640
+    eventually(
+        lambda: sum(storeless.metric(role, "tanghulu_worker_blocks_in_use") for role in ("prefill", "decode")) == 0,
+        what="all blocks are free or cached",
+    )
+    eventually(lambda: storeless.metric("prefill", "tanghulu_worker_exports") == 0, what="no export is left")
+
+
+def test_a_holder_that_is_gone_costs_only_the_computation(storeless: LiveCluster) -> None:
+    first, second = _workers(storeless)[:2]
+    text, _ = _ask(storeless, _prompt(50, 800), first)
+    storeless.drop_worker_caches()  # the conductor may still believe in them when the next request comes
+    assert _ask(storeless, _prompt(50, 800), second)[0] == text
