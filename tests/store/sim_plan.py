@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from random import Random
 
@@ -52,7 +54,23 @@ class KeyLife:
     values: set[bytes] = field(default_factory=set)
     acked_s: float | None = None
     removes_begun: int = 0
+    removes_open: int = 0
+    removes_land_s: float = 0.0  # until then one that failed may still be on its way
     removed_s: float | None = None  # of the last remove that returned
     put_since_remove: bool = False  # or at the same time
     puts_open: int = 0
     read: bytes | None = None  # first
+
+    @contextlib.contextmanager
+    def removing(self, now_s: Callable[[], float], lingers_s: float) -> Iterator[None]:
+        """A remove is under way; one that fails may still land for ``lingers_s``."""
+        self.removes_begun += 1
+        self.removes_open += 1
+        self.acked_s, self.put_since_remove = None, self.puts_open > 0
+        lands_s = now_s() + lingers_s
+        try:
+            yield
+            lands_s = now_s()
+        finally:
+            self.removes_open -= 1
+            self.removes_land_s = max(self.removes_land_s, lands_s)

@@ -271,11 +271,11 @@ class World:
         value = head + rng.randbytes(8) * (size // 8)
         life.values.add(value)
         life.put_since_remove = True
-        begun = life.removes_begun
+        begun, alone = life.removes_begun, not life.removes_open and life.removes_land_s < self.loop.time()
         life.puts_open += 1  # one that fails may still be on its way, and land after a remove
         status = await client.put(key, value, replicas=rng.choice((1, 1, 2, 3)), deadline_s=DEADLINE_S)
         life.puts_open -= 1
-        if status.ok and life.removes_begun == begun:
+        if status.ok and alone and life.removes_begun == begun:
             life.acked_s = self.loop.time()
 
     async def _get(self, client: AsyncClient, rng: Random, key: str) -> None:
@@ -299,10 +299,9 @@ class World:
 
     async def _remove(self, client: AsyncClient, rng: Random, key: str) -> None:
         life = self.keys.setdefault(key, KeyLife())
-        life.removes_begun += 1
-        life.acked_s, life.put_since_remove = None, life.puts_open > 0
-        if await client.remove(key, deadline_s=DEADLINE_S):
-            life.removed_s = self.loop.time()
+        with life.removing(self.loop.time, DEADLINE_S + CONVERGE_S):
+            if await client.remove(key, deadline_s=DEADLINE_S):
+                life.removed_s = self.loop.time()
 
     # --- what must hold
 
