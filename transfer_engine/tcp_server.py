@@ -21,6 +21,7 @@ from enum import Enum
 from typing import Protocol, cast
 
 from tanghulu.errors import TanghuluError
+from tanghulu.transfer_engine.network import unpace_within_machine
 from tanghulu.transfer_engine.wire import (
     HEAD_BYTES,
     REPLY_BYTES,
@@ -133,7 +134,9 @@ class TcpConnection(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
         self._transport.set_write_buffer_limits(high=0)
         sock = transport.get_extra_info("socket")
-        self._fd = -1 if sock is None else sock.fileno()
+        if sock is not None:
+            self._fd = sock.fileno()
+            unpace_within_machine(sock, transport.get_extra_info("peername") or ("",))
         self._admitted = self._door.opened(self)
         if not self._admitted:
             self._transport.abort()

@@ -19,9 +19,12 @@ from tanghulu.errors import InvalidRequest, LeaseExpired, TanghuluError
 from tanghulu.transfer_engine import wire
 from tanghulu.transfer_engine.descriptor_wire import from_proto, to_proto
 from tanghulu.transfer_engine.engine import Opcode, TransferEngine, TransferRequest
+from tanghulu.transfer_engine.network import KernelNetwork, unpace_within_machine
+from tanghulu.transfer_engine.paths import Path as TransferPath
 from tanghulu.transfer_engine.segment import Endpoint, MemorySegment, SegmentDescriptor
 from tanghulu.transfer_engine.server import SegmentServer
 from tanghulu.transfer_engine.wire import Head, MalformedMessage, Op
+from tanghulu.types import Address
 
 TOKEN = 77
 
@@ -245,3 +248,32 @@ def test_a_dead_owner_s_socket_file_is_replaced(tmp_path: Path):
         dead.bind(str(tmp_path / "door"))
     with SegmentProcess(folder=tmp_path) as owner, TransferEngine(host_id=HOST_ID) as engine:
         assert engine.open_segment(owner.descriptor).transport == "shm"
+
+
+@pytest.mark.parametrize(("bound", "shared"), [("127.0.0.1", True), ("127.0.0.2", False)])
+def test_only_what_stays_on_the_machine_is_not_paced(bound: str, shared: bool):
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as sock:
+        usual = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+        sock.bind((bound, 0))
+        sock.connect(listener.getsockname())
+        unpace_within_machine(sock, listener.getsockname())
+        chosen = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+        assert chosen == (b"reno".ljust(16, b"\0") if shared else usual)
+
+
+async def test_the_owner_s_end_of_a_local_connection_is_not_paced(bench: Bench):
+    peer = await bench.peer()
+    peer.say(hello())
+    assert await peer.reply() == (0, b"")
+    (connection,) = bench.server._reception.connections
+    sock = connection._transport.get_extra_info("socket")  # type: ignore[attr-defined]
+    assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).startswith(b"reno\0")
+
+
+def test_the_client_s_end_of_a_local_connection_is_not_paced(no_descriptor_leaks: None):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = Address(*listener.getsockname())
+        sock = KernelNetwork().connect(TransferPath(Endpoint("tcp", str(address)), "", 0, 0), address)
+        assert isinstance(sock, socket.socket)
+        with sock:
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).startswith(b"reno\0")
