@@ -29,7 +29,7 @@ from tanghulu.transfer_engine.options import transfer_settings
 from tanghulu.transfer_engine.segment import MemorySegment
 from tanghulu.transfer_engine.server import SegmentServer
 from tanghulu.types import Address, BlockHash, Fingerprint, RequestId
-from tanghulu.workers.connector import KvConnector
+from tanghulu.workers.connector import ConnectorConfig, KvConnector
 from tanghulu.workers.engine import EngineConfig, EngineCore, ModelRunner
 from tanghulu.workers.engine_thread import EngineThread, StepReport
 from tanghulu.workers.kv_layout import KvLayout
@@ -142,7 +142,12 @@ class Worker:
             store = StoreAdapter(config.master, loaded.fingerprint, loaded.layout.layer_bytes, loaded.layout.num_parts)
             stack.callback(store.close)
         self._speed = SpeedMeter()
-        connector = KvConnector(store, reader, self._metrics, self._speed)
+        bounds = ConnectorConfig(
+            store_policy=config.store_policy,
+            max_pending_bytes=config.store_pending,
+            max_deferred_bytes=config.store_deferred,
+        )
+        connector = KvConnector(store, reader, self._metrics, self._speed, bounds)
         stack.callback(connector.close)
         if loaded.ranks is not None:
             stack.callback(loaded.ranks.close)

@@ -144,6 +144,10 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
+    def block_of(self, block_hash: BlockHash) -> int | None:
+        """The block that would be matched by ``block_hash``; takes nothing."""
+        return self._by_hash.get(block_hash)
+
     def retain(self, blocks: Sequence[int]) -> None:
         """One more reference on each block, which must be in use or cached (asserts it)."""
         for block in blocks:

@@ -24,8 +24,12 @@ from tanghulu.workers.metrics import WorkerMetrics
 from tanghulu.workers.requests import PeerExport, PrefixHolder
 from tanghulu.workers.speed import SpeedMeter
 from tanghulu.workers.step_plan import CommittedBlock, FetchWanted
+from tanghulu.workers.store_policy import StorePolicy, WorthKeeping, make_store_policy
 
 _log = structlog.get_logger(__name__)
+
+#: Deferred blocks written at a time: a request that comes meanwhile finds the rest of the memory's bandwidth its own.
+_IDLE_BLOCKS = 16
 
 
 class KvStore(Protocol):
@@ -58,10 +62,14 @@ class KvPeers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ConnectorConfig:
-    """Bounds: threads that load, and bytes on their way to the store beyond which new blocks are not kept."""
+    """What is kept, and bounds: threads that load, bytes on their way to the store beyond which new blocks are not
+    kept, and bytes of blocks that wait to be written (store policy *defer*).
+    """
 
+    store_policy: str = "all"
     num_fetch_threads: int = 2
     max_pending_bytes: int = 512 << 20
+    max_deferred_bytes: int = 512 << 20
     pause_after_failure_s: float = 1.0
 
 
@@ -84,14 +92,18 @@ class KvConnector:
         self._core: EngineCore
         self._cache: KvMemory
         self._post: Callable[[Command], None]
+        self._policy: StorePolicy
         self._fetchers = ThreadPoolExecutor(config.num_fetch_threads, "kv-fetch")
         self._writer = ThreadPoolExecutor(1, "kv-save")
         self._pending_blocks = 0  # the engine's thread alone changes it
         self._paused_until_s = 0.0
+        self._num_dropped = 0
 
     def attach(self, core: EngineCore, post: Callable[[Command], None]) -> None:
         """Say which engine is served and how to run commands in its thread; before its first step."""
         self._core, self._cache, self._post = core, core.cache, post
+        max_deferred = self._config.max_deferred_bytes // core.cache.layout.block_bytes
+        self._policy = make_store_policy(self._config.store_policy, max_deferred)
 
     def close(self) -> None:
         """Wait for transfers under way; later ones are refused by the executors."""
@@ -112,9 +124,29 @@ class KvConnector:
         self._fetchers.submit(self._forgo, peer)
 
     def blocks_committed(self, blocks: Sequence[CommittedBlock]) -> None:
-        """Keep ``blocks`` in the store, behind the computation."""
+        """Keep in the store, behind the computation, what the policy finds worth it."""
+        if self._store is not None:
+            self._keep(self._policy.committed(blocks))
+
+    def blocks_reused(self, blocks: Sequence[CommittedBlock]) -> None:
+        """A second use may make blocks worth keeping."""
+        if self._store is not None:
+            self._keep(self._policy.reused(blocks))
+
+    def engine_idle(self) -> None:
+        """Write what was deferred, a batch at a time: the end of one brings the next, if the engine is idle still."""
+        if self._store is not None and self._pending_blocks == 0 and not self._paused:
+            self._keep(self._policy.idle(_IDLE_BLOCKS))
+
+    def _keep(self, blocks: Sequence[WorthKeeping]) -> None:
+        self._metrics.store_deferred_blocks.set(self._policy.num_deferred)
+        self._metrics.store_dropped.inc(self._policy.num_dropped - self._num_dropped)
+        self._num_dropped = self._policy.num_dropped
+        blocks = [block for block in blocks if self._core.scheduler.pool.block_of(block.block_hash) == block.block_id]
+        if not blocks:
+            return
         room = self._config.max_pending_bytes // self._cache.layout.block_bytes - self._pending_blocks
-        if self._store is None or self._paused or len(blocks) > room:
+        if self._paused or len(blocks) > room:
             self._metrics.store_skipped.inc(len(blocks))
             return
         block_ids = [block.block_id for block in blocks]

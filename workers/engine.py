@@ -79,6 +79,14 @@ class KvSink(Protocol):
         """Their bytes stay valid during this call; `EngineCore.hold` them to read them later."""
         ...
 
+    def blocks_reused(self, blocks: Sequence[CommittedBlock]) -> None:
+        """Requests found cached ``blocks``, whose bytes stay valid during this call."""
+        ...
+
+    def engine_idle(self) -> None:
+        """Nothing is to be computed until something comes from outside."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -155,19 +163,19 @@ class EngineCore:
 
     def release_export(self, request_id: RequestId) -> bool:
         """Give up a handed-over request's blocks; False if there are none."""
-        return self.scheduler.release_export(request_id)
+        return self.scheduler.held.release_export(request_id)
 
     def export_prefix(self, name: RequestId, hashes: Sequence[BlockHash]) -> KvExport | None:
-        """Hold cached blocks for another worker; see `Scheduler.export_prefix`."""
-        return self.scheduler.export_prefix(name, hashes)
+        """Hold cached blocks for another worker; see `HeldBlocks.export_prefix`."""
+        return self.scheduler.held.export_prefix(name, hashes)
 
     def hold(self, block_ids: Sequence[int]) -> None:
         """Keep blocks (in use or cached) from being reused while their bytes are read."""
-        self.scheduler.hold(block_ids)
+        self.scheduler.held.hold(block_ids)
 
     def unhold(self, block_ids: Sequence[int]) -> None:
         """End a `hold`."""
-        self.scheduler.unhold(block_ids)
+        self.scheduler.held.unhold(block_ids)
 
     def drop_cached(self) -> int:
         """Forget every cached block that nobody uses; returns how many. The next step reports the events."""
@@ -182,6 +190,8 @@ class EngineCore:
                 self._fetcher.fetch(wanted)
             for peer in plan.forgone:
                 self._fetcher.forgo(peer)
+        if self._sink is not None and plan.reused:
+            self._sink.blocks_reused(plan.reused)
         planned = self._clock.now_s()
         computed = self.runner.run(plan) if plan.runs else _NOTHING
         outcome = self.scheduler.step_done(computed.sampled.tokens)
@@ -191,6 +201,11 @@ class EngineCore:
             self.scheduler.check()
         timings = StepTimings(planned - started, computed.forward_s, computed.sample_s)
         return self._result(plan, computed.sampled, outcome, timings)
+
+    def rest(self) -> None:
+        """Say to the sink that there is nothing to compute; call it when that begins and after each event meanwhile."""
+        if self._sink is not None and not self.scheduler.has_work:
+            self._sink.engine_idle()
 
     def _result(self, plan: StepPlan, sampled: Sampled, outcome: StepOutcome, timings: StepTimings) -> StepResult:
         sampling = [run.request.request_id for run in plan.runs if run.samples]

@@ -114,6 +114,7 @@ class EngineThread:
     def _advance(self, *, told: bool) -> None:
         scheduler = self._core.scheduler
         result = self._core.step() if scheduler.has_work else StepResult()
+        self._core.rest()
         events = result.kv_events or tuple(scheduler.pool.take_events())
         # A step may find that all who wait are blocked by transfers: only an event from outside changes that.
         self._can_step = scheduler.has_work and not result.idle
@@ -126,7 +127,7 @@ class EngineThread:
 
     def _exports(self, result: StepResult) -> dict[RequestId, KvExport]:
         handed = [o.request_id for o in result.outputs if o.finish_reason is FinishReason.HANDED_OVER]
-        found = {request_id: self._core.scheduler.export(request_id) for request_id in handed}
+        found = {request_id: self._core.scheduler.held.export(request_id) for request_id in handed}
         return {request_id: export for request_id, export in found.items() if export is not None}
 
     def load(self) -> EngineLoad:

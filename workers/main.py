@@ -19,6 +19,7 @@ from tanghulu.store.node.eviction.policies import POLICIES
 from tanghulu.transfer_engine.options import TransferOptions
 from tanghulu.types import Role
 from tanghulu.workers.block_pool import DEFAULT_EVICTION
+from tanghulu.workers.store_policy import POLICIES as STORE_POLICIES
 
 if TYPE_CHECKING:
     from tanghulu.discovery.base import Instance
@@ -46,6 +47,13 @@ class WorkerConfig(TransferOptions, MasterOptions, ProcessConfig):
     threads: int = option(0, "threads of the model; 0: one a core")
     tp: int = option(1, "tensor-parallel ranks that share out the heads; a process each, on this host")
     store: bool = option(True, "load prefixes from the store and keep new blocks there")
+    store_policy: str = option(
+        "all",
+        "blocks written to the store: all, those used twice, the others when idle too (defer), none",
+        choices=tuple(STORE_POLICIES),
+    )
+    store_pending: int = option(512 << 20, "bytes under way to the store; beyond them blocks are not kept", size=True)
+    store_deferred: int = option(512 << 20, "with defer: bytes of blocks that wait for an idle moment", size=True)
     profile: str = option("", "write a torch profiler trace of the first 64 steps to this file", metavar="FILE")
     checks: bool = option(False, "assert all invariants after every step (slow)")
     mock_speedup: float = option(1.0, "the mock engine runs this many times faster than its timing")

@@ -35,6 +35,8 @@ class WorkerMetrics:
         self.store_bytes = counter("store_bytes", "KV written to the store")
         self.store_failures = counter("store_failures", "blocks that could not be written to the store")
         self.store_skipped = counter("store_skipped", "blocks not written because too many were under way")
+        self.store_dropped = counter("store_dropped", "deferred blocks that were dropped for newer ones")
+        self.store_deferred_blocks = gauge("store_deferred_blocks", "blocks to be written when the engine is idle")
         self.store_pending_blocks = gauge("store_pending_blocks", "blocks on their way to the store")
         self.exports = gauge("exports", "prefills that hold KV for another worker")
         self.export_bytes = counter("export_bytes", "KV read from here by other workers")

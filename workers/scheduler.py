@@ -13,19 +13,19 @@ growth; blocks for generated tokens are taken one by one. When none is left the 
 preempted: it gives its blocks back (the full ones stay cached while nobody needs them) and returns to the queue
 at its old place. Admission is strictly in order, so nobody starves: the oldest always proceeds.
 
-Events in: `add`, `abort`, `fetch_done`, `step_done`, `release_export`. Decisions out: `schedule`. No clock, no I/O.
+Events in: `add`, `abort`, `fetch_done`, `step_done`. Decisions out: `schedule`. No clock, no I/O.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tanghulu.errors import ConfigError, ContextLengthExceeded, InvalidRequest, Overloaded
-from tanghulu.types import BlockHash, RequestId
+from tanghulu.types import RequestId
 from tanghulu.workers.block_pool import BlockPool
+from tanghulu.workers.held_blocks import HeldBlocks
 from tanghulu.workers.requests import EngineRequest, FinishReason, RequestEvent, RequestState
 from tanghulu.workers.step_plan import (
     CommittedBlock,
@@ -66,13 +66,12 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
         self.config = config
         self.pool = pool
+        self.held = HeldBlocks(pool, config.block_tokens)
         self.max_tokens = min(config.max_context, pool.num_blocks * config.block_tokens)
         self._requests: dict[RequestId, EngineRequest] = {}
         self._waiting: list[EngineRequest] = []
         self._running: list[EngineRequest] = []
         self._fetches: dict[RequestId, FetchWanted] = {}
-        self._exports: dict[RequestId, KvExport] = {}
-        self._held: Counter[int] = Counter()
         self._num_added = 0
         self._plan: StepPlan | None = None
 
@@ -82,7 +81,7 @@ class Scheduler:
         """Queue ``request``. Raises ContextLengthExceeded, InvalidRequest or Overloaded, and then keeps nothing."""
         assert request.state is RequestState.WAITING
         assert request.sequence.block_tokens == self.config.block_tokens
-        if request.request_id in self._requests or request.request_id in self._exports:
+        if request.request_id in self._requests or self.held.export(request.request_id) is not None:
             raise InvalidRequest(f"request {request.request_id} is here already")
         if request.num_tokens >= self.max_tokens:
             raise ContextLengthExceeded(
@@ -168,32 +167,6 @@ class Scheduler:
                 outputs.append(self._append(run.request, token))
         return StepOutcome(tuple(outputs), tuple(committed))
 
-    def release_export(self, request_id: RequestId) -> bool:
-        """The decode worker has the KV (or never will): release its blocks. False if there is no such export."""
-        export = self._exports.pop(request_id, None)
-        if export is None:
-            return False
-        self.pool.release(export.block_ids)
-        return True
-
-    def export_prefix(self, name: RequestId, hashes: Sequence[BlockHash]) -> KvExport | None:
-        """Hold the cached blocks of the longest leading run of ``hashes`` until `release_export`; None if none is."""
-        assert name not in self._exports
-        if not (blocks := self.pool.match(hashes)):
-            return None
-        self._exports[name] = KvExport(name, tuple(blocks), len(blocks) * self.config.block_tokens)
-        return self._exports[name]
-
-    def hold(self, block_ids: Sequence[int]) -> None:
-        """Keep blocks (in use or cached) from being reused while somebody reads them."""
-        self.pool.retain(block_ids)
-        self._held.update(block_ids)
-
-    def unhold(self, block_ids: Sequence[int]) -> None:
-        """End a `hold`."""
-        self._held.subtract(block_ids)
-        self.pool.release(block_ids, used=False)
-
     # ---- the decision
 
     def schedule(self) -> StepPlan:
@@ -204,7 +177,7 @@ class Scheduler:
         self._plan_running(draft, decoding=False)
         if not draft.preempted:  # who was just displaced must not come back over the blocks it gave up
             self._admit_waiting(draft)
-        self._plan = StepPlan(tuple(draft.runs), tuple(draft.preempted), tuple(draft.fetches), tuple(draft.forgone))
+        self._plan = draft.plan()
         return self._plan
 
     def _plan_running(self, draft: StepDraft, *, decoding: bool) -> None:
@@ -246,6 +219,7 @@ class Scheduler:
             if not self._take_blocks(request):
                 return
             self._waiting.pop(0)
+            draft.add_hits(request)
             wanted = plan_fetch(request, self.config.block_tokens) if self.config.can_fetch else None
             if wanted is not None:
                 request.on(RequestEvent.FETCH)
@@ -297,7 +271,7 @@ class Scheduler:
             used = self._num_blocks(request.num_computed)
             self.pool.release(request.block_ids[used:])
             export = KvExport(request.request_id, tuple(request.block_ids[:used]), request.num_computed)
-            self._exports[request.request_id] = export
+            self.held.add(export)
             request.block_ids = []
         self._drop(request)
 
@@ -355,10 +329,6 @@ class Scheduler:
         """The live request, to be read only; its blocks are a hand-over's before the prefill has ended."""
         return self._requests.get(request_id)
 
-    def export(self, request_id: RequestId) -> KvExport | None:
-        """The blocks that a handed-over request left here."""
-        return self._exports.get(request_id)
-
     def check(self) -> None:
         """Assert that requests, queues, transfers and block references tell one story."""
         self.pool.check()
@@ -371,12 +341,10 @@ class Scheduler:
         assert self._waiting == sorted(self._waiting, key=_order)
         assert self._running == sorted(self._running, key=_order)
         assert len(self._running) + len(self._fetches) <= self.config.max_num_seqs
-        holders = +self._held
+        holders = self.held.references()
         for request in live:
             request.check(self.config.block_tokens)
             holders.update(request.block_ids)
-        for export in self._exports.values():
-            holders.update(export.block_ids)
         assert all(self.pool.num_references(block) == holders[block] for block in range(self.pool.num_blocks))
         moving = {block for wanted in self._fetches.values() for block in wanted.block_ids}
         assert self.pool.num_in_transfer == len(moving)
@@ -384,7 +352,7 @@ class Scheduler:
     def __repr__(self) -> str:
         return (
             f"Scheduler({self.num_waiting} waiting, {self.num_fetching} fetching, {self.num_running} running, "
-            f"{len(self._exports)} exported, {self.pool!r})"
+            f"{self.held.num_exports} exported, {self.pool!r})"
         )
 
 

@@ -41,13 +41,15 @@ class FetchWanted:
 class StepPlan:
     """One step: what to compute, whom it displaced, what to fetch meanwhile.
 
-    ``forgone``: exports of other workers that need not be fetched, because all of it was found here.
+    ``forgone``: exports of other workers that need not be fetched, because all of it was found here. ``reused``: cached
+    blocks that newly admitted requests found here.
     """
 
     runs: tuple[ScheduledRun, ...]
     preempted: tuple[RequestId, ...]
     fetches: tuple[FetchWanted, ...]
     forgone: tuple[PeerExport, ...] = ()
+    reused: tuple[CommittedBlock, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -64,6 +66,20 @@ class StepDraft:
     preempted: list[RequestId] = field(default_factory=list)
     fetches: list[FetchWanted] = field(default_factory=list)
     forgone: list[PeerExport] = field(default_factory=list)
+    reused: list[CommittedBlock] = field(default_factory=list)
+
+    def plan(self) -> StepPlan:
+        """What was decided."""
+        return StepPlan(
+            tuple(self.runs), tuple(self.preempted), tuple(self.fetches), tuple(self.forgone), tuple(self.reused)
+        )
+
+    def add_hits(self, request: EngineRequest) -> None:
+        """Note the blocks that the just admitted ``request`` found here; not its own from before a preemption."""
+        if request.num_preemptions == 0:
+            found = zip(request.block_ids, request.sequence.block_hashes, strict=False)
+            for index, (block, block_hash) in zip(range(request.num_committed_blocks), found, strict=False):
+                self.reused.append(CommittedBlock(request.request_id, index, block, block_hash))
 
     def add_run(self, request: EngineRequest) -> None:
         """Plan as many of the pending tokens as the budget allows."""

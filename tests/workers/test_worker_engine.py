@@ -30,6 +30,10 @@ class Shelf:
         self.wanted: list[FetchWanted] = []
         self.forgone: list[PeerExport] = []
 
+    def blocks_reused(self, blocks: Sequence[CommittedBlock]) -> None: ...
+
+    def engine_idle(self) -> None: ...
+
     def blocks_committed(self, blocks: Sequence[CommittedBlock]) -> None:
         for block in blocks:
             self.chunks[block.block_hash] = self.core.cache.block_view(block.block_id).tobytes()
@@ -110,7 +114,7 @@ def test_hand_over_between_two_engines(tiny_model: Model, length: int) -> None:
     prefill.add(request("a", PROMPT[:length], 12, hold_kv=True))
     (first,) = outputs_of(prefill)
     assert first.finish_reason is FinishReason.HANDED_OVER
-    export = prefill.scheduler.export(RequestId("a"))
+    export = prefill.scheduler.held.export(RequestId("a"))
     assert export is not None
     tokens = [*PROMPT[:length], *first.tokens]
     peer = PeerExport("prefill", "a", export.num_tokens)

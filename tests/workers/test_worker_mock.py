@@ -115,7 +115,7 @@ def test_a_torn_hand_over_is_found(torn: bool) -> None:
     prefill = Rig().core
     prefill.add(request("a", PROMPT, 4, hold_kv=True))
     output = prefill.step().outputs[0]
-    export = prefill.scheduler.export(RequestId("a"))
+    export = prefill.scheduler.held.export(RequestId("a"))
     assert output.finish_reason is FinishReason.HANDED_OVER
     assert export is not None
     copying = Copying(prefill, export.block_ids, torn)
