@@ -14,18 +14,19 @@ from typing import TYPE_CHECKING
 
 from tanghulu.errors import TanghuluError
 from tanghulu.store import desk as desks
+from tanghulu.store.checksums import compute
 from tanghulu.store.client import messages
 from tanghulu.store.client.instructions import MASTER, Ask, Deadline, Logic, PeerId
 from tanghulu.store.client.link import Link
 from tanghulu.store.desk import DeskPlace, DeskWriter, Record
 from tanghulu.store.shared_index import IndexReader
-from tanghulu.store.words import MAX_INLINE_BYTES, NewChunk, Pin, Proclamation, Verdict
+from tanghulu.store.words import NewChunk, Pin, Proclamation, Verdict
 
 if TYPE_CHECKING:
     from tanghulu.store.client.context import Context
 
 #: Larger values are written under a reservation of their own.
-MAX_DESK_VALUE = MAX_INLINE_BYTES
+MAX_DESK_VALUE = 1 << 20
 #: A desk is asked for when two puts come within so long.
 OFTEN_S = 1.0
 #: A node that had none to give is not asked again for so long.
@@ -98,15 +99,15 @@ class ClientDesks:
         return writer
 
 
-def suits(new: NewChunk) -> bool:
-    """Whether a desk's record can say all of ``new``."""
+def suits(new: NewChunk, part_bytes: int) -> bool:
+    """Whether a desk's record can say all of ``new``; ``part_bytes``: of its checksums, if it has none yet."""
     key, _, size, sums, pin, ttl_s, replicas = new
     return (
         size <= MAX_DESK_VALUE
         and replicas == 1
         and pin is not Pin.HARD
-        and len(sums.parts) == 1
-        and not sums.part_bytes
+        and len(sums.parts) <= 1
+        and not (sums.part_bytes or part_bytes)
         and (ttl_s is None or ttl_s < _MAX_TTL_S)
         and (len(key) <= desks.MAX_KEY_BYTES // 4 or len(key.encode()) <= desks.MAX_KEY_BYTES)
     )
@@ -123,10 +124,10 @@ def put(context: Context, deadline: Deadline, node: PeerId, new: NewChunk, value
     published = False
     try:
         writer.fill(place, value)
+        (checksum,) = new.checksums.parts or compute(value).parts
         verdict = yield from _proclaim(deadline, node, mapped, new)
         if verdict is Verdict.ACCEPTED:
             ttl_ms = 0 if new.ttl_s is None else max(1, round(new.ttl_s * 1000))
-            checksum = new.checksums.parts[0]
             writer.publish(Record(new.key, new.version, place, new.size_bytes, checksum, new.pin, ttl_ms))
             published = True
             return False

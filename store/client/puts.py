@@ -79,22 +79,23 @@ def put_one(context: Context, deadline: Deadline, item: Putting, options: PutOpt
         yield from common.refresh_nodes(context)
     new = item.new
     local = context.nodes.local_for(new.key, new.size_bytes)
-    if local and item.replicas == 1 and new.size_bytes <= MAX_INLINE_BYTES and options.prefer_node is None:
+    alone = bool(local) and item.replicas == 1 and options.prefer_node is None
+    if alone and options.visible and desks.suits(new, options.part_bytes):
+        existed = yield from desks.put(context, deadline, local[0], new, item.value)
+        if existed is not None:
+            item.existed, item.done = existed, True
+            if not existed:
+                item.placed.append(local[0])
+                _remember(context, item)
+            return
+    if alone and new.size_bytes <= MAX_INLINE_BYTES:
         node = local[0]
-        if options.visible and desks.suits(new):
-            existed = yield from desks.put(context, deadline, node, new, item.value)
-            if existed is not None:
-                item.existed, item.done = existed, True
-                if not existed:
-                    item.placed.append(node)
-                    context.locations.set(new.key, (node,))
-                return
         item.candidates = local[1:]
         call = messages.put(((new, item.value),), options.visible, _patience_ms(deadline, len(local) - 1))
         (outcome,) = yield Ask(((node, call),))
         _take_results(context, node, (item,), outcome)
         if item.placed:
-            context.locations.set(new.key, (node,))
+            _remember(context, item)
             return
         _conclude(item)
     else:

@@ -155,7 +155,7 @@ class Desks:
         self._open: list[_Desk] = []  # OPEN and CLOSING ones
         self._closed: list[_Desk] = []
         self._bytes = 0
-        self.num_taken = 0
+        self.num_taken = self.bytes_taken = 0
 
     @property
     def num_open(self) -> int:
@@ -169,6 +169,7 @@ class Desks:
 
         ``key_scope`` stands in front of all keys that its client writes: its tenant's.
         """
+        self.tick(self._now_s())  # its last desk may be left
         state = self._state
         num_mine = sum(1 for desk in (*self._open, *self._closed) if desk.session_id == session_id)
         if state.draining or len(state.waiters) or not self._free_heads:
@@ -194,11 +195,12 @@ class Desks:
         wanted = wanted // ALIGNMENT * ALIGNMENT
         if wanted < least or self._bytes + wanted > self._state.capacity_bytes * ALL_FRACTION:
             return None
-        if room.allocator.largest_free_bytes < wanted:
-            for chunk in room.oldest(wanted - room.allocator.largest_free_bytes):
-                self._state.evict(chunk)
-        length = min(wanted, room.allocator.largest_free_bytes)
-        offset = room.allocator.allocate(length) if length >= least else None
+        allocator = room.allocator
+        missing = min(wanted - allocator.largest_free_bytes, 2 * wanted - allocator.free_bytes)
+        for chunk in room.oldest(missing):  # enough is free in the end; it may be scattered, then there is no desk
+            self._state.evict(chunk)
+        length = min(wanted, allocator.largest_free_bytes)
+        offset = allocator.allocate(length) if length >= least else None
         return None if offset is None else (offset, length)
 
     # --- taking
@@ -220,6 +222,7 @@ class Desks:
                     self._close(desk)
                 return
             self.num_taken += 1
+            self.bytes_taken += record.size_bytes
 
     def _adopt(self, desk: _Desk, record: Record, now_s: float) -> bool:
         """Make a chunk of one value; False for a record that no client writes."""
@@ -256,9 +259,10 @@ class Desks:
         unwanted = self._state.draining or len(self._state.waiters) > 0
         for desk in list(self._open):
             idle = now_s - desk.busy_s > IDLE_S
-            if desk.state is DeskState.OPEN and (unwanted or idle or desk.reader.left):
+            left = desk.reader.left  # which its client says when all uses have ended
+            if desk.state is DeskState.OPEN and (unwanted or idle or left):
                 self._close(desk)
-            elif desk.state is DeskState.CLOSING and now_s - desk.closed_s > GRACE_S and desk.reader.quiet:
+            if desk.state is DeskState.CLOSING and (left or self._is_quiet(desk, now_s)):
                 self._drain(desk)
                 desk.step(DeskEvent.QUIET)
                 self._free_range(desk)
@@ -267,6 +271,9 @@ class Desks:
             desk.step(DeskEvent.LEFT)
             self._forget(desk)
         return num_records
+
+    def _is_quiet(self, desk: _Desk, now_s: float) -> bool:
+        return now_s - desk.closed_s > GRACE_S and desk.reader.quiet
 
     def _close(self, desk: _Desk) -> None:
         desk.step(DeskEvent.CLOSE)

@@ -298,6 +298,7 @@ class Node:
     def _all_traffic(self) -> TrafficCounters:
         traffic = self._traffic
         traffic.bytes_read["tcp"] = self._segment_server.bytes_read["tcp"]
+        traffic.bytes_written["desk"] = self._desks.bytes_taken
         traffic.bytes_written["tcp"] = self._segment_server.bytes_written["tcp"]
         return traffic
 

@@ -216,6 +216,17 @@ def test_an_idle_desk_is_closed_and_its_rest_is_free_while_its_head_is_not() -> 
     assert not rig.desks.knows(SESSION)
 
 
+def test_a_desk_that_was_left_makes_room_for_the_next_at_once() -> None:
+    rig = Rig()
+    for i in range(100):
+        writer = rig.open()
+        rig.put(writer, f"k{i}", b"k" * 64)
+        writer.leave()
+    rig.check()
+    assert rig.desks.num_open == 1
+    assert rig.held("k98") == b"k" * 64
+
+
 def test_memory_is_not_free_while_a_use_is_open() -> None:
     rig = Rig()
     writer = rig.open()

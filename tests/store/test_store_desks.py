@@ -44,7 +44,7 @@ def test_what_was_put_is_there_for_everybody_at_once(cluster: Cluster) -> None:
         tanghulu.connect(cluster.address, transport="tcp") as far,
     ):
         for i in range(300):
-            key, size = f"once{i}", (SIZE, 65536)[i % 10 == 0]
+            key, size = f"once{i}", {0: 65536, 5: 262144}.get(i % 10, SIZE)
             assert not put(client, key, size)
             reader = (client, near, far)[i % 3]
             assert reader.exists(key)
