@@ -96,8 +96,9 @@ async def _follow(
     request = pb.EventsRequest(
         key_prefix=key_prefix, after_sequence=cursor.resumes_after, master_generation=cursor.master_generation
     )
-    several = masters.several
-    async with channel(address, PING_MS, SILENCE_MS) if several else channel(address) as connection:
+    several, tls = masters.several, masters.credentials.tls
+    opened = channel(address, PING_MS, SILENCE_MS, tls) if several else channel(address, tls=tls)
+    async with opened as connection:
         call = directory_pb2_grpc.DirectoryStub(connection).Events(
             request, wait_for_ready=not several, metadata=masters.credentials.metadata
         )

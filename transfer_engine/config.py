@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
+from tanghulu.credentials import NO_TLS, TlsFiles
 from tanghulu.errors import ConfigError
 from tanghulu.transfer_engine.topology import Topology
 
@@ -47,6 +48,8 @@ class EngineConfig:
     location: str = ""
     #: Verbs devices of this process in the order of their rails; none: every usable one, by name.
     rdma_devices: tuple[str, ...] = ()
+    #: With files, tcp is encrypted; rdma and ucx are not.
+    tls: TlsFiles = NO_TLS
     #: Further attempts of one slice after its first.
     retries_max: int = 3
     #: A path with slices in flight and none finished for this long counts as failed.

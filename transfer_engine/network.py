@@ -131,7 +131,7 @@ class Network(Protocol):
 class KernelNetwork:
     """The machine's own."""
 
-    def connect(self, path: Path, address: Address) -> StreamSocket:
+    def connect(self, path: Path, address: Address) -> socket.socket:
         """A TCP socket without Nagle's delay, bound to the path's local device if it names one."""
         try:
             found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)

@@ -20,6 +20,7 @@ from tanghulu.transfer_engine.rdma_devices import LocalDevices
 from tanghulu.transfer_engine.segment import SegmentDescriptor
 from tanghulu.transfer_engine.shm import ShmPeer
 from tanghulu.transfer_engine.tcp import TcpLink, TcpPeer
+from tanghulu.transfer_engine.tls_network import TlsNetwork
 from tanghulu.transfer_engine.topology import Topology, pair
 from tanghulu.transfer_engine.transport import Link, Peer
 from tanghulu.transfer_engine.ucx import UcxLink, UcxPeer
@@ -52,6 +53,8 @@ class RemoteSegment:
         self._peers: dict[str, Peer] = {}
         if shm is not None:
             self._peers["shm"] = shm
+        if network is None and config.tls:
+            network = TlsNetwork(config.tls)
         self._tcp = TcpPeer(descriptor, session_id, network)
         self._peers["tcp"] = self._tcp  # for notices, if for nothing else
         if rdma is not None and "rdma" in transports:

@@ -7,6 +7,7 @@ decision, what they may touch ``access``'s; how bytes move is ``tcp_server``'s a
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Callable, Mapping, Sequence
 
 from tanghulu.transfer_engine.access import AccessTable
@@ -57,6 +58,7 @@ class SegmentServer:
         advertised_host: str | None = None,
         tcp_devices: Sequence[tuple[str, str]] = (),
         tcp_distances: Mapping[str, int] | None = None,
+        tls: ssl.SSLContext | None = None,
         max_connections: int = MAX_CONNECTIONS,
         stall_timeout_s: float = STALL_TIMEOUT_S,
     ) -> None:
@@ -70,6 +72,7 @@ class SegmentServer:
         self._generation = generation
         self._host_id = host_id
         self._on_freed = on_freed
+        self._tls = tls
         self._max_connections = max_connections
         self._stall_timeout_s = stall_timeout_s
         self._rdma: RdmaDoor | None = None
@@ -103,7 +106,11 @@ class SegmentServer:
         assert self._listener is None, "a server starts once"
         loop = asyncio.get_running_loop()
         self._listener = await loop.create_server(
-            lambda: TcpConnection(self._reception), self._host, self._port, backlog=_BACKLOG
+            lambda: TcpConnection(self._reception, encrypted=self._tls is not None),
+            self._host,
+            self._port,
+            backlog=_BACKLOG,
+            ssl=self._tls,
         )
         self._reception.open = True
         self._port = self._listener.sockets[0].getsockname()[1]

@@ -109,7 +109,8 @@ class TcpDoor(Protocol):
 class TcpConnection(asyncio.BufferedProtocol):
     """One client's stream of slices."""
 
-    def __init__(self, door: TcpDoor) -> None:
+    def __init__(self, door: TcpDoor, *, encrypted: bool = False) -> None:
+        self._encrypted = encrypted
         self.token = 0
         self.sweep_mark: object = None  # the server's note of what it saw at its last sweep
         self._door = door
@@ -132,10 +133,11 @@ class TcpConnection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Set flow control, or turn the peer away when the server is full. (Both loops set TCP_NODELAY themselves.)"""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
-        self._transport.set_write_buffer_limits(high=0)
+        # With 0 TLS would pause before anything waits.
+        self._transport.set_write_buffer_limits(high=1 if self._encrypted else 0)
         sock = transport.get_extra_info("socket")
         if sock is not None:
-            self._fd = sock.fileno()
+            self._fd = -1 if self._encrypted else sock.fileno()  # what goes there by itself is not encrypted
             unpace_within_machine(sock, transport.get_extra_info("peername") or ("",))
         self._admitted = self._door.opened(self)
         if not self._admitted:
@@ -249,7 +251,8 @@ class TcpConnection(asyncio.BufferedProtocol):
         self._phase = _STRANGER
         self._discard_bytes, self._discard = HEAD_BYTES, memoryview(bytearray(HEAD_BYTES))
         self._write(pack_refusal(0, why.error))
-        self._transport.write_eof()
+        if not self._encrypted:  # TLS cannot end one direction
+            self._transport.write_eof()
 
     def _admit(self, head: Head) -> None:
         op, door = head.op, self._door

@@ -17,11 +17,30 @@ _BEARER = "Bearer "
 
 
 @dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """Paths of PEM files, see ``tls``; "" where there is none. ``cert`` and ``key`` come together."""
+
+    cert: str = ""
+    key: str = ""
+    ca: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.cert or self.key or self.ca)
+
+
+NO_TLS = TlsFiles()
+
+
+@dataclass(frozen=True, slots=True)
 class Credentials:
-    """``tenant`` may stay empty: a tenant's own token says whose it is; an operator's token then acts for nobody."""
+    """``tenant`` may stay empty: a tenant's own token says whose it is; an operator's token then acts for nobody.
+
+    ``tls`` without any file: connections are not encrypted.
+    """
 
     tenant: str = ""
     token: str = field(default="", repr=False)
+    tls: TlsFiles = NO_TLS
 
     @property
     def shown(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from tanghulu.credentials import Credentials
+from tanghulu.credentials import NOTHING_TO_SHOW, Credentials, TlsFiles
 from tanghulu.errors import TanghuluError
 from tanghulu.store.checksums import NO_CHECKSUMS, Checksums
 from tanghulu.store.client.asynchronous import AsyncShell
@@ -24,14 +24,18 @@ def connect(
     *,
     tenant: str = "",
     token: str = "",
+    tls_ca: str = "",
+    tls_cert: str = "",
+    tls_key: str = "",
     transport: str | None = None,
     deadline_s: float = DEFAULT_DEADLINE_S,
     place: str = "",
 ) -> Connecting:
     """As ``tanghulu.connect``: ``async with connect(...) as client``, or ``client = await connect(...)``."""
     masters = Masters.of(master)
+    shown = Credentials(tenant, token, TlsFiles(tls_cert, tls_key, tls_ca))
     settings = Settings(
-        master=masters.showing(Credentials(tenant, token)) if token else masters,
+        master=masters.showing(shown) if shown != NOTHING_TO_SHOW else masters,
         transport=transport,
         deadline_s=deadline_s,
         place=place,

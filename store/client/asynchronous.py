@@ -31,6 +31,7 @@ from tanghulu.store.client.messages import AnyCall, AnyReply, Welcome
 from tanghulu.store.client.placement import NodeTable
 from tanghulu.store.client.settings import Settings
 from tanghulu.store.client.targets import Target, master_failure, target_of
+from tanghulu.transfer_engine.config import EngineConfig
 from tanghulu.transfer_engine.engine import Buffer, TransferBatch, TransferEngine, TransferRequest
 
 T = TypeVar("T")
@@ -45,7 +46,12 @@ class AsyncShell:
         clock = SystemClock()
         self.context = Context(settings.host_id, settings.place, clock, NodeTable(settings.host_id), settings.uses_unix)
         self._loop = asyncio.get_running_loop()
-        self._engine = TransferEngine(transports=settings.engine_transports, host_id=settings.host_id, clock=clock)
+        self._engine = TransferEngine(
+            transports=settings.engine_transports,
+            host_id=settings.host_id,
+            clock=clock,
+            config=EngineConfig(tls=settings.master.credentials.tls),
+        )
         self._masters = MasterFinder(settings.master)
         self._connections: dict[PeerId, AsyncFastConnection] = {}
         self._opening: dict[PeerId, asyncio.Lock] = {}
@@ -182,7 +188,7 @@ class AsyncShell:
                 target = target_of(peer, self.settings, self.context.nodes)
             try:
                 connection = await AsyncFastConnection.connect(
-                    target.address, target.unix_path, shortcut=target.shortcut
+                    target.address, target.unix_path, shortcut=target.shortcut, tls=self.settings.master.credentials.tls
                 )
             except NodeUnavailable:
                 self.context.nodes.expire()

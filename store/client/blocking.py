@@ -38,6 +38,7 @@ from tanghulu.store.client.messages import AnyCall, AnyReply, Welcome
 from tanghulu.store.client.placement import NodeTable
 from tanghulu.store.client.settings import Settings
 from tanghulu.store.client.targets import Target, master_failure, target_of
+from tanghulu.transfer_engine.config import EngineConfig
 from tanghulu.transfer_engine.engine import Buffer, TransferBatch, TransferEngine, TransferRequest
 
 T = TypeVar("T")
@@ -57,7 +58,12 @@ class BlockingShell:
         self.settings = settings
         clock = SystemClock()
         self.context = Context(settings.host_id, settings.place, clock, NodeTable(settings.host_id), settings.uses_unix)
-        self._engine = TransferEngine(transports=settings.engine_transports, host_id=settings.host_id, clock=clock)
+        self._engine = TransferEngine(
+            transports=settings.engine_transports,
+            host_id=settings.host_id,
+            clock=clock,
+            config=EngineConfig(tls=settings.master.credentials.tls),
+        )
         self._masters = MasterFinder(settings.master)
         self._idle: dict[PeerId, deque[FastConnection]] = {}
         self._welcomes: dict[PeerId, Welcome] = {}
@@ -273,7 +279,8 @@ class BlockingShell:
     def _connect(self, peer: PeerId, target: Target, until_s: float) -> FastConnection:
         try:
             timeout_s = max(_left_s(until_s), MIN_CONNECT_S)
-            connection = FastConnection(target.address, target.unix_path, timeout_s, shortcut=target.shortcut)
+            tls = self.settings.master.credentials.tls
+            connection = FastConnection(target.address, target.unix_path, timeout_s, shortcut=target.shortcut, tls=tls)
             if peer == MASTER:
                 self._show(connection, timeout_s)
         except TanghuluError as error:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from tanghulu.credentials import Credentials
+from tanghulu.credentials import NOTHING_TO_SHOW, Credentials, TlsFiles
 from tanghulu.errors import TanghuluError
 from tanghulu.store.checksums import NO_CHECKSUMS, Checksums
 from tanghulu.store.client.blocking import BlockingShell
@@ -24,6 +24,9 @@ def connect(
     *,
     tenant: str = "",
     token: str = "",
+    tls_ca: str = "",
+    tls_cert: str = "",
+    tls_key: str = "",
     transport: str | None = None,
     deadline_s: float = DEFAULT_DEADLINE_S,
     place: str = "",
@@ -33,14 +36,16 @@ def connect(
     Of several masters (``host:port,host:port``, or ``etcd://host:port`` where they elect their leader) the one that
     leads is found, and found again when another does: calls wait for it, up to their deadline.
     ``token`` is what masters and nodes with ``--tokens`` ask for; ``tenant`` is needed with an operator's token only.
-    ``transport`` pins how payloads move (``"shm"``, ``"tcp"``, or ``"ucx"`` where client and nodes have NIXL); None
-    chooses the faster of shm and tcp that works. ``deadline_s``
-    bounds every call that does not say otherwise. Raises MasterUnavailable if nobody answers, Unauthorized for a bad
-    token, InvalidRequest for bad arguments.
+    ``tls_ca`` (a PEM file) encrypts connections to other hosts; ``tls_cert`` and ``tls_key`` are this client's own,
+    where they are asked for. ``transport`` pins how payloads move (``"shm"``, ``"tcp"``, or ``"ucx"`` where client and
+    nodes have NIXL); None chooses the faster of shm and tcp that works. ``deadline_s`` bounds every call that does not
+    say otherwise. Raises MasterUnavailable if nobody answers, Unauthorized for a bad token or certificate,
+    InvalidRequest for bad arguments.
     """
     masters = Masters.of(master)
+    shown = Credentials(tenant, token, TlsFiles(tls_cert, tls_key, tls_ca))
     settings = Settings(
-        master=masters.showing(Credentials(tenant, token)) if token else masters,
+        master=masters.showing(shown) if shown != NOTHING_TO_SHOW else masters,
         transport=transport,
         deadline_s=deadline_s,
         place=place,

@@ -12,6 +12,7 @@ from tanghulu.clock import SystemClock
 from tanghulu.config import command, option
 from tanghulu.discovery.base import Instance
 from tanghulu.errors import ConfigError, InvalidRequest
+from tanghulu.master_options import TlsServerOptions
 from tanghulu.process import Process, ProcessConfig
 from tanghulu.protos import directory_pb2_grpc, membership_pb2_grpc
 from tanghulu.rpc.door import Door
@@ -30,7 +31,7 @@ from tanghulu.types import Address, Masters, Role
 
 
 @dataclass(frozen=True, kw_only=True)
-class MasterConfig(ProcessConfig):
+class MasterConfig(TlsServerOptions, ProcessConfig):
     """The options of ``tanghulu master``."""
 
     port: int = option(7400, "port to listen on; 0 picks one")
@@ -61,7 +62,7 @@ async def serve(process: Process, config: MasterConfig) -> None:
     service = FastService()
     tokens = None if config.tokens is None else TokensFile(config.tokens)
     interceptors = () if tokens is None else (GrpcGate(tokens, MASTER_GRPC_RULES),)
-    door = Door(service, process.run_dir, "master", interceptors)
+    door = Door(service, process.run_dir, "master", interceptors, config.server_tls())
     address = await door.bind(config.host, config.port, config.reachable_host)
     if config.etcd:
         shell.leadership = _leadership(process, config, address, shell)

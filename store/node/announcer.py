@@ -182,8 +182,9 @@ class Announcer:
     async def _converse(self) -> None:
         """Be connected until that fails."""
         self._master = await self._masters.find()
-        self._connection = await AsyncFastConnection.connect(self._master, shortcut=True)
-        await show(self._connection, self._masters.masters.credentials, self._call_deadline_s)
+        shown = self._masters.masters.credentials
+        self._connection = await AsyncFastConnection.connect(self._master, shortcut=True, tls=shown.tls)
+        await show(self._connection, shown, self._call_deadline_s)
         self._broken = asyncio.get_running_loop().create_future()
         self._tell()
         await self._broken

@@ -18,7 +18,7 @@ from tanghulu.discovery.base import Discovery, Instance, Registration
 from tanghulu.discovery.master import MasterDiscovery
 from tanghulu.discovery.masters import MasterFinder
 from tanghulu.errors import ConfigError, TanghuluError, Unauthorized
-from tanghulu.master_options import MasterOptions
+from tanghulu.master_options import MasterOptions, TlsServerOptions
 from tanghulu.process import Process, ProcessConfig
 from tanghulu.protos import store_pb2_grpc
 from tanghulu.rpc.door import Door
@@ -73,7 +73,7 @@ _MAX_MAPPED_FRACTION = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeConfig(TransferOptions, MasterOptions, ProcessConfig):
+class NodeConfig(TransferOptions, MasterOptions, TlsServerOptions, ProcessConfig):
     """The options of ``tanghulu node``."""
 
     port: int = option(7410, "port to listen on; 0 picks one")
@@ -120,11 +120,12 @@ class Node:
         self._config = config
         self._clock = SystemClock()
         self._service = FastService()
+        tls = config.server_tls()
         self._tokens = None if config.tokens is None else TokensFile(config.tokens)
         if self._tokens is not None:
             refuse_open_carriers(self._tokens.table, config.transports)
         interceptors = () if self._tokens is None else (GrpcGate(self._tokens, NODE_GRPC_RULES),)
-        self._door = Door(self._service, process.run_dir, "node", interceptors)
+        self._door = Door(self._service, process.run_dir, "node", interceptors, tls)
         book = None if self._tokens is None else TenantBook(self._tenants, config.memory)
         self._policies = Policies() if book is None else Policies.fair(book)
         self._index = IndexPlace(-(-config.memory // 64) * 64, num_buckets_for(config.memory), secrets.randbits(64))
@@ -146,6 +147,7 @@ class Node:
             generation=process.generation,
             host_id=processes.host_id(),
             on_freed=self._freed,
+            tls=None if tls is None else tls.context,
             **settings.served,
         )
         self._tier = None

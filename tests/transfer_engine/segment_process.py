@@ -20,6 +20,7 @@ import uvloop
 import xxhash
 
 from tanghulu.clock import ManualClock
+from tanghulu.tls import ServerTls
 from tanghulu.transfer_engine.access import AccessTable
 from tanghulu.transfer_engine.leases import Freed
 from tanghulu.transfer_engine.opcode import Opcode
@@ -55,6 +56,8 @@ class Owner:
         self.watched = (0, 1)
         access = self.access if with_access else None
         on_notice = self._on_notice if options.pop("notices", True) else None
+        if "tls" in options:
+            options["tls"] = ServerTls(options["tls"], mutual=True).context
         self.server = SegmentServer(
             self.segment,
             access,

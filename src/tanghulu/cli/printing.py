@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tanghulu.config import PREFIX
-from tanghulu.credentials import Credentials, read_token
-from tanghulu.master_options import MASTER_HELP, TENANT_HELP, TOKEN_HELP
+from tanghulu.credentials import Credentials, TlsFiles, read_token
+from tanghulu.master_options import MASTER_HELP, TENANT_HELP, TLS_CA_HELP, TLS_CERT_HELP, TLS_KEY_HELP, TOKEN_HELP
 from tanghulu.types import Masters
 
 _PIPED_WIDTH = 200
@@ -24,6 +24,10 @@ _MASTER = click.option(
 )
 _TENANT = click.option("--tenant", default="", envvar=PREFIX + "TENANT", help=TENANT_HELP)
 _TOKEN = click.option("--token", default="", envvar=PREFIX + "TOKEN", help=TOKEN_HELP)
+_TLS = tuple(
+    click.option(f"--tls-{name}", default="", envvar=f"{PREFIX}TLS_{name.upper()}", metavar="FILE", help=text)
+    for name, text in (("key", TLS_KEY_HELP), ("cert", TLS_CERT_HELP), ("ca", TLS_CA_HELP))
+)
 _JSON = click.option("--json", "as_json", is_flag=True, help="print JSON for programs")
 
 
@@ -31,11 +35,13 @@ def store_options(function: Callable[..., None]) -> Callable[..., None]:
     """The options that every command of the group has; ``master`` comes as Masters with credentials."""
 
     @functools.wraps(function)
-    def command(*args: Any, master: str, tenant: str, token: str, **options: Any) -> None:
-        credentials = Credentials(tenant, read_token(token))
+    def command(
+        *args: Any, master: str, tenant: str, token: str, tls_cert: str, tls_key: str, tls_ca: str, **options: Any
+    ) -> None:
+        credentials = Credentials(tenant, read_token(token), TlsFiles(tls_cert, tls_key, tls_ca))
         function(*args, master=Masters.parse(master).showing(credentials), **options)
 
-    for add in (_JSON, _TOKEN, _TENANT, _MASTER):
+    for add in (_JSON, *_TLS, _TOKEN, _TENANT, _MASTER):
         command = add(command)
     return command
 

@@ -272,7 +272,9 @@ class MasterDiscovery:
     def _stub(self, address: Address) -> membership_pb2_grpc.MembershipStub:
         link = self._channels.get(address)
         if link is None:
-            link = channel(address, PING_MS, SILENCE_MS) if self._finder.several else channel(address)
+            tls = self._finder.masters.credentials.tls
+            several = self._finder.several
+            link = channel(address, PING_MS, SILENCE_MS, tls) if several else channel(address, tls=tls)
             self._channels[address] = link
         return membership_pb2_grpc.MembershipStub(link)
 

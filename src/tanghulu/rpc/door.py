@@ -2,7 +2,7 @@
 
 The fast lane's preamble goes to the FastService in this process; an HTTP/2 preface ("PRI * HTTP/2.0") is
 relayed to the process's gRPC server, which listens on a Unix socket behind the door. So every process
-has one address to publish, and TLS can later end in one place for both. The relay costs gRPC one hop over a
+has one address to publish, and TLS ends in one place for both. The relay costs gRPC one hop over a
 Unix socket; gRPC carries control only. The same fast lane listens on a Unix socket (mode 0600) for local peers, and on
 one that those find who know nothing but the port (``nearby``).
 """
@@ -26,11 +26,14 @@ from tanghulu.rpc import nearby
 from tanghulu.rpc.fast_server import FastServerProtocol, FastService, Peer
 from tanghulu.rpc.frames import PREAMBLE
 from tanghulu.rpc.grpc_edge import SERVER_OPTIONS
+from tanghulu.tls import ServerTls
 from tanghulu.types import Address
 
 _log = structlog.get_logger(__name__)
 _HTTP2 = b"PRI * HT"
 _FIRST_BYTES_DEADLINE_S = 10.0
+#: How often the files of TLS are looked at.
+_CERTIFICATES_S = 30.0
 _UCRED = struct.Struct("3i")
 
 
@@ -38,9 +41,15 @@ class Door:
     """The listening side of a process. ``start`` opens it, ``close`` lets nobody in and ends what is open."""
 
     def __init__(
-        self, service: FastService, run_dir: Path, name: str, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
+        self,
+        service: FastService,
+        run_dir: Path,
+        name: str,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        tls: ServerTls | None = None,
     ) -> None:
         self.service = service
+        self.tls = tls
         self.unix_path = str(run_dir / f"{name}.sock")
         self._grpc_path = str(run_dir / f"{name}.grpc")
         self.grpc_server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=interceptors)
@@ -48,6 +57,7 @@ class Door:
         self._transports: set[asyncio.Transport] = set()
         self._empty = asyncio.Event()
         self._empty.set()
+        self._refreshing: asyncio.Task[None] | None = None
         self.address = Address("", 0)
 
     async def start(self, host: str, port: int, advertised_host: str = "") -> Address:
@@ -63,7 +73,8 @@ class Door:
         """
         loop = asyncio.get_running_loop()
         try:
-            tcp = await loop.create_server(lambda: _Sniffer(self), host, port, start_serving=False)
+            context = None if self.tls is None else self.tls.context
+            tcp = await loop.create_server(lambda: _Sniffer(self), host, port, ssl=context, start_serving=False)
         except OSError as error:
             raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
         self._servers.append(tcp)
@@ -89,11 +100,16 @@ class Door:
             await self.grpc_server.start()
         for server in self._servers:
             await server.start_serving()
+        if self.tls is not None:
+            self._refreshing = asyncio.create_task(_follow_files(self.tls))
 
     async def close(self, grace_s: float = 1.0) -> None:
         """Stop listening, end gRPC calls after ``grace_s``, close every connection, remove the socket files."""
         for server in self._servers:
             server.close()
+        if self._refreshing is not None:
+            self._refreshing.cancel()
+            await asyncio.gather(self._refreshing, return_exceptions=True)
         await self.grpc_server.stop(grace_s)
         for transport in list(self._transports):
             transport.close()
@@ -122,6 +138,17 @@ class Door:
         loop = asyncio.get_running_loop()
         back, _ = await loop.create_unix_connection(lambda: _Relay(front), self._grpc_path)
         return back
+
+
+async def _follow_files(tls: ServerTls) -> None:
+    """Use replaced certificates for new connections; until cancelled."""
+    while True:
+        await asyncio.sleep(_CERTIFICATES_S)
+        try:
+            if tls.refresh():
+                _log.info("door.certificates_replaced")
+        except ConfigError as error:
+            _log.error("door.certificates_not_replaced", error=error.message)
 
 
 @contextlib.contextmanager
@@ -174,6 +201,8 @@ class _Sniffer(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport = cast(asyncio.Transport, transport)  # uvloop has its own, which is no subclass
         self._door.enter(transport)
+        if self._door.tls is not None and not _may_come_plain(transport):
+            transport.abort()
         self._timer = asyncio.get_running_loop().call_later(_FIRST_BYTES_DEADLINE_S, transport.close)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -237,6 +266,15 @@ class _Sniffer(asyncio.Protocol):
         back.write(self._first)
         if not transport.is_closing():
             transport.resume_reading()
+
+
+def _may_come_plain(transport: asyncio.Transport) -> bool:
+    """Whether a connection that is not encrypted comes from this user or root, and so from this host."""
+    sock = transport.get_extra_info("socket")
+    if sock is None or sock.family != socket.AF_UNIX:
+        return transport.get_extra_info("sslcontext") is not None
+    _pid, uid, _gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return uid in (os.geteuid(), 0)
 
 
 def _peer(transport: asyncio.Transport) -> Peer:

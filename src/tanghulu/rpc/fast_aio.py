@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import ssl
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar, cast
 
 from google.protobuf.message import Message
 
-from tanghulu.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, TanghuluError
+from tanghulu.credentials import NO_TLS, TlsFiles
+from tanghulu.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, TanghuluError, Unauthorized
 from tanghulu.protos import common_pb2
 from tanghulu.rpc import nearby
 from tanghulu.rpc.fast_client import Reply, outcome_of
 from tanghulu.rpc.frames import PREAMBLE, Frame, FrameReader, call_id_of, encode_head
 from tanghulu.rpc.wire import decode
+from tanghulu.tls import client_context
 from tanghulu.types import Address
 
 R = TypeVar("R", bound=Message | bytes)
@@ -42,11 +45,17 @@ class AsyncFastConnection(asyncio.Protocol):
 
     @classmethod
     async def connect(
-        cls, address: Address | None, unix_path: str | None = None, *, shortcut: bool = False
+        cls,
+        address: Address | None,
+        unix_path: str | None = None,
+        *,
+        shortcut: bool = False,
+        tls: TlsFiles = NO_TLS,
     ) -> AsyncFastConnection:
         """Open a connection, by the Unix socket if its path exists here; raises NodeUnavailable.
 
-        ``shortcut``: to an address of this host, come by its Unix socket of that name if there is one.
+        ``shortcut``: to an address of this host, come by its Unix socket of that name if there is one. ``tls`` with
+        files: TCP is encrypted; raises Unauthorized if a certificate is not what it should be.
         """
         loop = asyncio.get_running_loop()
         connection = cls(unix_path or str(address))
@@ -57,9 +66,12 @@ class AsyncFastConnection(asyncio.Protocol):
                 elif address is not None and shortcut and (sock := nearby.dial(address)) is not None:
                     await loop.create_unix_connection(lambda: connection, sock=sock)
                 elif address is not None:
-                    await loop.create_connection(lambda: connection, address.host, address.port)
+                    context = client_context(tls) if tls else None
+                    await loop.create_connection(lambda: connection, address.host, address.port, ssl=context)
                 else:
                     raise NodeUnavailable(f"no Unix socket at {unix_path!r} and no TCP address to connect to")
+        except ssl.SSLCertVerificationError as error:
+            raise Unauthorized(f"{address} is not what its certificate should say: {error.verify_message}") from error
         except OSError as error:  # TimeoutError is one
             raise NodeUnavailable(f"cannot connect to {connection.peer}: {error or 'no answer'}") from error
         return connection

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -19,11 +20,14 @@ from typing import Generic, TypeVar
 
 from google.protobuf.message import Message
 
-from tanghulu.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, TanghuluError
+from tanghulu.credentials import NO_TLS, TlsFiles
+from tanghulu.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, TanghuluError, Unauthorized
 from tanghulu.protos import common_pb2, fastlane_pb2
 from tanghulu.rpc import nearby
 from tanghulu.rpc.frames import HEAD, PREAMBLE, Frame, call_id_of, decode_head, encode_head
+from tanghulu.rpc.tls_socket import TlsSocket
 from tanghulu.rpc.wire import decode, error_of
+from tanghulu.tls import client_context
 from tanghulu.types import Address
 
 R = TypeVar("R", bound=Message | bytes)
@@ -79,10 +83,12 @@ def dial(
     timeout_s: float = _CONNECT_TIMEOUT_S,
     *,
     shortcut: bool = False,
-) -> socket.socket:
+    tls: TlsFiles = NO_TLS,
+) -> socket.socket | TlsSocket:
     """A connected blocking socket, by the Unix socket if its path exists here; raises NodeUnavailable.
 
-    ``shortcut``: to an address of this host, come by its Unix socket of that name if there is one.
+    ``shortcut``: to an address of this host, come by its Unix socket of that name if there is one. ``tls`` with files:
+    TCP is encrypted; raises Unauthorized if a certificate is not what it should be.
     """
     try:
         if unix_path and os.path.exists(unix_path):
@@ -100,8 +106,12 @@ def dial(
             sock = socket.create_connection((address.host, address.port), timeout=timeout_s)
             sock.settimeout(None)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if tls:
+                return TlsSocket(sock, client_context(tls), address.host, timeout_s, _TICK_S)
         else:
             raise NodeUnavailable(f"no Unix socket at {unix_path!r} and no TCP address to connect to")
+    except ssl.SSLCertVerificationError as error:
+        raise Unauthorized(f"{address} is not what its certificate should say: {error.verify_message}") from error
     except OSError as error:
         raise NodeUnavailable(f"cannot connect to {unix_path or address}: {error}") from error
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TICK)
@@ -119,9 +129,10 @@ class FastConnection:
         timeout_s: float = _CONNECT_TIMEOUT_S,
         *,
         shortcut: bool = False,
+        tls: TlsFiles = NO_TLS,
     ) -> None:
         self.peer = unix_path or str(address)
-        self._socket = dial(address, unix_path, timeout_s, shortcut=shortcut)
+        self._socket = dial(address, unix_path, timeout_s, shortcut=shortcut, tls=tls)
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._closed = False

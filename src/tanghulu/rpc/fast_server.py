@@ -145,7 +145,8 @@ class FastServerProtocol(asyncio.Protocol):
         if self._transport.is_closing():
             return
         self._send_error(0, error)
-        self._transport.write_eof()
+        if self._transport.can_write_eof():  # TLS cannot end one direction
+            self._transport.write_eof()
         self._ending = asyncio.get_running_loop().call_later(END_WAIT_S, self._transport.close)
 
     def pause_writing(self) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
 
+from tanghulu.credentials import NO_TLS, TlsFiles
 from tanghulu.errors import DeadlineExceeded, NodeUnavailable, TanghuluError, error_from_code
+from tanghulu.tls import client_context
 from tanghulu.types import Address
 
 _STATUS = {
@@ -46,28 +49,36 @@ SERVER_OPTIONS = [
 ]
 
 
-def channel(address: Address | str, ping_ms: int = _PING_MS, silence_ms: int = 2 * _PING_MS) -> grpc.aio.Channel:
-    """An asyncio channel to a process's door. The caller closes it.
+def channel(
+    address: Address | str, ping_ms: int = _PING_MS, silence_ms: int = 2 * _PING_MS, tls: TlsFiles = NO_TLS
+) -> grpc.aio.Channel:
+    """An asyncio channel to a process's door, encrypted if ``tls`` names files. The caller closes it.
 
     A peer that is asked for a sign of life every ``ping_ms`` (at least 1000: servers hang up on those that ask more
     often) and gives none for ``silence_ms``, or does not answer a new connection for so long, is lost.
     """
-    return grpc.aio.insecure_channel(
-        str(address),
-        options=[
-            ("grpc.max_receive_message_length", _MESSAGE_BYTES),
-            ("grpc.max_send_message_length", _MESSAGE_BYTES),
-            ("grpc.enable_http_proxy", 0),
-            ("grpc.use_local_subchannel_pool", 1),
-            ("grpc.initial_reconnect_backoff_ms", 100),
-            ("grpc.min_reconnect_backoff_ms", silence_ms),  # also how long a connection may take to be made
-            ("grpc.max_reconnect_backoff_ms", 1000),
-            ("grpc.keepalive_time_ms", ping_ms),  # a peer whose host died says nothing
-            ("grpc.keepalive_timeout_ms", silence_ms),
-            ("grpc.http2.ping_timeout_ms", silence_ms),  # which newer versions go by
-            ("grpc.http2.max_pings_without_data", 0),  # 0: no limit; a stream that only listens sends no data
-        ],
-    )
+    options = [
+        ("grpc.max_receive_message_length", _MESSAGE_BYTES),
+        ("grpc.max_send_message_length", _MESSAGE_BYTES),
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", silence_ms),  # also how long a connection may take to be made
+        ("grpc.max_reconnect_backoff_ms", 1000),
+        ("grpc.keepalive_time_ms", ping_ms),  # a peer whose host died says nothing
+        ("grpc.keepalive_timeout_ms", silence_ms),
+        ("grpc.http2.ping_timeout_ms", silence_ms),  # which newer versions go by
+        ("grpc.http2.max_pings_without_data", 0),  # 0: no limit; a stream that only listens sends no data
+    ]
+    if tls:
+        return grpc.aio.secure_channel(str(address), _channel_credentials(tls), options=options)
+    return grpc.aio.insecure_channel(str(address), options=options)
+
+
+def _channel_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
+    client_context(files)  # says what is wrong with the files, which gRPC does not
+    ca, key, cert = (Path(path).read_bytes() if path else None for path in (files.ca, files.key, files.cert))
+    return grpc.ssl_channel_credentials(ca, key, cert)
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TanghuluError) -> None:
