@@ -254,6 +254,22 @@ class ListKeysReply(_message.Message):
     more: bool
     def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., keys: _Optional[_Iterable[_Union[KeyInfo, _Mapping]]] = ..., more: _Optional[bool] = ...) -> None: ...
 
+class WaitRequest(_message.Message):
+    __slots__ = ("keys", "deadline_ms")
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    keys: _containers.RepeatedScalarFieldContainer[str]
+    deadline_ms: int
+    def __init__(self, keys: _Optional[_Iterable[str]] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+
+class WaitReply(_message.Message):
+    __slots__ = ("status", "found")
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    FOUND_FIELD_NUMBER: _ClassVar[int]
+    status: _common_pb2.Status
+    found: bytes
+    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., found: _Optional[bytes] = ...) -> None: ...
+
 class EventsRequest(_message.Message):
     __slots__ = ("key_prefix", "after_sequence", "master_generation")
     KEY_PREFIX_FIELD_NUMBER: _ClassVar[int]

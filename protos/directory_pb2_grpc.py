@@ -59,6 +59,11 @@ class DirectoryStub:
                 request_serializer=tanghulu_dot_protos_dot_directory__pb2.ListKeysRequest.SerializeToString,
                 response_deserializer=tanghulu_dot_protos_dot_directory__pb2.ListKeysReply.FromString,
                 _registered_method=True)
+        self.Wait = channel.unary_unary(
+                '/tanghulu.v1.Directory/Wait',
+                request_serializer=tanghulu_dot_protos_dot_directory__pb2.WaitRequest.SerializeToString,
+                response_deserializer=tanghulu_dot_protos_dot_directory__pb2.WaitReply.FromString,
+                _registered_method=True)
         self.Events = channel.unary_stream(
                 '/tanghulu.v1.Directory/Events',
                 request_serializer=tanghulu_dot_protos_dot_directory__pb2.EventsRequest.SerializeToString,
@@ -99,6 +104,13 @@ class DirectoryServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Wait(self, request, context):
+        """Answered when every key has been announced, or when the time is up.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Events(self, request, context):
         """A snapshot (RESET, STORED events, SYNCED; all under the sequence it was taken at), then changes in order of
         sequence. A caller that names the last event it has is spared the snapshot while the master still has the rest.
@@ -134,6 +146,11 @@ def add_DirectoryServicer_to_server(servicer, server):
                     servicer.ListKeys,
                     request_deserializer=tanghulu_dot_protos_dot_directory__pb2.ListKeysRequest.FromString,
                     response_serializer=tanghulu_dot_protos_dot_directory__pb2.ListKeysReply.SerializeToString,
+            ),
+            'Wait': grpc.unary_unary_rpc_method_handler(
+                    servicer.Wait,
+                    request_deserializer=tanghulu_dot_protos_dot_directory__pb2.WaitRequest.FromString,
+                    response_serializer=tanghulu_dot_protos_dot_directory__pb2.WaitReply.SerializeToString,
             ),
             'Events': grpc.unary_stream_rpc_method_handler(
                     servicer.Events,
@@ -276,6 +293,33 @@ class Directory:
             '/tanghulu.v1.Directory/ListKeys',
             tanghulu_dot_protos_dot_directory__pb2.ListKeysRequest.SerializeToString,
             tanghulu_dot_protos_dot_directory__pb2.ListKeysReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Wait(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tanghulu.v1.Directory/Wait',
+            tanghulu_dot_protos_dot_directory__pb2.WaitRequest.SerializeToString,
+            tanghulu_dot_protos_dot_directory__pb2.WaitReply.FromString,
             options,
             channel_credentials,
             insecure,

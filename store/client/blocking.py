@@ -57,7 +57,8 @@ class BlockingShell:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         clock = SystemClock()
-        self.context = Context(settings.host_id, settings.place, clock, NodeTable(settings.host_id), settings.uses_unix)
+        nodes = NodeTable(settings.host_id)
+        self.context = Context(settings.host_id, settings.place, clock, nodes, settings.uses_unix, settings.wait_s)
         self._engine = TransferEngine(
             transports=settings.engine_transports,
             host_id=settings.host_id,

@@ -160,6 +160,20 @@ class Client:
         deadline = self._deadline(deadline_s)
         return self._run(self._do.match_prefix(deadline, keys), deadline)
 
+    def wait_for(self, key: str, *, deadline_s: float | None = None) -> bool:
+        """Wait until somebody has put the key, at most ``deadline_s``; whether it is there.
+
+        The master tells as soon as the put is announced. A master that restarts meanwhile, or another that leads, is
+        asked again. Raises MasterUnavailable if none answered to the end, Overloaded if too many wait there.
+        """
+        deadline = self._deadline(deadline_s)
+        return self._run(self._do.wait_for(deadline, key), deadline)
+
+    def wait_for_many(self, keys: Sequence[str], *, deadline_s: float | None = None) -> list[bool]:
+        """The same until all of ``keys`` are there, or the time is up; for each whether it is."""
+        deadline = self._deadline(deadline_s)
+        return self._run(self._do.wait_for_many(deadline, keys), deadline)
+
     def stat(self, key: str, *, deadline_s: float | None = None) -> ChunkInfo:
         """What the store knows of a chunk; raises ChunkNotFound."""
         deadline = self._deadline(deadline_s)

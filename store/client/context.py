@@ -35,13 +35,17 @@ def _versions() -> itertools.count[int]:
 
 @dataclass
 class Context:
-    """One client's memory between operations. ``indexes``: of those nodes of this host whose memory is mapped."""
+    """One client's memory between operations. ``indexes``: of those nodes of this host whose memory is mapped.
+
+    ``wait_s``: how long one call may wait at the master.
+    """
 
     host_id: str
     place: str
     clock: Clock
     nodes: NodeTable
     maps_memory: bool = True
+    wait_s: float = 10.0
     locations: LocationCache = field(default_factory=LocationCache)
     leases: Leases = field(default_factory=Leases)
     reads: Reads = field(default_factory=Reads)

@@ -10,7 +10,7 @@ from typing import Any
 
 from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.store import checksums as sums
-from tanghulu.store.client import admin, directory, gets, puts
+from tanghulu.store.client import admin, directory, gets, puts, waiting
 from tanghulu.store.client import context as common
 from tanghulu.store.client.chunk import Chunk
 from tanghulu.store.client.context import Context
@@ -131,6 +131,15 @@ class Operations:
     def match_prefix(self, deadline: Deadline, keys: Sequence[str]) -> Logic[int]:
         """How many leading keys exist."""
         return (yield from directory.match_prefix(self._context, deadline, keys))
+
+    def wait_for(self, deadline: Deadline, key: str) -> Logic[bool]:
+        """Wait until the key is stored; whether it is."""
+        (found,) = yield from waiting.wait_for(self._context, deadline, [key])
+        return found
+
+    def wait_for_many(self, deadline: Deadline, keys: Sequence[str]) -> Logic[list[bool]]:
+        """The same for many: until all are."""
+        return (yield from waiting.wait_for(self._context, deadline, keys))
 
     def remove(self, deadline: Deadline, key: str) -> Logic[bool]:
         """Drop one chunk; whether there was one. Raises what kept a holder from it."""

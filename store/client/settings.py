@@ -5,11 +5,13 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, field
 
+from tanghulu.discovery.masters import ATTEMPT_S
 from tanghulu.errors import InvalidRequest
 from tanghulu.process import host_id
 from tanghulu.types import Masters
 
 DEFAULT_DEADLINE_S = 5.0
+WAIT_S = 10.0
 TRANSPORTS = ("shm", "ucx", "tcp")
 
 
@@ -39,6 +41,11 @@ class Settings:
     def engine_transports(self) -> tuple[str, ...]:
         """What the transfer engine may use; copies through the node need tcp beside shm."""
         return (self.transport,) if self.transport in ("ucx", "tcp") else ("shm", "tcp")
+
+    @property
+    def wait_s(self) -> float:
+        """How long one call may wait at the master; of several, less than any of them is waited for."""
+        return ATTEMPT_S * 2 / 3 if self.master.several else WAIT_S
 
     def carrier(self, copies: bool) -> str | None:
         """What the engine is asked to open a segment by; ``copies``: the node wants its mapping left alone."""

@@ -18,6 +18,7 @@ from tanghulu.store.master import wire
 from tanghulu.store.master.chunk_table import Found
 from tanghulu.store.master.followers import follow
 from tanghulu.store.master.shell import Shell
+from tanghulu.store.master.waiting import Waiting
 from tanghulu.store.packed_directory import LocateRequest, Location
 from tanghulu.store.words import Proclamation, Verdict
 from tanghulu.types import format_size
@@ -35,6 +36,7 @@ class DirectoryCalls:
         self._shell = shell
         self._master = shell.master
         self._metrics = shell.metrics
+        self.waiting = Waiting(shell)
 
     def announce(self, request: pb.AnnounceRequest) -> pb.AnnounceReply:
         """Take what a node says."""
@@ -44,6 +46,9 @@ class DirectoryCalls:
             leadership.heard_of(request.term, request.term_of)
         answer = self._master.announce(announcement, self._shell.now_s)
         self._shell.changed()
+        if len(self.waiting.board):
+            added = zip(announcement.added, answer.accepted, strict=True)
+            self.waiting.announced(entry.key for entry, stands in added if stands)
         counts = self._metrics.counts
         num_accepted = answer.accepted.count(True)
         counts.announcements[announcement.report] += 1
@@ -75,6 +80,8 @@ class DirectoryCalls:
         counts = self._metrics.counts
         if verdict is Verdict.ACCEPTED:
             self._shell.changed()
+            if len(self.waiting.board):
+                self.waiting.announced((said.key,))
             counts.proclaimed += 1
         elif verdict is Verdict.EXISTS:
             counts.refused += 1
@@ -155,6 +162,7 @@ class DirectoryCalls:
         service.register(fastlane_pb2.METHOD_ANNOUNCE, pb.AnnounceRequest, self._announce_on)
         service.register_packed(fastlane_pb2.METHOD_LOCATE, packed_directory.unpack_locate, self._locate)
         service.register_packed(fastlane_pb2.METHOD_PROCLAIM, packed_desk.unpack_proclaim, self._proclaim)
+        service.register(fastlane_pb2.METHOD_WAIT, pb.WaitRequest, self.waiting.wait)
         self._register(service, fastlane_pb2.METHOD_PLACE, pb.PlaceRequest, self.place)
         self._register(service, fastlane_pb2.METHOD_NODES, pb.NodesRequest, self.nodes)
         self._register(service, fastlane_pb2.METHOD_LIST_KEYS, pb.ListKeysRequest, self.list_keys)
@@ -196,6 +204,14 @@ class DirectoryService(directory_pb2_grpc.DirectoryServicer):
     async def ListKeys(self, request: pb.ListKeysRequest, context: Context) -> pb.ListKeysReply:
         """See DirectoryCalls.list_keys."""
         return await self._answer(self._calls.list_keys, request, context)
+
+    async def Wait(self, request: pb.WaitRequest, context: Context) -> pb.WaitReply:
+        """See Waiting."""
+        try:
+            return await self._calls.waiting.wait_grpc(request)
+        except TanghuluError as error:
+            await abort(context, error)
+            raise
 
     async def Events(self, request: pb.EventsRequest, context: Context) -> AsyncIterator[pb.EventBatch]:
         """A snapshot or the events behind the caller's last, then changes; see followers."""

@@ -68,6 +68,7 @@ async def serve(process: Process, config: MasterConfig) -> None:
         shell.leadership = _leadership(process, config, address, shell)
         metrics.observe_leadership(shell.leadership)
     calls = DirectoryCalls(shell)
+    metrics.observe_waits(calls.waiting.board)
     calls.serve(service)
     tasks: list[asyncio.Task[None]] = []
     if tokens is not None:

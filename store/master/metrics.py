@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from tanghulu.store.master.core import Master
 from tanghulu.store.master.directory import Report
 from tanghulu.store.master.leadership import Leadership
+from tanghulu.store.master.waits import WaitBoard
 from tanghulu.types import Role
 
 
@@ -115,6 +116,10 @@ class MasterMetrics:
 
     def _observe_copies(self, master: Master) -> None:
         self._registry.register(_CopyCollector(master))
+
+    def observe_waits(self, board: WaitBoard) -> None:
+        """Show how many calls wait for keys; called once."""
+        self._gauge("waiting_calls", "Calls that wait for keys to be stored.", lambda: len(board))
 
     def observe_leadership(self, leadership: Leadership) -> None:
         """Show how this one of several masters stands; called once."""

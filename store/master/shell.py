@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
@@ -50,6 +51,8 @@ class Shell:
     metrics: MasterMetrics
     rng: Random
     leadership: Leadership | None = None  # None: the only master
+    on_tick: list[Callable[[], None]] = field(default_factory=list)
+    on_step_down: list[Callable[[], None]] = field(default_factory=list)
     _changed: Signal = field(default_factory=Signal)
     _told: tuple[int, int, bool] = (0, 0, False)
 
@@ -78,6 +81,8 @@ class Shell:
     def step_down(self) -> None:
         """This master leads no longer: forget everything and end all streams."""
         self.master.begin(0, self.now_s)
+        for callback in self.on_step_down:
+            callback()
         self._changed.fire()
 
     def changed(self) -> None:
@@ -108,6 +113,8 @@ class Shell:
             if self.master.directory.rebuild.is_ready and not was_ready:
                 _log.info("directory.ready", num_keys=self.master.directory.num_keys)
             self.master.plan(self.now_s, WALK_KEYS)
+            for callback in self.on_tick:
+                callback()
             self.changed()
             if self.leadership is not None and self.leadership.leads:
                 await self._keep_roster(self.leadership)

@@ -139,7 +139,7 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"other\.key"):
         ServerTls(TlsFiles(cert, other_key), mutual=False)
     with pytest.raises(ConfigError, match=r"missing\.pem"):
-        TlsFiles(ca=str(tmp_path / "missing.pem")).client_context()
+        client_context(TlsFiles(ca=str(tmp_path / "missing.pem")))
 
 
 def test_replaced_files_are_read_again(tmp_path: Path) -> None:

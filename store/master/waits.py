@@ -1,0 +1,129 @@
+"""Who waits for which keys to be stored: a bounded board. Pure.
+
+A waiter names its keys and is over when each of them has been seen stored, when its time is up, or when it leaves.
+Example: w1 waits for a, b; w2 for b. b is stored: w2 is over. a is stored: w1 is over.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterable
+
+from tanghulu.errors import Overloaded
+
+MAX_WAITERS = 8192
+#: Of one connection: far below its calls in flight, so that other calls get through.
+MAX_WAITERS_PER_OWNER = 128
+#: Of all waiters together.
+MAX_KEYS = 1 << 20
+
+
+class Waiter:
+    """One call that waits; ``missing`` are those of its keys that have not been seen yet."""
+
+    __slots__ = ("missing", "owner", "until_s")
+
+    def __init__(self, owner: object, missing: set[str], until_s: float) -> None:
+        self.owner = owner
+        self.missing = missing
+        self.until_s = until_s
+
+    def __repr__(self) -> str:
+        return f"Waiter({len(self.missing)} keys until {self.until_s:g})"
+
+
+class WaitBoard:
+    """See the module. ``until_s`` and ``now_s`` are of one clock; owners are compared by identity."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[str, dict[Waiter, None]] = {}
+        self._by_owner: dict[object, dict[Waiter, None]] = {}
+        self._ends: list[tuple[float, int, Waiter]] = []
+        self._numbers = itertools.count()
+        self._num_waiters = 0
+        self._num_keys = 0
+
+    def __len__(self) -> int:
+        return self._num_waiters
+
+    def join(self, owner: object, missing: Iterable[str], until_s: float) -> Waiter:
+        """Wait for ``missing``, at least one; raises Overloaded if too many wait already."""
+        waiter = Waiter(owner, set(missing), until_s)
+        assert waiter.missing, "there is something to wait for"
+        own = self._by_owner.get(owner, {})
+        if self._num_waiters >= MAX_WAITERS or self._num_keys + len(waiter.missing) > MAX_KEYS:
+            raise Overloaded(f"{self._num_waiters} calls wait for {self._num_keys} keys already; try again")
+        if len(own) >= MAX_WAITERS_PER_OWNER:
+            raise Overloaded(f"{len(own)} calls of this connection wait already; ask for several keys in one call")
+        self._by_owner.setdefault(owner, own)[waiter] = None
+        for key in waiter.missing:
+            self._by_key.setdefault(key, {})[waiter] = None
+        self._num_waiters += 1
+        self._num_keys += len(waiter.missing)
+        heapq.heappush(self._ends, (until_s, next(self._numbers), waiter))
+        return waiter
+
+    def stored(self, keys: Iterable[str]) -> list[Waiter]:
+        """``keys`` are there now; the waiters that are over by that."""
+        over: list[Waiter] = []
+        for key in keys:
+            for waiter in self._by_key.pop(key, ()):
+                waiter.missing.discard(key)
+                self._num_keys -= 1
+                if not waiter.missing:
+                    over.append(waiter)
+        for waiter in over:
+            self._forget(waiter)
+        return over
+
+    def expire(self, now_s: float) -> list[Waiter]:
+        """The waiters whose time is up."""
+        over: list[Waiter] = []
+        while self._ends and self._ends[0][0] <= now_s:
+            waiter = heapq.heappop(self._ends)[2]
+            if waiter in self._by_owner.get(waiter.owner, ()):
+                over.append(waiter)
+                self._forget(waiter)
+        return over
+
+    def leave(self, owner: object) -> list[Waiter]:
+        """All waiters of ``owner``, who is gone."""
+        over = list(self._by_owner.get(owner, ()))
+        for waiter in over:
+            self._forget(waiter)
+        return over
+
+    def clear(self) -> list[Waiter]:
+        """All waiters: nobody here will see their keys."""
+        return [waiter for owner in list(self._by_owner) for waiter in self.leave(owner)]
+
+    def _forget(self, waiter: Waiter) -> None:
+        own = self._by_owner[waiter.owner]
+        del own[waiter]
+        if not own:
+            del self._by_owner[waiter.owner]
+        for key in waiter.missing:
+            waiting = self._by_key[key]
+            del waiting[waiter]
+            if not waiting:
+                del self._by_key[key]
+        self._num_keys -= len(waiter.missing)
+        self._num_waiters -= 1
+        if not self._num_waiters:
+            self._ends.clear()  # what is left in it is over
+
+    def check(self) -> None:
+        """Assert that the indexes agree and the bounds hold."""
+        waiters = [waiter for own in self._by_owner.values() for waiter in own]
+        assert len(waiters) == self._num_waiters <= MAX_WAITERS
+        assert sum(len(waiter.missing) for waiter in waiters) == self._num_keys <= MAX_KEYS
+        assert sum(map(len, self._by_key.values())) == self._num_keys
+        timed = {entry[2] for entry in self._ends}
+        for waiter in waiters:
+            assert waiter.missing, f"{waiter!r} is over"
+            assert waiter in timed, f"{waiter!r} would never end"
+            assert all(waiter in self._by_key[key] for key in waiter.missing)
+
+    def __repr__(self) -> str:
+        return f"WaitBoard({self._num_waiters} waiters, {self._num_keys} keys)"

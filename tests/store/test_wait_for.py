@@ -1,0 +1,107 @@
+"""wait_for: consumers that come first, with real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from store_cluster import Cluster
+
+import tanghulu
+from tanghulu import aio
+from tanghulu.errors import MasterUnavailable
+from tanghulu.protos import directory_pb2, directory_pb2_grpc
+from tanghulu.rpc.grpc_edge import channel
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(1, "64MiB") as running:
+        yield running
+
+
+def test_what_is_there_is_told_at_once_and_what_is_not_at_the_deadline(cluster: Cluster) -> None:
+    with tanghulu.connect(cluster.address) as store:
+        store.put("here", b"1")
+        assert store.wait_for("here")
+        began = time.monotonic()
+        assert not store.wait_for("nowhere", deadline_s=0.3)
+        assert store.wait_for_many(["here", "nowhere"], deadline_s=0.3) == [True, False]
+        assert store.wait_for_many([]) == []
+        assert 0.35 < time.monotonic() - began < 10.0
+        assert store.remove("here")
+        assert not store.wait_for("here", deadline_s=0.1)
+
+
+def test_a_put_wakes_who_waits(cluster: Cluster) -> None:
+    """Far sooner than any polling would be worth: within the time of a few round trips."""
+    woken: list[float] = []
+    with tanghulu.connect(cluster.address) as store, ThreadPoolExecutor(1) as threads:
+        for number in range(10):
+            ready = threading.Event()
+
+            def consume(key: str, ready: threading.Event = ready) -> float:
+                ready.set()
+                assert store.wait_for(key, deadline_s=20)
+                return time.monotonic()
+
+            consumer = threads.submit(consume, f"woken-{number}")
+            assert ready.wait(10)
+            while not cluster.master.metric("tanghulu_master_waiting_calls"):
+                assert not consumer.done()
+            put_s = time.monotonic()
+            store.put(f"woken-{number}", b"1")
+            woken.append(consumer.result(20) - put_s)
+        assert store.remove_matching("^woken-") == 10
+    assert min(woken) < 0.05, f"woken after {woken}"
+
+
+async def test_many_keys_and_many_waiters(cluster: Cluster) -> None:
+    keys = [f"many-{number}" for number in range(50)]
+    async with aio.connect(cluster.address) as store:
+        waiters = [asyncio.create_task(store.wait_for(key, deadline_s=20)) for key in keys]
+        all_of_them = asyncio.create_task(store.wait_for_many(keys, deadline_s=20))
+        await asyncio.sleep(0)
+        await store.put(keys[0], b"1")
+        assert await waiters[0]
+        assert not all_of_them.done()
+        await store.put_many([(key, b"1") for key in keys[1:]])
+        assert await asyncio.gather(*waiters) == [True] * len(keys)
+        assert await all_of_them == [True] * len(keys)
+        assert all(await store.remove_many(keys))
+
+
+async def _answer(call: Awaitable[directory_pb2.WaitReply]) -> directory_pb2.WaitReply:
+    return await call
+
+
+async def test_grpc(cluster: Cluster) -> None:
+    async with channel(cluster.address) as link, aio.connect(cluster.address) as store:
+        request = directory_pb2.WaitRequest(keys=["third"], deadline_ms=20_000)
+        call = asyncio.ensure_future(_answer(directory_pb2_grpc.DirectoryStub(link).Wait(request)))
+        while not await asyncio.to_thread(cluster.master.metric, "tanghulu_master_waiting_calls"):
+            assert not call.done()
+        await store.put("third", b"1")
+        assert (await call).found == b"\x01"
+        assert await store.remove("third")
+
+
+def test_a_master_that_restarts_is_asked_again() -> None:
+    with Cluster(1, "64MiB") as cluster, tanghulu.connect(cluster.address) as store, ThreadPoolExecutor(1) as threads:
+        consumer = threads.submit(store.wait_for, "later", deadline_s=30)
+        while not cluster.master.metric("tanghulu_master_waiting_calls"):
+            assert not consumer.done()
+        cluster.restart_master()
+        with tanghulu.connect(cluster.address) as producer:
+            until_s = time.monotonic() + 20
+            while not producer.nodes() and time.monotonic() < until_s:
+                assert not consumer.done()
+            producer.put("later", b"1", deadline_s=20)
+        assert consumer.result(30)
+        cluster.master.kill()
+        with pytest.raises(MasterUnavailable):
+            store.wait_for("never", deadline_s=0.5)
