@@ -24,9 +24,8 @@ from tanghulu.conductor.policies.base import (
     Decision,
     RequestView,
     WorkerView,
-    prefillers,
 )
-from tanghulu.conductor.policies.fetching import best_holder, best_start
+from tanghulu.conductor.policies.fetching import best_source, best_start
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +39,7 @@ class Forecast:
 def forecast(request: RequestView, workers: Sequence[WorkerView], decision: Decision) -> Forecast:
     """The first token by the best way that the chosen prefill worker has, and a decode step with one sequence more."""
     by_id = {w.id: w for w in workers}
-    way = best_start(request, by_id[decision.prefill], best_holder(prefillers(workers)))
+    way = best_start(request, by_id[decision.prefill], best_source(workers))
     return Forecast(way.ttft_s, _tbt_s(request, by_id[decision.decode], way.ttft_s))
 
 

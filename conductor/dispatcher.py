@@ -30,6 +30,7 @@ from tanghulu.conductor.lifecycle import (
 from tanghulu.conductor.metrics import ConductorMetrics
 from tanghulu.conductor.peers.inbox import PeerRequests
 from tanghulu.conductor.peers.outbox import NOBODY, Begun, OwnRequests
+from tanghulu.conductor.profiles import ProfileFile
 from tanghulu.conductor.registry import Registry, SessionFactory, Worker
 from tanghulu.conductor.requests import GenerationRequest, PrefixHolder, Step, Welcome
 from tanghulu.conductor.routing import Route, Router
@@ -47,7 +48,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much the conductor takes on."""
+    """How much the conductor takes on; ``profiles`` are what that is taken to cost until workers say."""
 
     max_in_flight: int = 1024
     max_queued: int = 1024
@@ -55,6 +56,7 @@ class Limits:
     max_redispatches: int = 3
     admission: Admission = field(default_factory=Admission)
     order: QueueOrder = field(default_factory=QueueOrder)
+    profiles: ProfileFile = field(default_factory=ProfileFile)
 
 
 @dataclass(slots=True, eq=False)
@@ -87,7 +89,7 @@ class Dispatcher:
         connect: SessionFactory = WorkerSession,
         place: Place = Place(),
     ) -> None:
-        self.registry = Registry(conductor_id, self, connect)
+        self.registry = Registry(conductor_id, self, connect, limits.profiles)
         self.mirror = CacheMirror()
         self.router = Router(self.registry, self.mirror, policies, place)
         self.own = OwnRequests()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -18,6 +19,7 @@ from tanghulu.conductor.http.service import DEFAULT_BODY_BYTES, Service
 from tanghulu.conductor.metrics import ConductorMetrics
 from tanghulu.conductor.peers import group
 from tanghulu.conductor.policies.registry import POLICY_NAMES
+from tanghulu.conductor.profiles import read_profiles
 from tanghulu.conductor.routing_wish import Policies, parse_weights
 from tanghulu.conductor.waiting import ORDERS, QueueOrder
 from tanghulu.config import command, option
@@ -41,6 +43,9 @@ class ConductorConfig(MasterOptions, ProcessConfig):
     discovery: str = option("master", DISCOVERY_HELP)
     policy: str = option("ttft-min", "how workers are chosen for a request", choices=POLICY_NAMES)
     policy_weights: str = option("", "weights of the policies, such as alpha=0.7,temperature=0.2")
+    profiles: Path | None = option(
+        None, "file (JSON or TOML) of what prefill and decode cost, until workers report what they measured"
+    )
     max_in_flight: int = option(1024, "most sequences under way at workers")
     max_queued: int = option(1024, "most sequences that wait; beyond it requests are refused with 429")
     queue_timeout_s: float = option(30.0, "longest wait for a place or for a worker, in seconds")
@@ -76,6 +81,7 @@ class Conductor:
             config.max_redispatches,
             Admission(config.ttft_slo_s, config.tbt_slo_s),
             QueueOrder(config.queue_order, config.queue_ageing),
+            read_profiles(config.profiles),
         )
         self.config = config
         self.dispatcher = Dispatcher(

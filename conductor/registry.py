@@ -16,6 +16,7 @@ from typing import Protocol
 
 import structlog
 
+from tanghulu.conductor.profiles import NO_FILE, ProfileFile
 from tanghulu.conductor.requests import ModelCard, Step, Welcome
 from tanghulu.conductor.roster import Roster
 from tanghulu.conductor.served_model import ServedModel
@@ -95,7 +96,13 @@ class WorkerListener(Protocol):
 class Registry:
     """All workers and the models they serve."""
 
-    def __init__(self, conductor_id: str, listener: WorkerListener, connect: SessionFactory = WorkerSession) -> None:
+    def __init__(
+        self,
+        conductor_id: str,
+        listener: WorkerListener,
+        connect: SessionFactory = WorkerSession,
+        profiles: ProfileFile = NO_FILE,
+    ) -> None:
         self.workers: dict[InstanceId, Worker] = {}
         self.models: dict[str, ServedModel] = {}
         self.model_known = asyncio.Event()
@@ -103,6 +110,7 @@ class Registry:
         self._conductor_id = conductor_id
         self._listener = listener
         self._connect = connect
+        self._profiles = profiles
         self._ending: set[asyncio.Task[None]] = set()
         self._rosters: dict[str, Roster[Worker]] = {}
 
@@ -297,6 +305,7 @@ class Registry:
             self._rosters.clear()
             self.model_known.set()
         worker.card = card
+        worker.load.known = self._profiles.of(card.model)
 
     def _refuse_mixture(self, worker: Worker, card: ModelCard) -> None:
         """Under one name there is one fingerprint: KV and text of another model must never be mixed in."""

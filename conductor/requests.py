@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from tanghulu.conductor.cost import DecodeProfile, PrefillProfile
 from tanghulu.conductor.routing_wish import NO_WISH, RoutingWish
 from tanghulu.errors import TanghuluError
 from tanghulu.hashing import Tokens
@@ -119,7 +120,11 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """A worker's own report; speeds are 0 until it has measured them."""
+    """A worker's own report; speeds are 0 until it has measured them.
+
+    ``peer_bytes_per_s`` is 0 where it cannot load KV from other workers; ``prefill`` and ``decode`` are what it has
+    fitted to its steps, None until it has.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -129,6 +134,9 @@ class WorkerLoad:
     prefill_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0
     store_bytes_per_s: float = 0.0
+    peer_bytes_per_s: float = 0.0
+    prefill: PrefillProfile | None = None
+    decode: DecodeProfile | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,13 +42,14 @@ class Roster(Generic[W]):
         for number in stale:
             self._put(number, 0, 0)
         stale.clear()
-        shown.prefill.holders.clear()
-        shown.decode.holders.clear()
+        for holders in (shown.holders, shown.prefill.holders, shown.decode.holders):
+            holders.clear()
         for number in sorted(
             [number_of[h] for h in (hits.keys() | coming.keys() if coming else hits) if h in number_of]
         ):
             id = self.workers[number].id
             self._put(number, hits.get(id, 0), coming.get(id, 0))
+            shown.holders.append(number)
             for ranked, place in self._seats[number]:
                 ranked.holders.append(place)
             stale.add(number)  # the next prompt is another one
@@ -61,6 +62,7 @@ class Roster(Generic[W]):
         for number, view in enumerate(fresh):
             assert number in self._stale or view == shown[number]
         plain = Shown(shown)
+        assert shown.holders == plain.holders
         for kept, made in ((shown.prefill, plain.prefill), (shown.decode, plain.decode)):
             assert kept == made
             assert vars(kept) | {"may_fetch": True} == vars(made) | {"may_fetch": True}

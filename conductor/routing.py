@@ -11,6 +11,7 @@ from tanghulu.conductor.in_flight import InFlightBlocks
 from tanghulu.conductor.lifecycle import Flight
 from tanghulu.conductor.output_length import OutputEstimate
 from tanghulu.conductor.policies.base import Decision, Policy, RequestView, Shown, WorkerView
+from tanghulu.conductor.policies.registry import decides_fetch
 from tanghulu.conductor.registry import Registry
 from tanghulu.conductor.requests import GenerationRequest
 from tanghulu.conductor.routing_wish import Policies, RoutingWish, restricted
@@ -35,11 +36,21 @@ class Route:
 
     @property
     def holder(self) -> tuple[InstanceId, int] | None:
-        """Another worker that has more of the prompt than the chosen one and the store, and how many blocks."""
+        """The worker from which the chosen one shall fetch a prefix, and how many leading blocks.
+
+        What the policy decided; of one that does not decide it, the worker that has most, if that is more than the
+        chosen one and the store have.
+        """
         if self.decision is None or not self.hits.workers:
             return None
+        if decides_fetch(self.policy):
+            fetch = self.decision.fetch
+            return (fetch.source, fetch.num_blocks) if fetch is not None else None
+        chosen = next(w for w in self.workers if w.id == self.decision.prefill)
+        if not chosen.peer_bytes_per_s:
+            return None
         longest = max(self.hits.workers.items(), key=lambda each: (each[1], each[0]))
-        own = self.hits.workers.get(self.decision.prefill, 0)
+        own = chosen.hit_blocks
         return longest if longest[1] > max(own, self.hits.store) else None
 
     @property

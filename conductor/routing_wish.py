@@ -18,6 +18,8 @@ from tanghulu.errors import ConfigError
 from tanghulu.types import InstanceId
 
 MAX_POLICIES = 64
+#: One more than the weight of load, so that workers are ranked as if nobody could fetch (docs/scheduling.md).
+LIVE_REPLICA_WEIGHT = 7.0
 #: What may be weighted: all options of the policies but the seed.
 WEIGHTS = tuple(f.name for f in dataclasses.fields(PolicyOptions) if f.name != "seed")
 
@@ -72,7 +74,7 @@ def restricted(shown: Sequence[WorkerView], wish: RoutingWish) -> Sequence[Worke
 
 
 def parse_weights(text: str) -> PolicyOptions:
-    """``"alpha=0.7,temperature=0.2"`` as options; raises ConfigError that names what is wrong."""
+    """``"alpha=0.7,temperature=0.2"`` as options of a live service; raises ConfigError that names what is wrong."""
     weights = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         name, _, value = part.partition("=")
@@ -84,4 +86,4 @@ def parse_weights(text: str) -> PolicyOptions:
             raise ConfigError(f"policy weight {part!r} is not of the form name=number") from None
         if not 0 <= weights[name] < float("inf"):
             raise ConfigError(f"policy weight {part!r} is not a number of at least 0")
-    return PolicyOptions(**weights)  # type: ignore[arg-type]
+    return PolicyOptions(**{"replica_weight": LIVE_REPLICA_WEIGHT, **weights})  # type: ignore[arg-type]

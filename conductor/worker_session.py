@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc.aio
 
+from tanghulu.conductor.cost import DecodeProfile, PrefillProfile
 from tanghulu.conductor.requests import (
     GenerationRequest,
     KvChange,
@@ -174,6 +175,12 @@ def _welcome(welcome: pb.SessionWelcome) -> Welcome:
 
 
 def _load(load: pb.Load) -> WorkerLoad:
+    costs = load.costs if load.HasField("costs") else None
+    prefill = decode = None
+    if costs is not None:
+        prefill = PrefillProfile(costs.prefill_fixed_s, costs.prefill_token_s, costs.prefill_pair_s)
+    if costs is not None and costs.decode_fixed_s:
+        decode = DecodeProfile(costs.decode_fixed_s, costs.decode_sequence_s, costs.decode_context_s)
     return WorkerLoad(
         load.num_running,
         load.num_waiting,
@@ -183,6 +190,9 @@ def _load(load: pb.Load) -> WorkerLoad:
         load.prefill_tokens_per_s,
         load.decode_step_s,
         load.store_bytes_per_s,
+        load.peer_bytes_per_s,
+        prefill,
+        decode,
     )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tanghulu.conductor.policies.base import WorkerView
+from tanghulu.conductor.profiles import NOTHING_KNOWN
 from tanghulu.conductor.requests import WorkerLoad
 from tanghulu.types import InstanceId, Place, Role
 
@@ -32,6 +33,8 @@ class LoadTracker:
 
     def __init__(self) -> None:
         self.reported = WorkerLoad()
+        #: What is taken for the worker's profiles until it reports its own.
+        self.known = NOTHING_KNOWN
         self._unreported: dict[str, _Unreported] = {}
         self._promised: dict[str, int] = {}
         #: Order of workers by load: waiting tokens, then requests. An attribute, because thousands are sorted by it.
@@ -121,6 +124,9 @@ class LoadTracker:
             load.store_bytes_per_s,
             hit_blocks,
             coming_blocks,
+            profile=load.prefill or self.known.prefill,
+            decode_profile=load.decode or self.known.decode,
+            peer_bytes_per_s=load.peer_bytes_per_s,
             place=self._place,
             coming_requests=len(self._promised),
         )

@@ -228,7 +228,7 @@ class KvEvent(_message.Message):
     def __init__(self, stored: _Optional[_Iterable[bytes]] = ..., removed: _Optional[_Iterable[bytes]] = ..., cleared: _Optional[bool] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "blocks_total", "blocks_free", "prefill_tokens_waiting", "prefill_tokens_per_s", "decode_step_s", "store_bytes_per_s")
+    __slots__ = ("num_running", "num_waiting", "blocks_total", "blocks_free", "prefill_tokens_waiting", "prefill_tokens_per_s", "decode_step_s", "store_bytes_per_s", "peer_bytes_per_s", "costs")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
@@ -237,6 +237,8 @@ class Load(_message.Message):
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     DECODE_STEP_S_FIELD_NUMBER: _ClassVar[int]
     STORE_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    PEER_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    COSTS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     blocks_total: int
@@ -245,7 +247,25 @@ class Load(_message.Message):
     prefill_tokens_per_s: float
     decode_step_s: float
     store_bytes_per_s: float
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., prefill_tokens_waiting: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., store_bytes_per_s: _Optional[float] = ...) -> None: ...
+    peer_bytes_per_s: float
+    costs: StepCosts
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., prefill_tokens_waiting: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., store_bytes_per_s: _Optional[float] = ..., peer_bytes_per_s: _Optional[float] = ..., costs: _Optional[_Union[StepCosts, _Mapping]] = ...) -> None: ...
+
+class StepCosts(_message.Message):
+    __slots__ = ("prefill_fixed_s", "prefill_token_s", "prefill_pair_s", "decode_fixed_s", "decode_sequence_s", "decode_context_s")
+    PREFILL_FIXED_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_PAIR_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIXED_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_SEQUENCE_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_CONTEXT_S_FIELD_NUMBER: _ClassVar[int]
+    prefill_fixed_s: float
+    prefill_token_s: float
+    prefill_pair_s: float
+    decode_fixed_s: float
+    decode_sequence_s: float
+    decode_context_s: float
+    def __init__(self, prefill_fixed_s: _Optional[float] = ..., prefill_token_s: _Optional[float] = ..., prefill_pair_s: _Optional[float] = ..., decode_fixed_s: _Optional[float] = ..., decode_sequence_s: _Optional[float] = ..., decode_context_s: _Optional[float] = ...) -> None: ...
 
 class StepOutput(_message.Message):
     __slots__ = ("step", "outputs", "event_sequence", "kv_events", "load")

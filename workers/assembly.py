@@ -141,7 +141,7 @@ class Worker:
         if config.store:
             store = StoreAdapter(config.master, loaded.fingerprint, loaded.layout.layer_bytes, loaded.layout.num_parts)
             stack.callback(store.close)
-        self._speed = SpeedMeter()
+        self._speed = SpeedMeter(config.max_num_batched_tokens, config.peer_fetch)
         bounds = ConnectorConfig(
             store_policy=config.store_policy,
             max_pending_bytes=config.store_pending,

@@ -218,9 +218,9 @@ class KvConnector:
         self._metrics.fetch_seconds.labels(source).observe(seconds)
         self._metrics.fetch_bytes.labels(source).inc(num_ok * self._cache.layout.block_bytes)
         self._metrics.prefix_tokens.labels(source).inc(tokens)
-        if source == "store":
-            num_bytes = num_ok * self._cache.layout.block_bytes
-            self._post(lambda _: self._speed.fetched(num_bytes, seconds))
+        num_bytes = num_ok * self._cache.layout.block_bytes
+        meter = self._speed.fetched if source == "store" else self._speed.read_from_peer
+        self._post(lambda _: meter(num_bytes, seconds))
 
     def _failed(self, source: str, error: TanghuluError) -> None:
         self._metrics.fetch_failures.labels(source).inc()

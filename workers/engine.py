@@ -229,6 +229,7 @@ class EngineCore:
             preempted=plan.preempted,
             kv_events=tuple(self.scheduler.pool.take_events()),
             timings=timings,
+            work=plan.work,
         )
 
     def check(self) -> None:

@@ -120,7 +120,7 @@ class EngineThread:
         self._can_step = scheduler.has_work and not result.idle
         if not result.idle:
             seconds = result.timings.forward_s + result.timings.sample_s
-            self._speed.step(result.num_computed_tokens, result.num_sequences, seconds)
+            self._speed.step(result.num_computed_tokens, result.num_sequences, seconds, result.work)
         if told or events or not result.idle:
             report = StepReport(_with_events(result, events), self._exports(result), self.load())
             self._on_report(report)

@@ -54,6 +54,7 @@ class WorkerConfig(TransferOptions, MasterOptions, ProcessConfig):
     )
     store_pending: int = option(512 << 20, "bytes under way to the store; beyond them blocks are not kept", size=True)
     store_deferred: int = option(512 << 20, "with defer: bytes of blocks that wait for an idle moment", size=True)
+    peer_fetch: bool = option(True, "read prefixes from other workers' caches where the conductor says so")
     profile: str = option("", "write a torch profiler trace of the first 64 steps to this file", metavar="FILE")
     checks: bool = option(False, "assert all invariants after every step (slow)")
     mock_speedup: float = option(1.0, "the mock engine runs this many times faster than its timing")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 from collections.abc import Iterable
 
@@ -137,7 +138,7 @@ def event_messages(events: Iterable[KvEvent]) -> list[session_pb2.KvEvent]:
 
 def load_message(load: EngineLoad) -> session_pb2.Load:
     """How busy the worker is."""
-    return session_pb2.Load(
+    message = session_pb2.Load(
         num_running=load.num_running,
         num_waiting=load.num_waiting + load.num_fetching,
         blocks_total=load.blocks_total,
@@ -146,7 +147,11 @@ def load_message(load: EngineLoad) -> session_pb2.Load:
         prefill_tokens_per_s=load.speeds.prefill_tokens_per_s,
         decode_step_s=load.speeds.decode_step_s,
         store_bytes_per_s=load.speeds.store_bytes_per_s,
+        peer_bytes_per_s=load.speeds.peer_bytes_per_s,
     )
+    if load.speeds.costs is not None:
+        message.costs.CopyFrom(session_pb2.StepCosts(**dataclasses.asdict(load.speeds.costs)))
+    return message
 
 
 def welcome_message(

@@ -8,18 +8,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tanghulu.workers.step_model import NO_WORK, StepCosts, StepModel, StepWork
+
 _FADE = 0.8  # of what was known before, at each new observation
 _PREFILL_TOKENS = 128  # steps of at least so many tokens count as prefill
+#: From other workers, until something was read: that this worker can at all is worth knowing.
+ASSUMED_PEER_BYTES_PER_S = 1e9
+#: Tokens of a step at most, where nothing is said.
+DEFAULT_STEP_TOKENS = 512
 _DECODE_TOKENS = 32  # steps of at most so many, one a sequence, as decode
 
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Measured lately; 0 while unknown."""
+    """Measured lately; 0 while unknown, but for ``peer_bytes_per_s``."""
 
     prefill_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0
     store_bytes_per_s: float = 0.0
+    peer_bytes_per_s: float = ASSUMED_PEER_BYTES_PER_S
+    costs: StepCosts | None = None
 
 
 class _Rate:
@@ -38,13 +46,19 @@ class _Rate:
 
 
 class SpeedMeter:
-    """Feed it steps and fetches; read ``speeds``."""
+    """Feed it steps (of at most ``max_step_tokens``) and fetches; read ``speeds``.
 
-    def __init__(self) -> None:
-        self._prefill, self._decode, self._store = _Rate(), _Rate(), _Rate()
+    Without ``reads_peers`` it says that nothing can be read from other workers' caches.
+    """
 
-    def step(self, num_tokens: int, num_sequences: int, seconds: float) -> None:
-        """A step computed ``num_tokens`` of ``num_sequences`` requests in ``seconds``."""
+    def __init__(self, max_step_tokens: int = DEFAULT_STEP_TOKENS, reads_peers: bool = True) -> None:
+        self._reads_peers = reads_peers
+        self._model = StepModel(max_step_tokens)
+        self._prefill, self._decode, self._store, self._peer = _Rate(), _Rate(), _Rate(), _Rate()
+
+    def step(self, num_tokens: int, num_sequences: int, seconds: float, work: StepWork = NO_WORK) -> None:
+        """A step computed ``num_tokens`` of ``num_sequences`` requests in ``seconds``; ``work`` says it in detail."""
+        self._model.step(work, seconds)
         if num_tokens >= _PREFILL_TOKENS:
             self._prefill.add(num_tokens, seconds)
         elif num_tokens == num_sequences and num_tokens <= _DECODE_TOKENS:
@@ -54,8 +68,14 @@ class SpeedMeter:
         """A prefix of ``num_bytes`` was loaded from the store in ``seconds``."""
         self._store.add(num_bytes, seconds)
 
+    def read_from_peer(self, num_bytes: int, seconds: float) -> None:
+        """KV of ``num_bytes`` was loaded from another worker in ``seconds``."""
+        self._peer.add(num_bytes, seconds)
+
     @property
     def speeds(self) -> Speeds:
         """What is known now."""
         steps_per_s = self._decode.per_s
-        return Speeds(self._prefill.per_s, 1 / steps_per_s if steps_per_s else 0.0, self._store.per_s)
+        peer_bytes_per_s = (self._peer.per_s or ASSUMED_PEER_BYTES_PER_S) if self._reads_peers else 0.0
+        step_s = 1 / steps_per_s if steps_per_s else 0.0
+        return Speeds(self._prefill.per_s, step_s, self._store.per_s, peer_bytes_per_s, self._model.costs)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.requests import EngineRequest, FinishReason, PeerExport, PrefixHolder
+from tanghulu.workers.step_model import StepWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,18 @@ class StepPlan:
     def num_tokens(self) -> int:
         """Tokens that the step computes."""
         return sum(run.num_tokens for run in self.runs)
+
+    @property
+    def work(self) -> StepWork:
+        """What the step computes, as its duration depends on it."""
+        tokens = pairs = sequences = context = 0
+        for run in self.runs:
+            if run.num_tokens == 1 and run.samples:
+                sequences, context = sequences + 1, context + run.start
+            else:
+                end = run.start + run.num_tokens
+                tokens, pairs = tokens + run.num_tokens, pairs + end * end - run.start * run.start
+        return StepWork(tokens, pairs, sequences, context)
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tanghulu.types import RequestId
 from tanghulu.workers.block_pool import KvEvent
 from tanghulu.workers.requests import FinishReason
+from tanghulu.workers.step_model import NO_WORK, StepWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class StepResult:
     preempted: tuple[RequestId, ...] = ()
     kv_events: tuple[KvEvent, ...] = ()
     timings: StepTimings = StepTimings()
+    work: StepWork = NO_WORK
 
     @property
     def idle(self) -> bool:

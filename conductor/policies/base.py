@@ -79,11 +79,14 @@ class WorkerView:
     company_s: float = field(init=False)
 
     def __post_init__(self) -> None:
-        speed = self.prefill_tokens_per_s or ASSUMED_PREFILL_TOKENS_PER_S
+        profile = self.profile
+        speed = self.prefill_tokens_per_s
+        if not speed:
+            speed = 1 / profile.token_s if profile is not None and profile.token_s else ASSUMED_PREFILL_TOKENS_PER_S
         hit, coming, queue_s = self.hit_blocks, self.coming_blocks, self.queue_s
         self.match_blocks = hit if hit > coming else coming
         self.wait_s = self.queue_tokens / speed if queue_s is None else queue_s
-        self.cost = self.profile or _profile_of_speed(speed)
+        self.cost = profile or _profile_of_speed(speed)
         self.company_s = _COMPANY * (self.decode_step_s or ASSUMED_DECODE_STEP_S) * self.num_requests
 
     def prefill_s(self, request: RequestView, hit_blocks: int) -> float:
@@ -202,12 +205,16 @@ class Ranked(list[WorkerView]):
 
 
 class Shown(list[WorkerView]):
-    """All workers, and those of each phase already sorted out, as a roster keeps them from decision to decision."""
+    """All workers, and those of each phase already sorted out, as a roster keeps them from decision to decision.
+
+    ``holders``: the places, ascending, of those that have or will have some of the prompt.
+    """
 
     def __init__(self, workers: Iterable[WorkerView]) -> None:
         super().__init__(workers)
         self.prefill = Ranked(w for w in self if w.can_prefill)
         self.decode = Ranked(w for w in self if w.can_decode)
+        self.holders = [place for place, w in enumerate(self) if w.match_blocks]
 
 
 def prefillers(workers: Sequence[WorkerView]) -> Ranked:

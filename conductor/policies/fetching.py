@@ -7,13 +7,14 @@ wait; nothing is fetched that would be computed sooner.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tanghulu.conductor.policies.base import (
     ASSUMED_STORE_BYTES_PER_S,
     PeerFetch,
-    Ranked,
     RequestView,
+    Shown,
     WorkerView,
 )
 
@@ -37,13 +38,14 @@ class Start:
         return self.wait_s + self.compute_s
 
 
-def best_holder(able: Ranked) -> WorkerView | None:
+def best_source(workers: Sequence[WorkerView]) -> WorkerView | None:
     """The worker that holds the longest prefix (being computed does not count), None if nobody holds any.
 
-    Of equals the one whose NIC is free first, or fell idle first: so the work of sending goes round the copies of a hot
-    prefix, and all of them stay recently used.
+    Any worker: one that decodes has what it was asked to go on with, and its answers. Of equals the one whose NIC is
+    free first, or fell idle first: so the work of sending goes round the copies of a hot prefix, and all of them stay
+    recently used.
     """
-    holders = [able[place] for place in able.holders]
+    holders = [workers[at] for at in workers.holders] if isinstance(workers, Shown) else workers
     most = max([w.hit_blocks for w in holders], default=0)
     return min([w for w in holders if w.hit_blocks == most], key=_send_wait_s) if most else None
 

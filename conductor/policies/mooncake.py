@@ -21,7 +21,7 @@ from tanghulu.conductor.policies.base import (
     prefillers,
 )
 from tanghulu.conductor.policies.decode import Ties, best_decode, decide
-from tanghulu.conductor.policies.fetching import best_holder, can_fetch, peer_fetch_s
+from tanghulu.conductor.policies.fetching import best_source, can_fetch, peer_fetch_s
 from tanghulu.types import InstanceId
 
 _TERMS = ("queue_s", "fetch_s", "compute_s", "hit_blocks")
@@ -42,7 +42,7 @@ class Mooncake:
         able = prefillers(workers)
         if not able:
             return None
-        source = best_holder(able)
+        source = best_source(workers)
         starts = [self._start(request, w, source) for w in able]
         scores = [wait_s + fetch_s + compute_s for wait_s, fetch_s, compute_s, _, _ in starts]
         place = place_of_least(scores, self._ties.prefill)

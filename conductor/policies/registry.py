@@ -44,6 +44,8 @@ POLICIES: dict[str, Callable[[PolicyOptions], Policy]] = {
 AFFINITY = "+session-affinity"
 #: All names: every policy, alone and with the modifier.
 POLICY_NAMES = (*POLICIES, *(name + AFFINITY for name in POLICIES))
+#: Those whose decisions say what to fetch from whom.
+_FETCHING = (TtftMin.name, Mooncake.name)
 _DEFAULTS = PolicyOptions()
 
 
@@ -51,3 +53,8 @@ def make_policy(name: str, options: PolicyOptions = _DEFAULTS) -> Policy:
     """A fresh policy; ``name`` is one of POLICY_NAMES (the configuration has checked it)."""
     policy = POLICIES[name.removesuffix(AFFINITY)](options)
     return SessionAffinity(policy, options.patience_s) if name.endswith(AFFINITY) else policy
+
+
+def decides_fetch(name: str) -> bool:
+    """Whether the decisions of the policy called ``name`` say what to fetch from another worker."""
+    return name.removesuffix(AFFINITY) in _FETCHING

@@ -41,7 +41,7 @@ from tanghulu.conductor.policies.base import (
     prefillers,
 )
 from tanghulu.conductor.policies.decode import NO_ROOM_FINE_S, Ties, best_decode, decide
-from tanghulu.conductor.policies.fetching import Start, best_holder, best_start, can_fetch, own_start, peer_fetch_s
+from tanghulu.conductor.policies.fetching import Start, best_source, best_start, can_fetch, own_start, peer_fetch_s
 from tanghulu.types import InstanceId
 
 #: The floor of computing is this much lower than it could be, so that rounding never hides an equal score.
@@ -118,7 +118,7 @@ class TtftMin:
         able = prefillers(workers)
         if not able:
             return None
-        source = best_holder(able)
+        source = best_source(workers)
         scores = self._scores(request, source)
         chosen = able[place_of_least(scores.that_could_win(able), self._ties.prefill)]
 

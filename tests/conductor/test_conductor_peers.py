@@ -61,7 +61,7 @@ STEPS = st.one_of(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(st.lists(STEPS, max_size=60))
 def test_whoever_reads_knows_what_is_under_way(steps):
     """Two readers of different patience, and outboxes so small that they run over."""

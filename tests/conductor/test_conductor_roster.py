@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tanghulu.conductor.policies.base import RequestView, any_of_least, decoders, place_of_least, prefillers
 from tanghulu.conductor.policies.decode import Ties, decode_costs, least_decode_costs
-from tanghulu.conductor.policies.fetching import best_holder
+from tanghulu.conductor.policies.fetching import best_source
 from tanghulu.conductor.policies.registry import POLICY_NAMES, make_policy
 from tanghulu.conductor.policies.ttft_min import TtftMin
 from tanghulu.conductor.requests import WorkerLoad
@@ -41,6 +41,7 @@ LOADS = st.builds(
     prefill_tokens_per_s=st.sampled_from([0.0, 3000.0, 3001.0]),
     decode_step_s=st.sampled_from([0.0, 0.03]),
     store_bytes_per_s=st.sampled_from([0.0, 5e9]),
+    peer_bytes_per_s=st.sampled_from([0.0, 1e8, 1e11]),
 )
 NUMBERS = st.integers(0, 9)
 EVENTS = st.one_of(
@@ -69,7 +70,7 @@ def happen(members: list[Member], event: tuple[str, int, object], number: int) -
         member.load.renew()
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.sampled_from([Role.PREFILL, Role.DECODE, Role.BOTH]), min_size=10, max_size=10),
     st.lists(st.tuples(st.lists(EVENTS, max_size=5), OVERLAPS, OVERLAPS, REQUESTS), min_size=1, max_size=6),
@@ -113,7 +114,7 @@ PEERS = st.lists(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(PEERS, REQUESTS, st.sampled_from([0.0, 1.0, 3.0]), st.sampled_from([0.0, 6.0]), st.integers(0, 3))
 def test_looking_at_few_decides_as_scoring_all(parts, request, weight, load_weight, seed):
     members = [Member(InstanceId(f"w{n}"), role) for n, (role, *_) in enumerate(parts)]
@@ -126,7 +127,7 @@ def test_looking_at_few_decides_as_scoring_all(parts, request, weight, load_weig
     if not able or not deciders:
         assert decision is None
         return
-    scores = TtftMin(weight, seed, load_weight)._scores(request, best_holder(able))
+    scores = TtftMin(weight, seed, load_weight)._scores(request, best_source(shown))
     prefill = able[place_of_least([scores.of(w) for w in able], ties.prefill)].id
     decode = deciders[any_of_least(decode_costs(request, deciders, prefill), ties.decode)].id
     assert (decision.prefill, decision.decode) == (prefill, decode)
@@ -142,6 +143,6 @@ def test_of_many_workers_few_are_looked_at():
     request, policy = RequestView(8448, 64, 2 << 20), TtftMin()
     shown = Roster(members).views({members[70].id: 128}, {})
     able, deciders = prefillers(shown), decoders(shown)
-    scores = policy._scores(request, best_holder(able)).that_could_win(able)
+    scores = policy._scores(request, best_source(shown)).that_could_win(able)
     assert sum(map(math.isfinite, scores)) < 8
     assert sum(map(math.isfinite, least_decode_costs(request, deciders, members[70].id))) < 16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -44,8 +45,10 @@ class TestPolicies:
             ConductorConfig(policy_weights=text)
 
     def test_weights(self):
-        assert parse_weights("alpha=0.7, temperature=0.2") == PolicyOptions(alpha=0.7, temperature=0.2)
-        assert parse_weights("") == PolicyOptions()
+        live = PolicyOptions(replica_weight=PolicyOptions().load_weight + 1)
+        assert parse_weights("alpha=0.7, temperature=0.2") == replace(live, alpha=0.7, temperature=0.2)
+        assert parse_weights("") == live
+        assert parse_weights("replica_weight=1") == PolicyOptions()
 
 
 def test_only_the_wished_workers_are_able():

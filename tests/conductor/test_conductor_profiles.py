@@ -1,0 +1,76 @@
+"""Profiles: read from a file, replaced by what workers report, and decided by."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tanghulu.conductor.cost import DecodeProfile, PrefillProfile
+from tanghulu.conductor.policies.base import RequestView
+from tanghulu.conductor.policies.ttft_min import TtftMin
+from tanghulu.conductor.profiles import NOTHING_KNOWN, Profiles, read_profiles
+from tanghulu.conductor.requests import WorkerLoad
+from tanghulu.conductor.worker_session import _load
+from tanghulu.conductor.worker_state import LoadTracker
+from tanghulu.errors import ConfigError
+from tanghulu.protos import session_pb2 as pb
+from tanghulu.types import InstanceId, Role
+
+JSON = """{"tiny": {"prefill": {"fixed_s": 0.5, "token_s": 1e-3}, "decode": {"fixed_s": 0.02, "sequence_s": 1e-4}},
+ "*": {"prefill": {"token_s": 2e-3}}}"""
+TOML = "[tiny.prefill]\nfixed_s = 0.5\ntoken_s = 1e-3\n[tiny.decode]\nfixed_s = 0.02\nsequence_s = 1e-4\n"
+
+
+@pytest.mark.parametrize(("name", "text"), [("p.json", JSON), ("p.toml", TOML)])
+def test_a_file_says_what_models_cost(tmp_path: Path, name: str, text: str):
+    (tmp_path / name).write_text(text)
+    read = read_profiles(tmp_path / name)
+    assert read.of("tiny") == Profiles(PrefillProfile(0.5, 1e-3), DecodeProfile(0.02, 1e-4))
+    other = Profiles(PrefillProfile(token_s=2e-3)) if name == "p.json" else NOTHING_KNOWN
+    assert read.of("another") == other
+    assert read_profiles(None).of("tiny") == NOTHING_KNOWN
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "cannot read the profiles"),
+        ('{"tiny": 3}', "tiny is not a table"),
+        ('{"tiny": {"prefil": {}}}', r"tiny\.prefil is unknown; there is prefill, decode"),
+        ('{"tiny": {"prefill": {"token": 1}}}', r"tiny\.prefill\.token is unknown"),
+        ('{"tiny": {"decode": {"fixed_s": -1}}}', r"fixed_s is -1; it must be seconds"),
+        ('{"tiny": {"decode": {"fixed_s": true}}}', r"fixed_s is True"),
+        ('{"tiny": {"prefill": {"token_s": 0}}}', "nothing would cost anything"),
+    ],
+)
+def test_a_wrong_file_says_where(tmp_path: Path, text: str, message: str):
+    (tmp_path / "p.json").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_profiles(tmp_path / "p.json")
+
+
+def test_what_a_worker_reports_takes_the_files_place():
+    tracker = LoadTracker()
+    tracker.known = Profiles(PrefillProfile(token_s=1e-3), DecodeProfile(0.5))
+    tracker.report(WorkerLoad(prefill_tokens_waiting=100))
+    view = tracker.view(InstanceId("w"), Role.BOTH, 0)
+    assert (view.cost, view.decode_profile) == (PrefillProfile(token_s=1e-3), DecodeProfile(0.5))
+    assert view.wait_s == pytest.approx(0.1)
+    costs = pb.StepCosts(prefill_fixed_s=0.01, prefill_token_s=2e-3, prefill_pair_s=1e-9, decode_fixed_s=0.03)
+    tracker.report(_load(pb.Load(prefill_tokens_waiting=100, costs=costs)))
+    view = tracker.view(InstanceId("w"), Role.BOTH, 0)
+    assert (view.cost, view.decode_profile) == (PrefillProfile(0.01, 2e-3, 1e-9), DecodeProfile(0.03))
+    without_decode = pb.StepCosts(prefill_token_s=2e-3)
+    assert _load(pb.Load(costs=without_decode)).decode is None
+    assert _load(pb.Load()).prefill is None
+
+
+def test_the_default_policy_decides_by_the_profiles():
+    """Equal speeds on the mean, but one is slow at long prompts: attention costs it more."""
+    trackers = {name: LoadTracker() for name in ("steep", "flat")}
+    trackers["steep"].report(WorkerLoad(blocks_free=9999, prefill=PrefillProfile(0.0, 1e-5, 1e-8)))
+    trackers["flat"].report(WorkerLoad(blocks_free=9999, prefill=PrefillProfile(0.0, 1e-4, 0.0)))
+    shown = [tracker.view(InstanceId(name), Role.BOTH, 0) for name, tracker in trackers.items()]
+    chosen = {n: TtftMin().choose(RequestView(n, 64, 1 << 20), shown).prefill for n in (640, 64_000)}
+    assert chosen == {640: "steep", 64_000: "flat"}

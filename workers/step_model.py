@@ -1,0 +1,113 @@
+"""How long a step takes, fitted to the steps that were taken: what a prefill or a decode would cost here.
+
+Pure. A step that computes T tokens of prompts, which attend to P pairs of tokens (``end^2 - start^2`` of each run), and
+one token of each of S sequences with C tokens of context together, is taken to last
+
+    prefill_fixed + token * T + pair * P + (sequence * S + context * C)      with prompts in it
+    decode_fixed + sequence * S + context * C                                without
+
+(the shape of Mooncake's estimate, FAST '25, section 4.1, for a step). Both are fitted by least squares of the
+*relative* error, with constants of at least 0, over a fading past that fades only by steps of its own kind: an hour of
+decoding does not wash out what is known of prefill. Example: 67 ms for the first 512 tokens of a prompt, 216 ms for the
+first 2,048, and 240 ms for the 2,048 behind those, are 20 ms + 90 us x T + 2.8 ns x P.
+
+A prompt of n tokens in chunks of b takes n / b steps, so ``costs`` adds ``prefill_fixed / b`` to each token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+#: What is left of the past at each step of the kind.
+FADE = 0.995
+#: Steps before anything is said, and after how many the constants are worked out anew.
+MIN_STEPS, EVERY = 8, 16
+_SWEEPS = 30
+#: Weight of "as before" against what was seen, for what the steps cannot tell apart.
+_PRIOR = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What a step computed: see the module for T, P, S and C."""
+
+    prefill_tokens: int = 0
+    prefill_pairs: int = 0
+    decode_sequences: int = 0
+    decode_context: int = 0
+
+
+NO_WORK = StepWork()
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """The constants, in seconds. ``prefill_token_s`` has the fixed part of a chunk's step in it."""
+
+    prefill_fixed_s: float
+    prefill_token_s: float
+    prefill_pair_s: float
+    decode_fixed_s: float
+    decode_sequence_s: float
+    decode_context_s: float
+
+
+class _Fit:
+    """Three constants of at least 0: least squares over the relative error, by descent along each in turn."""
+
+    def __init__(self) -> None:
+        self.constants = [0.0, 0.0, 0.0]
+        self.num_steps = 0
+        self._products = [[0.0] * 3 for _ in range(3)]
+        self._targets = [0.0] * 3
+
+    def add(self, features: Sequence[float], seconds: float) -> None:
+        row = [feature / seconds for feature in features]
+        for i, one in enumerate(row):
+            self._targets[i] = FADE * self._targets[i] + one
+            products = self._products[i]
+            for j, other in enumerate(row):
+                products[j] = FADE * products[j] + one * other
+        self.num_steps += 1
+        if self.num_steps >= MIN_STEPS and (self.num_steps == MIN_STEPS or self.num_steps % EVERY == 0):
+            self._solve()
+
+    def _solve(self) -> None:
+        constants = self.constants
+        for _ in range(_SWEEPS):
+            for i, products in enumerate(self._products):
+                own = products[i]
+                if own > 0:
+                    others = sum(products[j] * constants[j] for j in range(3) if j != i)
+                    towards = self._targets[i] - others + _PRIOR * own * constants[i]
+                    constants[i] = max(0.0, towards / (own * (1 + _PRIOR)))
+
+
+class StepModel:
+    """Feed it steps; read ``costs``. ``budget``: the most tokens of a step, in which prompts are cut."""
+
+    def __init__(self, budget: int) -> None:
+        self._budget = budget
+        self._prefill, self._decode = _Fit(), _Fit()
+
+    def step(self, work: StepWork, seconds: float) -> None:
+        """A step did ``work`` in ``seconds``."""
+        if seconds <= 0:
+            return
+        if not work.prefill_tokens:
+            if work.decode_sequences:
+                self._decode.add((1.0, work.decode_sequences, work.decode_context), seconds)
+            return
+        _, sequence_s, context_s = self._decode.constants
+        own_s = seconds - sequence_s * work.decode_sequences - context_s * work.decode_context
+        if own_s > seconds / 4:  # else it says little of prefill
+            self._prefill.add((1.0, work.prefill_tokens, work.prefill_pairs), own_s)
+
+    @property
+    def costs(self) -> StepCosts | None:
+        """The constants; None until there were steps with prompts. Those of decode are 0 until there were others."""
+        if self._prefill.num_steps < MIN_STEPS:
+            return None
+        fixed_s, token_s, pair_s = self._prefill.constants
+        return StepCosts(fixed_s, token_s + fixed_s / self._budget, pair_s, *self._decode.constants)
