@@ -115,7 +115,7 @@ class WriteAgain:
 
     def idle(self, max_blocks: int) -> list[WorthKeeping]:
         """The latest first: the cache has them most surely."""
-        found = []
+        found: list[WorthKeeping] = []
         while self._deferred and len(found) < max_blocks:
             block_hash, block_id = self._deferred.popitem()
             self._remember(block_hash, given=True)
