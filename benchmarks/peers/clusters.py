@@ -81,12 +81,21 @@ def _wait_for_port(port: int, child: subprocess.Popen[bytes], log: str) -> None:
 # --- tanghulu
 
 
+def _installed() -> dict[str, str]:
+    """The environment of a process that finds its modules compiled, as those of an installed wheel are.
+
+    Without it a process compiles our 200 modules anew where PYTHONDONTWRITEBYTECODE is set.
+    """
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return kept | {"PYTHONPYCACHEPREFIX": str(environments.BENCH / "bytecode")}
+
+
 @contextlib.contextmanager
 def _tanghulu_process(module: str, *flags: str) -> Iterator[tuple[int, socket.socket]]:
     ours, theirs = socket.socketpair()
     fd = theirs.fileno()
     command = [sys.executable, "-c", _TANGHULU, module, *flags, "--log-level", "error", "--status-fd", str(fd)]
-    with ours, _running(command, f"{module}.log", pass_fds=[fd]) as child:
+    with ours, _running(command, f"{module}.log", pass_fds=[fd], env=_installed()) as child:
         theirs.close()
         yield child.pid, ours
 
