@@ -6,6 +6,7 @@ Owns the one way to compute and to verify them; writers, readers and the node's 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import xxhash
@@ -60,6 +61,48 @@ def matches(value: memoryview | bytes, checksums: Checksums) -> bool:
     step = checksums.part_bytes
     view = memoryview(value)
     return all(_xxh3_64(view[i * step : (i + 1) * step]) == part for i, part in enumerate(parts))
+
+
+def covering(checksums: Checksums, size_bytes: int, begin: int, end: int) -> tuple[int, int]:
+    """The least part of a value of ``size_bytes`` around ``[begin, end)`` that can be verified by itself."""
+    if not checksums.parts:
+        return begin, end
+    step = checksums.part_bytes
+    if len(checksums.parts) == 1 or not step:
+        return 0, size_bytes
+    return begin // step * step, min(-(-end // step) * step, size_bytes)
+
+
+def matches_from(value: memoryview | bytes, checksums: Checksums, begin: int) -> bool:
+    """``matches`` for the part of a value that begins at ``begin`` and that ``covering`` gave."""
+    if len(checksums.parts) <= 1:
+        return matches(value, checksums)
+    step = checksums.part_bytes
+    first = begin // step
+    count = -(-len(value) // step)
+    return matches(value, Checksums(step, checksums.parts[first : first + count]))
+
+
+def compute_joined(pieces: Sequence[memoryview], part_bytes: int = 0) -> Checksums:
+    """``compute`` for a value that lies in several pieces, without joining them."""
+    size = sum(map(len, pieces))
+    step = part_bytes if 0 < part_bytes < size else size
+    if size > step * MAX_PARTS:
+        raise InvalidRequest(f"part_bytes={part_bytes} cuts {size} bytes into more than {MAX_PARTS} parts")
+    parts: list[int] = []
+    digest, room = xxhash.xxh3_64(), step
+    for piece in pieces:
+        left = piece
+        while left:
+            digest.update(left[:room])
+            taken = min(len(left), room)
+            left, room = left[taken:], room - taken
+            if not room:
+                parts.append(digest.intdigest())
+                digest, room = xxhash.xxh3_64(), step
+    if room < step:
+        parts.append(digest.intdigest())
+    return Checksums(step if step < size else 0, tuple(parts))
 
 
 def verify(value: memoryview | bytes, checksums: Checksums, key: str) -> None:

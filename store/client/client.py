@@ -86,6 +86,8 @@ class Client:
     ) -> Status:
         """Store ``value`` (bytes-like, numpy array, torch tensor) under ``key``; a key that is there is a hit.
 
+        A list of values is stored as one, each behind the other, without joining them first.
+
         When this returns, a get from anywhere finds the key; ``visible=False`` does not wait for that. The value is
         written to ``replicas`` nodes as far as there are so many (see Status). ``part_bytes`` asks for one checksum per
         run of so many bytes (a layer), ``checksums`` brings them along. Raises StoreFull, NodeUnavailable,
@@ -123,13 +125,26 @@ class Client:
         deadline = self._deadline(deadline_s)
         return self._run(self._do.get(deadline, key), deadline)
 
-    def get_into(self, key: str, buffer: Any, *, deadline_s: float | None = None) -> int:
-        """The value into ``buffer`` (writable bytes-like, array, tensor, or a registered Buffer); returns its size.
+    def get_range(self, key: str, offset: int, length: int | None = None, *, deadline_s: float | None = None) -> Chunk:
+        """``length`` bytes of the value from ``offset`` on, or all behind it; over shm without a copy.
 
-        Raises as ``get``, and InvalidRequest if the buffer is too small. After an error its contents are undefined.
+        Only the parts around the range are moved and verified where the chunk has several checksums (see
+        ``part_bytes``); else all of it. Raises as ``get``, and InvalidRequest for a range that is not within the value.
         """
         deadline = self._deadline(deadline_s)
-        return self._run(self._do.get_into(deadline, key, buffer), deadline)
+        return self._run(self._do.get_range(deadline, key, offset, length), deadline)
+
+    def get_into(
+        self, key: str, buffer: Any, *, offset: int = 0, length: int | None = None, deadline_s: float | None = None
+    ) -> int:
+        """The value into ``buffer`` (writable bytes-like, array, tensor, or a registered Buffer); returns its size.
+
+        A list of buffers is filled one behind the other. With ``offset`` and ``length`` only that part, see
+        ``get_range``. Raises as ``get``, and InvalidRequest if the buffers are too small. After an error their contents
+        are undefined.
+        """
+        deadline = self._deadline(deadline_s)
+        return self._run(self._do.get_into(deadline, key, buffer, offset, length), deadline)
 
     def get_many(self, keys: Sequence[str], *, deadline_s: float | None = None) -> list[Chunk | TanghuluError]:
         """A chunk or an error for each key. Keys of one prompt in their order: eviction then spares prefixes."""

@@ -23,7 +23,7 @@ from tanghulu.errors import (
 )
 from tanghulu.store import checksums as sums
 from tanghulu.store.client import context as common
-from tanghulu.store.client import messages
+from tanghulu.store.client import messages, ranges
 from tanghulu.store.client.chunk import Chunk
 from tanghulu.store.client.context import Context
 from tanghulu.store.client.instructions import Ask, Deadline, Logic, Move, PeerId, Reach, Sleep, Tell, portions
@@ -52,6 +52,8 @@ class _Pinned:
     want: Want
     node: PeerId
     found: Found
+    begin: int = 0  # of the value, what is read: [begin, end)
+    end: int = 0
     arrived: memoryview | None = None  # where its bytes are, or will be
     error: TanghuluError | None = None
     keeps_lease: bool = False
@@ -126,11 +128,14 @@ def _nearest_first(context: Context, key: str) -> list[PeerId]:
 def _copy(context: Context, want: Want, node: PeerId, index: IndexReader, entry: Entry) -> bool:
     """Copy the value that the index names; False if that was too late."""
     buffer, size = want.buffer, entry.size_bytes
-    if buffer is None:
+    if buffer is None or want.part is not None:
         value = index.read(entry)
         if value is None:
             return False
-        want.result = Chunk(want.key, entry.version, value)
+        if want.part is None:
+            want.result = Chunk(want.key, entry.version, value)
+        else:
+            ranges.deliver(want, entry.version, size, 0, value)
     elif not too_small(want, size):
         if not index.read_into(entry, buffer.view(0, size)):
             return False
@@ -274,7 +279,9 @@ def _take_inline(want: Want, found: Found, value: memoryview) -> bool:
     """The value that came is the result; False if it is not what was put."""
     if not sums.matches(value, found.checksums):
         return False
-    if want.buffer is None:
+    if want.part is not None:
+        ranges.deliver(want, found.version, found.size_bytes, 0, value)
+    elif want.buffer is None:
         want.result = Chunk(want.key, found.version, value)
     elif not too_small(want, found.size_bytes):
         want.buffer.view(0, found.size_bytes)[:] = value
@@ -298,9 +305,14 @@ def _read_pinned(context: Context, pinned: list[_Pinned], flush: Callable[[], No
         link = links[where]
         if isinstance(link, TanghuluError):
             each.error = link
-        elif each.want.buffer is None and link.view is not None:
+            continue
+        span = ranges.covering_span(each.want, each.found.size_bytes, each.found.checksums)
+        if span is None:
+            continue
+        each.begin, each.end = span
+        if each.want.buffer is None and link.view is not None:
             _look_at(context, each, link, flush)
-        elif each.want.buffer is None or not too_small(each.want, each.found.size_bytes):
+        else:
             requests.append(_request(each, link))
             moving.append(each)
     for start, part in portions(requests):
@@ -316,33 +328,36 @@ def _look_at(context: Context, each: _Pinned, link: Link, flush: Callable[[], No
     """No copy: the caller gets the node's own bytes, and keeps the lease."""
     found, node = each.found, each.node
     assert link.view is not None
-    if not sums.matches(link.view[found.offset : found.offset + found.size_bytes], found.checksums):
+    covered = link.view[found.offset + each.begin : found.offset + each.end]
+    if not sums.matches_from(covered, found.checksums, each.begin):
         each.error = mismatch(each.want.key, node, found)
         return
+    span = ranges.wanted_span(each.want, found.size_bytes)
+    assert span is not None, "it was within before"
     leases, lease_id = context.leases, found.lease_id
-    memory = LeasedMemory(link.address + found.offset, found.size_bytes, link.view, lambda: leases.drop(node, lease_id))
+    address, length = link.address + found.offset + span[0], span[1] - span[0]
+    memory = LeasedMemory(address, length, link.view, lambda: leases.drop(node, lease_id))
     each.want.result = Chunk(each.want.key, found.version, np.asarray(memory), flush)
     each.keeps_lease = True
 
 
 def _request(each: _Pinned, link: Link) -> TransferRequest:
-    found = each.found
-    buffer = each.want.buffer or Buffer(np.empty(found.size_bytes, np.uint8))
-    each.arrived = buffer.view(0, found.size_bytes)
-    return TransferRequest(Opcode.READ, buffer, link.remote, found.offset, found.size_bytes, 0, found.lease_id)
+    want, found, length = each.want, each.found, each.end - each.begin
+    fits = ranges.wanted_span(want, found.size_bytes) == (each.begin, each.end)
+    buffer = want.buffer if want.buffer is not None and fits else Buffer(np.empty(length, np.uint8))
+    each.arrived = buffer.view(0, length)
+    return TransferRequest(Opcode.READ, buffer, link.remote, found.offset + each.begin, length, 0, found.lease_id)
 
 
 def _take_moved(each: _Pinned) -> None:
     assert each.arrived is not None
     want, found = each.want, each.found
-    if not sums.matches(each.arrived, found.checksums):
+    if not sums.matches_from(each.arrived, found.checksums, each.begin):
         each.error = mismatch(want.key, each.node, found)
-    elif want.buffer is not None:
-        want.result = found.size_bytes
+    elif want.buffer is not None and each.arrived.obj is want.buffer.memory.obj:
+        want.result = len(each.arrived)
     else:
-        array = np.frombuffer(each.arrived, np.uint8)
-        array.flags.writeable = False
-        want.result = Chunk(want.key, found.version, array)
+        ranges.deliver(want, found.version, found.size_bytes, each.begin, each.arrived.toreadonly())
 
 
 def _finish(
@@ -356,7 +371,7 @@ def _finish(
         leases = [each.found.lease_id for each in own if each.found.lease_id and not each.keeps_lease]
         link = links.get((node, own[0].found.copies_only))
         by_mapping = isinstance(link, Link) and link.view is not None
-        num_bytes = sum(each.found.size_bytes for each in own if each.error is None) if by_mapping else 0
+        num_bytes = sum(each.end - each.begin for each in own if each.error is None) if by_mapping else 0
         if leases or corrupt:
             calls.append((node, messages.unpin(leases, num_bytes, corrupt)))
             for lease_id in leases:

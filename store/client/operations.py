@@ -10,7 +10,7 @@ from typing import Any
 
 from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.store import checksums as sums
-from tanghulu.store.client import admin, directory, gets, puts, waiting
+from tanghulu.store.client import admin, directory, gets, puts, ranges, waiting
 from tanghulu.store.client import context as common
 from tanghulu.store.client.chunk import Chunk
 from tanghulu.store.client.context import Context
@@ -26,7 +26,7 @@ from tanghulu.store.client.model import (
     TenantView,
     VerifiedPage,
 )
-from tanghulu.store.client.values import readable, writable
+from tanghulu.store.client.values import readable, readable_pieces, writable
 from tanghulu.store.client.wants import Want
 from tanghulu.store.words import MAX_INLINE_BYTES, NewChunk, validate_key
 
@@ -67,8 +67,13 @@ class Operations:
         return [each.status() if isinstance(each, puts.Putting) else each for each in statuses]
 
     def _putting(self, item: PutItem, options: PutOptions) -> puts.Putting:
-        value = readable(item.value)
-        size = value.nbytes
+        pieces = readable_pieces(item.value) if isinstance(item.value, list | tuple) else ()
+        size = sum(map(len, pieces))
+        if size > MAX_INLINE_BYTES:
+            value = memoryview(b"")
+        else:
+            value = readable(b"".join(pieces) if pieces else item.value)
+            pieces, size = (), value.nbytes
         given = item.checksums
         if given.parts:
             sums.validate(given, size)
@@ -83,7 +88,7 @@ class Operations:
             options.ttl_s,
             options.replicas,
         )
-        return puts.Putting(new, value, options.replicas)
+        return puts.Putting(new, value, options.replicas, pieces)
 
     def get(self, deadline: Deadline, key: str) -> Logic[Chunk]:
         """One chunk; raises its error."""
@@ -100,9 +105,25 @@ class Operations:
         yield from gets.fetch(self._context, deadline, wants, self._flush)
         return [want.result for want in wants]  # type: ignore[misc]  # no buffers: no sizes
 
-    def get_into(self, deadline: Deadline, key: str, buffer: Any) -> Logic[int]:
-        """One value into ``buffer``; its size. Raises its error."""
-        want = Want(validate_key(key), writable(buffer))
+    def get_range(self, deadline: Deadline, key: str, offset: int, length: int | None) -> Logic[Chunk]:
+        """A part of one chunk; raises its error."""
+        want = Want(validate_key(key), part=ranges.make_range(offset, length))
+        yield from gets.fetch_one(self._context, deadline, want, self._flush)
+        assert isinstance(want.result, Chunk | TanghuluError)
+        if isinstance(want.result, TanghuluError):
+            raise want.result
+        return want.result
+
+    def get_into(
+        self, deadline: Deadline, key: str, buffer: Any, offset: int = 0, length: int | None = None
+    ) -> Logic[int]:
+        """One value, or a part of it, into ``buffer``, or into several; how much it is. Raises its error."""
+        if isinstance(buffer, list | tuple):
+            buffers = [writable(each) for each in buffer]
+            chunk = yield from self.get_range(deadline, key, offset, length)
+            with chunk:
+                return ranges.scatter(chunk, buffers)
+        want = Want(validate_key(key), writable(buffer), ranges.make_range(offset, length))
         yield from gets.fetch_one(self._context, deadline, want, self._flush)
         assert isinstance(want.result, int | TanghuluError)
         if isinstance(want.result, TanghuluError):

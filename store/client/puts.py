@@ -47,6 +47,7 @@ class Putting:
     new: NewChunk
     value: memoryview
     replicas: int
+    pieces: tuple[memoryview, ...] = ()  # of a large value that lies in several; ``value`` is empty then
     candidates: list[PeerId] = field(default_factory=list)
     placed: list[PeerId] = field(default_factory=list)
     existed: bool = False
@@ -286,18 +287,17 @@ def _write(context: Context, deadline: Deadline, writes: list[_Write], options: 
         if isinstance(link, TanghuluError):
             write.error = link
             continue
-        reservation, size = write.reservation, write.item.new.size_bytes
-        requests.append(
-            TransferRequest(
-                Opcode.WRITE, write.item.value, link.remote, reservation.offset, size, 0, reservation.lease_id
-            )
-        )
-        moving.append(write)
+        offset, lease_id = write.reservation.offset, write.reservation.lease_id
+        for piece in write.item.pieces or (write.item.value,):
+            requests.append(TransferRequest(Opcode.WRITE, piece, link.remote, offset, len(piece), 0, lease_id))
+            moving.append(write)
+            offset += len(piece)
     for start, part in portions(requests):
         errors = yield Move(part)
         for write, error in zip(moving[start : start + len(part)], errors, strict=True):
-            write.error = error
-            write.checksums = _checksums(write.item, options) if error is None else sums.NO_CHECKSUMS
+            write.error = write.error or error
+            if write.error is None and not write.checksums.parts:
+                write.checksums = _checksums(write.item, options)
     yield from _commit(context, deadline, writes, options)
 
 
@@ -322,4 +322,10 @@ def _commit(context: Context, deadline: Deadline, writes: list[_Write], options:
 
 def _checksums(item: Putting, options: PutOptions) -> sums.Checksums:
     given = item.new.checksums
-    return given if given.parts else sums.compute(item.value, options.part_bytes)
+    if given.parts:
+        return given
+    return (
+        sums.compute_joined(item.pieces, options.part_bytes)
+        if item.pieces
+        else sums.compute(item.value, options.part_bytes)
+    )

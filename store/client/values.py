@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,9 @@ import numpy as np
 from tanghulu.errors import InvalidRequest
 from tanghulu.store import tensors
 from tanghulu.transfer_engine.buffers import Buffer
+
+#: Buffers that may make one value.
+MAX_PIECES = 4096
 
 
 def readable(value: Any) -> memoryview:
@@ -27,6 +31,13 @@ def readable(value: Any) -> memoryview:
     if not view.nbytes:
         raise InvalidRequest("the value is empty; a chunk has at least one byte")
     return view
+
+
+def readable_pieces(values: Sequence[Any]) -> tuple[memoryview, ...]:
+    """The bytes of each of ``values``, which make one value together; raises InvalidRequest as ``readable``."""
+    if not 0 < len(values) <= MAX_PIECES:
+        raise InvalidRequest(f"a value in {len(values)} pieces; 1 to {MAX_PIECES} are allowed")
+    return tuple(readable(value) for value in values)
 
 
 def _contiguous(value: Any) -> memoryview:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tanghulu.errors import ChecksumMismatch, ChunkNotFound, InvalidRequest, TanghuluError
 from tanghulu.store.client.chunk import Chunk
@@ -11,12 +12,23 @@ from tanghulu.store.packed_node import Found
 from tanghulu.transfer_engine.buffers import Buffer
 
 
+class Range(NamedTuple):
+    """A part of a value; ``length`` None: up to its end."""
+
+    offset: int
+    length: int | None
+
+
 @dataclass(slots=True)
 class Want:
-    """One key to read: into ``buffer``, or into a Chunk where that is None. Done when ``result`` is set."""
+    """One key to read: into ``buffer``, or into a Chunk where that is None. Done when ``result`` is set.
+
+    ``part`` None: all of the value.
+    """
 
     key: str
     buffer: Buffer | None = None
+    part: Range | None = None
     holders: list[PeerId] = field(default_factory=list)
     tried: set[PeerId] = field(default_factory=set)
     located: bool = False
