@@ -388,6 +388,8 @@ class Dispatcher:
     def _count_end(self, entry: _Entry, end: End) -> None:
         outcome = end.error.code.lower() if end.error is not None else end.reason.value if end.reason else "unknown"
         self._metrics.requests.labels(outcome).inc()
+        if isinstance(end.error, Overloaded) and not entry.flight.num_submissions:
+            self._metrics.refused_tokens.inc(len(entry.flight.request.prompt))
         self._metrics.e2e.observe(self._clock.now_s() - entry.arrived_s)
         self._metrics.prompt_tokens.inc(len(entry.flight.request.prompt))
         self._metrics.cached_tokens.inc(entry.flight.cached_tokens or 0)

@@ -24,6 +24,7 @@ class ConductorMetrics:
         self.requests = counter(
             "requests", "Sequences that ended, by outcome: stop, length, abort, or an error's code", "outcome"
         )
+        self.refused_tokens = counter("refused_prompt_tokens", "Prompt tokens of sequences that were refused unbegun")
         self.ttft = histogram("ttft_seconds", "From a sequence's arrival to its first token")
         self.tbt = histogram("tbt_seconds", "Between two steps that brought tokens of one sequence")
         self.e2e = histogram("request_seconds", "From a sequence's arrival to its end")

@@ -124,6 +124,7 @@ class LoadTracker:
             load.store_bytes_per_s,
             hit_blocks,
             coming_blocks,
+            active_blocks=max(0, load.blocks_total - self._blocks_free),
             profile=load.prefill or self.known.prefill,
             decode_profile=load.decode or self.known.decode,
             peer_bytes_per_s=load.peer_bytes_per_s,

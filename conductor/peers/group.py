@@ -21,7 +21,7 @@ from tanghulu.credentials import Credentials
 from tanghulu.discovery.base import Discovery, EventKind, Instance, InstanceEvent
 from tanghulu.errors import ConfigError, InvalidRequest, TanghuluError
 from tanghulu.protos import conductor_pb2_grpc
-from tanghulu.rpc.grpc_edge import SERVER_OPTIONS
+from tanghulu.rpc.grpc_edge import SERVER_OPTIONS, listening_credentials
 from tanghulu.types import Address, InstanceId, Role
 
 _log = structlog.get_logger(__name__)
@@ -58,8 +58,12 @@ class PeerGroup:
         conductor_pb2_grpc.add_ConductorPeerServicer_to_server(
             wire.PeerServicer(self._own, self._credentials), self._server
         )
+        where, tls = str(Address(host, port)), wire.tls_between(self._credentials)
         try:
-            port = self._server.add_insecure_port(str(Address(host, port)))
+            if tls:
+                port = self._server.add_secure_port(where, listening_credentials(tls))
+            else:
+                port = self._server.add_insecure_port(where)
         except RuntimeError as error:
             raise ConfigError(f"cannot listen on port {port}: choose another --peer-port") from error
         self.address = Address(reachable_host, port)

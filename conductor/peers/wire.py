@@ -1,6 +1,7 @@
 """The edge between conductors: one gRPC server that tells, and a stream from each peer that is followed.
 
-Protobuf stays in this file. Where a conductor has a token to show to its master, its peers must show the same one.
+Protobuf stays in this file. Where a conductor has a token to show to its master, its peers must show the same one;
+where it has a certificate (--tls-cert), their streams are encrypted, and with --tls-ca both sides show theirs.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, TypeAlias
 import grpc.aio
 
 from tanghulu.conductor.peers.outbox import Begun, News, OwnRequests
-from tanghulu.credentials import Credentials, from_metadata
+from tanghulu.credentials import NO_TLS, Credentials, TlsFiles, from_metadata
 from tanghulu.errors import InvalidRequest, Overloaded, TanghuluError, Unauthorized
 from tanghulu.protos import conductor_pb2 as pb
 from tanghulu.protos import conductor_pb2_grpc
@@ -74,7 +75,7 @@ async def follow(address: Address, conductor_id: str, credentials: Credentials) 
 
     Raises a typed error when the stream breaks; ends when the peer ends it.
     """
-    channel = grpc_edge.channel(address, _PING_MS, _SILENCE_MS)
+    channel = grpc_edge.channel(address, _PING_MS, _SILENCE_MS, tls_between(credentials))
     hello = pb.PeerFollow(conductor_id=conductor_id, protocol_version=PROTOCOL_VERSION)
     try:
         async with grpc_edge.typed_errors(f"conductor {address}"):
@@ -83,6 +84,11 @@ async def follow(address: Address, conductor_id: str, credentials: Credentials) 
                 yield _read(message)
     finally:
         await channel.close()
+
+
+def tls_between(credentials: Credentials) -> TlsFiles:
+    """What conductors encrypt their streams with: a certificate of their own, or nothing."""
+    return credentials.tls if credentials.tls.cert else NO_TLS
 
 
 def _news(news: News) -> list[pb.PeerNews]:

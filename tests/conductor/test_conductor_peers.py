@@ -21,11 +21,12 @@ from tanghulu.conductor.peers.inbox import PeerRequests
 from tanghulu.conductor.peers.outbox import MAX_PEERS, Begun, News, OwnRequests
 from tanghulu.conductor.requests import WorkerLoad
 from tanghulu.conductor.worker_state import LoadTracker
-from tanghulu.credentials import Credentials
+from tanghulu.credentials import Credentials, TlsFiles
 from tanghulu.discovery.base import Instance
 from tanghulu.discovery.memory import MemoryDiscovery, MemoryRegistry
 from tanghulu.errors import NodeUnavailable, Unauthorized
 from tanghulu.types import BlockHash, InstanceId, Role
+from tls_files import Authority
 
 A, B = InstanceId("a"), InstanceId("b")
 HASHES = [BlockHash(bytes([n]) * 16) for n in range(4)]
@@ -205,6 +206,22 @@ async def test_a_peer_that_does_not_come_back_is_forgotten(monkeypatch: pytest.M
             await two.peers.close()
             await until(lambda: len(one.dispatcher.peers) == 0)
             assert one.peers.num_peers == 1
+            two.dispatcher.own.freed("r")
+
+
+async def test_with_certificates_the_streams_are_encrypted(tmp_path: Path):
+    authority = Authority(tmp_path)
+    cert, key = authority.sign("host")
+    options = {"tls_cert": cert, "tls_key": key, "tls_ca": authority.ca, "token": "secret"}
+    async with MemoryDiscovery(MemoryRegistry()) as discovery, conductor(discovery, "one", **options) as (one, _):
+        async with conductor(discovery, "two", **options) as (two, _):
+            two.dispatcher.own.began(begun("r"))
+            await until(lambda: len(one.dispatcher.peers) == 1)
+            plain = Credentials("", "secret")
+            no_certificate = Credentials("", "secret", TlsFiles(ca=authority.ca))
+            for credentials in (plain, no_certificate):
+                with pytest.raises(NodeUnavailable):
+                    await anext(wire.follow(two.peers.address, "three", credentials))
             two.dispatcher.own.freed("r")
 
 

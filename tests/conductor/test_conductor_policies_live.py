@@ -72,6 +72,8 @@ async def test_what_would_be_late_is_refused_at_once(tmp_path):
         load.report(replace(load.reported, prefill_tokens_waiting=30_000, prefill_tokens_per_s=10_000.0))
         answer = await cluster.http.post("/v1/completions", json=body)
         assert answer.status_code == 429
+        assert cluster.metric("refused_prompt_tokens_total") > 0
+        assert cluster.metric("requests_total", outcome="overloaded") == 1
         assert "the first token would come after 3.0" in answer.text
         assert len(worker.submits) == 1
 

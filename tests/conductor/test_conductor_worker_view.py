@@ -2,7 +2,10 @@
 
 from dataclasses import replace
 
+from tanghulu.conductor.policies.base import RequestView
+from tanghulu.conductor.policies.registry import make_policy
 from tanghulu.conductor.requests import WorkerLoad
+from tanghulu.conductor.routing import with_both_phases
 from tanghulu.conductor.worker_state import LoadTracker
 from tanghulu.types import InstanceId, Role
 
@@ -33,3 +36,14 @@ def test_a_view_is_made_once_a_change():
     tracker.reset(WorkerLoad(blocks_free=1))
     assert _view(tracker).blocks_free == 1
     tracker.check()
+
+
+def test_blocks_of_requests_under_way_are_active():
+    """What the dynamo policy weighs: what is in use, and what was sent or promised but is not reported yet."""
+    tracker = LoadTracker()
+    tracker.report(WorkerLoad(blocks_total=100, blocks_free=70))
+    tracker.sent("r", 10, 5)
+    tracker.promise("q", 8)
+    assert _view(tracker).active_blocks == 43
+    busy, idle = replace(_view(tracker), id=InstanceId("a")), replace(_view(tracker), active_blocks=0)
+    assert make_policy("dynamo").choose(RequestView(640, 64, 1024), with_both_phases([busy, idle])).prefill == WORKER

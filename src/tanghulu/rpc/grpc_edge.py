@@ -82,6 +82,13 @@ def _channel_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials(ca, key, cert)
 
 
+def listening_credentials(files: TlsFiles) -> grpc.ServerCredentials:
+    """For a gRPC server that listens by itself; with ``ca`` those who connect show a certificate that it has signed."""
+    client_context(files)  # as above
+    ca, key, cert = (Path(path).read_bytes() if path else None for path in (files.ca, files.key, files.cert))
+    return grpc.ssl_server_credentials([(key, cert)], ca, require_client_auth=ca is not None)
+
+
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TanghuluError) -> None:
     """End a server call with the status of ``error``; its code travels in the trailing metadata."""
     status = _STATUS.get(error.code, grpc.StatusCode.INTERNAL)
