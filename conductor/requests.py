@@ -18,7 +18,7 @@ from tanghulu.types import BlockHash, Fingerprint, InstanceId, RequestId
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is drawn. ``temperature`` 0 is argmax; ``top_k`` 0 is off."""
+    """How the next token is drawn. ``temperature`` 0 is argmax; ``top_k`` 0 is off. At most one grammar is given."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -30,6 +30,8 @@ class Sampling:
     seed: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     num_logprobs: int | None = None
+    json_schema: str | None = None
+    regex: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

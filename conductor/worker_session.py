@@ -256,6 +256,8 @@ def _submit(
             seed=sampling.seed,
             logit_bias=sampling.logit_bias,
             num_logprobs=sampling.num_logprobs,
+            json_schema=sampling.json_schema,
+            regex=sampling.regex,
         ),
         stop=pb.Stop(
             max_new_tokens=stop.max_new_tokens,

@@ -32,6 +32,7 @@ from tanghulu.types import Address, BlockHash, Fingerprint, RequestId
 from tanghulu.workers.connector import ConnectorConfig, KvConnector
 from tanghulu.workers.engine import EngineConfig, EngineCore, ModelRunner
 from tanghulu.workers.engine_thread import EngineThread, StepReport
+from tanghulu.workers.grammar import GrammarCompiler
 from tanghulu.workers.kv_layout import KvLayout
 from tanghulu.workers.main import WorkerConfig
 from tanghulu.workers.metrics import WorkerMetrics
@@ -100,9 +101,7 @@ class Worker:
         self._hub = SessionHub(
             self.instance_id,
             process.generation,
-            RequestFactory(
-                self._loaded.fingerprint, config.block_tokens, config.block_hash, self._loaded.assets.eos_ids
-            ),
+            self._request_factory(core),
             self._thread,
             self._peers.add_exports,
             self._peers.release,
@@ -154,6 +153,15 @@ class Worker:
             loaded.ranks.map_cache(self._segment.fd)
         runner = loaded.make_runner(self._segment.view)
         return EngineCore(runner, self._engine_config(), fetcher=connector, sink=connector), connector
+
+    def _request_factory(self, core: EngineCore) -> RequestFactory:
+        config, assets = self._config, self._loaded.assets
+        grammars = None
+        if config.engine == "torch":
+            grammars = GrammarCompiler(assets.tokenizer_json, core.runner.vocab, assets.eos_ids)
+        return RequestFactory(
+            self._loaded.fingerprint, config.block_tokens, config.block_hash, assets.eos_ids, grammars
+        )
 
     def _engine_config(self) -> EngineConfig:
         config = self._config

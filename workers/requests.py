@@ -14,10 +14,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from tanghulu.errors import InvalidRequest
 from tanghulu.hashing import TokenSequence
 from tanghulu.types import RequestId
+
+if TYPE_CHECKING:
+    from tanghulu.workers.grammar import Grammar
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
@@ -163,7 +167,8 @@ class EngineRequest:
     ``sequence`` holds all tokens so far; the first ``num_prompt_tokens`` are the original prompt, further ones
     were generated, here or elsewhere before the request was resubmitted. ``hold_kv`` ends the request after
     its first sampled token and keeps its blocks for a decode worker. ``fetch_blocks`` bounds how many leading
-    blocks may be looked for outside (None: all, 0: none); ``holder`` is asked before the store.
+    blocks may be looked for outside (None: all, 0: none); ``holder`` is asked before the store. ``grammar`` bounds
+    what may be generated.
     """
 
     request_id: RequestId
@@ -176,6 +181,7 @@ class EngineRequest:
     fetch_blocks: int | None = None
     peer: PeerExport | None = None
     holder: PrefixHolder | None = None
+    grammar: Grammar | None = None
 
     arrival: int = -1
     state: RequestState = RequestState.WAITING

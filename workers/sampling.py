@@ -1,4 +1,4 @@
-"""From logits to tokens: penalties, bias, temperature, top-k, top-p, min-p, and a draw that can be repeated.
+"""From logits to tokens: penalties, bias, grammar, temperature, top-k, top-p, min-p, and a draw that can be repeated.
 
 The draw for a request's n-th generated token is a function of (seed, n) alone: u = hash(seed, n) in [0, 1),
 and the token is the first at which the cumulative probability exceeds u. No generator has a state, so the
@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
+from tanghulu.workers.grammar import Grammar
 from tanghulu.workers.requests import EngineRequest, SamplingParams
 from tanghulu.workers.step_result import Logprobs, Sampled, TokenLogprob
 
@@ -36,6 +37,7 @@ class SamplingRow:
     tokens: npt.NDArray[np.uint32]
     num_prompt: int
     banned: frozenset[int]
+    grammar: Grammar | None = None
 
     @classmethod
     def of(cls, request: EngineRequest) -> SamplingRow:
@@ -45,6 +47,7 @@ class SamplingRow:
             request.sequence.tokens,
             request.num_prompt_tokens,
             request.stop.banned_ids(request.num_generated),
+            request.grammar,
         )
 
     @property
@@ -77,7 +80,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Sampled:
 
 def _adjusted(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """Logits after penalties, bias and bans; the tensor itself if no row has any."""
-    touched = [row.params.has_penalties or bool(row.params.logit_bias) or bool(row.banned) for row in rows]
+    touched = [_touches(row) for row in rows]
     if not any(touched):
         return logits
     logits = logits.clone()
@@ -86,9 +89,27 @@ def _adjusted(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor
             _penalise(logits[index], row)
         for token, bias in row.params.logit_bias:
             logits[index, token] += bias
-        if row.banned:
+        if row.grammar is not None:
+            _keep_to_grammar(logits[index], row)
+        elif row.banned:
             logits[index, sorted(row.banned)] = float("-inf")
     return logits
+
+
+def _touches(row: SamplingRow) -> bool:
+    """Whether the row's logits are not sampled as they are."""
+    return bool(row.params.has_penalties or row.params.logit_bias or row.banned or row.grammar is not None)
+
+
+def _keep_to_grammar(logits: torch.Tensor, row: SamplingRow) -> None:
+    """Forbid in place what the grammar does not allow next, and what is banned, unless nothing else may follow."""
+    assert row.grammar is not None
+    allowed = row.grammar.allowed(row.tokens[row.num_prompt :])
+    wanted = allowed.copy()
+    wanted[sorted(row.banned)] = False
+    chosen = wanted if wanted.any() else allowed
+    if chosen.any():  # a text that left the grammar (it was not made under it) cannot be brought back
+        logits[torch.from_numpy(~chosen)] = float("-inf")
 
 
 def _penalise(logits: torch.Tensor, row: SamplingRow) -> None:

@@ -15,6 +15,7 @@ from tanghulu.rpc.wire import status_of
 from tanghulu.types import BlockHash, Fingerprint, RequestId
 from tanghulu.workers.block_pool import KvEvent, KvEventKind
 from tanghulu.workers.engine_thread import EngineLoad
+from tanghulu.workers.grammar import Grammar, GrammarCompiler, GrammarKind
 from tanghulu.workers.kv_layout import KvLayout
 from tanghulu.workers.requests import EngineRequest, FinishReason, PeerExport, PrefixHolder, SamplingParams, StopParams
 from tanghulu.workers.step_result import Logprobs, RequestOutput
@@ -30,13 +31,21 @@ _FINISH = {
 
 
 class RequestFactory:
-    """Makes engine requests of this worker's model from Submit messages."""
+    """Makes engine requests of this worker's model from Submit messages; without ``grammars`` none may be asked for."""
 
-    def __init__(self, fingerprint: Fingerprint, block_tokens: int, block_hash: str, eos_ids: Iterable[int]) -> None:
+    def __init__(
+        self,
+        fingerprint: Fingerprint,
+        block_tokens: int,
+        block_hash: str,
+        eos_ids: Iterable[int],
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
         self._fingerprint = fingerprint
         self._block_tokens = block_tokens
         self._block_hash = block_hash
         self._eos_ids = frozenset(eos_ids)
+        self._grammars = grammars
 
     def request(self, submit: session_pb2.Submit) -> EngineRequest:
         """The request in ``submit``; raises InvalidRequest for what cannot be one."""
@@ -53,7 +62,16 @@ class RequestFactory:
             priority=submit.priority,
             peer=peer_of(source) if source is not None else None,
             holder=_holder(submit.holder) if submit.HasField("holder") else None,
+            grammar=self._grammar(submit.sampling),
         )
+
+    def _grammar(self, sampling: session_pb2.Sampling) -> Grammar | None:
+        kind = sampling.WhichOneof("grammar")
+        if kind is None:
+            return None
+        if self._grammars is None:
+            raise InvalidRequest("this worker's engine computes no text, so it cannot keep to a grammar")
+        return self._grammars.compile(GrammarKind(kind), getattr(sampling, kind))
 
     def _stop(self, stop: session_pb2.Stop) -> StopParams:
         return StopParams(

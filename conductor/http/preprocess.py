@@ -103,12 +103,13 @@ def _wish(
         )
     salt = (body.cache_salt or "").encode()
     routing = body.routing.wish() if body.routing is not None else NO_WISH
+    schema = _schema_of(fields, body)
     requests = [
         GenerationRequest(
             RequestId(uuid.uuid4().hex),
             model.card.model,
             prompt,
-            _sampling(model, fields, num_logprobs, choice),
+            _sampling(model, fields, num_logprobs, choice, schema),
             _stop_rule(model, fields, len(prompt), wanted),
             salt,
             body.priority,
@@ -121,7 +122,9 @@ def _wish(
     return Wish(model, requests, _stop_strings(fields), num_choices)
 
 
-def _sampling(model: ServedModel, fields: SamplingFields, num_logprobs: int | None, choice: int) -> Sampling:
+def _sampling(
+    model: ServedModel, fields: SamplingFields, num_logprobs: int | None, choice: int, schema: str | None
+) -> Sampling:
     default_temperature = model.card.default_temperature or 1.0
     return Sampling(
         temperature=fields.temperature if fields.temperature is not None else default_temperature,
@@ -134,7 +137,19 @@ def _sampling(model: ServedModel, fields: SamplingFields, num_logprobs: int | No
         seed=_seed(fields.seed, choice),
         logit_bias=_logit_bias(model, fields.logit_bias or {}),
         num_logprobs=num_logprobs,
+        json_schema=schema,
+        regex=fields.regex,
     )
+
+
+def _schema_of(fields: SamplingFields, body: OpenAIBody | GenerateBody) -> str | None:
+    """The JSON schema that is asked for, by whichever name; at most one grammar may be."""
+    wanted = body.response_format if isinstance(body, OpenAIBody) else None
+    given = {"response_format": wanted.schema_text if wanted else None, "json_schema": fields.json_schema}
+    named = [name for name, text in {**given, "regex": fields.regex}.items() if text is not None]
+    if len(named) > 1:
+        raise BadField(f"{' and '.join(named)} each ask for a grammar; give one", named[-1])
+    return given["response_format"] or given["json_schema"]
 
 
 def _seed(given: int | None, choice: int) -> int:

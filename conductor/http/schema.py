@@ -5,6 +5,7 @@ Owns the names of OpenAI's and SGLang's fields and their bounds. Knows nothing o
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -20,10 +21,12 @@ MAX_MESSAGES = 4096
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKENS = 256
+MAX_GRAMMAR_CHARS = 65_536
 _UINT32 = (1 << 32) - 1
 
 TokenId = Annotated[int, Field(ge=0, le=_UINT32)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
 Stop = StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)]
 NumTokens = Annotated[int, Field(ge=1, le=_UINT32)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
@@ -56,6 +59,8 @@ class SamplingFields(Body):
     ignore_eos: bool = False
     min_tokens: Annotated[int, Field(ge=0, le=_UINT32)] = 0
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    regex: GrammarText | None = None
+    json_schema: GrammarText | None = None
 
 
 class StreamOptions(Body):
@@ -64,10 +69,31 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class ResponseFormat(Body):
-    """Only free text can be asked for."""
+class JsonSchema(Body):
+    """``json_schema`` of a response format."""
 
-    type: Literal["text"]
+    name: str = ""
+    schema_: dict[str, Any] | bool = Field(default_factory=dict, alias="schema")
+
+
+class ResponseFormat(Body):
+    """What the text must be: anything, JSON, or JSON that a schema accepts."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("type json_schema needs json_schema, with the schema inside")
+        return self
+
+    @property
+    def schema_text(self) -> str | None:
+        """The JSON schema that the text must keep to; None for free text."""
+        if self.type == "json_schema" and self.json_schema is not None:
+            return json.dumps(self.json_schema.schema_)
+        return '{"type": "object"}' if self.type == "json_object" else None
 
 
 Weight = Annotated[float, Field(ge=0, le=1e6)]

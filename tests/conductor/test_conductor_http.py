@@ -37,7 +37,10 @@ BAD_COMPLETIONS = [
     ({"n": 16, "prompt": ["x"] * 9}, 400, "invalid_request", "n"),
     ({"best_of": 3}, 400, "invalid_request", None),
     ({"echo": True, "logprobs": 1}, 400, "invalid_request", None),
-    ({"response_format": {"type": "json_object"}}, 400, "invalid_request", "response_format"),
+    ({"response_format": {"type": "xml"}}, 400, "invalid_request", "response_format"),
+    ({"response_format": {"type": "json_schema"}}, 400, "invalid_request", "response_format"),
+    ({"response_format": {"type": "json_object"}, "regex": "a+"}, 400, "invalid_request", "regex"),
+    ({"json_schema": "{}", "regex": "a+"}, 400, "invalid_request", "regex"),
 ]
 
 

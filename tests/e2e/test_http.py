@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
@@ -84,6 +85,24 @@ def test_sixteen_at_once_all_finish(client):
             )
         )
     assert [a.usage.completion_tokens for a in answers] == [24] * 16
+
+
+def test_a_schema_is_kept_to_also_behind_the_hand_over(client):
+    pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'tanghulu[grammar]'")
+    properties = {"city": {"enum": ["Paris", "Rome"]}, "number": {"type": "integer", "minimum": 0, "maximum": 9}}
+    schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    messages = [{"role": "user", "content": "What is the capital of France? Answer in JSON."}]
+    for temperature in (0, 1.5):
+        answer = client.chat.completions.create(
+            model=MODEL, messages=messages, temperature=temperature, max_tokens=60, response_format=wanted, seed=3
+        )
+        assert answer.choices[0].finish_reason == "stop"
+        found = json.loads(answer.choices[0].message.content)
+        assert found["city"] in ("Paris", "Rome")
+        assert 0 <= found["number"] <= 9
+    with pytest.raises(openai.BadRequestError, match="regex"):
+        _ask(client, extra_body={"regex": "[a"})
 
 
 def test_errors_are_typed(client, cluster):

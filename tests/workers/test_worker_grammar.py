@@ -1,0 +1,137 @@
+"""Texts that keep to a grammar, whatever the model would rather say."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from tanghulu.errors import InvalidRequest
+from tanghulu.hashing import TokenSequence
+from tanghulu.protos import session_pb2
+from tanghulu.types import Fingerprint
+from tanghulu.workers.grammar import MAX_GRAMMAR_CHARS, Grammar, GrammarCompiler, GrammarKind
+from tanghulu.workers.requests import SamplingParams
+from tanghulu.workers.sampling import SamplingRow, sample
+from tanghulu.workers.session_wire import RequestFactory
+
+pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'tanghulu[grammar]'")
+
+SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "properties": {"age": {"type": "integer", "minimum": 1, "maximum": 99}, "tag": {"enum": ["ab", "cd"]}},
+        "required": ["age", "tag"],
+        "additionalProperties": False,
+    }
+)
+PROMPT = [7, 8, 9]
+
+
+def _byte_level() -> tuple[Tokenizer, int]:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({text: index for index, text in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    return tokenizer, len(alphabet)
+
+
+TOKENIZER, END = _byte_level()
+VOCAB = END + 1 + 14  # a model's vocabulary is often padded
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(TOKENIZER.to_str().encode(), VOCAB, [END])
+
+
+def _generate(grammar: Grammar, seed: int, params: SamplingParams, at_most: int = 400, banned: Sequence[int] = ()):
+    """Tokens under ``grammar`` of a model whose logits are noise, the end token included."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = list(PROMPT)
+    while len(tokens) < at_most and tokens[-1] != END:
+        row = SamplingRow(params, np.array(tokens, np.uint32), len(PROMPT), frozenset(banned), grammar)
+        logits = torch.randn(1, VOCAB, generator=generator)
+        tokens += sample(logits, [row]).tokens
+    return tokens[len(PROMPT) :]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_noise_becomes_json_of_the_schema(compiler, temperature):
+    for seed in range(8):
+        tokens = _generate(
+            compiler.compile(GrammarKind.JSON_SCHEMA, SCHEMA), seed, SamplingParams(temperature=temperature)
+        )
+        assert tokens[-1] == END
+        found = json.loads(TOKENIZER.decode(tokens[:-1]))
+        assert 1 <= found["age"] <= 99
+        assert found["tag"] in ("ab", "cd")
+        assert found.keys() == {"age", "tag"}
+
+
+def test_noise_becomes_what_the_expression_says(compiler):
+    for seed in range(8):
+        tokens = _generate(
+            compiler.compile(GrammarKind.REGEX, "[a-c]{3,5}-(x|yy)"), seed, SamplingParams(temperature=1)
+        )
+        assert tokens[-1] == END
+        assert re.fullmatch("[a-c]{3,5}-(x|yy)", TOKENIZER.decode(tokens[:-1]))
+
+
+def test_a_state_catches_up_with_what_was_generated_elsewhere(compiler):
+    tokens = _generate(compiler.compile(GrammarKind.JSON_SCHEMA, SCHEMA), 3, SamplingParams(temperature=1))
+    step_by_step, at_once = (compiler.compile(GrammarKind.JSON_SCHEMA, SCHEMA) for _ in range(2))
+    so_far = np.array(tokens, np.uint32)
+    for count in range(len(tokens) - 1):
+        masks = [step_by_step.allowed(so_far[:count])]
+    masks.append(at_once.allowed(so_far[: len(tokens) - 2]))
+    assert np.array_equal(*masks)
+
+
+def test_min_tokens_do_not_stop_a_complete_text_from_ending(compiler):
+    """The end is banned for min_tokens, but nothing else may follow."""
+    tokens = _generate(compiler.compile(GrammarKind.REGEX, "ab"), 1, SamplingParams(temperature=0), banned=[END])
+    assert TOKENIZER.decode(tokens[:-1]) == "ab"
+    longer = _generate(compiler.compile(GrammarKind.REGEX, "a{2,9}"), 1, SamplingParams(temperature=0), banned=[END])
+    assert TOKENIZER.decode(longer[:-1]) == "a" * 9
+
+
+def test_other_rows_of_the_batch_are_free(compiler):
+    grammar = compiler.compile(GrammarKind.REGEX, "zz")
+    params, tokens = SamplingParams(temperature=0), np.array(PROMPT, np.uint32)
+    rows = [SamplingRow(params, tokens, 3, frozenset(), each) for each in (None, grammar, None)]
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(5))
+    kept = logits.clone()
+    best = logits.argmax(dim=1).tolist()
+    assert sample(logits, rows).tokens == [best[0], TOKENIZER.encode("z").ids[0], best[2]]
+    assert torch.equal(logits, kept)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (GrammarKind.REGEX, "[a"),
+        (GrammarKind.JSON_SCHEMA, '{"type": "wrong"}'),
+        (GrammarKind.JSON_SCHEMA, "{"),
+        (GrammarKind.REGEX, "a" * (MAX_GRAMMAR_CHARS + 1)),
+    ],
+)
+def test_what_is_no_grammar_is_refused_with_a_reason(compiler, kind, text):
+    with pytest.raises(InvalidRequest, match=kind.value):
+        compiler.compile(kind, text)
+
+
+def test_a_submission_brings_its_grammar(compiler):
+    submit = session_pb2.Submit(request_id="r", tokens=np.array(PROMPT, "<u4").tobytes(), stop={"max_new_tokens": 4})
+    submit.sampling.regex = "ab"
+    made = RequestFactory(Fingerprint(b"f" * 16), 8, "xxh3_128", [END], compiler).request(submit)
+    assert made.grammar is not None
+    assert isinstance(made.sequence, TokenSequence)
+    with pytest.raises(InvalidRequest, match="grammar"):
+        RequestFactory(Fingerprint(b"f" * 16), 8, "xxh3_128", [END]).request(submit)
