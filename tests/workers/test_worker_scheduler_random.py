@@ -39,6 +39,7 @@ class World:
         self.ended: dict[str, FinishReason] = {}
         self.computed: Counter[str] = Counter()
         self.num_preempted = 0
+        self.prefixes: set[str] = set()
 
     def run(self) -> None:
         for _ in range(4000):
@@ -48,8 +49,8 @@ class World:
                 break
         else:
             raise AssertionError(f"somebody starves: {self.core!r}")
-        for name in list(self.ended):
-            self.core.release_export(RequestId(name))
+        for name in [*self.ended, *self.prefixes]:
+            self.core.held.release_export(RequestId(name))
         self.core.check()
         assert self.core.pool.num_in_use == 0
         assert self.ended.keys() | self.aborted == self.added.keys()
@@ -73,8 +74,20 @@ class World:
                 self.ended[wanted.request_id] = reason
         for name in list(self.ended):
             if rng.random() < 0.2:
-                self.core.release_export(RequestId(name))
+                self.core.held.release_export(RequestId(name))
+        self.read_a_prefix()
         self.core.check()
+
+    def read_a_prefix(self) -> None:
+        """Another worker reads cached blocks for a while."""
+        rng = self.rng
+        if self.added and not self.prefixes and rng.random() < 0.1:
+            name = f"prefix-{rng.getrandbits(40)}"
+            hashes = self.added[rng.choice(sorted(self.added))].sequence.block_hashes
+            if self.core.held.export_prefix(RequestId(name), hashes) is not None:
+                self.prefixes.add(name)
+        elif self.prefixes and rng.random() < 0.5:
+            assert self.core.held.release_export(RequestId(self.prefixes.pop()))
 
     def add(self, name: str) -> None:
         rng = self.rng
