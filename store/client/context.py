@@ -18,6 +18,7 @@ from tanghulu.store.client.locations import LocationCache
 from tanghulu.store.client.model import NodeView
 from tanghulu.store.client.placement import NodeTable
 from tanghulu.store.client.reads import Reads
+from tanghulu.store.client.receive_memory import ReceiveMemory
 from tanghulu.store.shared_index import IndexReader
 from tanghulu.store.words import MAX_INLINE_BYTES, MAX_STREAMED_BYTES
 
@@ -49,6 +50,7 @@ class Context:
     locations: LocationCache = field(default_factory=LocationCache)
     leases: Leases = field(default_factory=Leases)
     reads: Reads = field(default_factory=Reads)
+    memory: ReceiveMemory = field(default_factory=ReceiveMemory)
     indexes: dict[PeerId, IndexReader] = field(default_factory=dict)
     desks: ClientDesks = field(default_factory=ClientDesks)
     _version: itertools.count[int] = field(default_factory=_versions)

@@ -313,7 +313,7 @@ def _read_pinned(context: Context, pinned: list[_Pinned], flush: Callable[[], No
         if each.want.buffer is None and link.view is not None:
             _look_at(context, each, link, flush)
         else:
-            requests.append(_request(each, link))
+            requests.append(_request(context, each, link))
             moving.append(each)
     for start, part in portions(requests):
         errors = yield Move(part)
@@ -341,10 +341,10 @@ def _look_at(context: Context, each: _Pinned, link: Link, flush: Callable[[], No
     each.keeps_lease = True
 
 
-def _request(each: _Pinned, link: Link) -> TransferRequest:
+def _request(context: Context, each: _Pinned, link: Link) -> TransferRequest:
     want, found, length = each.want, each.found, each.end - each.begin
     fits = ranges.wanted_span(want, found.size_bytes) == (each.begin, each.end)
-    buffer = want.buffer if want.buffer is not None and fits else Buffer(np.empty(length, np.uint8))
+    buffer = want.buffer if want.buffer is not None and fits else Buffer(context.memory.take(length))
     each.arrived = buffer.view(0, length)
     return TransferRequest(Opcode.READ, buffer, link.remote, found.offset + each.begin, length, 0, found.lease_id)
 
