@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from tanghulu.config import option
 from tanghulu.credentials import Credentials, TlsFiles, read_token
+from tanghulu.errors import ConfigError
 from tanghulu.tls import ServerTls
 from tanghulu.types import Masters
 
@@ -34,10 +35,15 @@ class TlsOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TlsServerOptions(TlsOptions):
-    """The same of a process that listens with TLS."""
+class DoorOptions(TlsOptions):
+    """What a master or a node lets in: with TLS or without, and how many."""
 
+    max_connections: int = option(4096, "connections of the fast lane, and as many of gRPC, that are let in")
     tls_mutual: bool = option(False, "let in only who shows a certificate that --tls-ca has signed")
+
+    def __post_init__(self) -> None:
+        if self.max_connections < 1:
+            raise ConfigError(f"--max-connections {self.max_connections} lets nobody in")
 
     def server_tls(self) -> ServerTls | None:
         """What to listen with; None without files. Raises ConfigError."""

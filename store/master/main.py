@@ -12,7 +12,7 @@ from tanghulu.clock import SystemClock
 from tanghulu.config import command, option
 from tanghulu.discovery.base import Instance
 from tanghulu.errors import ConfigError, InvalidRequest
-from tanghulu.master_options import TlsServerOptions
+from tanghulu.master_options import DoorOptions
 from tanghulu.process import Process, ProcessConfig
 from tanghulu.protos import directory_pb2_grpc, membership_pb2_grpc
 from tanghulu.rpc.door import Door
@@ -31,7 +31,7 @@ from tanghulu.types import Address, Masters, Role
 
 
 @dataclass(frozen=True, kw_only=True)
-class MasterConfig(TlsServerOptions, ProcessConfig):
+class MasterConfig(DoorOptions, ProcessConfig):
     """The options of ``tanghulu master``."""
 
     port: int = option(7400, "port to listen on; 0 picks one")
@@ -43,6 +43,7 @@ class MasterConfig(TlsServerOptions, ProcessConfig):
     seed: int = option(0, "seed of placement's random choices; 0: a different one each start")
 
     def __post_init__(self) -> None:
+        DoorOptions.__post_init__(self)
         if not 0 <= self.rebuild_s <= 600:
             raise ConfigError(f"--rebuild-s {self.rebuild_s:g} is not within 0..600 seconds")
         if self.copy_rate < 1:
@@ -59,7 +60,7 @@ async def serve(process: Process, config: MasterConfig) -> None:
     metrics = MasterMetrics(process.registry)
     metrics.observe(master)
     shell = Shell(master, clock, metrics, rng)
-    service = FastService()
+    service = FastService(max_connections=config.max_connections)
     tokens = None if config.tokens is None else TokensFile(config.tokens)
     interceptors = () if tokens is None else (GrpcGate(tokens, MASTER_GRPC_RULES),)
     door = Door(service, process.run_dir, "master", interceptors, config.server_tls())

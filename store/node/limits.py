@@ -10,14 +10,14 @@ from tanghulu.types import format_size
 MAX_HARD_PINNED_FRACTION = 0.25
 
 
-def refuse_impossible(new: NewChunk, capacity_bytes: int, hard_pinned_bytes: int) -> None:
-    """Raise InvalidRequest for a value that can never fit, StoreFull if hard pins are used up."""
+def refuse_impossible(new: NewChunk, max_value_bytes: int, capacity_bytes: int, hard_pinned_bytes: int) -> None:
+    """Raise InvalidRequest for a value that is never taken, StoreFull if hard pins are used up."""
     if new.size_bytes <= 0:
         raise InvalidRequest(f"value of {new.key!r} is empty; a chunk has at least one byte")
-    if new.size_bytes > capacity_bytes:
+    if new.size_bytes > max_value_bytes:
         raise InvalidRequest(
-            f"value of {new.key!r} has {format_size(new.size_bytes)}; this node holds at most "
-            f"{format_size(capacity_bytes)}"
+            f"value of {new.key!r} has {format_size(new.size_bytes)}; this node takes at most "
+            f"{format_size(max_value_bytes)}"
         )
     limit = int(capacity_bytes * MAX_HARD_PINNED_FRACTION)
     if new.pin is Pin.HARD and hard_pinned_bytes + new.size_bytes > limit:

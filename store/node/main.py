@@ -18,7 +18,7 @@ from tanghulu.discovery.base import Discovery, Instance, Registration
 from tanghulu.discovery.master import MasterDiscovery
 from tanghulu.discovery.masters import MasterFinder
 from tanghulu.errors import ConfigError, TanghuluError, Unauthorized
-from tanghulu.master_options import MasterOptions, TlsServerOptions
+from tanghulu.master_options import DoorOptions, MasterOptions
 from tanghulu.process import Process, ProcessConfig
 from tanghulu.protos import store_pb2_grpc
 from tanghulu.rpc.door import Door
@@ -49,6 +49,7 @@ from tanghulu.store.node.tier_opening import MIN_SSD_BYTES, SsdPlace, open_tier,
 from tanghulu.store.node.tier_promotion import Promoter
 from tanghulu.store.shared_index import IndexPlace, IndexWriter, index_bytes, num_buckets_for
 from tanghulu.store.tenant_rules import NODE_GRPC_RULES, NODE_RULES, refuse_open_carriers
+from tanghulu.store.words import MAX_INLINE_BYTES
 from tanghulu.tenants import Tenant
 from tanghulu.tokens_file import TokensFile
 from tanghulu.transfer_engine.access import AccessTable
@@ -73,11 +74,12 @@ _MAX_MAPPED_FRACTION = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeConfig(TransferOptions, MasterOptions, TlsServerOptions, ProcessConfig):
+class NodeConfig(TransferOptions, MasterOptions, DoorOptions, ProcessConfig):
     """The options of ``tanghulu node``."""
 
     port: int = option(7410, "port to listen on; 0 picks one")
     memory: int = option(1 << 30, "size of the memory segment", size=True)
+    max_value: int = option(0, "largest value that is taken; 0: what fits into the memory", size=True)
     eviction: str = option("lru", "who goes first when room is needed", choices=tuple(POLICIES))
     high_watermark: float = option(
         0.0, "fraction of memory above which chunks are evicted ahead of need; 0: 0.95 with an SSD tier, else never"
@@ -93,6 +95,9 @@ class NodeConfig(TransferOptions, MasterOptions, TlsServerOptions, ProcessConfig
     debug_checks: bool = option(False, "assert all invariants of the node twenty times a second")
 
     def __post_init__(self) -> None:
+        DoorOptions.__post_init__(self)
+        if self.max_value and self.max_value < MAX_INLINE_BYTES:
+            raise ConfigError(f"--max-value {self.max_value} is less than {format_size(MAX_INLINE_BYTES)}")
         if self.memory < 4096:
             raise ConfigError(f"--memory {self.memory} is less than one page")
         if self.lease_ms < 10:
@@ -119,7 +124,7 @@ class Node:
         self._process = process
         self._config = config
         self._clock = SystemClock()
-        self._service = FastService()
+        self._service = FastService(max_connections=config.max_connections)
         tls = config.server_tls()
         self._tokens = None if config.tokens is None else TokensFile(config.tokens)
         if self._tokens is not None:
@@ -135,6 +140,7 @@ class Node:
         access = AccessTable(self._clock, config.lease_ms, int(config.memory * _MAX_MAPPED_FRACTION))
         self.state = NodeState(config.memory, access, lambda: self._policies.memory(config.eviction), self._clock)
         self.state.table.book = book
+        self.state.max_value_bytes = min(config.max_value or config.memory, config.memory)
         index_view = self._segment.view[self._index.begin : heads]
         self.state.table.published = Published(IndexWriter(index_view, self._index.seed, self._clock.now_s()))
         settings = transfer_settings(config, config.host)

@@ -47,6 +47,7 @@ class NodeState:
         self.tier: LowerTier = NoTier()
         self.desks: DeskHoldings = NoDesks()
         self.draining = False  # takes no new chunks
+        self.max_value_bytes = capacity_bytes
         self._clock = clock
 
     @property
@@ -99,9 +100,8 @@ class NodeState:
     def _admit(
         self, new: NewChunk, holder: Holder | None, *, may_pass: bool, sparing: bool
     ) -> Reserved | Existed | None:
-        refuse_impossible(new, self.capacity_bytes, self.table.hard_pinned_bytes)
-        existing = self.standing_anywhere(new.key)
-        if existing is not None:
+        refuse_impossible(new, self.max_value_bytes, self.capacity_bytes, self.table.hard_pinned_bytes)
+        if (existing := self.standing_anywhere(new.key)) is not None:
             return self._existed(existing)
         refuse_while(self.draining)
         return self.try_reserve(new, holder, sparing=sparing) if may_pass else None

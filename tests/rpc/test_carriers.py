@@ -246,8 +246,8 @@ async def test_calls_in_flight_are_bounded(served: Served) -> None:
     await connection.close()
 
 
-async def test_too_many_connections_are_refused_with_a_reason(served: Served, monkeypatch) -> None:
-    monkeypatch.setattr(fast_server, "MAX_CONNECTIONS", 1)
+async def test_too_many_connections_are_refused_with_a_reason(served: Served) -> None:
+    served.service.max_connections = 1
     first = await AsyncFastConnection.connect(served.door.address)
     await first.call(ECHO, ask(), REPLY)
     second = await asyncio.to_thread(FastConnection, served.door.address)

@@ -32,6 +32,9 @@ from tanghulu.types import Address
 _log = structlog.get_logger(__name__)
 _HTTP2 = b"PRI * HT"
 _FIRST_BYTES_DEADLINE_S = 10.0
+#: Connections that have not sent their first bytes yet, and gRPC calls under way, followers' streams included.
+MAX_UNDECIDED = 256
+MAX_GRPC_CALLS = 16384
 #: How often the files of TLS are looked at.
 _CERTIFICATES_S = 30.0
 _UCRED = struct.Struct("3i")
@@ -52,7 +55,11 @@ class Door:
         self.tls = tls
         self.unix_path = str(run_dir / f"{name}.sock")
         self._grpc_path = str(run_dir / f"{name}.grpc")
-        self.grpc_server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=interceptors)
+        self.grpc_server = grpc.aio.server(
+            options=SERVER_OPTIONS, interceptors=interceptors, maximum_concurrent_rpcs=MAX_GRPC_CALLS
+        )
+        self._undecided: dict[asyncio.Transport, None] = {}
+        self._num_relays = 0
         self._servers: list[asyncio.Server] = []
         self._transports: set[asyncio.Transport] = set()
         self._empty = asyncio.Event()
@@ -123,13 +130,34 @@ class Door:
                 os.unlink(path)
 
     def enter(self, transport: asyncio.Transport) -> None:
-        """A connection came in."""
+        """A connection came in. Of those that have not said what they want, the oldest has to go if they are many."""
         self._transports.add(transport)
         self._empty.clear()
+        self._undecided[transport] = None
+        if len(self._undecided) > MAX_UNDECIDED:
+            oldest = next(iter(self._undecided))
+            del self._undecided[oldest]
+            oldest.abort()
+
+    def decided(self, transport: asyncio.Transport) -> None:
+        """It has said what it wants."""
+        self._undecided.pop(transport, None)
+
+    def begin_relay(self) -> bool:
+        """One more connection wants gRPC; False: there are as many as may be."""
+        if self._num_relays >= self.service.max_connections:
+            return False
+        self._num_relays += 1
+        return True
+
+    def end_relay(self) -> None:
+        """One of them has ended."""
+        self._num_relays -= 1
 
     def leave(self, transport: asyncio.Transport) -> None:
         """A connection ended."""
         self._transports.discard(transport)
+        self._undecided.pop(transport, None)
         if not self._transports:
             self._empty.set()
 
@@ -197,6 +225,7 @@ class _Sniffer(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
+        self._relays = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport = cast(asyncio.Transport, transport)  # uvloop has its own, which is no subclass
@@ -208,6 +237,8 @@ class _Sniffer(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         assert self._transport is not None
         self._door.leave(self._transport)
+        if self._relays:
+            self._door.end_relay()
         if self._timer is not None:
             self._timer.cancel()
         if self._task is not None:
@@ -235,9 +266,15 @@ class _Sniffer(asyncio.Protocol):
         assert self._transport is not None
         if self._timer is not None:
             self._timer.cancel()
+        self._door.decided(self._transport)
         if self._first.startswith(PREAMBLE):
             self._pass_on(self._transport)
         elif self._first.startswith(_HTTP2):
+            if not self._door.begin_relay():
+                _log.warning("door.too_many_grpc_connections", most=self._door.service.max_connections)
+                self._transport.abort()
+                return
+            self._relays = True
             self._transport.pause_reading()
             self._task = asyncio.ensure_future(self._connect_grpc(self._transport))
         else:

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias, cast
 import structlog
 from google.protobuf.message import Message
 
-from tanghulu.errors import InvalidRequest, Overloaded, TanghuluError
+from tanghulu.errors import InvalidRequest, Overloaded, TanghuluError, Unauthorized
 from tanghulu.protos import fastlane_pb2
 from tanghulu.rpc.frames import PREAMBLE, Frame, FrameReader, encode_head
 from tanghulu.rpc.wire import decode, status_of
@@ -32,6 +32,7 @@ Handler: TypeAlias = Callable[["Peer", Any, memoryview], "Answer | Later | Corou
 
 MAX_CALLS_IN_FLIGHT = 256
 MAX_CONNECTIONS = 4096
+MAX_UNKNOWN_BYTES = 64 << 10
 END_WAIT_S = 1.0
 
 
@@ -76,10 +77,15 @@ class Later:
 
 @dataclass
 class FastService:
-    """The methods that a process answers: method -> (what parses its requests, handler)."""
+    """The methods that a process answers: method -> (what parses its requests, handler).
+
+    ``guarded``: peers have to show who they are before they may send more than ``MAX_UNKNOWN_BYTES``.
+    """
 
     handlers: dict[int, tuple[Callable[[bytes], Any], Handler]] = field(default_factory=dict)
     peers: set[Peer] = field(default_factory=set)
+    max_connections: int = MAX_CONNECTIONS
+    guarded: bool = False
 
     def register(self, method: int, request_type: type[Message], handler: Handler) -> None:
         """Answer ``method`` by ``handler(peer, request, attachment)``; each method once."""
@@ -101,6 +107,7 @@ class FastServerProtocol(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_later = 0
+        self._unknown_bytes = 0  # that came before it was known from whom
         self._peer_is_slow = False
         self._paused = False
         self._ending: asyncio.TimerHandle | None = None
@@ -108,8 +115,8 @@ class FastServerProtocol(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take the transport; refuse it when the process has too many peers."""
         self._transport = transport = cast(asyncio.Transport, transport)  # uvloop has its own, which is no subclass
-        if len(self._service.peers) >= MAX_CONNECTIONS:
-            self._end(Overloaded(f"this process serves {MAX_CONNECTIONS} connections and takes no more"))
+        if len(self._service.peers) >= self._service.max_connections:
+            self._end(Overloaded(f"this process serves {self._service.max_connections} connections and takes no more"))
             return
         self._peer.hang_up = transport.close
         self._service.peers.add(self._peer)
@@ -128,6 +135,11 @@ class FastServerProtocol(asyncio.Protocol):
         """Answer every frame that ``data`` completes."""
         if self._ending is not None:
             return
+        if self._service.guarded and self._peer.identity is None:
+            self._unknown_bytes += len(data)
+            if self._unknown_bytes > MAX_UNKNOWN_BYTES:
+                self._end(Unauthorized("a HELLO with a token comes first, and is not that long"))
+                return
         try:
             only = self._reader.whole(data)
             if only is not None:

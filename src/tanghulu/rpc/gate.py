@@ -19,7 +19,7 @@ import grpc.aio
 import structlog
 
 from tanghulu.credentials import Credentials, from_metadata
-from tanghulu.errors import Forbidden, TanghuluError, Unauthorized
+from tanghulu.errors import Forbidden, InvalidRequest, TanghuluError, Unauthorized
 from tanghulu.protos import fastlane_pb2
 from tanghulu.rpc.fast_server import FastService, Handler, Peer
 from tanghulu.rpc.grpc_edge import abort
@@ -66,12 +66,15 @@ class Gate:
 
     def guard(self, service: FastService) -> None:
         """Put the gate in front of every method of ``service``."""
+        service.guarded = True
         for method, (parse, handler) in list(service.handlers.items()):
             guarded = self._greeting(handler) if method == _HELLO else self._guarded(method, handler)
             service.handlers[method] = (parse, guarded)
 
     def _greeting(self, handler: Handler) -> Handler:
         def hello(peer: Peer, request: Any, attachment: memoryview) -> Any:
+            if peer.identity is not None:
+                raise InvalidRequest("HELLO comes once, in the first frame")
             peer.identity = self._tokens.table.authenticate(Credentials(request.tenant, request.token))
             return handler(peer, request, attachment)
 
