@@ -14,7 +14,7 @@ from contextlib import aclosing
 import structlog
 
 from tanghulu.discovery.masters import PING_MS, SILENCE_MS, MasterFinder
-from tanghulu.errors import MasterUnavailable, TanghuluError
+from tanghulu.errors import MasterUnavailable, TanghuluError, Unauthorized
 from tanghulu.protos import directory_pb2 as pb
 from tanghulu.protos import directory_pb2_grpc
 from tanghulu.rpc.grpc_edge import channel, typed_errors
@@ -25,6 +25,8 @@ __all__ = ["DirectoryEvent", "DirectoryEventKind", "EventCursor", "follow_direct
 
 _log = structlog.get_logger(__name__)
 _RETRY_S = 0.2
+#: Until a token that was refused is shown again: somebody has to do something first.
+_REFUSED_S = 5.0
 _KINDS = {
     pb.DirectoryEvent.STORED: DirectoryEventKind.STORED,
     pb.DirectoryEvent.REMOVED: DirectoryEventKind.REMOVED,
@@ -77,6 +79,7 @@ async def follow_directory(
     finder = MasterFinder(masters)
     while True:
         asked: Address | None = None
+        refused = False
         try:
             asked = await finder.find()
             async with aclosing(_follow(asked, finder.masters, key_prefix, cursor)) as batches:
@@ -86,7 +89,8 @@ async def follow_directory(
             _log.warning("directory_events.interrupted", error=error.message, at=repr(cursor))
             if asked is not None:
                 finder.failed(asked, error)
-        await asyncio.sleep(_RETRY_S)
+            refused = isinstance(error, Unauthorized)
+        await asyncio.sleep(_REFUSED_S if refused else _RETRY_S)
 
 
 async def _follow(

@@ -111,6 +111,7 @@ class SegmentServer:
             self._port,
             backlog=_BACKLOG,
             ssl=self._tls,
+            ssl_handshake_timeout=None if self._tls is None else self._stall_timeout_s,
         )
         self._reception.open = True
         self._port = self._listener.sockets[0].getsockname()[1]

@@ -47,6 +47,8 @@ METHODS: dict[int, type[Message]] = {
     _F.METHOD_ANNOUNCE: directory_pb2.AnnounceRequest,
     _F.METHOD_LOCATE: directory_pb2.LocateRequest,
     _F.METHOD_PROCLAIM: directory_pb2.ProclaimRequest,
+    _F.METHOD_WAIT: directory_pb2.WaitRequest,
+    _F.METHOD_TENANTS: store_pb2.TenantsRequest,
     _F.METHOD_PLACE: directory_pb2.PlaceRequest,
     _F.METHOD_NODES: directory_pb2.NodesRequest,
     _F.METHOD_LIST_KEYS: directory_pb2.ListKeysRequest,
@@ -62,6 +64,7 @@ GRPC: dict[str, type[Message]] = {
     "/tanghulu.v1.Directory/Place": directory_pb2.PlaceRequest,
     "/tanghulu.v1.Directory/Nodes": directory_pb2.NodesRequest,
     "/tanghulu.v1.Directory/ListKeys": directory_pb2.ListKeysRequest,
+    "/tanghulu.v1.Directory/Wait": directory_pb2.WaitRequest,
     "/tanghulu.v1.Directory/Events": directory_pb2.EventsRequest,
     "/tanghulu.v1.Membership/KeepAlive": membership_pb2.KeepAliveRequest,
     "/tanghulu.v1.Membership/Deregister": membership_pb2.DeregisterRequest,
@@ -102,6 +105,8 @@ def record(address: str) -> list[bytes]:
                 client.put(f"fuzz/large{transport}", bytes(200_000), pin="soft", part_bytes=65536)
                 client.put_many([(f"fuzz/{transport}{i}", bytes([i]) * 900) for i in range(5)])
                 client.get(f"fuzz/large{transport}").close()
+                client.get_range(f"fuzz/large{transport}", 70_000, 10).close()
+                client.wait_for_many([f"fuzz/large{transport}", "fuzz/never"], deadline_s=0.2)
                 client.get_many([f"fuzz/{transport}{i}" for i in range(7)])
                 client.exists_many(["fuzz/0", "fuzz/1"])
                 client.match_prefix(["fuzz/0"])

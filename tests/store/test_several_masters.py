@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -110,6 +111,24 @@ def endure(cluster: ElectedCluster, num_kills: int) -> list[float]:
 
 def test_a_lost_leader_is_replaced_and_nothing_acknowledged_is_lost(elected: ElectedCluster) -> None:
     assert max(endure(elected, 2)) <= MAX_TAKEOVER_S
+
+
+@pytest.mark.parametrize("how", [kill, stop_and_continue])
+def test_who_waits_for_a_key_waits_on_at_the_next_leader(
+    elected: ElectedCluster, how: Callable[[ElectedCluster, Process], Process]
+) -> None:
+    key = f"awaited/{how.__name__}"
+    leader = elected.leader()
+    with tanghulu.connect(elected.address) as consumer, ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(consumer.wait_for, key, deadline_s=30.0)
+        eventually(lambda: leader.metric("tanghulu_master_waiting_calls") == 1, 10.0)
+        following = how(elected, leader)
+        if not leader.alive:
+            elected.replace(leader)
+        eventually(lambda: following.metric("tanghulu_master_waiting_calls") == 1, 10.0)
+        with tanghulu.connect(elected.finder_spec, deadline_s=20.0) as producer:
+            producer.put(key, b"1")
+        assert waiting.result(30.0)
 
 
 @pytest.mark.slow

@@ -81,7 +81,10 @@ class Door:
         loop = asyncio.get_running_loop()
         try:
             context = None if self.tls is None else self.tls.context
-            tcp = await loop.create_server(lambda: _Sniffer(self), host, port, ssl=context, start_serving=False)
+            patience_s = None if context is None else _FIRST_BYTES_DEADLINE_S
+            tcp = await loop.create_server(
+                lambda: _Sniffer(self), host, port, ssl=context, ssl_handshake_timeout=patience_s, start_serving=False
+            )
         except OSError as error:
             raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
         self._servers.append(tcp)
