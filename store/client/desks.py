@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 MAX_DESK_VALUE = 1 << 20
 #: A desk is asked for when two puts come within so long.
 OFTEN_S = 1.0
-#: A node that had none to give is not asked again for so long.
+#: A node that had none to give is not asked again for so long, unless for smaller values.
 REFUSED_S = 0.5
 _MAX_TTL_S = 1e6
 
@@ -54,7 +54,7 @@ class ClientDesks:
         self._mapped: dict[PeerId, Mapped] = {}
         self._open: dict[PeerId, DeskWriter] = {}
         self._last_s: dict[PeerId, float] = {}
-        self._ask_s: dict[PeerId, float] = {}  # not before
+        self._refused: dict[PeerId, tuple[float, int]] = {}  # until when, for values from how many bytes on
 
     def map(self, node: PeerId, mapped: Mapped) -> None:
         """The node's memory is here."""
@@ -81,21 +81,29 @@ class ClientDesks:
         if writer is not None:
             writer.leave()
 
-    def may_ask(self, node: PeerId, now_s: float) -> bool:
-        """Whether a desk is worth a call now; counts as one that is made."""
+    def may_ask(self, node: PeerId, size_bytes: int, now_s: float) -> bool:
+        """Whether a desk for values of that size is worth a call now; counts as one that is made."""
         last_s, self._last_s[node] = self._last_s.get(node, float("-inf")), now_s
-        if now_s - last_s > OFTEN_S or now_s < self._ask_s.get(node, 0.0):
+        until_s, least_bytes = self._refused.get(node, (0.0, 0))
+        if now_s - last_s > OFTEN_S or (now_s < until_s and size_bytes >= least_bytes):
             return False
-        self._ask_s[node] = now_s + REFUSED_S
+        self._refused[node] = now_s + REFUSED_S, 0  # nobody else asks meanwhile
         return True
+
+    def refused(self, node: PeerId, size_bytes: int, now_s: float) -> None:
+        """The node has none for values of that size."""
+        self._refused[node] = now_s + REFUSED_S, size_bytes
 
     def open(self, node: PeerId, mapped: Mapped, place: DeskPlace) -> DeskWriter | None:
         """The node has given a desk; None if that is not inside its memory."""
         view = mapped.link.view
         if view is None or max(place.offset + place.length, place.head + desks.HEAD_BYTES) > len(view):
             return None
-        writer = self._open[node] = DeskWriter(view, place)
-        self._ask_s.pop(node, None)
+        before, writer = self._open.get(node), DeskWriter(view, place)
+        self._open[node] = writer
+        self._refused.pop(node, None)
+        if before is not None:
+            before.leave()
         return writer
 
 
@@ -156,14 +164,16 @@ def _begin(
             return writer, place
         if not writer.closed and writer.fits(size_bytes):
             return None, 0  # the node is behind with the records; a call makes it read them
-        context.desks.leave(node, writer)
-    if not context.desks.may_ask(node, now_s):
+        if writer.closed:
+            context.desks.leave(node, writer)
+    if not context.desks.may_ask(node, size_bytes, now_s):
         return None, 0
     (outcome,) = yield Ask(((node, messages.desk(size_bytes)),))
-    if isinstance(outcome, TanghuluError):
+    given = None if isinstance(outcome, TanghuluError) else messages.desk_place(outcome)
+    if given is None:
+        context.desks.refused(node, size_bytes, now_s)
         return None, 0
-    given = messages.desk_place(outcome)
-    writer = None if given is None else context.desks.open(node, mapped, given)
+    writer = context.desks.open(node, mapped, given)
     place = None if writer is None else writer.begin(size_bytes)
     return (None, 0) if writer is None or place is None else (writer, place)
 

@@ -298,3 +298,16 @@ def test_a_tenant_writes_under_its_own_keys(tmp_path: Path) -> None:
 
 def client_value(is_acme: bool, number: int) -> bytes:
     return value(f"{is_acme}{number}", SIZE)
+
+
+def test_values_that_are_too_large_for_a_desk_leave_the_desk_of_the_others_alone(cluster: Cluster) -> None:
+    node = cluster.nodes[0]
+    with tanghulu.connect(cluster.address) as client:
+        for i in range(4):
+            put(client, f"warm{i}")
+        before = at_desks(node)
+        for i in range(20):
+            assert not put(client, f"mixed{i}")
+            assert not put(client, f"mixed-large{i}", 1 << 20)
+        client.stat("mixed0")
+        assert at_desks(node) - before >= 19
