@@ -89,10 +89,10 @@ def put_one(context: Context, deadline: Deadline, item: Putting, options: PutOpt
                 item.placed.append(local[0])
                 _remember(context, item)
             return
-    if alone and new.size_bytes <= MAX_INLINE_BYTES:
+    if alone and new.size_bytes <= context.inline_bytes(local[0]):
         node = local[0]
         item.candidates = local[1:]
-        call = messages.put(((new, item.value),), options.visible, _patience_ms(deadline, len(local) - 1))
+        call = _put_call((item,), options, _patience_ms(deadline, len(local) - 1))
         (outcome,) = yield Ask(((node, call),))
         _take_results(context, node, (item,), outcome)
         if item.placed:
@@ -206,12 +206,12 @@ def _round(context: Context, deadline: Deadline, items: list[Putting], options: 
         chosen, item.candidates = item.candidates[:wanted], item.candidates[wanted:]
         num_others = max(num_others, len(item.candidates))
         for node in chosen:
-            (small if item.new.size_bytes <= MAX_INLINE_BYTES else large).setdefault(node, []).append(item)
+            # several large ones travel together, and share an announcement
+            inline_bytes = context.inline_bytes(node) if len(items) == 1 else MAX_INLINE_BYTES
+            (small if item.new.size_bytes <= inline_bytes else large).setdefault(node, []).append(item)
     deadline_ms = _patience_ms(deadline, num_others)
     puts = [(node, part) for node, part_items in small.items() for part in _inline_calls(part_items)]
-    calls = [
-        (node, messages.put([(i.new, i.value) for i in part], options.visible, deadline_ms)) for node, part in puts
-    ]
+    calls = [(node, _put_call(part, options, deadline_ms)) for node, part in puts]
     reserves = list(large.items())
     calls += [(node, messages.reserve([i.new for i in part], deadline_ms)) for node, part in reserves]
     outcomes = yield Ask(calls)
@@ -222,6 +222,13 @@ def _round(context: Context, deadline: Deadline, items: list[Putting], options: 
         writes += _take_reservations(context, node, part, outcome)
     if writes:
         yield from _write(context, deadline, writes, options)
+
+
+def _put_call(items: Sequence[Putting], options: PutOptions, deadline_ms: int) -> messages.AnyCall:
+    for item in items:
+        if not item.new.checksums.parts:
+            item.new = item.new._replace(checksums=_checksums(item, options))
+    return messages.put([(item.new, item.value) for item in items], options.visible, deadline_ms)
 
 
 def _inline_calls(items: list[Putting]) -> Iterator[list[Putting]]:

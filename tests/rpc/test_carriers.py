@@ -96,6 +96,14 @@ async def test_unknown_method(client) -> None:
         await client.call(999, ask(), REPLY)
 
 
+async def test_a_large_request_with_others_behind_it(client) -> None:
+    """Its rest is read straight into its place; what follows in the same segments is not lost."""
+    large = os.urandom(3 << 20)
+    values = [large, *(bytes([i]) * 10 for i in range(20)), large[::-1]]
+    replies = await asyncio.gather(*(client.call(ECHO, ask(), REPLY, [value]) for value in values))
+    assert [bytes(reply.attachment) for reply in replies] == values
+
+
 async def test_a_request_that_is_too_large_is_refused_here(client) -> None:
     with pytest.raises(InvalidRequest, match="send fewer"):
         await client.call(ECHO, ask(), REPLY, [bytes(MAX_ATTACHMENT_BYTES + 1)])

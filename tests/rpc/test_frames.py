@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import itertools
 import struct
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tanghulu.errors import InvalidRequest
@@ -41,6 +42,41 @@ def test_frames_survive_any_split(sent, data) -> None:
     for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
         got += read(reader, stream[start:end])
     assert got == sent
+
+
+@pytest.mark.parametrize("size", [1, 1 << 20, 2 << 20, 9_000_001])
+def test_a_large_frame_that_comes_in_pieces(size: int) -> None:
+    """Its memory grows with what has come."""
+    value = bytes(range(256)) * (size // 256 + 1)
+    stream = encode(7, 8, b"body", value) + encode(1, 2, b"next", b"")
+    reader, got = FrameReader(), []
+    for start in range(0, len(stream), 100_000):
+        got += read(reader, stream[start : start + 100_000])
+        if reader.partial is not None:
+            assert len(reader.partial.rest) <= max(start + 100_000, 2 << 20)
+    assert got == [(7, 8, b"body", value), (1, 2, b"next", b"")]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 5 << 20), st.lists(st.integers(1 << 16, 2 << 20), min_size=1))
+def test_a_partial_frame_that_is_read_into(size: int, counts: list[int]) -> None:
+    value = b"\x07" * size
+    frame = encode(7, 8, b"body", value)
+    reader = FrameReader()
+    assert read(reader, frame[:20]) == []
+    assert reader.partial is not None
+    position = 20
+    for count in itertools.cycle(counts):
+        rest = reader.partial.rest
+        count = min(count, len(rest))
+        rest[:count] = frame[position : position + count]
+        reader.partial.filled(count)
+        position += count
+        if not reader.partial.missing:
+            break
+    whole = reader.finish()
+    assert (whole.method, whole.call_id, whole.body, bytes(whole.attachment)) == (7, 8, b"body", value)
+    assert reader.partial is None
 
 
 @given(frames)

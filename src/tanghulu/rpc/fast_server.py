@@ -20,7 +20,7 @@ from google.protobuf.message import Message
 
 from tanghulu.errors import InvalidRequest, Overloaded, TanghuluError, Unauthorized
 from tanghulu.protos import fastlane_pb2
-from tanghulu.rpc.frames import PREAMBLE, Frame, FrameReader, encode_head
+from tanghulu.rpc.frames import PREAMBLE, Frame, FrameReader, PartialFrame, encode_head
 from tanghulu.rpc.wire import decode, status_of
 from tanghulu.tenants import Identity
 
@@ -34,6 +34,8 @@ MAX_CALLS_IN_FLIGHT = 256
 MAX_CONNECTIONS = 4096
 MAX_UNKNOWN_BYTES = 64 << 10
 END_WAIT_S = 1.0
+#: What is missing of a frame is read straight into its place if it is at least so much.
+BULK_BYTES = 128 << 10
 
 
 @dataclass(eq=False)
@@ -147,9 +149,27 @@ class FastServerProtocol(asyncio.Protocol):
                 return
             for frame in self._reader.feed(data):
                 self._dispatch(frame)
+            partial = self._reader.partial
+            if partial is not None and partial.missing >= BULK_BYTES:
+                self._read_by(_Bulk(self, partial))
         except InvalidRequest as error:
             _log.warning("fast_lane.bad_frame", peer=self._peer.name, error=error.message)
             self._end(error)
+
+    def _read_by(self, protocol: asyncio.BaseProtocol) -> None:
+        assert self._transport is not None
+        if self._transport.is_closing():
+            return
+        if not self._paused:
+            self._transport.pause_reading()
+        self._transport.set_protocol(protocol)
+        if not self._paused:
+            self._transport.resume_reading()
+
+    def bulk_ended(self) -> None:
+        """The rest of a large frame has come."""
+        self._read_by(self)
+        self._dispatch(self._reader.finish())
 
     def _end(self, error: TanghuluError) -> None:
         """Say why and hang up. What the peer still sends is read and dropped: a reset would overtake the answer."""
@@ -246,6 +266,36 @@ class FastServerProtocol(asyncio.Protocol):
             self._transport.writelines([head, *attachment])
         else:
             self._transport.write(head)
+
+
+class _Bulk(asyncio.BufferedProtocol):
+    """Takes the rest of one large frame straight to where it belongs: a copy and an allocation less a read."""
+
+    def __init__(self, main: FastServerProtocol, partial: PartialFrame) -> None:
+        self._main = main
+        self._partial = partial
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """In the middle of the frame."""
+        self._main.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """As at any time."""
+        self._main.pause_writing()
+
+    def resume_writing(self) -> None:
+        """As at any time."""
+        self._main.resume_writing()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the next bytes belong; none beyond the frame."""
+        return self._partial.rest
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """They have come."""
+        self._partial.filled(nbytes)
+        if not self._partial.missing:
+            self._main.bulk_ended()
 
 
 __all__ = ["PREAMBLE", "Answer", "FastServerProtocol", "FastService", "Handler", "Later", "Peer"]

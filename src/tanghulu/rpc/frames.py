@@ -23,6 +23,8 @@ PROTOCOL_VERSION = 2
 HEAD = struct.Struct("<IIHHI")
 MAX_BODY_BYTES = 16 << 20
 MAX_ATTACHMENT_BYTES = 64 << 20
+#: Memory that a peer gets for a frame by announcing it; the rest comes as its bytes come.
+_AHEAD_BYTES = 2 << 20
 
 
 class Frame(NamedTuple):
@@ -60,19 +62,65 @@ def call_id_of(number: int) -> int:
     return number % _MAX_CALL_ID + 1
 
 
+class PartialFrame:
+    """A frame of known length whose bytes are still coming; its memory is never far ahead of what has come."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._memory = memoryview(bytearray(min(size, _AHEAD_BYTES)))
+        self._filled = 0
+
+    @property
+    def rest(self) -> memoryview:
+        """Where the next bytes belong."""
+        return self._memory[self._filled :]
+
+    @property
+    def missing(self) -> int:
+        """How many bytes have yet to come."""
+        return self._size - self._filled
+
+    def filled(self, count: int) -> None:
+        """So many bytes have come into ``rest``."""
+        self._filled += count
+        if self._filled == len(self._memory) < self._size:
+            larger = memoryview(bytearray(min(2 * self._filled, self._size)))
+            larger[: self._filled] = self._memory
+            self._memory = larger
+
+    def take(self, data: memoryview) -> int:
+        """Copy of ``data`` what belongs to the frame; how many bytes that is."""
+        taken = 0
+        while self.missing and taken < len(data):
+            rest = self.rest
+            count = min(len(rest), len(data) - taken)
+            rest[:count] = data[taken : taken + count]
+            self.filled(count)
+            taken += count
+        return taken
+
+    def cut(self) -> Frame:
+        """The whole frame."""
+        assert not self.missing
+        body_bytes, attachment_bytes, method, call_id = decode_head(self._memory)
+        start = HEAD.size + body_bytes
+        attachment = self._memory[start:] if attachment_bytes else b""
+        return Frame(method, call_id, bytes(self._memory[HEAD.size : start]), attachment)
+
+
 class FrameReader:
     """Cuts a byte stream into frames; holds at most one unfinished frame. Feed bytes, take frames."""
 
     def __init__(self) -> None:
-        self._buffer = bytearray()
-        self._wanted = HEAD.size  # bytes in the buffer before looking at it again, so that a frame is copied once
+        self._buffer = b""  # the beginning of a head
+        self.partial: PartialFrame | None = None
 
     def whole(self, data: bytes) -> Frame | None:
         """The frame, if ``data`` is just one and nothing came before it: the usual case, and the cheapest.
 
         Raises InvalidRequest on a bad head.
         """
-        if self._buffer or len(data) < HEAD.size:
+        if self.partial is not None or self._buffer or len(data) < HEAD.size:
             return None
         body_bytes, attachment_bytes, method, call_id = decode_head(data)
         start = HEAD.size + body_bytes
@@ -82,25 +130,31 @@ class FrameReader:
 
     def feed(self, data: bytes) -> Iterator[Frame]:
         """The frames that ``data`` completes, in order; raises InvalidRequest on a bad head."""
-        if self._buffer:
-            self._buffer += data
-            if len(self._buffer) < self._wanted:
+        position = 0
+        if self.partial is not None:
+            position = self.partial.take(memoryview(data))
+            if self.partial.missing:
                 return
-            data = bytes(self._buffer)
-            self._buffer.clear()
-        position, size = 0, len(data)
+            yield self.finish()
+        elif self._buffer:
+            data, self._buffer = self._buffer + data, b""
+        size = len(data)
         while size - position >= HEAD.size:
             body_bytes, attachment_bytes, method, call_id = decode_head(data, position)
             start = position + HEAD.size
             end = start + body_bytes + attachment_bytes
             if end > size:
-                self._wanted = end - position
-                break
+                self.partial = PartialFrame(end - position)
+                self.partial.take(memoryview(data)[position:])
+                return
             body = data[start : start + body_bytes]
             attachment = memoryview(data)[start + body_bytes : end] if attachment_bytes else b""
             position = end
             yield Frame(method, call_id, body, attachment)
-        else:
-            self._wanted = HEAD.size
-        if position < size:
-            self._buffer += data[position:] if position else data
+        self._buffer = data[position:]
+
+    def finish(self) -> Frame:
+        """The partial frame, which is whole now."""
+        assert self.partial is not None
+        frame, self.partial = self.partial.cut(), None
+        return frame
