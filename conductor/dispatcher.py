@@ -14,6 +14,7 @@ import structlog
 
 from tanghulu.clock import Clock
 from tanghulu.conductor.admission import Admission, forecast
+from tanghulu.conductor.event_shards import DEFAULT_SHARDS
 from tanghulu.conductor.events import CacheMirror
 from tanghulu.conductor.lifecycle import (
     AbortAt,
@@ -57,6 +58,7 @@ class Limits:
     admission: Admission = field(default_factory=Admission)
     order: QueueOrder = field(default_factory=QueueOrder)
     profiles: ProfileFile = field(default_factory=ProfileFile)
+    event_shards: int = DEFAULT_SHARDS
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +92,7 @@ class Dispatcher:
         place: Place = Place(),
     ) -> None:
         self.registry = Registry(conductor_id, self, connect, limits.profiles)
-        self.mirror = CacheMirror()
+        self.mirror = CacheMirror(limits.event_shards)
         self.router = Router(self.registry, self.mirror, policies, place)
         self.own = OwnRequests()
         self.peers = PeerRequests(self.router.in_flight, self._load_of)
@@ -211,6 +213,7 @@ class Dispatcher:
         """Set the gauges that are sizes of something."""
         self._metrics.index_blocks.labels("workers").set(self.mirror.workers.num_blocks)
         self._metrics.index_blocks.labels("store").set(self.mirror.store.num_blocks)
+        self._metrics.index_lag.set(self.mirror.events.waiting_blocks)
         self._metrics.queued.set(len(self._queue))
         self._metrics.in_flight.set(len(self._submissions))
         self._metrics.peer_requests.set(len(self.peers))

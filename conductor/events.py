@@ -7,10 +7,12 @@ The directory's follower repairs its own gaps and begins again with RESET.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tanghulu.conductor.prefix_index import Cleared, PrefixIndex, Removed, Stored
+from tanghulu.conductor.event_shards import DEFAULT_SHARDS, EventShards
+from tanghulu.conductor.prefix_index import Cleared, PrefixEvent, PrefixIndex, Removed, Stored
 from tanghulu.conductor.requests import KvChange, Welcome
 from tanghulu.errors import NodeUnavailable
 from tanghulu.store.directory_events import DirectoryEvent, DirectoryEventKind, follow_directory
@@ -30,8 +32,10 @@ class Hits:
 class CacheMirror:
     """Who holds which block, as told by workers and by the master."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_shards: int = DEFAULT_SHARDS) -> None:
         self.workers = PrefixIndex()
+        self.events = EventShards(self.workers.apply, num_shards)
+        self._waiting = asyncio.Event()
         self.store = PrefixIndex()
         self.directory_synced = False
         self._next_sequence: dict[InstanceId, int] = {}
@@ -42,8 +46,8 @@ class CacheMirror:
 
     def welcome(self, worker: InstanceId, welcome: Welcome) -> None:
         """A session began: its snapshot replaces what was known of the worker."""
-        self.workers.remove_holder(worker)
-        self.workers.apply(Stored(worker, welcome.cached_blocks))
+        self._put(Cleared(worker))
+        self._put(Stored(worker, welcome.cached_blocks))
         self._next_sequence[worker] = welcome.event_sequence
 
     def worker_events(self, worker: InstanceId, first_sequence: int, changes: Sequence[KvChange]) -> None:
@@ -57,14 +61,24 @@ class CacheMirror:
         self._next_sequence[worker] = expected + len(changes)
         for change in changes:
             if change.cleared:
-                self.workers.apply(Cleared(worker))
-            self.workers.apply(Removed(worker, change.removed))
-            self.workers.apply(Stored(worker, change.stored))
+                self._put(Cleared(worker))
+            if change.removed:
+                self._put(Removed(worker, change.removed))
+            if change.stored:
+                self._put(Stored(worker, change.stored))
 
     def worker_gone(self, worker: InstanceId) -> None:
         """The worker's session ended."""
-        self.workers.remove_holder(worker)
+        self._put(Cleared(worker))
         self._next_sequence.pop(worker, None)
+
+    async def apply_events(self) -> None:
+        """Until cancelled: apply what waits, a slice at a time, between whatever else the loop has to do."""
+        while True:
+            await self._waiting.wait()
+            self._waiting.clear()
+            while self.events.apply_some():  # noqa: ASYNC110 - it is work between the turns, not a wait
+                await asyncio.sleep(0)
 
     def directory_event(self, event: DirectoryEvent) -> None:
         """One event of the master's directory; holders are store nodes."""
@@ -91,7 +105,12 @@ class CacheMirror:
         """Both indexes hold; only workers with a session have blocks."""
         self.workers.check()
         self.store.check()
-        assert set(self.workers.holders) <= set(self._next_sequence)
+        self.events.check()
+        assert set(self.workers.holders) - self.events.waiting_holders() <= set(self._next_sequence)
+
+    def _put(self, event: PrefixEvent) -> None:
+        if self.events.put(event):
+            self._waiting.set()
 
 
 def _blocks(keys: Sequence[str]) -> list[BlockHash]:

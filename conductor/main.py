@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from tanghulu.clock import SystemClock
 from tanghulu.conductor.admission import Admission
 from tanghulu.conductor.dispatcher import Dispatcher, Limits
+from tanghulu.conductor.event_shards import DEFAULT_SHARDS
 from tanghulu.conductor.http.app import HttpServer, address_of, listen, make_app
 from tanghulu.conductor.http.service import DEFAULT_BODY_BYTES, Service
 from tanghulu.conductor.metrics import ConductorMetrics
@@ -46,6 +47,9 @@ class ConductorConfig(MasterOptions, ProcessConfig):
     profiles: Path | None = option(
         None, "file (JSON or TOML) of what prefill and decode cost, until workers report what they measured"
     )
+    event_shards: int = option(
+        DEFAULT_SHARDS, "queues over which workers' KV events are shared out, so that none waits for another's snapshot"
+    )
     max_in_flight: int = option(1024, "most sequences under way at workers")
     max_queued: int = option(1024, "most sequences that wait; beyond it requests are refused with 429")
     queue_timeout_s: float = option(30.0, "longest wait for a place or for a worker, in seconds")
@@ -61,7 +65,7 @@ class ConductorConfig(MasterOptions, ProcessConfig):
     grace_s: float = option(10.0, "at the end, how long requests under way may go on, in seconds")
 
     def __post_init__(self) -> None:
-        for name in ("max_in_flight", "max_queued", "max_body_size"):
+        for name in ("event_shards", "max_in_flight", "max_queued", "max_body_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
         for name in ("ttft_slo_s", "tbt_slo_s", "queue_timeout_s", "max_redispatches", "grace_s", "queue_ageing"):
@@ -82,6 +86,7 @@ class Conductor:
             Admission(config.ttft_slo_s, config.tbt_slo_s),
             QueueOrder(config.queue_order, config.queue_ageing),
             read_profiles(config.profiles),
+            config.event_shards,
         )
         self.config = config
         self.dispatcher = Dispatcher(
@@ -113,6 +118,7 @@ class Conductor:
         following = asyncio.create_task(self.dispatcher.registry.follow(discovery, self.config.namespace))
         listening = asyncio.create_task(self.peers.follow(discovery, self.config.namespace))
         observing = asyncio.create_task(self._observe())
+        indexing = asyncio.create_task(self.dispatcher.mirror.apply_events())
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             yield self
@@ -120,12 +126,12 @@ class Conductor:
         finally:
             server.force_exit = True
             server.stop()
-            for task in (following, observing, listening):
+            for task in (following, observing, listening, indexing):
                 task.cancel()
             await self.peers.close()
             await self.dispatcher.registry.close()
             self.dispatcher.fail_all(NodeUnavailable("the conductor is stopping"))
-            await asyncio.gather(serving, following, observing, listening, return_exceptions=True)
+            await asyncio.gather(serving, following, observing, listening, indexing, return_exceptions=True)
             listener.close()
 
     async def _finish(self, server: HttpServer, serving: asyncio.Task[None]) -> None:

@@ -37,4 +37,5 @@ class ConductorMetrics:
         self.peer_requests = gauge("peer_requests", "Sequences of other conductors that count here")
         self.queued = gauge("requests_queued", "Sequences that wait for a place or for a worker")
         self.workers = gauge("workers", "Connected workers", "role")
+        self.index_lag = gauge("prefix_index_waiting_blocks", "Blocks of events that the index does not have yet")
         self.index_blocks = gauge("prefix_index_blocks", "Distinct blocks that the prefix index knows", "holders")
