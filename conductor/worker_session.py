@@ -116,6 +116,12 @@ class WorkerSession:
         """Nobody will fetch this export. Raises Overloaded."""
         self._send(pb.ToWorker(release=pb.ReleaseExport(export_id=export_id)))
 
+    async def probe(self, deadline_s: float) -> float:
+        """Seconds that the engine took for one token. Raises NodeUnavailable, DeadlineExceeded or its own refusal."""
+        async with grpc_edge.typed_errors(f"worker {self.address}"):
+            reply = await self._stub.Probe(pb.ProbeRequest(deadline_s=deadline_s), timeout=deadline_s + 1)
+        return float(reply.seconds)
+
     async def drop_cache(self) -> int:
         """Make the worker forget its unreferenced blocks; returns how many. Raises NodeUnavailable."""
         async with grpc_edge.typed_errors(f"worker {self.address}"):

@@ -307,6 +307,18 @@ class FromWorker(_message.Message):
     step: StepOutput
     def __init__(self, welcome: _Optional[_Union[SessionWelcome, _Mapping]] = ..., step: _Optional[_Union[StepOutput, _Mapping]] = ...) -> None: ...
 
+class ProbeRequest(_message.Message):
+    __slots__ = ("deadline_s",)
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    deadline_s: float
+    def __init__(self, deadline_s: _Optional[float] = ...) -> None: ...
+
+class ProbeReply(_message.Message):
+    __slots__ = ("seconds",)
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    seconds: float
+    def __init__(self, seconds: _Optional[float] = ...) -> None: ...
+
 class DropCacheRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -49,6 +49,11 @@ class WorkerStub:
                 request_serializer=tanghulu_dot_protos_dot_session__pb2.DropCacheRequest.SerializeToString,
                 response_deserializer=tanghulu_dot_protos_dot_session__pb2.DropCacheReply.FromString,
                 _registered_method=True)
+        self.Probe = channel.unary_unary(
+                '/tanghulu.v1.Worker/Probe',
+                request_serializer=tanghulu_dot_protos_dot_session__pb2.ProbeRequest.SerializeToString,
+                response_deserializer=tanghulu_dot_protos_dot_session__pb2.ProbeReply.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -74,6 +79,13 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Probe(self, request, context):
+        """Health: one token through the whole engine, ahead of what waits.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -91,6 +103,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.DropCache,
                     request_deserializer=tanghulu_dot_protos_dot_session__pb2.DropCacheRequest.FromString,
                     response_serializer=tanghulu_dot_protos_dot_session__pb2.DropCacheReply.SerializeToString,
+            ),
+            'Probe': grpc.unary_unary_rpc_method_handler(
+                    servicer.Probe,
+                    request_deserializer=tanghulu_dot_protos_dot_session__pb2.ProbeRequest.FromString,
+                    response_serializer=tanghulu_dot_protos_dot_session__pb2.ProbeReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -174,6 +191,33 @@ class Worker:
             '/tanghulu.v1.Worker/DropCache',
             tanghulu_dot_protos_dot_session__pb2.DropCacheRequest.SerializeToString,
             tanghulu_dot_protos_dot_session__pb2.DropCacheReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Probe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tanghulu.v1.Worker/Probe',
+            tanghulu_dot_protos_dot_session__pb2.ProbeRequest.SerializeToString,
+            tanghulu_dot_protos_dot_session__pb2.ProbeReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -18,8 +18,10 @@ import grpc.aio
 import structlog
 
 from tanghulu.clock import SystemClock
+from tanghulu.errors import TanghuluError
 from tanghulu.process import Process, host_id
 from tanghulu.protos import session_pb2, session_pb2_grpc
+from tanghulu.rpc import grpc_edge
 from tanghulu.rpc.door import Door
 from tanghulu.rpc.fast_server import FastService
 from tanghulu.transfer_engine.access import AccessTable
@@ -38,6 +40,7 @@ from tanghulu.workers.main import WorkerConfig
 from tanghulu.workers.metrics import WorkerMetrics
 from tanghulu.workers.peer_reader import PeerReader
 from tanghulu.workers.peer_server import PeerServer
+from tanghulu.workers.probe import Probe
 from tanghulu.workers.rank_processes import RankProcesses
 from tanghulu.workers.session_wire import RequestFactory, model_card
 from tanghulu.workers.sessions import SessionHub
@@ -48,6 +51,7 @@ from tanghulu.workers.tokenizer_assets import TokenizerAssets
 
 _log = structlog.get_logger(__name__)
 _LEASE_MS = 20_000
+_MAX_PROBE_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +102,12 @@ class Worker:
         self._thread = EngineThread(core, self._report_from_thread, self._engine_failed, self._speed)
         connector.attach(core, self._thread.post)
         await self._peers_in(stack, service, core)
+        factory = self._request_factory(core)
+        self._probe = Probe(self._thread, factory.probe, SystemClock())
         self._hub = SessionHub(
             self.instance_id,
             process.generation,
-            self._request_factory(core),
+            factory,
             self._thread,
             self._peers.add_exports,
             self._peers.release,
@@ -110,7 +116,7 @@ class Worker:
         self._thread.start()
         stack.callback(self._thread.stop)
         session_pb2_grpc.add_WorkerServicer_to_server(
-            _Servicer(self._hub, self._thread, self._card(core)), door.grpc_server
+            _Servicer(self._hub, self._thread, self._card(core), self._probe), door.grpc_server
         )
         await door.open()
         stack.push_async_callback(door.close)
@@ -241,7 +247,11 @@ class Worker:
 
     def _report_from_thread(self, report: StepReport) -> None:
         self._metrics.report(report)
-        self._loop.call_soon_threadsafe(self._hub.on_report, report)
+        self._loop.call_soon_threadsafe(self._spread, report)
+
+    def _spread(self, report: StepReport) -> None:
+        self._hub.on_report(report)
+        self._probe.on_report(report)
 
     def _engine_failed(self, error: BaseException) -> None:
         """The engine's state is lost: end the process at once, so that requests go on elsewhere and it starts anew."""
@@ -257,8 +267,9 @@ class Worker:
 class _Servicer(session_pb2_grpc.WorkerServicer):
     """The gRPC edge."""
 
-    def __init__(self, hub: SessionHub, thread: EngineThread, card: session_pb2.ModelCard) -> None:
+    def __init__(self, hub: SessionHub, thread: EngineThread, card: session_pb2.ModelCard, probe: Probe) -> None:
         self._hub = hub
+        self._probe = probe
         self._thread = thread
         self._card = card
 
@@ -285,6 +296,16 @@ class _Servicer(session_pb2_grpc.WorkerServicer):
 
         self._thread.post(drop)
         return session_pb2.DropCacheReply(num_blocks=await dropped)
+
+    async def Probe(
+        self, request: session_pb2.ProbeRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> session_pb2.ProbeReply:
+        """One token through the engine."""
+        try:
+            return session_pb2.ProbeReply(seconds=await self._probe.run(min(request.deadline_s, _MAX_PROBE_S)))
+        except TanghuluError as error:
+            await grpc_edge.abort(context, error)
+            raise
 
 
 def _release_export(core: EngineCore, request_id: RequestId) -> None:

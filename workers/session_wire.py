@@ -17,6 +17,7 @@ from tanghulu.workers.block_pool import KvEvent, KvEventKind
 from tanghulu.workers.engine_thread import EngineLoad
 from tanghulu.workers.grammar import Grammar, GrammarCompiler, GrammarKind
 from tanghulu.workers.kv_layout import KvLayout
+from tanghulu.workers.probe import PRIORITY
 from tanghulu.workers.requests import EngineRequest, FinishReason, PeerExport, PrefixHolder, SamplingParams, StopParams
 from tanghulu.workers.step_result import Logprobs, RequestOutput
 from tanghulu.workers.tokenizer_assets import TokenizerAssets
@@ -63,6 +64,19 @@ class RequestFactory:
             peer=peer_of(source) if source is not None else None,
             holder=_holder(submit.holder) if submit.HasField("holder") else None,
             grammar=self._grammar(submit.sampling),
+        )
+
+    def probe(self, request_id: RequestId) -> EngineRequest:
+        """A request of one token that leaves nothing behind; see `Probe`."""
+        root = root_hash(self._fingerprint, b"probe", self._block_hash)
+        return EngineRequest(
+            request_id=request_id,
+            sequence=TokenSequence(root, self._block_tokens, (0,), self._block_hash),
+            num_prompt_tokens=1,
+            sampling=SamplingParams(temperature=0.0),
+            stop=StopParams(max_new_tokens=1, ignore_eos=True),
+            priority=PRIORITY,
+            fetch_blocks=0,
         )
 
     def _grammar(self, sampling: session_pb2.Sampling) -> Grammar | None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
@@ -26,6 +26,13 @@ def router(service: Service) -> APIRouter:
     async def live() -> dict[str, Any]:
         """The process answers."""
         return {"status": "ok"}
+
+    @api.get("/health_generate")
+    async def health_generate(timeout_s: Annotated[float, Query(gt=0, le=120)] = 20.0) -> Response:
+        """200 if there are workers and each computes a token within ``timeout_s``; else 503. Says of each how it is."""
+        workers = await service.probe(timeout_s)
+        healthy = bool(workers) and all(worker["healthy"] for worker in workers)
+        return JSONResponse({"healthy": healthy, "workers": workers}, 200 if healthy else 503)
 
     @api.get("/ready")
     async def ready() -> Response:

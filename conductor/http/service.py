@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import dataclass, field
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 
@@ -12,6 +13,7 @@ from tanghulu.conductor.dispatcher import Dispatcher
 from tanghulu.conductor.generation import Call, Generation
 from tanghulu.conductor.http.errors import BadField
 from tanghulu.conductor.http.preprocess import Wish
+from tanghulu.conductor.registry import Worker
 from tanghulu.conductor.served_model import ServedModel
 from tanghulu.errors import TanghuluError
 
@@ -63,6 +65,10 @@ class Service:
             call.abort()
         return call is not None
 
+    async def probe(self, deadline_s: float) -> list[dict[str, Any]]:
+        """Each worker with the seconds that it took for one token, or why there was none."""
+        return list(await asyncio.gather(*(_probed(w, deadline_s) for w in self.dispatcher.registry.workers.values())))
+
     def missing(self) -> list[str]:
         """What is missing before a request would be served; empty when nothing is."""
         registry = self.dispatcher.registry
@@ -79,3 +85,13 @@ class Service:
             + (f": {w.last_error}" * bool(w.last_error))
             for w in registry.workers.values()
         ]
+
+
+async def _probed(worker: Worker, deadline_s: float) -> dict[str, Any]:
+    named = {"id": worker.id, "role": worker.role.value}
+    if worker.session is None:
+        return named | {"healthy": False, "error": worker.last_error or "not connected"}
+    try:
+        return named | {"healthy": True, "seconds": await worker.session.probe(deadline_s)}
+    except TanghuluError as error:
+        return named | {"healthy": False, "error": error.message}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -68,6 +70,25 @@ def test_blocks_are_given_back(storeless: LiveCluster) -> None:
         what="all blocks are free or cached",
     )
     eventually(lambda: storeless.metric("prefill", "tanghulu_worker_exports") == 0, what="no export is left")
+
+
+def test_health_is_a_token_of_every_worker(storeless: LiveCluster) -> None:
+    url = f"{storeless.url}/health_generate"
+    answer = storeless.http.get(url, params={"timeout_s": 30})
+    assert answer.status_code == 200, answer.text
+    assert len(answer.json()["workers"]) == 3
+    assert all(0 < worker["seconds"] < 30 for worker in answer.json()["workers"])
+    stopped = storeless.entry("decode")
+    os.kill(stopped["pid"], signal.SIGSTOP)
+    try:
+        answer = storeless.http.get(url, params={"timeout_s": 0.5})
+    finally:
+        os.kill(stopped["pid"], signal.SIGCONT)
+    assert answer.status_code == 503
+    ill = [worker for worker in answer.json()["workers"] if not worker["healthy"]]
+    assert stopped["address"].rsplit(":", 1)[1] in "".join(worker["id"] for worker in ill)
+    eventually(lambda: storeless.http.get(url).status_code == 200, 30, "it goes on")
+    assert storeless.http.get(url, params={"timeout_s": 0}).status_code in (400, 422)
 
 
 def test_a_holder_that_is_gone_costs_only_the_computation(storeless: LiveCluster) -> None:
