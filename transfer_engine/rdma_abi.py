@@ -191,3 +191,11 @@ def library() -> Any:
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments
     return loaded
+
+
+def register_dmabuf(verbs: Any) -> Any:
+    """``ibv_reg_dmabuf_mr`` with its signature; raises AttributeError where the library is too old to have it."""
+    function = verbs.ibv_reg_dmabuf_mr
+    function.restype = POINTER(Region)
+    function.argtypes = (c_void_p, c_uint64, c_size_t, c_uint64, c_int, c_int)
+    return function

@@ -108,6 +108,17 @@ class Device:
             self._regions[key] = region
         return MemoryRegion(region.contents.lkey, region.contents.rkey, lambda: self._unpin(key))
 
+    def try_dmabuf(self, fd: int, address: int, size_bytes: int) -> None:
+        """Register another device's memory by its dmabuf, and let it go; raises TransferFailed if that cannot be."""
+        access = abi.ACCESS_LOCAL_WRITE | abi.ACCESS_REMOTE_READ | abi.ACCESS_REMOTE_WRITE
+        try:
+            region = abi.register_dmabuf(self._verbs)(self._domain, 0, size_bytes, address, fd, access)
+        except AttributeError:
+            raise TransferFailed("this libibverbs knows no dmabufs; it needs rdma-core 34") from None
+        if not region:
+            raise TransferFailed(f"{self.info.name} takes no dmabuf: {_last_error()}")
+        self._verbs.ibv_dereg_mr(region)
+
     def queue_pair(self, max_works: int) -> QueuePair:
         """A fresh reliable connection's end; raises TransferFailed if the device has none left."""
         return QueuePair(self._verbs, self.info, self._context, self._domain, max_works)

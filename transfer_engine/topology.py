@@ -9,7 +9,7 @@ The file, all of it optional but the names:
     {"devices": [{"name": "eth1", "address": "10.0.1.1/24", "numa_node": 0, "speed_mbit_s": 25000}],
      "matrix": {"cpu:0": {"preferred": ["eth1"], "others": []}}}
 
-What ``tanghulu topology --json`` prints is such a file; its ``transports`` are read over.
+What ``tanghulu topology --json`` prints is such a file; its ``transports`` and ``gpu_memory`` are read over.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def from_json(text: str) -> Topology:
                 ipaddress.ip_interface(each.address)
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"the topology file cannot be used: {type(error).__name__}: {error}") from error
-    _refuse_nonsense(devices, matrix, set(read) - {"devices", "matrix", "transports"})
+    _refuse_nonsense(devices, matrix, set(read) - {"devices", "matrix", "transports", "gpu_memory"})
     nodes = sorted({max(0, each.numa_node) for each in devices}) or [0]
     return Topology(devices, matrix or matrix_of(devices, nodes))
 

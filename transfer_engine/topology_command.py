@@ -13,7 +13,7 @@ import click
 
 from tanghulu.config import command, option
 from tanghulu.errors import TanghuluError
-from tanghulu.transfer_engine import rdma_verbs, ucx_agent
+from tanghulu.transfer_engine import gpu_direct, rdma_verbs, ucx_agent
 from tanghulu.transfer_engine.segment import MemorySegment, map_shared
 from tanghulu.transfer_engine.shm_memory import may_trace
 from tanghulu.transfer_engine.topology import Topology
@@ -47,11 +47,18 @@ def abilities(topology: Topology) -> dict[str, Ability]:
     }
 
 
+def gpu_memory() -> Ability:
+    """Whether an RDMA device reaches GPU memory by itself; if not, it goes through pinned memory."""
+    found = gpu_direct.probe()
+    return Ability(found.works, found.note)
+
+
 def run(config: TopologyConfig) -> None:
     """Print it. Raises ConfigError if the file is bad."""
     topology = load(config.file)
     found = abilities(topology)
-    click.echo(_as_json(topology, found) if config.json else _as_text(topology, found))
+    gpus = gpu_memory()
+    click.echo(_as_json(topology, found, gpus) if config.json else _as_text(topology, found, gpus))
 
 
 def _tried(attempt: Callable[[], Ability]) -> Ability:
@@ -97,13 +104,13 @@ def _ucx() -> Ability:
     return Ability(not reason, reason or "UCX through NIXL, over every lane but shared memory")
 
 
-def _as_json(topology: Topology, found: dict[str, Ability]) -> str:
+def _as_json(topology: Topology, found: dict[str, Ability], gpus: Ability) -> str:
     read = json.loads(topology.to_json())
-    transports = {name: {"works": each.works, "note": each.note} for name, each in found.items()}
-    return json.dumps(read | {"transports": transports}, indent=2)
+    transports = {name: each._asdict() for name, each in found.items()}
+    return json.dumps(read | {"transports": transports, "gpu_memory": gpus._asdict()}, indent=2)
 
 
-def _as_text(topology: Topology, found: dict[str, Ability]) -> str:
+def _as_text(topology: Topology, found: dict[str, Ability], gpus: Ability) -> str:
     rows = [("DEVICE", "ADDRESS", "NUMA", "MBIT/S", "STATE")]
     for each in topology.devices:
         node, speed = (str(number) if number >= 0 else "?" for number in (each.numa_node, each.speed_mbit_s))
@@ -117,6 +124,7 @@ def _as_text(topology: Topology, found: dict[str, Ability]) -> str:
         )
     lines += ["", "TRANSPORTS"]
     lines += [f"{name:<5} {'yes' if each.works else 'no ':<4} {each.note}" for name, each in found.items()]
+    lines += ["", "GPU MEMORY", f"{'direct' if gpus.works else 'through pinned memory'}: {gpus.note}"]
     return "\n".join(lines)
 
 

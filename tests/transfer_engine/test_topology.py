@@ -115,6 +115,7 @@ def test_the_command_prints_a_file_that_it_reads(tmp_path: Path):
     assert set(transports) == {"shm", "tcp", "rdma", "ucx"}
     assert transports["shm"]["works"]
     assert all(each["note"] for each in transports.values())
+    assert json.loads(printed.output)["gpu_memory"]["note"]
     file = tmp_path / "topology.json"
     file.write_text(Topology((ETH0, ETH1), matrix_of([ETH0, ETH1], [0])).to_json())
     shown = CliRunner().invoke(COMMAND, ["--file", str(file)])
