@@ -15,14 +15,32 @@ class RouterDumpRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class RouterWorker(_message.Message):
-    __slots__ = ("worker", "role", "place")
+    __slots__ = ("worker", "role", "place", "url")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PLACE_FIELD_NUMBER: _ClassVar[int]
+    URL_FIELD_NUMBER: _ClassVar[int]
     worker: str
     role: str
     place: str
-    def __init__(self, worker: _Optional[str] = ..., role: _Optional[str] = ..., place: _Optional[str] = ...) -> None: ...
+    url: str
+    def __init__(self, worker: _Optional[str] = ..., role: _Optional[str] = ..., place: _Optional[str] = ..., url: _Optional[str] = ...) -> None: ...
+
+class RouterGenerate(_message.Message):
+    __slots__ = ("body",)
+    BODY_FIELD_NUMBER: _ClassVar[int]
+    body: bytes
+    def __init__(self, body: _Optional[bytes] = ...) -> None: ...
+
+class RouterPiece(_message.Message):
+    __slots__ = ("status", "worker", "data")
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    status: int
+    worker: str
+    data: bytes
+    def __init__(self, status: _Optional[int] = ..., worker: _Optional[str] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class RouterWorkerName(_message.Message):
     __slots__ = ("worker",)

@@ -84,6 +84,11 @@ class RouterStub:
                 request_serializer=tanghulu_dot_protos_dot_router__pb2.RouterQuestion.SerializeToString,
                 response_deserializer=tanghulu_dot_protos_dot_router__pb2.RouterPotentialLoads.FromString,
                 _registered_method=True)
+        self.Generate = channel.unary_stream(
+                '/tanghulu.v1.Router/Generate',
+                request_serializer=tanghulu_dot_protos_dot_router__pb2.RouterGenerate.SerializeToString,
+                response_deserializer=tanghulu_dot_protos_dot_router__pb2.RouterPiece.FromString,
+                _registered_method=True)
         self.DumpEvents = channel.unary_stream(
                 '/tanghulu.v1.Router/DumpEvents',
                 request_serializer=tanghulu_dot_protos_dot_router__pb2.RouterDumpRequest.SerializeToString,
@@ -155,6 +160,13 @@ class RouterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Generate(self, request, context):
+        """Send a request to the worker that BestWorker would name; its answer as it comes. The first piece has the status.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DumpEvents(self, request, context):
         """Events from which an empty index would become this one.
         """
@@ -214,6 +226,11 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.PotentialLoads,
                     request_deserializer=tanghulu_dot_protos_dot_router__pb2.RouterQuestion.FromString,
                     response_serializer=tanghulu_dot_protos_dot_router__pb2.RouterPotentialLoads.SerializeToString,
+            ),
+            'Generate': grpc.unary_stream_rpc_method_handler(
+                    servicer.Generate,
+                    request_deserializer=tanghulu_dot_protos_dot_router__pb2.RouterGenerate.FromString,
+                    response_serializer=tanghulu_dot_protos_dot_router__pb2.RouterPiece.SerializeToString,
             ),
             'DumpEvents': grpc.unary_stream_rpc_method_handler(
                     servicer.DumpEvents,
@@ -491,6 +508,33 @@ class Router:
             '/tanghulu.v1.Router/PotentialLoads',
             tanghulu_dot_protos_dot_router__pb2.RouterQuestion.SerializeToString,
             tanghulu_dot_protos_dot_router__pb2.RouterPotentialLoads.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Generate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tanghulu.v1.Router/Generate',
+            tanghulu_dot_protos_dot_router__pb2.RouterGenerate.SerializeToString,
+            tanghulu_dot_protos_dot_router__pb2.RouterPiece.FromString,
             options,
             channel_credentials,
             insecure,

@@ -11,6 +11,7 @@ import grpc.aio
 from tanghulu.clock import Clock
 from tanghulu.conductor.requests import KvChange, WorkerLoad
 from tanghulu.conductor.router import words
+from tanghulu.conductor.router.generate import Generator
 from tanghulu.conductor.router.service import Question, RoutingService
 from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.hashing import as_tokens
@@ -39,14 +40,14 @@ def _typed(method: Callable[[Any, Any], Any]) -> Method:
 class RouterServicer(router_pb2_grpc.RouterServicer):
     """See protos/router.proto."""
 
-    def __init__(self, service: RoutingService, hasher: words.Hasher, clock: Clock) -> None:
-        self._service, self._hasher, self._clock = service, hasher, clock
+    def __init__(self, service: RoutingService, hasher: words.Hasher, clock: Clock, generator: Generator) -> None:
+        self._service, self._hasher, self._clock, self._generator = service, hasher, clock, generator
 
     @_typed
     def PutWorker(self, message: pb.RouterWorker) -> pb.RouterDone:
         """A worker is there."""
         role, place = words.role_of(message.role), words.place_of(message.place)
-        self._service.put_worker(InstanceId(message.worker), role, place)
+        self._service.put_worker(InstanceId(message.worker), role, place, message.url)
         return pb.RouterDone()
 
     @_typed
@@ -136,6 +137,20 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
                 for load in loads
             ]
         )
+
+    async def Generate(self, message: pb.RouterGenerate, context: Context) -> AsyncIterator[pb.RouterPiece]:
+        """Sent to the best worker; its answer as it comes."""
+        begun = None
+        try:
+            begun = await self._generator.generate(message.body)
+            yield pb.RouterPiece(status=begun.status, worker=begun.worker)
+            async for piece in begun.pieces:
+                yield pb.RouterPiece(data=piece)
+        except TanghuluError as error:
+            await grpc_edge.abort(context, error)
+        finally:
+            if begun is not None:
+                begun.end()
 
     async def DumpEvents(self, message: pb.RouterDumpRequest, context: Context) -> AsyncIterator[pb.RouterEvents]:
         """Events from which an empty index would become this one: as of now, whatever comes while they are sent."""

@@ -7,13 +7,15 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from tanghulu.clock import Clock
 from tanghulu.conductor.http import errors
 from tanghulu.conductor.http.reply import parse, read_body
 from tanghulu.conductor.requests import KvChange, WorkerLoad
 from tanghulu.conductor.router import words
+from tanghulu.conductor.router.generate import Generation, Generator
 from tanghulu.conductor.router.service import Question, RoutingService
 from tanghulu.errors import InvalidRequest
 from tanghulu.hashing import as_tokens
@@ -41,6 +43,7 @@ class WorkerBody(Strict):
     worker: Name
     role: str = "worker"
     place: str = ""
+    url: str = ""
 
 
 class LoadBody(Strict):
@@ -88,13 +91,24 @@ class RequestBody(Strict):
 
 
 def make_app(
-    service: RoutingService, hasher: words.Hasher, clock: Clock, registry: CollectorRegistry, max_body_bytes: int
+    service: RoutingService,
+    hasher: words.Hasher,
+    clock: Clock,
+    registry: CollectorRegistry,
+    max_body_bytes: int,
+    generator: Generator,
 ) -> FastAPI:
     """All routes on ``service``."""
     app = FastAPI(title="tanghulu router", version=__version__, redirect_slashes=False)
     errors.install(app)
     _add_workers(app, service, max_body_bytes)
     _add_requests(app, service, hasher, clock, max_body_bytes)
+
+    @app.post("/generate")
+    async def generate(request: Request) -> Response:
+        """Sent to the best worker; its answer as it comes."""
+        begun = await generator.generate(await read_body(request, max_body_bytes))
+        return _Passed(begun)
 
     @app.get("/health")
     @app.get("/live")
@@ -111,6 +125,20 @@ def make_app(
     return app
 
 
+class _Passed(StreamingResponse):
+    """A worker's answer; whether it was read to its end or not, the request is freed."""
+
+    def __init__(self, begun: Generation) -> None:
+        super().__init__(begun.pieces, begun.status, dict(begun.headers))
+        self._begun = begun
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._begun.end()
+
+
 def _add_workers(app: FastAPI, service: RoutingService, max_body_bytes: int) -> None:
     @app.get("/workers")
     async def workers() -> list[dict[str, Any]]:
@@ -120,6 +148,7 @@ def _add_workers(app: FastAPI, service: RoutingService, max_body_bytes: int) -> 
                 "worker": target.id,
                 "role": target.role.value,
                 "place": str(target.place),
+                "url": target.url,
                 "active_blocks": target.num_blocks,
                 "cached_blocks": service.index.num_blocks_of(target.id),
             }
@@ -130,7 +159,7 @@ def _add_workers(app: FastAPI, service: RoutingService, max_body_bytes: int) -> 
     async def put_worker(request: Request) -> dict[str, Any]:
         """A worker is there."""
         body = parse(WorkerBody, await read_body(request, max_body_bytes))
-        service.put_worker(InstanceId(body.worker), words.role_of(body.role), words.place_of(body.place))
+        service.put_worker(InstanceId(body.worker), words.role_of(body.role), words.place_of(body.place), body.url)
         return {}
 
     @app.delete("/workers/{worker}")

@@ -16,6 +16,7 @@ from tanghulu.conductor.policies.registry import POLICY_NAMES
 from tanghulu.conductor.pools import main as pools_main
 from tanghulu.conductor.requests import KvChange
 from tanghulu.conductor.router.assumed import DEFAULT_MAX_BLOCKS, AssumedBlocks
+from tanghulu.conductor.router.generate import Generator
 from tanghulu.conductor.router.grpc_api import RouterServicer
 from tanghulu.conductor.router.http_api import make_app
 from tanghulu.conductor.router.service import RoutingService
@@ -91,9 +92,11 @@ class RouterServer:
         config, followers = self.config, [self._follower(source) for source in parse_sources(self.config.vllm_events)]
         listener = listen(config.host, config.port)
         self.address = address_of(listener)
-        app = make_app(self.service, self._hasher, self._clock, self._registry, config.max_body_size)
+        generator = Generator(self.service, self._hasher, self._clock)
+        app = make_app(self.service, self._hasher, self._clock, self._registry, config.max_body_size, generator)
         server, rpc = HttpServer(app, config.grace_s), grpc.aio.server(options=SERVER_OPTIONS)
-        router_pb2_grpc.add_RouterServicer_to_server(RouterServicer(self.service, self._hasher, self._clock), rpc)
+        servicer = RouterServicer(self.service, self._hasher, self._clock, generator)
+        router_pb2_grpc.add_RouterServicer_to_server(servicer, rpc)
         try:
             port = rpc.add_insecure_port(str(Address(config.host, config.grpc_port)))
         except RuntimeError as error:
@@ -114,6 +117,7 @@ class RouterServer:
             await asyncio.wait([serving], timeout=config.grace_s)
             server.force_exit = True
             await asyncio.gather(serving, return_exceptions=True)
+            await generator.close()
             listener.close()
 
     def _follower(self, source: EventSource) -> VllmFollower:

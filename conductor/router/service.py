@@ -65,13 +65,17 @@ class PotentialLoad:
 
 @dataclass(eq=False)
 class Target:
-    """A worker that requests can be sent to. ``num_blocks`` are used by requests under way that were added here."""
+    """A worker that requests can be sent to. ``num_blocks`` are used by requests under way that were added here.
+
+    ``url`` is that of its HTTP API, "" where it is not known.
+    """
 
     id: InstanceId
     role: Role
     place: Place
     load: LoadTracker
     num_blocks: int = 0
+    url: str = ""
 
 
 @dataclass(eq=False)
@@ -109,22 +113,25 @@ class RoutingService:
 
     # --- workers
 
-    def put_worker(self, worker: InstanceId, role: Role, place: Place = Place()) -> None:
+    def put_worker(self, worker: InstanceId, role: Role, place: Place = Place(), url: str = "") -> None:
         """A worker is there, or is another than it was.
 
-        Raises InvalidRequest for a role that neither prefills nor decodes, Overloaded beyond MAX_WORKERS.
+        Raises InvalidRequest for a role that neither prefills nor decodes or a url that is none, Overloaded beyond
+        MAX_WORKERS.
         """
+        if url and not url.startswith(("http://", "https://")):
+            raise InvalidRequest(f"worker {worker!r} has url {url!r}; it must begin with http:// or https://")
         if not (role.prefills or role.decodes):
             raise InvalidRequest(f"worker {worker!r} has role {role.value!r}; it must be prefill, decode or worker")
         known = self._targets.get(worker)
         if known is not None:
-            known.role, known.place = role, place
+            known.role, known.place, known.url = role, place, url
             known.load.renew()
             self._roster = Roster(self.workers)
             return
         if len(self._targets) >= MAX_WORKERS:
             raise Overloaded(f"there are {MAX_WORKERS} workers already")
-        self._targets[worker] = Target(worker, role, place, LoadTracker())
+        self._targets[worker] = Target(worker, role, place, LoadTracker(), url=url)
         self._roster = Roster(self.workers)
         self.report(worker, WorkerLoad())
 
@@ -183,6 +190,18 @@ class RoutingService:
         if request_id:
             self._add(request_id, question, chosen, self._targets[decision.decode])
         return Best(decision.prefill, decision.decode, chosen.match_blocks, candidates)
+
+    def best_of(self, targets: Sequence[Target], question: Question, now_s: float) -> Target | None:
+        """Which of ``targets``, all of which do both phases, should do the whole of it; None if there are none."""
+        hits, coming = self._overlaps(question.hashes, now_s)
+        shown = restricted(views(targets, hits, coming), question.wish)
+        policy = self._policies.of(question.wish)
+        decision = policy.choose(self._request(question), shown) if shown else None
+        return self._targets[decision.prefill] if decision is not None else None
+
+    def has_request(self, request_id: str) -> bool:
+        """Whether it was added and not freed."""
+        return request_id in self._added
 
     def add_request(
         self, request_id: str, question: Question, prefill: InstanceId, decode: InstanceId, now_s: float

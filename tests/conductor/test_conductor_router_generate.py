@@ -1,0 +1,175 @@
+"""Generate: over both edges to real HTTP engines; what counts, who is passed over, and what a hang-up leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+
+import grpc.aio
+import httpx
+import pytest
+from fastapi import FastAPI, Request
+from prometheus_client import CollectorRegistry
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from tanghulu.conductor.http.app import HttpServer, address_of, listen
+from tanghulu.conductor.router.main import RouterConfig, RouterServer
+from tanghulu.protos import router_pb2 as pb
+from tanghulu.protos import router_pb2_grpc
+from tanghulu.types import InstanceId, Role
+
+
+class Engine:
+    """Another engine's HTTP API: three pieces, the later ones when it is let."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, object]] = []
+        self.status = 200
+        self.go = asyncio.Event()
+        self.go.set()
+        self.url = ""
+        self.num_ended = 0
+
+    def app(self) -> FastAPI:
+        app = FastAPI()
+
+        @app.post("/generate")
+        async def generate(request: Request) -> Response:
+            self.bodies.append(await request.json())
+            if self.status != 200:
+                return JSONResponse({"error": "busy"}, self.status)
+            return StreamingResponse(self._pieces(), headers={"x-engine": "yes"})
+
+        return app
+
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        try:
+            yield b"one "
+            await self.go.wait()
+            yield b"two "
+            yield b"three"
+        finally:
+            self.num_ended += 1
+
+
+@contextlib.asynccontextmanager
+async def serving(engine: Engine) -> AsyncIterator[Engine]:
+    listener = listen("127.0.0.1", 0)
+    engine.url = f"http://{address_of(listener)}"
+    server = HttpServer(engine.app(), 0.0)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield engine
+    finally:
+        server.force_exit = True
+        server.stop()
+        await asyncio.gather(task, return_exceptions=True)
+        listener.close()
+
+
+class Scene:
+    """A router with two engines, a and b."""
+
+    def __init__(self, server: RouterServer, http: httpx.AsyncClient, stub: object, engines: list[Engine]) -> None:
+        self.server, self.http, self.stub, self.engines = server, http, stub, engines
+
+    @property
+    def service(self):
+        return self.server.service
+
+    async def until(self, condition) -> None:
+        async with asyncio.timeout(10):
+            while not condition():  # noqa: ASYNC110 - what it looks at has no hook for tests
+                await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+async def scene() -> AsyncIterator[Scene]:
+    async with contextlib.AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(serving(Engine())) for _ in range(2)]
+        config = RouterConfig(port=0, grpc_port=0, block_tokens=4, grace_s=0.0, assume_cached_s=60.0)
+        server = await stack.enter_async_context(RouterServer(config, CollectorRegistry()).running())
+        url = f"http://{server.address}"
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=20, trust_env=False))
+        for name, engine in zip("ab", engines, strict=True):
+            answer = await http.put("/workers", json={"worker": name, "role": "worker", "url": engine.url})
+            assert answer.status_code == 200
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(str(server.grpc_address)))
+        yield Scene(server, http, router_pb2_grpc.RouterStub(channel), engines)
+        server.service.check()
+
+
+TOKENS = list(range(40))
+
+
+async def test_the_answer_of_the_best_worker_is_passed_on(scene: Scene):
+    body = {"input_ids": TOKENS, "sampling_params": {"max_new_tokens": 3}, "routing": {"worker": "b"}}
+    answer = await scene.http.post("/generate", json=body)
+    assert (answer.status_code, answer.text) == (200, "one two three")
+    assert (answer.headers["x-engine"], answer.headers["x-tanghulu-worker"]) == ("yes", "b")
+    assert scene.engines[1].bodies == [{"input_ids": TOKENS, "sampling_params": {"max_new_tokens": 3}}]
+    await scene.until(lambda: scene.service.num_requests == 0)
+    again = await scene.http.post("/generate", json={"input_ids": TOKENS})
+    assert again.headers["x-tanghulu-worker"] == "b", "its prefill was there, so it is taken to have the blocks"
+
+
+async def test_it_counts_from_its_sending_to_its_end(scene: Scene):
+    scene.engines[0].go.clear()
+    body = {"input_ids": TOKENS, "rid": "r1", "routing": {"worker": "a"}}
+    async with scene.http.stream("POST", "/generate", json=body) as answer:
+        pieces = answer.aiter_raw()
+        assert await anext(pieces) == b"one "
+        assert scene.service.has_request("r1")
+        assert scene.service._added["r1"].prefilled
+        other = await scene.http.post("/generate", json={"input_ids": [*range(50, 90)]})
+        assert other.headers["x-tanghulu-worker"] == "b", "a is busy"
+    await scene.until(lambda: not scene.service.has_request("r1"))
+    scene.engines[0].go.set()
+    await scene.until(lambda: scene.engines[0].num_ended == 1)
+
+
+async def test_over_grpc(scene: Scene):
+    told = json.dumps({"input_ids": TOKENS}).encode()
+    pieces = [piece async for piece in scene.stub.Generate(pb.RouterGenerate(body=told))]
+    assert pieces[0].status == 200
+    assert pieces[0].worker in ("a", "b")
+    assert b"".join(piece.data for piece in pieces) == b"one two three"
+    await scene.until(lambda: scene.service.num_requests == 0)
+    with pytest.raises(grpc.aio.AioRpcError, match="input_ids"):
+        await anext(aiter(scene.stub.Generate(pb.RouterGenerate(body=b"{}"))))
+
+
+@pytest.mark.parametrize("status", [429, 503, 0])
+async def test_who_cannot_is_passed_over(scene: Scene, status: int):
+    """0: nobody listens there any more."""
+    scene.engines[0].status = status
+    if not status:
+        scene.service.put_worker(InstanceId("a"), Role.BOTH, url="http://127.0.0.1:1")
+    answers = [await scene.http.post("/generate", json={"input_ids": [n] * 40}) for n in range(4)]
+    assert {answer.headers["x-tanghulu-worker"] for answer in answers} == {"b"}
+    await scene.until(lambda: scene.service.num_requests == 0)
+    scene.service.remove_worker(InstanceId("b"))
+    answer = await scene.http.post("/generate", json={"input_ids": TOKENS})
+    assert answer.status_code == (status or 503), "of one alone its own answer is passed on"
+    await scene.until(lambda: scene.service.num_requests == 0)
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({"text": "hello"}, "input_ids"),
+        ({"input_ids": []}, "input_ids"),
+        ({"input_ids": [-1]}, "input_ids"),
+        ({"input_ids": [1], "routing": {"speed": 1}}, "routing has other fields"),
+        ({"input_ids": [1], "routing": {"policy": "x"}}, "policy 'x' is unknown"),
+        ({"input_ids": [1], "routing": {"weights": {"alpha": "x"}}}, "are numbers"),
+    ],
+)
+async def test_what_is_wrong_is_said(scene: Scene, body: dict, text: str):
+    answer = await scene.http.post("/generate", json=body)
+    assert answer.status_code == 400
+    assert text in answer.text
+    wrong = await scene.http.put("/workers", json={"worker": "c", "url": "ftp://x"})
+    assert wrong.status_code == 400
