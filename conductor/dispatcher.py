@@ -176,6 +176,10 @@ class Dispatcher:
         if self._queue:
             self._pump()
 
+    def worker_snapshot(self, worker: Worker, welcome: Welcome) -> None:
+        """Put right what is known of its cache."""
+        self.mirror.snapshot(worker.id, welcome)
+
     def worker_lost(self, worker: Worker, error: TanghuluError) -> None:
         """Move all that the worker had to others."""
         self._metrics.workers.labels(worker.role.value).dec()
@@ -263,17 +267,11 @@ class Dispatcher:
             self._perform(entry, flight.fail(Overloaded(f"{objection}; try again later")))
             return
         entry.rest_tokens, entry.num_blocks = route.rest_tokens, route.request.num_blocks
-        entry.holder = self._holder(route)
+        entry.holder = self.router.holder_of(route)
         if decode != prefill:
             self.registry.workers[decode].load.promise(flight.request.id, entry.num_blocks)
             entry.promised = decode
         self._perform(entry, flight.submit(prefill, decode))
-
-    def _holder(self, route: Route) -> PrefixHolder | None:
-        """Where the prefill worker can read what it lacks of the prompt, and the store too."""
-        if route.holder is None or (worker := self.registry.workers.get(route.holder[0])) is None:
-            return None
-        return PrefixHolder(str(worker.instance.address), worker.instance.unix_path, route.holder[1])
 
     def _objection(self, entry: _Entry, route: Route) -> str:
         """Why a request that was not begun yet is refused rather than sent; "" if it is not."""

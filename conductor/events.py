@@ -50,6 +50,13 @@ class CacheMirror:
         self._put(Stored(worker, welcome.cached_blocks))
         self._next_sequence[worker] = welcome.event_sequence
 
+    def snapshot(self, worker: InstanceId, welcome: Welcome) -> None:
+        """A session that goes on told everything anew: what differs from what is known is put right."""
+        known, told = self.workers.blocks_of(worker), set(welcome.cached_blocks)
+        self._put(Removed(worker, list(known - told)))
+        self._put(Stored(worker, [block for block in welcome.cached_blocks if block not in known]))
+        self._next_sequence[worker] = welcome.event_sequence
+
     def worker_events(self, worker: InstanceId, first_sequence: int, changes: Sequence[KvChange]) -> None:
         """Events of one step; raises NodeUnavailable if events in front of them were lost."""
         expected = self._next_sequence[worker]

@@ -50,6 +50,9 @@ class ConductorConfig(MasterOptions, ProcessConfig):
     event_shards: int = option(
         DEFAULT_SHARDS, "queues over which workers' KV events are shared out, so that none waits for another's snapshot"
     )
+    snapshot_every: float = option(
+        0.0, "seconds between snapshots of each worker's cache, which put right what its events left wrong; 0: never"
+    )
     max_in_flight: int = option(1024, "most sequences under way at workers")
     max_queued: int = option(1024, "most sequences that wait; beyond it requests are refused with 429")
     queue_timeout_s: float = option(30.0, "longest wait for a place or for a worker, in seconds")
@@ -68,7 +71,15 @@ class ConductorConfig(MasterOptions, ProcessConfig):
         for name in ("event_shards", "max_in_flight", "max_queued", "max_body_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
-        for name in ("ttft_slo_s", "tbt_slo_s", "queue_timeout_s", "max_redispatches", "grace_s", "queue_ageing"):
+        for name in (
+            "ttft_slo_s",
+            "tbt_slo_s",
+            "queue_timeout_s",
+            "max_redispatches",
+            "grace_s",
+            "queue_ageing",
+            "snapshot_every",
+        ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it cannot be negative")
         parse_weights(self.policy_weights)
@@ -119,6 +130,7 @@ class Conductor:
         listening = asyncio.create_task(self.peers.follow(discovery, self.config.namespace))
         observing = asyncio.create_task(self._observe())
         indexing = asyncio.create_task(self.dispatcher.mirror.apply_events())
+        refreshing = asyncio.create_task(self._ask_snapshots())
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             yield self
@@ -126,12 +138,12 @@ class Conductor:
         finally:
             server.force_exit = True
             server.stop()
-            for task in (following, observing, listening, indexing):
+            for task in (following, observing, listening, indexing, refreshing):
                 task.cancel()
             await self.peers.close()
             await self.dispatcher.registry.close()
             self.dispatcher.fail_all(NodeUnavailable("the conductor is stopping"))
-            await asyncio.gather(serving, following, observing, listening, indexing, return_exceptions=True)
+            await asyncio.gather(serving, following, observing, listening, indexing, refreshing, return_exceptions=True)
             listener.close()
 
     async def _finish(self, server: HttpServer, serving: asyncio.Task[None]) -> None:
@@ -141,6 +153,12 @@ class Conductor:
         _log.info("conductor.finishing", requests=self.dispatcher.num_requests, grace_s=self.config.grace_s)
         await asyncio.wait([serving], timeout=self.config.grace_s)
         self.dispatcher.fail_all(NodeUnavailable("the conductor is stopping"))
+
+    async def _ask_snapshots(self) -> None:
+        every_s = self.config.snapshot_every
+        while every_s > 0:
+            await asyncio.sleep(every_s)
+            self.dispatcher.registry.ask_snapshots()
 
     async def _observe(self) -> None:
         while True:

@@ -160,6 +160,14 @@ class PrefixIndex:
                 held = [block for place, block in enumerate(node.blocks) if bits >> place & 1]
                 yield Stored(self._slots.at(slot), held)
 
+    def blocks_of(self, holder: InstanceId) -> set[BlockHash]:
+        """All that ``holder`` holds. Time in its blocks and in the nodes of the index."""
+        slot = self._slots.find(holder)
+        if slot is None:
+            return set()
+        held = ((n.blocks, n.bits(slot)) for n in self._nodes)
+        return {block for blocks, bits in held if bits for place, block in enumerate(blocks) if bits >> place & 1}
+
     def check(self) -> None:
         """Every hash leads to the node that has it and no other; nodes hold; counts and bounds are kept."""
         held: dict[int, int] = {}

@@ -23,7 +23,7 @@ from tanghulu.conductor.served_model import ServedModel
 from tanghulu.conductor.worker_session import WorkerSession
 from tanghulu.conductor.worker_state import LoadTracker
 from tanghulu.discovery.base import Discovery, EventKind, Instance, InstanceEvent
-from tanghulu.errors import ModelNotFound, NodeUnavailable, TanghuluError
+from tanghulu.errors import ModelNotFound, NodeUnavailable, Overloaded, TanghuluError
 from tanghulu.types import Address, InstanceId, Place, Role
 
 _log = structlog.get_logger(__name__)
@@ -82,6 +82,10 @@ class WorkerListener(Protocol):
 
     def worker_step(self, worker: Worker, step: Step) -> None:
         """The worker said something. Raises NodeUnavailable to have the session replaced."""
+        ...
+
+    def worker_snapshot(self, worker: Worker, welcome: Welcome) -> None:
+        """The worker told everything anew, as it was asked."""
         ...
 
     def worker_lost(self, worker: Worker, error: TanghuluError) -> None:
@@ -158,6 +162,13 @@ class Registry:
         """Make every connected worker forget its cache; returns how many blocks. Raises NodeUnavailable."""
         sessions = [w.session for w in self.workers.values() if w.session is not None]
         return sum(await asyncio.gather(*(session.drop_cache() for session in sessions)))
+
+    def ask_snapshots(self) -> None:
+        """Have every connected worker tell anew what it has cached."""
+        for worker in self.workers.values():
+            if worker.session is not None:
+                with contextlib.suppress(Overloaded):  # it takes no messages now: the next time will do
+                    worker.session.ask_snapshot()
 
     async def close(self) -> None:
         """End all sessions."""
@@ -271,9 +282,12 @@ class Registry:
             welcome = await session.connect()
             self._begin(worker, session, welcome)
             async with contextlib.aclosing(session.steps()) as steps:
-                async for step in steps:
+                async for said in steps:
                     worker.heard = True
-                    self._listener.worker_step(worker, step)
+                    if isinstance(said, Welcome):
+                        self._listener.worker_snapshot(worker, said)
+                    else:
+                        self._listener.worker_step(worker, said)
         except TanghuluError as caught:
             error = caught
         finally:

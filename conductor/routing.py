@@ -13,7 +13,7 @@ from tanghulu.conductor.output_length import OutputEstimate
 from tanghulu.conductor.policies.base import Decision, Policy, RequestView, Shown, WorkerView
 from tanghulu.conductor.policies.registry import decides_fetch
 from tanghulu.conductor.registry import Registry
-from tanghulu.conductor.requests import GenerationRequest
+from tanghulu.conductor.requests import GenerationRequest, PrefixHolder
 from tanghulu.conductor.routing_wish import Policies, RoutingWish, restricted
 from tanghulu.conductor.served_model import ServedModel
 from tanghulu.conductor.shortlist import views_of
@@ -88,6 +88,12 @@ class Router:
         hashes = tuple(sequence.block_hashes)
         self.in_flight.begin(wire_id, worker, hashes)
         return hashes
+
+    def holder_of(self, route: Route) -> PrefixHolder | None:
+        """Where the prefill worker shall read what it lacks of the prompt, and how much of it is there."""
+        if route.holder is None or (worker := self._registry.workers.get(route.holder[0])) is None:
+            return None
+        return PrefixHolder(str(worker.instance.address), worker.instance.unix_path, route.holder[1])
 
     def choose_decode(self, flight: Flight, model: ServedModel) -> InstanceId | None:
         """A worker that goes on with the KV that ``flight`` has at its prefill worker."""

@@ -69,11 +69,10 @@ class WorkerSession:
     async def connect(self) -> Welcome:
         """Open the stream; returns the worker's welcome. Raises NodeUnavailable or DeadlineExceeded."""
         self._call = self._stub.Session()
-        hello = pb.SessionHello(conductor_id=self._conductor_id, protocol_version=PROTOCOL_VERSION)
         async with grpc_edge.typed_errors(f"worker {self.address}"):
             try:
                 async with asyncio.timeout(CALL_DEADLINE_S):
-                    await self._call.write(pb.ToWorker(hello=hello))
+                    await self._call.write(pb.ToWorker(hello=self._hello()))
                     first = await self._call.read()
             except asyncio.InvalidStateError as error:
                 raise NodeUnavailable(f"worker {self.address} ended the session at once") from error
@@ -84,12 +83,18 @@ class WorkerSession:
         self._writer = asyncio.create_task(self._write())
         return _welcome(first.welcome)
 
-    async def steps(self) -> AsyncGenerator[Step, None]:
-        """The worker's steps; ends by NodeUnavailable, however the stream ends."""
+    def ask_snapshot(self) -> None:
+        """Ask for everything that is cached there; it comes among the steps. Raises Overloaded."""
+        self._send(pb.ToWorker(hello=self._hello()))
+
+    async def steps(self) -> AsyncGenerator[Step | Welcome, None]:
+        """The worker's steps, and snapshots that were asked for; ends by NodeUnavailable, however the stream ends."""
         async with grpc_edge.typed_errors(f"worker {self.address}"):
             while (message := await self._call.read()) is not grpc.aio.EOF:
                 if message.HasField("step"):
                     yield _step(message.step)
+                elif message.HasField("welcome"):
+                    yield _welcome(message.welcome)
         raise NodeUnavailable(f"worker {self.address} ended the session")
 
     def submit(
@@ -137,6 +142,9 @@ class WorkerSession:
         if self._call is not None:
             self._call.cancel()
         await self._channel.close()
+
+    def _hello(self) -> pb.SessionHello:
+        return pb.SessionHello(conductor_id=self._conductor_id, protocol_version=PROTOCOL_VERSION)
 
     def _send(self, message: pb.ToWorker) -> None:
         try:

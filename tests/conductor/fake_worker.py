@@ -193,12 +193,7 @@ class FakeWorker(session_pb2_grpc.WorkerServicer):
         assert first.hello.protocol_version == 1
         session = Session()
         self.sessions.append(session)
-        welcome = pb.SessionWelcome(
-            instance_id=self.id,
-            cached_blocks=sorted(self.cached),
-            event_sequence=session.event_sequence,
-            load=self.load,
-        )
+        welcome = self._welcome(session)
         reading = asyncio.create_task(self._read(session, requests))
         try:
             yield pb.FromWorker(welcome=welcome)
@@ -209,10 +204,20 @@ class FakeWorker(session_pb2_grpc.WorkerServicer):
             self._running = {k: r for k, r in self._running.items() if r.session is not session}
         await context.abort(14, "worker died")
 
+    def _welcome(self, session: Session) -> pb.SessionWelcome:
+        return pb.SessionWelcome(
+            instance_id=self.id,
+            cached_blocks=sorted(self.cached),
+            event_sequence=session.event_sequence,
+            load=self.load,
+        )
+
     async def _read(self, session: Session, requests: AsyncIterator[pb.ToWorker]) -> None:
         async for message in requests:
             async with self.changed:
                 match message.WhichOneof("message"):
+                    case "hello":
+                        session.out.put_nowait(pb.FromWorker(welcome=self._welcome(session)))
                     case "submit":
                         submit = message.submit
                         self.submits.append(submit)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+from pathlib import Path
 
+from conductor_cluster import running_cluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -78,3 +80,30 @@ async def test_a_snapshot_does_not_hold_others_up():
     assert mirror.workers.holders == [small]
     applying.cancel()
     await asyncio.gather(applying, return_exceptions=True)
+
+
+async def test_a_snapshot_puts_right_what_events_left_wrong(tmp_path: Path):
+    """The worker's cache changes without an event; the conductor asks, and decides by what is there."""
+    async with running_cluster(tmp_path, snapshot_every=0.05) as cluster:
+        worker = await cluster.add()
+        index = cluster.dispatcher.mirror.workers
+        gone, kept, new = blocks(3, 3)
+        worker.cached |= {gone, kept}
+        await cluster.until(lambda: index.blocks_of(worker.id) == {gone, kept})
+        worker.cached ^= {gone, new}
+        await cluster.until(lambda: index.blocks_of(worker.id) == {kept, new})
+        assert len(worker.sessions) == 1
+        answer = await cluster.http.post("/v1/completions", json={"model": "tiny", "prompt": "x" * 40, "max_tokens": 2})
+        assert answer.status_code == 200, "its events go on behind the snapshot"
+        await cluster.until(lambda: index.blocks_of(worker.id) == worker.cached)
+        cluster.dispatcher.check()
+
+
+def test_what_a_holder_has():
+    index = PrefixIndex()
+    for holder, held in (("a", CHAIN[:30]), ("b", CHAIN[:10]), ("a", CHAIN[35:])):
+        index.apply(Stored(InstanceId(holder), held))
+    index.apply(Removed(InstanceId("a"), CHAIN[3:5]))
+    assert index.blocks_of(InstanceId("a")) == {*CHAIN[:3], *CHAIN[5:30], *CHAIN[35:]}
+    assert index.blocks_of(InstanceId("b")) == set(CHAIN[:10])
+    assert index.blocks_of(InstanceId("c")) == set()
