@@ -31,14 +31,17 @@ def copy_directly(requests: Sequence[TransferRequest], max_bytes: int, clock: Cl
     ``lock`` guards the paths' figures. Raises InvalidRequest, before anything was copied, as ``submit`` does.
     """
     mapped: list[ShmPeer] = []
-    num_bytes = 0
     for request in requests:
         shm = request.target.shm
-        num_bytes += request.length
-        if shm is None or num_bytes > max_bytes or not request.plain:
+        if shm is None or not request.plain:
             return False
         mapped.append(shm)
     buffers = [admit_buffer(request) for request in requests]
+    num_bytes = 0
+    for request in requests:
+        num_bytes += request.length
+    if num_bytes > max_bytes:
+        return False
     refuse_overlaps(requests, buffers)
     start_s = clock.now_s()
     try:

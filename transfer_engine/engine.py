@@ -30,6 +30,8 @@ from tanghulu.transfer_engine.requests import (
     TransferRequest,
     admit,
     admit_buffer,
+    admit_deadline,
+    admit_descriptor,
     refuse_overlaps,
 )
 from tanghulu.transfer_engine.segment import SegmentDescriptor
@@ -122,6 +124,7 @@ class TransferEngine:
         """
         if transport is not None and transport not in self.transports:
             raise InvalidRequest(f"transport {transport!r} is not one of this engine's {list(self.transports)}")
+        admit_descriptor(descriptor, session_id)
         key = (descriptor, session_id, transport)
         with self._lock:
             if self._closed:
@@ -169,6 +172,7 @@ class TransferEngine:
 
     def transfer(self, requests: Sequence[TransferRequest], deadline_s: float) -> None:
         """Move everything, in this thread; returns when all bytes have arrived, raises the first error otherwise."""
+        admit_deadline(deadline_s)
         start_s = self._clock.now_s()
         if len(requests) == 1 and self._is_one_slice(requests[0]):
             patience_s, lock = self.config.slice_deadline_s, self._workshop.lock
@@ -177,13 +181,14 @@ class TransferEngine:
         elif copy_directly(requests, self.config.direct_bytes, self._clock, self._workshop.lock):
             return
         left_s = deadline_s - (self._clock.now_s() - start_s)
-        self._prepare(requests).wait(left_s).raise_first()
+        self._prepare(requests).wait(max(0.0, left_s)).raise_first()
 
     async def transfer_async(self, requests: Sequence[TransferRequest], deadline_s: float) -> None:
         """The same for asyncio; small copies over shm happen at once, all else in one of the engine's threads.
 
         Raises Overloaded if ``max_async_batches`` are waiting already.
         """
+        admit_deadline(deadline_s)
         if copy_directly(requests, self.config.direct_async_bytes, self._clock, self._workshop.lock):
             return
         if self._num_async >= self.config.max_async_batches:
@@ -246,7 +251,9 @@ class TransferEngine:
     def _is_one_slice(self, request: TransferRequest) -> bool:
         """Whether it needs no more than one slice on a transport that moves bytes by itself."""
         target = request.target
-        return target.shm is None and request.length <= self._slice_bytes[target.transport] and request.plain
+        if target.shm is not None or not request.plain or type(request.length) is not int:
+            return False
+        return request.length <= self._slice_bytes[target.transport]
 
     def _open(self, descriptor: SegmentDescriptor, session_id: int, pinned: str | None) -> RemoteSegment:
         wanted = (pinned,) if pinned is not None else self.transports

@@ -22,7 +22,13 @@ from tanghulu.clock import Clock
 from tanghulu.errors import DeadlineExceeded, NodeUnavailable, Overloaded, TanghuluError
 from tanghulu.transfer_engine.paths import Path, PathTable
 from tanghulu.transfer_engine.remote import RemoteSegment
-from tanghulu.transfer_engine.requests import BatchResult, RequestState, TransferCancelled, TransferRequest
+from tanghulu.transfer_engine.requests import (
+    BatchResult,
+    RequestState,
+    TransferCancelled,
+    TransferRequest,
+    admit_deadline,
+)
 from tanghulu.transfer_engine.slices import SliceState
 from tanghulu.transfer_engine.transfer_run import Post, TransferRun
 from tanghulu.transfer_engine.transport import Arrived, Completion, Corrupt, Link, Lost
@@ -59,13 +65,16 @@ class TransferHandle:
     def wait(self, deadline_s: float) -> BatchResult:
         """Drive the batch to its end, at most ``deadline_s`` seconds from now.
 
-        Requests that are not complete by then have DeadlineExceeded. Returns the same result when called again.
+        Requests that are not complete by then have DeadlineExceeded. Returns the same result when called again. Raises
+        InvalidRequest if ``deadline_s`` is no number.
         """
+        admit_deadline(deadline_s)
         deadline_s = min(deadline_s, LONGEST_WAIT_S)
         return self._wait_until(self._workshop.clock.now_s() + deadline_s, deadline_s)
 
     async def wait_async(self, deadline_s: float) -> BatchResult:
         """The same for asyncio: one of the engine's threads drives. Cancelling the coroutine cancels the batch."""
+        admit_deadline(deadline_s)
         if self._run.finished:
             return self._result()
         deadline_s = min(deadline_s, LONGEST_WAIT_S)

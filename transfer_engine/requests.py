@@ -6,6 +6,7 @@ Owns no progress; nothing here blocks or touches a socket.
 from __future__ import annotations
 
 import itertools
+import operator
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from tanghulu.errors import InvalidRequest, NodeUnavailable, TanghuluError, Tran
 from tanghulu.transfer_engine.buffers import Buffer
 from tanghulu.transfer_engine.opcode import Opcode
 from tanghulu.transfer_engine.paths import Cargo
+from tanghulu.transfer_engine.segment import MAX_NAME_BYTES
 from tanghulu.transfer_engine.slices import Notice
 from tanghulu.transfer_engine.transfer_run import RunRequest
 from tanghulu.transfer_engine.wire import MAX_NOTICE_BYTES
@@ -23,6 +25,10 @@ from tanghulu.transfer_engine.wire import MAX_NOTICE_BYTES
 if TYPE_CHECKING:
     from tanghulu.transfer_engine.remote import RemoteSegment
     from tanghulu.transfer_engine.segment import SegmentDescriptor
+
+
+#: Of leases, sessions and generations, which travel as such.
+_ID_BITS = 64
 
 
 class TransferCancelled(TransferFailed):
@@ -106,7 +112,11 @@ def admit_buffer(request: TransferRequest) -> Buffer:
     buffer = source if type(source) is Buffer else Buffer(source)
     if not buffer.registered:
         raise InvalidRequest(f"{buffer!r} is not registered any more")
-    length, start, at = request.length, request.source_offset, request.target_offset
+    length, start, at, lease_id = request.length, request.source_offset, request.target_offset, request.lease_id
+    if not (type(length) is type(start) is type(at) is type(lease_id) is int):
+        length, start, at, lease_id = _take_numbers(request)
+    if lease_id >> _ID_BITS:
+        raise InvalidRequest(f"lease {lease_id}: a number that no owner gives; it has {_ID_BITS} bits")
     if length <= 0:
         raise InvalidRequest(f"a transfer of {length} bytes; it must have at least one")
     if start < 0 or start + length > buffer.size_bytes:
@@ -120,7 +130,36 @@ def admit_buffer(request: TransferRequest) -> Buffer:
     return buffer
 
 
+def _take_numbers(request: TransferRequest) -> tuple[int, int, int, int]:
+    """Make numpy's numbers, and others', Python's own; raises InvalidRequest for what is no integer."""
+    for name in ("length", "source_offset", "target_offset", "lease_id"):
+        given = getattr(request, name)
+        try:
+            setattr(request, name, operator.index(given))
+        except TypeError:
+            raise InvalidRequest(f"{name} is {given!r}; it must be an integer") from None
+    return request.length, request.source_offset, request.target_offset, request.lease_id
+
+
+def admit_deadline(deadline_s: float) -> None:
+    """Raise InvalidRequest if it is no number; one that is over already is DeadlineExceeded's affair."""
+    if deadline_s != deadline_s:
+        raise InvalidRequest(f"a deadline of {deadline_s} s is no time")
+
+
+def admit_descriptor(descriptor: SegmentDescriptor, session_id: int) -> None:
+    """Raise InvalidRequest for a name or numbers that no segment has."""
+    if not 0 < len(descriptor.name.encode()) <= MAX_NAME_BYTES:
+        raise InvalidRequest(f"segment name {descriptor.name[:32]!r}... must have 1 to {MAX_NAME_BYTES} bytes")
+    if session_id >> _ID_BITS or descriptor.generation >> _ID_BITS:
+        raise InvalidRequest(
+            f"session {session_id}, generation {descriptor.generation}: numbers of {_ID_BITS} bits at most"
+        )
+
+
 def _refuse_extras(request: TransferRequest) -> None:
+    if request.notify is not None and not isinstance(request.notify, bytes | bytearray):
+        raise InvalidRequest(f"a notice is bytes, not {type(request.notify).__name__}")
     if request.notify is not None and not 0 < len(request.notify) <= MAX_NOTICE_BYTES:
         raise InvalidRequest(f"a notice of {len(request.notify)} bytes; it must have 1 to {MAX_NOTICE_BYTES}")
     if request.checksum is None:

@@ -70,11 +70,15 @@ class UcxConnection:
         self._in = bytearray()
         self._peer = ""
         self._segment_address = 0
-        self._agent = Agent(f"client-{self.token:x}", serves=False)
+        self._sock = _start_connecting(Address.parse(path.endpoint.address))
+        try:
+            self._agent = Agent(f"client-{self.token:x}", serves=False)
+        except TanghuluError:
+            self._sock.close()
+            raise
         self._staging = Buffer(mmap.mmap(-1, NUM_SLOTS * STAGED_BYTES))
         self._staged = self._agent.register(self._staging.address, self._staging.size_bytes)
         self._slots = list(range(NUM_SLOTS))
-        self._sock = _start_connecting(Address.parse(path.endpoint.address))
         name = name_hash(descriptor.name)
         self._ask(UcxRequest(UcxOp.CONNECT, self.token, session_id, descriptor.generation, name))
 

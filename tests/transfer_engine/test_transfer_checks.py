@@ -258,21 +258,3 @@ def raise_refusal(port: int, message: bytes) -> None:
         while len(text) < text_bytes:
             text += sock.recv(4096)
         raise wire.parse_error(text)
-
-
-class TestOverlaps:
-    def test_writes_to_the_same_bytes_are_refused(self, engine: TransferEngine, remote: RemoteSegment):
-        first = TransferRequest(WRITE, bytes(50), remote, 0, 50)
-        for attempt in (
-            lambda: engine.transfer([first, TransferRequest(WRITE, bytes(50), remote, 49, 50)], 1),
-            lambda: engine.submit(TransferBatch([TransferRequest(WRITE, bytes(9), remote, 9, 1), first])),
-        ):
-            with pytest.raises(InvalidRequest, match="WRITEs of the batch overlap"):
-                attempt()
-        engine.transfer([first, TransferRequest(WRITE, bytes(50), remote, 50, 50)], 5)
-
-    def test_also_through_two_sessions(self, engine: TransferEngine, remote: RemoteSegment, owner: SegmentProcess):
-        other = engine.open_segment(owner.descriptor, session_id=9, transport=remote.transport)
-        batch = [TransferRequest(WRITE, bytes(2), each, 0, 2) for each in (remote, other)]
-        with pytest.raises(InvalidRequest):
-            engine.transfer(batch, 1)

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from segment_process import HOST_ID, SEGMENT_BYTES, SegmentProcess, random_bytes
 
-from tanghulu.errors import InvalidRequest, NodeUnavailable
+from tanghulu.errors import NodeUnavailable
 from tanghulu.transfer_engine.engine import (
     TRANSPORTS,
     EngineConfig,
@@ -240,63 +240,3 @@ def test_a_bound_device(owner: SegmentProcess):
     with TransferEngine(host_id=HOST_ID, config=EngineConfig(tcp_devices=("lo",))) as engine:
         remote = engine.open_segment(owner.descriptor, transport="tcp")
         engine.transfer([TransferRequest(READ, bytearray(10), remote, 0, 10)], 5)
-
-
-class TestBadInput:
-    def bad(self, engine: TransferEngine, *requests: TransferRequest) -> None:
-        for attempt in (lambda: engine.transfer(requests, 1), lambda: engine.submit(TransferBatch(requests))):
-            with pytest.raises(InvalidRequest):
-                attempt()
-
-    @pytest.mark.parametrize(
-        ("target_offset", "length", "source_offset"),
-        [(0, 0, 0), (0, -1, 0), (-1, 5, 0), (SEGMENT_BYTES, 1, 0), (SEGMENT_BYTES - 5, 6, 0), (0, 101, 0), (0, 1, 100),
-         (0, 5, -1), (1 << 70, 1, 0)],
-    )  # fmt: skip
-    def test_ranges(
-        self, engine: TransferEngine, remote: RemoteSegment, target_offset: int, length: int, source_offset: int
-    ):
-        for opcode in Opcode:
-            self.bad(engine, TransferRequest(opcode, bytearray(100), remote, target_offset, length, source_offset))
-
-    def test_buffers(self, engine: TransferEngine, remote: RemoteSegment):
-        self.bad(engine, TransferRequest(READ, b"read-only", remote, 0, 5))
-        self.bad(engine, TransferRequest(WRITE, np.zeros((4, 4))[:, ::2], remote, 0, 5))
-        self.bad(engine, TransferRequest(WRITE, "text", remote, 0, 1))
-        self.bad(engine, TransferRequest(WRITE, b"", remote, 0, 1))
-        gone = engine.register(bytearray(10))
-        gone.unregister()
-        self.bad(engine, TransferRequest(READ, gone, remote, 0, 5))
-
-    def test_an_opcode_that_is_none(self, engine: TransferEngine, remote: RemoteSegment):
-        self.bad(engine, TransferRequest(1, bytearray(5), remote, 0, 5))  # type: ignore[arg-type]
-
-    def test_overlapping_reads(self, engine: TransferEngine, remote: RemoteSegment):
-        landing = bytearray(100)
-        first = TransferRequest(READ, landing, remote, 0, 50)
-        self.bad(engine, first, TransferRequest(READ, memoryview(landing)[49:], remote, 0, 50))
-        engine.transfer([first, TransferRequest(READ, memoryview(landing)[50:], remote, 0, 50)], 5)
-
-    def test_nothing_moves_when_one_request_is_bad(
-        self, engine: TransferEngine, remote: RemoteSegment, owner: SegmentProcess
-    ):
-        owner.poke(0, b"untouched")
-        good = TransferRequest(WRITE, b"something", remote, 0, 9)
-        self.bad(engine, good, TransferRequest(WRITE, b"x", remote, -1, 1))
-        assert owner.peek(0, 9) == b"untouched"
-
-    def test_too_many_requests(self, owner: SegmentProcess, transport: str):
-        with TransferEngine(host_id=HOST_ID, config=EngineConfig(max_requests_per_batch=2)) as engine:
-            remote = engine.open_segment(owner.descriptor, transport=transport)
-            with pytest.raises(InvalidRequest):
-                engine.submit(TransferBatch([TransferRequest(WRITE, b"x", remote, 0, 1)] * 3))
-
-    def test_a_closed_engine(self, owner: SegmentProcess):
-        engine = TransferEngine(host_id=HOST_ID)
-        engine.close()
-        with pytest.raises(InvalidRequest):
-            engine.open_segment(owner.descriptor)
-
-    def test_an_unknown_transport(self, engine: TransferEngine, owner: SegmentProcess):
-        with pytest.raises(InvalidRequest):
-            engine.open_segment(owner.descriptor, transport="pigeon")
