@@ -28,6 +28,7 @@ chunk at the range's offset + 65,536, and sets taken = 1.
 
 from __future__ import annotations
 
+import os
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -120,6 +121,7 @@ class DeskWriter:
         self._next = records_bytes(place.num_records)
         self._begun = self._ended = self._written = 0
         self._lock = threading.Lock()
+        self._pid = os.getpid()
         self.left = False
 
     @property
@@ -176,6 +178,11 @@ class DeskWriter:
                 self.left = True
                 if self._begun == self._ended:
                     self._words[_LEFT] = 1
+
+    def __del__(self) -> None:
+        """Nobody refers to it, so nobody looks at the head again. A forked child has not the memory."""
+        if os.getpid() == self._pid:
+            self._words[_LEFT] = 1
 
     def _end(self) -> None:
         self._ended += 1

@@ -99,6 +99,7 @@ class AsyncShell:
         connections, self._connections = self._connections, {}
         for connection in connections.values():
             await connection.close()
+        self.context.desks.close()
         self._links.clear()
         await self._loop.run_in_executor(None, self._engine.close)
 

@@ -115,6 +115,7 @@ class BlockingShell:
             connection.close()
         if threads is not None:
             threads.shutdown(wait=True)
+        self.context.desks.close()
         self._links.clear()
         self._engine.close()
 

@@ -81,6 +81,11 @@ class ClientDesks:
         if writer is not None:
             writer.leave()
 
+    def close(self) -> None:
+        """The client is closed: leave all desks."""
+        for node in list(self._mapped):
+            self.forget(node)
+
     def may_ask(self, node: PeerId, size_bytes: int, now_s: float) -> bool:
         """Whether a desk for values of that size is worth a call now; counts as one that is made."""
         last_s, self._last_s[node] = self._last_s.get(node, float("-inf")), now_s

@@ -17,6 +17,11 @@ class DeskHoldings(Protocol):
         ...
 
     @property
+    def num_heads(self) -> int:
+        """Desks that clients may still look at."""
+        ...
+
+    @property
     def num_taken(self) -> int:
         """Records so far."""
         ...
@@ -49,7 +54,7 @@ class DeskHoldings(Protocol):
 class NoDesks:
     """A node whose memory nobody maps."""
 
-    num_open = num_taken = 0
+    num_open = num_heads = num_taken = 0
 
     def drain(self) -> int:
         """There are none."""

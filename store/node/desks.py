@@ -162,6 +162,11 @@ class Desks:
         """Desks that may bring chunks yet."""
         return len(self._open)
 
+    @property
+    def num_heads(self) -> int:
+        """Desks that clients may still look at."""
+        return NUM_HEADS - len(self._free_heads)
+
     # --- giving
 
     def grant(self, session_id: int, value_bytes: int, key_scope: str = "") -> DeskPlace | None:
@@ -197,6 +202,8 @@ class Desks:
             return None
         allocator = room.allocator
         missing = min(wanted - allocator.largest_free_bytes, 2 * wanted - allocator.free_bytes)
+        if self._state.tier.capacity_bytes:
+            missing = 0  # evicted ahead of need, at the disk's pace; so many at once would not all go down
         for chunk in room.oldest(missing):  # enough is free in the end; it may be scattered, then there is no desk
             self._state.evict(chunk)
         length = min(wanted, allocator.largest_free_bytes)

@@ -61,6 +61,9 @@ class NodeCollector(Collector):
         yield GaugeMetricFamily("tanghulu_node_waiting_puts", "puts that wait for room", len(state.waiters))
         yield GaugeMetricFamily("tanghulu_node_sessions", "connected clients", self._num_sessions())
         yield GaugeMetricFamily("tanghulu_node_desks", "desks that clients write into", state.desks.num_open)
+        yield GaugeMetricFamily(
+            "tanghulu_node_desk_heads", "desks that clients may still look at", state.desks.num_heads
+        )
         yield CounterMetricFamily("tanghulu_node_desk_puts", "chunks that came by a desk", value=state.desks.num_taken)
         traffic = self._traffic()
         yield _by_transport("tanghulu_node_read_bytes", "payload bytes read by clients", traffic.bytes_read)

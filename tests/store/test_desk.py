@@ -227,6 +227,16 @@ def test_a_desk_that_was_left_makes_room_for_the_next_at_once() -> None:
     assert rig.held("k98") == b"k" * 64
 
 
+def test_a_writer_that_nobody_refers_to_has_left() -> None:
+    rig = Rig()
+    writer = rig.open()
+    rig.put(writer, "k", b"k" * 64)
+    del writer
+    rig.later(0.01)
+    assert not rig.desks.knows(SESSION)
+    assert rig.held("k") == b"k" * 64
+
+
 def test_memory_is_not_free_while_a_use_is_open() -> None:
     rig = Rig()
     writer = rig.open()

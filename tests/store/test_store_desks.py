@@ -83,6 +83,18 @@ def test_pins_and_times_to_live_travel_along(cluster: Cluster) -> None:
         client.remove_many(["soft", "hard"])
 
 
+def test_clients_that_are_closed_give_everything_back(cluster: Cluster) -> None:
+    """While their process lives on."""
+    node = cluster.nodes[0]
+    for number in range(5):
+        with tanghulu.connect(cluster.address) as client:
+            for i in range(4):
+                client.put(f"closed{number}-{i}", b"x" * 64)
+            assert node.metric("tanghulu_node_desk_heads") > 0
+    eventually(lambda: node.metric("tanghulu_node_desk_heads") == 0)
+    assert node.metric("tanghulu_node_desks") == 0
+
+
 def test_threads_of_one_client_share_a_desk(cluster: Cluster) -> None:
     failures: list[BaseException] = []
 
@@ -177,7 +189,10 @@ sys.stdin.readline()
 """
 
 
-@pytest.mark.parametrize("step", ["fill", "proclaim", "half_a_record", "publish"])
+@pytest.mark.parametrize(
+    "step",
+    ["fill", "proclaim", *(pytest.param(step, marks=pytest.mark.slow) for step in ("half_a_record", "publish"))],
+)
 def test_a_client_killed_on_the_way_leaves_nothing_or_the_whole(cluster: Cluster, step: str) -> None:
     """Killed before the named step; what it had put before stays."""
     node, key = cluster.nodes[0], f"killed-{step}"
@@ -205,6 +220,7 @@ def test_a_key_that_was_promised_only_can_be_put_by_another(cluster: Cluster) ->
         assert read(client, "promised", SIZE) is None
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_stopped_writer_is_not_given_to_others(cluster: Cluster) -> None:
     """It was stopped before it wrote; it writes when everything else has been overwritten, and disturbs nobody."""
     node = cluster.nodes[0]
