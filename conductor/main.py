@@ -140,9 +140,9 @@ class Conductor:
             server.stop()
             for task in (following, observing, listening, indexing, refreshing):
                 task.cancel()
-            await self.peers.close()
             await self.dispatcher.registry.close()
             self.dispatcher.fail_all(NodeUnavailable("the conductor is stopping"))
+            await self.peers.close()
             await asyncio.gather(serving, following, observing, listening, indexing, refreshing, return_exceptions=True)
             listener.close()
 
