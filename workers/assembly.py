@@ -259,9 +259,12 @@ class Worker:
         os.kill(os.getpid(), signal.SIGKILL)
 
     async def drain(self, grace_s: float) -> None:
-        """Let running requests end, at most ``grace_s``."""
+        """Take no new requests; let those under way end and their KV be fetched, at most ``grace_s``."""
+        self._hub.drain()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._hub.idle.wait(), grace_s)
+            async with asyncio.timeout(grace_s):
+                await self._hub.idle.wait()
+                await self._peers.idle.wait()
 
 
 class _Servicer(session_pb2_grpc.WorkerServicer):

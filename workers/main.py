@@ -36,7 +36,7 @@ class WorkerConfig(TransferOptions, MasterOptions, ProcessConfig):
     discovery: str = option("master", DISCOVERY_HELP)
     model: str = option("smollm2", "a directory with safetensors or GGUF, a .gguf file, or smollm2", metavar="DIR")
     engine: str = option("torch", "torch computes; mock takes as long as a model would", choices=("torch", "mock"))
-    dtype: str = option("auto", "arithmetic and KV type", choices=("auto", "float32", "bfloat16"))
+    dtype: str = option("auto", "arithmetic and KV type", choices=("auto", "float32", "bfloat16", "float16"))
     kv_memory: int = option(1 << 30, "memory of the paged KV cache", size=True)
     block_tokens: int = option(64, "tokens of a block; equal for all workers that share KV")
     block_hash: str = option("xxh3_128", "hash of block names", choices=("xxh3_128", "sha256"))
@@ -82,8 +82,9 @@ async def serve(process: Process, config: WorkerConfig) -> None:
     """Load the model, open the door, serve sessions until told to stop, then drain."""
     process.progress("importing torch", 0.0)
     loaded = await asyncio.to_thread(_load, process, config)
-    async with _serving(process, config, loaded) as worker:
+    async with _serving(process, config, loaded) as (worker, registered):
         await process.stopping.wait()
+        await registered.aclose()  # conductors send nothing new from here on, and keep their sessions
         await worker.drain(DRAIN_S)
 
 
@@ -104,16 +105,20 @@ def _load(process: Process, config: WorkerConfig) -> LoadedModel:
 
 
 @contextlib.asynccontextmanager
-async def _serving(process: Process, config: WorkerConfig, loaded: LoadedModel) -> AsyncIterator[Worker]:
+async def _serving(
+    process: Process, config: WorkerConfig, loaded: LoadedModel
+) -> AsyncIterator[tuple[Worker, contextlib.AsyncExitStack]]:
+    """A running worker, and its registration as something to close."""
     from tanghulu.workers.assembly import Worker
 
     async with contextlib.AsyncExitStack() as stack:
         worker = await stack.enter_async_context(Worker(process, config, loaded))
         discovery = await stack.enter_async_context(open_discovery(config.discovery, config.master))
         registration = await discovery.register(_instance(process, config, worker))
-        stack.push_async_callback(registration.close)
+        registered = await stack.enter_async_context(contextlib.AsyncExitStack())
+        registered.push_async_callback(registration.close)
         process.ready(worker.instance_id, worker.address)
-        yield worker
+        yield worker, registered
 
 
 def _instance(process: Process, config: WorkerConfig, worker: Worker) -> Instance:

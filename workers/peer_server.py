@@ -73,6 +73,8 @@ class PeerServer:
         self._session_ids = itertools.count(1)
         self._descriptor: SegmentDescriptor | None = None
         self.address, self.unix_path = "", ""
+        self.idle = asyncio.Event()
+        self.idle.set()
 
     def serve(self, service: FastService, descriptor: SegmentDescriptor) -> None:
         """Answer the fast lane's calls; ``descriptor`` is how peers reach the cache's segment."""
@@ -87,6 +89,8 @@ class PeerServer:
     def add_exports(self, report: StepReport) -> dict[RequestId, session_pb2.KvSource]:
         """Hold the step's hand-overs ready; returns where each can be fetched."""
         now_s = self._clock.now_s()
+        if report.exports:
+            self.idle.clear()
         return {request_id: self._source(self._exports.add(kv, now_s)) for request_id, kv in report.exports.items()}
 
     def _source(self, export: Export) -> session_pb2.KvSource:
@@ -121,6 +125,8 @@ class PeerServer:
             self._prefixes.discard(request_id)
             self._give_back(request_id)
         self._metrics.exports.set(len(self._exports))
+        if len(self._exports) == 0:
+            self.idle.set()
 
     # --- calls of peers
 
@@ -168,6 +174,7 @@ class PeerServer:
             self._prefixes.remove(name)
             return session_pb2.ExportPinReply()
         export = self._exports.add(kv, self._clock.now_s())
+        self.idle.clear()
         self._metrics.exports.set(len(self._exports))
         try:
             reply = await self._pinned(peer, export, kv.block_ids)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import grpc.aio
 import structlog
 
-from tanghulu.errors import TanghuluError
+from tanghulu.errors import NodeUnavailable, TanghuluError
 from tanghulu.protos import session_pb2
 from tanghulu.types import BlockHash, InstanceId, RequestId
 from tanghulu.workers.block_pool import KvEvent
@@ -108,6 +108,9 @@ class SessionHub:
 
     def _submit(self, session: Session, submit: session_pb2.Submit) -> None:
         request_id = RequestId(submit.request_id)
+        if self._draining:
+            self._refuse(session, request_id, NodeUnavailable(f"worker {self._instance_id} is about to end"))
+            return
         try:
             request = self._factory.request(submit)
         except TanghuluError as error:
@@ -216,6 +219,10 @@ class SessionHub:
         for request_id in list(session.requests):
             self._abort(request_id)
         _log.info("session.closed", conductor=session.conductor_id)
+
+    def drain(self) -> None:
+        """Refuse what comes from now on, so that it goes elsewhere; what is here goes on."""
+        self._draining = True
 
     def close(self) -> None:
         """End every session."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -89,6 +90,22 @@ def test_health_is_a_token_of_every_worker(storeless: LiveCluster) -> None:
     assert stopped["address"].rsplit(":", 1)[1] in "".join(worker["id"] for worker in ill)
     eventually(lambda: storeless.http.get(url).status_code == 200, 30, "it goes on")
     assert storeless.http.get(url, params={"timeout_s": 0}).status_code in (400, 422)
+
+
+def test_a_worker_that_is_told_to_end_lets_its_answers_end(storeless: LiveCluster) -> None:
+    body = {"model": "mock", "prompt": _prompt(70, 100), "max_tokens": 150, "seed": 1}
+    wanted = storeless.http.post(f"{storeless.url}/v1/completions", json=body).json()["choices"][0]["text"]
+    moved = storeless.metric("conductor", "tanghulu_conductor_redispatches_total")
+    worker, text = storeless.entry("decode"), ""
+    with storeless.http.stream("POST", f"{storeless.url}/v1/completions", json=body | {"stream": True}) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                if not text:
+                    os.kill(worker["pid"], signal.SIGTERM)
+                text += json.loads(line[6:])["choices"][0]["text"]
+    assert text == wanted
+    assert storeless.metric("conductor", "tanghulu_conductor_redispatches_total") == moved
+    storeless.wait_restarted("decode", worker["pid"])
 
 
 def test_a_holder_that_is_gone_costs_only_the_computation(storeless: LiveCluster) -> None:

@@ -158,8 +158,9 @@ def _rough_run(model: Model, greedy: list[tuple[list[int], list[int]]], seed: in
     return num_preempted
 
 
-def test_bfloat16_is_near(tiny: TinyModel, tiny_model: Model) -> None:
-    rounded = load_model(resolve_model(str(tiny.path)), torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_short_types_are_near(tiny: TinyModel, tiny_model: Model, dtype: torch.dtype) -> None:
+    rounded = load_model(resolve_model(str(tiny.path)), dtype)
     tokens = _prompt(40, 2)
     rows = []
     for model in (tiny_model, rounded):

@@ -37,7 +37,7 @@ class UpConfig:
     model: str = option("smollm2", "a directory with safetensors or GGUF, a .gguf file, or smollm2", metavar="DIR")
     engine: str = option("torch", "torch computes; mock takes as long as a model would", choices=("torch", "mock"))
     mock_speedup: float = option(1.0, "the mock engine runs this many times faster than its timing")
-    dtype: str = option("auto", "arithmetic and KV type", choices=("auto", "float32", "bfloat16"))
+    dtype: str = option("auto", "arithmetic and KV type", choices=("auto", "float32", "bfloat16", "float16"))
     prefill: int = option(1, "prefill workers")
     decode: int = option(1, "decode workers; with --prefill 0 --decode 0: one worker that does both")
     nodes: int = option(1, "store nodes")
