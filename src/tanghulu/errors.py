@@ -83,6 +83,13 @@ class StoreFull(TanghuluError):
     retryable = True
 
 
+class QuotaExceeded(StoreFull):
+    """The tenant's quota is used up by what is being written, read or pinned hard."""
+
+    code = "QUOTA_EXCEEDED"
+    retryable = True
+
+
 class ChecksumMismatch(TanghuluError):
     """The bytes that arrived are not the bytes that were put."""
 

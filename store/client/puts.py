@@ -15,6 +15,7 @@ from tanghulu.errors import (
     LeaseExpired,
     NodeUnavailable,
     Overloaded,
+    QuotaExceeded,
     StoreFull,
     TanghuluError,
     TransferFailed,
@@ -23,7 +24,7 @@ from tanghulu.store import checksums as sums
 from tanghulu.store.client import context as common
 from tanghulu.store.client import desks, messages
 from tanghulu.store.client.context import Context
-from tanghulu.store.client.instructions import MASTER, Ask, Deadline, Logic, Move, PeerId, Reach, portions
+from tanghulu.store.client.instructions import MASTER, Ask, Deadline, Logic, Move, PeerId, Reach, Sleep, portions
 from tanghulu.store.client.link import Link
 from tanghulu.store.client.model import PutOptions, Status
 from tanghulu.store.packed_node import Reservation
@@ -36,6 +37,8 @@ SLICE_BYTES = 64 << 20
 SLICE_ITEMS = 1024
 #: One PUT request with small values.
 INLINE_CALL_BYTES = 1 << 20
+#: Before a put that exceeded its tenant's quota everywhere is tried again.
+QUOTA_PAUSE_S = 0.02
 #: After these a put is tried on another node; other errors are its result.
 _ELSEWHERE = (NodeUnavailable, StoreFull, LeaseExpired, TransferFailed, Overloaded)
 
@@ -50,9 +53,16 @@ class Putting:
     pieces: tuple[memoryview, ...] = ()  # of a large value that lies in several; ``value`` is empty then
     candidates: list[PeerId] = field(default_factory=list)
     placed: list[PeerId] = field(default_factory=list)
+    over_quota: list[PeerId] = field(default_factory=list)  # nodes that may take it a little later
     existed: bool = False
     error: TanghuluError | None = None
     done: bool = False
+
+    def failed(self, node: PeerId, error: TanghuluError) -> None:
+        """``node`` did not take it."""
+        self.error = error
+        if isinstance(error, QuotaExceeded):
+            self.over_quota.append(node)
 
     def status(self) -> Status:
         """The outcome."""
@@ -118,9 +128,22 @@ def put_all(context: Context, deadline: Deadline, items: Sequence[Putting], opti
 def _finish(context: Context, deadline: Deadline, items: Sequence[Putting], options: PutOptions) -> Logic[None]:
     """Rounds until every item is done."""
     while open_items := [item for item in items if not item.done]:
-        yield from _round(context, deadline, open_items, options)
-        for item in open_items:
+        yield from _ask_again(deadline, open_items)
+        ready = [item for item in open_items if not item.done]
+        if ready:
+            yield from _round(context, deadline, ready, options)
+        for item in ready:
             _conclude(item)
+
+
+def _ask_again(deadline: Deadline, items: Sequence[Putting]) -> Logic[None]:
+    """Whom only quotas stand in the way, that of its tenant: what was written beside it can be evicted soon."""
+    waiting = [item for item in items if item.over_quota and not item.candidates]
+    if waiting and len(waiting) == len(items) and deadline.remaining_s() > QUOTA_PAUSE_S:
+        yield Sleep(QUOTA_PAUSE_S)
+    for item in waiting:
+        item.done = deadline.remaining_s() <= QUOTA_PAUSE_S
+        item.candidates, item.over_quota = item.over_quota, []
 
 
 def _remember(context: Context, item: Putting) -> None:
@@ -147,7 +170,8 @@ def _slices(items: Sequence[Putting]) -> Iterator[Sequence[Putting]]:
 def _conclude(item: Putting) -> None:
     """An item is done with enough replicas, as a hit, with a final error, or without candidates."""
     final_error = item.error is not None and not isinstance(item.error, _ELSEWHERE)
-    item.done = item.existed or len(item.placed) >= item.replicas or final_error or not item.candidates
+    exhausted = not (item.candidates or (item.over_quota and not item.placed))
+    item.done = item.existed or len(item.placed) >= item.replicas or final_error or exhausted
 
 
 # --- choosing nodes
@@ -254,7 +278,7 @@ def _take_results(
         return
     for item, result in zip(items, messages.put_results(outcome), strict=True):
         if isinstance(result, TanghuluError):
-            item.error = result
+            item.failed(node, result)
         elif result:
             item.existed = True
         else:
@@ -273,7 +297,7 @@ def _take_reservations(
     writes: list[_Write] = []
     for item, reservation in zip(items, messages.reservations(outcome), strict=True):
         if isinstance(reservation, TanghuluError):
-            item.error = reservation
+            item.failed(node, reservation)
         elif reservation is None:
             item.existed = True
         else:

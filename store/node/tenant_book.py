@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from tanghulu.errors import InvalidRequest, StoreFull
+from tanghulu.errors import InvalidRequest, QuotaExceeded
 from tanghulu.store.node.eviction.base import Policy
 from tanghulu.store.node.eviction.fair import Fair
 from tanghulu.store.node.eviction.policies import make_policy
@@ -162,7 +162,7 @@ class Policies:
 def take_range(state: NodeState, new: NewChunk, *, sparing: bool) -> int | None:
     """A range for ``new`` within its tenant's quota; None if leases leave no room.
 
-    Raises InvalidRequest for a value above the quota, StoreFull if what the tenant holds cannot be evicted now.
+    Raises InvalidRequest for a value above the quota, QuotaExceeded if what the tenant holds cannot be evicted now.
     """
     book = state.table.book
     if book is not None and (excess := book.excess_bytes(new)):
@@ -174,7 +174,7 @@ def take_range(state: NodeState, new: NewChunk, *, sparing: bool) -> int | None:
             if excess <= 0:
                 break
         if excess > 0:
-            raise StoreFull(
+            raise QuotaExceeded(
                 f"tenant {tenant!r} may hold {format_size(book.quota_of(tenant))} on this node, and what it holds is "
                 "leased, being written or hard-pinned; try again"
             )

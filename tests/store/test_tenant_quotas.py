@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from node_rig import CAPACITY, COPIES, make_state, new, put
 
-from tanghulu.errors import InvalidRequest, StoreFull
+from tanghulu.errors import InvalidRequest, QuotaExceeded
 from tanghulu.store.node.eviction import POLICIES, Policy, make_policy
 from tanghulu.store.node.eviction.fair import Fair
 from tanghulu.store.node.node_state import NodeState
@@ -128,7 +128,7 @@ def test_what_is_leased_counts_and_is_not_evicted() -> None:
     state.unpin([pinned.lease_id], [COPIES.session_id])
     assert usage(book, "a").used_bytes == SIZE
     reserved = [state.reserve(new(f"@a/r{number}"), COPIES) for number in range(2)]
-    with pytest.raises(StoreFull, match="tenant 'a' may hold"):
+    with pytest.raises(QuotaExceeded, match="tenant 'a' may hold"):
         state.reserve(new("@a/more"), COPIES)
     assert len(reserved) == 2
     state.check()

@@ -290,6 +290,8 @@ def test_a_tenant_stays_within_its_quota(cluster: Secured) -> None:
             assert initech.put(f"flood-{number}", b"f" * (1 << 20), prefer_node=node).ok
         for number in range(24):
             assert initech.put(f"small-{number}", b"s" * (1 << 10), prefer_node=node).ok
+        many = [(f"many-{number}", b"m" * (1 << 20)) for number in range(40)]
+        assert [status.error for status in initech.put_many(many, prefer_node=node)] == [None] * 40
         (mine,) = initech.tenants()
         assert mine.tenant == "initech"
         assert 7 << 20 < mine.used_bytes <= 2 * mine.quota_bytes == 16 << 20
