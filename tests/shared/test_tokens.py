@@ -76,7 +76,10 @@ def test_json_is_the_same(tmp_path: Path) -> None:
     }
     known = load(write(tmp_path / "tokens.json", json.dumps(content)))
     assert known.tenants["acme"].quota_bytes == 1 << 20
-    assert known.authenticate(Credentials("", SECRET)).shared_memory
+    assert not known.authenticate(Credentials("", SECRET)).shared_memory, "mapped memory can be written too"
+    content["tokens"][0]["rights"] = ["read", "write"]  # type: ignore[index]
+    both = load(write(tmp_path / "tokens.json", json.dumps(content))).authenticate(Credentials("", SECRET))
+    assert both.shared_memory
 
 
 def test_tokens_expire(tmp_path: Path) -> None:
