@@ -78,6 +78,19 @@ def test_text_is_whole_and_the_second_time_cached(mock_cluster: LiveCluster) -> 
     assert cached == [0, 960]
 
 
+def test_a_second_turn_finds_the_first_and_its_answer(mock_cluster: LiveCluster) -> None:
+    prompt = words(77, 900)
+    answer = ask(mock_cluster, mock_cluster.url, prompt, 300)["choices"][0]["text"]
+    pending = "tanghulu_worker_store_pending_blocks"
+    eventually(
+        lambda: mock_cluster.metric("prefill", pending) + mock_cluster.metric("decode", pending) == 0,
+        what="all is stored",
+    )
+    mock_cluster.drop_worker_caches()
+    again = ask(mock_cluster, mock_cluster.url, prompt + answer + words(78, 40))
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == (900 + 300 - 1) // 64 * 64
+
+
 def test_two_conductors_spread_and_share_what_workers_cached(mock_cluster: LiveCluster, tmp_path: Path) -> None:
     before = mock_cluster.metric("prefill", "tanghulu_worker_computed_tokens_total")
     with second_conductor(mock_cluster, tmp_path) as (_, url):

@@ -39,9 +39,13 @@ def _prompt(seed: int, length: int) -> str:
 
 
 def _workers(cluster: LiveCluster) -> list[str]:
-    route = cluster.http.post(f"{cluster.url}/route", json={"prompt": "x"}).json()
-    decode = cluster.entry("decode")["address"].rsplit(":", 1)[1]
-    return [worker["id"] for worker in route["workers"] if not worker["id"].endswith(decode)]
+    """The prefill workers, once all are there: until then one may do both phases."""
+
+    def listed() -> list[dict]:
+        workers = cluster.http.post(f"{cluster.url}/route", json={"prompt": "x"}).json()["workers"]
+        return workers if len(workers) == 3 else []
+
+    return [worker["id"] for worker in eventually(listed, 30, "three workers") if not worker["can_decode"]]
 
 
 def _read_from_caches(cluster: LiveCluster) -> float:
@@ -59,6 +63,17 @@ def test_what_one_worker_cached_another_reads(storeless: LiveCluster) -> None:
     _, cached = _ask(storeless, _prompt(1, 1000), second)
     assert cached == 960
     assert _read_from_caches(storeless) - before == 960, "the third time it is its own"
+
+
+def test_a_second_turn_computes_only_its_new_tokens(storeless: LiveCluster) -> None:
+    """The prefill worker has the first prompt; the answer it reads out of the cache of the worker that made it."""
+    first, _ = _workers(storeless)[:2]
+    body = {"model": "mock", "prompt": _prompt(30, 1000), "max_tokens": 200, "routing": {"prefill_worker": first}}
+    answer = storeless.http.post(f"{storeless.url}/v1/completions", json=body).json()["choices"][0]["text"]
+    before = _read_from_caches(storeless)
+    _, cached = _ask(storeless, body["prompt"] + answer + _prompt(31, 50), first)
+    assert cached == (1000 + 200 - 1) // 64 * 64
+    assert _read_from_caches(storeless) - before == cached - 1000 // 64 * 64
 
 
 def test_blocks_are_given_back(storeless: LiveCluster) -> None:
