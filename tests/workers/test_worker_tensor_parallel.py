@@ -21,7 +21,7 @@ from tanghulu.transfer_engine.access import AccessTable
 from tanghulu.transfer_engine.engine import TransferEngine
 from tanghulu.transfer_engine.segment import MemorySegment
 from tanghulu.transfer_engine.server import SegmentServer
-from tanghulu.types import BlockHash, Fingerprint, InstanceId, Masters
+from tanghulu.types import BlockHash, Fingerprint, InstanceId, Masters, RequestId
 from tanghulu.workers.engine import EngineConfig, EngineCore
 from tanghulu.workers.kv_cache import KvCache
 from tanghulu.workers.kv_layout import KvLayout, KvMemory
@@ -200,6 +200,10 @@ def test_half_a_block_in_a_full_store_does_not_count() -> None:
     assert adapter.save(hashes, [memoryview(bytearray(8)) for _ in hashes]) == 1
 
 
+async def _holds_nothing(name: RequestId, hashes: Sequence[BlockHash]) -> None:
+    return None
+
+
 @contextlib.asynccontextmanager
 async def _peer(layout: KvLayout, name: Fingerprint, run_dir: Path) -> AsyncIterator[PeerExport]:
     """A worker's side of the hand-over, without its engine: an address that holds KV called ``name``."""
@@ -207,7 +211,7 @@ async def _peer(layout: KvLayout, name: Fingerprint, run_dir: Path) -> AsyncIter
     metrics = WorkerMetrics(CollectorRegistry(), block_bytes=layout.block_bytes, num_blocks=2)
     access, segment = AccessTable(clock, 1000, size), MemorySegment.create("kv", size)
     memory = KvMemory(layout, 2, segment.view)
-    server = PeerServer(InstanceId("w1"), 1, name, memory, access, clock, metrics, lambda _: None)
+    server = PeerServer(InstanceId("w1"), 1, name, memory, access, clock, metrics, lambda _: None, _holds_nothing)
     offered = SegmentServer(
         segment, access, host="127.0.0.1", unix_path=str(run_dir / "kv.sock"), generation=1, host_id="here"
     )
