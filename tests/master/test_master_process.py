@@ -106,7 +106,9 @@ async def test_without_a_master(master: MasterProcess, monkeypatch) -> None:
         registration = await discovery.register(instance("n1"), ttl_s=0.6)
         await master.kill()
         changed = instance("n1", attributes={"draining": "true"})
-        with pytest.raises(MasterUnavailable, match="is it running|unavailable"):  # killed before the call, or under it
+        with pytest.raises(
+            MasterUnavailable, match=r"is it running|unavailable"
+        ):  # killed before the call, or under it
             await registration.update(changed)
         with pytest.raises(MasterUnavailable, match=r"did not answer within 0\.3 s"):
             await discovery.register(instance("n2"))
