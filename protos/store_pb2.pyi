@@ -220,16 +220,18 @@ class DeskRequest(_message.Message):
     def __init__(self, value_bytes: _Optional[int] = ...) -> None: ...
 
 class DeskReply(_message.Message):
-    __slots__ = ("head", "offset", "length", "num_records")
+    __slots__ = ("head", "records", "num_records", "offset", "length")
     HEAD_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RECORDS_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
-    NUM_RECORDS_FIELD_NUMBER: _ClassVar[int]
     head: int
+    records: int
+    num_records: int
     offset: int
     length: int
-    num_records: int
-    def __init__(self, head: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., num_records: _Optional[int] = ...) -> None: ...
+    def __init__(self, head: _Optional[int] = ..., records: _Optional[int] = ..., num_records: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
 
 class UnpinRequest(_message.Message):
     __slots__ = ("lease_ids", "bytes_read", "corrupt", "read")

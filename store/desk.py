@@ -12,7 +12,7 @@ stores). A *use* is what a client has begun and not ended: a value being written
     head, 128 bytes, for as long as the client may look at it:
         the client's words   begun u64 | ended u64 | written u64 | left u64 | zeros to 64
         the node's words     taken u64 | closed u64 | zeros to 64
-    range: num_records times 256 bytes of records, then the values
+    records: num_records times 256 bytes, outside of all ranges too, so that a full range is full of values
     record: check u64 | version u64 | place u64 | size u64 | xxh3_64 of the value u64 | ttl_ms u32 | pin u8, zero |
             bytes of the key u16 | key
 
@@ -21,9 +21,9 @@ first and then looks at ``closed``; so one that has not seen the word in time ha
 by such a client even then, therefore heads lie outside of all ranges, and one is given to somebody else only after its
 client has set ``left`` (it will not look again) or its process has ended.
 
-Example: 256 records, a value of 4,096 bytes under "k": begun = 1; the value goes to place 65,536 of the range; the
-master accepts; record 0 is written at place 0, then written = 1, ended = 1. The node finds written != taken, makes a
-chunk at the range's offset + 65,536, and sets taken = 1.
+Example: a second value of 4,096 bytes, under "k": begun = 2; the value goes to place 4,096 of the range; the master
+accepts; record 1 is written, then written = 2, ended = 2. The node finds written != taken, makes a chunk at the range's
+offset + 4,096, and sets taken = 2.
 """
 
 from __future__ import annotations
@@ -58,12 +58,19 @@ class DeskPlace(NamedTuple):
     """Where a desk lies in its segment."""
 
     head: int
+    records: int
+    num_records: int
     offset: int
     length: int
-    num_records: int
+
+    @property
+    def end(self) -> int:
+        """Where the last of its parts ends."""
+        records_end = self.records + self.num_records * RECORD_BYTES
+        return max(self.head + HEAD_BYTES, records_end, self.offset + self.length)
 
 
-NO_DESK = DeskPlace(0, 0, 0, 0)
+NO_DESK = DeskPlace(0, 0, 0, 0, 0)
 
 
 class Record(NamedTuple):
@@ -99,11 +106,6 @@ def unpack_record(data: bytes, number: int) -> Record | None:
     return Record(key, version, place, size_bytes, checksum, _PINS[pin], ttl_ms)
 
 
-def records_bytes(num_records: int) -> int:
-    """What the records take at the front of a desk."""
-    return num_records * RECORD_BYTES
-
-
 def _words(memory: memoryview, head: int) -> memoryview:
     """Aligned words: each is read and written by one instruction."""
     return memory[head : head + HEAD_BYTES].cast("Q")
@@ -113,12 +115,13 @@ class DeskWriter:
     """The client's side. Safe from any thread: uses are independent of each other."""
 
     def __init__(self, memory: memoryview, place: DeskPlace) -> None:
-        assert place.offset + place.length <= len(memory), "the desk lies inside the segment"
+        assert place.end <= len(memory), "the desk lies inside the segment"
         self._words = _words(memory, place.head)
         self._range = memory[place.offset : place.offset + place.length]
+        self._records = memory[place.records : place.records + place.num_records * RECORD_BYTES]
         self._length = place.length
         self._num_records = place.num_records
-        self._next = records_bytes(place.num_records)
+        self._next = 0
         self._begun = self._ended = self._written = 0
         self._lock = threading.Lock()
         self._pid = os.getpid()
@@ -160,7 +163,7 @@ class DeskWriter:
             number = self._written
             data = pack_record(record, number)
             start = number % self._num_records * RECORD_BYTES
-            self._range[start : start + len(data)] = data
+            self._records[start : start + len(data)] = data
             self._written = self._words[_WRITTEN] = number + 1
             self._end()
 
@@ -200,7 +203,7 @@ class DeskReader:
     def __init__(self, memory: memoryview, place: DeskPlace) -> None:
         memory[place.head : place.head + HEAD_BYTES] = bytes(HEAD_BYTES)
         self._words = _words(memory, place.head)
-        self._range = memory[place.offset : place.offset + place.length]
+        self._records = memory[place.records : place.records + place.num_records * RECORD_BYTES]
         self._num_records = place.num_records
         self.taken = 0
 
@@ -220,7 +223,7 @@ class DeskReader:
         written = words[_WRITTEN]
         while self.taken != written:
             start = self.taken % self._num_records * RECORD_BYTES
-            record = unpack_record(self._range[start : start + RECORD_BYTES].tobytes(), self.taken)
+            record = unpack_record(self._records[start : start + RECORD_BYTES].tobytes(), self.taken)
             yield record
             if record is None:
                 return

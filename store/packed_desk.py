@@ -3,7 +3,7 @@
 All numbers are little-endian.
 
     DeskRequest      value_bytes u64
-    DeskReply        head u64 | offset u64 | length u64 | num_records u32; all 0: none now
+    DeskReply        head u64 | records u64 | num_records u32 | offset u64 | length u64; all 0: none now
     ProclaimRequest  generation u64 | version u64 | size_bytes u64 | bytes of node_id u16 | node_id | key
     ProclaimReply    verdict u8
 
@@ -20,7 +20,7 @@ from tanghulu.store.desk import NO_DESK, DeskPlace
 from tanghulu.store.packed import U64, refuses_nonsense
 from tanghulu.store.words import Proclamation, Verdict, validate_key
 
-_PLACE = struct.Struct("<QQQI")
+_PLACE = struct.Struct("<QQIQQ")
 _PROCLAIM = struct.Struct("<QQQH")
 _ACCEPTED = bytes([Verdict.ACCEPTED.value])
 #: What the directory can keep of a size.

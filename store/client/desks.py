@@ -30,7 +30,7 @@ MAX_DESK_VALUE = 1 << 20
 #: A desk is asked for when two puts come within so long.
 OFTEN_S = 1.0
 #: A node that had none to give is not asked again for so long, unless for smaller values.
-REFUSED_S = 0.5
+REFUSED_S = 0.1
 _MAX_TTL_S = 1e6
 
 
@@ -102,7 +102,7 @@ class ClientDesks:
     def open(self, node: PeerId, mapped: Mapped, place: DeskPlace) -> DeskWriter | None:
         """The node has given a desk; None if that is not inside its memory."""
         view = mapped.link.view
-        if view is None or max(place.offset + place.length, place.head + desks.HEAD_BYTES) > len(view):
+        if view is None or place.end > len(view):
             return None
         before, writer = self._open.get(node), DeskWriter(view, place)
         self._open[node] = writer

@@ -26,16 +26,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from tanghulu.errors import InvalidRequest
-from tanghulu.store.desk import (
-    ALIGNMENT,
-    GRACE_S,
-    HEAD_BYTES,
-    RECORD_BYTES,
-    DeskPlace,
-    DeskReader,
-    Record,
-    records_bytes,
-)
+from tanghulu.store.desk import ALIGNMENT, GRACE_S, HEAD_BYTES, RECORD_BYTES, DeskPlace, DeskReader, Record
 from tanghulu.store.node.chunk import Chunk
 from tanghulu.store.node.holdings import Holding
 from tanghulu.store.words import validate_key
@@ -50,14 +41,17 @@ _log = structlog.get_logger(__name__)
 #: Heads at once: clients that have a desk, or have not said that they left their last one.
 NUM_HEADS = 1024
 #: Desks that hold memory, all clients together, and desks of one client that are not GONE.
-MAX_DESKS = 64
+MAX_DESKS = 32
 MAX_PER_SESSION = 4
 #: A desk has room for so many values of the size that its client names or for the second in bytes, whichever is more;
 #: where memory is short for so many at least.
 VALUES_PER_DESK = 64
 USUAL_BYTES = 1 << 20
 MIN_VALUES = 4
-MAX_RECORDS = 256
+NUM_RECORDS = 256
+RING_BYTES = NUM_RECORDS * RECORD_BYTES
+#: What a node keeps behind its chunks for heads and records.
+AREA_BYTES = NUM_HEADS * HEAD_BYTES + MAX_DESKS * RING_BYTES
 #: Of the node's memory, what one desk and what all of them may take.
 ONE_FRACTION = 1 / 32
 ALL_FRACTION = 1 / 8
@@ -119,9 +113,7 @@ class _Desk:
         self.state = following
 
     def covers(self, offset: int, end: int) -> bool:
-        """Whether the part overlaps one that became a chunk, or the records."""
-        if offset < self.place.offset + records_bytes(self.place.num_records):
-            return True
+        """Whether the part overlaps one that became a chunk."""
         where = bisect_left(self.taken, (offset, 0))
         before_ends = self.taken[where - 1][1] if where else 0
         return before_ends > offset or (where < len(self.taken) and self.taken[where][0] < end)
@@ -137,19 +129,21 @@ class _Desk:
 
 
 class Desks:
-    """See the module. ``heads``: where ``memory`` has NUM_HEADS heads. ``on_displaced`` hears of what gave way."""
+    """See the module. ``area``: where ``memory`` has AREA_BYTES for them. ``on_displaced`` hears of what gave way."""
 
     def __init__(
         self,
         state: NodeState,
         memory: memoryview,
-        heads: int,
+        area: int,
         now_s: Callable[[], float],
         on_displaced: Callable[[Holding], None],
     ) -> None:
         self._state = state
         self._memory = memory
-        self._free_heads = [heads + number * HEAD_BYTES for number in range(NUM_HEADS - 1, -1, -1)]
+        self._free_heads = [area + number * HEAD_BYTES for number in range(NUM_HEADS - 1, -1, -1)]
+        rings = area + NUM_HEADS * HEAD_BYTES
+        self._free_rings = [rings + number * RING_BYTES for number in range(MAX_DESKS - 1, -1, -1)]
         self._now_s = now_s
         self._on_displaced = on_displaced
         self._open: list[_Desk] = []  # OPEN and CLOSING ones
@@ -183,13 +177,13 @@ class Desks:
             return None
         if state.table.book is not None and state.table.book.quota_of(tenant_of(key_scope)):
             return None  # what it writes there would count only when it is there
-        one_value = _rounded(value_bytes) + RECORD_BYTES
+        one_value = _rounded(value_bytes)
         wanted = min(max(VALUES_PER_DESK * one_value, USUAL_BYTES), int(state.capacity_bytes * ONE_FRACTION))
         found = self._take_range(wanted, MIN_VALUES * one_value)
         if found is None:
             return None
         offset, length = found
-        place = DeskPlace(self._free_heads.pop(), offset, length, min(length // one_value, MAX_RECORDS))
+        place = DeskPlace(self._free_heads.pop(), self._free_rings.pop(), NUM_RECORDS, offset, length)
         self._open.append(_Desk(session_id, place, DeskReader(self._memory, place), key_scope, self._now_s()))
         self._bytes += length
         return place
@@ -307,6 +301,7 @@ class Desks:
     def _free_range(self, desk: _Desk) -> None:
         self._open.remove(desk)
         self._bytes -= desk.place.length
+        self._free_rings.append(desk.place.records)
         for offset, length in desk.rest():
             self._state.room.allocator.free(offset, length)
 
@@ -328,6 +323,7 @@ class Desks:
     def check(self) -> None:
         """Assert that heads and bytes are counted, and that parts lie inside their desks."""
         assert len(self._free_heads) + len(self._open) + len(self._closed) == NUM_HEADS
+        assert len(self._free_rings) + len(self._open) == MAX_DESKS
         assert self._bytes == sum(desk.place.length for desk in self._open)
         assert self._bytes <= self._state.capacity_bytes * ALL_FRACTION
         for desk in self._open:

@@ -24,13 +24,12 @@ from tanghulu.protos import store_pb2_grpc
 from tanghulu.rpc.door import Door
 from tanghulu.rpc.fast_server import FastService
 from tanghulu.rpc.gate import Gate, GrpcGate
-from tanghulu.store.desk import HEAD_BYTES
 from tanghulu.store.node import metrics
 from tanghulu.store.node.admin_service import AdminService
 from tanghulu.store.node.announcer import Announcer
 from tanghulu.store.node.copier import Copier
 from tanghulu.store.node.copy_wire import Orders
-from tanghulu.store.node.desks import NUM_HEADS, Desks
+from tanghulu.store.node.desks import AREA_BYTES, Desks
 from tanghulu.store.node.eviction import POLICIES
 from tanghulu.store.node.grpc_service import GrpcStoreNode
 from tanghulu.store.node.limits import Watermarks
@@ -134,14 +133,14 @@ class Node:
         book = None if self._tokens is None else TenantBook(self._tenants, config.memory)
         self._policies = Policies() if book is None else Policies.fair(book)
         self._index = IndexPlace(-(-config.memory // 64) * 64, num_buckets_for(config.memory), secrets.randbits(64))
-        heads = self._index.begin + index_bytes(self._index.num_buckets)  # of desks, behind the index
-        segment_bytes = heads + NUM_HEADS * HEAD_BYTES
+        desks_begin = self._index.begin + index_bytes(self._index.num_buckets)
+        segment_bytes = desks_begin + AREA_BYTES
         self._segment = MemorySegment.create("store", segment_bytes, prefault=config.prefault)
         access = AccessTable(self._clock, config.lease_ms, int(config.memory * _MAX_MAPPED_FRACTION))
         self.state = NodeState(config.memory, access, lambda: self._policies.memory(config.eviction), self._clock)
         self.state.table.book = book
         self.state.max_value_bytes = min(config.max_value or config.memory, config.memory)
-        index_view = self._segment.view[self._index.begin : heads]
+        index_view = self._segment.view[self._index.begin : desks_begin]
         self.state.table.published = Published(IndexWriter(index_view, self._index.seed, self._clock.now_s()))
         settings = transfer_settings(config, config.host)
         self._segment_server = SegmentServer(
@@ -177,7 +176,7 @@ class Node:
         self._announcer = Announcer(
             self.state, self._masters, process.generation, self._room_changed, self._not_registered, self._ordered
         )
-        self._desks = Desks(self.state, self._segment.view, heads, self._clock.now_s, self._announcer.displaced)
+        self._desks = Desks(self.state, self._segment.view, desks_begin, self._clock.now_s, self._announcer.displaced)
         self.state.desks = self._desks
         self._polling: asyncio.TimerHandle | None = None
         self._desk = PutDesk(self.state, self._segment.view, self._announcer)

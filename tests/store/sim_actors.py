@@ -33,7 +33,7 @@ from tanghulu.store.master.metrics import MasterMetrics
 from tanghulu.store.master.shell import Shell
 from tanghulu.store.node.announcer import Announcer
 from tanghulu.store.node.copy_wire import Orders
-from tanghulu.store.node.desks import NUM_HEADS, Desks
+from tanghulu.store.node.desks import AREA_BYTES, Desks
 from tanghulu.store.node.eviction.policies import make_policy
 from tanghulu.store.node.metrics import TrafficCounters
 from tanghulu.store.node.node_state import NodeState
@@ -145,7 +145,7 @@ class SimNode(SimProcess):
         self.capacity_bytes = capacity_bytes
         place = IndexPlace(capacity_bytes, num_buckets_for(capacity_bytes), generation)
         heads = capacity_bytes + index_bytes(place.num_buckets)
-        self.memory = bytearray(heads + NUM_HEADS * HEAD_BYTES)
+        self.memory = bytearray(heads + AREA_BYTES)
         view = memoryview(self.memory)
         clock = SystemClock()
         self.access = AccessTable(clock, LEASE_MS, capacity_bytes)
@@ -353,3 +353,4 @@ def kill_writers(client: AsyncClient) -> None:
     for writer in client._shell.context.desks._open.values():
         writer._words = memoryview(bytearray(HEAD_BYTES)).cast("Q")
         writer._range = memoryview(bytearray(writer._length))
+        writer._records = memoryview(bytearray(len(writer._records)))

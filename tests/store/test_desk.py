@@ -42,7 +42,7 @@ class Rig:
         access = AccessTable(self.clock, 1000, self.capacity_bytes)
         access.open_session(SESSION, 4242)
         self.state = NodeState(self.capacity_bytes, access, lambda: make_policy("lru"), self.clock)
-        self.memory = memoryview(bytearray(self.capacity_bytes + desks.NUM_HEADS * layout.HEAD_BYTES))
+        self.memory = memoryview(bytearray(self.capacity_bytes + desks.AREA_BYTES))
         self.desks = Desks(self.state, self.memory, self.capacity_bytes, self.clock.now_s, self.displaced.append)
         self.state.desks = self.desks
 
@@ -111,10 +111,11 @@ def test_the_longest_key() -> None:
 
 def test_the_head_is_as_documented() -> None:
     memory = memoryview(bytearray(1 << 20))
-    place = DeskPlace(0, 4096, 256 * 256 + 8192, 256)
+    place = DeskPlace(0, 4096, 256, 1 << 19, 8192)
     reader, writer = DeskReader(memory, place), DeskWriter(memory, place)
     where = writer.begin(4096)
-    assert where == 65_536
+    assert where == 0
+    assert writer.begin(4097) is None
     writer.fill(where, memoryview(b"v" * 4096))
     assert struct.unpack_from("<4Q", memory) == (1, 0, 0, 0)
     assert not reader.fresh
@@ -130,7 +131,7 @@ def test_the_head_is_as_documented() -> None:
 
 def test_a_writer_waits_for_a_node_that_is_behind() -> None:
     memory = memoryview(bytearray(1 << 20))
-    place = DeskPlace(0, 4096, 1 << 16, 4)
+    place = DeskPlace(0, 4096, 4, 8192, 1 << 16)
     reader, writer = DeskReader(memory, place), DeskWriter(memory, place)
     places = [writer.begin(64) for _ in range(4)]
     assert None not in places
@@ -148,7 +149,7 @@ def test_a_writer_waits_for_a_node_that_is_behind() -> None:
 
 def test_a_use_that_begins_when_the_desk_is_closed_counts_as_ended() -> None:
     memory = memoryview(bytearray(1 << 20))
-    place = DeskPlace(0, 4096, 1 << 16, 4)
+    place = DeskPlace(0, 4096, 4, 8192, 1 << 16)
     reader, writer = DeskReader(memory, place), DeskWriter(memory, place)
     where = writer.begin(64)
     assert where is not None
@@ -322,7 +323,6 @@ def test_desks_take_a_bounded_part_and_evict_for_it() -> None:
 @pytest.mark.parametrize(
     "record",
     [
-        Record("k", 1, 0, 64, 0),  # over the records
         Record("k", 1, 65_536 + 1, 64, 0),  # crooked
         Record("k", 1, 1 << 40, 64, 0),
         Record("k", 1, 65_536, 0, 0),
@@ -482,7 +482,7 @@ TestAnyDesks.settings = settings(max_examples=60, stateful_step_count=40, deadli
 
 def test_a_writer_of_many_threads_loses_nothing() -> None:
     memory = memoryview(bytearray(1 << 20))
-    place = DeskPlace(0, 4096, 1 << 19, 256)
+    place = DeskPlace(0, 4096, 256, 1 << 17, 1 << 19)
     reader, writer = DeskReader(memory, place), DeskWriter(memory, place)
     seen: list[str] = []
 

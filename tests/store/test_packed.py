@@ -141,7 +141,7 @@ def test_found(items: list[Found | TanghuluError]) -> None:
 
 @given(U64, U64, U64, st.integers(0, (1 << 32) - 1))
 def test_desks(head: int, offset: int, length: int, num_records: int) -> None:
-    place = DeskPlace(head, offset, length, num_records)
+    place = DeskPlace(head, head, num_records, offset, length)
     assert packed_desk.unpack_desk(packed_desk.pack_desk(place)) == (place if length else None)
     assert packed_desk.unpack_desk(packed_desk.pack_desk(None)) is None
     assert packed_desk.unpack_desk_request(packed_desk.pack_desk_request(head)) == head

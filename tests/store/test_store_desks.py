@@ -174,7 +174,7 @@ def proclaim():
 def half_a_record():
     torn = pack_record(record, writer._written)[:40]
     start = writer._written % writer._num_records * 256
-    writer._range[start : start + len(torn)] = torn
+    writer._records[start : start + len(torn)] = torn
 
 def publish():
     writer.publish(record)
