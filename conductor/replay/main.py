@@ -17,6 +17,7 @@ from rich.progress import Progress
 
 from tanghulu.conductor.policies.registry import POLICY_NAMES, PolicyOptions, make_policy
 from tanghulu.conductor.replay.model import LatencyModel
+from tanghulu.conductor.replay.plot import check_plot, write_plot
 from tanghulu.conductor.replay.report import Report, make_report, table
 from tanghulu.conductor.replay.simulation import ClusterConfig, Simulation
 from tanghulu.conductor.replay.trace import TraceRequest, read_trace
@@ -87,6 +88,7 @@ class ReplayConfig:
     e: float = option(2.9e-8, "worker: what a token of context adds to a decode step, in seconds")
     kv_tokens: float = option(1.4e6, "worker: most tokens of context that decode holds")
     max_batch: int = option(512, "worker: most sequences in a decode step")
+    plot: str = option("", "draw the policies side by side into this file: PNG or HTML by its suffix (extra 'plot')")
     json: bool = option(False, "print one JSON object a line instead of a table")
 
     def __post_init__(self) -> None:
@@ -161,16 +163,27 @@ def _replay_one(
 
 
 def _run(config: ReplayConfig) -> None:
-    if config.json:
-        for report in replay(config):
+    if config.plot:
+        check_plot(Path(config.plot))
+    with Progress(console=Console(stderr=True), transient=True, disable=config.json) as progress:
+        reports = _told(config, replay(config, progress))
+    if config.plot:
+        write_plot(Path(config.plot), reports)
+
+
+def _told(config: ReplayConfig, reports: Iterator[Report]) -> list[Report]:
+    """All of ``reports``, printed: as JSON as they come, as tables a trace each once they are there."""
+    found: list[Report] = []
+    for report in reports:
+        found.append(report)
+        if config.json:
             click.echo(json.dumps(report.as_dict()))
-        return
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        reports = list(replay(config, progress))
-    console = Console()
-    console.width = max(console.width, _LEAST_WIDTH)
-    for _, rows in itertools.groupby(reports, key=lambda report: report.trace):
-        console.print(table(list(rows)))
+    if not config.json:
+        console = Console()
+        console.width = max(console.width, _LEAST_WIDTH)
+        for _, rows in itertools.groupby(found, key=lambda report: report.trace):
+            console.print(table(list(rows)))
+    return found
 
 
 COMMAND = command(

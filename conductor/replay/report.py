@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.box import SIMPLE
@@ -16,7 +16,8 @@ from tanghulu.conductor.replay.job import Job
 class Report:
     """Figures of one run over the requests that count. Times in seconds, shares of 1; NaN where nobody is left.
 
-    ``good``: TTFT and TBT (the mean of a request's longest tenth of gaps) within the SLOs.
+    ``good``: TTFT and TBT (the mean of a request's longest tenth of gaps) within the SLOs. ``ttft_s`` and ``tbt_s`` are
+    what the percentiles were taken of, in order of size, for plots.
     """
 
     trace: str
@@ -37,10 +38,12 @@ class Report:
     busy_mean: float
     busy_most: float
     fetched_blocks: int
+    ttft_s: tuple[float, ...] = field(repr=False)
+    tbt_s: tuple[float, ...] = field(repr=False)
 
     def as_dict(self) -> dict[str, Any]:
-        """For --json."""
-        return asdict(self)
+        """For --json: the figures without the samples behind them."""
+        return {name: value for name, value in asdict(self).items() if name not in ("ttft_s", "tbt_s")}
 
 
 def make_report(
@@ -78,6 +81,8 @@ def make_report(
         busy_mean=_mean(busy_s) / end_s,
         busy_most=max(busy_s) / end_s,
         fetched_blocks=fetched_blocks,
+        ttft_s=tuple(ttft),
+        tbt_s=tuple(sorted(job.tbt_s for job in decoded)),
     )
 
 

@@ -1,0 +1,117 @@
+"""One figure that compares the policies of a replay: distributions of TTFT and TBT, shares and load balance.
+
+A row of panels for each trace, a colour for each policy. matplotlib draws it (extra ``plot``), imported here alone and
+only when a plot is asked for; an HTML page holds the drawing as SVG and the figures as a table, and needs no network.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tanghulu.conductor.replay.report import Report
+from tanghulu.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_SUFFIXES = (".png", ".html")
+_PANELS = 4
+_SHARES = (("hit_tokens", "hit, tokens"), ("good_requests", "good"), ("rejected_requests", "rejected"))
+_BALANCE = (("busy_mean", "mean"), ("busy_most", "busiest"))
+_PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>{title}</title>
+<style>body {{ font-family: sans-serif; margin: 2em }} svg {{ max-width: 100%; height: auto }}
+td, th {{ padding: 0.2em 0.8em; text-align: right }} td:first-child, td:nth-child(2) {{ text-align: left }}</style>
+<h1>{title}</h1>
+{drawing}
+<table><tr>{head}</tr>
+{rows}
+</table></html>
+"""
+
+
+def check_plot(path: Path) -> None:
+    """Raise ConfigError if no plot could be written to ``path``: called before a replay that may take an hour."""
+    if path.suffix not in _SUFFIXES:
+        raise ConfigError(f"--plot {path} must end in {' or '.join(_SUFFIXES)}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--plot {path}: there is no folder {path.parent}")
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"--plot needs matplotlib ({error}): pip install 'tanghulu[plot]'") from error
+
+
+def write_plot(path: Path, reports: Sequence[Report]) -> None:
+    """Draw ``reports`` (those of one trace stand together) into ``path``, PNG or HTML by its suffix."""
+    check_plot(path)
+    figure = _figure(reports)
+    if path.suffix == ".png":
+        figure.savefig(path, dpi=120)
+    else:
+        path.write_text(_page(figure, reports), encoding="utf-8")
+
+
+def _figure(reports: Sequence[Report]) -> Figure:
+    from matplotlib.figure import Figure
+
+    groups = [(trace, list(rows)) for trace, rows in itertools.groupby(reports, key=lambda report: report.trace)]
+    figure = Figure(figsize=(5 * _PANELS, 4 * len(groups)), layout="constrained")
+    axes = figure.subplots(len(groups), _PANELS, squeeze=False)
+    for row, (trace, rows) in zip(axes, groups, strict=True):
+        _distribution(row[0], f"{trace}: TTFT in s", [(r.policy, r.ttft_s) for r in rows])
+        _distribution(row[1], f"{trace}: TBT in s, mean of a request", [(r.policy, r.tbt_s) for r in rows])
+        _bars(row[2], f"{trace}: shares in %", rows, _SHARES)
+        _bars(row[3], f"{trace}: busy prefill workers in %", rows, _BALANCE)
+    return figure
+
+
+def _distribution(axes: Axes, title: str, samples: Sequence[tuple[str, Sequence[float]]]) -> None:
+    """Share of requests (y) that took at most so long (x, logarithmic, as times span orders of magnitude)."""
+    for policy, ordered in samples:
+        shares = [(rank + 1) / len(ordered) for rank in range(len(ordered))]
+        axes.step(ordered, shares, where="post", label=policy)
+    if any(value > 0 for _, ordered in samples for value in ordered):
+        axes.set_xscale("log")
+    axes.set(title=title, ylabel="share of requests", ylim=(0, 1))
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+
+
+def _bars(axes: Axes, title: str, reports: Sequence[Report], figures: Sequence[tuple[str, str]]) -> None:
+    width = 0.8 / len(reports)
+    for number, report in enumerate(reports):
+        percents = [100 * getattr(report, name) for name, _ in figures]
+        known = [0.0 if math.isnan(percent) else percent for percent in percents]
+        bars = axes.bar([x + number * width for x in range(len(figures))], known, width, label=report.policy)
+        axes.bar_label(bars, ["?" if math.isnan(percent) else f"{percent:.1f}" for percent in percents], fontsize=7)
+    axes.set_xticks([x + 0.4 - width / 2 for x in range(len(figures))], [label for _, label in figures])
+    axes.set(title=title, ylim=(0, None))
+    axes.legend()
+
+
+def _page(figure: Figure, reports: Sequence[Report]) -> str:
+    from matplotlib import rc_context
+
+    drawing = io.StringIO()
+    with rc_context({"svg.hashsalt": "replay"}):
+        figure.savefig(drawing, format="svg", metadata={"Date": None})
+    svg = drawing.getvalue()
+    rows = [report.as_dict() for report in reports]
+    return _PAGE.format(
+        title="Replay of " + html.escape(", ".join(dict.fromkeys(report.trace for report in reports))),
+        drawing=svg[svg.index("<svg") :],
+        head="".join(f"<th>{html.escape(name)}</th>" for name in rows[0]),
+        rows="\n".join("<tr>" + "".join(f"<td>{_cell(v)}</td>" for v in row.values()) + "</tr>" for row in rows),
+    )
+
+
+def _cell(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else html.escape(str(value))
