@@ -12,7 +12,7 @@ class Job:
     """Filled in as it goes. Times are virtual seconds; ``ready_s``: when fetched blocks have arrived.
 
     ``slowness``: real over expected prefill time. ``queued_tokens`` is what the conductor counts as waiting for it,
-    ``hit_tokens`` what was really reused.
+    ``hit_tokens`` what was really reused. ``failed`` happens in a live replay alone.
     """
 
     request: TraceRequest
@@ -36,6 +36,7 @@ class Job:
     tbt_s: float = 0.0
     worst_tbt_s: float = 0.0
     rejected: bool = False
+    failed: bool = False
 
     @property
     def num_decode_steps(self) -> int:

@@ -1,12 +1,13 @@
-"""``tanghulu replay TRACE…``: policies compared on real traces, in virtual time."""
+"""``tanghulu replay TRACE…``: policies compared on real traces, in virtual time or on a running conductor (--live)."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,18 +17,21 @@ from rich.console import Console
 from rich.progress import Progress
 
 from tanghulu.conductor.policies.registry import POLICY_NAMES, PolicyOptions, make_policy
+from tanghulu.conductor.replay.live import LiveConfig, replay_live
 from tanghulu.conductor.replay.model import LatencyModel
 from tanghulu.conductor.replay.plot import check_plot, write_plot
 from tanghulu.conductor.replay.report import Report, make_report, table
 from tanghulu.conductor.replay.simulation import ClusterConfig, Simulation
-from tanghulu.conductor.replay.trace import TraceRequest, read_trace
+from tanghulu.conductor.replay.trace import BLOCK_TOKENS, TraceRequest, read_trace
 from tanghulu.config import command, option
 from tanghulu.errors import ConfigError
 
 #: Columns that the table needs; where the output is no terminal there are as many as one likes.
-_LEAST_WIDTH = 112
+_LEAST_WIDTH = 124
+#: Exit code after Ctrl-C, as shells have it.
+_INTERRUPTED = 130
 _ORDERS = ("fcfs", "sjf")
-_AT_LEAST_ONE = ("prefill", "decode", "blocks", "layers", "dim", "gqa", "max_batch")
+_AT_LEAST_ONE = ("prefill", "decode", "blocks", "scale", "connections", "layers", "dim", "gqa", "max_batch")
 _ABOVE_ZERO = ("speedup", "gflops", "mfu", "h2d", "nic", "c", "kv_tokens", "balance_threshold")
 _NOT_NEGATIVE = (
     "limit",
@@ -42,6 +46,22 @@ _NOT_NEGATIVE = (
     "ttft_slo",
     "tbt_slo",
 )
+#: What means something to a running conductor; everything else describes the simulated cluster and its policies.
+_LIVE = (
+    "traces",
+    "live",
+    "scale",
+    "connections",
+    "policy",
+    "speedup",
+    "warmup",
+    "seed",
+    "limit",
+    "ttft_slo",
+    "tbt_slo",
+)
+_LIVE_OUTPUT = ("plot", "json")
+_ONLY_LIVE = ("scale", "connections")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +69,10 @@ class ReplayConfig:
     """The options of ``tanghulu replay``. Constants of the model: see ``model.LatencyModel``."""
 
     traces: tuple[Path, ...] = ()
-    policy: str = option("ttft-min", "policies to compare, separated by commas")
+    policy: str = option("", "policies to compare, separated by commas; default: ttft-min, live the conductor's own")
+    live: str = option("", "send the trace to the running conductor at this URL instead of simulating one")
+    scale: int = option(1, "live: divide the lengths of prompts and answers by this, 1 to 512")
+    connections: int = option(256, "live: most requests under way at a time")
     prefill: int = option(8, "prefill workers")
     decode: int = option(8, "decode workers")
     speedup: float = option(1.6, "how many times as fast the requests arrive")
@@ -92,12 +115,24 @@ class ReplayConfig:
     json: bool = option(False, "print one JSON object a line instead of a table")
 
     def __post_init__(self) -> None:
-        for name in self.policies:
+        for name in self.policies if self.policy else ():
             if name not in POLICY_NAMES:
                 raise ConfigError(f"--policy {name!r} is unknown; there is {', '.join(POLICY_NAMES)}")
         self._bound(_AT_LEAST_ONE, 1, "must be at least 1")
         self._bound(_ABOVE_ZERO, sys.float_info.min, "must be above 0")
         self._bound(_NOT_NEGATIVE, 0, "cannot be negative")
+        if self.scale > BLOCK_TOKENS:
+            raise ConfigError(f"--scale is {self.scale}; a block of {BLOCK_TOKENS} tokens cannot be divided further")
+        self._refuse_pointless()
+
+    def _refuse_pointless(self) -> None:
+        changed = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
+        if self.live:
+            pointless, why = set(changed) - {*_LIVE, *_LIVE_OUTPUT}, "means nothing to a running conductor (--live)"
+        else:
+            pointless, why = set(changed) & {*_ONLY_LIVE}, "needs --live URL"
+        for name in sorted(pointless):
+            raise ConfigError(f"--{name.replace('_', '-')} {why}")
 
     def _bound(self, names: tuple[str, ...], least: float, rule: str) -> None:
         for name in names:
@@ -106,8 +141,14 @@ class ReplayConfig:
 
     @property
     def policies(self) -> tuple[str, ...]:
-        """The names in --policy."""
-        return tuple(name.strip() for name in self.policy.split(","))
+        """The names in --policy, or its default; "" is the conductor's own."""
+        default = "" if self.live else "ttft-min"
+        return tuple(name.strip() for name in (self.policy or default).split(","))
+
+    @property
+    def slo_s(self) -> tuple[float, float]:
+        """The SLOs on TTFT and TBT."""
+        return self.ttft_slo, self.tbt_slo
 
     @property
     def policy_options(self) -> PolicyOptions:
@@ -140,54 +181,81 @@ class ReplayConfig:
 
 def replay(config: ReplayConfig, progress: Progress | None = None) -> Iterator[Report]:
     """A report for each trace and policy. Raises InvalidRequest for a trace that cannot be read."""
+    one = _live_one if config.live else _replay_one
     for path in config.traces:
         requests = read_trace(path, config.speedup, config.warmup, config.limit)
         for name in config.policies:
-            yield _replay_one(config, path, name, requests, progress)
+            with _bar(progress, f"{_name(path)} {name}", len(requests)) as advance:
+                yield from one(config, path, name, requests, advance)
+
+
+@contextlib.contextmanager
+def _bar(progress: Progress | None, title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """What is called with how many are done."""
+    if progress is None:
+        yield lambda done: None
+        return
+    task = progress.add_task(title, total=total)
+    yield lambda done: progress.update(task, completed=done)
+    progress.remove_task(task)
+
+
+def _name(trace: Path) -> str:
+    return trace.name.split(".")[0]
 
 
 def _replay_one(
-    config: ReplayConfig, path: Path, policy: str, requests: list[TraceRequest], progress: Progress | None
-) -> Report:
+    config: ReplayConfig, path: Path, policy: str, requests: list[TraceRequest], advance: Callable[[int], None]
+) -> Iterator[Report]:
     simulation = Simulation(config.cluster, make_policy(policy, config.policy_options))
-    trace = path.name.split(".")[0]
-    if progress is None:
-        jobs = simulation.run(requests)
-    else:
-        task = progress.add_task(f"{trace} {policy}", total=len(requests))
-        jobs = simulation.run(requests, lambda done: progress.update(task, completed=done))
-        progress.remove_task(task)
+    jobs = simulation.run(requests, advance)
     busy_s = [worker.busy_s for worker in simulation.prefills]
-    slo_s = (config.ttft_slo, config.tbt_slo)
-    return make_report(trace, policy, jobs, busy_s, simulation.fetched_blocks, slo_s)
+    yield make_report(_name(path), policy, jobs, busy_s, simulation.fetched_blocks, config.slo_s)
+
+
+def _live_one(
+    config: ReplayConfig, path: Path, policy: str, requests: list[TraceRequest], advance: Callable[[int], None]
+) -> Iterator[Report]:
+    live = LiveConfig(
+        url=config.live, policy=policy, scale=config.scale, seed=config.seed, connections=config.connections
+    )
+    found = replay_live(live, requests, advance)
+    yield make_report(_name(path), policy or "(conductor's)", found.jobs, (), 0, config.slo_s)
+    if found.interrupted:
+        raise KeyboardInterrupt
 
 
 def _run(config: ReplayConfig) -> None:
+    """Interrupted, it still tells what was done and then ends with the shell's code for that."""
     if config.plot:
         check_plot(Path(config.plot))
-    with Progress(console=Console(stderr=True), transient=True, disable=config.json) as progress:
-        reports = _told(config, replay(config, progress))
-    if config.plot:
-        write_plot(Path(config.plot), reports)
-
-
-def _told(config: ReplayConfig, reports: Iterator[Report]) -> list[Report]:
-    """All of ``reports``, printed: as JSON as they come, as tables a trace each once they are there."""
     found: list[Report] = []
-    for report in reports:
-        found.append(report)
-        if config.json:
-            click.echo(json.dumps(report.as_dict()))
+    interrupted = False
+    with Progress(console=Console(stderr=True), transient=True, disable=config.json) as progress:
+        try:
+            for report in replay(config, progress):
+                found.append(report)
+                if config.json:
+                    click.echo(json.dumps(report.as_dict()))
+        except KeyboardInterrupt:
+            interrupted = True
     if not config.json:
-        console = Console()
-        console.width = max(console.width, _LEAST_WIDTH)
-        for _, rows in itertools.groupby(found, key=lambda report: report.trace):
-            console.print(table(list(rows)))
-    return found
+        _print_tables(found)
+    if config.plot and found:
+        write_plot(Path(config.plot), found)
+    if interrupted:
+        click.get_current_context().exit(_INTERRUPTED)
+
+
+def _print_tables(reports: Sequence[Report]) -> None:
+    console = Console()
+    console.width = max(console.width, _LEAST_WIDTH)
+    for _, rows in itertools.groupby(reports, key=lambda report: report.trace):
+        console.print(table(list(rows)))
 
 
 COMMAND = command(
-    "replay", ReplayConfig, _run, "Replay request traces in virtual time through the conductor's policies."
+    "replay", ReplayConfig, _run, "Replay request traces through the conductor's policies, in virtual time or live."
 )
 COMMAND.params.insert(
     0,

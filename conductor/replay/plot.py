@@ -23,7 +23,12 @@ if TYPE_CHECKING:
 
 _SUFFIXES = (".png", ".html")
 _PANELS = 4
-_SHARES = (("hit_tokens", "hit, tokens"), ("good_requests", "good"), ("rejected_requests", "rejected"))
+_SHARES = (
+    ("hit_tokens", "hit, tokens"),
+    ("good_requests", "good"),
+    ("rejected_requests", "rejected"),
+    ("failed_requests", "failed"),
+)
 _BALANCE = (("busy_mean", "mean"), ("busy_most", "busiest"))
 _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>{title}</title>

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -35,6 +36,7 @@ class Report:
     hit_tokens: float
     rejected_requests: float
     rejected_tokens: float
+    failed_requests: float
     busy_mean: float
     busy_most: float
     fetched_blocks: int
@@ -54,7 +56,7 @@ def make_report(
     fetched_blocks: int,
     slo_s: tuple[float, float],
 ) -> Report:
-    """The report over ``jobs``; ``slo_s`` are the bounds on TTFT and TBT."""
+    """The report over ``jobs``; ``slo_s`` are the bounds on TTFT and TBT, ``busy_s`` empty where nobody knows it."""
     counted = [job for job in jobs if job.request.counted]
     done = [job for job in counted if job.ttft_s is not None]
     ttft = sorted(job.ttft_s for job in done if job.ttft_s is not None)
@@ -78,8 +80,9 @@ def make_report(
         hit_tokens=_share(sum(job.hit_tokens for job in done), sum(job.request.num_tokens for job in done)),
         rejected_requests=_share(sum(job.rejected for job in counted), len(counted)),
         rejected_tokens=_share(sum(job.request.num_tokens for job in counted if job.rejected), tokens),
+        failed_requests=_share(sum(job.failed for job in counted), len(counted)),
         busy_mean=_mean(busy_s) / end_s,
-        busy_most=max(busy_s) / end_s,
+        busy_most=max(busy_s, default=float("nan")) / end_s,
         fetched_blocks=fetched_blocks,
         ttft_s=tuple(ttft),
         tbt_s=tuple(sorted(job.tbt_s for job in decoded)),
@@ -88,27 +91,28 @@ def make_report(
 
 def table(reports: Sequence[Report]) -> Table:
     """The reports of one trace for people, a row each."""
-    caption = "times in s; good (within the SLOs), hit and rejected in % of requests / of tokens"
+    caption = "times in s; good (within the SLOs), hit, rejected and failed in % of requests / of tokens"
     found = Table(title=f"{reports[0].trace}, {reports[0].num_requests} requests", caption=caption, box=SIMPLE)
     found.add_column("policy", no_wrap=True)
-    for heading in ("TTFT", "P50", "P90", "P99", "TBT", "good", "hit", "rejected", "busy"):
+    for heading in ("TTFT", "P50", "P90", "P99", "TBT", "good", "hit", "rejected", "failed", "busy"):
         found.add_column(heading, justify="right", no_wrap=True)
     for r in reports:
         times = (r.ttft_mean_s, r.ttft_p50_s, r.ttft_p90_s, r.ttft_p99_s)
         found.add_row(
             r.policy,
-            *(f"{time:.2f}" for time in times),
+            *(f"{time:.3f}" for time in times),
             f"{r.tbt_mean_s:.4f}",
             _percents(r.good_requests, r.good_tokens),
             _percents(r.hit_requests, r.hit_tokens),
             _percents(r.rejected_requests, r.rejected_tokens),
+            _percents(r.failed_requests),
             _percents(r.busy_mean),
         )
     return found
 
 
 def _percents(*shares: float) -> str:
-    return " / ".join(f"{100 * share:.1f}" for share in shares)
+    return " / ".join("-" if math.isnan(share) else f"{100 * share:.1f}" for share in shares)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -1,0 +1,198 @@
+"""Live replay: a trace's requests sent to a running conductor at their times, and what a client sees of them.
+
+TTFT counts from the time at which a request was due, so one that had to wait for a free connection is not flattered. A
+request ends in one of four ways: answered, refused (429), failed, or under way when the replay was interrupted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from tanghulu.conductor.replay.job import Job
+from tanghulu.conductor.replay.prompts import Prompts, check_lengths, scaled
+from tanghulu.conductor.replay.trace import TraceRequest
+from tanghulu.errors import NodeUnavailable
+
+#: What the ids of prompts are learnt from: ordinary tokens of whatever tokenizer is served, none of them special.
+_ALPHABET = (
+    "".join(map(chr, range(33, 127))) + " the of and to in is that for it as was with be by on not he this are or his"
+)
+_TIMEOUT = httpx.Timeout(600, connect=10, pool=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiveConfig:
+    """``policy``: the one that requests ask for; "" leaves it to the conductor. ``connections``: most at a time."""
+
+    url: str
+    policy: str = ""
+    scale: int = 1
+    seed: int = 0
+    connections: int = 256
+
+
+@dataclass(slots=True)
+class LiveResult:
+    """Jobs that ended, in the order in which they did, and whether the replay was interrupted before its end."""
+
+    jobs: list[Job] = field(default_factory=list)
+    interrupted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    model: str
+    context_tokens: int
+    vocabulary: list[int]
+
+
+def replay_live(
+    config: LiveConfig, requests: Sequence[TraceRequest], progress: Callable[[int], None] = lambda done: None
+) -> LiveResult:
+    """Send ``requests``; ``progress`` hears how many have ended. Ctrl-C ends it early with what was done.
+
+    Raises NodeUnavailable if nobody answers at ``config.url``, InvalidRequest for requests that the model cannot take.
+    """
+    result = LiveResult()
+    try:
+        asyncio.run(_replay(config, scaled(requests, config.scale), result, progress))
+    except KeyboardInterrupt:
+        result.interrupted = True
+    return result
+
+
+async def _replay(
+    config: LiveConfig, requests: Sequence[TraceRequest], result: LiveResult, progress: Callable[[int], None]
+) -> None:
+    limits = httpx.Limits(max_connections=config.connections)
+    async with httpx.AsyncClient(base_url=config.url, timeout=_TIMEOUT, limits=limits, trust_env=False) as http:
+        target = await _find_target(http, config.url)
+        check_lengths(requests, target.context_tokens, config.scale)
+        await _Sender(http, config, target, result, progress).send_all(requests)
+
+
+async def _find_target(http: httpx.AsyncClient, url: str) -> _Target:
+    """The first model that is served, and ids that its tokenizer makes of ordinary text."""
+    try:
+        model = (await http.get("/v1/models")).raise_for_status().json()["data"][0]
+        asked = {"model": model["id"], "prompt": _ALPHABET, "add_special_tokens": False}
+        ids = (await http.post("/tokenize", json=asked)).raise_for_status().json()["tokens"]
+        return _Target(model["id"], int(model["max_model_len"]), sorted(set(ids)))
+    except (httpx.HTTPError, httpx.InvalidURL, IndexError, KeyError, ValueError) as error:
+        raise NodeUnavailable(f"no model answers at {url}: {error!r}; is `tanghulu up` running?") from error
+
+
+class _Sender:
+    """Sends requests when they are due, at most ``connections`` at a time."""
+
+    def __init__(
+        self,
+        http: httpx.AsyncClient,
+        config: LiveConfig,
+        target: _Target,
+        result: LiveResult,
+        progress: Callable[[int], None],
+    ) -> None:
+        self._http, self._config, self._target = http, config, target
+        self._result, self._progress = result, progress
+        self._prompts = Prompts(target.vocabulary, config.scale, config.seed, config.policy)
+        self._slots = asyncio.Semaphore(config.connections)
+
+    async def send_all(self, requests: Sequence[TraceRequest]) -> None:
+        """Returns when all have ended."""
+        clock = asyncio.get_running_loop().time
+        start_s = clock()
+        async with asyncio.TaskGroup() as group:
+            for number, request in enumerate(requests):
+                body = json.dumps(self._body(request, number)).encode()
+                due_s = start_s + request.arrival_s
+                await asyncio.sleep(max(0.0, due_s - clock()))
+                await self._slots.acquire()
+                group.create_task(self._send(Job(request, number), body, start_s))
+
+    def _body(self, request: TraceRequest, number: int) -> dict[str, Any]:
+        body = {
+            "model": self._target.model,
+            "prompt": self._prompts.tokens(request, number),
+            "max_tokens": request.output_tokens,
+            "ignore_eos": True,
+            "seed": self._config.seed,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if request.session:
+            body["prompt_cache_key"] = request.session[:256]
+        if self._config.policy:
+            body["routing"] = {"policy": self._config.policy}
+        return body
+
+    async def _send(self, job: Job, body: bytes, start_s: float) -> None:
+        seen = _Seen()
+        headers = {"content-type": "application/json"}
+        try:
+            async with self._http.stream("POST", "/v1/completions", content=body, headers=headers) as response:
+                if response.status_code == 200:
+                    await seen.read(response)
+                    job.failed = not seen.is_whole
+                else:
+                    job.rejected = response.status_code == 429
+                    job.failed = not job.rejected
+        except (httpx.HTTPError, ValueError):
+            job.failed = True
+        finally:
+            self._slots.release()
+        if not (job.failed or job.rejected):
+            seen.tell(job, start_s)
+        self._result.jobs.append(job)
+        self._progress(len(self._result.jobs))
+
+
+class _Seen:
+    """What a client sees of one streamed answer; times are the event loop's, in seconds."""
+
+    def __init__(self) -> None:
+        self._times_s: list[float] = []
+        self._usage: dict[str, Any] = {}
+        self._has_error = False
+
+    @property
+    def is_whole(self) -> bool:
+        """The stream told its usage at its end, and no error before."""
+        return bool(self._times_s and self._usage) and not self._has_error
+
+    async def read(self, response: httpx.Response) -> None:
+        """To the stream's end. Raises ValueError for an event that is no JSON, httpx.HTTPError if it breaks."""
+        clock = asyncio.get_running_loop().time
+        async for line in response.aiter_lines():
+            if line.startswith("data: ") and line != "data: [DONE]":
+                self._take(json.loads(line.removeprefix("data: ")), clock())
+
+    def _take(self, event: dict[str, Any], now_s: float) -> None:
+        self._has_error = self._has_error or "error" in event
+        self._usage = event.get("usage") or self._usage
+        # A last token without text shows in the end of the choice alone.
+        if any(choice.get("text") or not self._times_s for choice in event.get("choices") or ()):
+            self._times_s.append(now_s)
+
+    def tell(self, job: Job, start_s: float) -> None:
+        """Fill in ``job``, which belongs to a replay that began at ``start_s``."""
+        first_s, last_s = self._times_s[0] - start_s, self._times_s[-1] - start_s
+        job.first_s, job.ttft_s = first_s, first_s - job.request.arrival_s
+        job.tbt_s = (last_s - first_s) / max(1, self._usage["completion_tokens"] - 1)
+        job.worst_tbt_s = _worst(self._times_s)
+        job.hit_tokens = (self._usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+
+def _worst(times_s: Sequence[float]) -> float:
+    """The mean of the longest tenth of the gaps; 0 without any."""
+    gaps = sorted((later - earlier for earlier, later in itertools.pairwise(times_s)), reverse=True)
+    worst = gaps[: math.ceil(len(gaps) / 10)]
+    return sum(worst) / len(worst) if worst else 0.0
