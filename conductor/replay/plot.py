@@ -84,13 +84,29 @@ def _distribution(axes: Axes, title: str, samples: Sequence[tuple[str, Sequence[
         shares = [(rank + 1) / len(ordered) for rank in range(len(ordered))]
         axes.step(ordered, shares, where="post", label=policy)
     if any(value > 0 for _, ordered in samples for value in ordered):
-        axes.set_xscale("log")
+        _logarithmic(axes)
     axes.set(title=title, ylabel="share of requests", ylim=(0, 1))
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
 
 
+def _logarithmic(axes: Axes) -> None:
+    """Labels at 1, 2 and 5 of each decade: times of one replay may lie within less than one."""
+    from matplotlib.ticker import LogLocator
+
+    axes.set_xscale("log")
+    axes.xaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("{x:g}")
+    axes.tick_params(axis="x", which="both", labelsize=7)
+
+
 def _bars(axes: Axes, title: str, reports: Sequence[Report], figures: Sequence[tuple[str, str]]) -> None:
+    axes.set(title=title)
+    if all(math.isnan(getattr(report, name)) for report in reports for name, _ in figures):
+        axes.set_axis_off()
+        axes.text(0.5, 0.5, "not seen by a client", ha="center", transform=axes.transAxes)
+        return
     width = 0.8 / len(reports)
     for number, report in enumerate(reports):
         percents = [100 * getattr(report, name) for name, _ in figures]
@@ -98,7 +114,7 @@ def _bars(axes: Axes, title: str, reports: Sequence[Report], figures: Sequence[t
         bars = axes.bar([x + number * width for x in range(len(figures))], known, width, label=report.policy)
         axes.bar_label(bars, ["?" if math.isnan(percent) else f"{percent:.1f}" for percent in percents], fontsize=7)
     axes.set_xticks([x + 0.4 - width / 2 for x in range(len(figures))], [label for _, label in figures])
-    axes.set(title=title, ylim=(0, None))
+    axes.set_ylim(bottom=0)
     axes.legend()
 
 

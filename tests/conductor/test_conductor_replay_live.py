@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from tanghulu.conductor.replay.live import LiveConfig, replay_live
-from tanghulu.conductor.replay.main import ReplayConfig
+from tanghulu.conductor.replay.main import COMMAND, ReplayConfig
 from tanghulu.conductor.replay.prompts import Prompts, check_lengths, scaled
 from tanghulu.conductor.replay.trace import TraceRequest
 from tanghulu.errors import ConfigError, InvalidRequest, NodeUnavailable
@@ -103,8 +107,9 @@ def served(answer: Answer) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         def _say(self, status: int, data: bytes) -> None:
             self.send_response(status)
             self.send_header("content-length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+            with suppress(ConnectionError):  # an interrupted client has gone
+                self.end_headers()
+                self.wfile.write(data)
 
         def log_message(self, format: str, *args: Any) -> None:
             """Quiet."""
@@ -193,6 +198,37 @@ class TestClient:
     def test_nobody_there(self):
         with pytest.raises(NodeUnavailable, match="no model answers"):
             replay_live(LiveConfig(url="http://127.0.0.1:9"), [request(9, (1,))])
+
+
+class TestCommand:
+    """``tanghulu replay --live``."""
+
+    @staticmethod
+    def trace(folder: Path) -> str:
+        path = folder / "few.jsonl"
+        row = {"input_length": 600, "output_length": 3, "hash_ids": [1, 2]}
+        path.write_text("".join(json.dumps({"timestamp": at, **row}) + "\n" for at in (0, 10, 60_000)))
+        return str(path)
+
+    def test_ctrl_c_reports_what_was_done(self, tmp_path):
+        def answer(body: dict[str, Any]) -> tuple[int, list[str]]:
+            if len(bodies) == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+            return _whole(body)
+
+        with served(answer) as (url, bodies):
+            arguments = [self.trace(tmp_path), "--live", url, "--warmup", "0", "--connections", "1"]
+            result = CliRunner().invoke(COMMAND, arguments)
+        assert result.exit_code == 130
+        assert re.search(r"few, [12] requests", result.output)
+        assert "(conductor's)" in result.output
+
+    def test_refused_requests_stand_in_the_report(self, tmp_path):
+        with served(lambda body: (429, [])) as (url, _):
+            arguments = [self.trace(tmp_path), "--live", url, "--warmup", "0", "--speedup", "1000", "--json"]
+            result = CliRunner().invoke(COMMAND, arguments, catch_exceptions=False)
+        row = json.loads(result.output)
+        assert (row["num_requests"], row["rejected_requests"], row["failed_requests"]) == (3, 1.0, 0.0)
 
 
 class TestOptions:
