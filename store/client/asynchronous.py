@@ -45,7 +45,9 @@ class AsyncShell:
         self.settings = settings
         clock = SystemClock()
         nodes = NodeTable(settings.host_id)
-        self.context = Context(settings.host_id, settings.place, clock, nodes, settings.uses_unix, settings.wait_s)
+        self.context = Context(
+            settings.host_id, settings.place, clock, nodes, settings.uses_unix, settings.wait_s, settings.streams
+        )
         self._loop = asyncio.get_running_loop()
         self._engine = TransferEngine(
             transports=settings.engine_transports,

@@ -58,7 +58,9 @@ class BlockingShell:
         self.settings = settings
         clock = SystemClock()
         nodes = NodeTable(settings.host_id)
-        self.context = Context(settings.host_id, settings.place, clock, nodes, settings.uses_unix, settings.wait_s)
+        self.context = Context(
+            settings.host_id, settings.place, clock, nodes, settings.uses_unix, settings.wait_s, settings.streams
+        )
         self._engine = TransferEngine(
             transports=settings.engine_transports,
             host_id=settings.host_id,

@@ -38,7 +38,8 @@ def _versions() -> itertools.count[int]:
 class Context:
     """One client's memory between operations. ``indexes``: of those nodes of this host whose memory is mapped.
 
-    ``wait_s``: how long one call may wait at the master.
+    ``wait_s``: how long one call may wait at the master. ``streams``: values of up to 1 MiB travel
+    inside messages where memory is not mapped; not if they are wanted to move by verbs or UCX.
     """
 
     host_id: str
@@ -47,6 +48,7 @@ class Context:
     nodes: NodeTable
     maps_memory: bool = True
     wait_s: float = 10.0
+    streams: bool = True
     locations: LocationCache = field(default_factory=LocationCache)
     leases: Leases = field(default_factory=Leases)
     reads: Reads = field(default_factory=Reads)
@@ -61,7 +63,8 @@ class Context:
 
     def inline_bytes(self, node: PeerId) -> int:
         """Up to which size values of ``node`` should come inside its answers."""
-        return MAX_INLINE_BYTES if self.maps_memory and node in self.nodes.local_ids() else MAX_STREAMED_BYTES
+        maps = self.maps_memory and node in self.nodes.local_ids()
+        return MAX_STREAMED_BYTES if self.streams and not maps else MAX_INLINE_BYTES
 
     def forget_index(self, node: PeerId) -> None:
         """The node's memory is not mapped any more, or another process took its place."""

@@ -38,6 +38,11 @@ class Settings:
         return self.transport not in ("ucx", "tcp")
 
     @property
+    def streams(self) -> bool:
+        """Whether values may travel inside messages that are longer than an inline value."""
+        return self.transport != "ucx"
+
+    @property
     def engine_transports(self) -> tuple[str, ...]:
         """What the transfer engine may use; copies through the node need tcp beside shm."""
         return (self.transport,) if self.transport in ("ucx", "tcp") else ("shm", "tcp")

@@ -179,8 +179,8 @@ def test_bytes_written_are_counted_by_their_carrier(cluster: Cluster, transport:
     node = cluster.nodes[0]
     before = node.metric("tanghulu_node_written_bytes_total", transport=transport)
     with tanghulu.connect(cluster.address, transport=transport) as client:
-        client.put(f"written/{transport}", bytes(1 << 20))
-        assert node.metric("tanghulu_node_written_bytes_total", transport=transport) == before + (1 << 20)
+        client.put(f"written/{transport}", bytes(2 << 20))
+        assert node.metric("tanghulu_node_written_bytes_total", transport=transport) == before + (2 << 20)
         client.remove(f"written/{transport}")
 
 
