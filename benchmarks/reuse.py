@@ -72,6 +72,16 @@ class Cluster:
         found: dict[str, Any] = self.http.post(f"{self.url}/route", json={"prompt": prompt}).json()
         return found
 
+    def prefill_workers(self, count: int) -> list[str]:
+        """Their ids, as soon as there are so many: a cluster is ready with the first."""
+        until = time.monotonic() + READY_S
+        while time.monotonic() < until:
+            ids = [worker["id"] for worker in self.route("x")["workers"] if worker["can_prefill"]]
+            if len(ids) == count:
+                return ids
+            time.sleep(0.1)
+        raise SystemExit(f"there are not {count} prefill workers")
+
     def settle(self, num_blocks: int, prompt: str) -> None:
         """Wait until /route sees so many of the prompt's blocks in the store."""
         for _ in range(1000):
@@ -130,7 +140,7 @@ def from_store(live: Cluster, rng: random.Random, tokens: int) -> dict[str, Any]
 
 def from_peer(live: Cluster, rng: random.Random, tokens: int) -> dict[str, Any]:
     first, second = pair_of(rng, tokens)
-    one, other = [worker["id"] for worker in live.route("x")["workers"] if worker["can_prefill"]]
+    one, other = live.prefill_workers(2)
     return {"computed": live.ttft(first, one), "known": live.ttft(second, other)}
 
 
