@@ -24,12 +24,13 @@ test-rdma: $(VENV)/.ready ## real verbs: soft-RoCE devices in two QEMU guests (d
 	tests/rdma_vm/rdma_vm.sh prepare
 	$(PY) -m pytest -m rdma $(PYTEST_FLAGS)
 
-check: $(VENV)/.ready ## style, types, layers, generated code
+check: $(VENV)/.ready ## style, types, layers, generated code, figures in docs
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 	$(PY) protos/generate.py --check
+	$(PY) benchmarks/doc_tables.py --check
 
 bench: $(VENV)/.ready ## measure, and keep the figures in benchmarks/results/
 	$(PY) benchmarks/store_bench.py

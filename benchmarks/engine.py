@@ -96,7 +96,7 @@ def main(vllm: str, transformers: str, what: str, rounds: int, model: Path, name
             kinds = [kind for kind in what.split(",") if kind != "mixed" or engine != "transformers"]  # it serves none
             if kinds:
                 rows += [row | {"round": number} for row in run(python, engine, dtype, ",".join(kinds), model, own)]
-    keep(name, rows, seed=1, ratios=show(rows, what.split(",")), threads=2)
+        keep(name, rows, seed=1, ratios=show(rows, what.split(",")), threads=2)  # what is cut off keeps its rounds
 
 
 if __name__ == "__main__":
