@@ -91,7 +91,9 @@ def store_limits() -> str:
     for size in SIZES:
         of = _by_operation(kept(f"store_compare-{size}") or {"rows": []}).get("limit", {})
         if of:
-            rows.append([spaced(size), *(figure(of[who]["p50_us"]) for who in ("memcpy", "stream", "stream_up", "echo"))])
+            rows.append(
+                [spaced(size), *(figure(of[who]["p50_us"]) for who in ("memcpy", "stream", "stream_up", "echo"))]
+            )
     return table(("size", "memmove", "plain stream down", "up", "echo of 100 B"), rows)
 
 
@@ -102,8 +104,10 @@ def transfer() -> str:
         of = {(row["who"], row["op"], row["callers"]): row for row in record["rows"]}
         order = ("memmove", "tanghulu shm", "NIXL shm", "one stream", "tanghulu tcp")
         known = {who for who, _, _ in of}
-        for who in [*(who for who in order if who in known), *sorted(known - set(order))]:
-            rows.append([spaced(size), who, *(cell for op in ("READ", "WRITE") for cell in _transfer_cells(of, who, op))])
+        for who in sorted(known, key=lambda who: (order.index(who) if who in order else len(order), who)):
+            rows.append(
+                [spaced(size), who, *(cell for op in ("READ", "WRITE") for cell in _transfer_cells(of, who, op))]
+            )
     head = ("READ us", "READ GB/s", "CPU s/GB", "WRITE us", "WRITE GB/s", "CPU s/GB")
     return table(("size", "", *head), rows)
 
@@ -148,7 +152,9 @@ def main() -> int:
     before = PAGE.read_text()
     after = written(before)
     if is_check and before != after:
-        print("docs/benchmarks.md differs from benchmarks/results: run `python benchmarks/doc_tables.py`", file=sys.stderr)
+        print(
+            "docs/benchmarks.md differs from benchmarks/results: run `python benchmarks/doc_tables.py`", file=sys.stderr
+        )
         return 1
     PAGE.write_text(after)
     return 0
