@@ -1,8 +1,8 @@
-"""A `tokenizers.Tokenizer` out of GGUF metadata: byte-level BPE with the pre-tokenizer that the file names.
+"""A `tokenizers.Tokenizer` out of GGUF metadata: byte-level BPE (*gpt2*) or SentencePiece's (*llama*).
 
-GGUF keeps tokens, merges and token types, but of the pre-tokenizer only a name (``tokenizer.ggml.pre``). The
-splits behind the names are those of the models' own tokenizer.json; an unknown name is refused, because a
-wrong split yields plausible but different tokens.
+Of byte-level BPE, GGUF keeps tokens, merges and token types, but of the pre-tokenizer only a name
+(``tokenizer.ggml.pre``). The splits behind the names are those of the models' own tokenizer.json; an unknown name is
+refused, because a wrong split yields plausible but different tokens. SentencePiece: `gguf_sentencepiece`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from tanghulu.errors import ModelUnsupported
+from tanghulu.workers.gguf_sentencepiece import build_sentencepiece
 
 _CONTROL, _USER_DEFINED = 3, 4
 
@@ -21,6 +22,11 @@ _LLAMA3_SPLIT = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+_TEKKEN_SPLIT = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def _gpt2() -> Any:
@@ -42,11 +48,13 @@ _PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
     "smollm": _smollm,
     "llama-bpe": lambda: _split_by(_LLAMA3_SPLIT),
     "qwen2": lambda: _split_by(_QWEN2_SPLIT),
+    "deepseek-r1-qwen": lambda: _split_by(_QWEN2_SPLIT),
+    "tekken": lambda: _split_by(_TEKKEN_SPLIT),
 }
-#: Whole words of the vocabulary win over the merges' result (as in Llama 3's tokenizer.json).
-_IGNORES_MERGES = frozenset({"llama-bpe"})
+#: Whole words of the vocabulary win over the merges' result (as in the tokenizer.json of Llama 3 and Mistral Nemo).
+_IGNORES_MERGES = frozenset({"llama-bpe", "tekken"})
 #: What a file that does not say so means, as llama.cpp reads it.
-_ADDS_BOS = frozenset({"llama-bpe"})
+_ADDS_BOS = frozenset({"llama-bpe", "tekken"})
 
 
 def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
@@ -54,16 +62,11 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
 
     Raises ModelUnsupported that names the tokenizer model or pre-tokenizer that cannot be built.
     """
-    pre = str(metadata.get("tokenizer.ggml.pre", "default"))
-    _require_buildable(str(metadata.get("tokenizer.ggml.model", "absent")), pre)
+    model, pre = str(metadata.get("tokenizer.ggml.model", "absent")), str(metadata.get("tokenizer.ggml.pre", "default"))
+    tokenizer = build_sentencepiece(metadata) if model == "llama" else _byte_level(metadata, model, pre)
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-    merges = [_pair(merge) for merge in metadata.get("tokenizer.ggml.merges", ())]
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in _IGNORES_MERGES))
-    tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]()
-    tokenizer.decoder = decoders.ByteLevel()
     _add_tokens(tokenizer, tokens, metadata.get("tokenizer.ggml.token_type", ()))
-    add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", pre in _ADDS_BOS))
+    add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", model == "llama" or pre in _ADDS_BOS))
     bos_id = metadata.get("tokenizer.ggml.bos_token_id")
     if bos_id is None:
         return tokenizer, False
@@ -75,10 +78,20 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
     return tokenizer, add_bos
 
 
+def _byte_level(metadata: Mapping[str, Any], model: str, pre: str) -> Tokenizer:
+    _require_buildable(model, pre)
+    merges = [_pair(merge) for merge in metadata.get("tokenizer.ggml.merges", ())]
+    vocabulary = {token: index for index, token in enumerate(metadata["tokenizer.ggml.tokens"])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in _IGNORES_MERGES))
+    tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]()
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
 def _require_buildable(model: str, pre: str) -> None:
     if model != "gpt2":
         raise ModelUnsupported(
-            f"GGUF tokenizer model {model!r} cannot be built, only gpt2 (byte-level BPE); "
+            f"GGUF tokenizer model {model!r} cannot be built, only gpt2 (byte-level BPE) and llama (SentencePiece); "
             "use the model's safetensors directory with its tokenizer.json"
         )
     if pre not in _PRE_TOKENIZERS:

@@ -6,7 +6,7 @@ Knows nothing of tensors, torch or files beyond the small JSON texts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ from tanghulu.errors import ModelUnsupported
 
 #: Architectures that ``models.registry`` can run, with what sets them apart from plain Llama.
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+#: What GGUF calls them: a Mistral's file says llama.
+GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ def config_from_hf(config: Mapping[str, Any], generation: Mapping[str, Any] | No
     Raises ModelUnsupported that names the architecture, rope type or missing key.
     """
     architecture = str(config.get("model_type", "absent"))
-    _require_known(architecture)
+    _require_known(architecture, ARCHITECTURES)
     fields = _Fields(config, "config.json")
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     theta, scaling = _hf_rope(config)
@@ -102,10 +104,12 @@ def config_from_hf(config: Mapping[str, Any], generation: Mapping[str, Any] | No
 def config_from_gguf(metadata: Mapping[str, Any], tensor_names: Iterable[str]) -> ModelConfig:
     """Read GGUF metadata; ``tensor_names`` tell whether the output layer shares the embedding's weights.
 
-    Raises ModelUnsupported that names the architecture or the missing key.
+    Raises ModelUnsupported that names the architecture or the missing key, or for one file of several.
     """
     architecture = str(metadata.get("general.architecture", "absent"))
-    _require_known(architecture)
+    _require_known(architecture, GGUF_ARCHITECTURES, " from GGUF")
+    if metadata.get("split.count", 0) > 1:
+        raise ModelUnsupported(f"this is one GGUF file of {metadata['split.count']}; join them (gguf-split --merge)")
     fields = _Fields(metadata, "GGUF metadata", prefix=f"{architecture}.")
     names = frozenset(tensor_names)
     hidden, heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
@@ -121,7 +125,7 @@ def config_from_gguf(metadata: Mapping[str, Any], tensor_names: Iterable[str]) -
         intermediate=fields.integer("feed_forward_length"),
         vocab=fields.integer("vocab_size", len(metadata.get("tokenizer.ggml.tokens", ()))),
         rms_eps=fields.number("attention.layer_norm_rms_epsilon", 1e-6),
-        max_context=fields.integer("context_length"),
+        max_context=_gguf_context(fields),
         rope_theta=fields.number("rope.freq_base", 10000.0),
         rope_scaling=_gguf_rope_scaling(fields),
         tie_embeddings="output.weight" not in names,
@@ -157,10 +161,10 @@ class _Fields:
         return str(self._values.get(self._prefix + name, default))
 
 
-def _require_known(architecture: str) -> None:
-    if architecture not in ARCHITECTURES:
+def _require_known(architecture: str, known: Sequence[str], source: str = "") -> None:
+    if architecture not in known:
         raise ModelUnsupported(
-            f"architecture {architecture!r} cannot be run; this worker runs {', '.join(ARCHITECTURES)}"
+            f"architecture {architecture!r} cannot be run; this worker runs {', '.join(known)}{source}"
         )
 
 
@@ -170,6 +174,11 @@ def _hf_context(config: Mapping[str, Any], positions: int) -> int:
     if window is None or not config.get("use_sliding_window", True):
         return positions
     return min(positions, int(window))
+
+
+def _gguf_context(fields: _Fields) -> int:
+    positions = fields.integer("context_length")
+    return min(positions, fields.integer("attention.sliding_window", 0) or positions)
 
 
 def _hf_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling]:

@@ -115,9 +115,11 @@ def test_tokens_equal_transformers(tokenizer: Tokenizer, smollm2_path: Path) -> 
 
 def test_what_cannot_be_built_is_named(smollm2_path: Path) -> None:
     metadata = GgufFile(smollm2_path).metadata
-    with pytest.raises(ModelUnsupported, match="'tekken'"):
-        build_gguf_tokenizer(metadata | {"tokenizer.ggml.pre": "tekken"})
-    with pytest.raises(ModelUnsupported, match="'llama'"):
+    with pytest.raises(ModelUnsupported, match="'poro-chat'"):
+        build_gguf_tokenizer(metadata | {"tokenizer.ggml.pre": "poro-chat"})
+    with pytest.raises(ModelUnsupported, match="'bert'"):
+        build_gguf_tokenizer(metadata | {"tokenizer.ggml.model": "bert"})
+    with pytest.raises(ModelUnsupported, match="0 scores"):
         build_gguf_tokenizer(metadata | {"tokenizer.ggml.model": "llama"})
 
 
@@ -126,6 +128,8 @@ def test_what_cannot_be_built_is_named(smollm2_path: Path) -> None:
     [
         ("llama-bpe", "abc 12345'LL x\n\n y", ["abc", "Ġ", "123", "45", "'LL", "Ġx", "ĊĊ", "Ġy"]),
         ("qwen2", "abc 12'll", ["abc", "Ġ", "1", "2", "'ll"]),
+        ("deepseek-r1-qwen", "abc 12'll", ["abc", "Ġ", "1", "2", "'ll"]),
+        ("tekken", "abCd 12 x/\n", ["ab", "Cd", "Ġ", "1", "2", "Ġx", "/Ċ"]),
         ("gpt-2", "abc 12'll", ["abc", "Ġ12", "'ll"]),
         ("smollm", "abc 12'll", ["abc", "Ġ", "1", "2", "'ll"]),
     ],
@@ -133,7 +137,7 @@ def test_what_cannot_be_built_is_named(smollm2_path: Path) -> None:
 def test_splits_of_the_known_pre_tokenizers(smollm2_path: Path, pre: str, text: str, pieces: list[str]) -> None:
     built, add_bos = build_gguf_tokenizer(GgufFile(smollm2_path).metadata | {"tokenizer.ggml.pre": pre})
     assert [piece for piece, _ in built.pre_tokenizer.pre_tokenize_str(text)] == pieces
-    assert not add_bos
+    assert add_bos is False
 
 
 def test_bos_is_put_in_front_where_the_file_says_so(smollm2_path: Path) -> None:

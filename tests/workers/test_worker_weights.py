@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from worker_gguf import write_gguf
 from worker_tiny import BASE, TinyModel, engine, request, run_all, write_tiny
 
 from tanghulu.errors import ModelUnsupported
@@ -21,60 +22,6 @@ from tanghulu.workers.models.registry import load_model
 from tanghulu.workers.weights import ModelSource, fingerprint, resolve_model
 from tanghulu.workers.weights.dequantise import dequantise, num_stored_bytes
 from tanghulu.workers.weights.gguf_file import GgufFile
-
-_NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-
-
-def _permuted(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
-    """What llama.cpp's converter does to W_q and W_k."""
-    rows = weight.shape[0]
-    return weight.reshape(heads, 2, rows // heads // 2, -1).swapaxes(1, 2).reshape(weight.shape)
-
-
-def write_gguf(tiny: TinyModel, path: Path, rope_freqs: np.ndarray[Any, Any] | None = None, **metadata: Any) -> None:
-    config = tiny.config
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_eos_token_id(1)
-    for key, value in metadata.items():
-        writer.add_string(key, value)
-    for name, tensor in load_file(tiny.path / "model.safetensors").items():
-        data = tensor.numpy()
-        if ".q_proj." in name or ".k_proj." in name:
-            data = _permuted(data, config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"])
-        writer.add_tensor(_gguf_name(name), data)
-    if rope_freqs is not None:
-        writer.add_tensor("rope_freqs.weight", rope_freqs)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def _gguf_name(name: str) -> str:
-    top = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
-    if not name.startswith("model.layers."):
-        return top.get(name, "output.weight")
-    _, _, index, rest = name.split(".", 3)
-    stem, _, kind = rest.rpartition(".")
-    return f"blk.{index}.{_NAMES[stem]}.{kind}"
 
 
 def test_gguf_gives_the_tensors_of_the_checkpoint(tiny: TinyModel, tmp_path: Path) -> None:
@@ -109,7 +56,7 @@ def test_gguf_frequency_factors_equal_llama3_scaling(tmp_path: Path) -> None:
 
     factors = (frequencies / _scaled(frequencies, scaling)).float().numpy()
     path = tmp_path / "tiny.gguf"
-    write_gguf(tiny, path, factors)
+    write_gguf(tiny, path, rope_freqs=factors)
     texts = []
     for spec in (str(tmp_path), str(path)):
         core = engine(load_model(resolve_model(spec), torch.float32))
