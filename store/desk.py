@@ -116,6 +116,7 @@ class DeskWriter:
 
     def __init__(self, memory: memoryview, place: DeskPlace) -> None:
         assert place.end <= len(memory), "the desk lies inside the segment"
+        self.offset = place.offset
         self._words = _words(memory, place.head)
         self._range = memory[place.offset : place.offset + place.length]
         self._records = memory[place.records : place.records + place.num_records * RECORD_BYTES]

@@ -85,6 +85,11 @@ class RemoteSegment:
         shm = self.shm
         return shm.view if shm is not None else None
 
+    def touch(self, offset: int, length: int) -> None:
+        """The caller is about to write to that range of what ``map()`` gave: cheaper than a fault for each page."""
+        if self.shm is not None:
+            self.shm.touch(offset, length)
+
     @property
     def alive(self) -> bool:
         """Whether the segment is open and, under shm, its owner still keeps the connection; over tcp, open."""

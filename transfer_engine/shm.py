@@ -97,6 +97,10 @@ class ShmPeer:
             raise self.gone()
         self._memory.copy(opcode, local, local_offset, remote_offset, length)
 
+    def touch(self, offset: int, length: int) -> None:
+        """The caller is about to write to that range of ``view``: map its pages in one go."""
+        self._memory.touch(offset, length)
+
     def digest(self, offset: int, length: int) -> int:
         """The checksum of what the segment holds there."""
         return self._memory.digest(offset, length)

@@ -20,6 +20,7 @@ import numpy as np
 from tanghulu.errors import NodeUnavailable
 from tanghulu.transfer_engine.copying import Bytes, Memory, copy
 from tanghulu.transfer_engine.opcode import Opcode
+from tanghulu.transfer_engine.page_touch import PageToucher
 from tanghulu.transfer_engine.wire import digest_of
 
 _DIGEST_PIECE_BYTES = 64 << 20
@@ -32,12 +33,14 @@ class MappedMemory:
         self.view: memoryview | None = memoryview(area)
         self.array: Bytes = np.frombuffer(area, dtype=np.uint8)
         self.address: int = self.array.__array_interface__["data"][0]
+        self.touch = PageToucher(area).touch
 
     def copy(self, opcode: Opcode, local: Memory, local_offset: int, remote_offset: int, length: int) -> None:
         """Move the bytes now."""
         if opcode is Opcode.READ:
             copy(local, local_offset, self, remote_offset, length)
         else:
+            self.touch(remote_offset, length)
             copy(self, remote_offset, local, local_offset, length)
 
     def digest(self, offset: int, length: int) -> int:
@@ -83,6 +86,9 @@ class ProcessMemory:
     def copy(self, opcode: Opcode, local: Memory, local_offset: int, remote_offset: int, length: int) -> None:
         """Move the bytes now."""
         self._move(opcode, local.address + local_offset, remote_offset, length)
+
+    def touch(self, offset: int, length: int) -> None:
+        """There are no pages here."""
 
     def digest(self, offset: int, length: int) -> int:
         """The xxh3_64 of a range, which is copied for it."""

@@ -32,6 +32,8 @@ OFTEN_S = 1.0
 #: A node that had none to give is not asked again for so long, unless for smaller values.
 REFUSED_S = 0.1
 _MAX_TTL_S = 1e6
+#: So much of a new desk is mapped at once, for the small values that will lie there.
+TOUCHED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,6 +106,7 @@ class ClientDesks:
         view = mapped.link.view
         if view is None or place.end > len(view):
             return None
+        mapped.link.remote.touch(place.offset, min(place.length, TOUCHED_BYTES))
         before, writer = self._open.get(node), DeskWriter(view, place)
         self._open[node] = writer
         self._refused.pop(node, None)
@@ -136,6 +139,7 @@ def put(context: Context, deadline: Deadline, node: PeerId, new: NewChunk, value
         return None
     published = False
     try:
+        mapped.link.remote.touch(writer.offset + place, new.size_bytes)
         writer.fill(place, value)
         (checksum,) = new.checksums.parts or compute(value).parts
         verdict = yield from _proclaim(deadline, node, mapped, new)
