@@ -41,9 +41,10 @@ from tanghulu.transfer_engine.engine import (
     TransferRequest,
     TransportLimits,
 )
+from tanghulu.transfer_engine.onesided_wire import DoorAnswer
 from tanghulu.transfer_engine.rdma_devices import LocalDevices
 from tanghulu.transfer_engine.rdma_verbs import Device, DeviceInfo, MemoryRegion, QueuePair, probe
-from tanghulu.transfer_engine.rdma_wire import REQUEST_BYTES, QueuePairAddress, pack_answer, parse_request
+from tanghulu.transfer_engine.rdma_wire import RDMA, QueuePairAddress, SegmentKey, pack_granted
 from tanghulu.transfer_engine.rdma_works import Completed, CompletionRing, PostRing, Work, which_tell
 from tanghulu.transfer_engine.segment import Endpoint, SegmentDescriptor
 
@@ -128,9 +129,12 @@ def answer_everything(listener: socket.socket) -> None:
 
 
 def answer(connection: socket.socket) -> None:
+    granted, said = pack_granted(_ADDRESS, SegmentKey(1 << 40, 3)), bytearray()
     with connection:
-        while data := connection.recv(REQUEST_BYTES, socket.MSG_WAITALL):
-            connection.sendall(pack_answer(parse_request(data).op, _ADDRESS, 1 << 40, 3))
+        while data := connection.recv(1 << 16):
+            said += data
+            while (request := RDMA.take_request(said)) is not None:
+                connection.sendall(RDMA.pack_answer(DoorAnswer(request.op, payload=granted)))
 
 
 def per_second(work: Callable[[], int], rounds: int = 7, enough_s: float = 0.1) -> float:

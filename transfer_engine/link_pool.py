@@ -100,7 +100,7 @@ class LinkPool:
                 self._num_waiting -= 1
         try:
             return connect()
-        except BaseException:
+        except BaseException:  # an interrupt, too: there is no link to count; it is raised on
             self._forget()
             raise
 

@@ -26,16 +26,14 @@ from tanghulu.transfer_engine.segment import Endpoint
 class Cargo(Enum):
     """What a slice asks of its path."""
 
-    #: Any path moves bytes.
+    #: Any path moves bytes, and has their checksum compared.
     DATA = "data"
-    #: The owner's process must take part, to compute a checksum.
-    VERIFIED = "verified data"
     #: A message to the owner's program.
     NOTICE = "notice"
 
 
-#: Transports that carry more than data: rdma and ucx go past the owner's process, and a mapping has nobody to tell.
-CARRIERS = {Cargo.VERIFIED: ("shm", "tcp"), Cargo.NOTICE: ("tcp",)}
+#: Carries notices: rdma and ucx go past the owner's process, and a mapping has nobody to tell.
+_TELLS = "tcp"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -347,7 +345,7 @@ class PathTable:
 def _carries(path: Path, cargo: Cargo) -> bool:
     if cargo is Cargo.DATA:
         return not path.notices_only
-    return path.transport in CARRIERS[cargo] and (cargo is Cargo.NOTICE or not path.notices_only)
+    return path.transport == _TELLS
 
 
 def _nothing_in_flight(path: Path) -> int:

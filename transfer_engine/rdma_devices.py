@@ -2,59 +2,34 @@
 
 Owns the devices' life: they are opened once, and closed when the last user has gone. Buffers larger than STAGED_BYTES
 are registered whole on first use and stay so while the Buffer lives (``TransferEngine.register`` once, use often: 16
-MiB take 56-150 ms on soft-RoCE). Smaller ones are copied through memory that is registered
-already, because registering them would cost more than copying.
+MiB take 56-150 ms on soft-RoCE). Smaller ones are copied through ``staged_slots``.
 """
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import threading
 from collections.abc import Sequence
 
 from tanghulu.errors import NodeUnavailable
 from tanghulu.transfer_engine.buffers import Buffer
 from tanghulu.transfer_engine.rdma_verbs import Device, DeviceInfo, MemoryRegion, probe
+from tanghulu.transfer_engine.staged_slots import StagedSlots
 
-#: Buffers up to this size are copied through a slot of staging memory.
-STAGED_BYTES = 64 << 10
+#: Of STAGED_BYTES each, by link and device.
 NUM_SLOTS = 64
 
 
 class Staging:
-    """Slots of STAGED_BYTES of registered memory; used by one thread at a time."""
+    """Slots that are registered with a device; used by one thread at a time."""
 
     def __init__(self, device: Device) -> None:
-        area = mmap.mmap(-1, NUM_SLOTS * STAGED_BYTES)
-        self._buffer = Buffer(area)
-        self._free = list(range(NUM_SLOTS))
-        self._region = device.register(self._buffer.address, self._buffer.size_bytes, remote=False)
+        self.slots = StagedSlots(NUM_SLOTS)
+        self._region = device.register(self.slots.memory.address, self.slots.memory.size_bytes, remote=False)
         self.key = self._region.local_key
-
-    def take(self) -> int | None:
-        """A slot, or None when all are in use."""
-        return self._free.pop() if self._free else None
-
-    def put(self, slot: int) -> None:
-        """No device touches the slot any more."""
-        self._free.append(slot)
-
-    def address(self, slot: int) -> int:
-        """Where the slot begins."""
-        return self._buffer.address + slot * STAGED_BYTES
-
-    def fill(self, slot: int, buffer: Buffer, offset: int, length: int) -> None:
-        """Copy from the caller's buffer into the slot."""
-        ctypes.memmove(self.address(slot), buffer.address + offset, length)
-
-    def empty(self, slot: int, buffer: Buffer, offset: int, length: int) -> None:
-        """Copy from the slot into the caller's buffer."""
-        ctypes.memmove(buffer.address + offset, self.address(slot), length)
 
     def close(self) -> None:
         """Unpin; no slot is in use."""
-        assert len(self._free) == NUM_SLOTS, "a slot is in use"
+        assert self.slots.idle, "a slot is in use"
         self._region.close()
 
 

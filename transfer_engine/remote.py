@@ -15,15 +15,16 @@ from tanghulu.transfer_engine.config import EngineConfig
 from tanghulu.transfer_engine.link_pool import LinkPool
 from tanghulu.transfer_engine.network import Network
 from tanghulu.transfer_engine.paths import Path, PathState, PathStats, PathTable, PauseRule
-from tanghulu.transfer_engine.rdma import RdmaLink, RdmaPeer, pair_devices
+from tanghulu.transfer_engine.rdma import pair_devices, rdma_peer
 from tanghulu.transfer_engine.rdma_devices import LocalDevices
 from tanghulu.transfer_engine.segment import SegmentDescriptor
 from tanghulu.transfer_engine.shm import ShmPeer
-from tanghulu.transfer_engine.tcp import TcpLink, TcpPeer
+from tanghulu.transfer_engine.tcp import TcpPeer
 from tanghulu.transfer_engine.tls_network import TlsNetwork
 from tanghulu.transfer_engine.topology import Topology, pair
 from tanghulu.transfer_engine.transport import Link, Peer
-from tanghulu.transfer_engine.ucx import UcxLink, UcxPeer
+from tanghulu.transfer_engine.ucx import ucx_peer
+from tanghulu.transfer_engine.wired_link import WiredLink
 from tanghulu.types import Address
 
 
@@ -58,9 +59,9 @@ class RemoteSegment:
         self._tcp = TcpPeer(descriptor, session_id, network)
         self._peers["tcp"] = self._tcp  # for notices, if for nothing else
         if rdma is not None and "rdma" in transports:
-            self._peers["rdma"] = RdmaPeer(descriptor, session_id, rdma, self._tcp.fences)
+            self._peers["rdma"] = rdma_peer(descriptor, session_id, rdma, self._tcp.fences)
         if "ucx" in transports:
-            self._peers["ucx"] = UcxPeer(descriptor, session_id, self._tcp.fences)
+            self._peers["ucx"] = ucx_peer(descriptor, session_id, self._tcp.fences)
         self._pools = {
             name: LinkPool(peer.connect, config.max_links_per_peer, clock) for name, peer in self._peers.items()
         }
@@ -106,7 +107,7 @@ class RemoteSegment:
             if path.transport != self.transport or path.stream:
                 continue
             link = self._peers[path.transport].connect()
-            assert isinstance(link, TcpLink | RdmaLink | UcxLink), "shm greets when it maps"
+            assert isinstance(link, WiredLink), "shm greets when it maps"
             try:
                 link.greet(path, timeout_s, clock)
             except TanghuluError as error:

@@ -175,8 +175,6 @@ def admit(request: TransferRequest, buffer: Buffer) -> RunRequest | TanghuluErro
     target = request.target
     if target.closed:
         return NodeUnavailable(f"{target!r} was closed in this process; open it again")
-    if request.verify and not target.paths.carries(Cargo.VERIFIED):
-        return InvalidRequest(f"no path to {target!r} verifies; allow shm or tcp, or give a READ its checksum")
     if request.notify is not None and not target.paths.carries(Cargo.NOTICE):
         return InvalidRequest(f"{target!r} has no tcp endpoint, so its owner cannot be notified")
     return RunRequest(

@@ -90,7 +90,7 @@ class MemorySegment:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
             flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if prefault else 0)
             area = mmap.mmap(fd, size_bytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        except BaseException:
+        except BaseException:  # an interrupt, too: nobody else knows the descriptor; it is raised on
             os.close(fd)
             raise
         return cls(name, fd, area)

@@ -12,12 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tanghulu.transfer_engine.access import AccessTable
 from tanghulu.transfer_engine.leases import Freed
-from tanghulu.transfer_engine.rdma_server import RdmaDoor
+from tanghulu.transfer_engine.onesided_server import FarEnds, OneSidedDoor
+from tanghulu.transfer_engine.rdma_server import RdmaEnds
 from tanghulu.transfer_engine.reception import OnNotice, Reception
 from tanghulu.transfer_engine.segment import Endpoint, MemorySegment, SegmentDescriptor
 from tanghulu.transfer_engine.shm_server import ProcessWatch, ShmDoor
 from tanghulu.transfer_engine.tcp_server import TcpConnection
-from tanghulu.transfer_engine.ucx_server import UcxDoor
+from tanghulu.transfer_engine.ucx_server import UcxEnds
 from tanghulu.types import Address
 
 #: A slice without a byte of progress for this long has its connection closed, so that its range can be reused.
@@ -75,10 +76,9 @@ class SegmentServer:
         self._tls = tls
         self._max_connections = max_connections
         self._stall_timeout_s = stall_timeout_s
-        self._rdma: RdmaDoor | None = None
         self._rdma_devices = rdma_devices
         self._offers_ucx = ucx
-        self._ucx: UcxDoor | None = None
+        self._one_sided: dict[str, OneSidedDoor] = {}
         self._listener: asyncio.Server | None = None
         self._door: ShmDoor | None = None
         self._watch = ProcessWatch(self._process_exited)
@@ -121,26 +121,23 @@ class SegmentServer:
             )
             try:
                 await self._door.start()
-            except BaseException:
+            except BaseException:  # a cancel, too: what listens would serve nobody's segment; it is raised on
                 self._listener.close()
                 raise
         if self._rdma_devices is not None:
-            await self._start_rdma(self._rdma_devices)
+            await self._start_one_sided(RdmaEnds(self._segment, self._rdma_devices))
         if self._offers_ucx:
-            await self._start_ucx()
+            await self._start_one_sided(UcxEnds(self._segment))
         self._sweeping = loop.call_later(self._stall_timeout_s, self._sweep)
 
     def descriptor(self) -> SegmentDescriptor:
         """What peers need in order to open this segment; valid after ``start()``."""
         assert self._listener is not None, "start the server first"
-        endpoints = [
+        endpoints = [each for door in self._one_sided.values() for each in door.endpoints()]
+        endpoints += [
             Endpoint("tcp", str(Address(host, self._port)), device, self._tcp_distances.get(device, 0))
             for device, host in self._tcp_devices
         ]
-        if self._ucx is not None:
-            endpoints = self._ucx.endpoints() + endpoints
-        if self._rdma is not None:
-            endpoints = self._rdma.endpoints() + endpoints
         if self._unix_path is not None:
             endpoints.insert(0, Endpoint("shm", self._unix_path))
         return SegmentDescriptor(
@@ -156,10 +153,8 @@ class SegmentServer:
             self._sweeping.cancel()
         listener.close()
         self._reception.open = False
-        if self._ucx is not None:
-            self._ucx.close()
-        if self._rdma is not None:
-            self._rdma.close()
+        for one_sided in reversed(self._one_sided.values()):
+            one_sided.close()
         for connection in list(self._reception.connections):
             connection.cut()
         if self._door is not None:
@@ -207,36 +202,17 @@ class SegmentServer:
     def check(self) -> None:
         """Assert the invariants."""
         self._reception.check()
-        if self._rdma is not None:
-            self._rdma.check()
-        if self._ucx is not None:
-            self._ucx.check()
+        for door in self._one_sided.values():
+            door.check()
 
     def __repr__(self) -> str:
         return f"SegmentServer({self._segment!r}, generation={self._generation}, {self.num_connections})"
 
     # --- inside
 
-    async def _start_rdma(self, device_names: Sequence[str]) -> None:
-        self._rdma = RdmaDoor(
-            self._segment,
-            self._access,
-            self._reception,
-            self._tell,
-            host=self._host,
-            advertised_host=self._advertised_host,
-            device_names=device_names,
-        )
-        try:
-            await self._rdma.start()
-        except BaseException:
-            self._rdma = None
-            await self.close()
-            raise
-
-    async def _start_ucx(self) -> None:
-        door = UcxDoor(
-            self._segment,
+    async def _start_one_sided(self, ends: FarEnds) -> None:
+        door = OneSidedDoor(
+            ends,
             self._access,
             self._reception,
             self._tell,
@@ -245,10 +221,10 @@ class SegmentServer:
         )
         try:
             await door.start()
-        except BaseException:
+        except BaseException:  # a cancel, too: what listens would serve nobody's segment; it is raised on
             await self.close()
             raise
-        self._ucx = door
+        self._one_sided[ends.dialect.protocol] = door
 
     def _tell(self, freed: Sequence[Freed]) -> None:
         if freed and self._on_freed is not None:

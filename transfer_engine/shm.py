@@ -75,7 +75,7 @@ class ShmPeer:
             memory = _receive_memory(sock, descriptor.size_bytes)
             sock.setblocking(False)
             return cls(sock, memory, endpoint)
-        except BaseException as error:
+        except BaseException as error:  # an interrupt, too: nobody else knows the socket; all is raised on
             sock.close()
             if isinstance(error, OtherVersion):
                 raise typed_error(error, f"shm door {endpoint.address}") from error

@@ -110,7 +110,7 @@ class ShmDoor:
             finally:
                 os.umask(previous)
             listener.listen(_BACKLOG)
-        except BaseException:
+        except BaseException:  # a cancel, too: nobody else knows the socket; it is raised on
             listener.close()
             raise
         self._listener = listener

@@ -103,9 +103,7 @@ class Slice:
     @property
     def cargo(self) -> Cargo:
         """What it asks of its path."""
-        if self.notice is not None:
-            return Cargo.NOTICE
-        return Cargo.VERIFIED if self.verified else Cargo.DATA
+        return Cargo.DATA if self.notice is None else Cargo.NOTICE
 
     def memory(self) -> memoryview:
         """The local bytes: a READ's destination, a WRITE's source."""

@@ -1,6 +1,6 @@
 """One non-blocking TCP connection of the client: heads and payloads out, replies and payloads in, in order.
 
-Owns the socket and the order of what is expected on it. Raises StreamBroken when the connection cannot be used any
+Owns the socket and the order of what is expected on it. Raises ConnectionBroken when the connection cannot be used any
 more; who uses it then and what is tried instead is decided elsewhere.
 """
 
@@ -23,7 +23,7 @@ from tanghulu.transfer_engine.opcode import Opcode
 from tanghulu.transfer_engine.paths import Path
 from tanghulu.transfer_engine.segment import SegmentDescriptor
 from tanghulu.transfer_engine.slices import Slice
-from tanghulu.transfer_engine.transport import Arrived, Completion, Corrupt, Refused
+from tanghulu.transfer_engine.transport import Arrived, Completion, ConnectionBroken, Corrupt, Refused
 from tanghulu.transfer_engine.wire import (
     HEAD_BYTES,
     REPLY_BYTES,
@@ -47,14 +47,6 @@ _READ = Opcode.READ
 #: The number of a slice that has the stream for itself.
 DIRECT_SLICE_ID = 1
 _DIRECT_ACKNOWLEDGEMENT = pack_reply(DIRECT_SLICE_ID, 0)
-
-
-class StreamBroken(Exception):
-    """The connection is of no use any more; ``error`` says why, in the caller's terms."""
-
-    def __init__(self, error: TanghuluError) -> None:
-        super().__init__(error.message)
-        self.error = error
 
 
 class _Interrupted(NamedTuple):
@@ -179,7 +171,7 @@ class TcpStream:
         except BlockingIOError:
             return
         except MalformedMessage as error:
-            raise StreamBroken(typed_error(error, self.path.label)) from error
+            raise ConnectionBroken(typed_error(error, self.path.label)) from error
         except OSError as error:
             raise self._broken(error) from error
 
@@ -237,7 +229,7 @@ class TcpStream:
             try:
                 self._sort(piece, so_far.got, ended)
             except MalformedMessage as error:
-                raise StreamBroken(typed_error(error, self.path.label)) from error
+                raise ConnectionBroken(typed_error(error, self.path.label)) from error
 
     def close(self) -> None:
         """Close the socket; nothing is received into anybody's memory afterwards."""
@@ -248,8 +240,8 @@ class TcpStream:
 
     # --- inside
 
-    def _broken(self, error: OSError) -> StreamBroken:
-        return StreamBroken(NodeUnavailable(f"{self.path.label}: {error.strerror or error}"))
+    def _broken(self, error: OSError) -> ConnectionBroken:
+        return ConnectionBroken(NodeUnavailable(f"{self.path.label}: {error.strerror or error}"))
 
     def _queue_head(
         self,
@@ -317,7 +309,7 @@ class TcpStream:
     def _took(self, num_bytes: int, ended: list[Completion]) -> bool:
         """So many more bytes are where they belong; whether to ask the socket again."""
         if num_bytes == 0:
-            raise StreamBroken(NodeUnavailable(f"{self.path.label}: the peer closed the connection"))
+            raise ConnectionBroken(NodeUnavailable(f"{self.path.label}: the peer closed the connection"))
         self._got += num_bytes
         if self._got < len(self._into):
             if not self.greeted and self._into is self._head:
@@ -377,7 +369,7 @@ class TcpStream:
     def _refused(self, error: TanghuluError, ended: list[Completion]) -> None:
         first = self._next()
         if not isinstance(first, Slice):
-            raise StreamBroken(error)
+            raise ConnectionBroken(error)
         if isinstance(error, ChecksumMismatch):
             ended.append(Corrupt(first.slice_id, error))
         else:

@@ -44,6 +44,14 @@ class Corrupt(NamedTuple):
 Completion = Arrived | Refused | Lost | Corrupt
 
 
+class ConnectionBroken(Exception):
+    """A link's connection is of no use any more; ``error`` says why, in the caller's terms."""
+
+    def __init__(self, error: TanghuluError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
 class Link(Protocol):
     """One batch's connections to one peer on one transport; used by one thread at a time, except ``wake``."""
 

@@ -7,6 +7,7 @@ import pytest
 from guest_agent import RemoteOwner
 from segment_process import random_bytes
 from test_transfer_bad_input import TestBadInput  # noqa: F401 - pytest collects it from here
+from test_transfer_checks import TestChecksums  # noqa: F401 - pytest collects it from here
 from test_transfer_contract import (  # noqa: F401 - pytest collects them from here
     test_a_dropped_handle_lets_its_links_go,
     test_an_empty_batch_is_complete,

@@ -120,8 +120,7 @@ class Owner:
         await self.server._door.close()
 
     async def close_ucx(self) -> None:
-        assert self.server._ucx is not None
-        self.server._ucx.close()
+        self.server._one_sided["ucx"].close()
 
     async def counters(self) -> dict[str, Any]:
         self.server.check()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import select
 import socket
 import struct
 import threading
@@ -15,42 +14,45 @@ from typing import Any, cast
 
 import pytest
 
+from tanghulu.clock import SystemClock
 from tanghulu.errors import NodeUnavailable, VersionMismatch, error_from_code
-from tanghulu.transfer_engine import rdma_wire, ucx_connection, ucx_server, ucx_wire, wire
+from tanghulu.transfer_engine import ucx_mover, ucx_server, wire
 from tanghulu.transfer_engine.engine import EngineConfig, TransferEngine
 from tanghulu.transfer_engine.fences import Fences
+from tanghulu.transfer_engine.onesided_link import Movers, OneSidedLink
+from tanghulu.transfer_engine.onesided_server import OneSidedDoor, OneSidedServerConnection
+from tanghulu.transfer_engine.onesided_wire import ANSWER_BYTES, DoorAnswer, DoorOp, DoorRequest
 from tanghulu.transfer_engine.paths import Path
-from tanghulu.transfer_engine.rdma_connection import ConnectionBroken as RdmaBroken
-from tanghulu.transfer_engine.rdma_connection import RdmaConnection
-from tanghulu.transfer_engine.rdma_server import RdmaDoor, RdmaServerConnection
+from tanghulu.transfer_engine.rdma_mover import RdmaMover
+from tanghulu.transfer_engine.rdma_server import RdmaEnds
+from tanghulu.transfer_engine.rdma_wire import RDMA, QueuePairAddress, pack_asked
 from tanghulu.transfer_engine.reception import Reception
 from tanghulu.transfer_engine.segment import Endpoint, MemorySegment, SegmentDescriptor
 from tanghulu.transfer_engine.server import SegmentServer
-from tanghulu.transfer_engine.ucx_connection import ConnectionBroken as UcxBroken
-from tanghulu.transfer_engine.ucx_connection import UcxConnection
+from tanghulu.transfer_engine.ucx import UcxMovers
+from tanghulu.transfer_engine.ucx_wire import UCX
 from tanghulu.transfer_engine.wire import DoorHello, Head, Op
 from tanghulu.types import Address
 
 SEGMENT = "s"
 VERSION_AT = 4
+NO_ADDRESS = QueuePairAddress("::", 0, 0, 0, 0)
+CONNECT = DoorRequest(DoorOp.CONNECT, 77, 0, 3, wire.name_hash(SEGMENT))
 HELLOS = {
     "tcp": Head(Op.HELLO, 0, 0, wire.name_hash(SEGMENT), 3, 77, 0).pack(),
     "shm": DoorHello(SEGMENT, 3, 0).pack(),
-    "rdma": rdma_wire.RdmaRequest(rdma_wire.RdmaOp.CONNECT, 77, 0, 3, wire.name_hash(SEGMENT), "mlx5_0").pack(),
-    "ucx": ucx_wire.UcxRequest(ucx_wire.UcxOp.CONNECT, 77, 0, 3, wire.name_hash(SEGMENT)).pack(),
+    "rdma": RDMA.pack_request(CONNECT._replace(payload=pack_asked("mlx5_0", NO_ADDRESS))),
+    "ucx": UCX.pack_request(CONNECT),
 }
 ANSWERS = {
     "tcp": wire.pack_reply(0, 0),
     "shm": wire.pack_door_answer(1 << 16, 0),
-    "rdma": rdma_wire.pack_answer(rdma_wire.RdmaOp.CONNECT),
-    "ucx": ucx_wire.UcxAnswer(ucx_wire.UcxOp.CONNECT).pack(),
+    "rdma": RDMA.pack_answer(DoorAnswer(DoorOp.CONNECT)),
+    "ucx": UCX.pack_answer(DoorAnswer(DoorOp.CONNECT)),
 }
-VERSIONS = {"tcp": wire.VERSION, "shm": wire.VERSION, "rdma": rdma_wire.VERSION, "ucx": ucx_wire.VERSION}
+VERSIONS = {"tcp": wire.VERSION, "shm": wire.VERSION, "rdma": RDMA.version, "ucx": UCX.version}
 #: Bytes of an answer of ours in front of a refusal's text.
-HEADS = {
-    "tcp": wire.REPLY_BYTES, "shm": wire.DOOR_ANSWER_BYTES, "rdma": rdma_wire.ANSWER_BYTES,
-    "ucx": ucx_wire.ANSWER_BYTES,
-}  # fmt: skip
+HEADS = {"tcp": wire.REPLY_BYTES, "shm": wire.DOOR_ANSWER_BYTES, "rdma": ANSWER_BYTES, "ucx": ANSWER_BYTES}
 
 
 def of_version(message: bytes, version: int) -> bytes:
@@ -77,12 +79,12 @@ class Owner:
 
     async def start(self) -> None:
         await self.server.start()
-        door = RdmaDoor(
-            self.segment, None, self.reception, lambda freed: None, host="127.0.0.1", advertised_host="127.0.0.1",
-            device_names=(),
+        door = OneSidedDoor(
+            RdmaEnds(self.segment, ()), None, self.reception, lambda freed: None, host="127.0.0.1",
+            advertised_host="127.0.0.1",
         )  # fmt: skip
         loop = asyncio.get_running_loop()
-        self._rdma = await loop.create_server(lambda: RdmaServerConnection(door), "127.0.0.1", 0)
+        self._rdma = await loop.create_server(lambda: OneSidedServerConnection(door), "127.0.0.1", 0)
 
     @property
     def reception(self) -> Reception:
@@ -247,7 +249,7 @@ def test_another_transport_serves_where_its_version_is_ours(tmp_path: FilePath):
 class StillDevices:
     """Verbs' part: a queue pair that is never connected."""
 
-    address = rdma_wire.NO_ADDRESS
+    address = NO_ADDRESS
 
     def device(self, name: str) -> StillDevices:
         return self
@@ -262,39 +264,28 @@ class StillDevices:
         pass
 
 
-def rdma_client(descriptor: SegmentDescriptor) -> RdmaConnection:
-    path = Path(descriptor.endpoints[0], "mlx5_0", 0, 0)
-    return RdmaConnection(path, cast(Any, StillDevices()), cast(Any, None), Fences(), descriptor, 0, lambda: None)
+class RdmaMovers:
+    dialect = RDMA
+
+    def make(self, path: Path, token: int, wake: Callable[[], None]) -> RdmaMover:
+        return RdmaMover(cast(Any, StillDevices()), "mlx5_0", path.endpoint.device, cast(Any, None), wake)
+
+    def close(self) -> None:
+        pass
 
 
-def ucx_client(descriptor: SegmentDescriptor) -> UcxConnection:
-    return UcxConnection(Path(descriptor.endpoints[0], "", 0, 0), Fences(), descriptor, 0)
-
-
-def serve(connection: RdmaConnection | UcxConnection) -> None:
-    waiter = select.poll()
-    waiter.register(connection.fileno() if isinstance(connection, UcxConnection) else connection.descriptors[0])
-    while waiter.poll(5000):
-        connection.serve_control(select.EPOLLIN | select.EPOLLOUT)
-
-
-@pytest.mark.parametrize(("transport", "connect"), [("rdma", rdma_client), ("ucx", ucx_client)])
+@pytest.mark.parametrize(("transport", "movers"), [("rdma", RdmaMovers), ("ucx", UcxMovers)])
 @pytest.mark.parametrize("kind", range(4))
 def test_connecting_says_which_versions_meet(
-    transport: str,
-    connect: Callable[[SegmentDescriptor], RdmaConnection | UcxConnection],
-    kind: int,
-    tmp_path: FilePath,
-    monkeypatch: pytest.MonkeyPatch,
+    transport: str, movers: Callable[[], Movers], kind: int, tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(ucx_connection, "Agent", lambda name, serves: StillAgent())
+    monkeypatch.setattr(ucx_mover, "Agent", lambda name, serves: StillAgent())
     with foreign_owner(transport, tmp_path, foreign_answers(transport)[kind]) as descriptor:
-        connection = connect(descriptor)
-        with pytest.raises((RdmaBroken, UcxBroken)) as caught:
-            serve(connection)
-        connection.shut()
-        assert isinstance(caught.value.error, VersionMismatch)
-        assert names(caught.value.error.message, VERSIONS[transport], VERSIONS[transport] + 1)
+        link = OneSidedLink(descriptor, 0, Fences(), movers())
+        with pytest.raises(VersionMismatch) as caught:
+            link.greet(Path(descriptor.endpoints[0], "", 0, 0), 5, SystemClock())
+        link.close()
+        assert names(caught.value.message, VERSIONS[transport], VERSIONS[transport] + 1)
 
 
 def test_the_first_five_bytes_of_every_message_are_magic_and_version():

@@ -10,7 +10,9 @@ import pytest
 from tanghulu.errors import NodeUnavailable
 from tanghulu.transfer_engine.rdma_devices import LocalDevices
 from tanghulu.transfer_engine.rdma_set_up import SetUp
-from tanghulu.transfer_engine.rdma_wire import NO_ADDRESS
+from tanghulu.transfer_engine.rdma_wire import QueuePairAddress
+
+NO_ADDRESS = QueuePairAddress("::", 0, 0, 0, 0)
 
 
 class SlowPair:

@@ -169,16 +169,6 @@ class TestBadInput:
             await engine.transfer_async(requests, deadline_s)
         engine.transfer(requests, 10)
 
-    @pytest.mark.parametrize("opcode", list(Opcode))
-    def test_a_check_is_made_or_refused(self, engine: TransferEngine, remote: RemoteSegment, opcode: Opcode):
-        """Where no path of the segment can compare, nobody is told that it was."""
-        request = TransferRequest(opcode, bytearray(100), remote, 0, 100, verify=True)
-        if remote.transport in ("shm", "tcp"):
-            engine.transfer([request], 5)
-        else:
-            with pytest.raises(InvalidRequest, match="verifies; allow shm or tcp"):
-                engine.transfer([request], 5)
-
     @pytest.mark.parametrize("notify", ["text", 5, b"", b"x" * 5000])
     def test_notices_that_are_none(self, engine: TransferEngine, remote: RemoteSegment, notify: Any):
         self.bad(engine, TransferRequest(READ, bytearray(5), remote, 0, 5, notify=notify))

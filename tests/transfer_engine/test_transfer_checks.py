@@ -33,12 +33,6 @@ READ, WRITE = Opcode.READ, Opcode.WRITE
 SIZE = 3 << 20
 
 
-@pytest.fixture(params=["shm", "tcp"])
-def transport(request: pytest.FixtureRequest) -> str:
-    """Those that verify."""
-    return str(request.param)
-
-
 def checksum(data: Any) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
@@ -77,6 +71,16 @@ class TestChecksums:
             await engine.transfer_async(
                 [TransferRequest(READ, bytearray(100), remote, 0, 100, checksum=checksum(landing) ^ 1)], 5
             )
+
+    def test_a_checksum_is_of_64_bits_and_for_reads(self, engine: TransferEngine, remote: RemoteSegment):
+        with pytest.raises(InvalidRequest):
+            engine.transfer([TransferRequest(WRITE, b"data", remote, 0, 4, checksum=1)], 1)
+        with pytest.raises(InvalidRequest):
+            engine.transfer([TransferRequest(READ, bytearray(4), remote, 0, 4, checksum=1 << 64)], 1)
+
+
+class TestChangedBytes:
+    """What shm and tcp do about them; ``test_onesided_contract`` has the others."""
 
     @pytest.mark.parametrize("opcode", Opcode)
     @pytest.mark.parametrize("times", [1, 2])
@@ -125,21 +129,16 @@ class TestChecksums:
             assert owner.peek(0, 1000) == data
             assert [line.split()[3] for line in handle.story(0)] == ["post", "corrupt", "post", "arrived"]
 
-    def test_a_checksum_is_of_64_bits_and_for_reads(self, engine: TransferEngine, remote: RemoteSegment):
-        with pytest.raises(InvalidRequest):
-            engine.transfer([TransferRequest(WRITE, b"data", remote, 0, 4, checksum=1)], 1)
-        with pytest.raises(InvalidRequest):
-            engine.transfer([TransferRequest(READ, bytearray(4), remote, 0, 4, checksum=1 << 64)], 1)
-
-    def test_paths_past_the_owner_s_process_do_not_verify(self):
+    def test_notices_go_past_those_who_have_nobody_to_tell(self):
         rdma, tcp = (Path(Endpoint(name, "a:1"), "", 0, rank) for rank, name in enumerate(("rdma", "tcp")))
         rule = PauseRule(3, 1.0, 2.0)
         table = PathTable([rdma, tcp], rule)
-        assert [table.choose(0, (), lambda path: 0, cargo=cargo) for cargo in Cargo] == [rdma, tcp, tcp]
+        assert [table.choose(0, (), lambda path: 0, cargo=cargo) for cargo in Cargo] == [rdma, tcp]
         told = replace(tcp, notices_only=True)
         table = PathTable([rdma, told], rule)
-        assert [table.carries(cargo) for cargo in Cargo] == [True, False, True]
+        assert [table.carries(cargo) for cargo in Cargo] == [True, True]
         assert table.choose(0, [rdma], lambda path: 0) is rdma
+        assert not PathTable([rdma], rule).carries(Cargo.NOTICE)
 
     def test_a_slice_that_is_too_long_to_verify_is_refused(self, owner: SegmentProcess):
         defaults = EngineConfig().limits

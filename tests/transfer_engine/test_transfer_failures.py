@@ -268,7 +268,7 @@ def test_a_write_in_progress_keeps_its_range(leasing: SegmentProcess, engine: Tr
     remote = engine.open_segment(leasing.descriptor, session_id=7, transport="tcp")
     link = TcpPeer(leasing.descriptor, 7).connect()
     link.greet(remote.paths.paths[0], 5, engine._clock)
-    stream = link._streams[remote.paths.paths[0]]
+    stream = link._connections[remote.paths.paths[0]]
     stream._sock.setblocking(True)
     stream._sock.sendall(Head(Op.WRITE, 1, 7, lease, 1, 0, 1000).pack() + b"half" * 100)
     while leasing.peek(396, 4) != b"half":

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from segment_process import HOST_ID, SegmentProcess, random_bytes
 from test_transfer_bad_input import TestBadInput  # noqa: F401 - pytest collects it from here
+from test_transfer_checks import TestChecksums  # noqa: F401 - pytest collects it from here
 from test_transfer_contract import (  # noqa: F401 - pytest collects them from here
     test_a_dropped_handle_lets_its_links_go,
     test_an_empty_batch_is_complete,

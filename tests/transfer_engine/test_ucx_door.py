@@ -17,17 +17,11 @@ from tanghulu.transfer_engine import ucx_agent, ucx_server
 from tanghulu.transfer_engine.access import AccessTable
 from tanghulu.transfer_engine.engine import TransferEngine
 from tanghulu.transfer_engine.leases import Freed
+from tanghulu.transfer_engine.onesided_wire import MAX_ASKED_BYTES, REQUEST_BYTES, DoorAnswer, DoorOp, DoorRequest
 from tanghulu.transfer_engine.opcode import Opcode
 from tanghulu.transfer_engine.segment import Endpoint, MemorySegment, SegmentDescriptor
 from tanghulu.transfer_engine.server import SegmentServer
-from tanghulu.transfer_engine.ucx_wire import (
-    REQUEST_BYTES,
-    UcxAnswer,
-    UcxOp,
-    UcxRequest,
-    parse_answer,
-    parse_request,
-)
+from tanghulu.transfer_engine.ucx_wire import UCX, pack_granted, parse_granted
 from tanghulu.transfer_engine.wire import MalformedMessage, name_hash
 from tanghulu.types import Address
 
@@ -64,16 +58,16 @@ class Client:
         self._reader, self._writer = reader, writer
         self._data = bytearray()
 
-    def say(self, op: UcxOp, token: int, session_id: int = 7, name: str = "s", generation: int = 3) -> None:
-        self._writer.write(UcxRequest(op, token, session_id, generation, name_hash(name)).pack())
+    def say(self, op: DoorOp, token: int, session_id: int = 7, name: str = "s", generation: int = 3) -> None:
+        self._writer.write(UCX.pack_request(DoorRequest(op, token, session_id, generation, name_hash(name))))
 
     def say_bytes(self, data: bytes) -> None:
         self._writer.write(data)
 
-    async def answer(self) -> UcxAnswer | None:
+    async def answer(self) -> DoorAnswer | None:
         """None when the owner hung up."""
         async with asyncio.timeout(5):
-            while (answer := parse_answer(self._data)) is None:
+            while (answer := UCX.take_answer(self._data)) is None:
                 try:
                     data = await self._reader.read(4096)
                 except ConnectionResetError:
@@ -83,7 +77,7 @@ class Client:
                 self._data += data
             return answer
 
-    async def ask(self, op: UcxOp, token: int, **more: int | str) -> UcxAnswer:
+    async def ask(self, op: DoorOp, token: int, **more: int | str) -> DoorAnswer:
         self.say(op, token, **more)  # type: ignore[arg-type]
         answer = await self.answer()
         assert answer is not None
@@ -134,48 +128,49 @@ async def bench(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
 
 async def test_connect_close_and_what_is_refused(bench: Bench):
     client = await bench.client()
-    answer = await client.ask(UcxOp.CONNECT, 5)
-    assert answer.metadata == b"owner-5 65536"
+    answer = await client.ask(DoorOp.CONNECT, 5)
+    address, metadata = parse_granted(answer.payload)
+    assert (address, metadata) == (bench.segment.address, b"owner-5 65536")
     assert answer.leased
     assert not StillAgent.made[0].closed
-    assert (await client.ask(UcxOp.CLOSE, 5)).refusal is None
+    assert (await client.ask(DoorOp.CLOSE, 5)).refusal is None
     assert StillAgent.made[0].closed  # before it was answered
     wrong = [{"generation": 4}, {"name": "other"}, {"session_id": 8}]
     for number, each in enumerate(wrong):
-        refusal = (await (await bench.client()).ask(UcxOp.CONNECT, 50 + number, **each)).refusal
+        refusal = (await (await bench.client()).ask(DoorOp.CONNECT, 50 + number, **each)).refusal
         assert refusal is not None
     bench.server.check()
 
 
 async def test_a_fence_closes_the_agent_first_and_keeps_late_ones_out(bench: Bench):
     old, new, late = await bench.client(), await bench.client(), await bench.client()
-    await old.ask(UcxOp.CONNECT, 1)
-    await new.ask(UcxOp.CONNECT, 2)
-    await new.ask(UcxOp.FENCE, 1)
+    await old.ask(DoorOp.CONNECT, 1)
+    await new.ask(DoorOp.CONNECT, 2)
+    await new.ask(DoorOp.FENCE, 1)
     assert StillAgent.made[0].closed
     assert await old.answer() is None
-    await new.ask(UcxOp.FENCE, 9)
-    assert isinstance((await late.ask(UcxOp.CONNECT, 9)).refusal, Unauthorized)
+    await new.ask(DoorOp.FENCE, 9)
+    assert isinstance((await late.ask(DoorOp.CONNECT, 9)).refusal, Unauthorized)
     assert len(StillAgent.made) == 2
 
 
 async def test_requests_behind_a_connect_wait_for_its_agent(bench: Bench):
     StillAgent.may_make.clear()
     client = await bench.client()
-    client.say(UcxOp.CONNECT, 1)
-    client.say(UcxOp.FENCE, 77)
+    client.say(DoorOp.CONNECT, 1)
+    client.say(DoorOp.FENCE, 77)
     StillAgent.may_make.set()
     answers = [await client.answer(), await client.answer()]
-    assert [each.op for each in answers if each] == [UcxOp.CONNECT, UcxOp.FENCE]
+    assert [each.op for each in answers if each] == [DoorOp.CONNECT, DoorOp.FENCE]
 
 
 async def test_a_fence_while_the_agent_is_being_made(bench: Bench):
     StillAgent.may_make.clear()
     old, new = await bench.client(), await bench.client()
-    old.say(UcxOp.CONNECT, 1)
+    old.say(DoorOp.CONNECT, 1)
     StillAgent.may_make.set()
-    await new.ask(UcxOp.CONNECT, 2)
-    await new.ask(UcxOp.FENCE, 1)
+    await new.ask(DoorOp.CONNECT, 2)
+    await new.ask(DoorOp.FENCE, 1)
     while await old.answer() is not None:
         pass
     assert len([agent for agent in StillAgent.made if not agent.closed]) == 1
@@ -183,7 +178,7 @@ async def test_a_fence_while_the_agent_is_being_made(bench: Bench):
 
 async def test_an_agent_that_cannot_be_made(bench: Bench):
     StillAgent.fails = True
-    refusal = (await (await bench.client()).ask(UcxOp.CONNECT, 1)).refusal
+    refusal = (await (await bench.client()).ask(DoorOp.CONNECT, 1)).refusal
     assert isinstance(refusal, NodeUnavailable)
     assert refusal.message == "no lanes"
 
@@ -191,9 +186,9 @@ async def test_an_agent_that_cannot_be_made(bench: Bench):
 async def test_leases(bench: Bench):
     lease = bench.access.grant(7, 0, 100, Opcode.WRITE)
     client = await bench.client()
-    await client.ask(UcxOp.CONNECT, 1)
-    assert (await client.ask(UcxOp.ADMIT, lease)).refusal is None
-    assert isinstance((await client.ask(UcxOp.ADMIT, lease + 1)).refusal, LeaseExpired)
+    await client.ask(DoorOp.CONNECT, 1)
+    assert (await client.ask(DoorOp.ADMIT, lease)).refusal is None
+    assert isinstance((await client.ask(DoorOp.ADMIT, lease + 1)).refusal, LeaseExpired)
     bench.clock.advance(2.0)
     assert bench.access.expire(bench.clock.now_s()) == []  # its agent lives
     assert await client.answer() is None  # hung up on
@@ -202,16 +197,17 @@ async def test_leases(bench: Bench):
     assert not bench.access.busy(0, 100)
 
 
-async def test_agents_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ucx_server, "MAX_AGENTS", 1)
+async def test_agents_are_bounded(bench: Bench):
+    bench.server._one_sided["ucx"].ends.max_ends = 1
     first, second = await bench.client(), await bench.client()
-    await first.ask(UcxOp.CONNECT, 1)
-    assert isinstance((await second.ask(UcxOp.CONNECT, 2)).refusal, Overloaded)
+    await first.ask(DoorOp.CONNECT, 1)
+    assert isinstance((await second.ask(DoorOp.CONNECT, 2)).refusal, Overloaded)
     await second.close()
 
 
-@pytest.mark.parametrize("said", [b"\0" * REQUEST_BYTES, UcxRequest(UcxOp.CLOSE, 5).pack(),
-                                  UcxRequest(UcxOp.CONNECT, 0).pack()])  # fmt: skip
+@pytest.mark.parametrize("said", [b"\0" * REQUEST_BYTES, UCX.pack_request(DoorRequest(DoorOp.CLOSE, 5)),
+                                  UCX.pack_request(DoorRequest(DoorOp.CONNECT, 0)),
+                                  UCX.pack_request(DoorRequest(DoorOp.CONNECT, 5, payload=b"?"))])  # fmt: skip
 async def test_malformed_requests_close_the_connection(bench: Bench, said: bytes):
     client = await bench.client()
     client.say_bytes(said)
@@ -232,20 +228,27 @@ async def test_without_nixl(monkeypatch: pytest.MonkeyPatch):
         engine.open_segment(there)
 
 
-@given(op=st.sampled_from(list(UcxOp)), numbers=st.lists(U64, min_size=4, max_size=4))
-def test_requests_survive_the_wire(op: UcxOp, numbers: list[int]):
-    request = UcxRequest(op, *numbers)
-    assert parse_request(request.pack()) == request
+@given(op=st.sampled_from(list(DoorOp)), numbers=st.lists(U64, min_size=6, max_size=6),
+       payload=st.binary(max_size=MAX_ASKED_BYTES), cut=st.integers(1, 20))  # fmt: skip
+def test_requests_survive_the_wire(op: DoorOp, numbers: list[int], payload: bytes, cut: int):
+    request = DoorRequest(op, *numbers, payload=payload)  # type: ignore[misc]
+    data = bytearray(UCX.pack_request(request))
+    assert UCX.take_request(data[:-cut]) is None
+    data += UCX.pack_request(DoorRequest(DoorOp.FENCE, 1))
+    assert UCX.take_request(data) == request
+    assert UCX.take_request(data) == DoorRequest(DoorOp.FENCE, 1)
+    assert not data
 
 
-@given(metadata=st.binary(max_size=300), address=U64, leased=st.booleans(), cut=st.integers(1, 20))
-def test_answers_survive_the_wire(metadata: bytes, address: int, leased: bool, cut: int):
-    answer = UcxAnswer(UcxOp.CONNECT, None, metadata, address, leased)
-    data = bytearray(answer.pack())
-    assert parse_answer(data[:-cut]) is None
-    data += UcxAnswer(UcxOp.CLOSE, TransferFailed("no")).pack()
-    assert parse_answer(data) == answer
-    refused = parse_answer(data)
+@given(metadata=st.binary(max_size=300), address=U64, leased=st.booleans(), digest=U64, cut=st.integers(1, 20))
+def test_answers_survive_the_wire(metadata: bytes, address: int, leased: bool, digest: int, cut: int):
+    answer = DoorAnswer(DoorOp.CONNECT, None, pack_granted(address, metadata), digest, leased)
+    data = bytearray(UCX.pack_answer(answer))
+    assert UCX.take_answer(data[:-cut]) is None
+    data += UCX.pack_answer(DoorAnswer(DoorOp.CLOSE, TransferFailed("no")))
+    assert UCX.take_answer(data) == answer
+    assert parse_granted(answer.payload) == (address, metadata)
+    refused = UCX.take_answer(data)
     assert refused is not None
     assert isinstance(refused.refusal, TransferFailed)
     assert not data
@@ -254,6 +257,6 @@ def test_answers_survive_the_wire(metadata: bytes, address: int, leased: bool, c
 @given(data=st.binary(min_size=REQUEST_BYTES, max_size=REQUEST_BYTES))
 def test_noise_is_malformed(data: bytes):
     with pytest.raises(MalformedMessage):
-        parse_request(data)
+        UCX.take_request(bytearray(data))
     with pytest.raises(MalformedMessage):
-        parse_answer(bytearray(data))
+        UCX.take_answer(bytearray(data))

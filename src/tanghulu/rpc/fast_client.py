@@ -191,7 +191,8 @@ class FastConnection:
                 raise NodeUnavailable(f"connection to {self.peer} is closed")
             return exchange(wanted, until)
         except BaseException as error:
-            # Replies still under way would be taken for those of later calls: this connection is spent.
+            # An interrupt, too: replies still under way would be taken for those of later calls, so this connection
+            # is spent. All is raised on.
             self.close()
             if isinstance(error, OSError):
                 raise NodeUnavailable(f"connection to {self.peer} failed: {error}") from error
