@@ -10,6 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# Other processes use the machine too: how long an example took says nothing.
+settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared machine")
 
 # Workers under test share the cores with the reference that runs in this process: its threads must not spin.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

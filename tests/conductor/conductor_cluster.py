@@ -24,7 +24,7 @@ class Cluster:
         self.discovery = discovery
         self.run_dir = run_dir
         self.workers: list[FakeWorker] = []
-        self.http = httpx.AsyncClient(base_url=f"http://{conductor.address}", timeout=20, trust_env=False)
+        self.http = httpx.AsyncClient(base_url=f"http://{conductor.address}", timeout=60, trust_env=False)
 
     async def add(self, role: Role = Role.BOTH, **options: object) -> FakeWorker:
         """A registered and connected worker."""
@@ -44,7 +44,7 @@ class Cluster:
 
     async def until(self, condition) -> None:
         """Let the loop turn until ``condition()`` holds."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not condition():  # noqa: ASYNC110 - what it looks at has no hook for tests
                 await asyncio.sleep(0.001)
 

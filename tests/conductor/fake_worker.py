@@ -152,7 +152,7 @@ class FakeWorker(session_pb2_grpc.WorkerServicer):
     async def until(self, condition: Any) -> None:
         """Wait until ``condition()`` holds; looked at whenever something changed here."""
         async with self.changed:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 await self.changed.wait_for(condition)
 
     @property

@@ -73,7 +73,7 @@ async def _cluster(
         config = ConductorConfig(port=0, master=master, **options)
         async with MasterDiscovery(master) as discovery:
             async with _serving(conductor_main.serve, Role.CONDUCTOR, config, tmp_path / "c") as (process, address):
-                async with httpx.AsyncClient(base_url=f"http://{address}", timeout=20, trust_env=False) as http:
+                async with httpx.AsyncClient(base_url=f"http://{address}", timeout=60, trust_env=False) as http:
                     yield process, http, discovery
 
 
@@ -89,7 +89,7 @@ async def _worker(discovery: MasterDiscovery, http: httpx.AsyncClient, run_dir: 
 
 
 async def _until_ready(http: httpx.AsyncClient) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while (await http.get("/ready")).status_code != 200:
             pass
 
@@ -104,7 +104,7 @@ async def test_it_registers_serves_and_mirrors_the_store(tmp_path):
         assert answer["choices"][0]["text"] == LONG_TEXT
         prompt = "a prompt of which the store has two blocks"
         await _announce(discovery, prompt, num_blocks=2)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while (await http.post("/route", json={"prompt": prompt})).json()["hit_blocks"]["store"] != 2:
                 pass
 
@@ -131,7 +131,7 @@ async def test_at_the_end_requests_under_way_are_finished(tmp_path):
         asked = asyncio.create_task(http.post("/v1/completions", json=LONG))
         await worker.until(lambda: worker.num_running == 1)
         process.stopping.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             with contextlib.suppress(httpx.HTTPError):
                 while True:
                     async with httpx.AsyncClient(trust_env=False) as fresh:

@@ -18,7 +18,7 @@ async def client(cluster):
     http = httpx.AsyncClient(trust_env=False)
     url = f"http://{cluster.conductor.address}/v1"
     async with openai.AsyncOpenAI(
-        base_url=url, api_key="unused", max_retries=0, timeout=20, http_client=http
+        base_url=url, api_key="unused", max_retries=0, timeout=60, http_client=http
     ) as client:
         yield client
 

@@ -132,13 +132,13 @@ async def conductor(
         attributes = {group.ATTRIBUTE: str(made.peers.address)}
         entry = Instance(InstanceId(name), Role.CONDUCTOR, made.address, attributes=attributes)
         registration = await discovery.register(entry)
-        async with httpx.AsyncClient(base_url=f"http://{made.address}", timeout=20, trust_env=False) as http:
+        async with httpx.AsyncClient(base_url=f"http://{made.address}", timeout=60, trust_env=False) as http:
             yield made, http
         await registration.close()
 
 
 async def until(condition) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110 - what it looks at has no hook for tests
             await asyncio.sleep(0.001)
 

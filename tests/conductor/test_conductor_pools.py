@@ -193,7 +193,7 @@ async def running_pools(tmp_path: Path, fallback: list[str], **options: Any) -> 
         config = RouterConfig(port=0, grace_s=0.0)
         router = GlobalRouter(config, parse_pools(data), CollectorRegistry())
         async with router.running(None):
-            async with httpx.AsyncClient(base_url=f"http://{router.address}", timeout=20, trust_env=False) as http:
+            async with httpx.AsyncClient(base_url=f"http://{router.address}", timeout=60, trust_env=False) as http:
                 yield Pools(router, short, long, http)
         open_requests = [m.open_requests for members in router.forwarder.members.values() for m in members.in_order(0)]
         assert open_requests == [0, 0]
@@ -284,7 +284,7 @@ async def test_conductors_are_found_by_discovery_in_their_namespace(tmp_path):
         instance = Instance(InstanceId("c-1"), Role.CONDUCTOR, Address("127.0.0.1", 8001), namespace="long")
         registration = await discovery.register(instance)
         members = router.forwarder.members["long"]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not len(members):  # noqa: ASYNC110 - what it looks at has no hook for tests
                 await asyncio.sleep(0.001)
         assert [m.url for m in members.in_order(0.0)] == ["http://127.0.0.1:8001"]

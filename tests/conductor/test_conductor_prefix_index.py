@@ -81,10 +81,10 @@ def test_a_long_prompt_is_matched_fast():
     chain = blocks(*range(2000))  # 128k tokens
     for number in range(8):
         index.apply(Stored(InstanceId(f"w{number}"), chain[: 250 * (number + 1)]))
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(10):
         index.match(chain)
-    assert (time.perf_counter() - start) / 10 < 0.01
+    assert (time.process_time() - start) / 10 < 0.01
     assert index.match(chain)[InstanceId("w7")] == 2000
 
 

@@ -80,7 +80,7 @@ class Scene:
         return self.server.service
 
     async def until(self, condition) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not condition():  # noqa: ASYNC110 - what it looks at has no hook for tests
                 await asyncio.sleep(0.001)
 
@@ -92,7 +92,7 @@ async def scene() -> AsyncIterator[Scene]:
         config = RouterConfig(port=0, grpc_port=0, block_tokens=4, grace_s=0.0, assume_cached_s=60.0)
         server = await stack.enter_async_context(RouterServer(config, CollectorRegistry()).running())
         url = f"http://{server.address}"
-        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=20, trust_env=False))
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60, trust_env=False))
         for name, engine in zip("ab", engines, strict=True):
             answer = await http.put("/workers", json={"worker": name, "role": "worker", "url": engine.url})
             assert answer.status_code == 200

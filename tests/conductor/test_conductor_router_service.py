@@ -253,7 +253,7 @@ async def served() -> AsyncIterator[Served]:
         config = RouterConfig(port=0, grpc_port=0, block_tokens=4, grace_s=0.0, root_hash="00ff")
         server = await stack.enter_async_context(RouterServer(config, CollectorRegistry()).running())
         url = f"http://{server.address}"
-        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=20, trust_env=False))
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60, trust_env=False))
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(str(server.grpc_address)))
         yield Served(server, http, router_pb2_grpc.RouterStub(channel))
 

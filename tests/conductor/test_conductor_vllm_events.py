@@ -105,7 +105,7 @@ async def test_following_a_publisher():
     follower = VllmFollower(publisher.source, heard.put_nowait)
     tasks = [asyncio.create_task(follower.run()), asyncio.create_task(publisher.serve_replay())]
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(30):
             await publisher.pub.recv()  # the subscription has come
             await publisher.tell(0, ["BlockStored", [1], None, [], 2, None])
             assert await heard.get() == KvChange(stored=(number(1),))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator
@@ -16,6 +15,7 @@ from typing import Any, Protocol
 import pytest
 from running_master import master_here
 
+from free_ports import free_port
 from tanghulu.discovery.base import Discovery, Instance
 from tanghulu.discovery.etcd import EtcdDiscovery
 from tanghulu.discovery.file import FileDiscovery
@@ -146,7 +146,7 @@ async def etcd_here() -> AsyncIterator[Address]:
     """A real etcd of one member on free ports, its data in a directory that goes with it."""
     if shutil.which("etcd") is None:
         pytest.skip("etcd is missing: apt-get install etcd-server")
-    client, peer = _free_port(), _free_port()
+    client, peer = free_port(), free_port()
     with tempfile.TemporaryDirectory(prefix="th-etcd-") as directory:
         urls = ["--listen-client-urls", f"http://127.0.0.1:{client}", "--listen-peer-urls", f"http://127.0.0.1:{peer}"]
         advertised = ["--advertise-client-urls", f"http://127.0.0.1:{client}"]
@@ -171,12 +171,6 @@ async def _answers(address: Address) -> None:
                 return
             except MasterUnavailable:
                 await asyncio.sleep(0.05)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @asynccontextmanager

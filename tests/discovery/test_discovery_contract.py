@@ -36,7 +36,7 @@ class Watcher:
     def __init__(self, events: asyncio.Queue[InstanceEvent]) -> None:
         self._events = events
 
-    async def take(self, deadline_s: float = 5.0) -> InstanceEvent:
+    async def take(self, deadline_s: float = 30.0) -> InstanceEvent:
         return await asyncio.wait_for(self._events.get(), deadline_s)
 
     async def synced(self) -> list[str]:
@@ -136,37 +136,37 @@ async def test_everybody_sees_the_same(src: Source, discovery: Discovery) -> Non
 async def test_a_lease_is_renewed_while_the_process_lives(discovery: Discovery) -> None:
     async with watching(discovery) as watcher:
         await watcher.synced()
-        await discovery.register(instance(), ttl_s=0.3)
+        await discovery.register(instance(), ttl_s=1.0)
         assert (await watcher.take()).kind is PUT
-        assert await watcher.is_silent(0.7)
+        assert await watcher.is_silent(1.6)
 
 
 async def test_a_killed_process_vanishes_at_its_leases_end(src: Source, discovery: Discovery) -> None:
     async with watching(discovery) as watcher:
         await watcher.synced()
-        doomed = await src.doomed(instance("doomed"), ttl_s=0.6)
+        doomed = await src.doomed(instance("doomed"), ttl_s=1.0)
         assert (await watcher.take()).kind is PUT
-        assert await watcher.is_silent(0.7)
+        assert await watcher.is_silent(1.2)
         killed_s = time.monotonic()
         await doomed.kill()
         event = await watcher.take()
         assert event.kind is DELETE
         assert event.instance is not None
         assert event.instance.id == "doomed"
-        assert 0.3 < time.monotonic() - killed_s < 2.0 + src.late_s
+        assert 0.3 < time.monotonic() - killed_s < 6.0 + src.late_s
     async with watching(discovery) as later:
         assert await later.synced() == []
 
 
 async def test_a_successor_takes_the_place_of_a_killed_process(src: Source, discovery: Discovery) -> None:
-    doomed = await src.doomed(instance(generation=1), ttl_s=0.6)
+    doomed = await src.doomed(instance(generation=1), ttl_s=1.0)
     async with watching(discovery) as watcher:
         assert await watcher.synced() == ["n1"]
         await doomed.kill()
         await discovery.register(instance(generation=2))
         event = await watcher.take()
         assert event == InstanceEvent(PUT, instance(generation=2))
-        assert await watcher.is_silent(0.8)
+        assert await watcher.is_silent(1.2)
 
 
 async def test_leaving_the_context_unregisters(src: Source, discovery: Discovery) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,10 +17,10 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-START_DEADLINE_S = 90.0
+START_DEADLINE_S = 150.0
 
 
-def eventually(condition: Callable[[], Any], deadline_s: float = 15.0, what: str = "") -> Any:
+def eventually(condition: Callable[[], Any], deadline_s: float = 60.0, what: str = "") -> Any:
     """The first true value of ``condition``; fails after ``deadline_s``."""
     until = time.monotonic() + deadline_s
     while True:
@@ -29,13 +28,6 @@ def eventually(condition: Callable[[], Any], deadline_s: float = 15.0, what: str
             return value
         assert time.monotonic() < until, f"not within {deadline_s} s: {what or condition}"
         time.sleep(0.02)
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class LiveCluster:
@@ -113,6 +105,11 @@ class LiveCluster:
         assert response.status_code == 200, response.text
         return response.json()
 
+    def settle(self) -> None:
+        """Chunks are written behind the computation: wait until nothing is under way."""
+        name = "tanghulu_worker_store_pending_blocks"
+        eventually(lambda: self.metric("prefill", name) + self.metric("decode", name) == 0, what="chunks are written")
+
     def drop_worker_caches(self) -> None:
         assert self.http.post(f"{self.url}/flush_cache").status_code == 200
 
@@ -135,7 +132,7 @@ class LiveCluster:
         children = psutil.Process(self.process.pid).children(recursive=True)
         self.process.send_signal(signal.SIGINT)
         code = self.process.wait(30)
-        _, alive = psutil.wait_procs(children, timeout=5)
+        _, alive = psutil.wait_procs(children, timeout=20)
         assert not alive, f"left running: {alive}\n{self.logs()}"
         return code
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
+from free_ports import free_port
 from tanghulu.discovery.base import Instance
 from tanghulu.process import Process, Status
 from tanghulu.protos import directory_pb2 as pb
@@ -67,14 +68,14 @@ class MasterProcess:
     def __init__(self, run_dir: Path, *options: str) -> None:
         self.run_dir = run_dir
         self._log = run_dir.with_name("master.log")
-        self.address = Address("127.0.0.1", 0)
+        self.address = Address("127.0.0.1", free_port())
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None
 
     async def start(self) -> Address:
         self._status = self._spawn()
         line = b""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not line.endswith(b"\n"):
                 got = await asyncio.get_running_loop().sock_recv(self._status, 4096)
                 assert got, self.log()
@@ -110,7 +111,7 @@ class MasterProcess:
         process, self._process = self._process, None
         process.send_signal(number)
         self._status.close()
-        return await asyncio.to_thread(process.wait, 10)
+        return await asyncio.to_thread(process.wait, 30)
 
     async def close(self) -> None:
         if self._process is not None:
@@ -184,7 +185,7 @@ async def directory_stub(address: Address) -> AsyncIterator[directory_pb2_grpc.D
         yield directory_pb2_grpc.DirectoryStub(connection)
 
 
-async def until(condition: Callable[[], Any], deadline_s: float = 8.0) -> None:
+async def until(condition: Callable[[], Any], deadline_s: float = 30.0) -> None:
     """Poll a condition that no event tells of; it may be a coroutine function."""
     async with asyncio.timeout(deadline_s):
         while True:

@@ -232,7 +232,7 @@ async def test_a_node_that_dies_is_gone_for_followers_at_its_leases_end(
 ) -> None:
     async with following(address) as mirror:
         dying = MasterDiscovery(address)
-        registration = await dying.register(instance("n1"), ttl_s=0.4)
+        registration = await dying.register(instance("n1"), ttl_s=1.0)
         n1 = await FakeNode.connect(address, instance("n1"))
         await n1.report(("k", 1, 1))
         await until(lambda: ("n1", "k") in mirror.pairs)

@@ -40,7 +40,7 @@ class Wires:
 
     def _wait_until_up(self, namespace: str, device: str) -> None:
         """The kernel says so a moment after both ends were set up."""
-        until_s = time.monotonic() + 10
+        until_s = time.monotonic() + 30
         while "state UP" not in run("ip", "-n", namespace, "link", "show", device):
             assert time.monotonic() < until_s, f"{device} does not come up"
 

@@ -111,7 +111,7 @@ async def serving() -> AsyncIterator[Served]:
             assert not os.listdir(run_dir)
 
 
-async def until(condition: Callable[[], bool], deadline_s: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], deadline_s: float = 30.0) -> None:
     async with asyncio.timeout(deadline_s):
         while not condition():  # noqa: ASYNC110 - looks at the state of other tasks, which tell nobody
             await asyncio.sleep(0.001)

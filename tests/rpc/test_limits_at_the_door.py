@@ -35,7 +35,7 @@ async def test_those_who_say_nothing_make_way(served: Served, monkeypatch: pytes
     assert (await connection.call(ECHO, ASK, REPLY)).message.node_ids == ["k"]
     for reader, _ in silent[:5]:
         with contextlib.suppress(ConnectionError):
-            assert await asyncio.wait_for(reader.read(1), 5) == b""
+            assert await asyncio.wait_for(reader.read(1), 30) == b""
     await connection.close()
     for _, writer in silent:
         writer.close()
@@ -44,13 +44,13 @@ async def test_those_who_say_nothing_make_way(served: Served, monkeypatch: pytes
 async def test_grpc_connections_are_bounded(served: Served) -> None:
     served.service.max_connections = 1
     async with channel(served.door.address) as first:
-        await directory_pb2_grpc.DirectoryStub(first).Locate(ASK, timeout=5)
+        await directory_pb2_grpc.DirectoryStub(first).Locate(ASK, timeout=30)
         async with channel(served.door.address) as second:
             with pytest.raises(grpc.aio.AioRpcError):
                 await directory_pb2_grpc.DirectoryStub(second).Locate(ASK, timeout=0.5)
-        await directory_pb2_grpc.DirectoryStub(first).Locate(ASK, timeout=5)
+        await directory_pb2_grpc.DirectoryStub(first).Locate(ASK, timeout=30)
     async with channel(served.door.address) as third:
-        await directory_pb2_grpc.DirectoryStub(third).Locate(ASK, timeout=5, wait_for_ready=True)
+        await directory_pb2_grpc.DirectoryStub(third).Locate(ASK, timeout=30, wait_for_ready=True)
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ async def test_an_unknown_peer_may_send_little(guarded: Served) -> None:
     address = guarded.door.address
     reader, writer = await asyncio.open_connection(address.host, address.port)
     writer.write(PREAMBLE + HEAD.pack(0, 60 << 20, ECHO, 0, 1) + bytes(fast_server.MAX_UNKNOWN_BYTES + 1))
-    answer = await asyncio.wait_for(reader.read(), 10)
+    answer = await asyncio.wait_for(reader.read(), 30)
     assert b"UNAUTHORIZED" in answer
     writer.close()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -15,17 +14,12 @@ import urllib.request
 import pytest
 from store_cluster import Cluster, Process, eventually
 
+from free_ports import free_port
 from tanghulu.discovery.masters import MasterFinder
 from tanghulu.errors import MasterUnavailable
 
 #: etcd grants no lease shorter than one and a half election time-outs.
 _FAST = ("--heartbeat-interval", "20", "--election-timeout", "200", "--log-level", "error")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class EtcdServer:
@@ -45,12 +39,12 @@ class EtcdServer:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        eventually(self._answers, 20.0)
+        eventually(self._answers)
         return self
 
     def _answers(self) -> bool:
         with contextlib.suppress(urllib.error.URLError, ConnectionError):
-            with urllib.request.urlopen(f"http://{self.address}/health", timeout=1) as answer:
+            with urllib.request.urlopen(f"http://{self.address}/health", timeout=5) as answer:
                 return b'"true"' in answer.read()
         return False
 
@@ -83,7 +77,7 @@ class ElectedCluster(Cluster):
     def address(self) -> str:
         return ",".join(f"127.0.0.1:{port}" for port in self.ports)
 
-    def leader(self, other_than: str = "", deadline_s: float = 10.0) -> Process:
+    def leader(self, other_than: str = "", deadline_s: float = 30.0) -> Process:
         """The master that etcd names, once it is another than that at the given address and says so itself."""
         until = time.monotonic() + deadline_s
         while time.monotonic() < until:

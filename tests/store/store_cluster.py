@@ -16,7 +16,9 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-START_DEADLINE_S = 30.0
+from free_ports import free_port
+
+START_DEADLINE_S = 60.0
 _RUN = "import importlib, sys; importlib.import_module(sys.argv.pop(1)).COMMAND()"
 
 
@@ -82,7 +84,7 @@ class Cluster:
     def __init__(self, num_nodes: int = 1, memory: str = "256MiB", *node_flags: str, checked: bool = True) -> None:
         self.node_flags = (*node_flags, "--debug-checks") if checked else node_flags
         self.nodes: list[Process] = []
-        self.masters = [Process("tanghulu.store.master.main", "--port", "0")]
+        self.masters = [Process("tanghulu.store.master.main", "--port", str(free_port()))]
         for _ in range(num_nodes):
             self.add_node(memory)
 
@@ -125,7 +127,7 @@ def num_fds() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def eventually(condition: Callable[[], bool], deadline_s: float = 10.0) -> None:
+def eventually(condition: Callable[[], bool], deadline_s: float = 60.0) -> None:
     """Wait for another process; the pause only bounds how often it is asked."""
     until = time.monotonic() + deadline_s
     while not condition():

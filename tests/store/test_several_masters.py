@@ -96,7 +96,7 @@ def endure(cluster: ElectedCluster, num_kills: int) -> list[float]:
                 took_s.append(time.monotonic() - began_s)
                 if not leader.alive:
                     cluster.replace(leader)
-                eventually(partial(load.has_put, num_before + 20), 20.0)
+                eventually(partial(load.has_put, num_before + 20))
     assert not gets.errors, gets.errors[:3]
     assert not puts.errors, puts.errors[:3]
     for failed in load.put_errors + other.put_errors:
@@ -121,11 +121,11 @@ def test_who_waits_for_a_key_waits_on_at_the_next_leader(
     leader = elected.leader()
     with tanghulu.connect(elected.address) as consumer, ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(consumer.wait_for, key, deadline_s=30.0)
-        eventually(lambda: leader.metric("tanghulu_master_waiting_calls") == 1, 10.0)
+        eventually(lambda: leader.metric("tanghulu_master_waiting_calls") == 1)
         following = how(elected, leader)
         if not leader.alive:
             elected.replace(leader)
-        eventually(lambda: following.metric("tanghulu_master_waiting_calls") == 1, 10.0)
+        eventually(lambda: following.metric("tanghulu_master_waiting_calls") == 1)
         with tanghulu.connect(elected.finder_spec, deadline_s=20.0) as producer:
             producer.put(key, b"1")
         assert waiting.result(30.0)
@@ -166,7 +166,7 @@ async def test_whoever_mirrors_the_directory_follows_the_leader(elected: Elected
             task.cancel()
 
 
-async def until(condition: Callable[[], bool], deadline_s: float = 12.0) -> None:
+async def until(condition: Callable[[], bool], deadline_s: float = 30.0) -> None:
     async with asyncio.timeout(deadline_s):
         while not condition():  # noqa: ASYNC110 - two streams tell
             await asyncio.sleep(0.02)

@@ -204,7 +204,7 @@ def test_a_client_killed_on_the_way_leaves_nothing_or_the_whole(cluster: Cluster
             assert read(client, f"{key}-before{i}", SIZE) is None
         assert isinstance(read(client, key, SIZE), ChunkNotFound)
         eventually(lambda: node.metric("tanghulu_node_desks") == 0)
-        eventually(lambda: not client.exists(key), 4.0)
+        eventually(lambda: not client.exists(key))
         assert not put(client, key), "the key can be put"
         assert read(client, key, SIZE) is None
 

@@ -89,7 +89,7 @@ def test_replicas_serve_every_get_at_once_when_a_holder_dies() -> None:
             for client in (writer, reader):
                 started = time.monotonic()
                 got = [bytes(client.get(key)) for key in keys]
-                assert time.monotonic() - started < 1.0
+                assert time.monotonic() - started < 3.0, "nobody waits for the master to notice"
                 assert all(value == bytes([i]) * MIB for i, value in enumerate(got))
 
 

@@ -72,7 +72,7 @@ async def test_asyncio_and_events(cluster: Encrypted) -> None:
     async with aio.connect(cluster.address, transport="tcp", **cluster.shown) as store:
         await store.put("event", b"1" * 100_000)
         assert (await store.get("event")).bytes() == b"1" * 100_000
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             async for batch in follow_directory(masters):
                 if any("event" in event.keys for event in batch if event.kind is DirectoryEventKind.STORED):
                     break
@@ -119,7 +119,7 @@ async def test_asyncio_verifies_too(cluster: Encrypted, tmp_path: Path) -> None:
 async def test_grpc(cluster: Encrypted) -> None:
     for files, good in ((cluster.files, True), (TlsFiles(ca=cluster.ca), False), (NO_TLS, False)):
         async with channel(cluster.address, tls=files) as link:
-            call = directory_pb2_grpc.DirectoryStub(link).Nodes(directory_pb2.NodesRequest(), timeout=5)
+            call = directory_pb2_grpc.DirectoryStub(link).Nodes(directory_pb2.NodesRequest(), timeout=30)
             if good:
                 assert len((await call).nodes) == 1
             else:

@@ -189,7 +189,7 @@ async def test_asyncio_and_events(cluster: Secured) -> None:
         await other.put("ev/other", b"2" * (2 << 20))
         assert (await other.get("ev/other")).bytes() == b"2" * (2 << 20)
         await mine.put("ev/last", b"3")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await done.wait()
         await follower
         assert sorted(heard) == ["ev/first", "ev/last"]
@@ -317,7 +317,7 @@ def test_nodes_copy_chunks_of_all_tenants(cluster: Secured) -> None:
         acme.put("moved", b"m" * (2 << 20))
         (holder,) = acme.stat("moved").nodes
         operator.drain(holder)
-        until_s = time.monotonic() + 10
+        until_s = time.monotonic() + 60
         while not any(view.drained for view in operator.nodes()) and time.monotonic() < until_s:
             operator.verify(holder)
         assert holder not in acme.stat("moved").nodes or len(acme.stat("moved").nodes) == 2
@@ -331,7 +331,7 @@ def test_a_revoked_token_loses_its_connections(cluster: Secured) -> None:
         assert not temporary.exists("kept")
         write_tokens(cluster.file, [name for name in TOKENS if name != "temporary"])
         with pytest.raises(Unauthorized):
-            ask_for(10.0, temporary)
+            ask_for(60.0, temporary)
         with pytest.raises(Unauthorized, match="unknown"):
             cluster.connect("temporary")
         assert not acme.exists("kept")

@@ -50,14 +50,14 @@ def test_a_put_wakes_who_waits(cluster: Cluster) -> None:
                 return time.monotonic()
 
             consumer = threads.submit(consume, f"woken-{number}")
-            assert ready.wait(10)
+            assert ready.wait(30)
             while not cluster.master.metric("tanghulu_master_waiting_calls"):
                 assert not consumer.done()
             put_s = time.monotonic()
             store.put(f"woken-{number}", b"1")
             woken.append(consumer.result(20) - put_s)
         assert store.remove_matching("^woken-") == 10
-    assert min(woken) < 0.05, f"woken after {woken}"
+    assert min(woken) < 0.2, f"woken after {woken}"
 
 
 async def test_many_keys_and_many_waiters(cluster: Cluster) -> None:
@@ -97,7 +97,7 @@ def test_a_master_that_restarts_is_asked_again() -> None:
             assert not consumer.done()
         cluster.restart_master()
         with tanghulu.connect(cluster.address) as producer:
-            until_s = time.monotonic() + 20
+            until_s = time.monotonic() + 60
             while not producer.nodes() and time.monotonic() < until_s:
                 assert not consumer.done()
             producer.put("later", b"1", deadline_s=20)

@@ -108,7 +108,7 @@ class Owner:
         return self.access.busy(offset, length)
 
     async def next_freed(self) -> list[Freed]:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while not self.freed:
                 self.changed.clear()
                 await self.changed.wait()
@@ -210,7 +210,7 @@ class SegmentProcess:
             self.signal(signal.SIGCONT)
             with contextlib.suppress(BrokenPipeError):
                 self._pipe.send(("stop", ()))
-        self.process.join(10)
+        self.process.join(30)
         self._pipe.close()
         self.process.close()
         if self._own_folder:

@@ -68,17 +68,17 @@ def set_up(pair: SlowPair, devices: Devices, woken: threading.Event) -> SetUp:
 def test_it_tells_when_it_is_done(set_up: SetUp, pair: SlowPair, devices: Devices, woken: threading.Event):
     assert not set_up.done
     pair.found.set()
-    assert woken.wait(10)
+    assert woken.wait(30)
     assert set_up.done
     assert set_up.error is None
-    assert devices.left.wait(10)
+    assert devices.left.wait(30)
     assert not pair.closed.is_set()
 
 
 def test_it_tells_why_it_failed(set_up: SetUp, pair: SlowPair, woken: threading.Event):
     pair.reachable = False
     pair.found.set()
-    assert woken.wait(10)
+    assert woken.wait(30)
     assert isinstance(set_up.error, NodeUnavailable)
     set_up.abandon()
     assert pair.closed.is_set()
@@ -92,6 +92,6 @@ def test_what_is_abandoned_closes_itself_and_tells_nobody(
     set_up.abandon()
     assert not pair.closed.is_set()  # its thread is still inside
     pair.found.set()
-    assert devices.left.wait(10)  # not before the pair is closed
+    assert devices.left.wait(30)  # not before the pair is closed
     assert pair.closed.is_set()
     assert not woken.is_set()

@@ -61,7 +61,7 @@ def test_many_requests_verified_and_notified(engine: TransferEngine, remote: Rem
     data = random_bytes(100 * 1000, 1)
     batch = [TransferRequest(WRITE, data, remote, at, 1000, at, verify=True) for at in range(0, data.size, 1000)]
     batch[7].notify = b"seven"
-    assert engine.submit(TransferBatch(batch)).wait(5).ok
+    assert engine.submit(TransferBatch(batch)).wait(30).ok
     assert owner.peek(0, data.size) == data.tobytes()
     assert [text for _, text, _ in owner.take_notices()] == [b"seven"]
 

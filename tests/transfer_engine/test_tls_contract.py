@@ -76,7 +76,7 @@ def test_the_wire_is_encrypted(owner: SegmentProcess, files: TlsFiles) -> None:
     """What the port speaks is TLS 1.2 or later, and nothing else."""
     (endpoint,) = (each for each in owner.descriptor.endpoints if each.transport == "tcp")
     address = Address.parse(endpoint.address)
-    with socket.create_connection((address.host, address.port), timeout=10) as plain:
+    with socket.create_connection((address.host, address.port), timeout=30) as plain:
         with client_context(files).wrap_socket(plain, server_hostname=address.host) as encrypted:
             assert encrypted.version() in ("TLSv1.2", "TLSv1.3")
             assert encrypted.cipher() is not None

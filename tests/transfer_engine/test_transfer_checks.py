@@ -57,7 +57,7 @@ class TestChecksums:
             TransferRequest(READ, landing, remote, half, half, half, checksum=checksum(source[half:])),
         ]
         handle = engine.submit(TransferBatch(batch))
-        result = handle.wait(10)
+        result = handle.wait(30)
         handle.check()
         assert isinstance(result.errors[0], ChecksumMismatch)
         assert result.errors[1] is None
@@ -125,7 +125,7 @@ class TestChangedBytes:
             remote.close()
             remote = engine.open_segment(replace(owner.descriptor, endpoints=(endpoint,)))
             handle = engine.submit(TransferBatch([replace(plain, target=remote, verify=True)]))
-            assert handle.wait(5).ok, handle.story(0)
+            assert handle.wait(30).ok, handle.story(0)
             assert owner.peek(0, 1000) == data
             assert [line.split()[3] for line in handle.story(0)] == ["post", "corrupt", "post", "arrived"]
 
@@ -184,9 +184,9 @@ def changing_wire(port: int, opcode: Opcode) -> Iterator[int]:
         yield listener.getsockname()[1]
     finally:
         listener.shutdown(socket.SHUT_RDWR)
-        accepting.join(5)
+        accepting.join(30)
         for thread in threads:
-            thread.join(5)
+            thread.join(30)
         listener.close()
 
 

@@ -66,7 +66,7 @@ def test_many_ranges_and_both_directions_in_one_batch(engine: TransferEngine, re
     batch = [TransferRequest(READ, into, remote, at, length, at) for at, length in pieces]
     batch += [TransferRequest(WRITE, out, remote, (4 << 20) + at, length, at) for at, length in pieces]
     handle = engine.submit(TransferBatch(batch))
-    result = handle.wait(10)
+    result = handle.wait(30)
     handle.check()
     assert result.ok
     assert result.num_bytes == 2 * sum(length for _, length in pieces)
@@ -112,7 +112,7 @@ def run_against(
             model[offset : offset + length] = data
         expected.append(bytes(model[offset : offset + length]))
     handle = engine.submit(TransferBatch(requests))
-    assert handle.wait(10).ok, handle.story(0)
+    assert handle.wait(30).ok, handle.story(0)
     handle.check()
     assert [bytes(each.source) for each in requests] == expected
 
@@ -166,7 +166,7 @@ def test_one_batch_to_several_segments(engine: TransferEngine, remote: RemoteSeg
     assert other is not remote
     a, b = bytearray(3 << 20), bytearray(3 << 20)
     batch = TransferBatch([TransferRequest(READ, a, remote, 0, 3 << 20), TransferRequest(READ, b, other, 0, 3 << 20)])
-    assert engine.submit(batch).wait(10).ok
+    assert engine.submit(batch).wait(30).ok
     assert a == b
 
 
@@ -189,7 +189,7 @@ def test_cancel_before_waiting(engine: TransferEngine, remote: RemoteSegment):
     landing = bytearray(32 << 20)
     handle = engine.submit(TransferBatch([TransferRequest(READ, landing, remote, 0, len(landing))]))
     handle.cancel()
-    result = handle.wait(10)
+    result = handle.wait(30)
     assert isinstance(result.errors[0], TransferCancelled)
     assert result.num_bytes == 0
     handle.check()
@@ -201,7 +201,7 @@ def test_a_dropped_handle_lets_its_links_go(owner: SegmentProcess, transport: st
         remote = engine.open_segment(owner.descriptor, transport=transport)
         handle = engine.submit(TransferBatch([TransferRequest(READ, bytearray(8 << 20), remote, 0, 8 << 20)]))
         del handle
-        assert engine.submit(TransferBatch([TransferRequest(READ, bytearray(10), remote, 0, 10)])).wait(5).ok
+        assert engine.submit(TransferBatch([TransferRequest(READ, bytearray(10), remote, 0, 10)])).wait(30).ok
 
 
 def test_opening_twice_gives_one_segment(engine: TransferEngine, remote: RemoteSegment, owner: SegmentProcess):

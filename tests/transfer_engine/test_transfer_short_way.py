@@ -165,7 +165,7 @@ def test_an_answer_that_stops_short_of_the_deadline(owner_that, known_bytes: int
     begun_s = time.monotonic()
     with pytest.raises(DeadlineExceeded):
         read(owner, 0.3)
-    assert 0.29 < time.monotonic() - begun_s < 1.5
+    assert 0.29 < time.monotonic() - begun_s < 4.5
 
 
 def test_an_answer_that_trickles_is_given_its_time_once(owner_that):
@@ -174,7 +174,7 @@ def test_an_answer_that_trickles_is_given_its_time_once(owner_that):
     begun_s = time.monotonic()
     with pytest.raises(DeadlineExceeded):
         read(owner, 0.5, slice_deadline_s=0.4)
-    assert time.monotonic() - begun_s < 2
+    assert time.monotonic() - begun_s < 8, "not the ten seconds that all of it takes"
 
 
 def test_a_refusal_that_falls_into_the_payload_s_place(owner_that):

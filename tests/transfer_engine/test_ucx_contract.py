@@ -70,7 +70,7 @@ def test_killed_during_a_transfer(mortal: SegmentProcess, engine: TransferEngine
     remote = engine.open_segment(mortal.descriptor, transport="ucx")
     handle = engine.submit(TransferBatch([TransferRequest(opcode, bytearray(LARGE), remote, 0, LARGE)]))
     mortal.kill()
-    result = handle.wait(10)
+    result = handle.wait(30)
     handle.check()
     assert isinstance(result.errors[0], NodeUnavailable), handle.story(0)
     assert result.num_bytes == 0

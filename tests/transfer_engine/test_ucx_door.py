@@ -37,7 +37,7 @@ class StillAgent:
 
     def __init__(self, name: str, *, serves: bool) -> None:
         assert serves
-        assert self.may_make.wait(5)
+        assert self.may_make.wait(30)
         if self.fails:
             raise NodeUnavailable("no lanes")
         self.name = name
@@ -66,7 +66,7 @@ class Client:
 
     async def answer(self) -> DoorAnswer | None:
         """None when the owner hung up."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while (answer := UCX.take_answer(self._data)) is None:
                 try:
                     data = await self._reader.read(4096)

@@ -48,7 +48,7 @@ class DictStore:
         return len(hashes)
 
     def _pass(self) -> None:
-        assert self.gate.wait(10)
+        assert self.gate.wait(30)
         if self.broken:
             raise NodeUnavailable("the node is away")
 
@@ -97,7 +97,7 @@ class Rig:
                     return tokens, output.num_cached_tokens
 
     def next_report(self) -> StepReport:
-        report = self.reports.get(timeout=10)
+        report = self.reports.get(timeout=30)
         assert isinstance(report, StepReport), report
         return report
 
@@ -112,7 +112,7 @@ class Rig:
     def drop(self) -> None:
         done = threading.Event()
         self.thread.post(lambda core: (core.drop_cached(), done.set())[1])
-        assert done.wait(10)
+        assert done.wait(30)
 
     def close(self) -> None:
         self.connector.close()
@@ -197,7 +197,7 @@ def test_an_abort_while_its_prefix_is_loading_gives_all_back(rig: Rig, store: Di
 
 def test_a_failing_engine_is_reported(rig: Rig) -> None:
     rig.thread.post(lambda core: _assert(False))
-    failure = rig.reports.get(timeout=10)
+    failure = rig.reports.get(timeout=30)
     assert isinstance(failure, AssertionError)
 
 
@@ -274,4 +274,4 @@ def test_an_exported_prefix_is_held_until_it_is_given_back(rig: Rig) -> None:
         done.set()
 
     rig.thread.post(check)
-    assert done.wait(10)
+    assert done.wait(30)
