@@ -177,6 +177,7 @@ class Worker:
             max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens),
             max_num_waiting=config.max_num_waiting,
             eviction=config.eviction,
+            moves_preempted=config.preemption == "store",
             debug_checks=config.checks,
         )
 

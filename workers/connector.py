@@ -8,6 +8,7 @@ leading blocks arrived whole (0 is always an answer), and computes the rest.
 from __future__ import annotations
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,6 +31,9 @@ _log = structlog.get_logger(__name__)
 
 #: Deferred blocks written at a time: a request that comes meanwhile finds the rest of the memory's bandwidth its own.
 _IDLE_BLOCKS = 16
+
+#: Hashes that are remembered as written; what is forgotten is at worst written again, which the store finds a hit.
+_MAX_WRITTEN = 65_536
 
 
 class KvStore(Protocol):
@@ -98,6 +102,7 @@ class KvConnector:
         self._pending_blocks = 0  # the engine's thread alone changes it
         self._paused_until_s = 0.0
         self._num_dropped = 0
+        self._written: OrderedDict[BlockHash, None] = OrderedDict()  # or on its way; the engine's thread alone
 
     def attach(self, core: EngineCore, post: Callable[[Command], None]) -> None:
         """Say which engine is served and how to run commands in its thread; before its first step."""
@@ -133,6 +138,20 @@ class KvConnector:
         if self._store is not None:
             self._keep(self._policy.reused(blocks))
 
+    def blocks_preempted(self, blocks: Sequence[CommittedBlock]) -> None:
+        """Move to the store what is not there yet, as far as the bound on bytes under way allows, prefixes first.
+
+        The step that follows may overwrite the blocks, so their bytes are copied: a block of 1.5 MB in about 0.2 ms.
+        """
+        missing = [block for block in blocks if block.block_hash not in self._written]
+        taken = missing[: self._room] if self._store_answers else []
+        for name, count in ("there", len(blocks) - len(missing)), ("store", len(taken)):
+            self._metrics.preempted_blocks.labels(name).inc(count)
+        self._metrics.preempted_blocks.labels("dropped").inc(len(missing) - len(taken))
+        if taken:
+            copies = [memoryview(bytes(self._cache.block_view(block.block_id))) for block in taken]
+            self._write([block.block_hash for block in taken], copies, held=[])
+
     def engine_idle(self) -> None:
         """Write what was deferred, a batch at a time: the end of one brings the next, if the engine is idle still."""
         if self._store is not None and self._pending_blocks == 0 and not self._paused:
@@ -145,14 +164,26 @@ class KvConnector:
         blocks = [block for block in blocks if self._core.scheduler.pool.block_of(block.block_hash) == block.block_id]
         if not blocks:
             return
-        room = self._config.max_pending_bytes // self._cache.layout.block_bytes - self._pending_blocks
-        if self._paused or len(blocks) > room:
+        if self._paused or len(blocks) > self._room:
             self._metrics.store_skipped.inc(len(blocks))
             return
         block_ids = [block.block_id for block in blocks]
         self._core.hold(block_ids)
-        self._count_pending(len(blocks))
-        self._writer.submit(self._save, block_ids, [block.block_hash for block in blocks])
+        views = [self._cache.block_view(block) for block in block_ids]
+        self._write([block.block_hash for block in blocks], views, block_ids)
+
+    @property
+    def _room(self) -> int:
+        """Blocks that may still be sent on their way."""
+        return self._config.max_pending_bytes // self._cache.layout.block_bytes - self._pending_blocks
+
+    def _write(self, hashes: list[BlockHash], buffers: list[memoryview], held: list[int]) -> None:
+        """Put ``buffers`` in the writer's thread; ``held`` are blocks to give back behind it."""
+        self._count_pending(len(hashes))
+        self._written.update(dict.fromkeys(hashes))
+        while len(self._written) > _MAX_WRITTEN:
+            self._written.popitem(last=False)
+        self._writer.submit(self._save, hashes, buffers, held)
 
     def _count_pending(self, change: int) -> None:
         self._pending_blocks += change
@@ -231,23 +262,26 @@ class KvConnector:
     def _done(self, wanted: FetchWanted, num_ok: int) -> None:
         self._post(lambda core: _fetch_done(core, wanted, num_ok))
 
-    def _save(self, block_ids: list[int], hashes: list[BlockHash]) -> None:
+    def _save(self, hashes: list[BlockHash], buffers: list[memoryview], held: list[int]) -> None:
         assert self._store is not None
         num_saved = 0
         try:
-            num_saved = self._store.save(hashes, [self._cache.block_view(block) for block in block_ids])
+            num_saved = self._store.save(hashes, buffers)
         except TanghuluError as error:
             self._paused_until_s = time.monotonic() + self._config.pause_after_failure_s
             _log.warning("save.failed", code=error.code, error=error.message)
         except Exception:  # noqa: BLE001 - as above: the blocks must be given back
             _log.exception("save.failed")
         self._metrics.store_bytes.inc(num_saved * self._cache.layout.block_bytes)
-        self._metrics.store_failures.inc(len(block_ids) - num_saved)
-        self._post(lambda core: self._give_back(core, block_ids))
+        self._metrics.store_failures.inc(len(hashes) - num_saved)
+        lost = hashes if num_saved < len(hashes) else []
+        self._post(lambda core: self._saved(core, len(hashes), lost, held))
 
-    def _give_back(self, core: EngineCore, block_ids: list[int]) -> None:
-        core.unhold(block_ids)
-        self._count_pending(-len(block_ids))
+    def _saved(self, core: EngineCore, num_blocks: int, lost: list[BlockHash], held: list[int]) -> None:
+        core.unhold(held)
+        self._count_pending(-num_blocks)
+        for block_hash in lost:
+            self._written.pop(block_hash, None)
 
 
 def _fetch_done(core: EngineCore, wanted: FetchWanted, num_ok: int) -> None:

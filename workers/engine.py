@@ -83,6 +83,10 @@ class KvSink(Protocol):
         """Requests found cached ``blocks``, whose bytes stay valid during this call."""
         ...
 
+    def blocks_preempted(self, blocks: Sequence[CommittedBlock]) -> None:
+        """Requests gave up full ``blocks`` and will fetch them; their bytes are valid during this call only."""
+        ...
+
     def engine_idle(self) -> None:
         """Nothing is to be computed until something comes from outside."""
         ...
@@ -90,7 +94,10 @@ class KvSink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Sizes and bounds of an engine. ``debug_checks`` asserts all invariants after every step."""
+    """Sizes and bounds of an engine. ``debug_checks`` asserts all invariants after every step.
+
+    ``moves_preempted``: the sink keeps what preempted requests give up, and the fetcher finds it.
+    """
 
     block_tokens: int = 64
     max_num_batched_tokens: int = 512
@@ -98,6 +105,7 @@ class EngineConfig:
     max_num_waiting: int = 1024
     max_context: int | None = None
     eviction: str = DEFAULT_EVICTION
+    moves_preempted: bool = False
     debug_checks: bool = False
 
 
@@ -117,9 +125,9 @@ class EngineCore:
         self.runner = runner
         self.config = config
         pool = BlockPool(runner.cache.num_blocks, config.eviction)
-        self.scheduler = Scheduler(self._scheduler_config(can_fetch=fetcher is not None), pool)
         self._fetcher = fetcher
         self._sink = sink
+        self.scheduler = Scheduler(self._scheduler_config(can_fetch=fetcher is not None), pool)
         self._clock = clock or SystemClock()
 
     @property
@@ -136,6 +144,7 @@ class EngineCore:
             max_num_seqs=config.max_num_seqs,
             max_num_waiting=config.max_num_waiting,
             can_fetch=can_fetch,
+            moves_preempted=config.moves_preempted and can_fetch and self._sink is not None,
         )
 
     def add(self, request: EngineRequest) -> None:
@@ -185,6 +194,8 @@ class EngineCore:
         """Plan, compute and sample once. Takes as long as the model takes."""
         started = self._clock.now_s()
         plan = self.scheduler.schedule()
+        if self._sink is not None and plan.displaced:
+            self._sink.blocks_preempted(plan.displaced)
         if self._fetcher is not None:
             for wanted in plan.fetches:
                 self._fetcher.fetch(wanted)

@@ -54,6 +54,11 @@ class WorkerConfig(TransferOptions, MasterOptions, ProcessConfig):
     )
     store_pending: int = option(512 << 20, "bytes under way to the store; beyond them blocks are not kept", size=True)
     store_deferred: int = option(512 << 20, "with defer: bytes of blocks that wait for an idle moment", size=True)
+    preemption: str = option(
+        "recompute",
+        "full blocks of a request that had to make room: recompute what the cache loses, or move them to the store",
+        choices=("recompute", "store"),
+    )
     peer_fetch: bool = option(True, "read prefixes from other workers' caches where the conductor says so")
     profile: str = option("", "write a torch profiler trace of the first 64 steps to this file", metavar="FILE")
     checks: bool = option(False, "assert all invariants after every step (slow)")
@@ -74,6 +79,8 @@ class WorkerConfig(TransferOptions, MasterOptions, ProcessConfig):
             raise ConfigError(f"--tp is {self.tp}; the torch engine takes 1 or more, the mock engine 1")
         if self.profile and self.engine != "torch":
             raise ConfigError("--profile traces the torch engine; the mock engine computes nothing")
+        if self.preemption == "store" and not self.store:
+            raise ConfigError("--preemption store keeps blocks in the store, which --no-store leaves out")
         if self.threads < 0:
             raise ConfigError(f"--threads is {self.threads}; 0 means one a core")
 

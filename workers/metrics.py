@@ -27,6 +27,9 @@ class WorkerMetrics:
         self.generated_tokens = counter("generated_tokens", "tokens that were sampled")
         self.prefix_tokens = counter("prefix_tokens", "prompt tokens that were not computed, by source", "source")
         self.preemptions = counter("preemptions", "requests that gave their blocks back")
+        self.preempted_blocks = counter(
+            "preempted_blocks", "blocks of preempted requests, by what became of them", "to"
+        )
         self.requests = counter("requests", "requests by how they ended here", "outcome")
         self.step_seconds = histogram("step_seconds", "time of an engine step", _STEP_BUCKETS)
         self.fetch_seconds = histogram("fetch_seconds", "time to load a prefix", _TRANSFER_BUCKETS, "source")

@@ -11,7 +11,8 @@ first 7. Step 2: A 1, B its last 3 and samples, C 3 and samples. Step 3: A, B, C
 Room. A request is admitted with blocks for all the tokens it has, so a prefill is never displaced by its own
 growth; blocks for generated tokens are taken one by one. When none is left the youngest running request is
 preempted: it gives its blocks back (the full ones stay cached while nobody needs them) and returns to the queue
-at its old place. Admission is strictly in order, so nobody starves: the oldest always proceeds.
+at its old place. Admission is strictly in order, so nobody starves: the oldest always proceeds. Where somebody keeps
+what it gave back (``moves_preempted``), it fetches that on its return; else it computes what the cache has lost.
 
 Events in: `add`, `abort`, `fetch_done`, `step_done`. Decisions out: `schedule`. No clock, no I/O.
 """
@@ -41,7 +42,9 @@ from tanghulu.workers.step_plan import (
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Bounds of a step and of the queue. ``can_fetch``: somebody performs FetchWanted."""
+    """Bounds of a step and of the queue. ``can_fetch``: somebody performs FetchWanted; ``moves_preempted``: and keeps
+    what `StepPlan.displaced` names where fetches find it.
+    """
 
     block_tokens: int
     max_context: int
@@ -49,6 +52,7 @@ class SchedulerConfig:
     max_num_seqs: int = 32
     max_num_waiting: int = 1024
     can_fetch: bool = False
+    moves_preempted: bool = False
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -208,8 +212,20 @@ class Scheduler:
         victim.on(RequestEvent.PREEMPT)
         victim.num_preemptions += 1
         self._running.remove(victim)
+        if self.config.moves_preempted:
+            draft.displaced += self._own_blocks(victim)
+            victim.fetch_blocks = victim.num_committed_blocks
         self._give_back_blocks(victim)
         insort(self._waiting, victim, key=_order)
+
+    def _own_blocks(self, request: EngineRequest) -> list[CommittedBlock]:
+        """The request's full blocks that nobody else has."""
+        full = zip(request.block_ids, request.sequence.block_hashes[: request.num_committed_blocks], strict=False)
+        return [
+            CommittedBlock(request.request_id, index, block, block_hash)
+            for index, (block, block_hash) in enumerate(full)
+            if self.pool.num_references(block) == 1
+        ]
 
     def _admit_waiting(self, draft: StepDraft) -> None:
         while self._waiting and draft.budget > 0:
@@ -232,6 +248,7 @@ class Scheduler:
                 draft.add_run(request)
                 if request.peer is not None and self.config.can_fetch:
                     draft.forgone.append(request.peer)
+                    request.peer = None
 
     def _take_blocks(self, request: EngineRequest) -> bool:
         """Match what is cached and allocate the rest of the blocks; False (and nothing taken) if too few are left."""

@@ -43,7 +43,8 @@ class StepPlan:
     """One step: what to compute, whom it displaced, what to fetch meanwhile.
 
     ``forgone``: exports of other workers that need not be fetched, because all of it was found here. ``reused``: cached
-    blocks that newly admitted requests found here.
+    blocks that newly admitted requests found here. ``displaced``: full blocks that only the preempted had, whose bytes
+    stay until the step is computed; empty where nobody would keep them.
     """
 
     runs: tuple[ScheduledRun, ...]
@@ -51,6 +52,7 @@ class StepPlan:
     fetches: tuple[FetchWanted, ...]
     forgone: tuple[PeerExport, ...] = ()
     reused: tuple[CommittedBlock, ...] = ()
+    displaced: tuple[CommittedBlock, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -80,11 +82,17 @@ class StepDraft:
     fetches: list[FetchWanted] = field(default_factory=list)
     forgone: list[PeerExport] = field(default_factory=list)
     reused: list[CommittedBlock] = field(default_factory=list)
+    displaced: list[CommittedBlock] = field(default_factory=list)
 
     def plan(self) -> StepPlan:
         """What was decided."""
         return StepPlan(
-            tuple(self.runs), tuple(self.preempted), tuple(self.fetches), tuple(self.forgone), tuple(self.reused)
+            runs=tuple(self.runs),
+            preempted=tuple(self.preempted),
+            fetches=tuple(self.fetches),
+            forgone=tuple(self.forgone),
+            reused=tuple(self.reused),
+            displaced=tuple(self.displaced),
         )
 
     def add_hits(self, request: EngineRequest) -> None:

@@ -67,13 +67,22 @@ class NoPeers:
 class Rig:
     """An engine in its thread with its connector; reports come in a queue."""
 
-    def __init__(self, model: Model, store: DictStore | None, peers: KvPeers | None = None, **bounds: float) -> None:
+    def __init__(
+        self,
+        model: Model,
+        store: DictStore | None,
+        peers: KvPeers | None = None,
+        *,
+        num_blocks: int = 64,
+        moves_preempted: bool = False,
+        **bounds: float,
+    ) -> None:
         self.registry = CollectorRegistry()
         layout = KvLayout.of(model.config, BLOCK, dtype_name(model.dtype))
-        self.metrics = WorkerMetrics(self.registry, block_bytes=layout.block_bytes, num_blocks=64)
+        self.metrics = WorkerMetrics(self.registry, block_bytes=layout.block_bytes, num_blocks=num_blocks)
         self.connector = KvConnector(store, peers or NoPeers(), self.metrics, SpeedMeter(), ConnectorConfig(**bounds))  # type: ignore[arg-type]
-        runner = TorchRunner(model, block_tokens=BLOCK, kv_capacity_bytes=64 * layout.block_bytes)
-        config = EngineConfig(block_tokens=BLOCK, debug_checks=True)
+        runner = TorchRunner(model, block_tokens=BLOCK, kv_capacity_bytes=num_blocks * layout.block_bytes)
+        config = EngineConfig(block_tokens=BLOCK, moves_preempted=moves_preempted, debug_checks=True)
         self.core = EngineCore(runner, config, fetcher=self.connector, sink=self.connector)
         self.reports: queue.Queue[StepReport | BaseException] = queue.Queue()
         self.thread = EngineThread(self.core, self._report, self.reports.put)
@@ -95,6 +104,16 @@ class Rig:
                 tokens += output.tokens
                 if output.finish_reason is not None:
                     return tokens, output.num_cached_tokens
+
+    def run_all(self, prompts: dict[str, list[int]], num_tokens: int) -> dict[str, list[int]]:
+        """The greedy tokens of all ``prompts``, served at once."""
+        made = [request(name, prompt, num_tokens) for name, prompt in prompts.items()]
+        self.thread.post(lambda core: [core.add(each) for each in made] and None)
+        texts: dict[str, list[int]] = {name: [] for name in prompts}
+        while any(len(text) < num_tokens for text in texts.values()):
+            for output in self.next_report().result.outputs:
+                texts[output.request_id] += output.tokens
+        return texts
 
     def next_report(self) -> StepReport:
         report = self.reports.get(timeout=30)

@@ -30,6 +30,7 @@ class World:
             max_num_batched_tokens=seqs + rng.randint(0, 12),
             max_num_seqs=seqs,
             can_fetch=rng.random() < 0.6,
+            moves_preempted=rng.random() < 0.5,
         )
         self.core = Scheduler(self.config, BlockPool(rng.randint(3, 24)))
         self.fetches: list[FetchWanted] = []
@@ -144,6 +145,11 @@ class World:
             written |= blocks
         moving = {block for wanted in [*self.fetches, *plan.fetches] for block in wanted.block_ids}
         assert not written & moving, "a step writes a block that a transfer writes"
+        for block in plan.displaced:
+            assert self.config.moves_preempted
+            assert block.request_id in plan.preempted
+            assert block.block_hash == self.added[block.request_id].sequence.block_hashes[block.index]
+            assert block.block_id not in moving
         if not plan.runs and not self.fetches and not plan.fetches and not plan.preempted:
             assert not self.core.num_waiting or self.core.pool.num_in_use, "work, room and nobody moves"
 
