@@ -23,6 +23,8 @@ class Method(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     METHOD_VERIFY: _ClassVar[Method]
     METHOD_TENANTS: _ClassVar[Method]
     METHOD_DESK: _ClassVar[Method]
+    METHOD_STREAM: _ClassVar[Method]
+    METHOD_SETTLE: _ClassVar[Method]
     METHOD_ANNOUNCE: _ClassVar[Method]
     METHOD_LOCATE: _ClassVar[Method]
     METHOD_PLACE: _ClassVar[Method]
@@ -50,6 +52,8 @@ METHOD_EVICT: Method
 METHOD_VERIFY: Method
 METHOD_TENANTS: Method
 METHOD_DESK: Method
+METHOD_STREAM: Method
+METHOD_SETTLE: Method
 METHOD_ANNOUNCE: Method
 METHOD_LOCATE: Method
 METHOD_PLACE: Method

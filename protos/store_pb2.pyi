@@ -119,6 +119,38 @@ class PutReply(_message.Message):
     results: _containers.RepeatedCompositeFieldContainer[PutResult]
     def __init__(self, results: _Optional[_Iterable[_Union[PutResult, _Mapping]]] = ...) -> None: ...
 
+class StreamRequest(_message.Message):
+    __slots__ = ("stream_id", "item", "visible", "deadline_ms")
+    STREAM_ID_FIELD_NUMBER: _ClassVar[int]
+    ITEM_FIELD_NUMBER: _ClassVar[int]
+    VISIBLE_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    stream_id: int
+    item: PutItem
+    visible: bool
+    deadline_ms: int
+    def __init__(self, stream_id: _Optional[int] = ..., item: _Optional[_Union[PutItem, _Mapping]] = ..., visible: _Optional[bool] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+
+class SettleRequest(_message.Message):
+    __slots__ = ("stream_id", "generation", "word", "checksums")
+    class LastWord(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        ANNOUNCE: _ClassVar[SettleRequest.LastWord]
+        PROCLAIMED: _ClassVar[SettleRequest.LastWord]
+        DROP: _ClassVar[SettleRequest.LastWord]
+    ANNOUNCE: SettleRequest.LastWord
+    PROCLAIMED: SettleRequest.LastWord
+    DROP: SettleRequest.LastWord
+    STREAM_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    WORD_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    stream_id: int
+    generation: int
+    word: SettleRequest.LastWord
+    checksums: Checksums
+    def __init__(self, stream_id: _Optional[int] = ..., generation: _Optional[int] = ..., word: _Optional[_Union[SettleRequest.LastWord, str]] = ..., checksums: _Optional[_Union[Checksums, _Mapping]] = ...) -> None: ...
+
 class ReserveRequest(_message.Message):
     __slots__ = ("items", "deadline_ms")
     ITEMS_FIELD_NUMBER: _ClassVar[int]

@@ -1,9 +1,9 @@
 """The store's hot messages as the fast lane carries them: packed fields instead of protobuf.
 
 A call of one key runs on cold caches: each process sleeps between two calls, and what it costs is the code and data it
-touches, not the bytes it moves. So PUT, GET, RESERVE, COMMIT, UNPIN and LOCATE travel as below, which touches less
-than protobuf's messages do; gRPC carries the same messages as protobuf, and so does every other method of the fast
-lane. protos/*.proto stays the schema: a test compares the fields by name.
+touches, not the bytes it moves. So PUT, STREAM, SETTLE, GET, RESERVE, COMMIT, UNPIN and LOCATE travel as below, which
+touches less than protobuf's messages do; gRPC carries the same messages as protobuf, and so does every other method of
+the fast lane. protos/*.proto stays the schema: a test compares the fields by name.
 
 All numbers are little-endian. ``n`` counts what follows; checksums are written in the form of ``sums``.
 
@@ -22,6 +22,8 @@ All numbers are little-endian. ``n`` counts what follows; checksums are written 
     ReserveReply    n u32 | n times: lease_id u64 | offset u64 | flags u8 (1 copies only, 2 error, 4 existed) | error
     CommitRequest   deadline_ms u32 | visible u8, 3 zeros | n u32 | aborted u32
                     | n times: lease_id u64 | part_bytes u64 | num_parts u16 | sums  | aborted lease ids u64
+    StreamRequest   stream_id u64 | a PutRequest of one item; the value is the attachment
+    SettleRequest   stream_id u64 | generation u64 | part_bytes u64 | num_parts u16 | word u8 | sums
     GetRequest      max_inline_bytes u32 | verify u8 | deadline_ms u32 | keys
     GetReply        n u32 | lease_ms u32 | n times: size u64 | version u64 | lease_id u64 | offset u64 | part_bytes u64
                     | num_parts u16 | flags u8 (1 copies only, 2 error) | sums or error; inline values: the attachment

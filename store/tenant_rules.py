@@ -9,6 +9,7 @@ from tanghulu.protos import directory_pb2, fastlane_pb2, membership_pb2, store_p
 from tanghulu.rpc.gate import Rule
 from tanghulu.store.packed_directory import LocateRequest
 from tanghulu.store.packed_node import GetRequest, PutRequest, UnpinRequest
+from tanghulu.store.packed_stream import StreamRequest
 from tanghulu.store.words import Proclamation
 from tanghulu.tenants import Identity, Right, TokenTable
 from tanghulu.types import ChunkKey, Role
@@ -19,6 +20,10 @@ from tanghulu.types import ChunkKey, Role
 def _in_puts(identity: Identity, request: PutRequest) -> PutRequest:
     scoped = identity.scoped
     return request._replace(items=[new._replace(key=ChunkKey(scoped(new.key))) for new in request.items])
+
+
+def _in_stream(identity: Identity, request: StreamRequest) -> StreamRequest:
+    return request._replace(item=request.item._replace(key=ChunkKey(identity.scoped(request.item.key))))
 
 
 def _in_proclamation(identity: Identity, said: Proclamation) -> Proclamation:
@@ -118,6 +123,8 @@ assert GetRequest._fields[0] == LocateRequest._fields[0] == "keys"
 NODE_RULES: dict[int, Rule] = {
     _METHODS.METHOD_PUT: Rule("put", Right.WRITE, _in_puts),
     _METHODS.METHOD_DESK: Rule("put", Right.WRITE),
+    _METHODS.METHOD_STREAM: Rule("put", Right.WRITE, _in_stream),
+    _METHODS.METHOD_SETTLE: Rule("put", Right.WRITE),
     _METHODS.METHOD_RESERVE: Rule("put", Right.WRITE, _in_puts),
     _METHODS.METHOD_COMMIT: Rule("put", Right.WRITE),
     _METHODS.METHOD_GET: Rule("get", Right.READ, _in_named_keys),

@@ -79,6 +79,16 @@ class Verdict(Enum):
     __hash__ = object.__hash__  # see Pin
 
 
+class LastWord(Enum):
+    """What the putter of a streamed value says when all of it is on its way."""
+
+    ANNOUNCE = 0  # the node is to tell the master
+    PROCLAIMED = 1  # the master has accepted it already
+    DROP = 2  # the key exists elsewhere
+
+    __hash__ = object.__hash__  # see Pin
+
+
 def validate_key(key: str) -> ChunkKey:
     """``key`` as a ChunkKey; raises InvalidRequest if it is empty, too long or not encodable."""
     if not (key.isascii() and 0 < len(key) <= MAX_KEY_BYTES):

@@ -24,6 +24,7 @@ from tanghulu.store.client.instructions import (
     PeerId,
     Reach,
     Sleep,
+    Stream,
     Tell,
 )
 from tanghulu.store.client.link import Link
@@ -112,6 +113,8 @@ class AsyncShell:
             case Ask(calls, within_s):
                 left_s = deadline.remaining_s()
                 return await self._ask(calls, left_s if within_s is None else min(within_s, left_s))
+            case Stream():
+                return await self._stream(instruction, deadline.remaining_s())
             case Tell(calls):
                 return await self._tell(calls, deadline.remaining_s())
             case Move(requests):
@@ -125,6 +128,23 @@ class AsyncShell:
         if len(calls) == 1:
             return [await self._exchange(*calls[0], deadline_s)]
         return await asyncio.gather(*(self._exchange(peer, call, deadline_s) for peer, call in calls))
+
+    async def _stream(self, wanted: Stream, deadline_s: float) -> Outcome:
+        until_s = self._loop.time() + deadline_s
+
+        async def word() -> AnyCall:
+            question = wanted.ask(self._welcomes[wanted.node].generation)
+            if question is None:
+                return wanted.word(None)
+            within_s = min(wanted.within_s, max(until_s - self._loop.time(), 0.0))
+            return wanted.word(await self._exchange(MASTER, question, within_s))
+
+        try:
+            connection = await self._connected(wanted.node, deadline_s)
+            left_s = max(until_s - self._loop.time(), 0.0)
+            return await connection.call_then(wanted.call, word, wanted.drop, deadline_s=left_s)
+        except TanghuluError as error:
+            return error
 
     async def _tell(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> None:
         for peer, call in calls:
@@ -169,16 +189,20 @@ class AsyncShell:
                 await connection.close()
 
     async def _call(self, peer: PeerId, call: AnyCall, deadline_s: float) -> AnyReply:
+        until_s = self._loop.time() + deadline_s
+        connection = await self._connected(peer, deadline_s)
+        deadline_s = max(until_s - self._loop.time(), 0.0)
+        return await connection.call(call.method, call.request, call.reply_type, call.attachment, deadline_s=deadline_s)
+
+    async def _connected(self, peer: PeerId, deadline_s: float) -> AsyncFastConnection:
         connection = self._connections.get(peer)
         if connection is None or connection.closed:
-            until_s = self._loop.time() + deadline_s
             try:
                 async with asyncio.timeout(deadline_s):
                     connection = await self._open(peer, deadline_s)
             except TimeoutError:
                 raise NodeUnavailable(f"no connection to {peer} within {deadline_s:.3g} s") from None
-            deadline_s = max(until_s - self._loop.time(), 0.0)
-        return await connection.call(call.method, call.request, call.reply_type, call.attachment, deadline_s=deadline_s)
+        return connection
 
     async def _open(self, peer: PeerId, deadline_s: float) -> AsyncFastConnection:
         """The peer's connection, opened by the first who needs it while the others wait."""

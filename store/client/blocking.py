@@ -31,6 +31,7 @@ from tanghulu.store.client.instructions import (
     PeerId,
     Reach,
     Sleep,
+    Stream,
     Tell,
 )
 from tanghulu.store.client.link import Link
@@ -128,6 +129,8 @@ class BlockingShell:
             left_s, within_s = deadline.remaining_s(), instruction.within_s
             return self._ask(instruction.calls, left_s if within_s is None else min(within_s, left_s))
         match instruction:
+            case Stream():
+                return self._stream(instruction, deadline.remaining_s())
             case Tell(calls):
                 return self._tell(calls, deadline.remaining_s())
             case Move(requests):
@@ -158,6 +161,26 @@ class BlockingShell:
         for own, answer in zip(by_peer.values(), answers, strict=True):
             outcomes.update(zip(own, answer, strict=True))
         return [outcomes[index] for index in range(len(calls))]
+
+    def _stream(self, wanted: Stream, deadline_s: float) -> Outcome:
+        until_s = time.monotonic() + deadline_s
+        try:
+            connection, _ = self._take(wanted.node, until_s, fresh=False)
+        except TanghuluError as error:
+            return error
+        welcome = self._welcomes.get(wanted.node)
+
+        def word() -> AnyCall:
+            question = wanted.ask(0 if welcome is None else welcome.generation)
+            within_s = min(wanted.within_s, _left_s(until_s))
+            return wanted.word(None if question is None else self._ask([(MASTER, question)], within_s)[0])
+
+        try:
+            return connection.call_then(wanted.call, word, deadline_s=_left_s(until_s))
+        except TanghuluError as error:
+            return error
+        finally:
+            self._put_back(wanted.node, connection)
 
     def _tell(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> None:
         until_s = time.monotonic() + deadline_s

@@ -6,7 +6,7 @@ anything.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NewType, TypeAlias, TypeVar
 
@@ -28,6 +28,23 @@ class Ask:
 
     calls: Sequence[tuple[PeerId, Call[Any]]]
     within_s: float | None = None
+
+
+@dataclass(slots=True)
+class Stream:
+    """Send ``call`` to ``node``; while its payload is on its way, ask the master; then say the last word to the node.
+
+    ``ask`` gives the call to the master, if there is one, when the payload has left; it is told which life of the node
+    that is. ``word`` makes the last word of the master's answer, and ``drop`` is said when it comes to none.
+    Result: Reply | TanghuluError, the answer to ``call``. ``within_s``: what the master's call may take.
+    """
+
+    node: PeerId
+    call: Call[Any]
+    ask: Callable[[int], Call[Any] | None]
+    word: Callable[[Any], Call[Any]]
+    drop: Call[Any]
+    within_s: float
 
 
 @dataclass(slots=True)
@@ -62,7 +79,7 @@ class Sleep:
     seconds: float
 
 
-Instruction: TypeAlias = Ask | Tell | Reach | Move | Sleep
+Instruction: TypeAlias = Ask | Stream | Tell | Reach | Move | Sleep
 T = TypeVar("T")
 #: A piece of the client's logic that ends with a T.
 Logic: TypeAlias = Generator[Instruction, Any, T]

@@ -11,7 +11,7 @@ from tanghulu.errors import TanghuluError
 from tanghulu.protos import directory_pb2, fastlane_pb2, store_pb2
 from tanghulu.rpc.fast_client import Call, Reply
 from tanghulu.rpc.frames import PROTOCOL_VERSION
-from tanghulu.store import packed_desk, packed_directory, packed_node
+from tanghulu.store import packed_desk, packed_directory, packed_node, packed_stream
 from tanghulu.store.checksums import Checksums
 from tanghulu.store.client.instructions import PeerId
 from tanghulu.store.client.model import ChunkInfo, KeyInfo, NodeView
@@ -19,7 +19,7 @@ from tanghulu.store.desk import DeskPlace
 from tanghulu.store.packed_node import Found, Reservation
 from tanghulu.store.shared_index import IndexPlace
 from tanghulu.store.wire import checksums_from_wire, index_from_wire, pin_from_wire, tier_from_wire
-from tanghulu.store.words import MAX_INLINE_BYTES, NewChunk, Proclamation, Verdict
+from tanghulu.store.words import MAX_INLINE_BYTES, LastWord, NewChunk, Proclamation, Verdict
 from tanghulu.transfer_engine.descriptor_wire import from_proto
 from tanghulu.transfer_engine.segment import SegmentDescriptor
 
@@ -27,6 +27,7 @@ AnyCall = Call[Any]
 AnyReply = Reply[Any]
 _PUT, _GET = int(fastlane_pb2.METHOD_PUT), int(fastlane_pb2.METHOD_GET)
 _PROCLAIM = int(fastlane_pb2.METHOD_PROCLAIM)
+_STREAM, _SETTLE = int(fastlane_pb2.METHOD_STREAM), int(fastlane_pb2.METHOD_SETTLE)
 
 
 # --- nodes
@@ -65,14 +66,25 @@ def welcome(reply: AnyReply) -> Welcome:
     return Welcome(message.instance_id, message.session_id, message.generation, segment, index, message.key_scope)
 
 
-def put(items: Sequence[tuple[NewChunk, memoryview]], visible: bool, deadline_ms: int) -> AnyCall:
-    """Small values, inside the request."""
-    request = packed_node.pack_put([new for new, _ in items], visible, deadline_ms)
-    return Call(_PUT, request, bytes, [value for _, value in items])
+def put(items: Sequence[NewChunk], pieces: Sequence[memoryview], visible: bool, deadline_ms: int) -> AnyCall:
+    """Small values, inside the request: ``pieces`` are all of them, one behind the other."""
+    return Call(_PUT, packed_node.pack_put(items, visible, deadline_ms), bytes, pieces)
+
+
+def stream(stream_id: int, new: NewChunk, pieces: Sequence[memoryview], visible: bool, deadline_ms: int) -> AnyCall:
+    """A value that its checksum comes after."""
+    request = packed_stream.StreamRequest(stream_id, new, visible, deadline_ms)
+    return Call(_STREAM, packed_stream.pack_stream(request), bytes, pieces)
+
+
+def settle(stream_id: int, word: LastWord, generation: int, checksums: Checksums) -> AnyCall:
+    """The last word on a streamed value."""
+    request = packed_stream.SettleRequest(stream_id, word, generation, checksums)
+    return Call(_SETTLE, packed_stream.pack_settle(request), bytes)
 
 
 def put_results(reply: AnyReply) -> list[bool | TanghuluError]:
-    """For each value whether it existed, or why it failed; of PUT and COMMIT."""
+    """For each value whether it existed, or why it failed; of PUT, STREAM and COMMIT."""
     return packed_node.unpack_outcomes(reply.message)
 
 

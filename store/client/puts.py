@@ -22,7 +22,7 @@ from tanghulu.errors import (
 )
 from tanghulu.store import checksums as sums
 from tanghulu.store.client import context as common
-from tanghulu.store.client import desks, messages
+from tanghulu.store.client import desks, messages, streams
 from tanghulu.store.client.context import Context
 from tanghulu.store.client.instructions import MASTER, Ask, Deadline, Logic, Move, PeerId, Reach, Sleep, portions
 from tanghulu.store.client.link import Link
@@ -94,25 +94,43 @@ def put_one(context: Context, deadline: Deadline, item: Putting, options: PutOpt
     if alone and options.visible and desks.suits(new, options.part_bytes):
         existed = yield from desks.put(context, deadline, local[0], new, item.value)
         if existed is not None:
-            item.existed, item.done = existed, True
-            if not existed:
-                item.placed.append(local[0])
-                _remember(context, item)
+            _put_alone(context, item, local[0], existed)
             return
-    if alone and new.size_bytes <= context.inline_bytes(local[0]):
-        node = local[0]
-        item.candidates = local[1:]
-        call = _put_call((item,), options, _patience_ms(deadline, len(local) - 1))
-        (outcome,) = yield Ask(((node, call),))
-        _take_results(context, node, (item,), outcome)
-        if item.placed:
-            _remember(context, item)
-            return
-        _conclude(item)
+    if alone:
+        item.candidates = local
     else:
         yield from _choose_nodes(context, (item,), options)
+    if item.candidates and item.replicas == 1 and not item.done:
+        yield from _put_at(context, deadline, item, options)
     yield from _finish(context, deadline, (item,), options)
     _remember(context, item)
+
+
+def _put_at(context: Context, deadline: Deadline, item: Putting, options: PutOptions) -> Logic[None]:
+    """Put a single item at its first candidate, if it goes inside a message; else, and if that fails, it stays open."""
+    node, others = item.candidates[0], item.candidates[1:]
+    inline_bytes = context.inline_bytes(node)
+    if item.new.size_bytes > inline_bytes:
+        return
+    if item.new.size_bytes > MAX_INLINE_BYTES:
+        pieces = item.pieces or (item.value,)
+        existed = yield from streams.put(context, deadline, node, item.new, pieces, options)
+        if existed is not None:
+            _put_alone(context, item, node, existed)
+            return
+    item.candidates = others
+    call = _put_call((item,), options, _patience_ms(deadline, len(others)))
+    (outcome,) = yield Ask(((node, call),))
+    _take_results(context, node, (item,), outcome)
+    _conclude(item)
+
+
+def _put_alone(context: Context, item: Putting, node: PeerId, existed: bool) -> None:
+    """A single put at ``node`` is over."""
+    item.existed, item.done = existed, True
+    if not existed:
+        item.placed.append(node)
+        _remember(context, item)
 
 
 def put_all(context: Context, deadline: Deadline, items: Sequence[Putting], options: PutOptions) -> Logic[None]:
@@ -252,7 +270,8 @@ def _put_call(items: Sequence[Putting], options: PutOptions, deadline_ms: int) -
     for item in items:
         if not item.new.checksums.parts:
             item.new = item.new._replace(checksums=_checksums(item, options))
-    return messages.put([(item.new, item.value) for item in items], options.visible, deadline_ms)
+    pieces = [piece for item in items for piece in item.pieces or (item.value,)]
+    return messages.put([item.new for item in items], pieces, options.visible, deadline_ms)
 
 
 def _inline_calls(items: list[Putting]) -> Iterator[list[Putting]]:

@@ -9,8 +9,7 @@ chunk has got is freed when the client cannot write there any more: closed and q
 desks that were idle, desks that their client has left, those of lost sessions, and all of them while the node drains
 or a put waits for room.
 
-Because the master has accepted a published record already, it displaces a chunk of its key and another version that the
-master has not confirmed; any other standing chunk means that the master has changed its mind, and the value is dropped.
+The master has accepted a published record already (see ``proclaimed``).
 
 Pure but for the shared memory that it reads: no socket, no sleep; times come in.
 """
@@ -29,6 +28,7 @@ from tanghulu.errors import InvalidRequest
 from tanghulu.store.desk import ALIGNMENT, GRACE_S, HEAD_BYTES, RECORD_BYTES, DeskPlace, DeskReader, Record
 from tanghulu.store.node.chunk import Chunk
 from tanghulu.store.node.holdings import Holding
+from tanghulu.store.node.proclaimed import commit_proclaimed
 from tanghulu.store.words import validate_key
 from tanghulu.tenants import tenant_of
 
@@ -242,15 +242,8 @@ class Desks:
         return True
 
     def _commit(self, chunk: Chunk) -> None:
-        state = self._state
-        state.table.enter(chunk)
-        standing = state.standing_anywhere(chunk.key)
-        if standing is not None and standing.version != chunk.version and state.announcements.is_pending(standing):
-            state.announcements.forget(standing)
-            state.drop_both(chunk.key)
-            self._on_displaced(standing)
-        state.commit_written(chunk, chunk.checksums, visible=False, patient=True)
-        state.room.end_batch()  # each put is a call of its own
+        self._state.table.enter(chunk)
+        commit_proclaimed(self._state, chunk, chunk.checksums, self._on_displaced)
 
     # --- closing
 

@@ -14,19 +14,20 @@ import structlog
 from tanghulu import process as processes
 from tanghulu.clock import SystemClock
 from tanghulu.config import command, option
-from tanghulu.discovery.base import Discovery, Instance, Registration
+from tanghulu.discovery.base import Instance, Registration
 from tanghulu.discovery.master import MasterDiscovery
 from tanghulu.discovery.masters import MasterFinder
-from tanghulu.errors import ConfigError, TanghuluError, Unauthorized
+from tanghulu.errors import ConfigError
 from tanghulu.master_options import DoorOptions, MasterOptions
 from tanghulu.process import Process, ProcessConfig
 from tanghulu.protos import store_pb2_grpc
 from tanghulu.rpc.door import Door
 from tanghulu.rpc.fast_server import FastService
 from tanghulu.rpc.gate import Gate, GrpcGate
-from tanghulu.store.node import metrics
+from tanghulu.store.node import metrics, registering
 from tanghulu.store.node.admin_service import AdminService
 from tanghulu.store.node.announcer import Announcer
+from tanghulu.store.node.arrival_service import ArrivalService
 from tanghulu.store.node.copier import Copier
 from tanghulu.store.node.copy_wire import Orders
 from tanghulu.store.node.desks import AREA_BYTES, Desks
@@ -65,7 +66,6 @@ _TICK_S = 0.05
 _POLL_S = 0.002
 #: How long a start waits for the master before it serves without it.
 _FIRST_CONTACT_S = 2.0
-_REGISTER_RETRY_S = 0.2
 #: What a node without an SSD tier evicts ahead of need in one tick.
 _EVICT_AHEAD_BYTES = 64 << 20
 #: Of the segment, what one client's mapped leases may hold; beyond it the client gets copies.
@@ -180,6 +180,9 @@ class Node:
         self.state.desks = self._desks
         self._polling: asyncio.TimerHandle | None = None
         self._desk = PutDesk(self.state, self._segment.view, self._announcer)
+        self._arrivals = ArrivalService(
+            process.generation, self.state, self._desk, self._traffic, self._announcer.displaced
+        )
         self._sessions = Sessions(self.state, self._room_changed)
         self._copier = Copier(config.master, self._desk, self._announcer.copy_failed)
         self._registration: asyncio.Task[Registration] | None = None
@@ -203,10 +206,10 @@ class Node:
             address = await self._open()
             async with MasterDiscovery(self._config.master, finder=self._masters) as discovery:
                 self._discovery = discovery
-                registering = asyncio.create_task(_register(discovery, self._instance(address)))
-                self._registration = registering
-                await asyncio.wait([registering], timeout=_FIRST_CONTACT_S)
-                _raise_refusal(registering)
+                entering = asyncio.create_task(registering.register(discovery, self._instance(address)))
+                self._registration = entering
+                await asyncio.wait([entering], timeout=_FIRST_CONTACT_S)
+                registering.raise_refusal(entering)
                 instance_id = self._process.instance_id(address.port)
                 running = [self._announcer.run(instance_id), self._tick(), self._copier.run()]
                 if self._gate is not None:
@@ -216,7 +219,7 @@ class Node:
                     await asyncio.wait_for(self._announcer.connected.wait(), _FIRST_CONTACT_S)
                 self._process.ready(instance_id, address)
                 await _until_stopping(self._process.stopping, tasks)
-                await _unregister(registering)
+                await registering.unregister(entering)
         finally:
             for task in tasks:
                 task.cancel()
@@ -249,6 +252,7 @@ class Node:
         NodeService(
             identity, self.state, self._desk, self._sessions, self._traffic, self._promoter, self._policies
         ).serve(self._service)
+        self._arrivals.serve(self._service)
         AdminService(self.state, self._desk, self._drain).serve(self._service)
         if self._tokens is not None:
             self._gate = Gate(self._tokens, NODE_RULES)
@@ -315,6 +319,7 @@ class Node:
             self.state.expire(self._clock.now_s())
             self.state.table.published.beat(self._clock.now_s())
             self._sessions.forget_ended()
+            self._arrivals.tick()
             self._empty_desks()
             self._evict_ahead()
             self._room_changed()
@@ -326,6 +331,7 @@ class Node:
                     self._tier.check()
                 self._sessions.check()
                 self._desks.check()
+                self._arrivals.arrivals.check()
                 self._announcer.check()
 
     def _empty_desks(self) -> None:
@@ -345,34 +351,6 @@ class Node:
         for chunk in self.state.room.oldest(wanted):
             self.state.counters.watermark_evictions += 1
             self.state.evict(chunk)
-
-
-async def _register(discovery: Discovery, instance: Instance) -> Registration:
-    """Enter the node; a master that is not there yet is waited for. Raises Unauthorized if it refuses the node."""
-    while True:
-        try:
-            return await discovery.register(instance)
-        except Unauthorized:
-            raise
-        except TanghuluError as error:
-            _log.warning("node.not_registered", code=error.code, error=error.message)
-            await asyncio.sleep(_REGISTER_RETRY_S)
-
-
-def _raise_refusal(registering: asyncio.Task[Registration]) -> None:
-    """A node that the master will never let in does not start."""
-    if registering.done():
-        registering.result()
-
-
-async def _unregister(registering: asyncio.Task[Registration]) -> None:
-    if registering.done():
-        with contextlib.suppress(TanghuluError):
-            await registering.result().close()
-        return
-    registering.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await registering
 
 
 async def _until_stopping(stopping: asyncio.Event, tasks: list[asyncio.Task[None]]) -> None:

@@ -130,7 +130,7 @@ class NodeService:
 
     def desk(self, peer: Peer, value_bytes: int, attachment: memoryview) -> Answer:
         """A desk for a client that maps the memory; none if there is none to spare."""
-        session = _session(peer)
+        session = session_of(peer)
         scope = "" if peer.identity is None else peer.identity.scope
         maps = session.holder.maps
         place = self._state.desks.grant(session.session_id, value_bytes, scope) if maps else None
@@ -139,7 +139,7 @@ class NodeService:
 
     def put(self, peer: Peer, request: PutRequest, attachment: memoryview) -> Pending:
         """Put values that came in the request."""
-        _session(peer)
+        session_of(peer)
         items = cut_values(request.items, attachment)
         self._traffic.bytes_written["inline"] += len(attachment)
         until_s = self._until(request.deadline_ms)
@@ -158,7 +158,7 @@ class NodeService:
     def reserve(self, peer: Peer, request: PutRequest, attachment: memoryview) -> Answer | Coroutine[Any, Any, Answer]:
         """Reserve ranges that the client will write."""
         check_count(len(request.items))
-        session = _session(peer)
+        session = session_of(peer)
         items = request.items
         reserved = self._desk.reserve_at_once(items, session.holder)
         wipes = peer.identity is not None and not peer.identity.shared_memory
@@ -181,7 +181,7 @@ class NodeService:
     def commit(self, peer: Peer, request: CommitRequest, attachment: memoryview) -> Pending:
         """Publish what the client has written, give back what it has not."""
         check_count(len(request.items))
-        session = _session(peer)
+        session = session_of(peer)
         if request.aborted:
             self._state.unpin(request.aborted, session.owned)
         written: list[Written] = []
@@ -210,7 +210,7 @@ class NodeService:
     def get(self, peer: Peer, request: GetRequest, attachment: memoryview) -> Answer | Coroutine[Any, Any, Answer]:
         """Small values inside the answer, others pinned; those on the SSD come up first."""
         check_count(len(request.keys))
-        session = _session(peer)
+        session = session_of(peer)
         if self._promoter is not None and self._promoter.is_cold(request.keys):
             return self._get_cold(session, request, self._promoter)
         items, values = self._get(session, request)
@@ -285,7 +285,7 @@ class NodeService:
 
     def unpin(self, peer: Peer, request: UnpinRequest, attachment: memoryview) -> Answer:
         """End leases; look at chunks that a reader found corrupt."""
-        session = _session(peer)
+        session = session_of(peer)
         for key in request.corrupt:
             chunk = self._state.find(ChunkKey(key))
             if chunk is not None:
@@ -328,7 +328,7 @@ class NodeService:
 
     def eviction(self, peer: Peer, request: store_pb2.EvictionRequest, attachment: memoryview) -> Answer:
         """Name the eviction policy, after switching to another if one is named."""
-        _session(peer)
+        session_of(peer)
         room, wanted = self._state.room, request.policy
         if wanted and wanted != room.policy_name:
             self._policies.memory(wanted)  # raises for an unknown name before anything changes
@@ -369,7 +369,8 @@ def cut_values(items: Sequence[NewChunk], data: memoryview) -> list[tuple[NewChu
     return cut
 
 
-def _session(peer: Peer) -> Session:
+def session_of(peer: Peer) -> Session:
+    """The session of a connection; raises Unauthorized if it has none."""
     session = peer.state
     if not isinstance(session, Session):
         raise Unauthorized("say HELLO first")

@@ -79,6 +79,31 @@ def test_a_partial_frame_that_is_read_into(size: int, counts: list[int]) -> None
     assert reader.partial is None
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 200_000), st.lists(st.integers(500, 100_000), min_size=1), st.booleans())
+def test_an_attachment_is_received_where_it_belongs(size: int, counts: list[int], welcome: bool) -> None:
+    """Whatever the pieces; small ones, those that come with their head and those without a place come as ever."""
+    value = bytes(range(256)) * (size // 256 + 1)
+    stream = encode(7, 8, b"body", value) + encode(1, 2, b"next", b"more")
+    places: list[memoryview] = []
+
+    def place(method: int, body: bytes, num_bytes: int) -> memoryview | None:
+        assert (method, body, num_bytes) == (7, b"body", len(value))
+        places.append(memoryview(bytearray(num_bytes)))
+        return places[0] if welcome else None
+
+    reader, got, position = FrameReader(place), [], 0
+    for count in itertools.cycle(counts):
+        got += read(reader, stream[position : position + count])
+        position += count
+        if position >= len(stream):
+            break
+    assert got == [(7, 8, b"body", value), (1, 2, b"next", b"more")]
+    assert len(places) <= 1
+    if places and welcome:
+        assert places[0] == value
+
+
 @given(frames)
 def test_frames_survive_byte_by_byte(sent) -> None:
     reader = FrameReader()

@@ -32,6 +32,7 @@ from tanghulu.store.master.directory_service import DirectoryCalls
 from tanghulu.store.master.metrics import MasterMetrics
 from tanghulu.store.master.shell import Shell
 from tanghulu.store.node.announcer import Announcer
+from tanghulu.store.node.arrival_service import ArrivalService
 from tanghulu.store.node.copy_wire import Orders
 from tanghulu.store.node.desks import AREA_BYTES, Desks
 from tanghulu.store.node.eviction.policies import make_policy
@@ -162,7 +163,10 @@ class SimNode(SimProcess):
         service = FastService()
         descriptor = SegmentDescriptor("store", len(self.memory), self.host, generation, ())
         identity = NodeIdentity(self.id, generation, descriptor, place)
-        NodeService(identity, self.state, self.desk, self.sessions, TrafficCounters()).serve(service)
+        self.traffic = traffic = TrafficCounters()
+        NodeService(identity, self.state, self.desk, self.sessions, traffic).serve(service)
+        self.arrivals = ArrivalService(generation, self.state, self.desk, traffic, self.announcer.displaced)
+        self.arrivals.serve(service)
         self._register_now = asyncio.Event()
         HOST.set(self.host)
         network.listen(str(self.address), functools.partial(_Server, service))
@@ -218,6 +222,7 @@ class SimNode(SimProcess):
             self.state.expire(SystemClock().now_s())
             self.state.table.published.beat(SystemClock().now_s())
             self.sessions.forget_ended()
+            self.arrivals.tick()
             self.desks.tick(SystemClock().now_s())
             self._changed()
             self.announcer.tick()
@@ -246,6 +251,7 @@ class SimNode(SimProcess):
         self.announcer.check()
         self.sessions.check()
         self.desks.check()
+        self.arrivals.arrivals.check()
 
 
 def _bytes_of(request: TransferRequest) -> memoryview:

@@ -79,7 +79,7 @@ class Pipe(asyncio.Transport):
     # --- what protocols call
 
     def write(self, data: Any) -> None:
-        if not self._closing:
+        if not (self._closing or self.lost):
             self._network.send(self, bytes(data))
 
     def writelines(self, parts: Iterable[Any]) -> None:
@@ -130,8 +130,24 @@ class Pipe(asyncio.Transport):
         elif data is None:
             self._closing = True
             self.lose(None)
+        elif isinstance(self.protocol, asyncio.BufferedProtocol):
+            self._fill(data)
         else:
             self.protocol.data_received(data)
+
+    def _fill(self, data: bytes) -> None:
+        """As the kernel does for a protocol with a buffer of its own; what is left is another protocol's."""
+        protocol: Any = self.protocol
+        while data and self.protocol is protocol:
+            buffer = protocol.get_buffer(len(data))
+            count = min(len(buffer), len(data))
+            buffer[:count], data = data[:count], data[count:]
+            protocol.buffer_updated(count)
+        if data:
+            self.receive(data)
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self.protocol = protocol
 
     def lose(self, error: Exception | None) -> None:
         """The connection is over at this end."""

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from tanghulu.errors import ChunkNotFound, InvalidRequest, StoreFull, TanghuluError
 from tanghulu.protos import directory_pb2, store_pb2
-from tanghulu.store import packed, packed_desk, packed_directory, packed_node
+from tanghulu.store import packed, packed_desk, packed_directory, packed_node, packed_stream
 from tanghulu.store.checksums import Checksums
 from tanghulu.store.desk import DeskPlace
 from tanghulu.store.packed_directory import LocateReply, LocateRequest, Location
 from tanghulu.store.packed_node import CommitRequest, Found, GetRequest, PutRequest, Reservation, UnpinRequest
-from tanghulu.store.words import NewChunk, Pin, Proclamation, Verdict
+from tanghulu.store.packed_stream import SettleRequest, StreamRequest
+from tanghulu.store.words import LastWord, NewChunk, Pin, Proclamation, Verdict
 from tanghulu.types import ChunkKey
 
 U64 = st.integers(0, (1 << 64) - 1)
@@ -47,6 +48,8 @@ def same(left: Any, right: Any) -> bool:
         # Values are behind the message, not in it; the key's word is in the schema's sub-messages.
         (store_pb2.PutRequest, PutRequest._fields, {"inline_data"}),
         (store_pb2.ReserveRequest, PutRequest._fields, set()),
+        (store_pb2.StreamRequest, StreamRequest._fields, set()),
+        (store_pb2.SettleRequest, SettleRequest._fields, set()),
         (store_pb2.PutItem, (*NewChunk._fields, "ttl_ms"), set()),
         (store_pb2.Checksums, Checksums._fields, set()),
         (store_pb2.Reservation, (*Reservation._fields, "status", "existed"), set()),
@@ -127,6 +130,21 @@ def test_commit(items: list[tuple[int, Checksums]], aborted: list[int], visible:
     assert packed_node.unpack_commit(packed_node.pack_commit(request)) == request
 
 
+@given(U64, U64, SUMS, st.sampled_from(LastWord), KEYS, st.booleans())
+def test_streams(stream_id: int, generation: int, sums: Checksums, word: LastWord, key: str, visible: bool) -> None:
+    said = SettleRequest(stream_id, word, generation, sums)
+    assert packed_stream.unpack_settle(packed_stream.pack_settle(said)) == said
+    request = StreamRequest(stream_id, NewChunk(ChunkKey(key), generation, 100, pin=Pin.SOFT), visible, 77)
+    assert packed_stream.unpack_stream(packed_stream.pack_stream(request)) == request
+
+
+def test_a_stream_of_several_values_is_none() -> None:
+    items = [NewChunk(ChunkKey(key), 1, 9) for key in "ab"]
+    for some in (items, []):
+        with pytest.raises(InvalidRequest):
+            packed_stream.unpack_stream(packed.U64.pack(1) + packed_node.pack_put(some, True, 5))
+
+
 @given(st.lists(KEYS, min_size=1, max_size=4), st.booleans())
 def test_get(keys: list[str], verify: bool) -> None:
     assert packed_node.unpack_get(packed_node.pack_get(GetRequest(keys, 4096, verify, 9))) == (keys, 4096, verify, 9)
@@ -189,6 +207,8 @@ UNPACKERS = [
     (packed_node.unpack_get, packed_node.pack_get(GetRequest(["a", "b"], 5))),
     (packed_node.unpack_found, packed_node.pack_found([Found(1, 2, Checksums(0, (1,)), 4, 5, True)], 6)),
     (packed_node.unpack_unpin, packed_node.pack_unpin(UnpinRequest([1], 2, ["a"], ["b"]))),
+    (packed_stream.unpack_stream, packed_stream.pack_stream(StreamRequest(1, NewChunk(ChunkKey("k"), 1, 9), True, 5))),
+    (packed_stream.unpack_settle, packed_stream.pack_settle(SettleRequest(1, LastWord.DROP, 2, Checksums(0, (3,))))),
     (packed_directory.unpack_locate, packed_directory.pack_locate(["a"], False)),
     (packed_directory.unpack_located, packed_directory.pack_located([Location(("n",), 1, 2)], False)),
 ]

@@ -20,6 +20,7 @@ from tanghulu.store.master.rebuild import Rebuild
 from tanghulu.store.node import service
 from tanghulu.store.node.allocator import OffsetAllocator
 from tanghulu.store.node.announcements import AnnouncementQueue
+from tanghulu.store.node.arrivals import Arrivals
 from tanghulu.store.node.desks import Desks
 from tanghulu.store.node.node_state import NodeState
 from tanghulu.store.words import Verdict
@@ -35,6 +36,8 @@ _STORMY = Plan(3, 4, 6, 8.0, 4 << 20, 0.5)
 _REBORN = Plan(5, 4, 40, 14.0, 4 << 20, 1.0, faults=("master",), sizes=(10, 3000), removals=0.1)
 _LONELY = Plan(3, 4, 150, 14.0, 4 << 20, 1.5, faults=("isolate",), removals=2.0, sizes=(10, 3000))
 _CALM = Plan(2, 4, 300, 8.0, 8 << 20, 1.0, faults=(), sizes=(10, 3000, 20_000), removals=0.0, near=0.75)
+_STREAMING = Plan(2, 4, 60, 8.0, 8 << 20, 0.2, faults=("kill", "tear"), sizes=(70_000, 300_000), removals=0.0, near=0.0)
+_CALM_REMOTE = Plan(2, 4, 300, 8.0, 32 << 20, 1.0, faults=(), sizes=(70_000, 300_000), removals=0.0, near=0.0)
 _MURDEROUS = Plan(1, 4, 300, 8.0, 8 << 20, 0.1, faults=("kill",), sizes=(10, 3000), removals=0.0, near=1.0)
 
 
@@ -52,6 +55,12 @@ def test_a_seed_gives_one_life() -> None:
 def test_puts_at_desks(plan: Plan) -> None:
     for seed in range(4):
         assert World(seed, plan).run()["put at desks"] > 20
+
+
+@pytest.mark.slow
+def test_streamed_puts() -> None:
+    for seed in range(4):
+        assert World(seed, _STREAMING).run()["bytes streamed"] > 1_000_000
 
 
 @pytest.mark.slow
@@ -112,12 +121,27 @@ def _publishes_what_was_refused(original: Any) -> Any:
     return lambda reply: Verdict.ACCEPTED
 
 
+def _accepts_and_forgets(original: Any) -> Any:
+    return lambda self, said, now_s: Verdict.ACCEPTED
+
+
 def _publishes_without_proclaiming(original: Any) -> Any:
     def proclaim(*_: Any) -> Any:
         return Verdict.ACCEPTED
         yield
 
     return proclaim
+
+
+def _frees_what_is_still_coming(original: Any) -> Any:
+    def begin(self: Arrivals, *arguments: Any) -> Any:
+        arrival = original(self, *arguments)
+        if arrival is not None:  # as if time alone freed a range
+            chunk, allocator = arrival.chunk, self._state.room.allocator
+            allocator.free(chunk.offset, chunk.size_bytes)
+        return arrival
+
+    return begin
 
 
 def _keeps_promises_for_ever(original: Any) -> Any:
@@ -141,6 +165,8 @@ MUTATIONS = [
     (service, "after_drain", _answers_without_looking_at_desks, _CALM),
     (messages, "verdict", _publishes_what_was_refused, _CALM),
     (client_desks, "_proclaim", _publishes_without_proclaiming, _CALM),
+    (Arrivals, "begin", _frees_what_is_still_coming, _STREAMING),
+    (Directory, "proclaim", _accepts_and_forgets, _CALM_REMOTE),
     (Promises, "broken", _keeps_promises_for_ever, _MURDEROUS),
     (Desks, "_free_range", _forgets_the_rest_of_a_desk, _MURDEROUS),
 ]

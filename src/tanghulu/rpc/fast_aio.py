@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import os
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeAlias, TypeVar, cast
 
 from google.protobuf.message import Message
@@ -15,7 +15,7 @@ from tanghulu.credentials import NO_TLS, TlsFiles
 from tanghulu.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, TanghuluError, Unauthorized
 from tanghulu.protos import common_pb2
 from tanghulu.rpc import nearby
-from tanghulu.rpc.fast_client import Reply, outcome_of
+from tanghulu.rpc.fast_client import Call, Reply, outcome_of
 from tanghulu.rpc.frames import PREAMBLE, Frame, FrameReader, call_id_of, encode_head
 from tanghulu.rpc.wire import decode
 from tanghulu.tls import client_context
@@ -175,17 +175,67 @@ class AsyncFastConnection(asyncio.Protocol):
 
         The caller bounds what it has in flight. Returns the call's number on this connection.
         """
-        if self._transport is None or self._transport.is_closing():
-            raise NodeUnavailable(f"connection to {self.peer} is closed")
-        call_id = call_id_of(next(self._numbers))
-        body = request if isinstance(request, bytes) else request.SerializeToString()
-        head = encode_head(method, call_id, len(body), sum([memoryview(part).nbytes for part in attachment])) + body
+        transport = self._open_transport()
+        call_id, head = self._encode(method, request, attachment)
         self._pending[call_id] = (reply_type, on_reply)
         if attachment:
-            self._transport.writelines([head, *attachment])
+            transport.writelines([head, *attachment])
         else:
-            self._transport.write(head)
+            transport.write(head)
         return call_id
+
+    def _open_transport(self) -> asyncio.Transport:
+        if self._transport is None or self._transport.is_closing():
+            raise NodeUnavailable(f"connection to {self.peer} is closed")
+        return self._transport
+
+    def _encode(
+        self, method: int, request: Message | bytes, attachment: Sequence[bytes | bytearray | memoryview] = ()
+    ) -> tuple[int, bytes]:
+        """(the number of a call, its bytes but for the attachment)."""
+        call_id = call_id_of(next(self._numbers))
+        body = request if isinstance(request, bytes) else request.SerializeToString()
+        size = sum([memoryview(part).nbytes for part in attachment])
+        return call_id, encode_head(method, call_id, len(body), size) + body
+
+    async def call_then(
+        self, call: Call[R], word: Callable[[], Awaitable[Call[Any]]], otherwise: Call[Any], *, deadline_s: float = 5.0
+    ) -> Reply[R]:
+        """Send ``call``; while it is on its way, wait for ``word()`` and send that, which has no answer of its own.
+
+        Returns the answer to ``call``; raises as ``call``, and what ``word`` raises: then ``otherwise`` is sent in its
+        place. The head of ``call`` leaves ahead of its payload, so the peer can prepare for it.
+        """
+        try:
+            async with asyncio.timeout(deadline_s):
+                if not self._writable.is_set():
+                    await self._writable.wait()
+                return await self._exchange_then(call, word, otherwise)
+        except TimeoutError:
+            raise DeadlineExceeded(f"{self.peer} did not answer within {deadline_s:g} s") from None
+
+    async def _exchange_then(
+        self, call: Call[R], word: Callable[[], Awaitable[Call[Any]]], otherwise: Call[Any]
+    ) -> Reply[R]:
+        future: asyncio.Future[Reply[R] | TanghuluError] = asyncio.get_running_loop().create_future()
+        transport = self._open_transport()
+        call_id, head = self._encode(call.method, call.request, call.attachment)
+        self._pending[call_id] = (call.reply_type, lambda answer: None if future.done() else future.set_result(answer))
+        transport.write(head)
+        transport.writelines(list(call.attachment))
+        said = otherwise
+        try:
+            try:
+                said = await word()
+            finally:
+                if not transport.is_closing():
+                    transport.write(self._encode(said.method, said.request)[1])
+            outcome = await future
+        finally:
+            self._pending.pop(call_id, None)
+        if isinstance(outcome, TanghuluError):
+            raise outcome
+        return outcome
 
     def abort(self) -> None:
         """Cut the connection: every call in flight ends with NodeUnavailable, soon."""

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from google.protobuf.message import Message
 
@@ -178,6 +178,16 @@ class FastConnection:
         """
         return self._alone(self._exchange, calls, deadline_s)
 
+    def call_then(
+        self, call: Call[R], word: Callable[[], Call[Any]], *, deadline_s: float = 5.0
+    ) -> Reply[R] | TanghuluError:
+        """Send ``call``; when all of it is on its way, make and send ``word()``, which has no answer of its own.
+
+        Returns the answer to ``call``. The head of ``call`` leaves ahead of its payload, so the peer can prepare.
+        What ``word`` raises ends the connection.
+        """
+        return self._alone(self._exchange_then, (call, word), deadline_s)
+
     def post(self, call: Call[R], *, deadline_s: float = 5.0) -> None:
         """Send a request whose reply nobody needs; it is dropped when it comes. Raises as ``call_many``."""
         self._alone(self._post, call, deadline_s)
@@ -203,6 +213,19 @@ class FastConnection:
     def _exchange_one(self, call: Call[R], until: float) -> Reply[R] | TanghuluError:
         call_id = call_id_of(next(self._numbers))
         self._send(call, call_id, until)
+        frame = self._receive(until)
+        if frame.call_id != call_id:
+            raise _stray(self.peer, frame)
+        return outcome_of(call.reply_type, frame)
+
+    def _exchange_then(self, wanted: tuple[Call[R], Callable[[], Call[Any]]], until: float) -> Reply[R] | TanghuluError:
+        call, word = wanted
+        call_id, body = call_id_of(next(self._numbers)), call.body
+        parts = [memoryview(part).cast("B") for part in call.attachment]
+        head = encode_head(call.method, call_id, len(body), sum(map(len, parts))) + body
+        for part in (memoryview(head), *parts):
+            self._send_all(part, until)
+        self._send(word(), call_id_of(next(self._numbers)), until)
         frame = self._receive(until)
         if frame.call_id != call_id:
             raise _stray(self.peer, frame)

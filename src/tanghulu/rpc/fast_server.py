@@ -13,14 +13,14 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import CoroutineType
-from typing import Any, TypeAlias, cast
+from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 import structlog
 from google.protobuf.message import Message
 
 from tanghulu.errors import InvalidRequest, Overloaded, TanghuluError, Unauthorized
 from tanghulu.protos import fastlane_pb2
-from tanghulu.rpc.frames import PREAMBLE, Frame, FrameReader, PartialFrame, encode_head
+from tanghulu.rpc.frames import PREAMBLE, Frame, FrameReader, PartialFrame, PlacedFrame, encode_head
 from tanghulu.rpc.wire import decode, status_of
 from tanghulu.tenants import Identity
 
@@ -29,6 +29,8 @@ _log = structlog.get_logger(__name__)
 #: A reply (a message or the bytes of one), or a reply with raw payload behind it.
 Answer: TypeAlias = Message | bytes | tuple[Message | bytes, Sequence[bytes | memoryview]]
 Handler: TypeAlias = Callable[["Peer", Any, memoryview], "Answer | Later | Coroutine[Any, Any, Answer]"]
+#: Asked when the head of a large request is there and its payload, of so many bytes, is not; None: nowhere special.
+LandingMaker: TypeAlias = Callable[["Peer", Any, int], "Landing | None"]
 
 MAX_CALLS_IN_FLIGHT = 256
 MAX_CONNECTIONS = 4096
@@ -77,6 +79,20 @@ class Later:
             send(self._answer)
 
 
+#: The answer of a method whose callers wait for none.
+NO_ANSWER: Final = Later()
+
+
+class Landing(NamedTuple):
+    """Where a request's payload is received, and what then answers the request instead of its handler.
+
+    When the connection ends before, ``landed`` is not called; ``Peer.on_close`` is.
+    """
+
+    view: memoryview
+    landed: Callable[[], Answer | Later]
+
+
 @dataclass
 class FastService:
     """The methods that a process answers: method -> (what parses its requests, handler).
@@ -85,6 +101,7 @@ class FastService:
     """
 
     handlers: dict[int, tuple[Callable[[bytes], Any], Handler]] = field(default_factory=dict)
+    landings: dict[int, LandingMaker] = field(default_factory=dict)
     peers: set[Peer] = field(default_factory=set)
     max_connections: int = MAX_CONNECTIONS
     guarded: bool = False
@@ -98,6 +115,11 @@ class FastService:
         assert method not in self.handlers, f"method {method} is registered twice"
         self.handlers[method] = (parse, handler)
 
+    def register_landing(self, method: int, make: LandingMaker) -> None:
+        """Have payload of ``method`` received where ``make`` says; its handler answers where that is nowhere."""
+        assert method in self.handlers, f"method {method} has no handler"
+        self.landings[method] = make
+
 
 class FastServerProtocol(asyncio.Protocol):
     """One connection of the fast lane; the door hands it the transport once the preamble has come."""
@@ -105,7 +127,8 @@ class FastServerProtocol(asyncio.Protocol):
     def __init__(self, service: FastService, peer: Peer) -> None:
         self._service = service
         self._peer = peer
-        self._reader = FrameReader()
+        self._reader = FrameReader(self._place)
+        self._landing: Landing | None = None  # of the frame that is coming
         self._transport: asyncio.Transport | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_later = 0
@@ -155,6 +178,17 @@ class FastServerProtocol(asyncio.Protocol):
         except InvalidRequest as error:
             _log.warning("fast_lane.bad_frame", peer=self._peer.name, error=error.message)
             self._end(error)
+
+    def _place(self, method: int, body: bytes, attachment_bytes: int) -> memoryview | None:
+        """Where a payload goes that is about to come; what is wrong with its request the handler says in the end."""
+        make = self._service.landings.get(method)
+        if make is None:
+            return None
+        try:
+            self._landing = make(self._peer, self._service.handlers[method][0](body), attachment_bytes)
+        except TanghuluError:
+            return None
+        return None if self._landing is None else self._landing.view
 
     def _read_by(self, protocol: asyncio.BaseProtocol) -> None:
         assert self._transport is not None
@@ -206,8 +240,12 @@ class FastServerProtocol(asyncio.Protocol):
             self._send_error(frame.call_id, InvalidRequest(f"fast-lane method {frame.method} is not served here"))
             return
         parse, handler = entry
+        landing, self._landing = self._landing, None
         try:
-            answer = handler(self._peer, parse(frame.body), memoryview(frame.attachment))
+            if landing is None:
+                answer = handler(self._peer, parse(frame.body), memoryview(frame.attachment))
+            else:
+                answer = landing.landed()
             kind = type(answer)
             if kind is not Later and kind is not CoroutineType:
                 self._send(frame, cast(Answer, answer))
@@ -217,6 +255,8 @@ class FastServerProtocol(asyncio.Protocol):
             return
         except Exception:  # noqa: BLE001 - a handler's bug must not take the connection's other calls down
             self._internal(frame)
+            return
+        if answer is NO_ANSWER:
             return
         if isinstance(answer, Later):
             self._num_later += 1
@@ -271,7 +311,7 @@ class FastServerProtocol(asyncio.Protocol):
 class _Bulk(asyncio.BufferedProtocol):
     """Takes the rest of one large frame straight to where it belongs: a copy and an allocation less a read."""
 
-    def __init__(self, main: FastServerProtocol, partial: PartialFrame) -> None:
+    def __init__(self, main: FastServerProtocol, partial: PartialFrame | PlacedFrame) -> None:
         self._main = main
         self._partial = partial
 
@@ -298,4 +338,14 @@ class _Bulk(asyncio.BufferedProtocol):
             self._main.bulk_ended()
 
 
-__all__ = ["PREAMBLE", "Answer", "FastServerProtocol", "FastService", "Handler", "Later", "Peer"]
+__all__ = [
+    "NO_ANSWER",
+    "PREAMBLE",
+    "Answer",
+    "FastServerProtocol",
+    "FastService",
+    "Handler",
+    "Landing",
+    "Later",
+    "Peer",
+]

@@ -12,8 +12,8 @@ any order. Lengths beyond the maxima are a broken or hostile peer: the connectio
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeAlias
 
 from tanghulu.errors import InvalidRequest
 
@@ -25,6 +25,10 @@ MAX_BODY_BYTES = 16 << 20
 MAX_ATTACHMENT_BYTES = 64 << 20
 #: Memory that a peer gets for a frame by announcing it; the rest comes as its bytes come.
 _AHEAD_BYTES = 2 << 20
+#: Says where the attachment of a frame (method, body, its bytes) belongs: memory of that length. None: nowhere yet.
+Placing: TypeAlias = Callable[[int, bytes, int], memoryview | None]
+#: Smaller attachments are not asked about: they come in one piece with their head.
+_PLACED_BYTES = 32 << 10
 
 
 class Frame(NamedTuple):
@@ -108,12 +112,51 @@ class PartialFrame:
         return Frame(method, call_id, bytes(self._memory[HEAD.size : start]), attachment)
 
 
-class FrameReader:
-    """Cuts a byte stream into frames; holds at most one unfinished frame. Feed bytes, take frames."""
+class PlacedFrame:
+    """A frame whose attachment is received where it belongs; ``view`` is that memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, method: int, call_id: int, body: bytes, view: memoryview) -> None:
+        self._frame = Frame(method, call_id, body, view)
+        self._view = view
+        self._filled = 0
+
+    @property
+    def rest(self) -> memoryview:
+        """Where the next bytes belong."""
+        return self._view[self._filled :]
+
+    @property
+    def missing(self) -> int:
+        """How many bytes have yet to come."""
+        return len(self._view) - self._filled
+
+    def filled(self, count: int) -> None:
+        """So many bytes have come into ``rest``."""
+        self._filled += count
+
+    def take(self, data: memoryview) -> int:
+        """Copy of ``data`` what belongs to the frame; how many bytes that is."""
+        taken = min(self.missing, len(data))
+        self._view[self._filled : self._filled + taken] = data[:taken]
+        self._filled += taken
+        return taken
+
+    def cut(self) -> Frame:
+        """The whole frame; its attachment is the memory itself."""
+        assert not self.missing
+        return self._frame
+
+
+class FrameReader:
+    """Cuts a byte stream into frames; holds at most one unfinished frame. Feed bytes, take frames.
+
+    ``place`` is asked once for a frame whose head and body are there and whose attachment is not.
+    """
+
+    def __init__(self, place: Placing | None = None) -> None:
         self._buffer = b""  # the beginning of a head
-        self.partial: PartialFrame | None = None
+        self._place = place
+        self.partial: PartialFrame | PlacedFrame | None = None
 
     def whole(self, data: bytes) -> Frame | None:
         """The frame, if ``data`` is just one and nothing came before it: the usual case, and the cheapest.
@@ -144,8 +187,15 @@ class FrameReader:
             start = position + HEAD.size
             end = start + body_bytes + attachment_bytes
             if end > size:
-                self.partial = PartialFrame(end - position)
-                self.partial.take(memoryview(data)[position:])
+                view = None
+                if self._place is not None and attachment_bytes >= _PLACED_BYTES and start + body_bytes <= size:
+                    view = self._place(method, data[start : start + body_bytes], attachment_bytes)
+                if view is None:
+                    self.partial = PartialFrame(end - position)
+                    self.partial.take(memoryview(data)[position:])
+                else:
+                    self.partial = PlacedFrame(method, call_id, data[start : start + body_bytes], view)
+                    self.partial.take(memoryview(data)[start + body_bytes :])
                 return
             body = data[start : start + body_bytes]
             attachment = memoryview(data)[start + body_bytes : end] if attachment_bytes else b""

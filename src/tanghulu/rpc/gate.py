@@ -70,6 +70,8 @@ class Gate:
         for method, (parse, handler) in list(service.handlers.items()):
             guarded = self._greeting(handler) if method == _HELLO else self._guarded(method, handler)
             service.handlers[method] = (parse, guarded)
+        for method, make in list(service.landings.items()):
+            service.landings[method] = self._guarded(method, make)
 
     def _greeting(self, handler: Handler) -> Handler:
         def hello(peer: Peer, request: Any, attachment: memoryview) -> Any:
@@ -80,16 +82,17 @@ class Gate:
 
         return hello
 
-    def _guarded(self, method: int, handler: Handler) -> Handler:
+    def _guarded(self, method: int, handler: Callable[[Peer, Any, Any], Any]) -> Callable[[Peer, Any, Any], Any]:
+        """Of a handler, or of what makes a landing."""
         rule = self._rules.get(method)
 
-        def guarded(peer: Peer, request: Any, attachment: memoryview) -> Any:
+        def guarded(peer: Peer, request: Any, payload: Any) -> Any:
             identity = peer.identity
             if identity is None:
                 raise Unauthorized("a token is needed here, in a HELLO that comes first; say token=..., --token")
             if rule is None:
                 raise Forbidden(f"method {method} is open to nobody while this process has --tokens")
-            return rule.answer(identity, handler(peer, rule.admit(identity, request), attachment))
+            return rule.answer(identity, handler(peer, rule.admit(identity, request), payload))
 
         return guarded
 

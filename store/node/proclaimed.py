@@ -1,0 +1,32 @@
+"""Chunks that the master has accepted before the node heard of them: from desks, and streamed ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from tanghulu.store.checksums import Checksums
+from tanghulu.store.node.chunk import Chunk
+from tanghulu.store.node.holdings import Holding
+from tanghulu.store.node.outcomes import Existed, Reserved
+
+if TYPE_CHECKING:
+    from tanghulu.store.node.node_state import NodeState
+
+
+def commit_proclaimed(
+    state: NodeState, chunk: Chunk, checksums: Checksums, on_displaced: Callable[[Holding], None]
+) -> Reserved | Existed:
+    """The bytes of ``chunk``, a reservation without lease, are in place; ``on_displaced`` hears of what gives way.
+
+    It displaces a chunk of its key and another version that the master has not confirmed; any other standing chunk
+    means that the master has changed its mind, and the value is dropped.
+    """
+    standing = state.standing_anywhere(chunk.key)
+    if standing is not None and standing.version != chunk.version and state.announcements.is_pending(standing):
+        state.announcements.forget(standing)
+        state.drop_both(chunk.key)
+        on_displaced(standing)
+    outcome = state.commit_written(chunk, checksums, visible=False, patient=True)
+    state.room.end_batch()  # each put is a call of its own
+    return outcome
