@@ -319,7 +319,7 @@ class Registry:
             self._rosters.clear()
             self.model_known.set()
         worker.card = card
-        worker.load.known = self._profiles.of(card.model)
+        worker.load.known, worker.load.block_tokens = self._profiles.of(card.model), card.block_tokens
 
     def _refuse_mixture(self, worker: Worker, card: ModelCard) -> None:
         """Under one name there is one fingerprint: KV and text of another model must never be mixed in."""

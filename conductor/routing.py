@@ -133,6 +133,7 @@ class Router:
             place=self._place,
             named_blocks=len(sequence.block_hashes),
             expected_output=self.output.tokens,
+            most_output=max(1, flight.request.stop.max_new_tokens - len(flight.generated)),
         )
         coming = self.in_flight.match(sequence.block_hashes)
         wish = flight.request.routing

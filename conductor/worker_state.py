@@ -35,6 +35,8 @@ class LoadTracker:
         self.reported = WorkerLoad()
         #: What is taken for the worker's profiles until it reports its own.
         self.known = NOTHING_KNOWN
+        #: Tokens of a block of the model that it serves; 0 while that is not known.
+        self.block_tokens = 0
         self._unreported: dict[str, _Unreported] = {}
         self._promised: dict[str, int] = {}
         #: Order of workers by load: waiting tokens, then requests. An attribute, because thousands are sorted by it.
@@ -130,6 +132,7 @@ class LoadTracker:
             peer_bytes_per_s=load.peer_bytes_per_s,
             place=self._place,
             coming_requests=len(self._promised),
+            context_tokens=max(0, load.blocks_total - self._blocks_free) * self.block_tokens,
         )
 
     def _changed(self) -> None:

@@ -25,8 +25,10 @@ ASSUMED_STORE_BYTES_PER_S = 1e9
 ASSUMED_DECODE_STEP_S = 0.02
 #: A sequence more in a batch slows its step by this share (attention and sampling; weights are read once anyway).
 STEP_SHARE_OF_A_SEQUENCE = 1 / 16
-#: A decode choice is judged over so many coming tokens.
+#: A decode choice is judged over so many coming tokens, or over the answer if that is shorter.
 JUDGED_TOKENS = 64
+#: And by at least this share where what it costs was measured: equals are still told apart by their company.
+LEAST_SHARE_OF_A_SEQUENCE = 1 / 64
 #: How much of a step is company, for each sequence.
 _COMPANY = JUDGED_TOKENS * STEP_SHARE_OF_A_SEQUENCE
 #: Profiles are made once for each speed: workers measure a new one every few seconds, and are looked at all the time.
@@ -44,7 +46,8 @@ class WorkerView:
     ``active_hit_blocks`` of them are the request's own. ``queue_s`` is None where only tokens are known.
     ``peer_bytes_per_s`` is 0 where workers cannot fetch from each other; ``send_wait_s`` and ``receive_wait_s`` are
     how long its NIC is taken, or, below 0, has been idle. ``coming_requests`` of the ``num_requests`` are still
-    prefilled elsewhere and will decode here; blocks are kept for them.
+    prefilled elsewhere and will decode here; blocks are kept for them. ``context_tokens`` are attended to by requests
+    under way (0 while unknown).
 
     Made from these: ``match_blocks``, the leading blocks that a request sent here now will find when its turn comes;
     ``wait_s``, the estimated time until a new request's prefill would begin; ``cost``, the profile or what is assumed;
@@ -73,6 +76,7 @@ class WorkerView:
     receive_wait_s: float = 0.0
     place: Place = Place()
     coming_requests: int = 0
+    context_tokens: int = 0
     match_blocks: int = field(init=False)
     wait_s: float = field(init=False)
     cost: PrefillProfile = field(init=False)
@@ -87,7 +91,16 @@ class WorkerView:
         self.match_blocks = hit if hit > coming else coming
         self.wait_s = self.queue_tokens / speed if queue_s is None else queue_s
         self.cost = profile or _profile_of_speed(speed)
-        self.company_s = _COMPANY * (self.decode_step_s or ASSUMED_DECODE_STEP_S) * self.num_requests
+        step_s = self.decode_step_s or ASSUMED_DECODE_STEP_S
+        if self.decode_profile is None:
+            self.company_s = _COMPANY * step_s * self.num_requests
+        else:
+            self.company_s = JUDGED_TOKENS * self._measured_company_s(step_s, self.decode_profile)
+
+    def _measured_company_s(self, step_s: float, decode: DecodeProfile) -> float:
+        """What those who are there add to a step."""
+        added_s = decode.sequence_s * self.num_requests + decode.token_s * self.context_tokens
+        return max(added_s, LEAST_SHARE_OF_A_SEQUENCE * step_s * self.num_requests)
 
     def prefill_s(self, request: RequestView, hit_blocks: int) -> float:
         """Estimated time to prefill ``request`` here with ``hit_blocks`` reused."""
@@ -100,7 +113,8 @@ class RequestView:
 
     ``session`` names the conversation ("" if unknown), ``place`` where the request came in. ``named_blocks`` have a
     hash and so could be hit: all but, mostly, a partial last one; 0 if that is not known.
-    ``expected_output``: tokens that an answer has on the mean; 0 if that is not known.
+    ``expected_output``: tokens that an answer has on the mean; 0 if that is not known. ``most_output``: tokens that the
+    request lets its own answer have; 0 if that is not known.
     """
 
     num_tokens: int
@@ -111,6 +125,14 @@ class RequestView:
     place: Place = Place()
     named_blocks: int = 0
     expected_output: float = 0.0
+    most_output: int = 0
+
+    @property
+    def judged_share(self) -> float:
+        """How much of JUDGED_TOKENS there will be: an answer of 8 tokens has company for 8 steps."""
+        expected, most = self.expected_output, self.most_output
+        tokens = min(expected, most) if expected and most else expected or most
+        return min(1.0, tokens / JUDGED_TOKENS) if tokens else 1.0
 
     @property
     def num_blocks(self) -> int:

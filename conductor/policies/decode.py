@@ -1,9 +1,9 @@
 """Which worker decodes: the rule that all policies share which look at KV at all; and both phases in one decision.
 
-The cost is moving the KV that a worker lacks, plus what every running sequence adds to everybody's step, plus a fine
-where its free blocks do not suffice. The worker that prefills moves nothing. A worker that
-prefills too pays for the copy in its cache besides: the room is some other prefix's, which will have to be computed
-when it is asked for again.
+The cost is moving the KV that a worker lacks, plus what every running sequence adds to the steps of this answer (as far
+as its length is known), plus a fine where its free blocks do not suffice. The worker that prefills moves nothing. A
+worker that prefills too pays for the copy in its cache besides: the room is some other prefix's, which will have to be
+computed when it is asked for again.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from tanghulu.types import InstanceId
 
 #: Seconds: what waiting or preemption for lack of blocks is taken to cost.
 NO_ROOM_FINE_S = 1000.0
+#: A bound is this much higher than it could be, so that rounding never hides an equal cost.
+_SLACK = 1 + 1e-9
 
 FetchOf = Callable[[WorkerView], PeerFetch | None]
 CandidateOf = Callable[[WorkerView], Candidate]
@@ -66,11 +68,11 @@ def decide(
 
 def decode_costs(request: RequestView, able: Sequence[WorkerView], prefill: InstanceId | None) -> list[float]:
     """What each of ``able`` would cost; ``prefill`` names the one that will have the KV, if any of them."""
-    num_blocks, block_bytes = request.num_blocks, request.block_bytes
+    num_blocks, block_bytes, judged = request.num_blocks, request.block_bytes, request.judged_share
     costs = []
     for worker in able:
         needed = num_blocks - worker.hit_blocks
-        cost_s = worker.company_s
+        cost_s = judged * worker.company_s
         if needed > 0:
             if worker.id != prefill:
                 cost_s += needed * block_bytes / (worker.store_bytes_per_s or ASSUMED_STORE_BYTES_PER_S)
@@ -88,7 +90,7 @@ def least_decode_costs(request: RequestView, able: Ranked, prefill: InstanceId |
     """
     company = able.companies
     loneliest = able[company.index(min(company))]
-    bound_s = decode_costs(request, [loneliest], prefill)[0]
+    bound_s = _SLACK * decode_costs(request, [loneliest], prefill)[0] / request.judged_share
     near = [at for at, company_s in enumerate(company) if company_s <= bound_s]
     costs = [math.inf] * len(able)
     for at, cost_s in zip(near, decode_costs(request, [able[at] for at in near], prefill), strict=True):
@@ -117,7 +119,7 @@ def _candidate(request: RequestView, worker: WorkerView, prefilled_here: bool, c
     needed = max(0, request.num_blocks - worker.hit_blocks)
     missing = 0 if prefilled_here else needed
     move_s = missing * request.block_bytes / (worker.store_bytes_per_s or ASSUMED_STORE_BYTES_PER_S)
-    company_s = worker.company_s
+    company_s = request.judged_share * worker.company_s
     room_s = 0.0 if worker.blocks_free >= needed else NO_ROOM_FINE_S
     copy_s = _copy_s(request, worker) if missing else 0.0
     terms = (("move_s", move_s), ("copy_s", copy_s), ("company_s", company_s), ("no_room_s", room_s))

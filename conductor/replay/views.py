@@ -92,4 +92,5 @@ class ClusterView:
             blocks_total=total,
             decode_step_s=worker.step_length_s,
             decode_profile=self._decode_profile,
+            context_tokens=int(worker.promised_tokens),
         )

@@ -14,6 +14,7 @@ from tanghulu.conductor.admission import Admission, forecast
 from tanghulu.conductor.cost import DecodeProfile
 from tanghulu.conductor.in_flight import InFlightBlocks
 from tanghulu.conductor.policies.base import Decision, RequestView, WorkerView
+from tanghulu.conductor.policies.decode import decode_costs
 from tanghulu.conductor.shortlist import shortlist
 from tanghulu.types import InstanceId, Role
 
@@ -145,3 +146,33 @@ class TestShortlist:
         idle = [replace(w, role=Role.DECODE, load=Pressed(0)) for w in self.WORKERS[:500]]
         busy = [replace(w, role=Role.PREFILL, load=Pressed(9)) for w in self.WORKERS[500:]]
         assert {w.role for w in shortlist([*idle, *busy], {}, {})} == {Role.DECODE, Role.PREFILL}
+
+
+class TestCompany:
+    """What those who decode beside a request cost it, as measured and as long as the answer is."""
+
+    PROFILE = DecodeProfile(fixed_s=0.006, sequence_s=6e-5, token_s=8e-9)
+    ALONE = WorkerView(
+        InstanceId("a"), True, True, 0, 4, 900, 1000, 1e5, 0.006, 1e9, decode_profile=PROFILE, context_tokens=32_768
+    )
+
+    def test_is_what_sequences_and_their_contexts_add_to_a_step(self) -> None:
+        added_s = 4 * 6e-5 + 32_768 * 8e-9
+        assert self.ALONE.company_s == pytest.approx(64 * added_s)
+        assert replace(self.ALONE, decode_profile=None).company_s == pytest.approx(64 * 4 * 0.006 / 16)
+
+    def test_never_counts_for_nothing_where_a_profile_says_so(self) -> None:
+        flat = replace(self.ALONE, decode_profile=DecodeProfile(fixed_s=0.006))
+        assert flat.company_s == pytest.approx(64 * 4 * 0.006 / 64)
+
+    def test_a_worker_that_prefilled_keeps_what_another_would_only_copy(self) -> None:
+        prefilled, idle = self.ALONE, WorkerView(InstanceId("b"), True, True, 0, 0, 900, 1000, 1e5, 0.006, 1e9)
+        request = RequestView(8192, 64, 1 << 20)
+        assert decode_costs(request, [prefilled], prefilled.id)[0] < decode_costs(request, [idle], prefilled.id)[0]
+
+    @pytest.mark.parametrize(("expected", "most", "share"), [(256.0, 8, 1 / 8), (32.0, 0, 1 / 2), (0.0, 0, 1.0)])
+    def test_lasts_as_long_as_the_answer(self, expected: float, most: int, share: float) -> None:
+        request = RequestView(8192, 64, 1 << 20, expected_output=expected, most_output=most)
+        assert request.judged_share == share
+        # Who prefilled moves nothing and has room, so company is all that there is.
+        assert decode_costs(request, [self.ALONE], self.ALONE.id) == [pytest.approx(share * self.ALONE.company_s)]

@@ -37,6 +37,7 @@ _MAX_TURN = 2
 _NUM_CLASSES = (_MAX_USES + 1) * (_MAX_TURN + 1) * 2
 #: How many of a batch's keys count as its end: the last whole block and the partial one behind it.
 _END_KEYS = 2
+#: What was learned is fitted after so many uses, then whenever it is half as much again, and at least so often.
 _FIRST_FIT = 512
 _FIT_STEP = 8192
 #: One eviction in so many is judged.
@@ -95,7 +96,7 @@ class Reuse:
             self._next_ageing = self._now + AGEING_STEP
             self._queues.age(self._now)
         if self._now >= self._next_fit:
-            self._next_fit = self._now + _FIT_STEP
+            self._next_fit = self._now + min(_FIT_STEP, max(_FIRST_FIT, self._now // 2))
             self._times.fit()
             self._queues.rank(self._times.ranks)
 
