@@ -1,7 +1,7 @@
 """Block hashes of prompts that were seen before: the next turn of a session is not hashed block by block again.
 
 Owns a bounded table: run of RUN_BLOCKS blocks behind a parent -> their hashes, the least recently used ones forgotten.
-A run's key is *one* hash over its parent and all its tokens, of the same function as the block hashes, so a wrong
+A run's key is its parent with *one* hash over all its tokens, of the same function as the block hashes, so a wrong
 answer is as unlikely as two blocks of one name. Example with blocks of 64 tokens: a session of 8,192 tokens is two
 runs; its next turn of 8,448 costs two hashes over 16 KiB (half a microsecond each) and four block hashes, instead of
 132. Behind the first run that is unknown all are, as each key holds the hash of the block in front.
@@ -20,6 +20,9 @@ RUN_BLOCKS = 64
 #: 32 M tokens in blocks of 64; each run takes 5 kB.
 DEFAULT_MAX_RUNS = 8192
 
+#: Parent, hash of the run's tokens, tokens of a block, name of the hash.
+_Key = tuple[BlockHash, BlockHash, int, str]
+
 
 class HashCache:
     """Give ``chain`` to a TokenSequence. One cache serves all tenants and block sizes."""
@@ -27,7 +30,7 @@ class HashCache:
     def __init__(self, max_runs: int = DEFAULT_MAX_RUNS) -> None:
         assert max_runs > 0
         self._max_runs = max_runs
-        self._runs: OrderedDict[tuple[int, str, bytes], list[BlockHash]] = OrderedDict()
+        self._runs: OrderedDict[_Key, list[BlockHash]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._runs)
@@ -35,37 +38,36 @@ class HashCache:
     def chain(self, parent: BlockHash, tokens: Tokens, block_tokens: int, algorithm: str) -> list[BlockHash]:
         """The same as ``hashing.chain_hashes``."""
         run_tokens = RUN_BLOCKS * block_tokens
-        num_runs = len(tokens) // run_tokens
-        if not num_runs:
+        if len(tokens) < run_tokens:
             return chain_hashes(parent, tokens, block_tokens, algorithm)
         digest = hash_function(algorithm)
-        data = np.ascontiguousarray(tokens[: num_runs * run_tokens], dtype="<u4")
-        runs: list[bytes] = data.view(f"V{run_tokens * TOKEN_BYTES}").tolist()
+        data = np.ascontiguousarray(tokens, dtype="<u4").data.cast("B")
         hashes: list[BlockHash] = []
-        for number, run in enumerate(runs):
-            key = (block_tokens, algorithm, digest(parent + run))
+        size = run_tokens * TOKEN_BYTES
+        for start in range(0, len(data) - size + 1, size):
+            key = (parent, digest(data[start : start + size]), block_tokens, algorithm)
             known = self._runs.get(key)
             if known is None:
-                behind = chain_hashes(parent, tokens[number * run_tokens :], block_tokens, algorithm)
-                self._remember(parent, runs[number:], behind, block_tokens, algorithm)
+                behind = chain_hashes(parent, tokens[start // TOKEN_BYTES :], block_tokens, algorithm)
+                self._remember(key, data[start + size :], behind)
                 return hashes + behind
             self._runs.move_to_end(key)
             hashes += known
             parent = known[-1]
-        return hashes + chain_hashes(parent, tokens[num_runs * run_tokens :], block_tokens, algorithm)
+        return hashes + chain_hashes(parent, tokens[len(hashes) * block_tokens :], block_tokens, algorithm)
 
     def check(self) -> None:
         """The bound is kept, and every run is whole."""
         assert len(self._runs) <= self._max_runs
         assert all(len(hashes) == RUN_BLOCKS for hashes in self._runs.values())
 
-    def _remember(
-        self, parent: BlockHash, runs: list[bytes], hashes: list[BlockHash], block_tokens: int, algorithm: str
-    ) -> None:
-        digest = hash_function(algorithm)
-        for number, run in enumerate(runs):
+    def _remember(self, key: _Key, behind: memoryview, hashes: list[BlockHash]) -> None:
+        """The runs of ``hashes``: the first is ``key``'s, ``behind`` are the bytes of those that follow."""
+        _, _, block_tokens, algorithm = key
+        digest, size = hash_function(algorithm), RUN_BLOCKS * block_tokens * TOKEN_BYTES
+        for number in range(len(hashes) // RUN_BLOCKS):
             own = hashes[number * RUN_BLOCKS : (number + 1) * RUN_BLOCKS]
-            self._runs[block_tokens, algorithm, digest(parent + run)] = own
-            parent = own[-1]
+            self._runs[key] = own
+            key = (own[-1], digest(behind[number * size : (number + 1) * size]), block_tokens, algorithm)
         while len(self._runs) > self._max_runs:
             self._runs.popitem(last=False)

@@ -1,18 +1,20 @@
 """The workers that routing may choose from, with their views kept from one decision to the next.
 
 Pure. Most of what a policy is shown has not changed since the last decision: of 128 workers a few have reported since
-then, a few hold part of the prompt. So the views of those who hold nothing of it are kept in a list; a tracker whose
-load changes leaves its number in a set, and only these are made anew. Example: 128 workers, 8 reports, a prompt that
-one worker holds: nine views are made or looked up, and the other 119 are not even touched.
+then, a few hold part of the prompt. So a roster has one view of each worker and writes into it what has changed; a
+tracker whose load changes leaves its number in a set, and only these are brought up to date. Example: 128 workers, 8
+reports, a prompt that one worker holds: the load of eight views is written, what is held of the prompt in one, and in
+the one that held the prompt before; the other 118 are not even touched.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Generic, TypeVar
 
-from tanghulu.conductor.policies.base import Ranked, Shown
+from tanghulu.conductor.policies.base import Ranked, Shown, WorkerView
 from tanghulu.conductor.worker_state import Viewed, views
 from tanghulu.types import InstanceId
 
@@ -28,7 +30,8 @@ class Roster(Generic[W]):
         self._stale: set[int] = set()
         for number, worker in enumerate(self.workers):
             worker.load.watch(self._stale, number)
-        shown = self._shown = Shown(views(self.workers, {}, {}))
+        shown = self._shown = Shown(map(copy.copy, views(self.workers, {}, {})))
+        self._found: list[WorkerView] = []
         self._seats: list[list[tuple[Ranked, int]]] = [[] for _ in shown]
         self._seat(shown.prefill, [v.can_prefill for v in shown])
         self._seat(shown.decode, [v.can_decode for v in shown])
@@ -38,43 +41,56 @@ class Roster(Generic[W]):
 
         It is the roster's own list: it must not be changed, and is as it was until the next call.
         """
-        number_of, stale, shown = self._number_of, self._stale, self._shown
-        for number in stale:
-            self._put(number, 0, 0)
-        stale.clear()
-        for holders in (shown.holders, shown.prefill.holders, shown.decode.holders):
-            holders.clear()
-        for number in sorted(
-            [number_of[h] for h in (hits.keys() | coming.keys() if coming else hits) if h in number_of]
-        ):
-            id = self.workers[number].id
-            self._put(number, hits.get(id, 0), coming.get(id, 0))
+        number_of, shown = self._number_of, self._shown
+        self._load_stale()
+        self._forget_prompt()
+        found = hits.keys() | coming.keys() if coming else hits
+        for number in sorted([number_of[holder] for holder in found if holder in number_of]):
+            view = shown[number]
+            view.found(hits.get(view.id, 0), coming.get(view.id, 0) if coming else 0)
+            self._found.append(view)
             shown.holders.append(number)
             for ranked, place in self._seats[number]:
                 ranked.holders.append(place)
-            stale.add(number)  # the next prompt is another one
+                if view.match_blocks > ranked.longest:
+                    ranked.longest = view.match_blocks
         return shown
+
+    def _load_stale(self) -> None:
+        for number in self._stale:
+            worker, view = self.workers[number], self._shown[number]
+            view.place = worker.place
+            worker.load.show(view)
+            for ranked, place in self._seats[number]:
+                ranked.loaded(place)
+        self._stale.clear()
+
+    def _forget_prompt(self) -> None:
+        """Nobody holds anything of the next prompt until that is said."""
+        for view in self._found:
+            view.found(0, 0)
+        self._found.clear()
+        shown = self._shown
+        shown.holders.clear()
+        for ranked in (shown.prefill, shown.decode):
+            ranked.holders.clear()
+            ranked.longest = 0
 
     def check(self) -> None:
         """What is kept is what would be made now, but for those that are marked."""
         fresh, shown = views(self.workers, {}, {}), self._shown
         assert all(0 <= number < len(self.workers) for number in self._stale)
         for number, view in enumerate(fresh):
-            assert number in self._stale or view == shown[number]
+            kept = copy.copy(shown[number])
+            kept.found(0, 0)
+            assert number in self._stale or view == kept
         plain = Shown(shown)
         assert shown.holders == plain.holders
-        for kept, made in ((shown.prefill, plain.prefill), (shown.decode, plain.decode)):
-            assert kept == made
-            assert vars(kept) | {"may_fetch": True} == vars(made) | {"may_fetch": True}
-            assert kept.may_fetch or not made.may_fetch
+        for ranked, made in ((shown.prefill, plain.prefill), (shown.decode, plain.decode)):
+            assert ranked == made
+            assert vars(ranked) | {"may_fetch": True} == vars(made) | {"may_fetch": True}
+            assert ranked.may_fetch or not made.may_fetch
 
     def _seat(self, ranked: Ranked, able: Sequence[bool]) -> None:
         for place, number in enumerate(itertools.compress(itertools.count(), able)):
             self._seats[number].append((ranked, place))
-
-    def _put(self, number: int, hit_blocks: int, coming_blocks: int) -> None:
-        worker = self.workers[number]
-        view = worker.load.view(worker.id, worker.role, hit_blocks, coming_blocks, worker.place)
-        self._shown[number] = view
-        for ranked, place in self._seats[number]:
-            ranked.put(place, view)

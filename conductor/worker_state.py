@@ -112,28 +112,30 @@ class LoadTracker:
         """Put ``number`` into ``stale`` whenever a view must be made anew, from now on; there is one such set."""
         self._stale = (stale, number)
 
-    def _view(self, worker: InstanceId, hit_blocks: int, coming_blocks: int) -> WorkerView:
+    def show(self, view: WorkerView) -> None:
+        """Bring ``view``, of this worker, up to its load; what it has of a prompt stays."""
         load = self.reported
-        return WorkerView(  # by position, which takes half the time: it is made for every report
-            worker,
-            *self._phases,
+        view.queue_tokens, view.num_requests, view.blocks_free = (
             self._queue_tokens,
             self._num_requests,
             self._blocks_free,
-            load.blocks_total,
-            load.prefill_tokens_per_s,
-            load.decode_step_s,
-            load.store_bytes_per_s,
-            hit_blocks,
-            coming_blocks,
-            active_blocks=max(0, load.blocks_total - self._blocks_free),
-            profile=load.prefill or self.known.prefill,
-            decode_profile=load.decode or self.known.decode,
-            peer_bytes_per_s=load.peer_bytes_per_s,
-            place=self._place,
-            coming_requests=len(self._promised),
-            context_tokens=max(0, load.blocks_total - self._blocks_free) * self.block_tokens,
         )
+        view.blocks_total, view.prefill_tokens_per_s = load.blocks_total, load.prefill_tokens_per_s
+        view.decode_step_s, view.store_bytes_per_s = load.decode_step_s, load.store_bytes_per_s
+        view.peer_bytes_per_s = load.peer_bytes_per_s
+        view.profile, view.decode_profile = load.prefill or self.known.prefill, load.decode or self.known.decode
+        view.active_blocks = max(0, load.blocks_total - self._blocks_free)
+        view.context_tokens = view.active_blocks * self.block_tokens
+        view.coming_requests = len(self._promised)
+        view.settle()
+
+    def _view(self, worker: InstanceId, hit_blocks: int, coming_blocks: int) -> WorkerView:
+        prefills, decodes = self._phases
+        view = WorkerView(
+            worker, prefills, decodes, hit_blocks=hit_blocks, coming_blocks=coming_blocks, place=self._place
+        )
+        self.show(view)
+        return view
 
     def _changed(self) -> None:
         load, own = self.reported, self._unreported.values()

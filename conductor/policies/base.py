@@ -39,7 +39,7 @@ _profile_of_speed = functools.lru_cache(maxsize=4096)(PrefillProfile.of_speed)
 class WorkerView:
     """A worker as routing sees it: its last report plus what was sent to it since. Speeds are 0 while unknown.
 
-    Nobody changes a view (it is not declared frozen, since that would triple the time to make one).
+    Nobody changes a view but the roster that keeps it (roster.py), between two decisions.
 
     ``hit_blocks`` lead the prompt and are there; ``coming_blocks`` lead it and are there or being computed there for
     requests in front (0 where that is not tracked). ``active_blocks`` are used by requests under way, and
@@ -83,12 +83,21 @@ class WorkerView:
     company_s: float = field(init=False)
 
     def __post_init__(self) -> None:
+        self.found(self.hit_blocks, self.coming_blocks)
+        self.settle()
+
+    def found(self, hit_blocks: int, coming_blocks: int) -> None:
+        """So many leading blocks of the prompt are there, and are there or coming."""
+        self.hit_blocks, self.coming_blocks = hit_blocks, coming_blocks
+        self.match_blocks = hit_blocks if hit_blocks > coming_blocks else coming_blocks
+
+    def settle(self) -> None:
+        """Work out what is made of load and speeds, which were set."""
         profile = self.profile
         speed = self.prefill_tokens_per_s
         if not speed:
             speed = 1 / profile.token_s if profile is not None and profile.token_s else ASSUMED_PREFILL_TOKENS_PER_S
-        hit, coming, queue_s = self.hit_blocks, self.coming_blocks, self.queue_s
-        self.match_blocks = hit if hit > coming else coming
+        queue_s = self.queue_s
         self.wait_s = self.queue_tokens / speed if queue_s is None else queue_s
         self.cost = profile or _profile_of_speed(speed)
         step_s = self.decode_step_s or ASSUMED_DECODE_STEP_S
@@ -206,8 +215,8 @@ class Ranked(list[WorkerView]):
     """Workers that can do one phase, with what they are ranked by beside them: most need not be looked at themselves.
 
     ``waits``, ``companies`` and ``token_times`` are each one's ``wait_s``, ``company_s`` and ``cost.token_s``;
-    ``holders`` are the places, ascending, of those that have or will have some of the prompt; ``may_fetch`` is False
-    where surely none can fetch from another.
+    ``holders`` are the places, ascending, of those that have or will have some of the prompt, ``longest`` is the most
+    blocks of it that one of them has or will have; ``may_fetch`` is False where surely none can fetch from another.
     """
 
     def __init__(self, workers: Iterable[WorkerView]) -> None:
@@ -216,11 +225,12 @@ class Ranked(list[WorkerView]):
         self.companies = array("d", [w.company_s for w in self])
         self.token_times = array("d", [w.cost.token_s for w in self])
         self.holders = [place for place, w in enumerate(self) if w.match_blocks]
+        self.longest = max([self[place].match_blocks for place in self.holders], default=0)
         self.may_fetch = any(w.peer_bytes_per_s for w in self)
 
-    def put(self, place: int, worker: WorkerView) -> None:
-        """``worker`` stands at ``place`` instead. Whether it is one of the holders is the caller's to say."""
-        self[place] = worker
+    def loaded(self, place: int) -> None:
+        """The load or speed of the worker at ``place`` has changed. Whether it is one of the holders has not."""
+        worker = self[place]
         self.waits[place], self.companies[place] = worker.wait_s, worker.company_s
         self.token_times[place] = worker.cost.token_s
         self.may_fetch |= worker.peer_bytes_per_s > 0

@@ -8,7 +8,6 @@ computed when it is asked for again.
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Sequence
 
@@ -57,7 +56,7 @@ def decide(
     able = decoders(workers)
     if not able:
         return None
-    decode = able[any_of_least(least_decode_costs(request, able, prefill.id), ties.decode)]
+    decode = able[place_of_least_cost(request, able, prefill.id, ties)]
     return Decision(
         prefill.id,
         decode.id,
@@ -83,19 +82,20 @@ def decode_costs(request: RequestView, able: Sequence[WorkerView], prefill: Inst
     return costs
 
 
-def least_decode_costs(request: RequestView, able: Ranked, prefill: InstanceId | None) -> list[float]:
-    """``decode_costs`` of those that could be the least; infinity for those whose company alone costs more.
+def place_of_least_cost(request: RequestView, able: Ranked, prefill: InstanceId | None, ties: Ties) -> int:
+    """Where in ``able`` the least of ``decode_costs`` stands, or any of the least."""
+    near = near_places(request, able, prefill)
+    return near[any_of_least(decode_costs(request, [able[at] for at in near], prefill), ties.decode)]
 
-    The bound is what the worker with the least company costs in all. Of 64 workers it leaves a handful to be looked at.
+
+def near_places(request: RequestView, able: Ranked, prefill: InstanceId | None) -> list[int]:
+    """The places of all that could cost least: their company alone costs no more than the worker with the least company
+    does in all. Of 64 that is a handful.
     """
     company = able.companies
     loneliest = able[company.index(min(company))]
     bound_s = _SLACK * decode_costs(request, [loneliest], prefill)[0] / request.judged_share
-    near = [at for at, company_s in enumerate(company) if company_s <= bound_s]
-    costs = [math.inf] * len(able)
-    for at, cost_s in zip(near, decode_costs(request, [able[at] for at in near], prefill), strict=True):
-        costs[at] = cost_s
-    return costs
+    return [at for at, company_s in enumerate(company) if company_s <= bound_s]
 
 
 def _copy_s(request: RequestView, worker: WorkerView) -> float:
@@ -106,7 +106,7 @@ def _copy_s(request: RequestView, worker: WorkerView) -> float:
 def best_decode(request: RequestView, workers: Sequence[WorkerView], ties: Ties) -> InstanceId | None:
     """The decode worker of least cost, none of which prefilled; None if there is none."""
     able = decoders(workers)
-    return able[any_of_least(least_decode_costs(request, able, None), ties.decode)].id if able else None
+    return able[place_of_least_cost(request, able, None, ties)].id if able else None
 
 
 def decode_candidates(request: RequestView, able: Sequence[WorkerView], prefill: InstanceId | None) -> list[Candidate]:

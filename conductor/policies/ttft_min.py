@@ -80,26 +80,31 @@ class _Scores:
     def that_could_win(self, able: Ranked) -> list[float]:
         """The scores; infinity for those that wait so long that they cannot have the least.
 
-        Holders and the idlest worker are looked at first. Any other has to wait less than the least score so far by
-        what its computing costs at least: that of the fastest worker with the longest prefix that can be fetched.
+        The idlest worker is looked at first, then holders, then any other. Of them all only those that wait less than
+        the least score so far by what computing costs them at least: a holder with the longest prefix that anybody has
+        or could fetch, any other one with the longest that it could fetch, at the speed of the fastest.
         """
-        waits = able.waits
+        waits, times = able.waits, able.token_times
         scores = [math.inf] * len(able)
-        bound_s = math.inf
-        for place in (waits.index(min(waits)), *able.holders):
-            scores[place] = score = self.of(able[place])
-            if score < bound_s:
-                bound_s = score
-        latest_s = bound_s - self._least_compute_s(able)
+        first = waits.index(min(waits))
+        bound_s = scores[first] = self.of(able[first])
+        held_s = self._least_compute_s(max(able.longest, self._most))
+        for place in able.holders:
+            if waits[place] + held_s * times[place] <= bound_s:
+                scores[place] = score = self.of(able[place])
+                if score < bound_s:
+                    bound_s = score
+        latest_s = bound_s - self._least_compute_s(self._most if able.may_fetch else 0) * min(times)
         for place in [at for at, wait_s in enumerate(waits) if wait_s <= latest_s]:
             scores[place] = self.of(able[place])
         return scores
 
-    def _least_compute_s(self, able: Ranked) -> float:
-        """What computing and its charge are at least for one who holds nothing; a little less, for rounding's sake."""
-        most = self._most if able.may_fetch else 0
-        rest_tokens = self._request.rest_tokens(max(most, self._in_store))
-        return _SLACK * (1 + self._load_weight) * min(able.token_times) * rest_tokens
+    def _least_compute_s(self, hit_blocks: int) -> float:
+        """What computing and its charge are at least, for each second that a token takes; a little less, for rounding's
+        sake. ``hit_blocks`` of the prompt, or more if the store has more, need not be computed.
+        """
+        rest_tokens = self._request.rest_tokens(max(hit_blocks, self._in_store))
+        return _SLACK * (1 + self._load_weight) * rest_tokens
 
 
 class TtftMin:
