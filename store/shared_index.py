@@ -29,6 +29,7 @@ import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import xxhash
 
 _xxh3_64: Callable[[bytes | memoryview], int] = xxhash.xxh3_64_intdigest
@@ -129,11 +130,12 @@ class IndexWriter:
     def entries(self) -> dict[bytes, Entry]:
         """All entries by the hash of their key; for tests and ``check``."""
         found: dict[bytes, Entry] = {}
-        for position in range(HEADER_BYTES, len(self._view), ENTRY_BYTES):
+        words = np.frombuffer(self._view[HEADER_BYTES:], np.uint64).reshape(-1, ENTRY_BYTES // _WORD.size)
+        for number in np.flatnonzero(words.any(axis=1)):
+            position = HEADER_BYTES + int(number) * ENTRY_BYTES
             image = self._view[position : position + ENTRY_BYTES].tobytes()
-            if image != _NO_ENTRY:
-                digest, version, offset, size, checksum, _ = _ENTRY.unpack(image)
-                found[digest] = Entry(version, offset, size, checksum, position, image)
+            digest, version, offset, size, checksum, _ = _ENTRY.unpack(image)
+            found[digest] = Entry(version, offset, size, checksum, position, image)
         return found
 
     def digest(self, key: str) -> bytes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -146,7 +147,7 @@ class SimNode(SimProcess):
         self.capacity_bytes = capacity_bytes
         place = IndexPlace(capacity_bytes, num_buckets_for(capacity_bytes), generation)
         heads = capacity_bytes + index_bytes(place.num_buckets)
-        self.memory = bytearray(heads + AREA_BYTES)
+        self.memory = mmap.mmap(-1, heads + AREA_BYTES)  # most of it is never touched, and costs nothing
         view = memoryview(self.memory)
         clock = SystemClock()
         self.access = AccessTable(clock, LEASE_MS, capacity_bytes)
@@ -170,8 +171,9 @@ class SimNode(SimProcess):
         self._register_now = asyncio.Event()
         HOST.set(self.host)
         network.listen(str(self.address), functools.partial(_Server, service))
-        for coroutine in (self._stay_registered(), self.announcer.run(self.id), self._tick()):
+        for coroutine in (self._stay_registered(), self.announcer.run(self.id)):
             self.spawn(coroutine)
+        network.loop.call_later(TICK_S, self._tick)
 
     def _changed(self) -> None:
         self.desk.room_changed()
@@ -216,16 +218,18 @@ class SimNode(SimProcess):
             unix_path=f"/simulated/{self.host}",
         )
 
-    async def _tick(self) -> None:
-        while True:
-            await asyncio.sleep(TICK_S)
-            self.state.expire(SystemClock().now_s())
-            self.state.table.published.beat(SystemClock().now_s())
-            self.sessions.forget_ended()
-            self.arrivals.tick()
-            self.desks.tick(SystemClock().now_s())
-            self._changed()
-            self.announcer.tick()
+    def _tick(self) -> None:
+        if not self.alive:
+            return
+        now_s = SystemClock().now_s()
+        self.state.expire(now_s)
+        self.state.table.published.beat(now_s)
+        self.sessions.forget_ended()
+        self.arrivals.tick()
+        self.desks.tick(now_s)
+        self._changed()
+        self.announcer.tick()
+        self.network.loop.call_later(TICK_S, self._tick)
 
     def client_exited(self, pid: int) -> None:
         """One of this host's processes has ended."""
@@ -263,7 +267,7 @@ def _bytes_of(request: TransferRequest) -> memoryview:
 class _Remote:
     """An open segment of a node, as the client's links see it; mapped where ``memory`` is given."""
 
-    def __init__(self, world: Any, descriptor: SegmentDescriptor, session_id: int, memory: bytearray | None) -> None:
+    def __init__(self, world: Any, descriptor: SegmentDescriptor, session_id: int, memory: mmap.mmap | None) -> None:
         self.node, self.generation, self.session_id = descriptor.host_id, descriptor.generation, session_id
         self._world, self._memory, self._closed = world, memory, False
         self.transport = "tcp" if memory is None else "shm"
@@ -277,6 +281,9 @@ class _Remote:
 
     def map(self) -> memoryview | None:
         return None if self._memory is None else memoryview(self._memory)
+
+    def touch(self, offset: int, length: int) -> None:
+        """Has its pages mapped beforehand, which here costs nothing."""
 
     def close(self) -> None:
         self._closed = True

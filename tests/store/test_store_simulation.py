@@ -66,7 +66,7 @@ def test_streamed_puts() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_hundred_nodes() -> None:
-    counts = World(1, Plan(100, 12, 400, seconds=6.0, node_bytes=1 << 20, fault_every_s=0.4)).run()
+    counts = World(4, Plan(100, 12, 400, seconds=6.0, node_bytes=1 << 20, fault_every_s=0.4)).run()
     assert counts["put"] > 100
 
 
