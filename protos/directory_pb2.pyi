@@ -137,14 +137,16 @@ class LocateRequest(_message.Message):
     def __init__(self, keys: _Optional[_Iterable[str]] = ..., count_only: _Optional[bool] = ...) -> None: ...
 
 class Location(_message.Message):
-    __slots__ = ("nodes", "version", "size_bytes")
+    __slots__ = ("nodes", "version", "size_bytes", "num_warm")
     NODES_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_WARM_FIELD_NUMBER: _ClassVar[int]
     nodes: _containers.RepeatedScalarFieldContainer[int]
     version: int
     size_bytes: int
-    def __init__(self, nodes: _Optional[_Iterable[int]] = ..., version: _Optional[int] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+    num_warm: int
+    def __init__(self, nodes: _Optional[_Iterable[int]] = ..., version: _Optional[int] = ..., size_bytes: _Optional[int] = ..., num_warm: _Optional[int] = ...) -> None: ...
 
 class LocateReply(_message.Message):
     __slots__ = ("status", "node_ids", "locations", "incomplete", "found")

@@ -30,8 +30,8 @@ All numbers are little-endian. ``n`` counts what follows; checksums are written 
     UnpinRequest    bytes_read u64 | n u32 | n lease ids u64 | sized corrupt keys | keys read
     LocateRequest   count_only u8 | keys
     LocateReply     incomplete u8 | count_only: n times u8
-                    incomplete u8 | n u32 | n numbers of holders u16 | n versions u64 | n sizes u64 | holders u16
-                    | node ids as keys
+                    incomplete u8 | n u32 | n numbers of holders u16 | n numbers of warm ones u16 | n versions u64
+                    | n sizes u64 | holders u16 | node ids as keys
 
 Example: PUT of "ab" = b"xyz" at version 7 with checksum 9, deadline 1000 ms: e8030000 01000000 01000000, then
 0700000000000000 0300000000000000 0000000000000000 00000000 0200 0100 00010000 0900000000000000 6162; attachment "xyz".

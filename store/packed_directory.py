@@ -30,11 +30,12 @@ def unpack_locate(data: bytes) -> LocateRequest:
 
 
 class Location(NamedTuple):
-    """Who holds a key; without nodes: nobody is known to."""
+    """Who holds a key, the first ``num_warm`` of them in memory; without nodes: nobody is known to."""
 
     node_ids: tuple[str, ...] = ()
     version: int = 0
     size_bytes: int = 0
+    num_warm: int = 0
 
 
 NOWHERE = Location()
@@ -55,6 +56,7 @@ def pack_located(locations: Sequence[Location], incomplete: bool) -> bytes:
     return (
         _LOCATED.pack(incomplete, count)
         + struct.pack(f"<{count}H", *[len(each.node_ids) for each in locations])
+        + struct.pack(f"<{count}H", *[each.num_warm for each in locations])
         + struct.pack(f"<{count}Q", *[each.version for each in locations])
         + struct.pack(f"<{count}Q", *[each.size_bytes for each in locations])
         + struct.pack(f"<{len(holders)}H", *holders)
@@ -68,15 +70,16 @@ def unpack_located(data: bytes) -> LocateReply:
     incomplete, count = _LOCATED.unpack_from(data)
     position = _LOCATED.size
     lengths = struct.unpack_from(f"<{count}H", data, position)
-    columns = struct.unpack_from(f"<{2 * count}Q", data, position + 2 * count)
-    position += 18 * count
+    warm = struct.unpack_from(f"<{count}H", data, position + 2 * count)
+    columns = struct.unpack_from(f"<{2 * count}Q", data, position + 4 * count)
+    position += 20 * count
     numbers = struct.unpack_from(f"<{sum(lengths)}H", data, position)
     names = unpack_keys(data, position + 2 * len(numbers), len(data))
     locations: list[Location] = []
     begin = 0
-    for length, version, size in zip(lengths, columns[:count], columns[count:], strict=True):
+    for length, num_warm, version, size in zip(lengths, warm, columns[:count], columns[count:], strict=True):
         nodes = tuple([names[number] for number in numbers[begin : begin + length]])
-        locations.append(Location(nodes, version, size))
+        locations.append(Location(nodes, version, size, num_warm))
         begin += length
     return LocateReply(locations, bool(incomplete))
 

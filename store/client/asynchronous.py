@@ -132,19 +132,24 @@ class AsyncShell:
     async def _stream(self, wanted: Stream, deadline_s: float) -> Outcome:
         until_s = self._loop.time() + deadline_s
 
+        asking: asyncio.Task[Outcome] | None = None
+
         async def word() -> AnyCall:
-            question = wanted.ask(self._welcomes[wanted.node].generation)
-            if question is None:
-                return wanted.word(None)
-            within_s = min(wanted.within_s, max(until_s - self._loop.time(), 0.0))
-            return wanted.word(await self._exchange(MASTER, question, within_s))
+            wanted.left()
+            return wanted.word(None if asking is None else await asking)
 
         try:
             connection = await self._connected(wanted.node, deadline_s)
+            question = wanted.ask(self._welcomes[wanted.node].generation)
+            if question is not None:
+                asking = self._loop.create_task(self._exchange(MASTER, question, wanted.within_s))
             left_s = max(until_s - self._loop.time(), 0.0)
             return await connection.call_then(wanted.call, word, wanted.drop, deadline_s=left_s)
         except TanghuluError as error:
             return error
+        finally:
+            if asking is not None:
+                asking.cancel()
 
     async def _tell(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> None:
         for peer, call in calls:

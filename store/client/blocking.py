@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from tanghulu.clock import SystemClock
 from tanghulu.discovery.masters import ATTEMPT_S, SEEK_PAUSE_S, MasterFinder
 from tanghulu.errors import InvalidRequest, MasterUnavailable, NodeUnavailable, TanghuluError
-from tanghulu.rpc.fast_client import FastConnection
+from tanghulu.rpc.fast_client import Asking, FastConnection
 from tanghulu.rpc.greeting import hello
 from tanghulu.store.client import messages
 from tanghulu.store.client.context import Context
@@ -169,11 +169,11 @@ class BlockingShell:
         except TanghuluError as error:
             return error
         welcome = self._welcomes.get(wanted.node)
+        asking = self._begin(wanted.ask(0 if welcome is None else welcome.generation), wanted.within_s)
 
         def word() -> AnyCall:
-            question = wanted.ask(0 if welcome is None else welcome.generation)
-            within_s = min(wanted.within_s, _left_s(until_s))
-            return wanted.word(None if question is None else self._ask([(MASTER, question)], within_s)[0])
+            wanted.left()
+            return wanted.word(None if asking is None else asking.end())
 
         try:
             return connection.call_then(wanted.call, word, deadline_s=_left_s(until_s))
@@ -181,6 +181,22 @@ class BlockingShell:
             return error
         finally:
             self._put_back(wanted.node, connection)
+            if asking is not None:
+                asking.close()
+                self._put_back(MASTER, asking.connection)
+
+    def _begin(self, question: AnyCall | None, deadline_s: float) -> Asking[Any] | None:
+        """Ask the master without waiting; None if it cannot be asked."""
+        if question is None:
+            return None
+        try:
+            connection, _ = self._take(MASTER, time.monotonic() + deadline_s, fresh=False)
+        except TanghuluError:
+            return None
+        try:
+            return connection.begin(question, deadline_s=deadline_s)
+        except TanghuluError:
+            return None  # it restarted, or another leads: the node will hear of it
 
     def _tell(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> None:
         until_s = time.monotonic() + deadline_s

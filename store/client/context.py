@@ -130,23 +130,29 @@ def take_nodes(context: Context, reply: messages.AnyReply) -> list[NodeView]:
 
 def locate(context: Context, keys: Sequence[str]) -> Logic[tuple[list[tuple[PeerId, ...]], bool]]:
     """(holders of each key as the master knows them, nearest first; whether it does not know all yet)."""
-    holders: list[tuple[PeerId, ...]] = []
+    holders: list[tuple[tuple[PeerId, ...], int]] = []
     incomplete = False
     for start in range(0, len(keys), KEYS_PER_LOCATE):
         reply = yield from ask_master(messages.locate(keys[start : start + KEYS_PER_LOCATE]))
         found, not_ready = messages.locations(reply)
         holders += found
         incomplete = incomplete or not_ready
-    mentioned = {node for nodes in holders for node in nodes}
+    mentioned = {node for nodes, _ in holders for node in nodes}
     if any(context.nodes.get(node) is None for node in mentioned):
         yield from refresh_nodes(context, force=True)
     local = context.nodes.local_ids()
-    return [_in_order(key, nodes, local) for key, nodes in zip(keys, holders, strict=True)], incomplete
+    return [_in_order(key, *found, local) for key, found in zip(keys, holders, strict=True)], incomplete
 
 
-def _in_order(key: str, nodes: tuple[PeerId, ...], local: frozenset[PeerId]) -> tuple[PeerId, ...]:
-    """Holders of this host first; the others in an order that differs by key and process, so that they share."""
-    return nodes if len(nodes) < 2 else tuple(sorted(nodes, key=lambda node: (node not in local, hash((node, key)))))
+def _in_order(key: str, nodes: tuple[PeerId, ...], num_warm: int, local: frozenset[PeerId]) -> tuple[PeerId, ...]:
+    """Holders of this host first, of these and of the others those that have it in memory.
+
+    Among equals the order differs by key and process, so that they share. ``nodes`` begin with ``num_warm`` warm ones.
+    """
+    if len(nodes) < 2:
+        return nodes
+    cold = set(nodes[num_warm:])
+    return tuple(sorted(nodes, key=lambda node: (node not in local, node in cold, hash((node, key)))))
 
 
 __all__ = ["Context", "Deadline", "ask_master", "locate", "refresh_nodes", "tell_reads"]

@@ -32,16 +32,18 @@ class Ask:
 
 @dataclass(slots=True)
 class Stream:
-    """Send ``call`` to ``node``; while its payload is on its way, ask the master; then say the last word to the node.
+    """Send ``call`` to ``node``, asking the master meanwhile; then say the last word to the node.
 
-    ``ask`` gives the call to the master, if there is one, when the payload has left; it is told which life of the node
-    that is. ``word`` makes the last word of the master's answer, and ``drop`` is said when it comes to none.
-    Result: Reply | TanghuluError, the answer to ``call``. ``within_s``: what the master's call may take.
+    ``ask`` gives the call to the master, if there is one, and is told which life of the node that is. ``left`` is
+    called when the payload has left. ``word`` makes the last word of the master's answer (None: it was not asked), and
+    ``drop`` is said when it comes to none. Result: Reply | TanghuluError, the answer to ``call``. ``within_s``: what
+    the master's call may take.
     """
 
     node: PeerId
     call: Call[Any]
     ask: Callable[[int], Call[Any] | None]
+    left: Callable[[], None]
     word: Callable[[Any], Call[Any]]
     drop: Call[Any]
     within_s: float

@@ -196,10 +196,10 @@ def locate(keys: Sequence[str], *, count_only: bool = False) -> AnyCall:
     return Call(fastlane_pb2.METHOD_LOCATE, packed_directory.pack_locate(keys, count_only), bytes)
 
 
-def locations(reply: AnyReply) -> tuple[list[tuple[PeerId, ...]], bool]:
-    """(holders of each key, whether the master cannot yet tell that a key is nowhere)."""
+def locations(reply: AnyReply) -> tuple[list[tuple[tuple[PeerId, ...], int]], bool]:
+    """(holders of each key, and how many of the first of them have it in memory; whether the master misses some)."""
     located, incomplete = packed_directory.unpack_located(reply.message)
-    return [tuple(map(PeerId, each.node_ids)) for each in located], incomplete
+    return [(tuple(map(PeerId, each.node_ids)), each.num_warm) for each in located], incomplete
 
 
 def existence(reply: AnyReply) -> tuple[list[bool], bool]:

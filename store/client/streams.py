@@ -1,7 +1,9 @@
 """Puts of larger values to a node whose memory is not mapped: one round trip, and the master is asked in its shadow.
 
-    STREAM: the head, then the value, which the node receives where it will lie
-    checksum, PROCLAIM to the master -> verdict                (while the last of the value is on its way)
+    PROCLAIM to the master                  (whose verdict is not waited for yet)
+    STREAM to the node: the head, then the value, which the node receives where it will lie
+    checksum                                (while the last of the value is on its way)
+    the master's verdict
     SETTLE to the node, on the same connection: checksum and verdict -> the node answers STREAM
 
 Neither checksum nor announcement is waited for after the last byte, and the node copies nothing. The order is safe as
@@ -37,17 +39,21 @@ class _Putting:
         self._generation = 0
 
     def ask(self, generation: int) -> messages.AnyCall | None:
-        """The value has left: compute its checksum, proclaim it."""
+        """Proclaim it, unless nobody waits for that."""
         self._generation = generation
-        new, pieces, options = self._new, self._pieces, self._options
-        if not self._checksums.parts:
-            part_bytes = options.part_bytes
-            self._checksums = (
-                sums.compute(pieces[0], part_bytes) if len(pieces) == 1 else sums.compute_joined(pieces, part_bytes)
-            )
-        if not options.visible:
+        if not self._options.visible:
             return None
+        new = self._new
         return messages.proclaim(Proclamation(self._node, generation, new.key, new.version, new.size_bytes))
+
+    def left(self) -> None:
+        """The value is on its way: compute its checksum."""
+        if self._checksums.parts:
+            return
+        pieces, part_bytes = self._pieces, self._options.part_bytes
+        self._checksums = (
+            sums.compute(pieces[0], part_bytes) if len(pieces) == 1 else sums.compute_joined(pieces, part_bytes)
+        )
 
     def word(self, outcome: messages.AnyReply | TanghuluError | None) -> messages.AnyCall:
         """The last word, after what the master said."""
@@ -77,6 +83,7 @@ def put(
             deadline.remaining_ms(),
         ),
         putting.ask,
+        putting.left,
         putting.word,
         messages.settle(putting.stream_id, LastWord.DROP, 0, sums.NO_CHECKSUMS),
         deadline.remaining_s() / 2,

@@ -1,8 +1,9 @@
 """Key -> version, size and holders, for many million keys. Pure data; knows nothing of leases, time or the wire.
 
 What makes it lean. A key with one holder costs its string, one dict entry, one int and eight bytes of the sorted index:
-the int packs ``version (64 bits) | size (44) | slot (20)``. A *slot* is a small number for one life of a node's
-contents; further holders of a key stand in a second dict that holds replicated keys only.
+the int packs ``version (64 bits) | size (44) | holder (21)``. A *slot* is a small number for one life of a node's
+contents (20 bits); a *holder* is a slot and whether the chunk lies in its memory or, colder, on its SSD. Further
+holders of a key stand in a second dict that holds replicated keys only.
 
 What makes it never stand still. Losing a node with a million chunks, or replacing what it said by a new report, marks
 one slot dead: O(1), and from then on no lookup sees it. The dead slot's traces are swept in slices, walking along the
@@ -13,8 +14,8 @@ Why a sorted index is kept all the time (2 us a key, 8 bytes): listing is paged,
 would stop the master for a second; the sweep and the snapshots for followers need the same stable cursor.
 
 Worked example: node A (slot 0) and B (slot 1) hold "k" at version 7, 4096 bytes: ``_entries["k"]`` is
-``7 << 64 | 4096 << 20 | 0`` and ``_more["k"]`` is ``(1,)``. A goes: slot 0 is GONE, ``find("k")`` says B. The sweep
-comes by: the entry becomes ``7 << 64 | 4096 << 20 | 1`` and ``_more`` forgets "k".
+``7 << 65 | 4096 << 21 | 0`` and ``_more["k"]`` is ``(1,)``. A goes: slot 0 is GONE, ``find("k")`` says B. The sweep
+comes by: the entry becomes ``7 << 65 | 4096 << 21 | 1`` and ``_more`` forgets "k".
 """
 
 from __future__ import annotations
@@ -33,8 +34,11 @@ Slot = NewType("Slot", int)
 _SLOT_BITS = 20
 _SIZE_BITS = 44
 _SLOT_MASK = (1 << _SLOT_BITS) - 1
+_COLD = 1 << _SLOT_BITS
+_HOLDER_BITS = _SLOT_BITS + 1
+_HOLDER_MASK = (1 << _HOLDER_BITS) - 1
 _SIZE_MASK = (1 << _SIZE_BITS) - 1
-_VERSION_SHIFT = _SLOT_BITS + _SIZE_BITS
+_VERSION_SHIFT = _HOLDER_BITS + _SIZE_BITS
 MAX_SLOTS = 1 << _SLOT_BITS
 
 
@@ -57,11 +61,15 @@ class Outcome(Enum):
 
 
 class Found(NamedTuple):
-    """One key: its version, its size in bytes and the ids of the live nodes that hold it, first holder first."""
+    """One key: its version, its size in bytes and the ids of the live nodes that hold it.
+
+    The first ``num_warm`` of them have it in memory, the others on their SSD; of each the first holder first.
+    """
 
     version: int
     size_bytes: int
     node_ids: tuple[str, ...]
+    num_warm: int
 
 
 class ChunkTable:
@@ -127,35 +135,38 @@ class ChunkTable:
 
     # --- chunks
 
-    def add(self, slot: Slot, key: str, version: int, size_bytes: int) -> Outcome:
-        """``slot``'s node says that it holds ``key`` at ``version``; the first version that lives wins."""
+    def add(self, slot: Slot, key: str, version: int, size_bytes: int, *, cold: bool = False) -> Outcome:
+        """``slot``'s node says that it holds ``key`` at ``version``; the first version that lives wins.
+
+        ``cold``: on its SSD, and not in its memory.
+        """
         assert 0 <= size_bytes <= _SIZE_MASK
         assert 0 <= version < 1 << 64
         entry = self._entries.get(key)
+        holder = slot | _COLD if cold else slot
         if entry is None:
-            self._entries[key] = version << _VERSION_SHIFT | size_bytes << _SLOT_BITS | slot
+            self._entries[key] = version << _VERSION_SHIFT | size_bytes << _HOLDER_BITS | holder
             self._unsorted.append(key)
             self._counts[slot] += 1
             return Outcome.STORED
-        holders = self._slots(key, entry)
-        if slot in holders and entry >> _VERSION_SHIFT == version:
+        if holder in self._holders(key, entry) and entry >> _VERSION_SHIFT == version:
             return Outcome.KEPT
-        return self._join(slot, key, entry, version, size_bytes)
+        return self._join(holder, key, entry, version, size_bytes)
 
-    def _join(self, slot: Slot, key: str, entry: int, version: int, size_bytes: int) -> Outcome:
-        owner, holders = self._owners[slot], self._slots(key, entry)
+    def _join(self, holder: int, key: str, entry: int, version: int, size_bytes: int) -> Outcome:
+        owner, holders = self._owner(holder), self._holders(key, entry)
         # Traces of other nodes' REPLACED slots stay, dead as they are: the sweep has yet to tell the followers.
-        others = [s for s in holders if self._owners[s] != owner and self._states[s] is not SlotState.GONE]
-        mine = any(self._states[s] is SlotState.LIVE and self._owners[s] == owner for s in holders)
-        old_version, old_size = entry >> _VERSION_SHIFT, (entry >> _SLOT_BITS) & _SIZE_MASK
+        others = [h for h in holders if self._owner(h) != owner and self._state(h) is not SlotState.GONE]
+        mine = any(self._state(h) is SlotState.LIVE and self._owner(h) == owner for h in holders)
+        old_version, old_size = entry >> _VERSION_SHIFT, (entry >> _HOLDER_BITS) & _SIZE_MASK
         if old_version == version:
-            self._rewrite(key, version, old_size, holders, [*others, slot])
-        elif any(self._states[s] is SlotState.LIVE for s in others):
+            self._rewrite(key, version, old_size, holders, [*others, holder])
+        elif any(self._state(h) is SlotState.LIVE for h in others):
             if mine:
                 self._rewrite(key, old_version, old_size, holders, others)
             return Outcome.REFUSED_LOST if mine else Outcome.REFUSED
         else:
-            self._rewrite(key, version, size_bytes, holders, [*others, slot])
+            self._rewrite(key, version, size_bytes, holders, [*others, holder])
         return Outcome.KEPT if mine else Outcome.STORED
 
     def remove(self, node_id: str, key: str) -> bool:
@@ -163,12 +174,12 @@ class ChunkTable:
         entry = self._entries.get(key)
         if entry is None:
             return False
-        holders = self._slots(key, entry)
-        rest = [s for s in holders if self._owners[s] != node_id]
+        holders = self._holders(key, entry)
+        rest = [h for h in holders if self._owner(h) != node_id]
         if len(rest) == len(holders):
             return False
-        told = any(self._owners[s] == node_id and self._states[s] is not SlotState.GONE for s in holders)
-        self._rewrite(key, entry >> _VERSION_SHIFT, (entry >> _SLOT_BITS) & _SIZE_MASK, holders, rest)
+        told = any(self._owner(h) == node_id and self._state(h) is not SlotState.GONE for h in holders)
+        self._rewrite(key, entry >> _VERSION_SHIFT, (entry >> _HOLDER_BITS) & _SIZE_MASK, holders, rest)
         return told
 
     def find(self, key: str) -> Found | None:
@@ -178,11 +189,13 @@ class ChunkTable:
             return None
         states, owners = self._states, self._owners
         slot, live = entry & _SLOT_MASK, SlotState.LIVE
-        if key in self._more:
-            node_ids = tuple([owners[s] for s in (slot, *self._more[key]) if states[s] is live])
-        else:
-            node_ids = (owners[slot],) if states[slot] is live else ()
-        return Found(entry >> _VERSION_SHIFT, (entry >> _SLOT_BITS) & _SIZE_MASK, node_ids) if node_ids else None
+        version, size_bytes = entry >> _VERSION_SHIFT, (entry >> _HOLDER_BITS) & _SIZE_MASK
+        if key not in self._more:
+            return Found(version, size_bytes, (owners[slot],), not entry & _COLD) if states[slot] is live else None
+        holders = [h for h in self._holders(key, entry) if states[h & _SLOT_MASK] is live]
+        warm = [owners[h] for h in holders if not h & _COLD]
+        node_ids = (*warm, *(owners[h & _SLOT_MASK] for h in holders if h & _COLD))
+        return Found(version, size_bytes, node_ids, len(warm)) if node_ids else None
 
     def holds(self, keys: Iterable[str]) -> bytes:
         """For each key 1 if a live node holds it, else 0."""
@@ -238,25 +251,31 @@ class ChunkTable:
 
     def _clean(self, key: str) -> Iterable[str]:
         entry = self._entries[key]
-        holders = self._slots(key, entry)
-        dead = [s for s in holders if self._states[s] is not SlotState.LIVE]
+        holders = self._holders(key, entry)
+        dead = [h for h in holders if self._state(h) is not SlotState.LIVE]
         if not dead:
             return ()
-        live = [s for s in holders if self._states[s] is SlotState.LIVE]
-        told = {self._owners[s] for s in dead if self._states[s] is SlotState.REPLACED}
-        self._rewrite(key, entry >> _VERSION_SHIFT, (entry >> _SLOT_BITS) & _SIZE_MASK, holders, live)
+        live = [h for h in holders if self._state(h) is SlotState.LIVE]
+        told = {self._owner(h) for h in dead if self._state(h) is SlotState.REPLACED}
+        self._rewrite(key, entry >> _VERSION_SHIFT, (entry >> _HOLDER_BITS) & _SIZE_MASK, holders, live)
         return told
 
     # --- inside
 
-    def _slots(self, key: str, entry: int) -> tuple[int, ...]:
-        return (entry & _SLOT_MASK, *self._more.get(key, ()))
+    def _holders(self, key: str, entry: int) -> tuple[int, ...]:
+        return (entry & _HOLDER_MASK, *self._more.get(key, ()))
+
+    def _owner(self, holder: int) -> str:
+        return self._owners[holder & _SLOT_MASK]
+
+    def _state(self, holder: int) -> SlotState:
+        return self._states[holder & _SLOT_MASK]
 
     def _rewrite(self, key: str, version: int, size_bytes: int, before: tuple[int, ...], after: list[int]) -> None:
-        for slot in before:
-            self._counts[slot] -= 1
-        for slot in after:
-            self._counts[slot] += 1
+        for holder in before:
+            self._counts[holder & _SLOT_MASK] -= 1
+        for holder in after:
+            self._counts[holder & _SLOT_MASK] += 1
         if not after:
             del self._entries[key]
             self.settle()
@@ -265,7 +284,7 @@ class ChunkTable:
             if not self._entries:
                 self._entries.clear()  # an emptied dict keeps its table, a cleared one does not
             return
-        self._entries[key] = version << _VERSION_SHIFT | size_bytes << _SLOT_BITS | after[0]
+        self._entries[key] = version << _VERSION_SHIFT | size_bytes << _HOLDER_BITS | after[0]
         if len(after) > 1:
             self._more[key] = tuple(after[1:])
         else:
@@ -278,7 +297,7 @@ class ChunkTable:
         assert self._more.keys() <= self._entries.keys()
         counts = [0] * len(self._states)
         for key, entry in self._entries.items():
-            slots = self._slots(key, entry)
+            slots = [holder & _SLOT_MASK for holder in self._holders(key, entry)]
             assert len(set(slots)) == len(slots)
             owners = [self._owners[s] for s in slots if self._states[s] is not SlotState.GONE]
             assert len(set(owners)) == len(owners), f"{key!r} is held twice by one node"

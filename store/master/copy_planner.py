@@ -273,7 +273,8 @@ class CopyPlanner:
         sources = [node_id for node_id in found.node_ids if node_id in nodes]
         if target is None or not sources:
             return True
-        source = min(sources, key=self.orders.load)
+        warm = found.node_ids[: found.num_warm]
+        source = min(sources, key=lambda node_id: (node_id not in warm, self.orders.load(node_id)))
         if not (self.orders.has_room(source, now_s) and self.orders.has_room(target.node_id, now_s)):
             return False
         self.orders.order(Copy(key, found.version, found.size_bytes, source, target.node_id, reason), now_s)

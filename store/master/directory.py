@@ -42,11 +42,12 @@ LOG_WEIGHT = 1 << 20
 
 
 class ChunkEntry(NamedTuple):
-    """One announced chunk."""
+    """One announced chunk; ``cold``: on the node's SSD, and not in its memory."""
 
     key: str
     version: int
     size_bytes: int
+    cold: bool = False
 
 
 class Report(Enum):
@@ -256,17 +257,15 @@ class Directory:
                 self._tombstones.popitem(last=False)
 
     def _put_in(self, slot: Slot, node_id: str, entry: ChunkEntry, changes: dict[str, bool]) -> bool:
-        key, version, size_bytes = entry
+        key, version, size_bytes, cold = entry
         self.promises.settle(key, node_id)
         if self._tombstones and self._tombstones.get(key) == version:
             if self._table.remove(node_id, key):
                 changes[key] = False
             return False
-        outcome = self._table.add(slot, key, version, size_bytes)
-        if outcome is Outcome.STORED:
-            changes[key] = True
-        elif outcome is Outcome.REFUSED_LOST:
-            changes[key] = False
+        outcome = self._table.add(slot, key, version, size_bytes, cold=cold)
+        if outcome in (Outcome.STORED, Outcome.REFUSED_LOST):
+            changes[key] = outcome is Outcome.STORED
         return outcome in (Outcome.STORED, Outcome.KEPT)
 
     def _end_report(self, node: Node) -> None:

@@ -122,7 +122,9 @@ class DirectoryCalls:
         if request.count_only:
             return packed_directory.pack_existence(self.holds(request.keys), self.incomplete)
         located = [
-            packed_directory.NOWHERE if each is None else Location(each.node_ids, each.version, each.size_bytes)
+            packed_directory.NOWHERE
+            if each is None
+            else Location(each.node_ids, each.version, each.size_bytes, each.num_warm)
             for each in self.holders(request.keys)
         ]
         return packed_directory.pack_located(located, self.incomplete)

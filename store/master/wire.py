@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from tanghulu.discovery.base import Instance
 from tanghulu.discovery.instance_wire import instance_to_proto
 from tanghulu.errors import InvalidRequest
+from tanghulu.protos import common_pb2
 from tanghulu.protos import directory_pb2 as pb
 from tanghulu.store.master.chunk_table import Found
 from tanghulu.store.master.copy_orders import Copy, Drop
@@ -60,7 +61,7 @@ def _entry(chunk: pb.ChunkEntry) -> ChunkEntry:
         raise InvalidRequest(f"a key of {len(chunk.key)} characters is not within 1..{MAX_KEY_BYTES}")
     if chunk.size_bytes > MAX_VALUE_BYTES:
         raise InvalidRequest(f"chunk {chunk.key!r} of {chunk.size_bytes} bytes is larger than {MAX_VALUE_BYTES}")
-    return ChunkEntry(chunk.key, chunk.version, chunk.size_bytes)
+    return ChunkEntry(chunk.key, chunk.version, chunk.size_bytes, chunk.tier == common_pb2.TIER_SSD)
 
 
 def add_orders(
@@ -94,9 +95,9 @@ def locate_to_wire(found: Iterable[Found | None], *, incomplete: bool) -> pb.Loc
         if chunk is None:
             add()
             continue
-        version, size_bytes, node_ids = chunk
+        version, size_bytes, node_ids, num_warm = chunk
         nodes = [indexes.setdefault(node_id, len(indexes)) for node_id in node_ids]
-        add(nodes=nodes, version=version, size_bytes=size_bytes)
+        add(nodes=nodes, version=version, size_bytes=size_bytes, num_warm=num_warm)
     reply.node_ids.extend(indexes)
     return reply
 

@@ -132,7 +132,10 @@ async def ask_packed(connection: AsyncFastConnection, message: Any) -> Any:
         return pb.LocateReply(found=bytes(found), incomplete=incomplete)
     located, incomplete = packed_directory.unpack_located(reply)
     return master_wire.locate_to_wire(
-        (Found(each.version, each.size_bytes, each.node_ids) if each.node_ids else None for each in located),
+        (
+            Found(each.version, each.size_bytes, each.node_ids, each.num_warm) if each.node_ids else None
+            for each in located
+        ),
         incomplete=incomplete,
     )
 

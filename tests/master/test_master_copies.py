@@ -68,6 +68,7 @@ class World:
         report: Report = Report.NONE,
         hot: list[tuple[str, int]] | None = None,
         failed: list[str] | None = None,
+        cold: bool = False,
     ) -> None:
         added, removed = added or [], removed or []
         self.chunks[name] |= set(added)
@@ -75,7 +76,7 @@ class World:
         announcement = Announcement(
             name,
             1,
-            [ChunkEntry(key, 7, SIZE) for key in added],
+            [ChunkEntry(key, 7, SIZE, cold) for key in added],
             removed,
             report=report,
             capacity_bytes=CAPACITY,
@@ -121,6 +122,15 @@ def test_a_lost_replica_is_restored_after_its_grace_on_another_node() -> None:
     assert all(world.holders(f"k{i:04}") == {"a", "c"} for i in range(50))
     assert {copy.reason for copy in world.copies} == {Reason.RESTORE}
     assert len(world.copies) == 50, "each once"
+
+
+def test_a_copy_is_pulled_from_who_has_it_in_memory() -> None:
+    world = World("a", "b", "c", "d")
+    world.put("a", "b", "c", num=20, replicas=3)
+    world.say("a", added=[f"k{i:04}" for i in range(20)], cold=True)
+    world.die("c")
+    world.run(GRACE_S + 3.0)
+    assert {(copy.source, copy.target) for copy in world.copies} == {("b", "d")}
 
 
 def test_a_replica_that_was_evicted_is_not_restored() -> None:

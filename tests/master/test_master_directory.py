@@ -33,6 +33,7 @@ class ModelNode:
         self.generation = generation
         self.before: dict[str, int] = {}
         self.said: dict[str, int] = {}
+        self.cold: dict[str, bool] = {}  # as it said last
         self.reporting = False
         self.reported = False
 
@@ -72,7 +73,7 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     @rule(
         name=NAMES,
-        added=st.lists(st.tuples(KEYS, VERSIONS), max_size=6),
+        added=st.lists(st.tuples(KEYS, VERSIONS, st.booleans()), max_size=6),
         removed=st.lists(KEYS, max_size=2),
         deleted=st.sampled_from([[], [], [], ["kv/0"]]),
         report=REPORTS,
@@ -82,7 +83,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         announcement = Announcement(
             name,
             node.generation if node else 1,
-            [ChunkEntry(key, version, size_of(version)) for key, version in added],
+            [ChunkEntry(key, version, size_of(version), cold) for key, version, cold in added],
             removed,
             deleted,
             report,
@@ -110,12 +111,12 @@ class DirectoryMachine(RuleBasedStateMachine):
         for key in (*announcement.removed, *announcement.deleted):
             node.drop(key)
         accepted = []
-        for key, version, _ in announcement.added:
+        for key, version, _, cold in announcement.added:
             others = self.versions(key, besides=name)
             node.drop(key)
             accepted.append(self.graves.get(key) != version and others <= {version})
             if accepted[-1]:
-                node.said[key] = version
+                node.said[key], node.cold[key] = version, cold
         if announcement.report is Report.END and node.reporting:
             node.before, node.reporting, node.reported = {}, False, True
         return accepted
@@ -164,6 +165,8 @@ class DirectoryMachine(RuleBasedStateMachine):
         for key, found in zip([*keys, "none"], self.directory.locate([*keys, "none"]), strict=True):
             assert (set(found.node_ids) if found else set()) == {n for n, k in self.truth() if k == key}
             if found:
+                assert all(self.nodes[n].cold[key] for n in found.node_ids[found.num_warm :])
+                assert not any(self.nodes[n].cold[key] for n in found.node_ids[: found.num_warm])
                 assert {found.version} == self.versions(key)
                 assert found.size_bytes == size_of(found.version)
         for view in self.directory.nodes():
@@ -204,7 +207,7 @@ def test_a_long_seeded_run(seed: int) -> None:
         return rng.choices(keys, k=rng.randint(0, most))
 
     def announce() -> None:
-        added = [(key, rng.choice([1, 1, 1, 2])) for key in some(3)]
+        added = [(key, rng.choice([1, 1, 1, 2]), rng.random() < 0.3) for key in some(3)]
         deleted = ["kv/0"] if rng.random() < 0.05 else []
         machine.announce(rng.choice(names), added, some(2), deleted, rng.choice(reports))
 

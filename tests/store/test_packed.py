@@ -193,7 +193,7 @@ def test_unpin(leases: list[int], num_bytes: int, corrupt: list[str], read: list
 
 def test_answers_of_the_master() -> None:
     assert packed_directory.unpack_locate(packed_directory.pack_locate(["a", "b"], True)) == (["a", "b"], True)
-    located = [Location(("n1", "n2"), 5, 6), Location(), Location(("n2",), 7, 8)]
+    located = [Location(("n1", "n2"), 5, 6, 1), Location(), Location(("n2",), 7, 8)]
     assert packed_directory.unpack_located(packed_directory.pack_located(located, True)) == (located, True)
     for found in ([True] * 3, [True, False, True], []):
         assert packed_directory.unpack_existence(packed_directory.pack_existence(bytes(found), False)) == (found, False)

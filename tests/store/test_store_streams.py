@@ -23,18 +23,20 @@ def die(*_):
     os.kill(os.getpid(), signal.SIGSTOP if sys.argv[4] == "stop" else signal.SIGKILL)
 
 def after(function, number):
-    def called(self, *arguments):
+    def called(self, *arguments, **named):
         nonlocal number
         number -= 1
         if number < 0:
             die()
-        return function(self, *arguments)
+        return function(self, *arguments, **named)
     return called
 
 step = sys.argv[2]
 client = tanghulu.connect(sys.argv[1], transport="tcp", deadline_s=float(sys.argv[5]))
 client.put("before", bytes(MIB))
-if step == "head":  # the head is sent, the value is not
+if step == "asked":  # the master has been asked, the node has heard of nothing
+    FastConnection.call_then = after(FastConnection.call_then, 0)
+elif step == "head":  # the head is sent, the value is not
     FastConnection._send_all = after(FastConnection._send_all, 1)
 elif step == "half":
     send = FastConnection._send_all
@@ -43,17 +45,17 @@ elif step == "half":
         if len(view) > 4096:
             die()
     FastConnection._send_all = half
-elif step == "value":  # the value is sent, the master has not been asked
-    streams._Putting.ask = die
+elif step == "value":  # the value is sent, the master's answer has not been looked at
+    streams._Putting.left = after(streams._Putting.left, 0)
 elif step == "proclaimed":  # the master has accepted, the node has not heard of that
-    streams._Putting.word = die
+    streams._Putting.word = after(streams._Putting.word, 0)
 elif step == "settled":  # the last word is sent, the answer has not come
     FastConnection._receive = after(FastConnection._receive, 1)  # the first is the master's answer
 print("ready")
 client.put(sys.argv[3], random.Random(sys.argv[3]).randbytes(4096) * 256)
 print("done")
 """
-STEPS = ["head", "half", "value", "proclaimed", "settled"]
+STEPS = ["asked", "head", "half", "value", "proclaimed", "settled"]
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,6 @@ receive time-out, so that no call costs an extra poll.
 from __future__ import annotations
 
 import itertools
-import os
-import socket
-import ssl
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,23 +17,17 @@ from typing import Any, Generic, TypeVar
 from google.protobuf.message import Message
 
 from tanghulu.credentials import NO_TLS, TlsFiles
-from tanghulu.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, TanghuluError, Unauthorized
+from tanghulu.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, TanghuluError
 from tanghulu.protos import common_pb2, fastlane_pb2
-from tanghulu.rpc import nearby
+from tanghulu.rpc.dialling import CONNECT_TIMEOUT_S, dial
 from tanghulu.rpc.frames import HEAD, PREAMBLE, Frame, call_id_of, decode_head, encode_head
-from tanghulu.rpc.tls_socket import TlsSocket
 from tanghulu.rpc.wire import decode, error_of
-from tanghulu.tls import client_context
 from tanghulu.types import Address
 
 R = TypeVar("R", bound=Message | bytes)
 Q = TypeVar("Q")
 A = TypeVar("A")
 
-#: The kernel wakes a waiting receive this often, so that a deadline is at most this late.
-_TICK_S = 0.05
-_TICK = struct.pack("ll", 0, int(_TICK_S * 1e6))
-_CONNECT_TIMEOUT_S = 5.0
 #: Requests that are sent ahead of their replies, in bytes. Less than a socket holds, so that neither side can end up
 #: writing to the other while nobody reads.
 _WINDOW_BYTES = 64 << 10
@@ -77,48 +67,6 @@ class Reply(Generic[R]):
     attachment: memoryview
 
 
-def dial(
-    address: Address | None,
-    unix_path: str | None,
-    timeout_s: float = _CONNECT_TIMEOUT_S,
-    *,
-    shortcut: bool = False,
-    tls: TlsFiles = NO_TLS,
-) -> socket.socket | TlsSocket:
-    """A connected blocking socket, by the Unix socket if its path exists here; raises NodeUnavailable.
-
-    ``shortcut``: to an address of this host, come by its Unix socket of that name if there is one. ``tls`` with files:
-    TCP is encrypted; raises Unauthorized if a certificate is not what it should be.
-    """
-    try:
-        if unix_path and os.path.exists(unix_path):
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            try:
-                sock.settimeout(timeout_s)  # a peer that stands still lets its backlog fill up
-                sock.connect(unix_path)
-                sock.settimeout(None)
-            except OSError:
-                sock.close()
-                raise
-        elif address is not None and shortcut and (near := nearby.dial(address)) is not None:
-            sock = near
-        elif address is not None:
-            sock = socket.create_connection((address.host, address.port), timeout=timeout_s)
-            sock.settimeout(None)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if tls:
-                return TlsSocket(sock, client_context(tls), address.host, timeout_s, _TICK_S)
-        else:
-            raise NodeUnavailable(f"no Unix socket at {unix_path!r} and no TCP address to connect to")
-    except ssl.SSLCertVerificationError as error:
-        raise Unauthorized(f"{address} is not what its certificate should say: {error.verify_message}") from error
-    except OSError as error:
-        raise NodeUnavailable(f"cannot connect to {unix_path or address}: {error}") from error
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TICK)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TICK)
-    return sock
-
-
 class FastConnection:
     """One open connection. Broken by the first failure or missed deadline, and then closed for good."""
 
@@ -126,7 +74,7 @@ class FastConnection:
         self,
         address: Address | None,
         unix_path: str | None = None,
-        timeout_s: float = _CONNECT_TIMEOUT_S,
+        timeout_s: float = CONNECT_TIMEOUT_S,
         *,
         shortcut: bool = False,
         tls: TlsFiles = NO_TLS,
@@ -177,6 +125,33 @@ class FastConnection:
         Raises DeadlineExceeded or NodeUnavailable for all of them when the connection fails.
         """
         return self._alone(self._exchange, calls, deadline_s)
+
+    def begin(self, call: Call[R], *, deadline_s: float = 5.0) -> Asking[R]:
+        """Send one request; its reply is taken later. Raises as ``call_many``.
+
+        Until then the connection is for nothing else.
+        """
+        until = time.monotonic() + deadline_s
+        return Asking(self, call.reply_type, self._alone(self._begin, call, deadline_s), until)
+
+    def _begin(self, call: Call[Any], until: float) -> int:
+        call_id = call_id_of(next(self._numbers))
+        self._send(call, call_id, until)
+        return call_id
+
+    def end(self, call_id: int, reply_type: type[R], deadline_s: float) -> Reply[R] | TanghuluError:
+        """The reply to what was begun; raises as ``call_many``."""
+        return self._alone(self._end, (call_id, reply_type), deadline_s)
+
+    def _end(self, wanted: tuple[int, type[R]], until: float) -> Reply[R] | TanghuluError:
+        frame = self._receive(until)
+        if frame.call_id != wanted[0]:
+            raise _stray(self.peer, frame)
+        return outcome_of(wanted[1], frame)
+
+    def leave(self, call_id: int) -> None:
+        """Nobody needs the reply to what was begun."""
+        self._unwanted.add(call_id)
 
     def call_then(
         self, call: Call[R], word: Callable[[], Call[Any]], *, deadline_s: float = 5.0
@@ -355,6 +330,31 @@ class FastConnection:
 
     def __repr__(self) -> str:
         return f"FastConnection({self.peer}{', closed' if self._closed else ''})"
+
+
+@dataclass(slots=True)
+class Asking(Generic[R]):
+    """A request that is under way on ``connection``. ``end`` it or not, ``close`` it: then others may use it."""
+
+    connection: FastConnection
+    _reply_type: type[R]
+    _call_id: int
+    _until: float
+    _open: bool = True
+
+    def end(self) -> Reply[R] | TanghuluError:
+        """Wait for the reply; a failure of the connection is a value too."""
+        self._open = False
+        try:
+            return self.connection.end(self._call_id, self._reply_type, max(self._until - time.monotonic(), 0.0))
+        except TanghuluError as error:
+            return error
+
+    def close(self) -> None:
+        """The reply is not needed, if it has not been taken."""
+        if self._open:
+            self._open = False
+            self.connection.leave(self._call_id)
 
 
 def _stray(peer: str, frame: Frame) -> TanghuluError:

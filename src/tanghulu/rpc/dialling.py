@@ -1,0 +1,62 @@
+"""How a blocking connection of the fast lane is opened: by a Unix socket, by TCP, or by TLS."""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+import struct
+
+from tanghulu.credentials import NO_TLS, TlsFiles
+from tanghulu.errors import NodeUnavailable, Unauthorized
+from tanghulu.rpc import nearby
+from tanghulu.rpc.tls_socket import TlsSocket
+from tanghulu.tls import client_context
+from tanghulu.types import Address
+
+#: The kernel wakes a waiting receive this often, so that a deadline is at most this late.
+_TICK_S = 0.05
+_TICK = struct.pack("ll", 0, int(_TICK_S * 1e6))
+CONNECT_TIMEOUT_S = 5.0
+
+
+def dial(
+    address: Address | None,
+    unix_path: str | None,
+    timeout_s: float = CONNECT_TIMEOUT_S,
+    *,
+    shortcut: bool = False,
+    tls: TlsFiles = NO_TLS,
+) -> socket.socket | TlsSocket:
+    """A connected blocking socket, by the Unix socket if its path exists here; raises NodeUnavailable.
+
+    ``shortcut``: to an address of this host, come by its Unix socket of that name if there is one. ``tls`` with files:
+    TCP is encrypted; raises Unauthorized if a certificate is not what it should be.
+    """
+    try:
+        if unix_path and os.path.exists(unix_path):
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                sock.settimeout(timeout_s)  # a peer that stands still lets its backlog fill up
+                sock.connect(unix_path)
+                sock.settimeout(None)
+            except OSError:
+                sock.close()
+                raise
+        elif address is not None and shortcut and (near := nearby.dial(address)) is not None:
+            sock = near
+        elif address is not None:
+            sock = socket.create_connection((address.host, address.port), timeout=timeout_s)
+            sock.settimeout(None)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if tls:
+                return TlsSocket(sock, client_context(tls), address.host, timeout_s, _TICK_S)
+        else:
+            raise NodeUnavailable(f"no Unix socket at {unix_path!r} and no TCP address to connect to")
+    except ssl.SSLCertVerificationError as error:
+        raise Unauthorized(f"{address} is not what its certificate should say: {error.verify_message}") from error
+    except OSError as error:
+        raise NodeUnavailable(f"cannot connect to {unix_path or address}: {error}") from error
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TICK)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TICK)
+    return sock
