@@ -5,13 +5,14 @@
 It starts clusters of its own with `tanghulu up`. In each round of *store* and *peer* a prompt that nobody has sent is
 computed, then another one that shares its first 90 % is sent: behind a flush of the workers' caches, so that the store
 has it (store), or to another prefill worker, with no store (peer). *throughput*: prompts that share nothing, four at a
-time, once with store and hand-over between two workers and once with neither; tokens a second, prompt and answer.
-Medians over the rounds; every round is kept.
+time, in the clusters of CASES, one after the other in each round; tokens a second, prompt and answer, and what each
+worker spent on them: CPU seconds, steps, tokens. Medians over the rounds; every round is kept.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -20,8 +21,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,23 +41,55 @@ WORDS = [
 ]
 # fmt: on
 READY_S = 120.0
+#: What is read from each process's metrics.
+COUNTED = {
+    "steps": "tanghulu_worker_step_seconds_count",
+    "step_s": "tanghulu_worker_step_seconds_sum",
+    "computed_tokens": "tanghulu_worker_computed_tokens_total",
+    "store_bytes": "tanghulu_worker_store_bytes_total",
+    "hand_overs": "tanghulu_conductor_hand_overs_total",
+}
 SHARED = 0.9
+ONE = ("--prefill", "0", "--decode", "0")
+TWO = (*ONE, "--workers", "2")
+SPLIT = ("--prefill", "1", "--decode", "1")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A cluster: ``store`` with reuse of the store and of peers; ``threads`` of each worker, 0: one a core."""
+
+    flags: tuple[str, ...]
+    store: bool
+    threads: int = 0
+    beside: str = ""
+
+
+#: *beside*: the case without store and hand-over that runs as many processes on as many cores.
+CASES = {
+    "one worker": Case(ONE, store=False),
+    "one worker, store": Case(ONE, store=True, beside="one worker"),
+    "two workers": Case(TWO, store=False, threads=1),
+    "two workers, store and hand-over": Case(TWO, store=True, threads=1, beside="two workers"),
+    "prefill and decode worker, store": Case(SPLIT, store=True, beside="two workers"),
+}
 
 
 class Cluster:
     """A running `tanghulu up` and a client of it."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, folder: Path) -> None:
         self.url = url
         self.http = httpx.Client(timeout=300, trust_env=False)
+        self._folder = folder
         self.model = self.http.get(f"{url}/v1/models").json()["data"][0]["id"]
 
-    def ttft(self, prompt: str, worker: str = "", num_new: int = 4) -> dict[str, Any]:
-        """Stream a completion; seconds to the first text, and the usage."""
+    def ttft(self, prompt: str, worker: str = "", num_new: int = 4, decode: str = "") -> dict[str, Any]:
+        """Stream a completion, prefilled by ``worker`` and decoded by ``decode``; seconds to the first text, usage."""
         body: dict[str, Any] = {"model": self.model, "prompt": prompt, "max_tokens": num_new, "temperature": 0}
         body |= {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
         if worker:
-            body["routing"] = {"prefill_worker": worker}
+            body["routing"] = {"prefill_worker": worker} | ({"decode_worker": decode} if decode else {})
         start_s, first_s, usage = time.perf_counter(), 0.0, {}
         with self.http.stream("POST", f"{self.url}/v1/completions", json=body) as response:
             response.raise_for_status()
@@ -72,15 +106,24 @@ class Cluster:
         found: dict[str, Any] = self.http.post(f"{self.url}/route", json={"prompt": prompt}).json()
         return found
 
-    def prefill_workers(self, count: int) -> list[str]:
-        """Their ids, as soon as there are so many: a cluster is ready with the first."""
+    def workers(self, count: int, phase: str = "can_prefill") -> list[str]:
+        """The ids of those that do ``phase``, as soon as there are so many: a cluster is ready with the first."""
         until = time.monotonic() + READY_S
         while time.monotonic() < until:
-            ids = [worker["id"] for worker in self.route("x")["workers"] if worker["can_prefill"]]
+            ids = [worker["id"] for worker in self.route("x")["workers"] if worker[phase]]
             if len(ids) == count:
                 return ids
             time.sleep(0.1)
-        raise SystemExit(f"there are not {count} prefill workers")
+        raise SystemExit(f"there are not {count} workers of which each {phase}")
+
+    def entries(self) -> list[dict[str, Any]]:
+        """Its processes."""
+        found: list[dict[str, Any]] = json.loads((self._folder / "cluster.json").read_text())
+        return found
+
+    def spent(self) -> dict[str, dict[str, float]]:
+        """Of each process so far: CPU seconds, and what its metrics count."""
+        return {entry["name"]: {"cpu_s": _cpu_s(entry["pid"])} | _counted(entry) for entry in self.entries()}
 
     def settle(self, num_blocks: int, prompt: str) -> None:
         """Wait until /route sees so many of the prompt's blocks in the store."""
@@ -91,17 +134,31 @@ class Cluster:
         raise SystemExit("the store did not take the prompt's blocks")
 
 
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _counted(entry: dict[str, Any]) -> dict[str, float]:
+    """The figures of COUNTED that the process has."""
+    lines = httpx.get(f"http://{entry['metrics_address']}/metrics", trust_env=False).text.splitlines()
+    found = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {name: float(found[metric]) for name, metric in COUNTED.items() if metric in found}
+
+
 @contextlib.contextmanager
-def cluster(model: str, *flags: str, store: bool = True) -> Iterator[Cluster]:
+def cluster(model: str, *flags: str, store: bool = True, threads: int = 0) -> Iterator[Cluster]:
     """A ready cluster of its own; ended at the block's end."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "tanghulu", "up", "--port", "0", "--master-port", "0", "--model", model]
         command += ["--state-dir", folder, "--log-level", "warning", *flags]
-        environment = os.environ | {"TANGHULU_STORE": str(store).lower()}
+        reuse = str(store).lower()
+        environment = os.environ | {"TANGHULU_STORE": reuse, "TANGHULU_PEER_FETCH": reuse if threads else "true"}
+        environment["TANGHULU_THREADS"] = str(threads)
         with (Path(folder) / "up.log").open("wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         try:
-            yield Cluster(_ready_url(process, Path(folder)))
+            yield Cluster(_ready_url(process, Path(folder)), Path(folder))
         finally:
             process.terminate()
             process.wait(60)
@@ -140,18 +197,26 @@ def from_store(live: Cluster, rng: random.Random, tokens: int) -> dict[str, Any]
 
 def from_peer(live: Cluster, rng: random.Random, tokens: int) -> dict[str, Any]:
     first, second = pair_of(rng, tokens)
-    one, other = live.prefill_workers(2)
+    one, other = live.workers(2)
     return {"computed": live.ttft(first, one), "known": live.ttft(second, other)}
 
 
-def throughput(live: Cluster, rng: random.Random) -> float:
-    """Tokens a second, prompts and answers, of 16 prompts of 512 tokens with 32 new ones."""
-    prompts = [prompt_of(rng, 512) for _ in range(16)]
-    start_s = time.perf_counter()
+def throughput(live: Cluster, rng: random.Random, at: Sequence[str], prompts: int) -> dict[str, Any]:
+    """Tokens a second, prompts and answers, of ``prompts`` of 512 tokens with 32 new ones; who spent what on them.
+
+    The workers ``at`` take them in turn, each one whole; with none the conductor decides.
+    """
+    texts = [prompt_of(rng, 512) for _ in range(prompts)]
+    places = list(itertools.islice(itertools.cycle(at or [""]), prompts))
+    before, start_s = live.spent(), time.perf_counter()
     with ThreadPoolExecutor(4) as pool:
-        done = list(pool.map(lambda prompt: live.ttft(prompt, num_new=32), prompts))
+        done = list(pool.map(lambda prompt, place: live.ttft(prompt, place, 32, place), texts, places))
+    seconds, after = time.perf_counter() - start_s, live.spent()
     assert all(each["cached_tokens"] == 0 for each in done), "the prompts were to share nothing"
-    return sum(each["prompt_tokens"] + 32 for each in done) / (time.perf_counter() - start_s)
+    spent = {name: {key: value - before[name][key] for key, value in of.items()} for name, of in after.items()}
+    num_tokens = sum(each["prompt_tokens"] + 32 for each in done)
+    cpu_ms = 1e3 * sum(of["cpu_s"] for of in spent.values()) / num_tokens
+    return {"tokens_per_s": num_tokens / seconds, "cpu_ms_per_token": cpu_ms, "spent": spent}
 
 
 def reuse_rows(model: str, what: str, rounds: int, tokens: int, rng: random.Random) -> list[dict[str, Any]]:
@@ -166,17 +231,26 @@ def reuse_rows(model: str, what: str, rounds: int, tokens: int, rng: random.Rand
     return rows
 
 
-def throughput_rows(model: str, rounds: int, rng: random.Random) -> list[dict[str, Any]]:
+def _warmed(live: Cluster, case: Case, rng: random.Random) -> list[str]:
+    """The workers that prefill, once each has computed two prompts: what is allocated once is not measured."""
+    ids = live.workers(2 if case.flags == TWO else 1)
+    live.workers(len(ids), "can_decode")
+    for worker in 2 * ids:
+        live.ttft(prompt_of(rng, 600), worker)
+    return ids
+
+
+def throughput_rows(
+    model: str, rounds: int, rng: random.Random, cases: list[str], prompts: int
+) -> list[dict[str, Any]]:
     rows = []
     for number in range(rounds):
-        for case, flags in {
-            "on": ("--prefill", "1", "--decode", "1"),
-            "off": ("--prefill", "0", "--decode", "0"),
-        }.items():
-            with cluster(model, *flags, store=case == "on") as live:
-                live.ttft(prompt_of(rng, 600))
-                rate = throughput(live, rng)
-            row = {"what": "throughput", "case": case, "round": number, "tokens_per_s": rate}
+        for name in cases:
+            case = CASES[name]
+            with cluster(model, *case.flags, store=case.store, threads=case.threads) as live:
+                ids = _warmed(live, case, rng)
+                at = ids if case.flags == TWO and not case.store else []
+                row = {"what": "throughput", "case": name, "round": number} | throughput(live, rng, at, prompts)
             rows.append(row | {"load_average": os.getloadavg()[0]})
     return rows
 
@@ -190,11 +264,16 @@ def summary(rows: list[dict[str, Any]], table: Table) -> dict[str, float]:
             cold, known = (statistics.median(r[kind]["ttft_s"] for r in mine) for kind in ("computed", "known"))
             ratios[what] = known / cold
             table.add_row(f"TTFT, 90 % {what}", f"{cold:.3f} s", f"{known:.3f} s", f"{known / cold:.3f}", target)
-    rates = [[r["tokens_per_s"] for r in rows if r.get("case") == case] for case in ("off", "on")]
-    if all(rates):
-        off, on = map(statistics.median, rates)
-        ratios["throughput"] = on / off
-        table.add_row("nothing shared", f"{off:.0f} tokens/s", f"{on:.0f} tokens/s", f"{on / off:.3f}", ">= 0.95")
+    rates = {
+        name: statistics.median(row["tokens_per_s"] for row in rows if row.get("case") == name)
+        for name in CASES
+        if any(row.get("case") == name for row in rows)
+    }
+    for name, rate in rates.items():
+        for beside in {CASES[name].beside, "one worker"} & rates.keys() - {name}:
+            ratios[f"{name} / {beside}"] = ratio = rate / rates[beside]
+            cells = (f"{rates[beside]:.0f} tokens/s", f"{rate:.0f} tokens/s", f"{ratio:.3f}")
+            table.add_row(f"{name} / {beside}", *cells, ">= 0.95" if beside == CASES[name].beside else "")
     return ratios
 
 
@@ -203,14 +282,16 @@ def summary(rows: list[dict[str, Any]], table: Table) -> dict[str, float]:
 @click.option("--model", default="smollm2", show_default=True)
 @click.option("--tokens", default=2000, show_default=True)
 @click.option("--rounds", default=5, show_default=True)
+@click.option("--cases", default="|".join(CASES), show_default=True, help="of throughput; separated by |")
+@click.option("--prompts", default=16, show_default=True, help="of a round of throughput")
 @click.option("--seed", default=1, show_default=True)
 @click.option("--name", default="reuse", show_default=True, help="the file in results/")
-def main(what: str, model: str, tokens: int, rounds: int, seed: int, name: str) -> None:
+def main(what: str, model: str, tokens: int, rounds: int, cases: str, prompts: int, seed: int, name: str) -> None:
     """Measure and keep results/NAME.json."""
     rng, rows = random.Random(seed), []
     for each in what.split(","):
         rows += (
-            throughput_rows(model, rounds, rng)
+            throughput_rows(model, rounds, rng, cases.split("|"), prompts)
             if each == "throughput"
             else reuse_rows(model, each, rounds, tokens, rng)
         )

@@ -52,6 +52,19 @@ def second_conductor(cluster: LiveCluster, folder: Path) -> Iterator[tuple[subpr
             process.wait(15)
 
 
+@pytest.mark.slow
+def test_two_workers_that_do_both_phases(tmp_path: Path) -> None:
+    both = ("--engine", "mock", "--model", "mock", "--prefill", "0", "--decode", "0", "--workers", "2")
+    with running_cluster(tmp_path / "c", *both) as live:
+
+        def able() -> list[bool]:
+            route = live.http.post(f"{live.url}/route", json={"prompt": "x"}).json()
+            return [worker["can_prefill"] and worker["can_decode"] for worker in route["workers"]]
+
+        eventually(lambda: able() == [True, True], what="both workers are known")
+        assert ask(live, live.url, "hello")["usage"]["completion_tokens"] == 8
+
+
 def ask(cluster: LiveCluster, url: str, prompt: str, max_tokens: int = 8) -> dict:
     body = {"model": "mock", "prompt": prompt, "max_tokens": max_tokens, "seed": 1}
     answer = cluster.http.post(f"{url}/v1/completions", json=body)

@@ -88,7 +88,7 @@ def test_a_missing_model_ends_all_and_says_so(tmp_path):
     assert "/no/such/model" in done.stderr
 
 
-@pytest.mark.parametrize("flags", [("--prefill", "0"), ("--nodes", "-1")])
+@pytest.mark.parametrize("flags", [("--prefill", "0"), ("--nodes", "-1"), ("--workers", "0")])
 def test_bad_counts_are_refused_at_once(tmp_path, flags):
     done = _up(tmp_path, *flags)
     assert done.returncode == 7

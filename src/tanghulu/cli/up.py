@@ -39,7 +39,8 @@ class UpConfig:
     mock_speedup: float = option(1.0, "the mock engine runs this many times faster than its timing")
     dtype: str = option("auto", "arithmetic and KV type", choices=("auto", "float32", "bfloat16", "float16"))
     prefill: int = option(1, "prefill workers")
-    decode: int = option(1, "decode workers; with --prefill 0 --decode 0: one worker that does both")
+    decode: int = option(1, "decode workers")
+    workers: int = option(1, "workers that do both phases; started with --prefill 0 --decode 0")
     nodes: int = option(1, "store nodes")
     node_memory: int = option(1 << 30, "memory of each store node", size=True)
     node_ssd: int = option(0, "SSD tier of each store node, a file of this size in --state-dir; 0: none", size=True)
@@ -56,7 +57,9 @@ class UpConfig:
             if getattr(self, name) < 0:
                 raise ConfigError(f"--{name} is {getattr(self, name)}; it cannot be negative")
         if bool(self.prefill) != bool(self.decode):
-            raise ConfigError("--prefill and --decode come together: each needs the other; both 0 start one worker")
+            raise ConfigError("--prefill and --decode come together: each needs the other; both 0 start --workers")
+        if self.workers < 1:
+            raise ConfigError(f"--workers is {self.workers}; it must be at least 1")
 
 
 class Cluster:
@@ -115,7 +118,7 @@ class Cluster:
             ssd = ("--ssd-path", str(config.state_dir / f"node-{i}.tier"), "--ssd-size", str(config.node_ssd))
             below = ssd if config.node_ssd else ()
             self._add("node", f"node-{i}", base and base + _MASTER_TO_NODES + i, *at, *memory, *below)
-        roles = ["prefill"] * config.prefill + ["decode"] * config.decode or ["worker"]
+        roles = ["prefill"] * config.prefill + ["decode"] * config.decode or ["worker"] * config.workers
         for i, role in enumerate(roles):
             name = f"{role}-{i - config.prefill if role == 'decode' else i}"
             model = ["--model", config.model, "--dtype", config.dtype, "--engine", config.engine]
