@@ -113,13 +113,14 @@ class Tanghulu:
         torch.set_num_threads(threads)
         from tanghulu.workers.engine import EngineConfig, EngineCore
         from tanghulu.workers.models.registry import load_model, pick_dtype
+        from tanghulu.workers.threaded_runner import ThreadedRunner
         from tanghulu.workers.torch_runner import TorchRunner
         from tanghulu.workers.weights import resolve_model
 
         loaded = load_model(resolve_model(model), pick_dtype(dtype))
         budget = int(os.environ.get("MAX_NUM_BATCHED_TOKENS", "512"))
         runner = TorchRunner(loaded, block_tokens=64, kv_capacity_bytes=512 << 20)
-        self._core = EngineCore(runner, EngineConfig(max_num_batched_tokens=budget))
+        self._core = EngineCore(ThreadedRunner(runner, threads), EngineConfig(max_num_batched_tokens=budget))
         self._number = 0
 
     def _add(self, prompt: list[int], num_new: int) -> None:

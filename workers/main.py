@@ -44,7 +44,7 @@ class WorkerConfig(TransferOptions, MasterOptions, ProcessConfig):
     max_num_seqs: int = option(32, "requests in one step at most")
     max_num_waiting: int = option(1024, "requests that may queue; more are refused")
     eviction: str = option(DEFAULT_EVICTION, "which cached blocks make room first", choices=tuple(POLICIES))
-    threads: int = option(0, "threads of the model; 0: one a core")
+    threads: int = option(0, "threads of the model at most; 0: one a core that the process may use")
     tp: int = option(1, "tensor-parallel ranks that share out the heads; a process each, on this host")
     store: bool = option(True, "load prefixes from the store and keep new blocks there")
     store_policy: str = option(

@@ -18,6 +18,7 @@ from tanghulu.workers.models.registry import dtype_name, load_model, pick_dtype
 from tanghulu.workers.models.shard import Shard, require_split
 from tanghulu.workers.profiled_runner import ProfiledRunner
 from tanghulu.workers.rank_processes import RankProcesses
+from tanghulu.workers.threaded_runner import ThreadedRunner
 from tanghulu.workers.tokenizer_assets import load_tokenizer_assets
 from tanghulu.workers.torch_runner import TorchRunner
 from tanghulu.workers.weights.fingerprint import fingerprint
@@ -41,7 +42,7 @@ def load(config: WorkerConfig, progress: Callable[[float], None]) -> LoadedModel
     layout = KvLayout.of(source.config, config.block_tokens, dtype_name(dtype), config.tp)
     layout.num_blocks_in(config.kv_memory)  # refuse what cannot fit before the long part
     _require_memory(config, source, dtype)
-    threads = max(1, (config.threads or os.cpu_count() or 1) // config.tp)
+    threads = max(1, (config.threads or len(os.sched_getaffinity(0))) // config.tp)
     torch.set_num_threads(threads)
     model, ranks = _load_shards(config, source, dtype, threads, progress)
     name = fingerprint(source, dtype=layout.dtype, block_tokens=config.block_tokens, tp_size=config.tp)
@@ -55,7 +56,8 @@ def load(config: WorkerConfig, progress: Callable[[float], None]) -> LoadedModel
             num_parts=config.tp,
             announce=None if ranks is None else ranks.send,
         )
-        return ProfiledRunner(runner, Path(config.profile)) if config.profile else runner
+        seen = ProfiledRunner(runner, Path(config.profile)) if config.profile else runner
+        return ThreadedRunner(seen, threads) if threads > 1 and ranks is None else seen
 
     return LoadedModel(source.name, layout, name, assets, make_runner, ranks)
 

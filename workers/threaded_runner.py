@@ -1,0 +1,53 @@
+"""A runner that takes as many of the CPU's threads for each step as have proved best for steps of its size."""
+
+from __future__ import annotations
+
+import torch
+
+from tanghulu.workers.engine import Computed, ModelRunner
+from tanghulu.workers.kv_layout import KvLayout, KvMemory
+from tanghulu.workers.step_plan import StepPlan
+from tanghulu.workers.thread_choice import ThreadChoice
+
+
+class ThreadedRunner:
+    """``runner`` on at most ``num_threads`` threads; for models on the CPU. Only one thread may call `run`."""
+
+    def __init__(self, runner: ModelRunner, num_threads: int) -> None:
+        self._runner = runner
+        self.choice = ThreadChoice(num_threads)
+        self._threads = 0  # not set in the calling thread yet
+
+    @property
+    def layout(self) -> KvLayout:
+        """The shape of a block."""
+        return self._runner.layout
+
+    @property
+    def cache(self) -> KvMemory:
+        """The blocks."""
+        return self._runner.cache
+
+    @property
+    def vocab(self) -> int:
+        """Token ids are below this."""
+        return self._runner.vocab
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of prompt and answer together that the model can attend to."""
+        return self._runner.max_context
+
+    def run(self, plan: StepPlan) -> Computed:
+        """As ``runner`` does."""
+        num_tokens = plan.num_tokens
+        threads = self.choice.threads(num_tokens)
+        if threads != self._threads:
+            torch.set_num_threads(threads)  # of the products that this thread starts from now on
+            self._threads = threads
+        computed = self._runner.run(plan)
+        self.choice.took(num_tokens, computed.forward_s)
+        return computed
+
+    def __repr__(self) -> str:
+        return f"ThreadedRunner({self._runner!r}, {self.choice.best})"
