@@ -4,7 +4,8 @@
     python benchmarks/transfer_bench.py --summary
 
 Each of them moves bytes between two processes (memmove: inside one), one request a call, for 1 to 8 callers (threads of
-one process) with pieces of their own. In each of five rounds all take turns, in an order that the seed shuffles; a
+one process) with pieces of their own; however many they are, a run moves the same pieces, so that the processor's
+caches hold as much of them. In each of five rounds all take turns, in an order that the seed shuffles; a
 figure is the median over the rounds. A round that does not count warms up. Pieces rotate through areas larger than the
 caches. Every piece carries stamps that are verified after each run. CPU seconds are those of both processes, per GB
 moved. Each size is kept in a file of its own, so that a run can be made in pieces; --summary reads them all.
@@ -31,8 +32,8 @@ from report import keep
 
 WORKER = Path(__file__).parent / "peers" / "mover_worker.py"
 OPS = ("READ", "WRITE")
-#: By size: (transfers of each caller in a run, most callers).
-COUNTS = {64 << 10: (200, 8), 1 << 20: (48, 8), 16 << 20: (5, 8), 256 << 20: (1, 1)}
+#: By size: (transfers of a run, shared by its callers; most callers).
+COUNTS = {64 << 10: (1600, 8), 1 << 20: (192, 8), 16 << 20: (16, 8), 256 << 20: (1, 1)}
 AREA_BYTES = 128 << 20
 
 
@@ -150,7 +151,7 @@ def measure(options: argparse.Namespace, size: int) -> None:
             for op in OPS:
                 for callers in [each for each in options.callers if each <= most_callers]:
                     for each in chooser.sample(contestants, len(contestants)):
-                        figures = each.run(op, size, callers, times)
+                        figures = each.run(op, size, callers, times // callers)
                         if number:
                             samples.setdefault((each.name, op, callers), []).append(figures)
     rows = []

@@ -27,7 +27,7 @@ class TransferOptions:
     topology: str = option("", "spread tcp over network devices: auto, or a file as tanghulu topology --json prints it")
     tcp_devices: str = option("", "of these devices only, by name: eth1,eth2; default: all of --topology")
     rdma_devices: str = option("", "verbs devices for rdma, in the order of their rails; default: all that work")
-    memory_node: int = option(-1, "NUMA node of this process's memory: devices near it come first; -1: unknown")
+    near: str = option("", "where this process's memory lies, a row of --topology's matrix: cpu:1, gpu:0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ def transfer_settings(options: TransferOptions, host: str) -> TransferSettings:
     rdma = _names(options.rdma_devices)
     if rdma and "rdma" not in transports:
         raise ConfigError(f"--rdma-devices {options.rdma_devices}: rdma is not among --transports {options.transports}")
-    location = f"cpu:{options.memory_node}" if options.memory_node >= 0 else ""
     topology = _topology(options)
+    location = _location(options, topology)
     if topology is not None and host not in _WILDCARDS:
         raise ConfigError(f"--topology and --tcp-devices need --host 0.0.0.0; {host} is one device's address")
     near = [] if topology is None else topology.addresses(location)
@@ -65,6 +65,15 @@ def transfer_settings(options: TransferOptions, host: str) -> TransferSettings:
         "tcp_distances": {name: topology.distance(location, name) for name, _ in near} if topology is not None else {},
     }
     return TransferSettings(transports, EngineConfig(topology=topology, location=location, rdma_devices=rdma), served)
+
+
+def _location(options: TransferOptions, topology: Topology | None) -> str:
+    """Where the process's memory lies, as the matrix calls it; empty if nobody said."""
+    if options.near and topology is None:
+        raise ConfigError(f"--near {options.near} orders the devices of --topology, which is not given")
+    if options.near and topology is not None and options.near not in topology.matrix:
+        raise ConfigError(f"--near {options.near}: the matrix has the rows {', '.join(sorted(topology.matrix))}")
+    return options.near
 
 
 def _names(text: str) -> tuple[str, ...]:

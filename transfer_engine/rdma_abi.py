@@ -186,7 +186,10 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 @functools.cache
 def library() -> Any:
     """The loaded library with its signatures; raises OSError if there is none."""
-    loaded = ctypes.CDLL(LIBRARY, use_errno=True)
+    try:
+        loaded = ctypes.CDLL(LIBRARY, use_errno=True)
+    except OSError as error:
+        raise OSError(f"{error}; install libibverbs1 and ibverbs-providers (Debian's names)") from error
     for name, (result, *arguments) in _SIGNATURES.items():
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments

@@ -16,6 +16,7 @@ waits for the device: whoever posts has a deadline of his own, and ends with ``Q
 from __future__ import annotations
 
 import ctypes
+import errno
 import ipaddress
 import os
 import select
@@ -308,7 +309,9 @@ def _device_names() -> list[str]:
     num = ctypes.c_int()
     devices = verbs.ibv_get_device_list(ctypes.byref(num))
     if not devices:
-        raise OSError(f"the kernel lists none ({_last_error()})")
+        number = ctypes.get_errno()
+        unloaded = "; load its driver: modprobe ib_uverbs" if number == errno.ENOSYS else ""
+        raise OSError(f"the kernel lists none ({os.strerror(number)}{unloaded})")
     try:
         return sorted(verbs.ibv_get_device_name(devices[n]).decode() for n in range(num.value))
     finally:

@@ -25,9 +25,10 @@ _MAX_MEMFD_NAME_BYTES = 200
 class Endpoint:
     """One way to reach a segment.
 
-    ``transport`` is ``"shm"`` (``address``: path of the Unix socket that passes the descriptor) or ``"tcp"``
-    (``address``: ``host:port``). ``device`` names the remote device (NIC) behind it, empty if it does not matter;
-    ``distance`` is 0 when that is one of the owner's preferred devices for this segment, 1 when it comes after those.
+    ``transport`` is ``"shm"`` (``address``: path of the Unix socket that passes the descriptor), ``"tcp"``, or
+    ``"rdma"`` or ``"ucx"`` (``address``: ``host:port``, of these two the door's). ``device`` names the remote device
+    (NIC) behind it, empty if it does not matter; ``distance`` is 0 when that is one of the owner's preferred devices
+    for this segment, 1 when it comes after those.
     """
 
     transport: str

@@ -1,8 +1,9 @@
 """Which network devices a process has, how near they are to its memory, and which of a peer's they reach.
 
-A *location* is where memory lies: ``cpu:N`` for NUMA node N. The matrix says for each location which devices are
-preferred (on the same node, or of no known node) and which come after them. A file may replace what was discovered.
-Pure, but for ``topology_discovery``, which reads the system.
+A *location* is where memory lies: ``cpu:N`` for NUMA node N, ``gpu:N`` for the N-th GPU by its PCI address. The matrix
+says for each location which devices are preferred and which come after them: those of a NUMA node, or of no known one,
+before the others; those nearest to a GPU by PCIe before the others. A file may replace what was discovered. Pure, but
+for ``topology_discovery``, which reads the system.
 
 The file, all of it optional but the names:
 
@@ -35,6 +36,9 @@ class NetworkDevice:
     speed_mbit_s: int = -1
     up: bool = True
     loopback: bool = False
+    #: The PCI addresses on the way to it, from the root complex: ``pci0000:16/0000:16:01.0/0000:17:00.0``; empty if it
+    #: is no PCI device.
+    pci: str = ""
 
     @property
     def host(self) -> str:
@@ -86,7 +90,7 @@ class Topology:
         """What ``from_json`` reads."""
         devices = [
             {"name": each.name, "address": each.address, "numa_node": each.numa_node,
-             "speed_mbit_s": each.speed_mbit_s, "up": each.up, "loopback": each.loopback}
+             "speed_mbit_s": each.speed_mbit_s, "up": each.up, "loopback": each.loopback, "pci": each.pci}
             for each in self.devices
         ]  # fmt: skip
         matrix = {
@@ -95,16 +99,51 @@ class Topology:
         return json.dumps({"devices": devices, "matrix": matrix}, indent=2)
 
 
-def matrix_of(devices: Sequence[NetworkDevice], numa_nodes: Sequence[int]) -> dict[str, Preference]:
-    """For each node: its own devices and those of no known node, the fastest first, before the others."""
+class Gpu(NamedTuple):
+    """Where a GPU is; ``pci`` as of a NetworkDevice."""
+
+    pci: str
+    numa_node: int = -1
+
+
+def matrix_of(
+    devices: Sequence[NetworkDevice], numa_nodes: Sequence[int], gpus: Sequence[Gpu] = ()
+) -> dict[str, Preference]:
+    """For each node: its own devices and those of no known node, the fastest first, before the others.
+
+    For each GPU the nearest before the others. Example: eth0 behind one switch with it, eth1 below another root port of
+    the same root complex, eth2 on the other socket: eth0 is preferred, then come eth1 and eth2.
+    """
     ranked = sorted((each for each in devices if not each.loopback), key=lambda each: -each.speed_mbit_s)
-    return {
+    matrix = {
         f"cpu:{node}": Preference(
             tuple(each.name for each in ranked if each.numa_node in (-1, node)),
             tuple(each.name for each in ranked if each.numa_node not in (-1, node)),
         )
         for node in numa_nodes
     }
+    for number, gpu in enumerate(gpus):
+        far = {each.name: _steps_between(gpu, each) for each in ranked}
+        nearest = min(far.values(), default=0)
+        names = sorted(far, key=far.__getitem__)  # stable: the fastest first among equals
+        matrix[f"gpu:{number}"] = Preference(
+            tuple(name for name in names if far[name] == nearest), tuple(name for name in names if far[name] > nearest)
+        )
+    return matrix
+
+
+def _steps_between(gpu: Gpu, device: NetworkDevice) -> int:
+    """0: below one root port, so that bytes need not pass the processor; 1: below one root complex; 2: on one NUMA
+    node, or it is not known on which; 3: on another.
+    """
+    shared = 0
+    for ours, theirs in zip(gpu.pci.split("/"), device.pci.split("/"), strict=False):
+        if ours != theirs or not ours:
+            break
+        shared += 1
+    if shared:
+        return 0 if shared > 1 else 1
+    return 2 if -1 in (gpu.numa_node, device.numa_node) or gpu.numa_node == device.numa_node else 3
 
 
 def from_json(text: str) -> Topology:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,12 +14,14 @@ import click
 from tanghulu.config import command, option
 from tanghulu.errors import TanghuluError
 from tanghulu.transfer_engine import gpu_direct, rdma_verbs, ucx_agent
+from tanghulu.transfer_engine.options import TransferOptions
 from tanghulu.transfer_engine.segment import MemorySegment, map_shared
 from tanghulu.transfer_engine.shm_memory import may_trace
 from tanghulu.transfer_engine.topology import Topology
 from tanghulu.transfer_engine.topology_discovery import load
 
 _PROBE_BYTES = 4096
+_BY_DEFAULT = TransferOptions().transports.split(",")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,23 +76,24 @@ def _shm() -> Ability:
         map_shared(segment.fd, _PROBE_BYTES).close()
     finally:
         segment.close()
-    else_copied = "; where they cannot be mapped the kernel copies" if may_trace(os.getppid()) else ""
-    return Ability(
-        True, f"sealed memory areas, passed over a Unix socket, to processes of this user on this host{else_copied}"
-    )
+    else_copied = ", or copied by the kernel where that fails" if may_trace(os.getppid()) else ""
+    return Ability(True, f"to processes of this user on this host: mapped memory{else_copied}")
 
 
 def _tcp(topology: Topology) -> Ability:
     names = [each.name for each in topology.usable]
     if not names:
-        return Ability(True, "loopback only: no other device is up and has an address")
+        return Ability(True, "over the loopback only: no other device is up and has an address")
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
         for name in names:
             try:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, name.encode())
             except OSError as error:
-                return Ability(True, f"not bound to devices: {name}: {os.strerror(error.errno or 0)}")
-    return Ability(True, f"can be bound to {', '.join(names)}")
+                why = os.strerror(error.errno or 0)
+                return Ability(
+                    True, f"by the kernel's routes; --topology cannot spread it, {name} cannot be used: {why}"
+                )
+    return Ability(True, f"by the kernel's routes; --topology spreads it over {', '.join(names)}")
 
 
 def _rdma() -> Ability:
@@ -101,7 +104,7 @@ def _rdma() -> Ability:
 
 def _ucx() -> Ability:
     reason = ucx_agent.probe()
-    return Ability(not reason, reason or "UCX through NIXL, over every lane but shared memory")
+    return Ability(not reason, reason or "UCX through NIXL, over whatever network UCX finds")
 
 
 def _as_json(topology: Topology, found: dict[str, Ability], gpus: Ability) -> str:
@@ -111,21 +114,30 @@ def _as_json(topology: Topology, found: dict[str, Ability], gpus: Ability) -> st
 
 
 def _as_text(topology: Topology, found: dict[str, Ability], gpus: Ability) -> str:
+    lines = [*_device_lines(topology), "", "MATRIX  which devices come first for memory that lies there"]
+    usable = {each.name for each in topology.usable}
+    for location, preference in topology.matrix.items():
+        preferred, others = (_named(names, usable) for names in preference)
+        lines.append(f"{location}  {preferred}; then {others}")
+    lines += ["", f"TRANSPORTS  {', '.join(_BY_DEFAULT)} are used; others where --transports names them"]
+    lines += [f"{name:<5} {'yes' if each.works else 'no ':<4} {each.note}" for name, each in found.items()]
+    lines += ["", "GPU MEMORY", f"{'direct' if gpus.works else 'through pinned memory'}: {gpus.note}"]
+    return "\n".join(lines)
+
+
+def _device_lines(topology: Topology) -> list[str]:
     rows = [("DEVICE", "ADDRESS", "NUMA", "MBIT/S", "STATE")]
     for each in topology.devices:
         node, speed = (str(number) if number >= 0 else "?" for number in (each.numa_node, each.speed_mbit_s))
         rows.append((each.name, each.address or "-", node, speed, "up" if each.up else "down"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines += ["", "MATRIX"]
-    for location, preference in topology.matrix.items():
-        lines.append(
-            f"{location}  {', '.join(preference.preferred) or '-'}; then {', '.join(preference.others) or '-'}"
-        )
-    lines += ["", "TRANSPORTS"]
-    lines += [f"{name:<5} {'yes' if each.works else 'no ':<4} {each.note}" for name, each in found.items()]
-    lines += ["", "GPU MEMORY", f"{'direct' if gpus.works else 'through pinned memory'}: {gpus.note}"]
-    return "\n".join(lines)
+    return [*lines, "?: the system does not say"] if any("?" in row for row in rows[1:]) else lines
+
+
+def _named(names: Sequence[str], usable: Collection[str]) -> str:
+    """Those that carry anything now; a device that is down, or has no address, does not."""
+    return ", ".join(name for name in names if name in usable) or "none"
 
 
 COMMAND = command("topology", TopologyConfig, run, "Show network devices, their distances, and what transports can do.")

@@ -13,7 +13,7 @@ from tanghulu.errors import ConfigError
 from tanghulu.transfer_engine.config import EngineConfig
 from tanghulu.transfer_engine.remote import RemoteSegment
 from tanghulu.transfer_engine.segment import Endpoint, SegmentDescriptor
-from tanghulu.transfer_engine.topology import NetworkDevice, Preference, Topology, from_json, matrix_of, pair
+from tanghulu.transfer_engine.topology import Gpu, NetworkDevice, Preference, Topology, from_json, matrix_of, pair
 from tanghulu.transfer_engine.topology_command import COMMAND
 from tanghulu.transfer_engine.topology_discovery import discover, load
 
@@ -28,6 +28,21 @@ def test_the_matrix_prefers_devices_of_the_node():
         "cpu:0": Preference(("eth0", "eth2"), ("eth1",)),
         "cpu:1": Preference(("eth1", "eth2"), ("eth0",)),
     }
+
+
+def test_the_matrix_prefers_what_is_near_a_gpu():
+    """Behind its switch, then at its root complex, then on its node, then the rest; of equals the fastest."""
+    gpu = Gpu("pci0000:16/0000:16:01.0/0000:17:00.0/0000:18:00.0", numa_node=0)
+    places = {
+        "socket1": ("pci0000:85/0000:85:01.0/0000:86:00.0", 1, 400_000), "unknown": ("", -1, 1_000),
+        "complex": ("pci0000:16/0000:16:03.0/0000:1a:00.0", 0, 25_000),
+        "slow": ("pci0000:16/0000:16:01.0/0000:17:01.0/0000:19:00.0", 0, 10_000),
+        "switch": ("pci0000:16/0000:16:01.0/0000:17:02.0/0000:1b:00.0", 0, 100_000),
+    }  # fmt: skip
+    devices = [NetworkDevice(name, "", node, speed, pci=pci) for name, (pci, node, speed) in places.items()]
+    assert matrix_of(devices, [], [gpu]) == {"gpu:0": Preference(("switch", "slow"), ("complex", "unknown", "socket1"))}
+    assert matrix_of(devices[:2], [], [gpu])["gpu:0"] == Preference(("unknown",), ("socket1",))
+    assert matrix_of([LO], [], [gpu])["gpu:0"] == Preference((), ())
 
 
 def test_usable_devices_are_up_with_an_address():
@@ -99,12 +114,36 @@ def test_discovery_reads_sys(tmp_path: Path):
     (net / "nic9" / "device" / "numa_node").write_text("1\n")
     (nodes / "node0").mkdir(parents=True)
     (nodes / "node1").mkdir()
-    topology = discover(net, nodes)
+    topology = discover(net, nodes, tmp_path / "no bus")
     assert topology.devices == (
         NetworkDevice("dumb", up=False),
         NetworkDevice("nic9", numa_node=1, speed_mbit_s=25_000),
     )
     assert topology.matrix["cpu:0"] == Preference(("dumb",), ("nic9",))
+
+
+def test_discovery_finds_gpus_and_the_way_to_them(tmp_path: Path):
+    net, pci, root = tmp_path / "net", tmp_path / "bus", tmp_path / "devices" / "pci0000:16"
+    found = {
+        "0000:16:01.0/0000:17:00.0": ("0x020000", "0x15b3"), "0000:16:01.0/0000:18:00.0": ("0x030200", "0x10de"),
+        "0000:16:02.0": ("0x030000", "0x1a03"), "0000:16:03.0/0000:19:00.0": ("0x120000", "0x1002"),
+    }  # fmt: skip
+    pci.mkdir()
+    for place, (kind, vendor) in found.items():
+        folder = root / place
+        folder.mkdir(parents=True)
+        for file, text in (("class", kind), ("vendor", vendor), ("numa_node", "0")):
+            (folder / file).write_text(text + "\n")
+        (pci / folder.name).symlink_to(folder)
+    virtio = root / "0000:16:01.0/0000:17:00.0/virtio0"
+    virtio.mkdir()
+    (net / "nic9").mkdir(parents=True)
+    (net / "nic9" / "flags").write_text("0x1003")
+    (net / "nic9" / "device").symlink_to(virtio)
+    topology = discover(net, tmp_path / "node", pci)
+    assert topology.devices[0].pci == "pci0000:16/0000:16:01.0/0000:17:00.0"
+    assert set(topology.matrix) == {"cpu:0", "gpu:0", "gpu:1"}  # the server's console is none
+    assert topology.matrix["gpu:0"] == Preference(("nic9",), ())
 
 
 def test_the_command_prints_a_file_that_it_reads(tmp_path: Path):

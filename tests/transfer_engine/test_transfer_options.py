@@ -44,7 +44,7 @@ def test_the_defaults_offer_what_works_everywhere():
 
 def test_devices_near_the_memory_come_first(topology_file: str):
     options = TransferOptions(
-        topology=topology_file, memory_node=1, transports="rdma,tcp", rdma_devices="mlx5_1, mlx5_0"
+        topology=topology_file, near="cpu:1", transports="rdma,tcp", rdma_devices="mlx5_1, mlx5_0"
     )
     settings = transfer_settings(options, "0.0.0.0")
     assert settings.served["tcp_devices"] == [("eth1", "10.0.1.1"), ("eth2", "10.0.2.1"), ("eth0", "10.0.0.1")]
@@ -69,6 +69,8 @@ def test_some_of_the_devices(topology_file: str):
         ({"rdma_devices": "mlx5_0"}, "0.0.0.0", "--rdma-devices"),
         ({"tcp_devices": "dark"}, "0.0.0.0", "--tcp-devices: dark"),
         ({}, "10.0.0.1", "--host 0.0.0.0"),
+        ({"near": "gpu:7"}, "0.0.0.0", "--near gpu:7: the matrix has the rows cpu:0, cpu:1"),
+        ({"near": "cpu:0", "topology": ""}, "0.0.0.0", "--near cpu:0 orders the devices of --topology"),
         ({"topology": "/nowhere.json"}, "0.0.0.0", "nowhere"),
     ],
 )
