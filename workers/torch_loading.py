@@ -56,7 +56,7 @@ def load(config: WorkerConfig, progress: Callable[[float], None]) -> LoadedModel
             num_parts=config.tp,
             announce=None if ranks is None else ranks.send,
         )
-        seen = ProfiledRunner(runner, Path(config.profile)) if config.profile else runner
+        seen: ModelRunner = ProfiledRunner(runner, Path(config.profile)) if config.profile else runner
         return ThreadedRunner(seen, threads) if threads > 1 and ranks is None else seen
 
     return LoadedModel(source.name, layout, name, assets, make_runner, ranks)
