@@ -345,3 +345,23 @@ class ProclaimReply(_message.Message):
     VERDICT_FIELD_NUMBER: _ClassVar[int]
     verdict: ProclaimReply.Verdict
     def __init__(self, verdict: _Optional[_Union[ProclaimReply.Verdict, str]] = ...) -> None: ...
+
+class ProclaimManyRequest(_message.Message):
+    __slots__ = ("node_id", "generation", "keys", "versions", "sizes")
+    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    SIZES_FIELD_NUMBER: _ClassVar[int]
+    node_id: str
+    generation: int
+    keys: _containers.RepeatedScalarFieldContainer[str]
+    versions: _containers.RepeatedScalarFieldContainer[int]
+    sizes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, node_id: _Optional[str] = ..., generation: _Optional[int] = ..., keys: _Optional[_Iterable[str]] = ..., versions: _Optional[_Iterable[int]] = ..., sizes: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ProclaimManyReply(_message.Message):
+    __slots__ = ("verdicts",)
+    VERDICTS_FIELD_NUMBER: _ClassVar[int]
+    verdicts: bytes
+    def __init__(self, verdicts: _Optional[bytes] = ...) -> None: ...

@@ -30,6 +30,10 @@ def _in_proclamation(identity: Identity, said: Proclamation) -> Proclamation:
     return said._replace(key=ChunkKey(identity.scoped(said.key)))
 
 
+def _in_proclamations(identity: Identity, said: list[Proclamation]) -> list[Proclamation]:
+    return [_in_proclamation(identity, each) for each in said]
+
+
 def _in_named_keys(identity: Identity, request: Any) -> Any:
     """Of the packed messages, which are tuples."""
     return request._replace(keys=list(map(identity.scoped, request.keys)))
@@ -143,6 +147,7 @@ MASTER_RULES: dict[int, Rule] = {
     _METHODS.METHOD_ANNOUNCE: Rule("announcing chunks", Right.JOIN, _of_no_tenant),
     _METHODS.METHOD_LOCATE: Rule("exists", _to_ask, _in_named_keys),
     _METHODS.METHOD_PROCLAIM: Rule("put", Right.WRITE, _in_proclamation),
+    _METHODS.METHOD_PROCLAIM_MANY: Rule("put", Right.WRITE, _in_proclamations),
     _METHODS.METHOD_PLACE: Rule("put", Right.WRITE),
     _METHODS.METHOD_NODES: Rule("nodes", None),
     _METHODS.METHOD_WAIT: Rule("wait", Right.READ, _in_keys),

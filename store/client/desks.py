@@ -9,6 +9,7 @@ knows the key as the node's own; the node has not shown a sign of life; there is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -88,11 +89,14 @@ class ClientDesks:
         for node in list(self._mapped):
             self.forget(node)
 
-    def may_ask(self, node: PeerId, size_bytes: int, now_s: float) -> bool:
-        """Whether a desk for values of that size is worth a call now; counts as one that is made."""
+    def may_ask(self, node: PeerId, size_bytes: int, now_s: float, *, often: bool) -> bool:
+        """Whether a desk for values of that size is worth a call now; counts as one that is made.
+
+        ``often``: this put alone has several.
+        """
         last_s, self._last_s[node] = self._last_s.get(node, float("-inf")), now_s
         until_s, least_bytes = self._refused.get(node, (0.0, 0))
-        if now_s - last_s > OFTEN_S or (now_s < until_s and size_bytes >= least_bytes):
+        if (now_s - last_s > OFTEN_S and not often) or (now_s < until_s and size_bytes >= least_bytes):
             return False
         self._refused[node] = now_s + REFUSED_S, 0  # nobody else asks meanwhile
         return True
@@ -144,8 +148,7 @@ def put(context: Context, deadline: Deadline, node: PeerId, new: NewChunk, value
         (checksum,) = new.checksums.parts or compute(value).parts
         verdict = yield from _proclaim(deadline, node, mapped, new)
         if verdict is Verdict.ACCEPTED:
-            ttl_ms = 0 if new.ttl_s is None else max(1, round(new.ttl_s * 1000))
-            writer.publish(Record(new.key, new.version, place, new.size_bytes, checksum, new.pin, ttl_ms))
+            writer.publish(_record(new, place, checksum))
             published = True
             return False
     finally:
@@ -159,8 +162,56 @@ def put(context: Context, deadline: Deadline, node: PeerId, new: NewChunk, value
     return None
 
 
+@dataclass(slots=True)
+class _Use:
+    """One value of a put of many in a desk."""
+
+    index: int
+    new: NewChunk
+    writer: DeskWriter
+    place: int
+    checksum: int = 0
+    published: bool = False
+
+
+def put_many(
+    context: Context, deadline: Deadline, node: PeerId, items: Sequence[tuple[NewChunk, memoryview]]
+) -> Logic[list[bool | None]]:
+    """``put`` for several values, which share a proclamation; as many of the first as there is room for at desks."""
+    outcomes: list[bool | None] = [None] * len(items)
+    mapped = context.desks.mapped(node)
+    if mapped is None:
+        return outcomes
+    uses: list[_Use] = []
+    try:
+        for index, (new, value) in enumerate(items):
+            writer, place = yield from _begin(context, node, mapped, new.size_bytes, often=len(items) > 1)
+            if writer is None:
+                break
+            use = _Use(index, new, writer, place)
+            uses.append(use)
+            writer.fill(place, value)
+            (use.checksum,) = new.checksums.parts or compute(value).parts
+        verdicts = yield from _proclaim_many(deadline, node, mapped, [use.new for use in uses])
+        for use, verdict in zip(uses, verdicts, strict=True):
+            if verdict is Verdict.ACCEPTED:
+                use.writer.publish(_record(use.new, use.place, use.checksum))
+                use.published = True
+            outcomes[use.index] = {Verdict.ACCEPTED: False, Verdict.EXISTS: True}.get(verdict)
+    finally:
+        for use in reversed(uses):
+            if not use.published:
+                use.writer.abandon(use.place, use.new.size_bytes)
+    return outcomes
+
+
+def _record(new: NewChunk, place: int, checksum: int) -> Record:
+    ttl_ms = 0 if new.ttl_s is None else max(1, round(new.ttl_s * 1000))
+    return Record(new.key, new.version, place, new.size_bytes, checksum, new.pin, ttl_ms)
+
+
 def _begin(
-    context: Context, node: PeerId, mapped: Mapped, size_bytes: int
+    context: Context, node: PeerId, mapped: Mapped, size_bytes: int, *, often: bool = False
 ) -> Logic[tuple[DeskWriter, int] | tuple[None, int]]:
     """A desk, and the place for a value of that size in it; (None, 0) if there is none now."""
     now_s = context.clock.now_s()
@@ -175,7 +226,7 @@ def _begin(
             return None, 0  # the node is behind with the records; a call makes it read them
         if writer.closed:
             context.desks.leave(node, writer)
-    if not context.desks.may_ask(node, size_bytes, now_s):
+    if not context.desks.may_ask(node, size_bytes, now_s, often=often):
         return None, 0
     (outcome,) = yield Ask(((node, messages.desk(size_bytes)),))
     given = None if isinstance(outcome, TanghuluError) else messages.desk_place(outcome)
@@ -191,3 +242,12 @@ def _proclaim(deadline: Deadline, node: PeerId, mapped: Mapped, new: NewChunk) -
     said = Proclamation(node, mapped.generation, new.key, new.version, new.size_bytes)
     (outcome,) = yield Ask(((MASTER, messages.proclaim(said)),), deadline.remaining_s() / 2)
     return Verdict.ASK_NODE if isinstance(outcome, TanghuluError) else messages.verdict(outcome)
+
+
+def _proclaim_many(deadline: Deadline, node: PeerId, mapped: Mapped, items: Sequence[NewChunk]) -> Logic[list[Verdict]]:
+    if not items:
+        return []
+    said = [Proclamation(node, mapped.generation, new.key, new.version, new.size_bytes) for new in items]
+    (outcome,) = yield Ask(((MASTER, messages.proclaim_many(said)),), deadline.remaining_s() / 2)
+    verdicts = [] if isinstance(outcome, TanghuluError) else messages.verdicts(outcome)
+    return verdicts if len(verdicts) == len(items) else [Verdict.ASK_NODE] * len(items)

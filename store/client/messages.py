@@ -212,6 +212,16 @@ def proclaim(said: Proclamation) -> AnyCall:
     return Call(_PROCLAIM, packed_desk.pack_proclaim(said), bytes)
 
 
+def proclaim_many(said: Sequence[Proclamation]) -> AnyCall:
+    """Several chunks that lie in desks of one node."""
+    return Call(fastlane_pb2.METHOD_PROCLAIM_MANY, packed_desk.pack_proclaim_many(said), bytes)
+
+
+def verdicts(reply: AnyReply) -> list[Verdict]:
+    """The answer to ``proclaim_many``."""
+    return packed_desk.unpack_verdicts(reply.message)
+
+
 def verdict(reply: AnyReply) -> Verdict:
     """The answer to ``proclaim``."""
     return packed_desk.unpack_verdict(reply.message)

@@ -91,7 +91,7 @@ def put_one(context: Context, deadline: Deadline, item: Putting, options: PutOpt
     new = item.new
     local = context.nodes.local_for(new.key, new.size_bytes)
     alone = bool(local) and item.replicas == 1 and options.prefer_node is None
-    if alone and options.visible and desks.suits(new, options.part_bytes):
+    if alone and options.visible and not item.pieces and desks.suits(new, options.part_bytes):
         existed = yield from desks.put(context, deadline, local[0], new, item.value)
         if existed is not None:
             _put_alone(context, item, local[0], existed)
@@ -137,10 +137,28 @@ def put_all(context: Context, deadline: Deadline, items: Sequence[Putting], opti
     """Put every item; their ``status()`` then tells what became of each."""
     yield from common.refresh_nodes(context)
     for batch in _slices(items):
-        yield from _choose_nodes(context, batch, options)
-        yield from _finish(context, deadline, batch, options)
-        for item in batch:
+        yield from _put_at_desks(context, deadline, batch, options)
+        rest = [item for item in batch if not item.done]
+        yield from _choose_nodes(context, rest, options)
+        yield from _finish(context, deadline, rest, options)
+        for item in rest:
             _remember(context, item)
+
+
+def _put_at_desks(context: Context, deadline: Deadline, items: Sequence[Putting], options: PutOptions) -> Logic[None]:
+    """What can be put by way of desks, node by node; the rest stays open."""
+    by_node: dict[PeerId, list[Putting]] = {}
+    if not options.visible or options.prefer_node is not None or options.replicas > 1:
+        return
+    for item in items:
+        local = context.nodes.local_for(item.new.key, item.new.size_bytes)
+        if local and context.desks.mapped(local[0]) and not item.pieces and desks.suits(item.new, options.part_bytes):
+            by_node.setdefault(local[0], []).append(item)
+    for node, own in by_node.items():
+        outcomes = yield from desks.put_many(context, deadline, node, [(item.new, item.value) for item in own])
+        for item, existed in zip(own, outcomes, strict=True):
+            if existed is not None:
+                _put_alone(context, item, node, existed)
 
 
 def _finish(context: Context, deadline: Deadline, items: Sequence[Putting], options: PutOptions) -> Logic[None]:

@@ -87,6 +87,21 @@ class DirectoryCalls:
             counts.refused += 1
         return packed_desk.pack_verdict(verdict)
 
+    def _proclaim_many(self, peer: Peer, said: list[Proclamation], attachment: memoryview) -> bytes:
+        """The same of several values of one put."""
+        wire.check_count(len(said))
+        self._shell.require_leadership()
+        directory, now_s, counts = self._master.directory, self._shell.now_s, self._metrics.counts
+        verdicts = [directory.proclaim(each, now_s) for each in said]
+        accepted = [each.key for each, verdict in zip(said, verdicts, strict=True) if verdict is Verdict.ACCEPTED]
+        if accepted:
+            self._shell.changed()
+            if len(self.waiting.board):
+                self.waiting.announced(accepted)
+        counts.proclaimed += len(accepted)
+        counts.refused += verdicts.count(Verdict.EXISTS)
+        return packed_desk.pack_verdicts(verdicts)
+
     @property
     def incomplete(self) -> bool:
         """Whether an unknown key is not yet a missing one."""
@@ -164,6 +179,8 @@ class DirectoryCalls:
         service.register(fastlane_pb2.METHOD_ANNOUNCE, pb.AnnounceRequest, self._announce_on)
         service.register_packed(fastlane_pb2.METHOD_LOCATE, packed_directory.unpack_locate, self._locate)
         service.register_packed(fastlane_pb2.METHOD_PROCLAIM, packed_desk.unpack_proclaim, self._proclaim)
+        many = fastlane_pb2.METHOD_PROCLAIM_MANY
+        service.register_packed(many, packed_desk.unpack_proclaim_many, self._proclaim_many)
         service.register(fastlane_pb2.METHOD_WAIT, pb.WaitRequest, self.waiting.wait)
         self._register(service, fastlane_pb2.METHOD_PLACE, pb.PlaceRequest, self.place)
         self._register(service, fastlane_pb2.METHOD_NODES, pb.NodesRequest, self.nodes)

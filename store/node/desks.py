@@ -196,8 +196,8 @@ class Desks:
             return None
         allocator = room.allocator
         missing = min(wanted - allocator.largest_free_bytes, 2 * wanted - allocator.free_bytes)
-        if self._state.tier.capacity_bytes:
-            missing = 0  # evicted ahead of need, at the disk's pace; so many at once would not all go down
+        if missing > self._state.tier.free_queue_bytes:
+            missing = 0  # not all of them would go down; the watermarks make room at the disk's pace
         for chunk in room.oldest(missing):  # enough is free in the end; it may be scattered, then there is no desk
             self._state.evict(chunk)
         length = min(wanted, allocator.largest_free_bytes)

@@ -27,6 +27,11 @@ class LowerTier(Protocol):
         """What it holds."""
         ...
 
+    @property
+    def free_queue_bytes(self) -> int:
+        """What may be demoted at once without being dropped for want of time."""
+        ...
+
     def find(self, key: ChunkKey) -> TierEntry | None:
         """The entry of ``key``."""
         ...
@@ -61,6 +66,7 @@ class NoTier:
 
     capacity_bytes = 0
     used_bytes = 0
+    free_queue_bytes = 1 << 62  # nothing goes down, so nothing is dropped for want of time
 
     def find(self, key: ChunkKey) -> TierEntry | None:
         """Nothing is here."""

@@ -25,6 +25,13 @@ class Plan:
     sizes: tuple[int, ...] = SIZES
     removals: float = 0.6  # beside 4 puts and 6 gets
     near: float = 0.4  # how many clients live on a node's host, where they map its memory
+    batch: int = 0  # put so many values a call; 0: one, of one to three replicas
+
+    def value(self, rng: Random, key: str) -> bytes:
+        """One that names its key."""
+        size = rng.choice(self.sizes)
+        head = f"{key}|{rng.random()}|".encode()
+        return head + rng.randbytes(8) * (size // 8)
 
     @property
     def calm(self) -> bool:
@@ -60,6 +67,23 @@ class KeyLife:
     put_since_remove: bool = False  # or at the same time
     puts_open: int = 0
     read: bytes | None = None  # first
+
+    def put(self, value: bytes, now_s: Callable[[], float]) -> Callable[[], None]:
+        """A put begins; what it returns is called when it has returned.
+
+        One that fails may still be on its way, and land after a remove.
+        """
+        self.values.add(value)
+        self.put_since_remove = True
+        begun, alone = self.removes_begun, not self.removes_open and self.removes_land_s < now_s()
+        self.puts_open += 1
+
+        def ended() -> None:
+            self.puts_open -= 1
+            if alone and self.removes_begun == begun:
+                self.acked_s = now_s()
+
+        return ended
 
     @contextlib.contextmanager
     def removing(self, now_s: Callable[[], float], lingers_s: float) -> Iterator[None]:

@@ -16,7 +16,7 @@ import contextlib
 import itertools
 import secrets
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 from unittest import mock
@@ -269,18 +269,19 @@ class World:
             self.fail(AssertionError(f"{kind} {key} took {took_s:.2f} s"))
 
     async def _put(self, client: AsyncClient, rng: Random, key: str) -> None:
-        life = self.keys.setdefault(key, KeyLife())
-        size = rng.choice(self.plan.sizes)
-        head = f"{key}|{rng.random()}|".encode()
-        value = head + rng.randbytes(8) * (size // 8)
-        life.values.add(value)
-        life.put_since_remove = True
-        begun, alone = life.removes_begun, not life.removes_open and life.removes_land_s < self.loop.time()
-        life.puts_open += 1  # one that fails may still be on its way, and land after a remove
-        status = await client.put(key, value, replicas=rng.choice((1, 1, 2, 3)), deadline_s=DEADLINE_S)
-        life.puts_open -= 1
-        if status.ok and alone and life.removes_begun == begun:
-            life.acked_s = self.loop.time()
+        value, ended = self._begin_put(rng, key)
+        if not self.plan.batch:
+            await client.put(key, value, replicas=rng.choice((1, 1, 2, 3)), deadline_s=DEADLINE_S)
+            return ended()
+        others = {f"key-{rng.randrange(self.plan.num_keys)}" for _ in range(self.plan.batch)} - {key}
+        begun = {key: (value, ended)} | {each: self._begin_put(rng, each) for each in sorted(others)}
+        statuses = await client.put_many([(k, each[0]) for k, each in begun.items()], deadline_s=DEADLINE_S)
+        for status in filter(lambda each: each.ok, statuses):
+            begun[status.key][1]()
+
+    def _begin_put(self, rng: Random, key: str) -> tuple[bytes, Callable[[], None]]:
+        value = self.plan.value(rng, key)
+        return value, self.keys.setdefault(key, KeyLife()).put(value, self.loop.time)
 
     async def _get(self, client: AsyncClient, rng: Random, key: str) -> None:
         with await client.get(key, deadline_s=DEADLINE_S) as chunk:

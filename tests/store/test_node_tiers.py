@@ -34,6 +34,7 @@ class InstantTier:
             NUM_BELOW * UNIT, lambda: make_policy("lru"), TierAdmission("all", NUM_BELOW * UNIT), clock
         )
         self.capacity_bytes, self.used_bytes = self.state.capacity_bytes, 0
+        self.free_queue_bytes = NUM_BELOW * UNIT
         self.find, self.entries, self.touch = self.state.find, self.state.entries, self.state.touch
         self._node = node
 

@@ -62,6 +62,8 @@ def same(left: Any, right: Any) -> bool:
         (store_pb2.DeskReply, DeskPlace._fields, set()),
         (directory_pb2.ProclaimRequest, Proclamation._fields, set()),
         (directory_pb2.ProclaimReply, ("verdict",), set()),
+        (directory_pb2.ProclaimManyRequest, (*Proclamation._fields, "keys", "versions", "sizes"), set()),
+        (directory_pb2.ProclaimManyReply, ("verdicts",), set()),
         (directory_pb2.LocateRequest, LocateRequest._fields, set()),
         (directory_pb2.LocateReply, (*LocateReply._fields, "node_ids", "found"), {"status"}),
         (directory_pb2.Location, (*Location._fields, "nodes"), set()),
@@ -172,6 +174,14 @@ def test_proclamations(node: str, generation: int, key: str, version: int, size:
     assert packed_desk.unpack_verdict(packed_desk.pack_verdict(verdict)) is verdict
 
 
+@given(KEYS, U64, st.lists(st.tuples(KEYS, U64, st.integers(0, (1 << 44) - 1)), min_size=1, max_size=9))
+def test_proclamations_of_many(node: str, generation: int, rows: list[tuple[str, int, int]]) -> None:
+    said = [Proclamation(node, generation, ChunkKey(key), version, size) for key, version, size in rows]
+    assert packed_desk.unpack_proclaim_many(packed_desk.pack_proclaim_many(said)) == said
+    verdicts = [list(Verdict)[version % 3] for _, version, _ in rows]
+    assert packed_desk.unpack_verdicts(packed_desk.pack_verdicts(verdicts)) == verdicts
+
+
 def test_the_example_of_a_proclamation() -> None:
     text = "0200000000000000 0700000000000000 0500000000000000 0100 6e 6b"
     assert packed_desk.pack_proclaim(Proclamation("n", 2, ChunkKey("k"), 7, 5)) == bytes.fromhex(text)
@@ -209,6 +219,8 @@ UNPACKERS = [
     (packed_node.unpack_unpin, packed_node.pack_unpin(UnpinRequest([1], 2, ["a"], ["b"]))),
     (packed_stream.unpack_stream, packed_stream.pack_stream(StreamRequest(1, NewChunk(ChunkKey("k"), 1, 9), True, 5))),
     (packed_stream.unpack_settle, packed_stream.pack_settle(SettleRequest(1, LastWord.DROP, 2, Checksums(0, (3,))))),
+    (packed_desk.unpack_proclaim_many, packed_desk.pack_proclaim_many([Proclamation("n", 1, ChunkKey("k"), 2, 3)] * 2)),
+    (packed_desk.unpack_verdicts, packed_desk.pack_verdicts([Verdict.EXISTS])),
     (packed_directory.unpack_locate, packed_directory.pack_locate(["a"], False)),
     (packed_directory.unpack_located, packed_directory.pack_located([Location(("n",), 1, 2)], False)),
 ]

@@ -59,6 +59,27 @@ def test_what_was_put_is_there_for_everybody_at_once(cluster: Cluster) -> None:
     assert at_desks(node) - before > 250
 
 
+def test_many_share_a_proclamation(cluster: Cluster) -> None:
+    node = cluster.nodes[0]
+    with tanghulu.connect(cluster.address) as client, tanghulu.connect(cluster.address) as other:
+        put(client, "many/first")
+        put(other, "many/there")
+        before = at_desks(node)
+        items = {f"many/{i}": value(f"many/{i}", 65536 if i % 8 == 0 else SIZE) for i in range(100)}
+        statuses = client.put_many([*items.items(), ("many/there", b"x"), ("many/0", b"x"), ("many/first", b"x")])
+        assert [status.existed for status in statuses] == [False] * 100 + [True] * 3
+        assert all(
+            chunk.bytes() == text for chunk, text in zip(other.get_many(list(items)), items.values(), strict=True)
+        )
+        assert all(other.exists_many(list(items)))
+        assert at_desks(node) - before > 80
+        parts = [b"a" * 70_000, b"b" * 70_000]
+        assert client.put_many([("many/parts", parts), ("many/large", bytes(3 << 20))])[0].ok
+        client.put("many/part", parts)
+        assert client.get("many/part").bytes() == other.get("many/parts").bytes() == b"".join(parts)
+        assert client.get("many/large").bytes() == bytes(3 << 20)
+
+
 async def test_the_asyncio_client_has_desks_too(cluster: Cluster) -> None:
     before = at_desks(cluster.nodes[0])
     async with await aio.connect(cluster.address) as client:

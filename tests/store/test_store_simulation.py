@@ -38,6 +38,7 @@ _LONELY = Plan(3, 4, 150, 14.0, 4 << 20, 1.5, faults=("isolate",), removals=2.0,
 _CALM = Plan(2, 4, 300, 8.0, 8 << 20, 1.0, faults=(), sizes=(10, 3000, 20_000), removals=0.0, near=0.75)
 _STREAMING = Plan(2, 4, 60, 8.0, 8 << 20, 0.2, faults=("kill", "tear"), sizes=(70_000, 300_000), removals=0.0, near=0.0)
 _CALM_REMOTE = Plan(2, 4, 300, 8.0, 32 << 20, 1.0, faults=(), sizes=(70_000, 300_000), removals=0.0, near=0.0)
+_CALM_MANY = Plan(2, 4, 600, 8.0, 8 << 20, 1.0, faults=(), sizes=(10, 3000), removals=0.0, near=1.0, batch=8)
 _MURDEROUS = Plan(1, 4, 300, 8.0, 8 << 20, 0.1, faults=("kill",), sizes=(10, 3000), removals=0.0, near=1.0)
 
 
@@ -51,7 +52,7 @@ def test_a_seed_gives_one_life() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", [_CALM, _MURDEROUS], ids=["calm", "murderous"])
+@pytest.mark.parametrize("plan", [_CALM, _MURDEROUS, _CALM_MANY], ids=["calm", "murderous", "many"])
 def test_puts_at_desks(plan: Plan) -> None:
     for seed in range(4):
         assert World(seed, plan).run()["put at desks"] > 20
@@ -121,6 +122,10 @@ def _publishes_what_was_refused(original: Any) -> Any:
     return lambda reply: Verdict.ACCEPTED
 
 
+def _publishes_all_that_was_refused(original: Any) -> Any:
+    return lambda reply: [Verdict.ACCEPTED] * len(original(reply))
+
+
 def _accepts_and_forgets(original: Any) -> Any:
     return lambda self, said, now_s: Verdict.ACCEPTED
 
@@ -167,6 +172,7 @@ MUTATIONS = [
     (client_desks, "_proclaim", _publishes_without_proclaiming, _CALM),
     (Arrivals, "begin", _frees_what_is_still_coming, _STREAMING),
     (Directory, "proclaim", _accepts_and_forgets, _CALM_REMOTE),
+    (messages, "verdicts", _publishes_all_that_was_refused, _CALM_MANY),
     (Promises, "broken", _keeps_promises_for_ever, _MURDEROUS),
     (Desks, "_free_range", _forgets_the_rest_of_a_desk, _MURDEROUS),
 ]
