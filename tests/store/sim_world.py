@@ -269,14 +269,14 @@ class World:
             self.fail(AssertionError(f"{kind} {key} took {took_s:.2f} s"))
 
     async def _put(self, client: AsyncClient, rng: Random, key: str) -> None:
-        value, ended = self._begin_put(rng, key)
-        if not self.plan.batch:
-            await client.put(key, value, replicas=rng.choice((1, 1, 2, 3)), deadline_s=DEADLINE_S)
-            return ended()
         others = {f"key-{rng.randrange(self.plan.num_keys)}" for _ in range(self.plan.batch)} - {key}
-        begun = {key: (value, ended)} | {each: self._begin_put(rng, each) for each in sorted(others)}
-        statuses = await client.put_many([(k, each[0]) for k, each in begun.items()], deadline_s=DEADLINE_S)
-        for status in filter(lambda each: each.ok, statuses):
+        begun = {each: self._begin_put(rng, each) for each in (key, *sorted(others))}
+        if self.plan.batch:
+            statuses = await client.put_many([(k, each[0]) for k, each in begun.items()], deadline_s=DEADLINE_S)
+        else:
+            replicas = rng.choice((1, 1, 2, 3))
+            statuses = [await client.put(key, begun[key][0], replicas=replicas, deadline_s=DEADLINE_S)]
+        for status in [each for each in statuses if each.ok]:
             begun[status.key][1]()
 
     def _begin_put(self, rng: Random, key: str) -> tuple[bytes, Callable[[], None]]:
