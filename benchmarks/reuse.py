@@ -4,14 +4,15 @@
 
 It starts clusters of its own with `tanghulu up`. In each round of *store* and *peer* a prompt that nobody has sent is
 computed, then another one that shares its first 90 % is sent: behind a flush of the workers' caches, so that the store
-has it (store), or to another prefill worker, with no store (peer). *throughput*: prompts that share nothing, four at a
-time, in the clusters of CASES, one after the other in each round; tokens a second, prompt and answer, and what each
+has it (store), or to another prefill worker, with no store (peer). *throughput*: prompts that share nothing, in the
+clusters of CASES, one after the other in each round; tokens a second, prompt and answer, and what each
 worker spent on them: CPU seconds, steps, tokens. Medians over the rounds; every round is kept.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -63,6 +64,15 @@ class Case:
     store: bool
     threads: int = 0
     beside: str = ""
+
+
+@dataclass(frozen=True)
+class Load:
+    """``prompts`` of 512 tokens with ``new`` ones each, ``at_a_time`` under way."""
+
+    prompts: int
+    new: int
+    at_a_time: int
 
 
 #: *beside*: the case without store and hand-over that runs as many processes on as many cores.
@@ -201,20 +211,20 @@ def from_peer(live: Cluster, rng: random.Random, tokens: int) -> dict[str, Any]:
     return {"computed": live.ttft(first, one), "known": live.ttft(second, other)}
 
 
-def throughput(live: Cluster, rng: random.Random, at: Sequence[str], prompts: int) -> dict[str, Any]:
-    """Tokens a second, prompts and answers, of ``prompts`` of 512 tokens with 32 new ones; who spent what on them.
+def throughput(live: Cluster, rng: random.Random, at: Sequence[str], load: Load) -> dict[str, Any]:
+    """Tokens a second, prompts and answers, under ``load``; who spent what on them.
 
     The workers ``at`` take them in turn, each one whole; with none the conductor decides.
     """
-    texts = [prompt_of(rng, 512) for _ in range(prompts)]
-    places = list(itertools.islice(itertools.cycle(at or [""]), prompts))
+    texts = [prompt_of(rng, 512) for _ in range(load.prompts)]
+    places = list(itertools.islice(itertools.cycle(at or [""]), load.prompts))
     before, start_s = live.spent(), time.perf_counter()
-    with ThreadPoolExecutor(4) as pool:
-        done = list(pool.map(lambda prompt, place: live.ttft(prompt, place, 32, place), texts, places))
+    with ThreadPoolExecutor(load.at_a_time) as pool:
+        done = list(pool.map(lambda prompt, place: live.ttft(prompt, place, load.new, place), texts, places))
     seconds, after = time.perf_counter() - start_s, live.spent()
     assert all(each["cached_tokens"] == 0 for each in done), "the prompts were to share nothing"
     spent = {name: {key: value - before[name][key] for key, value in of.items()} for name, of in after.items()}
-    num_tokens = sum(each["prompt_tokens"] + 32 for each in done)
+    num_tokens = sum(each["prompt_tokens"] + load.new for each in done)
     cpu_ms = 1e3 * sum(of["cpu_s"] for of in spent.values()) / num_tokens
     return {"tokens_per_s": num_tokens / seconds, "cpu_ms_per_token": cpu_ms, "spent": spent}
 
@@ -232,17 +242,15 @@ def reuse_rows(model: str, what: str, rounds: int, tokens: int, rng: random.Rand
 
 
 def _warmed(live: Cluster, case: Case, rng: random.Random) -> list[str]:
-    """The workers that prefill, once each has computed two prompts: what is allocated once is not measured."""
+    """The workers that prefill, once each has served a prompt: what is allocated or learnt once is not measured."""
     ids = live.workers(2 if case.flags == TWO else 1)
     live.workers(len(ids), "can_decode")
-    for worker in 2 * ids:
-        live.ttft(prompt_of(rng, 600), worker)
+    for worker in ids:
+        live.ttft(prompt_of(rng, 512), worker, num_new=24)
     return ids
 
 
-def throughput_rows(
-    model: str, rounds: int, rng: random.Random, cases: list[str], prompts: int
-) -> list[dict[str, Any]]:
+def throughput_rows(model: str, rounds: int, rng: random.Random, cases: list[str], load: Load) -> list[dict[str, Any]]:
     rows = []
     for number in range(rounds):
         for name in cases:
@@ -250,8 +258,13 @@ def throughput_rows(
             with cluster(model, *case.flags, store=case.store, threads=case.threads) as live:
                 ids = _warmed(live, case, rng)
                 at = ids if case.flags == TWO and not case.store else []
-                row = {"what": "throughput", "case": name, "round": number} | throughput(live, rng, at, prompts)
+                row = {"what": "throughput", "case": name, "round": number} | dataclasses.asdict(load)
+                row |= throughput(live, rng, at, load)
             rows.append(row | {"load_average": os.getloadavg()[0]})
+            cpu_ms = row["cpu_ms_per_token"]
+            Console().print(
+                f"{name}: {row['tokens_per_s']:.0f} tokens/s, {cpu_ms:.2f} CPU ms a token", rows[-1]["spent"]
+            )
     return rows
 
 
@@ -284,14 +297,27 @@ def summary(rows: list[dict[str, Any]], table: Table) -> dict[str, float]:
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--cases", default="|".join(CASES), show_default=True, help="of throughput; separated by |")
 @click.option("--prompts", default=16, show_default=True, help="of a round of throughput")
+@click.option("--new", default=32, show_default=True, help="tokens of an answer")
+@click.option("--at-a-time", default=4, show_default=True, help="requests under way")
 @click.option("--seed", default=1, show_default=True)
 @click.option("--name", default="reuse", show_default=True, help="the file in results/")
-def main(what: str, model: str, tokens: int, rounds: int, cases: str, prompts: int, seed: int, name: str) -> None:
+def main(
+    what: str,
+    model: str,
+    tokens: int,
+    rounds: int,
+    cases: str,
+    prompts: int,
+    new: int,
+    at_a_time: int,
+    seed: int,
+    name: str,
+) -> None:
     """Measure and keep results/NAME.json."""
     rng, rows = random.Random(seed), []
     for each in what.split(","):
         rows += (
-            throughput_rows(model, rounds, rng, cases.split("|"), prompts)
+            throughput_rows(model, rounds, rng, cases.split("|"), Load(prompts, new, at_a_time))
             if each == "throughput"
             else reuse_rows(model, each, rounds, tokens, rng)
         )
