@@ -16,6 +16,7 @@ from tanghulu.clock import Clock
 from tanghulu.conductor.admission import Admission, forecast
 from tanghulu.conductor.event_shards import DEFAULT_SHARDS
 from tanghulu.conductor.events import CacheMirror
+from tanghulu.conductor.hot_prefixes import HotPrefixes
 from tanghulu.conductor.lifecycle import (
     AbortAt,
     Deliver,
@@ -59,6 +60,7 @@ class Limits:
     order: QueueOrder = field(default_factory=QueueOrder)
     profiles: ProfileFile = field(default_factory=ProfileFile)
     event_shards: int = DEFAULT_SHARDS
+    hot_prefix_rate: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +95,7 @@ class Dispatcher:
     ) -> None:
         self.registry = Registry(conductor_id, self, connect, limits.profiles)
         self.mirror = CacheMirror(limits.event_shards)
-        self.router = Router(self.registry, self.mirror, policies, place)
+        self.router = Router(self.registry, self.mirror, policies, place, HotPrefixes(limits.hot_prefix_rate))
         self.own = OwnRequests()
         self.peers = PeerRequests(self.router.in_flight, self._load_of)
         self._metrics = metrics
@@ -171,6 +173,7 @@ class Dispatcher:
                 self._perform(entry, entry.flight.on_output(output))
         if step.load is not None:
             worker.load.report(step.load)
+            self.router.note_reads(worker, step.load.reads)
         if step.kv_events:
             self.mirror.worker_events(worker.id, step.event_sequence, step.kv_events)
         if self._queue:
@@ -204,10 +207,9 @@ class Dispatcher:
         assert live == self._submissions
         assert all(e.wire_id == wire_id for wire_id, e in self._submissions.items())
         self._queue.check()
-        self.router.policies.check()
         self.registry.check()
         self.mirror.check()
-        self.router.in_flight.check()
+        self.router.check()
         self.own.check()
         self.peers.check()
         assert len(self.own) == len(self._submissions)
@@ -268,6 +270,7 @@ class Dispatcher:
             return
         entry.rest_tokens, entry.num_blocks = route.rest_tokens, route.request.num_blocks
         entry.holder = self.router.holder_of(route)
+        self.router.note_fetch(route, flight, entry.model, self._clock.now_s())
         if decode != prefill:
             self.registry.workers[decode].load.promise(flight.request.id, entry.num_blocks)
             entry.promised = decode

@@ -16,9 +16,11 @@ from tanghulu.conductor.prefix_index import Cleared, PrefixEvent, PrefixIndex, R
 from tanghulu.conductor.requests import KvChange, Welcome
 from tanghulu.errors import NodeUnavailable
 from tanghulu.store.directory_events import DirectoryEvent, DirectoryEventKind, follow_directory
-from tanghulu.types import Address, BlockHash, InstanceId, Masters, parse_kv_chunk_key
+from tanghulu.types import Address, BlockHash, Fingerprint, InstanceId, Masters, parse_kv_chunk_key
 
 KEY_PREFIX = "kv/"
+#: Models of which it is remembered that their blocks are several chunks.
+MAX_MODELS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +41,15 @@ class CacheMirror:
         self.store = PrefixIndex()
         self.directory_synced = False
         self._next_sequence: dict[InstanceId, int] = {}
+        self._num_parts: dict[str, int] = {}
 
     def hits(self, block_hashes: Sequence[BlockHash]) -> Hits:
         """Hit blocks of a prompt."""
         return Hits(self.workers.match(block_hashes), self.store.leading_blocks(block_hashes))
+
+    def num_parts(self, fingerprint: Fingerprint) -> int:
+        """Chunks that the store has of one block of the model: one for each tensor-parallel rank."""
+        return self._num_parts.get(fingerprint[:8].hex(), 1)
 
     def welcome(self, worker: InstanceId, welcome: Welcome) -> None:
         """A session began: its snapshot replaces what was known of the worker."""
@@ -93,8 +100,9 @@ class CacheMirror:
         match event.kind:
             case DirectoryEventKind.RESET:
                 self.store, self.directory_synced = PrefixIndex(), False
+                self._num_parts.clear()
             case DirectoryEventKind.STORED:
-                self.store.apply(Stored(holder, _blocks(event.keys)))
+                self.store.apply(Stored(holder, self._stored_blocks(event.keys)))
             case DirectoryEventKind.REMOVED:
                 self.store.apply(Removed(holder, _blocks(event.keys)))
             case DirectoryEventKind.NODE_GONE:
@@ -114,6 +122,16 @@ class CacheMirror:
         self.store.check()
         self.events.check()
         assert set(self.workers.holders) - self.events.waiting_holders() <= set(self._next_sequence)
+
+    def _stored_blocks(self, keys: Sequence[str]) -> list[BlockHash]:
+        """The blocks that ``keys`` name. Of a tensor-parallel block rank 0's part stands for all."""
+        blocks = []
+        for model, block, part in filter(None, map(parse_kv_chunk_key, keys)):
+            if part == 0:
+                blocks.append(block)
+            elif part >= self._num_parts.get(model, 1) and len(self._num_parts) < MAX_MODELS:
+                self._num_parts[model] = part + 1
+        return blocks
 
     def _put(self, event: PrefixEvent) -> None:
         if self.events.put(event):

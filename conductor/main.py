@@ -21,6 +21,7 @@ from tanghulu.conductor.metrics import ConductorMetrics
 from tanghulu.conductor.peers import group
 from tanghulu.conductor.policies.registry import POLICY_NAMES
 from tanghulu.conductor.profiles import read_profiles
+from tanghulu.conductor.replicating import AskForCopies, Replicator
 from tanghulu.conductor.routing_wish import Policies, parse_weights
 from tanghulu.conductor.waiting import ORDERS, QueueOrder
 from tanghulu.config import command, option
@@ -30,6 +31,7 @@ from tanghulu.discovery.open import open_discovery
 from tanghulu.errors import ConfigError, NodeUnavailable
 from tanghulu.master_options import MasterOptions
 from tanghulu.process import Process, ProcessConfig, run
+from tanghulu.store.copy_requests import CopyRequester
 from tanghulu.types import Address, Role
 
 _log = structlog.get_logger(__name__)
@@ -60,6 +62,9 @@ class ConductorConfig(MasterOptions, ProcessConfig):
         "fcfs", "who is sent first of those that wait here: first come, or shortest prefill with ageing", choices=ORDERS
     )
     queue_ageing: float = option(0.1, "sjf: seconds by which a second of waiting makes a prefill count as shorter")
+    hot_prefix_rate: float = option(
+        10.0, "fetches a second and store node from which a prefix is copied to more nodes ahead of demand; 0: never"
+    )
     ttft_slo_s: float = option(0.0, "refuse with 429 what would wait longer for its first token, in seconds; 0: never")
     tbt_slo_s: float = option(0.0, "refuse with 429 what would wait longer for each token, in seconds; 0: never")
     max_redispatches: int = option(3, "how often a request is moved because its worker was lost")
@@ -79,6 +84,7 @@ class ConductorConfig(MasterOptions, ProcessConfig):
             "grace_s",
             "queue_ageing",
             "snapshot_every",
+            "hot_prefix_rate",
         ):
             if getattr(self, name) < 0:
                 raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it cannot be negative")
@@ -98,16 +104,19 @@ class Conductor:
             QueueOrder(config.queue_order, config.queue_ageing),
             read_profiles(config.profiles),
             config.event_shards,
+            config.hot_prefix_rate,
         )
         self.config = config
+        metrics = ConductorMetrics(registry)
         self.dispatcher = Dispatcher(
             conductor_id,
             Policies(config.policy, parse_weights(config.policy_weights)),
-            ConductorMetrics(registry),
+            metrics,
             limits,
             SystemClock(),
             place=config.place,
         )
+        self.metrics = metrics
         self.service = Service(self.dispatcher, registry, config.max_body_size, config.queue_timeout_s)
         self.peers = group.PeerGroup(conductor_id, self.dispatcher.own, self.dispatcher.peers, config.credentials)
         self.address = Address("", 0)
@@ -146,6 +155,11 @@ class Conductor:
             await asyncio.gather(serving, following, observing, listening, indexing, refreshing, return_exceptions=True)
             listener.close()
 
+    def replicator(self, ask: AskForCopies) -> Replicator:
+        """What has hot prefixes copied ahead, by ``ask``; to be run beside."""
+        dispatcher, count = self.dispatcher, self.metrics.hot_chunks.inc
+        return Replicator(dispatcher.router.hot, dispatcher.mirror, ask, SystemClock(), count)
+
     async def _finish(self, server: HttpServer, serving: asyncio.Task[None]) -> None:
         """Accept no more, let requests under way end, then fail the rest."""
         self.service.stopping = True
@@ -173,6 +187,7 @@ async def serve(process: Process, config: ConductorConfig) -> None:
         conductor = Conductor(config, f"conductor-{process.generation:012x}", process.registry)
         async with conductor.running(discovery, listener_port):
             mirroring = asyncio.create_task(conductor.dispatcher.mirror.follow_master(config.master))
+            replicating = asyncio.create_task(conductor.replicator(CopyRequester(config.master).ask).run())
             instance = Instance(
                 id=process.instance_id(conductor.address.port),
                 role=Role.CONDUCTOR,
@@ -190,7 +205,8 @@ async def serve(process: Process, config: ConductorConfig) -> None:
                 await registration.close()
             finally:
                 mirroring.cancel()
-                await asyncio.gather(mirroring, return_exceptions=True)
+                replicating.cancel()
+                await asyncio.gather(mirroring, replicating, return_exceptions=True)
 
 
 COMMAND = command(

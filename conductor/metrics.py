@@ -32,6 +32,7 @@ class ConductorMetrics:
         self.generated_tokens = counter("generated_tokens", "Tokens generated for clients")
         self.cached_tokens = counter("cached_tokens", "Prompt tokens that no worker had to compute")
         self.redispatches = counter("redispatches", "Requests that were moved because their worker was lost", "reason")
+        self.hot_chunks = counter("hot_chunks", "Chunks of hot prefixes that the store was asked to copy ahead")
         self.hand_overs = counter("hand_overs", "Requests whose KV went from a prefill to a decode worker")
         self.in_flight = gauge("requests_in_flight", "Sequences under way at workers")
         self.peer_requests = gauge("peer_requests", "Sequences of other conductors that count here")

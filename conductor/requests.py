@@ -121,11 +121,20 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerRead:
+    """KV that a worker has read from the one at ``address``."""
+
+    address: str
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerLoad:
     """A worker's own report; speeds are 0 until it has measured them.
 
-    ``peer_bytes_per_s`` is 0 where it cannot load KV from other workers; ``prefill`` and ``decode`` are what it has
-    fitted to its steps, None until it has.
+    ``reads`` are those since its last report. ``peer_bytes_per_s`` is 0 where it cannot load KV from other workers;
+    ``prefill`` and ``decode`` are what it has fitted to its steps, None until it has.
     """
 
     num_running: int = 0
@@ -139,6 +148,7 @@ class WorkerLoad:
     peer_bytes_per_s: float = 0.0
     prefill: PrefillProfile | None = None
     decode: DecodeProfile | None = None
+    reads: tuple[PeerRead, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

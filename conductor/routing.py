@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tanghulu.conductor.events import CacheMirror, Hits
+from tanghulu.conductor.hot_prefixes import HotPrefixes
 from tanghulu.conductor.in_flight import InFlightBlocks
 from tanghulu.conductor.lifecycle import Flight
+from tanghulu.conductor.links import LinkSpeeds
 from tanghulu.conductor.output_length import OutputEstimate
 from tanghulu.conductor.policies.base import Decision, Policy, RequestView, Shown, WorkerView
 from tanghulu.conductor.policies.registry import decides_fetch
-from tanghulu.conductor.registry import Registry
-from tanghulu.conductor.requests import GenerationRequest, PrefixHolder
+from tanghulu.conductor.registry import Registry, Worker
+from tanghulu.conductor.requests import GenerationRequest, PeerRead, PrefixHolder
 from tanghulu.conductor.routing_wish import Policies, RoutingWish, restricted
 from tanghulu.conductor.served_model import ServedModel
 from tanghulu.conductor.shortlist import views_of
@@ -63,13 +65,25 @@ class Route:
         return max(1, self.request.num_tokens - hit_blocks * self.request.block_tokens)
 
 
+_NOTHING_HOT: HotPrefixes[BlockHash] = HotPrefixes(0.0)
+
+
 class Router:
     """Asks the policy."""
 
-    def __init__(self, registry: Registry, mirror: CacheMirror, policies: Policies, place: Place) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        mirror: CacheMirror,
+        policies: Policies,
+        place: Place,
+        hot: HotPrefixes[BlockHash] = _NOTHING_HOT,
+    ) -> None:
         self.policies = policies
+        self.hot = hot
         self.in_flight = InFlightBlocks()
         self.output = OutputEstimate()
+        self.links = LinkSpeeds()
         self._registry = registry
         self._place = place
         self._mirror = mirror
@@ -89,6 +103,17 @@ class Router:
         self.in_flight.begin(wire_id, worker, hashes)
         return hashes
 
+    def note_fetch(self, route: Route, flight: Flight, model: ServedModel, now_s: float) -> None:
+        """``flight`` goes where ``route`` says: count what its prefill worker will read from the store."""
+        in_store = route.hits.store
+        if route.decision is None or not in_store:
+            return
+        chosen = next(w for w in route.workers if w.id == route.decision.prefill)
+        own = max(chosen.match_blocks, route.holder[1] if route.holder else 0)
+        if in_store > own:
+            sequence = flight.sequence(lambda: model.empty_sequence(flight.request.salt))
+            self.hot.fetched(model.card.fingerprint, sequence.block_hashes, own, in_store, now_s)
+
     def holder_of(self, route: Route) -> PrefixHolder | None:
         """Where the prefill worker shall read what it lacks of the prompt, and how much of it is there."""
         if route.holder is None or (worker := self._registry.workers.get(route.holder[0])) is None:
@@ -99,7 +124,17 @@ class Router:
         """A worker that goes on with the KV that ``flight`` has at its prefill worker."""
         policy = self.policies.of(flight.request.routing)
         request, workers, _ = self._views(policy, flight, model)
+        holder = self._registry.workers.get(flight.source.instance_id) if flight.source is not None else None
+        if holder is not None and request.links is not None:
+            request = replace(request, kv_place=holder.place)
         return policy.choose_decode(request, workers)
+
+    def note_reads(self, reader: Worker, reads: Sequence[PeerRead]) -> None:
+        """``reader`` has read KV from other workers: that is how fast the links between their places are."""
+        for read in reads:
+            source = next((w for w in self._registry.workers.values() if str(w.instance.address) == read.address), None)
+            if source is not None:
+                self.links.observe(source.place, reader.place, read.num_bytes, read.seconds)
 
     def check_wish(self, wish: RoutingWish) -> None:
         """Raises InvalidRequest for a worker that is not there, so that nobody waits for it."""
@@ -113,6 +148,13 @@ class Router:
         request, workers, hits = self._views(self.policies.default, flight, model)
         hit_blocks = max([hits.store, *hits.workers.values()])
         return min([w.prefill_s(request, hit_blocks) for w in workers], default=0.0)
+
+    def check(self) -> None:
+        """All that is remembered of requests holds."""
+        self.policies.check()
+        self.in_flight.check()
+        self.hot.check()
+        self.links.check()
 
     def _route(self, policy: Policy, flight: Flight, model: ServedModel) -> Route:
         request, workers, hits = self._views(policy, flight, model)
@@ -134,6 +176,7 @@ class Router:
             named_blocks=len(sequence.block_hashes),
             expected_output=self.output.tokens,
             most_output=max(1, flight.request.stop.max_new_tokens - len(flight.generated)),
+            links=self.links if self.links else None,
         )
         coming = self.in_flight.match(sequence.block_hashes)
         wish = flight.request.routing

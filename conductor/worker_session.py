@@ -21,6 +21,7 @@ from tanghulu.conductor.requests import (
     ModelCard,
     Output,
     OutputKind,
+    PeerRead,
     PrefixHolder,
     Step,
     TokenLogprobs,
@@ -207,6 +208,7 @@ def _load(load: pb.Load) -> WorkerLoad:
         load.peer_bytes_per_s,
         prefill,
         decode,
+        tuple(PeerRead(r.address, r.num_bytes, r.seconds) for r in load.reads) if load.reads else (),
     )
 
 

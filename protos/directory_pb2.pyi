@@ -234,6 +234,24 @@ class ListKeysRequest(_message.Message):
     limit: int
     def __init__(self, prefix: _Optional[str] = ..., after: _Optional[str] = ..., limit: _Optional[int] = ...) -> None: ...
 
+class ReplicateRequest(_message.Message):
+    __slots__ = ("keys", "holders", "for_s")
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    FOR_S_FIELD_NUMBER: _ClassVar[int]
+    keys: _containers.RepeatedScalarFieldContainer[str]
+    holders: int
+    for_s: float
+    def __init__(self, keys: _Optional[_Iterable[str]] = ..., holders: _Optional[int] = ..., for_s: _Optional[float] = ...) -> None: ...
+
+class ReplicateReply(_message.Message):
+    __slots__ = ("status", "num_taken")
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TAKEN_FIELD_NUMBER: _ClassVar[int]
+    status: _common_pb2.Status
+    num_taken: int
+    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., num_taken: _Optional[int] = ...) -> None: ...
+
 class KeyInfo(_message.Message):
     __slots__ = ("key", "size_bytes", "version", "node_ids")
     KEY_FIELD_NUMBER: _ClassVar[int]

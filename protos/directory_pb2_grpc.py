@@ -64,6 +64,11 @@ class DirectoryStub:
                 request_serializer=tanghulu_dot_protos_dot_directory__pb2.WaitRequest.SerializeToString,
                 response_deserializer=tanghulu_dot_protos_dot_directory__pb2.WaitReply.FromString,
                 _registered_method=True)
+        self.Replicate = channel.unary_unary(
+                '/tanghulu.v1.Directory/Replicate',
+                request_serializer=tanghulu_dot_protos_dot_directory__pb2.ReplicateRequest.SerializeToString,
+                response_deserializer=tanghulu_dot_protos_dot_directory__pb2.ReplicateReply.FromString,
+                _registered_method=True)
         self.Events = channel.unary_stream(
                 '/tanghulu.v1.Directory/Events',
                 request_serializer=tanghulu_dot_protos_dot_directory__pb2.EventsRequest.SerializeToString,
@@ -111,6 +116,13 @@ class DirectoryServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Replicate(self, request, context):
+        """Have chunks that will be in demand copied ahead to more nodes; the copies are made in the background.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Events(self, request, context):
         """A snapshot (RESET, STORED events, SYNCED; all under the sequence it was taken at), then changes in order of
         sequence. A caller that names the last event it has is spared the snapshot while the master still has the rest.
@@ -151,6 +163,11 @@ def add_DirectoryServicer_to_server(servicer, server):
                     servicer.Wait,
                     request_deserializer=tanghulu_dot_protos_dot_directory__pb2.WaitRequest.FromString,
                     response_serializer=tanghulu_dot_protos_dot_directory__pb2.WaitReply.SerializeToString,
+            ),
+            'Replicate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Replicate,
+                    request_deserializer=tanghulu_dot_protos_dot_directory__pb2.ReplicateRequest.FromString,
+                    response_serializer=tanghulu_dot_protos_dot_directory__pb2.ReplicateReply.SerializeToString,
             ),
             'Events': grpc.unary_stream_rpc_method_handler(
                     servicer.Events,
@@ -320,6 +337,33 @@ class Directory:
             '/tanghulu.v1.Directory/Wait',
             tanghulu_dot_protos_dot_directory__pb2.WaitRequest.SerializeToString,
             tanghulu_dot_protos_dot_directory__pb2.WaitReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Replicate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tanghulu.v1.Directory/Replicate',
+            tanghulu_dot_protos_dot_directory__pb2.ReplicateRequest.SerializeToString,
+            tanghulu_dot_protos_dot_directory__pb2.ReplicateReply.FromString,
             options,
             channel_credentials,
             insecure,

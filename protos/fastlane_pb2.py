@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1etanghulu/protos/fastlane.proto\x12\x0btanghulu.v1*\xd5\x04\n\x06Method\x12\x0f\n\x0bMETHOD_NONE\x10\x00\x12\x10\n\x0cMETHOD_HELLO\x10\x01\x12\x10\n\x0cMETHOD_ERROR\x10\x02\x12\x0e\n\nMETHOD_PUT\x10\n\x12\x12\n\x0eMETHOD_RESERVE\x10\x0b\x12\x11\n\rMETHOD_COMMIT\x10\x0c\x12\x0e\n\nMETHOD_GET\x10\r\x12\x10\n\x0cMETHOD_UNPIN\x10\x0e\x12\x11\n\rMETHOD_EXISTS\x10\x0f\x12\x11\n\rMETHOD_REMOVE\x10\x10\x12\x15\n\x11METHOD_CHUNK_STAT\x10\x11\x12\x13\n\x0fMETHOD_EVICTION\x10\x12\x12\x10\n\x0cMETHOD_DRAIN\x10\x13\x12\x10\n\x0cMETHOD_EVICT\x10\x14\x12\x11\n\rMETHOD_VERIFY\x10\x15\x12\x12\n\x0eMETHOD_TENANTS\x10\x16\x12\x0f\n\x0bMETHOD_DESK\x10\x17\x12\x11\n\rMETHOD_STREAM\x10\x18\x12\x11\n\rMETHOD_SETTLE\x10\x19\x12\x13\n\x0fMETHOD_ANNOUNCE\x10\x1e\x12\x11\n\rMETHOD_LOCATE\x10\x1f\x12\x10\n\x0cMETHOD_PLACE\x10 \x12\x10\n\x0cMETHOD_NODES\x10!\x12\x14\n\x10METHOD_LIST_KEYS\x10\"\x12\x13\n\x0fMETHOD_PROCLAIM\x10#\x12\x0f\n\x0bMETHOD_WAIT\x10$\x12\x18\n\x14METHOD_PROCLAIM_MANY\x10%\x12\x15\n\x11METHOD_EXPORT_PIN\x10\x32\x12\x19\n\x15METHOD_EXPORT_RELEASE\x10\x33\x12\x15\n\x11METHOD_PREFIX_PIN\x10\x34\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1etanghulu/protos/fastlane.proto\x12\x0btanghulu.v1*\xeb\x04\n\x06Method\x12\x0f\n\x0bMETHOD_NONE\x10\x00\x12\x10\n\x0cMETHOD_HELLO\x10\x01\x12\x10\n\x0cMETHOD_ERROR\x10\x02\x12\x0e\n\nMETHOD_PUT\x10\n\x12\x12\n\x0eMETHOD_RESERVE\x10\x0b\x12\x11\n\rMETHOD_COMMIT\x10\x0c\x12\x0e\n\nMETHOD_GET\x10\r\x12\x10\n\x0cMETHOD_UNPIN\x10\x0e\x12\x11\n\rMETHOD_EXISTS\x10\x0f\x12\x11\n\rMETHOD_REMOVE\x10\x10\x12\x15\n\x11METHOD_CHUNK_STAT\x10\x11\x12\x13\n\x0fMETHOD_EVICTION\x10\x12\x12\x10\n\x0cMETHOD_DRAIN\x10\x13\x12\x10\n\x0cMETHOD_EVICT\x10\x14\x12\x11\n\rMETHOD_VERIFY\x10\x15\x12\x12\n\x0eMETHOD_TENANTS\x10\x16\x12\x0f\n\x0bMETHOD_DESK\x10\x17\x12\x11\n\rMETHOD_STREAM\x10\x18\x12\x11\n\rMETHOD_SETTLE\x10\x19\x12\x13\n\x0fMETHOD_ANNOUNCE\x10\x1e\x12\x11\n\rMETHOD_LOCATE\x10\x1f\x12\x10\n\x0cMETHOD_PLACE\x10 \x12\x10\n\x0cMETHOD_NODES\x10!\x12\x14\n\x10METHOD_LIST_KEYS\x10\"\x12\x13\n\x0fMETHOD_PROCLAIM\x10#\x12\x0f\n\x0bMETHOD_WAIT\x10$\x12\x18\n\x14METHOD_PROCLAIM_MANY\x10%\x12\x14\n\x10METHOD_REPLICATE\x10&\x12\x15\n\x11METHOD_EXPORT_PIN\x10\x32\x12\x19\n\x15METHOD_EXPORT_RELEASE\x10\x33\x12\x15\n\x11METHOD_PREFIX_PIN\x10\x34\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,5 +32,5 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tanghulu.protos.fastlane_pb
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_METHOD']._serialized_start=48
-  _globals['_METHOD']._serialized_end=645
+  _globals['_METHOD']._serialized_end=667
 # @@protoc_insertion_point(module_scope)

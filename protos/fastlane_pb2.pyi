@@ -33,6 +33,7 @@ class Method(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     METHOD_PROCLAIM: _ClassVar[Method]
     METHOD_WAIT: _ClassVar[Method]
     METHOD_PROCLAIM_MANY: _ClassVar[Method]
+    METHOD_REPLICATE: _ClassVar[Method]
     METHOD_EXPORT_PIN: _ClassVar[Method]
     METHOD_EXPORT_RELEASE: _ClassVar[Method]
     METHOD_PREFIX_PIN: _ClassVar[Method]
@@ -63,6 +64,7 @@ METHOD_LIST_KEYS: Method
 METHOD_PROCLAIM: Method
 METHOD_WAIT: Method
 METHOD_PROCLAIM_MANY: Method
+METHOD_REPLICATE: Method
 METHOD_EXPORT_PIN: Method
 METHOD_EXPORT_RELEASE: Method
 METHOD_PREFIX_PIN: Method

@@ -151,6 +151,7 @@ MASTER_RULES: dict[int, Rule] = {
     _METHODS.METHOD_PLACE: Rule("put", Right.WRITE),
     _METHODS.METHOD_NODES: Rule("nodes", None),
     _METHODS.METHOD_WAIT: Rule("wait", Right.READ, _in_keys),
+    _METHODS.METHOD_REPLICATE: Rule("replicate", Right.WRITE, _in_keys),
     _METHODS.METHOD_LIST_KEYS: Rule("ls", Right.READ, _in_listing, _out_of_listing),
 }
 
@@ -173,6 +174,7 @@ MASTER_GRPC_RULES: dict[str, Rule] = {
     _DIRECTORY + "Nodes": Rule("nodes", None),
     _DIRECTORY + "ListKeys": Rule("ls", Right.READ, _in_listing, _out_of_listing),
     _DIRECTORY + "Wait": Rule("wait", Right.READ, _in_keys),
+    _DIRECTORY + "Replicate": Rule("replicate", Right.WRITE, _in_keys),
     _DIRECTORY + "Events": Rule("following events", Right.READ, _in_events, _out_of_events),
     _MEMBERSHIP + "Register": Rule("registering", Right.JOIN, _no_node),
     _MEMBERSHIP + "KeepAlive": Rule("registering", Right.JOIN),

@@ -23,6 +23,7 @@ from tanghulu.workers.engine_thread import Command
 from tanghulu.workers.kv_layout import KvMemory
 from tanghulu.workers.metrics import WorkerMetrics
 from tanghulu.workers.requests import PeerExport, PrefixHolder
+from tanghulu.workers.session_wire import split_instance
 from tanghulu.workers.speed import SpeedMeter
 from tanghulu.workers.step_plan import CommittedBlock, FetchWanted
 from tanghulu.workers.store_policy import StorePolicy, WorthKeeping, make_store_policy
@@ -250,8 +251,12 @@ class KvConnector:
         self._metrics.fetch_bytes.labels(source).inc(num_ok * self._cache.layout.block_bytes)
         self._metrics.prefix_tokens.labels(source).inc(tokens)
         num_bytes = num_ok * self._cache.layout.block_bytes
-        meter = self._speed.fetched if source == "store" else self._speed.read_from_peer
-        self._post(lambda _: meter(num_bytes, seconds))
+        if source == "store":
+            self._post(lambda _: self._speed.fetched(num_bytes, seconds))
+            return
+        peer = wanted.peer or wanted.holder
+        address = split_instance(peer.instance)[0] if peer is not None else ""
+        self._post(lambda _: self._speed.read_from_peer(num_bytes, seconds, address))
 
     def _failed(self, source: str, error: TanghuluError) -> None:
         self._metrics.fetch_failures.labels(source).inc()

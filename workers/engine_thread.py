@@ -16,7 +16,7 @@ import structlog
 from tanghulu.types import RequestId
 from tanghulu.workers.engine import EngineCore
 from tanghulu.workers.requests import FinishReason
-from tanghulu.workers.speed import SpeedMeter, Speeds
+from tanghulu.workers.speed import PeerRead, SpeedMeter, Speeds
 from tanghulu.workers.step_plan import KvExport
 from tanghulu.workers.step_result import StepResult
 
@@ -39,6 +39,7 @@ class EngineLoad:
     blocks_in_transfer: int = 0
     pending_tokens: int = 0
     speeds: Speeds = field(default_factory=Speeds)
+    reads: tuple[PeerRead, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,9 @@ class EngineThread:
             seconds = result.timings.forward_s + result.timings.sample_s
             self._speed.step(result.num_computed_tokens, result.num_sequences, seconds, result.work)
         if told or events or not result.idle:
-            report = StepReport(_with_events(result, events), self._exports(result), self.load())
+            report = StepReport(
+                _with_events(result, events), self._exports(result), self.load(self._speed.take_reads())
+            )
             self._on_report(report)
 
     def _exports(self, result: StepResult) -> dict[RequestId, KvExport]:
@@ -130,8 +133,8 @@ class EngineThread:
         found = {request_id: self._core.scheduler.held.export(request_id) for request_id in handed}
         return {request_id: export for request_id, export in found.items() if export is not None}
 
-    def load(self) -> EngineLoad:
-        """The engine's load now; to be called in the engine's thread (by a command)."""
+    def load(self, reads: tuple[PeerRead, ...] = ()) -> EngineLoad:
+        """The engine's load now, to be called in the engine's thread (by a command); with ``reads`` from peers."""
         scheduler, pool = self._core.scheduler, self._core.scheduler.pool
         return EngineLoad(
             num_running=scheduler.num_running,
@@ -144,6 +147,7 @@ class EngineThread:
             blocks_in_transfer=pool.num_in_transfer,
             pending_tokens=scheduler.num_pending_tokens,
             speeds=self._speed.speeds,
+            reads=reads,
         )
 
 

@@ -181,6 +181,8 @@ def load_message(load: EngineLoad) -> session_pb2.Load:
         store_bytes_per_s=load.speeds.store_bytes_per_s,
         peer_bytes_per_s=load.speeds.peer_bytes_per_s,
     )
+    for read in load.reads:
+        message.reads.add(address=read.address, num_bytes=read.num_bytes, seconds=read.seconds)
     if load.speeds.costs is not None:
         message.costs.CopyFrom(session_pb2.StepCosts(**dataclasses.asdict(load.speeds.costs)))
     return message

@@ -14,6 +14,8 @@ _FADE = 0.8  # of what was known before, at each new observation
 _PREFILL_TOKENS = 128  # steps of at least so many tokens count as prefill
 #: From other workers, until something was read: that this worker can at all is worth knowing.
 ASSUMED_PEER_BYTES_PER_S = 1e9
+#: Peers of which it is told between two reports what was read from them.
+MAX_READ_PEERS = 32
 #: Tokens of a step at most, where nothing is said.
 DEFAULT_STEP_TOKENS = 512
 _DECODE_TOKENS = 32  # steps of at most so many, one a sequence, as decode
@@ -28,6 +30,15 @@ class Speeds:
     store_bytes_per_s: float = 0.0
     peer_bytes_per_s: float = ASSUMED_PEER_BYTES_PER_S
     costs: StepCosts | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRead:
+    """What was read from the worker at ``address``, and how long that took."""
+
+    address: str
+    num_bytes: int
+    seconds: float
 
 
 class _Rate:
@@ -55,6 +66,7 @@ class SpeedMeter:
         self._reads_peers = reads_peers
         self._model = StepModel(max_step_tokens)
         self._prefill, self._decode, self._store, self._peer = _Rate(), _Rate(), _Rate(), _Rate()
+        self._reads: dict[str, PeerRead] = {}
 
     def step(self, num_tokens: int, num_sequences: int, seconds: float, work: StepWork = NO_WORK) -> None:
         """A step computed ``num_tokens`` of ``num_sequences`` requests in ``seconds``; ``work`` says it in detail."""
@@ -68,9 +80,18 @@ class SpeedMeter:
         """A prefix of ``num_bytes`` was loaded from the store in ``seconds``."""
         self._store.add(num_bytes, seconds)
 
-    def read_from_peer(self, num_bytes: int, seconds: float) -> None:
-        """KV of ``num_bytes`` was loaded from another worker in ``seconds``."""
+    def read_from_peer(self, num_bytes: int, seconds: float, address: str = "") -> None:
+        """KV of ``num_bytes`` was loaded from another worker, the one at ``address``, in ``seconds``."""
         self._peer.add(num_bytes, seconds)
+        before = self._reads.get(address, PeerRead(address, 0, 0.0))
+        if address and (before.num_bytes or len(self._reads) < MAX_READ_PEERS):
+            self._reads[address] = PeerRead(address, before.num_bytes + num_bytes, before.seconds + seconds)
+
+    def take_reads(self) -> tuple[PeerRead, ...]:
+        """What was read from peers since the last call, summed for each."""
+        reads = tuple(self._reads.values())
+        self._reads.clear()
+        return reads
 
     @property
     def speeds(self) -> Speeds:

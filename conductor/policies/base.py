@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tanghulu.conductor.cost import DecodeProfile, PrefillProfile
+from tanghulu.conductor.links import LinkSpeeds
 from tanghulu.types import InstanceId, Place
 
 #: Speed of a worker that has not measured its own yet.
@@ -123,7 +124,8 @@ class RequestView:
     ``session`` names the conversation ("" if unknown), ``place`` where the request came in. ``named_blocks`` have a
     hash and so could be hit: all but, mostly, a partial last one; 0 if that is not known.
     ``expected_output``: tokens that an answer has on the mean; 0 if that is not known. ``most_output``: tokens that the
-    request lets its own answer have; 0 if that is not known.
+    request lets its own answer have; 0 if that is not known. ``links``: how fast KV travels between places, None where
+    nothing was measured; ``kv_place`` where the request's KV is, once it was prefilled.
     """
 
     num_tokens: int
@@ -135,6 +137,8 @@ class RequestView:
     named_blocks: int = 0
     expected_output: float = 0.0
     most_output: int = 0
+    links: LinkSpeeds | None = None
+    kv_place: Place | None = None
 
     @property
     def judged_share(self) -> float:
@@ -147,6 +151,10 @@ class RequestView:
     def num_blocks(self) -> int:
         """Blocks that the request needs, a partial last one included."""
         return -(-self.num_tokens // self.block_tokens)
+
+    def link_bytes_per_s(self, source: Place | None, target: Place) -> float:
+        """As measured between these places; 0 where nothing is known."""
+        return self.links.bytes_per_s(source, target) if self.links is not None and source is not None else 0.0
 
     def rest_tokens(self, hit_blocks: int) -> int:
         """Tokens left to compute behind ``hit_blocks``; the last one is always computed."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from tanghulu.conductor.policies.base import (
     ASSUMED_STORE_BYTES_PER_S,
@@ -56,6 +57,8 @@ def decide(
     able = decoders(workers)
     if not able:
         return None
+    if request.links is not None:
+        request = replace(request, kv_place=prefill.place)
     decode = able[place_of_least_cost(request, able, prefill.id, ties)]
     return Decision(
         prefill.id,
@@ -74,7 +77,7 @@ def decode_costs(request: RequestView, able: Sequence[WorkerView], prefill: Inst
         cost_s = judged * worker.company_s
         if needed > 0:
             if worker.id != prefill:
-                cost_s += needed * block_bytes / (worker.store_bytes_per_s or ASSUMED_STORE_BYTES_PER_S)
+                cost_s += needed * block_bytes / _move_bytes_per_s(request, worker)
                 cost_s += _copy_s(request, worker)
             if worker.blocks_free < needed:
                 cost_s += NO_ROOM_FINE_S
@@ -98,6 +101,12 @@ def near_places(request: RequestView, able: Ranked, prefill: InstanceId | None) 
     return [at for at, company_s in enumerate(company) if company_s <= bound_s]
 
 
+def _move_bytes_per_s(request: RequestView, worker: WorkerView) -> float:
+    """From where the KV is: as measured between the places, else as fast as the worker loads anything."""
+    measured = request.link_bytes_per_s(request.kv_place, worker.place)
+    return measured or worker.store_bytes_per_s or ASSUMED_STORE_BYTES_PER_S
+
+
 def _copy_s(request: RequestView, worker: WorkerView) -> float:
     """What a copy displaces at a worker whose cache serves prefills: taken to be as much computing as it saved."""
     return worker.prefill_s(request, worker.hit_blocks) if worker.can_prefill else 0.0
@@ -118,7 +127,7 @@ def decode_candidates(request: RequestView, able: Sequence[WorkerView], prefill:
 def _candidate(request: RequestView, worker: WorkerView, prefilled_here: bool, cost_s: float) -> Candidate:
     needed = max(0, request.num_blocks - worker.hit_blocks)
     missing = 0 if prefilled_here else needed
-    move_s = missing * request.block_bytes / (worker.store_bytes_per_s or ASSUMED_STORE_BYTES_PER_S)
+    move_s = missing * request.block_bytes / _move_bytes_per_s(request, worker)
     company_s = request.judged_share * worker.company_s
     room_s = 0.0 if worker.blocks_free >= needed else NO_ROOM_FINE_S
     copy_s = _copy_s(request, worker) if missing else 0.0

@@ -54,7 +54,18 @@ def peer_fetch_s(request: RequestView, source: WorkerView, target: WorkerView) -
     """Time until ``target`` has the blocks that ``source`` holds beyond its own."""
     num_blocks = source.hit_blocks - target.match_blocks
     taken_s = max(0.0, source.send_wait_s, target.receive_wait_s)
-    return taken_s + num_blocks * request.block_bytes / target.peer_bytes_per_s
+    bytes_per_s = request.link_bytes_per_s(source.place, target.place) or target.peer_bytes_per_s
+    return taken_s + num_blocks * request.block_bytes / bytes_per_s
+
+
+def nearest_source(request: RequestView, workers: Sequence[WorkerView], target: WorkerView) -> WorkerView | None:
+    """As ``best_source``, but of those that hold equally much the one from which ``target`` has it soonest."""
+    best = best_source(workers)
+    if best is None or request.links is None or not can_fetch(best, target):
+        return best
+    holders = [workers[at] for at in workers.holders] if isinstance(workers, Shown) else workers
+    equals = [w for w in holders if w.hit_blocks == best.hit_blocks and w.id != target.id]
+    return min(equals, key=lambda source: (peer_fetch_s(request, source, target), source.send_wait_s))
 
 
 def can_fetch(source: WorkerView | None, target: WorkerView) -> bool:

@@ -41,7 +41,15 @@ from tanghulu.conductor.policies.base import (
     prefillers,
 )
 from tanghulu.conductor.policies.decode import NO_ROOM_FINE_S, Ties, best_decode, decide
-from tanghulu.conductor.policies.fetching import Start, best_source, best_start, can_fetch, own_start, peer_fetch_s
+from tanghulu.conductor.policies.fetching import (
+    Start,
+    best_source,
+    best_start,
+    can_fetch,
+    nearest_source,
+    own_start,
+    peer_fetch_s,
+)
 from tanghulu.types import InstanceId
 
 #: The floor of computing is this much lower than it could be, so that rounding never hides an equal score.
@@ -130,7 +138,8 @@ class TtftMin:
         def explain() -> list[Candidate]:
             return [self._candidate(request, w, source, scores.of(w)) for w in able]
 
-        fetch = best_start(request, chosen, source).fetch if can_fetch(source, chosen) else None
+        nearest = nearest_source(request, workers, chosen)
+        fetch = best_start(request, chosen, nearest).fetch if can_fetch(nearest, chosen) else None
         return decide(request, workers, chosen, self._ties, explain, fetch)
 
     def choose_decode(self, request: RequestView, workers: Sequence[WorkerView]) -> InstanceId | None:

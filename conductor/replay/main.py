@@ -42,6 +42,7 @@ _NOT_NEGATIVE = (
     "e",
     "replica_weight",
     "load_weight",
+    "hot_prefix_rate",
     "temperature",
     "ttft_slo",
     "tbt_slo",
@@ -86,6 +87,9 @@ class ReplayConfig:
     shared_cache: bool = option(False, "the idealised pool: one cache for all at no cost")
     order: str = option("fcfs", "order of a worker's queue: first come, or shortest first with ageing", choices=_ORDERS)
     ageing: float = option(0.1, "sjf: seconds by which a second of waiting makes a prefill count as shorter")
+    hot_prefix_rate: float = option(
+        0.0, "fetches a second and holder from which a prefix is copied to more workers ahead of demand; 0: never"
+    )
     reject: bool = option(False, "refuse a request at once that would miss an SLO")
     ttft_slo: float = option(5.0, "SLO on the time to the first token, in seconds")
     tbt_slo: float = option(0.1, "SLO on the time between tokens, in seconds")
@@ -167,6 +171,7 @@ class ReplayConfig:
             in_flight=self.in_flight,
             shared_cache=self.shared_cache,
             shortest_first=self.order == "sjf",
+            hot_prefix_rate=self.hot_prefix_rate,
             ageing=self.ageing,
             noise=self.noise,
             seed=self.seed,

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tanghulu.conductor.admission import Admission, forecast
+from tanghulu.conductor.hot_prefixes import HotPrefixes
 from tanghulu.conductor.output_length import OutputEstimate
 from tanghulu.conductor.policies.base import PeerFetch, Policy
 from tanghulu.conductor.replay.decode import DecodeInstance
@@ -29,7 +30,8 @@ from tanghulu.conductor.replay.views import ClusterView
 class ClusterConfig:
     """The simulated cluster. ``blocks``: cache of one prefill worker. ``fetch``: workers can fetch prefixes from each
     other, and do so where a policy does not decide it and it pays. ``shared_cache``: the idealised pool, one cache for
-    all at no cost. ``noise``: sigma of the lognormal factor between expected and real prefill time.
+    all at no cost. ``hot_prefix_rate``: fetches a second and holder from which a prefix is copied to another worker
+    ahead. ``noise``: sigma of the lognormal factor between expected and real prefill time.
     """
 
     num_prefill: int = 8
@@ -40,6 +42,7 @@ class ClusterConfig:
     in_flight: bool = True
     shared_cache: bool = False
     shortest_first: bool = False
+    hot_prefix_rate: float = 0.0
     ageing: float = 0.1
     noise: float = 0.0
     seed: int = 0
@@ -53,7 +56,8 @@ class Simulation:
 
     def __init__(self, config: ClusterConfig, policy: Policy, check: bool = False) -> None:
         self.now_s = 0.0
-        self.fetched_blocks = 0
+        self.fetched_blocks = self.copied_blocks = 0
+        self._hot: HotPrefixes[int] = HotPrefixes(config.hot_prefix_rate)
         self._config, self._policy, self._check = config, policy, check
         self._model, self._profile = config.model, config.model.profile
         self._random = random.Random(config.seed)
@@ -114,6 +118,7 @@ class Simulation:
         job.expected_tokens = request.num_tokens + self._output.tokens
         target.enqueue(job)
         self.decodes[job.decode].promise(job)
+        self._copy_ahead()
         if target.current is None:
             self._start(target)
 
@@ -144,6 +149,32 @@ class Simulation:
         source.send_free_s = target.receive_free_s = job.ready_s
         source.cache.touch(job.request.blocks[: fetch.num_blocks])
         self.fetched_blocks += fetch.num_blocks - match
+        self._hot.fetched(b"", job.request.blocks, match, fetch.num_blocks, self.now_s)
+
+    # --- hot prefixes
+
+    def _copy_ahead(self) -> None:
+        """What the store does live: hot prefixes get more holders, while nothing waits for them.
+
+        The least busy of those that lack one get it, each from the holder whose NIC is free first.
+        """
+        for wish in self._hot.wanted(self.now_s, lambda blocks: len(self.prefills) - len(self._lacking(blocks))):
+            lacking = sorted(self._lacking(wish.blocks), key=lambda worker: worker.waiting_s(self.now_s))
+            holders = [w for w in self.prefills if w.cache.leading(wish.blocks) == len(wish.blocks)]
+            num_missing = wish.num_holders - (len(self.prefills) - len(lacking))
+            for target in lacking[: max(0, num_missing)] if holders else ():
+                self._copy(wish.blocks, min(holders, key=lambda worker: worker.send_free_s), target)
+
+    def _copy(self, blocks: Sequence[int], source: PrefillInstance, target: PrefillInstance) -> None:
+        begin_s = max(self.now_s, source.send_free_s, target.receive_free_s)
+        there_s = begin_s + self._model.transfer_s(len(blocks) - target.cache.leading(blocks))
+        source.send_free_s = target.receive_free_s = there_s
+        self.copied_blocks += len(blocks)
+        self._at(there_s, functools.partial(target.cache.insert, blocks))
+
+    def _lacking(self, blocks: Sequence[int]) -> list[PrefillInstance]:
+        """Workers that neither hold all of ``blocks`` nor will when what they do has ended."""
+        return [worker for worker in self.prefills if worker.match(blocks) < len(blocks)]
 
     # --- prefill
 

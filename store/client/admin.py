@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tanghulu.errors import InvalidRequest, TanghuluError
-from tanghulu.protos import fastlane_pb2, store_pb2
+from tanghulu.protos import directory_pb2, fastlane_pb2, store_pb2
 from tanghulu.rpc.fast_client import Call
 from tanghulu.store.client import directory
-from tanghulu.store.client.context import Context
+from tanghulu.store.client.context import Context, ask_master
 from tanghulu.store.client.directory import ask_node
 from tanghulu.store.client.instructions import Ask, Logic, PeerId
 from tanghulu.store.client.model import Evicted, TenantView, Verified, VerifiedPage
@@ -32,6 +32,19 @@ def evict(context: Context, node: str, keys: Sequence[str], num_bytes: int) -> L
     for key in keys:
         context.locations.forget(key)
     return Evicted(reply.message.num_chunks, reply.message.num_bytes)
+
+
+def replicate(keys: Sequence[str], holders: int, for_s: float) -> Logic[int]:
+    """Ask the master to have each of ``keys`` held by so many nodes for a while; how many of them it took."""
+    validate_keys(keys)
+    num_taken = 0
+    for start in range(0, len(keys), directory.KEYS_PER_CALL):
+        part = keys[start : start + directory.KEYS_PER_CALL]
+        request = directory_pb2.ReplicateRequest(keys=part, holders=max(0, holders), for_s=for_s)
+        call = Call(fastlane_pb2.METHOD_REPLICATE, request, directory_pb2.ReplicateReply)
+        reply = yield from ask_master(call)
+        num_taken += reply.message.num_taken
+    return num_taken
 
 
 def tenants(context: Context) -> Logic[list[TenantView]]:

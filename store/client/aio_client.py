@@ -245,6 +245,17 @@ class AsyncClient:
         deadline = self._deadline(deadline_s)
         await self._run(self._do.drain(deadline, node, draining), deadline)
 
+    async def replicate(
+        self, keys: Sequence[str], *, holders: int = 2, for_s: float = 60.0, deadline_s: float | None = None
+    ) -> int:
+        """Have each of ``keys`` held by ``holders`` nodes for ``for_s`` seconds, so that many can read it at once.
+
+        The master has it copied in the background, within its bounds (four holders, a rate); copies that nobody reads
+        go again afterwards. Returns how many of the keys were taken: those that are there and not too many.
+        """
+        deadline = self._deadline(deadline_s)
+        return await self._run(self._do.replicate(deadline, keys, holders, for_s), deadline)
+
     async def evict(
         self, node: str, keys: Sequence[str] = (), *, num_bytes: int = 0, deadline_s: float | None = None
     ) -> Evicted:

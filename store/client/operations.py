@@ -196,6 +196,10 @@ class Operations:
         """Evict chunks of a node."""
         return (yield from admin.evict(self._context, node, keys, num_bytes))
 
+    def replicate(self, deadline: Deadline, keys: Sequence[str], holders: int, for_s: float) -> Logic[int]:
+        """Have chunks copied ahead."""
+        return (yield from admin.replicate(keys, holders, for_s))
+
     def verify(
         self, deadline: Deadline, node: str, after: str, drop_corrupt: bool, report: bool
     ) -> Logic[VerifiedPage]:

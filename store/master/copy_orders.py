@@ -29,7 +29,7 @@ class Reason(Enum):
     RESTORE = "fewer nodes hold it than shall"
     DRAIN = "its node is going to be stopped"
     FILL = "a node is much emptier than the others; the source drops it afterwards"
-    HOT = "it is read more often than its holders should answer"
+    HOT = "it is read more often than its holders should answer, or somebody says that it will be"
 
     __hash__ = object.__hash__  # see Pin
 

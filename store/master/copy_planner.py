@@ -1,9 +1,10 @@
 """All copying between nodes, decided in one place. Pure: what nodes announce and the time in, orders out.
 
 Four reasons (see copy_orders): a chunk that lost a holder is *restored*; a *draining* node's chunks go elsewhere before
-it is stopped; a node that is much emptier than the others is *filled*; a *hot* chunk gets more holders, and loses them
-when it cools. Orders ride on the answers to announcements, because nodes announce at least once a second anyway, and
-a finished copy is announced like any other chunk, so the directory stays the one truth.
+it is stopped; a node that is much emptier than the others is *filled*; a *hot* chunk, or one that somebody asked more
+holders for, gets them, and loses them when it cools. Orders ride on the answers to announcements, because nodes
+announce at least once a second anyway, and a finished copy is announced like any other chunk, so the directory stays
+the one truth.
 
 The planner walks over all keys in slices while somebody drains or is filled, else over the keys with several wanted
 replicas. Wanted replicas are what the put asked for; a holder that evicts its copy lowers that, because it judged the
@@ -18,10 +19,12 @@ Worked example: replicas=2, A and B hold k, C is empty. B dies. The walk finds o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
+from tanghulu.store.master.asked_copies import AskedCopies
 from tanghulu.store.master.chunk_table import Found
 from tanghulu.store.master.copy_orders import Copy, CopyOrders, Drop, Reason
 from tanghulu.store.master.directory import Announcement, Directory
@@ -45,7 +48,7 @@ FILL_MARGIN = 0.05
 HOT_RATE = 200.0
 COOL_RATE = 50.0
 MAX_HOT_HOLDERS = 4
-MAX_EXTRA_KEYS = 1024
+MAX_EXTRA_KEYS = 16384
 COOL_S = 10.0
 HEAT_PERIOD_S = 1.0
 
@@ -81,6 +84,7 @@ class CopyPlanner:
     def __init__(self, directory: Directory, rate_bytes_s: float, rng: Random, now_s: float) -> None:
         self.orders = CopyOrders(rate_bytes_s)
         self.heat = Heat()
+        self.asked = AskedCopies()
         self._directory = directory
         self._rng = rng
         self._wanted: dict[str, int] = {}
@@ -152,12 +156,20 @@ class CopyPlanner:
     def _copied(self, copy: Copy, now_s: float) -> None:
         if copy.reason is Reason.FILL:
             self.orders.drop(copy.source, Drop(copy.key, copy.version))
-        elif copy.reason is Reason.HOT:
+        elif copy.reason is Reason.HOT and (copy.key in self._extra or len(self._extra) < MAX_EXTRA_KEYS):
             extra = self._extra.setdefault(copy.key, _Extra([], now_s))
             extra.node_ids.append(copy.target)
             extra.changed_s = now_s
         elif copy.reason is Reason.DRAIN and (drain := self._drains.get(copy.source)) is not None:
             drain.num_unsafe = max(drain.num_unsafe - 1, 0)
+
+    def ask(self, keys: Sequence[str], holders: int, for_s: float, now_s: float) -> int:
+        """``holders`` nodes (MAX_HOT_HOLDERS at most) shall hold ``keys`` for ``for_s``; how many of these are known.
+
+        Raises InvalidRequest; see AskedCopies.
+        """
+        known = [key for key, held in zip(keys, self._directory.holds(keys), strict=True) if held]
+        return self.asked.ask(known, min(holders, MAX_HOT_HOLDERS), for_s, now_s)
 
     def progress(self, node_id: str) -> Progress:
         """How far the draining ``node_id`` is."""
@@ -176,6 +188,7 @@ class CopyPlanner:
         if now_s >= self._next_heat_s:
             self._next_heat_s = now_s + HEAT_PERIOD_S
             self._heat_up(nodes, now_s)
+            self._copy_asked(nodes, now_s)
             self._cool_down(nodes, now_s)
         if self._drains or self._filling:
             self._walk_all(nodes, now_s, num_keys)
@@ -307,6 +320,14 @@ class CopyPlanner:
             if is_hot and (key in self._extra or len(self._extra) < MAX_EXTRA_KEYS):
                 self._copy(key, found, nodes, Reason.HOT, now_s)
 
+    def _copy_asked(self, nodes: dict[str, Candidate], now_s: float) -> None:
+        for key in self.asked.keys(now_s):
+            found, wanted = self._directory.find(key), min(self.asked.wanted(key), self._num_takers)
+            if found is None or self.orders.targets_of(key) or len(found.node_ids) >= wanted:
+                continue
+            if not self._failed_just_now(key, now_s) and not self._copy(key, found, nodes, Reason.HOT, now_s):
+                return  # no room for more orders now
+
     def _cool_down(self, nodes: dict[str, Candidate], now_s: float) -> None:
         for key, extra in list(self._extra.items()):
             found = self._directory.find(key)
@@ -316,7 +337,7 @@ class CopyPlanner:
                 del self._extra[key]
             elif (
                 now_s >= extra.changed_s + COOL_S
-                and len(holders) > self._wanted.get(key, 1)
+                and len(holders) > max(self._wanted.get(key, 1), self.asked.wanted(key))
                 and self.heat.rate(key, now_s) < COOL_RATE * len(holders)
             ):
                 self.orders.drop(extra.node_ids.pop(), Drop(key, found.version))
@@ -326,6 +347,7 @@ class CopyPlanner:
         """The parts are sound, and everything is bounded."""
         self.orders.check()
         self.heat.check()
+        self.asked.check()
         assert all(count > 1 for count in self._wanted.values())
         assert len(self._lacking) <= MAX_LACKING
         assert len(self._extra) <= MAX_EXTRA_KEYS

@@ -173,6 +173,13 @@ class DirectoryCalls:
         listing, more = self._master.directory.list_keys(request.prefix, request.after, wire.list_limit(request))
         return wire.listing_to_wire(listing, more=more)
 
+    def replicate(self, request: pb.ReplicateRequest) -> pb.ReplicateReply:
+        """Have chunks copied ahead. Raises InvalidRequest for a number or a time that makes no sense."""
+        wire.check_count(len(request.keys))
+        master = self._master
+        num_taken = master.copies.ask(request.keys, request.holders, request.for_s, self._shell.now_s)
+        return pb.ReplicateReply(num_taken=num_taken)
+
     def serve(self, service: FastService) -> None:
         """Answer on the fast lane too."""
         service.register(fastlane_pb2.METHOD_HELLO, store_pb2.HelloRequest, _welcome)
@@ -185,6 +192,7 @@ class DirectoryCalls:
         self._register(service, fastlane_pb2.METHOD_PLACE, pb.PlaceRequest, self.place)
         self._register(service, fastlane_pb2.METHOD_NODES, pb.NodesRequest, self.nodes)
         self._register(service, fastlane_pb2.METHOD_LIST_KEYS, pb.ListKeysRequest, self.list_keys)
+        self._register(service, fastlane_pb2.METHOD_REPLICATE, pb.ReplicateRequest, self.replicate)
 
     def _register(self, service: FastService, method: int, request_type: Any, call: Callable[[Any], Any]) -> None:
         def handler(peer: Peer, request: Any, attachment: memoryview) -> Any:
@@ -223,6 +231,10 @@ class DirectoryService(directory_pb2_grpc.DirectoryServicer):
     async def ListKeys(self, request: pb.ListKeysRequest, context: Context) -> pb.ListKeysReply:
         """See DirectoryCalls.list_keys."""
         return await self._answer(self._calls.list_keys, request, context)
+
+    async def Replicate(self, request: pb.ReplicateRequest, context: Context) -> pb.ReplicateReply:
+        """See DirectoryCalls.replicate."""
+        return await self._answer(self._calls.replicate, request, context)
 
     async def Wait(self, request: pb.WaitRequest, context: Context) -> pb.WaitReply:
         """See Waiting."""

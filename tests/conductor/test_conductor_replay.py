@@ -130,6 +130,19 @@ class TestSimulation:
         together = Simulation(ClusterConfig(num_prefill=1), make_policy("ttft-min")).run(twins)
         assert together[1].hit_tokens == 51_199
 
+    def test_a_hot_prefix_is_copied_ahead_of_demand(self):
+        """Eight workers take turns; once one has read a document, twice a second another one is asked about it."""
+        document = tuple(range(64))
+        arrivals = [0.0, *(10 + n / 2 for n in range(8))]
+        asked = [request(at, 33_280, 1, (*document, 1000 + n)) for n, at in enumerate(arrivals)]
+        configs = {rate: ClusterConfig(hot_prefix_rate=rate) for rate in (0.0, 0.05)}
+        runs = {rate: Simulation(config, make_policy("round-robin"), check=True) for rate, config in configs.items()}
+        ttft = {rate: sum(job.ttft_s for job in simulation.run(asked)) for rate, simulation in runs.items()}
+        assert runs[0.0].copied_blocks == 0
+        assert runs[0.05].copied_blocks > 0
+        assert runs[0.05].fetched_blocks < runs[0.0].fetched_blocks, "who has it need not fetch it"
+        assert ttft[0.05] < ttft[0.0]
+
     @pytest.mark.parametrize("name", POLICY_NAMES)
     def test_invariants_hold_under_every_policy(self, name):
         requests = read_trace(EXCERPT, 0.4, "0", 150)
@@ -180,6 +193,7 @@ CHANGES = [
     ("fetch", False, {"policy": "linear"}),
     ("in_flight", False, {"speedup": 4.0}),
     ("shared_cache", True, {}),
+    ("hot_prefix_rate", 0.01, {"policy": "round-robin"}),
     ("order", "sjf", {}),
     ("ageing", 5.0, {"order": "sjf"}),
     ("reject", True, {}),

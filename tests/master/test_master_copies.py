@@ -8,7 +8,10 @@ from random import Random
 import pytest
 
 from tanghulu.discovery.base import Instance
+from tanghulu.errors import InvalidRequest
 from tanghulu.store.master import copy_planner
+from tanghulu.store.master.asked_copies import MAX_KEYS as MAX_ASKED_KEYS
+from tanghulu.store.master.asked_copies import AskedCopies
 from tanghulu.store.master.copy_orders import MAX_OPEN, ORDER_S, Copy, CopyOrders, Drop, Reason
 from tanghulu.store.master.copy_planner import GRACE_S, CopyPlanner
 from tanghulu.store.master.directory import Announcement, ChunkEntry, Directory, Report
@@ -235,6 +238,36 @@ def test_a_hot_chunk_gets_holders_and_loses_them_when_it_cools() -> None:
     world.run(60.0)
     assert world.holders("k0001") == {"a"}, "the first holder keeps it"
     assert all(drop.key == "k0001" for _, drop in world.drops)
+
+
+def test_what_is_asked_for_is_copied_ahead_and_goes_when_nobody_asks_any_more() -> None:
+    world = World("a", "b", "c")
+    world.put("a", num=200)
+    keys = [f"k{i:04}" for i in range(100)]
+    assert world.planner.ask([*keys, "unknown"], 2, 20.0, world.now_s) == 100
+    world.run(10.0)
+    assert {len(world.holders(key)) for key in keys} == {2}
+    assert len(world.holders("k0150")) == 1, "nobody asked for it"
+    assert {copy.reason for copy in world.copies} == {Reason.HOT}
+    world.planner.ask(keys[:50], 3, 60.0, world.now_s)
+    world.run(30.0)
+    assert {len(world.holders(key)) for key in keys[:50]} == {3}, "asked again, for more"
+    assert {len(world.holders(key)) for key in keys[50:]} == {1}
+    world.run(120.0)
+    assert {frozenset(world.holders(key)) for key in keys} == {frozenset("a")}
+
+
+def test_what_is_asked_for_is_bounded() -> None:
+    world = World("a", "b")
+    world.put("a", num=10)
+    with pytest.raises(InvalidRequest, match="0 holders"):
+        world.planner.ask(["k0001"], 0, 1.0, world.now_s)
+    with pytest.raises(InvalidRequest, match="at most 3600 s"):
+        world.planner.ask(["k0001"], 2, 1e9, world.now_s)
+    asked = AskedCopies()
+    assert asked.ask(map(str, range(MAX_ASKED_KEYS + 10)), 2, 1.0, 0.0) == MAX_ASKED_KEYS
+    assert asked.keys(2.0) == []
+    asked.check()
 
 
 def test_orders_keep_to_their_window_and_rate() -> None:

@@ -270,3 +270,16 @@ def test_watch_follows_what_is_stored(trio: Cluster, store: Client) -> None:
     events = [json.loads(line) for line in outcome.stdout.splitlines()]
     assert [event["event"] for event in events] == ["reset", "stored", "synced"]
     assert events[1]["key"] == "w/1"
+
+
+def test_keys_are_copied_ahead_when_somebody_asks(trio: Cluster, store: Client) -> None:
+    keys = [f"ahead/{index}" for index in range(20)]
+    for index, key in enumerate(keys):
+        store.put(key, value_of(index))
+    said = run(trio, "replicate", *keys[:10], "ahead/unknown", "--holders", "3", "--for-s", "30")
+    assert said == {"taken": 10, "keys": 11, "holders": 3, "for_s": 30.0}
+    eventually(lambda: all(len(holders(store, key)) == 3 for key in keys[:10]))
+    assert all(len(holders(store, key)) == 1 for key in keys[10:]), "nobody asked for these"
+    assert all(store.get(key).bytes() == value_of(index) for index, key in enumerate(keys))
+    with pytest.raises(InvalidRequest, match="copies were asked for 0 s"):
+        store.replicate(keys, for_s=0)

@@ -1,4 +1,4 @@
-"""``tanghulu store drain | undrain | evict | watch``: what operators do to a running store."""
+"""``tanghulu store drain | undrain | evict | replicate | watch``: what operators do to a running store."""
 
 from __future__ import annotations
 
@@ -118,6 +118,21 @@ def evict(keys: tuple[str, ...], num_bytes: int, node_id: str, master: Masters, 
 
 
 @click.command()
+@click.argument("keys", nargs=-1, required=True)
+@click.option("--holders", type=click.IntRange(min=1), default=2, help="nodes that shall hold each")
+@click.option("--for-s", type=float, default=60.0, help="for so many seconds; copies that nobody reads go afterwards")
+@store_options
+def replicate(keys: tuple[str, ...], holders: int, for_s: float, master: Masters, as_json: bool) -> None:
+    """Have KEYS copied to more nodes ahead of demand; the master does it in the background."""
+    with connect(master) as store:
+        num_taken = store.replicate(keys, holders=holders, for_s=for_s)
+    if as_json:
+        print_json({"taken": num_taken, "keys": len(keys), "holders": holders, "for_s": for_s})
+    else:
+        click.echo(f"{num_taken} of {len(keys)} keys shall have {holders} holders for {for_s:g} s")
+
+
+@click.command()
 @click.argument("prefix", default="")
 @click.option("--snapshot/--no-snapshot", default=True, help="begin with what there is already")
 @click.option("--count", type=int, help="end after so many lines")
@@ -160,4 +175,4 @@ def _lines(event: DirectoryEvent, as_json: bool) -> Iterator[str]:
             yield " ".join(filter(None, (name, event.node_id, key)))
 
 
-COMMANDS = (drain, undrain, evict, watch)
+COMMANDS = (drain, undrain, evict, replicate, watch)

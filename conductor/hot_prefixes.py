@@ -1,0 +1,132 @@
+"""Prefixes that requests fetch more often than their holders should serve, so that they are copied ahead. Pure.
+
+A request that is sent to a worker which lacks a prefix fetches it. Counted are the prefixes of certain lengths (4, 6,
+8, 12, 16, 24 … blocks, each by its last hash, which stands for all in front) that end in what it fetches; counts halve
+in HALF_LIFE_S. One that is fetched ``rate_per_holder`` times a second and more shall have so many holders that each
+serves no more than that, MAX_HOLDERS at most. Of hot prefixes of one chain the longest is asked for, and a shorter one
+only where it needs more holders.
+
+Example with a rate of 10: an agent's prompt of 100 blocks begins to be fetched 25 times a second, by requests of
+different tails. Its first 4, 6, … 96 blocks are hot; three holders are asked for of the 96. Requests that find it in
+their worker's cache ask nobody, so they do not count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+H = TypeVar("H", bound=Hashable)
+
+HALF_LIFE_S = 5.0
+#: A steady rate r makes a count of r times this.
+_COUNT_S = HALF_LIFE_S / math.log(2)
+#: Prefixes that are counted; the one that was not fetched for longest is forgotten first.
+MAX_PREFIXES = 4096
+MAX_HOLDERS = 4
+FIRST_BLOCKS, MAX_BLOCKS = 4, 4096
+#: Copies are asked for that long, and again so much later while they are wanted.
+ASK_S, AGAIN_S = 30.0, 10.0
+#: Blocks that one round asks for at most.
+MAX_ASKED_BLOCKS = 8192
+
+_LENGTHS = sorted({n for k in range(2, 12) for n in (1 << k, 3 << k - 1) if FIRST_BLOCKS <= n <= MAX_BLOCKS})
+
+
+@dataclass(frozen=True, slots=True)
+class WantedCopies(Generic[H]):
+    """``num_holders`` nodes shall hold ``blocks``, which are of the model with this fingerprint."""
+
+    fingerprint: bytes
+    blocks: tuple[H, ...]
+    num_holders: int
+
+
+@dataclass(slots=True)
+class _Prefix(Generic[H]):
+    fingerprint: bytes
+    num_blocks: int
+    count: float = 0.0
+    counted_s: float = 0.0
+    blocks: tuple[H, ...] = ()  # once it is hot
+    asked_s: float = -math.inf
+
+
+class HotPrefixes(Generic[H]):
+    """See the module. A ``rate_per_holder`` of 0 counts nothing."""
+
+    def __init__(self, rate_per_holder: float) -> None:
+        assert rate_per_holder >= 0
+        self._rate = rate_per_holder
+        self._prefixes: OrderedDict[H, _Prefix[H]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._prefixes)
+
+    def fetched(self, fingerprint: bytes, hashes: Sequence[H], first: int, stop: int, now_s: float) -> None:
+        """A request is about to fetch ``hashes[first:stop]`` of its prompt."""
+        if not self._rate:
+            return
+        for length in _LENGTHS:
+            if length > stop:
+                break
+            if length > first:
+                self._count(fingerprint, hashes, length, now_s)
+        while len(self._prefixes) > MAX_PREFIXES:
+            self._prefixes.popitem(last=False)
+
+    def wanted(self, now_s: float, num_holders: Callable[[Sequence[H]], int]) -> list[WantedCopies[H]]:
+        """What shall be copied now; ``num_holders`` tells how many nodes hold all of some blocks.
+
+        What was asked for is asked for again after AGAIN_S as long as it is hot, whoever holds it by then.
+        """
+        wishes: list[WantedCopies[H]] = []
+        covered: dict[H, int] = {}
+        left = MAX_ASKED_BLOCKS
+        for prefix in sorted(self._hot(now_s), key=lambda each: -each.num_blocks):
+            wanted = min(MAX_HOLDERS, math.ceil(self._rate_of(prefix, now_s) / self._rate))
+            if covered.get(prefix.blocks[-1], 0) >= wanted:
+                continue
+            covered.update((prefix.blocks[n - 1], wanted) for n in _LENGTHS if n <= prefix.num_blocks)
+            if now_s < prefix.asked_s + AGAIN_S or prefix.num_blocks > left:
+                continue
+            if prefix.asked_s > -math.inf or num_holders(prefix.blocks) < wanted:
+                prefix.asked_s = now_s
+                left -= prefix.num_blocks
+                wishes.append(WantedCopies(prefix.fingerprint, prefix.blocks, wanted))
+        return wishes
+
+    def check(self) -> None:
+        """It is bounded; what is kept of a prefix is all of it."""
+        assert len(self._prefixes) <= MAX_PREFIXES
+        for last, prefix in self._prefixes.items():
+            assert not prefix.blocks or (len(prefix.blocks) == prefix.num_blocks and prefix.blocks[-1] == last)
+
+    def _count(self, fingerprint: bytes, hashes: Sequence[H], length: int, now_s: float) -> None:
+        last = hashes[length - 1]
+        prefix = self._prefixes.get(last)
+        if prefix is None:
+            prefix = self._prefixes[last] = _Prefix(fingerprint, length)
+        self._prefixes.move_to_end(last)
+        prefix.count, prefix.counted_s = self._count_of(prefix, now_s) + 1, now_s
+        if not prefix.blocks and self._rate_of(prefix, now_s) > self._rate:
+            prefix.blocks = tuple(hashes[:length])
+
+    def _hot(self, now_s: float) -> list[_Prefix[H]]:
+        hot = []
+        for prefix in self._prefixes.values():
+            if prefix.blocks and self._rate_of(prefix, now_s) <= self._rate:
+                prefix.blocks, prefix.asked_s = (), -math.inf
+            elif prefix.blocks:
+                hot.append(prefix)
+        return hot
+
+    def _rate_of(self, prefix: _Prefix[H], now_s: float) -> float:
+        """Fetches a second."""
+        return self._count_of(prefix, now_s) / _COUNT_S
+
+    def _count_of(self, prefix: _Prefix[H], now_s: float) -> float:
+        return prefix.count * math.exp2((prefix.counted_s - now_s) / HALF_LIFE_S)

@@ -1,0 +1,84 @@
+"""How fast KV travels between places, fitted from what workers measured when they read from each other. Pure.
+
+A read tells of one link, from the host of the worker that held the KV to the host of the one that read it. It also
+tells something of all links between these racks, of all between these zones, and of all links as long: within a host, a
+rack, a zone, or beyond. What is known of the narrowest of these answers a question; the past fades, a large read weighs
+more.
+
+Example: two racks. Within rack a a worker read 10 GB in 1 s, from rack b to rack a another 2 GB in 2 s. From any host
+of b to any host of a that was never seen: 1 GB/s, as between the racks. From a to b: 1 GB/s too, as between racks of a
+zone at all. Within rack b: 10 GB/s, as within a rack.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+
+from tanghulu.types import Place
+
+#: What is left of the past at each read over a link.
+FADE = 0.9
+#: Links of which something is remembered; the one that nothing was read over for longest is forgotten.
+MAX_LINKS = 16384
+
+
+class _Rate:
+    __slots__ = ("num_bytes", "seconds")
+
+    def __init__(self) -> None:
+        self.num_bytes = self.seconds = 0.0
+
+    def add(self, num_bytes: float, seconds: float) -> None:
+        self.num_bytes = FADE * self.num_bytes + num_bytes
+        self.seconds = FADE * self.seconds + seconds
+
+
+class LinkSpeeds:
+    """``observe`` reads, ask for ``bytes_per_s``."""
+
+    def __init__(self) -> None:
+        self._rates: OrderedDict[Hashable, _Rate] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._rates)
+
+    def observe(self, source: Place, target: Place, num_bytes: int, seconds: float) -> None:
+        """``num_bytes`` came from ``source`` to ``target`` in ``seconds``; nothing is learned from none in no time."""
+        if num_bytes <= 0 or seconds <= 0:
+            return
+        for link in _links(source, target):
+            rate = self._rates.setdefault(link, _Rate())
+            rate.add(num_bytes, seconds)
+            self._rates.move_to_end(link)
+        while len(self._rates) > MAX_LINKS:
+            self._rates.popitem(last=False)
+
+    def bytes_per_s(self, source: Place, target: Place) -> float:
+        """What is expected between them; 0 if nothing like it was ever measured."""
+        rates = self._rates
+        for link in _links(source, target):
+            rate = rates.get(link)
+            if rate is not None:
+                return rate.num_bytes / rate.seconds
+        return 0.0
+
+    def check(self) -> None:
+        """It is bounded, and every speed is one."""
+        assert len(self._rates) <= MAX_LINKS
+        assert all(rate.num_bytes > 0 and rate.seconds > 0 for rate in self._rates.values())
+
+
+def _links(source: Place, target: Place) -> Iterator[Hashable]:
+    """From the narrowest to the widest that a read between these places tells of."""
+    yield source, target
+    if (source.zone, source.rack) == (target.zone, target.rack):
+        yield "within", source.zone, source.rack, source.host == target.host
+        yield "host" if source.host == target.host else "rack"
+        return
+    yield source.zone, source.rack, target.zone, target.rack
+    if source.zone != target.zone:
+        yield source.zone, target.zone
+        yield "beyond"
+    else:
+        yield "zone"
