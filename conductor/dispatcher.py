@@ -164,7 +164,7 @@ class Dispatcher:
         now_s = self._clock.now_s()
         for output in step.outputs:
             worker.load.heard_of(output.wire_id)
-            self.router.in_flight.end(output.wire_id)
+            self.router.heard(output.wire_id, len(output.tokens))
             self.own.prefilled(output.wire_id)
             entry = self._submissions.get(output.wire_id)
             if entry is not None:
@@ -309,7 +309,7 @@ class Dispatcher:
         self._submissions[to.wire_id] = entry
         entry.wire_id = to.wire_id
         worker.load.sent(to.wire_id, entry.rest_tokens, entry.num_blocks)
-        hashes = self.router.sent(to.wire_id, worker.id, flight, entry.model)
+        hashes = self.router.sent(to.wire_id, worker, flight, entry.model, to.hand_over)
         decode = entry.promised or NOBODY
         self.own.began(Begun(to.wire_id, worker.id, entry.rest_tokens, entry.num_blocks, hashes, decode))
         try:
@@ -371,7 +371,7 @@ class Dispatcher:
 
     def _untrack(self, entry: _Entry) -> None:
         self._submissions.pop(entry.wire_id, None)
-        self.router.in_flight.end(entry.wire_id)
+        self.router.ended(entry.wire_id)
         self.own.freed(entry.wire_id)
         entry.wire_id = ""
 

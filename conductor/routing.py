@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tanghulu.conductor.events import CacheMirror, Hits
+from tanghulu.conductor.expected_blocks import ExpectedBlocks
 from tanghulu.conductor.hot_prefixes import HotPrefixes
 from tanghulu.conductor.in_flight import InFlightBlocks
 from tanghulu.conductor.lifecycle import Flight
@@ -84,6 +85,7 @@ class Router:
         self.in_flight = InFlightBlocks()
         self.output = OutputEstimate()
         self.links = LinkSpeeds()
+        self.expected = ExpectedBlocks()
         self._registry = registry
         self._place = place
         self._mirror = mirror
@@ -96,12 +98,30 @@ class Router:
         """Where ``request`` would go now; changes nothing, not even whose turn it is."""
         return self._route(copy.deepcopy(self.policies.of(request.routing)), Flight(request, 0), model)
 
-    def sent(self, wire_id: str, worker: InstanceId, flight: Flight, model: ServedModel) -> Sequence[BlockHash]:
-        """``flight`` was sent to ``worker``, which computes its blocks, returned here, until ``InFlightBlocks.end``."""
+    def sent(
+        self, wire_id: str, worker: Worker, flight: Flight, model: ServedModel, hand_over: bool
+    ) -> Sequence[BlockHash]:
+        """``flight`` was sent to ``worker``, which computes its blocks, returned here, until it is heard of.
+
+        Where it is not to ``hand_over``, it decodes there too.
+        """
         sequence = flight.sequence(lambda: model.empty_sequence(flight.request.salt))
         hashes = tuple(sequence.block_hashes)
-        self.in_flight.begin(wire_id, worker, hashes)
+        self.in_flight.begin(wire_id, worker.id, hashes)
+        if not hand_over:
+            num_tokens = min(self.output.tokens, _most_output(flight)) - len(flight.generated)
+            self.expected.begin(wire_id, worker.load, sequence.block_tokens, num_tokens)
         return hashes
+
+    def heard(self, wire_id: str, num_tokens: int) -> None:
+        """The worker has prefilled the submission and said ``num_tokens`` of its answer."""
+        self.in_flight.end(wire_id)
+        self.expected.came(wire_id, num_tokens)
+
+    def ended(self, wire_id: str) -> None:
+        """The submission is over; no error if that is known."""
+        self.in_flight.end(wire_id)
+        self.expected.end(wire_id)
 
     def note_fetch(self, route: Route, flight: Flight, model: ServedModel, now_s: float) -> None:
         """``flight`` goes where ``route`` says: count what its prefill worker will read from the store."""
@@ -155,6 +175,7 @@ class Router:
         self.in_flight.check()
         self.hot.check()
         self.links.check()
+        self.expected.check()
 
     def _route(self, policy: Policy, flight: Flight, model: ServedModel) -> Route:
         request, workers, hits = self._views(policy, flight, model)
@@ -175,7 +196,7 @@ class Router:
             place=self._place,
             named_blocks=len(sequence.block_hashes),
             expected_output=self.output.tokens,
-            most_output=max(1, flight.request.stop.max_new_tokens - len(flight.generated)),
+            most_output=max(1, _most_output(flight) - len(flight.generated)),
             links=self.links if self.links else None,
         )
         coming = self.in_flight.match(sequence.block_hashes)
@@ -183,6 +204,10 @@ class Router:
         roster, ranks = self._registry.roster(model.card.model), policy.ranks and not (wish.prefill or wish.decode)
         shown = views_of(roster, flight.avoid, ranks, hits.workers, coming)
         return request, restricted(with_both_phases(shown), wish), hits
+
+
+def _most_output(flight: Flight) -> int:
+    return flight.request.stop.max_new_tokens
 
 
 def with_both_phases(shown: list[WorkerView]) -> list[WorkerView]:

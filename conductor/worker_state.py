@@ -2,7 +2,8 @@
 
 Pure. A submission counts as load from the moment it is sent until the worker has surely seen it: at the first word
 about that submission, or at the second report behind it (the first may have crossed it on the wire). What is prefilled
-elsewhere and was promised to this worker counts until it comes or is withdrawn.
+elsewhere and was promised to this worker counts until it comes or is withdrawn. What answers under way will still fill
+is not in use, but not free either (expected_blocks.py).
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class LoadTracker:
         self.known = NOTHING_KNOWN
         #: Tokens of a block of the model that it serves; 0 while that is not known.
         self.block_tokens = 0
+        #: What answers under way are still expected to fill.
+        self.expected_blocks = 0
         self._unreported: dict[str, _Unreported] = {}
         self._promised: dict[str, int] = {}
         #: Order of workers by load: waiting tokens, then requests. An attribute, because thousands are sorted by it.
@@ -76,6 +79,12 @@ class LoadTracker:
         """It came, or will not come; no error if that is known."""
         if self._promised.pop(key, None) is not None:
             self._changed()
+
+    def expect(self, num_blocks: int) -> None:
+        """Answers will fill so many blocks more than was expected, or less if negative."""
+        if num_blocks:
+            self.expected_blocks += num_blocks
+            self.renew()
 
     def reset(self, load: WorkerLoad) -> None:
         """A new session began: nothing is under way."""
@@ -118,7 +127,7 @@ class LoadTracker:
         view.queue_tokens, view.num_requests, view.blocks_free = (
             self._queue_tokens,
             self._num_requests,
-            self._blocks_free,
+            max(0, self._blocks_free - self.expected_blocks),
         )
         view.blocks_total, view.prefill_tokens_per_s = load.blocks_total, load.prefill_tokens_per_s
         view.decode_step_s, view.store_bytes_per_s = load.decode_step_s, load.store_bytes_per_s
@@ -156,6 +165,7 @@ class LoadTracker:
         expected = self.reported.prefill_tokens_waiting + sum(e.prefill_tokens for e in self._unreported.values())
         assert self._queue_tokens == expected
         assert len(self._views) <= MAX_VIEWS
+        assert self.expected_blocks >= 0
         assert all(0 < e.reports_left <= _REPORTS_UNTIL_SEEN for e in self._unreported.values())
 
 

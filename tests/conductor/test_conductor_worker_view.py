@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from tanghulu.conductor.expected_blocks import ExpectedBlocks
 from tanghulu.conductor.policies.base import RequestView
 from tanghulu.conductor.policies.registry import make_policy
 from tanghulu.conductor.requests import WorkerLoad
@@ -47,3 +48,36 @@ def test_blocks_of_requests_under_way_are_active():
     assert _view(tracker).active_blocks == 43
     busy, idle = replace(_view(tracker), id=InstanceId("a")), replace(_view(tracker), active_blocks=0)
     assert make_policy("dynamo").choose(RequestView(640, 64, 1024), with_both_phases([busy, idle])).prefill == WORKER
+
+
+def test_blocks_that_answers_will_fill_are_not_free_and_decay_as_tokens_come():
+    tracker, expected = LoadTracker(), ExpectedBlocks()
+    tracker.report(WorkerLoad(blocks_total=100, blocks_free=70))
+    seen = []
+    for wire_id, num_tokens in (("long", 256.0), ("short", 10), ("none", 0)):
+        expected.begin(wire_id, tracker, 64, num_tokens)
+        seen.append(_view(tracker).blocks_free)
+        expected.check()
+    assert seen == [66, 65, 65]
+    assert _view(tracker).active_blocks == 30, "they are not in use"
+    for num_tokens, free in ((1, 65), (63, 66), (100, 67), (100, 69), (500, 69)):
+        expected.came("long", num_tokens)
+        assert _view(tracker).blocks_free == free
+        expected.check()
+    expected.came("unknown", 5)
+    for wire_id in ("long", "short", "none", "short"):
+        expected.end(wire_id)
+    assert (len(expected), tracker.expected_blocks, _view(tracker).blocks_free) == (0, 0, 70)
+    tracker.check()
+
+
+def test_the_worker_whose_answers_will_fill_it_is_not_asked_to_decode():
+    request = RequestView(64 * 60, 64, 1 << 20)
+    views, expected = [], ExpectedBlocks()
+    for name, num_answers in (("filling", 4), ("empty", 0)):
+        tracker = LoadTracker()
+        tracker.report(WorkerLoad(blocks_total=100, blocks_free=70, num_running=1, peer_bytes_per_s=1e9))
+        for number in range(num_answers):
+            expected.begin(f"{name} {number}", tracker, 64, 256.0)
+        views.append(tracker.view(InstanceId(name), Role.BOTH, 0))
+    assert make_policy("ttft-min").choose(request, views).decode == "empty"
