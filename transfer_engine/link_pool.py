@@ -75,6 +75,8 @@ class LinkPool:
             assert len(self._idle) <= self._num_links
             assert not (self._closed and self._idle)
             assert all(link.reusable for link in self._idle)
+            for link in self._idle:
+                link.check()
 
     # --- inside
 

@@ -156,6 +156,11 @@ class OneSidedConnection:
             self._fences.add(self.control.token)
         self.control.close()
 
+    def check(self) -> None:
+        """Assert the invariants: nothing moves before both ends stand, and what is expected is counted."""
+        assert self.mover.ready or not (self.mover.num_posted or self._to_compare)
+        self.control.check()
+
     # --- inside
 
     def _reach(self) -> None:

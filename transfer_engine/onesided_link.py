@@ -102,6 +102,12 @@ class OneSidedLink(WiredLink[OneSidedConnection]):
             super().close()
             self._movers.close()
 
+    def check(self) -> None:
+        """Assert the invariants of the connections too."""
+        super().check()
+        for connection in self._connections.values():
+            connection.check()
+
     # --- WiredLink
 
     def _connect(self, path: Path) -> OneSidedConnection:

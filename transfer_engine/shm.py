@@ -175,6 +175,10 @@ class ShmLink:
     def close(self) -> None:
         """The mapping belongs to the peer."""
 
+    def check(self) -> None:
+        """Assert the invariants: nothing is copied after the owner was found gone."""
+        assert not any(isinstance(each, Lost) for each in self._ended[:-1])
+
 
 def _hangs_on(fd: int) -> bool:
     """Whether the other end of a connection on which nothing is ever said is still open.

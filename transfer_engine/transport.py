@@ -86,6 +86,10 @@ class Link(Protocol):
         """Close every connection."""
         ...
 
+    def check(self) -> None:
+        """Assert the invariants of its connections."""
+        ...
+
 
 class Peer(Protocol):
     """A remote segment as one transport reaches it: makes links."""

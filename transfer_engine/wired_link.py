@@ -129,6 +129,12 @@ class WiredLink(ABC, Generic[C]):
         self._poller.close()
         os.close(self._wake_fd)
 
+    def check(self) -> None:
+        """Assert the invariants: what is watched is a connection of a path, and a closed link has none."""
+        assert {id(each) for each in self._by_fd.values()} <= {id(each) for each in self._connections.values()}
+        assert all(connection.path is path for path, connection in self._connections.items())
+        assert not (self._closed and self._connections)
+
     # --- for the engine
 
     def greet(self, path: Path, timeout_s: float, clock: Clock) -> None:
