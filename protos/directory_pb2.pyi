@@ -109,7 +109,7 @@ class AnnounceRequest(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., generation: _Optional[int] = ..., added: _Optional[_Iterable[_Union[ChunkEntry, _Mapping]]] = ..., removed: _Optional[_Iterable[str]] = ..., report: _Optional[_Union[AnnounceRequest.Report, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., deleted: _Optional[_Iterable[str]] = ..., ssd_capacity_bytes: _Optional[int] = ..., ssd_used_bytes: _Optional[int] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ..., news: _Optional[_Union[CopyNews, _Mapping]] = ...) -> None: ...
 
 class AnnounceReply(_message.Message):
-    __slots__ = ("status", "accepted", "report_wanted", "term", "term_of", "copies", "drops", "sources")
+    __slots__ = ("status", "accepted", "report_wanted", "term", "term_of", "copies", "drops", "sources", "undecided")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     REPORT_WANTED_FIELD_NUMBER: _ClassVar[int]
@@ -118,6 +118,7 @@ class AnnounceReply(_message.Message):
     COPIES_FIELD_NUMBER: _ClassVar[int]
     DROPS_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
+    UNDECIDED_FIELD_NUMBER: _ClassVar[int]
     status: _common_pb2.Status
     accepted: _containers.RepeatedScalarFieldContainer[bool]
     report_wanted: bool
@@ -126,7 +127,8 @@ class AnnounceReply(_message.Message):
     copies: _containers.RepeatedCompositeFieldContainer[CopyOrder]
     drops: _containers.RepeatedCompositeFieldContainer[DropOrder]
     sources: _containers.RepeatedCompositeFieldContainer[_common_pb2.Instance]
-    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., accepted: _Optional[_Iterable[bool]] = ..., report_wanted: _Optional[bool] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ..., copies: _Optional[_Iterable[_Union[CopyOrder, _Mapping]]] = ..., drops: _Optional[_Iterable[_Union[DropOrder, _Mapping]]] = ..., sources: _Optional[_Iterable[_Union[_common_pb2.Instance, _Mapping]]] = ...) -> None: ...
+    undecided: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., accepted: _Optional[_Iterable[bool]] = ..., report_wanted: _Optional[bool] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ..., copies: _Optional[_Iterable[_Union[CopyOrder, _Mapping]]] = ..., drops: _Optional[_Iterable[_Union[DropOrder, _Mapping]]] = ..., sources: _Optional[_Iterable[_Union[_common_pb2.Instance, _Mapping]]] = ..., undecided: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class LocateRequest(_message.Message):
     __slots__ = ("keys", "count_only")

@@ -9,7 +9,7 @@ Rules of an announcement, which comes from a registered node and carries its gen
 - of concurrent puts of a key the first announced version wins while a live node holds it; others get accepted=False
   and drop their copy; the same version on another node is a replica;
 - a deleted version leaves a tombstone: a node that was cut off and comes back with it gets accepted=False;
-- what a client has proclaimed (see promises) counts as announced until the node speaks of the key itself;
+- what a client has proclaimed (see promises) counts as announced till its node speaks; others ask again meanwhile;
 - REPORT BEGIN opens a new slot, the pieces and all later announcements go into it, and at END what only the older slots
   hold is gone. Until END nothing is forgotten. END without its BEGIN (the master restarted in between) proves nothing.
 """
@@ -87,10 +87,11 @@ class Announcement:
 
 
 class Announced(NamedTuple):
-    """The answer: one ``accepted`` for each added entry."""
+    """The answer: one ``accepted`` for each added entry; those with an index in ``undecided`` are to be asked again."""
 
     accepted: list[bool]
     report_wanted: bool
+    undecided: list[int]
 
 
 @dataclass(slots=True)
@@ -218,10 +219,11 @@ class Directory:
         changes: dict[str, bool] = {}  # key -> whether followers must now think that the node holds it
         self._take_out(announcement, changes)
         accepted = [self._put_in(node.slots[-1], announcement.node_id, entry, changes) for entry in announcement.added]
+        undecided = [i for i, each in enumerate(announcement.added) if not accepted[i] and each.key in self.promises]
         self._log_changes(announcement.node_id, changes)
         if announcement.report is Report.END and node.reporting:
             self._end_report(node)
-        return Announced(accepted, report_wanted=not node.reported and not node.reporting)
+        return Announced(accepted, not node.reported and not node.reporting, undecided)
 
     def _speaker(self, announcement: Announcement) -> Node:
         node = self._nodes.get(announcement.node_id)
@@ -273,8 +275,7 @@ class Directory:
             self._table.add(node.slots[-1], key, promise.version, promise.size_bytes)
         for slot in node.slots[:-1]:
             self._table.kill_slot(slot, SlotState.REPLACED)
-        node.slots = node.slots[-1:]
-        node.reporting, node.reported = False, True
+        node.slots, node.reporting, node.reported = node.slots[-1:], False, True
         self._check_all_reported()
 
     def _check_all_reported(self) -> None:

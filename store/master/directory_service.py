@@ -53,9 +53,11 @@ class DirectoryCalls:
         num_accepted = answer.accepted.count(True)
         counts.announcements[announcement.report] += 1
         counts.accepted += num_accepted
-        counts.refused += len(answer.accepted) - num_accepted
+        counts.refused += len(answer.accepted) - num_accepted - len(answer.undecided)
         counts.removed += len(announcement.removed) + len(announcement.deleted)
-        reply = pb.AnnounceReply(accepted=answer.accepted, report_wanted=answer.report_wanted)
+        reply = pb.AnnounceReply(
+            accepted=answer.accepted, report_wanted=answer.report_wanted, undecided=answer.undecided
+        )
         orders = self._master.orders_for(announcement, self._shell.now_s)
         if orders is not None:
             wire.add_orders(reply, *orders, self._master.directory.instance)

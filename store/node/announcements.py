@@ -76,6 +76,11 @@ class AnnouncementQueue:
         self.forget(chunk)
         (self._deleted if deleted else self._removed)[chunk.key] = None
 
+    def again(self, chunk: Holding) -> None:
+        """The master could not yet tell whether ``chunk`` stands: it is told once more, with the next message."""
+        if chunk.held and chunk.key not in self._added and chunk.key not in self._patient:
+            self._patient[chunk.key] = chunk
+
     def forget(self, chunk: Holding) -> None:
         """The master does not want ``chunk``: there is nothing to add, and nothing to remove there."""
         for added in (self._added, self._patient):

@@ -269,7 +269,7 @@ class Announcer:
         self._free = True
         self._failures = 0
         reply = outcome.message
-        self._answered(message, reply.accepted, reply.report_wanted)
+        self._answered(message, reply)
         orders = orders_from_wire(reply)
         if orders is not None:
             self._on_orders(orders)
@@ -281,12 +281,16 @@ class Announcer:
         if self._broken is not None and not self._broken.done():
             self._broken.set_exception(error)
 
-    def _answered(self, message: Announcement, accepted: Sequence[bool], report_wanted: bool) -> None:
+    def _answered(self, message: Announcement, reply: directory_pb2.AnnounceReply) -> None:
         self._queue.done()
         if not self.connected.is_set():
             self.connected.set()
             _log.info("announcer.connected", master=str(self._master))
-        for chunk, stands in zip(message.added, accepted, strict=True):
+        undecided = set(reply.undecided)
+        for index, (chunk, stands) in enumerate(zip(message.added, reply.accepted, strict=True)):
+            if index in undecided:
+                self._queue.again(chunk)
+                continue
             self._state.announced(chunk, accepted=stands)
             self._confirmations.settle(chunk, stands)
         if self._queue.removals_told:
@@ -294,7 +298,7 @@ class Announcer:
                 if not future.done():
                     future.set_result(None)
             self._flushing.clear()
-        if report_wanted:
+        if reply.report_wanted:
             _log.info("announcer.report", num_chunks=len(self._state.table))
             self._queue.begin_report(self._state.live_chunks())
         if message.added:  # the puts' clients are answered first

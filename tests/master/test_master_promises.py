@@ -146,6 +146,22 @@ def test_a_promise_that_was_made_good_by_another_version_stays() -> None:
     assert holders(directory, "k") == ("a",)
 
 
+def test_who_comes_second_to_a_promise_hears_what_became_of_it() -> None:
+    """Neither a hit, for the first may never be written, nor the first, for it may be on its way."""
+    directory = ready("a", "b")
+    directory.proclaim(said("a", "broken", version=1), 10.0)
+    directory.proclaim(said("a", "kept", version=1), 10.0)
+    both = Announcement("b", 1, added=[ChunkEntry("own", 1, 9), ChunkEntry("broken", 2, 9), ChunkEntry("kept", 2, 9)])
+    answer = directory.announce(both, 10.1)
+    assert answer.accepted[0]
+    assert answer.undecided == [1, 2]
+    assert directory.announce(added("a", "kept", version=1), 10.2).accepted == [True]
+    directory.tick(10.0 + PROMISE_S)
+    answer = directory.announce(both, 14.0)
+    assert (answer.accepted, answer.undecided) == ([True, True, False], [])
+    assert (holders(directory, "broken"), holders(directory, "kept")) == (("b",), ("a",))
+
+
 def test_promises_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(promises, "MAX_PROMISES", 3)
     directory = ready("a")
