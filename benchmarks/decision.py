@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 
 import report
+from tanghulu.conductor import garbage
 from tanghulu.conductor.events import CacheMirror
 from tanghulu.conductor.hash_cache import HashCache
 from tanghulu.conductor.policies.base import RequestView
@@ -158,6 +159,7 @@ def main() -> None:
                 scene.decide(prompt)
         pstats.Stats(profile).sort_stats("tottime").print_stats(14)
         return
+    garbage.begin()  # as a conductor does
     rows = [
         measure(scene, kind, make, args.decisions) for kind, make in (("new", scene.new), ("extends", scene.extends))
     ]

@@ -3,6 +3,7 @@
     python benchmarks/prefix_index.py --peer-python VENV/bin/python      # VENV has ai-dynamo-runtime==1.6.1
     python benchmarks/prefix_index.py --soak 50000000
 
+In the load *alone* a bare dict of blocks is the third: what no index of single blocks in Python can be faster than.
 Each index lives in a process of its own (the peer's in its own virtual environment) and does one round when the driver
 says so, in turns, so that a busy machine troubles both. A round asks for random chains, every time as fresh objects,
 as a prompt's hashes are. ``first`` are the look-ups before which a chain was never asked for.
@@ -81,6 +82,37 @@ class Ours:
         return {int(holder.split("-")[1]): num for holder, num in found.items()}
 
 
+class Dict:
+    """The least that an index of single blocks does: a dict from each block to its only holder. Load *alone* only."""
+
+    def __init__(self, consecutive: bool) -> None:
+        self._holder_of: dict[bytes, int] = {}
+        self.match: Callable[[Any], Any] = self._match
+
+    def _match(self, chain: Chain) -> dict[int, int]:
+        holder = self._holder_of.get(chain[0])
+        return {} if holder is None else {holder: sum(map(self._holder_of.__contains__, chain))}
+
+    def stored(self, holder: int, chain: Chain) -> Any:
+        return dict.fromkeys(chain, holder)
+
+    def removed(self, holder: int, blocks: Chain) -> Any:
+        return blocks
+
+    def apply(self, event: Any) -> None:
+        if isinstance(event, dict):
+            self._holder_of.update(event)
+        else:
+            for block in event:
+                del self._holder_of[block]
+
+    def question(self, chain: Chain) -> Any:
+        return chain
+
+    def answer(self, found: Any) -> dict[int, int]:
+        return dict(found)
+
+
 class Dynamo:
     """The Python binding of Dynamo's radix tree: 64-bit names, events as JSON, a thread of its own behind it."""
 
@@ -109,12 +141,15 @@ class Dynamo:
         return {holder: num for (holder, _rank), num in found.scores.items()}
 
 
+SIDES: dict[str, Callable[[bool], Any]] = {"tanghulu": Ours, "dict": Dict, "dynamo": Dynamo}
+
+
 class Side:
     """One index in this process, with the same load for both."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
-        self._index = Dynamo(args.consecutive) if args.side == "dynamo" else Ours(args.consecutive)
+        self._index = SIDES[args.side](args.consecutive)
         self._num_chains = -(-args.blocks // args.depth)
         self._names = random.Random(args.seed).randbytes(HASH_BYTES * args.depth * self._num_chains)
         self._asked: set[int] = set()
@@ -224,6 +259,8 @@ class Child:
 def compare(args: argparse.Namespace, load: str) -> list[dict[str, Any]]:
     """One load on both sides, in turns."""
     children = [Child(sys.executable, "tanghulu", load, args)]
+    if load == "alone":
+        children.append(Child(sys.executable, "dict", load, args))
     if args.peer_python:
         children.append(Child(args.peer_python, "dynamo", load, args))
     rows = [{"index": child.side, "load": load, **child.do("fill")} for child in children]
@@ -298,7 +335,7 @@ def main() -> None:
     parser.add_argument("--soak", type=int, default=0, help="blocks of events; nothing else is measured then")
     parser.add_argument("--soak-live", type=int, default=200_000)
     parser.add_argument("--keep", metavar="NAME", help="write results/NAME.json")
-    parser.add_argument("--side", choices=["tanghulu", "dynamo"], help=argparse.SUPPRESS)
+    parser.add_argument("--side", choices=[*SIDES], help=argparse.SUPPRESS)
     parser.add_argument("--load", choices=["alone", "prefixes"], default="alone", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:

@@ -12,6 +12,7 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from tanghulu.clock import SystemClock
+from tanghulu.conductor import garbage
 from tanghulu.conductor.admission import Admission
 from tanghulu.conductor.dispatcher import Dispatcher, Limits
 from tanghulu.conductor.event_shards import DEFAULT_SHARDS
@@ -180,6 +181,17 @@ class Conductor:
             await asyncio.sleep(_OBSERVE_S)
 
 
+async def _collect_garbage(dispatcher: Dispatcher) -> None:
+    """Full collections, when nobody waits."""
+    clock = SystemClock()
+    garbage.begin()
+    pacer = garbage.CollectionPacer(clock.now_s())
+    while True:
+        await asyncio.sleep(_OBSERVE_S)
+        if pacer.due(clock.now_s(), busy=dispatcher.num_requests > 0):
+            garbage.collect()
+
+
 async def serve(process: Process, config: ConductorConfig) -> None:
     """Run until the process is to stop."""
     listener_port = config.port
@@ -187,6 +199,7 @@ async def serve(process: Process, config: ConductorConfig) -> None:
         conductor = Conductor(config, f"conductor-{process.generation:012x}", process.registry)
         async with conductor.running(discovery, listener_port):
             mirroring = asyncio.create_task(conductor.dispatcher.mirror.follow_master(config.master))
+            collecting = asyncio.create_task(_collect_garbage(conductor.dispatcher))
             replicating = asyncio.create_task(conductor.replicator(CopyRequester(config.master).ask).run())
             instance = Instance(
                 id=process.instance_id(conductor.address.port),
@@ -204,9 +217,9 @@ async def serve(process: Process, config: ConductorConfig) -> None:
                 await process.stopping.wait()
                 await registration.close()
             finally:
-                mirroring.cancel()
-                replicating.cancel()
-                await asyncio.gather(mirroring, replicating, return_exceptions=True)
+                for task in (mirroring, replicating, collecting):
+                    task.cancel()
+                await asyncio.gather(mirroring, replicating, collecting, return_exceptions=True)
 
 
 COMMAND = command(

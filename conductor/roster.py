@@ -2,9 +2,10 @@
 
 Pure. Most of what a policy is shown has not changed since the last decision: of 128 workers a few have reported since
 then, a few hold part of the prompt. So a roster has one view of each worker and writes into it what has changed; a
-tracker whose load changes leaves its number in a set, and only these are brought up to date. Example: 128 workers, 8
-reports, a prompt that one worker holds: the load of eight views is written, what is held of the prompt in one, and in
-the one that held the prompt before; the other 118 are not even touched.
+tracker whose load changes leaves its number in a set, and only these are brought up to date: after a report at once, so
+that no request waits for it, else by the next decision. Example: 128 workers, a prompt that one worker holds, another
+request was sent to one just now: its load is written, what is held of the prompt in one view, and in the one that held
+the prompt before; the other 125 are not even touched.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Roster(Generic[W]):
         self._number_of = {worker.id: number for number, worker in enumerate(self.workers)}
         self._stale: set[int] = set()
         for number, worker in enumerate(self.workers):
-            worker.load.watch(self._stale, number)
+            worker.load.watch(self._stale, number, self._load)
         shown = self._shown = Shown(map(copy.copy, views(self.workers, {}, {})))
         self._found: list[WorkerView] = []
         self._seats: list[list[tuple[Ranked, int]]] = [[] for _ in shown]
@@ -39,10 +40,11 @@ class Roster(Generic[W]):
     def views(self, hits: Mapping[InstanceId, int], coming: Mapping[InstanceId, int]) -> Shown:
         """A view of each, with the blocks of a prompt that it has and that are coming to it.
 
-        It is the roster's own list: it must not be changed, and is as it was until the next call.
+        It is the roster's own list: it must not be changed, and is as it was until the next call or a worker's report.
         """
         number_of, shown = self._number_of, self._shown
-        self._load_stale()
+        for number in list(self._stale):
+            self._load(number)
         self._forget_prompt()
         found = hits.keys() | coming.keys() if coming else hits
         for number in sorted([number_of[holder] for holder in found if holder in number_of]):
@@ -56,14 +58,13 @@ class Roster(Generic[W]):
                     ranked.longest = view.match_blocks
         return shown
 
-    def _load_stale(self) -> None:
-        for number in self._stale:
-            worker, view = self.workers[number], self._shown[number]
-            view.place = worker.place
-            worker.load.show(view)
-            for ranked, place in self._seats[number]:
-                ranked.loaded(place)
-        self._stale.clear()
+    def _load(self, number: int) -> None:
+        worker, view = self.workers[number], self._shown[number]
+        self._stale.discard(number)
+        view.place = worker.place
+        worker.load.show(view)
+        for ranked, place in self._seats[number]:
+            ranked.loaded(place)
 
     def _forget_prompt(self) -> None:
         """Nobody holds anything of the next prompt until that is said."""

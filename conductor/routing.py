@@ -28,7 +28,7 @@ from tanghulu.types import BlockHash, InstanceId, Place
 class Route:
     """A decision with what it was made from. ``rest_tokens``: what the prefill worker will have to compute.
 
-    ``workers`` are as they were until the next decision.
+    ``workers`` are as they were until the next decision, or a worker's report.
     """
 
     decision: Decision | None

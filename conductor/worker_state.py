@@ -8,7 +8,7 @@ is not in use, but not free either (expected_blocks.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +27,10 @@ class _Unreported:
     prefill_tokens: int
     num_blocks: int
     reports_left: int = _REPORTS_UNTIL_SEEN
+
+
+def _nobody(number: int) -> None:
+    """Nobody watches."""
 
 
 class LoadTracker:
@@ -50,6 +54,7 @@ class LoadTracker:
         self._views: dict[tuple[int, int], WorkerView] = {}
         self._role, self._place, self._phases = Role.BOTH, Place(), (True, True)
         self._stale: tuple[set[int], int] = (set(), 0)
+        self._refresh: Callable[[int], None] = _nobody
 
     def sent(self, wire_id: str, prefill_tokens: int, num_blocks: int) -> None:
         """A submission was sent; ``prefill_tokens`` of it are expected to be computed there."""
@@ -69,6 +74,7 @@ class LoadTracker:
             if entry.reports_left == 0:
                 del self._unreported[wire_id]
         self._changed()
+        self._refresh(self._stale[1])
 
     def promise(self, key: str, num_blocks: int) -> None:
         """A request that is prefilled elsewhere will decode here and need so many blocks."""
@@ -117,9 +123,11 @@ class LoadTracker:
         stale, number = self._stale
         stale.add(number)
 
-    def watch(self, stale: set[int], number: int) -> None:
-        """Put ``number`` into ``stale`` whenever a view must be made anew, from now on; there is one such set."""
-        self._stale = (stale, number)
+    def watch(self, stale: set[int], number: int, refresh: Callable[[int], None] = _nobody) -> None:
+        """Put ``number`` into ``stale`` whenever a view must be made anew, and call ``refresh`` with it after each
+        report, from now on; there is one such set.
+        """
+        self._stale, self._refresh = (stale, number), refresh
 
     def show(self, view: WorkerView) -> None:
         """Bring ``view``, of this worker, up to its load; what it has of a prompt stays."""

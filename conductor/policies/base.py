@@ -30,6 +30,8 @@ STEP_SHARE_OF_A_SEQUENCE = 1 / 16
 JUDGED_TOKENS = 64
 #: And by at least this share where what it costs was measured: equals are still told apart by their company.
 LEAST_SHARE_OF_A_SEQUENCE = 1 / 64
+#: What one ``random()`` takes from its generator: two words of 32 bits (tested, as nothing promises it).
+_DRAW_BITS = 64
 #: How much of a step is company, for each sequence.
 _COMPANY = JUDGED_TOKENS * STEP_SHARE_OF_A_SEQUENCE
 #: Profiles are made once for each speed: workers measure a new one every few seconds, and are looked at all the time.
@@ -188,7 +190,8 @@ class Decision:
     """The worker that prefills and the one that decodes (it may be the same), and why.
 
     ``fetch`` is only decided among workers that can fetch from each other; what the store has, a worker fetches by
-    itself. ``explain`` makes the ``candidates`` from the views, so it is right until the next decision is made.
+    itself. ``explain`` makes the ``candidates`` from the views, so it is right until the next decision is made or
+    a worker reports.
     """
 
     prefill: InstanceId
@@ -273,12 +276,12 @@ def place_of_least(scores: Sequence[float] | Sequence[tuple[float, ...]], ties: 
     Every score has a draw, needed or not, so that the luck of later requests does not depend on earlier scores.
     ``scores`` is not empty.
     """
+    least = min(scores)
+    if scores.count(least) == 1:
+        ties.getrandbits(_DRAW_BITS * len(scores))  # as far as that many draws, at once
+        return scores.index(least)
     draw = ties.random
     draws = [draw() for _ in scores]
-    least = min(scores)
-    place = scores.index(least)
-    if scores.count(least) == 1:
-        return place
     return min((d, at) for at, (score, d) in enumerate(zip(scores, draws, strict=True)) if score == least)[1]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tanghulu.conductor.policies.affinity import SessionAffinity
-from tanghulu.conductor.policies.base import PeerFetch, RequestView, WorkerView, nearness
+from tanghulu.conductor.policies.base import PeerFetch, RequestView, WorkerView, nearness, place_of_least
 from tanghulu.conductor.policies.dynamo import Dynamo
 from tanghulu.conductor.policies.linear import Linear
 from tanghulu.conductor.policies.mooncake import Mooncake
@@ -330,3 +331,12 @@ def test_own_dispatches_count_until_the_worker_has_seen_them():
     load.sent("r.3", 1, 1)
     load.reset(WorkerLoad())
     assert figures() == (0, 0, 0)
+
+
+def test_draws_that_are_not_needed_are_passed_over_as_if_they_were_made():
+    for num_scores in (1, 2, 7, 64, 300):
+        drawn, passed = random.Random(5), random.Random(5)
+        for _ in range(num_scores):
+            drawn.random()
+        assert place_of_least([0.0] + [1.0] * (num_scores - 1), passed) == 0
+        assert drawn.getstate() == passed.getstate()
