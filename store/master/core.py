@@ -51,7 +51,7 @@ class Master:
         """
         self.generation = generation
         self.leases = LeaseTable()
-        self.directory = Directory(now_s, self._rebuild_s, expected=known_nodes or frozenset())
+        self.directory = Directory(now_s, self._rebuild_s, expected=known_nodes)
         self.members: EventRing[InstanceEvent] = EventRing(MEMBERS_WEIGHT)
         self.copies = CopyPlanner(self.directory, self._copy_rate_bytes_s, self._rng, now_s)
         self._last_tick_s = now_s

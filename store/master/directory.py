@@ -131,7 +131,7 @@ class NodeView:
 class Directory:
     """See the module. ``now_s`` is any monotonic time, the same clock in every call.
 
-    It is not complete before the nodes in ``expected`` have reported (or the time is up).
+    It is not complete before the nodes in ``expected`` (None: unknown) have reported, or the time is up.
     """
 
     def __init__(
@@ -139,10 +139,10 @@ class Directory:
         now_s: float,
         rebuild_s: float = REBUILD_S,
         log_weight: int = LOG_WEIGHT,
-        expected: frozenset[str] = frozenset(),
+        expected: frozenset[str] | None = None,
     ) -> None:
-        self._expected = expected
-        self.rebuild = Rebuild(now_s, rebuild_s)
+        self._expected = expected or frozenset()
+        self.rebuild = Rebuild(now_s, rebuild_s, counted=expected is not None)
         self.log: EventRing[DirectoryEvent] = EventRing(log_weight)
         self._table = ChunkTable()
         self._nodes: dict[str, Node] = {}
@@ -362,6 +362,7 @@ class Directory:
             if found is not None and found.version == promise.version and self._table.remove(promise.node_id, key):
                 self._log(DirectoryEventKind.REMOVED, promise.node_id, (key,))
         self.rebuild.tick(now_s)
+        self._check_all_reported()
         self._table.settle()
 
     def sweep(self, num_keys: int) -> bool:
@@ -390,8 +391,7 @@ class Directory:
         assert len(self._tombstones) <= MAX_TOMBSTONES
         for node_id, node in self._nodes.items():
             assert node.instance.id == node_id
-            assert node.slots
-            assert node.reporting or len(node.slots) == 1
+            assert len(node.slots) == 1 or (node.reporting and node.slots)
             for slot in node.slots:
                 assert self._table.owner(slot) == node_id
 

@@ -16,7 +16,6 @@ from tanghulu.store.master.chunk_table import ChunkTable
 from tanghulu.store.master.directory import Announcement, ChunkEntry, Directory, Report
 from tanghulu.store.master.events import DirectoryEventKind
 from tanghulu.store.master.placement import Wish
-from tanghulu.store.master.rebuild import TRANSITIONS, Knowledge, RebuildEvent
 
 NAMES = st.sampled_from(["a", "b", "c"])
 KEYS = st.sampled_from(["kv/0", "kv/1", "kv/2", "z"])
@@ -320,43 +319,6 @@ def test_a_report_that_begins_again_counts_from_there() -> None:
     say(directory, "a", report=Report.END)
     assert holders(directory, "x") == ()
     assert holders(directory, "y") == ("a",)
-
-
-@pytest.mark.parametrize("report_first", [True, False])
-def test_fresh_master_is_ready_when_all_have_reported_or_time_is_up(report_first: bool) -> None:
-    directory = make("a", "b", rebuild_s=3.0)
-    if report_first:
-        for name in ("a", "b"):
-            assert not directory.rebuild.is_ready
-            say(directory, name, report=Report.BEGIN)
-            say(directory, name, report=Report.END)
-    else:
-        directory.tick(2.99)
-        assert not directory.rebuild.is_ready
-        directory.tick(3.0)
-    assert directory.rebuild.is_ready
-
-
-def test_a_node_that_goes_is_not_waited_for() -> None:
-    directory = make("a", "b")
-    say(directory, "a", report=Report.BEGIN)
-    say(directory, "a", report=Report.END)
-    directory.node_gone("b")
-    assert directory.rebuild.is_ready
-
-
-def test_a_successor_waits_for_nodes_that_it_has_not_heard_of() -> None:
-    directory = make("a", rebuild_s=3.0)
-    directory.rebuild.handle(RebuildEvent.STRAY_LEASE)
-    say(directory, "a", report=Report.BEGIN)
-    say(directory, "a", report=Report.END)
-    assert directory.rebuild.state is Knowledge.REBUILDING
-    directory.tick(3.0)
-    assert directory.rebuild.is_ready
-
-
-def test_the_state_table_is_complete() -> None:
-    assert set(TRANSITIONS) == {(state, event) for state in Knowledge for event in RebuildEvent}
 
 
 def test_losing_a_node_takes_no_time_and_its_slot_is_used_again() -> None:

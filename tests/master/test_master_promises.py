@@ -8,6 +8,7 @@ from running_master import instance
 from tanghulu.store.master import promises
 from tanghulu.store.master.directory import Announcement, ChunkEntry, Directory, Report
 from tanghulu.store.master.promises import PROMISE_S, Promises
+from tanghulu.store.master.rebuild import ALONE_S
 from tanghulu.store.words import Proclamation, Verdict
 from tanghulu.types import ChunkKey
 
@@ -20,6 +21,7 @@ def ready(*names: str, now_s: float = 0.0) -> Directory:
     for name in names:
         for report in (Report.BEGIN, Report.END):
             directory.announce(Announcement(name, 1, report=report), now_s)
+    directory.tick(now_s + ALONE_S)
     assert directory.rebuild.is_ready
     return directory
 

@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from running_master import FakeNode, InProcess, ask_packed, directory_stub, instance, master_here, until
 
-from tanghulu.clock import ManualClock
 from tanghulu.discovery.master import MasterDiscovery
-from tanghulu.errors import InvalidRequest, LeaseExpired, NodeUnavailable, Overloaded, StoreFull
+from tanghulu.errors import InvalidRequest, LeaseExpired, NodeUnavailable, StoreFull
 from tanghulu.protos import directory_pb2 as pb
 from tanghulu.protos import fastlane_pb2
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.grpc_edge import typed_errors
 from tanghulu.store.directory_events import DirectoryEvent, DirectoryEventKind, follow_directory
-from tanghulu.store.master.core import Master
-from tanghulu.store.master.directory import Announcement, ChunkEntry, Report
-from tanghulu.store.master.event_ring import EventRing
-from tanghulu.store.master.followers import follow
-from tanghulu.store.master.metrics import MasterMetrics
-from tanghulu.store.master.shell import Shell
 from tanghulu.types import Address, Role
 
 K = DirectoryEventKind
@@ -91,13 +83,15 @@ async def ask(request: pytest.FixtureRequest, address: Address) -> AsyncIterator
         yield over_grpc
 
 
-async def test_a_node_registers_reports_and_is_found(ask: Ask, address: Address, discovery: MasterDiscovery) -> None:
+async def test_a_node_registers_reports_and_is_found(
+    ask: Ask, master: InProcess, address: Address, discovery: MasterDiscovery
+) -> None:
     async with node(address, discovery, "n1") as n1, node(address, discovery, "n2") as n2:
         assert (await n1.announce()).report_wanted
         assert list((await n1.report(("kv/a", 2**64 - 1, 100), ("kv/b", 1, 200))).accepted) == []
         assert not (await n1.announce()).report_wanted
-        assert (await ask("Nodes", pb.NodesRequest())).rebuilding
         await n2.report(("kv/a", 2**64 - 1, 100))
+        await until(lambda: is_complete(master))
         reply = await ask("Locate", pb.LocateRequest(keys=["kv/a", "none", "kv/b"]))
         assert not reply.incomplete
         where = [sorted(reply.node_ids[i] for i in location.nodes) for location in reply.locations]
@@ -296,88 +290,8 @@ async def test_a_follower_goes_on_where_it_was_cut_off(address: Address, discove
         assert mirror.kinds.count(K.RESET) == 1
 
 
-def make_shell() -> Shell:
-    master = Master(3, 0.0)
-    shell = Shell(master, ManualClock(), MasterMetrics(CollectorRegistry()), random.Random(0))
-    master.register(instance("n1"), 3.0, 0.0)
-    for report in (Report.BEGIN, Report.END):
-        master.announce(Announcement("n1", 7, [ChunkEntry("k", 1, 1)], report=report), 0.0)
-    return shell
-
-
-def store(shell: Shell, *keys: str) -> None:
-    shell.master.announce(Announcement("n1", 7, [ChunkEntry(key, 1, 1) for key in keys]), 0.0)
-    shell.changed()
-
-
-async def kinds_until_synced(stream: AsyncIterator[pb.EventBatch]) -> list[int]:
-    kinds: list[int] = []
-    while pb.DirectoryEvent.SYNCED not in kinds:
-        kinds += [event.kind for event in (await anext(stream)).events]
-    return kinds
-
-
-async def test_a_follower_that_lags_is_cut_off() -> None:
-    shell = make_shell()
-    shell.master.directory.log = EventRing(4)
-    stream = follow(shell, pb.EventsRequest())
-    await kinds_until_synced(stream)
-    for number in range(10):
-        store(shell, f"k{number}")
-    with pytest.raises(Overloaded, match="subscribe again"):
-        await anext(stream)
-
-
-async def test_changes_during_the_snapshot_follow_it() -> None:
-    shell = make_shell()
-    stream = follow(shell, pb.EventsRequest())
-    first = await anext(stream)
-    assert first.events[0].kind == pb.DirectoryEvent.RESET
-    store(shell, "during")
-    await kinds_until_synced(stream)
-    change = await anext(stream)
-    assert (change.first_sequence, change.last_sequence) == (first.events[0].sequence + 1,) * 2
-    assert list(change.events[0].keys) == ["during"]
-    await stream.aclose()
-
-
-async def test_who_names_its_last_event_is_spared_the_snapshot() -> None:
-    shell = make_shell()
-    last = shell.master.directory.log.last
-    store(shell, "one")
-    stream = follow(shell, pb.EventsRequest(after_sequence=last, master_generation=3))
-    assert list((await anext(stream)).events[0].keys) == ["one"]
-    await stream.aclose()
-    for after, generation in ((last, 4), (last + 99, 3), (0, 3)):
-        stream = follow(shell, pb.EventsRequest(after_sequence=after, master_generation=generation))
-        assert (await kinds_until_synced(stream))[0] == pb.DirectoryEvent.RESET
-        await stream.aclose()
-
-
-async def test_a_filtered_follower_is_told_the_whole_range() -> None:
-    shell = make_shell()
-    stream = follow(shell, pb.EventsRequest(key_prefix="kv/"))
-    await kinds_until_synced(stream)
-    last = shell.master.directory.log.last
-    for key in ("x", "y", "kv/1"):
-        store(shell, key)
-    batch = await anext(stream)
-    assert (batch.first_sequence, batch.last_sequence) == (last + 1, last + 3)
-    assert [list(event.keys) for event in batch.events] == [["kv/1"]]
-    await stream.aclose()
-
-
-async def test_no_snapshot_before_the_directory_is_complete() -> None:
-    shell = make_shell()
-    shell.master = Master(4, 0.0)
-    stream = follow(shell, pb.EventsRequest())
-    waiting = asyncio.ensure_future(anext(stream))
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    shell.master.tick(3.0, 3.0)
-    shell.changed()
-    assert (await waiting).events[0].kind == pb.DirectoryEvent.RESET
-    await stream.aclose()
+def is_complete(master: InProcess) -> bool:
+    return "tanghulu_master_rebuilding 0.0" in generate_latest(master.registry).decode()
 
 
 async def test_metrics_tell_what_happened(master: InProcess, address: Address, discovery: MasterDiscovery) -> None:
@@ -385,11 +299,11 @@ async def test_metrics_tell_what_happened(master: InProcess, address: Address, d
     async with node(address, discovery) as n1:
         await n1.report(("k", 1, 1))
         await n1.holders("k", "none")
+        await until(lambda: is_complete(master))
         text = generate_latest(master.registry).decode()
     for line in (
         "tanghulu_master_keys 1.0",
         "tanghulu_master_nodes 1.0",
-        "tanghulu_master_rebuilding 0.0",
         'tanghulu_master_instances{component="worker"} 1.0',
         'tanghulu_master_announced_chunks_total{outcome="accepted"} 1.0',
         'tanghulu_master_located_keys_total{outcome="found"} 1.0',
