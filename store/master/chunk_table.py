@@ -191,7 +191,8 @@ class ChunkTable:
         slot, live = entry & _SLOT_MASK, SlotState.LIVE
         version, size_bytes = entry >> _VERSION_SHIFT, (entry >> _HOLDER_BITS) & _SIZE_MASK
         if key not in self._more:
-            return Found(version, size_bytes, (owners[slot],), 0 if entry & _COLD else 1) if states[slot] is live else None
+            num_warm = 0 if entry & _COLD else 1
+            return Found(version, size_bytes, (owners[slot],), num_warm) if states[slot] is live else None
         holders = [h for h in self._holders(key, entry) if states[h & _SLOT_MASK] is live]
         warm = [owners[h] for h in holders if not h & _COLD]
         node_ids = (*warm, *(owners[h & _SLOT_MASK] for h in holders if h & _COLD))
