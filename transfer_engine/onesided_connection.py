@@ -173,15 +173,16 @@ class OneSidedConnection:
         self.mover.advance()
 
     def _post(self, ended: list[Completion]) -> None:
-        while self._pending and self.mover.has_room_for(self._pending[0]):
-            piece = self._pending[0]
-            refusal = self.control.refusal(piece.lease_id)
+        pending, mover, refusals = self._pending, self.mover, self.control.refusals
+        while pending and mover.has_room_for(pending[0]):
+            piece = pending[0]
+            refusal = refusals.get(piece.lease_id)
             if refusal is not None:
                 ended.append(Refused(piece.slice_id, refusal))
             else:
-                self.mover.post(piece)
-            self._pending.popleft()
-        self.mover.flush()
+                mover.post(piece)
+            pending.popleft()
+        mover.flush()
 
     def _collect(self, ended: list[Completion]) -> None:
         landed: list[Slice] = []

@@ -53,6 +53,8 @@ class Control:
         self.token = secrets.randbits(63) | 1
         #: What the owner granted the CONNECT with, from then on.
         self.granted: bytes | None = None
+        #: By lease that was asked for: why nothing may be posted under it; None if it may.
+        self.refusals: dict[int, TanghuluError | None] = {}
         self._path, self._dialect, self._fences = path, dialect, fences
         self._descriptor, self._session_id = descriptor, session_id
         self._num_fences = 0
@@ -60,7 +62,6 @@ class Control:
         self._num_ahead = 0  # of them, those that slices wait for
         self._digested: list[Digested] = []
         self._leased = False  # whether the owner keeps leases
-        self._leases: dict[int, TanghuluError | None] = {}  # what the owner said about those that were asked
         self._out = b""
         self._in = bytearray()
         self._sock = _start_connecting(dialect.protocol, Address.parse(path.endpoint.address))
@@ -102,15 +103,11 @@ class Control:
         for token in tokens:
             self._ask(DoorRequest(DoorOp.FENCE, token))
         if self._leased:
-            for lease_id in {piece.lease_id for piece in pieces} - self._leases.keys():
-                self._leases[lease_id] = None
+            for lease_id in {piece.lease_id for piece in pieces} - self.refusals.keys():
+                self.refusals[lease_id] = None
                 self._ask(DoorRequest(DoorOp.ADMIT, lease_id))
         self._send()
         return self._num_ahead == 0
-
-    def refusal(self, lease_id: int) -> TanghuluError | None:
-        """Why nothing may be posted under the lease; None if it may."""
-        return self._leases.get(lease_id)
 
     def ask_digest(self, piece: Slice) -> None:
         """Have the owner compute the checksum of the slice's range; ``take_digested`` tells it."""
@@ -191,7 +188,7 @@ class Control:
             return
         self._num_ahead -= 1
         if request.op is DoorOp.ADMIT:
-            self._leases[request.number] = answer.refusal
+            self.refusals[request.number] = answer.refusal
         elif answer.refusal is not None:
             raise ConnectionBroken(answer.refusal)
         elif request.op is DoorOp.CONNECT:

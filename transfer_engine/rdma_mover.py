@@ -108,7 +108,8 @@ class RdmaMover:
                 self._failed(completed, ended)
             while self._posted:
                 piece, slot = self._posted.popleft()
-                self._staging.slots.put(slot, piece)
+                if slot is not None:
+                    self._staging.slots.put(slot, piece)
                 landed.append(piece)
                 if piece.slice_id == completed.work_id:
                     break
@@ -134,7 +135,8 @@ class RdmaMover:
         else:
             self._set_up.abandon()
         for _, slot in self._posted:
-            self._staging.slots.put(slot)
+            if slot is not None:
+                self._staging.slots.put(slot)
         self._posted.clear()
 
     # --- inside
@@ -144,7 +146,8 @@ class RdmaMover:
         guilty = next((each for each in self._posted if each.piece.slice_id == completed.work_id), None)
         if completed.access and guilty is not None:
             self._posted.remove(guilty)
-            self._staging.slots.put(guilty.slot)
+            if guilty.slot is not None:
+                self._staging.slots.put(guilty.slot)
             told = InvalidRequest(f"{completed.fault}: the range is not the segment's")
             ended.append(Refused(guilty.piece.slice_id, told))
         raise NodeUnavailable(completed.fault) if "RETRY" in completed.fault else TransferFailed(completed.fault)

@@ -37,10 +37,8 @@ class StagedSlots:
             ctypes.memmove(self.address(slot), piece.buffer.address + piece.local_offset, piece.length)
         return slot
 
-    def put(self, slot: int | None, arrived: Slice | None = None) -> None:
+    def put(self, slot: int, arrived: Slice | None = None) -> None:
         """Nothing touches the slot any more; a READ that has ``arrived`` in it is copied to where it belongs."""
-        if slot is None:
-            return
         if arrived is not None and arrived.opcode is Opcode.READ:
             ctypes.memmove(arrived.buffer.address + arrived.local_offset, self.address(slot), arrived.length)
         self._free.append(slot)

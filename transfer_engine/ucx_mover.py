@@ -88,7 +88,8 @@ class UcxMover:
                 still.append(each)
                 continue
             each.transfer.release()
-            self._slots.put(each.slot, each.piece)
+            if each.slot is not None:
+                self._slots.put(each.slot, each.piece)
             landed.append(each.piece)
         self._posted = still
 

@@ -154,8 +154,9 @@ class HereMover:
             piece, slot = self._posted[0]
             self._move(piece, slot)
             self._posted.pop(0)
-            self._slots.put(slot, piece)
-            self._slots.check()
+            if slot is not None:
+                self._slots.put(slot, piece)
+                self._slots.check()
             landed.append(piece)
 
     def _move(self, piece: Slice, slot: int | None) -> None:
