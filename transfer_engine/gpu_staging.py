@@ -7,12 +7,12 @@ engine that imports torch, and only when a ring is made.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tanghulu.clock import SystemClock
-from tanghulu.errors import DeadlineExceeded, InvalidRequest
+from tanghulu.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable
 from tanghulu.transfer_engine.engine import TransferEngine, TransferRequest
 from tanghulu.transfer_engine.opcode import Opcode
 from tanghulu.transfer_engine.staging_plan import Piece, StagingEvent, StagingPlan
@@ -35,6 +35,9 @@ class Copier(Protocol):
         ...
 
 
+Copies = Callable[[StagingEvent, Piece], Iterable[tuple["torch.Tensor", "torch.Tensor"]]]
+
+
 class HostCopier:
     """For tensors in main memory: a copy is done at once."""
 
@@ -47,26 +50,109 @@ class HostCopier:
 
 
 class CudaCopier:
-    """A stream for each half; the tensor's producers on the current stream are waited for, as torch asks."""
+    """A stream for each half and GPU.
 
-    def __init__(self, device: torch.device) -> None:
-        import torch
+    The tensors' producers on the caller's current stream are waited for, as torch asks; not with ``settled``, for
+    tensors that nobody computes any more and whose readers are done.
+    """
 
-        self._device = device
-        self._streams = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call]
+    def __init__(self, *, settled: bool = False) -> None:
+        self._settled = settled
+        self._streams: tuple[dict[torch.device, torch.cuda.Stream], ...] = ({}, {})
 
     def copy(self, half: int, to: torch.Tensor, source: torch.Tensor) -> None:
-        """Start a copy on the half's stream, behind what the caller's stream has to do."""
+        """Start a copy between pinned memory and a GPU on that GPU's stream of the half."""
         import torch
 
-        stream = self._streams[half]
-        stream.wait_stream(torch.cuda.current_stream(self._device))
+        device = to.device if to.is_cuda else source.device
+        stream = self._streams[half].get(device)
+        if stream is None:
+            stream = self._streams[half][device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        if not self._settled:
+            stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             to.copy_(source, non_blocking=True)
 
     def wait(self, half: int) -> None:
-        """Until the half's stream is empty."""
-        self._streams[half].synchronize()
+        """Until the half's streams are empty."""
+        for stream in tuple(self._streams[half].values()):
+            stream.synchronize()
+
+
+def make_copier(device: torch.device, *, settled: bool = False) -> Copier:
+    """The copier for tensors on ``device``."""
+    return HostCopier() if device.type == "cpu" else CudaCopier(settled=settled)
+
+
+class StagingRing:
+    """``ring_bytes`` of pinned memory in two halves, through which a device's memory meets the outside.
+
+    On ``cpu`` it is not pinned: for tests, and for code that runs with and without a GPU. One caller at a time.
+    """
+
+    def __init__(self, device: torch.device, ring_bytes: int, copier: Copier | None = None) -> None:
+        import torch
+
+        if ring_bytes < 2:
+            raise InvalidRequest(f"a staging ring of {ring_bytes} bytes; it needs two halves")
+        self.half_bytes = ring_bytes // 2
+        self.memory = torch.empty(2 * self.half_bytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
+        self._view = self.memory.numpy().data
+        self._copier = copier or make_copier(device)
+
+    def staged(self, piece: Piece) -> torch.Tensor:
+        """The piece's bytes in the ring, as a tensor."""
+        return self.memory[piece.ring_offset : piece.ring_offset + piece.length]
+
+    def view(self, piece: Piece) -> memoryview:
+        """The same, for the outside."""
+        return self._view[piece.ring_offset : piece.ring_offset + piece.length]
+
+    def run(
+        self,
+        lengths: Sequence[int],
+        half_bytes: int,
+        copies: Copies,
+        move: Callable[[Sequence[Piece]], None],
+        *,
+        fills: bool,
+    ) -> None:
+        """Pass requests of these ``lengths`` through, ``half_bytes`` of a half at a time.
+
+        ``copies`` names the (to, from) of the device's copies for a FILL or DRAIN of a piece, ``move`` does the rest of
+        the way; it finds the copies into the ring ended, and when this returns or raises so have those out of it.
+        """
+        assert half_bytes <= self.half_bytes
+        try:
+            for event, half, pieces in StagingPlan(lengths, half_bytes, fills=fills).steps():
+                if event in (StagingEvent.FREE, StagingEvent.MOVE):
+                    self._copier.wait(half)
+                    if event is StagingEvent.MOVE:
+                        move(pieces)
+                    continue
+                for piece in pieces:
+                    for to, source in copies(event, piece):
+                        self._copier.copy(half, to, source)
+        finally:
+            for half in range(2):  # nothing may be copied behind the back of who comes next
+                self._copier.wait(half)
+
+
+def pin(memory: memoryview) -> Callable[[], None]:
+    """Pin memory that exists, such as a segment's, for copies of every GPU; returns what ends that (before it goes).
+
+    Raises NodeUnavailable with the driver's words.
+    """
+    import torch
+    from torch.cuda import _pin_memory_utils
+
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    address = tensor.data_ptr()
+    try:
+        _pin_memory_utils.pin_memory(address, tensor.nbytes)
+    except RuntimeError as error:
+        raise NodeUnavailable(f"{tensor.nbytes} bytes cannot be pinned: {error}") from error
+    return lambda: _pin_memory_utils.unpin_memory(address)
 
 
 class GpuStaging:
@@ -78,15 +164,10 @@ class GpuStaging:
     def __init__(self, engine: TransferEngine, device: str | torch.device, *, ring_bytes: int = 64 * MIB) -> None:
         import torch
 
-        if ring_bytes < 2:
-            raise InvalidRequest(f"a staging ring of {ring_bytes} bytes; it needs two halves")
         self._engine = engine
         self._device = torch.device(device)
-        self._half_bytes = ring_bytes // 2
-        on_gpu = self._device.type != "cpu"
-        self._ring = torch.empty(2 * self._half_bytes, dtype=torch.uint8, pin_memory=on_gpu)
-        self._buffer = engine.register(self._ring)
-        self._copier: Copier = CudaCopier(self._device) if on_gpu else HostCopier()
+        self._ring = StagingRing(self._device, ring_bytes)
+        self._buffer = engine.register(self._ring.memory)
         self._clock = SystemClock()
         self._lock = threading.Lock()
 
@@ -98,39 +179,30 @@ class GpuStaging:
         never together). Raises as ``transfer`` does.
         """
         tensors = [self._bytes(request) for request in requests]
-        plan = StagingPlan([request.length for request in requests], self._half_bytes)
         until_s = self._clock.now_s() + deadline_s
         if not self._lock.acquire(timeout=max(0.0, min(deadline_s, threading.TIMEOUT_MAX))):
             raise DeadlineExceeded(f"the staging ring was in use for {deadline_s:g} s")
         try:
-            for event, half, pieces in plan.steps():
-                if event is StagingEvent.FREE:
-                    self._copier.wait(half)
-                elif event is StagingEvent.MOVE:
-                    self._copier.wait(half)
-                    self._move(requests, pieces, until_s)
-                else:
-                    self._copy(event, half, pieces, requests, tensors)
+            self._ring.run(
+                [request.length for request in requests],
+                self._ring.half_bytes,
+                lambda event, piece: self._copies(event, piece, requests, tensors),
+                lambda pieces: self._move(requests, pieces, until_s),
+                fills=any(request.opcode is Opcode.WRITE for request in requests),
+            )
         finally:
-            for half in range(2):  # nothing may be copied behind the back of who comes next
-                self._copier.wait(half)
             self._lock.release()
 
     # --- inside
 
-    def _copy(
-        self,
-        event: StagingEvent,
-        half: int,
-        pieces: Sequence[Piece],
-        requests: Sequence[TransferRequest],
-        tensors: Sequence[torch.Tensor],
-    ) -> None:
+    def _copies(
+        self, event: StagingEvent, piece: Piece, requests: Sequence[TransferRequest], tensors: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         wanted = Opcode.WRITE if event is StagingEvent.FILL else Opcode.READ
-        for index, offset, ring_offset, length in pieces:
-            if requests[index].opcode is wanted:
-                there, staged = tensors[index][offset : offset + length], self._ring[ring_offset : ring_offset + length]
-                self._copier.copy(half, *((staged, there) if wanted is Opcode.WRITE else (there, staged)))
+        if requests[piece.request_index].opcode is wanted:
+            there = tensors[piece.request_index][piece.offset : piece.offset + piece.length]
+            staged = self._ring.staged(piece)
+            yield (staged, there) if wanted is Opcode.WRITE else (there, staged)
 
     def _move(self, requests: Sequence[TransferRequest], pieces: Sequence[Piece], until_s: float) -> None:
         left_s = until_s - self._clock.now_s()

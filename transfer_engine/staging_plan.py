@@ -10,9 +10,15 @@ into rounds of at most half a ring; round n uses half n % 2. A half goes through
     free 0, fill 0 (a) | free 1, fill 1 (b), move 0, drain 0 | free 0, fill 0 (c), move 1, drain 1 | move 0, drain 0
     | free 0, free 1
 
+Where nothing is to be filled (READs only) a round moves as soon as its half is free, so that the drain of the round
+before runs meanwhile:
+
+    free 0, fill 0, move 0, drain 0 (a) | free 1, fill 1, move 1, drain 1 (b) | free 0, fill 0, move 0, drain 0 (c)
+    | free 1, free 0
+
 *fill* starts the device's copies of a round's WRITEs into the half, *move* waits for them and then moves the round's
 bytes between the half and the segment, *drain* starts the device's copies of its READs out of the half, *free* waits
-for those. So while round a is moved the copies of b run.
+for those. So while round a is moved the copies of b run, or those of the round before a.
 """
 
 from __future__ import annotations
@@ -71,12 +77,16 @@ class StagingStep(NamedTuple):
 
 
 class StagingPlan:
-    """The rounds of one batch of requests with these lengths through a ring of two halves."""
+    """The rounds of one batch of requests with these lengths through a ring of two halves.
 
-    def __init__(self, lengths: Sequence[int], half_bytes: int) -> None:
+    ``fills``: something is to be copied into the ring before it is moved.
+    """
+
+    def __init__(self, lengths: Sequence[int], half_bytes: int, *, fills: bool = True) -> None:
         assert half_bytes > 0, "a half holds something"
         assert all(length > 0 for length in lengths), "a request has at least one byte"
         self._half_bytes = half_bytes
+        self._fills = fills
         self.rounds = [tuple(each) for each in _rounds(lengths, half_bytes)]
         self._states = [HalfState.FREE, HalfState.FREE]
 
@@ -85,9 +95,11 @@ class StagingPlan:
         for number, pieces in enumerate(self.rounds):
             yield self._step(StagingEvent.FREE, number)
             yield self._step(StagingEvent.FILL, number, pieces)
-            if number:
+            if not self._fills:
+                yield from self._move(number)
+            elif number:
                 yield from self._move(number - 1)
-        if self.rounds:
+        if self._fills and self.rounds:
             yield from self._move(len(self.rounds) - 1)
         for number in range(min(2, len(self.rounds))):
             yield self._step(StagingEvent.FREE, len(self.rounds) - min(2, len(self.rounds)) + number)

@@ -12,7 +12,7 @@ import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import grpc.aio
 import structlog
@@ -35,7 +35,8 @@ from tanghulu.workers.connector import ConnectorConfig, KvConnector
 from tanghulu.workers.engine import EngineConfig, EngineCore, ModelRunner
 from tanghulu.workers.engine_thread import EngineThread, StepReport
 from tanghulu.workers.grammar import GrammarCompiler
-from tanghulu.workers.kv_layout import KvLayout
+from tanghulu.workers.kv_layout import KvLayout, KvMemory
+from tanghulu.workers.kv_port import HostBlocks, KvDoor
 from tanghulu.workers.main import WorkerConfig
 from tanghulu.workers.metrics import WorkerMetrics
 from tanghulu.workers.peer_reader import PeerReader
@@ -56,7 +57,11 @@ _MAX_PROBE_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model in memory and what names it. ``make_runner`` lays its KV cache out in the buffer that it is given."""
+    """A model in memory and what names it.
+
+    ``make_runner`` lays its KV cache out in the buffer that it is given. With ``staging`` it keeps the cache on a
+    device of its own instead, and the buffer is memory through which blocks are offered to other workers.
+    """
 
     name: str
     layout: KvLayout
@@ -64,6 +69,24 @@ class LoadedModel:
     assets: TokenizerAssets
     make_runner: Callable[[memoryview], ModelRunner]
     ranks: RankProcesses | None = None
+    staging: Staging | None = None
+
+
+class Staging(Protocol):
+    """How blocks on a device meet the outside."""
+
+    @property
+    def segment_bytes(self) -> int:
+        """How much memory to offer to other workers."""
+        ...
+
+    def open(self, runner: ModelRunner, ranks: RankProcesses | None, segment: memoryview) -> KvDoor:
+        """The ways in and out of the runner's cache and the ranks', ``segment`` being what other workers read."""
+        ...
+
+    def close(self) -> None:
+        """Give up what `open` took, before the segment goes."""
+        ...
 
 
 class Worker:
@@ -100,7 +123,7 @@ class Worker:
         self.instance_id = process.instance_id(self.address.port)
         core, connector = self._engine(stack)
         self._thread = EngineThread(core, self._report_from_thread, self._engine_failed, self._speed)
-        connector.attach(core, self._thread.post)
+        connector.attach(core, self._kv.port, self._thread.post)
         await self._peers_in(stack, service, core)
         factory = self._request_factory(core)
         self._probe = Probe(self._thread, factory.probe, SystemClock())
@@ -125,7 +148,7 @@ class Worker:
     def _engine(self, stack: contextlib.AsyncExitStack) -> tuple[EngineCore, KvConnector]:
         config, loaded = self._config, self._loaded
         num_blocks = loaded.layout.num_blocks_in(config.kv_memory)
-        size = num_blocks * loaded.layout.block_bytes
+        size = num_blocks * loaded.layout.block_bytes if loaded.staging is None else loaded.staging.segment_bytes
         self._segment = MemorySegment.create(f"kv-{self.instance_id}", size)
         stack.callback(self._segment.close)
         self._metrics = WorkerMetrics(
@@ -156,8 +179,16 @@ class Worker:
         stack.callback(connector.close)
         if loaded.ranks is not None:
             stack.callback(loaded.ranks.close)
-            loaded.ranks.map_cache(self._segment.fd)
+            if loaded.staging is None:
+                loaded.ranks.map_cache(self._segment.fd)
         runner = loaded.make_runner(self._segment.view)
+        if loaded.staging is not None:
+            self._kv = loaded.staging.open(runner, loaded.ranks, self._segment.view)
+            stack.callback(loaded.staging.close)
+        else:
+            assert isinstance(runner.cache, KvMemory)
+            in_place = HostBlocks(runner.cache)
+            self._kv = KvDoor(in_place, in_place)
         return EngineCore(runner, self._engine_config(), fetcher=connector, sink=connector), connector
 
     def _request_factory(self, core: EngineCore) -> RequestFactory:
@@ -189,7 +220,8 @@ class Worker:
             self.instance_id,
             self._process.generation,
             self._loaded.fingerprint,
-            core.cache,
+            self._loaded.layout,
+            self._kv.window,
             access,
             clock,
             self._metrics,

@@ -1,8 +1,8 @@
-"""Attention over the paged cache: one interface, and the CPU backend by torch's SDPA.
+"""Attention over the paged cache: one interface, and the backend by torch's SDPA, which every device has.
 
 A backend's `plan` does once a step what does not depend on the layer (which blocks to gather, which masks);
-the plan's `attend` is then called for every layer. The CPU backend gathers a sequence's blocks into one
-contiguous K and V, because CPU kernels read no block tables.
+the plan's `attend` is then called for every layer. SDPA reads no block tables, so this backend gathers a sequence's
+blocks into one contiguous K and V.
 
 Two kinds of work share a step. A *prefill run* has its queries attend to the sequence's earlier tokens and,
 causally, to each other: query i of a run that starts at token s sees tokens 0..s+i. *Decodes* have one query
@@ -23,10 +23,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tanghulu.workers.kv_cache import KvCache
+from tanghulu.workers.attention_paged import StaticDecode, tokens_mask
+from tanghulu.workers.device import upload
+from tanghulu.workers.kv_cache import KvTensors
 from tanghulu.workers.models.forward_batch import ForwardBatch, SequenceSpan
 from tanghulu.workers.models.linear import compute_dtype
 
@@ -49,33 +52,42 @@ class AttentionPlan(Protocol):
 class AttentionBackend(Protocol):
     """Makes plans; one per device and kernel family."""
 
-    def plan(self, cache: KvCache, batch: ForwardBatch, num_heads: int) -> AttentionPlan:
+    def plan(self, cache: KvTensors, batch: ForwardBatch, num_heads: int) -> AttentionPlan:
         """Prepare ``batch``; the plan is valid for this one step."""
         ...
 
 
 class SdpaAttention:
-    """The backend for CPUs."""
+    """The backend for CPUs, and for GPUs where there is no better one."""
 
-    def plan(self, cache: KvCache, batch: ForwardBatch, num_heads: int) -> AttentionPlan:
+    def plan(self, cache: KvTensors, batch: ForwardBatch, num_heads: int) -> AttentionPlan:
         """Group the decodes, build the masks."""
+        if batch.decodes is not None:
+            return PagedPlan(cache, batch, [StaticDecode.of(cache, batch.decodes)])
         decodes = [span for span in batch.spans if span.num_new == 1]
         prefills = [span for span in batch.spans if span.num_new > 1]
-        work: list[_Work] = [_PrefillRun.of(cache, span, num_heads) for span in prefills]
+        work: list[Work] = [_PrefillRun.of(cache, span, num_heads) for span in prefills]
         work += [_DecodeGroup.of(cache, group) for group in _similar_lengths(decodes)]
-        return _SdpaPlan(cache, batch, work)
+        return PagedPlan(cache, batch, work)
 
 
-class _Work(Protocol):
-    def attend(self, cache: KvCache, layer: int, query: torch.Tensor, out: torch.Tensor) -> None: ...
+class Work(Protocol):
+    """Some rows of a batch and what they attend to."""
+
+    def attend(self, cache: KvTensors, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the rows' results to ``out``; both tensors [N, heads, head_dim]."""
+        ...
 
 
-class _SdpaPlan:
-    def __init__(self, cache: KvCache, batch: ForwardBatch, work: Sequence[_Work]) -> None:
+class PagedPlan:
+    """Writes the step's K and V to their blocks, then does each piece of ``work``."""
+
+    def __init__(self, cache: KvTensors, batch: ForwardBatch, work: Sequence[Work]) -> None:
         self._cache, self._work = cache, work
         self._rows = batch.blocks * cache.row_stride() + batch.offsets
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """As `AttentionPlan.attend`."""
         cache = self._cache
         cache.rows.index_copy_(0, self._rows + cache.row_of(layer, 0), key.to(cache.rows.dtype))
         cache.rows.index_copy_(0, self._rows + cache.row_of(layer, 1), value.to(cache.rows.dtype))
@@ -85,7 +97,7 @@ class _SdpaPlan:
         return out.flatten(1)
 
 
-def _gather(cache: KvCache, layer: int, kv: int, block_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _gather(cache: KvTensors, layer: int, kv: int, block_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """K or V of the blocks as ``dtype``, [blocks x block_tokens, kv_heads, head_dim], contiguous."""
     return cache.blocks[:, layer, kv].index_select(0, block_ids).flatten(0, 1).to(dtype)
 
@@ -100,11 +112,12 @@ class _Piece:
     mask: torch.Tensor
 
     @classmethod
-    def of(cls, start: int, end: int, before: int, groups: int, dtype: torch.dtype) -> _Piece:
+    def of(cls, start: int, end: int, before: int, groups: int, dtype: torch.dtype, device: torch.device) -> _Piece:
         """Of a run with ``before`` tokens in front of it; ``mask`` [groups x queries, context]."""
         context = before + end
-        hidden = torch.arange(context) > torch.arange(before + start, context)[:, None]
-        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+        at = torch.arange(context, device=device)
+        hidden = at > at[before + start :, None]
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
         return cls(start, end, context, mask.repeat(groups, 1))
 
 
@@ -117,14 +130,15 @@ class _PrefillRun:
     pieces: tuple[_Piece, ...]
 
     @classmethod
-    def of(cls, cache: KvCache, span: SequenceSpan, num_heads: int) -> _PrefillRun:
-        groups, dtype = num_heads // cache.layout.num_kv_heads, compute_dtype(cache.rows.dtype)
+    def of(cls, cache: KvTensors, span: SequenceSpan, num_heads: int) -> _PrefillRun:
+        device = cache.rows.device
+        groups, dtype = num_heads // cache.layout.num_kv_heads, compute_dtype(cache.rows.dtype, device)
         before = span.context - span.num_new
         bounds = [(at, min(at + _PIECE_TOKENS, span.num_new)) for at in range(0, span.num_new, _PIECE_TOKENS)]
-        pieces = tuple(_Piece.of(start, end, before, groups, dtype) for start, end in bounds)
-        return cls(span, torch.tensor(span.block_ids), pieces)
+        pieces = tuple(_Piece.of(start, end, before, groups, dtype, device) for start, end in bounds)
+        return cls(span, upload(np.asarray(span.block_ids), device), pieces)
 
-    def attend(self, cache: KvCache, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
+    def attend(self, cache: KvTensors, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
         layout, first = cache.layout, self.span.first_row
         key = _gather(cache, layer, 0, self.block_ids, query.dtype).transpose(0, 1)[None]
         value = _gather(cache, layer, 1, self.block_ids, query.dtype).transpose(0, 1)[None]
@@ -149,19 +163,21 @@ class _DecodeGroup:
     mask: torch.Tensor | None
 
     @classmethod
-    def of(cls, cache: KvCache, spans: Sequence[SequenceSpan]) -> _DecodeGroup:
-        rows = torch.tensor([span.first_row for span in spans])
+    def of(cls, cache: KvTensors, spans: Sequence[SequenceSpan]) -> _DecodeGroup:
+        device = cache.rows.device
+        rows = upload(np.asarray([span.first_row for span in spans]), device)
         if len(spans) == 1:
-            return cls(rows, torch.tensor(spans[0].block_ids), spans[0].context, None)
+            return cls(rows, upload(np.asarray(spans[0].block_ids), device), spans[0].context, None)
         width = max(len(span.block_ids) for span in spans)
         # Padding repeats the sequence's own first block: any readable block does, the mask hides it.
         table = [span.block_ids + span.block_ids[:1] * (width - len(span.block_ids)) for span in spans]
         num_tokens = width * cache.layout.block_tokens
-        hidden = torch.arange(num_tokens) >= torch.tensor([span.context for span in spans])[:, None]
-        mask = torch.zeros(hidden.shape, dtype=compute_dtype(cache.rows.dtype)).masked_fill_(hidden, float("-inf"))
-        return cls(rows, torch.tensor(table).flatten(), num_tokens, mask[:, None, None, :])
+        contexts = upload(np.asarray([span.context for span in spans]), device)
+        dtype = compute_dtype(cache.rows.dtype, device)
+        mask = tokens_mask(contexts, num_tokens, dtype)
+        return cls(rows, upload(np.asarray(table).ravel(), device), num_tokens, mask)
 
-    def attend(self, cache: KvCache, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
+    def attend(self, cache: KvTensors, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
         layout, batch = cache.layout, len(self.rows)
         shape = (batch, -1, layout.num_kv_heads, layout.head_dim)
         key = _gather(cache, layer, 0, self.block_ids, query.dtype).view(shape)[:, : self.num_tokens].transpose(1, 2)

@@ -20,7 +20,8 @@ from tanghulu.errors import TanghuluError
 from tanghulu.types import BlockHash
 from tanghulu.workers.engine import EngineCore
 from tanghulu.workers.engine_thread import Command
-from tanghulu.workers.kv_layout import KvMemory
+from tanghulu.workers.kv_layout import KvLayout
+from tanghulu.workers.kv_port import BlockPort, Move
 from tanghulu.workers.metrics import WorkerMetrics
 from tanghulu.workers.requests import PeerExport, PrefixHolder
 from tanghulu.workers.session_wire import split_instance
@@ -32,6 +33,8 @@ _log = structlog.get_logger(__name__)
 
 #: Deferred blocks written at a time: a request that comes meanwhile finds the rest of the memory's bandwidth its own.
 _IDLE_BLOCKS = 16
+#: Threads that load; on a GPU each has pinned memory of its own.
+NUM_FETCH_THREADS = 2
 
 #: Hashes that are remembered as written; what is forgotten is at worst written again, which the store finds a hit.
 _MAX_WRITTEN = 65_536
@@ -53,26 +56,28 @@ class KvPeers(Protocol):
     """Other workers' exports, as the connector needs them; blocking."""
 
     def read(self, peer: PeerExport, first_block: int, buffers: Sequence[memoryview]) -> int:
-        """Fill ``buffers`` with the export's blocks from ``first_block`` on; returns how many arrived whole."""
+        """Fill ``buffers`` with the export's blocks from ``first_block`` on; returns how many arrived whole.
+
+        The export is held for more until `release`.
+        """
         ...
 
     def read_prefix(self, holder: PrefixHolder, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
         """Fill ``buffers`` with cached blocks of another worker; returns how many leading ones arrived whole."""
         ...
 
-    def release(self, peer: PeerExport) -> None:
-        """Nobody will read the export."""
+    def release(self, peer: PeerExport, bytes_read: int = 0) -> None:
+        """Nobody will read (more of) the export."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectorConfig:
-    """What is kept, and bounds: threads that load, bytes on their way to the store beyond which new blocks are not
+    """What is kept, and bounds: bytes on their way to the store beyond which new blocks are not
     kept, and bytes of blocks that wait to be written (store policy *defer*).
     """
 
     store_policy: str = "all"
-    num_fetch_threads: int = 2
     max_pending_bytes: int = 512 << 20
     max_deferred_bytes: int = 512 << 20
     pause_after_failure_s: float = 1.0
@@ -95,19 +100,23 @@ class KvConnector:
         self._speed = speed
         self._config = config
         self._core: EngineCore
-        self._cache: KvMemory
+        self._layout: KvLayout
+        self._port: BlockPort
         self._post: Callable[[Command], None]
         self._policy: StorePolicy
-        self._fetchers = ThreadPoolExecutor(config.num_fetch_threads, "kv-fetch")
+        self._fetchers = ThreadPoolExecutor(NUM_FETCH_THREADS, "kv-fetch")
         self._writer = ThreadPoolExecutor(1, "kv-save")
         self._pending_blocks = 0  # the engine's thread alone changes it
         self._paused_until_s = 0.0
         self._num_dropped = 0
         self._written: OrderedDict[BlockHash, None] = OrderedDict()  # or on its way; the engine's thread alone
 
-    def attach(self, core: EngineCore, post: Callable[[Command], None]) -> None:
-        """Say which engine is served and how to run commands in its thread; before its first step."""
-        self._core, self._cache, self._post = core, core.cache, post
+    def attach(self, core: EngineCore, port: BlockPort, post: Callable[[Command], None]) -> None:
+        """Say which engine is served, where its blocks are, and how to run commands in its thread.
+
+        Before its first step.
+        """
+        self._core, self._layout, self._port, self._post = core, core.cache.layout, port, post
         max_deferred = self._config.max_deferred_bytes // core.cache.layout.block_bytes
         self._policy = make_store_policy(self._config.store_policy, max_deferred)
 
@@ -150,8 +159,18 @@ class KvConnector:
             self._metrics.preempted_blocks.labels(name).inc(count)
         self._metrics.preempted_blocks.labels("dropped").inc(len(missing) - len(taken))
         if taken:
-            copies = [memoryview(bytes(self._cache.block_view(block.block_id))) for block in taken]
-            self._write([block.block_hash for block in taken], copies, held=[])
+            hashes, copies = [block.block_hash for block in taken], self._copies([block.block_id for block in taken])
+            self._write(hashes, lambda store: store.save(hashes, copies), held=[])
+
+    def _copies(self, block_ids: list[int]) -> list[memoryview]:
+        copies: list[memoryview] = []
+
+        def copy(at: int, buffers: Sequence[memoryview]) -> int:
+            copies.extend(memoryview(bytes(buffer)) for buffer in buffers)
+            return len(buffers)
+
+        self._port.drain(block_ids, copy)
+        return copies
 
     def engine_idle(self) -> None:
         """Write what was deferred, a batch at a time: the end of one brings the next, if the engine is idle still."""
@@ -168,23 +187,26 @@ class KvConnector:
         if self._paused or len(blocks) > self._room:
             self._metrics.store_skipped.inc(len(blocks))
             return
-        block_ids = [block.block_id for block in blocks]
+        block_ids, hashes = [block.block_id for block in blocks], [block.block_hash for block in blocks]
         self._core.hold(block_ids)
-        views = [self._cache.block_view(block) for block in block_ids]
-        self._write([block.block_hash for block in blocks], views, block_ids)
+        self._write(hashes, lambda store: self._drain(store, hashes, block_ids), block_ids)
+
+    def _drain(self, store: KvStore, hashes: list[BlockHash], block_ids: list[int]) -> int:
+        """In the writer's thread."""
+        return self._port.drain(block_ids, lambda at, buffers: store.save(hashes[at : at + len(buffers)], buffers))
 
     @property
     def _room(self) -> int:
         """Blocks that may still be sent on their way."""
-        return self._config.max_pending_bytes // self._cache.layout.block_bytes - self._pending_blocks
+        return self._config.max_pending_bytes // self._layout.block_bytes - self._pending_blocks
 
-    def _write(self, hashes: list[BlockHash], buffers: list[memoryview], held: list[int]) -> None:
-        """Put ``buffers`` in the writer's thread; ``held`` are blocks to give back behind it."""
+    def _write(self, hashes: list[BlockHash], save: Callable[[KvStore], int], held: list[int]) -> None:
+        """Run ``save`` in the writer's thread, which says how many it kept; ``held`` are blocks to give back then."""
         self._count_pending(len(hashes))
         self._written.update(dict.fromkeys(hashes))
         while len(self._written) > _MAX_WRITTEN:
             self._written.popitem(last=False)
-        self._writer.submit(self._save, hashes, buffers, held)
+        self._writer.submit(self._save, hashes, save, held)
 
     def _count_pending(self, change: int) -> None:
         self._pending_blocks += change
@@ -204,53 +226,60 @@ class KvConnector:
     def _fetch(self, wanted: FetchWanted) -> None:
         num_ok = 0
         try:
-            buffers = [self._cache.block_view(block) for block in wanted.block_ids]
-            for source, read in self._sources(wanted, buffers):
-                num_ok += self._fetch_from(source, wanted, num_ok, read)
+            for source, end, read in self._sources(wanted):
+                if num_ok < end:
+                    num_ok += self._fetch_from(source, wanted, range(num_ok, end), read)
         except Exception:  # noqa: BLE001 - a bug here must not leave the request waiting for ever: it is computed
             _log.exception("fetch.failed", request=wanted.request_id)
         finally:
             self._done(wanted, num_ok)
+        if wanted.peer is not None and num_ok:
+            self._forgo(wanted.peer, num_ok * self._layout.block_bytes)
 
-    def _sources(
-        self, wanted: FetchWanted, buffers: Sequence[memoryview]
-    ) -> Iterator[tuple[str, Callable[[int], int]]]:
-        """Whom to ask, in order, and how: for the blocks from a number on, answering how many came."""
+    def _sources(self, wanted: FetchWanted) -> Iterator[tuple[str, int, Move]]:
+        """Whom to ask, in order, for blocks up to which number, and how."""
         peer, holder, store, hashes = wanted.peer, wanted.holder, self._store, wanted.block_hashes
         if peer is not None:
-            yield "peer", lambda at: self._peers.read(peer, wanted.first_block + at, buffers[at:])
+            end = len(wanted.block_ids)
+            yield "peer", end, lambda at, buffers: self._peers.read(peer, wanted.first_block + at, buffers)
             return
-        if holder is not None and (held := holder.num_blocks - wanted.first_block) > 0:
-            yield "peer_cache", lambda at: self._peers.read_prefix(holder, hashes[at:held], buffers[at:held])
+        if holder is not None and (held := min(holder.num_blocks - wanted.first_block, len(hashes))) > 0:
+            named = hashes[:held]
+            yield (
+                "peer_cache",
+                held,
+                lambda at, buffers: self._peers.read_prefix(holder, named[at : at + len(buffers)], buffers),
+            )
         if store is not None and self._store_answers:
-            yield "store", lambda at: store.load(hashes[at:], buffers[at:]) if at < len(hashes) else 0
+            yield "store", len(hashes), lambda at, buffers: store.load(hashes[at : at + len(buffers)], buffers)
 
-    def _fetch_from(self, source: str, wanted: FetchWanted, at: int, read: Callable[[int], int]) -> int:
-        """Leading blocks from number ``at`` of the wanted ones that ``source`` gave; 0 if it failed."""
-        started_s = time.monotonic()
+    def _fetch_from(self, source: str, wanted: FetchWanted, numbers: range, read: Move) -> int:
+        """How many leading ones of the wanted blocks of these ``numbers`` the ``source`` gave; 0 if it failed."""
+        started_s, first = time.monotonic(), numbers.start
+        blocks = wanted.block_ids[first : numbers.stop]
         try:
-            num_ok = read(at)
+            num_ok = self._port.fill(blocks, lambda at, buffers: read(first + at, buffers))
         except TanghuluError as error:
             self._failed(source, error)
             return 0
-        self._count_fetch(wanted, source, at, num_ok, time.monotonic() - started_s)
+        self._count_fetch(wanted, source, first, num_ok, time.monotonic() - started_s)
         return num_ok
 
-    def _forgo(self, peer: PeerExport) -> None:
+    def _forgo(self, peer: PeerExport, bytes_read: int = 0) -> None:
         try:
-            self._peers.release(peer)
+            self._peers.release(peer, bytes_read)
         except TanghuluError as error:
             _log.warning("export.release_failed", code=error.code, error=error.message)
 
     def _count_fetch(self, wanted: FetchWanted, source: str, at: int, num_ok: int, seconds: float) -> None:
         if num_ok == 0:
             return
-        block_tokens = self._cache.layout.block_tokens
+        block_tokens = self._layout.block_tokens
         tokens = min(num_ok * block_tokens, wanted.num_tokens - (wanted.first_block + at) * block_tokens)
         self._metrics.fetch_seconds.labels(source).observe(seconds)
-        self._metrics.fetch_bytes.labels(source).inc(num_ok * self._cache.layout.block_bytes)
+        self._metrics.fetch_bytes.labels(source).inc(num_ok * self._layout.block_bytes)
         self._metrics.prefix_tokens.labels(source).inc(tokens)
-        num_bytes = num_ok * self._cache.layout.block_bytes
+        num_bytes = num_ok * self._layout.block_bytes
         if source == "store":
             self._post(lambda _: self._speed.fetched(num_bytes, seconds))
             return
@@ -267,17 +296,17 @@ class KvConnector:
     def _done(self, wanted: FetchWanted, num_ok: int) -> None:
         self._post(lambda core: _fetch_done(core, wanted, num_ok))
 
-    def _save(self, hashes: list[BlockHash], buffers: list[memoryview], held: list[int]) -> None:
+    def _save(self, hashes: list[BlockHash], save: Callable[[KvStore], int], held: list[int]) -> None:
         assert self._store is not None
         num_saved = 0
         try:
-            num_saved = self._store.save(hashes, buffers)
+            num_saved = save(self._store)
         except TanghuluError as error:
             self._paused_until_s = time.monotonic() + self._config.pause_after_failure_s
             _log.warning("save.failed", code=error.code, error=error.message)
         except Exception:  # noqa: BLE001 - as above: the blocks must be given back
             _log.exception("save.failed")
-        self._metrics.store_bytes.inc(num_saved * self._cache.layout.block_bytes)
+        self._metrics.store_bytes.inc(num_saved * self._layout.block_bytes)
         self._metrics.store_failures.inc(len(hashes) - num_saved)
         lost = hashes if num_saved < len(hashes) else []
         self._post(lambda core: self._saved(core, len(hashes), lost, held))

@@ -16,7 +16,7 @@ from tanghulu.clock import Clock, SystemClock
 from tanghulu.errors import InvalidRequest
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.block_pool import DEFAULT_EVICTION, BlockPool
-from tanghulu.workers.kv_layout import KvLayout, KvMemory
+from tanghulu.workers.kv_layout import KvBlocks, KvLayout
 from tanghulu.workers.requests import EngineRequest, FinishReason, PeerExport
 from tanghulu.workers.scheduler import Scheduler, SchedulerConfig
 from tanghulu.workers.step_plan import CommittedBlock, FetchWanted, KvExport, StepOutcome, StepPlan
@@ -41,7 +41,7 @@ class ModelRunner(Protocol):
         ...
 
     @property
-    def cache(self) -> KvMemory:
+    def cache(self) -> KvBlocks:
         """The blocks; as many as the engine's block pool has."""
         ...
 
@@ -131,8 +131,8 @@ class EngineCore:
         self._clock = clock or SystemClock()
 
     @property
-    def cache(self) -> KvMemory:
-        """The blocks' memory."""
+    def cache(self) -> KvBlocks:
+        """The blocks."""
         return self.runner.cache
 
     def _scheduler_config(self, *, can_fetch: bool) -> SchedulerConfig:

@@ -69,8 +69,21 @@ class KvLayout:
         return num_blocks
 
 
-class KvMemory:
-    """The blocks' memory as bytes.
+class KvBlocks:
+    """The cache as the engine knows it: so many blocks of that layout, wherever their bytes are."""
+
+    def __init__(self, layout: KvLayout, num_blocks: int) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.capacity_bytes = num_blocks * layout.block_bytes
+
+    def __repr__(self) -> str:
+        size = format_size(self.capacity_bytes)
+        return f"{type(self).__name__}({self.num_blocks} blocks of {self.layout.block_tokens} tokens, {size})"
+
+
+class KvMemory(KvBlocks):
+    """Blocks in main memory, as bytes.
 
     ``buffer`` is any writable buffer of at least ``num_blocks * layout.block_bytes`` bytes that outlives the
     cache, such as the mmap of a memfd; without one the cache allocates its own memory, zeroed. The bytes of a
@@ -78,9 +91,7 @@ class KvMemory:
     """
 
     def __init__(self, layout: KvLayout, num_blocks: int, buffer: memoryview | bytearray | None = None) -> None:
-        self.layout = layout
-        self.num_blocks = num_blocks
-        self.capacity_bytes = num_blocks * layout.block_bytes
+        super().__init__(layout, num_blocks)
         whole = memoryview(mmap.mmap(-1, self.capacity_bytes) if buffer is None else buffer).cast("B")
         if whole.nbytes < self.capacity_bytes:
             raise ConfigError(f"{num_blocks} blocks need {self.capacity_bytes} bytes; the buffer has {whole.nbytes}")
@@ -95,7 +106,3 @@ class KvMemory:
         """The block's raw bytes, writable, valid while the cache lives; no copy."""
         offset = self.block_offset(block_id)
         return self._bytes[offset : offset + self.layout.block_bytes]
-
-    def __repr__(self) -> str:
-        size = format_size(self.capacity_bytes)
-        return f"{type(self).__name__}({self.num_blocks} blocks of {self.layout.block_tokens} tokens, {size})"

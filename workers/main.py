@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -37,7 +38,13 @@ class WorkerConfig(TransferOptions, MasterOptions, ProcessConfig):
     model: str = option("smollm2", "a directory with safetensors or GGUF, a .gguf file, or smollm2", metavar="DIR")
     engine: str = option("torch", "torch computes; mock takes as long as a model would", choices=("torch", "mock"))
     dtype: str = option("auto", "arithmetic and KV type", choices=("auto", "float32", "bfloat16", "float16"))
+    device: str = option("auto", "where the model computes: auto (a GPU, if torch sees one), cpu, cuda or cuda:N")
+    attention: str = option("auto", "attention backend", choices=("auto", "varlen", "sdpa"))
+    graphs: bool = option(True, "replay decode steps from CUDA graphs, on GPUs")
     kv_memory: int = option(1 << 30, "memory of the paged KV cache", size=True)
+    kv_staging: int = option(
+        1 << 30, "pinned memory through which KV of a GPU goes to and from the store and other workers", size=True
+    )
     block_tokens: int = option(64, "tokens of a block; equal for all workers that share KV")
     block_hash: str = option("xxh3_128", "hash of block names", choices=("xxh3_128", "sha256"))
     max_num_batched_tokens: int = option(512, "tokens of one step at most: bounds how long a prefill delays decodes")
@@ -81,6 +88,8 @@ class WorkerConfig(TransferOptions, MasterOptions, ProcessConfig):
             raise ConfigError("--profile traces the torch engine; the mock engine computes nothing")
         if self.preemption == "store" and not self.store:
             raise ConfigError("--preemption store keeps blocks in the store, which --no-store leaves out")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise ConfigError(f"--device is {self.device!r}; it must be auto, cpu, cuda or cuda:N")
         if self.threads < 0:
             raise ConfigError(f"--threads is {self.threads}; 0 means one a core")
 

@@ -1,6 +1,7 @@
 """How much memory a torch worker will take, planned before it loads, so that it refuses instead of being killed.
 
-Pure but for `available_bytes`. Weights that lie in half form (`models.linear`) take half of what is planned for them;
+On a GPU the plan is of one rank's device; pinned memory on the host comes beside it. Pure but for `available_bytes`.
+Weights that lie in half form (`models.linear`) take half of what is planned for them;
 only reading them shows whether they do. Example, SmolLM2 in float32 with 1 GiB of KV: weights 621 MiB (the embedding
 and its packed copy as the head 108 each), workspace 83 MiB: 1.7 GiB in all.
 """
@@ -20,7 +21,7 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes on this host, all tensor-parallel ranks together."""
+    """Bytes on this host, all tensor-parallel ranks together; or on the GPU of one rank."""
 
     weights_bytes: int
     kv_bytes: int
@@ -52,6 +53,39 @@ class MemoryPlan:
             num_batched_tokens * (widest + masks) * _FLOAT32 * num_ranks + 3 * num_seqs * config.vocab * _FLOAT32
         )
         return cls(weights, kv_bytes, workspace)
+
+    @classmethod
+    def on_gpu(
+        cls,
+        config: ModelConfig,
+        *,
+        kv_bytes: int,
+        block_bytes: int,
+        num_batched_tokens: int,
+        num_seqs: int,
+        item_bytes: int,
+        gathered_tokens: int,
+        has_masks: bool,
+        num_ranks: int = 1,
+    ) -> MemoryPlan:
+        """The plan of one rank of ``num_ranks``; ``kv_bytes`` and ``block_bytes`` are of all ranks together.
+
+        A tied head is the embedding itself. ``gathered_tokens`` bounds the keys and values that attention copies,
+        ``has_masks`` says that it makes a mask for each query, and the cosines and sines of all positions lie there
+        in float32. One block more than asked for takes what fills up batches.
+        """
+        vocabulary = config.vocab * config.hidden * item_bytes
+        heads = 0 if config.tie_embeddings else vocabulary // num_ranks
+        layers = config.num_layers * _layer_elements(config) * item_bytes // num_ranks
+        rotary = 2 * config.max_context * config.head_dim * _FLOAT32
+        widest = 4 * config.hidden + (3 * config.num_heads * config.head_dim + 3 * config.intermediate) // num_ranks
+        gathered = 2 * max(gathered_tokens, config.max_context) * config.num_kv_heads * config.head_dim // num_ranks
+        # Sampling holds probabilities, keys and sums of all rows: some ten numbers of 8 bytes for each token.
+        sampling = 10 * 2 * _FLOAT32 * num_seqs * config.vocab
+        workspace = num_batched_tokens * widest * _FLOAT32 + gathered * item_bytes + sampling
+        if has_masks:
+            workspace += num_batched_tokens * config.max_context * config.num_heads // config.num_kv_heads * item_bytes
+        return cls(vocabulary + heads + layers + rotary, (kv_bytes + block_bytes) // num_ranks, workspace)
 
     @property
     def total_bytes(self) -> int:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import structlog
 import xxhash
@@ -41,6 +42,14 @@ class _Peer:
     segment: RemoteSegment
 
 
+class _Arrived(NamedTuple):
+    """Leading blocks that are whole, whether those are all that the peer showed (at least one), and its export."""
+
+    num_whole: int
+    all_whole: bool
+    export_id: int
+
+
 class PeerReader:
     """Connections to other workers and the reads over them; at most ``deadline_s`` a read.
 
@@ -60,31 +69,38 @@ class PeerReader:
     def read(self, peer: PeerExport, first_block: int, buffers: Sequence[memoryview]) -> int:
         """Fill ``buffers`` with the export's blocks from ``first_block`` on.
 
-        Returns how many leading ones arrived whole, checksums verified. Raises NodeUnavailable, ChunkNotFound,
-        TransferFailed or DeadlineExceeded when none did.
+        Returns how many leading ones arrived whole, checksums verified; the peer may show some at a time, and holds
+        the export until `release`. Raises NodeUnavailable, ChunkNotFound, TransferFailed or DeadlineExceeded when none
+        did.
         """
-        export_id = int(peer.export_id)
-        request = session_pb2.ExportPinRequest(
-            export_id=export_id, first_block=first_block, fingerprint=self._fingerprint
-        )
         opened = self._open(peer.instance)
-        with self._dropped_if_gone(peer.instance):
-            num_ok, _ = self._copy(opened, fastlane_pb2.METHOD_EXPORT_PIN, request, buffers, self._deadline_s)
-        self._release(opened, export_id, num_ok * len(buffers[0]))
-        return num_ok
+
+        def read(at: int) -> _Arrived:
+            request = session_pb2.ExportPinRequest(
+                export_id=int(peer.export_id), first_block=first_block + at, fingerprint=self._fingerprint
+            )
+            with self._dropped_if_gone(peer.instance):
+                return self._copy(opened, fastlane_pb2.METHOD_EXPORT_PIN, request, buffers[at:], self._deadline_s)
+
+        return _in_turns(read, len(buffers))
 
     def read_prefix(self, holder: PrefixHolder, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
         """Fill ``buffers`` with the blocks of ``hashes`` that ``holder`` has in its cache now.
 
         Returns how many leading ones arrived whole, 0 if it has none (any more). Raises as `read` does, and Overloaded.
         """
-        request = session_pb2.PrefixPinRequest(block_hashes=hashes, fingerprint=self._fingerprint)
         opened = self._open(holder.instance)
-        with self._dropped_if_gone(holder.instance):
-            num_ok, export_id = self._copy(opened, fastlane_pb2.METHOD_PREFIX_PIN, request, buffers, PREFIX_DEADLINE_S)
-        if export_id:
-            self._release(opened, export_id, num_ok * len(buffers[0]))
-        return num_ok
+
+        def read(at: int) -> _Arrived:
+            request = session_pb2.PrefixPinRequest(block_hashes=hashes[at:], fingerprint=self._fingerprint)
+            with self._dropped_if_gone(holder.instance):
+                method = fastlane_pb2.METHOD_PREFIX_PIN
+                arrived = self._copy(opened, method, request, buffers[at:], PREFIX_DEADLINE_S)
+            if arrived.export_id:
+                self._release(opened, arrived.export_id, arrived.num_whole * len(buffers[0]))
+            return arrived
+
+        return _in_turns(read, len(buffers))
 
     def _copy(
         self,
@@ -93,13 +109,14 @@ class PeerReader:
         request: session_pb2.ExportPinRequest | session_pb2.PrefixPinRequest,
         buffers: Sequence[memoryview],
         deadline_s: float,
-    ) -> tuple[int, int]:
-        """Pin, copy, verify; returns how many leading blocks are whole, and the export that the peer named."""
+    ) -> _Arrived:
+        """Pin, copy, verify what the peer has and shows at once."""
         pinned = opened.connection.call(method, request, session_pb2.ExportPinReply, deadline_s=deadline_s)
         reply = pinned.message
         blocks = reply.blocks[: len(buffers)]
         self._transfer(opened.segment, blocks, buffers, deadline_s)
-        return _count_whole(blocks, buffers), reply.export_id
+        num_whole = _count_whole(blocks, buffers)
+        return _Arrived(num_whole, bool(blocks) and num_whole == len(blocks), reply.export_id)
 
     @contextlib.contextmanager
     def _dropped_if_gone(self, instance: str) -> Iterator[None]:
@@ -109,10 +126,10 @@ class PeerReader:
             self._drop(instance)
             raise
 
-    def release(self, peer: PeerExport) -> None:
-        """Say that nothing of the export will be read. Raises NodeUnavailable or DeadlineExceeded."""
+    def release(self, peer: PeerExport, bytes_read: int = 0) -> None:
+        """Say that nothing (more) of the export will be read. Raises NodeUnavailable or DeadlineExceeded."""
         with self._dropped_if_gone(peer.instance):
-            self._release(self._open(peer.instance), int(peer.export_id), 0)
+            self._release(self._open(peer.instance), int(peer.export_id), bytes_read)
 
     def _transfer(
         self,
@@ -182,6 +199,23 @@ class PeerReader:
         """Hang up on all peers."""
         for instance in list(self._peers):
             self._drop(instance)
+
+
+def _in_turns(read: Callable[[int], _Arrived], count: int) -> int:
+    """Read on from where the last turn ended while all that is shown arrives; how many did. A failure ends it."""
+    num_ok = 0
+    while num_ok < count:
+        try:
+            arrived = read(num_ok)
+        except TanghuluError as error:
+            if num_ok == 0:
+                raise
+            _log.warning("export.ended_early", num_blocks=num_ok, code=error.code, error=error.message)
+            break
+        num_ok += arrived.num_whole
+        if not arrived.all_whole:
+            break
+    return num_ok
 
 
 def _count_whole(blocks: Sequence[session_pb2.ExportedBlock], buffers: Sequence[memoryview]) -> int:

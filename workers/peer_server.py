@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import xxhash
 
 from tanghulu.clock import Clock
-from tanghulu.errors import InvalidRequest, Overloaded
+from tanghulu.errors import InvalidRequest, Overloaded, TanghuluError
 from tanghulu.process import host_id
 from tanghulu.protos import fastlane_pb2, session_pb2, store_pb2
 from tanghulu.rpc.fast_server import FastService, Peer
@@ -27,7 +27,8 @@ from tanghulu.transfer_engine.segment import SegmentDescriptor
 from tanghulu.types import BlockHash, Fingerprint, InstanceId, LeaseId, RequestId
 from tanghulu.workers.engine_thread import StepReport
 from tanghulu.workers.exports import Export, ExportTable
-from tanghulu.workers.kv_layout import KvMemory
+from tanghulu.workers.kv_layout import KvLayout
+from tanghulu.workers.kv_port import ExportWindow
 from tanghulu.workers.metrics import WorkerMetrics
 from tanghulu.workers.step_plan import KvExport
 
@@ -51,7 +52,8 @@ class PeerServer:
         instance_id: InstanceId,
         generation: int,
         fingerprint: Fingerprint,
-        cache: KvMemory,
+        layout: KvLayout,
+        window: ExportWindow,
         access: AccessTable,
         clock: Clock,
         metrics: WorkerMetrics,
@@ -61,7 +63,8 @@ class PeerServer:
         self._instance_id = instance_id
         self._generation = generation
         self._fingerprint = fingerprint
-        self._cache = cache
+        self._layout = layout
+        self._window = window
         self._access = access
         self._clock = clock
         self._metrics = metrics
@@ -110,6 +113,7 @@ class PeerServer:
     def on_freed(self, freed: Sequence[Freed]) -> None:
         """Leases ended: exports whose last reader is gone may be given back."""
         for each in freed:
+            self._window.give_back(each.offset)
             self._gone(self._exports.lease_freed(each.lease_id))
 
     async def sweep(self) -> None:
@@ -155,6 +159,8 @@ class PeerServer:
     ) -> session_pb2.ExportPinReply:
         self._require_known(peer, request.fingerprint)
         export = self._exports.get(request.export_id)
+        if request.first_block:
+            self._drop_leases(request.export_id, peer.state[0])  # it comes for more, so it has what it came for before
         return await self._pinned(peer, export, export.kv.block_ids[request.first_block :])
 
     async def _pin_prefix(
@@ -194,49 +200,54 @@ class PeerServer:
             )
 
     async def _pinned(self, peer: Peer, export: Export, block_ids: Sequence[int]) -> session_pb2.ExportPinReply:
-        """Leases on ``block_ids`` of ``export``, and the blocks' checksums."""
+        """Leases on the leading ones of ``block_ids`` of ``export`` that there is room for, and their checksums."""
         if not block_ids:
             return session_pb2.ExportPinReply(num_tokens=export.kv.num_tokens)
         session_id, maps = peer.state
-        leases = self._grant(session_id, block_ids, maps)
+        offsets = self._window.take(block_ids)
+        leases = self._grant(session_id, offsets, maps)
         self._exports.pinned(export, leases, self._clock.now_s())
-        checksums = await asyncio.to_thread(self._checksums, block_ids)
+        # Shielded: what was taken is shown even if the reader hangs up meanwhile.
+        showing = asyncio.to_thread(self._shown_checksums, block_ids[: len(offsets)], offsets)
+        checksums = await asyncio.shield(asyncio.ensure_future(showing))
         reply = session_pb2.ExportPinReply(num_tokens=export.kv.num_tokens)
-        for block, lease, parts in zip(block_ids, leases, checksums, strict=True):
-            exported = reply.blocks.add(
-                offset=self._cache.block_offset(block), length=self._cache.layout.block_bytes, lease_id=lease
-            )
-            exported.checksums.part_bytes = self._cache.layout.layer_bytes
+        for offset, lease, parts in zip(offsets, leases, checksums, strict=True):
+            exported = reply.blocks.add(offset=offset, length=self._layout.block_bytes, lease_id=lease)
+            exported.checksums.part_bytes = self._layout.layer_bytes
             exported.checksums.parts.extend(parts)
         return reply
 
-    def _grant(self, session_id: int, block_ids: Sequence[int], maps: bool) -> list[LeaseId]:
+    def _grant(self, session_id: int, offsets: Sequence[int], maps: bool) -> list[LeaseId]:
         """A lease on each block; the reader copies over tcp where its mapped bytes would pass the cap."""
-        size = self._cache.layout.block_bytes
+        size = self._layout.block_bytes
         granted: list[LeaseId] = []
-        for block in block_ids:
-            offset = self._cache.block_offset(block)
+        for offset in offsets:
             try:
                 granted.append(self._access.grant(session_id, offset, size, Opcode.READ, shm=maps))
-            except Overloaded:
-                self.on_freed([freed for lease in granted for freed in self._access.release(lease)])
+            except TanghuluError:
+                for lease in granted:  # no reader knows of them yet
+                    self._access.release(lease)
+                self._window.leave(offsets)
                 raise
         return granted
 
-    def _checksums(self, block_ids: Sequence[int]) -> list[list[int]]:
-        """xxh3_64 of each layer of each block; the blocks are held, so their bytes stay."""
-        step = self._cache.layout.layer_bytes
-        views = [self._cache.block_view(block) for block in block_ids]
+    def _shown_checksums(self, block_ids: Sequence[int], offsets: Sequence[int]) -> list[list[int]]:
+        """xxh3_64 of each layer of each block, where it will be read; the blocks are held, so their bytes stay."""
+        step = self._layout.layer_bytes
+        views = self._window.show(block_ids, offsets)
         return [[xxhash.xxh3_64_intdigest(v[i : i + step]) for i in range(0, len(v), step)] for v in views]
 
     def _release(
         self, peer: Peer, request: session_pb2.ExportReleaseRequest, _: memoryview
     ) -> session_pb2.ExportReleaseReply:
         self._metrics.export_bytes.inc(request.bytes_read)
-        session_id = peer.state[0] if peer.state is not None else 0
-        for lease_id in self._exports.leases_of(request.export_id):
+        self._drop_leases(request.export_id, peer.state[0] if peer.state is not None else 0)
+        self.release(request.export_id)
+        return session_pb2.ExportReleaseReply()
+
+    def _drop_leases(self, export_id: int, session_id: int) -> None:
+        """The reader behind the session has read what it holds of the export."""
+        for lease_id in self._exports.leases_of(export_id):
             lease = self._access.lease(lease_id)
             if lease is not None and lease.session_id == session_id:
                 self.on_freed(self._access.release(lease_id))
-        self.release(request.export_id)
-        return session_pb2.ExportReleaseReply()

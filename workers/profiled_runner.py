@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import structlog
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile, supported_activities
 
-from tanghulu.workers.engine import Computed
-from tanghulu.workers.kv_cache import KvCache
-from tanghulu.workers.kv_layout import KvLayout
+from tanghulu.workers.engine import Computed, ModelRunner
+from tanghulu.workers.kv_layout import KvBlocks, KvLayout
 from tanghulu.workers.step_plan import StepPlan
-from tanghulu.workers.torch_runner import TorchRunner
 
 #: Steps in a trace: some prefills and enough decodes to see their rhythm, in a file of some megabytes.
 NUM_STEPS = 64
@@ -22,7 +20,7 @@ _log = structlog.get_logger(__name__)
 class ProfiledRunner:
     """``runner``, its first ``num_steps`` steps traced; then the trace is written to ``path`` and nothing is traced."""
 
-    def __init__(self, runner: TorchRunner, path: Path, num_steps: int = NUM_STEPS) -> None:
+    def __init__(self, runner: ModelRunner, path: Path, num_steps: int = NUM_STEPS) -> None:
         self._runner = runner
         self._path = path
         self._left = num_steps
@@ -34,7 +32,7 @@ class ProfiledRunner:
         return self._runner.layout
 
     @property
-    def cache(self) -> KvCache:
+    def cache(self) -> KvBlocks:
         """The blocks."""
         return self._runner.cache
 
@@ -53,7 +51,7 @@ class ProfiledRunner:
         if self._left == 0:
             return self._runner.run(plan)
         if self._profiler is None:
-            self._profiler = profile(activities=[ProfilerActivity.CPU])
+            self._profiler = profile(activities=supported_activities())  # type: ignore[no-untyped-call]
             self._profiler.start()
         computed = self._runner.run(plan)
         self._left -= 1

@@ -5,19 +5,29 @@ from __future__ import annotations
 import datetime
 import os
 
+import torch
 import torch.distributed as dist
 
+from tanghulu.workers.device import CPU
 from tanghulu.workers.models.shard import Shard
 
 #: How long a rank waits for the others before it gives up: far beyond any step.
 _PATIENCE = datetime.timedelta(minutes=5)
 
 
-def join(rank: int, size: int, meeting_file: str) -> Shard:
-    """Meet the other ranks through ``meeting_file`` (a path that all see, no file yet) and become ``rank``."""
+def join(rank: int, size: int, meeting_file: str, device: torch.device = CPU) -> Shard:
+    """Meet the other ranks through ``meeting_file`` (a path that all see, no file yet) and become ``rank``.
+
+    They talk over NCCL if ``device``, this rank's own, is a GPU, else over gloo.
+    """
+    method = f"file://{meeting_file}"
+    if device.type == "cuda":
+        dist.init_process_group(
+            "nccl", init_method=method, rank=rank, world_size=size, timeout=_PATIENCE, device_id=device
+        )
+        return Shard(rank, size)
     # All ranks are on this host; without a name gloo asks the resolver for the host's address, which may fail.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    method = f"file://{meeting_file}"
     dist.init_process_group("gloo", init_method=method, rank=rank, world_size=size, timeout=_PATIENCE)
     return Shard(rank, size)
 

@@ -14,9 +14,12 @@ from multiprocessing.reduction import recv_handle
 
 import torch
 
-from tanghulu.workers.kv_cache import KvCache
+from tanghulu.workers.attention_backends import AttentionNeeds, pick_attention
+from tanghulu.workers.device import device_of_rank, pick_device
+from tanghulu.workers.kv_cache import DeviceKvCache, KvCache
 from tanghulu.workers.kv_layout import KvLayout
 from tanghulu.workers.models.forward_batch import build_forward_batch
+from tanghulu.workers.models.linear import compute_dtype
 from tanghulu.workers.models.registry import Model, dtype_name, load_model, pick_dtype
 from tanghulu.workers.models.shard import Shard
 from tanghulu.workers.rank_group import join, leave
@@ -39,14 +42,29 @@ def main() -> None:
 def _serve(worker: Connection) -> None:
     task: RankTask = worker.recv()
     torch.set_num_threads(task.threads)
-    dtype = pick_dtype(task.dtype)
-    model = load_model(resolve_model(task.model), dtype, shard=Shard(task.rank, task.size))
+    device = device_of_rank(pick_device(task.device), task.rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    source, dtype = resolve_model(task.model), pick_dtype(task.dtype, device)
+    needs = AttentionNeeds(device, compute_dtype(dtype, device), source.config.head_dim, task.block_tokens)
+    attention = pick_attention(task.attention, needs)
+    model = load_model(source, dtype, shard=Shard(task.rank, task.size), device=device, attention=attention)
     worker.send("loaded")
-    join(task.rank, task.size, task.meeting_file)
-    cache = _map_cache(recv_handle(worker), model, task)
+    join(task.rank, task.size, task.meeting_file, device)
+    cache = _make_cache(worker, model, task) if device.type == "cuda" else _map_cache(recv_handle(worker), model, task)
     while True:
         chunks = worker.recv()
-        model.forward(build_forward_batch(chunks, task.block_tokens), cache)
+        model.forward(build_forward_batch(chunks, task.block_tokens, device), cache)
+
+
+def _make_cache(worker: Connection, model: Model, task: RankTask) -> DeviceKvCache:
+    """Of as many blocks as the worker says, on this rank's GPU; the worker is given the memory too."""
+    import torch.multiprocessing  # it teaches connections to carry memory of GPUs  # noqa: F401
+
+    layout = KvLayout.of(model.config, task.block_tokens, dtype_name(model.dtype), task.size)
+    cache = DeviceKvCache(layout, worker.recv(), model.device)
+    worker.send(cache.memory)
+    return cache
 
 
 def _map_cache(fd: int, model: Model, task: RankTask) -> KvCache:

@@ -70,7 +70,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Sampled:
     tokens: list[int] = adjusted.argmax(dim=-1).tolist()
     for index, row in enumerate(rows):
         if row.params.temperature > 0:
-            tokens[index] = _draw(adjusted[index], row.params, unit_uniform(row.params.seed, row.num_generated))
+            tokens[index] = draw_one(adjusted[index], row.params, unit_uniform(row.params.seed, row.num_generated))
     logprobs = [
         None if row.params.logprobs is None else _logprobs(logits[index], tokens[index], row.params.logprobs)
         for index, row in enumerate(rows)
@@ -80,8 +80,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Sampled:
 
 def _adjusted(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """Logits after penalties, bias and bans; the tensor itself if no row has any."""
-    touched = [_touches(row) for row in rows]
-    if not any(touched):
+    if not any(map(touches, rows)):
         return logits
     logits = logits.clone()
     for index, row in enumerate(rows):
@@ -89,31 +88,41 @@ def _adjusted(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor
             _penalise(logits[index], row)
         for token, bias in row.params.logit_bias:
             logits[index, token] += bias
-        if row.grammar is not None:
-            _keep_to_grammar(logits[index], row)
-        elif row.banned:
+        if (forbidden := forbidden_by_grammar(row)) is not None:
+            logits[index, torch.from_numpy(forbidden)] = float("-inf")
+        elif row.grammar is None and row.banned:
             logits[index, sorted(row.banned)] = float("-inf")
     return logits
 
 
-def _touches(row: SamplingRow) -> bool:
+def touches(row: SamplingRow) -> bool:
     """Whether the row's logits are not sampled as they are."""
     return bool(row.params.has_penalties or row.params.logit_bias or row.banned or row.grammar is not None)
 
 
-def _keep_to_grammar(logits: torch.Tensor, row: SamplingRow) -> None:
-    """Forbid in place what the grammar does not allow next, and what is banned, unless nothing else may follow."""
-    assert row.grammar is not None
+def forbidden_by_grammar(row: SamplingRow) -> npt.NDArray[np.bool_] | None:
+    """What the grammar does not allow next, and what is banned, unless nothing else may follow: a flag a token.
+
+    None without a grammar, and for a text that left it (it was not made under it) and cannot be brought back.
+    """
+    if row.grammar is None:
+        return None
     allowed = row.grammar.allowed(row.tokens[row.num_prompt :])
     wanted = allowed.copy()
     wanted[sorted(row.banned)] = False
     chosen = wanted if wanted.any() else allowed
-    if chosen.any():  # a text that left the grammar (it was not made under it) cannot be brought back
-        logits[torch.from_numpy(~chosen)] = float("-inf")
+    return ~chosen if chosen.any() else None
+
+
+def costs_of_output(row: SamplingRow) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Tokens of the output and what presence and frequency penalties (OpenAI's) take from their logits."""
+    ids, counts = np.unique(row.tokens[row.num_prompt :], return_counts=True)
+    costs = row.params.presence_penalty + row.params.frequency_penalty * counts
+    return ids.astype(np.int64), costs.astype(np.float32)
 
 
 def _penalise(logits: torch.Tensor, row: SamplingRow) -> None:
-    """Repetition (CTRL, over prompt and output), presence and frequency (OpenAI's, over output), in place."""
+    """Repetition (CTRL, over prompt and output), presence and frequency (over output), in place."""
     params = row.params
     if params.repetition_penalty != 1.0:
         seen = torch.from_numpy(np.unique(row.tokens).astype(np.int64))
@@ -121,12 +130,11 @@ def _penalise(logits: torch.Tensor, row: SamplingRow) -> None:
         scaled = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
         logits[seen] = scaled
     if params.presence_penalty or params.frequency_penalty:
-        ids, counts = np.unique(row.tokens[row.num_prompt :], return_counts=True)
-        cost = params.presence_penalty + params.frequency_penalty * counts
-        logits[torch.from_numpy(ids.astype(np.int64))] -= torch.from_numpy(cost.astype(np.float32))
+        ids, costs = costs_of_output(row)
+        logits[torch.from_numpy(ids)] -= torch.from_numpy(costs)
 
 
-def _draw(logits: torch.Tensor, params: SamplingParams, uniform: float) -> int:
+def draw_one(logits: torch.Tensor, params: SamplingParams, uniform: float) -> int:
     """One token of one row. float64, so that a cumulative sum over a whole vocabulary stays exact enough."""
     # Subtracting the maximum first keeps tiny temperatures from overflowing.
     probabilities = torch.softmax((logits - logits.max()).double() / params.temperature, dim=-1)

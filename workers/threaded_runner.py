@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tanghulu.workers.engine import Computed, ModelRunner
-from tanghulu.workers.kv_layout import KvLayout, KvMemory
+from tanghulu.workers.kv_layout import KvBlocks, KvLayout
 from tanghulu.workers.step_plan import StepPlan
 from tanghulu.workers.thread_choice import ThreadChoice
 
@@ -24,7 +24,7 @@ class ThreadedRunner:
         return self._runner.layout
 
     @property
-    def cache(self) -> KvMemory:
+    def cache(self) -> KvBlocks:
         """The blocks."""
         return self._runner.cache
 

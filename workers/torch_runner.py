@@ -54,7 +54,7 @@ class TorchRunner:
     def run(self, plan: StepPlan) -> Computed:
         """Forward and sample."""
         started = self._clock.now_s()
-        chunks = [_chunk(run) for run in plan.runs]
+        chunks = [chunk_of(run) for run in plan.runs]
         if self._announce is not None:
             self._announce(chunks)
         logits = self.model.forward(build_forward_batch(chunks, self.layout.block_tokens), self.cache)
@@ -70,7 +70,8 @@ class TorchRunner:
         return f"TorchRunner({self.model.config.architecture}, {self.cache!r})"
 
 
-def _chunk(run: ScheduledRun) -> SequenceChunk:
+def chunk_of(run: ScheduledRun) -> SequenceChunk:
+    """What the model is fed for ``run``."""
     request = run.request
     tokens = request.sequence.tokens[run.start : run.start + run.num_tokens]
     return SequenceChunk(tokens, run.start, request.block_ids, run.samples)

@@ -27,9 +27,16 @@ class TestPlan:
             "free 0", "fill 0", "move 1", "drain 1", "move 0", "drain 0", "free 1", "free 0",
         ]  # fmt: skip
 
-    @given(lengths=st.lists(st.integers(1, 400), max_size=12), half_bytes=st.integers(1, 150))
-    def test_every_byte_goes_once_and_no_half_is_used_twice(self, lengths: list[int], half_bytes: int):
-        plan = StagingPlan(lengths, half_bytes)
+    def test_where_nothing_is_filled_a_round_moves_while_the_one_before_drains(self):
+        told = [f"{event.value} {half}" for event, half, _ in StagingPlan([150, 80], 100, fills=False).steps()]
+        assert told == [
+            "free 0", "fill 0", "move 0", "drain 0", "free 1", "fill 1", "move 1", "drain 1",
+            "free 0", "fill 0", "move 0", "drain 0", "free 1", "free 0",
+        ]  # fmt: skip
+
+    @given(lengths=st.lists(st.integers(1, 400), max_size=12), half_bytes=st.integers(1, 150), fills=st.booleans())
+    def test_every_byte_goes_once_and_no_half_is_used_twice(self, lengths: list[int], half_bytes: int, fills: bool):
+        plan = StagingPlan(lengths, half_bytes, fills=fills)
         plan.check()
         moved = [bytearray(length) for length in lengths]
         filling: set[int] = set()

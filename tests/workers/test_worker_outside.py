@@ -13,9 +13,10 @@ from worker_tiny import BLOCK, VOCAB, request
 from tanghulu.errors import NodeUnavailable
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.connector import ConnectorConfig, KvConnector, KvPeers
-from tanghulu.workers.engine import EngineConfig, EngineCore
+from tanghulu.workers.engine import EngineConfig, EngineCore, ModelRunner
 from tanghulu.workers.engine_thread import EngineThread, StepReport
 from tanghulu.workers.kv_layout import KvLayout
+from tanghulu.workers.kv_port import BlockPort, HostBlocks
 from tanghulu.workers.metrics import WorkerMetrics
 from tanghulu.workers.models.registry import Model, dtype_name
 from tanghulu.workers.requests import PeerExport, PrefixHolder
@@ -60,7 +61,7 @@ class NoPeers:
     def read_prefix(self, holder: PrefixHolder, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
         raise NodeUnavailable("the holder is away")
 
-    def release(self, peer: PeerExport) -> None:
+    def release(self, peer: PeerExport, bytes_read: int = 0) -> None:
         raise NodeUnavailable("the prefill worker is away")
 
 
@@ -72,6 +73,8 @@ class Rig:
         model: Model,
         store: DictStore | None,
         peers: KvPeers | None = None,
+        runner: ModelRunner | None = None,
+        port: BlockPort | None = None,
         *,
         num_blocks: int = 64,
         moves_preempted: bool = False,
@@ -81,12 +84,15 @@ class Rig:
         layout = KvLayout.of(model.config, BLOCK, dtype_name(model.dtype))
         self.metrics = WorkerMetrics(self.registry, block_bytes=layout.block_bytes, num_blocks=num_blocks)
         self.connector = KvConnector(store, peers or NoPeers(), self.metrics, SpeedMeter(), ConnectorConfig(**bounds))  # type: ignore[arg-type]
-        runner = TorchRunner(model, block_tokens=BLOCK, kv_capacity_bytes=num_blocks * layout.block_bytes)
+        if runner is None:
+            in_place = TorchRunner(model, block_tokens=BLOCK, kv_capacity_bytes=num_blocks * layout.block_bytes)
+            runner, port = in_place, HostBlocks(in_place.cache)
+        assert port is not None
         config = EngineConfig(block_tokens=BLOCK, moves_preempted=moves_preempted, debug_checks=True)
         self.core = EngineCore(runner, config, fetcher=self.connector, sink=self.connector)
         self.reports: queue.Queue[StepReport | BaseException] = queue.Queue()
         self.thread = EngineThread(self.core, self._report, self.reports.put)
-        self.connector.attach(self.core, self.thread.post)
+        self.connector.attach(self.core, port, self.thread.post)
         self.thread.start()
 
     def _report(self, report: StepReport) -> None:

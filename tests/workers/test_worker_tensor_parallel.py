@@ -25,6 +25,7 @@ from tanghulu.types import BlockHash, Fingerprint, InstanceId, Masters, RequestI
 from tanghulu.workers.engine import EngineConfig, EngineCore
 from tanghulu.workers.kv_cache import KvCache
 from tanghulu.workers.kv_layout import KvLayout, KvMemory
+from tanghulu.workers.kv_port import HostBlocks
 from tanghulu.workers.main import WorkerConfig
 from tanghulu.workers.metrics import WorkerMetrics
 from tanghulu.workers.models.registry import load_model
@@ -210,8 +211,10 @@ async def _peer(layout: KvLayout, name: Fingerprint, run_dir: Path) -> AsyncIter
     clock, size = SystemClock(), 2 * layout.block_bytes
     metrics = WorkerMetrics(CollectorRegistry(), block_bytes=layout.block_bytes, num_blocks=2)
     access, segment = AccessTable(clock, 1000, size), MemorySegment.create("kv", size)
-    memory = KvMemory(layout, 2, segment.view)
-    server = PeerServer(InstanceId("w1"), 1, name, memory, access, clock, metrics, lambda _: None, _holds_nothing)
+    window = HostBlocks(KvMemory(layout, 2, segment.view))
+    server = PeerServer(
+        InstanceId("w1"), 1, name, layout, window, access, clock, metrics, lambda _: None, _holds_nothing
+    )
     offered = SegmentServer(
         segment, access, host="127.0.0.1", unix_path=str(run_dir / "kv.sock"), generation=1, host_id="here"
     )
@@ -237,6 +240,6 @@ async def test_a_peer_of_another_split_is_refused(tiny: TinyModel, tmp_path: Pat
         for name, error, text in ((two, InvalidRequest, "--tp must be equal"), (one, ChunkNotFound, "export 1")):
             reader = PeerReader(transfers, "w2", name)
             with pytest.raises(error, match=text):
-                await asyncio.to_thread(reader.read, export, 0, [])
+                await asyncio.to_thread(reader.read, export, 0, [memoryview(bytearray(8))])
             reader.close()
     transfers.close()

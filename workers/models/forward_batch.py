@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tanghulu.workers.device import CPU, upload
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceChunk:
@@ -46,11 +48,23 @@ class SequenceSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeTables:
+    """Where the KV of a batch of decodes lies, one token a sequence, all of it on the device.
+
+    ``tables`` int64 [N, width], the blocks of each sequence and then any others; ``contexts`` int64 [N], its tokens.
+    """
+
+    tables: torch.Tensor
+    contexts: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """Tensors of a step. N tokens, S sequences, L wanted logits.
 
     ``token_ids`` and ``positions``: int64 [N]. ``blocks`` and ``offsets``: int64 [N], the block that each
-    token's KV goes to and its place inside. ``logit_rows``: int64 [L], in the order of the sequences.
+    token's KV goes to and its place inside. ``logit_rows``: int64 [L], in the order of the sequences. A batch of
+    static shape (`decode_batch`) has ``decodes`` instead of ``spans``.
     """
 
     token_ids: torch.Tensor
@@ -59,6 +73,7 @@ class ForwardBatch:
     offsets: torch.Tensor
     spans: tuple[SequenceSpan, ...]
     logit_rows: torch.Tensor
+    decodes: DecodeTables | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -66,8 +81,8 @@ class ForwardBatch:
         return len(self.token_ids)
 
 
-def build_forward_batch(chunks: Sequence[SequenceChunk], block_tokens: int) -> ForwardBatch:
-    """Lay ``chunks`` flat, in their order."""
+def build_forward_batch(chunks: Sequence[SequenceChunk], block_tokens: int, device: torch.device = CPU) -> ForwardBatch:
+    """Lay ``chunks`` flat, in their order, on ``device``."""
     assert chunks, "a step without tokens has no forward batch"
     spans: list[SequenceSpan] = []
     token_ids, positions, blocks, logit_rows = [], [], [], []
@@ -86,12 +101,7 @@ def build_forward_batch(chunks: Sequence[SequenceChunk], block_tokens: int) -> F
         row += num_new
         if chunk.wants_logits:
             logit_rows.append(row - 1)
-    where = torch.from_numpy(np.concatenate(positions))
-    return ForwardBatch(
-        token_ids=torch.from_numpy(np.concatenate(token_ids)),
-        positions=where,
-        blocks=torch.from_numpy(np.concatenate(blocks)),
-        offsets=where % block_tokens,
-        spans=tuple(spans),
-        logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
-    )
+    wanted = np.asarray(logit_rows, dtype=np.int64)
+    flat = upload(np.concatenate([*token_ids, *positions, *blocks, wanted]), device)  # one copy to the device
+    ids, where, places, rows = torch.split(flat, [row, row, row, len(wanted)])
+    return ForwardBatch(ids, where, places, where % block_tokens, tuple(spans), rows)

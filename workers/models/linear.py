@@ -1,8 +1,8 @@
 """Matrix products with weights that stay: packed once for the CPU's kernels, used every step.
 
-Which arithmetic a CPU does fast is decided here. A CPU with bfloat16 instructions multiplies bfloat16 as it is. One
-without emulates it, 5 to 30 times slower than float32 (docs/workers.md); there activations and sums are float32, and
-weights lie in memory in the shortest form that loses nothing:
+A GPU multiplies the weight as it is. Which arithmetic a CPU does fast is decided here. A CPU with bfloat16 instructions
+multiplies bfloat16 as it is. One without emulates it, 5 to 30 times slower than float32 (docs/workers.md); there
+activations and sums are float32, and weights lie in memory in the shortest form that loses nothing:
 
 * *half*: as float16 times a power of two, widened to float32 in the kernel's registers (FBGEMM). Half the bytes to
   read is what decoding a few sequences costs. Example: a bfloat16 weight has 8 significant bits, float16 has 11, so
@@ -24,6 +24,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from tanghulu.workers.device import CPU
+
 #: The number of rows for which oneDNN lays out a weight. Layouts for many rows were as fast for one row as those for
 #: one, while a layout for one row was up to 3 times slower for 32.
 _PACK_ROWS = 256
@@ -39,7 +41,7 @@ class Linear:
     """``x @ weight.T + bias`` for ``weight`` [rows, columns], computed in `compute_dtype` of its type."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        dtype = compute_dtype(weight.dtype)
+        dtype = compute_dtype(weight.dtype, weight.device)
         self._bias = None if bias is None else bias.to(dtype)
         self._num_rows = len(weight)
         self._product = _product(weight.to(dtype).contiguous())
@@ -54,7 +56,7 @@ class Linear:
 
 def _product(weight: torch.Tensor) -> _Product:
     """The fastest way to multiply by ``weight``, which it may keep."""
-    if weight.dtype is torch.float32:
+    if weight.dtype is torch.float32 and weight.device.type == "cpu":
         half = _half(weight) if "fbgemm" in torch.backends.quantized.supported_engines else None
         if half is not None:
             return half
@@ -86,8 +88,10 @@ def _packed(weight: torch.Tensor) -> _Product:
     return lambda inputs: multiply(inputs, packed, None, "none", [], "")
 
 
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In what a model of ``dtype`` is computed on this CPU: itself, or float32 where that would be emulated."""
+def compute_dtype(dtype: torch.dtype, device: torch.device = CPU) -> torch.dtype:
+    """In what a model of ``dtype`` is computed: itself, or float32 where this CPU would emulate that."""
+    if device.type != "cpu":
+        return dtype
     return dtype if dtype is torch.bfloat16 and has_native_bfloat16() else torch.float32
 
 

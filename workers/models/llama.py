@@ -6,7 +6,6 @@ and key (Qwen3), a bias on the output projection. Q, K and V are one matrix prod
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,10 +14,12 @@ import torch.nn.functional as F
 
 from tanghulu.errors import ModelUnsupported
 from tanghulu.workers.attention import AttentionBackend
-from tanghulu.workers.kv_cache import KvCache
+from tanghulu.workers.device import CPU
+from tanghulu.workers.kv_cache import KvTensors
 from tanghulu.workers.model_config import ModelConfig
 from tanghulu.workers.models.forward_batch import ForwardBatch
 from tanghulu.workers.models.linear import Linear, compute_dtype
+from tanghulu.workers.models.norm import Norm
 from tanghulu.workers.models.rope import RotaryTable, rotate
 from tanghulu.workers.models.shard import WHOLE, Shard, require_split
 from tanghulu.workers.weights.source import WeightSource
@@ -30,12 +31,12 @@ Progress = Callable[[float], None]
 class _Layer:
     """One decoder layer's weights; ``qkv`` and ``gate_up`` are fused by rows."""
 
-    input_norm: torch.Tensor
+    input_norm: Norm
     qkv: Linear
-    query_norm: torch.Tensor | None
-    key_norm: torch.Tensor | None
+    query_norm: Norm | None
+    key_norm: Norm | None
     out: Linear
-    mlp_norm: torch.Tensor
+    mlp_norm: Norm
     gate_up: Linear
     down: Linear
 
@@ -51,8 +52,9 @@ class LlamaModel:
         dtype: torch.dtype,
         progress: Progress | None = None,
         shard: Shard = WHOLE,
+        device: torch.device = CPU,
     ) -> None:
-        """Load the weights of ``shard`` as ``dtype``; ``progress`` is told the fraction done, 0..1.
+        """Load the weights of ``shard`` as ``dtype`` onto ``device``; ``progress`` is told the fraction done, 0..1.
 
         Raises ModelUnsupported that names a missing tensor, or one whose shape contradicts ``config``; ConfigError
         if the model's heads cannot be shared out so.
@@ -62,9 +64,10 @@ class LlamaModel:
         self._num_heads, self._num_kv_heads = config.num_heads // shard.size, config.num_kv_heads // shard.size
         self.config = config
         self.dtype = dtype
-        self._compute = compute_dtype(dtype)
+        self.device = device
+        self._compute = compute_dtype(dtype, device)
         self._attention = attention
-        loader = _Loader(config, weights, dtype, shard)
+        loader = _Loader(config, weights, dtype, shard, device)
         self._embedding = loader.take("model.embed_tokens.weight", (config.vocab, config.hidden))
         self._layers = []
         for index in range(config.num_layers):
@@ -76,13 +79,12 @@ class LlamaModel:
         head = self._embedding if tied else loader.take("lm_head.weight", (config.vocab, config.hidden))
         self._head = Linear(_own_rows(head, shard))
         factors = weights.tensor("rope_freqs.weight") if weights.has("rope_freqs.weight") else None
-        self._rotary = RotaryTable(config, factors)
-        self._eps = {n: torch.tensor(math.sqrt(n * config.rms_eps)) for n in (config.hidden, config.head_dim)}
+        self._rotary = RotaryTable(config, factors, device)
         if progress is not None:
             progress(1.0)
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, cache: KvCache) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, cache: KvTensors) -> torch.Tensor:
         """Compute ``batch``, writing its KV to ``cache``; returns the wanted logits, float32 [L, vocab] (on rank 0)."""
         plan = self._attention.plan(cache, batch, self._num_heads)
         cos, sin = self._rotary.rows(batch.positions, self._compute)
@@ -92,53 +94,49 @@ class LlamaModel:
             attended = plan.attend(index, query, key, value)
             hidden = hidden + self._shard.total(layer.out(attended))
             hidden = hidden + self._mlp(layer, hidden)
-        wanted = self._normed(hidden.index_select(0, batch.logit_rows), self._norm)
+        wanted = self._norm(hidden.index_select(0, batch.logit_rows))
         return self._shard.gather_columns(self._head(wanted).float())[:, : self.config.vocab]
 
     def _project(
         self, layer: _Layer, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         num_heads, num_turned = self._num_heads, self._num_heads + self._num_kv_heads
-        fused = layer.qkv(self._normed(hidden, layer.input_norm)).view(len(hidden), -1, self.config.head_dim)
+        fused = layer.qkv(layer.input_norm(hidden)).view(len(hidden), -1, self.config.head_dim)
         turned = fused[:, :num_turned]
         if layer.query_norm is not None and layer.key_norm is not None:
-            query = self._normed(turned[:, :num_heads], layer.query_norm)
-            key = self._normed(turned[:, num_heads:], layer.key_norm)
+            query = layer.query_norm(turned[:, :num_heads])
+            key = layer.key_norm(turned[:, num_heads:])
             turned = torch.cat((query, key), dim=1)
         turned = rotate(turned, cos, sin)
         value = fused[:, num_turned:]
         return turned[:, :num_heads], turned[:, num_heads:], value
 
     def _mlp(self, layer: _Layer, hidden: torch.Tensor) -> torch.Tensor:
-        gate, up = layer.gate_up(self._normed(hidden, layer.mlp_norm)).chunk(2, dim=-1)
+        gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=-1)
         return self._shard.total(layer.down(F.silu(gate).mul_(up)))
-
-    def _normed(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """RMSNorm over the last dimension; ``weight`` as `_Loader.norm` gave it.
-
-        With n columns, x / sqrt(mean(x^2) + eps) = sqrt(n) x / hypot(|x|, sqrt(n eps)): four passes where torch's own
-        takes seven, and the sqrt(n) is in the weight.
-        """
-        size = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
-        normed: torch.Tensor = hidden / size.hypot_(self._eps[weight.shape[0]])
-        return normed.mul_(weight)
 
 
 class _Loader:
     """Takes tensors by name, checked against the shape that the config promises."""
 
-    def __init__(self, config: ModelConfig, weights: WeightSource, dtype: torch.dtype, shard: Shard) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: WeightSource, dtype: torch.dtype, shard: Shard, device: torch.device
+    ) -> None:
         self._config, self._weights, self._dtype, self._shard = config, weights, dtype, shard
+        self._device = device
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         tensor = self._weights.tensor(name)
         if tuple(tensor.shape) != shape:
             raise ModelUnsupported(f"tensor {name!r} has shape {tuple(tensor.shape)}; the config says {shape}")
+        if self._device.type != "cpu":  # in the file's type over the bus, converted there
+            return tensor.to(self._device).to(self._dtype)
         # clone: a tensor that is a view of a mapped file must not outlive the file.
         return tensor.to(self._dtype, copy=True)
 
-    def norm(self, name: str, size: int) -> torch.Tensor:
-        return self.take(name, (size,)).to(compute_dtype(self._dtype)).mul_(math.sqrt(size))
+    def norm(self, name: str, size: int) -> Norm:
+        weight = self.take(name, (size,)).to(compute_dtype(self._dtype, self._device))
+        return Norm(weight, self._config.rms_eps)
 
     def linear(self, prefix: str, parts: tuple[tuple[str, int], ...], columns: int, *, bias: bool = False) -> Linear:
         """The product with this rank's rows of all ``parts`` (name, rows) of ``prefix``, one under the other."""
@@ -157,6 +155,8 @@ def _own_rows(head: torch.Tensor, shard: Shard) -> torch.Tensor:
     """The rank's rows of the output head, zeros behind the last so that all ranks have equally many."""
     each = -(-len(head) // shard.size)
     rows = head[shard.rank * each : (shard.rank + 1) * each]
+    if len(rows) == each:  # shared with the embedding where a GPU multiplies it as it is
+        return rows
     return F.pad(rows, (0, 0, 0, each - len(rows)))
 
 

@@ -14,7 +14,8 @@ import torch
 from tanghulu.errors import ConfigError, ModelUnsupported
 from tanghulu.workers.allocation import keep_large_blocks
 from tanghulu.workers.attention import AttentionBackend, SdpaAttention
-from tanghulu.workers.kv_cache import KvCache
+from tanghulu.workers.device import CPU, multiplies_bfloat16
+from tanghulu.workers.kv_cache import KvTensors
 from tanghulu.workers.model_config import ARCHITECTURES, ModelConfig
 from tanghulu.workers.models.forward_batch import ForwardBatch
 from tanghulu.workers.models.linear import has_native_bfloat16
@@ -30,23 +31,32 @@ class Model(Protocol):
 
     config: ModelConfig
     dtype: torch.dtype
+    device: torch.device
 
-    def forward(self, batch: ForwardBatch, cache: KvCache) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, cache: KvTensors) -> torch.Tensor:
         """Compute ``batch``, writing its KV to ``cache``; returns the wanted logits, float32 [L, vocab]."""
         ...
 
 
-ModelFactory = Callable[[ModelConfig, WeightSource, AttentionBackend, torch.dtype, Progress | None, Shard], Model]
+ModelFactory = Callable[
+    [ModelConfig, WeightSource, AttentionBackend, torch.dtype, Progress | None, Shard, torch.device], Model
+]
 _MODELS: dict[str, ModelFactory] = dict.fromkeys(ARCHITECTURES, LlamaModel)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def load_model(
-    source: ModelSource, dtype: torch.dtype, progress: Progress | None = None, shard: Shard = WHOLE
+    source: ModelSource,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
+    shard: Shard = WHOLE,
+    device: torch.device = CPU,
+    attention: AttentionBackend | None = None,
 ) -> Model:
-    """Load ``shard`` of the weights of ``source`` onto the CPU; ``progress`` is told the fraction done, 0..1.
+    """Load ``shard`` of the weights of ``source`` onto ``device``; ``progress`` is told the fraction done, 0..1.
 
-    Raises ModelUnsupported that names the architecture or the tensor that cannot be used.
+    Without ``attention`` it attends by SDPA, which works everywhere. Raises ModelUnsupported that names the
+    architecture or the tensor that cannot be used.
     """
     factory = _MODELS.get(source.config.architecture)
     if factory is None:
@@ -56,17 +66,19 @@ def load_model(
     keep_large_blocks()
     weights = source.open_weights()
     try:
-        return factory(source.config, weights, SdpaAttention(), dtype, progress, shard)
+        return factory(source.config, weights, attention or SdpaAttention(), dtype, progress, shard, device)
     finally:
         weights.close()
 
 
-def pick_dtype(name: str) -> torch.dtype:
-    """The dtype called ``name``; ``auto`` is bfloat16 where the CPU multiplies it natively, else float32.
+def pick_dtype(name: str, device: torch.device = CPU) -> torch.dtype:
+    """The dtype called ``name``; ``auto`` is bfloat16 where it is multiplied natively, else float32 (float16 on GPUs).
 
-    Elsewhere bfloat16 halves the KV's bytes and the arithmetic is float32's in both (`linear`), so float32 is as
+    On other CPUs bfloat16 halves the KV's bytes and the arithmetic is float32's in both (`linear`), so float32 is as
     fast and loses nothing. Raises ConfigError.
     """
+    if name == "auto" and device.type != "cpu":
+        return torch.bfloat16 if multiplies_bfloat16(device) else torch.float16
     if name == "auto":
         return torch.bfloat16 if has_native_bfloat16() else torch.float32
     if name not in _DTYPES:

@@ -10,16 +10,19 @@ import math
 
 import torch
 
+from tanghulu.workers.device import CPU
 from tanghulu.workers.model_config import ModelConfig, RopeScaling
 
 
 class RotaryTable:
-    """Cosines and sines for every position up to ``max_context``, float32.
+    """Cosines and sines for every position up to ``max_context``, float32, on ``device``.
 
     ``freq_factors`` [head_dim/2] divides the frequencies; GGUF files ship Llama 3's scaling in this form.
     """
 
-    def __init__(self, config: ModelConfig, freq_factors: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, freq_factors: torch.Tensor | None = None, device: torch.device = CPU
+    ) -> None:
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
         frequencies = config.rope_theta**-exponents
         if freq_factors is not None:
@@ -27,8 +30,8 @@ class RotaryTable:
         frequencies = _scaled(frequencies, config.rope_scaling)
         angles = torch.outer(torch.arange(config.max_context, dtype=torch.float64), frequencies)
         # The sine carries rotate_half's sign, so that applying needs a roll and no negation.
-        self._cos = torch.cat((angles.cos(), angles.cos()), dim=1).float()
-        self._sin = torch.cat((-angles.sin(), angles.sin()), dim=1).float()
+        self._cos = torch.cat((angles.cos(), angles.cos()), dim=1).float().to(device)
+        self._sin = torch.cat((-angles.sin(), angles.sin()), dim=1).float().to(device)
 
     def rows(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and signed sine of ``positions``, each [N, 1, head_dim]."""

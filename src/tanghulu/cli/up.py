@@ -38,6 +38,7 @@ class UpConfig:
     engine: str = option("torch", "torch computes; mock takes as long as a model would", choices=("torch", "mock"))
     mock_speedup: float = option(1.0, "the mock engine runs this many times faster than its timing")
     dtype: str = option("auto", "arithmetic and KV type", choices=("auto", "float32", "bfloat16", "float16"))
+    device: str = option("auto", "where the workers compute: auto, cpu, cuda or cuda:N")
     prefill: int = option(1, "prefill workers")
     decode: int = option(1, "decode workers")
     workers: int = option(1, "workers that do both phases; started with --prefill 0 --decode 0")
@@ -122,6 +123,8 @@ class Cluster:
         for i, role in enumerate(roles):
             name = f"{role}-{i - config.prefill if role == 'decode' else i}"
             model = ["--model", config.model, "--dtype", config.dtype, "--engine", config.engine]
+            if config.engine == "torch":
+                model += ["--device", config.device]
             if config.engine == "mock":
                 model += ["--mock-speedup", str(config.mock_speedup)]
             self._add(role, name, base and base + _MASTER_TO_WORKERS + i, *at, *model)
