@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import signal
@@ -17,9 +18,10 @@ import tanghulu
 from tanghulu.cli.main import EXIT_CODES
 from tanghulu.cli.store import COMMAND
 from tanghulu.cli.store_check import Disagreement, Finding, Kind, compare
-from tanghulu.errors import ChecksumMismatch, DeadlineExceeded, InvalidRequest, TanghuluError
+from tanghulu.errors import ChecksumMismatch, DeadlineExceeded, InvalidRequest, MasterUnavailable, TanghuluError
 from tanghulu.store.client import Client
 from tanghulu.store.client.model import KeyInfo, Verified
+from tanghulu.store.copy_requests import CopyRequester
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -283,3 +285,16 @@ def test_keys_are_copied_ahead_when_somebody_asks(trio: Cluster, store: Client) 
     assert all(store.get(key).bytes() == value_of(index) for index, key in enumerate(keys))
     with pytest.raises(InvalidRequest, match="copies were asked for 0 s"):
         store.replicate(keys, for_s=0)
+
+
+def test_a_conductor_asks_the_master_for_copies_by_grpc(trio: Cluster, store: Client) -> None:
+    keys = [f"asked/{index}" for index in range(10)]
+    for index, key in enumerate(keys):
+        store.put(key, value_of(index))
+    requester = CopyRequester(trio.address)
+    assert asyncio.run(requester.ask([*keys, "asked/unknown"], 2, 30.0)) == 10
+    eventually(lambda: all(len(holders(store, key)) == 2 for key in keys))
+    with pytest.raises(InvalidRequest, match="0 holders were asked for"):
+        asyncio.run(requester.ask(keys, 0, 30.0))
+    with pytest.raises(MasterUnavailable):
+        asyncio.run(CopyRequester("127.0.0.1:1").ask(keys, 2, 30.0))

@@ -1,0 +1,248 @@
+"""Workers in virtual time behind the real dispatcher: the engine's scheduler, block pool and mock timing; no I/O."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import zlib
+from collections.abc import Callable
+
+from fake_worker import TOKENIZER
+from prometheus_client import CollectorRegistry
+
+from tanghulu.conductor.cost import DecodeProfile, PrefillProfile
+from tanghulu.conductor.dispatcher import Dispatcher, Limits
+from tanghulu.conductor.metrics import ConductorMetrics
+from tanghulu.conductor.registry import Worker
+from tanghulu.conductor.requests import (
+    GenerationRequest,
+    KvChange,
+    KvSource,
+    ModelCard,
+    Output,
+    OutputKind,
+    Sampling,
+    Step,
+    StopRule,
+    Welcome,
+    WorkerLoad,
+)
+from tanghulu.conductor.routing_wish import Policies, parse_weights
+from tanghulu.conductor.served_model import ServedModel
+from tanghulu.discovery.base import Instance
+from tanghulu.hashing import Tokens, TokenSequence, root_hash
+from tanghulu.types import Address, Fingerprint, InstanceId, RequestId, Role
+from tanghulu.workers.block_pool import BlockPool, KvEventKind
+from tanghulu.workers.mock_timing import TIMINGS
+from tanghulu.workers.requests import EngineRequest, FinishReason, PeerExport, PrefixHolder, SamplingParams, StopParams
+from tanghulu.workers.scheduler import Scheduler, SchedulerConfig
+from tanghulu.workers.speed import SpeedMeter
+from tanghulu.workers.step_plan import FetchWanted, StepPlan
+
+BLOCK_TOKENS = 64
+STEP_TOKENS = 8192
+#: Seconds that a message takes, that a fetch takes, and that a step takes besides what its model says.
+WIRE_S, FETCH_S, STEP_S = 0.003, 0.02, 0.007
+SLOWNESS = 1.5
+
+_CARD = ModelCard(
+    "mock",
+    Fingerprint(b"f" * 16),
+    "xxh3_128",
+    BLOCK_TOKENS,
+    131_072,
+    300,
+    (),
+    zlib.compress(TOKENIZER.to_str().encode()),
+    "",
+    "",
+    "",
+    False,
+    BLOCK_TOKENS * 16,
+    1.0,
+)
+_KINDS = {
+    None: OutputKind.TOKENS,
+    FinishReason.LENGTH: OutputKind.LENGTH,
+    FinishReason.HANDED_OVER: OutputKind.HANDED_OVER,
+}
+
+
+class VirtualTime:
+    """What happens when; also the dispatcher's clock."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._number = itertools.count()
+
+    def now_s(self) -> float:
+        return self._now_s
+
+    def after(self, seconds: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self._now_s + seconds, next(self._number), event))
+
+    def run(self) -> None:
+        while self._events:
+            self._now_s, _, event = heapq.heappop(self._events)
+            event()
+
+
+class VirtualWorker:
+    """A worker of both roles. The dispatcher takes it for a session."""
+
+    def __init__(self, name: str, num_blocks: int, cluster: VirtualCluster) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.scheduler = Scheduler(SchedulerConfig(BLOCK_TOKENS, 131_072, STEP_TOKENS, 32, can_fetch=True), self.pool)
+        self.num_hand_overs = 0
+        self._cluster, self._time = cluster, cluster.time
+        self._speed, self._timing = SpeedMeter(STEP_TOKENS), TIMINGS["gpu-8b"]
+        self._busy, self._sequence = False, 0
+        self._exports: dict[int, RequestId] = {}
+        address = Address(name, 1)
+        self.registered = Worker(Instance(InstanceId(name), Role.BOTH, address))
+        self.registered.card, self.registered.session = _CARD, self
+        self.registered.load.block_tokens = BLOCK_TOKENS
+        self.registered.load.reset(self._load())
+
+    # --- the session
+
+    def submit(self, request, wire_id, tokens, hand_over, source, holder=None) -> None:
+        sequence = TokenSequence(root_hash(_CARD.fingerprint), BLOCK_TOKENS, tokens)
+        peer = PeerExport(source.address, str(source.export_id), source.num_tokens) if source is not None else None
+        engine_request = EngineRequest(
+            RequestId(wire_id),
+            sequence,
+            len(request.prompt),
+            SamplingParams(),
+            StopParams(request.stop.max_new_tokens, ignore_eos=True),
+            hold_kv=hand_over,
+            peer=peer,
+            holder=PrefixHolder(holder.address, holder.num_blocks) if holder is not None else None,
+        )
+        self.num_hand_overs += peer is not None
+        self._time.after(WIRE_S, lambda: self._add(engine_request))
+
+    def release(self, export_id: int) -> None:
+        name = self._exports.pop(export_id)
+        self._time.after(WIRE_S, lambda: self.scheduler.held.release_export(name))
+
+    def _add(self, request: EngineRequest) -> None:
+        self.scheduler.add(request)
+        self._report([])
+        self._begin_step()
+
+    # --- steps
+
+    def _begin_step(self) -> None:
+        if self._busy or not self.scheduler.has_work:
+            return
+        plan = self.scheduler.schedule()
+        for wanted in plan.fetches:
+            self._fetch(wanted)
+        for peer in plan.forgone:
+            self._cluster.by_address[peer.instance].release(int(peer.export_id))
+        self._busy = bool(plan.runs)
+        seconds = SLOWNESS * self._timing.step_seconds(plan) + STEP_S if plan.runs else 0.0
+        if plan.runs:
+            self._time.after(seconds, lambda: self._end_step(plan, seconds))
+        else:
+            self.scheduler.step_done([])
+
+    def _end_step(self, plan: StepPlan, seconds: float) -> None:
+        outcome = self.scheduler.step_done([1] * sum(run.samples for run in plan.runs))
+        self._busy = False
+        self._speed.step(plan.num_tokens, len(plan.runs), seconds, plan.work)
+        self._report([self._output(o.request, o.token, _KINDS[o.finish_reason]) for o in outcome.outputs])
+        self._begin_step()
+
+    def _output(self, request: EngineRequest, token: int, kind: OutputKind) -> Output:
+        source = None
+        if kind is OutputKind.HANDED_OVER:
+            number = len(self._exports) + 1000 * self._sequence
+            self._exports[number] = request.request_id
+            source = KvSource(
+                self.registered.id, str(self.registered.instance.address), "", number, request.num_computed
+            )
+        cached = min(request.num_cached_tokens, request.num_prompt_tokens)
+        return Output(request.request_id, [token], kind, None, source, cached)
+
+    def _fetch(self, wanted: FetchWanted) -> None:
+        def arrive() -> None:
+            num_ok = 0
+            if wanted.peer is not None:
+                self._cluster.by_address[wanted.peer.instance].release(int(wanted.peer.export_id))
+                num_ok = len(wanted.block_ids)
+            elif wanted.holder is not None:
+                num_ok = self._cluster.by_address[wanted.holder.instance].pool.num_hits(wanted.block_hashes)
+            self.scheduler.fetch_done(wanted.request_id, min(num_ok, len(wanted.block_ids)))
+            self._begin_step()
+
+        self._time.after(FETCH_S, arrive)
+
+    # --- what it tells
+
+    def _report(self, outputs: list[Output]) -> None:
+        changes = []
+        for kind, events in itertools.groupby(self.pool.take_events(), key=lambda event: event.kind):
+            hashes = tuple(event.block_hash for event in events)
+            changes.append(KvChange(stored=hashes) if kind is KvEventKind.STORED else KvChange(removed=hashes))
+        step = Step(outputs, self._sequence, tuple(changes), self._load())
+        self._sequence += len(changes)
+        self._time.after(WIRE_S, lambda: self._cluster.dispatcher.worker_step(self.registered, step))
+
+    def _load(self) -> WorkerLoad:
+        speeds, scheduler = self._speed.speeds, self.scheduler
+        costs = speeds.costs
+        return WorkerLoad(
+            scheduler.num_running,
+            scheduler.num_waiting + scheduler.num_fetching,
+            self.pool.num_blocks,
+            self.pool.num_available,
+            scheduler.num_pending_tokens,
+            speeds.prefill_tokens_per_s,
+            speeds.decode_step_s,
+            peer_bytes_per_s=speeds.peer_bytes_per_s,
+            prefill=PrefillProfile(costs.prefill_fixed_s, costs.prefill_token_s, costs.prefill_pair_s)
+            if costs
+            else None,
+            decode=DecodeProfile(costs.decode_fixed_s, costs.decode_sequence_s, costs.decode_context_s)
+            if costs and costs.decode_fixed_s
+            else None,
+        )
+
+
+class VirtualCluster:
+    """A dispatcher with ``num_workers`` such workers; needs a running event loop, whose time stands still."""
+
+    def __init__(self, policy: str, num_workers: int, num_blocks: int) -> None:
+        self.time = VirtualTime()
+        metrics = ConductorMetrics(CollectorRegistry())
+        policies = Policies(policy, parse_weights(""))
+        self.dispatcher = Dispatcher("conductor", policies, metrics, Limits(), self.time)
+        self.model = self.dispatcher.registry.models["mock"] = ServedModel(_CARD)
+        self.workers = [VirtualWorker(f"worker-{n}", num_blocks, self) for n in range(num_workers)]
+        self.by_address = {str(worker.registered.instance.address): worker for worker in self.workers}
+        for worker in self.workers:
+            self.dispatcher.registry.workers[worker.registered.id] = worker.registered
+            self.dispatcher.worker_up(worker.registered, Welcome(worker.registered.id, 1, (), 0, WorkerLoad()))
+
+    def ask(self, number: int, prompt: Tokens, num_tokens: int, ended: Callable[[int], None]) -> None:
+        """Submit a prompt; ``ended`` hears how many of its tokens were cached."""
+        request = GenerationRequest(
+            RequestId(f"r{number}"), "mock", prompt, Sampling(), StopRule(num_tokens, ignore_eos=True)
+        )
+        stream = self.dispatcher.submit(request, self.model)
+        told = stream.end
+
+        def end(how) -> None:
+            told(how)
+            assert how.error is None, how
+            self.time.after(WIRE_S, lambda: ended(stream.cached_tokens))
+
+        stream.end = end
+
+    def check(self) -> None:
+        self.dispatcher.check()
+        for worker in self.workers:
+            worker.scheduler.check()
