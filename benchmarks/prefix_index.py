@@ -94,17 +94,18 @@ class Dict:
         return {} if holder is None else {holder: sum(map(self._holder_of.__contains__, chain))}
 
     def stored(self, holder: int, chain: Chain) -> Any:
-        return dict.fromkeys(chain, holder)
+        return holder, chain
 
     def removed(self, holder: int, blocks: Chain) -> Any:
-        return blocks
+        return None, blocks
 
     def apply(self, event: Any) -> None:
-        if isinstance(event, dict):
-            self._holder_of.update(event)
-        else:
-            for block in event:
-                del self._holder_of[block]
+        holder, blocks = event
+        if holder is not None:
+            self._holder_of.update(dict.fromkeys(blocks, holder))
+            return
+        for block in blocks:
+            del self._holder_of[block]
 
     def question(self, chain: Chain) -> Any:
         return chain
