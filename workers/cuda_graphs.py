@@ -2,7 +2,8 @@
 
 A small model's decode step is some hundred kernels that each take less time than their launch; a graph launches all at
 once. Shapes are powers of two (`decode_batch`), so few graphs serve all steps; each is recorded when it is first
-needed, up to `MAX_GRAPHS`. All share one memory pool: a step's result is read before the next replay overwrites it.
+needed, up to `MAX_GRAPHS`. All share one memory pool, and those of one size the tensor of their results: a step's are
+read before the next replay overwrites them.
 
 Where recording fails, steps run as they would without graphs, and the log says why.
 """
@@ -16,6 +17,7 @@ import numpy.typing as npt
 import structlog
 import torch
 
+from tanghulu.workers.device import staged_for
 from tanghulu.workers.kv_cache import DeviceKvCache
 from tanghulu.workers.models.decode_batch import DecodeShape, decode_batch, pack_decodes
 from tanghulu.workers.models.registry import Model
@@ -44,6 +46,7 @@ class DecodeGraphs:
         self._model = model
         self._cache = cache
         self._graphs: dict[DecodeShape, _Recorded] = {}
+        self._results: dict[int, torch.Tensor] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._failed = False
 
@@ -52,7 +55,7 @@ class DecodeGraphs:
         recorded = self._graphs.get(shape) or self._record(shape)
         if recorded is None:
             return None
-        recorded.packed.copy_(torch.from_numpy(packed).pin_memory(), non_blocking=True)
+        recorded.packed.copy_(staged_for(packed, self._model.device), non_blocking=True)
         recorded.graph.replay()
         return recorded.logits
 
@@ -78,10 +81,11 @@ class DecodeGraphs:
         beside.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(beside):
             for _ in range(_WARM_UPS):
-                self._model.forward(decode_batch(packed, block_tokens), self._cache)
+                logits = self._model.forward(decode_batch(packed, block_tokens), self._cache)
         torch.cuda.current_stream(device).wait_stream(beside)
+        results = self._results.setdefault(shape.num_sequences, torch.empty_like(logits))
         graph = torch.cuda.CUDAGraph()
         # Other threads copy KV meanwhile: only this one's calls may disturb the recording.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits = self._model.forward(decode_batch(packed, block_tokens), self._cache)
-        return _Recorded(graph, packed, logits)
+            results.copy_(self._model.forward(decode_batch(packed, block_tokens), self._cache))
+        return _Recorded(graph, packed, results)

@@ -79,7 +79,10 @@ def upload(array: Any, device: torch.device) -> torch.Tensor:
 
     The copy leaves from pinned memory, which torch's allocator keeps until it has ended.
     """
+    return staged_for(array, device).to(device, non_blocking=True)
+
+
+def staged_for(array: Any, device: torch.device) -> torch.Tensor:
+    """The numpy array as a tensor in main memory from which copies to ``device`` need not wait: pinned for a GPU."""
     tensor = torch.from_numpy(array)
-    if device.type != "cuda":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.pin_memory() if device.type == "cuda" else tensor
