@@ -69,7 +69,7 @@ class HotKey(_message.Message):
     def __init__(self, key: _Optional[str] = ..., num_gets: _Optional[int] = ...) -> None: ...
 
 class AnnounceRequest(_message.Message):
-    __slots__ = ("node_id", "generation", "added", "removed", "report", "capacity_bytes", "used_bytes", "deleted", "ssd_capacity_bytes", "ssd_used_bytes", "term", "term_of", "news")
+    __slots__ = ("node_id", "generation", "added", "removed", "report", "capacity_bytes", "used_bytes", "deleted", "ssd_capacity_bytes", "ssd_used_bytes", "term", "term_of", "news", "tenants")
     class Report(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         NONE: _ClassVar[AnnounceRequest.Report]
@@ -93,6 +93,7 @@ class AnnounceRequest(_message.Message):
     TERM_FIELD_NUMBER: _ClassVar[int]
     TERM_OF_FIELD_NUMBER: _ClassVar[int]
     NEWS_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     generation: int
     added: _containers.RepeatedCompositeFieldContainer[ChunkEntry]
@@ -106,10 +107,19 @@ class AnnounceRequest(_message.Message):
     term: int
     term_of: int
     news: CopyNews
-    def __init__(self, node_id: _Optional[str] = ..., generation: _Optional[int] = ..., added: _Optional[_Iterable[_Union[ChunkEntry, _Mapping]]] = ..., removed: _Optional[_Iterable[str]] = ..., report: _Optional[_Union[AnnounceRequest.Report, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., deleted: _Optional[_Iterable[str]] = ..., ssd_capacity_bytes: _Optional[int] = ..., ssd_used_bytes: _Optional[int] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ..., news: _Optional[_Union[CopyNews, _Mapping]] = ...) -> None: ...
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantBytes]
+    def __init__(self, node_id: _Optional[str] = ..., generation: _Optional[int] = ..., added: _Optional[_Iterable[_Union[ChunkEntry, _Mapping]]] = ..., removed: _Optional[_Iterable[str]] = ..., report: _Optional[_Union[AnnounceRequest.Report, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., deleted: _Optional[_Iterable[str]] = ..., ssd_capacity_bytes: _Optional[int] = ..., ssd_used_bytes: _Optional[int] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ..., news: _Optional[_Union[CopyNews, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantBytes, _Mapping]]] = ...) -> None: ...
+
+class TenantBytes(_message.Message):
+    __slots__ = ("tenant", "num_bytes")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    num_bytes: int
+    def __init__(self, tenant: _Optional[str] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class AnnounceReply(_message.Message):
-    __slots__ = ("status", "accepted", "report_wanted", "term", "term_of", "copies", "drops", "sources", "undecided")
+    __slots__ = ("status", "accepted", "report_wanted", "term", "term_of", "copies", "drops", "sources", "undecided", "elsewhere", "num_nodes")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     REPORT_WANTED_FIELD_NUMBER: _ClassVar[int]
@@ -119,6 +129,8 @@ class AnnounceReply(_message.Message):
     DROPS_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     UNDECIDED_FIELD_NUMBER: _ClassVar[int]
+    ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
+    NUM_NODES_FIELD_NUMBER: _ClassVar[int]
     status: _common_pb2.Status
     accepted: _containers.RepeatedScalarFieldContainer[bool]
     report_wanted: bool
@@ -128,7 +140,9 @@ class AnnounceReply(_message.Message):
     drops: _containers.RepeatedCompositeFieldContainer[DropOrder]
     sources: _containers.RepeatedCompositeFieldContainer[_common_pb2.Instance]
     undecided: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., accepted: _Optional[_Iterable[bool]] = ..., report_wanted: _Optional[bool] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ..., copies: _Optional[_Iterable[_Union[CopyOrder, _Mapping]]] = ..., drops: _Optional[_Iterable[_Union[DropOrder, _Mapping]]] = ..., sources: _Optional[_Iterable[_Union[_common_pb2.Instance, _Mapping]]] = ..., undecided: _Optional[_Iterable[int]] = ...) -> None: ...
+    elsewhere: _containers.RepeatedCompositeFieldContainer[TenantBytes]
+    num_nodes: int
+    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., accepted: _Optional[_Iterable[bool]] = ..., report_wanted: _Optional[bool] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ..., copies: _Optional[_Iterable[_Union[CopyOrder, _Mapping]]] = ..., drops: _Optional[_Iterable[_Union[DropOrder, _Mapping]]] = ..., sources: _Optional[_Iterable[_Union[_common_pb2.Instance, _Mapping]]] = ..., undecided: _Optional[_Iterable[int]] = ..., elsewhere: _Optional[_Iterable[_Union[TenantBytes, _Mapping]]] = ..., num_nodes: _Optional[int] = ...) -> None: ...
 
 class LocateRequest(_message.Message):
     __slots__ = ("keys", "count_only")

@@ -40,11 +40,15 @@ class Right(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """``quota_bytes`` 0: no bound. ``shared_memory``: its clients may map a node's memory, which holds all tenants'."""
+    """``quota_bytes``, on one node, and ``cluster_quota_bytes``, on all nodes together: 0: no bound.
+
+    ``shared_memory``: its clients may map a node's memory, which holds all tenants'.
+    """
 
     name: str
     quota_bytes: int = 0
     shared_memory: bool = False
+    cluster_quota_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

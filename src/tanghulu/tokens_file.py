@@ -2,6 +2,7 @@
 
     [tenants.acme]                  # needed only for what differs from the defaults
     quota = "64GiB"                 # most bytes on one node; default: no bound
+    cluster_quota = "256GiB"        # most bytes on all nodes together; default: no bound
     shared_memory = true            # its clients may map the nodes' memory, and so read all of it
 
     [[tokens]]
@@ -33,7 +34,7 @@ from tanghulu.types import parse_size
 _log = structlog.get_logger(__name__)
 _MAX_BYTES = 16 << 20
 _TOKEN_KEYS = {"name", "tenant", "rights", "sha256", "expires"}
-_TENANT_KEYS = {"quota", "shared_memory"}
+_TENANT_KEYS = {"quota", "cluster_quota", "shared_memory"}
 
 
 def load(path: Path) -> TokenTable:
@@ -87,7 +88,8 @@ def _tenant(name: str, content: Any) -> Tenant:
     shared = content.get("shared_memory", False)
     if not isinstance(shared, bool):
         raise ConfigError(f"tenant {name!r}: shared_memory is true or false")
-    return Tenant(validate_tenant(name), parse_size(content.get("quota", 0)), shared)
+    quotas = [parse_size(content.get(key, 0)) for key in ("quota", "cluster_quota")]
+    return Tenant(validate_tenant(name), quotas[0], shared, quotas[1])
 
 
 def _token(content: Any) -> TokenEntry:

@@ -15,6 +15,7 @@ from tanghulu.store.master.copy_planner import CopyPlanner
 from tanghulu.store.master.directory import Announced, Announcement, Directory
 from tanghulu.store.master.event_ring import EventRing
 from tanghulu.store.master.rebuild import REBUILD_S, RebuildEvent
+from tanghulu.store.master.tenant_totals import TenantTotals
 from tanghulu.types import Role
 
 #: Changes of instances that are kept for watchers.
@@ -52,6 +53,7 @@ class Master:
         self.generation = generation
         self.leases = LeaseTable()
         self.directory = Directory(now_s, self._rebuild_s, expected=known_nodes)
+        self.tenants = TenantTotals()
         self.members: EventRing[InstanceEvent] = EventRing(MEMBERS_WEIGHT)
         self.copies = CopyPlanner(self.directory, self._copy_rate_bytes_s, self._rng, now_s)
         self._last_tick_s = now_s

@@ -61,9 +61,18 @@ class DirectoryCalls:
         orders = self._master.orders_for(announcement, self._shell.now_s)
         if orders is not None:
             wire.add_orders(reply, *orders, self._master.directory.instance)
+        if request.tenants:
+            self._tell_of_tenants(request, reply)
         if leadership is not None:
             reply.term, reply.term_of = leadership.term, leadership.cluster
         return reply
+
+    def _tell_of_tenants(self, request: pb.AnnounceRequest, reply: pb.AnnounceReply) -> None:
+        totals, directory = self._master.tenants, self._master.directory
+        totals.told(request.node_id, {each.tenant: each.num_bytes for each in request.tenants})
+        for tenant, num_bytes in totals.elsewhere(request.node_id, directory.candidates()).items():
+            reply.elsewhere.add(tenant=tenant, num_bytes=num_bytes)
+        reply.num_nodes = directory.num_nodes
 
     def _announce_on(self, peer: Peer, request: pb.AnnounceRequest, attachment: memoryview) -> pb.AnnounceReply:
         """``announce`` of a node whose connection tells of its end."""

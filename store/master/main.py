@@ -18,6 +18,7 @@ from tanghulu.protos import directory_pb2_grpc, membership_pb2_grpc
 from tanghulu.rpc.door import Door
 from tanghulu.rpc.fast_server import FastService
 from tanghulu.rpc.gate import Gate, GrpcGate
+from tanghulu.rpc.latency import LatencyCollector
 from tanghulu.store.master.core import Master
 from tanghulu.store.master.directory_service import DirectoryCalls, DirectoryService
 from tanghulu.store.master.leadership import Leadership
@@ -61,6 +62,7 @@ async def serve(process: Process, config: MasterConfig) -> None:
     metrics.observe(master)
     shell = Shell(master, clock, metrics, rng)
     service = FastService(max_connections=config.max_connections)
+    process.registry.register(LatencyCollector(service.latencies))
     tokens = None if config.tokens is None else TokensFile(config.tokens)
     interceptors = () if tokens is None else (GrpcGate(tokens, MASTER_GRPC_RULES),)
     door = Door(service, process.run_dir, "master", interceptors, config.server_tls())

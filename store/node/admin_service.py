@@ -17,6 +17,7 @@ from tanghulu.store import checksums as sums
 from tanghulu.store.node.chunk import Chunk
 from tanghulu.store.node.desks import after_drain
 from tanghulu.store.node.node_state import NodeState
+from tanghulu.store.node.outcomes import EvictionReason
 from tanghulu.store.node.puts import PutDesk
 from tanghulu.store.node.sessions import Session
 from tanghulu.types import ChunkKey
@@ -70,7 +71,7 @@ class AdminService:
         return store_pb2.EvictReply(num_chunks=len(sizes), num_bytes=sum(sizes))
 
     def _evict(self, chunk: Chunk) -> int:
-        self._state.evict(chunk)
+        self._state.evict(chunk, EvictionReason.OPERATOR)
         return chunk.size_bytes
 
     def tenants(self, peer: Peer, request: store_pb2.TenantsRequest, attachment: memoryview) -> Answer:

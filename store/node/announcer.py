@@ -254,6 +254,9 @@ class Announcer:
             self._hot_told_s = self._sent_s
             for key, num_gets in state.hot.take():
                 request.news.hot.add(key=key, num_gets=num_gets)
+            if state.table.book is not None:
+                for tenant, num_bytes in state.table.book.bounded():
+                    request.tenants.add(tenant=tenant, num_bytes=num_bytes)
 
     def _replied(self, outcome: Reply[directory_pb2.AnnounceReply] | TanghuluError) -> None:
         message = self._message
@@ -269,6 +272,8 @@ class Announcer:
         self._free = True
         self._failures = 0
         reply = outcome.message
+        if reply.num_nodes and self._state.table.book is not None:
+            self._state.table.book.heard({each.tenant: each.num_bytes for each in reply.elsewhere}, reply.num_nodes)
         self._answered(message, reply)
         orders = orders_from_wire(reply)
         if orders is not None:

@@ -28,6 +28,7 @@ from tanghulu.errors import InvalidRequest
 from tanghulu.store.desk import ALIGNMENT, GRACE_S, HEAD_BYTES, RECORD_BYTES, DeskPlace, DeskReader, Record
 from tanghulu.store.node.chunk import Chunk
 from tanghulu.store.node.holdings import Holding
+from tanghulu.store.node.outcomes import EvictionReason
 from tanghulu.store.node.proclaimed import commit_proclaimed
 from tanghulu.store.words import validate_key
 from tanghulu.tenants import tenant_of
@@ -175,7 +176,7 @@ class Desks:
             return None
         if num_mine >= MAX_PER_SESSION or len(self._open) >= MAX_DESKS:
             return None
-        if state.table.book is not None and state.table.book.quota_of(tenant_of(key_scope)):
+        if state.table.book is not None and state.table.book.limit_of(tenant_of(key_scope)):
             return None  # what it writes there would count only when it is there
         one_value = _rounded(value_bytes)
         wanted = min(max(VALUES_PER_DESK * one_value, USUAL_BYTES), int(state.capacity_bytes * ONE_FRACTION))
@@ -199,7 +200,7 @@ class Desks:
         if missing > self._state.tier.free_queue_bytes:
             missing = 0  # not all of them would go down; the watermarks make room at the disk's pace
         for chunk in room.oldest(missing):  # enough is free in the end; it may be scattered, then there is no desk
-            self._state.evict(chunk)
+            self._state.evict(chunk, EvictionReason.DESK)
         length = min(wanted, allocator.largest_free_bytes)
         offset = allocator.allocate(length) if length >= least else None
         return None if offset is None else (offset, length)

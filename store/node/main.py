@@ -24,6 +24,7 @@ from tanghulu.protos import store_pb2_grpc
 from tanghulu.rpc.door import Door
 from tanghulu.rpc.fast_server import FastService
 from tanghulu.rpc.gate import Gate, GrpcGate
+from tanghulu.rpc.latency import LatencyCollector
 from tanghulu.store.node import metrics, registering
 from tanghulu.store.node.admin_service import AdminService
 from tanghulu.store.node.announcer import Announcer
@@ -36,11 +37,12 @@ from tanghulu.store.node.grpc_service import GrpcStoreNode
 from tanghulu.store.node.limits import Watermarks
 from tanghulu.store.node.metrics import NodeCollector, TrafficCounters
 from tanghulu.store.node.node_state import NodeState
+from tanghulu.store.node.outcomes import EvictionReason
 from tanghulu.store.node.published import Published
 from tanghulu.store.node.puts import PutDesk
 from tanghulu.store.node.service import NodeIdentity, NodeService
 from tanghulu.store.node.sessions import Sessions
-from tanghulu.store.node.tenant_book import Policies, TenantBook
+from tanghulu.store.node.tenant_book import Policies, TenantBook, trim
 from tanghulu.store.node.tenant_metrics import TenantCollector
 from tanghulu.store.node.tier import QUEUE_BYTES
 from tanghulu.store.node.tier_admission import MODES, TierAdmission
@@ -195,6 +197,7 @@ class Node:
         if book is not None:
             process.registry.register(TenantCollector(book.usage))
         process.registry.register(ServerCollector(self._segment_server))
+        process.registry.register(LatencyCollector(self._service.latencies))
         metrics.register(process.registry, NodeCollector(self.state, self._all_traffic, lambda: len(self._sessions)))
 
     async def run(self) -> None:
@@ -321,6 +324,7 @@ class Node:
             self._sessions.forget_ended()
             self._arrivals.tick()
             self._empty_desks()
+            trim(self.state)
             self._evict_ahead()
             self._room_changed()
             self._announcer.tick()
@@ -349,8 +353,7 @@ class Node:
         budget = _EVICT_AHEAD_BYTES if self._tier is None else self._tier.free_queue_bytes
         wanted = self._watermarks.wanted(self.state.used_bytes, budget)
         for chunk in self.state.room.oldest(wanted):
-            self.state.counters.watermark_evictions += 1
-            self.state.evict(chunk)
+            self.state.evict(chunk, EvictionReason.WATERMARK)
 
 
 async def _until_stopping(stopping: asyncio.Event, tasks: list[asyncio.Task[None]]) -> None:

@@ -15,18 +15,15 @@ _COUNTERS = {
     "puts": ("tanghulu_node_puts", "chunks that were put"),
     "puts_existed": ("tanghulu_node_puts_existed", "puts whose key was there already"),
     "hits": ("tanghulu_node_hits", "chunks that a get found"),
+    "hit_bytes": ("tanghulu_node_hit_bytes", "bytes of the chunks that a get found"),
     "misses": ("tanghulu_node_misses", "keys that a get did not find"),
-    "evictions": ("tanghulu_node_evictions", "chunks evicted to make room"),
+    "evictions": ("tanghulu_node_evictions", "chunks evicted from memory"),
     "evicted_bytes": ("tanghulu_node_evicted_bytes", "bytes of the chunks evicted"),
     "expired": ("tanghulu_node_expired", "chunks whose time to live ended"),
     "removed": ("tanghulu_node_removed", "chunks removed by clients"),
     "refused": ("tanghulu_node_refused", "chunks dropped because another put of the key was announced first"),
     "corrupt": ("tanghulu_node_corrupt_chunks", "chunks dropped because their bytes did not match their checksums"),
     "lease_waits": ("tanghulu_node_lease_waits", "puts that had to wait for leases"),
-    "watermark_evictions": (
-        "tanghulu_node_watermark_evictions",
-        "chunks evicted ahead of need; part of the evictions",
-    ),
     "store_full": ("tanghulu_node_store_full", "puts refused because leases did not end in time"),
 }
 
@@ -56,6 +53,12 @@ class NodeCollector(Collector):
         state = self._state
         for name, (metric, text) in _COUNTERS.items():
             yield CounterMetricFamily(metric, text, value=getattr(state.counters, name))
+        evictions = CounterMetricFamily(
+            "tanghulu_node_evictions_by_reason", "the evictions, by reason", labels=["reason"]
+        )
+        for reason, number in state.counters.evictions_by.items():
+            evictions.add_metric([reason.value], number)
+        yield evictions
         yield GaugeMetricFamily("tanghulu_node_capacity_bytes", "bytes the node can hold", state.capacity_bytes)
         yield GaugeMetricFamily("tanghulu_node_used_bytes", "bytes that are not free", state.used_bytes)
         yield GaugeMetricFamily("tanghulu_node_chunks", "chunks that can be found", len(state.table))

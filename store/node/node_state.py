@@ -21,7 +21,7 @@ from tanghulu.store.node.granting import grant
 from tanghulu.store.node.holdings import Holding, LowerTier, NoTier
 from tanghulu.store.node.hot_keys import HotKeys
 from tanghulu.store.node.limits import no_room, refuse_impossible, refuse_while
-from tanghulu.store.node.outcomes import Existed, NodeCounters, Outcome, Pinned, Reserved
+from tanghulu.store.node.outcomes import EvictionReason, Existed, NodeCounters, Outcome, Pinned, Reserved
 from tanghulu.store.node.room import Room
 from tanghulu.store.node.tenant_book import take_range
 from tanghulu.store.node.tier_entry import TierEntry
@@ -205,7 +205,7 @@ class NodeState:
         if chunk is None:
             self.counters.misses += 1
             return None
-        self.counters.hits += 1
+        self.counters.hit(chunk.size_bytes)
         self.hot.read(chunk)
         return chunk
 
@@ -351,9 +351,9 @@ class NodeState:
     def _is_over(self, chunk: Chunk) -> bool:
         return chunk.expires_s is not None and chunk.expires_s <= self._clock.now_s()
 
-    def evict(self, chunk: Chunk) -> None:
-        """Let a LIVE chunk go to make room, or because it is held elsewhere; its range is free when nobody reads it."""
-        self.counters.evictions += 1
+    def evict(self, chunk: Chunk, reason: EvictionReason = EvictionReason.ROOM) -> None:
+        """Let a LIVE chunk go from memory; its range is free when nobody reads it."""
+        self.counters.evictions_by[reason] += 1
         self.counters.evicted_bytes += chunk.size_bytes
         self._left_memory(chunk, self.tier.demote(chunk, self.left_s(chunk)))
         self._drop(chunk, evicted=True)

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import TypeAlias
 
 from tanghulu.store.node.chunk import Chunk
 from tanghulu.store.node.holdings import Holding
 from tanghulu.store.node.waiters import Waiter
 from tanghulu.types import LeaseId
+
+
+class EvictionReason(Enum):
+    """Why a chunk had to leave memory; the value is its name in the metrics."""
+
+    ROOM = "room"  # a put needed its place
+    DESK = "desk"  # a desk did
+    WATERMARK = "watermark"  # evicted ahead of need
+    QUOTA = "quota"  # its tenant holds too much
+    OPERATOR = "operator"  # somebody said so
+    STOPPING = "stopping"  # sent down to the SSD, for the node's next start
+
+    __hash__ = object.__hash__  # see Pin
 
 
 @dataclass(slots=True)
@@ -19,7 +33,6 @@ class NodeCounters:
     puts_existed: int = 0
     hits: int = 0
     misses: int = 0
-    evictions: int = 0
     evicted_bytes: int = 0
     expired: int = 0
     removed: int = 0
@@ -27,7 +40,18 @@ class NodeCounters:
     corrupt: int = 0
     lease_waits: int = 0
     store_full: int = 0
-    watermark_evictions: int = 0
+    hit_bytes: int = 0
+    evictions_by: dict[EvictionReason, int] = field(default_factory=lambda: dict.fromkeys(EvictionReason, 0))
+
+    def hit(self, num_bytes: int) -> None:
+        """A get found a chunk of so many bytes."""
+        self.hits += 1
+        self.hit_bytes += num_bytes
+
+    @property
+    def evictions(self) -> int:
+        """For whatever reason."""
+        return sum(self.evictions_by.values())
 
 
 @dataclass(frozen=True, slots=True)

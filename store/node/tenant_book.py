@@ -2,6 +2,14 @@
 
 A tenant's bytes are those of all ranges that are taken for it: chunks, reservations, and what was dropped and is still
 being read. They never exceed its quota; a put that would exceed it evicts the tenant's own chunks first.
+
+A quota for all nodes together is kept by each node for its part: it may hold what the others leave, as the master last
+said, or an equal share if that is more, so that a tenant whose puts move to another node finds room there. What is too
+much then goes at the next ``trim``, on the nodes that hold more than their part. So it is exceeded by no more than what
+is put in a second or so, and that for no longer.
+
+Example: 90 bytes on three nodes, A holds 90. B is told that 90 are elsewhere and may hold 30 nevertheless; it takes 20.
+A hears of these 20, may hold 70, and evicts 20.
 """
 
 from __future__ import annotations
@@ -14,11 +22,13 @@ from tanghulu.errors import InvalidRequest, QuotaExceeded
 from tanghulu.store.node.eviction.base import Policy
 from tanghulu.store.node.eviction.fair import Fair
 from tanghulu.store.node.eviction.policies import make_policy
+from tanghulu.store.node.outcomes import EvictionReason
 from tanghulu.store.words import NewChunk
 from tanghulu.tenants import Tenant, tenant_of
 from tanghulu.types import ChunkKey, format_size
 
 if TYPE_CHECKING:
+    from tanghulu.store.node.chunk import Chunk
     from tanghulu.store.node.node_state import NodeState
 
 
@@ -61,6 +71,8 @@ class TenantBook:
         self._tenants = tenants
         self._capacity_bytes = capacity_bytes
         self._usage: dict[str, TenantUsage] = {}
+        self._elsewhere: Mapping[str, int] = {}
+        self._num_nodes = 1
 
     def _of(self, tenant: str) -> TenantUsage:
         usage = self._usage.get(tenant)
@@ -72,6 +84,32 @@ class TenantBook:
         """The most that the tenant may hold here; 0: no bound."""
         known = self._tenants().get(tenant)
         return 0 if known is None else known.quota_bytes
+
+    def limit_of(self, tenant: str) -> int:
+        """What both quotas let the tenant hold here now; 0: no bound."""
+        known = self._tenants().get(tenant)
+        if known is None or not known.cluster_quota_bytes:
+            return self.quota_of(tenant)
+        total = known.cluster_quota_bytes
+        part = max(total - self._elsewhere.get(tenant, 0), total // self._num_nodes, 1)
+        return min(known.quota_bytes or part, part)
+
+    def bounded(self) -> list[tuple[str, int]]:
+        """The tenants with a quota for all nodes together, and what they hold here."""
+        return [
+            (name, self._usage[name].used_bytes if name in self._usage else 0)
+            for name, tenant in self._tenants().items()
+            if tenant.cluster_quota_bytes
+        ]
+
+    def heard(self, elsewhere: Mapping[str, int], num_nodes: int) -> None:
+        """What tenants hold on the other nodes, and how many nodes there are."""
+        self._elsewhere, self._num_nodes = elsewhere, max(num_nodes, 1)
+
+    def overdrawn(self) -> list[tuple[str, int]]:
+        """Tenants that hold more here than they may, and how much more."""
+        excess = [(name, held - self.limit_of(name)) for name, held in self.bounded()]
+        return [(name, num_bytes) for name, num_bytes in excess if num_bytes > 0]
 
     def weight_of(self, tenant: str) -> float:
         """Its share: its quota, or else as much as anybody's if all shared the memory equally."""
@@ -111,15 +149,16 @@ class TenantBook:
     def excess_bytes(self, new: NewChunk) -> int:
         """How much of its own the tenant has to give up for ``new``; raises InvalidRequest if that is no use."""
         tenant = tenant_of(new.key)
-        quota = self.quota_of(tenant)
-        if not quota:
+        known, limit = self._tenants().get(tenant), self.limit_of(tenant)
+        if known is None or not limit:
             return 0
-        if new.size_bytes > quota:
-            raise InvalidRequest(
-                f"a value of {format_size(new.size_bytes)} is more than tenant {tenant!r} may hold on one node, "
-                f"{format_size(quota)}"
-            )
-        return max(self._of(tenant).used_bytes + new.size_bytes - quota, 0)
+        for quota, where in ((known.quota_bytes, "on one node"), (known.cluster_quota_bytes, "on all nodes")):
+            if quota and new.size_bytes > quota:
+                raise InvalidRequest(
+                    f"a value of {format_size(new.size_bytes)} is more than tenant {tenant!r} may hold {where}, "
+                    f"{format_size(quota)}"
+                )
+        return max(self._of(tenant).used_bytes + new.size_bytes - limit, 0)
 
     def usage(self) -> list[TenantUsage]:
         """Every known tenant, and everybody else who holds or did something, by name. Safe from any thread."""
@@ -167,17 +206,30 @@ def take_range(state: NodeState, new: NewChunk, *, sparing: bool) -> int | None:
     book = state.table.book
     if book is not None and (excess := book.excess_bytes(new)):
         tenant = tenant_of(new.key)
-        chosen = []
-        for chunk in state.room.victims_of(tenant):
-            chosen.append(chunk)
-            excess -= chunk.size_bytes
-            if excess <= 0:
-                break
+        chosen, excess = _first_of(state, tenant, excess)
         if excess > 0:
             raise QuotaExceeded(
-                f"tenant {tenant!r} may hold {format_size(book.quota_of(tenant))} on this node, and what it holds is "
-                "leased, being written or hard-pinned; try again"
+                f"tenant {tenant!r} may hold {format_size(book.limit_of(tenant))} on this node now, and what it holds "
+                "is leased, being written or hard-pinned; try again"
             )
         for chunk in chosen:
-            state.evict(chunk)
+            state.evict(chunk, EvictionReason.QUOTA)
     return state.room.take(new.size_bytes, state.evict, sparing=sparing)
+
+
+def _first_of(state: NodeState, tenant: str, wanted_bytes: int) -> tuple[list[Chunk], int]:
+    """(the tenant's first to go, as many as hold ``wanted_bytes``; what is missing to that)."""
+    chosen: list[Chunk] = []
+    for chunk in state.room.victims_of(tenant):
+        if wanted_bytes <= 0:
+            break
+        chosen.append(chunk)
+        wanted_bytes -= chunk.size_bytes
+    return chosen, wanted_bytes
+
+
+def trim(state: NodeState) -> None:
+    """Evict what tenants hold too much because they hold more on other nodes; to be called now and then."""
+    for tenant, excess in state.table.book.overdrawn() if state.table.book is not None else ():
+        for chunk in _first_of(state, tenant, excess)[0]:
+            state.evict(chunk, EvictionReason.QUOTA)

@@ -11,6 +11,7 @@ from tanghulu.clock import Clock
 from tanghulu.errors import DeadlineExceeded
 from tanghulu.store.node.eviction.base import Policy
 from tanghulu.store.node.node_state import NodeState
+from tanghulu.store.node.outcomes import EvictionReason
 from tanghulu.store.node.tier import SsdTier
 from tanghulu.store.node.tier_admission import TierAdmission
 from tanghulu.store.node.tier_file import TierFile
@@ -60,4 +61,4 @@ async def send_down(state: NodeState, tier: SsdTier) -> None:
                 await tier.performed(until_s)
         except DeadlineExceeded:
             return
-        state.evict(chunk)
+        state.evict(chunk, EvictionReason.STOPPING)

@@ -36,13 +36,20 @@ def test_a_small_node_takes_everything_and_evicts_the_oldest(transport: str) -> 
     with Cluster(1, "64MiB") as cluster, tanghulu.connect(cluster.address, transport=transport) as client:
         for i in range(200):
             client.put(f"k{i}", pattern(1 << 20, i))
+        node, keys = cluster.nodes[0], [f"k{i}" for i in range(200)]
+        # The directory is a little behind evictions.
+        eventually(lambda: sum(client.exists_many(keys)) == node.metric("tanghulu_node_chunks"))
         alive = [i for i in range(200) if client.exists(f"k{i}")]
         assert alive == list(range(200 - len(alive), 200))
         assert len(alive) >= 60
         for i in alive:
             with client.get(f"k{i}") as chunk:
                 assert chunk == pattern(1 << 20, i)
-        assert cluster.nodes[0].metric("tanghulu_node_evictions_total") == 200 - len(alive)
+        assert node.metric("tanghulu_node_evictions_total") == 200 - len(alive)
+        by = {each: node.metric("tanghulu_node_evictions_by_reason_total", reason=each) for each in ("room", "desk")}
+        assert sum(by.values()) == 200 - len(alive)
+        assert node.metric("tanghulu_rpc_seconds_count", method="hello") >= 1
+        assert cluster.master.metric("tanghulu_rpc_seconds_count", method="announce") >= 1
 
 
 def test_pins_and_time_to_live() -> None:

@@ -69,7 +69,7 @@ def test_what_memory_evicts_comes_back_from_the_ssd(cluster: Cluster, client: Cl
     assert node.metric("tanghulu_node_tier_hits_total", tier="ssd") >= NUM - 16
     assert node.metric("tanghulu_node_ssd_promotions_total") >= NUM - 16
     eventually(lambda: node.metric("tanghulu_node_used_bytes") <= 0.95 * 16 * MIB)
-    assert node.metric("tanghulu_node_watermark_evictions_total") > 0
+    assert node.metric("tanghulu_node_evictions_by_reason_total", reason="watermark") > 0
     (view,) = client.nodes()
     assert view.ssd_capacity_bytes > 100 * MIB
     eventually(lambda: client.nodes()[0].ssd_used_bytes > 16 * MIB)

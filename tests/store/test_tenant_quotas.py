@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from node_rig import CAPACITY, COPIES, make_state, new, put
 
 from tanghulu.errors import InvalidRequest, QuotaExceeded
+from tanghulu.store.master.tenant_totals import TenantTotals
 from tanghulu.store.node.eviction import POLICIES, Policy, make_policy
 from tanghulu.store.node.eviction.fair import Fair
 from tanghulu.store.node.node_state import NodeState
-from tanghulu.store.node.tenant_book import Policies, TenantBook, TenantUsage
+from tanghulu.store.node.tenant_book import Policies, TenantBook, TenantUsage, trim
 from tanghulu.store.node.tenant_metrics import MAX_LABELS, NONE, OTHERS, labelled
 from tanghulu.store.words import Pin
 from tanghulu.tenants import Tenant
@@ -112,6 +113,45 @@ def test_a_put_beyond_the_quota_evicts_the_tenants_own() -> None:
     assert (usage(book, "a").evictions, usage(book, "b").evictions) == (6, 0)
     with pytest.raises(InvalidRequest, match="more than tenant 'a' may hold"):
         state.reserve(new("@a/large", 5 * SIZE), None)
+
+
+def test_a_quota_for_all_nodes_is_kept_in_parts() -> None:
+    """The example of the module, by 9 chunks on three nodes of which this is A, then B."""
+    total = 9 * SIZE
+    state, book = make_node()
+    book._tenants = lambda: {"a": Tenant("a", cluster_quota_bytes=total), "free": Tenant("free")}
+    for number in range(12):
+        put(state, new(f"@a/{number}"))
+    assert held(state, "a") == 9, "nothing is known of others"
+    assert book.bounded() == [("a", total)]
+    put(state, new("@free/1"))
+    book.heard({"a": 2 * SIZE}, 3)
+    assert book.overdrawn() == [("a", 2 * SIZE)]
+    trim(state)
+    state.check()
+    assert (held(state, "a"), held(state, "free")) == (7, 1)
+    assert state.find(ChunkKey("@a/11")) is not None
+    assert book.overdrawn() == []
+    book.heard({"a": 100 * SIZE}, 3)  # B: others hold everything, and it has a third of it nevertheless
+    trim(state)
+    assert held(state, "a") == 3
+    put(state, new("@a/more"))
+    assert held(state, "a") == 3
+    with pytest.raises(InvalidRequest, match="on all nodes"):
+        state.reserve(new("@a/large", total + 1), None)
+    with pytest.raises(QuotaExceeded, match="may hold"):
+        state.reserve(new("@a/third", 4 * SIZE), None)
+
+
+def test_the_master_adds_up_what_nodes_say() -> None:
+    totals = TenantTotals()
+    totals.told("n1", {"a": 5, "b": 1})
+    totals.told("n2", {"a": 7})
+    totals.told("n3", {"a": 1, "b": 2})
+    assert totals.elsewhere("n1", {"n1", "n2", "n3"}) == {"a": 8, "b": 2}
+    assert totals.elsewhere("n1", {"n1", "n3"}) == {"a": 1, "b": 2}
+    totals.told("n3", {"a": 0})
+    assert totals.elsewhere("n1", {"n1", "n3"}) == {"a": 0, "b": 0}
 
 
 def test_what_is_leased_counts_and_is_not_evicted() -> None:

@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from time import perf_counter
 from types import CoroutineType
 from typing import Any, Final, NamedTuple, TypeAlias, cast
 
@@ -21,6 +22,7 @@ from google.protobuf.message import Message
 from tanghulu.errors import InvalidRequest, Overloaded, TanghuluError, Unauthorized
 from tanghulu.protos import fastlane_pb2
 from tanghulu.rpc.frames import PREAMBLE, Frame, FrameReader, PartialFrame, PlacedFrame, encode_head
+from tanghulu.rpc.latency import Latencies
 from tanghulu.rpc.wire import decode, status_of
 from tanghulu.tenants import Identity
 
@@ -103,6 +105,7 @@ class FastService:
     handlers: dict[int, tuple[Callable[[bytes], Any], Handler]] = field(default_factory=dict)
     landings: dict[int, LandingMaker] = field(default_factory=dict)
     peers: set[Peer] = field(default_factory=set)
+    latencies: Latencies = field(default_factory=Latencies)
     max_connections: int = MAX_CONNECTIONS
     guarded: bool = False
 
@@ -241,6 +244,7 @@ class FastServerProtocol(asyncio.Protocol):
             return
         parse, handler = entry
         landing, self._landing = self._landing, None
+        begun = perf_counter()
         try:
             if landing is None:
                 answer = handler(self._peer, parse(frame.body), memoryview(frame.attachment))
@@ -249,9 +253,11 @@ class FastServerProtocol(asyncio.Protocol):
             kind = type(answer)
             if kind is not Later and kind is not CoroutineType:
                 self._send(frame, cast(Answer, answer))
+                self._service.latencies.took(frame.method, perf_counter() - begun)
                 return
         except TanghuluError as error:
             self._send_error(frame.call_id, error)
+            self._service.latencies.took(frame.method, perf_counter() - begun)
             return
         except Exception:  # noqa: BLE001 - a handler's bug must not take the connection's other calls down
             self._internal(frame)
@@ -260,26 +266,28 @@ class FastServerProtocol(asyncio.Protocol):
             return
         if isinstance(answer, Later):
             self._num_later += 1
-            answer.then(partial(self._send_later, frame))
+            answer.then(partial(self._send_later, frame, begun))
         else:
-            task = asyncio.ensure_future(self._finish(frame, cast("Coroutine[Any, Any, Answer]", answer)))
+            task = asyncio.ensure_future(self._finish(frame, begun, cast("Coroutine[Any, Any, Answer]", answer)))
             self._tasks.add(task)
             task.add_done_callback(self._task_done)
         self._pace()
 
-    def _send_later(self, frame: Frame, answer: Answer) -> None:
+    def _send_later(self, frame: Frame, begun: float, answer: Answer) -> None:
         self._num_later -= 1
         self._send(frame, answer)
+        self._service.latencies.took(frame.method, perf_counter() - begun)
         if self._paused:
             self._pace()
 
-    async def _finish(self, frame: Frame, answer: Coroutine[Any, Any, Answer]) -> None:
+    async def _finish(self, frame: Frame, begun: float, answer: Coroutine[Any, Any, Answer]) -> None:
         try:
             self._send(frame, await answer)
         except TanghuluError as error:
             self._send_error(frame.call_id, error)
         except Exception:  # noqa: BLE001 - as above
             self._internal(frame)
+        self._service.latencies.took(frame.method, perf_counter() - begun)
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
