@@ -41,7 +41,10 @@ bench-store: $(VENV)/.ready ## the store beside Mooncake's and redis (docs/bench
 bench-transfer: $(VENV)/.ready ## the transfer engine beside Mooncake's, NIXL and the plain limits (docs/benchmarks.md)
 	$(PY) benchmarks/transfer_bench.py $(BENCH_FLAGS)
 
+bench-gpu: $(VENV)/.ready ## a worker on a GPU (docs/workers.md, Devices); BENCH_FLAGS="--model 1b --device cuda:1"
+	$(PY) benchmarks/gpu.py $(BENCH_FLAGS)
+
 protos: $(VENV)/.ready ## regenerate the committed protobuf code
 	$(PY) protos/generate.py
 
-.PHONY: up test test-slow test-rdma check bench bench-store bench-transfer protos
+.PHONY: up test test-slow test-rdma check bench bench-store bench-transfer bench-gpu protos

@@ -153,10 +153,10 @@ class _Loader:
 
 def _own_rows(head: torch.Tensor, shard: Shard) -> torch.Tensor:
     """The rank's rows of the output head, zeros behind the last so that all ranks have equally many."""
+    if shard.size == 1:  # shared with the embedding where a GPU multiplies it as it is
+        return head
     each = -(-len(head) // shard.size)
     rows = head[shard.rank * each : (shard.rank + 1) * each]
-    if len(rows) == each:  # shared with the embedding where a GPU multiplies it as it is
-        return rows
     return F.pad(rows, (0, 0, 0, each - len(rows)))
 
 
