@@ -3,6 +3,8 @@ PY := $(VENV)/bin/python
 UP_FLAGS ?=
 PYTEST_FLAGS ?=
 BENCH_FLAGS ?=
+# Processes that test side by side (make test JOBS=2); 0: pytest's own alone, which shows what tests print.
+JOBS ?= 0
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	python3 -m venv $(VENV)
@@ -15,7 +17,7 @@ up: $(VENV)/.ready ## install, start the embedded cluster on the real model, say
 	$(VENV)/bin/tanghulu up $(UP_FLAGS)
 
 test: $(VENV)/.ready ## the quick suite, with real processes and the real model
-	$(PY) -m pytest -m "not slow" $(PYTEST_FLAGS)
+	$(PY) -m pytest -n $(JOBS) -m "not slow" $(PYTEST_FLAGS)
 
 test-slow: $(VENV)/.ready ## long simulations, kills and restarts
 	$(PY) -m pytest -m "slow and not rdma" $(PYTEST_FLAGS)

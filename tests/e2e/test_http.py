@@ -77,7 +77,7 @@ def test_sixteen_at_once_all_finish(client):
             pool.map(
                 lambda i: client.completions.create(
                     model=MODEL,
-                    prompt=f"Fact number {i}: " * (1 + 8 * i),
+                    prompt=f"Fact number {i}: " * (1 + 3 * i),
                     max_tokens=24,
                     extra_body={"ignore_eos": True},
                 ),

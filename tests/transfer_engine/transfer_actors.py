@@ -231,7 +231,9 @@ class SimNode:
         for slot in self.slots:
             if slot.state is not SlotState.WRITING:
                 here = self.segment.view[slot.offset : slot.offset + SLOT_BYTES]
-                demand(here == slot.content, f"{self.name} slot {slot.index} ({slot.state.value}) has changed")
+                demand(
+                    here.tobytes() == slot.content, f"{self.name} slot {slot.index} ({slot.state.value}) has changed"
+                )
 
 
 @dataclass
