@@ -227,7 +227,8 @@ class Ranked(list[WorkerView]):
 
     ``waits``, ``companies`` and ``token_times`` are each one's ``wait_s``, ``company_s`` and ``cost.token_s``;
     ``holders`` are the places, ascending, of those that have or will have some of the prompt, ``longest`` is the most
-    blocks of it that one of them has or will have; ``may_fetch`` is False where surely none can fetch from another.
+    blocks of it that one of them has or will have; ``may_fetch`` is False where surely none can fetch from another;
+    nobody loads faster than ``fastest``, in bytes/s; ``place_of`` leads from ids to places.
     """
 
     def __init__(self, workers: Iterable[WorkerView]) -> None:
@@ -238,6 +239,8 @@ class Ranked(list[WorkerView]):
         self.holders = [place for place, w in enumerate(self) if w.match_blocks]
         self.longest = max([self[place].match_blocks for place in self.holders], default=0)
         self.may_fetch = any(w.peer_bytes_per_s for w in self)
+        self.fastest = max([ASSUMED_STORE_BYTES_PER_S, *[w.store_bytes_per_s for w in self]])
+        self.place_of = {w.id: place for place, w in enumerate(self)}
 
     def loaded(self, place: int) -> None:
         """The load or speed of the worker at ``place`` has changed. Whether it is one of the holders has not."""
@@ -245,6 +248,8 @@ class Ranked(list[WorkerView]):
         self.waits[place], self.companies[place] = worker.wait_s, worker.company_s
         self.token_times[place] = worker.cost.token_s
         self.may_fetch |= worker.peer_bytes_per_s > 0
+        if worker.store_bytes_per_s > self.fastest:
+            self.fastest = worker.store_bytes_per_s
 
 
 class Shown(list[WorkerView]):

@@ -92,13 +92,22 @@ def place_of_least_cost(request: RequestView, able: Ranked, prefill: InstanceId 
 
 
 def near_places(request: RequestView, able: Ranked, prefill: InstanceId | None) -> list[int]:
-    """The places of all that could cost least: their company alone costs no more than the worker with the least company
-    does in all. Of 64 that is a handful.
+    """The places, ascending, of all that could cost least; of 64 that is a handful.
+
+    That is those who hold some of the prompt or have prefilled it, and of the others, who have to move all of it, those
+    that with the fastest link would cost no more than the worker with the least company does.
     """
-    company = able.companies
-    loneliest = able[company.index(min(company))]
-    bound_s = _SLACK * decode_costs(request, [loneliest], prefill)[0] / request.judged_share
-    return [at for at, company_s in enumerate(company) if company_s <= bound_s]
+    company, judged = able.companies, request.judged_share
+    loneliest = company.index(min(company))
+    bound_s = _SLACK * decode_costs(request, [able[loneliest]], prefill)[0]
+    if request.links is None:
+        bound_s -= request.num_blocks * request.block_bytes / able.fastest / _SLACK
+    least_s = bound_s / judged
+    near = {at for at, company_s in enumerate(company) if company_s <= least_s}
+    near.update(able.holders, (loneliest,))
+    if prefill in able.place_of:
+        near.add(able.place_of[prefill])
+    return sorted(near)
 
 
 def _move_bytes_per_s(request: RequestView, worker: WorkerView) -> float:

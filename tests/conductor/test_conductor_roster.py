@@ -52,7 +52,13 @@ EVENTS = st.one_of(
 )
 OVERLAPS = st.dictionaries(st.sampled_from([*IDS, InstanceId("nobody")]), st.sampled_from([1, 30, 99]), max_size=6)
 REQUESTS = st.builds(
-    RequestView, st.sampled_from([10, 6400]), st.just(64), st.just(1 << 20), st.sampled_from([0, 0, 60, 100])
+    RequestView,
+    st.sampled_from([10, 6400]),
+    st.just(64),
+    st.just(1 << 20),
+    st.sampled_from([0, 0, 60, 100]),
+    expected_output=st.sampled_from([0.0, 300.0]),
+    most_output=st.sampled_from([0, 1, 40]),
 )
 
 
