@@ -6,7 +6,8 @@ It starts clusters of its own with `tanghulu up`. In each round of *store* and *
 computed, then another one that shares its first 90 % is sent: behind a flush of the workers' caches, so that the store
 has it (store), or to another prefill worker, with no store (peer). *throughput*: prompts that share nothing, in the
 clusters of CASES, one after the other in each round; tokens a second, prompt and answer, and what each
-worker spent on them: CPU seconds, steps, tokens. Medians over the rounds; every round is kept.
+worker spent on them: CPU seconds, steps, tokens. With the mock engine workers do not take each other's cores: it takes
+the time that a model would on a machine of its own, and moves as much KV. Medians over the rounds; every round is kept.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ WORDS = [
 ]
 # fmt: on
 READY_S = 120.0
+#: What the mock engine keeps for a token: as much as SmolLM2 in float32.
+KV_TOKEN_BYTES = 46_080
 #: What is read from each process's metrics.
 COUNTED = {
     "steps": "tanghulu_worker_step_seconds_count",
@@ -68,9 +71,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Load:
-    """``prompts`` of 512 tokens with ``new`` ones each, ``at_a_time`` under way."""
+    """``prompts`` of ``words`` (a token each, with SmolLM2) and ``new`` tokens each, ``at_a_time`` under way."""
 
     prompts: int
+    words: int
     new: int
     at_a_time: int
 
@@ -164,7 +168,7 @@ def cluster(model: str, *flags: str, store: bool = True, threads: int = 0) -> It
         command += ["--state-dir", folder, "--log-level", "warning", *flags]
         reuse = str(store).lower()
         environment = os.environ | {"TANGHULU_STORE": reuse, "TANGHULU_PEER_FETCH": reuse if threads else "true"}
-        environment["TANGHULU_THREADS"] = str(threads)
+        environment |= {"TANGHULU_THREADS": str(threads), "TANGHULU_MOCK_KV_TOKEN_BYTES": str(KV_TOKEN_BYTES)}
         with (Path(folder) / "up.log").open("wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         try:
@@ -216,7 +220,7 @@ def throughput(live: Cluster, rng: random.Random, at: Sequence[str], load: Load)
 
     The workers ``at`` take them in turn, each one whole; with none the conductor decides.
     """
-    texts = [prompt_of(rng, 512) for _ in range(load.prompts)]
+    texts = [prompt_of(rng, load.words) for _ in range(load.prompts)]
     places = list(itertools.islice(itertools.cycle(at or [""]), load.prompts))
     before, start_s = live.spent(), time.perf_counter()
     with ThreadPoolExecutor(load.at_a_time) as pool:
@@ -241,22 +245,24 @@ def reuse_rows(model: str, what: str, rounds: int, tokens: int, rng: random.Rand
     return rows
 
 
-def _warmed(live: Cluster, case: Case, rng: random.Random) -> list[str]:
+def _warmed(live: Cluster, case: Case, rng: random.Random, words: int) -> list[str]:
     """The workers that prefill, once each has served a prompt: what is allocated or learnt once is not measured."""
     ids = live.workers(2 if case.flags == TWO else 1)
     live.workers(len(ids), "can_decode")
     for worker in ids:
-        live.ttft(prompt_of(rng, 512), worker, num_new=24)
+        live.ttft(prompt_of(rng, words), worker, num_new=24)
     return ids
 
 
-def throughput_rows(model: str, rounds: int, rng: random.Random, cases: list[str], load: Load) -> list[dict[str, Any]]:
+def throughput_rows(
+    model: tuple[str, str], rounds: int, rng: random.Random, cases: list[str], load: Load
+) -> list[dict[str, Any]]:
     rows = []
     for number in range(rounds):
         for name in cases:
             case = CASES[name]
-            with cluster(model, *case.flags, store=case.store, threads=case.threads) as live:
-                ids = _warmed(live, case, rng)
+            with cluster(*model, *case.flags, store=case.store, threads=case.threads) as live:
+                ids = _warmed(live, case, rng, load.words)
                 at = ids if case.flags == TWO and not case.store else []
                 row = {"what": "throughput", "case": name, "round": number} | dataclasses.asdict(load)
                 row |= throughput(live, rng, at, load)
@@ -293,10 +299,12 @@ def summary(rows: list[dict[str, Any]], table: Table) -> dict[str, float]:
 @click.command()
 @click.option("--what", default="store,peer,throughput", show_default=True)
 @click.option("--model", default="smollm2", show_default=True)
+@click.option("--engine", type=click.Choice(["torch", "mock"]), default="torch", help="of throughput")
 @click.option("--tokens", default=2000, show_default=True)
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--cases", default="|".join(CASES), show_default=True, help="of throughput; separated by |")
 @click.option("--prompts", default=16, show_default=True, help="of a round of throughput")
+@click.option("--words", default=512, show_default=True, help="of a prompt")
 @click.option("--new", default=32, show_default=True, help="tokens of an answer")
 @click.option("--at-a-time", default=4, show_default=True, help="requests under way")
 @click.option("--seed", default=1, show_default=True)
@@ -304,10 +312,12 @@ def summary(rows: list[dict[str, Any]], table: Table) -> dict[str, float]:
 def main(
     what: str,
     model: str,
+    engine: str,
     tokens: int,
     rounds: int,
     cases: str,
     prompts: int,
+    words: int,
     new: int,
     at_a_time: int,
     seed: int,
@@ -317,7 +327,9 @@ def main(
     rng, rows = random.Random(seed), []
     for each in what.split(","):
         rows += (
-            throughput_rows(model, rounds, rng, cases.split("|"), Load(prompts, new, at_a_time))
+            throughput_rows(
+                (model, f"--engine={engine}"), rounds, rng, cases.split("|"), Load(prompts, words, new, at_a_time)
+            )
             if each == "throughput"
             else reuse_rows(model, each, rounds, tokens, rng)
         )
