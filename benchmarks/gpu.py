@@ -44,6 +44,7 @@ from tanghulu.workers.engine_thread import EngineThread, StepReport
 from tanghulu.workers.kv_staging import DeviceBlocks, StagedPort
 from tanghulu.workers.metrics import WorkerMetrics
 from tanghulu.workers.model_config import ModelConfig, config_from_hf
+from tanghulu.workers.models.forward_batch import SequenceChunk, build_forward_batch
 from tanghulu.workers.models.linear import compute_dtype
 from tanghulu.workers.models.registry import Model, load_model, pick_dtype
 from tanghulu.workers.requests import EngineRequest, PeerExport, PrefixHolder, SamplingParams, StopParams
@@ -187,20 +188,16 @@ class Bench:
         """The largest difference from transformers' logits, as a part of the largest logit."""
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        tokens = self.prompt(num_tokens, 1)
-        core = self.engine(self.runner(num_tokens), num_tokens)
-        logits: list[torch.Tensor] = []
-        forward = core.runner.model.forward  # type: ignore[attr-defined]
-        core.add(self.request(tokens, 1))
-        with _patched(core.runner.model, "forward", lambda *given: logits.append(forward(*given)) or logits[-1]):  # type: ignore[attr-defined]
-            core.step()
+        tokens, runner = self.prompt(num_tokens, 1), self.runner(num_tokens)
+        chunk = SequenceChunk(tokens, 0, range(runner.cache.num_blocks), True)
+        ours = self.model.forward(build_forward_batch([chunk], self.block_tokens, self.device), runner.cache)[0]
         with torch.device(self.device):
             theirs = LlamaForCausalLM(LlamaConfig(**self.config)).to(self.dtype).eval()
         with torch.inference_mode():
             for name, parameter in theirs.named_parameters():
                 parameter.copy_(self.weights.tensor(name))
             wanted = theirs(torch.tensor([tokens], device=self.device)).logits[0, -1].float()
-        error = float((logits[0][0] - wanted).abs().max() / wanted.abs().max())
+        error = float((ours - wanted).abs().max() / wanted.abs().max())
         return {"what": "check", "tokens": num_tokens, "relative_error": error}
 
     def decode(self, batch: int, context: int, rounds: int, graphs: bool) -> dict[str, Any]:
@@ -282,7 +279,9 @@ class Bench:
                     if kind != "90 % in the cache":
                         served.flush()
                     shared = 0 if kind == "cold" else int(SHARED * length)
-                    rest = [] if kind == "cold" else self.prompt(length - shared, hash(kind) % 10**6 + number)
+                    rest = (
+                        [] if kind == "cold" else self.prompt(length - shared, 1000 * len(seconds) + len(kind) + number)
+                    )
                     prompt = first if kind == "cold" else [*first[:shared], *rest]
                     taken, cached = served.ttft(self.request(prompt, 1))
                     assert kind == "cold" or cached >= shared - self.block_tokens, f"{kind}: {cached} of {shared}"
@@ -342,13 +341,6 @@ class Served:
                         return found
                 if not self._changed.wait(PATIENCE_S):
                     raise SystemExit("the engine does not answer")
-
-
-@contextlib.contextmanager
-def _patched(owner: object, name: str, value: object) -> Iterator[None]:
-    setattr(owner, name, value)
-    yield
-    delattr(owner, name)
 
 
 def _timed(act: Callable[[], object]) -> float:

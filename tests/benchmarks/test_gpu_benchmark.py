@@ -1,0 +1,34 @@
+"""The benchmark for GPUs runs to its end on a CPU, whose figures it does not keep."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SIZES = "--batches 1,2 --context 20 --prefill 64 --long 256 --budget 64 --block-tokens 16 --load-bytes 200000"
+
+
+@pytest.mark.slow
+def test_it_runs_on_a_cpu():
+    command = [sys.executable, "benchmarks/gpu.py", "--device", "cpu", "--model", "tiny", *SIZES.split()]
+    command += ["--ring-bytes", "40000", "--rounds", "1"]
+    kept = ROOT / "benchmarks/results/gpu.json"
+    before = kept.read_bytes() if kept.exists() else None
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    assert ran.returncode == 0, ran.stderr
+    rows = [ast.literal_eval(line) for line in ran.stdout.splitlines() if line.startswith("{")]
+    assert [row["what"] for row in rows if row["what"] != "ttft"] == [
+        "check", "decode", "decode", "prefill",
+        "load", "load, ring alone", "load, plain pinned copy", "save", "save, ring alone", "save, plain pinned copy",
+    ]  # fmt: skip
+    assert rows[0]["relative_error"] < 1e-4
+    assert [row["kind"] for row in rows if row["what"] == "ttft"] == ["cold", "90 % in the store", "90 % in the cache"]
+    assert "are not kept" in ran.stdout
+    assert (kept.read_bytes() if kept.exists() else None) == before
