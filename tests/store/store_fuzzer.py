@@ -29,13 +29,17 @@ from tanghulu.protos import common_pb2, directory_pb2, fastlane_pb2, membership_
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.frames import HEAD, PREAMBLE, PROTOCOL_VERSION, FrameReader, encode_head
 from tanghulu.rpc.wire import decode
-from tanghulu.types import Address
+from tanghulu.store import packed_stream
+from tanghulu.store.words import NewChunk
+from tanghulu.types import Address, ChunkKey
 
 _F = fastlane_pb2
 METHODS: dict[int, type[Message]] = {
     _F.METHOD_HELLO: store_pb2.HelloRequest,
     _F.METHOD_PUT: store_pb2.PutRequest,
     _F.METHOD_DESK: store_pb2.DeskRequest,
+    _F.METHOD_STREAM: store_pb2.StreamRequest,
+    _F.METHOD_SETTLE: store_pb2.SettleRequest,
     _F.METHOD_RESERVE: store_pb2.ReserveRequest,
     _F.METHOD_COMMIT: store_pb2.CommitRequest,
     _F.METHOD_GET: store_pb2.GetRequest,
@@ -47,6 +51,7 @@ METHODS: dict[int, type[Message]] = {
     _F.METHOD_ANNOUNCE: directory_pb2.AnnounceRequest,
     _F.METHOD_LOCATE: directory_pb2.LocateRequest,
     _F.METHOD_PROCLAIM: directory_pb2.ProclaimRequest,
+    _F.METHOD_PROCLAIM_MANY: directory_pb2.ProclaimManyRequest,
     _F.METHOD_WAIT: directory_pb2.WaitRequest,
     _F.METHOD_TENANTS: store_pb2.TenantsRequest,
     _F.METHOD_PLACE: directory_pb2.PlaceRequest,
@@ -121,6 +126,9 @@ def record(address: str) -> list[bytes]:
     place = directory_pb2.PlaceRequest(size_bytes=1000, replicas=2, client_place="a/b/c").SerializeToString()
     frames.append(encode_head(_F.METHOD_ANNOUNCE, 1, len(body), 0) + body)
     frames.append(encode_head(_F.METHOD_PLACE, 2, len(place), 0) + place)
+    new = NewChunk(ChunkKey("fuzz/stream"), 5, 100_000)
+    stream = packed_stream.pack_stream(packed_stream.StreamRequest(1, new, True, 500))
+    frames.append(encode_head(_F.METHOD_STREAM, 3, len(stream), new.size_bytes) + stream + bytes(new.size_bytes))
     return frames
 
 
