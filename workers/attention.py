@@ -155,9 +155,13 @@ class _PrefillRun:
 
 @dataclass(frozen=True, slots=True)
 class _DecodeGroup:
-    """Sequences with one query each, padded to the longest. ``mask`` [B, 1, 1, tokens]; None for a single one."""
+    """Sequences with one query each, padded to the longest. ``mask`` [B, 1, 1, tokens]; None for a single one.
 
-    rows: torch.Tensor
+    ``rows`` is a slice where they stand side by side, which spares a copy in and one out.
+    """
+
+    rows: torch.Tensor | slice
+    num_rows: int
     block_ids: torch.Tensor
     num_tokens: int
     mask: torch.Tensor | None
@@ -165,9 +169,9 @@ class _DecodeGroup:
     @classmethod
     def of(cls, cache: KvTensors, spans: Sequence[SequenceSpan]) -> _DecodeGroup:
         device = cache.rows.device
-        rows = upload(np.asarray([span.first_row for span in spans]), device)
-        if len(spans) == 1:
-            return cls(rows, upload(np.asarray(spans[0].block_ids), device), spans[0].context, None)
+        count, rows = len(spans), _rows_of(spans, device)
+        if count == 1:
+            return cls(rows, 1, upload(np.asarray(spans[0].block_ids), device), spans[0].context, None)
         width = max(len(span.block_ids) for span in spans)
         # Padding repeats the sequence's own first block: any readable block does, the mask hides it.
         table = [span.block_ids + span.block_ids[:1] * (width - len(span.block_ids)) for span in spans]
@@ -175,10 +179,10 @@ class _DecodeGroup:
         contexts = upload(np.asarray([span.context for span in spans]), device)
         dtype = compute_dtype(cache.rows.dtype, device)
         mask = tokens_mask(contexts, num_tokens, dtype)
-        return cls(rows, upload(np.asarray(table).ravel(), device), num_tokens, mask)
+        return cls(rows, count, upload(np.asarray(table).ravel(), device), num_tokens, mask)
 
     def attend(self, cache: KvTensors, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
-        layout, batch = cache.layout, len(self.rows)
+        layout, batch = cache.layout, self.num_rows
         shape = (batch, -1, layout.num_kv_heads, layout.head_dim)
         key = _gather(cache, layer, 0, self.block_ids, query.dtype).view(shape)[:, : self.num_tokens].transpose(1, 2)
         value = _gather(cache, layer, 1, self.block_ids, query.dtype).view(shape)[:, : self.num_tokens].transpose(1, 2)
@@ -187,8 +191,18 @@ class _DecodeGroup:
         out[self.rows] = result.reshape(batch, *query.shape[1:])
 
 
+def _rows_of(spans: Sequence[SequenceSpan], device: torch.device) -> torch.Tensor | slice:
+    firsts = [span.first_row for span in spans]
+    if firsts == list(range(firsts[0], firsts[0] + len(firsts))):
+        return slice(firsts[0], firsts[0] + len(firsts))
+    return upload(np.asarray(firsts), device)
+
+
 def _similar_lengths(spans: Sequence[SequenceSpan]) -> list[list[SequenceSpan]]:
-    """Groups in which nobody has less than half the blocks of the longest."""
+    """Groups in which nobody has less than half the blocks of the longest; one group stays in the batch's order."""
+    lengths = [len(span.block_ids) for span in spans]
+    if spans and 2 * min(lengths) >= max(lengths):
+        return [list(spans)]
     groups: list[list[SequenceSpan]] = []
     for span in sorted(spans, key=lambda span: -len(span.block_ids)):
         if groups and 2 * len(span.block_ids) >= len(groups[-1][0].block_ids):
