@@ -16,6 +16,14 @@ from tanghulu.workers.kv_layout import KvMemory
 Move = Callable[[int, Sequence[memoryview]], int]
 
 
+def wipe(buffers: Sequence[memoryview]) -> None:
+    """Zero what did not arrive whole. As numbers its bytes may be NaN, and attention's masks hide no NaN: what lies in
+    a block behind a sequence's last token is multiplied by zero, not left out.
+    """
+    for buffer in buffers:
+        buffer[:] = bytes(len(buffer))
+
+
 class BlockPort(Protocol):
     """Blocks as buffers of bytes; called from threads that may block, blocks belonging to the caller meanwhile."""
 

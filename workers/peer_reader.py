@@ -27,6 +27,7 @@ from tanghulu.transfer_engine.opcode import Opcode
 from tanghulu.transfer_engine.remote import RemoteSegment
 from tanghulu.transfer_engine.requests import TransferRequest
 from tanghulu.types import Address, BlockHash, Fingerprint
+from tanghulu.workers.kv_port import wipe
 from tanghulu.workers.requests import PeerExport, PrefixHolder
 from tanghulu.workers.session_wire import split_instance
 
@@ -114,8 +115,12 @@ class PeerReader:
         pinned = opened.connection.call(method, request, session_pb2.ExportPinReply, deadline_s=deadline_s)
         reply = pinned.message
         blocks = reply.blocks[: len(buffers)]
-        self._transfer(opened.segment, blocks, buffers, deadline_s)
-        num_whole = _count_whole(blocks, buffers)
+        num_whole = 0
+        try:
+            self._transfer(opened.segment, blocks, buffers, deadline_s)
+            num_whole = _count_whole(blocks, buffers)
+        finally:
+            wipe(buffers[num_whole : len(blocks)])
         return _Arrived(num_whole, bool(blocks) and num_whole == len(blocks), reply.export_id)
 
     @contextlib.contextmanager

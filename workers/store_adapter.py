@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from tanghulu.errors import ChunkNotFound, TanghuluError
 from tanghulu.store.client import Client, connect
 from tanghulu.types import BlockHash, ChunkKey, Fingerprint, Masters, kv_chunk_key
+from tanghulu.workers.kv_port import wipe
 
 #: A prefix that takes longer than this to load is computed instead.
 LOAD_DEADLINE_S = 5.0
@@ -30,7 +31,14 @@ class StoreAdapter:
 
         A missing block ends the run and is no failure. Raises what else went wrong with the first block.
         """
-        results = self._open().get_many_into(self._keys(hashes), self._split(buffers), deadline_s=LOAD_DEADLINE_S)
+        parts = self._split(buffers)
+        try:
+            results = self._open().get_many_into(self._keys(hashes), parts, deadline_s=LOAD_DEADLINE_S)
+        except TanghuluError:
+            wipe(parts)
+            raise
+        failed = [isinstance(result, TanghuluError) and not isinstance(result, ChunkNotFound) for result in results]
+        wipe([part for part, is_failed in zip(parts, failed, strict=True) if is_failed])
         num_ok = next((i for i, result in enumerate(results) if isinstance(result, TanghuluError)), len(results))
         first = results[0] if results else 0
         if isinstance(first, TanghuluError) and not isinstance(first, ChunkNotFound):

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from worker_tiny import BLOCK, VOCAB, TinyModel, request, run_all, write_tiny
 
 from tanghulu.clock import SystemClock
-from tanghulu.errors import ChunkNotFound, ConfigError, InvalidRequest
+from tanghulu.errors import ChecksumMismatch, ChunkNotFound, ConfigError, InvalidRequest
 from tanghulu.rpc.door import Door
 from tanghulu.rpc.fast_server import FastService
 from tanghulu.transfer_engine.access import AccessTable
@@ -153,6 +153,7 @@ class Shelf:
     def __init__(self, room: int = 100) -> None:
         self.chunks: dict[str, bytes] = {}
         self.room = room
+        self.damaged: set[str] = set()
 
     def put_many(self, items: Sequence[tuple[str, memoryview]], **_: object) -> list[Any]:
         statuses = []
@@ -169,7 +170,7 @@ class Shelf:
                 results.append(ChunkNotFound(key))
                 continue
             buffer[:] = self.chunks[key]
-            results.append(len(buffer))
+            results.append(ChecksumMismatch(key) if key in self.damaged else len(buffer))
         return results
 
 
@@ -193,6 +194,17 @@ def test_each_rank_stores_its_own_part_and_a_block_needs_all() -> None:
     del shelf.chunks[keys[3]]
     assert adapter.load(hashes, got) == 1
     assert _adapter(shelf, 1).load(hashes[:1], [memoryview(bytearray(8))]) == 1
+
+
+def test_what_arrives_damaged_is_wiped() -> None:
+    shelf, hashes = Shelf(), [BlockHash(bytes([number] * 16)) for number in (1, 2, 3)]
+    adapter = _adapter(shelf, 1)
+    adapter.save(hashes, [memoryview(bytearray(b"\xff" * 8)) for _ in hashes])
+    shelf.damaged = {list(shelf.chunks)[1]}
+    got = [memoryview(bytearray(8)) for _ in hashes]
+    assert adapter.load(hashes, got) == 1
+    assert bytes(got[0]) == b"\xff" * 8
+    assert bytes(got[1]) == bytes(8), "as float16 those bytes were NaN"
 
 
 def test_half_a_block_in_a_full_store_does_not_count() -> None:
