@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import structlog
+from prometheus_client import CollectorRegistry
 
 from tanghulu import process as processes
 from tanghulu.clock import SystemClock
@@ -31,34 +32,33 @@ from tanghulu.store.node.announcer import Announcer
 from tanghulu.store.node.arrival_service import ArrivalService
 from tanghulu.store.node.copier import Copier
 from tanghulu.store.node.copy_wire import Orders
-from tanghulu.store.node.desks import AREA_BYTES, Desks
+from tanghulu.store.node.desks import Desks
 from tanghulu.store.node.eviction import POLICIES
 from tanghulu.store.node.grpc_service import GrpcStoreNode
 from tanghulu.store.node.limits import Watermarks
 from tanghulu.store.node.metrics import NodeCollector, TrafficCounters
+from tanghulu.store.node.node_memory import NodeMemory
 from tanghulu.store.node.node_state import NodeState
 from tanghulu.store.node.outcomes import EvictionReason
-from tanghulu.store.node.published import Published
 from tanghulu.store.node.puts import PutDesk
 from tanghulu.store.node.service import NodeIdentity, NodeService
 from tanghulu.store.node.sessions import Sessions
 from tanghulu.store.node.tenant_book import Policies, TenantBook, trim
 from tanghulu.store.node.tenant_metrics import TenantCollector
-from tanghulu.store.node.tier import QUEUE_BYTES
+from tanghulu.store.node.tier import QUEUE_BYTES, SsdTier
 from tanghulu.store.node.tier_admission import MODES, TierAdmission
 from tanghulu.store.node.tier_metrics import TierCollector
 from tanghulu.store.node.tier_opening import MIN_SSD_BYTES, SsdPlace, open_tier, send_down
 from tanghulu.store.node.tier_promotion import Promoter
-from tanghulu.store.shared_index import IndexPlace, IndexWriter, index_bytes, num_buckets_for
 from tanghulu.store.tenant_rules import NODE_GRPC_RULES, NODE_RULES, refuse_open_carriers
 from tanghulu.store.words import MAX_INLINE_BYTES
 from tanghulu.tenants import Tenant
+from tanghulu.tls import ServerTls
 from tanghulu.tokens_file import TokensFile
 from tanghulu.transfer_engine.access import AccessTable
 from tanghulu.transfer_engine.leases import Freed
 from tanghulu.transfer_engine.metrics import ServerCollector
 from tanghulu.transfer_engine.options import TransferOptions, transfer_settings
-from tanghulu.transfer_engine.segment import MemorySegment
 from tanghulu.transfer_engine.server import SegmentServer
 from tanghulu.types import Address, ChunkKey, Role, format_size
 
@@ -134,41 +134,15 @@ class Node:
         self._door = Door(self._service, process.run_dir, "node", interceptors, tls)
         book = None if self._tokens is None else TenantBook(self._tenants, config.memory)
         self._policies = Policies() if book is None else Policies.fair(book)
-        self._index = IndexPlace(-(-config.memory // 64) * 64, num_buckets_for(config.memory), secrets.randbits(64))
-        desks_begin = self._index.begin + index_bytes(self._index.num_buckets)
-        segment_bytes = desks_begin + AREA_BYTES
-        self._segment = MemorySegment.create("store", segment_bytes, prefault=config.prefault)
+        self._memory = NodeMemory(config.memory, self._clock.now_s(), prefault=config.prefault)
+        self._segment = self._memory.segment
         access = AccessTable(self._clock, config.lease_ms, int(config.memory * _MAX_MAPPED_FRACTION))
         self.state = NodeState(config.memory, access, lambda: self._policies.memory(config.eviction), self._clock)
         self.state.table.book = book
         self.state.max_value_bytes = min(config.max_value or config.memory, config.memory)
-        index_view = self._segment.view[self._index.begin : desks_begin]
-        self.state.table.published = Published(IndexWriter(index_view, self._index.seed, self._clock.now_s()))
-        settings = transfer_settings(config, config.host)
-        self._segment_server = SegmentServer(
-            self._segment,
-            access,
-            host=config.host,
-            advertised_host=config.reachable_host,
-            unix_path=str(process.run_dir / "segment.sock") if "shm" in settings.transports else None,
-            generation=process.generation,
-            host_id=processes.host_id(),
-            on_freed=self._freed,
-            tls=None if tls is None else tls.context,
-            **settings.served,
-        )
-        self._tier = None
-        if config.ssd_path is not None:
-            place = SsdPlace(config.ssd_path, config.ssd_size, config.port)
-            admission = TierAdmission(config.ssd_admission, QUEUE_BYTES, config.ssd_write_rate)
-            self._tier = open_tier(
-                place,
-                self.state,
-                self._segment.view,
-                admission,
-                lambda: self._policies.tier(config.eviction),
-                self._clock,
-            )
+        self.state.table.published = self._memory.published
+        self._segment_server = self._make_segment_server(access, tls)
+        self._tier = self._open_tier()
         self._promoter = None if self._tier is None else Promoter(self.state, self._tier, self._segment.view)
         low, high = config.watermarks
         self._watermarks = Watermarks(config.memory, high, low)
@@ -178,7 +152,9 @@ class Node:
         self._announcer = Announcer(
             self.state, self._masters, process.generation, self._room_changed, self._not_registered, self._ordered
         )
-        self._desks = Desks(self.state, self._segment.view, desks_begin, self._clock.now_s, self._announcer.displaced)
+        self._desks = Desks(
+            self.state, self._segment.view, self._memory.desks_begin, self._clock.now_s, self._announcer.displaced
+        )
         self.state.desks = self._desks
         self._polling: asyncio.TimerHandle | None = None
         self._desk = PutDesk(self.state, self._segment.view, self._announcer)
@@ -192,13 +168,41 @@ class Node:
         store_pb2_grpc.add_StoreNodeServicer_to_server(
             GrpcStoreNode(self.state, self._desk, self._traffic, self._promoter), self._door.grpc_server
         )
+        self._register_metrics(process.registry, book)
+
+    def _make_segment_server(self, access: AccessTable, tls: ServerTls | None) -> SegmentServer:
+        config = self._config
+        settings = transfer_settings(config, config.host)
+        return SegmentServer(
+            self._segment,
+            access,
+            host=config.host,
+            advertised_host=config.reachable_host,
+            unix_path=str(self._process.run_dir / "segment.sock") if "shm" in settings.transports else None,
+            generation=self._process.generation,
+            host_id=processes.host_id(),
+            on_freed=self._freed,
+            tls=None if tls is None else tls.context,
+            **settings.served,
+        )
+
+    def _open_tier(self) -> SsdTier | None:
+        config = self._config
+        if config.ssd_path is None:
+            return None
+        place = SsdPlace(config.ssd_path, config.ssd_size, config.port)
+        admission = TierAdmission(config.ssd_admission, QUEUE_BYTES, config.ssd_write_rate)
+        policy = partial(self._policies.tier, config.eviction)
+        return open_tier(place, self.state, self._segment.view, admission, policy, self._clock)
+
+    def _register_metrics(self, registry: CollectorRegistry, book: TenantBook | None) -> None:
         if self._tier is not None:
-            process.registry.register(TierCollector(self.state, self._tier))
+            registry.register(TierCollector(self.state, self._tier))
         if book is not None:
-            process.registry.register(TenantCollector(book.usage))
-        process.registry.register(ServerCollector(self._segment_server))
-        process.registry.register(LatencyCollector(self._service.latencies))
-        metrics.register(process.registry, NodeCollector(self.state, self._all_traffic, lambda: len(self._sessions)))
+            registry.register(TenantCollector(book.usage))
+        registry.register(ServerCollector(self._segment_server))
+        registry.register(LatencyCollector(self._service.latencies))
+        metrics.register(registry, NodeCollector(self.state, self._all_traffic, lambda: len(self._sessions)))
 
     async def run(self) -> None:
         """Serve until the process is told to stop."""
@@ -250,7 +254,7 @@ class Node:
             self._process.instance_id(address.port),
             self._process.generation,
             self._segment_server.descriptor(),
-            self._index,
+            self._memory.index,
         )
         NodeService(
             identity, self.state, self._desk, self._sessions, self._traffic, self._promoter, self._policies
