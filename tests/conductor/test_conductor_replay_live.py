@@ -124,6 +124,14 @@ def served(answer: Answer) -> Iterator[tuple[str, list[dict[str, Any]]]]:
             thread.join()
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Python's own answer to SIGINT, also where the tests run behind a shell that ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class TestClient:
     """Answers of every kind."""
 
@@ -185,6 +193,7 @@ class TestClient:
             found = replay_live(LiveConfig(url=url, connections=2), [request(9, (1,))] * 8)
         assert (most, len(found.jobs)) == (2, 8)
 
+    @pytest.mark.usefixtures("interruptible")
     def test_interrupted_it_tells_what_was_done(self):
         def stop(done: int) -> None:
             if done == 2:
@@ -210,6 +219,7 @@ class TestCommand:
         path.write_text("".join(json.dumps({"timestamp": at, **row}) + "\n" for at in (0, 10, 60_000)))
         return str(path)
 
+    @pytest.mark.usefixtures("interruptible")
     def test_ctrl_c_reports_what_was_done(self, tmp_path):
         def answer(body: dict[str, Any]) -> tuple[int, list[str]]:
             if len(bodies) == 2:

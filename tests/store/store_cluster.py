@@ -106,6 +106,10 @@ class Cluster:
         self.nodes.append(node)
         return node
 
+    def complete(self) -> None:
+        """Wait until the master takes what it knows for everything, as it does a second after its start."""
+        eventually(lambda: self.master.metric("tanghulu_master_rebuilding") == 0)
+
     def restart_master(self) -> None:
         """Kill the master and start another one at the same address."""
         port = self.address.rpartition(":")[2]

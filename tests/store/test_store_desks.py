@@ -23,6 +23,7 @@ SIZE = 4096
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     with Cluster(1, "64MiB") as cluster:
+        cluster.complete()
         yield cluster
 
 
@@ -320,6 +321,7 @@ def test_a_tenant_writes_under_its_own_keys(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens.toml"
     write_tokens(tokens, ["operator", "node", "acme", "acme-reader", "initech"])
     with Secured(tokens) as cluster:
+        cluster.complete()
         with cluster.connect("acme", "acme") as acme, cluster.connect("initech", "initech") as initech:
             for i in range(6):
                 for client in (acme, initech):
