@@ -103,11 +103,15 @@ def ask_master(call: messages.AnyCall) -> Logic[messages.AnyReply]:
     return reply
 
 
-def refresh_nodes(context: Context, *, force: bool = False) -> Logic[None]:
-    """Have a list of nodes that is not older than NODES_TTL_S; an old one will do when the master is away."""
+def refresh_nodes(context: Context, deadline: Deadline | None = None, *, force: bool = False) -> Logic[None]:
+    """Have a list of nodes that is not older than NODES_TTL_S; an old one will do when the master is away.
+
+    While the master is new and nobody has registered there, it is asked again until ``deadline``, or for some seconds.
+    """
     if not force and context.nodes.is_fresh(context.clock.now_s()):
         return
-    for _ in range(_NODELESS_TRIES):
+    tries = itertools.repeat(None) if deadline is not None else itertools.repeat(None, _NODELESS_TRIES)
+    for _ in tries:
         (outcome,) = yield Ask([(MASTER, messages.nodes())])
         if isinstance(outcome, TanghuluError):
             if context.nodes.ids():
@@ -115,6 +119,8 @@ def refresh_nodes(context: Context, *, force: bool = False) -> Logic[None]:
             raise outcome
         take_nodes(context, outcome)
         if context.nodes.ids() or not messages.is_rebuilding(outcome):
+            return
+        if deadline is not None and deadline.remaining_s() <= _NODELESS_PAUSE_S:
             return
         yield Sleep(_NODELESS_PAUSE_S)
 

@@ -87,7 +87,7 @@ class _Write:
 def put_one(context: Context, deadline: Deadline, item: Putting, options: PutOptions) -> Logic[None]:
     """Put one item, the commonest call by far: a small value for one node that takes it needs no grouping."""
     if not context.nodes.is_fresh(context.clock.now_s()):
-        yield from common.refresh_nodes(context)
+        yield from common.refresh_nodes(context, deadline)
     new = item.new
     local = context.nodes.local_for(new.key, new.size_bytes)
     alone = bool(local) and item.replicas == 1 and options.prefer_node is None
@@ -135,7 +135,7 @@ def _put_alone(context: Context, item: Putting, node: PeerId, existed: bool) -> 
 
 def put_all(context: Context, deadline: Deadline, items: Sequence[Putting], options: PutOptions) -> Logic[None]:
     """Put every item; their ``status()`` then tells what became of each."""
-    yield from common.refresh_nodes(context)
+    yield from common.refresh_nodes(context, deadline)
     for batch in _slices(items):
         yield from _put_at_desks(context, deadline, batch, options)
         rest = [item for item in batch if not item.done]

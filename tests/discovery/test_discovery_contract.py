@@ -144,9 +144,9 @@ async def test_a_lease_is_renewed_while_the_process_lives(discovery: Discovery) 
 async def test_a_killed_process_vanishes_at_its_leases_end(src: Source, discovery: Discovery) -> None:
     async with watching(discovery) as watcher:
         await watcher.synced()
-        doomed = await src.doomed(instance("doomed"), ttl_s=1.0)
+        doomed = await src.doomed(instance("doomed"), ttl_s=2.0)
         assert (await watcher.take()).kind is PUT
-        assert await watcher.is_silent(1.2)
+        assert await watcher.is_silent(2.2)
         killed_s = time.monotonic()
         await doomed.kill()
         event = await watcher.take()

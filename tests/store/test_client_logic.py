@@ -46,6 +46,7 @@ class FakeCluster:
         self.dead: set[str] = set()
         self.full: set[str] = set()
         self.incomplete = False
+        self.comes_s = 0.0  # when the nodes register
         self.asked: list[str] = []
         self.told_corrupt: list[tuple[str, str]] = []
         self.num_expiring = self.num_moves = self.num_pins = 0  # moves that come too late for their lease
@@ -94,10 +95,15 @@ class FakeCluster:
         return Reply(packed_directory.pack_located(located, self.incomplete), memoryview(b""))
 
     def _method_nodes(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
-        return Reply(directory_pb2.NodesReply(), memoryview(b""))
+        reply = directory_pb2.NodesReply(nodes=self._infos() if self.comes_s else (), rebuilding=self.incomplete)
+        return Reply(reply, memoryview(b""))
+
+    def _infos(self) -> list[directory_pb2.NodeInfo]:
+        names = self.values if self.clock.now_s() >= self.comes_s else ()
+        return [directory_pb2.NodeInfo(instance=common_pb2.Instance(id=name)) for name in names]
 
     def _method_place(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
-        infos = [directory_pb2.NodeInfo(instance=common_pb2.Instance(id=name)) for name in self.values]
+        infos = self._infos()
         return Reply(directory_pb2.PlaceReply(nodes=infos), memoryview(b""))
 
     def _method_get(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
@@ -206,6 +212,17 @@ def test_while_the_master_rebuilds_all_nodes_are_asked_and_nothing_is_denied(fak
     with pytest.raises(DirectoryIncomplete):
         get(fake, "absent")
     assert 0.9 <= fake.clock.now_s() <= 1.0
+
+
+def test_a_put_waits_for_the_first_node_that_comes_to_a_new_master(fake: FakeCluster) -> None:
+    fake.context.nodes = NodeTable("here")
+    fake.incomplete, fake.comes_s, fake.deadline = True, 5.0, Deadline(8.0, fake.clock.now_s)
+    assert fake.run(fake.do.put(fake.deadline, PutItem("k", b"right"), OK)).num_replicas == 1
+    assert 5.0 <= fake.clock.now_s() < 5.1
+    fake.context.nodes, fake.comes_s = NodeTable("here"), 9.0
+    with pytest.raises(NodeUnavailable):
+        fake.run(fake.do.put(fake.deadline, PutItem("l", b"right"), OK))
+    assert 7.9 <= fake.clock.now_s() <= 8.0
 
 
 def test_a_full_or_dead_node_sends_a_put_elsewhere(fake: FakeCluster) -> None:

@@ -172,6 +172,8 @@ def changing_wire(port: int, opcode: Opcode) -> Iterator[int]:
             for number in range(100):
                 client = stack.enter_context(listener.accept()[0])
                 server = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+                for end in (client, server):
+                    stack.callback(hang_up, end)
                 place = 2 * begin + 100 if number < 2 else -1
                 for ends in ((client, server, WRITE), (server, client, READ)):
                     thread = threading.Thread(target=relay, args=(*ends[:2], place if ends[2] is opcode else -1))
@@ -187,7 +189,14 @@ def changing_wire(port: int, opcode: Opcode) -> Iterator[int]:
         accepting.join(30)
         for thread in threads:
             thread.join(30)
+            assert not thread.is_alive()
         listener.close()
+
+
+def hang_up(sock: socket.socket) -> None:
+    """Wake who receives from it; closing alone does not."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 class TestNotices:
