@@ -176,7 +176,7 @@ class PeerReader:
             connection = FastConnection(Address.parse(address), unix_path or None)
             try:
                 known = self._peers[instance] = self._greet(connection)
-            except BaseException:
+            except BaseException:  # an interrupt, too: nobody else would close it; raised on
                 connection.close()
                 raise
             return known

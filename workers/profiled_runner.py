@@ -8,8 +8,8 @@ import structlog
 from torch.profiler import profile, supported_activities
 
 from tanghulu.workers.engine import Computed, ModelRunner
-from tanghulu.workers.kv_layout import KvBlocks, KvLayout
 from tanghulu.workers.step_plan import StepPlan
+from tanghulu.workers.wrapped_runner import WrappedRunner
 
 #: Steps in a trace: some prefills and enough decodes to see their rhythm, in a file of some megabytes.
 NUM_STEPS = 64
@@ -17,34 +17,14 @@ NUM_STEPS = 64
 _log = structlog.get_logger(__name__)
 
 
-class ProfiledRunner:
+class ProfiledRunner(WrappedRunner):
     """``runner``, its first ``num_steps`` steps traced; then the trace is written to ``path`` and nothing is traced."""
 
     def __init__(self, runner: ModelRunner, path: Path, num_steps: int = NUM_STEPS) -> None:
-        self._runner = runner
+        super().__init__(runner)
         self._path = path
         self._left = num_steps
         self._profiler: profile | None = None
-
-    @property
-    def layout(self) -> KvLayout:
-        """The shape of a block."""
-        return self._runner.layout
-
-    @property
-    def cache(self) -> KvBlocks:
-        """The blocks."""
-        return self._runner.cache
-
-    @property
-    def vocab(self) -> int:
-        """Token ids are below this."""
-        return self._runner.vocab
-
-    @property
-    def max_context(self) -> int:
-        """Tokens that the model was trained to attend to."""
-        return self._runner.max_context
 
     def run(self, plan: StepPlan) -> Computed:
         """Forward and sample, traced while steps are left."""

@@ -5,38 +5,18 @@ from __future__ import annotations
 import torch
 
 from tanghulu.workers.engine import Computed, ModelRunner
-from tanghulu.workers.kv_layout import KvBlocks, KvLayout
 from tanghulu.workers.step_plan import StepPlan
 from tanghulu.workers.thread_choice import ThreadChoice
+from tanghulu.workers.wrapped_runner import WrappedRunner
 
 
-class ThreadedRunner:
+class ThreadedRunner(WrappedRunner):
     """``runner`` on at most ``num_threads`` threads; for models on the CPU. Only one thread may call `run`."""
 
     def __init__(self, runner: ModelRunner, num_threads: int) -> None:
-        self._runner = runner
+        super().__init__(runner)
         self.choice = ThreadChoice(num_threads)
         self._threads = 0  # not set in the calling thread yet
-
-    @property
-    def layout(self) -> KvLayout:
-        """The shape of a block."""
-        return self._runner.layout
-
-    @property
-    def cache(self) -> KvBlocks:
-        """The blocks."""
-        return self._runner.cache
-
-    @property
-    def vocab(self) -> int:
-        """Token ids are below this."""
-        return self._runner.vocab
-
-    @property
-    def max_context(self) -> int:
-        """Tokens of prompt and answer together that the model can attend to."""
-        return self._runner.max_context
 
     def run(self, plan: StepPlan) -> Computed:
         """As ``runner`` does."""

@@ -155,7 +155,7 @@ def _load_shards(
         model = load_model(source, dtype, progress, Shard(0, config.tp), device, attention)
         ranks.wait_loaded()
         join(0, config.tp, ranks.meeting_file, device)
-    except BaseException:
+    except BaseException:  # an interrupt, too: the ranks' processes must not stay; raised on
         ranks.close()
         raise
     return model, ranks

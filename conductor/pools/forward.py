@@ -136,7 +136,7 @@ class Forwarder:
             member.failed(self._clock.now_s())
             _log.warning("pool.conductor_failed", url=member.url, error=str(error) or type(error).__name__)
             return None
-        except BaseException:
+        except BaseException:  # a client that hung up, too: the request is not open any more; raised on
             member.open_requests -= 1
             raise
         if response.status_code in (502, 503):

@@ -76,7 +76,7 @@ class Generator:
             self._service.add_request(asked.request_id, asked.question, target.id, target.id, self._clock.now_s())
             try:
                 response = await self._send(target, asked.body)
-            except BaseException as error:
+            except BaseException as error:  # a client that hung up, too: its load is taken back; raised on
                 self._service.free(asked.request_id)
                 if not isinstance(error, httpx.HTTPError):
                     raise
