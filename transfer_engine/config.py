@@ -10,6 +10,8 @@ from tanghulu.errors import ConfigError
 from tanghulu.transfer_engine.topology import Topology
 
 MIB = 1 << 20
+#: So long a thread that waits for a small transfer asks again before it sleeps, by default.
+SPIN_S = 100e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +21,9 @@ class TransportLimits:
     slice_bytes: int
     window_bytes: int
     window_slices: int
+
+
+_MAY_BE_ZERO = ("retries_max", "direct_bytes", "direct_async_bytes", "spin_s")
 
 
 def _default_limits() -> Mapping[str, TransportLimits]:
@@ -55,6 +60,9 @@ class EngineConfig:
     #: A path with slices in flight and none finished for this long counts as failed.
     slice_deadline_s: float = 5.0
     connect_timeout_s: float = 3.0
+    #: Before it sleeps, a thread that waits for a small transfer over tcp asks again for this long, where that pays
+    #: (see ``spinning``). 0: never.
+    spin_s: float = SPIN_S
     #: Errors in a row that pause a path, and for how long (doubled by each failed probe up to the maximum).
     pause_after_errors: int = 3
     pause_s: float = 0.25
@@ -73,7 +81,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            minimum = 0 if each.name in ("retries_max", "direct_bytes", "direct_async_bytes") else 1e-9
+            minimum = 0 if each.name in _MAY_BE_ZERO else 1e-9
             if isinstance(value, int | float) and value < minimum:
                 raise ConfigError(f"EngineConfig.{each.name} is {value}; it must be at least {minimum:g}")
         if not self.tcp_devices:

@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from tanghulu.clock import Clock
 from tanghulu.errors import DeadlineExceeded, NodeUnavailable
 from tanghulu.transfer_engine.buffers import Buffer
+from tanghulu.transfer_engine.handle import Workshop
 from tanghulu.transfer_engine.link_pool import LinkPool
 from tanghulu.transfer_engine.paths import Path, PathTable
 from tanghulu.transfer_engine.requests import TransferRequest, admit_buffer, refuse_overlaps
 from tanghulu.transfer_engine.shm import ShmPeer
 from tanghulu.transfer_engine.slices import Slice
 from tanghulu.transfer_engine.tcp import TcpLink
-from tanghulu.transfer_engine.tcp_stream import DIRECT_SLICE_ID
+from tanghulu.transfer_engine.tcp_answer import DIRECT_SLICE_ID
 from tanghulu.transfer_engine.transport import Arrived, Completion, Link, Refused
 
 #: Of a slice that was moved by an exchange: nothing else was under way on its link.
@@ -60,20 +61,23 @@ def copy_directly(requests: Sequence[TransferRequest], max_bytes: int, clock: Cl
 
 
 def send_directly(
-    request: TransferRequest, now_s: float, deadline_s: float, patience_s: float, clock: Clock, lock: threading.Lock
+    request: TransferRequest, now_s: float, deadline_s: float, patience_s: float, workshop: Workshop
 ) -> bool:
     """Move one slice over one stream, once, in this thread; False if that did not work within ``patience_s``.
 
-    On False nothing of it will land any more, and the path's health knows; ``lock`` guards that. Raises InvalidRequest,
-    DeadlineExceeded, and what the peer refuses with. ``now_s`` is the time of the call.
+    On False nothing of it will land any more, and the path's health knows. Raises InvalidRequest, DeadlineExceeded, and
+    what the peer refuses with. ``now_s`` is the time of the call. Who is alone on this way may spin: several would take
+    the interpreter away from one another.
     """
     buffer = admit_buffer(request)
     target, length, at = request.target, request.length, request.source_offset
     if target.closed:
         return False
-    paths = target.paths
+    paths, clock, lock, callers = target.paths, workshop.clock, workshop.lock, workshop.callers
     with lock:
         path = paths.begin_alone(now_s, length)
+        callers.num += 1
+        spinner = target.spinner if callers.num == 1 else None
     pool = target.pools[path]
     link: Link | None = None
     ended: Completion | None = None
@@ -82,7 +86,7 @@ def send_directly(
         link = pool.borrow(None)
         # Half the time, because two calls of the kernel may wait so long.
         if type(link) is TcpLink and link.exchange(
-            path, request.opcode, memory, request.lease_id, request.target_offset, timeout_s / 2
+            path, request.opcode, memory, request.lease_id, request.target_offset, timeout_s / 2, spinner
         ):
             ended = _STRAIGHT
         elif link is not None:
@@ -92,6 +96,7 @@ def send_directly(
     finally:
         _let_go(link, pool, path, ended)
         with lock:
+            callers.num -= 1
             if isinstance(ended, Arrived):
                 paths.end_alone(path, length, clock.now_s() - now_s)
             else:

@@ -175,8 +175,7 @@ class TransferEngine:
         admit_deadline(deadline_s)
         start_s = self._clock.now_s()
         if len(requests) == 1 and self._is_one_slice(requests[0]):
-            patience_s, lock = self.config.slice_deadline_s, self._workshop.lock
-            if send_directly(requests[0], start_s, deadline_s, patience_s, self._clock, lock):
+            if send_directly(requests[0], start_s, deadline_s, self.config.slice_deadline_s, self._workshop):
                 return
         elif copy_directly(requests, self.config.direct_bytes, self._clock, self._workshop.lock):
             return

@@ -16,7 +16,7 @@ import select
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tanghulu.clock import Clock
 from tanghulu.errors import DeadlineExceeded, NodeUnavailable, Overloaded, TanghuluError
@@ -38,13 +38,24 @@ from tanghulu.transfer_engine.wire import digest_of
 LONGEST_WAIT_S = 86_400.0
 
 
+@dataclass(slots=True)
+class Callers:
+    """How many threads wait inside the engine at this moment."""
+
+    num: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Workshop:
-    """What all handles of an engine share. ``lock`` guards the health of paths, and is held for decisions only."""
+    """What all handles of an engine share. ``lock`` guards the health of paths, and is held for decisions only.
+
+    ``callers`` are the threads that are on the short way (see ``direct``); under the lock, too.
+    """
 
     clock: Clock
     lock: threading.Lock
     executor: Callable[[], Executor]
+    callers: Callers = field(default_factory=Callers)
 
 
 class TransferHandle:

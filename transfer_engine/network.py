@@ -72,8 +72,10 @@ class StreamSocket(Protocol):
         """Take bytes; 0 when the peer has hung up. ``num_bytes`` 0: as many as the buffer holds."""
         ...
 
-    def recvmsg_into(self, buffers: Sequence[memoryview], /) -> tuple[int, list[Any], int, Any]:
-        """Wait for bytes and take them into the first buffer, then the next; how many is the first of the answer."""
+    def recvmsg_into(
+        self, buffers: Sequence[memoryview], ancillary_bytes: int, flags: int, /
+    ) -> tuple[int, list[Any], int, Any]:
+        """Take bytes into the first buffer, then the next; how many is the first of the answer."""
         ...
 
     def fileno(self) -> int:

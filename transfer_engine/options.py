@@ -11,11 +11,12 @@ from typing import Any
 
 from tanghulu.config import option
 from tanghulu.errors import ConfigError
-from tanghulu.transfer_engine.config import EngineConfig
+from tanghulu.transfer_engine.config import SPIN_S, EngineConfig
 from tanghulu.transfer_engine.topology import Topology
 from tanghulu.transfer_engine.topology_discovery import load
 
 _KNOWN = ("shm", "rdma", "ucx", "tcp")
+MAX_SPIN_US = 10_000
 _WILDCARDS = ("", "0.0.0.0", "::")
 
 
@@ -27,6 +28,9 @@ class TransferOptions:
     topology: str = option("", "spread tcp over network devices: auto, or a file as tanghulu topology --json prints it")
     tcp_devices: str = option("", "of these devices only, by name: eth1,eth2; default: all of --topology")
     rdma_devices: str = option("", "verbs devices for rdma, in the order of their rails; default: all that work")
+    spin_us: int = option(
+        round(SPIN_S * 1e6), "microseconds in which small transfers over tcp are asked for before sleeping; 0: never"
+    )
     near: str = option("", "where this process's memory lies, a row of --topology's matrix: cpu:1, gpu:0")
 
 
@@ -34,7 +38,7 @@ class TransferOptions:
 class TransferSettings:
     """The options, checked: arguments of SegmentServer and TransferEngine.
 
-    ``served`` are the keyword arguments of SegmentServer about which endpoints to offer.
+    ``served`` are the keyword arguments of SegmentServer about which endpoints to offer, and how to wait at them.
     """
 
     transports: tuple[str, ...]
@@ -53,18 +57,25 @@ def transfer_settings(options: TransferOptions, host: str) -> TransferSettings:
     rdma = _names(options.rdma_devices)
     if rdma and "rdma" not in transports:
         raise ConfigError(f"--rdma-devices {options.rdma_devices}: rdma is not among --transports {options.transports}")
+    if not 0 <= options.spin_us <= MAX_SPIN_US:
+        raise ConfigError(
+            f"--spin-us {options.spin_us}: from 0 to {MAX_SPIN_US}; it is for waits that are over at once"
+        )
+    spin_s = options.spin_us / 1e6
     topology = _topology(options)
     location = _location(options, topology)
     if topology is not None and host not in _WILDCARDS:
         raise ConfigError(f"--topology and --tcp-devices need --host 0.0.0.0; {host} is one device's address")
     near = [] if topology is None else topology.addresses(location)
     served = {
+        "spin_s": spin_s,
         "ucx": "ucx" in transports,
         "rdma_devices": rdma if "rdma" in transports else None,
         "tcp_devices": near,
         "tcp_distances": {name: topology.distance(location, name) for name, _ in near} if topology is not None else {},
     }
-    return TransferSettings(transports, EngineConfig(topology=topology, location=location, rdma_devices=rdma), served)
+    engine = EngineConfig(topology=topology, location=location, rdma_devices=rdma, spin_s=spin_s)
+    return TransferSettings(transports, engine, served)
 
 
 def _location(options: TransferOptions, topology: Topology | None) -> str:

@@ -16,6 +16,7 @@ from tanghulu.transfer_engine.access import AccessTable
 from tanghulu.transfer_engine.leases import Freed
 from tanghulu.transfer_engine.opcode import Opcode
 from tanghulu.transfer_engine.segment import MemorySegment
+from tanghulu.transfer_engine.spinning import LoopSpinner
 from tanghulu.transfer_engine.wire import MAX_VERIFIED_BYTES, Head, Op, digest_of, name_hash
 from tanghulu.types import LeaseId
 
@@ -51,7 +52,8 @@ class Reception:
 
     ``soon`` runs a callback behind the current event (the loop's ``call_soon``); ``on_freed`` is told which ranges
     became free because a transfer ended, ``on_emptied`` that the last connection has gone while it was not ``open``.
-    While it is not, nobody new is let in. Without ``on_notice`` notices are refused.
+    While it is not, nobody new is let in. Without ``on_notice`` notices are refused. Connections tell
+    ``spinner`` when something of a slice has come, and when more is waited for.
     """
 
     def __init__(
@@ -65,10 +67,12 @@ class Reception:
         on_freed: Callable[[Sequence[Freed]], None] | None = None,
         on_emptied: Callable[[], None] | None = None,
         on_notice: OnNotice | None = None,
+        spinner: LoopSpinner | None = None,
     ) -> None:
         self.view = segment.view
         self.piece_bytes = _PIECE_BYTES
         self.soon = soon
+        self.spinner = spinner
         self.bytes_read = 0
         self.bytes_written = 0
         self.num_refused = 0

@@ -10,13 +10,16 @@ import asyncio
 import ssl
 from collections.abc import Callable, Mapping, Sequence
 
+from tanghulu.clock import SystemClock
 from tanghulu.transfer_engine.access import AccessTable
+from tanghulu.transfer_engine.config import SPIN_S
 from tanghulu.transfer_engine.leases import Freed
 from tanghulu.transfer_engine.onesided_server import FarEnds, OneSidedDoor
 from tanghulu.transfer_engine.rdma_server import RdmaEnds
 from tanghulu.transfer_engine.reception import OnNotice, Reception
 from tanghulu.transfer_engine.segment import Endpoint, MemorySegment, SegmentDescriptor
 from tanghulu.transfer_engine.shm_server import ProcessWatch, ShmDoor
+from tanghulu.transfer_engine.spinning import LoopSpinner, SpinBudget, paying_spin_s
 from tanghulu.transfer_engine.tcp_server import TcpConnection
 from tanghulu.transfer_engine.ucx_server import UcxEnds
 from tanghulu.types import Address
@@ -25,6 +28,10 @@ from tanghulu.types import Address
 STALL_TIMEOUT_S = 10.0
 MAX_CONNECTIONS = 1024
 _BACKLOG = 1024
+
+
+def _soon(callback: Callable[[], None]) -> object:
+    return asyncio.get_running_loop().call_soon(callback)
 
 
 class SegmentServer:
@@ -62,6 +69,7 @@ class SegmentServer:
         tls: ssl.SSLContext | None = None,
         max_connections: int = MAX_CONNECTIONS,
         stall_timeout_s: float = STALL_TIMEOUT_S,
+        spin_s: float = SPIN_S,
     ) -> None:
         assert name is None or name == segment.name, "a segment is offered under its own name"
         self._segment = segment
@@ -76,6 +84,7 @@ class SegmentServer:
         self._tls = tls
         self._max_connections = max_connections
         self._stall_timeout_s = stall_timeout_s
+        spin_s = paying_spin_s(spin_s)
         self._rdma_devices = rdma_devices
         self._offers_ucx = ucx
         self._one_sided: dict[str, OneSidedDoor] = {}
@@ -89,10 +98,11 @@ class SegmentServer:
             access,
             generation=generation,
             max_connections=max_connections,
-            soon=lambda callback: asyncio.get_running_loop().call_soon(callback),
+            soon=_soon,
             on_freed=self._tell,
             on_emptied=self._emptied.set,
             on_notice=on_notice,
+            spinner=LoopSpinner(SpinBudget(spin_s), SystemClock(), _soon) if spin_s > 0 else None,
         )
 
     # --- life

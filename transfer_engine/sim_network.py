@@ -201,13 +201,15 @@ class SimSocket:
             raise BlockingIOError
         return taken
 
-    def recvmsg_into(self, buffers: Sequence[memoryview], /) -> tuple[int, list[Any], int, Any]:
-        """Wait, and take what has arrived."""
+    def recvmsg_into(
+        self, buffers: Sequence[memoryview], ancillary_bytes: int, flags: int, /
+    ) -> tuple[int, list[Any], int, Any]:
+        """Wait, if the call may, and take what has arrived."""
         num_bytes = 0
         for number, buffer in enumerate(buffers):
             if number and not self._inbox:
                 break
-            taken = self.recv_into(buffer, 0, 0 if number == 0 else socket.MSG_DONTWAIT)
+            taken = self.recv_into(buffer, 0, flags if number == 0 else socket.MSG_DONTWAIT)
             num_bytes += taken
             if taken < len(buffer):
                 break

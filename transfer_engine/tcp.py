@@ -22,6 +22,7 @@ from tanghulu.transfer_engine.opcode import Opcode
 from tanghulu.transfer_engine.paths import Path
 from tanghulu.transfer_engine.segment import SegmentDescriptor
 from tanghulu.transfer_engine.slices import Slice
+from tanghulu.transfer_engine.spinning import Spinner
 from tanghulu.transfer_engine.tcp_stream import TcpStream
 from tanghulu.transfer_engine.transport import Completion, ConnectionBroken
 from tanghulu.transfer_engine.wired_link import WiredLink
@@ -73,12 +74,13 @@ class TcpLink(WiredLink[TcpStream]):
         lease_id: int,
         remote_offset: int,
         timeout_s: float,
+        spinner: Spinner | None,
     ) -> bool:
         """Move one plain slice, fast where the path's stream is idle; whether it has arrived. False: ``resume``."""
         stream = self._connections.get(path)
         if stream is None or stream.num_fences < self._fences.num_added:
             return False
-        return stream.exchange(opcode, memory, lease_id, remote_offset, timeout_s)
+        return stream.exchange(opcode, memory, lease_id, remote_offset, timeout_s, spinner)
 
     def resume(self, path: Path, piece: Slice) -> None:
         """Go on with the slice that ``exchange`` did not finish, or begin with it; ``poll`` tells what became of it."""

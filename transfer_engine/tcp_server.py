@@ -22,6 +22,7 @@ from typing import Protocol, cast
 
 from tanghulu.errors import TanghuluError
 from tanghulu.transfer_engine.network import unpace_within_machine
+from tanghulu.transfer_engine.spinning import LoopSpinner, NeighbourCore
 from tanghulu.transfer_engine.wire import (
     HEAD_BYTES,
     REPLY_BYTES,
@@ -68,6 +69,8 @@ class TcpDoor(Protocol):
     piece_bytes: int
     #: Runs a callback behind the current event, in order (the loop's ``call_soon``).
     soon: Callable[[Callable[[], None]], object]
+    #: Told when something of a slice has come, and when more is waited for.
+    spinner: LoopSpinner | None
 
     def opened(self, connection: TcpConnection) -> bool:
         """Whether there is room for one more connection."""
@@ -124,9 +127,9 @@ class TcpConnection(asyncio.BufferedProtocol):
         self._discard = memoryview(b"")
         self._transport: asyncio.Transport | None = None
         self._fd = -1  # the transport's socket, where that is one, while it is open
-        self._admitted = False
+        self._admitted = self._paused = False
         self._writable = True
-        self._paused = False
+        self._core: NeighbourCore | None = None  # of a peer that can be waited for awake
 
     # --- asyncio's calls
 
@@ -139,13 +142,15 @@ class TcpConnection(asyncio.BufferedProtocol):
         if sock is not None:
             self._fd = -1 if self._encrypted else sock.fileno()  # what goes there by itself is not encrypted
             unpace_within_machine(sock, transport.get_extra_info("peername") or ("",))
+            if self._door.spinner is not None:
+                self._core = NeighbourCore(sock.fileno())
         self._admitted = self._door.opened(self)
         if not self._admitted:
             self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the open slice. A READ's only behind this callback: uvloop closes the socket right after it."""
-        self._fd = -1
+        self._fd, self._core = -1, None
         if self._phase is _SEND:
             self._door.soon(self._finish)
         else:
@@ -228,6 +233,7 @@ class TcpConnection(asyncio.BufferedProtocol):
         except MalformedMessage as error:
             self._turn_away(error)
             return
+        self._answered()
         try:
             if head.op is _READ and self.token:
                 self._door.begin(head)
@@ -262,6 +268,7 @@ class TcpConnection(asyncio.BufferedProtocol):
             door.begin(head)
             self._work, self._done_bytes = head, 0
             self._phase = _PAYLOAD
+            self._wait()
         elif op is _HELLO:
             door.hello(self, head)
             self._write(pack_reply(head.slice_id, 0))
@@ -292,8 +299,10 @@ class TcpConnection(asyncio.BufferedProtocol):
                 self._door.compare(head)
             except TanghuluError as error:
                 reply = pack_refusal(head.slice_id, error)
+        self._answered()
         self._finish()
         self._write(reply)
+        self._wait()
 
     def _noticed(self, nbytes: int) -> None:
         self._done_bytes += nbytes
@@ -324,6 +333,7 @@ class TcpConnection(asyncio.BufferedProtocol):
         sent = self._send_now(pieces)
         if sent == REPLY_BYTES + length:
             door.end(head, length)
+            self._wait()
             return
         self._phase, self._work, self._done_bytes = _SEND, head, end
         self._keep(sent, pieces)
@@ -374,6 +384,15 @@ class TcpConnection(asyncio.BufferedProtocol):
             num_sent = max(0, num_sent - len(piece))
         if left and self._transport is not None and not self._transport.is_closing():
             self._transport.writelines(left)
+
+    def _wait(self) -> None:
+        """Its next words may come at once."""
+        if self._core is not None and self._door.spinner is not None:
+            self._door.spinner.wait(self._core)
+
+    def _answered(self) -> None:
+        if self._core is not None and self._door.spinner is not None:
+            self._door.spinner.answered(self._core)
 
     def _resume_reading(self) -> None:
         if self._paused and self._transport is not None:

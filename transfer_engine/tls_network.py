@@ -111,12 +111,14 @@ class TlsStreamSocket:
                 else:
                     raise
 
-    def recvmsg_into(self, buffers: Sequence[memoryview], /) -> tuple[int, list[Any], int, Any]:
-        """Wait for bytes; fill the first buffer, then the next, as far as there is something."""
+    def recvmsg_into(
+        self, buffers: Sequence[memoryview], ancillary_bytes: int, flags: int, /
+    ) -> tuple[int, list[Any], int, Any]:
+        """Take bytes; fill the first buffer, then the next, as far as there is something."""
         total = 0
         for number, each in enumerate(buffers):
             try:
-                taken = self.recv_into(each, 0, socket.MSG_DONTWAIT if number else 0)
+                taken = self.recv_into(each, 0, socket.MSG_DONTWAIT if number else flags)
             except BlockingIOError:
                 if not total:
                     raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -54,7 +55,8 @@ class Wires:
         self.reception.open = True
         self.network.listen(ADDRESS, self.reception)
         descriptor = SegmentDescriptor("sim", size_bytes, "elsewhere", 1, (Endpoint("tcp", ADDRESS),))
-        config = config or EngineConfig(slice_deadline_s=1.0)
+        # Virtual time stands still while somebody asks.
+        config = replace(config or EngineConfig(slice_deadline_s=1.0), spin_s=0.0)
         self.engine = TransferEngine(host_id="client", clock=self.clock, config=config)
         host = self.network.host("client")
         self.remote = RemoteSegment(descriptor, 0, ["tcp"], config, self.clock, None, host)

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from segment_process import HOST_ID, SegmentProcess
 
 from tanghulu.errors import ConfigError
-from tanghulu.transfer_engine.config import EngineConfig
+from tanghulu.transfer_engine.config import SPIN_S, EngineConfig
 from tanghulu.transfer_engine.engine import Opcode, TransferEngine, TransferRequest
 from tanghulu.transfer_engine.metrics import EngineCollector, ServerCollector
 from tanghulu.transfer_engine.options import TransferOptions, transfer_settings
@@ -39,7 +39,16 @@ def test_the_defaults_offer_what_works_everywhere():
     settings = transfer_settings(TransferOptions(), "127.0.0.1")
     assert settings.transports == ("shm", "tcp")
     assert settings.engine == EngineConfig()
-    assert settings.served == {"ucx": False, "rdma_devices": None, "tcp_devices": [], "tcp_distances": {}}
+    assert settings.served == {
+        "spin_s": SPIN_S, "ucx": False, "rdma_devices": None, "tcp_devices": [], "tcp_distances": {},
+    }  # fmt: skip
+
+
+def test_both_ends_spin_as_long_as_they_are_told():
+    settings = transfer_settings(TransferOptions(spin_us=0), "127.0.0.1")
+    assert settings.engine.spin_s == settings.served["spin_s"] == 0
+    settings = transfer_settings(TransferOptions(spin_us=250), "127.0.0.1")
+    assert settings.engine.spin_s == settings.served["spin_s"] == 250e-6
 
 
 def test_devices_near_the_memory_come_first(topology_file: str):
@@ -72,6 +81,8 @@ def test_some_of_the_devices(topology_file: str):
         ({"near": "gpu:7"}, "0.0.0.0", "--near gpu:7: the matrix has the rows cpu:0, cpu:1"),
         ({"near": "cpu:0", "topology": ""}, "0.0.0.0", "--near cpu:0 orders the devices of --topology"),
         ({"topology": "/nowhere.json"}, "0.0.0.0", "nowhere"),
+        ({"spin_us": -1}, "0.0.0.0", "--spin-us -1: from 0 to 10000"),
+        ({"spin_us": 10_001}, "0.0.0.0", "--spin-us 10001"),
     ],
 )
 def test_what_cannot_be_meant_names_its_flag(wrong: dict[str, Any], host: str, named: str, topology_file: str):
