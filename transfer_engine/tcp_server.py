@@ -21,7 +21,7 @@ from enum import Enum
 from typing import Protocol, cast
 
 from tanghulu.errors import TanghuluError
-from tanghulu.transfer_engine.network import unpace_within_machine
+from tanghulu.rpc.pacing import unpace_within_machine
 from tanghulu.transfer_engine.spinning import LoopSpinner, NeighbourCore
 from tanghulu.transfer_engine.wire import (
     HEAD_BYTES,

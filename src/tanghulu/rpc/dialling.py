@@ -10,6 +10,7 @@ import struct
 from tanghulu.credentials import NO_TLS, TlsFiles
 from tanghulu.errors import NodeUnavailable, Unauthorized
 from tanghulu.rpc import nearby
+from tanghulu.rpc.pacing import unpace_within_machine
 from tanghulu.rpc.tls_socket import TlsSocket
 from tanghulu.tls import client_context
 from tanghulu.types import Address
@@ -49,6 +50,7 @@ def dial(
             sock = socket.create_connection((address.host, address.port), timeout=timeout_s)
             sock.settimeout(None)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            unpace_within_machine(sock, sock.getpeername())
             if tls:
                 return TlsSocket(sock, client_context(tls), address.host, timeout_s, _TICK_S)
         else:

@@ -26,6 +26,7 @@ from tanghulu.rpc import nearby
 from tanghulu.rpc.fast_server import FastServerProtocol, FastService, Peer
 from tanghulu.rpc.frames import PREAMBLE
 from tanghulu.rpc.grpc_edge import SERVER_OPTIONS
+from tanghulu.rpc.pacing import unpace_within_machine
 from tanghulu.tls import ServerTls
 from tanghulu.types import Address
 
@@ -318,8 +319,10 @@ def _may_come_plain(transport: asyncio.Transport) -> bool:
 
 
 def _peer(transport: asyncio.Transport) -> Peer:
-    sock = transport.get_extra_info("socket")
+    sock, name = transport.get_extra_info("socket"), transport.get_extra_info("peername")
     if sock is not None and sock.family == socket.AF_UNIX:
         pid, _uid, _gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
         return Peer(pid=pid, is_unix=True, name=f"pid {pid}")
-    return Peer(pid=None, is_unix=False, name=str(transport.get_extra_info("peername")))
+    if sock is not None and name:
+        unpace_within_machine(sock, name)
+    return Peer(pid=None, is_unix=False, name=str(name))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import socket
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeAlias, TypeVar, cast
@@ -17,6 +18,7 @@ from tanghulu.protos import common_pb2
 from tanghulu.rpc import nearby
 from tanghulu.rpc.fast_client import Call, Reply, outcome_of
 from tanghulu.rpc.frames import PREAMBLE, Frame, FrameReader, call_id_of, encode_head
+from tanghulu.rpc.pacing import unpace_within_machine
 from tanghulu.rpc.wire import decode
 from tanghulu.tls import client_context
 from tanghulu.types import Address
@@ -84,6 +86,9 @@ class AsyncFastConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Greet the peer."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop has its own, which is no subclass
+        sock, peer = transport.get_extra_info("socket"), transport.get_extra_info("peername")
+        if sock is not None and sock.family != socket.AF_UNIX and peer:
+            unpace_within_machine(sock, peer)
         self._transport.write(PREAMBLE)
 
     def data_received(self, data: bytes) -> None:
