@@ -31,12 +31,20 @@ NO_CHECKSUMS = Checksums()
 def compute(value: memoryview | bytes, part_bytes: int = 0) -> Checksums:
     """Checksums of ``value``; raises InvalidRequest for more than ``MAX_PARTS`` parts."""
     size = len(value)
-    if part_bytes <= 0 or part_bytes >= size:
+    step = part_length(size, part_bytes)
+    if step == size:
         return Checksums(0, (_xxh3_64(value),))
-    if size > part_bytes * MAX_PARTS:
-        raise InvalidRequest(f"part_bytes={part_bytes} cuts {size} bytes into more than {MAX_PARTS} parts")
     view = memoryview(value)
     return Checksums(part_bytes, tuple(_xxh3_64(view[i : i + part_bytes]) for i in range(0, size, part_bytes)))
+
+
+def part_length(size_bytes: int, part_bytes: int) -> int:
+    """How long a part of a value is (its last one may be shorter); raises InvalidRequest for too many parts."""
+    if part_bytes <= 0 or part_bytes >= size_bytes:
+        return size_bytes
+    if size_bytes > part_bytes * MAX_PARTS:
+        raise InvalidRequest(f"part_bytes={part_bytes} cuts {size_bytes} bytes into more than {MAX_PARTS} parts")
+    return part_bytes
 
 
 def validate(checksums: Checksums, size_bytes: int) -> None:
@@ -83,26 +91,42 @@ def matches_from(value: memoryview | bytes, checksums: Checksums, begin: int) ->
     return matches(value, Checksums(step, checksums.parts[first : first + count]))
 
 
+class RunningChecksums:
+    """``compute`` for a value of ``size_bytes`` that is added piece by piece; raises InvalidRequest as it does."""
+
+    def __init__(self, size_bytes: int, part_bytes: int = 0) -> None:
+        step = part_length(size_bytes, part_bytes)
+        self._part_bytes = step if step < size_bytes else 0
+        self._step = self._room = step
+        self._parts: list[int] = []
+        self._digest = xxhash.xxh3_64()
+
+    def add(self, piece: memoryview) -> None:
+        """What follows."""
+        while piece:
+            self._digest.update(piece[: self._room])
+            taken = min(len(piece), self._room)
+            piece, self._room = piece[taken:], self._room - taken
+            if not self._room:
+                self._close_part()
+
+    def _close_part(self) -> None:
+        self._parts.append(self._digest.intdigest())
+        self._digest, self._room = xxhash.xxh3_64(), self._step
+
+    def end(self) -> Checksums:
+        """All was added."""
+        if self._room < self._step or not self._parts:
+            self._close_part()
+        return Checksums(self._part_bytes, tuple(self._parts))
+
+
 def compute_joined(pieces: Sequence[memoryview], part_bytes: int = 0) -> Checksums:
     """``compute`` for a value that lies in several pieces, without joining them."""
-    size = sum(map(len, pieces))
-    step = part_bytes if 0 < part_bytes < size else size
-    if size > step * MAX_PARTS:
-        raise InvalidRequest(f"part_bytes={part_bytes} cuts {size} bytes into more than {MAX_PARTS} parts")
-    parts: list[int] = []
-    digest, room = xxhash.xxh3_64(), step
+    running = RunningChecksums(sum(map(len, pieces)), part_bytes)
     for piece in pieces:
-        left = piece
-        while left:
-            digest.update(left[:room])
-            taken = min(len(left), room)
-            left, room = left[taken:], room - taken
-            if not room:
-                parts.append(digest.intdigest())
-                digest, room = xxhash.xxh3_64(), step
-    if room < step:
-        parts.append(digest.intdigest())
-    return Checksums(step if step < size else 0, tuple(parts))
+        running.add(piece)
+    return running.end()
 
 
 def verify(value: memoryview | bytes, checksums: Checksums, key: str) -> None:

@@ -135,7 +135,7 @@ class AsyncShell:
         asking: asyncio.Task[Outcome] | None = None
 
         async def word() -> AnyCall:
-            wanted.left()
+            wanted.meanwhile()
             return wanted.word(None if asking is None else await asking)
 
         try:

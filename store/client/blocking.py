@@ -169,14 +169,18 @@ class BlockingShell:
         except TanghuluError as error:
             return error
         welcome = self._welcomes.get(wanted.node)
-        asking = self._begin(wanted.ask(0 if welcome is None else welcome.generation), wanted.within_s)
+        asking: Asking[Any] | None = None
+
+        def ahead() -> None:
+            nonlocal asking
+            asking = self._begin(wanted.ask(0 if welcome is None else welcome.generation), wanted.within_s)
+            wanted.meanwhile()
 
         def word() -> AnyCall:
-            wanted.left()
             return wanted.word(None if asking is None else asking.end())
 
         try:
-            return connection.call_then(wanted.call, word, deadline_s=_left_s(until_s))
+            return connection.call_then(wanted.call, ahead, word, deadline_s=_left_s(until_s))
         except TanghuluError as error:
             return error
         finally:

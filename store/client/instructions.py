@@ -34,16 +34,16 @@ class Ask:
 class Stream:
     """Send ``call`` to ``node``, asking the master meanwhile; then say the last word to the node.
 
-    ``ask`` gives the call to the master, if there is one, and is told which life of the node that is. ``left`` is
-    called when the payload has left. ``word`` makes the last word of the master's answer (None: it was not asked), and
-    ``drop`` is said when it comes to none. Result: Reply | TanghuluError, the answer to ``call``. ``within_s``: what
-    the master's call may take.
+    ``ask`` gives the call to the master, if there is one, and is told which life of the node that is. ``meanwhile``
+    is work that has to be done before the last word: the head of ``call`` has left, the payload perhaps not.
+    ``word`` makes the last word of the master's answer (None: it was not asked), and ``drop`` is said when it comes
+    to none. Result: Reply | TanghuluError, the answer to ``call``. ``within_s``: what the master's call may take.
     """
 
     node: PeerId
     call: Call[Any]
     ask: Callable[[int], Call[Any] | None]
-    left: Callable[[], None]
+    meanwhile: Callable[[], None]
     word: Callable[[Any], Call[Any]]
     drop: Call[Any]
     within_s: float

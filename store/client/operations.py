@@ -26,6 +26,7 @@ from tanghulu.store.client.model import (
     TenantView,
     VerifiedPage,
 )
+from tanghulu.store.client.putting import Putting
 from tanghulu.store.client.values import readable, readable_pieces, writable
 from tanghulu.store.client.wants import Want
 from tanghulu.store.words import MAX_INLINE_BYTES, NewChunk, validate_key
@@ -53,20 +54,20 @@ class Operations:
         self, deadline: Deadline, items: Iterable[PutItem | tuple[str, Any]], options: PutOptions
     ) -> Logic[list[Status]]:
         """Many values, a Status each; malformed items get theirs without disturbing the others."""
-        statuses: list[Status | puts.Putting] = []
+        statuses: list[Status | Putting] = []
         for each in items:
             item = each if isinstance(each, PutItem) else PutItem(*each)
             try:
                 statuses.append(self._putting(item, options))
             except InvalidRequest as error:
                 statuses.append(Status(item.key, error=error))
-        putting = [each for each in statuses if isinstance(each, puts.Putting)]
+        putting = [each for each in statuses if isinstance(each, Putting)]
         if putting:
             yield from common.tell_reads(self._context)
             yield from puts.put_all(self._context, deadline, putting, options)
-        return [each.status() if isinstance(each, puts.Putting) else each for each in statuses]
+        return [each.status() if isinstance(each, Putting) else each for each in statuses]
 
-    def _putting(self, item: PutItem, options: PutOptions) -> puts.Putting:
+    def _putting(self, item: PutItem, options: PutOptions) -> Putting:
         pieces = readable_pieces(item.value) if isinstance(item.value, list | tuple) else ()
         size = sum(map(len, pieces))
         if size > MAX_INLINE_BYTES:
@@ -79,6 +80,8 @@ class Operations:
             sums.validate(given, size)
         elif size <= MAX_INLINE_BYTES:
             given = sums.compute(value, options.part_bytes)
+        else:
+            sums.part_length(size, options.part_bytes)  # too many parts are refused before anything is sent
         new = NewChunk(
             validate_key(item.key),
             self._context.new_version(),
@@ -88,7 +91,7 @@ class Operations:
             options.ttl_s,
             options.replicas,
         )
-        return puts.Putting(new, value, options.replicas, pieces)
+        return Putting(new, value, options.replicas, pieces)
 
     def get(self, deadline: Deadline, key: str) -> Logic[Chunk]:
         """One chunk; raises its error."""

@@ -8,28 +8,24 @@ goes into the next round with its next candidates.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 from tanghulu.errors import (
     InvalidRequest,
     LeaseExpired,
     NodeUnavailable,
     Overloaded,
-    QuotaExceeded,
     StoreFull,
     TanghuluError,
     TransferFailed,
 )
-from tanghulu.store import checksums as sums
 from tanghulu.store.client import context as common
 from tanghulu.store.client import desks, messages, streams
 from tanghulu.store.client.context import Context
-from tanghulu.store.client.instructions import MASTER, Ask, Deadline, Logic, Move, PeerId, Reach, Sleep, portions
-from tanghulu.store.client.link import Link
-from tanghulu.store.client.model import PutOptions, Status
-from tanghulu.store.packed_node import Reservation
+from tanghulu.store.client.instructions import MASTER, Ask, Deadline, Logic, PeerId, Sleep
+from tanghulu.store.client.model import PutOptions
+from tanghulu.store.client.putting import Putting, checksums_of, take_results
+from tanghulu.store.client.writes import Write, take_reservations, write_all
 from tanghulu.store.words import MAX_INLINE_BYTES, NewChunk
-from tanghulu.transfer_engine.engine import Opcode, TransferRequest
 from tanghulu.types import format_size
 
 #: One slice of put_many: what is reserved and in flight at once.
@@ -41,47 +37,6 @@ INLINE_CALL_BYTES = 1 << 20
 QUOTA_PAUSE_S = 0.02
 #: After these a put is tried on another node; other errors are its result.
 _ELSEWHERE = (NodeUnavailable, StoreFull, LeaseExpired, TransferFailed, Overloaded)
-
-
-@dataclass(slots=True)
-class Putting:
-    """One item on its way."""
-
-    new: NewChunk
-    value: memoryview
-    replicas: int
-    pieces: tuple[memoryview, ...] = ()  # of a large value that lies in several; ``value`` is empty then
-    candidates: list[PeerId] = field(default_factory=list)
-    placed: list[PeerId] = field(default_factory=list)
-    over_quota: list[PeerId] = field(default_factory=list)  # nodes that may take it a little later
-    existed: bool = False
-    error: TanghuluError | None = None
-    done: bool = False
-
-    def failed(self, node: PeerId, error: TanghuluError) -> None:
-        """``node`` did not take it."""
-        self.error = error
-        if isinstance(error, QuotaExceeded):
-            self.over_quota.append(node)
-
-    def status(self) -> Status:
-        """The outcome."""
-        if self.placed:
-            return Status(self.new.key, False, len(self.placed))
-        if self.existed:
-            return Status(self.new.key, True, 1)
-        return Status(self.new.key, error=self.error or NodeUnavailable("no store node took the value"))
-
-
-@dataclass(slots=True)
-class _Write:
-    """One item on its way to one node, in three steps."""
-
-    item: Putting
-    node: PeerId
-    reservation: Reservation
-    checksums: sums.Checksums = sums.NO_CHECKSUMS
-    error: TanghuluError | None = None
 
 
 def put_one(context: Context, deadline: Deadline, item: Putting, options: PutOptions) -> Logic[None]:
@@ -121,7 +76,7 @@ def _put_at(context: Context, deadline: Deadline, item: Putting, options: PutOpt
     item.candidates = others
     call = _put_call((item,), options, _patience_ms(deadline, len(others)))
     (outcome,) = yield Ask(((node, call),))
-    _take_results(context, node, (item,), outcome)
+    take_results(context, node, (item,), outcome)
     _conclude(item)
 
 
@@ -276,18 +231,18 @@ def _round(context: Context, deadline: Deadline, items: list[Putting], options: 
     calls += [(node, messages.reserve([i.new for i in part], deadline_ms)) for node, part in reserves]
     outcomes = yield Ask(calls)
     for (node, part), outcome in zip(puts, outcomes[: len(puts)], strict=True):
-        _take_results(context, node, part, outcome)
-    writes: list[_Write] = []
+        take_results(context, node, part, outcome)
+    writes: list[Write] = []
     for (node, part), outcome in zip(reserves, outcomes[len(puts) :], strict=True):
-        writes += _take_reservations(context, node, part, outcome)
+        writes += take_reservations(context, node, part, outcome)
     if writes:
-        yield from _write(context, deadline, writes, options)
+        yield from write_all(context, deadline, writes, options)
 
 
 def _put_call(items: Sequence[Putting], options: PutOptions, deadline_ms: int) -> messages.AnyCall:
     for item in items:
         if not item.new.checksums.parts:
-            item.new = item.new._replace(checksums=_checksums(item, options))
+            item.new = item.new._replace(checksums=checksums_of(item, options))
     pieces = [piece for item in items for piece in item.pieces or (item.value,)]
     return messages.put([item.new for item in items], pieces, options.visible, deadline_ms)
 
@@ -302,98 +257,3 @@ def _inline_calls(items: list[Putting]) -> Iterator[list[Putting]]:
         part.append(item)
         num_bytes += item.new.size_bytes
     yield part
-
-
-def _take_results(
-    context: Context, node: PeerId, items: Sequence[Putting], outcome: messages.AnyReply | TanghuluError
-) -> None:
-    if isinstance(outcome, TanghuluError):
-        if isinstance(outcome, NodeUnavailable):
-            context.nodes.expire()
-        for item in items:
-            item.error = outcome
-        return
-    for item, result in zip(items, messages.put_results(outcome), strict=True):
-        if isinstance(result, TanghuluError):
-            item.failed(node, result)
-        elif result:
-            item.existed = True
-        else:
-            item.placed.append(node)
-
-
-# --- reserve, write, commit
-
-
-def _take_reservations(
-    context: Context, node: PeerId, items: Sequence[Putting], outcome: messages.AnyReply | TanghuluError
-) -> list[_Write]:
-    if isinstance(outcome, TanghuluError):
-        _take_results(context, node, items, outcome)
-        return []
-    writes: list[_Write] = []
-    for item, reservation in zip(items, messages.reservations(outcome), strict=True):
-        if isinstance(reservation, TanghuluError):
-            item.failed(node, reservation)
-        elif reservation is None:
-            item.existed = True
-        else:
-            context.leases.hold(node, reservation.lease_id)
-            writes.append(_Write(item, node, reservation))
-    return writes
-
-
-def _write(context: Context, deadline: Deadline, writes: list[_Write], options: PutOptions) -> Logic[None]:
-    requests: list[TransferRequest] = []
-    moving: list[_Write] = []
-    links: dict[tuple[PeerId, bool], Link | TanghuluError] = {}
-    for write in writes:
-        where = (write.node, write.reservation.copies_only)
-        if where not in links:
-            links[where] = yield Reach(*where)
-        link = links[where]
-        if isinstance(link, TanghuluError):
-            write.error = link
-            continue
-        offset, lease_id = write.reservation.offset, write.reservation.lease_id
-        for piece in write.item.pieces or (write.item.value,):
-            requests.append(TransferRequest(Opcode.WRITE, piece, link.remote, offset, len(piece), 0, lease_id))
-            moving.append(write)
-            offset += len(piece)
-    for start, part in portions(requests):
-        errors = yield Move(part)
-        for write, error in zip(moving[start : start + len(part)], errors, strict=True):
-            write.error = write.error or error
-            if write.error is None and not write.checksums.parts:
-                write.checksums = _checksums(write.item, options)
-    yield from _commit(context, deadline, writes, options)
-
-
-def _commit(context: Context, deadline: Deadline, writes: list[_Write], options: PutOptions) -> Logic[None]:
-    calls: list[tuple[PeerId, messages.AnyCall]] = []
-    committed: list[list[_Write]] = []
-    for node in dict.fromkeys(write.node for write in writes):
-        own = [write for write in writes if write.node == node]
-        written = [write for write in own if write.error is None]
-        aborted = [write.reservation.lease_id for write in own if write.error is not None]
-        items = [(w.reservation.lease_id, w.checksums) for w in written]
-        calls.append((node, messages.commit(items, aborted, options.visible, deadline.remaining_ms())))
-        committed.append(written)
-    outcomes = yield Ask(calls)
-    for (node, _), written, outcome in zip(calls, committed, outcomes, strict=True):
-        _take_results(context, node, [write.item for write in written], outcome)
-    for write in writes:
-        context.leases.released(write.node, write.reservation.lease_id)
-        if write.error is not None:
-            write.item.error = write.error
-
-
-def _checksums(item: Putting, options: PutOptions) -> sums.Checksums:
-    given = item.new.checksums
-    if given.parts:
-        return given
-    return (
-        sums.compute_joined(item.pieces, options.part_bytes)
-        if item.pieces
-        else sums.compute(item.value, options.part_bytes)
-    )

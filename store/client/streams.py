@@ -1,12 +1,14 @@
 """Puts of larger values to a node whose memory is not mapped: one round trip, and the master is asked in its shadow.
 
-    PROCLAIM to the master                  (whose verdict is not waited for yet)
-    STREAM to the node: the head, then the value, which the node receives where it will lie
-    checksum                                (while the last of the value is on its way)
+    STREAM to the node: the head           (the node wakes, and makes room where the value will lie)
+    PROCLAIM to the master                 (whose verdict is not waited for yet)
+    checksum
+    the value, which the node receives in place
     the master's verdict
     SETTLE to the node, on the same connection: checksum and verdict -> the node answers STREAM
 
-Neither checksum nor announcement is waited for after the last byte, and the node copies nothing. The order is safe as
+Neither checksum nor announcement is waited for after the last byte, and the node copies nothing: that its head comes
+ahead of everything saves it 0.1 ms, and a copy of what else it would find behind the head. The order is safe as
 that of desks is: the node serves the chunk as proclaimed only when it has heard that the master has accepted it. If the
 client dies in between, the node's connection ends and the value is dropped, and the master takes back its promise.
 """
@@ -46,8 +48,8 @@ class _Putting:
         new = self._new
         return messages.proclaim(Proclamation(self._node, generation, new.key, new.version, new.size_bytes))
 
-    def left(self) -> None:
-        """The value is on its way: compute its checksum."""
+    def meanwhile(self) -> None:
+        """The node makes room: compute the checksum, which also brings the value near."""
         if self._checksums.parts:
             return
         pieces, part_bytes = self._pieces, self._options.part_bytes
@@ -83,7 +85,7 @@ def put(
             deadline.remaining_ms(),
         ),
         putting.ask,
-        putting.left,
+        putting.meanwhile,
         putting.word,
         messages.settle(putting.stream_id, LastWord.DROP, 0, sums.NO_CHECKSUMS),
         deadline.remaining_s() / 2,

@@ -92,10 +92,10 @@ def test_a_client_killed_between_reserve_and_commit_leaves_nothing(
 ) -> None:
     script = (
         "import sys, time, tanghulu\n"
-        "from tanghulu.store.client import puts\n"
+        "from tanghulu.store.client import writes\n"
         "def stop(*args):\n"
         "    print('reserved', flush=True); time.sleep(60)\n"
-        "puts._commit = stop\n"
+        "writes._commit = stop\n"
         "with tanghulu.connect(sys.argv[1], deadline_s=60, transport=sys.argv[2]) as c:\n"
         "    c.put('half', bytes(8 << 20))\n"
     )

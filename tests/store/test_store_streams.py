@@ -35,9 +35,9 @@ def after(function, number):
 step = sys.argv[2]
 client = tanghulu.connect(sys.argv[1], transport="tcp", deadline_s=float(sys.argv[5]))
 client.put("before", bytes(MIB))
-if step == "asked":  # the master has been asked, the node has heard of nothing
-    FastConnection.call_then = after(FastConnection.call_then, 0)
-elif step == "head":  # the head is sent, the value is not
+if step == "head":  # the node has the head, the master has heard of nothing
+    streams._Putting.ask = after(streams._Putting.ask, 0)
+elif step == "asked":  # the master has been asked, the value is not sent
     FastConnection._send_all = after(FastConnection._send_all, 1)
 elif step == "half":
     send = FastConnection._send_all
@@ -47,7 +47,7 @@ elif step == "half":
             die()
     FastConnection._send_all = half
 elif step == "value":  # the value is sent, the master's answer has not been looked at
-    streams._Putting.left = after(streams._Putting.left, 0)
+    FastConnection.end = after(FastConnection.end, 0)
 elif step == "proclaimed":  # the master has accepted, the node has not heard of that
     streams._Putting.word = after(streams._Putting.word, 0)
 elif step == "settled":  # the last word is sent, the answer has not come
@@ -56,7 +56,7 @@ print("ready")
 client.put(sys.argv[3], random.Random(sys.argv[3]).randbytes(4096) * 256)
 print("done")
 """
-STEPS = ["asked", "head", "half", "value", "proclaimed", "settled"]
+STEPS = ["head", "asked", "half", "value", "proclaimed", "settled"]
 
 
 @pytest.fixture(scope="module")

@@ -154,14 +154,14 @@ class FastConnection:
         self._unwanted.add(call_id)
 
     def call_then(
-        self, call: Call[R], word: Callable[[], Call[Any]], *, deadline_s: float = 5.0
+        self, call: Call[R], ahead: Callable[[], None], word: Callable[[], Call[Any]], *, deadline_s: float = 5.0
     ) -> Reply[R] | TanghuluError:
         """Send ``call``; when all of it is on its way, make and send ``word()``, which has no answer of its own.
 
-        Returns the answer to ``call``. The head of ``call`` leaves ahead of its payload, so the peer can prepare.
-        What ``word`` raises ends the connection.
+        Returns the answer to ``call``. Its head leaves alone, so that the peer wakes and prepares; then ``ahead()`` is
+        called, and only then the payload leaves. What either raises ends the connection.
         """
-        return self._alone(self._exchange_then, (call, word), deadline_s)
+        return self._alone(self._exchange_then, (call, ahead, word), deadline_s)
 
     def post(self, call: Call[R], *, deadline_s: float = 5.0) -> None:
         """Send a request whose reply nobody needs; it is dropped when it comes. Raises as ``call_many``."""
@@ -193,12 +193,15 @@ class FastConnection:
             raise _stray(self.peer, frame)
         return outcome_of(call.reply_type, frame)
 
-    def _exchange_then(self, wanted: tuple[Call[R], Callable[[], Call[Any]]], until: float) -> Reply[R] | TanghuluError:
-        call, word = wanted
+    def _exchange_then(
+        self, wanted: tuple[Call[R], Callable[[], None], Callable[[], Call[Any]]], until: float
+    ) -> Reply[R] | TanghuluError:
+        call, ahead, word = wanted
         call_id, body = call_id_of(next(self._numbers)), call.body
         parts = [memoryview(part).cast("B") for part in call.attachment]
-        head = encode_head(call.method, call_id, len(body), sum(map(len, parts))) + body
-        for part in (memoryview(head), *parts):
+        self._send_all(memoryview(encode_head(call.method, call_id, len(body), sum(map(len, parts))) + body), until)
+        ahead()
+        for part in parts:
             self._send_all(part, until)
         self._send(word(), call_id_of(next(self._numbers)), until)
         frame = self._receive(until)
