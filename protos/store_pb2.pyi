@@ -418,7 +418,7 @@ class TenantsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class TenantUsage(_message.Message):
-    __slots__ = ("tenant", "quota_bytes", "used_bytes", "num_chunks", "hits", "misses", "evictions")
+    __slots__ = ("tenant", "quota_bytes", "used_bytes", "num_chunks", "hits", "misses", "evictions", "cluster_quota_bytes", "hit_bytes", "evicted_bytes")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     QUOTA_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -426,6 +426,9 @@ class TenantUsage(_message.Message):
     HITS_FIELD_NUMBER: _ClassVar[int]
     MISSES_FIELD_NUMBER: _ClassVar[int]
     EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    CLUSTER_QUOTA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_BYTES_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     quota_bytes: int
     used_bytes: int
@@ -433,7 +436,10 @@ class TenantUsage(_message.Message):
     hits: int
     misses: int
     evictions: int
-    def __init__(self, tenant: _Optional[str] = ..., quota_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., num_chunks: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., evictions: _Optional[int] = ...) -> None: ...
+    cluster_quota_bytes: int
+    hit_bytes: int
+    evicted_bytes: int
+    def __init__(self, tenant: _Optional[str] = ..., quota_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., num_chunks: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., evictions: _Optional[int] = ..., cluster_quota_bytes: _Optional[int] = ..., hit_bytes: _Optional[int] = ..., evicted_bytes: _Optional[int] = ...) -> None: ...
 
 class TenantsReply(_message.Message):
     __slots__ = ("tenants",)

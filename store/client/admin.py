@@ -52,22 +52,31 @@ def tenants(context: Context) -> Logic[list[TenantView]]:
     views = yield from directory.nodes(context)
     call = Call(fastlane_pb2.METHOD_TENANTS, store_pb2.TenantsRequest(), store_pb2.TenantsReply)
     outcomes = yield Ask([(PeerId(view.id), call) for view in views])
-    sums: dict[str, TenantView] = {}
+    told: dict[str, list[store_pb2.TenantUsage]] = {}
     for outcome in outcomes:
         if isinstance(outcome, TanghuluError):
             raise outcome
         for usage in outcome.message.tenants:
-            before = sums.get(usage.tenant, TenantView(usage.tenant, 0, 0, 0, 0, 0, 0))
-            sums[usage.tenant] = TenantView(
-                usage.tenant,
-                max(before.quota_bytes, usage.quota_bytes),
-                before.used_bytes + usage.used_bytes,
-                before.num_chunks + usage.num_chunks,
-                before.hits + usage.hits,
-                before.misses + usage.misses,
-                before.evictions + usage.evictions,
-            )
-    return [sums[name] for name in sorted(sums)]
+            told.setdefault(usage.tenant, []).append(usage)
+    capacity_bytes = sum(view.capacity_bytes for view in views)
+    return [_sum_up(name, told[name], capacity_bytes) for name in sorted(told)]
+
+
+def _sum_up(tenant: str, told: Sequence[store_pb2.TenantUsage], capacity_bytes: int) -> TenantView:
+    used_bytes = sum(usage.used_bytes for usage in told)
+    return TenantView(
+        tenant,
+        used_bytes,
+        used_bytes / capacity_bytes if capacity_bytes else 0.0,
+        max(usage.quota_bytes for usage in told),
+        max(usage.cluster_quota_bytes for usage in told),
+        sum(usage.num_chunks for usage in told),
+        sum(usage.hits for usage in told),
+        sum(usage.hit_bytes for usage in told),
+        sum(usage.misses for usage in told),
+        sum(usage.evictions for usage in told),
+        sum(usage.evicted_bytes for usage in told),
+    )
 
 
 def verify(context: Context, node: str, after: str, drop_corrupt: bool, report: bool) -> Logic[VerifiedPage]:

@@ -107,18 +107,23 @@ class NodeView:
 
 @dataclass(frozen=True, slots=True)
 class TenantView:
-    """One tenant over all nodes. ``quota_bytes`` is for each node, 0: no bound; "" are chunks of no tenant.
+    """One tenant over all nodes; "" are chunks of no tenant. What follows ``num_chunks`` counts since the nodes' start.
 
-    The last three count since the nodes' start.
+    ``quota_bytes`` is for each node, ``cluster_quota_bytes`` for all together; 0: no bound. ``share``: of the memory of
+    all nodes, what it uses (0 to 1).
     """
 
     tenant: str
-    quota_bytes: int
-    used_bytes: int
-    num_chunks: int
-    hits: int
-    misses: int
-    evictions: int
+    used_bytes: int = 0
+    share: float = 0.0
+    quota_bytes: int = 0
+    cluster_quota_bytes: int = 0
+    num_chunks: int = 0
+    hits: int = 0
+    hit_bytes: int = 0
+    misses: int = 0
+    evictions: int = 0
+    evicted_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

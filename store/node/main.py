@@ -202,6 +202,7 @@ class Node:
             registry.register(TenantCollector(book.usage))
         registry.register(ServerCollector(self._segment_server))
         registry.register(LatencyCollector(self._service.latencies))
+        registry.register(metrics.wait_collector(self._desk.waits))
         metrics.register(registry, NodeCollector(self.state, self._all_traffic, lambda: len(self._sessions)))
 
     async def run(self) -> None:

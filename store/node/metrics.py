@@ -9,7 +9,9 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from tanghulu.rpc.latency import HistogramCollector, Latencies
 from tanghulu.store.node.node_state import NodeState
+from tanghulu.store.node.puts import WaitEnd
 
 _COUNTERS = {
     "puts": ("tanghulu_node_puts", "chunks that were put"),
@@ -80,6 +82,12 @@ def _by_transport(name: str, text: str, values: dict[str, int]) -> CounterMetric
     for transport, value in values.items():
         family.add_metric([transport], value)
     return family
+
+
+def wait_collector(waits: Latencies[WaitEnd]) -> Collector:
+    """How long puts waited for room."""
+    text = "how long puts waited for leases to end, by how that ended (lease_waits counts them as they begin)"
+    return HistogramCollector(waits, "tanghulu_node_lease_wait_seconds", text, "outcome", lambda end: end.value)
 
 
 def register(registry: CollectorRegistry, collector: NodeCollector) -> None:

@@ -201,7 +201,7 @@ class NodeState:
         """As ``find``, and counted as a hit or a miss; a reader calls ``touch`` when it has all its keys."""
         chunk = self.find(key)
         if self.table.book is not None:
-            self.table.book.asked(key, found=chunk is not None)
+            self.table.book.asked(key, chunk)
         if chunk is None:
             self.counters.misses += 1
             return None

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import TypeAlias
 
 import numpy as np
 import structlog
 
 from tanghulu.errors import InvalidRequest, TanghuluError
+from tanghulu.rpc.latency import Latencies
 from tanghulu.store import checksums as sums
 from tanghulu.store.checksums import Checksums
 from tanghulu.store.node.announcer import Announcer
@@ -32,6 +34,16 @@ PutOutcome: TypeAlias = bool | TanghuluError
 Written: TypeAlias = Reserved | Existed | TanghuluError
 
 
+class WaitEnd(Enum):
+    """How a put's wait for room ended; the value is its name in the metrics."""
+
+    SERVED = "served"
+    IN_VAIN = "in_vain"  # its deadline came first
+    REFUSED = "refused"  # or its client left
+
+    __hash__ = object.__hash__  # see Pin
+
+
 class PutDesk:
     """Reserves, writes, commits and waits for the master, each bounded by a time of the event loop (``until_s``)."""
 
@@ -40,6 +52,7 @@ class PutDesk:
         self._view = view
         self._announcer = announcer
         self._waiting: dict[Waiter, asyncio.Future[Reserved | Existed]] = {}
+        self.waits: Latencies[WaitEnd] = Latencies()
 
     def room_changed(self) -> None:
         """Ranges were freed or chunks became evictable: serve those who wait."""
@@ -92,13 +105,18 @@ class PutDesk:
     async def _wait_for_room(self, new: NewChunk, holder: Holder | None, until_s: float) -> Reserved | Existed:
         waiter = self._state.wait_for_room(new, holder)
         loop = asyncio.get_running_loop()
+        begun_s, end = loop.time(), WaitEnd.REFUSED
         future: asyncio.Future[Reserved | Existed] = loop.create_future()
         self._waiting[waiter] = future
         try:
-            return await asyncio.wait_for(future, max(until_s - loop.time(), 0.0))
+            served = await asyncio.wait_for(future, max(until_s - loop.time(), 0.0))
+            end = WaitEnd.SERVED
+            return served
         except TimeoutError:
+            end = WaitEnd.IN_VAIN
             raise self._state.give_up_waiting(waiter) from None
         finally:
+            self.waits.took(end, loop.time() - begun_s)
             self._state.waiters.leave(waiter)
             self._waiting.pop(waiter, None)
 

@@ -34,7 +34,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class TenantUsage:
-    """One tenant at one node; ``quota_bytes`` 0: no bound. The last three count since the start."""
+    """One tenant at one node. ``quota_bytes``, here, and ``cluster_quota_bytes``, on all nodes: 0: no bound.
+
+    What follows ``num_chunks`` counts since the start.
+    """
 
     tenant: str
     quota_bytes: int = 0
@@ -43,6 +46,9 @@ class TenantUsage:
     hits: int = 0
     misses: int = 0
     evictions: int = 0
+    cluster_quota_bytes: int = 0
+    hit_bytes: int = 0
+    evicted_bytes: int = 0
 
     @property
     def idle(self) -> bool:
@@ -129,20 +135,23 @@ class TenantBook:
         usage.used_bytes -= chunk.size_bytes
         usage.num_chunks -= 1
 
-    def asked(self, key: ChunkKey, *, found: bool) -> None:
-        """A reader looked for ``key``."""
+    def asked(self, key: ChunkKey, found: Ranged | None) -> None:
+        """A reader looked for ``key``, and found a chunk or nothing."""
         tenant = tenant_of(key)
         if tenant and tenant not in self._tenants() and tenant not in self._usage:
             return  # an operator tries names
         usage = self._of(tenant)
-        if found:
-            usage.hits += 1
-        else:
+        if found is None:
             usage.misses += 1
+        else:
+            usage.hits += 1
+            usage.hit_bytes += found.size_bytes
 
-    def evicted(self, tenant: str) -> None:
+    def evicted(self, tenant: str, size_bytes: int) -> None:
         """One of the tenant's chunks was evicted."""
-        self._of(tenant).evictions += 1
+        usage = self._of(tenant)
+        usage.evictions += 1
+        usage.evicted_bytes += size_bytes
 
     # --- what follows
 
@@ -162,9 +171,9 @@ class TenantBook:
 
     def usage(self) -> list[TenantUsage]:
         """Every known tenant, and everybody else who holds or did something, by name. Safe from any thread."""
-        names = {*self._tenants(), *(name for name, usage in list(self._usage.items()) if not usage.idle)}
-        empty = {name: TenantUsage(name) for name in names}
-        return [replace(self._usage.get(name, empty[name]), quota_bytes=self.quota_of(name)) for name in sorted(names)]
+        known = self._tenants()
+        names = {*known, *(name for name, usage in list(self._usage.items()) if not usage.idle)}
+        return [_with_quotas(self._usage.get(name) or TenantUsage(name), known.get(name)) for name in sorted(names)]
 
     def check(self, ranges: Iterable[Ranged]) -> None:
         """Assert that ``ranges``, all that are taken, add up to what the book says."""
@@ -180,6 +189,11 @@ class TenantBook:
 
     def __repr__(self) -> str:
         return f"TenantBook({len(self._usage)} tenants)"
+
+
+def _with_quotas(usage: TenantUsage, tenant: Tenant | None) -> TenantUsage:
+    here, everywhere = (0, 0) if tenant is None else (tenant.quota_bytes, tenant.cluster_quota_bytes)
+    return replace(usage, quota_bytes=here, cluster_quota_bytes=everywhere)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,20 @@ OTHERS, NONE = "(others)", "(none)"
 _GAUGES = {
     "used_bytes": ("tanghulu_node_tenant_used_bytes", "bytes that are not free because of the tenant"),
     "quota_bytes": ("tanghulu_node_tenant_quota_bytes", "bytes that the tenant may hold; 0: no bound"),
+    "cluster_quota_bytes": (
+        "tanghulu_node_tenant_cluster_quota_bytes",
+        "bytes that the tenant may hold on all nodes together; 0: no bound",
+    ),
     "num_chunks": ("tanghulu_node_tenant_chunks", "ranges that the tenant holds"),
 }
 _COUNTERS = {
     "hits": ("tanghulu_node_tenant_hits", "chunks that a get of the tenant found"),
+    "hit_bytes": ("tanghulu_node_tenant_hit_bytes", "bytes of the chunks that a get of the tenant found"),
     "misses": ("tanghulu_node_tenant_misses", "keys that a get of the tenant did not find"),
     "evictions": ("tanghulu_node_tenant_evictions", "chunks of the tenant evicted from memory"),
+    "evicted_bytes": ("tanghulu_node_tenant_evicted_bytes", "bytes of the tenant's chunks evicted"),
 }
+_FIGURES = (*_GAUGES, *_COUNTERS)
 
 
 class TenantCollector(Collector):
@@ -49,13 +56,5 @@ def labelled(usages: list[TenantUsage]) -> dict[str, TenantUsage]:
     rows = {usage.tenant or NONE: usage for usage in by_size[:MAX_LABELS]}
     rest = by_size[MAX_LABELS:]
     if rest:
-        rows[OTHERS] = TenantUsage(
-            OTHERS,
-            sum(usage.quota_bytes for usage in rest),
-            sum(usage.used_bytes for usage in rest),
-            sum(usage.num_chunks for usage in rest),
-            sum(usage.hits for usage in rest),
-            sum(usage.misses for usage in rest),
-            sum(usage.evictions for usage in rest),
-        )
+        rows[OTHERS] = TenantUsage(OTHERS, **{name: sum(getattr(usage, name) for usage in rest) for name in _FIGURES})
     return rows

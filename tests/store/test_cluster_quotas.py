@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from store_cluster import eventually
 from test_tenants import Secured
 
+from tanghulu.cli.store import COMMAND as STORE
 from tanghulu.errors import InvalidRequest
 from tanghulu.store.client import Client
 from tanghulu.tenants import hash_of
@@ -52,6 +54,11 @@ def test_what_a_tenant_holds_on_all_nodes_is_bounded_and_its_puts_do_not_fail(tm
                 assert acme.exists(f"{name}/{number}")
             eventually(lambda: 0 < held(all_) <= 12 * MIB)
             assert acme.exists(f"{name}/19"), "what came last is there"
+        (mine,) = acme.tenants()
+        assert mine.cluster_quota_bytes == 12 * MIB
+        assert mine.share == pytest.approx(mine.used_bytes / sum(node.capacity_bytes for node in all_.nodes()))
+        shown = CliRunner().invoke(STORE, ["tenants", "--master", cluster.address, "--token", "secret-acme"])
+        assert "12.0 MiB in all" in shown.stdout
         with pytest.raises(InvalidRequest, match="on all nodes"):
             acme.put("large", bytes(13 * MIB))
         assert all_.exists("plain"), "nobody else pays for it"

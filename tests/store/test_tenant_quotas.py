@@ -111,6 +111,10 @@ def test_a_put_beyond_the_quota_evicts_the_tenants_own() -> None:
     assert held(state, "b") == 1
     assert state.find(ChunkKey("@a/9")) is not None
     assert (usage(book, "a").evictions, usage(book, "b").evictions) == (6, 0)
+    assert usage(book, "a").evicted_bytes == 6 * SIZE
+    state.look_up(ChunkKey("@a/9"))
+    state.look_up(ChunkKey("@a/0"))
+    assert (usage(book, "a").hits, usage(book, "a").hit_bytes, usage(book, "a").misses) == (1, SIZE, 1)
     with pytest.raises(InvalidRequest, match="more than tenant 'a' may hold"):
         state.reserve(new("@a/large", 5 * SIZE), None)
 

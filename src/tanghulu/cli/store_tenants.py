@@ -6,6 +6,7 @@ import click
 
 from tanghulu.cli.printing import plain, print_json, print_table, store_options
 from tanghulu.store.client import connect
+from tanghulu.store.client.model import TenantView
 from tanghulu.tenants import Right, hash_of, new_token, validate_tenant
 from tanghulu.types import Masters, format_size
 
@@ -15,7 +16,8 @@ from tanghulu.types import Masters, format_size
 def tenants(master: Masters, as_json: bool) -> None:
     """List what each tenant holds in the memory of all nodes, and its hits, misses and evictions since their start.
 
-    A tenant's own token tells of that tenant only.
+    "share" is of the memory of all nodes; a quota is said for one node, for all of them together, or both. A tenant's
+    own token tells of that tenant only.
     """
     with connect(master) as store:
         found = store.tenants()
@@ -26,7 +28,8 @@ def tenants(master: Masters, as_json: bool) -> None:
         (
             each.tenant or "(none)",
             format_size(each.used_bytes),
-            format_size(each.quota_bytes) + " a node" if each.quota_bytes else "-",
+            f"{each.share:.1%}",
+            _quota(each),
             each.num_chunks,
             each.hits,
             each.misses,
@@ -34,7 +37,17 @@ def tenants(master: Masters, as_json: bool) -> None:
         )
         for each in found
     )
-    print_table(("tenant", "used", "quota", "chunks", "hits", "misses", "evictions"), rows)
+    print_table(("tenant", "used", "share", "quota", "chunks", "hits", "misses", "evictions"), rows)
+
+
+def _quota(tenant: TenantView) -> str:
+    said = []
+    if tenant.quota_bytes:
+        said.append(f"{format_size(tenant.quota_bytes)} a node")
+    if tenant.cluster_quota_bytes:
+        filled = tenant.used_bytes / tenant.cluster_quota_bytes
+        said.append(f"{format_size(tenant.cluster_quota_bytes)} in all ({filled:.0%} used)")
+    return ", ".join(said) or "-"
 
 
 @click.command()

@@ -105,7 +105,7 @@ class FastService:
     handlers: dict[int, tuple[Callable[[bytes], Any], Handler]] = field(default_factory=dict)
     landings: dict[int, LandingMaker] = field(default_factory=dict)
     peers: set[Peer] = field(default_factory=set)
-    latencies: Latencies = field(default_factory=Latencies)
+    latencies: Latencies[int] = field(default_factory=Latencies)
     max_connections: int = MAX_CONNECTIONS
     guarded: bool = False
 

@@ -1,8 +1,9 @@
-"""How long a process takes to answer calls of the fast lane, by method: histograms for ``/metrics``."""
+"""How long things take: histograms for ``/metrics``. First of all how long a process takes to answer, by method."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
+from typing import Generic, TypeVar
 
 from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -11,41 +12,54 @@ from tanghulu.protos import fastlane_pb2
 
 #: Upper ends of the buckets in microseconds: powers of four from 1 us to 17 s.
 NUM_BUCKETS = 13
+K = TypeVar("K", bound=Hashable)
 
 
-class Latencies:
-    """Counts by method and bucket; one addition a call. Read from any thread."""
+class Latencies(Generic[K]):
+    """Counts by kind (of calls: their method) and bucket; one addition each. Read from any thread."""
 
     def __init__(self) -> None:
-        self.counts: dict[int, list[int]] = {}
-        self.sums_s: dict[int, float] = {}
+        self.counts: dict[K, list[int]] = {}
+        self.sums_s: dict[K, float] = {}
 
-    def took(self, method: int, seconds: float) -> None:
-        """A call of a method that is served was answered, by an error too, so long after its last byte had come."""
-        counts = self.counts.get(method)
+    def took(self, kind: K, seconds: float) -> None:
+        """One of ``kind`` took so long; of a call, by an error too, from its last byte to its answer."""
+        counts = self.counts.get(kind)
         if counts is None:
-            counts = self.counts[method] = [0] * (NUM_BUCKETS + 1)
-            self.sums_s[method] = 0.0
+            counts = self.counts[kind] = [0] * (NUM_BUCKETS + 1)
+            self.sums_s[kind] = 0.0
         counts[min((int(seconds * 1e6).bit_length() + 1) // 2, NUM_BUCKETS)] += 1
-        self.sums_s[method] += seconds
+        self.sums_s[kind] += seconds
 
 
-class LatencyCollector(Collector):
-    """Publishes them."""
+class HistogramCollector(Collector, Generic[K]):
+    """Publishes them as one histogram, with the name of each kind as ``label``."""
 
-    def __init__(self, latencies: Latencies) -> None:
+    def __init__(self, latencies: Latencies[K], name: str, text: str, label: str, name_of: Callable[[K], str]) -> None:
         self._latencies = latencies
+        self._what = name, text
+        self._label = label
+        self._name_of = name_of
 
     def collect(self) -> Iterator[Metric]:
         """One histogram with a label."""
-        family = HistogramMetricFamily(
-            "tanghulu_rpc_seconds", "from the last byte of a fast-lane call to its answer", labels=["method"]
-        )
-        for method, counts in list(self._latencies.counts.items()):
+        family = HistogramMetricFamily(*self._what, labels=[self._label])
+        for kind, counts in list(self._latencies.counts.items()):
             total, buckets = 0, []
             for bucket, count in enumerate(counts):
                 total += count
                 buckets.append((f"{4**bucket / 1e6:g}" if bucket < NUM_BUCKETS else "+Inf", total))
-            name = fastlane_pb2.Method.Name(fastlane_pb2.Method.ValueType(method)).removeprefix("METHOD_").lower()
-            family.add_metric([name], buckets, self._latencies.sums_s[method])
+            family.add_metric([self._name_of(kind)], buckets, self._latencies.sums_s[kind])
         yield family
+
+
+class LatencyCollector(HistogramCollector[int]):
+    """Those of the fast lane's calls."""
+
+    def __init__(self, latencies: Latencies[int]) -> None:
+        text = "from the last byte of a fast-lane call to its answer"
+        super().__init__(latencies, "tanghulu_rpc_seconds", text, "method", _method_name)
+
+
+def _method_name(method: int) -> str:
+    return fastlane_pb2.Method.Name(fastlane_pb2.Method.ValueType(method)).removeprefix("METHOD_").lower()

@@ -22,14 +22,14 @@ class Fair:
     """An order of evictions made of one ``make_inner`` policy for each tenant; see the module.
 
     ``weight_of`` gives a tenant's share, above 0; shares are compared with each other only. ``on_evicted`` is told
-    whose chunk was evicted.
+    whose chunk was evicted, and its size.
     """
 
     def __init__(
         self,
         make_inner: Callable[[], Policy],
         weight_of: Callable[[str], float],
-        on_evicted: Callable[[str], None] = lambda tenant: None,
+        on_evicted: Callable[[str, int], None] = lambda tenant, size_bytes: None,
     ) -> None:
         self._make_inner = make_inner
         self._weight_of = weight_of
@@ -68,7 +68,7 @@ class Fair:
         self._orders[tenant].remove(key, evicted=evicted)
         self._bytes[tenant] -= size_bytes
         if evicted:
-            self._on_evicted(tenant)
+            self._on_evicted(tenant, size_bytes)
 
     def victims(self) -> Iterator[ChunkKey]:
         """All keys; the share of a tenant shrinks as its keys are yielded."""
