@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
@@ -83,23 +84,45 @@ class PagedPlan:
     """Writes the step's K and V to their blocks, then does each piece of ``work``."""
 
     def __init__(self, cache: KvTensors, batch: ForwardBatch, work: Sequence[Work]) -> None:
-        self._cache, self._work = cache, work
-        self._rows = batch.blocks * cache.row_stride() + batch.offsets
+        self._cache, self._work, self._turn = cache, work, batch.turn
+        places = torch.arange(2 * cache.layout.num_layers, device=batch.blocks.device) * cache.layout.block_tokens
+        rows = batch.blocks * cache.row_stride() + batch.offsets + cache.row_of(0, 0)
+        self._rows = (places[:, None] + rows).unbind()  # of K and V of each layer in turn
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """As `AttentionPlan.attend`."""
         cache = self._cache
-        cache.rows.index_copy_(0, self._rows + cache.row_of(layer, 0), key.to(cache.rows.dtype))
-        cache.rows.index_copy_(0, self._rows + cache.row_of(layer, 1), value.to(cache.rows.dtype))
+        cache.rows.index_copy_(0, self._rows[2 * layer], key.to(cache.rows.dtype))
+        cache.rows.index_copy_(0, self._rows[2 * layer + 1], value.to(cache.rows.dtype))
+        if self._turn is not None:
+            self._turn.written(layer)
         out = torch.empty_like(query)
         for work in self._work:
             work.attend(cache, layer, query, out)
         return out.flatten(1)
 
 
-def _gather(cache: KvTensors, layer: int, kv: int, block_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """K or V of the blocks as ``dtype``, [blocks x block_tokens, kv_heads, head_dim], contiguous."""
-    return cache.blocks[:, layer, kv].index_select(0, block_ids).flatten(0, 1).to(dtype)
+class _Gather:
+    """Brings K and V of ``count`` sequences together, of equally many blocks each, listed one behind the other.
+
+    The cache is seen as a row of *planes*, the K or the V of a layer of a block; where a layer's planes lie is worked
+    out once a step for all layers, so that a layer costs one copy.
+    """
+
+    def __init__(self, cache: KvTensors, block_ids: npt.NDArray[np.int64], count: int) -> None:
+        layout, device = cache.layout, cache.rows.device
+        tokens = layout.block_tokens
+        self._planes = cache.rows.view(-1, tokens, layout.num_kv_heads, layout.head_dim)
+        self._shape = (2, count, -1, layout.num_kv_heads, layout.head_dim)
+        blocks = upload(block_ids, device) * (cache.row_stride() // tokens) + cache.row_of(0, 0) // tokens
+        at = torch.arange(2 * layout.num_layers, device=device).view(layout.num_layers, 2, 1)
+        self._ids = (at + blocks).flatten(1).unbind()
+
+    def of(self, layer: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V as ``dtype``, each [count, kv_heads, tokens, head_dim]."""
+        gathered = self._planes.index_select(0, self._ids[layer]).to(dtype)
+        key, value = gathered.view(self._shape).transpose(2, 3).unbind()
+        return key, value
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +149,7 @@ class _PrefillRun:
     """One sequence's run of several tokens, attended to in pieces, so that what the triangle hides is not computed."""
 
     span: SequenceSpan
-    block_ids: torch.Tensor
+    gather: _Gather
     pieces: tuple[_Piece, ...]
 
     @classmethod
@@ -136,12 +159,11 @@ class _PrefillRun:
         before = span.context - span.num_new
         bounds = [(at, min(at + _PIECE_TOKENS, span.num_new)) for at in range(0, span.num_new, _PIECE_TOKENS)]
         pieces = tuple(_Piece.of(start, end, before, groups, dtype, device) for start, end in bounds)
-        return cls(span, upload(np.asarray(span.block_ids), device), pieces)
+        return cls(span, _Gather(cache, np.asarray(span.block_ids), 1), pieces)
 
     def attend(self, cache: KvTensors, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
         layout, first = cache.layout, self.span.first_row
-        key = _gather(cache, layer, 0, self.block_ids, query.dtype).transpose(0, 1)[None]
-        value = _gather(cache, layer, 1, self.block_ids, query.dtype).transpose(0, 1)[None]
+        key, value = self.gather.of(layer, query.dtype)
         groups = query.shape[1] // layout.num_kv_heads
         for piece in self.pieces:
             rows, count = slice(first + piece.start, first + piece.end), piece.end - piece.start
@@ -150,7 +172,7 @@ class _PrefillRun:
             seen = (key[:, :, : piece.context], value[:, :, : piece.context])
             result = F.scaled_dot_product_attention(folded, *seen, attn_mask=piece.mask)
             unfolded = result.view(layout.num_kv_heads, groups, count, layout.head_dim).permute(2, 0, 1, 3)
-            out[rows] = unfolded.reshape(count, -1, layout.head_dim)
+            out[rows].view(unfolded.shape).copy_(unfolded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +184,7 @@ class _DecodeGroup:
 
     rows: torch.Tensor | slice
     num_rows: int
-    block_ids: torch.Tensor
+    gather: _Gather
     num_tokens: int
     mask: torch.Tensor | None
 
@@ -171,7 +193,7 @@ class _DecodeGroup:
         device = cache.rows.device
         count, rows = len(spans), _rows_of(spans, device)
         if count == 1:
-            return cls(rows, 1, upload(np.asarray(spans[0].block_ids), device), spans[0].context, None)
+            return cls(rows, 1, _Gather(cache, np.asarray(spans[0].block_ids), 1), spans[0].context, None)
         width = max(len(span.block_ids) for span in spans)
         # Padding repeats the sequence's own first block: any readable block does, the mask hides it.
         table = [span.block_ids + span.block_ids[:1] * (width - len(span.block_ids)) for span in spans]
@@ -179,13 +201,13 @@ class _DecodeGroup:
         contexts = upload(np.asarray([span.context for span in spans]), device)
         dtype = compute_dtype(cache.rows.dtype, device)
         mask = tokens_mask(contexts, num_tokens, dtype)
-        return cls(rows, count, upload(np.asarray(table).ravel(), device), num_tokens, mask)
+        return cls(rows, count, _Gather(cache, np.asarray(table).ravel(), count), num_tokens, mask)
 
     def attend(self, cache: KvTensors, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
         layout, batch = cache.layout, self.num_rows
-        shape = (batch, -1, layout.num_kv_heads, layout.head_dim)
-        key = _gather(cache, layer, 0, self.block_ids, query.dtype).view(shape)[:, : self.num_tokens].transpose(1, 2)
-        value = _gather(cache, layer, 1, self.block_ids, query.dtype).view(shape)[:, : self.num_tokens].transpose(1, 2)
+        key, value = self.gather.of(layer, query.dtype)
+        if self.num_tokens < key.shape[2]:
+            key, value = key[:, :, : self.num_tokens], value[:, :, : self.num_tokens]
         folded = query[self.rows].view(batch, layout.num_kv_heads, -1, layout.head_dim)
         result = F.scaled_dot_product_attention(folded, key, value, attn_mask=self.mask)
         out[self.rows] = result.reshape(batch, *query.shape[1:])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import structlog
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import profile, supported_activities
 
 from tanghulu.workers.engine import Computed, ModelRunner
@@ -31,7 +32,8 @@ class ProfiledRunner(WrappedRunner):
         if self._left == 0:
             return self._runner.run(plan)
         if self._profiler is None:
-            self._profiler = profile(activities=supported_activities())  # type: ignore[no-untyped-call]
+            lanes_too = _ExperimentalConfig(profile_all_threads=True)
+            self._profiler = profile(activities=supported_activities(), experimental_config=lanes_too)  # type: ignore[no-untyped-call]
             self._profiler.start()
         computed = self._runner.run(plan)
         self._left -= 1

@@ -10,7 +10,8 @@ from tanghulu.clock import Clock, SystemClock
 from tanghulu.workers.engine import Computed
 from tanghulu.workers.kv_cache import KvCache
 from tanghulu.workers.kv_layout import KvLayout
-from tanghulu.workers.models.forward_batch import SequenceChunk, build_forward_batch
+from tanghulu.workers.lanes import LanedForward
+from tanghulu.workers.models.forward_batch import SequenceChunk
 from tanghulu.workers.models.registry import Model, dtype_name
 from tanghulu.workers.sampling import SamplingRow, sample
 from tanghulu.workers.step_plan import ScheduledRun, StepPlan
@@ -39,6 +40,7 @@ class TorchRunner:
         self.layout = KvLayout.of(model.config, block_tokens, dtype_name(model.dtype), num_parts)
         self._announce = announce
         self.cache = KvCache(self.layout, self.layout.num_blocks_in(kv_capacity_bytes), cache_buffer)
+        self._forward = LanedForward(model, self.cache, most_lanes=None if num_parts == 1 else 1)
         self._clock = clock or SystemClock()
 
     @property
@@ -57,7 +59,7 @@ class TorchRunner:
         chunks = [chunk_of(run) for run in plan.runs]
         if self._announce is not None:
             self._announce(chunks)
-        logits = self.model.forward(build_forward_batch(chunks, self.layout.block_tokens), self.cache)
+        logits = self._forward(chunks)
         computed = self._clock.now_s()
         sampled = self._sample(plan, logits)
         return Computed(sampled, computed - started, self._clock.now_s() - computed)

@@ -46,6 +46,21 @@ def test_products_are_those_of_float32(shape, dtype, seed, has_bias):
     scale = _exact(inputs.abs(), weight.abs(), None if bias is None else bias.abs()) + 1e-30  # what rounding goes by
     assert float(((got.double() - wanted).abs() / scale).max()) < 2e-6
     assert torch.equal(inputs, kept)
+    sums = torch.randn(num, rows, generator=torch.Generator().manual_seed(seed + 3))
+    wanted, scale = wanted + sums.double(), scale + sums.double().abs()
+    Linear(weight, bias).add_to(sums, inputs)
+    assert float(((sums.double() - wanted).abs() / scale).max()) < 2e-6
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(64, 32), (32, 64)])
+def test_a_factor_that_was_taken_is_the_callers(rows: int, columns: int) -> None:
+    weight = _weight(rows, columns, 1, torch.bfloat16)
+    inputs = torch.randn(5, columns, generator=torch.Generator().manual_seed(2))
+    linear_map = Linear(weight)
+    expected = linear_map(inputs)
+    factor = linear_map.take_factor()
+    assert torch.equal(linear_map(inputs * factor), expected)
+    assert linear_map.take_factor() == 1
 
 
 @HALF
@@ -71,7 +86,7 @@ def test_huge_and_tiny_weights_are_exact():
         weight = torch.tensor([[1.9921875, 1.0], [2.0**-30, 1.5 * 2.0**-24]]) * largest
         product = linear._half(weight)
         assert product is not None
-        assert torch.equal(product(torch.eye(2)).T, weight)
+        assert torch.equal(product.multiply(torch.eye(2)).T * product.factor, weight)
 
 
 def test_no_rows_give_no_rows():

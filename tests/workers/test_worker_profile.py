@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from worker_tiny import BLOCK, engine, request, run_all
 
 from tanghulu.errors import ConfigError
 from tanghulu.workers.engine import EngineConfig, EngineCore
+from tanghulu.workers.lanes import LEAST_ROWS
 from tanghulu.workers.main import WorkerConfig
 from tanghulu.workers.models.registry import Model
 from tanghulu.workers.profiled_runner import ProfiledRunner
@@ -30,6 +32,22 @@ def test_the_trace_has_the_steps_it_was_asked_for(tiny_model: Model, tmp_path: P
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     embeddings = [event for event in events if event.get("name") == "aten::embedding"]
     assert len(embeddings) == 3
+
+
+def test_lanes_are_traced_too(tiny_model: Model, tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        runner = ProfiledRunner(
+            TorchRunner(tiny_model, block_tokens=BLOCK, kv_capacity_bytes=4 << 20), tmp_path / "t", 1
+        )
+        core = EngineCore(runner, EngineConfig(block_tokens=BLOCK))
+        core.add(request("a", [2 + index % 80 for index in range(2 * LEAST_ROWS)], 2))
+        run_all(core)
+    finally:
+        torch.set_num_threads(before)
+    events = json.loads((tmp_path / "t").read_text())["traceEvents"]
+    assert len({event["tid"] for event in events if event.get("name") == "aten::embedding"}) == 2
 
 
 def test_a_trace_that_cannot_be_written_stops_no_request(tiny_model: Model, tmp_path: Path) -> None:

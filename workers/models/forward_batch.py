@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from tanghulu.workers.device import CPU, upload
+from tanghulu.workers.models.lane_turn import LaneTurn
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class ForwardBatch:
 
     ``token_ids`` and ``positions``: int64 [N]. ``blocks`` and ``offsets``: int64 [N], the block that each
     token's KV goes to and its place inside. ``logit_rows``: int64 [L], in the order of the sequences. A batch of
-    static shape (`decode_batch`) has ``decodes`` instead of ``spans``.
+    static shape (`decode_batch`) has ``decodes`` instead of ``spans``. One that is a lane of a step has its ``turn``.
     """
 
     token_ids: torch.Tensor
@@ -74,6 +75,7 @@ class ForwardBatch:
     spans: tuple[SequenceSpan, ...]
     logit_rows: torch.Tensor
     decodes: DecodeTables | None = None
+    turn: LaneTurn | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -81,8 +83,10 @@ class ForwardBatch:
         return len(self.token_ids)
 
 
-def build_forward_batch(chunks: Sequence[SequenceChunk], block_tokens: int, device: torch.device = CPU) -> ForwardBatch:
-    """Lay ``chunks`` flat, in their order, on ``device``."""
+def build_forward_batch(
+    chunks: Sequence[SequenceChunk], block_tokens: int, device: torch.device = CPU, turn: LaneTurn | None = None
+) -> ForwardBatch:
+    """Lay ``chunks`` flat, in their order, on ``device``; ``turn``, if they are a lane of a step."""
     assert chunks, "a step without tokens has no forward batch"
     spans: list[SequenceSpan] = []
     token_ids, positions, blocks, logit_rows = [], [], [], []
@@ -104,4 +108,4 @@ def build_forward_batch(chunks: Sequence[SequenceChunk], block_tokens: int, devi
     wanted = np.asarray(logit_rows, dtype=np.int64)
     flat = upload(np.concatenate([*token_ids, *positions, *blocks, wanted]), device)  # one copy to the device
     ids, where, places, rows = torch.split(flat, [row, row, row, len(wanted)])
-    return ForwardBatch(ids, where, places, where % block_tokens, tuple(spans), rows)
+    return ForwardBatch(ids, where, places, where % block_tokens, tuple(spans), rows, turn=turn)

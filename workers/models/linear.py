@@ -18,8 +18,10 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -34,24 +36,53 @@ _TOP_EXPONENT = 15
 #: A weight in half form is as good as exact if it is off by less than this part of the largest weight.
 _NEGLIGIBLE = 2.0**-36
 
-_Product = Callable[[torch.Tensor], torch.Tensor]
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """``multiply(x)`` times ``factor``, a power of two, is the product. ``factor`` 1: it is the product."""
+
+    multiply: Callable[[torch.Tensor], torch.Tensor]
+    factor: float = 1.0
 
 
 class Linear:
-    """``x @ weight.T + bias`` for ``weight`` [rows, columns], computed in `compute_dtype` of its type."""
+    """``x @ weight.T + bias`` for ``weight`` [rows, columns], computed in `compute_dtype` of its type.
+
+    Where the form of the weight needs a factor, one of three brings it in: `take_factor`, `add_to`, or a pass of its
+    own over inputs or products, whichever are fewer.
+    """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         dtype = compute_dtype(weight.dtype, weight.device)
         self._bias = None if bias is None else bias.to(dtype)
         self._num_rows = len(weight)
-        self._product = _product(weight.to(dtype).contiguous())
+        product = _product(weight.to(dtype).contiguous())
+        self._multiply, self._factor = product.multiply, product.factor
+        self._scales_inputs = weight.shape[1] < weight.shape[0]
+
+    def take_factor(self) -> float:
+        """From now on inputs come multiplied by what this returns: by a norm in front, say, at no cost."""
+        factor, self._factor = self._factor, 1.0
+        return factor
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """``inputs`` [N, columns] -> [N, rows], a tensor of its own."""
         if not len(inputs):
             return inputs.new_empty(0, self._num_rows)
-        product = self._product(inputs)
+        if self._factor == 1:
+            product = self._multiply(inputs)
+        elif self._scales_inputs:
+            product = self._multiply(inputs * self._factor)
+        else:
+            product = self._multiply(inputs).mul_(self._factor)
         return product if self._bias is None else product.add_(self._bias)
+
+    def add_to(self, sums: torch.Tensor, inputs: torch.Tensor) -> None:
+        """Add what `__call__` gives to ``sums`` [N, rows], in place."""
+        if len(inputs):
+            sums.add_(self._multiply(inputs), alpha=self._factor)
+            if self._bias is not None:
+                sums.add_(self._bias)
 
 
 def _product(weight: torch.Tensor) -> _Product:
@@ -62,7 +93,7 @@ def _product(weight: torch.Tensor) -> _Product:
             return half
         if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
             return _packed(weight)
-    return lambda inputs: F.linear(inputs, weight)
+    return _Product(lambda inputs: F.linear(inputs, weight))
 
 
 def _half(weight: torch.Tensor) -> _Product | None:
@@ -75,17 +106,19 @@ def _half(weight: torch.Tensor) -> _Product | None:
     if float((scaled.half().float() - scaled).abs_().max()) > _NEGLIGIBLE * largest * scale:
         return None
     packed = torch.ops.quantized.linear_prepack_fp16(scaled, None)
-    multiply = torch.ops.quantized.linear_dynamic_fp16.default
-    back = torch.tensor(1 / scale)  # a power of two: multiplying by it rounds nothing
-    if weight.shape[1] < weight.shape[0]:
-        return lambda inputs: multiply(inputs * back, packed)
-    return lambda inputs: multiply(inputs, packed).mul_(back)
+    multiply = _direct(torch.ops.quantized.linear_dynamic_fp16.default)
+    return _Product(lambda inputs: multiply(inputs, packed), 1 / scale)  # a power of two: it rounds nothing
 
 
 def _packed(weight: torch.Tensor) -> _Product:
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
-    multiply = torch.ops.mkldnn._linear_pointwise.default
-    return lambda inputs: multiply(inputs, packed, None, "none", [], "")
+    multiply = _direct(torch.ops.mkldnn._linear_pointwise.default)
+    return _Product(lambda inputs: multiply(inputs, packed, None, "none", [], ""))
+
+
+def _direct(operator: torch._ops.OpOverload) -> Callable[..., torch.Tensor]:
+    """``operator`` without the search of its arguments for classes that torch.compile puts in their place: 3 us."""
+    return cast("Callable[..., torch.Tensor]", operator._op)
 
 
 def compute_dtype(dtype: torch.dtype, device: torch.device = CPU) -> torch.dtype:

@@ -74,10 +74,10 @@ class LlamaModel:
             self._layers.append(_load_layer(loader, config, index))
             if progress is not None:
                 progress((index + 1) / (config.num_layers + 1))
-        self._norm = loader.norm("model.norm.weight", config.hidden)
         tied = config.tie_embeddings
         head = self._embedding if tied else loader.take("lm_head.weight", (config.vocab, config.hidden))
         self._head = Linear(_own_rows(head, shard))
+        self._norm = loader.norm("model.norm.weight", config.hidden, self._head)
         factors = weights.tensor("rope_freqs.weight") if weights.has("rope_freqs.weight") else None
         self._rotary = RotaryTable(config, factors, device)
         if progress is not None:
@@ -86,14 +86,20 @@ class LlamaModel:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: KvTensors) -> torch.Tensor:
         """Compute ``batch``, writing its KV to ``cache``; returns the wanted logits, float32 [L, vocab] (on rank 0)."""
+        # No tensor here is of a class that replaces torch's functions; to look for one costs 10 us a product.
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._forward(batch, cache)
+
+    def _forward(self, batch: ForwardBatch, cache: KvTensors) -> torch.Tensor:
         plan = self._attention.plan(cache, batch, self._num_heads)
         cos, sin = self._rotary.rows(batch.positions, self._compute)
         hidden = F.embedding(batch.token_ids, self._embedding).to(self._compute)
         for index, layer in enumerate(self._layers):
             query, key, value = self._project(layer, hidden, cos, sin)
             attended = plan.attend(index, query, key, value)
-            hidden = hidden + self._shard.total(layer.out(attended))
-            hidden = hidden + self._mlp(layer, hidden)
+            self._add(layer.out, attended, hidden)
+            gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=-1)
+            self._add(layer.down, F.silu(gate).mul_(up), hidden)
         wanted = self._norm(hidden.index_select(0, batch.logit_rows))
         return self._shard.gather_columns(self._head(wanted).float())[:, : self.config.vocab]
 
@@ -111,9 +117,12 @@ class LlamaModel:
         value = fused[:, num_turned:]
         return turned[:, :num_heads], turned[:, num_heads:], value
 
-    def _mlp(self, layer: _Layer, hidden: torch.Tensor) -> torch.Tensor:
-        gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=-1)
-        return self._shard.total(layer.down(F.silu(gate).mul_(up)))
+    def _add(self, product: Linear, inputs: torch.Tensor, hidden: torch.Tensor) -> None:
+        """Add ``product`` of ``inputs``, summed over the ranks, to ``hidden`` in place."""
+        if self._shard.size == 1:
+            product.add_to(hidden, inputs)
+        else:
+            hidden.add_(self._shard.total(product(inputs)))
 
 
 class _Loader:
@@ -134,9 +143,10 @@ class _Loader:
         # clone: a tensor that is a view of a mapped file must not outlive the file.
         return tensor.to(self._dtype, copy=True)
 
-    def norm(self, name: str, size: int) -> Norm:
+    def norm(self, name: str, size: int, before: Linear | None = None) -> Norm:
+        """The norm ``name``, whose results go to ``before`` alone if that is given."""
         weight = self.take(name, (size,)).to(compute_dtype(self._dtype, self._device))
-        return Norm(weight, self._config.rms_eps)
+        return Norm(weight, self._config.rms_eps, 1.0 if before is None else before.take_factor())
 
     def linear(self, prefix: str, parts: tuple[tuple[str, int], ...], columns: int, *, bias: bool = False) -> Linear:
         """The product with this rank's rows of all ``parts`` (name, rows) of ``prefix``, one under the other."""
@@ -166,13 +176,15 @@ def _load_layer(loader: _Loader, config: ModelConfig, index: int) -> _Layer:
     width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     qkv = (("q_proj", width), ("k_proj", kv_width), ("v_proj", kv_width))
     gate_up = (("gate_proj", config.intermediate), ("up_proj", config.intermediate))
+    project = loader.linear(attention, qkv, config.hidden, bias=config.attention_bias)
+    widen = loader.linear(mlp, gate_up, config.hidden)
     return _Layer(
-        input_norm=loader.norm(f"{prefix}.input_layernorm.weight", config.hidden),
-        qkv=loader.linear(attention, qkv, config.hidden, bias=config.attention_bias),
+        input_norm=loader.norm(f"{prefix}.input_layernorm.weight", config.hidden, project),
+        qkv=project,
         query_norm=loader.norm(f"{attention}.q_norm.weight", config.head_dim) if config.qk_norm else None,
         key_norm=loader.norm(f"{attention}.k_norm.weight", config.head_dim) if config.qk_norm else None,
         out=loader.summand(f"{attention}.o_proj", config.hidden, width, bias=config.output_bias),
-        mlp_norm=loader.norm(f"{prefix}.post_attention_layernorm.weight", config.hidden),
-        gate_up=loader.linear(mlp, gate_up, config.hidden),
+        mlp_norm=loader.norm(f"{prefix}.post_attention_layernorm.weight", config.hidden, widen),
+        gate_up=widen,
         down=loader.summand(f"{mlp}.down_proj", config.hidden, config.intermediate),
     )

@@ -15,8 +15,9 @@ class Norm:
     the sqrt(n) is in the weight. On GPUs torch has one kernel for all of it.
     """
 
-    def __init__(self, weight: torch.Tensor, eps: float) -> None:
-        columns = len(weight)
+    def __init__(self, weight: torch.Tensor, eps: float, factor: float = 1.0) -> None:
+        """``factor``: a power of two that all results are multiplied by."""
+        columns, weight = len(weight), weight * factor
         self._eps = eps
         self._on_cpu = weight.device.type == "cpu"
         self._weight = weight * math.sqrt(columns) if self._on_cpu else weight
