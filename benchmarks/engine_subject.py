@@ -107,7 +107,9 @@ class Vllm:
 
 class Tanghulu:
     def __init__(self, model: str, dtype: str, threads: int) -> None:
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        from tanghulu.workers.openmp import wait_shortly
+
+        wait_shortly()  # as a worker does
         import torch
 
         torch.set_num_threads(threads)

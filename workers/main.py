@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from tanghulu.store.node.eviction.policies import POLICIES
 from tanghulu.transfer_engine.options import TransferOptions
 from tanghulu.types import Role
 from tanghulu.workers.block_pool import DEFAULT_EVICTION
+from tanghulu.workers.openmp import wait_shortly
 from tanghulu.workers.store_policy import POLICIES as STORE_POLICIES
 
 if TYPE_CHECKING:
@@ -106,9 +106,7 @@ async def serve(process: Process, config: WorkerConfig) -> None:
 
 def _load(process: Process, config: WorkerConfig) -> LoadedModel:
     """In a thread: importing torch and reading weights take seconds, and the process must answer signals."""
-    # Threads that spin while they wait starve the worker beside them: a decode next to a prefill on two cores
-    # was measured at 17 tokens/s so, and at 5 with spinning. OpenMP reads this once, when torch loads it.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    wait_shortly()
     try:
         if config.engine == "mock":
             from tanghulu.workers.mock_loading import load
