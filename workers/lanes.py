@@ -27,7 +27,7 @@ from tanghulu.workers.models.lane_turn import LaneGate, LaneTurn
 from tanghulu.workers.models.registry import Model
 
 #: A lane of fewer rows reads the weights for too little.
-LEAST_ROWS = 64
+LEAST_ROWS = 32
 #: What attention reaches of the products' speed: measured for SmolLM2, 53 of 75 GFLOP/s.
 _ATTENTION_SPEED = 0.7
 

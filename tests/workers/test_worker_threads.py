@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 
@@ -13,6 +14,7 @@ from worker_tiny import BLOCK, engine, request, run_all
 
 from tanghulu.workers.engine import Computed, EngineConfig, EngineCore, ModelRunner
 from tanghulu.workers.models.registry import Model
+from tanghulu.workers.openmp import wait_shortly
 from tanghulu.workers.step_plan import StepPlan
 from tanghulu.workers.thread_choice import FIRST_WAIT, LONGEST_WAIT, MOST_TOKENS, SAMPLES, ThreadChoice
 from tanghulu.workers.threaded_runner import ThreadedRunner
@@ -120,3 +122,17 @@ def test_steps_run_on_the_threads_that_were_chosen(tiny_model: Model) -> None:
     assert run_all(core) == expected
     assert watched.seen[0] == (80, 2)
     assert watched.seen[-1] == (1, 1)
+
+
+def test_threads_wait_a_moment_and_then_sleep_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    wait_shortly()
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert int(os.environ["GOMP_SPINCOUNT"]) > 0
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    wait_shortly()
+    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
+    assert "GOMP_SPINCOUNT" not in os.environ
