@@ -52,7 +52,7 @@ class PutDesk:
         self._view = view
         self._announcer = announcer
         self._waiting: dict[Waiter, asyncio.Future[Reserved | Existed]] = {}
-        self.waits: Latencies[WaitEnd] = Latencies()
+        self.waits = Latencies(WaitEnd)
 
     def room_changed(self) -> None:
         """Ranges were freed or chunks became evictable: serve those who wait."""

@@ -18,8 +18,9 @@ def test_waits_for_leases_are_timed_by_their_end() -> None:
         node = cluster.nodes[0]
 
         def waits(outcome: str, part: str = "count") -> float:
-            name = f"tanghulu_node_lease_wait_seconds_{part}"
-            return node.metric(name, outcome=outcome) if node.metric("tanghulu_node_lease_waits_total") else 0.0
+            return node.metric(f"tanghulu_node_lease_wait_seconds_{part}", outcome=outcome)
+
+        assert [waits(outcome) for outcome in ("served", "in_vain", "refused")] == [0, 0, 0]
 
         for number in range(6):
             reader.put(f"held/{number}", bytes(MIB))

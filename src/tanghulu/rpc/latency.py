@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Generic, TypeVar
 
 from prometheus_client.core import HistogramMetricFamily, Metric
@@ -16,11 +16,14 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Latencies(Generic[K]):
-    """Counts by kind (of calls: their method) and bucket; one addition each. Read from any thread."""
+    """Counts by kind (of calls: their method) and bucket; one addition each. Read from any thread.
 
-    def __init__(self) -> None:
-        self.counts: dict[K, list[int]] = {}
-        self.sums_s: dict[K, float] = {}
+    ``kinds`` are shown from the start, the others once there is something to show.
+    """
+
+    def __init__(self, kinds: Iterable[K] = ()) -> None:
+        self.counts: dict[K, list[int]] = {kind: [0] * (NUM_BUCKETS + 1) for kind in kinds}
+        self.sums_s: dict[K, float] = dict.fromkeys(self.counts, 0.0)
 
     def took(self, kind: K, seconds: float) -> None:
         """One of ``kind`` took so long; of a call, by an error too, from its last byte to its answer."""
