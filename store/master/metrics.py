@@ -108,7 +108,9 @@ class MasterMetrics:
         self._gauge("keys", "Keys in the directory.", lambda: master.directory.num_keys)
         self._gauge("nodes", "Registered store nodes.", lambda: master.directory.num_nodes)
         self._gauge("rebuilding", "1 until the directory is complete.", lambda: not master.directory.rebuild.is_ready)
-        self._gauge("promises", "Keys proclaimed that no node has confirmed yet.", lambda: len(master.directory.promises))
+        self._gauge(
+            "promises", "Keys proclaimed that no node has confirmed yet.", lambda: len(master.directory.promises)
+        )
         self._gauge("event_sequence", "Number of the newest directory event.", lambda: master.directory.log.last)
         self._observe_copies(master)
         instances = Gauge("tanghulu_master_instances", "Live instances.", ["component"], registry=self._registry)
