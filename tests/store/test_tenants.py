@@ -136,6 +136,10 @@ def test_what_a_token_does_not_allow(cluster: Secured) -> None:
             reader.put("more", b"2")
         with pytest.raises(Forbidden, match="'write'"):
             reader.remove("guarded")
+        refused = CliRunner().invoke(
+            STORE, ["rm", "guarded", "--master", cluster.address, "--token", "secret-acme-reader"]
+        )
+        assert isinstance(refused.exception, Forbidden), "not: it is not there"
         with pytest.raises(Forbidden, match="'read'"):
             writer.exists("guarded")
         node = reader.nodes()[0].id

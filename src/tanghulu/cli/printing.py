@@ -47,12 +47,25 @@ def store_options(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def plain(value: Any) -> Any:
-    """Dataclasses, enums and tuples as what JSON has."""
+    """Dataclasses, enums and (named) tuples as what JSON has."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Enum):
         return value.value
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return {name: plain(item) for name, item in value._asdict().items()}
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def counted(number: int, what: str) -> str:
+    """ "1 node", "3 nodes"."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def wide_console() -> Console:
+    """Where tables go: as wide as the terminal, or as wide as they like where there is none."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_PIPED_WIDTH)
 
 
 def print_json(value: Any) -> None:
@@ -63,9 +76,6 @@ def print_json(value: Any) -> None:
 def print_table(columns: tuple[str, ...], rows: Iterable[Iterable[Any]]) -> None:
     """Rows under ``columns``; without columns, as they come."""
     table = Table(*columns, show_header=bool(columns), box=None, pad_edge=False)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_PIPED_WIDTH)
     for row in rows:
         cells = [str(cell) for cell in row]
         for _ in range(0 if columns else len(cells) - len(table.columns)):
@@ -73,4 +83,4 @@ def print_table(columns: tuple[str, ...], rows: Iterable[Iterable[Any]]) -> None
         table.add_row(*cells)
     for column in table.columns:
         column.overflow = "fold"
-    console.print(table)
+    wide_console().print(table)

@@ -10,10 +10,10 @@ from typing import Any
 import click
 
 from tanghulu.cli import store_admin, store_check, store_tenants, store_top
-from tanghulu.cli.printing import plain, print_json, print_table, store_options
-from tanghulu.errors import ChunkNotFound
+from tanghulu.cli.printing import counted, plain, print_json, print_table, store_options
+from tanghulu.errors import ChunkNotFound, TanghuluError
 from tanghulu.store.client import Client, connect
-from tanghulu.store.client.model import NodeView
+from tanghulu.store.client.model import ChunkInfo, NodeView
 from tanghulu.types import Masters, format_size
 
 _DEFAULT_LIMIT = 1000
@@ -30,7 +30,13 @@ def _store(master: Masters) -> AbstractContextManager[Client]:
 
 @COMMAND.command()
 @click.argument("prefix", default="")
-@click.option("--limit", default=_DEFAULT_LIMIT, show_default=True, help="at most this many keys; 0: all")
+@click.option(
+    "--limit",
+    type=click.IntRange(min=0),
+    default=_DEFAULT_LIMIT,
+    show_default=True,
+    help="at most this many keys; 0: all",
+)
 @store_options
 def ls(prefix: str, limit: int, master: Masters, as_json: bool) -> None:
     """List the keys that begin with PREFIX, their sizes and the nodes that hold them."""
@@ -58,11 +64,28 @@ def stat(keys: tuple[str, ...], master: Masters, as_json: bool) -> None:
         rows = [plain(info) for info in infos]
         print_json(rows[0] if len(rows) == 1 else rows)
         return
-    for info in infos:
-        row = plain(info)
-        row["size_bytes"] = f"{info.size_bytes} ({format_size(info.size_bytes)})"
-        row["checksums"] = f"{len(info.checksums.parts)} of {format_size(info.checksums.part_bytes or info.size_bytes)}"
-        print_table((), row.items())
+    for number, info in enumerate(infos):
+        if number:
+            click.echo()
+        print_table((), _described(info))
+
+
+def _described(info: ChunkInfo) -> list[tuple[str, str]]:
+    covered = format_size(info.checksums.part_bytes or info.size_bytes)
+    return [
+        ("key", info.key),
+        ("size", f"{format_size(info.size_bytes)} ({info.size_bytes} bytes)"),
+        ("version", str(info.version)),
+        ("nodes", " ".join(info.nodes)),
+        ("tier", info.tier.value),
+        ("replicas wanted", str(info.replicas)),
+        ("pin", info.pin.value),
+        ("may go after", "-" if info.ttl_s is None else f"{info.ttl_s:g} s"),
+        ("age", f"{info.age_s:.1f} s"),
+        ("hits", str(info.num_hits)),
+        ("leases", str(info.num_leases)),
+        ("checksums", f"{len(info.checksums.parts)} of {covered}"),
+    ]
 
 
 def _totals(store: Client, as_json: bool) -> None:
@@ -78,8 +101,13 @@ def _totals(store: Client, as_json: bool) -> None:
     if as_json:
         print_json(totals)
         return
-    shown = {k: format_size(v) if k.endswith("bytes") else v for k, v in totals.items()}
-    print_table((), shown.items())
+    shown = [
+        ("nodes", totals["num_nodes"]),
+        ("chunks", f"{totals['num_chunks']}, each copy counted"),
+        ("memory", f"{format_size(totals['used_bytes'])} of {format_size(totals['capacity_bytes'])}"),
+        ("ssd", f"{format_size(totals['ssd_used_bytes'])} of {format_size(totals['ssd_capacity_bytes'])}"),
+    ]
+    print_table((), shown)
 
 
 @COMMAND.command()
@@ -117,7 +145,7 @@ def _state(node: NodeView) -> str:
 @COMMAND.command()
 @click.argument("key")
 @click.argument("file", type=click.File("rb"))
-@click.option("--replicas", default=1, show_default=True, help="nodes that shall hold it")
+@click.option("--replicas", type=click.IntRange(min=1), default=1, show_default=True, help="nodes that shall hold it")
 @click.option("--pin", type=click.Choice(["none", "soft", "hard"]), default="none", help="how it stands to eviction")
 @click.option("--ttl-s", type=float, help="seconds after which it may go")
 @store_options
@@ -129,7 +157,9 @@ def put(key: str, file: Any, replicas: int, pin: str, ttl_s: float | None, maste
     if as_json:
         print_json(row)
     else:
-        click.echo(f"{key} was there already" if status.existed else f"{key} is on {status.num_replicas} node(s)")
+        click.echo(
+            f"{key} was there already" if status.existed else f"{key} is on {counted(status.num_replicas, 'node')}"
+        )
 
 
 @COMMAND.command()
@@ -154,20 +184,26 @@ def get(key: str, output: Path | None, master: Masters, as_json: bool) -> None:
 @click.option("--matching", metavar="REGEX", help="remove every key that this pattern matches")
 @store_options
 def rm(keys: tuple[str, ...], matching: str | None, master: Masters, as_json: bool) -> None:
-    """Remove the chunks of KEYS, or all that match a pattern."""
+    """Remove the chunks of KEYS, or all that match a pattern.
+
+    Exit code 3 if one was not there; of what could not be removed the first reason is told.
+    """
     if bool(keys) == bool(matching):
         raise click.UsageError("name KEYS or give --matching REGEX")
     with _store(master) as store:
         if matching:
-            num_removed, missing = store.remove_matching(matching), []
+            num_removed, missing, failures = store.remove_matching(matching), [], []
         else:
             outcomes = dict(zip(keys, store.remove_many(keys), strict=True))
-            missing = [key for key, outcome in outcomes.items() if outcome is not True]
-            num_removed = len(keys) - len(missing)
+            missing = [key for key, outcome in outcomes.items() if outcome is False]
+            failures = [outcome for outcome in outcomes.values() if isinstance(outcome, TanghuluError)]
+            num_removed = len(outcomes) - len(missing) - len(failures)
     if as_json:
         print_json({"num_removed": num_removed, "missing": missing})
     else:
         click.echo(f"removed {num_removed}")
+    if failures:
+        raise failures[0]
     if missing:
         raise ChunkNotFound(f"not in the store: {' '.join(missing)}")
 

@@ -11,12 +11,12 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tanghulu.cli.printing import plain, print_json, store_options
+from tanghulu.cli.printing import counted, plain, print_json, store_options
 from tanghulu.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable
 from tanghulu.store.client import Client, connect
 from tanghulu.store.client.model import NodeView
 from tanghulu.store.directory_events import DirectoryEvent, DirectoryEventKind, follow_directory
-from tanghulu.types import Masters, parse_size
+from tanghulu.types import Masters, format_size, parse_size
 
 _POLL_S = 0.25
 
@@ -24,7 +24,7 @@ _POLL_S = 0.25
 @click.command()
 @click.argument("node")
 @click.option("--wait/--no-wait", default=True, help="wait until the node may be stopped")
-@click.option("--timeout-s", type=float, help="give up waiting after so long; the drain goes on")
+@click.option("--timeout-s", type=click.FloatRange(min=0), help="give up waiting after so long; the drain goes on")
 @store_options
 def drain(node: str, wait: bool, timeout_s: float | None, master: Masters, as_json: bool) -> None:
     """Move the chunks of NODE to other nodes, so that it can be stopped and nothing is lost.
@@ -114,13 +114,21 @@ def evict(keys: tuple[str, ...], num_bytes: int, node_id: str, master: Masters, 
         print_json({each: plain(outcome) for each, outcome in evicted.items()})
         return
     for each, outcome in evicted.items():
-        click.echo(f"{each}: evicted {outcome.num_chunks} chunks, {outcome.num_bytes} bytes")
+        click.echo(f"{each}: evicted {counted(outcome.num_chunks, 'chunk')}, {format_size(outcome.num_bytes)}")
+    if not any(outcome.num_chunks for outcome in evicted.values()):
+        click.echo("nothing went: it is not in memory, is being read, or is pinned hard", err=True)
 
 
 @click.command()
 @click.argument("keys", nargs=-1, required=True)
-@click.option("--holders", type=click.IntRange(min=1), default=2, help="nodes that shall hold each")
-@click.option("--for-s", type=float, default=60.0, help="for so many seconds; copies that nobody reads go afterwards")
+@click.option("--holders", type=click.IntRange(min=1), default=2, show_default=True, help="nodes that shall hold each")
+@click.option(
+    "--for-s",
+    type=click.FloatRange(min=0),
+    default=60.0,
+    show_default=True,
+    help="for so many seconds; copies that nobody reads go afterwards",
+)
 @store_options
 def replicate(keys: tuple[str, ...], holders: int, for_s: float, master: Masters, as_json: bool) -> None:
     """Have KEYS copied to more nodes ahead of demand; the master does it in the background."""
@@ -135,7 +143,7 @@ def replicate(keys: tuple[str, ...], holders: int, for_s: float, master: Masters
 @click.command()
 @click.argument("prefix", default="")
 @click.option("--snapshot/--no-snapshot", default=True, help="begin with what there is already")
-@click.option("--count", type=int, help="end after so many lines")
+@click.option("--count", type=click.IntRange(min=1), help="end after so many lines")
 @store_options
 def watch(prefix: str, snapshot: bool, count: int | None, master: Masters, as_json: bool) -> None:
     """Follow what is stored and removed, and nodes that go, one line each (--json: an object each), until Ctrl-C.

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from tanghulu.cli.printing import plain, print_json, store_options
+from tanghulu.cli.printing import plain, print_json, store_options, wide_console
 from tanghulu.store.client import Client, connect
 from tanghulu.store.client.model import NodeView
 from tanghulu.types import Masters, format_size
@@ -116,12 +116,14 @@ class _View:
 
 
 @click.command("top")
-@click.option("--interval-s", default=2.0, show_default=True, help="between two looks")
-@click.option("--count", type=int, help="end after so many looks; default on a terminal: Ctrl-C, else 1")
+@click.option("--interval-s", type=click.FloatRange(min=0.1), default=2.0, show_default=True, help="between two looks")
+@click.option(
+    "--count", type=click.IntRange(min=1), help="end after so many looks; default on a terminal: Ctrl-C, else 1"
+)
 @store_options
 def COMMAND(interval_s: float, count: int | None, master: Masters, as_json: bool) -> None:
     """Show live what the nodes hold and do. With --json one list of nodes a look."""
-    console = Console()
+    console = wide_console()
     with connect(master) as store:
         view = _View(store)
         if console.is_terminal and not as_json:
