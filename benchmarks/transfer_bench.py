@@ -4,11 +4,11 @@
     python benchmarks/transfer_bench.py --summary
 
 Each of them moves bytes between two processes (memmove: inside one), one request a call, for 1 to 8 callers (threads of
-one process) with pieces of their own; however many they are, a run moves the same pieces, so that the processor's
-caches hold as much of them. In each of five rounds all take turns, in an order that the seed shuffles; a
-figure is the median over the rounds. A round that does not count warms up. Pieces rotate through areas larger than the
-caches. Every piece carries stamps that are verified after each run. CPU seconds are those of both processes, per GB
-moved. Each size is kept in a file of its own, so that a run can be made in pieces; --summary reads them all.
+one process) with pieces of their own. A run goes on for a given time, long enough that to start and to end the threads
+does not count. In each of five rounds all take turns, in an order that the seed shuffles; a figure is the median over
+the rounds. A round that does not count warms up. Pieces rotate through areas larger than the caches. Every piece
+carries stamps that are verified after each run. CPU seconds are those of both processes, per GB moved. Each size is
+kept in a file of its own, so that a run can be made in pieces; --summary reads them all.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from report import keep
 
 WORKER = Path(__file__).parent / "peers" / "mover_worker.py"
 OPS = ("READ", "WRITE")
-#: By size: (transfers of a run, shared by its callers; most callers).
-COUNTS = {64 << 10: (1600, 8), 1 << 20: (192, 8), 16 << 20: (16, 8), 256 << 20: (1, 1)}
+#: By size: most callers.
+SIZES = {64 << 10: 8, 1 << 20: 8, 16 << 20: 8, 256 << 20: 1}
 AREA_BYTES = 128 << 20
 
 
@@ -99,17 +99,17 @@ class Contestant:
         self._has_owner = entry.kind != "memmove"
         self._number = 0
 
-    def run(self, op: str, size: int, callers: int, times: int) -> dict[str, float]:
+    def run(self, op: str, size: int, callers: int, seconds: float) -> dict[str, float]:
         """One run, its bytes verified; seconds of CPU time of both processes per GB."""
         self._number += 1
         source, destination = (self.owner, self.mover) if op == "READ" else (self.mover, self.owner)
         source.call("stamp", size=size, num_spots=self._area_bytes // size, number=self._number)
         before = cpu_s([self.owner.pid])
-        figures = self.mover.call("run", op=op, size=size, callers=callers, times=times)
+        figures = self.mover.call("run", op=op, size=size, callers=callers, seconds=seconds)
         owner_cpu_s = cpu_s([self.owner.pid]) - before
         if self._has_owner:
             destination.call("verify", size=size, spots=figures["spots"], number=self._number)
-        gigabytes = size * callers * times / 1e9
+        gigabytes = size * figures["num_pieces"] / 1e9
         return {
             "p50_us": figures["p50_us"],
             "gb_s": gigabytes / figures["elapsed_s"],
@@ -143,15 +143,14 @@ def open_all(stack: contextlib.ExitStack, names: list[str], area_bytes: int) -> 
 def measure(options: argparse.Namespace, size: int) -> None:
     """All rounds of one size."""
     chooser = random.Random(options.seed)
-    times, most_callers = COUNTS[size]
     samples: dict[tuple[str, str, int], list[dict[str, float]]] = {}
     with contextlib.ExitStack() as stack:
         contestants, missing = open_all(stack, options.who, max(AREA_BYTES, size))
         for number in range(options.rounds + 1):
             for op in OPS:
-                for callers in [each for each in options.callers if each <= most_callers]:
+                for callers in [each for each in options.callers if each <= SIZES[size]]:
                     for each in chooser.sample(contestants, len(contestants)):
-                        figures = each.run(op, size, callers, times // callers)
+                        figures = each.run(op, size, callers, options.seconds)
                         if number:
                             samples.setdefault((each.name, op, callers), []).append(figures)
     rows = []
@@ -169,15 +168,16 @@ def measure(options: argparse.Namespace, size: int) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [entry.name for entry in ENTRIES]
-    parser.add_argument("--sizes", type=parse_sizes, default=sorted(COUNTS))
+    parser.add_argument("--sizes", type=parse_sizes, default=sorted(SIZES))
     parser.add_argument("--who", type=lambda text: text.split(","), default=names, help=", ".join(names))
     parser.add_argument("--callers", type=lambda text: [int(each) for each in text.split(",")], default=[1, 2, 4, 8])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=0.2, help="of one run (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--no-keep", action="store_true", help="do not write to results/")
     parser.add_argument("--summary", action="store_true", help="only show the kept figures beside the targets")
     options = parser.parse_args()
-    for given, known in ((options.sizes, list(COUNTS)), (options.who, names)):
+    for given, known in ((options.sizes, list(SIZES)), (options.who, names)):
         unknown = [each for each in given if each not in known]
         if unknown:
             parser.error(f"unknown: {unknown}; choose from {known}")

@@ -1,7 +1,8 @@
 """One end of a transfer in a process of its own: ``python mover_worker.py FD``, told what to do by JSON lines.
 
-A *run* has some callers (threads), each with a part of the area of its own, that move piece after piece. Both ends of
-every piece carry a stamp, which is put at the source before a run and looked for at the destination after it.
+A *run* has some callers (threads), each with a part of the area of its own, that move piece after piece for a given
+time. Both ends of every piece carry a stamp, which is put at the source before a run and looked for at the destination
+after it.
 """
 
 from __future__ import annotations
@@ -57,24 +58,27 @@ class End:
             if ends != [mark, mark]:
                 raise ValueError(f"spot {spot} of {size} bytes does not hold what was sent in run {number}")
 
-    def run(self, op: str, size: int, callers: int, times: int) -> dict[str, Any]:
-        """Let ``callers`` threads move ``times`` pieces each; the pieces' spots, and what it took."""
+    def run(self, op: str, size: int, callers: int, seconds: float) -> dict[str, Any]:
+        """Let ``callers`` threads move pieces for so long, each one at least; the pieces' spots, and what it took."""
         num_spots = len(self._view) // size
         own = max(1, num_spots // callers)
         moves = [self._mover.caller(op, size) for _ in range(callers)]
-        spots = [[(who * own + n % own) % num_spots for n in range(times)] for who in range(callers)]
         took: list[list[float]] = [[] for _ in range(callers)]
         failures: list[BaseException] = []
         barrier = threading.Barrier(callers + 1)
 
         def work(who: int) -> None:
             move, clock = moves[who], time.perf_counter
+            at, ended = who * own % num_spots * size, 0.0
             barrier.wait()
+            until = clock() + seconds
             try:
-                for spot in spots[who]:
+                while ended < until:
+                    spot_at = at + len(took[who]) % own * size
                     begun = clock()
-                    move(spot * size, spot * size)
-                    took[who].append(clock() - begun)
+                    move(spot_at, spot_at)
+                    ended = clock()
+                    took[who].append(ended - begun)
             except Exception as error:  # noqa: BLE001 - raised below, by the thread that is asked
                 failures.append(error)
 
@@ -90,7 +94,10 @@ class End:
         if failures:
             raise failures[0]
         return {
-            "spots": sorted({spot for each in spots for spot in each}),
+            "spots": sorted(
+                {who * own % num_spots + n for who in range(callers) for n in range(min(own, len(took[who])))}
+            ),
+            "num_pieces": sum(map(len, took)),
             "elapsed_s": elapsed_s,
             "p50_us": statistics.median(value for each in took for value in each) * 1e6,
             "mover_cpu_s": cpu_s,

@@ -36,8 +36,12 @@ def test_a_run_moves_what_it_counts_and_is_verified(worker: Worker, tmp_path: Pa
     worker.call("open", kind="stream", packages="", area_bytes=area, **offer)
     for number, (op, source, destination) in enumerate((("READ", owner, worker), ("WRITE", worker, owner))):
         source.call("stamp", size=size, num_spots=area // size, number=number)
-        figures = worker.call("run", op=op, size=size, callers=2, times=3)
-        assert figures["spots"] == [0, 1, 2, 8, 9, 10]
+        figures = worker.call("run", op=op, size=size, callers=2, seconds=0.0)
+        assert figures["spots"] == [0, 8]
+        assert figures["num_pieces"] == 2
+        figures = worker.call("run", op=op, size=size, callers=2, seconds=0.3)
+        assert figures["spots"] == list(range(area // size))
+        assert figures["num_pieces"] > area // size
         assert figures["p50_us"] > 0
         destination.call("verify", size=size, spots=figures["spots"], number=number)
         with pytest.raises(WorkerFailed, match="does not hold what was sent"):
