@@ -174,10 +174,9 @@ class TransferEngine:
         """Move everything, in this thread; returns when all bytes have arrived, raises the first error otherwise."""
         admit_deadline(deadline_s)
         start_s = self._clock.now_s()
-        if len(requests) == 1 and self._is_one_slice(requests[0]):
-            if send_directly(requests[0], start_s, deadline_s, self.config.slice_deadline_s, self._workshop):
-                return
-        elif copy_directly(requests, self.config.direct_bytes, self._clock, self._workshop.lock):
+        if copy_directly(requests, self.config.direct_bytes, self._clock, self._workshop.lock):
+            return
+        if len(requests) == 1 and self._sent_directly(requests[0], start_s, deadline_s):
             return
         left_s = deadline_s - (self._clock.now_s() - start_s)
         self._prepare(requests).wait(max(0.0, left_s)).raise_first()
@@ -247,12 +246,14 @@ class TransferEngine:
                 del self._segments[stale]
             self._segments[key] = opening
 
-    def _is_one_slice(self, request: TransferRequest) -> bool:
-        """Whether it needs no more than one slice on a transport that moves bytes by itself."""
+    def _sent_directly(self, request: TransferRequest, now_s: float, deadline_s: float) -> bool:
+        """Whether it has arrived as one slice on a transport that moves bytes by itself; not if it needs more."""
         target = request.target
         if target.shm is not None or not request.plain or type(request.length) is not int:
             return False
-        return request.length <= self._slice_bytes[target.transport]
+        if request.length > self._slice_bytes[target.transport]:
+            return False
+        return send_directly(request, now_s, deadline_s, self.config.slice_deadline_s, self._workshop)
 
     def _open(self, descriptor: SegmentDescriptor, session_id: int, pinned: str | None) -> RemoteSegment:
         wanted = (pinned,) if pinned is not None else self.transports

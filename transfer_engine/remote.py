@@ -19,7 +19,7 @@ from tanghulu.transfer_engine.rdma import pair_devices, rdma_peer
 from tanghulu.transfer_engine.rdma_devices import LocalDevices
 from tanghulu.transfer_engine.segment import SegmentDescriptor
 from tanghulu.transfer_engine.shm import ShmPeer
-from tanghulu.transfer_engine.spinning import SpinBudget, Spinner, paying_spin_s
+from tanghulu.transfer_engine.spinning import Spinner, paying_spin_s
 from tanghulu.transfer_engine.tcp import TcpPeer
 from tanghulu.transfer_engine.tls_network import TlsNetwork
 from tanghulu.transfer_engine.topology import Topology, pair
@@ -72,7 +72,7 @@ class RemoteSegment:
         self.pools = {path: self._pools[path.transport] for path in self.paths.paths}
         spin_s = paying_spin_s(config.spin_s)
         #: For one caller at a time that waits for this peer; None: nobody spins.
-        self.spinner = Spinner(SpinBudget(spin_s), clock) if spin_s > 0 else None
+        self.spinner = Spinner(spin_s, clock) if spin_s > 0 else None
         #: Whether ``close()`` has been called.
         self.closed = False
 

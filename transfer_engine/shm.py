@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import os
+import select
 import socket
 import struct
 
@@ -39,10 +39,12 @@ from tanghulu.transfer_engine.wire import (
 )
 
 _CREDENTIALS = struct.Struct("3i")
-_PEEK = socket.MSG_PEEK | socket.MSG_DONTWAIT
-_RECV = ctypes.PyDLL(None, use_errno=True).recv
-_RECV.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_RECV.restype = ctypes.c_ssize_t
+#: Keeps the GIL (see ``copying``). Its arguments' types are not declared: to convert them takes longer than the call.
+_poll = ctypes.PyDLL(None).poll
+
+
+class _Poll(ctypes.Structure):
+    _fields_ = (("fd", ctypes.c_int), ("events", ctypes.c_short), ("revents", ctypes.c_short))
 
 
 class ShmPeer:
@@ -57,7 +59,8 @@ class ShmPeer:
         self._memory = memory
         self._sock = sock
         self._endpoint = endpoint
-        self._fd = sock.fileno()
+        self._door = _Poll(sock.fileno(), select.POLLIN)
+        self._door_pointer = ctypes.byref(self._door)
         self._closed = False
 
     @classmethod
@@ -107,8 +110,17 @@ class ShmPeer:
 
     @property
     def alive(self) -> bool:
-        """Whether the owner still keeps its end of the connection open."""
-        return not self._closed and _hangs_on(self._fd)
+        """Whether the owner still keeps its end of the connection, on which nothing is ever said, open.
+
+        Asked after every copy, so it keeps the GIL: nobody can close the descriptor between the look at ``_closed`` and
+        the call.
+        """
+        if self._closed:
+            return False
+        found = _poll(self._door_pointer, 1, 0)
+        while found < 0:  # a signal came meanwhile
+            found = _poll(self._door_pointer, 1, 0)
+        return bool(found == 0)
 
     def gone(self) -> NodeUnavailable:
         """The error to report when it is not."""
@@ -178,16 +190,6 @@ class ShmLink:
     def check(self) -> None:
         """Assert the invariants: nothing is copied after the owner was found gone."""
         assert not any(isinstance(each, Lost) for each in self._ended[:-1])
-
-
-def _hangs_on(fd: int) -> bool:
-    """Whether the other end of a connection on which nothing is ever said is still open.
-
-    Asked after every copy, so it keeps the GIL (see ``copying``): nobody can close ``fd`` between the look at
-    ``_closed`` and this call.
-    """
-    byte = ctypes.c_char()
-    return _RECV(fd, ctypes.byref(byte), 1, _PEEK) < 0 and ctypes.get_errno() in (errno.EAGAIN, errno.EINTR)
 
 
 def _receive_memory(sock: socket.socket, size_bytes: int) -> MappedMemory | ProcessMemory:

@@ -1,138 +1,193 @@
 """Ask again and again for a moment before sleeping: when it pays, and the two shells that do it.
 
 To wake a core that sleeps takes longer than a small transfer, above all on a virtual one, where it costs a way through
-the hypervisor (100 us and more were seen, for an answer that takes 30). Who keeps asking instead has the answer at once
-and pays with CPU time. ``SpinBudget`` decides, from times alone: asking in vain is paid from a small income, and who is
-answered in time goes on. So a waiting thread learns by itself whether its peer answers quickly, and whatever makes
-asking harmful ends it: a slow peer, a network between, a thread that holds the interpreter or a process that wants the
-core, because the time that the asking thread loses to them counts as spent in vain.
-
-An answer in time proves nothing if the peer works on the same core: then it had to wait for the asking to end. Linux
-likes to put it there, because whoever sends to a sleeping process mostly sleeps next itself; and there a switch between
-the two is cheap. So only peers on other cores are asked (``NeighbourCore``), and only their answers count.
+the hypervisor (100 us and more were seen, for an answer of 30). Who keeps asking instead has the answer at once. But
+the other end must be awake as well, and asking may as well cost time: the peer works on the same core (Linux likes to
+put there whom a process wakes before it sleeps itself, and there a switch between the two is cheap), other processes
+want the core and get it for longer later, other threads want the interpreter, or the peer is in another town. None of
+that can be known, so it is tried: ``SpinTrial``, at the client, compares its waits. In each head it says whether it
+spins, and only then does the owner. ``SpinBudget`` bounds what the owner may spend on clients that do not come back.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import socket
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from tanghulu.clock import Clock
 
-#: Share of the time that may be spent in vain.
-INCOME = 0.05
-#: What an answer in time earns, of one ``spin_s``: it spares the thread being put to sleep and woken.
-REWARD = 0.25
-#: So many times ``spin_s`` are saved up before spinning begins, and may be spent in vain in a row.
-PURSE_SPINS = 16
+#: Waits of one try; the first of them belong to the way of waiting before it, and are not compared.
+TRY_WAITS = 32
+_FIRST_WAITS = 4
+#: A wait counts as no longer than this.
+LONGEST_WAIT_S = 0.01
+#: Spinning must be shorter by this share of the wait: it costs a core.
+GAIN = 0.1
+#: What was found is kept for so many waits, twice as many each time that it is found again, and so many at most.
+KEPT_WAITS, KEPT_WAITS_MAX = TRY_WAITS, 64 * TRY_WAITS
+#: Share of the time that an owner may spend in vain, and what a head in time earns of one spin.
+INCOME, REWARD = 0.05, 0.25
+#: So many times its ``spin_s`` an owner saves up before it spins, and may spend in vain in a row.
+PURSE_SPINS = 2 * TRY_WAITS
 #: Ends a spin under a clock that stands still.
 _MAX_ASKS = 10_000
 _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
-_LIBC = ctypes.PyDLL(None)
-_getsockopt = _LIBC.getsockopt
-_getsockopt.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
-_own_core: Callable[[], int] = _LIBC.sched_getcpu
+
+
+class TrialState(Enum):
+    """What a trial is at."""
+
+    #: Waits asleep, to see how long that takes.
+    SLEEPS = "sleeps"
+    #: Spins, to see how long that takes.
+    SPINS = "spins"
+    #: Waits in the better of the two ways.
+    KEEPS = "keeps"
+
+
+#: When the waits of a state are over.
+TRANSITIONS = {
+    TrialState.SLEEPS: TrialState.SPINS,
+    TrialState.SPINS: TrialState.KEEPS,
+    TrialState.KEEPS: TrialState.SLEEPS,
+}
+
+
+class SpinTrial:
+    """Whether to spin, by what waits took with and without; pure. For one waiting thread at a time.
+
+    Example: 32 waits asleep take 90 us on average, the next 32 spinning 30 us. So the next 32 spin, then both are
+    tried again, and if that says the same the next 64 spin, and so on up to 2,048; but should some of them take as
+    long as 32 did asleep, that is the end of it. Where waits take 50 and 48 us it sleeps, because 4 % are not worth a
+    core. Before long the worse way is tried in 2 % of the waits.
+    """
+
+    def __init__(self) -> None:
+        self.state = TrialState.SLEEPS
+        #: Whether the next wait spins.
+        self.spins = False
+        self._num_left = TRY_WAITS
+        self._sum_s = 0.0
+        self._asleep_s = 0.0  # of the last try
+        self._was_better = False  # spinning, at the last try
+        self._kept_waits = KEPT_WAITS
+
+    def waited(self, seconds: float) -> None:
+        """A wait is over."""
+        self._num_left -= 1
+        left = self._num_left % TRY_WAITS
+        if left < TRY_WAITS - _FIRST_WAITS:
+            self._sum_s += min(seconds, LONGEST_WAIT_S)
+        disappoints = self.spins and not self._is_better(self._sum_s)
+        if disappoints or not self._num_left:
+            self._go_on()
+        elif not left:
+            self._sum_s = 0.0
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        assert 0 < self._num_left <= KEPT_WAITS_MAX
+        assert self.state is TrialState.KEEPS or self.spins is (self.state is TrialState.SPINS)
+
+    def __repr__(self) -> str:
+        return f"SpinTrial({self.state.value}, {'spins' if self.spins else 'sleeps'}, {self._num_left} waits left)"
+
+    def _is_better(self, spinning_s: float) -> bool:
+        return spinning_s < self._asleep_s * (1 - GAIN)
+
+    def _go_on(self) -> None:
+        took_s, self._sum_s = self._sum_s, 0.0
+        before, self.state = self.state, TRANSITIONS[self.state]
+        self._num_left = TRY_WAITS
+        if before is TrialState.SLEEPS:
+            self._asleep_s, self.spins = took_s, True
+        elif before is TrialState.SPINS:
+            better = self._is_better(took_s)
+            self._kept_waits = min(self._kept_waits * 2, KEPT_WAITS_MAX) if better is self._was_better else KEPT_WAITS
+            self.spins = self._was_better = better
+            self._num_left = self._kept_waits
+        else:
+            self.spins = False
 
 
 class SpinBudget:
-    """Whether the next wait may spin, and how long; pure. For one waiting thread at a time.
+    """Whether the owner may spin once more for a client that says it does; pure.
 
-    Example with ``spin_s`` 100 us: the purse holds 1.6 ms. Sixteen waits in vain empty it; then 32 ms pass
-    without spinning, and it is full again. If the peer takes 1 ms for each answer, that is 16 spins in 48 ms. If four
-    of five are answered in time, they earn what the fifth costs, and spinning goes on for ever.
+    Example with ``spin_s`` 100 us: the purse holds 6.4 ms. Sixty-four waits in vain empty it; then 128 ms pass without
+    spinning, and it is full again. If four of five heads come in time, they earn what the fifth costs.
     """
 
     def __init__(self, spin_s: float) -> None:
         self.spin_s = spin_s
         self._purse_s = self._full_s = spin_s * PURSE_SPINS
-        self._resting = spin_s <= 0
+        self._rests_until_s = 0.0
         self._counted_at_s = 0.0
         self._begun_s = 0.0
 
-    def resting(self, now_s: float) -> bool:
-        """Whether spinning did not pay, so that it is left for a while."""
-        purse_s = self._purse_s + (now_s - self._counted_at_s) * INCOME
-        self._purse_s = min(purse_s, self._full_s)
-        self._counted_at_s = now_s
-        if self._resting and self.spin_s > 0:
-            self._resting = self._purse_s < self._full_s
-        return self._resting
-
-    def begin(self, now_s: float) -> None:
-        """A wait begins that spins, for ``spin_s`` at most; ``end`` comes when that is over. Only while not resting."""
-        assert not self._resting, "the purse is empty"
-        self._begun_s = now_s
+    def begin(self, now_s: float) -> bool:
+        """Something is waited for; whether to spin, for ``spin_s`` at most. Then ``end`` comes when that is over."""
+        if now_s < self._rests_until_s:
+            return False
+        self._purse_s = min(self._purse_s + (now_s - self._counted_at_s) * INCOME, self._full_s)
+        self._counted_at_s = self._begun_s = now_s
+        return True
 
     def end(self, now_s: float, answered: bool) -> None:
-        """The spin that began last is over; an answer that took longer than ``spin_s`` is none."""
+        """The spin is over; what took longer than ``spin_s`` was in vain, whoever took the thread's time."""
         took_s = now_s - self._begun_s
         if answered and took_s <= self.spin_s:
-            self._purse_s += self.spin_s * REWARD  # more than full is cut off at the next look
+            self._purse_s += self.spin_s * REWARD  # more than full is cut off when the next begins
             return
         self._purse_s -= took_s
-        self._resting = self._purse_s < self.spin_s
+        if self._purse_s < self.spin_s:
+            self._rests_until_s = now_s + (self._full_s - self._purse_s) / INCOME
 
     def check(self) -> None:
         """Assert the invariants: while it may spin there is something to spend."""
-        assert self._resting or self._purse_s >= self.spin_s > 0
+        assert self._purse_s >= self.spin_s or self._rests_until_s > self._begun_s
 
     def __repr__(self) -> str:
-        return f"SpinBudget({self._purse_s * 1e6:.0f} us{', resting' if self._resting else ''})"
-
-
-class NeighbourCore:
-    """Where the other end of a TCP connection on this machine works, for one thread at a time.
-
-    The kernel notes at each socket the core on which its last packet came in; on loopback that is the sender's.
-    """
-
-    def __init__(self, fd: int) -> None:
-        self._core, self._size = ctypes.c_int(-1), ctypes.c_uint32(ctypes.sizeof(ctypes.c_int))
-        option = int(socket.SO_INCOMING_CPU)
-        self._ask = (fd, socket.SOL_SOCKET, option, ctypes.addressof(self._core), ctypes.addressof(self._size))
-
-    def apart(self) -> bool:
-        """Whether the last that came was sent from another core than this thread is on now."""
-        return _getsockopt(*self._ask) == 0 and self._core.value != _own_core()
+        return f"SpinBudget({self._purse_s * 1e6:.0f} us, rests until {self._rests_until_s:g} s)"
 
 
 class Spinner:
-    """A thread's wait for what a call of the kernel gives."""
+    """How one caller at a time waits for the answers of a peer: spinning for ``spin_s`` first, where that pays."""
 
-    def __init__(self, budget: SpinBudget, clock: Clock) -> None:
-        self._budget = budget
+    def __init__(self, spin_s: float, clock: Clock) -> None:
+        self.trial = SpinTrial()
+        self._spin_s = spin_s
         self._now_s = clock.now_s
 
-    def ask(self, apart: Callable[[], bool], call: Callable[..., Any], *arguments: Any) -> Any:
-        """``call(*arguments)``, as often as the budget lets it raise BlockingIOError; None when that is over.
+    def receive(self, call: Callable[[Any, int, int], Any], into: object) -> Any:
+        """What ``call(into, 0, flags)`` gives first, a receiving method of a socket that may wait."""
+        begun_s = self._now_s()
+        found = self._ask(begun_s, call, into) if self.trial.spins else None
+        if found is None:
+            found = call(into, 0, 0)
+        self.trial.waited(self._now_s() - begun_s)
+        return found
 
-        Other errors are the caller's. ``call`` must not wait, and must not give None. ``apart`` says whether the peer
-        works on another core.
-        """
-        budget, clock = self._budget, self._now_s
-        if budget.resting(now_s := clock()) or not apart():
-            return None
-        budget.begin(now_s)
-        until_s, found = now_s + budget.spin_s, None
-        try:
-            for _ in range(_MAX_ASKS):
-                try:
-                    found = call(*arguments)
-                    return found
-                except BlockingIOError:
-                    if clock() >= until_s:
-                        return None
-            return None
-        finally:
-            budget.end(clock(), found is not None and apart())
+    def receive_more(self, call: Callable[[Any, int, int], Any], into: object) -> Any:
+        """What it gives without sleeping, or None."""
+        return self._ask(self._now_s(), call, into) if self.trial.spins else None
+
+    def _ask(self, now_s: float, call: Callable[[Any, int, int], Any], into: object) -> Any:
+        until_s = now_s + self._spin_s
+        for _ in range(_MAX_ASKS):
+            try:
+                return call(into, 0, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                if self._now_s() >= until_s:
+                    break
+        return None
 
 
 class LoopSpinner:
-    """Keeps an event loop awake for a moment when a peer's next message may come soon.
+    """Keeps an owner's event loop awake for a moment when a client's next words may come soon.
 
     The loop does not wait here: it goes round, and serves whatever else is ready. ``soon`` is its ``call_soon``.
     """
@@ -145,21 +200,20 @@ class LoopSpinner:
         self._until_s = 0.0
         self._queued = False  # a round of ours is in the loop's queue
 
-    def wait(self, core: NeighbourCore) -> None:
-        """Something is waited for, from a peer that works there."""
-        if self._spinning or self._budget.resting(now_s := self._now_s()) or not core.apart():
+    def wait(self) -> None:
+        """Something is waited for."""
+        if self._spinning or not self._budget.begin(now_s := self._now_s()):
             return
-        self._budget.begin(now_s)
         self._spinning, self._until_s = True, now_s + self._budget.spin_s
         if not self._queued:
             self._queued = True
             self._soon(self._round)
 
-    def answered(self, core: NeighbourCore) -> None:
+    def answered(self) -> None:
         """Something has come."""
         if self._spinning:
             self._spinning = False
-            self._budget.end(self._now_s(), core.apart())
+            self._budget.end(self._now_s(), True)
 
     def _round(self) -> None:
         if self._spinning and (now_s := self._now_s()) >= self._until_s:

@@ -11,32 +11,30 @@ from collections.abc import Callable
 from typing import Any
 
 from tanghulu.transfer_engine.network import StreamSocket
-from tanghulu.transfer_engine.spinning import NeighbourCore, Spinner
+from tanghulu.transfer_engine.spinning import Spinner
 from tanghulu.transfer_engine.wire import REPLY_BYTES, pack_reply
 
 #: The number of a slice that has the stream for itself.
 DIRECT_SLICE_ID = 1
 _ACKNOWLEDGEMENT = pack_reply(DIRECT_SLICE_ID, 0)
-_DONTWAIT = socket.MSG_DONTWAIT
 #: More pieces of a payload are not asked for one by one: the wait for all of them has an end.
 _MAX_PIECES = 64
 
 
 class AnswerTaker:
-    """Takes the answers that come over ``sock``; with a ``Spinner`` it asks for a moment before each wait."""
+    """Takes the answers that come over ``sock``; with a ``Spinner`` it may ask for a moment before it sleeps."""
 
     def __init__(self, sock: StreamSocket) -> None:
         self._sock = sock
-        self._apart = NeighbourCore(sock.fileno()).apart
 
     def acknowledgement(self, head: memoryview, spinner: Spinner | None) -> tuple[bool, int]:
         """(whether a WRITE was acknowledged, how many bytes came into ``head``)."""
-        got = self._wait(self._sock.recv_into, head, spinner)
+        got = _first(self._sock.recv_into, head, spinner)
         return got == REPLY_BYTES and head == _ACKNOWLEDGEMENT, got
 
     def payload(self, head: memoryview, memory: memoryview, spinner: Spinner | None) -> tuple[bool, int]:
         """(whether all of a READ's payload is in ``memory``, how many bytes came, its reply's included)."""
-        got = self._wait(self._sock.recvmsg_into, (head, memory), spinner)[0]
+        got = _first(self._sock.recvmsg_into, (head, memory), spinner)[0]
         num_bytes = len(memory)
         if got < REPLY_BYTES or head != pack_reply(DIRECT_SLICE_ID, num_bytes):
             return False, got
@@ -48,7 +46,7 @@ class AnswerTaker:
         """How many bytes came of what a payload still lacks."""
         got, receive = 0, self._sock.recv_into
         for _ in range(_MAX_PIECES):
-            found: int | None = None if spinner is None else spinner.ask(self._apart, receive, rest[got:], 0, _DONTWAIT)
+            found: int | None = None if spinner is None else spinner.receive_more(receive, rest[got:])
             if not found:
                 break
             got += found
@@ -58,7 +56,7 @@ class AnswerTaker:
             got += receive(rest[got:], 0, socket.MSG_WAITALL)
         return got
 
-    def _wait(self, receive: Callable[[Any, int, int], Any], into: object, spinner: Spinner | None) -> Any:
-        """What ``receive(into, 0, flags)`` gives: asked for without waiting at first, with a spinner."""
-        found = None if spinner is None else spinner.ask(self._apart, receive, into, 0, _DONTWAIT)
-        return receive(into, 0, 0) if found is None else found
+
+def _first(receive: Callable[[Any, int, int], Any], into: object, spinner: Spinner | None) -> Any:
+    """What a receiving method gives first; waits for it."""
+    return receive(into, 0, 0) if spinner is None else spinner.receive(receive, into)

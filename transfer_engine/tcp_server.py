@@ -22,7 +22,7 @@ from typing import Protocol, cast
 
 from tanghulu.errors import TanghuluError
 from tanghulu.rpc.pacing import unpace_within_machine
-from tanghulu.transfer_engine.spinning import LoopSpinner, NeighbourCore
+from tanghulu.transfer_engine.spinning import LoopSpinner
 from tanghulu.transfer_engine.wire import (
     HEAD_BYTES,
     REPLY_BYTES,
@@ -122,14 +122,14 @@ class TcpConnection(asyncio.BufferedProtocol):
         self._head_bytes = 0
         self._work: Head | None = None  # the begun slice
         self._done_bytes = 0  # of it, or of the notice
-        self._notice = memoryview(b"")
+        self._notice = self._discard = memoryview(b"")
         self._discard_bytes = 0
-        self._discard = memoryview(b"")
         self._transport: asyncio.Transport | None = None
         self._fd = -1  # the transport's socket, where that is one, while it is open
         self._admitted = self._paused = False
         self._writable = True
-        self._core: NeighbourCore | None = None  # of a peer that can be waited for awake
+        self._spinner = door.spinner
+        self._peer_awake = False  # as its last head said
 
     # --- asyncio's calls
 
@@ -142,15 +142,13 @@ class TcpConnection(asyncio.BufferedProtocol):
         if sock is not None:
             self._fd = -1 if self._encrypted else sock.fileno()  # what goes there by itself is not encrypted
             unpace_within_machine(sock, transport.get_extra_info("peername") or ("",))
-            if self._door.spinner is not None:
-                self._core = NeighbourCore(sock.fileno())
         self._admitted = self._door.opened(self)
         if not self._admitted:
             self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the open slice. A READ's only behind this callback: uvloop closes the socket right after it."""
-        self._fd, self._core = -1, None
+        self._fd = -1
         if self._phase is _SEND:
             self._door.soon(self._finish)
         else:
@@ -233,6 +231,7 @@ class TcpConnection(asyncio.BufferedProtocol):
         except MalformedMessage as error:
             self._turn_away(error)
             return
+        self._peer_awake = head.awake
         self._answered()
         try:
             if head.op is _READ and self.token:
@@ -387,12 +386,12 @@ class TcpConnection(asyncio.BufferedProtocol):
 
     def _wait(self) -> None:
         """Its next words may come at once."""
-        if self._core is not None and self._door.spinner is not None:
-            self._door.spinner.wait(self._core)
+        if self._peer_awake and self._spinner is not None:
+            self._spinner.wait()
 
     def _answered(self) -> None:
-        if self._core is not None and self._door.spinner is not None:
-            self._door.spinner.answered(self._core)
+        if self._spinner is not None:
+            self._spinner.answered()
 
     def _resume_reading(self) -> None:
         if self._paused and self._transport is not None:

@@ -194,8 +194,9 @@ class TcpStream:
             self._set_timeout(timeout_s)
         num_bytes, is_read = len(memory), opcode is _READ
         head = pack_head(
-            opcode, DIRECT_SLICE_ID, self._session_id, lease_id, self._generation, remote_offset, num_bytes
-        )
+            opcode, DIRECT_SLICE_ID, self._session_id, lease_id, self._generation, remote_offset, num_bytes,
+            awake=spinner is not None and spinner.trial.spins,
+        )  # fmt: skip
         sent, got, error = 0, -1, None
         try:
             if is_read:

@@ -1,10 +1,9 @@
-"""When a wait may spin: the budget in virtual time, the two shells around it, and both ends of a real connection."""
+"""When a wait spins: the trial and the budget in virtual time, the shells around them, and both ends for real."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import socket
 from collections import deque
 from collections.abc import Callable
@@ -19,82 +18,110 @@ from tanghulu.transfer_engine import spinning
 from tanghulu.transfer_engine.engine import EngineConfig, Opcode, TransferEngine, TransferRequest
 from tanghulu.transfer_engine.spinning import (
     INCOME,
+    KEPT_WAITS_MAX,
     PURSE_SPINS,
     REWARD,
+    TRY_WAITS,
     LoopSpinner,
-    NeighbourCore,
     SpinBudget,
     Spinner,
+    SpinTrial,
+    TrialState,
 )
+from tanghulu.transfer_engine.wire import Head, MalformedMessage, Op, parse_head
 
 SPIN_S = 100e-6
 
 
-def spend(budget: SpinBudget, clock: ManualClock, wait_s: float) -> bool:
-    """One wait whose answer takes so long; whether it was spun for."""
-    allowed = not budget.resting(clock.now_s())
-    if allowed:
-        budget.begin(clock.now_s())
-    clock.advance(min(wait_s, SPIN_S) if allowed else wait_s)
-    if allowed:
-        budget.end(clock.now_s(), wait_s <= SPIN_S)
-        clock.advance(max(0.0, wait_s - SPIN_S))
-    budget.check()
-    return allowed
+# --- the trial
 
 
-def test_it_goes_on_for_ever_with_a_quick_peer():
-    budget, clock = SpinBudget(SPIN_S), ManualClock(5.0)
-    assert all(spend(budget, clock, 30e-6) for _ in range(1000))
+def wait(trial: SpinTrial, asleep_s: float, spinning_s: float) -> bool:
+    """One wait in the way that the trial wants; whether that was spinning."""
+    spun = trial.spins
+    trial.waited(spinning_s if spun else asleep_s)
+    trial.check()
+    return spun
 
 
-def test_four_of_five_answers_in_time_pay_for_the_fifth():
-    budget, clock = SpinBudget(SPIN_S), ManualClock(5.0)
-    assert all(spend(budget, clock, 0.01 if number % 5 == 0 else 30e-6) for number in range(1000))
+def runs(spun: list[bool]) -> list[tuple[bool, int]]:
+    return [(each, len(list(group))) for each, group in itertools.groupby(spun)]
 
 
-def test_a_slow_peer_is_asked_a_few_times_and_then_rarely():
-    """The docstring's example: 16 spins of 100 us in 48 ms."""
-    budget, clock = SpinBudget(SPIN_S), ManualClock(5.0)
-    spun = [spend(budget, clock, 1e-3) for _ in range(1000)]
-    first = spun.index(False)
-    assert PURSE_SPINS <= first <= PURSE_SPINS * 2
-    again = spun.index(True, first)
-    rest_s = PURSE_SPINS * SPIN_S / INCOME
-    assert (again - first) * 1e-3 == pytest.approx(rest_s, rel=0.1)
-    assert sum(spun) * SPIN_S <= 1.0 * INCOME + PURSE_SPINS * SPIN_S + 1e-9
+def test_the_better_way_is_kept_and_tried_again_more_rarely():
+    """The docstring's example."""
+    trial = SpinTrial()
+    spun = [wait(trial, 90e-6, 30e-6) for _ in range(20_000)]
+    kept = [length - TRY_WAITS for spins, length in runs(spun)[:-1] if spins]
+    assert kept[:8] == [32, 64, 128, 256, 512, 1024, 2048, 2048]
+    assert {length for spins, length in runs(spun)[:-1] if not spins} == {TRY_WAITS}
 
 
-def test_time_that_others_take_from_the_spinning_thread_counts():
-    """A thread that is put off its core for 4 ms, or waits so long for the interpreter, leaves spinning for 80 ms."""
-    budget, clock = SpinBudget(SPIN_S), ManualClock(5.0)
-    assert not budget.resting(clock.now_s())
-    budget.begin(clock.now_s())
-    clock.advance(4e-3)
-    budget.end(clock.now_s(), answered=True)
-    assert budget.resting(clock.now_s())
-    clock.advance(0.07)
-    assert budget.resting(clock.now_s())
-    clock.advance(0.02)
-    assert not budget.resting(clock.now_s())
+def test_spinning_that_does_not_pay_is_left():
+    for asleep_s, spinning_s in ((50e-6, 48e-6), (100e-6, 140e-6), (300e-6, 300e-6)):
+        trial = SpinTrial()
+        spun = [wait(trial, asleep_s, spinning_s) for _ in range(20_000)]
+        assert max(length for spins, length in runs(spun) if spins) <= TRY_WAITS
+        assert sum(spun) < 0.04 * len(spun)
 
 
-@pytest.mark.parametrize("spin_s", [0.0, -1.0])
-def test_without_a_time_there_is_no_spinning(spin_s: float):
-    budget = SpinBudget(spin_s)
-    assert budget.resting(0.0)
-    assert budget.resting(1e9)
+def test_a_peer_that_becomes_slow_or_quick_is_noticed():
+    trial = SpinTrial()
+    for _ in range(20_000):
+        wait(trial, 90e-6, 30e-6)
+    spun = [wait(trial, 90e-6, 120e-6) for _ in range(20_000)]
+    assert runs(spun)[0][1] <= 2 * TRY_WAITS
+    assert sum(spun) < 0.05 * len(spun)
+    spun = [wait(trial, 90e-6, 30e-6) for _ in range(20_000)]
+    assert sum(spun) > 0.95 * (len(spun) - KEPT_WAITS_MAX)
+
+
+def test_the_first_waits_of_a_try_are_those_before_it():
+    """A peer that slept has to be woken once before it spins, too."""
+    trial = SpinTrial()
+    for number in range(2 * TRY_WAITS):
+        trial.waited(0.9 if number == TRY_WAITS else 30e-6 if trial.spins else 90e-6)
+    assert trial.spins
+
+
+def test_a_try_ends_as_soon_as_it_cannot_pay():
+    trial = SpinTrial()
+    spun = [wait(trial, 90e-6, 5e-3) for _ in range(1000)]
+    assert max(length for spins, length in runs(spun) if spins) <= 6
+
+
+def test_a_choice_by_bad_luck_does_not_last():
+    """While the waits asleep were tried something else took the core; spinning is the slower way for all that."""
+    trial = SpinTrial()
+    for _ in range(TRY_WAITS):
+        trial.waited(5e-3)
+    spun = [wait(trial, 90e-6, 4e-3) for _ in range(1000)]
+    assert runs(spun)[0] == (True, 2 * TRY_WAITS)
+    assert sum(spun) <= 3 * TRY_WAITS
+
+
+@given(st.lists(st.floats(0, 10), min_size=1, max_size=3000))
+def test_every_state_comes_and_ends(waits: list[float]):
+    trial, states = SpinTrial(), [TrialState.SLEEPS]
+    for seconds in waits:
+        trial.waited(seconds)
+        trial.check()
+        if trial.state is not states[-1]:
+            states.append(trial.state)
+    assert all(spinning.TRANSITIONS[before] is after for before, after in itertools.pairwise(states))
+    assert len(states) > 2 or len(waits) < 2 * TRY_WAITS
+
+
+# --- the budget
 
 
 @given(st.lists(st.tuples(st.floats(0, 0.01), st.booleans(), st.floats(0, 0.005)), max_size=200))
 def test_what_is_spent_in_vain_is_bounded(waits: list[tuple[float, bool, float]]):
     """By the share of the time, by what answers earned, by the purse, and by one overrun."""
-    budget, clock, vain_s, earned_s = SpinBudget(SPIN_S), ManualClock(), 0.0, 0.0
-    longest_s = 0.0
+    budget, clock, vain_s, earned_s, longest_s = SpinBudget(SPIN_S), ManualClock(), 0.0, 0.0, 0.0
     for idle_s, answered, took_s in waits:
         clock.advance(idle_s)
-        if not budget.resting(clock.now_s()):
-            budget.begin(clock.now_s())
+        if budget.begin(clock.now_s()):
             clock.advance(took_s)
             budget.end(clock.now_s(), answered)
             if answered and took_s <= SPIN_S:
@@ -106,94 +133,98 @@ def test_what_is_spent_in_vain_is_bounded(waits: list[tuple[float, bool, float]]
     assert vain_s <= INCOME * clock.now_s() + earned_s + PURSE_SPINS * SPIN_S + longest_s + 1e-9
 
 
+def test_four_of_five_heads_in_time_pay_for_the_fifth():
+    budget, clock = SpinBudget(SPIN_S), ManualClock(5.0)
+    for number in range(1000):
+        assert budget.begin(clock.now_s())
+        clock.advance(SPIN_S if number % 5 == 0 else 30e-6)
+        budget.end(clock.now_s(), bool(number % 5))
+        budget.check()
+
+
+def test_clients_that_do_not_come_back_are_not_waited_for():
+    """The docstring's example: 64 spins, then a rest of 128 ms."""
+    budget, clock = SpinBudget(SPIN_S), ManualClock(5.0)
+    spun = []
+    for _ in range(600):
+        spun.append(budget.begin(clock.now_s()))
+        clock.advance(SPIN_S)
+        if spun[-1]:
+            budget.end(clock.now_s(), False)
+        clock.advance(0.9e-3)
+    (_, first), (_, rest), *_ = runs(spun)
+    assert PURSE_SPINS <= first <= 2.1 * PURSE_SPINS
+    assert rest == pytest.approx(128, abs=4)
+
+
 # --- a thread
 
 
-def apart() -> bool:
-    return True
-
-
 class Answers:
-    """A call that has nothing for some times, and takes 10 us each."""
+    """A receiving method that has nothing for some times, and takes 10 us each; one that may sleep takes 500 us."""
 
     def __init__(self, clock: ManualClock, num_empty: int) -> None:
         self.clock, self.num_left, self.num_asked = clock, num_empty, 0
 
-    def __call__(self, *arguments: object) -> object:
-        self.clock.advance(10e-6)
+    def __call__(self, into: object, number: int, flags: int) -> object:
+        assert number == 0
+        self.clock.advance(10e-6 if flags else 500e-6)
         self.num_asked += 1
-        if self.num_left:
+        if self.num_left and flags == socket.MSG_DONTWAIT:
             self.num_left -= 1
             raise BlockingIOError
-        return arguments
+        return into
+
+
+def spinner_that_spins(clock: ManualClock) -> Spinner:
+    spinner = Spinner(SPIN_S, clock)
+    while not spinner.trial.spins:
+        spinner.trial.waited(500e-6)
+    return spinner
 
 
 def test_a_thread_asks_until_the_answer_is_there():
     clock = ManualClock()
-    answers = Answers(clock, 5)
-    assert Spinner(SpinBudget(SPIN_S), clock).ask(apart, answers, "into", 0) == ("into", 0)
+    spinner, answers = spinner_that_spins(clock), Answers(clock, 5)
+    assert spinner.receive(answers, "into") == "into"
     assert answers.num_asked == 6
 
 
-def test_a_thread_gives_up_in_time_and_then_does_not_ask_at_all():
+def test_a_thread_sleeps_when_it_has_asked_for_long_enough():
     clock = ManualClock()
-    spinner, answers = Spinner(SpinBudget(SPIN_S), clock), Answers(clock, 1 << 30)
-    assert spinner.ask(apart, answers) is None
-    assert answers.num_asked == 10
-    for _ in range(PURSE_SPINS):
-        assert spinner.ask(apart, answers) is None
-    asked = answers.num_asked
-    assert spinner.ask(apart, answers) is None
-    assert answers.num_asked == asked
+    spinner, answers = spinner_that_spins(clock), Answers(clock, 1 << 30)
+    assert spinner.receive(answers, "into") == "into"
+    assert answers.num_asked == 10 + 1
+    assert spinner.receive_more(answers, "into") is None
 
 
-def test_a_peer_on_the_same_core_is_not_asked():
+def test_a_thread_that_does_not_spin_sleeps_at_once():
     clock = ManualClock()
-    answers = Answers(clock, 0)
-    assert Spinner(SpinBudget(SPIN_S), clock).ask(lambda: False, answers) is None
-    assert answers.num_asked == 0
+    spinner, answers = Spinner(SPIN_S, clock), Answers(clock, 0)
+    assert spinner.receive(answers, "into") == "into"
+    assert answers.num_asked == 1
+    assert spinner.receive_more(answers, "into") is None
 
 
-def test_an_answer_from_the_same_core_counts_as_none():
-    clock, budget = ManualClock(), SpinBudget(SPIN_S)
-    spinner = Spinner(budget, clock)
-    where = itertools.cycle([True, False])
-    asked = sum(spinner.ask(lambda: next(where), Answers(clock, 8)) is not None for _ in range(100))
-    assert PURSE_SPINS <= asked < 2 * PURSE_SPINS
+def test_a_thread_finds_out_by_itself():
+    clock = ManualClock()
+    spinner = Spinner(SPIN_S, clock)
+    for _ in range(2 * TRY_WAITS):
+        spinner.receive(Answers(clock, 2), "into")
+    assert spinner.trial.spins
+    assert spinner.trial.state is TrialState.KEEPS
 
 
 def test_a_clock_that_stands_still_ends_it():
-    def never(*_: object) -> None:
-        raise BlockingIOError
+    def never(into: object, number: int, flags: int) -> str:
+        if flags:
+            raise BlockingIOError
+        return "slept"
 
-    assert Spinner(SpinBudget(SPIN_S), ManualClock()).ask(apart, never) is None
-
-
-def test_other_errors_are_the_callers_and_the_budget_stays_whole():
-    clock, budget = ManualClock(), SpinBudget(SPIN_S)
-
-    def broken() -> None:
-        clock.advance(SPIN_S)
-        raise ConnectionResetError
-
-    spinner = Spinner(budget, clock)
-    for _ in range(PURSE_SPINS):
-        with pytest.raises(ConnectionResetError):
-            spinner.ask(apart, broken)
-        budget.check()
+    assert spinner_that_spins(ManualClock()).receive(never, "into") == "slept"
 
 
 # --- an event loop
-
-
-class Core(NeighbourCore):
-    """Where a peer is said to work."""
-
-    def __init__(self) -> None:
-        self.is_apart = True
-
-    def apart(self) -> bool:
-        return self.is_apart
 
 
 class Loop:
@@ -203,7 +234,6 @@ class Loop:
         self.clock = ManualClock()
         self.queue: deque[Callable[[], None]] = deque()
         self.spinner = LoopSpinner(SpinBudget(SPIN_S), self.clock, self.queue.append)
-        self.core = Core()
 
     def go_round(self) -> bool:
         """Whether there was something to do, so that it did not sleep."""
@@ -217,75 +247,57 @@ class Loop:
 def test_a_loop_stays_awake_for_a_moment():
     loop = Loop()
     assert not loop.go_round()
-    loop.spinner.wait(loop.core)
+    loop.spinner.wait()
     assert sum(loop.go_round() for _ in range(50)) == 11
 
 
 def test_a_loop_stays_awake_while_messages_come():
     loop = Loop()
-    loop.spinner.wait(loop.core)
+    loop.spinner.wait()
     for _ in range(200):
         assert all(loop.go_round() for _ in range(5))
-        loop.spinner.answered(loop.core)
-        loop.spinner.wait(loop.core)
+        loop.spinner.answered()
+        loop.spinner.wait()
         assert len(loop.queue) == 1, "one round of ours at a time"
-    loop.spinner.answered(loop.core)
+    loop.spinner.answered()
     assert sum(loop.go_round() for _ in range(5)) == 1
 
 
 def test_messages_that_come_late_let_it_sleep():
     loop = Loop()
     slept = 0
-    for _ in range(100):
-        loop.spinner.wait(loop.core)
+    for _ in range(200):
+        loop.spinner.wait()
         slept += sum(not loop.go_round() for _ in range(100))
-        loop.spinner.answered(loop.core)
-    assert slept > 0.9 * 100 * 100
-
-
-def test_a_loop_sleeps_where_its_peer_needs_the_core():
-    loop = Loop()
-    loop.core.is_apart = False
-    loop.spinner.wait(loop.core)
-    assert not loop.go_round()
-
-
-def test_the_core_of_the_other_end():
-    """Pinned threads: the kernel says where the last packet came from."""
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
-        pytest.skip("one core")
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        theirs = socket.create_connection(listener.getsockname())
-        ours, _ = listener.accept()
-    with theirs, ours:
-        neighbour = NeighbourCore(ours.fileno())
-        try:
-            for core in cores[:2]:
-                os.sched_setaffinity(0, {core})
-                theirs.sendall(b"x")
-                assert ours.recv(1) == b"x"
-                assert not neighbour.apart()
-            os.sched_setaffinity(0, {cores[0]})
-            assert neighbour.apart()
-        finally:
-            os.sched_setaffinity(0, cores)
-    assert not NeighbourCore(-1).apart(), "a connection that is closed"
+        loop.spinner.answered()
+    assert slept > 0.9 * 200 * 100
 
 
 async def test_a_real_loop_serves_others_meanwhile():
     loop = asyncio.get_running_loop()
     spinner = LoopSpinner(SpinBudget(5.0), SystemClock(), loop.call_soon)
-    core = Core()
-    spinner.wait(core)
+    spinner.wait()
     await asyncio.sleep(0.01)
     for _ in range(100):
         await asyncio.sleep(0)
     assert await asyncio.to_thread(lambda: 7) == 7
-    spinner.answered(core)
+    spinner.answered()
 
 
 # --- both ends
+
+
+@given(st.booleans(), st.booleans())
+def test_a_head_says_whether_the_client_is_awake(verified: bool, awake: bool):
+    head = Head(Op.READ, 1, 2, 3, 4, 5, 6, verified, 7, awake)
+    assert parse_head(head.pack()) == head
+
+
+def test_flags_that_nobody_knows_are_malformed():
+    packed = bytearray(Head(Op.READ, 1, 2, 3, 4, 5, 6).pack())
+    packed[6] = 4
+    with pytest.raises(MalformedMessage):
+        parse_head(packed)
 
 
 @pytest.mark.parametrize("spin_s", [0.0, 0.05])
@@ -299,11 +311,14 @@ def test_transfers_with_and_without(spin_s: float, length: int, monkeypatch: pyt
     ):
         remote = engine.open_segment(owner.descriptor, transport="tcp")
         assert (remote.spinner is not None) is (spin_s > 0)
-        for _ in range(3):
+        num_spun = 0
+        for number in range(TRY_WAITS + 3):
             landing = bytearray(length)
             engine.transfer([TransferRequest(Opcode.WRITE, payload, remote, 0, length)], 10)
             engine.transfer([TransferRequest(Opcode.READ, landing, remote, 0, length)], 10)
-            assert landing == payload.tobytes()
+            num_spun += remote.spinner is not None and remote.spinner.trial.spins
+            assert landing == payload.tobytes(), number
+        assert (num_spun > 0) is (spin_s > 0)
         engine.check()
 
 
