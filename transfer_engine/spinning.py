@@ -23,8 +23,8 @@ from tanghulu.clock import Clock
 #: Waits of one try; the first of them belong to the way of waiting before it, and are not compared.
 TRY_WAITS = 32
 _FIRST_WAITS = 4
-#: A wait counts as no longer than this.
-LONGEST_WAIT_S = 0.01
+#: A wait counts as no longer than this: what takes longer has other reasons, and a few such must not decide.
+LONGEST_WAIT_S = 5e-4
 #: Spinning must be shorter by this share of the wait: it costs a core.
 GAIN = 0.1
 #: What was found is kept for so many waits, twice as many each time that it is found again, and so many at most.

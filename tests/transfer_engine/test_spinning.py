@@ -87,17 +87,25 @@ def test_the_first_waits_of_a_try_are_those_before_it():
 def test_a_try_ends_as_soon_as_it_cannot_pay():
     trial = SpinTrial()
     spun = [wait(trial, 90e-6, 5e-3) for _ in range(1000)]
-    assert max(length for spins, length in runs(spun) if spins) <= 6
+    assert max(length for spins, length in runs(spun) if spins) <= 12
+
+
+def test_a_few_long_waits_do_not_decide():
+    """Another machine had the core for a while."""
+    trial, longs = SpinTrial(), {10, TRY_WAITS + 10, TRY_WAITS + 20}
+    for number in range(2 * TRY_WAITS):
+        trial.waited(0.02 if number in longs else 30e-6 if trial.spins else 90e-6)
+    assert trial.spins
 
 
 def test_a_choice_by_bad_luck_does_not_last():
     """While the waits asleep were tried something else took the core; spinning is the slower way for all that."""
     trial = SpinTrial()
     for _ in range(TRY_WAITS):
-        trial.waited(5e-3)
-    spun = [wait(trial, 90e-6, 4e-3) for _ in range(1000)]
+        trial.waited(500e-6)
+    spun = [wait(trial, 90e-6, 400e-6) for _ in range(1000)]
     assert runs(spun)[0] == (True, 2 * TRY_WAITS)
-    assert sum(spun) <= 3 * TRY_WAITS
+    assert sum(spun) <= 4 * TRY_WAITS
 
 
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=3000))
