@@ -10,7 +10,7 @@ from tanghulu.errors import ConfigError
 from tanghulu.transfer_engine.topology import Topology
 
 MIB = 1 << 20
-#: So long a thread that waits for a small transfer asks again before it sleeps, by default.
+#: So long an owner asks for a client's next small transfer before it sleeps, by default.
 SPIN_S = 100e-6
 
 
@@ -60,8 +60,8 @@ class EngineConfig:
     #: A path with slices in flight and none finished for this long counts as failed.
     slice_deadline_s: float = 5.0
     connect_timeout_s: float = 3.0
-    #: Before it sleeps, a thread that waits for a small transfer over tcp asks again for this long, where that pays
-    #: (see ``spinning``). 0: never.
+    #: Before it sleeps, a thread that waits for a small transfer over tcp asks again for up to three times this long,
+    #: where that pays (see ``spinning``). 0: never.
     spin_s: float = SPIN_S
     #: Errors in a row that pause a path, and for how long (doubled by each failed probe up to the maximum).
     pause_after_errors: int = 3

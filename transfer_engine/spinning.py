@@ -29,6 +29,8 @@ LONGEST_WAIT_S = 5e-4
 GAIN = 0.1
 #: What was found is kept for so many waits, twice as many each time that it is found again, and so many at most.
 KEPT_WAITS, KEPT_WAITS_MAX = TRY_WAITS, 64 * TRY_WAITS
+#: A client asks so many times ``spin_s`` long: its answer may have to wait until the owner has woken.
+CLIENT_SPINS = 3
 #: Share of the time that an owner may spend in vain, and what a head in time earns of one spin.
 INCOME, REWARD = 0.05, 0.25
 #: So many times its ``spin_s`` an owner saves up before it spins, and may spend in vain in a row.
@@ -155,11 +157,14 @@ class SpinBudget:
 
 
 class Spinner:
-    """How one caller at a time waits for the answers of a peer: spinning for ``spin_s`` first, where that pays."""
+    """How one caller at a time waits for the answers of a peer: spinning first, where that pays.
+
+    It must be awake when an owner that slept answers, or it would come back too late to find that one awake.
+    """
 
     def __init__(self, spin_s: float, clock: Clock) -> None:
         self.trial = SpinTrial()
-        self._spin_s = spin_s
+        self._spin_s = spin_s * CLIENT_SPINS
         self._now_s = clock.now_s
 
     def receive(self, call: Callable[[Any, int, int], Any], into: object) -> Any:
