@@ -218,7 +218,7 @@ def test_check_finds_corrupt_chunks_and_repairs(trio: Cluster, store: Client) ->
         store.put(f"c/{index}", b"needle-%03d-" % index * 1000, replicas=2, prefer_node=node.name)
     assert run(trio, "check")["findings"] == []
     corrupt(node, b"needle-004-needle-004-")
-    with pytest.raises(ChecksumMismatch, match="1 chunks are corrupt") as raised:
+    with pytest.raises(ChecksumMismatch, match="1 corrupt chunk") as raised:
         run(trio, "check")
     assert EXIT_CODES[raised.value.code] == 6
     outcome = run(trio, "check", "--repair")

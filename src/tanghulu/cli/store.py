@@ -28,7 +28,7 @@ def _store(master: Masters) -> AbstractContextManager[Client]:
     return connect(master)
 
 
-@COMMAND.command()
+@COMMAND.command(short_help="List keys, their sizes and who holds them.")
 @click.argument("prefix", default="")
 @click.option(
     "--limit",
@@ -50,7 +50,7 @@ def ls(prefix: str, limit: int, master: Masters, as_json: bool) -> None:
         click.echo(f"(the first {limit}; --limit 0 lists all)", err=True)
 
 
-@COMMAND.command()
+@COMMAND.command(short_help="All about some chunks, or the store as a whole.")
 @click.argument("keys", nargs=-1)
 @store_options
 def stat(keys: tuple[str, ...], master: Masters, as_json: bool) -> None:
@@ -110,7 +110,7 @@ def _totals(store: Client, as_json: bool) -> None:
     print_table((), shown)
 
 
-@COMMAND.command()
+@COMMAND.command(short_help="List the store nodes.")
 @store_options
 def nodes(master: Masters, as_json: bool) -> None:
     """List the store nodes: where they are, what they hold, when they were last seen."""
@@ -142,7 +142,7 @@ def _state(node: NodeView) -> str:
     return f"draining, {node.num_unsafe} chunks left" if node.draining else f"{node.last_seen_s:.1f} s ago"
 
 
-@COMMAND.command()
+@COMMAND.command(short_help="Put a file under a key.")
 @click.argument("key")
 @click.argument("file", type=click.File("rb"))
 @click.option("--replicas", type=click.IntRange(min=1), default=1, show_default=True, help="nodes that shall hold it")
@@ -162,7 +162,7 @@ def put(key: str, file: Any, replicas: int, pin: str, ttl_s: float | None, maste
         )
 
 
-@COMMAND.command()
+@COMMAND.command(short_help="Write a value to standard output or a file.")
 @click.argument("key")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="write to this file, not to standard output")
 @store_options
@@ -179,7 +179,7 @@ def get(key: str, output: Path | None, master: Masters, as_json: bool) -> None:
         print_json({"key": key, "size_bytes": len(value), "output": str(output) if output is not None else None})
 
 
-@COMMAND.command()
+@COMMAND.command(short_help="Remove chunks by key or pattern.")
 @click.argument("keys", nargs=-1)
 @click.option("--matching", metavar="REGEX", help="remove every key that this pattern matches")
 @store_options
@@ -208,7 +208,7 @@ def rm(keys: tuple[str, ...], matching: str | None, master: Masters, as_json: bo
         raise ChunkNotFound(f"not in the store: {' '.join(missing)}")
 
 
-@COMMAND.command()
+@COMMAND.command(short_help="Show or switch the eviction policy.")
 @click.argument("name", required=False)
 @click.option("--node", "node_id", default="", help="this node only (its id); default: all")
 @store_options

@@ -21,7 +21,7 @@ from tanghulu.types import Masters, format_size, parse_size
 _POLL_S = 0.25
 
 
-@click.command()
+@click.command(short_help="Move a node's chunks away, to stop it.")
 @click.argument("node")
 @click.option("--wait/--no-wait", default=True, help="wait until the node may be stopped")
 @click.option("--timeout-s", type=click.FloatRange(min=0), help="give up waiting after so long; the drain goes on")
@@ -75,7 +75,7 @@ def _views(store: Client, node: str, timeout_s: float | None) -> Iterator[NodeVi
         time.sleep(_POLL_S)
 
 
-@click.command()
+@click.command(short_help="Have a node take chunks again.")
 @click.argument("node")
 @store_options
 def undrain(node: str, master: Masters, as_json: bool) -> None:
@@ -95,7 +95,7 @@ def _size(context: click.Context, parameter: click.Parameter, value: str) -> int
         raise click.BadParameter(error.message) from None
 
 
-@click.command()
+@click.command(short_help="Let chunks go by key or by the policy.")
 @click.argument("keys", nargs=-1)
 @click.option("--bytes", "num_bytes", default="0", callback=_size, help="evict so much on each node, by its policy")
 @click.option("--node", "node_id", default="", help="on this node only (its id); default: on all")
@@ -119,7 +119,7 @@ def evict(keys: tuple[str, ...], num_bytes: int, node_id: str, master: Masters, 
         click.echo("nothing went: it is not in memory, is being read, or is pinned hard", err=True)
 
 
-@click.command()
+@click.command(short_help="Have keys copied ahead of demand.")
 @click.argument("keys", nargs=-1, required=True)
 @click.option("--holders", type=click.IntRange(min=1), default=2, show_default=True, help="nodes that shall hold each")
 @click.option(
@@ -140,7 +140,7 @@ def replicate(keys: tuple[str, ...], holders: int, for_s: float, master: Masters
         click.echo(f"{num_taken} of {len(keys)} keys shall have {holders} holders for {for_s:g} s")
 
 
-@click.command()
+@click.command(short_help="Follow what is stored and removed.")
 @click.argument("prefix", default="")
 @click.option("--snapshot/--no-snapshot", default=True, help="begin with what there is already")
 @click.option("--count", type=click.IntRange(min=1), help="end after so many lines")

@@ -11,7 +11,7 @@ from tanghulu.tenants import Right, hash_of, new_token, validate_tenant
 from tanghulu.types import Masters, format_size
 
 
-@click.command()
+@click.command(short_help="What each tenant holds and may hold.")
 @store_options
 def tenants(master: Masters, as_json: bool) -> None:
     """List what each tenant holds in the memory of all nodes, and its hits, misses and evictions since their start.
@@ -50,7 +50,7 @@ def _quota(tenant: TenantView) -> str:
     return ", ".join(said) or "-"
 
 
-@click.command()
+@click.command(short_help="Make a token for the tokens file.")
 @click.argument("name")
 @click.option("--tenant", default="", help="whose token it is; default: an operator's")
 @click.option(

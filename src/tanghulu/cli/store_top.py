@@ -115,7 +115,7 @@ class _View:
         return rows
 
 
-@click.command("top")
+@click.command("top", short_help="Show live what the nodes hold and do.")
 @click.option("--interval-s", type=click.FloatRange(min=0.1), default=2.0, show_default=True, help="between two looks")
 @click.option(
     "--count", type=click.IntRange(min=1), help="end after so many looks; default on a terminal: Ctrl-C, else 1"
