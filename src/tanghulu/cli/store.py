@@ -14,6 +14,7 @@ from tanghulu.cli.printing import counted, plain, print_json, print_table, store
 from tanghulu.errors import ChunkNotFound, TanghuluError
 from tanghulu.store.client import Client, connect
 from tanghulu.store.client.model import ChunkInfo, NodeView
+from tanghulu.store.words import Tier
 from tanghulu.types import Masters, format_size
 
 _DEFAULT_LIMIT = 1000
@@ -81,7 +82,7 @@ def _described(info: ChunkInfo) -> list[tuple[str, str]]:
         ("replicas wanted", str(info.replicas)),
         ("pin", info.pin.value),
         ("may go after", "-" if info.ttl_s is None else f"{info.ttl_s:g} s"),
-        ("age", f"{info.age_s:.1f} s"),
+        ("age", f"{info.age_s:.1f} s" if info.tier is Tier.MEMORY else "-"),  # below nobody keeps it
         ("hits", str(info.num_hits)),
         ("leases", str(info.num_leases)),
         ("checksums", f"{len(info.checksums.parts)} of {covered}"),
