@@ -5,7 +5,7 @@ the hypervisor (100 us and more were seen, for an answer of 30). Who keeps askin
 the other end must be awake as well, and asking may as well cost time: the peer works on the same core (Linux likes to
 put there whom a process wakes before it sleeps itself, and there a switch between the two is cheap), other processes
 want the core and get it for longer later, other threads want the interpreter, or the peer is in another town. None of
-that can be known, so it is tried: ``SpinTrial``, at the client, compares its waits. In each head it says whether it
+that can be known, so it is tried: ``SpinTrial``, at the client, compares. In each head it says whether it
 spins, and only then does the owner. ``SpinBudget`` bounds what the owner may spend on clients that do not come back.
 """
 
@@ -23,9 +23,9 @@ from tanghulu.clock import Clock
 #: Waits of one try; the first of them belong to the way of waiting before it, and are not compared.
 TRY_WAITS = 32
 _FIRST_WAITS = 4
-#: A wait counts as no longer than this: what takes longer has other reasons, and a few such must not decide.
-LONGEST_WAIT_S = 5e-4
-#: Spinning must be shorter by this share of the wait: it costs a core.
+#: A transfer counts as no longer than this: what takes longer has other reasons, and a few such must not decide.
+LONGEST_S = 5e-4
+#: Spinning must be shorter by this share: it costs a core.
 GAIN = 0.1
 #: What was found is kept for so many waits, twice as many each time that it is found again, and so many at most.
 KEPT_WAITS, KEPT_WAITS_MAX = TRY_WAITS, 64 * TRY_WAITS
@@ -60,12 +60,15 @@ TRANSITIONS = {
 
 
 class SpinTrial:
-    """Whether to spin, by what waits took with and without; pure. For one waiting thread at a time.
+    """Whether to spin, by what it takes with and without; pure. For one waiting thread at a time.
 
-    Example: 32 waits asleep take 90 us on average, the next 32 spinning 30 us. So the next 32 spin, then both are
+    What counts is the time from one answer to the next, all of it: a peer that spins on the caller's core makes waits
+    short and all else long. Who takes his time between transfers finds no difference, and sleeps.
+
+    Example: 32 transfers asleep take 190 us on average, the next 32 spinning 90 us. So the next 32 spin, then both are
     tried again, and if that says the same the next 64 spin, and so on up to 2,048; but should some of them take as
-    long as 32 did asleep, that is the end of it. Where waits take 50 and 48 us it sleeps, because 4 % are not worth a
-    core. Before long the worse way is tried in 2 % of the waits.
+    long as 32 did asleep, that is the end of it. Where they take 100 and 96 us it sleeps, because 4 % are not worth
+    a core. Before long the worse way is tried for 2 % of them.
     """
 
     def __init__(self) -> None:
@@ -78,12 +81,12 @@ class SpinTrial:
         self._was_better = False  # spinning, at the last try
         self._kept_waits = KEPT_WAITS
 
-    def waited(self, seconds: float) -> None:
-        """A wait is over."""
+    def took(self, seconds: float) -> None:
+        """A wait is over, so long after the one before it."""
         self._num_left -= 1
         left = self._num_left % TRY_WAITS
         if left < TRY_WAITS - _FIRST_WAITS:
-            self._sum_s += min(seconds, LONGEST_WAIT_S)
+            self._sum_s += min(seconds, LONGEST_S)
         disappoints = self.spins and not self._is_better(self._sum_s)
         if disappoints or not self._num_left:
             self._go_on()
@@ -166,14 +169,16 @@ class Spinner:
         self.trial = SpinTrial()
         self._spin_s = spin_s * CLIENT_SPINS
         self._now_s = clock.now_s
+        self._ended_s = 0.0  # the wait before
 
     def receive(self, call: Callable[[Any, int, int], Any], into: object) -> Any:
         """What ``call(into, 0, flags)`` gives first, a receiving method of a socket that may wait."""
-        begun_s = self._now_s()
-        found = self._ask(begun_s, call, into) if self.trial.spins else None
+        found = self._ask(self._now_s(), call, into) if self.trial.spins else None
         if found is None:
             found = call(into, 0, 0)
-        self.trial.waited(self._now_s() - begun_s)
+        ended_s = self._now_s()
+        self.trial.took(ended_s - self._ended_s)
+        self._ended_s = ended_s
         return found
 
     def receive_more(self, call: Callable[[Any, int, int], Any], into: object) -> Any:

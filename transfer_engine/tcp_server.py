@@ -351,6 +351,7 @@ class TcpConnection(asyncio.BufferedProtocol):
             if done == head.length:
                 self._finish()
                 self._resume_reading()
+                self._wait()
                 return
             end = self._done_bytes = min(done + door.piece_bytes, head.length)
             self._write(door.view[head.offset + done : head.offset + end])

@@ -40,7 +40,7 @@ SPIN_S = 100e-6
 def wait(trial: SpinTrial, asleep_s: float, spinning_s: float) -> bool:
     """One wait in the way that the trial wants; whether that was spinning."""
     spun = trial.spins
-    trial.waited(spinning_s if spun else asleep_s)
+    trial.took(spinning_s if spun else asleep_s)
     trial.check()
     return spun
 
@@ -81,7 +81,7 @@ def test_the_first_waits_of_a_try_are_those_before_it():
     """A peer that slept has to be woken once before it spins, too."""
     trial = SpinTrial()
     for number in range(2 * TRY_WAITS):
-        trial.waited(0.9 if number == TRY_WAITS else 30e-6 if trial.spins else 90e-6)
+        trial.took(0.9 if number == TRY_WAITS else 30e-6 if trial.spins else 90e-6)
     assert trial.spins
 
 
@@ -95,7 +95,7 @@ def test_a_few_long_waits_do_not_decide():
     """Another machine had the core for a while."""
     trial, longs = SpinTrial(), {10, TRY_WAITS + 10, TRY_WAITS + 20}
     for number in range(2 * TRY_WAITS):
-        trial.waited(0.02 if number in longs else 30e-6 if trial.spins else 90e-6)
+        trial.took(0.02 if number in longs else 30e-6 if trial.spins else 90e-6)
     assert trial.spins
 
 
@@ -103,7 +103,7 @@ def test_a_choice_by_bad_luck_does_not_last():
     """While the waits asleep were tried something else took the core; spinning is the slower way for all that."""
     trial = SpinTrial()
     for _ in range(TRY_WAITS):
-        trial.waited(500e-6)
+        trial.took(500e-6)
     spun = [wait(trial, 90e-6, 400e-6) for _ in range(1000)]
     assert runs(spun)[0] == (True, 2 * TRY_WAITS)
     assert sum(spun) <= 4 * TRY_WAITS
@@ -113,7 +113,7 @@ def test_a_choice_by_bad_luck_does_not_last():
 def test_every_state_comes_and_ends(waits: list[float]):
     trial, states = SpinTrial(), [TrialState.SLEEPS]
     for seconds in waits:
-        trial.waited(seconds)
+        trial.took(seconds)
         trial.check()
         if trial.state is not states[-1]:
             states.append(trial.state)
@@ -170,14 +170,14 @@ def test_clients_that_do_not_come_back_are_not_waited_for():
 
 
 class Answers:
-    """A receiving method that has nothing for some times, and takes 10 us each; one that may sleep takes 500 us."""
+    """A receiving method that has nothing for some times, and takes 10 us each; if it may sleep 400 us."""
 
     def __init__(self, clock: ManualClock, num_empty: int) -> None:
         self.clock, self.num_left, self.num_asked = clock, num_empty, 0
 
     def __call__(self, into: object, number: int, flags: int) -> object:
         assert number == 0
-        self.clock.advance(10e-6 if flags else 500e-6)
+        self.clock.advance(10e-6 if flags else 400e-6)
         self.num_asked += 1
         if self.num_left and flags == socket.MSG_DONTWAIT:
             self.num_left -= 1
@@ -188,7 +188,7 @@ class Answers:
 def spinner_that_spins(clock: ManualClock) -> Spinner:
     spinner = Spinner(SPIN_S, clock)
     while not spinner.trial.spins:
-        spinner.trial.waited(500e-6)
+        spinner.trial.took(500e-6)
     return spinner
 
 
