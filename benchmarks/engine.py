@@ -6,7 +6,8 @@
     python benchmarks/engine.py --vllm /tmp/peers/vllm/bin/python --transformers /tmp/peers/hf/bin/python
 
 All load the same weights, rounded to bfloat16 once. Where the CPU has no bfloat16 instructions peers emulate them, so
-transformers runs in float32 too: the better of all counts as the peer. What is measured: engine_subject.py.
+transformers runs in float32 too: the better of all counts as the peer. ``--only`` leaves out who has no chance, where
+a quiet machine is not to be had for long. What is measured: engine_subject.py.
 """
 
 from __future__ import annotations
@@ -46,14 +47,15 @@ def run(
     return [json.loads(line[4:]) for line in done.stdout.splitlines() if line.startswith("ROW ")]
 
 
-def subjects(vllm: str, transformers: str) -> list[tuple[str, str, str]]:
-    """(interpreter, engine, dtype) of all that take part."""
+def subjects(vllm: str, transformers: str, only: str) -> list[tuple[str, str, str]]:
+    """(interpreter, engine, dtype) of all that take part; of those that ``only`` names, if it names any."""
     found = [(sys.executable, "tanghulu", "bfloat16"), (sys.executable, "tanghulu", "float32")]
     if transformers:
         found += [(transformers, "transformers", "bfloat16"), (transformers, "transformers", "float32")]
     if vllm:
         found.append((vllm, "vllm", "bfloat16"))
-    return found
+    named = only.split(",")
+    return [subject for subject in found if not only or f"{subject[1]} {subject[2]}" in named]
 
 
 def show(rows: list[dict[str, Any]], kinds: list[str]) -> dict[str, float]:
@@ -84,17 +86,19 @@ def show(rows: list[dict[str, Any]], kinds: list[str]) -> dict[str, float]:
 @click.option("--what", default="decode1,decode8,prefill1,prefill8,mixed", show_default=True)
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--model", default=Path("/tmp/tanghulu-engine-bench"), type=click.Path(path_type=Path), show_default=True)
+@click.option("--only", default="", help="such as 'tanghulu float32,transformers float32'; all without it")
 @click.option("--name", default="engine", show_default=True, help="the file in results/")
-def main(vllm: str, transformers: str, what: str, rounds: int, model: Path, name: str) -> None:
+def main(vllm: str, transformers: str, what: str, rounds: int, model: Path, only: str, name: str) -> None:
     """Measure and keep results/NAME.json."""
     export("smollm2", model, torch.bfloat16)
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     rows = []
     for number in range(rounds):
-        for python, engine, dtype in subjects(vllm, transformers):
+        for python, engine, dtype in subjects(vllm, transformers, only):
             own = dict(os.environ) if engine == "tanghulu" else environment
             kinds = [kind for kind in what.split(",") if kind != "mixed" or engine != "transformers"]  # it serves none
             if kinds:
+                click.echo(f"round {number}: {engine} {dtype}")
                 rows += [row | {"round": number} for row in run(python, engine, dtype, ",".join(kinds), model, own)]
         keep(name, rows, seed=1, ratios=show(rows, what.split(",")), threads=2)  # what is cut off keeps its rounds
 

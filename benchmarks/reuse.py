@@ -256,8 +256,7 @@ def _warmed(live: Cluster, case: Case, rng: random.Random, words: int) -> list[s
 
 def throughput_rows(
     model: tuple[str, str], rounds: int, rng: random.Random, cases: list[str], load: Load
-) -> list[dict[str, Any]]:
-    rows = []
+) -> Iterator[dict[str, Any]]:
     for number in range(rounds):
         for name in cases:
             case = CASES[name]
@@ -266,12 +265,9 @@ def throughput_rows(
                 at = ids if case.flags == TWO and not case.store else []
                 row = {"what": "throughput", "case": name, "round": number} | dataclasses.asdict(load)
                 row |= throughput(live, rng, at, load)
-            rows.append(row | {"load_average": os.getloadavg()[0]})
             cpu_ms = row["cpu_ms_per_token"]
-            Console().print(
-                f"{name}: {row['tokens_per_s']:.0f} tokens/s, {cpu_ms:.2f} CPU ms a token", rows[-1]["spent"]
-            )
-    return rows
+            Console().print(f"{name}: {row['tokens_per_s']:.0f} tokens/s, {cpu_ms:.2f} CPU ms a token", row["spent"])
+            yield row | {"load_average": os.getloadavg()[0]}
 
 
 def summary(rows: list[dict[str, Any]], table: Table) -> dict[str, float]:
@@ -326,17 +322,18 @@ def main(
     """Measure and keep results/NAME.json."""
     rng, rows = random.Random(seed), []
     for each in what.split(","):
-        rows += (
+        found = (
             throughput_rows(
                 (model, f"--engine={engine}"), rounds, rng, cases.split("|"), Load(prompts, words, new, at_a_time)
             )
             if each == "throughput"
             else reuse_rows(model, each, rounds, tokens, rng)
         )
-    table = Table("", "computed / off", "known / on", "ratio", "target")
-    ratios = summary(rows, table)
+        for row in found:
+            rows.append(row)
+            table = Table("", "computed / off", "known / on", "ratio", "target")
+            keep(name, rows, seed=seed, ratios=summary(rows, table))  # what is cut off keeps its rounds
     Console().print(table)
-    keep(name, rows, seed=seed, ratios=ratios)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from tanghulu.clock import Clock, SystemClock
 from tanghulu.workers.engine import Computed
 from tanghulu.workers.kv_cache import KvCache
 from tanghulu.workers.kv_layout import KvLayout
-from tanghulu.workers.lanes import LanedForward
+from tanghulu.workers.lanes import MOST_LANES, LanedForward
 from tanghulu.workers.models.forward_batch import SequenceChunk
 from tanghulu.workers.models.registry import Model, dtype_name
 from tanghulu.workers.sampling import SamplingRow, sample
@@ -40,7 +40,7 @@ class TorchRunner:
         self.layout = KvLayout.of(model.config, block_tokens, dtype_name(model.dtype), num_parts)
         self._announce = announce
         self.cache = KvCache(self.layout, self.layout.num_blocks_in(kv_capacity_bytes), cache_buffer)
-        self._forward = LanedForward(model, self.cache, most_lanes=None if num_parts == 1 else 1)
+        self._forward = LanedForward(model, self.cache, most_lanes=MOST_LANES if num_parts == 1 else 1)
         self._clock = clock or SystemClock()
 
     @property

@@ -140,7 +140,7 @@ class _Noting:
 def test_how_many_lanes(tiny_model: Model) -> None:
     cache = KvCache(KvLayout.of(tiny_model.config, BLOCK, "float32"), 40)
     torch.set_num_threads(2)
-    for length, most_lanes, expected in ((63, None, 1), (64, None, 2), (256, 1, 1), (256, None, 2)):
+    for length, most_lanes, expected in ((63, 64, 1), (64, 64, 2), (256, 1, 1), (256, 64, 2)):
         noting = _Noting(tiny_model)
         LanedForward(noting, cache, most_lanes)([SequenceChunk(np.arange(length) % VOCAB, 0, range(40), True)])
         assert len(noting.threads) == expected
