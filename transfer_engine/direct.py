@@ -83,8 +83,7 @@ def _copy_one(request: TransferRequest, max_bytes: int, clock: Clock, lock: thre
         return False
     took_s = clock.now_s() - start_s
     paths = target.paths
-    with lock:
-        paths.succeeded(paths.paths[0], length, took_s)
+    paths.succeeded_soon(paths.paths[0], length, took_s, lock)
     return True
 
 

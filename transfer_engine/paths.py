@@ -15,7 +15,9 @@ refused because of the past alone.
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -161,6 +163,7 @@ class PathTable:
         self._rule = rule
         self._health = {path: _Health() for path in self.paths}
         self._carriers = {cargo: tuple(filter(lambda path: _carries(path, cargo), self.paths)) for cargo in Cargo}
+        self._late: deque[tuple[Path, int, float]] = deque()  # slices to be counted by who holds the lock
         self._best: Path | None = None  # with nothing in flight and no path in trouble
         self._best_until_s = 0.0
 
@@ -251,6 +254,20 @@ class PathTable:
             stats.latency_sum_s += took_s
         if health.num_errors:
             self._recovered(health)
+
+    def succeeded_soon(self, path: Path, num_bytes: int, took_s: float, lock: threading.Lock) -> None:
+        """``succeeded`` for a caller that does not hold the ``lock`` of this table, and does not wait for it.
+
+        Who holds it counts for those who find it taken: a thread that is given a lock for which it slept waits for the
+        interpreter next, and all others for the lock meanwhile, one after the other, as long as they keep coming.
+        """
+        self._late.append((path, num_bytes, took_s))
+        while self._late and lock.acquire(blocking=False):  # looked at again after the release: who came too late left
+            try:
+                while self._late:
+                    self.succeeded(*self._late.popleft())
+            finally:
+                lock.release()
 
     def corrupted(self, path: Path) -> None:
         """A slice arrived over ``path``, but not what was sent. The path answers, so it is not in trouble."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
@@ -314,3 +316,18 @@ def test_config_is_checked(wrong: dict[str, object]):
     with pytest.raises(ConfigError):
         EngineConfig(**wrong)  # type: ignore[arg-type]
     assert issubclass(ConfigError, TanghuluError)
+
+
+def test_copies_are_counted_by_whoever_holds_the_lock():
+    """Nobody waits for it, and no copy is forgotten or counted twice."""
+    paths, lock = PathTable([SHM], RULE), threading.Lock()
+    with lock:
+        paths.succeeded_soon(SHM, 5, 1e-5, lock)
+        assert paths.stats(SHM).num_slices == 0
+    paths.succeeded_soon(SHM, 7, 1e-5, lock)
+    assert (paths.stats(SHM).num_slices, paths.stats(SHM).num_bytes) == (2, 12)
+    with ThreadPoolExecutor(8) as callers:
+        for _ in range(8):
+            callers.submit(lambda: [paths.succeeded_soon(SHM, 3, 1e-5, lock) for _ in range(2000)])
+    assert (paths.stats(SHM).num_slices, paths.stats(SHM).num_bytes) == (16_002, 48_012)
+    assert not lock.locked()
