@@ -25,8 +25,8 @@ TRY_WAITS = 32
 _FIRST_WAITS = 4
 #: A transfer counts as no longer than this: what takes longer has other reasons, and a few such must not decide.
 LONGEST_S = 5e-4
-#: Spinning must be shorter by this share: it costs a core.
-GAIN = 0.1
+#: Spinning must be shorter by this share: it costs a core, and less may be chance.
+GAIN = 0.2
 #: What was found is kept for so many waits, twice as many each time that it is found again, and so many at most.
 KEPT_WAITS, KEPT_WAITS_MAX = TRY_WAITS, 64 * TRY_WAITS
 #: A client asks so many times ``spin_s`` long: its answer may have to wait until the owner has woken.
