@@ -123,13 +123,16 @@ class Node:
         num = min(len(blocks), len(own) - first)
         return (first, num) if own[first : first + num] == blocks[:num] else (0, 0)
 
-    def stretch(self, blocks: list[BlockHash]) -> int:
+    def stretch(self, blocks: list[BlockHash], held: int = 0) -> int:
         """The bitmap of ``blocks`` if they are a stretch, backwards (as tails are evicted) or ahead; else 0.
 
-        ``blocks[0]`` is in the node.
+        ``blocks[0]`` is in the node. ``held``: the bitmap of who tells them; who evicts from the tail begins with the
+        last block that it holds, which saves the search.
         """
         own, num = self.blocks, len(blocks)
-        first = len(own) - 1 if blocks[0] == own[-1] else own.index(blocks[0])
+        first = held.bit_length() - 1
+        if first < 0 or own[first] != blocks[0]:
+            first = len(own) - 1 if blocks[0] == own[-1] else own.index(blocks[0])
         last = first - num + 1
         if last >= 0 and own[last] == blocks[-1] and own[last : first + 1] == blocks[::-1]:
             return ((1 << num) - 1) << last

@@ -330,7 +330,7 @@ class PrefixIndex:
         if first is not None and first.full == 1 << slot and first.ends_backwards(blocks):
             self._release_tail(first, slot, len(blocks))
             return
-        bits = 0 if first is None else first.stretch(blocks)
+        bits = 0 if first is None else first.stretch(blocks, first.bits(slot))
         if first is not None and bits:
             self._release(first, slot, bits)
             return

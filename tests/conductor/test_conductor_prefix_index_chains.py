@@ -260,3 +260,13 @@ def test_a_node_cut_and_joined_again_is_what_it_was(bitmaps, cut):
     front.check()
     assert (front.blocks, front.chained) == (blocks, 8)
     assert {slot: front.bits(slot) for slot in range(21)} == before
+
+
+@pytest.mark.parametrize("held", [0, 0b1, 0b1111, 0b111111, 0b11111111])
+def test_a_stretch_is_found_wherever_its_holder_ends(bounds, held):
+    """What a holder has last is only where to look first."""
+    chain = chain_of(list(range(8)))
+    node = Node(list(chain), full=1)
+    assert node.stretch(chain[3:1:-1], held) == 0b1100
+    assert node.stretch(chain[1:4], held) == 0b1110
+    assert node.stretch([chain[3], chain[1]], held) == 0
