@@ -240,7 +240,9 @@ def test_foreign_and_busy_files_are_refused(path: Path) -> None:
     file.close()
     with path.open("r+b") as damaged:
         damaged.seek(12)
-        damaged.write(b"\xff")
+        (byte,) = damaged.read(1)
+        damaged.seek(12)
+        damaged.write(bytes([byte ^ 0xFF]))
     again = TierFile(path, CAPACITY)
     assert list(again.scan()) == []
     assert again.file_id != file.file_id
