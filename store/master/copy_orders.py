@@ -3,7 +3,8 @@
 Two bounds for every node, counted as source and as target alike: ``MAX_OPEN`` orders, and a rate in bytes a second (a
 token bucket that may go below zero by one order, so that a chunk larger than a second's worth moves too). Targets pull:
 an order waits here until its target announces, and is over when the target announces the chunk, says that it failed,
-or ``ORDER_S`` have passed.
+or ``ORDER_S`` have passed. Drops have no end that one could see if the node holds nothing any more, so what was told is
+remembered for as long: a node whose connection broke may never have heard it, and is told again over the next one.
 
 Example at 100 MB/s: an order of 80 MB leaves 20 MB, another of 80 MB leaves -60 MB; 0.6 s later there is room again.
 """
@@ -88,7 +89,7 @@ class CopyOrders:
         self._incoming_bytes: Counter[str] = Counter()
         self._waiting: dict[str, deque[Copy]] = {}
         self._drops: dict[str, dict[str, Drop]] = {}
-        self._told: set[tuple[str, str]] = set()  # (node, key) of drops that were given out
+        self._told: dict[tuple[str, str], tuple[Drop, float]] = {}  # (node, key) -> (a drop given out, until)
         self._budgets: dict[str, _Budget] = {}
         self.num_done: Counter[tuple[Reason, str]] = Counter()
         self.bytes_done: Counter[Reason] = Counter()
@@ -133,7 +134,7 @@ class CopyOrders:
         if len(waiting) < MAX_DROPS:
             waiting[drop.key] = drop
 
-    def take(self, node_id: str) -> tuple[list[Copy], list[Drop]]:
+    def take(self, node_id: str, now_s: float) -> tuple[list[Copy], list[Drop]]:
         """What to tell ``node_id`` now."""
         waiting = self._waiting.get(node_id)
         copies = [waiting.popleft() for _ in range(min(len(waiting), MAX_TAKEN))] if waiting else []
@@ -141,15 +142,18 @@ class CopyOrders:
         if not waiting:
             self._waiting.pop(node_id, None)
         drops = list(self._drops.pop(node_id, {}).values())
-        self._told.update((node_id, drop.key) for drop in drops)
+        self._told.update(((node_id, drop.key), (drop, now_s + ORDER_S)) for drop in drops)
         return copies, drops
+
+    def tell_again(self, node_id: str) -> None:
+        """``node_id`` announces over a new connection: the last answer over the old one may not have reached it."""
+        for (told, _), (drop, _) in self._told.items():
+            if told == node_id:
+                self.drop(node_id, drop)
 
     def was_told_to_drop(self, node_id: str, key: str) -> bool:
         """Whether the removal of ``key`` that ``node_id`` announces was ordered; says so once."""
-        if (node_id, key) not in self._told:
-            return False
-        self._told.discard((node_id, key))
-        return True
+        return self._told.pop((node_id, key), None) is not None
 
     def done(self, key: str, target: str) -> Copy | None:
         """``target`` announced ``key``; the order that this fulfils."""
@@ -160,9 +164,11 @@ class CopyOrders:
         self._close(key, target, "failed")
 
     def expire(self, now_s: float) -> None:
-        """Close what was open too long."""
+        """Close what was open too long, and forget drops that were told long ago."""
         for key, target in [where for where, (_, until_s) in self._open.items() if until_s <= now_s]:
             self._close(key, target, "expired")
+        for where in [where for where, (_, until_s) in self._told.items() if until_s <= now_s]:
+            del self._told[where]
         if not self._open:
             self._load.clear()
 
@@ -176,7 +182,7 @@ class CopyOrders:
             self._drops.pop(gone, None)
             self._budgets.pop(gone, None)
             self._waiting.pop(gone, None)
-        self._told = {entry for entry in self._told if entry[0] in known}
+        self._told = {where: told for where, told in self._told.items() if where[0] in known}
 
     def _close(self, key: str, target: str, outcome: str) -> Copy | None:
         entry = self._open.pop((key, target), None)

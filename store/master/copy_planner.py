@@ -125,6 +125,7 @@ class CopyPlanner:
                 self._let_go(key)
         for key in announcement.deleted:
             self._wanted.pop(key, None)
+            self.orders.was_told_to_drop(node_id, key)
         self._drop_removed()
         if self.orders.active:
             for entry in announcement.added:
@@ -139,7 +140,7 @@ class CopyPlanner:
         if drain is not None:
             drain.quiet_since_s = (drain.quiet_since_s or now_s) if announcement.quiet else None
         self.heat.add(announcement.hot, now_s)
-        return self.orders.take(node_id)
+        return self.orders.take(node_id, now_s)
 
     def _drop_removed(self) -> None:
         """Holders of what was removed elsewhere let go of it too."""

@@ -87,8 +87,9 @@ class Master:
         return True
 
     def connection_made(self, node_id: str, now_s: float) -> None:
-        """A node announced over a new connection, so it lives."""
+        """A node announced over a new connection, so it lives, and may have missed an answer over the last."""
         self.leases.prolong(node_id, now_s)
+        self.copies.orders.tell_again(node_id)
 
     def connection_lost(self, node_id: str, now_s: float) -> None:
         """A node's connection for announcements broke: it has little time to show that it lives."""

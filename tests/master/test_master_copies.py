@@ -279,7 +279,7 @@ def test_orders_keep_to_their_window_and_rate() -> None:
             orders.order(Copy(f"k{moved}", 7, SIZE, "a", "b", Reason.FILL), now_s)
             moved += 1
         orders.check()
-        copies, _ = orders.take("b")
+        copies, _ = orders.take("b", now_s)
         for copy in copies:
             assert orders.done(copy.key, "b") == copy
     assert 100 <= moved <= 111, "10 kB/s for 10 s, and one second's worth ahead"
@@ -291,7 +291,7 @@ def test_orders_keep_to_their_window_and_rate() -> None:
     orders.expire(ORDER_S)
     assert orders.load("b") == 0
     assert not orders.active
-    assert orders.take("b") == ([], []), "what ran out is not given out"
+    assert orders.take("b", ORDER_S) == ([], []), "what ran out is not given out"
     orders.check()
 
 
@@ -366,3 +366,38 @@ def test_whatever_happens_drained_means_safe_and_replicas_come_back(seed: int) -
         wanted = min(2 if key.startswith("r") else 1, takers)
         assert len(world.holders(key) - world.planner._drains.keys()) >= wanted, f"seed {seed}: {key}"
     world.directory.check()
+
+
+def test_a_drop_whose_answer_may_be_lost_is_told_again() -> None:
+    orders = CopyOrders(1e9)
+    for key in ("heard", "lost"):
+        orders.drop("a", Drop(key, 7))
+    orders.drop("b", Drop("another's", 7))
+    assert orders.take("a", 0.0) == ([], [Drop("heard", 7), Drop("lost", 7)])
+    assert orders.take("b", 0.0) == ([], [Drop("another's", 7)])
+    assert orders.was_told_to_drop("a", "heard")
+    assert orders.take("a", 1.0) == ([], []), "while the connection stands answers arrive"
+    orders.tell_again("a")
+    assert orders.take("b", 1.0) == ([], [])
+    assert orders.take("a", 1.0) == ([], [Drop("lost", 7)])
+    orders.expire(1.0 + ORDER_S)
+    orders.tell_again("a")
+    assert orders.take("a", 2.0 + ORDER_S) == ([], []), "the node holds nothing of it, and will never say so"
+    assert not orders.active
+    orders.check()
+
+
+def test_a_node_that_is_told_to_drop_what_it_removes_itself_is_not_waited_for() -> None:
+    world = World("a", "b")
+    world.put("a", "b")
+
+    def heard(name: str, *deleted: str) -> list[Drop]:
+        announcement = Announcement(name, 1, deleted=deleted)
+        world.directory.announce(announcement, world.now_s)
+        return world.planner.heard(announcement, world.now_s)[1]
+
+    assert heard("a", "k0000") == []
+    assert heard("b") == [Drop("k0000", 7)], "it was removed at a"
+    assert world.planner.orders.active
+    assert heard("b", "k0000") == []
+    assert not world.planner.orders.active
