@@ -126,6 +126,7 @@ class DeskWriter:
         self._begun = self._ended = self._written = 0
         self._lock = threading.Lock()
         self._pid = os.getpid()
+        self._said_left = False
         self.left = False
 
     @property
@@ -181,18 +182,23 @@ class DeskWriter:
             if not self.left:
                 self.left = True
                 if self._begun == self._ended:
-                    self._words[_LEFT] = 1
+                    self._say_left()
 
     def __del__(self) -> None:
         """Nobody refers to it, so nobody looks at the head again. A forked child has not the memory."""
-        if os.getpid() == self._pid:
-            self._words[_LEFT] = 1
+        if not self._said_left and os.getpid() == self._pid:
+            self._say_left()
 
     def _end(self) -> None:
         self._ended += 1
         self._words[_ENDED] = self._ended
         if self.left and self._begun == self._ended:
-            self._words[_LEFT] = 1
+            self._say_left()
+
+    def _say_left(self) -> None:
+        """The last touch: from now on the head may be another desk's."""
+        self._said_left = True
+        self._words[_LEFT] = 1
 
     def __repr__(self) -> str:
         return f"DeskWriter({self._written} of {self._num_records} records, {self._next} of {self._length} B)"

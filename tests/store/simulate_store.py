@@ -16,6 +16,8 @@ from random import Random
 
 from sim_world import Plan, World
 
+from tanghulu.errors import TanghuluError
+
 
 def main() -> int:
     """Run the seeds; returns how many failed."""
@@ -30,9 +32,9 @@ def main() -> int:
     for seed in range(args.first, args.first + args.seeds):
         try:
             counts += World(seed, Plan.of(Random(seed), args.nodes) if args.nodes else None).run()
-        except AssertionError as error:
+        except (AssertionError, TanghuluError) as error:
             failed += 1
-            print(f"FAILED seed {seed}: {error}", flush=True)
+            print(f"FAILED seed {seed}: {type(error).__name__}: {error}", flush=True)
         if (seed + 1 - args.first) % 100 == 0:
             print(f"{seed + 1 - args.first} seeds, {failed} failed, {time.monotonic() - began_s:.0f} s", flush=True)
     print(f"{args.seeds} seeds, {failed} failed: {dict(counts.most_common())}")

@@ -121,3 +121,16 @@ def test_a_writer_of_many_threads_loses_nothing() -> None:
         thread.join()
     assert sorted(seen) == sorted(f"{n}-{i}" for n in range(4) for i in range(200))
     assert reader.quiet
+
+
+def test_who_has_left_does_not_touch_the_head_again() -> None:
+    memory = memoryview(bytearray(8192))
+    place = DeskPlace(0, HEAD_BYTES, 4, 4096, 4096)
+    first_reader, first = DeskReader(memory, place), DeskWriter(memory, place)
+    first.leave()
+    assert first_reader.left
+    reader, writer = DeskReader(memory, place), DeskWriter(memory, place)  # the head is given to the next desk
+    del first
+    assert not reader.left, "only its own client may say so"
+    del writer
+    assert reader.left

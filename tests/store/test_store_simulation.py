@@ -26,7 +26,7 @@ from tanghulu.store.node.node_state import NodeState
 from tanghulu.store.words import Verdict
 
 #: Seeds that once failed.
-PAST_FAILURES = (6, 43, 62, 1_200_475)
+PAST_FAILURES = (6, 43, 62, 1_200_475, 1_300_173)
 #: Mutations are looked for in so many lives at most: where values crowd
 #: each other out, where holders come and go, where they are cut off,
 #: where masters follow one another.
