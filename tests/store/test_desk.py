@@ -125,7 +125,7 @@ def test_a_writer_of_many_threads_loses_nothing() -> None:
 
 def test_who_has_left_does_not_touch_the_head_again() -> None:
     memory = memoryview(bytearray(8192))
-    place = DeskPlace(0, HEAD_BYTES, 4, 4096, 4096)
+    place = DeskPlace(0, 128, 4, 4096, 4096)
     first_reader, first = DeskReader(memory, place), DeskWriter(memory, place)
     first.leave()
     assert first_reader.left
