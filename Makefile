@@ -3,8 +3,8 @@ PY := $(VENV)/bin/python
 UP_FLAGS ?=
 PYTEST_FLAGS ?=
 BENCH_FLAGS ?=
-# Processes that test side by side (make test JOBS=2); 0: pytest's own alone, which shows what tests print.
-JOBS ?= 0
+# Processes that test side by side; with make test JOBS=0 pytest's own alone, which shows what tests print.
+JOBS ?= 2
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	python3 -m venv $(VENV)
