@@ -12,7 +12,7 @@ from tanghulu.errors import InvalidRequest
 from tanghulu.store.master import copy_planner
 from tanghulu.store.master.asked_copies import MAX_KEYS as MAX_ASKED_KEYS
 from tanghulu.store.master.asked_copies import AskedCopies
-from tanghulu.store.master.copy_orders import MAX_OPEN, ORDER_S, Copy, CopyOrders, Drop, Reason
+from tanghulu.store.master.copy_orders import Copy, Drop, Reason
 from tanghulu.store.master.copy_planner import GRACE_S, CopyPlanner
 from tanghulu.store.master.directory import Announcement, ChunkEntry, Directory, Report
 from tanghulu.store.master.heat import MAX_KEYS, TAU_S, Heat
@@ -270,41 +270,6 @@ def test_what_is_asked_for_is_bounded() -> None:
     asked.check()
 
 
-def test_orders_keep_to_their_window_and_rate() -> None:
-    orders = CopyOrders(rate_bytes_s=10_000.0)
-    now_s, moved = 0.0, 0
-    for _ in range(100):
-        now_s += 0.1
-        while orders.has_room("a", now_s) and orders.has_room("b", now_s):
-            orders.order(Copy(f"k{moved}", 7, SIZE, "a", "b", Reason.FILL), now_s)
-            moved += 1
-        orders.check()
-        copies, _ = orders.take("b", now_s)
-        for copy in copies:
-            assert orders.done(copy.key, "b") == copy
-    assert 100 <= moved <= 111, "10 kB/s for 10 s, and one second's worth ahead"
-    orders = CopyOrders(rate_bytes_s=1e12)
-    while orders.has_room("b", 0.0):
-        orders.order(Copy(f"k{moved}", 7, SIZE, "a", "b", Reason.DRAIN), 0.0)
-        moved += 1
-    assert orders.load("b") == MAX_OPEN
-    orders.expire(ORDER_S)
-    assert orders.load("b") == 0
-    assert not orders.active
-    assert orders.take("b", ORDER_S) == ([], []), "what ran out is not given out"
-    orders.check()
-
-
-@pytest.mark.parametrize("gone", ["a", "b"])
-def test_orders_of_a_node_that_is_gone_are_closed(gone: str) -> None:
-    orders = CopyOrders(1e9)
-    orders.order(Copy("k", 7, SIZE, "a", "b", Reason.DRAIN), 0.0)
-    orders.drop("a", Drop("x", 1))
-    orders.forget_nodes({"a", "b"} - {gone})
-    assert orders.targets_of("k") == frozenset()
-    orders.check()
-
-
 def test_heat_settles_at_the_rate_and_decays() -> None:
     heat = Heat()
     now_s = 0.0
@@ -366,25 +331,6 @@ def test_whatever_happens_drained_means_safe_and_replicas_come_back(seed: int) -
         wanted = min(2 if key.startswith("r") else 1, takers)
         assert len(world.holders(key) - world.planner._drains.keys()) >= wanted, f"seed {seed}: {key}"
     world.directory.check()
-
-
-def test_a_drop_whose_answer_may_be_lost_is_told_again() -> None:
-    orders = CopyOrders(1e9)
-    for key in ("heard", "lost"):
-        orders.drop("a", Drop(key, 7))
-    orders.drop("b", Drop("another's", 7))
-    assert orders.take("a", 0.0) == ([], [Drop("heard", 7), Drop("lost", 7)])
-    assert orders.take("b", 0.0) == ([], [Drop("another's", 7)])
-    assert orders.was_told_to_drop("a", "heard")
-    assert orders.take("a", 1.0) == ([], []), "while the connection stands answers arrive"
-    orders.tell_again("a")
-    assert orders.take("b", 1.0) == ([], [])
-    assert orders.take("a", 1.0) == ([], [Drop("lost", 7)])
-    orders.expire(1.0 + ORDER_S)
-    orders.tell_again("a")
-    assert orders.take("a", 2.0 + ORDER_S) == ([], []), "the node holds nothing of it, and will never say so"
-    assert not orders.active
-    orders.check()
 
 
 def test_a_node_that_is_told_to_drop_what_it_removes_itself_is_not_waited_for() -> None:

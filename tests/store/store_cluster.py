@@ -37,7 +37,7 @@ class Process:
         try:
             ready = json.loads(self.status.makefile().readline() or "{}")
             assert ready.get("event") == "ready", f"{module} did not start: {ready} {self.log_text()}"
-        except BaseException:
+        except BaseException:  # an interrupt, too: the process would stay behind; all is raised on
             self.kill()
             raise
         self.name: str = ready["name"]

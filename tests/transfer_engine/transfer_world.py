@@ -352,7 +352,7 @@ def run_seed(seed: int) -> World:
     world = World(seed)
     try:
         world.run()
-    except BaseException as error:
+    except Exception as error:
         error.add_note(f"seed {seed}: python tests/transfer_engine/simulate.py --first {seed} --seeds 1")
         raise
     return world
