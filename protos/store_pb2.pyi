@@ -188,16 +188,20 @@ class CommitItem(_message.Message):
     def __init__(self, lease_id: _Optional[int] = ..., checksums: _Optional[_Union[Checksums, _Mapping]] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
-    __slots__ = ("items", "aborted", "visible", "deadline_ms")
+    __slots__ = ("items", "aborted", "visible", "deadline_ms", "num_proclaimed", "generation")
     ITEMS_FIELD_NUMBER: _ClassVar[int]
     ABORTED_FIELD_NUMBER: _ClassVar[int]
     VISIBLE_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROCLAIMED_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     items: _containers.RepeatedCompositeFieldContainer[CommitItem]
     aborted: _containers.RepeatedScalarFieldContainer[int]
     visible: bool
     deadline_ms: int
-    def __init__(self, items: _Optional[_Iterable[_Union[CommitItem, _Mapping]]] = ..., aborted: _Optional[_Iterable[int]] = ..., visible: _Optional[bool] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+    num_proclaimed: int
+    generation: int
+    def __init__(self, items: _Optional[_Iterable[_Union[CommitItem, _Mapping]]] = ..., aborted: _Optional[_Iterable[int]] = ..., visible: _Optional[bool] = ..., deadline_ms: _Optional[int] = ..., num_proclaimed: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class CommitReply(_message.Message):
     __slots__ = ("results",)

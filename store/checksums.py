@@ -86,23 +86,52 @@ def matches_from(value: memoryview | bytes, checksums: Checksums, begin: int) ->
     if len(checksums.parts) <= 1:
         return matches(value, checksums)
     step = checksums.part_bytes
-    first = begin // step
     count = -(-len(value) // step)
-    return matches(value, Checksums(step, checksums.parts[first : first + count]))
+    return matches(value, Checksums(step, _parts_from(checksums, begin, count)))
+
+
+def are_from(computed: Checksums, checksums: Checksums, begin: int) -> bool:
+    """``matches_from`` of a part whose checksums were ``computed`` as it came."""
+    return computed.parts == _parts_from(checksums, begin, len(computed.parts))
+
+
+def _parts_from(checksums: Checksums, begin: int, count: int) -> tuple[int, ...]:
+    first = begin // checksums.part_bytes if checksums.part_bytes else 0
+    return checksums.parts[first : first + count]
 
 
 class RunningChecksums:
-    """``compute`` for a value of ``size_bytes`` that is added piece by piece; raises InvalidRequest as it does."""
+    """``compute`` for a value of ``size_bytes`` that is added piece by piece; raises InvalidRequest as it does.
+
+    Can be shown to a transfer engine's copies as their digest.
+    """
 
     def __init__(self, size_bytes: int, part_bytes: int = 0) -> None:
         step = part_length(size_bytes, part_bytes)
         self._part_bytes = step if step < size_bytes else 0
+        self._size_bytes = size_bytes
         self._step = self._room = step
         self._parts: list[int] = []
         self._digest = xxhash.xxh3_64()
+        self.num_added = 0
+        self._void = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of the value was added."""
+        return self.num_added == self._size_bytes and not self._void
+
+    def void(self) -> None:
+        """What was added is not the value's; it is never ``complete``."""
+        self._void = True
 
     def add(self, piece: memoryview) -> None:
         """What follows."""
+        self.num_added += len(piece)
+        if len(piece) < self._room:  # the commonest case
+            self._digest.update(piece)
+            self._room -= len(piece)
+            return
         while piece:
             self._digest.update(piece[: self._room])
             taken = min(len(piece), self._room)

@@ -25,7 +25,7 @@ from tanghulu.store.words import NewChunk, Pin, validate_key
 _PUT = struct.Struct("<IB3xI")
 _ITEM = struct.Struct("<QQQIHHBB2x")
 _RESERVATION = struct.Struct("<QQB")
-_COMMIT = struct.Struct("<IB3xII")
+_COMMIT = struct.Struct("<IB3xIIIQ")
 _COMMIT_ITEM = struct.Struct("<QQH")
 _GET = struct.Struct("<IBI")
 _GET_ONE = struct.Struct("<IBII")
@@ -159,18 +159,23 @@ def unpack_reservations(data: bytes) -> list[Reservation | TanghuluError | None]
 
 
 class CommitRequest(NamedTuple):
-    """``items``: (lease, checksums) that were written; ``aborted``: leases that were not."""
+    """``items``: (lease, checksums) that were written; ``aborted``: leases that were not.
+
+    The first ``num_proclaimed`` items the master has accepted already, in the name of the node's ``generation``.
+    """
 
     items: list[tuple[int, Checksums]]
     aborted: list[int]
     visible: bool
     deadline_ms: int
+    num_proclaimed: int = 0
+    generation: int = 0
 
 
 def pack_commit(request: CommitRequest) -> bytes:
     """CommitRequest."""
-    items, aborted, visible, deadline_ms = request
-    packed = [_COMMIT.pack(deadline_ms, visible, len(items), len(aborted))]
+    items, aborted, visible, deadline_ms, num_proclaimed, generation = request
+    packed = [_COMMIT.pack(deadline_ms, visible, len(items), len(aborted), num_proclaimed, generation)]
     for lease_id, sums in items:
         packed += (_COMMIT_ITEM.pack(lease_id, sums.part_bytes, len(sums.parts)), pack_sums(sums))
     packed.append(struct.pack(f"<{len(aborted)}Q", *aborted))
@@ -180,7 +185,7 @@ def pack_commit(request: CommitRequest) -> bytes:
 @refuses_nonsense
 def unpack_commit(data: bytes) -> CommitRequest:
     """See ``pack_commit``."""
-    deadline_ms, visible, count, num_aborted = _COMMIT.unpack_from(data)
+    deadline_ms, visible, count, num_aborted, num_proclaimed, generation = _COMMIT.unpack_from(data)
     position = _COMMIT.size
     items: list[tuple[int, Checksums]] = []
     for _ in range(count):
@@ -189,7 +194,7 @@ def unpack_commit(data: bytes) -> CommitRequest:
         items.append((lease_id, unpack_sums(data, position, part_bytes, num_parts)))
         position += 8 * num_parts
     aborted = struct.unpack_from(f"<{num_aborted}Q", data, position)
-    return CommitRequest(items, list(aborted), bool(visible), deadline_ms)
+    return CommitRequest(items, list(aborted), bool(visible), deadline_ms, num_proclaimed, generation)
 
 
 # --- get and unpin

@@ -79,6 +79,11 @@ class Verdict(Enum):
     __hash__ = object.__hash__  # see Pin
 
 
+#: What a client has proclaimed counts as known to the master if its node has it so soon; the master takes it back
+#: later (see ``store.master.promises``). What took longer the node announces before anybody is told that it is there.
+RELIED_S = 1.0
+
+
 class LastWord(Enum):
     """What the putter of a streamed value says when all of it is on its way."""
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 
 from tanghulu.credentials import NO_TLS, TlsFiles
 from tanghulu.errors import ConfigError
+from tanghulu.transfer_engine.long_copy import spare_core
 from tanghulu.transfer_engine.topology import Topology
 
 MIB = 1 << 20
@@ -71,9 +72,11 @@ class EngineConfig:
     max_links_per_peer: int = 16
     max_requests_per_batch: int = 1 << 16
     #: Batches up to this size that need only shm are copied by the calling thread without any machinery.
-    direct_bytes: int = 16 * MIB
+    direct_bytes: int = 64 * MIB
     #: The same for ``transfer_async``, where the copy holds up the event loop.
     direct_async_bytes: int = 256 << 10
+    #: Whether a thread of the engine's helps callers with long copies (see ``long_copy``).
+    copy_helper: bool = field(default_factory=spare_core)
     #: Threads that drive the batches of asyncio callers, and how many batches may wait for one.
     async_threads: int = 8
     max_async_batches: int = 4096

@@ -14,6 +14,7 @@ from tanghulu.errors import DeadlineExceeded, NodeUnavailable
 from tanghulu.transfer_engine.buffers import Buffer
 from tanghulu.transfer_engine.handle import Workshop
 from tanghulu.transfer_engine.link_pool import LinkPool
+from tanghulu.transfer_engine.long_copy import LONG_BYTES, CopyHelper
 from tanghulu.transfer_engine.paths import Path, PathTable
 from tanghulu.transfer_engine.remote import RemoteSegment
 from tanghulu.transfer_engine.requests import TransferRequest, admit_buffer, refuse_overlaps
@@ -28,13 +29,13 @@ from tanghulu.transfer_engine.transport import Arrived, Completion, Link, Refuse
 _STRAIGHT = Arrived(DIRECT_SLICE_ID)
 
 
-def copy_directly(requests: Sequence[TransferRequest], max_bytes: int, clock: Clock, lock: threading.Lock) -> bool:
+def copy_directly(requests: Sequence[TransferRequest], max_bytes: int, workshop: Workshop, helper: CopyHelper) -> bool:
     """Copy a batch that needs nothing but mapped memory; False when it needs more, or an owner is gone.
 
-    ``lock`` guards the paths' figures. Raises InvalidRequest, before anything was copied, as ``submit`` does.
+    Raises InvalidRequest, before anything was copied, as ``submit`` does.
     """
     if len(requests) == 1:
-        return _copy_one(requests[0], max_bytes, clock, lock)
+        return _copy_one(requests[0], max_bytes, workshop, helper)
     mapped: list[ShmPeer] = []
     for request in requests:
         shm = request.target.shm
@@ -48,23 +49,48 @@ def copy_directly(requests: Sequence[TransferRequest], max_bytes: int, clock: Cl
     if num_bytes > max_bytes:
         return False
     refuse_overlaps(requests, buffers)
+    clock = workshop.clock
     start_s = clock.now_s()
-    try:
-        for request, buffer, shm in zip(requests, buffers, mapped, strict=True):
-            shm.copy(request.opcode, buffer, request.source_offset, request.target_offset, request.length)
-    except NodeUnavailable:
-        return False
-    if not all(shm.alive for shm in (mapped if len(mapped) == 1 else set(mapped))):
+    if not _copied(requests, buffers, mapped, helper):
         return False
     took_s = clock.now_s() - start_s
-    with lock:
+    with workshop.lock:
         for request in requests:
             paths = request.target.paths
             paths.succeeded(paths.paths[0], request.length, took_s)
     return True
 
 
-def _copy_one(request: TransferRequest, max_bytes: int, clock: Clock, lock: threading.Lock) -> bool:
+def _copied(
+    requests: Sequence[TransferRequest], buffers: Sequence[Buffer], mapped: Sequence[ShmPeer], helper: CopyHelper
+) -> bool:
+    """Whether all was copied while its owners lived; if not, what was shown to digests is void."""
+    try:
+        for request, buffer, shm in zip(requests, buffers, mapped, strict=True):
+            _copy(request, buffer, shm, helper)
+        if all(shm.alive for shm in set(mapped)):
+            return True
+    except NodeUnavailable:
+        pass
+    _void(requests)
+    return False
+
+
+def _void(requests: Sequence[TransferRequest]) -> None:
+    for request in requests:
+        if request.digest is not None:
+            request.digest.void()
+
+
+def _copy(request: TransferRequest, buffer: Buffer, shm: ShmPeer, helper: CopyHelper) -> None:
+    at, to, length, digest = request.source_offset, request.target_offset, request.length, request.digest
+    if digest is None and length < LONG_BYTES:
+        shm.copy(request.opcode, buffer, at, to, length)
+    else:
+        shm.copy_shown(helper, request.opcode, buffer, at, to, length, digest)
+
+
+def _copy_one(request: TransferRequest, max_bytes: int, workshop: Workshop, helper: CopyHelper) -> bool:
     """The same for one request. A copy of 64 KiB takes 10 us, and what comes with it must not take as long."""
     target = request.target
     shm = target.shm
@@ -74,16 +100,19 @@ def _copy_one(request: TransferRequest, max_bytes: int, clock: Clock, lock: thre
     length = request.length
     if length > max_bytes:
         return False
+    clock = workshop.clock
     start_s = clock.now_s()
     try:
-        shm.copy(request.opcode, buffer, request.source_offset, request.target_offset, length)
+        _copy(request, buffer, shm, helper)
+        alive = shm.alive
     except NodeUnavailable:
-        return False
-    if not shm.alive:
+        alive = False
+    if not alive:
+        _void((request,))
         return False
     took_s = clock.now_s() - start_s
     paths = target.paths
-    paths.succeeded_soon(paths.paths[0], length, took_s, lock)
+    paths.succeeded_soon(paths.paths[0], length, took_s, workshop.lock)
     return True
 
 

@@ -19,6 +19,7 @@ from tanghulu.transfer_engine.buffers import Buffer
 from tanghulu.transfer_engine.config import EngineConfig, TransportLimits
 from tanghulu.transfer_engine.direct import copy_directly, send_directly
 from tanghulu.transfer_engine.handle import TransferHandle, Workshop
+from tanghulu.transfer_engine.long_copy import CopyHelper
 from tanghulu.transfer_engine.opcode import Opcode
 from tanghulu.transfer_engine.rdma_devices import LocalDevices
 from tanghulu.transfer_engine.remote import RemoteSegment
@@ -102,6 +103,7 @@ class TransferEngine:
         self._num_async = 0
         self._closed = False
         self._workshop = Workshop(self._clock, threading.Lock(), self._executor)
+        self._helper = CopyHelper(wanted=self.config.copy_helper)
         self._slice_bytes = {name: limits.slice_bytes for name, limits in self.config.limits.items()}
         self._run_limits = RunLimits(self.config.limits, self.config.retries_max, self.config.slice_deadline_s)
 
@@ -174,7 +176,7 @@ class TransferEngine:
         """Move everything, in this thread; returns when all bytes have arrived, raises the first error otherwise."""
         admit_deadline(deadline_s)
         start_s = self._clock.now_s()
-        if copy_directly(requests, self.config.direct_bytes, self._clock, self._workshop.lock):
+        if copy_directly(requests, self.config.direct_bytes, self._workshop, self._helper):
             return
         if len(requests) == 1 and self._sent_directly(requests[0], start_s, deadline_s):
             return
@@ -187,7 +189,7 @@ class TransferEngine:
         Raises Overloaded if ``max_async_batches`` are waiting already.
         """
         admit_deadline(deadline_s)
-        if copy_directly(requests, self.config.direct_async_bytes, self._clock, self._workshop.lock):
+        if copy_directly(requests, self.config.direct_async_bytes, self._workshop, self._helper):
             return
         if self._num_async >= self.config.max_async_batches:
             raise Overloaded(f"{self._num_async} batches are waiting for the engine's threads")
@@ -212,6 +214,7 @@ class TransferEngine:
             with opening.lock:
                 if opening.remote is not None:
                     opening.remote.close()
+        self._helper.close()
         if threads is not None:
             threads.shutdown(wait=True)
         if rdma is not None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tanghulu.errors import InvalidRequest, NodeUnavailable, TanghuluError, TransferFailed
 from tanghulu.transfer_engine.buffers import Buffer
+from tanghulu.transfer_engine.long_copy import Digest
 from tanghulu.transfer_engine.opcode import Opcode
 from tanghulu.transfer_engine.paths import Cargo
 from tanghulu.transfer_engine.segment import MAX_NAME_BYTES
@@ -47,6 +48,8 @@ class TransferRequest:
     over other paths while there are some, and fails with ChecksumMismatch if it does not match again.
     ``notify``: a message of 1 to 4,096 bytes for the owner's program, delivered once, after all bytes have landed
     (and, of a READ, have arrived here); the request is complete when the owner has taken it.
+    ``digest`` is shown all bytes, in order, if they are copied through mapped memory by ``transfer``, which has them in
+    the cache then; else it is shown nothing, or told to forget it.
     """
 
     opcode: Opcode
@@ -59,6 +62,7 @@ class TransferRequest:
     verify: bool = False
     checksum: int | None = None
     notify: bytes | None = None
+    digest: Digest | None = None
 
     @property
     def plain(self) -> bool:

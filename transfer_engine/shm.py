@@ -20,6 +20,7 @@ import struct
 
 from tanghulu.errors import ChecksumMismatch, InvalidRequest, NodeUnavailable
 from tanghulu.transfer_engine.copying import Memory
+from tanghulu.transfer_engine.long_copy import LONG_BYTES, CopyHelper, Digest
 from tanghulu.transfer_engine.opcode import Opcode
 from tanghulu.transfer_engine.paths import Path
 from tanghulu.transfer_engine.segment import Endpoint, SegmentDescriptor, map_shared
@@ -99,6 +100,25 @@ class ShmPeer:
         if self.view is None and not self.alive:
             raise self.gone()
         self._memory.copy(opcode, local, local_offset, remote_offset, length)
+
+    def copy_shown(
+        self,
+        helper: CopyHelper,
+        opcode: Opcode,
+        local: Memory,
+        local_offset: int,
+        remote_offset: int,
+        length: int,
+        digest: Digest | None,
+    ) -> None:
+        """``copy``, with the helper's help where it is long; ``digest`` is shown the bytes as they are on this side."""
+        memory = self._memory
+        if length >= LONG_BYTES and isinstance(memory, MappedMemory):
+            memory.copy_long(helper, opcode, local, local_offset, remote_offset, length, digest)
+            return
+        self.copy(opcode, local, local_offset, remote_offset, length)
+        if digest is not None:
+            digest.add(local.array[local_offset : local_offset + length].data)
 
     def touch(self, offset: int, length: int) -> None:
         """The caller is about to write to that range of ``view``: map its pages in one go."""

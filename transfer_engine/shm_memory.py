@@ -19,6 +19,7 @@ import numpy as np
 
 from tanghulu.errors import NodeUnavailable
 from tanghulu.transfer_engine.copying import Bytes, Memory, copy
+from tanghulu.transfer_engine.long_copy import CopyHelper, Digest
 from tanghulu.transfer_engine.opcode import Opcode
 from tanghulu.transfer_engine.page_touch import PageToucher
 from tanghulu.transfer_engine.wire import digest_of
@@ -43,6 +44,23 @@ class MappedMemory:
         else:
             self.touch(remote_offset, length)
             copy(self, remote_offset, local, local_offset, length)
+
+    def copy_long(
+        self,
+        helper: CopyHelper,
+        opcode: Opcode,
+        local: Memory,
+        local_offset: int,
+        remote_offset: int,
+        length: int,
+        digest: Digest | None,
+    ) -> None:
+        """``copy`` with its help."""
+        if opcode is _READ:
+            helper.copy(opcode, local, local_offset, self, remote_offset, length, digest)
+        else:
+            self.touch(remote_offset, length)
+            helper.copy(opcode, self, remote_offset, local, local_offset, length, digest)
 
     def digest(self, offset: int, length: int) -> int:
         """The xxh3_64 of a range."""

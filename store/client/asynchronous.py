@@ -18,6 +18,7 @@ from tanghulu.store.client.instructions import (
     MASTER,
     Ask,
     Deadline,
+    Deliver,
     Instruction,
     Logic,
     Move,
@@ -119,6 +120,8 @@ class AsyncShell:
                 return await self._tell(calls, deadline.remaining_s())
             case Move(requests):
                 return await self._move(requests, deadline.remaining_s())
+            case Deliver():
+                return await self._deliver(instruction, deadline.remaining_s())
             case Reach(node, copies):
                 return await self._reach(node, copies)
             case Sleep(seconds):
@@ -150,6 +153,14 @@ class AsyncShell:
         finally:
             if asking is not None:
                 asking.cancel()
+
+    async def _deliver(self, wanted: Deliver, deadline_s: float) -> tuple[list[TanghuluError | None], Outcome]:
+        asking = self._loop.create_task(self._exchange(MASTER, wanted.question, wanted.within_s))
+        try:
+            errors = await self._move(wanted.requests, deadline_s)
+            return errors, await asking
+        finally:
+            asking.cancel()
 
     async def _tell(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> None:
         for peer, call in calls:

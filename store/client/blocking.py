@@ -25,6 +25,7 @@ from tanghulu.store.client.instructions import (
     MASTER,
     Ask,
     Deadline,
+    Deliver,
     Instruction,
     Logic,
     Move,
@@ -135,6 +136,8 @@ class BlockingShell:
                 return self._tell(calls, deadline.remaining_s())
             case Move(requests):
                 return self._move(requests, deadline.remaining_s())
+            case Deliver():
+                return self._deliver(instruction, deadline.remaining_s())
             case Reach(node, copies):
                 return self._reach(node, copies)
             case Sleep(seconds):
@@ -185,9 +188,7 @@ class BlockingShell:
             return error
         finally:
             self._put_back(wanted.node, connection)
-            if asking is not None:
-                asking.close()
-                self._put_back(MASTER, asking.connection)
+            self._asked(asking)
 
     def _begin(self, question: AnyCall | None, deadline_s: float) -> Asking[Any] | None:
         """Ask the master without waiting; None if it cannot be asked."""
@@ -201,6 +202,20 @@ class BlockingShell:
             return connection.begin(question, deadline_s=deadline_s)
         except TanghuluError:
             return None  # it restarted, or another leads: the node will hear of it
+
+    def _deliver(self, wanted: Deliver, deadline_s: float) -> tuple[list[TanghuluError | None], Outcome | None]:
+        asking = self._begin(wanted.question, wanted.within_s)
+        try:
+            errors = self._move(wanted.requests, deadline_s)
+            return errors, None if asking is None else asking.end()
+        finally:
+            self._asked(asking)
+
+    def _asked(self, asking: Asking[Any] | None) -> None:
+        """What was begun is over."""
+        if asking is not None:
+            asking.close()
+            self._put_back(MASTER, asking.connection)
 
     def _tell(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> None:
         until_s = time.monotonic() + deadline_s

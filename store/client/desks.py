@@ -19,9 +19,10 @@ from tanghulu.store.checksums import compute
 from tanghulu.store.client import messages
 from tanghulu.store.client.instructions import MASTER, Ask, Deadline, Logic, PeerId
 from tanghulu.store.client.link import Link
+from tanghulu.store.client.proclaiming import Question
 from tanghulu.store.desk import DeskPlace, DeskWriter, Record
 from tanghulu.store.shared_index import IndexReader
-from tanghulu.store.words import NewChunk, Pin, Proclamation, Verdict
+from tanghulu.store.words import RELIED_S, NewChunk, Pin, Verdict
 
 if TYPE_CHECKING:
     from tanghulu.store.client.context import Context
@@ -146,7 +147,7 @@ def put(context: Context, deadline: Deadline, node: PeerId, new: NewChunk, value
         mapped.link.remote.touch(writer.offset + place, new.size_bytes)
         writer.fill(place, value)
         (checksum,) = new.checksums.parts or compute(value).parts
-        verdict = yield from _proclaim(deadline, node, mapped, new)
+        (verdict,) = yield from _proclaim(context, deadline, node, mapped, (new,))
         if verdict is Verdict.ACCEPTED:
             writer.publish(_record(new, place, checksum))
             published = True
@@ -192,7 +193,7 @@ def put_many(
             uses.append(use)
             writer.fill(place, value)
             (use.checksum,) = new.checksums.parts or compute(value).parts
-        verdicts = yield from _proclaim_many(deadline, node, mapped, [use.new for use in uses])
+        verdicts = yield from _proclaim(context, deadline, node, mapped, [use.new for use in uses])
         for use, verdict in zip(uses, verdicts, strict=True):
             if verdict is Verdict.ACCEPTED:
                 use.writer.publish(_record(use.new, use.place, use.checksum))
@@ -238,16 +239,13 @@ def _begin(
     return (None, 0) if writer is None or place is None else (writer, place)
 
 
-def _proclaim(deadline: Deadline, node: PeerId, mapped: Mapped, new: NewChunk) -> Logic[Verdict]:
-    said = Proclamation(node, mapped.generation, new.key, new.version, new.size_bytes)
-    (outcome,) = yield Ask(((MASTER, messages.proclaim(said)),), deadline.remaining_s() / 2)
-    return Verdict.ASK_NODE if isinstance(outcome, TanghuluError) else messages.verdict(outcome)
-
-
-def _proclaim_many(deadline: Deadline, node: PeerId, mapped: Mapped, items: Sequence[NewChunk]) -> Logic[list[Verdict]]:
+def _proclaim(
+    context: Context, deadline: Deadline, node: PeerId, mapped: Mapped, items: Sequence[NewChunk]
+) -> Logic[list[Verdict]]:
     if not items:
         return []
-    said = [Proclamation(node, mapped.generation, new.key, new.version, new.size_bytes) for new in items]
-    (outcome,) = yield Ask(((MASTER, messages.proclaim_many(said)),), deadline.remaining_s() / 2)
-    verdicts = [] if isinstance(outcome, TanghuluError) else messages.verdicts(outcome)
-    return verdicts if len(verdicts) == len(items) else [Verdict.ASK_NODE] * len(items)
+    question, asked_s = Question(node, mapped.generation, items), context.clock.now_s()
+    (outcome,) = yield Ask(((MASTER, question.call),), deadline.remaining_s() / 2)
+    if context.clock.now_s() - asked_s > RELIED_S:
+        return [Verdict.ASK_NODE] * len(items)
+    return question.verdicts(outcome)

@@ -57,6 +57,14 @@ class _Pinned:
     arrived: memoryview | None = None  # where its bytes are, or will be
     error: TanghuluError | None = None
     keeps_lease: bool = False
+    running: sums.RunningChecksums | None = None  # of what arrives
+
+    def matches(self) -> bool:
+        """Whether what has arrived is what was put."""
+        assert self.arrived is not None
+        if self.running is not None and self.running.complete:
+            return sums.are_from(self.running.end(), self.found.checksums, self.begin)
+        return sums.matches_from(self.arrived, self.found.checksums, self.begin)
 
 
 def fetch(context: Context, deadline: Deadline, wants: Sequence[Want], flush: Callable[[], None]) -> Logic[None]:
@@ -346,13 +354,16 @@ def _request(context: Context, each: _Pinned, link: Link) -> TransferRequest:
     fits = ranges.wanted_span(want, found.size_bytes) == (each.begin, each.end)
     buffer = want.buffer if want.buffer is not None and fits else Buffer(context.memory.take(length))
     each.arrived = buffer.view(0, length)
-    return TransferRequest(Opcode.READ, buffer, link.remote, found.offset + each.begin, length, 0, found.lease_id)
+    if found.checksums.parts:
+        each.running = sums.RunningChecksums(length, found.checksums.part_bytes)
+    at, lease_id = found.offset + each.begin, found.lease_id
+    return TransferRequest(Opcode.READ, buffer, link.remote, at, length, 0, lease_id, digest=each.running)
 
 
 def _take_moved(each: _Pinned) -> None:
     assert each.arrived is not None
     want, found = each.want, each.found
-    if not sums.matches_from(each.arrived, found.checksums, each.begin):
+    if not each.matches():
         each.error = mismatch(want.key, each.node, found)
     elif want.buffer is not None and each.arrived.obj is want.buffer.memory.obj:
         want.result = len(each.arrived)

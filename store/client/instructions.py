@@ -75,13 +75,25 @@ class Move:
 
 
 @dataclass(slots=True)
+class Deliver:
+    """Transfer everything, and ask the master meanwhile. Result: (as ``Move``'s, Reply | TanghuluError | None).
+
+    None: the master could not be asked. ``within_s``: what its call may take.
+    """
+
+    requests: Sequence[TransferRequest]
+    question: Call[Any]
+    within_s: float
+
+
+@dataclass(slots=True)
 class Sleep:
     """Wait before trying again. Result: None."""
 
     seconds: float
 
 
-Instruction: TypeAlias = Ask | Stream | Tell | Reach | Move | Sleep
+Instruction: TypeAlias = Ask | Stream | Tell | Reach | Move | Deliver | Sleep
 T = TypeVar("T")
 #: A piece of the client's logic that ends with a T.
 Logic: TypeAlias = Generator[Instruction, Any, T]

@@ -108,9 +108,16 @@ def reservations(reply: AnyReply) -> list[Reservation | TanghuluError | None]:
     return packed_node.unpack_reservations(reply.message)
 
 
-def commit(items: list[tuple[int, Checksums]], aborted: list[int], visible: bool, deadline_ms: int) -> AnyCall:
-    """(lease, checksums) that were written, and leases that were not."""
-    request = packed_node.CommitRequest(items, aborted, visible, deadline_ms)
+def commit(
+    items: list[tuple[int, Checksums]],
+    aborted: list[int],
+    visible: bool,
+    deadline_ms: int,
+    num_proclaimed: int = 0,
+    generation: int = 0,
+) -> AnyCall:
+    """(lease, checksums) that were written, those first that the master has accepted; and leases that were not."""
+    request = packed_node.CommitRequest(items, aborted, visible, deadline_ms, num_proclaimed, generation)
     return Call(fastlane_pb2.METHOD_COMMIT, packed_node.pack_commit(request), bytes)
 
 

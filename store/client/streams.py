@@ -23,7 +23,8 @@ from tanghulu.store.client import messages
 from tanghulu.store.client.context import Context
 from tanghulu.store.client.instructions import Deadline, Logic, PeerId, Stream
 from tanghulu.store.client.model import PutOptions
-from tanghulu.store.words import LastWord, NewChunk, Proclamation, Verdict
+from tanghulu.store.client.proclaiming import Question
+from tanghulu.store.words import LastWord, NewChunk, Verdict
 
 _WORDS = {Verdict.ACCEPTED: LastWord.PROCLAIMED, Verdict.EXISTS: LastWord.DROP, Verdict.ASK_NODE: LastWord.ANNOUNCE}
 _stream_ids = itertools.count(1)
@@ -39,14 +40,15 @@ class _Putting:
         self._node, self._new, self._pieces, self._options = node, new, pieces, options
         self._checksums = new.checksums
         self._generation = 0
+        self._question: Question | None = None
 
     def ask(self, generation: int) -> messages.AnyCall | None:
         """Proclaim it, unless nobody waits for that."""
         self._generation = generation
         if not self._options.visible:
             return None
-        new = self._new
-        return messages.proclaim(Proclamation(self._node, generation, new.key, new.version, new.size_bytes))
+        self._question = Question(self._node, generation, (self._new,))
+        return self._question.call
 
     def meanwhile(self) -> None:
         """The node makes room: compute the checksum, which also brings the value near."""
@@ -60,8 +62,8 @@ class _Putting:
     def word(self, outcome: messages.AnyReply | TanghuluError | None) -> messages.AnyCall:
         """The last word, after what the master said."""
         verdict = Verdict.ASK_NODE
-        if outcome is not None and not isinstance(outcome, TanghuluError):
-            verdict = messages.verdict(outcome)
+        if self._question is not None:
+            (verdict,) = self._question.verdicts(outcome)
         return messages.settle(self.stream_id, _WORDS[verdict], self._generation, self._checksums)
 
 

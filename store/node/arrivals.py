@@ -25,7 +25,7 @@ from tanghulu.store.node.node_state import NodeState
 from tanghulu.store.node.outcomes import Existed, Reserved
 from tanghulu.store.node.proclaimed import commit_proclaimed
 from tanghulu.store.packed_stream import SettleRequest
-from tanghulu.store.words import LastWord, NewChunk
+from tanghulu.store.words import RELIED_S, LastWord, NewChunk
 
 #: Of the node's memory, what all arrivals may take; beyond it values are put in another way.
 MAX_FRACTION = 1 / 8
@@ -129,7 +129,8 @@ class Arrivals:
     def settle(self, owner: Hashable, said: SettleRequest) -> Settled | None:
         """The last word on a value that is HERE. None: ``owner`` has no such stream; it was refused, and answered then.
 
-        A chunk that was proclaimed in the name of another life of this node is announced like any other.
+        A chunk that was proclaimed in the name of another life of this node, or too long ago, is announced like any
+        other.
         """
         arrival = self._by_owner.get(owner, {}).pop(said.stream_id, None)
         if arrival is None:
@@ -142,6 +143,7 @@ class Arrivals:
             error = InvalidRequest(f"{chunk.key!r} came without a checksum; SETTLE says it")
             return Settled(arrival, None if said.word is LastWord.DROP else error, told=True)
         told = said.word is LastWord.PROCLAIMED and said.generation == self._generation
+        told = told and state.age_s(chunk) <= RELIED_S
         try:
             if told:
                 return Settled(arrival, commit_proclaimed(state, chunk, said.checksums, self._on_displaced), told)

@@ -114,6 +114,10 @@ class NodeState:
 
     def commit(self, lease_id: LeaseId, session_id: int, checksums: Checksums, *, visible: bool) -> Reserved | Existed:
         """The holder has written its reservation. Raises LeaseExpired or InvalidRequest, and it is gone."""
+        return self.commit_written(self.end_writing(lease_id, session_id), checksums, visible=visible)
+
+    def end_writing(self, lease_id: LeaseId, session_id: int) -> Chunk:
+        """The same, before it becomes a chunk that anybody finds: the reservation, which has no lease any more."""
         chunk = self.table.leased(lease_id)
         lease = self.access.lease(lease_id)
         if chunk is None or lease is None or lease.session_id != session_id or chunk.state is not ChunkState.RESERVED:
@@ -125,7 +129,7 @@ class NodeState:
             self.freed(freed)
             raise LeaseExpired(f"reservation {lease_id} of {chunk.key!r} has ended, or is still written; reserve again")
         self.table.unlease(lease_id)
-        return self.commit_written(chunk, checksums, visible=visible)
+        return chunk
 
     def commit_written(
         self, chunk: Chunk, checksums: Checksums, *, visible: bool, patient: bool = False

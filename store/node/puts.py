@@ -22,6 +22,7 @@ from tanghulu.store.node.chunk import Chunk, ChunkState
 from tanghulu.store.node.confirmations import Word
 from tanghulu.store.node.node_state import NodeState
 from tanghulu.store.node.outcomes import Existed, Reserved
+from tanghulu.store.node.proclaimed import commit_proclaimed
 from tanghulu.store.node.waiters import Holder, Waiter
 from tanghulu.store.words import NewChunk
 from tanghulu.types import LeaseId
@@ -164,12 +165,20 @@ class PutDesk:
         checksums = new.checksums if new.checksums.parts else sums.compute(value)
         return self._state.commit_written(chunk, checksums, visible=visible)
 
-    def commit(self, lease_id: int, session_id: int, checksums: Checksums, *, visible: bool) -> Reserved | Existed:
-        """The client has written under ``lease_id``; without checksums of its own the node computes them."""
+    def commit(
+        self, lease_id: int, session_id: int, checksums: Checksums, *, visible: bool, proclaimed: bool = False
+    ) -> Reserved | Existed:
+        """The client has written under ``lease_id``; without checksums of its own the node computes them.
+
+        ``proclaimed``: the master has accepted it already.
+        """
         chunk = self._state.table.leased(LeaseId(lease_id))
         if chunk is not None and not checksums.parts:
             checksums = chunk.checksums if chunk.checksums.parts else sums.compute(self.bytes_of(chunk))
-        return self._state.commit(LeaseId(lease_id), session_id, checksums, visible=visible)
+        if not proclaimed:
+            return self._state.commit(LeaseId(lease_id), session_id, checksums, visible=visible)
+        written = self._state.end_writing(LeaseId(lease_id), session_id)
+        return commit_proclaimed(self._state, written, checksums, self._announcer.displaced)
 
     def settle(
         self,
@@ -178,18 +187,19 @@ class PutDesk:
         visible: bool,
         until_s: float,
         done: Callable[[list[PutOutcome]], None],
+        num_told: int = 0,
     ) -> None:
         """Call ``done`` when the master knows the keys, with whether somebody else's put was first. Errors are values.
 
-        What ``visible=False`` put is announced too, but not waited for.
+        What ``visible=False`` put is announced too, but not waited for; of the first ``num_told`` the master knows.
         """
         outcomes: list[PutOutcome] = [e if isinstance(e, TanghuluError) else isinstance(e, Existed) for e in written]
-        if not visible:
+        if not visible or num_told >= len(written):
             self._announcer.kick()
             done(outcomes)
             return
-        places = [i for i, each in enumerate(written) if not isinstance(each, TanghuluError)]
-        chunks = [each.chunk for each in written if not isinstance(each, TanghuluError)]
+        asked = [(i, each) for i, each in enumerate(written) if i >= num_told and not isinstance(each, TanghuluError)]
+        places, chunks = [i for i, _ in asked], [each.chunk for _, each in asked]
 
         def told(words: list[Word]) -> None:
             for place, word in zip(places, words, strict=True):

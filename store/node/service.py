@@ -31,7 +31,7 @@ from tanghulu.store.node.tier_promotion import Promoter
 from tanghulu.store.packed_node import CommitRequest, Found, GetRequest, PutRequest, UnpinRequest
 from tanghulu.store.shared_index import IndexPlace
 from tanghulu.store.wire import index_to_wire
-from tanghulu.store.words import MAX_INLINE_BYTES, NewChunk
+from tanghulu.store.words import MAX_INLINE_BYTES, RELIED_S, NewChunk
 from tanghulu.transfer_engine.descriptor_wire import to_proto
 from tanghulu.transfer_engine.segment import SegmentDescriptor
 from tanghulu.types import ChunkKey, LeaseId
@@ -184,25 +184,35 @@ class NodeService:
         session = session_of(peer)
         if request.aborted:
             self._state.unpin(request.aborted, session.owned)
+        num_told = request.num_proclaimed if self._is_relied(request) else 0
         written: list[Written] = []
-        for lease_id, checksums in request.items:
+        for place, (lease_id, checksums) in enumerate(request.items):
             lease = self._state.access.lease(LeaseId(lease_id))
             try:
-                written.append(self._desk.commit(lease_id, session.session_id, checksums, visible=request.visible))
+                outcome = self._desk.commit(
+                    lease_id, session.session_id, checksums, visible=request.visible, proclaimed=place < num_told
+                )
+                written.append(outcome)
                 if lease is not None and lease.mapped:
                     self._traffic.bytes_written["shm"] += lease.length
             except TanghuluError as error:
                 written.append(error)
         self._desk.room_changed()
-        return self._settle(written, request.visible, self._until(request.deadline_ms))
+        return self._settle(written, request.visible, self._until(request.deadline_ms), num_told)
 
-    def _settle(self, written: Sequence[Written], visible: bool, until_s: float) -> Later:
+    def _is_relied(self, request: CommitRequest) -> bool:
+        """Whether what was proclaimed was so for this life, and not too long ago: after it had been reserved."""
+        reserved = [self._state.table.leased(LeaseId(lease_id)) for lease_id, _ in request.items]
+        is_young = all(self._state.age_s(chunk) <= RELIED_S for chunk in reserved if chunk is not None)
+        return is_young and request.generation == self._identity.generation
+
+    def _settle(self, written: Sequence[Written], visible: bool, until_s: float, num_told: int = 0) -> Later:
         later = Later()
 
         def done(outcomes: list[PutOutcome]) -> None:
             later.set(packed_node.pack_outcomes(outcomes))
 
-        self._desk.settle(written, visible=visible, until_s=until_s, done=done)
+        self._desk.settle(written, visible=visible, until_s=until_s, done=done, num_told=num_told)
         return later
 
     # --- gets

@@ -12,23 +12,19 @@ One seed is one life: sizes, traffic, crashes, cut and slow links, torn connecti
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import gc
 import itertools
-import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from random import Random
 from typing import Any
-from unittest import mock
 
-import structlog
-from sim_actors import SimMaster, SimNode, kill_writers, open_client
+from sim_actors import SimMaster, SimNode, SimProcess, kill_writers, open_client
 from sim_loop import PID, VirtualLoop, on_host
 from sim_plan import KeyLife, Plan
+from sim_surroundings import collected_garbage, virtual_time
 
-from tanghulu.clock import SystemClock
 from tanghulu.errors import ChunkNotFound, TanghuluError
-from tanghulu.rpc.fast_server import FastServerProtocol
 from tanghulu.store.client.aio_client import AsyncClient
 from tanghulu.store.node.chunk import ChunkState
 
@@ -39,6 +35,8 @@ _SLACK_S = 0.5
 #: Nodes whose invariants are asserted beside the master's, every so often; all of them at the end.
 _CHECKED_NODES = 2
 _CHECK_EVERY_S = 0.15
+#: Steps of the world between two collections of garbage.
+_GARBAGE_EVERY = 20
 
 
 class World:
@@ -59,12 +57,13 @@ class World:
         self._pids = itertools.count(1000)
         self._clients: dict[int, tuple[asyncio.Task[None], AsyncClient]] = {}
         self._generation = 0
+        self._dead: list[SimProcess] = []  # what they waited for is nobody's business, but not lost
         self._failure: BaseException | None = None
         self._ended = False
 
     def run(self) -> Counter[str]:
         """One life; returns how often what happened."""
-        with _virtual(self):
+        with virtual_time(self), collected_garbage():
             self.loop.set_exception_handler(self._unhandled)
             try:
                 self.loop.run_until_complete(self._live())
@@ -77,7 +76,7 @@ class World:
         return self.counts
 
     def _unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        error = context.get("exception") or AssertionError(context["message"])
+        error = context.get("exception") or AssertionError(f"{context['message']} {context.get('task', '')!r}")
         if not self._ended:
             self.fail(error)
 
@@ -104,6 +103,8 @@ class World:
         while self.loop.time() < ends_s:
             await asyncio.sleep(0.05)
             self._raise()
+            if int(self.loop.time() / 0.05) % _GARBAGE_EVERY == 0:
+                gc.collect(1)
             if self.loop.time() >= next_check_s:
                 next_check_s = self.loop.time() + _CHECK_EVERY_S
                 self.check(_CHECKED_NODES)
@@ -116,6 +117,8 @@ class World:
         await asyncio.gather(*clients, return_exceptions=True)
         self._ended = False
         await self._settle()
+        gc.collect()  # a task that nobody refers to is destroyed, and was lost
+        self._raise()
         self._ended = True
 
     def _start_master(self) -> None:
@@ -170,6 +173,7 @@ class World:
         node = self.nodes[host]
         if node.alive:
             node.kill(silently=self.rng.random() < 0.3)
+            self._dead.append(node)
             self._disturb(host)
             self.loop.call_later(self.rng.uniform(0.1, 6), self._restart_node, int(host.partition("-")[2]))
 
@@ -181,6 +185,7 @@ class World:
         if self.master.alive:
             silently = self.rng.random() < 0.3
             self.master.kill(silently=silently)
+            self._dead.append(self.master)
             if silently:  # nodes may notice so late that a new master has waited long enough for them
                 self._disturb("master")
             self.loop.call_later(self.rng.uniform(0.1, 4), self._restart_master)
@@ -373,28 +378,3 @@ class World:
                     assert not holders, f"{key} was removed at {life.removed_s:.2f} and is back"
         finally:
             await client.close()
-
-
-@contextlib.contextmanager
-def _virtual(world: World) -> Iterator[None]:
-    """Clocks and random ids are the world's; a handler's bug, which a server would log, is a failure."""
-    draw = Random(world.rng.random())
-
-    def internal(protocol: Any, frame: Any) -> None:
-        import sys
-
-        world.fail(sys.exc_info()[1] or AssertionError(f"a handler of method {frame.method} failed"))
-        protocol._send_error(frame.call_id, TanghuluError("internal"))
-
-    before = structlog.get_config()
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50), cache_logger_on_first_use=False)
-    try:
-        with (
-            mock.patch.object(SystemClock, "now_s", property(lambda _: world.loop.time)),
-            mock.patch.object(secrets, "randbits", draw.getrandbits),
-            mock.patch.object(secrets, "token_hex", lambda n=16: f"{draw.getrandbits(8 * n):x}"),
-            mock.patch.object(FastServerProtocol, "_internal", internal),
-        ):
-            yield
-    finally:
-        structlog.configure(**before)

@@ -134,8 +134,8 @@ def _accepts_and_forgets(original: Any) -> Any:
 
 
 def _publishes_without_proclaiming(original: Any) -> Any:
-    def proclaim(*_: Any) -> Any:
-        return Verdict.ACCEPTED
+    def proclaim(context: Any, deadline: Any, node: Any, mapped: Any, items: Any) -> Any:
+        return [Verdict.ACCEPTED] * len(items)
         yield
 
     return proclaim

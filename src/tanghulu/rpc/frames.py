@@ -19,7 +19,7 @@ from tanghulu.errors import InvalidRequest
 
 PREAMBLE = b"TANGHULU"
 _MAX_CALL_ID = (1 << 32) - 1
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 HEAD = struct.Struct("<IIHHI")
 MAX_BODY_BYTES = 16 << 20
 MAX_ATTACHMENT_BYTES = 64 << 20

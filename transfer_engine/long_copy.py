@@ -1,0 +1,160 @@
+"""Long copies through mapped memory: an idle helper takes a part, and a digest runs along.
+
+One core moves 7 GB/s here, two move 11, and a checksum that reads the bytes again when all of them have moved finds
+them in memory instead of a cache. So a copy of ``LONG_BYTES`` and more is cut. The caller takes pieces from the front
+and shows each to the digest; a helper (a thread that waits for nothing else) takes a large part from the back, in a
+single call: once a piece, each would wait for the other's turn at the interpreter. Nobody waits for the helper to come:
+if it is busy, or wakes too late, the caller has done it all.
+
+The digest wants the bytes in their order. Of a WRITE it is shown the source, which does not depend on the copy, so
+the caller need not wait for the helper before it shows what that copies, and leaves more to it. Of a READ it is shown
+what has arrived.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from queue import SimpleQueue
+from typing import Protocol
+
+from tanghulu.transfer_engine.copying import Memory, copy
+from tanghulu.transfer_engine.opcode import Opcode
+
+#: From here on a copy is cut. A helper needs some 50 us to wake, in which 400 KiB are copied.
+LONG_BYTES = 4 << 20
+PIECE_BYTES = 1 << 20
+#: Of what nobody has taken, what the helper takes: the caller has nothing to do but copy, or has a digest to feed
+#: when all has arrived; it has one to feed meanwhile.
+_HALF, _MOST = 1 / 2, 3 / 4
+
+
+class Digest(Protocol):
+    """Computes something of bytes that it is shown in order, as ``store.checksums.RunningChecksums`` does."""
+
+    def add(self, piece: memoryview) -> None:
+        """What follows."""
+
+    def void(self) -> None:
+        """What was shown may have been overwritten since, or was not all: forget it."""
+
+
+def spare_core() -> bool:
+    """Whether this process may use more than one."""
+    return len(os.sched_getaffinity(0)) > 1
+
+
+class LongCopy:
+    """One copy, in parts that caller and helper take; its bounds were checked by the caller."""
+
+    def __init__(
+        self, to: Memory, to_offset: int, source: Memory, source_offset: int, length: int, share: float
+    ) -> None:
+        self._memories: tuple[Memory, Memory] | None = (to, source)
+        self._to_offset, self._source_offset = to_offset, source_offset
+        self._share = share
+        self._lock = threading.Lock()
+        self._helping = threading.Lock()
+        self._front, self._back = 0, length  # what nobody has taken
+
+    def copy_front(self) -> tuple[int, int] | None:
+        """Copy the next piece; (begin, end) of it, or None: nothing is left to take."""
+        with self._lock:
+            begin = self._front
+            end = self._front = min(begin + PIECE_BYTES, self._back)
+        if begin == end:
+            return None
+        self._move(begin, end)
+        return begin, end
+
+    def help(self) -> None:
+        """Copy a large part from the back, and again, until less than a piece is left."""
+        with self._helping:
+            while (part := self._take_back()) is not None:
+                self._move(*part)
+
+    def _take_back(self) -> tuple[int, int] | None:
+        with self._lock:
+            share = int((self._back - self._front) * self._share) // PIECE_BYTES * PIECE_BYTES
+            self._back -= share
+            return (self._back, self._back + share) if share else None
+
+    def end(self) -> None:
+        """When this returns, or raises, nobody copies any more, nor holds the memory."""
+        with self._lock:
+            self._back = self._front
+        _pass(self._helping)
+        self._memories = None
+
+    def _move(self, begin: int, end: int) -> None:
+        assert self._memories is not None
+        to, source = self._memories
+        copy(to, self._to_offset + begin, source, self._source_offset + begin, end - begin)
+
+
+def _pass(guard: threading.Lock) -> None:
+    """Wait until its holder is done, even if a signal's handler raises meanwhile; that is raised on."""
+    try:
+        guard.acquire()
+    except BaseException:
+        _pass(guard)
+        raise
+    guard.release()  # a helper that wakes only now finds nothing to do
+
+
+class CopyHelper:
+    """A thread that helps with one long copy at a time; it is started with the first. Any thread may ask for it."""
+
+    def __init__(self, *, wanted: bool) -> None:
+        self._free = threading.Lock()
+        self._works: SimpleQueue[LongCopy | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._wanted = wanted
+
+    def copy(
+        self,
+        opcode: Opcode,
+        to: Memory,
+        to_offset: int,
+        source: Memory,
+        source_offset: int,
+        length: int,
+        digest: Digest | None,
+    ) -> None:
+        """Copy ``length`` bytes. ``digest`` has then been shown all of them, where they are on the local side."""
+        writes = opcode is Opcode.WRITE
+        local, at = (source, source_offset) if writes else (to, to_offset)
+        shown = local.array[at : at + length].data
+        work = LongCopy(to, to_offset, source, source_offset, length, _MOST if writes and digest else _HALF)
+        self._recruit(work)
+        position = 0
+        try:
+            while (part := work.copy_front()) is not None:
+                begin, position = part
+                if digest is not None:
+                    digest.add(shown[begin:position])
+            if digest is not None and writes:
+                digest.add(shown[position:])
+                position = length
+        finally:
+            work.end()
+        if digest is not None and position < length:
+            digest.add(shown[position:])
+
+    def _recruit(self, work: LongCopy) -> None:
+        """Have the thread help, unless it helps somebody else."""
+        if not self._wanted or not self._free.acquire(blocking=False):
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="tanghulu-copy", daemon=True)
+            self._thread.start()
+        self._works.put(work)
+
+    def _run(self) -> None:
+        while (work := self._works.get()) is not None:
+            work.help()
+            self._free.release()
+
+    def close(self) -> None:
+        """No more work comes; what is under way ends."""
+        self._works.put(None)
