@@ -150,6 +150,25 @@ class RunningChecksums:
         return Checksums(self._part_bytes, tuple(self._parts))
 
 
+class Rest:
+    """Checksums that have seen the beginning of their value already: shown all of it, they are added what follows."""
+
+    def __init__(self, running: RunningChecksums) -> None:
+        self.running = running
+        self.num_shown = 0
+
+    def add(self, piece: memoryview) -> None:
+        """The value from its beginning, piece by piece."""
+        known = max(self.running.num_added - self.num_shown, 0)
+        self.num_shown += len(piece)
+        if known < len(piece):
+            self.running.add(piece[known:] if known else piece)
+
+    def void(self) -> None:
+        """See RunningChecksums."""
+        self.running.void()
+
+
 def compute_joined(pieces: Sequence[memoryview], part_bytes: int = 0) -> Checksums:
     """``compute`` for a value that lies in several pieces, without joining them."""
     running = RunningChecksums(sum(map(len, pieces)), part_bytes)

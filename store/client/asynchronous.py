@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from tanghulu.clock import SystemClock
@@ -111,8 +111,10 @@ class AsyncShell:
 
     async def _perform(self, instruction: Instruction, deadline: Deadline) -> Any:
         match instruction:
-            case Ask(calls, within_s):
+            case Ask(calls, within_s, meanwhile):
                 left_s = deadline.remaining_s()
+                if meanwhile is not None:
+                    return [await self._ask_meanwhile(*calls[0], left_s, meanwhile)]
                 return await self._ask(calls, left_s if within_s is None else min(within_s, left_s))
             case Stream():
                 return await self._stream(instruction, deadline.remaining_s())
@@ -131,6 +133,17 @@ class AsyncShell:
         if len(calls) == 1:
             return [await self._exchange(*calls[0], deadline_s)]
         return await asyncio.gather(*(self._exchange(peer, call, deadline_s) for peer, call in calls))
+
+    async def _ask_meanwhile(
+        self, node: PeerId, call: AnyCall, deadline_s: float, meanwhile: Callable[[], None]
+    ) -> Outcome:
+        asking = self._loop.create_task(self._exchange(node, call, deadline_s))
+        try:
+            await asyncio.sleep(0)  # where there is a connection, the call has left then
+            meanwhile()
+            return await asking
+        finally:
+            asking.cancel()
 
     async def _stream(self, wanted: Stream, deadline_s: float) -> Outcome:
         until_s = self._loop.time() + deadline_s

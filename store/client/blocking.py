@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -128,6 +128,8 @@ class BlockingShell:
     def _perform(self, instruction: Instruction, deadline: Deadline) -> Any:
         if type(instruction) is Ask:
             left_s, within_s = deadline.remaining_s(), instruction.within_s
+            if instruction.meanwhile is not None:
+                return [self._ask_meanwhile(*instruction.calls[0], left_s, instruction.meanwhile)]
             return self._ask(instruction.calls, left_s if within_s is None else min(within_s, left_s))
         match instruction:
             case Stream():
@@ -164,6 +166,24 @@ class BlockingShell:
         for own, answer in zip(by_peer.values(), answers, strict=True):
             outcomes.update(zip(own, answer, strict=True))
         return [outcomes[index] for index in range(len(calls))]
+
+    def _ask_meanwhile(self, node: PeerId, call: AnyCall, deadline_s: float, meanwhile: Callable[[], None]) -> Outcome:
+        until_s = time.monotonic() + deadline_s
+        try:
+            connection, _ = self._take(node, until_s, fresh=False)
+        except TanghuluError as error:
+            return error
+        asking: Asking[Any] | None = None
+        try:
+            asking = connection.begin(call, deadline_s=_left_s(until_s))
+            meanwhile()
+            return asking.end()
+        except TanghuluError as error:
+            return error
+        finally:
+            if asking is not None:
+                asking.close()
+            self._put_back(node, connection)
 
     def _stream(self, wanted: Stream, deadline_s: float) -> Outcome:
         until_s = time.monotonic() + deadline_s

@@ -23,11 +23,13 @@ class Ask:
     """Send every call, to one peer after the other or to several at once, and wait for all answers.
 
     Result: list[Reply | TanghuluError], one per call. A peer that cannot be reached is NodeUnavailable, or
-    MasterUnavailable. ``within_s``: of the deadline, what these calls may take; None: all of it.
+    MasterUnavailable. ``within_s``: of the deadline, what these calls may take; None: all of it. ``meanwhile``: work
+    that is done while the peer of a single call, a node, has it.
     """
 
     calls: Sequence[tuple[PeerId, Call[Any]]]
     within_s: float | None = None
+    meanwhile: Callable[[], None] | None = None
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ from tanghulu.store.client.context import Context
 from tanghulu.store.client.instructions import MASTER, Ask, Deadline, Logic, PeerId, Sleep
 from tanghulu.store.client.model import PutOptions
 from tanghulu.store.client.putting import Putting, checksums_of, take_results
-from tanghulu.store.client.writes import Write, take_reservations, write_all
+from tanghulu.store.client.writes import Write, begin_ahead, take_reservations, write_all
 from tanghulu.store.words import MAX_INLINE_BYTES, NewChunk
 from tanghulu.types import format_size
 
@@ -229,7 +229,8 @@ def _round(context: Context, deadline: Deadline, items: list[Putting], options: 
     calls = [(node, _put_call(part, options, deadline_ms)) for node, part in puts]
     reserves = list(large.items())
     calls += [(node, messages.reserve([i.new for i in part], deadline_ms)) for node, part in reserves]
-    outcomes = yield Ask(calls)
+    ahead = begin_ahead(reserves[0][1], options) if reserves and len(calls) == 1 else None
+    outcomes = yield Ask(calls, None, ahead)
     for (node, part), outcome in zip(puts, outcomes[: len(puts)], strict=True):
         take_results(context, node, part, outcome)
     writes: list[Write] = []

@@ -28,6 +28,7 @@ class Putting:
     existed: bool = False
     error: TanghuluError | None = None
     done: bool = False
+    running: sums.RunningChecksums | None = None  # that has seen the beginning of the value
 
     def failed(self, node: PeerId, error: TanghuluError) -> None:
         """``node`` did not take it."""

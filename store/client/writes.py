@@ -1,6 +1,6 @@
 """Large values into ranges of their own: reserve, write, commit. Pure logic for the shells.
 
-    RESERVE at the node
+    RESERVE at the node; and meanwhile the checksum of the value's beginning, which brings that near
     WRITE, with the checksum behind it; and meanwhile PROCLAIM to the master, if the node's memory is mapped
     COMMIT at the node: checksum, and whether the master has accepted it
 
@@ -11,7 +11,7 @@ proclaimed that the master did not accept.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tanghulu.errors import TanghuluError
@@ -27,6 +27,9 @@ from tanghulu.store.packed_node import Reservation
 from tanghulu.store.words import Verdict
 from tanghulu.transfer_engine.engine import Opcode, TransferRequest
 
+#: Of a value, what its checksum has seen before the node has made room: as much as fits into that time.
+AHEAD_BYTES = 4 << 20
+
 
 @dataclass(slots=True)
 class Write:
@@ -37,34 +40,44 @@ class Write:
     reservation: Reservation
     error: TanghuluError | None = None
     verdict: Verdict = Verdict.ASK_NODE
-    running: sums.RunningChecksums | None = None
+    rest: sums.Rest | None = None  # the checksums, of what they have not seen yet
     _num_moved: int = 0
 
     def begin_checksum(self, part_bytes: int) -> None:
         """The value begins to move."""
         if not self.item.new.checksums.parts:
-            self.running = sums.RunningChecksums(self.item.new.size_bytes, part_bytes)
+            running, self.item.running = self.item.running, None
+            self.rest = sums.Rest(running or sums.RunningChecksums(self.item.new.size_bytes, part_bytes))
 
     def moved(self, request: TransferRequest, error: TanghuluError | None) -> None:
         """The next request of the value has moved, or has not."""
         self.error = self.error or error
-        if self.error is None and self.running is not None:
-            if self.running.num_added == self._num_moved:  # not by the transfer itself
-                self.running.add(request.source)
+        if self.error is None and self.rest is not None:
+            if self.rest.num_shown == self._num_moved:  # not by the transfer itself
+                self.rest.add(request.source)
             self._num_moved += request.length
 
     def checksums(self, part_bytes: int) -> sums.Checksums:
         """Of the value, all of which has moved."""
-        if self.running is None:
+        if self.rest is None:
             return self.item.new.checksums
-        if self.running.complete:
-            return self.running.end()
+        if self.rest.running.complete:
+            return self.rest.running.end()
         return sums.compute_joined(self.item.pieces or (self.item.value,), part_bytes)
 
     @property
     def is_written(self) -> bool:
         """Whether it is to be committed."""
         return self.error is None and self.verdict is not Verdict.EXISTS
+
+
+def begin_ahead(items: Sequence[Putting], options: PutOptions) -> Callable[[], None] | None:
+    """What can be done while a node makes room for ``items``; raises InvalidRequest for too many parts."""
+    item = items[0]
+    if len(items) > 1 or item.pieces or item.new.checksums.parts:
+        return None
+    running = item.running = sums.RunningChecksums(item.new.size_bytes, options.part_bytes)
+    return lambda: running.add(item.value[:AHEAD_BYTES])
 
 
 def take_reservations(
@@ -122,7 +135,7 @@ def _requests(write: Write, link: Link) -> Iterator[TransferRequest]:
     """What moves the value to its range."""
     offset, lease_id = write.reservation.offset, write.reservation.lease_id
     for piece in write.item.pieces or (write.item.value,):
-        yield TransferRequest(Opcode.WRITE, piece, link.remote, offset, len(piece), 0, lease_id, digest=write.running)
+        yield TransferRequest(Opcode.WRITE, piece, link.remote, offset, len(piece), 0, lease_id, digest=write.rest)
         offset += len(piece)
 
 
