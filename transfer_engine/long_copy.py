@@ -125,10 +125,10 @@ class CopyHelper:
         writes = opcode is Opcode.WRITE
         local, at = (source, source_offset) if writes else (to, to_offset)
         shown = local.array[at : at + length].data
-        work = LongCopy(to, to_offset, source, source_offset, length, _MOST if writes and digest else _HALF)
-        self._recruit(work)
+        work = LongCopy(to, to_offset, source, source_offset, length, _MOST if writes and digest is not None else _HALF)
         position = 0
         try:
+            self._recruit(work)
             while (part := work.copy_front()) is not None:
                 begin, position = part
                 if digest is not None:
