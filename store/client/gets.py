@@ -16,20 +16,19 @@ from tanghulu.errors import (
     ChecksumMismatch,
     ChunkNotFound,
     DeadlineExceeded,
-    DirectoryIncomplete,
     LeaseExpired,
     NodeUnavailable,
     TanghuluError,
 )
 from tanghulu.store import checksums as sums
-from tanghulu.store.client import context as common
 from tanghulu.store.client import messages, ranges
 from tanghulu.store.client.chunk import Chunk
 from tanghulu.store.client.context import Context
-from tanghulu.store.client.instructions import Ask, Deadline, Logic, Move, PeerId, Reach, Sleep, Tell, portions
+from tanghulu.store.client.finding import find_holders
+from tanghulu.store.client.instructions import Ask, Deadline, Logic, Move, PeerId, Reach, Tell, portions
 from tanghulu.store.client.leases import LeasedMemory
 from tanghulu.store.client.link import Link
-from tanghulu.store.client.wants import Want, mismatch, not_found, too_small
+from tanghulu.store.client.wants import Want, mismatch, too_small
 from tanghulu.store.packed_node import Found
 from tanghulu.store.shared_index import Entry, IndexReader
 from tanghulu.store.words import MAX_INLINE_BYTES
@@ -40,7 +39,6 @@ from tanghulu.transfer_engine.engine import Opcode, TransferRequest
 KEYS_PER_GET = 1024
 #: Values up to this size are copied by means of a shared index; larger ones are worth a lease, which needs no copy.
 MAX_COPIED_BYTES = MAX_INLINE_BYTES
-_REBUILDING_PAUSE_S = 0.05
 #: How often one get pins a key again whose lease ended before its bytes had come.
 MAX_PINNED_AGAIN = 3
 
@@ -96,7 +94,7 @@ def fetch_one(context: Context, deadline: Deadline, want: Want, flush: Callable[
 
 def _rounds(context: Context, deadline: Deadline, open_wants: list[Want], flush: Callable[[], None]) -> Logic[None]:
     while open_wants:
-        yield from _find_holders(context, deadline, [w for w in open_wants if not w.holders])
+        yield from find_holders(context, deadline, [w for w in open_wants if not w.holders])
         groups: dict[PeerId, list[Want]] = {}
         for want in open_wants:
             if want.result is None and want.holders:
@@ -150,60 +148,6 @@ def _copy(context: Context, want: Want, node: PeerId, index: IndexReader, entry:
         want.result = size
     context.reads.note(node, want.key, size)
     return True
-
-
-def _find_holders(context: Context, deadline: Deadline, wants: list[Want]) -> Logic[None]:
-    """Give every want a holder that was not tried yet, or its final error."""
-    unknown = [w for w in wants if w.result is None]
-    for want in unknown:
-        if want.located:
-            want.result = want.failure or not_found(want.key)
-    unknown = [w for w in unknown if w.result is None]
-    if not unknown:
-        return
-    try:
-        found, incomplete = yield from common.locate(context, [w.key for w in unknown])
-    except TanghuluError as error:
-        for want in unknown:
-            want.result = error
-        return
-    lost: list[Want] = []
-    for want, nodes in zip(unknown, found, strict=True):
-        want.located = True
-        want.holders = [node for node in nodes if node not in want.tried]
-        if nodes:
-            context.locations.set(want.key, nodes)
-        elif incomplete:
-            lost.append(want)
-        else:
-            context.locations.forget(want.key)
-        if not nodes and not incomplete:
-            want.failure = None  # whoever failed us is no holder any more
-    yield from _search_everywhere(context, deadline, lost)
-
-
-def _search_everywhere(context: Context, deadline: Deadline, wants: list[Want]) -> Logic[None]:
-    """The master is rebuilding and does not know these keys: ask all nodes, and after a pause the master again."""
-    if not wants:
-        return
-    yield from common.refresh_nodes(context)
-    fresh = [w for w in wants if not w.tried]
-    for want in fresh:
-        want.holders = context.nodes.ids()
-        want.located = False
-    waiting = [w for w in wants if not w.holders]
-    if not waiting:
-        return
-    if deadline.remaining_s() <= _REBUILDING_PAUSE_S:
-        for want in waiting:
-            want.result = DirectoryIncomplete(
-                f"the master is rebuilding its directory and no node has {want.key!r} yet; try again in a few seconds"
-            )
-        return
-    yield Sleep(_REBUILDING_PAUSE_S)
-    for want in waiting:
-        want.located = False
-        want.tried.clear()
 
 
 # --- one round

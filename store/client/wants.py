@@ -32,9 +32,18 @@ class Want:
     holders: list[PeerId] = field(default_factory=list)
     tried: set[PeerId] = field(default_factory=set)
     located: bool = False
+    listed: bool = False  # the master named holders when it was asked last
+    num_late: int = 0  # how often they had not got it yet
+    late_s: float = 0.0  # when that was so first
     num_expired: int = 0
     failure: TanghuluError | None = None
     result: Chunk | int | TanghuluError | None = None
+
+    def come_again(self) -> None:
+        """Those whom the master names had not got it; it is asked once more."""
+        self.located = False
+        self.num_late += 1
+        self.tried.clear()
 
 
 def too_small(want: Want, size_bytes: int) -> bool:

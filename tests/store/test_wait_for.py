@@ -13,9 +13,14 @@ from store_cluster import Cluster
 
 import tanghulu
 from tanghulu import aio
-from tanghulu.errors import MasterUnavailable
+from tanghulu.errors import ChunkNotFound, MasterUnavailable
 from tanghulu.protos import directory_pb2, directory_pb2_grpc
 from tanghulu.rpc.grpc_edge import channel
+from tanghulu.store.client import messages
+from tanghulu.store.client.chunk import Chunk
+from tanghulu.store.client.instructions import MASTER
+from tanghulu.store.words import Proclamation, Verdict
+from tanghulu.types import ChunkKey
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +78,63 @@ async def test_many_keys_and_many_waiters(cluster: Cluster) -> None:
         assert await asyncio.gather(*waiters) == [True] * len(keys)
         assert await all_of_them == [True] * len(keys)
         assert all(await store.remove_many(keys))
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("size", [4096, 300_000, 6 << 20])
+def test_who_was_told_that_a_key_is_there_can_get_it(cluster: Cluster, transport: str, size: int) -> None:
+    """However the value is put: the master hears of it before its node serves it."""
+    keys = [f"told-{transport}-{size}-{number}" for number in range(12)]
+
+    def consume() -> list[int]:
+        with tanghulu.connect(cluster.address, transport=transport) as store:
+            found = []
+            for key in keys:
+                assert store.wait_for(key, deadline_s=20)
+                with store.get(key) as chunk:
+                    found.append(chunk.size_bytes)
+            return found
+
+    with tanghulu.connect(cluster.address, transport=transport) as store, ThreadPoolExecutor(1) as threads:
+        consumer = threads.submit(consume)
+        for number, key in enumerate(keys):
+            while not cluster.master.metric("tanghulu_master_waiting_calls"):
+                assert not consumer.done()
+            store.put(key, bytes(size))
+            if number >= 4:
+                store.remove(keys[number - 4])
+        assert consumer.result(60) == [size] * len(keys)
+        store.remove_many(keys)
+
+
+async def test_many_keys_that_are_just_being_put_can_be_got(cluster: Cluster) -> None:
+    keys = [f"just-{number}" for number in range(40)]
+    async with aio.connect(cluster.address, transport="tcp") as store, aio.connect(cluster.address) as putter:
+        for _ in range(4):
+            waiter = asyncio.create_task(store.wait_for_many(keys, deadline_s=20))
+            putting = asyncio.create_task(putter.put_many([(key, bytes(100_000)) for key in keys]))
+            assert all(await waiter)
+            for chunk in await store.get_many(keys):
+                assert isinstance(chunk, Chunk), chunk
+                chunk.close()
+            assert not any(status.existed for status in await putting)
+            assert all(await putter.remove_many(keys))
+
+
+def test_what_a_dead_putter_has_promised_is_not_there(cluster: Cluster) -> None:
+    """The master names its node for a while; a get says so after a second, and not only at its deadline."""
+    with tanghulu.connect(cluster.address) as store:
+        store.put("before", bytes(10))
+        ((node, mapped),) = store._shell.context.desks._mapped.items()
+        said = Proclamation(node, mapped.generation, ChunkKey("promised"), 7, 100)
+        (answer,) = store._shell._ask([(MASTER, messages.proclaim(said))], 5.0)
+        assert messages.verdict(answer) is Verdict.ACCEPTED
+        assert store.exists("promised")
+        began = time.monotonic()
+        with pytest.raises(ChunkNotFound):
+            store.get("promised", deadline_s=20)
+        assert time.monotonic() - began < 10
+        store.remove("before")
 
 
 async def _answer(call: Awaitable[directory_pb2.WaitReply]) -> directory_pb2.WaitReply:
