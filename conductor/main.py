@@ -16,7 +16,7 @@ from tanghulu.conductor import garbage
 from tanghulu.conductor.admission import Admission
 from tanghulu.conductor.dispatcher import Dispatcher, Limits
 from tanghulu.conductor.event_shards import DEFAULT_SHARDS
-from tanghulu.conductor.http.app import HttpServer, address_of, listen, make_app
+from tanghulu.conductor.http.app import make_app
 from tanghulu.conductor.http.service import DEFAULT_BODY_BYTES, Service
 from tanghulu.conductor.metrics import ConductorMetrics
 from tanghulu.conductor.peers import group
@@ -34,6 +34,7 @@ from tanghulu.master_options import MasterOptions
 from tanghulu.process import Process, ProcessConfig, run
 from tanghulu.store.copy_requests import CopyRequester
 from tanghulu.types import Address, Role
+from tanghulu.web.server import HttpServer, address_of, listen
 
 _log = structlog.get_logger(__name__)
 _OBSERVE_S = 1.0

@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tanghulu.conductor.http.errors import BadField
 from tanghulu.conductor.http.schema import (
     MAX_CHOICES,
     MAX_SEQUENCES,
@@ -26,6 +25,7 @@ from tanghulu.conductor.routing_wish import NO_WISH
 from tanghulu.conductor.served_model import ServedModel
 from tanghulu.hashing import Tokens
 from tanghulu.types import RequestId
+from tanghulu.web.errors import BadField
 
 DEFAULT_COMPLETION_TOKENS = 16
 _SEED_MASK = (1 << 64) - 1

@@ -18,8 +18,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tanghulu.conductor.generation import Call
-from tanghulu.conductor.http.errors import BodyTooLarge, body_of, from_validation
 from tanghulu.errors import TanghuluError
+from tanghulu.web.errors import BodyTooLarge, body_of, from_validation
 
 B = TypeVar("B", bound=BaseModel)
 _SSE_HEADERS = [

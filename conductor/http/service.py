@@ -11,11 +11,11 @@ from prometheus_client import CollectorRegistry
 
 from tanghulu.conductor.dispatcher import Dispatcher
 from tanghulu.conductor.generation import Call, Generation
-from tanghulu.conductor.http.errors import BadField
 from tanghulu.conductor.http.preprocess import Wish
 from tanghulu.conductor.registry import Worker
 from tanghulu.conductor.served_model import ServedModel
 from tanghulu.errors import TanghuluError
+from tanghulu.web.errors import BadField
 
 DEFAULT_BODY_BYTES = 32 << 20
 

@@ -9,12 +9,12 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.responses import Response
 
-from tanghulu.conductor.http import errors
 from tanghulu.conductor.http.reply import read_body
 from tanghulu.conductor.pools.demand import demand_of, parse_body
 from tanghulu.conductor.pools.forward import Forwarder
 from tanghulu.conductor.pools.streamed import Streamed
 from tanghulu.version import __version__
+from tanghulu.web import errors
 
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/generate")
 _ANY = (("GET", "/v1/models"), ("POST", "/tokenize"), ("POST", "/detokenize"))
@@ -23,7 +23,7 @@ _ANY = (("GET", "/v1/models"), ("POST", "/tokenize"), ("POST", "/detokenize"))
 def make_app(forwarder: Forwarder, registry: CollectorRegistry, max_body_bytes: int) -> FastAPI:
     """All routes on ``forwarder``."""
     app = FastAPI(title="tanghulu router", version=__version__, redirect_slashes=False)
-    errors.install(app)
+    errors.install(app, "the router")
 
     async def generate(request: Request) -> Response:
         body = await read_body(request, max_body_bytes)

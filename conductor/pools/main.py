@@ -12,7 +12,6 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from tanghulu.clock import SystemClock
-from tanghulu.conductor.http.app import HttpServer, address_of, listen
 from tanghulu.conductor.http.service import DEFAULT_BODY_BYTES
 from tanghulu.conductor.pools.app import make_app
 from tanghulu.conductor.pools.forward import Forwarder
@@ -26,6 +25,7 @@ from tanghulu.errors import ConfigError
 from tanghulu.master_options import MasterOptions
 from tanghulu.process import Process, ProcessConfig
 from tanghulu.types import Address, Role
+from tanghulu.web.server import HttpServer, address_of, listen
 
 _log = structlog.get_logger(__name__)
 

@@ -17,9 +17,9 @@ import structlog
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tanghulu.conductor.http.errors import body_of
 from tanghulu.conductor.pools.members import Member
 from tanghulu.errors import NodeUnavailable
+from tanghulu.web.errors import body_of
 
 _log = structlog.get_logger(__name__)
 _NOT_FORWARDED = frozenset(("connection", "transfer-encoding", "keep-alive"))

@@ -11,7 +11,6 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from tanghulu.clock import Clock
-from tanghulu.conductor.http import errors
 from tanghulu.conductor.http.reply import parse, read_body
 from tanghulu.conductor.requests import KvChange, WorkerLoad
 from tanghulu.conductor.router import words
@@ -21,6 +20,7 @@ from tanghulu.errors import InvalidRequest
 from tanghulu.hashing import as_tokens
 from tanghulu.types import BlockHash, InstanceId
 from tanghulu.version import __version__
+from tanghulu.web import errors
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Count = Annotated[int, Field(ge=0, lt=1 << 32)]
@@ -100,7 +100,7 @@ def make_app(
 ) -> FastAPI:
     """All routes on ``service``."""
     app = FastAPI(title="tanghulu router", version=__version__, redirect_slashes=False)
-    errors.install(app)
+    errors.install(app, "the router")
     _add_workers(app, service, max_body_bytes)
     _add_requests(app, service, hasher, clock, max_body_bytes)
 

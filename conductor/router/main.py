@@ -11,7 +11,6 @@ import grpc.aio
 from prometheus_client import CollectorRegistry
 
 from tanghulu.clock import SystemClock
-from tanghulu.conductor.http.app import HttpServer, address_of, listen
 from tanghulu.conductor.policies.registry import POLICY_NAMES
 from tanghulu.conductor.pools import main as pools_main
 from tanghulu.conductor.requests import KvChange
@@ -31,6 +30,7 @@ from tanghulu.process import Process, run
 from tanghulu.protos import router_pb2_grpc
 from tanghulu.rpc.grpc_edge import SERVER_OPTIONS
 from tanghulu.types import Address, BlockHash, Fingerprint, Role
+from tanghulu.web.server import HttpServer, address_of, listen
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -116,6 +116,18 @@ class InvalidRequest(TanghuluError):
     code = "INVALID_REQUEST"
 
 
+class NodeNotFound(InvalidRequest):
+    """No store node is called so."""
+
+    code = "NODE_NOT_FOUND"
+
+
+class Conflict(InvalidRequest):
+    """As things stand it cannot be done; the message says what has to be otherwise."""
+
+    code = "CONFLICT"
+
+
 class Unauthorized(TanghuluError):
     """Nobody knows who asks: no token, an unknown one, or one of another tenant."""
 

@@ -40,6 +40,7 @@ class Role(Enum):
     BOTH = "worker"
     CONDUCTOR = "conductor"
     ROUTER = "router"
+    GATEWAY = "gateway"
 
     @property
     def prefills(self) -> bool:

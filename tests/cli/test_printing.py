@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from click.testing import CliRunner
 
-from tanghulu.cli.printing import counted, plain
+from tanghulu.cli.printing import counted
 from tanghulu.cli.store import COMMAND
+from tanghulu.store.admin.rows import plain
 from tanghulu.store.checksums import Checksums
 from tanghulu.store.client.model import TenantView
 

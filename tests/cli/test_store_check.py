@@ -7,8 +7,10 @@ from typing import Any, cast
 
 import pytest
 
-from tanghulu.cli.store_check import Disagreement, Finding, Kind, _complain, find
+from tanghulu.cli.store_check import Disagreement, _complain
 from tanghulu.errors import ChecksumMismatch, DeadlineExceeded, NodeUnavailable
+from tanghulu.store.admin.check import Finding, Kind, find
+from tanghulu.store.admin.steps import perform
 from tanghulu.store.client import Client
 from tanghulu.store.client.model import KeyInfo, NodeView, Verified, VerifiedPage
 
@@ -38,13 +40,13 @@ class Store:
 
 
 def test_a_node_that_stands_still_is_named_and_the_others_are_looked_at() -> None:
-    findings, num_chunks = find(cast("Client", Store("b", 2)))
+    findings, num_chunks = perform(cast("Client", Store("b", 2)), find())
     assert findings == [Finding(Kind.SILENT, "b", "")], "no word of its chunks: nobody has looked at them"
     assert num_chunks == 1
 
 
 def test_a_node_that_answers_at_the_second_look_is_well() -> None:
-    assert find(cast("Client", Store("b", 1))) == ([], 2)
+    assert perform(cast("Client", Store("b", 1)), find()) == ([], 2)
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,11 @@ from fastapi import FastAPI, Request
 from prometheus_client import CollectorRegistry
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from tanghulu.conductor.http.app import HttpServer, address_of, listen
 from tanghulu.conductor.router.main import RouterConfig, RouterServer
 from tanghulu.protos import router_pb2 as pb
 from tanghulu.protos import router_pb2_grpc
 from tanghulu.types import InstanceId, Role
+from tanghulu.web.server import HttpServer, address_of, listen
 
 
 class Engine:

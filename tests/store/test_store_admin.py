@@ -17,8 +17,9 @@ from store_cluster import Cluster, Process, eventually
 import tanghulu
 from tanghulu.cli.main import EXIT_CODES
 from tanghulu.cli.store import COMMAND
-from tanghulu.cli.store_check import Disagreement, Finding, Kind, compare
+from tanghulu.cli.store_check import Disagreement
 from tanghulu.errors import ChecksumMismatch, DeadlineExceeded, InvalidRequest, MasterUnavailable, TanghuluError
+from tanghulu.store.admin.check import Finding, Kind, compare
 from tanghulu.store.client import Client
 from tanghulu.store.client.model import KeyInfo, Verified
 from tanghulu.store.copy_requests import CopyRequester

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 from collections.abc import Callable, Iterable
-from enum import Enum
 from typing import Any
 
 import click
@@ -44,17 +42,6 @@ def store_options(function: Callable[..., None]) -> Callable[..., None]:
     for add in (_JSON, *_TLS, _TOKEN, _TENANT, _MASTER):
         command = add(command)
     return command
-
-
-def plain(value: Any) -> Any:
-    """Dataclasses, enums and (named) tuples as what JSON has."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return {name: plain(item) for name, item in value._asdict().items()}
-    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def counted(number: int, what: str) -> str:

@@ -9,9 +9,12 @@ from typing import Any
 
 import click
 
-from tanghulu.cli import store_admin, store_check, store_tenants, store_top
-from tanghulu.cli.printing import counted, plain, print_json, print_table, store_options
-from tanghulu.errors import ChunkNotFound, TanghuluError
+from tanghulu.cli import store_admin, store_check, store_serve, store_tenants, store_top
+from tanghulu.cli.printing import counted, print_json, print_table, store_options
+from tanghulu.store.admin import orders, rows
+from tanghulu.store.admin.orders import Removal
+from tanghulu.store.admin.rows import plain
+from tanghulu.store.admin.steps import perform
 from tanghulu.store.client import Client, connect
 from tanghulu.store.client.model import ChunkInfo, NodeView
 from tanghulu.store.words import Tier
@@ -44,7 +47,7 @@ def ls(prefix: str, limit: int, master: Masters, as_json: bool) -> None:
     with _store(master) as store:
         keys = store.list_keys(prefix, limit=limit or None)
     if as_json:
-        print_json([plain(k) for k in keys])
+        print_json(plain(keys))
         return
     print_table(("key", "size", "nodes"), ((k.key, format_size(k.size_bytes), " ".join(k.nodes)) for k in keys))
     if limit and len(keys) == limit:
@@ -62,8 +65,8 @@ def stat(keys: tuple[str, ...], master: Masters, as_json: bool) -> None:
             return
         infos = [store.stat(key) for key in keys]
     if as_json:
-        rows = [plain(info) for info in infos]
-        print_json(rows[0] if len(rows) == 1 else rows)
+        described = plain(infos)
+        print_json(described[0] if len(described) == 1 else described)
         return
     for number, info in enumerate(infos):
         if number:
@@ -91,14 +94,7 @@ def _described(info: ChunkInfo) -> list[tuple[str, str]]:
 
 def _totals(store: Client, as_json: bool) -> None:
     nodes = store.nodes()
-    totals = {
-        "num_nodes": len(nodes),
-        "num_chunks": sum(n.num_chunks for n in nodes),
-        "used_bytes": sum(n.used_bytes for n in nodes),
-        "capacity_bytes": sum(n.capacity_bytes for n in nodes),
-        "ssd_used_bytes": sum(n.ssd_used_bytes for n in nodes),
-        "ssd_capacity_bytes": sum(n.ssd_capacity_bytes for n in nodes),
-    }
+    totals = rows.totals(nodes)
     if as_json:
         print_json(totals)
         return
@@ -118,9 +114,9 @@ def nodes(master: Masters, as_json: bool) -> None:
     with _store(master) as store:
         found = store.nodes()
     if as_json:
-        print_json([plain(node) for node in found])
+        print_json(plain(found))
         return
-    rows = (
+    lines = (
         (
             node.id,
             node.address,
@@ -134,7 +130,7 @@ def nodes(master: Masters, as_json: bool) -> None:
         )
         for node in found
     )
-    print_table(("node", "address", "place", "used", "ssd", "chunks", "seen"), rows)
+    print_table(("node", "address", "place", "used", "ssd", "chunks", "seen"), lines)
 
 
 def _state(node: NodeView) -> str:
@@ -154,9 +150,8 @@ def put(key: str, file: Any, replicas: int, pin: str, ttl_s: float | None, maste
     """Put the contents of FILE (- for standard input) under KEY."""
     with _store(master) as store:
         status = store.put(key, file.read(), replicas=replicas, pin=pin, ttl_s=ttl_s)
-    row = {"key": key, "existed": status.existed, "num_replicas": status.num_replicas}
     if as_json:
-        print_json(row)
+        print_json(rows.put(status))
     else:
         click.echo(
             f"{key} was there already" if status.existed else f"{key} is on {counted(status.num_replicas, 'node')}"
@@ -192,21 +187,12 @@ def rm(keys: tuple[str, ...], matching: str | None, master: Masters, as_json: bo
     if bool(keys) == bool(matching):
         raise click.UsageError("name KEYS or give --matching REGEX")
     with _store(master) as store:
-        if matching:
-            num_removed, missing, failures = store.remove_matching(matching), [], []
-        else:
-            outcomes = dict(zip(keys, store.remove_many(keys), strict=True))
-            missing = [key for key, outcome in outcomes.items() if outcome is False]
-            failures = [outcome for outcome in outcomes.values() if isinstance(outcome, TanghuluError)]
-            num_removed = len(outcomes) - len(missing) - len(failures)
+        outcome = Removal(store.remove_matching(matching)) if matching else perform(store, orders.remove(keys))
     if as_json:
-        print_json({"num_removed": num_removed, "missing": missing})
+        print_json(outcome.row())
     else:
-        click.echo(f"removed {num_removed}")
-    if failures:
-        raise failures[0]
-    if missing:
-        raise ChunkNotFound(f"not in the store: {' '.join(missing)}")
+        click.echo(f"removed {outcome.num_removed}")
+    outcome.complain()
 
 
 @COMMAND.command(short_help="Show or switch the eviction policy.")
@@ -216,13 +202,18 @@ def rm(keys: tuple[str, ...], matching: str | None, master: Masters, as_json: bo
 def policy(name: str | None, node_id: str, master: Masters, as_json: bool) -> None:
     """Show the nodes' eviction policy, or switch it to NAME while they run; chunks and their order are kept."""
     with _store(master) as store:
-        chosen = [node_id] if node_id else [node.id for node in store.nodes()]
-        policies = {each: store.eviction_policy(each, name) for each in chosen}
+        policies = perform(store, orders.policy(node_id, name))
     if as_json:
         print_json(policies)
         return
     print_table(("node", "policy"), policies.items())
 
 
-for _each in (*store_admin.COMMANDS, *store_tenants.COMMANDS, store_check.COMMAND, store_top.COMMAND):
+for _each in (
+    *store_admin.COMMANDS,
+    *store_tenants.COMMANDS,
+    store_check.COMMAND,
+    store_serve.COMMAND,
+    store_top.COMMAND,
+):
     COMMAND.add_command(_each)

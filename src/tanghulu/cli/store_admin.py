@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
-from collections.abc import Iterator
 
 import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tanghulu.cli.printing import counted, plain, print_json, store_options
-from tanghulu.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable
+from tanghulu.cli.printing import counted, print_json, store_options
+from tanghulu.errors import InvalidRequest
+from tanghulu.store.admin import orders, rows
+from tanghulu.store.admin.rows import Beginning, Row
+from tanghulu.store.admin.steps import perform
 from tanghulu.store.client import Client, connect
 from tanghulu.store.client.model import NodeView
-from tanghulu.store.directory_events import DirectoryEvent, DirectoryEventKind, follow_directory
+from tanghulu.store.directory_events import follow_directory
 from tanghulu.types import Masters, format_size, parse_size
-
-_POLL_S = 0.25
 
 
 @click.command(short_help="Move a node's chunks away, to stop it.")
@@ -31,48 +30,28 @@ def drain(node: str, wait: bool, timeout_s: float | None, master: Masters, as_js
 
     From now on it takes no new chunks. Ends when it is safe to stop; undrain takes it back.
     """
-    began_s = time.monotonic()
     with connect(master) as store:
-        if all(view.draining for view in store.nodes() if view.id != node):
-            raise InvalidRequest(f"no other node takes chunks: start one before {node} is drained")
-        store.drain(node)
-        num_chunks = _wait(store, node, timeout_s, show=not as_json) if wait else 0
+        outcome = _drain(store, node, wait, timeout_s, show=not as_json)
     if as_json:
-        seconds = round(time.monotonic() - began_s, 3)
-        print_json({"node": node, "drained": wait, "num_chunks": num_chunks, "seconds": seconds})
+        print_json(outcome)
     else:
         click.echo(f"{node} is drained: safe to stop" if wait else f"{node} is draining; see `tanghulu store nodes`")
 
 
-def _wait(store: Client, node: str, timeout_s: float | None, *, show: bool) -> int:
-    """Until ``node`` is drained; returns how many chunks it holds, all of which others hold too."""
+def _drain(store: Client, node: str, wait: bool, timeout_s: float | None, *, show: bool) -> Row:
+    """The order, with a bar that shows how far it is."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     most = 0
-    with Progress(*columns, console=console, disable=not (show and console.is_terminal)) as progress:
+    with Progress(*columns, console=console, disable=not (show and wait and console.is_terminal)) as progress:
         task = progress.add_task(f"draining {node}", total=None)
-        for view in _views(store, node, timeout_s):
+
+        def told(view: NodeView) -> None:
+            nonlocal most
             most = max(most, view.num_unsafe)
             progress.update(task, total=most or None, completed=most - view.num_unsafe)
-            if view.drained:
-                return view.num_chunks
-    raise AssertionError("unreachable: the views end with an error")
 
-
-def _views(store: Client, node: str, timeout_s: float | None) -> Iterator[NodeView]:
-    until_s = None if timeout_s is None else time.monotonic() + timeout_s
-    was_draining = False
-    while True:
-        view = next((view for view in store.nodes() if view.id == node), None)
-        if view is None:
-            raise NodeUnavailable(f"{node} is gone; what only it held is lost")
-        if was_draining and not view.draining:
-            raise InvalidRequest(f"somebody undrained {node}")
-        was_draining = view.draining
-        yield view
-        if until_s is not None and time.monotonic() >= until_s:
-            raise DeadlineExceeded(f"{node} is not drained after {timeout_s:g} s; {view.num_unsafe} chunks are left")
-        time.sleep(_POLL_S)
+        return perform(store, orders.drain(node, wait=wait, timeout_s=timeout_s, told=told))
 
 
 @click.command(short_help="Have a node take chunks again.")
@@ -81,9 +60,9 @@ def _views(store: Client, node: str, timeout_s: float | None) -> Iterator[NodeVi
 def undrain(node: str, master: Masters, as_json: bool) -> None:
     """Have NODE take new chunks again; what was copied away stays where it is, too."""
     with connect(master) as store:
-        store.drain(node, draining=False)
+        outcome = perform(store, orders.undrain(node))
     if as_json:
-        print_json({"node": node, "draining": False})
+        print_json(outcome)
     else:
         click.echo(f"{node} takes chunks again")
 
@@ -108,14 +87,13 @@ def evict(keys: tuple[str, ...], num_bytes: int, node_id: str, master: Masters, 
     if bool(keys) == bool(num_bytes):
         raise click.UsageError("name KEYS or give --bytes SIZE")
     with connect(master) as store:
-        chosen = [node_id] if node_id else [view.id for view in store.nodes()]
-        evicted = {each: store.evict(each, keys, num_bytes=num_bytes) for each in chosen}
+        evicted = perform(store, orders.evict(node_id, keys, num_bytes))
     if as_json:
-        print_json({each: plain(outcome) for each, outcome in evicted.items()})
+        print_json(evicted)
         return
     for each, outcome in evicted.items():
-        click.echo(f"{each}: evicted {counted(outcome.num_chunks, 'chunk')}, {format_size(outcome.num_bytes)}")
-    if not any(outcome.num_chunks for outcome in evicted.values()):
+        click.echo(f"{each}: evicted {counted(outcome['num_chunks'], 'chunk')}, {format_size(outcome['num_bytes'])}")
+    if not any(outcome["num_chunks"] for outcome in evicted.values()):
         click.echo("nothing went: it is not in memory, is being read, or is pinned hard", err=True)
 
 
@@ -133,11 +111,11 @@ def evict(keys: tuple[str, ...], num_bytes: int, node_id: str, master: Masters, 
 def replicate(keys: tuple[str, ...], holders: int, for_s: float, master: Masters, as_json: bool) -> None:
     """Have KEYS copied to more nodes ahead of demand; the master does it in the background."""
     with connect(master) as store:
-        num_taken = store.replicate(keys, holders=holders, for_s=for_s)
+        outcome = perform(store, orders.replicate(keys, holders, for_s))
     if as_json:
-        print_json({"taken": num_taken, "keys": len(keys), "holders": holders, "for_s": for_s})
+        print_json(outcome)
     else:
-        click.echo(f"{num_taken} of {len(keys)} keys shall have {holders} holders for {for_s:g} s")
+        click.echo(f"{outcome['taken']} of {len(keys)} keys shall have {holders} holders for {for_s:g} s")
 
 
 @click.command(short_help="Follow what is stored and removed.")
@@ -155,18 +133,14 @@ def watch(prefix: str, snapshot: bool, count: int | None, master: Masters, as_js
 
 
 async def _watch(masters: Masters, prefix: str, snapshot: bool, count: int | None, as_json: bool) -> None:
-    synced = False
+    beginning = Beginning(snapshot=snapshot)
     num_lines = 0
     events = follow_directory(masters, prefix)
     try:
         async for batch in events:
             for event in batch:
-                shown = synced or snapshot
-                synced = event.kind is not DirectoryEventKind.RESET and (
-                    synced or event.kind is DirectoryEventKind.SYNCED
-                )
-                for line in _lines(event, as_json) if shown else ():
-                    click.echo(line)
+                for row in rows.events(event) if beginning.shows(event) else ():
+                    click.echo(_line(row, as_json))
                     num_lines += 1
                     if count is not None and num_lines >= count:
                         return
@@ -174,13 +148,8 @@ async def _watch(masters: Masters, prefix: str, snapshot: bool, count: int | Non
         await events.aclose()  # type: ignore[attr-defined]  # an async generator, which AsyncIterator does not say
 
 
-def _lines(event: DirectoryEvent, as_json: bool) -> Iterator[str]:
-    name = event.kind.name.lower()
-    for key in event.keys or ("",):
-        if as_json:
-            yield json.dumps({"event": name, "node": event.node_id, "key": key, "sequence": event.sequence})
-        else:
-            yield " ".join(filter(None, (name, event.node_id, key)))
+def _line(row: Row, as_json: bool) -> str:
+    return json.dumps(row) if as_json else " ".join(filter(None, (row["event"], row["node"], row["key"])))
 
 
 COMMANDS = (drain, undrain, evict, replicate, watch)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import click
 
-from tanghulu.cli.printing import plain, print_json, print_table, store_options
+from tanghulu.cli.printing import print_json, print_table, store_options
+from tanghulu.store.admin.rows import plain
 from tanghulu.store.client import connect
 from tanghulu.store.client.model import TenantView
 from tanghulu.tenants import Right, hash_of, new_token, validate_tenant

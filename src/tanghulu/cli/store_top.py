@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from tanghulu.cli.printing import plain, print_json, store_options, wide_console
+from tanghulu.cli.printing import print_json, store_options, wide_console
+from tanghulu.store.admin.rows import plain
 from tanghulu.store.client import Client, connect
 from tanghulu.store.client.model import NodeView
 from tanghulu.types import Masters, format_size

@@ -1,6 +1,6 @@
 """Typed errors as HTTP answers, in OpenAI's shape: {"error": {"message", "type", "code", "param"}}.
 
-The only place of the conductor that knows HTTP statuses of errors.
+The only place that knows HTTP statuses of errors.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from typing import Any
 
 import structlog
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
@@ -18,13 +19,20 @@ from tanghulu.errors import InvalidRequest, TanghuluError
 
 _log = structlog.get_logger(__name__)
 
+REQUEST_TIMEOUT = 408
 _STATUS = {
     "INVALID_REQUEST": 400,
     "CONTEXT_LENGTH_EXCEEDED": 400,
-    "BODY_TOO_LARGE": 413,
     "UNAUTHORIZED": 401,
     "FORBIDDEN": 403,
+    "CHUNK_NOT_FOUND": 404,
     "MODEL_NOT_FOUND": 404,
+    "NODE_NOT_FOUND": 404,
+    "BODY_TOO_SLOW": REQUEST_TIMEOUT,
+    "CONFLICT": 409,
+    "LENGTH_REQUIRED": 411,
+    "BODY_TOO_LARGE": 413,
+    "RANGE_NOT_SATISFIABLE": 416,
     "OVERLOADED": 429,
     "NODE_UNAVAILABLE": 503,
     "VERSION_MISMATCH": 503,
@@ -33,6 +41,8 @@ _STATUS = {
     "DIRECTORY_INCOMPLETE": 503,
     "STORE_FULL": 503,
     "QUOTA_EXCEEDED": 503,
+    "LEASE_EXPIRED": 503,
+    "TRANSFER_FAILED": 503,
     "DEADLINE_EXCEEDED": 504,
 }
 _TYPES = {
@@ -42,6 +52,7 @@ _TYPES = {
     503: "service_unavailable_error",
 }
 _RETRY_AFTER = {429: "1", 503: "1"}
+_CHALLENGE = {401: "Bearer"}
 
 
 class BadField(InvalidRequest):
@@ -53,19 +64,41 @@ class BadField(InvalidRequest):
 
 
 class BodyTooLarge(TanghuluError):
-    """The body is longer than the conductor reads."""
+    """The body is longer than is read here."""
 
     code = "BODY_TOO_LARGE"
+
+
+class BodyTooSlow(TanghuluError):
+    """The body stopped coming."""
+
+    code = "BODY_TOO_SLOW"
+
+
+class LengthRequired(InvalidRequest):
+    """A body comes without its length."""
+
+    code = "LENGTH_REQUIRED"
 
 
 def from_validation(error: ValidationError) -> BadField:
     """The first thing that is wrong with a body, in one sentence."""
     first = error.errors(include_url=False, include_input=False)[0]
-    path = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "json_invalid":
-        return BadField(f"the body is not JSON: {first['msg']}")
-    where = first["loc"][0] if first["loc"] else None
-    return BadField(f"{path}: {first['msg']}" if path else first["msg"], str(where) if where is not None else None)
+    return _bad_field(first["type"], first["msg"], tuple(first["loc"]))
+
+
+def _from_request(error: RequestValidationError) -> BadField:
+    """The same of a parameter or body that FastAPI has checked; it says first in what of the request it is."""
+    first = error.errors()[0]
+    return _bad_field(first["type"], first["msg"], tuple(first["loc"][1:]))
+
+
+def _bad_field(kind: str, message: str, where_in: tuple[int | str, ...]) -> BadField:
+    path = ".".join(str(part) for part in where_in)
+    if kind == "json_invalid":
+        return BadField(f"the body is not JSON: {message}")
+    where = where_in[0] if where_in else None
+    return BadField(f"{path}: {message}" if path else message, str(where) if where is not None else None)
 
 
 def status_of(error: TanghuluError) -> int:
@@ -84,16 +117,25 @@ def _body(status: int, message: str, code: str, param: str | None = None) -> dic
 
 
 def _answer(status: int, body: dict[str, Any]) -> JSONResponse:
-    retry = _RETRY_AFTER.get(status)
-    return JSONResponse(body, status, headers={"retry-after": retry} if retry else None)
+    said = {"retry-after": _RETRY_AFTER.get(status), "www-authenticate": _CHALLENGE.get(status)}
+    return JSONResponse(body, status, headers={name: value for name, value in said.items() if value})
 
 
-def install(app: FastAPI) -> None:
-    """Answer every error of ``app`` in one shape."""
+def answer_to(error: TanghuluError) -> JSONResponse:
+    """The whole answer to a typed error."""
+    return _answer(status_of(error), body_of(error))
+
+
+def install(app: FastAPI, process: str) -> None:
+    """Answer every error of ``app`` in one shape; ``process`` is whose log a bug's trace is in."""
 
     async def typed(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, TanghuluError)
-        return _answer(status_of(error), body_of(error))
+        return answer_to(error)
+
+    async def bad(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return answer_to(_from_request(error))
 
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
@@ -106,9 +148,10 @@ def install(app: FastAPI) -> None:
 
     async def bug(request: Request, error: Exception) -> JSONResponse:
         _log.error("http.bug", path=request.url.path, exc_info=error)
-        return _answer(500, _body(500, "internal error of the conductor; its log has the trace", "internal"))
+        return _answer(500, _body(500, f"internal error of {process}; its log has the trace", "internal"))
 
     app.add_exception_handler(TanghuluError, typed)
+    app.add_exception_handler(RequestValidationError, bad)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(ClientDisconnect, gone)
     app.add_exception_handler(Exception, bug)

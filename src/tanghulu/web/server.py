@@ -1,0 +1,84 @@
+"""uvicorn inside a process's own event loop, and the socket that it listens on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from tanghulu.errors import ConfigError
+from tanghulu.types import Address
+
+_BACKLOG = 2048
+#: Longer than clients keep idle connections, so that none of them sends into one that is being closed.
+_KEEP_ALIVE_S = 75
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that accepts on host:port (0 picks one). Raises ConfigError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
+    return listener
+
+
+def address_of(listener: socket.socket) -> Address:
+    """Where ``listener`` listens."""
+    host, port = listener.getsockname()[:2]
+    return Address(host, port)
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without its signal handlers (the process has its own), and without waking up ten times a second.
+
+    Beyond ``max_connections`` it answers 503 by itself.
+    """
+
+    def __init__(
+        self, app: ASGIApp, grace_s: float, *, tls: ssl.SSLContext | None = None, max_connections: int | None = None
+    ) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                http="httptools",
+                ws="none",
+                timeout_graceful_shutdown=max(1, round(grace_s)),
+                proxy_headers=False,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                server_header=False,
+                date_header=False,
+                limit_concurrency=max_connections,
+            )
+        )
+        if tls is not None:
+            self.config.load()
+            self.config.ssl = tls
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        """Accept no more connections, let the open requests end, then end ``serve``."""
+        self.should_exit = True
+        self._stopping.set()
+
+    async def main_loop(self) -> None:
+        """Wait for ``stop``; there is nothing to do meanwhile."""
+        await self._stopping.wait()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals alone."""
+        yield

@@ -1,0 +1,131 @@
+"""A check of the store: are the bytes what was put, and do the directory and the nodes agree?
+
+Every node compares its chunks with their checksums and names them; that is laid beside the master's listing. Chunks
+come and go meanwhile, so what does not agree is looked at a second time before it is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from tanghulu.errors import DeadlineExceeded, NodeUnavailable
+from tanghulu.store.admin.rows import Row, plain
+from tanghulu.store.admin.steps import Order, asking
+from tanghulu.store.client.model import KeyInfo, NodeView, Verified, VerifiedPage
+
+
+class Kind(Enum):
+    """What is wrong."""
+
+    CORRUPT = "corrupt"  # the bytes are not what the checksums say
+    MISSING = "missing"  # the directory says that the node holds it, the node does not
+    UNLISTED = "unlisted"  # the node holds it, the directory does not know
+    SILENT = "silent"  # the node did not answer, so its chunks were not looked at
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One chunk on one node with which something is wrong; ``key`` "": the node as a whole."""
+
+    kind: Kind
+    node: str
+    key: str
+
+
+#: A node verifies at most 256 MiB in a call, in a fraction of a second.
+_PAGE_DEADLINE_S = 10.0
+
+
+#: Is told (nodes looked at, nodes in all).
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was found, in ``num_chunks`` chunks, and what of it is ``left`` after a repair."""
+
+    num_chunks: int
+    findings: tuple[Finding, ...]
+    left: tuple[Finding, ...]
+
+    def row(self) -> Row:
+        """What programs are told."""
+        return {"num_chunks": self.num_chunks, "findings": plain(self.findings), "left": plain(self.left)}
+
+
+def compare(listing: Iterable[KeyInfo], held: Mapping[str, Mapping[str, Verified]]) -> list[Finding]:
+    """Where the master's listing and what the nodes hold (node -> key -> chunk) differ, and what is corrupt."""
+    listed = {(node, info.key): info.version for info in listing for node in info.nodes if node in held}
+    findings = [
+        Finding(Kind.MISSING, node, key)
+        for (node, key), version in listed.items()
+        if key not in held[node] or held[node][key].version != version
+    ]
+    for node, chunks in held.items():
+        for key, chunk in chunks.items():
+            if chunk.corrupt:
+                findings.append(Finding(Kind.CORRUPT, node, key))
+            elif listed.get((node, key)) != chunk.version:
+                findings.append(Finding(Kind.UNLISTED, node, key))
+    return findings
+
+
+def check(*, with_repair: bool, progress: Progress | None = None) -> Order[Report]:
+    """Verify the bytes of all chunks in memory and compare directory and nodes; repair what is found if so asked."""
+    findings, num_chunks = yield from find(progress)
+    left = (yield from _repair()) if findings and with_repair else findings
+    return Report(num_chunks, tuple(findings), tuple(left))
+
+
+def find(progress: Progress | None = None) -> Order[tuple[list[Finding], int]]:
+    """(what is wrong twice in a row, number of chunks looked at)."""
+    first, num_chunks = yield from _look(progress)
+    if not first:
+        return [], num_chunks
+    again, num_chunks = yield from _look(progress)
+    stands = set(again)
+    return [finding for finding in first if finding in stands], num_chunks
+
+
+def _repair() -> Order[list[Finding]]:
+    """Drop corrupt chunks and have the nodes tell the master again what they hold; what is wrong after that."""
+    yield from _look(None, drop_corrupt=True, report=True)
+    left, _ = yield from find()
+    return left
+
+
+def _look(
+    progress: Progress | None, *, drop_corrupt: bool = False, report: bool = False
+) -> Order[tuple[list[Finding], int]]:
+    views: list[NodeView] = yield asking("nodes")
+    held: dict[str, dict[str, Verified]] = {}
+    silent: list[Finding] = []
+    for number, view in enumerate(views):
+        if progress is not None:
+            progress(number, len(views))
+        try:
+            held[view.id] = yield from _held_by(view.id, drop_corrupt=drop_corrupt, report=report)
+        except (NodeUnavailable, DeadlineExceeded):  # it stands still, or has just gone
+            silent.append(Finding(Kind.SILENT, view.id, ""))
+    listing: list[KeyInfo] = yield asking("list_keys")
+    return silent + compare(listing, held), sum(map(len, held.values()))
+
+
+def _held_by(node: str, *, drop_corrupt: bool, report: bool) -> Order[dict[str, Verified]]:
+    held: dict[str, Verified] = {}
+    after, more = "", True
+    while more:
+        page: VerifiedPage = yield asking(
+            "verify",
+            node,
+            after,
+            drop_corrupt=drop_corrupt,
+            report=report and not after,
+            deadline_s=_PAGE_DEADLINE_S,
+        )
+        held.update((chunk.key, chunk) for chunk in page.chunks)
+        after = page.chunks[-1].key if page.chunks else after
+        more = page.more and bool(page.chunks)
+    return held

@@ -1,0 +1,140 @@
+"""What operators tell the store, as orders of ``steps``; results are what programs are told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tanghulu.errors import (
+    ChunkNotFound,
+    Conflict,
+    DeadlineExceeded,
+    NodeNotFound,
+    NodeUnavailable,
+    TanghuluError,
+)
+from tanghulu.store.admin.rows import Row, plain
+from tanghulu.store.admin.steps import Order, Pause, Question, asking
+from tanghulu.store.client.model import NodeView
+
+_POLL_S = 0.25
+
+
+def _views(node: str) -> Order[list[NodeView]]:
+    """All nodes; raises NodeNotFound unless ``node`` is one of them, or ""."""
+    views: list[NodeView] = yield asking("nodes")
+    if node and all(view.id != node for view in views):
+        known = ", ".join(view.id for view in views) or "none"
+        raise NodeNotFound(f"no node is called {node!r}; there are: {known}")
+    return views
+
+
+def _chosen(node: str) -> Order[list[str]]:
+    """``node`` alone, or all if it is ""."""
+    views = yield from _views(node)
+    return [node] if node else [view.id for view in views]
+
+
+def evict(node: str, keys: Sequence[str], num_bytes: int) -> Order[Row]:
+    """Evict ``keys``, and so many bytes by the policy, on one node or (``node`` "") on each; node -> what went."""
+    chosen = yield from _chosen(node)
+    evicted = {}
+    for each in chosen:
+        evicted[each] = plain((yield asking("evict", each, keys, num_bytes=num_bytes)))
+    return evicted
+
+
+def policy(node: str, name: str | None) -> Order[dict[str, str]]:
+    """The eviction policy of one node or (``node`` "") of all, after switching to ``name`` if one is given."""
+    chosen = yield from _chosen(node)
+    policies = {}
+    for each in chosen:
+        policies[each] = yield asking("eviction_policy", each, name)
+    return policies
+
+
+def replicate(keys: Sequence[str], holders: int, for_s: float) -> Order[Row]:
+    """Have ``keys`` copied ahead of demand."""
+    num_taken = yield asking("replicate", keys, holders=holders, for_s=for_s)
+    return {"taken": num_taken, "keys": len(keys), "holders": holders, "for_s": for_s}
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """What became of the removal of several keys; ``failure``: the first reason why one could not be removed."""
+
+    num_removed: int
+    missing: tuple[str, ...] = ()
+    failure: TanghuluError | None = None
+
+    def row(self) -> Row:
+        """What programs are told."""
+        return {"num_removed": self.num_removed, "missing": list(self.missing)}
+
+    def plus(self, other: Removal) -> Removal:
+        """Both together."""
+        num_removed = self.num_removed + other.num_removed
+        return Removal(num_removed, self.missing + other.missing, self.failure or other.failure)
+
+    def complain(self) -> None:
+        """Raise what kept a chunk, or ChunkNotFound for keys that were not there."""
+        if self.failure is not None:
+            raise self.failure
+        if self.missing:
+            raise ChunkNotFound(f"not in the store: {' '.join(self.missing)}")
+
+
+def remove(keys: Sequence[str]) -> Order[Removal]:
+    """Remove the chunks of ``keys``."""
+    outcomes: list[bool | TanghuluError] = yield asking("remove_many", keys)
+    missing = tuple(key for key, outcome in zip(keys, outcomes, strict=True) if outcome is False)
+    failures = [outcome for outcome in outcomes if isinstance(outcome, TanghuluError)]
+    return Removal(len(outcomes) - len(missing) - len(failures), missing, failures[0] if failures else None)
+
+
+def undrain(node: str) -> Order[Row]:
+    """Have ``node`` take new chunks again."""
+    yield from _views(node)
+    yield asking("drain", node, draining=False)
+    return {"node": node, "draining": False}
+
+
+def drain(
+    node: str, *, wait: bool, timeout_s: float | None = None, told: Callable[[NodeView], None] = lambda view: None
+) -> Order[Row]:
+    """Have the chunks of ``node`` moved away; with ``wait`` until it may be stopped, at most ``timeout_s``.
+
+    ``told`` sees the node at each look. When the time is up DeadlineExceeded is raised; the drain goes on.
+    Raises Conflict where no other node takes chunks.
+    """
+    began_s = time.monotonic()
+    views = yield from _views(node)
+    if all(view.draining for view in views if view.id != node):
+        raise Conflict(f"no other node takes chunks: start one before {node} is drained")
+    yield asking("drain", node)
+    num_chunks = (yield from _until_drained(node, began_s, timeout_s, told)) if wait else 0
+    seconds = round(time.monotonic() - began_s, 3)
+    return {"node": node, "drained": wait, "num_chunks": num_chunks, "seconds": seconds}
+
+
+def _until_drained(
+    node: str, began_s: float, timeout_s: float | None, told: Callable[[NodeView], None]
+) -> Generator[Question | Pause, Any, int]:
+    """Until it may be stopped; returns how many chunks it holds, all of which others hold too."""
+    was_draining = False
+    while True:
+        views: list[NodeView] = yield asking("nodes")
+        view = next((view for view in views if view.id == node), None)
+        if view is None:
+            raise NodeUnavailable(f"{node} is gone; what only it held is lost")
+        if was_draining and not view.draining:
+            raise Conflict(f"somebody undrained {node}")
+        was_draining = view.draining
+        told(view)
+        if view.drained:
+            return view.num_chunks
+        if timeout_s is not None and time.monotonic() - began_s >= timeout_s:
+            raise DeadlineExceeded(f"{node} is not drained after {timeout_s:g} s; {view.num_unsafe} chunks are left")
+        yield Pause(_POLL_S)

@@ -1,0 +1,45 @@
+"""The gateway's metric names, with their units, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from starlette.types import Scope
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+EVENTS_ROUTE = "/v1/events"
+_PREFIX = "tanghulu_gateway_"
+
+
+class GatewayMetrics:
+    """Counters that the gateway moves, and gauges that ask it."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self.requests = Counter(
+            _PREFIX + "requests",
+            "Requests that were answered, by route and status",
+            ("method", "route", "status"),
+            registry=registry,
+        )
+        self.seconds = Histogram(
+            _PREFIX + "request_seconds",
+            "From a request's header to the end of its answer, by route; streams of events left out",
+            ("method", "route"),
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.read_bytes = Counter(_PREFIX + "read_bytes", "Bytes of values that were sent", registry=registry)
+        self.written_bytes = Counter(_PREFIX + "written_bytes", "Bytes of values that were put", registry=registry)
+
+    def note(self, scope: Scope, status: int, seconds: float) -> None:
+        """A request was answered; ``status`` 0: the client had gone."""
+        route = getattr(scope.get("route"), "path", "none")
+        self.requests.labels(scope["method"], route, str(status)).inc()
+        if route != EVENTS_ROUTE:
+            self.seconds.labels(scope["method"], route).observe(seconds)
+
+    def gauge(self, name: str, text: str, ask: Callable[[], float]) -> None:
+        """A gauge that asks when it is read."""
+        Gauge(_PREFIX + name, text, registry=self.registry).set_function(ask)
