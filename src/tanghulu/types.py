@@ -5,6 +5,7 @@ Owns no behaviour beyond parsing and printing. Knows nothing of sockets, protobu
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -90,6 +91,16 @@ class Address:
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens on ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:  # a name, or nothing: who knows
+        return False
 
 
 @dataclass(frozen=True, slots=True)

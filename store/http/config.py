@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import dataclass
 
 from tanghulu.config import option
@@ -10,6 +9,7 @@ from tanghulu.errors import ConfigError
 from tanghulu.master_options import MasterOptions
 from tanghulu.process import ProcessConfig
 from tanghulu.tls import ServerTls
+from tanghulu.types import is_loopback
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +59,3 @@ class GatewayConfig(MasterOptions, ProcessConfig):
         if not (self.tls_cert or self.tls_key or self.tls_mutual):
             return None
         return ServerTls(self.tls, mutual=self.tls_mutual)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens on ``host``."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:  # a name, or nothing: who knows
-        return False

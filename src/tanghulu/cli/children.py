@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 STOP_GRACE_S = 8.0
+#: Roles whose command is not called as they are.
+_COMMANDS = {"gateway": ("store", "serve")}
 
 
 @dataclass
@@ -35,7 +37,7 @@ class ChildProcess:
         self.info = {}
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        command = [sys.executable, "-m", "tanghulu", self.role, *self.arguments]
+        command = [sys.executable, "-m", "tanghulu", *_COMMANDS.get(self.role, (self.role,)), *self.arguments]
         command += ["--run-dir", str(self.run_dir), "--status-fd", str(theirs.fileno())]
         with self.log_path.open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(

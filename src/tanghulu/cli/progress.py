@@ -19,7 +19,7 @@ _WELCOME = """
     "messages": [{{"role": "user", "content": "What is a KV cache? Answer in two sentences."}}]}}'
 
   tanghulu chat --url {url}
-  tanghulu store nodes --master {master}
+  tanghulu store nodes --master {master}{store}
 
 Ctrl-C ends everything."""
 
@@ -80,7 +80,10 @@ def _describe(message: dict[str, Any]) -> tuple[str, float]:
             return str(other), 0.0
 
 
-def welcome(board: Board, url: str, model: str, master: str) -> None:
+def welcome(board: Board, url: str, model: str, master: str, store_url: str) -> None:
     """Say that the cluster serves, and what to try first."""
     board.stop()
-    board.console.print(_WELCOME.format(url=url, model=model, master=master), highlight=False, soft_wrap=True)
+    store = f"\n  curl {store_url}/v1/stat" if store_url else ""
+    board.console.print(
+        _WELCOME.format(url=url, model=model, master=master, store=store), highlight=False, soft_wrap=True
+    )

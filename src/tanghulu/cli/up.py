@@ -24,6 +24,7 @@ from tanghulu.cli.progress import Board, welcome
 from tanghulu.cli.supervision import EndAll, Supervision
 from tanghulu.config import command, option
 from tanghulu.errors import ConfigError, TanghuluError
+from tanghulu.types import is_loopback
 
 _READY_POLL_S = 0.1
 _MASTER_TO_NODES = 10  # 7400 -> 7410
@@ -50,6 +51,7 @@ class UpConfig:
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port of the HTTP API; 0 picks one")
     master_port: int = option(7400, "port of the master; nodes follow from +10, workers from +30; 0 picks all")
+    store_http_port: int = option(0, "port of the store over HTTP; 0: it is not served so")
     state_dir: Path = option(Path(".tanghulu"), "cluster.json and logs go here")
     log_level: str = option("info", "least level that is logged", choices=("debug", "info", "warning", "error"))
 
@@ -61,6 +63,11 @@ class UpConfig:
             raise ConfigError("--prefill and --decode come together: each needs the other; both 0 start --workers")
         if self.workers < 1:
             raise ConfigError(f"--workers is {self.workers}; it must be at least 1")
+        if self.store_http_port and not is_loopback(self.host):
+            raise ConfigError(
+                f"--store-http-port with --host {self.host} would open the store to everybody: run "
+                "`tanghulu store serve` by itself, with --tls-cert and --require-token"
+            )
 
 
 class Cluster:
@@ -128,6 +135,8 @@ class Cluster:
             if config.engine == "mock":
                 model += ["--mock-speedup", str(config.mock_speedup)]
             self._add(role, name, base and base + _MASTER_TO_WORKERS + i, *at, *model)
+        if config.store_http_port:
+            self._add("gateway", "store-http", config.store_http_port, *at)
         self._add("conductor", "conductor", config.port, *at, "--policy", config.policy)
 
     # --- events
@@ -199,8 +208,13 @@ class Cluster:
                     url = f"http://{conductor.info['address']}"
                     if (await http.get(f"{url}/ready")).status_code == 200:
                         models = (await http.get(f"{url}/v1/models")).json()["data"]
-                        welcome(self._board, url, models[0]["id"], self._children["master"].info["address"])
+                        master = self._children["master"].info["address"]
+                        welcome(self._board, url, models[0]["id"], master, self._store_url())
                         return
+
+    def _store_url(self) -> str:
+        gateway = self._children.get("store-http")
+        return f"http://{gateway.info['address']}" if gateway is not None else ""
 
 
 @contextlib.contextmanager
