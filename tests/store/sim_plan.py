@@ -24,6 +24,7 @@ class Plan:
     faults: tuple[str, ...] = FAULTS
     sizes: tuple[int, ...] = SIZES
     removals: float = 0.6  # beside 4 puts and 6 gets
+    waits: float = 0.0  # for keys, each followed by a get
     near: float = 0.4  # how many clients live on a node's host, where they map its memory
     batch: int = 0  # put so many values a call; 0: one, of one to three replicas
 

@@ -257,7 +257,8 @@ class World:
         task.cancel()
 
     async def _operation(self, client: AsyncClient, rng: Random) -> None:
-        kind = rng.choices(("put", "get", "get_many", "exists", "remove"), (4, 6, 1, 1, self.plan.removals))[0]
+        weights = (4, 6, 1, 1, self.plan.removals, self.plan.waits)
+        kind = rng.choices(("put", "get", "get_many", "exists", "remove", "wait"), weights)[0]
         key = f"key-{rng.randrange(self.plan.num_keys)}"
         began_s = self.loop.time()
         try:
@@ -306,6 +307,15 @@ class World:
         began_s = self.loop.time()
         if not await client.exists(key, deadline_s=DEADLINE_S):
             self._require_absent(key, began_s)
+
+    async def _wait(self, client: AsyncClient, rng: Random, key: str) -> None:
+        if await client.wait_for(key, deadline_s=1.0):
+            self.counts["told"] += 1
+            try:
+                with await client.get(key, deadline_s=DEADLINE_S / 2) as chunk:
+                    self._require_put(key, chunk.bytes())
+            except ChunkNotFound:  # where something fails, so may the put that was promised
+                assert not self.plan.calm, f"{key} was told to be there and not found"
 
     async def _remove(self, client: AsyncClient, rng: Random, key: str) -> None:
         life = self.keys.setdefault(key, KeyLife())

@@ -15,7 +15,7 @@ from sim_plan import Plan
 from sim_world import World
 
 from tanghulu.store.client import desks as client_desks
-from tanghulu.store.client import messages
+from tanghulu.store.client import finding, messages
 from tanghulu.store.master.directory import Directory
 from tanghulu.store.master.promises import Promises
 from tanghulu.store.master.rebuild import Rebuild
@@ -41,6 +41,7 @@ _CALM = Plan(2, 4, 300, 8.0, 8 << 20, 1.0, faults=(), sizes=(10, 3000, 20_000), 
 _STREAMING = Plan(2, 4, 60, 8.0, 8 << 20, 0.2, faults=("kill", "tear"), sizes=(70_000, 300_000), removals=0.0, near=0.0)
 _CALM_REMOTE = Plan(2, 4, 300, 8.0, 32 << 20, 1.0, faults=(), sizes=(70_000, 300_000), removals=0.0, near=0.0)
 _CALM_MANY = Plan(2, 4, 600, 8.0, 8 << 20, 1.0, faults=(), sizes=(10, 3000), removals=0.0, near=1.0, batch=8)
+_WAITING = Plan(2, 6, 30, 8.0, 64 << 20, 1.0, faults=(), sizes=(3000, 70_000, 1_200_000), removals=0.0, waits=4.0)
 _MURDEROUS = Plan(1, 4, 300, 8.0, 8 << 20, 0.1, faults=("kill",), sizes=(10, 3000), removals=0.0, near=1.0)
 
 
@@ -64,6 +65,12 @@ def test_puts_at_desks(plan: Plan) -> None:
 def test_streamed_puts() -> None:
     for seed in range(4):
         assert World(seed, _STREAMING).run()["bytes streamed"] > 1_000_000
+
+
+@pytest.mark.slow
+def test_who_waits_for_a_key_gets_it() -> None:
+    for seed in range(4):
+        assert World(seed, _WAITING).run()["told"] > 20
 
 
 @pytest.mark.slow
@@ -164,6 +171,10 @@ def _forgets_the_rest_of_a_desk(original: Any) -> Any:
     return free
 
 
+def _does_not_ask_again(original: Any) -> Any:
+    return -1.0
+
+
 MUTATIONS = [
     (AnnouncementQueue, "requeue", _forgets_to_announce, _STORMY),
     (NodeState, "_drop", _frees_what_is_leased, _CROWDED),
@@ -178,6 +189,7 @@ MUTATIONS = [
     (messages, "verdicts", _publishes_all_that_was_refused, _CALM_MANY),
     (Promises, "broken", _keeps_promises_for_ever, _MURDEROUS),
     (Desks, "_free_range", _forgets_the_rest_of_a_desk, _MURDEROUS),
+    (finding, "LATE_S", _does_not_ask_again, _WAITING),
 ]
 
 
