@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import os
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -119,35 +119,63 @@ def refuse_unknown_variables(known: set[str]) -> None:
 def load_toml(path: Path, commands: Mapping[str, click.Command]) -> dict[str, Any]:
     """Click's ``default_map`` from a TOML file: top-level keys for all commands that have them, tables for one.
 
+    Of a command in a group the table is ``[store.serve]``.
+
     Raises ConfigError for a file that cannot be read and for a key that no command, or not that one, has.
     """
     try:
         data = tomllib.loads(path.read_text())
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"cannot read configuration {path}: {error}") from error
-    known = {name: {p.name for p in cmd.params if p.name} for name, cmd in commands.items()}
-    everywhere = set().union(*known.values()) if known else set()
-    defaults: dict[str, Any] = {name: {} for name in commands}
+    known = dict(_leaves((), commands))
+    everywhere: set[str] = set().union(*known.values())
+    defaults: dict[str, Any] = {}
     for key, value in data.items():
         if isinstance(value, dict):
-            _take_table(path, key, value, known, defaults)
+            _take_table(path, (key,), value, known, defaults)
         elif key not in everywhere:
             raise ConfigError(f"{path}: key {key!r} is unknown{_hint(key, everywhere)}")
         else:
-            for name in (n for n, keys in known.items() if key in keys):
-                defaults[name].setdefault(key, value)
+            for words in (words for words, keys in known.items() if key in keys):
+                _table_of(defaults, words).setdefault(key, value)
+    return defaults
+
+
+#: The words of a command line, such as ("store", "serve").
+_Words = tuple[str, ...]
+
+
+def _leaves(words: _Words, commands: Mapping[str, click.Command]) -> Iterator[tuple[_Words, set[str]]]:
+    """The keys of each command; of those in groups, what is an environment variable, too: the rest is for one call."""
+    for name, each in commands.items():
+        if isinstance(each, click.Group):
+            yield from _leaves((*words, name), each.commands)
+        else:
+            yield (*words, name), {p.name for p in each.params if p.name and (not words or isinstance(p.envvar, str))}
+
+
+def _table_of(defaults: dict[str, Any], words: _Words) -> dict[str, Any]:
+    for word in words:
+        defaults = defaults.setdefault(word, {})
     return defaults
 
 
 def _take_table(
-    path: Path, table: str, values: dict[str, Any], known: dict[str, set[str]], defaults: dict[str, Any]
+    path: Path, words: _Words, values: dict[str, Any], known: Mapping[_Words, set[str]], defaults: dict[str, Any]
 ) -> None:
-    if table not in known:
-        raise ConfigError(f"{path}: table [{table}] is unknown{_hint(table, set(known))}")
+    table = ".".join(words)
+    below = {each[len(words)] for each in known if each[: len(words)] == words and len(each) > len(words)}
+    if words not in known and not below:
+        names = {".".join(each) for each in known}
+        raise ConfigError(f"{path}: table [{table}] is unknown{_hint(table, names)}")
+    keys = known.get(words, below)
     for key, value in values.items():
-        if key not in known[table]:
-            raise ConfigError(f"{path}: key {key!r} in [{table}] is unknown{_hint(key, known[table])}")
-        defaults[table][key] = value
+        if key not in keys or isinstance(value, dict) != (key in below):
+            raise ConfigError(f"{path}: key {key!r} in [{table}] is unknown{_hint(key, keys)}")
+        if key in below:
+            _take_table(path, (*words, key), value, known, defaults)
+        else:
+            _table_of(defaults, words)[key] = value
 
 
 def _hint(name: str, known: set[str]) -> str:

@@ -14,7 +14,7 @@ from tanghulu.store.admin.rows import plain
 from tanghulu.store.admin.steps import perform_async
 from tanghulu.store.http.client import KEYS_PER_PAGE, GatewayClient
 from tanghulu.store.http.gateway import Gateway, Patience, key_of
-from tanghulu.store.http.matching import matching, validate
+from tanghulu.store.http.matching import matching
 
 Row = dict[str, Any]
 #: A pattern that is longer at a page of keys is one of those that never end.
@@ -53,10 +53,9 @@ def router(gateway: Gateway) -> APIRouter:
         """Say one of the two. When the time is up (504) what was removed stays removed: say it again to go on."""
         if bool(prefix) == bool(regex):
             raise InvalidRequest("say either prefix= or regex=, not empty; regex=^ removes everything")
-        if regex:
-            validate(regex)
-        async with gateway.store(request) as store:
-            return await _remove_several(store, prefix or "", regex, gateway.patience())
+        with gateway.removals.holding():
+            async with gateway.store(request) as store:
+                return await _remove_several(store, prefix or "", regex, gateway.patience())
 
     @api.delete("/v1/chunks/{key:key}", summary="Remove a chunk")
     async def remove(request: Request, key: str) -> Row:

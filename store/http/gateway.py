@@ -6,18 +6,21 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
-from urllib.parse import unquote_to_bytes
+from urllib.parse import unquote_to_bytes, urlsplit
 
 from fastapi import Request
 from starlette.convertors import Convertor, register_url_convertor
 
 from tanghulu.credentials import TENANT, Credentials
-from tanghulu.errors import DeadlineExceeded, InvalidRequest, Unauthorized
+from tanghulu.errors import DeadlineExceeded, Forbidden, InvalidRequest, Unauthorized
 from tanghulu.store.http.bounds import InFlight
 from tanghulu.store.http.client import GatewayClient
 from tanghulu.store.http.clients import Clients
 from tanghulu.store.http.config import GatewayConfig
 from tanghulu.store.http.metrics import GatewayMetrics
+
+_MAX_REMOVALS = 4
+_SAFE = ("GET", "HEAD", "OPTIONS")
 
 
 class _KeyConvertor(Convertor[str]):
@@ -49,6 +52,7 @@ class Gateway:
         self.values = InFlight("values", config.max_in_flight_bytes)
         self.streams = InFlight("streams of events", config.max_streams)
         self.checks = InFlight("checks", 1)
+        self.removals = InFlight("removals by prefix or pattern", _MAX_REMOVALS)
         metrics.gauge("requests_in_flight", "Requests under way", lambda: self.requests.now)
         metrics.gauge("values_in_flight_bytes", "Values under way", lambda: self.values.now)
         metrics.gauge("event_streams", "Followers of events", lambda: self.streams.now)
@@ -68,6 +72,7 @@ class Gateway:
             raise Unauthorized("a token is needed here: send the header Authorization: Bearer TOKEN")
         if tenant:
             raise Unauthorized(f"the header {TENANT} comes with a token of an operator, in Authorization")
+        _refuse_other_sites(request)
         return own
 
     @contextlib.asynccontextmanager
@@ -82,9 +87,18 @@ class Gateway:
 
     def check(self) -> None:
         """Assert the bounds."""
-        for each in (self.requests, self.values, self.streams, self.checks):
+        for each in (self.requests, self.values, self.streams, self.checks, self.removals):
             each.check()
         self.clients.check()
+
+
+def _refuse_other_sites(request: Request) -> None:
+    """Raise Forbidden for a change that another site's page has a browser ask for, in the gateway's own name."""
+    origin = request.headers.get("origin")
+    if origin is None or request.method in _SAFE:
+        return
+    if urlsplit(origin).netloc != request.headers.get("host"):
+        raise Forbidden(f"a page of {origin} may not change anything here; bring a token in the header Authorization")
 
 
 class Patience:

@@ -9,34 +9,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import re
 import sys
 from collections.abc import Sequence
 
 from tanghulu.errors import InvalidRequest
 
-_MAX_PATTERN = 4096
+MAX_PATTERN = 4096
 _TRY = """
-import json, re, sys
+import json, re, resource, sys
+resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
 pattern, keys = json.load(sys.stdin)
-found = re.compile(pattern).search
-json.dump([index for index, key in enumerate(keys) if found(key)], sys.stdout)
+try:
+    found = re.compile(pattern).search
+    told = [index for index, key in enumerate(keys) if found(key)]
+except (re.error, OverflowError, RecursionError, MemoryError) as error:
+    told = str(error) or type(error).__name__
+json.dump(told, sys.stdout)
 """
 
 
-def validate(pattern: str) -> str:
-    """``pattern``; raises InvalidRequest if it is no regular expression."""
-    if len(pattern) > _MAX_PATTERN:
-        raise InvalidRequest(f"a pattern of {len(pattern)} characters is longer than {_MAX_PATTERN}")
-    try:
-        re.compile(pattern)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise InvalidRequest(f"{pattern!r} is no regular expression: {error}") from None
-    return pattern
-
-
 async def matching(pattern: str, keys: Sequence[str], within_s: float) -> list[str]:
-    """Those of ``keys`` that ``pattern`` is found in; raises InvalidRequest if it takes longer than ``within_s``."""
+    """Those of ``keys`` that ``pattern`` is found in.
+
+    Raises InvalidRequest for what is no regular expression, or takes longer than ``within_s``.
+    """
+    if len(pattern) > MAX_PATTERN:
+        raise InvalidRequest(f"a pattern of {len(pattern)} characters is longer than {MAX_PATTERN}")
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-I", "-S", "-c", _TRY, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )
@@ -49,4 +47,7 @@ async def matching(pattern: str, keys: Sequence[str], within_s: float) -> list[s
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
-    return [keys[index] for index in json.loads(output)]
+    told = json.loads(output) if process.returncode == 0 else "it ended the process that tried it"
+    if isinstance(told, str):
+        raise InvalidRequest(f"{pattern!r} is no regular expression: {told}")
+    return [keys[index] for index in told]

@@ -9,6 +9,7 @@ from starlette.types import Scope
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 EVENTS_ROUTE = "/v1/events"
+_METHODS = ("GET", "HEAD", "PUT", "POST", "DELETE")
 _PREFIX = "tanghulu_gateway_"
 
 
@@ -35,10 +36,11 @@ class GatewayMetrics:
 
     def note(self, scope: Scope, status: int, seconds: float) -> None:
         """A request was answered; ``status`` 0: the client had gone."""
+        method = scope["method"] if scope["method"] in _METHODS else "other"
         route = getattr(scope.get("route"), "path", "none")
-        self.requests.labels(scope["method"], route, str(status)).inc()
+        self.requests.labels(method, route, str(status)).inc()
         if route != EVENTS_ROUTE:
-            self.seconds.labels(scope["method"], route).observe(seconds)
+            self.seconds.labels(method, route).observe(seconds)
 
     def gauge(self, name: str, text: str, ask: Callable[[], float]) -> None:
         """A gauge that asks when it is read."""

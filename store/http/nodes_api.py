@@ -14,9 +14,10 @@ from tanghulu.store.admin import orders, rows
 from tanghulu.store.admin.check import check
 from tanghulu.store.admin.rows import plain
 from tanghulu.store.admin.steps import Order, perform_async
+from tanghulu.store.client.options import MAX_REPLICAS, MAX_TTL_S
 from tanghulu.store.http.client import KEYS_PER_PAGE
 from tanghulu.store.http.gateway import Gateway
-from tanghulu.types import parse_size
+from tanghulu.types import MAX_VALUE_BYTES, parse_size
 
 Row = dict[str, Any]
 Perform = Callable[[Request, Order[Any]], Awaitable[Any]]
@@ -33,13 +34,13 @@ class EvictBody(Strict):
     """What to evict: keys, or so many bytes in the policy's order. Sizes may have a unit: "64MiB"."""
 
     keys: Keys = Field(default_factory=list)
-    bytes: int | str = 0
+    bytes: Annotated[int, Field(ge=0, le=MAX_VALUE_BYTES)] | Annotated[str, Field(max_length=24)] = 0
 
     def wanted(self) -> tuple[list[str], int]:
         """(keys, bytes); raises InvalidRequest unless it is one of the two."""
         num_bytes = parse_size(self.bytes)
-        if num_bytes < 0 or bool(self.keys) == bool(num_bytes):
-            raise InvalidRequest('say either "keys" or "bytes" above 0')
+        if num_bytes > MAX_VALUE_BYTES or bool(self.keys) == bool(num_bytes):
+            raise InvalidRequest('say either "keys" or "bytes" above 0, at most 1 TiB')
         return self.keys, num_bytes
 
 
@@ -54,8 +55,8 @@ class ReplicateBody(Strict):
     """What to copy ahead of demand."""
 
     keys: Annotated[list[str], Field(min_length=1, max_length=KEYS_PER_PAGE)]
-    holders: int = 2
-    for_s: float = 60.0
+    holders: Annotated[int, Field(ge=1, le=MAX_REPLICAS)] = 2
+    for_s: Annotated[float, Field(gt=0, le=MAX_TTL_S, allow_inf_nan=False)] = 60.0
 
 
 def router(gateway: Gateway) -> APIRouter:

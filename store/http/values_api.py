@@ -78,7 +78,7 @@ def router(gateway: Gateway) -> APIRouter:
             await _refuse_too_large(gateway, store, size_bytes)
             with gateway.values.holding_bytes(size_bytes):
                 body = memoryview(bytearray(size_bytes))
-                await read_into(request.receive, body, gateway.config.stall_s)
+                await read_into(request.receive, body)
                 status = await store.put(key, body, replicas=replicas, pin=pin, ttl_s=ttl_s, prefer_node=prefer_node)
         gateway.metrics.written_bytes.inc(0 if status.existed else size_bytes)
         return JSONResponse(rows.put(status), 200 if status.existed else 201)

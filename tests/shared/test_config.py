@@ -86,6 +86,30 @@ def test_bad_toml_names_the_key(invoke, tmp_path, text, named):
         load_toml(file, invoke.commands)
 
 
+def test_a_command_of_a_group_has_a_table_of_its_own(invoke, tmp_path):
+    """Of its keys those that are for one call, like ``--limit`` of a listing, do not belong into a file."""
+    listing = click.Command("ls", params=[click.Option(["--limit"]), click.Option(["--master"], envvar="X_MASTER")])
+    commands = {**invoke.commands, "store": click.Group("store", commands={**invoke.commands, "ls": listing})}
+    file = tmp_path / "t.toml"
+    file.write_text('master = "h:1"\n[probe]\nport = 1\n[store.probe]\nport = 2\n[store.ls]\nmaster = "h:3"\n')
+    assert load_toml(file, commands) == {
+        "probe": {"master": "h:1", "port": 1},
+        "store": {"probe": {"master": "h:1", "port": 2}, "ls": {"master": "h:3"}},
+    }
+    for text, named in (
+        ("limit = 1", "limit"),
+        ("[store]\nport = 1", "port"),
+        ("[store]\nprobe = 1", "probe"),
+        ("[store.prob]\nport = 1", "did you mean probe"),
+        ("[store.probe]\nprot = 1", "did you mean port"),
+        ("[store.probe.port]\nx = 1", "port"),
+        ("[stor]\nx = 1", "stor"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=named):
+            load_toml(file, commands)
+
+
 def test_the_printed_configuration_hides_secrets():
     shown = describe(Config(token="s3cret", master=Address("h", 2)))
     assert shown["token"] == "***"

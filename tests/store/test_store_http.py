@@ -282,6 +282,40 @@ def test_eviction_and_copies_by_hand(http: httpx.Client, direct: Client, pair: C
     eventually(lambda: len(direct.stat("e/7").nodes) == 2)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/evict", '{"bytes": 99999999999999999999999}'),
+        ("/v1/evict", '{"bytes": "99999999999999999999T"}'),
+        ("/v1/evict", '{"bytes": "%s"}' % ("9" * 5000)),
+        ("/v1/evict", '{"keys": ["\\ud800"]}'),
+        ("/v1/evict", '{"keys": [""]}'),
+        ("/v1/evict", json.dumps({"keys": ["k"] * 9000})),
+        ("/v1/evict", "[" * 5000),
+        ("/v1/evict", b"\xff\xfe"),
+        ("/v1/evict", "null"),
+        ("/v1/replicate", '{"keys": ["k"], "holders": 99999999999}'),
+        ("/v1/replicate", '{"keys": ["k"], "for_s": NaN}'),
+        ("/v1/replicate", '{"keys": []}'),
+    ],
+)
+def test_bodies_that_make_no_sense(http: httpx.Client, path: str, body: str | bytes) -> None:
+    refused = http.post(path, content=body, headers={"content-type": "application/json"})
+    assert error_of(refused) == (400, "invalid_request")
+
+
+def test_bodies_are_bounded(http: httpx.Client) -> None:
+    refused = http.post("/v1/evict", content=b" " * (3 * MIB), headers={"content-type": "application/json"})
+    assert error_of(refused) == (413, "body_too_large")
+
+
+def test_other_sites_pages_change_nothing(http: httpx.Client, gateway: Gateway) -> None:
+    elsewhere = {"origin": "https://example.org"}
+    assert error_of(http.post("/v1/check", headers=elsewhere)) == (403, "forbidden")
+    assert http.get("/v1/stat", headers=elsewhere).status_code == 200
+    assert http.post("/v1/check", headers={"origin": gateway.url}).status_code == 200
+
+
 def test_a_node_is_drained_and_taken_back(http: httpx.Client, direct: Client, pair: Cluster) -> None:
     first, second = (node.name for node in pair.nodes)
     direct.put("d", b"x" * 1000, prefer_node=first)

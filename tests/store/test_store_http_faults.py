@@ -46,6 +46,15 @@ def test_a_body_that_stops_coming(gateway: Gateway) -> None:
     assert gateway.metric("tanghulu_gateway_values_in_flight_bytes") == 0
 
 
+def test_an_order_that_stops_coming(gateway: Gateway) -> None:
+    with connected(gateway, b"POST /v1/evict HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{") as wire:
+        assert b"".join(iter(lambda: wire.recv(65536), b"")).startswith(b"HTTP/1.1 408")
+    with connected(gateway, b"POST /v1/evict HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"):
+        eventually(lambda: gateway.metric("tanghulu_gateway_requests_in_flight") == 1)
+    eventually(lambda: gateway.metric("tanghulu_gateway_requests_in_flight") == 0)
+    assert "Traceback" not in gateway.log_text()
+
+
 def test_a_client_that_hangs_up_in_its_body_leaves_nothing(gateway: Gateway) -> None:
     with connected(gateway, b"PUT /v1/values/gone HTTP/1.1\r\nhost: x\r\ncontent-length: 5000000\r\n\r\nabc"):
         eventually(lambda: gateway.metric("tanghulu_gateway_values_in_flight_bytes") == 5_000_000)

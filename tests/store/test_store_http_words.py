@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tanghulu.errors import InvalidRequest, Overloaded
 from tanghulu.store.http.bounds import InFlight
 from tanghulu.store.http.client_book import ClientBook
-from tanghulu.store.http.matching import matching, validate
+from tanghulu.store.http.matching import MAX_PATTERN, matching
 from tanghulu.store.http.ranges import RangeNotSatisfiable, asks_for_part, part_of
 
 
@@ -120,6 +120,8 @@ def test_bounds_come_back_to_nothing() -> None:
             raise AssertionError("there was no room")
         with bytes_.holding_bytes(4):
             bytes_.check()
+    with bytes_.holding_bytes(11):
+        assert bytes_.now == 11, "alone it has room"
     assert bytes_.now == 0
 
 
@@ -129,4 +131,6 @@ async def test_patterns_are_tried_elsewhere() -> None:
     with pytest.raises(InvalidRequest, match="takes longer than 1 s"):
         await matching("^(a+)+$", ["a" * 80 + "!"], 1.0)
     with pytest.raises(InvalidRequest, match="no regular expression"):
-        validate("(")
+        await matching("(", [], 30.0)
+    with pytest.raises(InvalidRequest, match="longer than"):
+        await matching("x" * (MAX_PATTERN + 1), keys, 30.0)

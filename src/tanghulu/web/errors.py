@@ -139,7 +139,7 @@ def install(app: FastAPI, process: str) -> None:
 
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        codes = {404: "not_found", 405: "method_not_allowed"}
+        codes = {400: "invalid_request", 404: "not_found", 405: "method_not_allowed"}
         what = f"{request.method} {request.url.path}: {error.detail}"
         return _answer(error.status_code, _body(error.status_code, what, codes.get(error.status_code, "http_error")))
 
