@@ -76,7 +76,7 @@ async def _remove_several(store: GatewayClient, prefix: str, regex: str | None, 
         after = keys[-1] if keys else after
         more = more and bool(keys)
         if regex is not None:
-            keys = await matching(regex, keys, min(patience.left_s(), _MATCH_S))
+            keys = await matching(regex, keys, _MATCH_S)
         if keys:
             total = total.plus(await perform_async(store, orders.remove(keys)))
         if more:

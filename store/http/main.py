@@ -42,6 +42,7 @@ async def _serving(process: Process, config: GatewayConfig) -> AsyncIterator[Add
         config.grace_s,
         tls=tls.context if tls is not None else None,
         max_connections=config.max_connections,
+        header_s=config.stall_s,
     )
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     keeping = [asyncio.create_task(gateway.clients.sweep())]

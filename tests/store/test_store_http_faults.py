@@ -46,6 +46,19 @@ def test_a_body_that_stops_coming(gateway: Gateway) -> None:
     assert gateway.metric("tanghulu_gateway_values_in_flight_bytes") == 0
 
 
+@pytest.mark.parametrize("begun", [b"", b"GET /v1/no", b"GET /health HTTP/1.1\r\nhost: x\r\nx-y"])
+def test_a_header_that_does_not_come(gateway: Gateway, begun: bytes) -> None:
+    with connected(gateway, begun) as wire:
+        assert wire.recv(100) == b"", "hung up on"
+    with connected(gateway, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n") as wire:
+        answer = b""
+        while not answer.endswith(b"}"):
+            answer += wire.recv(65536)
+        if begun:
+            wire.sendall(begun)
+            assert wire.recv(100) == b"", "and behind another request"
+
+
 def test_an_order_that_stops_coming(gateway: Gateway) -> None:
     with connected(gateway, b"POST /v1/evict HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{") as wire:
         assert b"".join(iter(lambda: wire.recv(65536), b"")).startswith(b"HTTP/1.1 408")
@@ -145,7 +158,8 @@ def test_without_a_master_it_starts_and_says_what_is_missing() -> None:
 
 
 def test_a_master_or_a_node_that_stands_still() -> None:
-    with Cluster(1, "16MiB") as cluster, serving(cluster.address, "--deadline-s", "1.5") as gateway:
+    flags = ("--deadline-s", "1.5", "--request-s", "3")
+    with Cluster(1, "16MiB") as cluster, serving(cluster.address, *flags) as gateway:
         with gateway.asks() as http:
             assert http.put("/v1/values/k", content=b"x" * 2 * MIB).status_code == 201
             for process, path in ((cluster.master, "/v1/nodes"), (cluster.nodes[0], "/v1/policy")):
@@ -154,8 +168,12 @@ def test_a_master_or_a_node_that_stands_still() -> None:
                 answer = http.get(path)
                 assert answer.status_code in (503, 504), answer.text
                 assert time.monotonic() - began_s < 8.0
+                if process is not cluster.master:
+                    assert error_of(http.post("/v1/check")) == (504, "deadline_exceeded")
                 process.popen.send_signal(signal.SIGCONT)
             eventually(lambda: http.get("/ready").status_code == 200)
+            well = {"num_chunks": 1, "findings": [], "left": []}  # once the node has told again what it holds
+            eventually(lambda: http.post("/v1/check").json() == well)
             cluster.nodes[0].kill()
             cluster.nodes.clear()
             eventually(lambda: http.get("/ready").status_code == 503)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from tanghulu.errors import ConfigError
 from tanghulu.types import Address
@@ -39,22 +40,64 @@ def address_of(listener: socket.socket) -> Address:
     return Address(host, port)
 
 
+class _Connection(HttpToolsProtocol):
+    """uvicorn's, and no connection stays that does not come to the end of a request's header in ``header_s``."""
+
+    header_s = float(_KEEP_ALIVE_S)
+    _waiting: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        """A client is there."""
+        super().connection_made(transport)
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        """A piece of a header, or of a body."""
+        super().data_received(data)
+        if self.cycle is None or self.cycle.response_complete:
+            self._wait()
+        else:
+            self._wait_no_more()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client is gone."""
+        super().connection_lost(exc)
+        self._wait_no_more()
+
+    def _wait(self) -> None:
+        """From the first piece of a header on: those that follow give no more time."""
+        if self._waiting is None and not self.transport.is_closing():
+            self._waiting = asyncio.get_running_loop().call_later(self.header_s, self.transport.close)
+
+    def _wait_no_more(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+
+
 class HttpServer(uvicorn.Server):
     """uvicorn without its signal handlers (the process has its own), and without waking up ten times a second.
 
-    Beyond ``max_connections`` it answers 503 by itself.
+    Beyond ``max_connections`` it answers 503 by itself; a client has ``header_s`` to send a request's header.
     """
 
     def __init__(
-        self, app: ASGIApp, grace_s: float, *, tls: ssl.SSLContext | None = None, max_connections: int | None = None
+        self,
+        app: ASGIApp,
+        grace_s: float,
+        *,
+        tls: ssl.SSLContext | None = None,
+        max_connections: int | None = None,
+        header_s: float = _KEEP_ALIVE_S,
     ) -> None:
+        protocol = type("Connection", (_Connection,), {"header_s": header_s})
         super().__init__(
             uvicorn.Config(
                 app,
                 log_config=None,
                 access_log=False,
                 lifespan="off",
-                http="httptools",
+                http=protocol,
                 ws="none",
                 timeout_graceful_shutdown=max(1, round(grace_s)),
                 proxy_headers=False,
