@@ -12,7 +12,7 @@ SERVE = "tanghulu.cli.store_serve"
 
 
 class Gateway(Process):
-    """A gateway to the master at ``address``; ``http`` asks it without a token, ``asks`` with one."""
+    """A gateway to the master at ``address``; ``asks`` it, with a token or without."""
 
     def __init__(self, address: str, *flags: str) -> None:
         super().__init__(SERVE, "--port", "0", "--master", address, *flags)
@@ -26,7 +26,7 @@ class Gateway(Process):
         shown = {"authorization": f"Bearer {token}"} if token else {}
         if tenant:
             shown["tanghulu-tenant"] = tenant
-        return httpx.Client(base_url=self.url, headers=shown, timeout=60.0, trust_env=False)
+        return httpx.Client(base_url=self.url, headers=shown, timeout=60.0, trust_env=False, verify=False)
 
 
 @contextmanager

@@ -30,6 +30,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, bytes]]
         yield answers
 
 
+@pytest.mark.slow
 def test_every_example_does_what_it_says(said: dict[str, bytes]) -> None:
     def answer(part: str) -> bytes:
         (found,) = [output for command, output in said.items() if part in command]
