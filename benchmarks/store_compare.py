@@ -36,7 +36,7 @@ BATCH = 32
 NUM_EXISTING = 1000
 TOUCHED_PIECES = 4
 #: By size: (single calls, batches of BATCH) in a run.
-COUNTS = {4 << 10: (300, 10), 64 << 10: (300, 10), 1 << 20: (48, 3), 16 << 20: (8, 1)}
+COUNTS = {4 << 10: (300, 10), 64 << 10: (300, 10), 1 << 20: (48, 3), 16 << 20: (24, 1)}
 PAIRS = [("put", "get"), ("put_from", "get_into"), ("put_many", "get_many"), ("put_many_from", "get_many_into")]
 LIMITS = ("memcpy", "stream", "stream_up", "echo")
 PARTS = [*(op for pair in PAIRS for op in pair), "exists", "start"]

@@ -4,7 +4,8 @@ One core moves 7 GB/s here, two move 11, and a checksum that reads the bytes aga
 them in memory instead of a cache. So a copy of ``LONG_BYTES`` and more is cut. The caller takes pieces from the front
 and shows each to the digest; a helper (a thread that waits for nothing else) takes a large part from the back, in a
 single call: once a piece, each would wait for the other's turn at the interpreter. Nobody waits for the helper to come:
-if it is busy, or wakes too late, the caller has done it all.
+if it is busy, or wakes too late, the caller has done it all. Several callers at once have no helper: they use the
+cores themselves.
 
 The digest wants the bytes in their order. Of a WRITE it is shown the source, which does not depend on the copy, so
 the caller need not wait for the helper before it shows what that copies, and leaves more to it. Of a READ it is shown
@@ -57,11 +58,15 @@ class LongCopy:
         self._helping = threading.Lock()
         self._front, self._back = 0, length  # what nobody has taken
 
-    def copy_front(self) -> tuple[int, int] | None:
-        """Copy the next piece; (begin, end) of it, or None: nothing is left to take."""
+    def copy_front(self, share: float = 0.0) -> tuple[int, int] | None:
+        """Copy the next piece, or ``share`` of what is left if that is more.
+
+        Returns (begin, end) of it, or None: nothing is left to take.
+        """
         with self._lock:
             begin = self._front
-            end = self._front = min(begin + PIECE_BYTES, self._back)
+            length = max(int((self._back - begin) * share), PIECE_BYTES)
+            end = self._front = min(begin + length, self._back)
         if begin == end:
             return None
         self._move(begin, end)
@@ -110,6 +115,8 @@ class CopyHelper:
         self._works: SimpleQueue[LongCopy | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._wanted = wanted
+        self._lock = threading.Lock()
+        self._num_callers = 0
 
     def copy(
         self,
@@ -122,33 +129,57 @@ class CopyHelper:
         digest: Digest | None,
     ) -> None:
         """Copy ``length`` bytes. ``digest`` has then been shown all of them, where they are on the local side."""
-        writes = opcode is Opcode.WRITE
-        local, at = (source, source_offset) if writes else (to, to_offset)
-        shown = local.array[at : at + length].data
-        work = LongCopy(to, to_offset, source, source_offset, length, _MOST if writes and digest is not None else _HALF)
-        position = 0
+        with self._lock:
+            alone, self._num_callers = not self._num_callers, self._num_callers + 1
         try:
-            self._recruit(work)
+            if digest is None:
+                work = LongCopy(to, to_offset, source, source_offset, length, _HALF)
+                self._copy(work, helped=alone)
+            else:
+                local, at = (source, source_offset) if opcode is Opcode.WRITE else (to, to_offset)
+                shown = local.array[at : at + length].data
+                share = _MOST if opcode is Opcode.WRITE else _HALF
+                work = LongCopy(to, to_offset, source, source_offset, length, share)
+                self._copy_shown(work, opcode, shown, digest, helped=alone)
+        finally:
+            with self._lock:
+                self._num_callers -= 1
+
+    def _copy(self, work: LongCopy, *, helped: bool) -> None:
+        """In few calls: after each the interpreter is waited for."""
+        try:
+            share = _HALF if helped and self._recruit(work) else 1.0
+            while work.copy_front(share) is not None:
+                pass
+        finally:
+            work.end()
+
+    def _copy_shown(self, work: LongCopy, opcode: Opcode, shown: memoryview, digest: Digest, *, helped: bool) -> None:
+        """In pieces, which the digest finds in the cache."""
+        position, length = 0, len(shown)
+        try:
+            if helped:
+                self._recruit(work)
             while (part := work.copy_front()) is not None:
                 begin, position = part
-                if digest is not None:
-                    digest.add(shown[begin:position])
-            if digest is not None and writes:
+                digest.add(shown[begin:position])
+            if opcode is Opcode.WRITE and position < length:
                 digest.add(shown[position:])
                 position = length
         finally:
             work.end()
-        if digest is not None and position < length:
+        if position < length:
             digest.add(shown[position:])
 
-    def _recruit(self, work: LongCopy) -> None:
-        """Have the thread help, unless it helps somebody else."""
+    def _recruit(self, work: LongCopy) -> bool:
+        """Have the thread help, unless it has not ended what it did before."""
         if not self._wanted or not self._free.acquire(blocking=False):
-            return
+            return False
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="tanghulu-copy", daemon=True)
             self._thread.start()
         self._works.put(work)
+        return True
 
     def _run(self) -> None:
         while (work := self._works.get()) is not None:

@@ -56,15 +56,20 @@ def test_everything_is_copied_and_shown_in_order(opcode: Opcode, wanted: bool, s
     helper.close()
 
 
-@given(st.integers(1, SIZE), st.lists(st.booleans(), max_size=12), st.sampled_from([0.5, 0.75]))
-def test_parts_in_any_order_make_the_whole(size: int, turns: list[bool], share: float) -> None:
+@given(
+    st.integers(1, SIZE),
+    st.lists(st.booleans(), max_size=12),
+    st.sampled_from([0.5, 0.75]),
+    st.sampled_from([0, 0.5, 1]),
+)
+def test_parts_in_any_order_make_the_whole(size: int, turns: list[bool], share: float, own: float) -> None:
     source, to = random_bytes(size), Buffer(bytearray(size))
     work = LongCopy(to, 0, source, 0, size, share)
     seen = 0
     for helps in turns:
         if helps:
             work.help()
-        elif (part := work.copy_front()) is not None:
+        elif (part := work.copy_front(own)) is not None:
             assert part[0] == seen, "the caller's pieces follow one another"
             seen = part[1]
     while work.copy_front() is not None:
