@@ -5,6 +5,7 @@ One seed is one life: sizes, traffic, crashes, cut and slow links, torn connecti
 * a put that has returned is found while one of its holders lives and has been in touch with the master;
 * a value that is read is one that was put under its key, whole; nothing but typed errors comes out, in time;
 * in a calm life, where nothing fails and everything fits, that holds without exception, and a key keeps its value;
+  where nothing fails, whoever removes what was put has removed it;
 * in every node free + used == capacity and no two chunks overlap (`NodeState.check`), master and sessions are sound;
 * when all links are whole again, directory and nodes agree within ``CONVERGE_S``, and what was removed stays so.
 """
@@ -319,9 +320,12 @@ class World:
 
     async def _remove(self, client: AsyncClient, rng: Random, key: str) -> None:
         life = self.keys.setdefault(key, KeyLife())
+        is_there, before = life.acked_s is not None and not life.removes_open, life.removes_begun
         with life.removing(self.loop.time, DEADLINE_S + CONVERGE_S):
             if await client.remove(key, deadline_s=DEADLINE_S):
                 life.removed_s = self.loop.time()
+            elif is_there and not self.plan.faults:
+                assert life.removes_begun > before + 1, f"{key} was put, and nobody but this client removes it"
 
     # --- what must hold
 

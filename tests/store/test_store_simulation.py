@@ -41,6 +41,7 @@ _CALM = Plan(2, 4, 300, 8.0, 8 << 20, 1.0, faults=(), sizes=(10, 3000, 20_000), 
 _STREAMING = Plan(2, 4, 60, 8.0, 8 << 20, 0.2, faults=("kill", "tear"), sizes=(70_000, 300_000), removals=0.0, near=0.0)
 _CALM_REMOTE = Plan(2, 4, 300, 8.0, 32 << 20, 1.0, faults=(), sizes=(70_000, 300_000), removals=0.0, near=0.0)
 _CALM_MANY = Plan(2, 4, 600, 8.0, 8 << 20, 1.0, faults=(), sizes=(10, 3000), removals=0.0, near=1.0, batch=8)
+_TIDY = Plan(2, 4, 100, 8.0, 8 << 20, 1.0, faults=(), sizes=(10, 3000), removals=3.0, near=1.0)
 _WAITING = Plan(2, 6, 30, 8.0, 64 << 20, 1.0, faults=(), sizes=(3000, 70_000, 1_200_000), removals=0.0, waits=4.0)
 _MURDEROUS = Plan(1, 4, 300, 8.0, 8 << 20, 0.1, faults=("kill",), sizes=(10, 3000), removals=0.0, near=1.0)
 
@@ -71,6 +72,12 @@ def test_streamed_puts() -> None:
 def test_who_waits_for_a_key_gets_it() -> None:
     for seed in range(4):
         assert World(seed, _WAITING).run()["told"] > 20
+
+
+@pytest.mark.slow
+def test_what_was_put_can_be_removed() -> None:
+    for seed in range(4):
+        assert World(seed, _TIDY).run()["remove"] > 50
 
 
 @pytest.mark.slow
@@ -181,7 +188,7 @@ MUTATIONS = [
     (OffsetAllocator, "free", _hands_out_too_much, _CROWDED),
     (Directory, "_bury", _lets_removed_chunks_return, _LONELY),
     (Rebuild, "is_ready", _is_never_incomplete, _REBORN),
-    (service, "after_drain", _answers_without_looking_at_desks, _CALM),
+    (service, "after_drain", _answers_without_looking_at_desks, _TIDY),
     (messages, "verdict", _publishes_what_was_refused, _CALM),
     (client_desks, "_proclaim", _publishes_without_proclaiming, _CALM),
     (Arrivals, "begin", _frees_what_is_still_coming, _STREAMING),
