@@ -85,7 +85,7 @@ class EngineConfig:
         for each in fields(self):
             value = getattr(self, each.name)
             minimum = 0 if each.name in _MAY_BE_ZERO else 1e-9
-            if isinstance(value, int | float) and value < minimum:
+            if isinstance(value, int | float) and type(value) is not bool and value < minimum:
                 raise ConfigError(f"EngineConfig.{each.name} is {value}; it must be at least {minimum:g}")
         if not self.tcp_devices:
             raise ConfigError("EngineConfig.tcp_devices is empty; the empty name leaves the choice to the kernel")

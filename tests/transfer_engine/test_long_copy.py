@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tanghulu.transfer_engine.buffers import Buffer
+from tanghulu.transfer_engine.engine import EngineConfig, TransferEngine
 from tanghulu.transfer_engine.long_copy import PIECE_BYTES, CopyHelper, LongCopy
 from tanghulu.transfer_engine.opcode import Opcode
 
@@ -144,3 +146,14 @@ def test_many_callers_share_one_helper() -> None:
         caller.join()
     helper.close()
     assert not wrong
+
+
+def test_a_machine_with_one_core_has_no_helper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    config = EngineConfig()
+    assert not config.copy_helper
+    with TransferEngine(host_id="here", config=config) as engine:
+        source, to = random_bytes(SIZE), Buffer(bytearray(SIZE))
+        engine._helper.copy(WRITE, to, 0, source, 0, SIZE, None)
+        assert to.memory == source.memory
+        assert engine._helper._thread is None
