@@ -101,7 +101,7 @@ def _pass(guard: threading.Lock) -> None:
     """Wait until its holder is done, even if a signal's handler raises meanwhile; that is raised on."""
     try:
         guard.acquire()
-    except BaseException:
+    except BaseException:  # Ctrl-C, too: memory must not be given back under a copy; all is raised on
         _pass(guard)
         raise
     guard.release()  # a helper that wakes only now finds nothing to do

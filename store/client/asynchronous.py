@@ -30,11 +30,12 @@ from tanghulu.store.client.instructions import (
 )
 from tanghulu.store.client.link import Link
 from tanghulu.store.client.messages import AnyCall, AnyReply, Welcome
+from tanghulu.store.client.moving import move_async
 from tanghulu.store.client.placement import NodeTable
 from tanghulu.store.client.settings import Settings
 from tanghulu.store.client.targets import Target, master_failure, target_of
 from tanghulu.transfer_engine.config import EngineConfig
-from tanghulu.transfer_engine.engine import Buffer, TransferBatch, TransferEngine, TransferRequest
+from tanghulu.transfer_engine.engine import Buffer, TransferEngine
 
 T = TypeVar("T")
 Outcome = AnyReply | TanghuluError
@@ -121,7 +122,7 @@ class AsyncShell:
             case Tell(calls):
                 return await self._tell(calls, deadline.remaining_s())
             case Move(requests):
-                return await self._move(requests, deadline.remaining_s())
+                return await move_async(self._engine, requests, deadline.remaining_s())
             case Deliver():
                 return await self._deliver(instruction, deadline.remaining_s())
             case Reach(node, copies):
@@ -170,7 +171,7 @@ class AsyncShell:
     async def _deliver(self, wanted: Deliver, deadline_s: float) -> tuple[list[TanghuluError | None], Outcome]:
         asking = self._loop.create_task(self._exchange(MASTER, wanted.question, wanted.within_s))
         try:
-            errors = await self._move(wanted.requests, deadline_s)
+            errors = await move_async(self._engine, wanted.requests, deadline_s)
             return errors, await asking
         finally:
             asking.cancel()
@@ -281,22 +282,6 @@ class AsyncShell:
             link = await self._reach(peer, False)
             if isinstance(link, Link):
                 self.context.mapped(peer, link, welcome)
-
-    async def _move(self, requests: Sequence[TransferRequest], deadline_s: float) -> list[TanghuluError | None]:
-        until_s = self._loop.time() + deadline_s
-        try:
-            await self._engine.transfer_async(requests, deadline_s)
-            return [None] * len(requests)
-        except TanghuluError as error:
-            if len(requests) == 1:
-                return [error]
-        try:  # again, to learn which of them fail: the same bytes to the same places
-            result = await self._engine.submit(TransferBatch(requests)).wait_async(
-                max(until_s - self._loop.time(), 0.0)
-            )
-            return list(result.errors)
-        except TanghuluError as error:
-            return [error] * len(requests)
 
     async def _reach(self, node: PeerId, copies: bool) -> Link | TanghuluError:
         welcome = self._welcomes.get(node)

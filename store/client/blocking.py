@@ -18,7 +18,7 @@ from tanghulu.clock import SystemClock
 from tanghulu.discovery.masters import ATTEMPT_S, SEEK_PAUSE_S, MasterFinder
 from tanghulu.errors import InvalidRequest, MasterUnavailable, NodeUnavailable, TanghuluError
 from tanghulu.rpc.fast_client import Asking, FastConnection
-from tanghulu.rpc.greeting import hello
+from tanghulu.rpc.greeting import show_blocking
 from tanghulu.store.client import messages
 from tanghulu.store.client.context import Context
 from tanghulu.store.client.instructions import (
@@ -37,11 +37,12 @@ from tanghulu.store.client.instructions import (
 )
 from tanghulu.store.client.link import Link
 from tanghulu.store.client.messages import AnyCall, AnyReply, Welcome
+from tanghulu.store.client.moving import move
 from tanghulu.store.client.placement import NodeTable
 from tanghulu.store.client.settings import Settings
 from tanghulu.store.client.targets import Target, master_failure, target_of
 from tanghulu.transfer_engine.config import EngineConfig
-from tanghulu.transfer_engine.engine import Buffer, TransferBatch, TransferEngine, TransferRequest
+from tanghulu.transfer_engine.engine import Buffer, TransferEngine
 
 T = TypeVar("T")
 Outcome = AnyReply | TanghuluError
@@ -137,7 +138,7 @@ class BlockingShell:
             case Tell(calls):
                 return self._tell(calls, deadline.remaining_s())
             case Move(requests):
-                return self._move(requests, deadline.remaining_s())
+                return move(self._engine, requests, deadline.remaining_s())
             case Deliver():
                 return self._deliver(instruction, deadline.remaining_s())
             case Reach(node, copies):
@@ -154,36 +155,24 @@ class BlockingShell:
                 if outcome is not None:
                     return [outcome]
             return self._exchange(peer, [call], deadline_s)
-        by_peer: dict[PeerId, list[int]] = {}
-        for index, (peer, _) in enumerate(calls):
-            by_peer.setdefault(peer, []).append(index)
-        groups = [(peer, [calls[i][1] for i in own]) for peer, own in by_peer.items()]
-        if len(groups) == 1:
-            answers = [self._exchange(groups[0][0], groups[0][1], deadline_s)]
-        else:
-            answers = list(self._executor().map(lambda group: self._exchange(group[0], group[1], deadline_s), groups))
-        outcomes: dict[int, Outcome] = {}
-        for own, answer in zip(by_peer.values(), answers, strict=True):
-            outcomes.update(zip(own, answer, strict=True))
-        return [outcomes[index] for index in range(len(calls))]
+        by_peer: dict[PeerId, list[AnyCall]] = {}
+        for peer, call in calls:
+            by_peer.setdefault(peer, []).append(call)
+        if len(by_peer) == 1:
+            return self._exchange(*by_peer.popitem(), deadline_s)
+        answers = self._executor().map(lambda peer: self._exchange(peer, by_peer[peer], deadline_s), by_peer)
+        outcomes = dict(zip(by_peer, map(iter, answers), strict=True))
+        return [next(outcomes[peer]) for peer, _ in calls]
 
     def _ask_meanwhile(self, node: PeerId, call: AnyCall, deadline_s: float, meanwhile: Callable[[], None]) -> Outcome:
-        until_s = time.monotonic() + deadline_s
+        asking = self._begin(node, call, deadline_s)
+        if isinstance(asking, TanghuluError):
+            return asking
         try:
-            connection, _ = self._take(node, until_s, fresh=False)
-        except TanghuluError as error:
-            return error
-        asking: Asking[Any] | None = None
-        try:
-            asking = connection.begin(call, deadline_s=_left_s(until_s))
             meanwhile()
             return asking.end()
-        except TanghuluError as error:
-            return error
         finally:
-            if asking is not None:
-                asking.close()
-            self._put_back(node, connection)
+            self._asked(node, asking)
 
     def _stream(self, wanted: Stream, deadline_s: float) -> Outcome:
         until_s = time.monotonic() + deadline_s
@@ -192,15 +181,16 @@ class BlockingShell:
         except TanghuluError as error:
             return error
         welcome = self._welcomes.get(wanted.node)
-        asking: Asking[Any] | None = None
+        asking: Asking[Any] | TanghuluError | None = None
 
         def ahead() -> None:
             nonlocal asking
-            asking = self._begin(wanted.ask(0 if welcome is None else welcome.generation), wanted.within_s)
+            question = wanted.ask(0 if welcome is None else welcome.generation)
+            asking = None if question is None else self._begin(MASTER, question, wanted.within_s)
             wanted.meanwhile()
 
         def word() -> AnyCall:
-            return wanted.word(None if asking is None else asking.end())
+            return wanted.word(asking.end() if isinstance(asking, Asking) else asking)
 
         try:
             return connection.call_then(wanted.call, ahead, word, deadline_s=_left_s(until_s))
@@ -208,34 +198,33 @@ class BlockingShell:
             return error
         finally:
             self._put_back(wanted.node, connection)
-            self._asked(asking)
+            self._asked(MASTER, asking)
 
-    def _begin(self, question: AnyCall | None, deadline_s: float) -> Asking[Any] | None:
-        """Ask the master without waiting; None if it cannot be asked."""
-        if question is None:
-            return None
+    def _begin(self, peer: PeerId, call: AnyCall, deadline_s: float) -> Asking[Any] | TanghuluError:
+        """Send ``call`` without waiting for its answer; end with ``_asked``."""
         try:
-            connection, _ = self._take(MASTER, time.monotonic() + deadline_s, fresh=False)
-        except TanghuluError:
-            return None
+            connection, _ = self._take(peer, time.monotonic() + deadline_s, fresh=False)
+        except TanghuluError as error:
+            return error
         try:
-            return connection.begin(question, deadline_s=deadline_s)
-        except TanghuluError:
-            return None  # it restarted, or another leads: the node will hear of it
+            return connection.begin(call, deadline_s=deadline_s)
+        except TanghuluError as error:
+            self._put_back(peer, connection)
+            return error
 
-    def _deliver(self, wanted: Deliver, deadline_s: float) -> tuple[list[TanghuluError | None], Outcome | None]:
-        asking = self._begin(wanted.question, wanted.within_s)
-        try:
-            errors = self._move(wanted.requests, deadline_s)
-            return errors, None if asking is None else asking.end()
-        finally:
-            self._asked(asking)
-
-    def _asked(self, asking: Asking[Any] | None) -> None:
+    def _asked(self, peer: PeerId, asking: Asking[Any] | TanghuluError | None) -> None:
         """What was begun is over."""
-        if asking is not None:
+        if isinstance(asking, Asking):
             asking.close()
-            self._put_back(MASTER, asking.connection)
+            self._put_back(peer, asking.connection)
+
+    def _deliver(self, wanted: Deliver, deadline_s: float) -> tuple[list[TanghuluError | None], Outcome]:
+        asking = self._begin(MASTER, wanted.question, wanted.within_s)
+        try:
+            errors = move(self._engine, wanted.requests, deadline_s)
+            return errors, asking.end() if isinstance(asking, Asking) else asking
+        finally:
+            self._asked(MASTER, asking)
 
     def _tell(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> None:
         until_s = time.monotonic() + deadline_s
@@ -259,9 +248,7 @@ class BlockingShell:
         try:
             return connection.call_one(call, deadline_s=deadline_s)
         except NodeUnavailable as error:
-            return (
-                error if peer else None
-            )  # a master that restarted: its old connections are dead, its new ones are not
+            return error if peer else None  # a master that restarted: its old connections are dead, new ones are not
         except TanghuluError as error:
             return error if peer else master_failure(self.settings.master, error)
         finally:
@@ -284,11 +271,9 @@ class BlockingShell:
             return [error] * len(calls)
         try:
             return connection.call_many(calls, deadline_s=_left_s(until_s))
-        except NodeUnavailable as error:
-            if peer == MASTER and reused:
-                return None
-            return [master_failure(self.settings.master, error) if peer == MASTER else error] * len(calls)
         except TanghuluError as error:
+            if isinstance(error, NodeUnavailable) and peer == MASTER and reused:
+                return None
             return [master_failure(self.settings.master, error) if peer == MASTER else error] * len(calls)
         finally:
             self._put_back(peer, connection)
@@ -310,19 +295,6 @@ class BlockingShell:
             if time.monotonic() + SEEK_PAUSE_S >= until_s:
                 return [failure] * len(calls)
             time.sleep(SEEK_PAUSE_S)
-
-    def _move(self, requests: Sequence[TransferRequest], deadline_s: float) -> list[TanghuluError | None]:
-        until_s = time.monotonic() + deadline_s
-        try:
-            self._engine.transfer(requests, deadline_s)
-            return [None] * len(requests)
-        except TanghuluError as error:
-            if len(requests) == 1:
-                return [error]
-        try:  # again, to learn which of them fail: the same bytes to the same places
-            return list(self._engine.submit(TransferBatch(requests)).wait(_left_s(until_s)).errors)
-        except TanghuluError as error:
-            return [error] * len(requests)
 
     def _reach(self, node: PeerId, copies: bool) -> Link | TanghuluError:
         welcome = self._welcomes.get(node)
@@ -364,7 +336,7 @@ class BlockingShell:
             tls = self.settings.master.credentials.tls
             connection = FastConnection(target.address, target.unix_path, timeout_s, shortcut=target.shortcut, tls=tls)
             if peer == MASTER:
-                self._show(connection, timeout_s)
+                show_blocking(connection, self.settings.master.credentials, timeout_s)
         except TanghuluError as error:
             if peer == MASTER:
                 raise master_failure(self.settings.master, error) from None
@@ -377,15 +349,6 @@ class BlockingShell:
                 connection.close()
                 raise
         return connection
-
-    def _show(self, connection: FastConnection, deadline_s: float) -> None:
-        """Let the master know who asks, if there is anything to show; closes the connection if it is refused."""
-        credentials = self.settings.master.credentials
-        if credentials.shown:
-            outcome = connection.call_one(hello(credentials), deadline_s=deadline_s)
-            if isinstance(outcome, TanghuluError):
-                connection.close()
-                raise outcome
 
     def _greet(self, peer: PeerId, target: Target, connection: FastConnection, deadline_s: float) -> None:
         held = self.context.leases.held(peer)

@@ -78,9 +78,9 @@ class Move:
 
 @dataclass(slots=True)
 class Deliver:
-    """Transfer everything, and ask the master meanwhile. Result: (as ``Move``'s, Reply | TanghuluError | None).
+    """Transfer everything, and ask the master meanwhile. Result: (as ``Move``'s, Reply | TanghuluError).
 
-    None: the master could not be asked. ``within_s``: what its call may take.
+    ``within_s``: what the master's call may take.
     """
 
     requests: Sequence[TransferRequest]

@@ -112,12 +112,8 @@ class NodeState:
         self.counters.store_full += 1
         return no_room(waiter.new, self.capacity_bytes)
 
-    def commit(self, lease_id: LeaseId, session_id: int, checksums: Checksums, *, visible: bool) -> Reserved | Existed:
-        """The holder has written its reservation. Raises LeaseExpired or InvalidRequest, and it is gone."""
-        return self.commit_written(self.end_writing(lease_id, session_id), checksums, visible=visible)
-
     def end_writing(self, lease_id: LeaseId, session_id: int) -> Chunk:
-        """The same, before it becomes a chunk that anybody finds: the reservation, which has no lease any more."""
+        """The holder has written this reservation, which has no lease now. Raises LeaseExpired, and it is gone."""
         chunk = self.table.leased(lease_id)
         lease = self.access.lease(lease_id)
         if chunk is None or lease is None or lease.session_id != session_id or chunk.state is not ChunkState.RESERVED:

@@ -175,10 +175,10 @@ class PutDesk:
         chunk = self._state.table.leased(LeaseId(lease_id))
         if chunk is not None and not checksums.parts:
             checksums = chunk.checksums if chunk.checksums.parts else sums.compute(self.bytes_of(chunk))
-        if not proclaimed:
-            return self._state.commit(LeaseId(lease_id), session_id, checksums, visible=visible)
         written = self._state.end_writing(LeaseId(lease_id), session_id)
-        return commit_proclaimed(self._state, written, checksums, self._announcer.displaced)
+        if proclaimed:
+            return commit_proclaimed(self._state, written, checksums, self._announcer.displaced)
+        return self._state.commit_written(written, checksums, visible=visible)
 
     def settle(
         self,

@@ -10,7 +10,7 @@ from tanghulu.store.node.outcomes import Existed, Reserved
 from tanghulu.store.node.waiters import Holder, Waiter
 from tanghulu.store.words import NewChunk, Pin
 from tanghulu.transfer_engine.access import AccessTable
-from tanghulu.types import ChunkKey
+from tanghulu.types import ChunkKey, LeaseId
 
 CAPACITY = 64 * 64
 LEASE_MS = 1000
@@ -36,6 +36,12 @@ def put(state: NodeState, item: NewChunk) -> Reserved | Existed:
     if isinstance(outcome, Existed):
         return outcome
     return state.commit_written(outcome.chunk, item.checksums, visible=False)
+
+
+def commit(
+    state: NodeState, lease_id: LeaseId, session_id: int, sums: Checksums, *, visible: bool
+) -> Reserved | Existed:
+    return state.commit_written(state.end_writing(lease_id, session_id), sums, visible=visible)
 
 
 def keys(state: NodeState) -> list[str]:

@@ -7,7 +7,7 @@ import contextlib
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
-from node_rig import CAPACITY, COPIES, MAPS, make_state, new
+from node_rig import CAPACITY, COPIES, MAPS, commit, make_state, new
 
 from tanghulu.clock import ManualClock
 from tanghulu.errors import LeaseExpired, Overloaded, StoreFull, TanghuluError
@@ -48,7 +48,7 @@ class AnyNode(RuleBasedStateMachine):
     @rule(lease=consumes(reservations), session=st.sampled_from([1, 2]), visible=st.booleans())
     def commit(self, lease: LeaseId, session: int, visible: bool) -> None:
         with contextlib.suppress(LeaseExpired):
-            self.state.commit(lease, session, NO_CHECKSUMS, visible=visible)
+            commit(self.state, lease, session, NO_CHECKSUMS, visible=visible)
 
     @rule(answers=st.lists(st.booleans(), min_size=8, max_size=8), fails=st.booleans())
     def announce(self, answers: list[bool], fails: bool) -> None:

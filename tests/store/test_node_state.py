@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from node_rig import CAPACITY, COPIES, LEASE_MS, MAPS, SUM, keys, make_state, new, put
+from node_rig import CAPACITY, COPIES, LEASE_MS, MAPS, SUM, commit, keys, make_state, new, put
 
 from tanghulu.clock import ManualClock
 from tanghulu.errors import InvalidRequest, LeaseExpired, StoreFull
@@ -36,7 +36,7 @@ def test_a_chunk_is_served_once_the_master_took_it() -> None:
     outcome = state.reserve(new("a"), COPIES)
     assert isinstance(outcome, Reserved)
     assert state.find(ChunkKey("a")) is None
-    state.commit(outcome.lease_id, 1, SUM, visible=True)
+    commit(state, outcome.lease_id, 1, SUM, visible=True)
     assert state.find(ChunkKey("a")) is None, "announcing"
     message = state.announcements.take()
     assert [c.key for c in message.added] == ["a"]
@@ -50,7 +50,7 @@ def test_the_loser_of_concurrent_puts_drops_its_copy() -> None:
     state = make_state()
     outcome = state.reserve(new("a"), COPIES)
     assert isinstance(outcome, Reserved)
-    state.commit(outcome.lease_id, 1, SUM, visible=True)
+    commit(state, outcome.lease_id, 1, SUM, visible=True)
     state.announced(outcome.chunk, accepted=False)
     assert state.used_bytes == 0
     assert outcome.chunk.state is ChunkState.GONE
@@ -62,8 +62,8 @@ def test_two_reservations_of_one_key_end_as_one_chunk() -> None:
     first, second = state.reserve(new("a"), COPIES), state.reserve(new("a", version=2), MAPS)
     assert isinstance(first, Reserved)
     assert isinstance(second, Reserved)
-    assert isinstance(state.commit(second.lease_id, 2, SUM, visible=False), Reserved)
-    assert isinstance(state.commit(first.lease_id, 1, SUM, visible=False), Existed)
+    assert isinstance(commit(state, second.lease_id, 2, SUM, visible=False), Reserved)
+    assert isinstance(commit(state, first.lease_id, 1, SUM, visible=False), Existed)
     found = state.find(ChunkKey("a"))
     assert found is not None
     assert found.version == 2
@@ -181,7 +181,7 @@ def test_a_mapped_reservation_outlives_its_time_until_the_process_exits() -> Non
     assert state.used_bytes == 64, "the peer of b may still write"
     for lease, session in ((copied.lease_id, 1), (mapped.lease_id, 2)):
         with pytest.raises(LeaseExpired):
-            state.commit(lease, session, SUM, visible=False)
+            commit(state, lease, session, SUM, visible=False)
     state.session_exited(2)
     assert state.used_bytes == 0
     state.check()

@@ -21,8 +21,7 @@ SIZE = 6 * MIB
 #: Says where it stands and waits there, in a put of a large value.
 _PUTTING = """
 from tanghulu.rpc.fast_client import FastConnection
-from tanghulu.store.client import puts, writes
-from tanghulu.store.client.blocking import BlockingShell
+from tanghulu.store.client import blocking, puts, writes
 
 def wait():
     print(sys.argv[2], flush=True)
@@ -42,7 +41,7 @@ client = tanghulu.connect(sys.argv[1], deadline_s=60)
 client.put("before", bytes(4096))
 before(*{
     "reserved": (puts, "write_all"),  # the node has made room
-    "asked": (BlockingShell, "_move"),  # the master has been asked
+    "asked": (blocking, "move"),  # the master has been asked
     "moved": (FastConnection, "end", 2),  # all bytes are there; the first answer is the node's
     "accepted": (writes, "_commit"),  # the master's answer, too
 }[sys.argv[2]])

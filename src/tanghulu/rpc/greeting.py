@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from tanghulu.credentials import Credentials
+from tanghulu.errors import TanghuluError
 from tanghulu.protos import fastlane_pb2, store_pb2
 from tanghulu.rpc.fast_aio import AsyncFastConnection
-from tanghulu.rpc.fast_client import Call
+from tanghulu.rpc.fast_client import Call, FastConnection
 from tanghulu.rpc.frames import PROTOCOL_VERSION
 
 
@@ -22,3 +23,12 @@ def hello(credentials: Credentials) -> Call[store_pb2.HelloReply]:
         protocol_version=PROTOCOL_VERSION, tenant=credentials.tenant, token=credentials.token
     )
     return Call(fastlane_pb2.METHOD_HELLO, request, store_pb2.HelloReply)
+
+
+def show_blocking(connection: FastConnection, credentials: Credentials, deadline_s: float) -> None:
+    """``show`` on a blocking connection, which is closed if it is refused."""
+    if credentials.shown:
+        outcome = connection.call_one(hello(credentials), deadline_s=deadline_s)
+        if isinstance(outcome, TanghuluError):
+            connection.close()
+            raise outcome
