@@ -69,7 +69,7 @@ class HotKey(_message.Message):
     def __init__(self, key: _Optional[str] = ..., num_gets: _Optional[int] = ...) -> None: ...
 
 class AnnounceRequest(_message.Message):
-    __slots__ = ("node_id", "generation", "added", "removed", "report", "capacity_bytes", "used_bytes", "deleted", "ssd_capacity_bytes", "ssd_used_bytes", "term", "term_of", "news", "tenants")
+    __slots__ = ("node_id", "generation", "added", "removed", "report", "capacity_bytes", "used_bytes", "deleted", "ssd_capacity_bytes", "ssd_used_bytes", "term", "term_of", "news", "tenants", "withdrawn")
     class Report(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         NONE: _ClassVar[AnnounceRequest.Report]
@@ -94,6 +94,7 @@ class AnnounceRequest(_message.Message):
     TERM_OF_FIELD_NUMBER: _ClassVar[int]
     NEWS_FIELD_NUMBER: _ClassVar[int]
     TENANTS_FIELD_NUMBER: _ClassVar[int]
+    WITHDRAWN_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     generation: int
     added: _containers.RepeatedCompositeFieldContainer[ChunkEntry]
@@ -108,7 +109,16 @@ class AnnounceRequest(_message.Message):
     term_of: int
     news: CopyNews
     tenants: _containers.RepeatedCompositeFieldContainer[TenantBytes]
-    def __init__(self, node_id: _Optional[str] = ..., generation: _Optional[int] = ..., added: _Optional[_Iterable[_Union[ChunkEntry, _Mapping]]] = ..., removed: _Optional[_Iterable[str]] = ..., report: _Optional[_Union[AnnounceRequest.Report, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., deleted: _Optional[_Iterable[str]] = ..., ssd_capacity_bytes: _Optional[int] = ..., ssd_used_bytes: _Optional[int] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ..., news: _Optional[_Union[CopyNews, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantBytes, _Mapping]]] = ...) -> None: ...
+    withdrawn: _containers.RepeatedCompositeFieldContainer[Withdrawal]
+    def __init__(self, node_id: _Optional[str] = ..., generation: _Optional[int] = ..., added: _Optional[_Iterable[_Union[ChunkEntry, _Mapping]]] = ..., removed: _Optional[_Iterable[str]] = ..., report: _Optional[_Union[AnnounceRequest.Report, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., deleted: _Optional[_Iterable[str]] = ..., ssd_capacity_bytes: _Optional[int] = ..., ssd_used_bytes: _Optional[int] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ..., news: _Optional[_Union[CopyNews, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantBytes, _Mapping]]] = ..., withdrawn: _Optional[_Iterable[_Union[Withdrawal, _Mapping]]] = ...) -> None: ...
+
+class Withdrawal(_message.Message):
+    __slots__ = ("key", "version")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    version: int
+    def __init__(self, key: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
 
 class TenantBytes(_message.Message):
     __slots__ = ("tenant", "num_bytes")

@@ -24,10 +24,11 @@ from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
+from tanghulu.store.master.announcement import Announcement
 from tanghulu.store.master.asked_copies import AskedCopies
 from tanghulu.store.master.chunk_table import Found
 from tanghulu.store.master.copy_orders import Copy, CopyOrders, Drop, Reason
-from tanghulu.store.master.directory import Announcement, Directory
+from tanghulu.store.master.directory import Directory
 from tanghulu.store.master.heat import Heat
 from tanghulu.store.master.placement import Candidate, place_copy
 

@@ -9,7 +9,8 @@ Rules of an announcement, which comes from a registered node and carries its gen
 - of concurrent puts of a key the first announced version wins while a live node holds it; others get accepted=False
   and drop their copy; the same version on another node is a replica;
 - a deleted version leaves a tombstone: a node that was cut off and comes back with it gets accepted=False;
-- what a client has proclaimed (see promises) counts as announced till its node speaks; others ask again meanwhile;
+- what a client has proclaimed (see promises) counts as announced till its node speaks; others ask again meanwhile.
+  The node withdraws that version only, and only while it is promised;
 - REPORT BEGIN opens a new slot, the pieces and all later announcements go into it, and at END what only the older slots
   hold is gone. Until END nothing is forgotten. END without its BEGIN (the master restarted in between) proves nothing.
 """
@@ -17,15 +18,14 @@ Rules of an announcement, which comes from a registered node and carries its gen
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import Enum
 from random import Random
-from typing import NamedTuple
 
 from tanghulu.discovery.base import Instance
 from tanghulu.errors import InvalidRequest, LeaseExpired
 from tanghulu.store.master import key_pages
+from tanghulu.store.master.announcement import Announced, Announcement, ChunkEntry, Report
 from tanghulu.store.master.chunk_table import ChunkTable, Found, Outcome, Slot, SlotState
 from tanghulu.store.master.copy_orders import Bereft
 from tanghulu.store.master.event_ring import EventRing
@@ -39,59 +39,6 @@ from tanghulu.store.words import Proclamation, Verdict
 MAX_TOMBSTONES = 1 << 16
 #: Keys and events that the log keeps for followers: about 8 bytes each while the keys live.
 LOG_WEIGHT = 1 << 20
-
-
-class ChunkEntry(NamedTuple):
-    """One announced chunk; ``cold``: on the node's SSD, and not in its memory."""
-
-    key: str
-    version: int
-    size_bytes: int
-    cold: bool = False
-
-
-class Report(Enum):
-    """Which part of a report an announcement is."""
-
-    NONE = 0
-    BEGIN = 1
-    PIECE = 2
-    END = 3
-
-    __hash__ = object.__hash__  # members are single objects; Enum's own hash is a Python call for every look-up
-
-
-@dataclass(slots=True)
-class Announcement:
-    """What a node holds now or no longer; ``deleted`` like ``removed``, but the version must not come back.
-
-    ``capacity_bytes`` 0 says nothing of capacity and use. The last four are for the copy planner: wanted replicas of
-    added chunks that want several, whether a draining node has nothing under way, the most-read keys with the number of
-    gets, and ordered copies that failed.
-    """
-
-    node_id: str
-    generation: int
-    added: Sequence[ChunkEntry] = ()
-    removed: Sequence[str] = ()
-    deleted: Sequence[str] = ()
-    report: Report = Report.NONE
-    capacity_bytes: int = 0
-    used_bytes: int = 0
-    ssd_capacity_bytes: int = 0
-    ssd_used_bytes: int = 0
-    replicated: Sequence[tuple[str, int]] = ()
-    quiet: bool = False
-    hot: Sequence[tuple[str, int]] = ()
-    failed_copies: Sequence[str] = ()
-
-
-class Announced(NamedTuple):
-    """The answer: one ``accepted`` for each added entry; those with an index in ``undecided`` are to be asked again."""
-
-    accepted: list[bool]
-    report_wanted: bool
-    undecided: list[int]
 
 
 @dataclass(slots=True)
@@ -237,6 +184,9 @@ class Directory:
         return node
 
     def _take_out(self, announcement: Announcement, changes: dict[str, bool]) -> None:
+        for key, version in announcement.withdrawn:
+            if self.promises.withdraw(key, announcement.node_id, version):
+                self._take_back(key, announcement.node_id, version)
         for key in announcement.deleted:
             self._bury(key, announcement.node_id)
         for keys in (announcement.removed, announcement.deleted):
@@ -300,6 +250,12 @@ class Directory:
         self._log(DirectoryEventKind.STORED, said.node_id, (key,))
         return Verdict.ACCEPTED
 
+    def _take_back(self, key: str, node_id: str, version: int) -> None:
+        """The promise is not kept."""
+        found = self._table.find(key)
+        if found is not None and found.version == version and self._table.remove(node_id, key):
+            self._log(DirectoryEventKind.REMOVED, node_id, (key,))
+
     @property
     def has_bereft(self) -> bool:
         """Whether nodes are to be told that what they hold was removed."""
@@ -358,9 +314,7 @@ class Directory:
     def tick(self, now_s: float) -> None:
         """Notice deadlines."""
         for key, promise in self.promises.broken(now_s):
-            found = self._table.find(key)
-            if found is not None and found.version == promise.version and self._table.remove(promise.node_id, key):
-                self._log(DirectoryEventKind.REMOVED, promise.node_id, (key,))
+            self._take_back(key, promise.node_id, promise.version)
         self.rebuild.tick(now_s)
         self._check_all_reported()
         self._table.settle()

@@ -55,6 +55,7 @@ class DirectoryCalls:
         counts.accepted += num_accepted
         counts.refused += len(answer.accepted) - num_accepted - len(answer.undecided)
         counts.removed += len(announcement.removed) + len(announcement.deleted)
+        counts.withdrawn = self._master.directory.promises.num_withdrawn
         reply = pb.AnnounceReply(
             accepted=answer.accepted, report_wanted=answer.report_wanted, undecided=answer.undecided
         )

@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from tanghulu.store.master.announcement import Report
 from tanghulu.store.master.core import Master
-from tanghulu.store.master.directory import Report
 from tanghulu.store.master.leadership import Leadership
 from tanghulu.store.master.waits import WaitBoard
 from tanghulu.types import Role
@@ -25,6 +25,7 @@ class CallCounts:
     proclaimed: int = 0
     refused: int = 0
     removed: int = 0
+    withdrawn: int = 0
     found: int = 0
     missing: int = 0
     placements: int = 0
@@ -45,13 +46,14 @@ class _CallCollector(Collector):
             "proclaimed": counts.proclaimed,
             "refused": counts.refused,
             "removed": counts.removed,
+            "withdrawn": counts.withdrawn,
         }
         keys = {"found": counts.found, "missing": counts.missing}
         yield _family("announcements", "Announcements of nodes.", "report", reports)
         yield _family(
             "announced_chunks",
             "Announced chunks: accepted, proclaimed (by clients, ahead of their node), refused (another version was "
-            "first, or deleted), removed.",
+            "first, or deleted), removed, withdrawn (proclaimed, and their put came to nothing).",
             "outcome",
             chunks,
         )

@@ -3,7 +3,8 @@
 A client that has written a value into its desk tells the master by itself, and the node tells it again, a little later
 and with others. Until the node has done so the entry in the directory is a promise: the client may have died before
 it published the record, and then no node will ever say anything of that chunk. So a promise that nobody has confirmed
-for ``PROMISE_S`` is taken back.
+for ``PROMISE_S`` is taken back. A node that knows of the put, because it had reserved a range for it, withdraws the
+promise as soon as that has come to nothing.
 
 Example: at 10.0 s k is proclaimed for node A; at 10.05 A announces k: the promise is kept, and forgotten here. At 11.0
 m is proclaimed for A and its client is killed: at 14.0 ``broken`` names (m, A), and the directory takes it out.
@@ -34,6 +35,7 @@ class Promises:
 
     def __init__(self) -> None:
         self._by_key: OrderedDict[str, Promise] = OrderedDict()
+        self.num_withdrawn = 0
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -56,6 +58,15 @@ class Promises:
         promise = self._by_key.get(key)
         if promise is not None and promise.node_id == node_id:
             del self._by_key[key]
+
+    def withdraw(self, key: str, node_id: str, version: int) -> bool:
+        """The node will not hold this put; returns whether that was promised."""
+        promise = self._by_key.get(key)
+        if promise is None or (promise.node_id, promise.version) != (node_id, version):
+            return False
+        del self._by_key[key]
+        self.num_withdrawn += 1
+        return True
 
     def of(self, node_id: str) -> list[tuple[str, Promise]]:
         """All promises about ``node_id``."""

@@ -9,10 +9,11 @@ from tanghulu.discovery.instance_wire import instance_to_proto
 from tanghulu.errors import InvalidRequest
 from tanghulu.protos import common_pb2
 from tanghulu.protos import directory_pb2 as pb
+from tanghulu.store.master.announcement import Announcement, ChunkEntry, Report, Withdrawal
 from tanghulu.store.master.chunk_table import Found
 from tanghulu.store.master.copy_orders import Copy, Drop
 from tanghulu.store.master.copy_planner import Progress
-from tanghulu.store.master.directory import Announcement, ChunkEntry, NodeView, Report
+from tanghulu.store.master.directory import NodeView
 from tanghulu.store.master.events import DirectoryEvent, DirectoryEventKind
 from tanghulu.store.master.key_pages import KeyListing
 from tanghulu.store.master.placement import MAX_REPLICAS, Wish
@@ -34,13 +35,14 @@ _KINDS = {
 
 def announcement_from_wire(request: pb.AnnounceRequest) -> Announcement:
     """What a node says; raises InvalidRequest for a key or size out of bounds."""
-    check_count(len(request.added) + len(request.removed) + len(request.deleted))
+    check_count(len(request.added) + len(request.removed) + len(request.deleted) + len(request.withdrawn))
     announcement = Announcement(
         node_id=request.node_id,
         generation=request.generation,
         added=[_entry(chunk) for chunk in request.added],
         removed=request.removed,
         deleted=request.deleted,
+        withdrawn=[Withdrawal(each.key, each.version) for each in request.withdrawn],
         report=_REPORTS.get(request.report, Report.NONE),
         capacity_bytes=request.capacity_bytes,
         used_bytes=request.used_bytes,

@@ -5,6 +5,9 @@ message. The master applies a message's removals before its additions. So for ea
 is enough: a key that was added and removed before the message left is only removed; one that was removed and added is
 both. A message that failed is put back *behind* what happened since, by the same rule.
 
+Puts that ended before they were whole are withdrawn, in case that their clients have proclaimed them. That is told
+once: what a lost message said is left to the master's patience, since it might meet a second try of the same put.
+
 A report (everything the node holds) is cut into pieces that ride on the messages, one each, until it is complete.
 
 Example: put a, put b -> take() gives added=[a, b]. Under way: evict a, put c. The message fails: requeue. take() now
@@ -21,6 +24,8 @@ from tanghulu.types import ChunkKey
 
 MAX_ADDED = 4096
 MAX_REMOVED = 4096
+#: Of puts that came to nothing, between two messages.
+MAX_WITHDRAWN = 4096
 
 
 class Report(Enum):
@@ -41,12 +46,14 @@ class Announcement:
     added: list[Holding] = field(default_factory=list)
     removed: list[ChunkKey] = field(default_factory=list)
     deleted: list[ChunkKey] = field(default_factory=list)
+    withdrawn: list[tuple[ChunkKey, int]] = field(default_factory=list)
     report: Report = Report.NONE
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing to say."""
-        return not (self.added or self.removed or self.deleted) and self.report is Report.NONE
+        told = self.added or self.removed or self.deleted or self.withdrawn
+        return not told and self.report is Report.NONE
 
 
 class AnnouncementQueue:
@@ -57,6 +64,7 @@ class AnnouncementQueue:
         self._patient: dict[ChunkKey, Holding] = {}  # added, and nobody waits for it
         self._removed: dict[ChunkKey, None] = {}
         self._deleted: dict[ChunkKey, None] = {}
+        self._withdrawn: list[tuple[ChunkKey, int]] = []
         self._report: list[Holding] | None = None
         self._report_begun = False
         self._under_way: Announcement | None = None
@@ -75,6 +83,11 @@ class AnnouncementQueue:
         """The node holds it no longer: ``deleted`` by a client's wish, or evicted, expired, corrupt."""
         self.forget(chunk)
         (self._deleted if deleted else self._removed)[chunk.key] = None
+
+    def withdraw(self, key: ChunkKey, version: int) -> None:
+        """This put came to nothing here."""
+        if len(self._withdrawn) < MAX_WITHDRAWN:
+            self._withdrawn.append((key, version))
 
     def again(self, chunk: Holding) -> None:
         """The master could not yet tell whether ``chunk`` stands: it is told once more, with the next message."""
@@ -111,14 +124,18 @@ class AnnouncementQueue:
     @property
     def empty(self) -> bool:
         """Whether there is nothing to tell."""
-        return not (self._added or self._patient or self._removed or self._deleted) and self._report is None
+        told = self._added or self._patient or self._removed or self._deleted or self._withdrawn
+        return not told and self._report is None
 
     def take(self) -> Announcement:
         """The next message; possibly empty (a sign of life)."""
         assert self._under_way is None, "one message at a time"
         message = Announcement(
-            removed=_take_keys(self._removed, MAX_REMOVED), deleted=_take_keys(self._deleted, MAX_REMOVED)
+            removed=_take_keys(self._removed, MAX_REMOVED),
+            deleted=_take_keys(self._deleted, MAX_REMOVED),
+            withdrawn=self._withdrawn,
         )
+        self._withdrawn = []
         if not (self._removed or self._deleted):  # an addition must not overtake the removal of its key
             message.added = _take_some(self._added, MAX_ADDED)
             message.added += _take_some(self._patient, MAX_ADDED - len(message.added))
@@ -152,6 +169,7 @@ class AnnouncementQueue:
         message = self._under_way
         assert message is not None, "no message is under way"
         self._under_way = None
+        self._withdrawn.clear()
         for chunk in message.added:
             if chunk.held and chunk.key not in self._patient:
                 self._added.setdefault(chunk.key, chunk)

@@ -229,6 +229,8 @@ class Announcer:
             term=self._fence.term,
             term_of=self._fence.term_of,
         )
+        for key, version in message.withdrawn:
+            request.withdrawn.add(key=key, version=version)
         for chunk in message.added:
             entry = request.added.add(key=chunk.key, version=chunk.version, size_bytes=chunk.size_bytes)
             if chunk.tier is Tier.SSD:

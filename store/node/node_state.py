@@ -22,6 +22,7 @@ from tanghulu.store.node.holdings import Holding, LowerTier, NoTier
 from tanghulu.store.node.hot_keys import HotKeys
 from tanghulu.store.node.limits import no_room, refuse_impossible, refuse_while
 from tanghulu.store.node.outcomes import EvictionReason, Existed, NodeCounters, Outcome, Pinned, Reserved
+from tanghulu.store.node.proclaimed import forsake
 from tanghulu.store.node.room import Room
 from tanghulu.store.node.tenant_book import take_range
 from tanghulu.store.node.tier_entry import TierEntry
@@ -41,8 +42,7 @@ class NodeState:
     ) -> None:
         self.access, self.table = access, ChunkTable()
         self.room = Room(OffsetAllocator(capacity_bytes), self.table, make_policy, lambda: self.desks.ranges())
-        self.announcements = AnnouncementQueue()
-        self.waiters = WaitQueue()
+        self.announcements, self.waiters = AnnouncementQueue(), WaitQueue()
         self.counters, self.hot = NodeCounters(), HotKeys()
         self.tier: LowerTier = NoTier()
         self.desks: DeskHoldings = NoDesks()
@@ -121,7 +121,7 @@ class NodeState:
         active = self.access.is_active(lease_id)
         freed = self.access.release(lease_id)
         if not active or not freed:
-            self.table.condemn(chunk)
+            forsake(self, chunk)
             self.freed(freed)
             raise LeaseExpired(f"reservation {lease_id} of {chunk.key!r} has ended, or is still written; reserve again")
         self.table.unlease(lease_id)
@@ -151,7 +151,7 @@ class NodeState:
 
     def abandon(self, chunk: Chunk) -> None:
         """Nobody will write this reservation, which has no lease."""
-        self.table.condemn(chunk)
+        forsake(self, chunk)
         self._free(chunk)
 
     # --- what the master said
@@ -240,7 +240,7 @@ class NodeState:
             if chunk is None:
                 continue
             if chunk.state is ChunkState.RESERVED:
-                self.table.condemn(chunk)
+                forsake(self, chunk)
             if chunk.state is ChunkState.CONDEMNED and chunk.num_leases == 0:
                 self._free(chunk)
 

@@ -1,4 +1,7 @@
-"""Chunks that the master has accepted before the node heard of them: from desks, and streamed ones."""
+"""Chunks that the master has accepted before the node heard of them: from desks, streamed ones, large ones.
+
+And what becomes of the master's word when their puts fail.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,14 @@ from tanghulu.store.node.outcomes import Existed, Reserved
 
 if TYPE_CHECKING:
     from tanghulu.store.node.node_state import NodeState
+
+
+def forsake(state: NodeState, chunk: Chunk) -> None:
+    """Condemn a reservation that comes to nothing, and make void what its client may have told the master of it."""
+    state.table.condemn(chunk)
+    standing = state.table.find(chunk.key) or state.tier.find(chunk.key)
+    if standing is None or standing.version != chunk.version:
+        state.announcements.withdraw(chunk.key, chunk.version)
 
 
 def commit_proclaimed(

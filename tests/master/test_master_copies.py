@@ -10,11 +10,12 @@ import pytest
 from tanghulu.discovery.base import Instance
 from tanghulu.errors import InvalidRequest
 from tanghulu.store.master import copy_planner
+from tanghulu.store.master.announcement import Announcement, ChunkEntry, Report
 from tanghulu.store.master.asked_copies import MAX_KEYS as MAX_ASKED_KEYS
 from tanghulu.store.master.asked_copies import AskedCopies
 from tanghulu.store.master.copy_orders import Copy, Drop, Reason
 from tanghulu.store.master.copy_planner import GRACE_S, CopyPlanner
-from tanghulu.store.master.directory import Announcement, ChunkEntry, Directory, Report
+from tanghulu.store.master.directory import Directory
 from tanghulu.store.master.heat import MAX_KEYS, TAU_S, Heat
 from tanghulu.types import Address, InstanceId, Place, Role
 

@@ -12,8 +12,9 @@ from running_master import instance
 
 from tanghulu.errors import InvalidRequest, LeaseExpired
 from tanghulu.store.master import directory as directory_module
+from tanghulu.store.master.announcement import Announcement, ChunkEntry, Report
 from tanghulu.store.master.chunk_table import ChunkTable
-from tanghulu.store.master.directory import Announcement, ChunkEntry, Directory, Report
+from tanghulu.store.master.directory import Directory
 from tanghulu.store.master.events import DirectoryEventKind
 from tanghulu.store.master.placement import Wish
 

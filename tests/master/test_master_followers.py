@@ -14,8 +14,8 @@ from tanghulu.clock import ManualClock
 from tanghulu.errors import Overloaded
 from tanghulu.protos import directory_pb2 as pb
 from tanghulu.store.directory_events import DirectoryEventKind
+from tanghulu.store.master.announcement import Announcement, ChunkEntry, Report
 from tanghulu.store.master.core import Master
-from tanghulu.store.master.directory import Announcement, ChunkEntry, Report
 from tanghulu.store.master.event_ring import EventRing
 from tanghulu.store.master.followers import follow
 from tanghulu.store.master.metrics import MasterMetrics

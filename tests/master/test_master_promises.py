@@ -6,7 +6,8 @@ import pytest
 from running_master import instance
 
 from tanghulu.store.master import promises
-from tanghulu.store.master.directory import Announcement, ChunkEntry, Directory, Report
+from tanghulu.store.master.announcement import Announcement, ChunkEntry, Report, Withdrawal
+from tanghulu.store.master.directory import Directory
 from tanghulu.store.master.promises import PROMISE_S, Promises
 from tanghulu.store.master.rebuild import ALONE_S
 from tanghulu.store.words import Proclamation, Verdict
@@ -53,6 +54,35 @@ def test_what_is_proclaimed_is_found_until_its_time_is_over() -> None:
     assert not directory.promises
     events = [event for _, event in directory.log.read(last, 100)]
     assert [(event.kind.name, event.keys) for event in events] == [("STORED", ("k",)), ("REMOVED", ("k",))]
+
+
+def test_a_put_that_came_to_nothing_is_withdrawn_by_its_node() -> None:
+    directory = ready("a", "b")
+    assert directory.proclaim(said("a", "k", version=5), 10.0) is Verdict.ACCEPTED
+    assert directory.announce(added("b", "k", version=6), 10.0).undecided == [0]
+    last = directory.log.last
+    for node, version in (("a", 4), ("b", 5)):  # another put, another node
+        directory.announce(Announcement(node, 1, withdrawn=[Withdrawal("k", version)]), 10.1)
+        assert holders(directory, "k") == ("a",)
+    directory.announce(Announcement("a", 1, withdrawn=[Withdrawal("k", 5)]), 10.1)
+    assert holders(directory, "k") == ()
+    assert not directory.promises
+    assert directory.promises.num_withdrawn == 1
+    assert [event.kind.name for _, event in directory.log.read(last, 100)] == ["REMOVED"]
+    assert directory.announce(added("b", "k", version=6), 10.2).accepted == [True], "who asked again comes next"
+
+
+def test_what_is_announced_is_not_withdrawn() -> None:
+    """A second try of the same put has come that far, at the same node."""
+    directory = ready("a")
+    assert directory.proclaim(said("a", "k", version=5), 10.0) is Verdict.ACCEPTED
+    directory.announce(added("a", "k", version=5), 10.1)
+    directory.announce(Announcement("a", 1, withdrawn=[Withdrawal("k", 5)]), 10.2)
+    assert holders(directory, "k") == ("a",)
+    both = Announcement("a", 1, added=[ChunkEntry("n", 7, 107)], withdrawn=[Withdrawal("n", 7)])
+    assert directory.proclaim(said("a", "n", version=7), 10.3) is Verdict.ACCEPTED
+    directory.announce(both, 10.3)
+    assert holders(directory, "n") == ("a",)
 
 
 def test_the_nodes_own_word_keeps_it() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from running_master import instance
 
-from tanghulu.store.master.directory import Announcement, Directory, Report
+from tanghulu.store.master.announcement import Announcement, Report
+from tanghulu.store.master.directory import Directory
 from tanghulu.store.master.rebuild import ALONE_S, TRANSITIONS, Knowledge, RebuildEvent
 
 

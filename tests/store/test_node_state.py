@@ -260,6 +260,36 @@ def test_a_failed_message_is_told_again_unless_it_is_outdated() -> None:
     assert queue.empty
 
 
+def test_puts_that_came_to_nothing_are_withdrawn_once() -> None:
+    """Whichever way: given back, its lease ended, its checksums wrong, or after a put of the key that was faster."""
+    state = make_state()
+    queue = state.announcements
+    back, ended, wrong, late = (state.reserve(new(key), COPIES) for key in "abcd")
+    assert isinstance(back, Reserved)
+    assert isinstance(ended, Reserved)
+    assert isinstance(wrong, Reserved)
+    assert isinstance(late, Reserved)
+    state.unpin([back.lease_id], {1})
+    with pytest.raises(InvalidRequest):
+        commit(state, wrong.lease_id, 1, Checksums(32, (1, 2, 3)), visible=True)
+    put(state, new("d", version=9))
+    assert isinstance(commit(state, late.lease_id, 1, SUM, visible=True), Existed)
+    state.freed(state.access.release(ended.lease_id))
+    message = queue.take()
+    assert sorted(message.withdrawn) == [("a", 1), ("b", 1), ("c", 1), ("d", 1)]
+    queue.requeue()
+    assert queue.take().withdrawn == []
+    queue.done()
+    # a second try of a put: what the first one left must not end it
+    first, second = state.reserve(new("e"), COPIES), state.reserve(new("e"), COPIES)
+    assert isinstance(first, Reserved)
+    assert isinstance(second, Reserved)
+    commit(state, second.lease_id, 1, SUM, visible=True)
+    state.unpin([first.lease_id], {1})
+    assert queue.take().withdrawn == []
+    state.check()
+
+
 def test_a_report_comes_in_pieces() -> None:
     state = make_state()
     put(state, new("a"))

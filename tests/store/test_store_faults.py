@@ -238,6 +238,13 @@ def test_a_master_killed_in_the_middle_of_puts() -> None:
                 eventually(lambda key=key: read(fresh, key, 65536 * 2) is None)  # type: ignore[misc]
 
 
+def _wrong(client: tanghulu.Client, prefix: str) -> list[TanghuluError]:
+    """Why keys that are listed cannot be read."""
+    outcomes = [read(client, info.key, 8 * MIB) for info in client.list_keys(prefix)]
+    assert all(outcome is None or isinstance(outcome, ChunkNotFound) for outcome in outcomes), outcomes
+    return [outcome for outcome in outcomes if outcome is not None]
+
+
 _BUSY = """
 number = int(sys.argv[2])
 with tanghulu.connect(sys.argv[1], transport=("shm", "tcp")[number % 2]) as client:
@@ -263,9 +270,7 @@ def test_clients_killed_in_the_middle_leave_nothing_behind() -> None:
                 time.sleep(rng.random() * 0.05)  # to hit another moment each time
         eventually(lambda: node.metric("tanghulu_node_leases") == 0)
         eventually(lambda: node.metric("tanghulu_node_sessions") <= 1)
-        keys = client.list_keys("c")
-        for info in keys:
-            assert read(client, info.key, 8 * MIB) is None
+        eventually(lambda: _wrong(client, "c") == [])  # what was promised by who was killed is withdrawn
         assert read_what_is_left(client, overwrite_everything(client, 64)) >= 60, "all of the memory can be used again"
 
 

@@ -95,11 +95,14 @@ async def test_asyncio_proclaims_too(cluster: Cluster, client: Client) -> None:
 @pytest.mark.parametrize("step", STEPS)
 def test_a_client_killed_on_the_way_leaves_nothing(cluster: Cluster, client: Client, step: str) -> None:
     key, node = f"killed/{step}", cluster.nodes[0]
+    before = cluster.master.metric("tanghulu_master_announced_chunks_total", outcome="withdrawn")
     eventually(lambda: node.metric("tanghulu_node_desks") == 0)
     with child(_PUTTING, cluster.address, step, key) as victim:
         assert says(victim) == step
     assert isinstance(read(client, key, SIZE), ChunkNotFound)
-    eventually(lambda: not client.exists(key))  # what was promised is believed for a while
+    eventually(lambda: not client.exists(key))
+    was_promised = step != "reserved"
+    assert cluster.master.metric("tanghulu_master_announced_chunks_total", outcome="withdrawn") - before == was_promised
     assert not client.put(key, value(key, SIZE)).existed
     assert read(client, key, SIZE) is None
     eventually(lambda: node.metric("tanghulu_node_leases") == 0)

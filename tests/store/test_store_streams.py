@@ -11,8 +11,7 @@ from store_fault_tools import MIB, child, read, says, stopped, value
 import tanghulu
 import tanghulu.aio
 from tanghulu.errors import ChunkNotFound
-from tanghulu.store.client import Client, messages
-from tanghulu.store.client.instructions import MASTER
+from tanghulu.store.client import Client
 
 #: Ends its own process where the name of a step says, in a put over tcp that a thousandth of a second takes else.
 _MURDERED = """
@@ -139,17 +138,15 @@ def test_a_client_that_is_stopped_in_mid_put_holds_its_range_only_till_its_deadl
 @pytest.mark.slow
 def test_a_put_to_another_node_is_no_hit_on_what_was_only_promised() -> None:
     """The promise is not kept: its client is killed when the master has accepted, before the node has heard of that."""
-    with Cluster(2, "16MiB") as cluster:
-        with tanghulu.connect(cluster.address, transport="tcp") as client:
-            eventually(lambda: len(client.nodes()) == 2)
-            with child(_MURDERED, cluster.address, "proclaimed", "promised", "kill", "5.0") as victim:
+    with Cluster(2, "16MiB") as cluster, tanghulu.connect(cluster.address, transport="tcp") as client:
+        eventually(lambda: len(client.nodes()) == 2)
+        for node in client.nodes():  # one of them has the promise
+            key = f"promised/{node.id}"
+            with child(_MURDERED, cluster.address, "proclaimed", key, "kill", "5.0") as victim:
                 assert says(victim) == "ready"
                 assert says(victim) == ""
-            (answer,) = client._shell._ask([(MASTER, messages.locate(["promised"]))], 5.0)
-            (((promised_by,), _),) = messages.locations(answer)[0]
-            (other,) = {node.id for node in client.nodes()} - {promised_by}
-            assert not client.put("promised", value("promised"), prefer_node=other).existed
-            assert read(client, "promised") is None
+            assert not client.put(key, value(key), prefer_node=node.id).existed
+            assert read(client, key) is None
 
 
 def read_as(client: Client, key: str, text: str) -> bool:
