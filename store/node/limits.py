@@ -19,12 +19,17 @@ def refuse_impossible(new: NewChunk, max_value_bytes: int, capacity_bytes: int, 
             f"value of {new.key!r} has {format_size(new.size_bytes)}; this node takes at most "
             f"{format_size(max_value_bytes)}"
         )
-    limit = int(capacity_bytes * MAX_HARD_PINNED_FRACTION)
-    if new.pin is Pin.HARD and hard_pinned_bytes + new.size_bytes > limit:
+    if new.pin is Pin.HARD and not may_pin_hard(new.size_bytes, capacity_bytes, hard_pinned_bytes):
+        limit = int(capacity_bytes * MAX_HARD_PINNED_FRACTION)
         raise StoreFull(
             f"hard pins hold {format_size(hard_pinned_bytes)} of at most {format_size(limit)} on this "
             f"node; remove some, or use pin='soft'"
         )
+
+
+def may_pin_hard(size_bytes: int, capacity_bytes: int, hard_pinned_bytes: int) -> bool:
+    """Whether so many bytes more may be pinned hard in memory."""
+    return hard_pinned_bytes + size_bytes <= int(capacity_bytes * MAX_HARD_PINNED_FRACTION)
 
 
 def no_room(new: NewChunk, capacity_bytes: int) -> StoreFull:

@@ -211,6 +211,8 @@ class Node:
         try:
             if self._tier is not None:
                 await self._tier.recover()
+            if self._promoter is not None:
+                self._promoter.bring_up_pinned()
             address = await self._open()
             async with MasterDiscovery(self._config.master, finder=self._masters) as discovery:
                 self._discovery = discovery

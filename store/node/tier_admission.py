@@ -44,13 +44,17 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """A chunk that leaves memory. ``left_s`` None: it has no end; ``queue_bytes``: the largest write that fits now."""
+    """A chunk that leaves memory. ``left_s`` None: it has no end; ``queue_bytes``: the largest write that fits now.
+
+    ``pinned``: hard; it leaves memory only because the node ends, and neither its use nor the rate of writes counts.
+    """
 
     key: ChunkKey
     record_bytes: int
     num_hits: int
     left_s: float | None
     queue_bytes: int
+    pinned: bool = False
 
 
 class TierAdmission:
@@ -76,11 +80,11 @@ class TierAdmission:
             return Verdict.ENDS_SOON
         if now_s < self._paused_until_s:
             return Verdict.PAUSED
-        if not (seen_before or chunk.num_hits):
+        if not (seen_before or chunk.num_hits or chunk.pinned):
             return Verdict.NOT_REUSED
         if chunk.record_bytes > chunk.queue_bytes:
             return Verdict.QUEUE_FULL
-        return Verdict.ADMIT if self._spend(chunk.record_bytes, now_s) else Verdict.OVER_RATE
+        return Verdict.ADMIT if chunk.pinned or self._spend(chunk.record_bytes, now_s) else Verdict.OVER_RATE
 
     def write_ended(self, ok: bool, now_s: float) -> None:
         """A write came to its end."""

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from tanghulu.errors import ChunkNotFound
 from tanghulu.store.node.chunk import Chunk, ChunkEvent
+from tanghulu.store.node.limits import may_pin_hard
 from tanghulu.store.node.node_state import NodeState
 from tanghulu.store.node.tier_entry import TierEntry
-from tanghulu.store.words import NewChunk
+from tanghulu.store.words import NewChunk, Pin
 
 
 def reserve(state: NodeState, entry: TierEntry, *, sparing: bool) -> Chunk | None:
-    """A range for ``entry``; None if leases leave no room. ``sparing``: see Room.take."""
-    left_s = state.left_s(entry)
-    new = NewChunk(entry.key, entry.version, entry.size_bytes, entry.checksums, entry.pin, left_s, entry.replicas)
+    """A range for ``entry``; None if leases leave no room. ``sparing``: see Room.take.
+
+    What is pinned hard beyond the limit (memory became smaller, or others were pinned meanwhile) is pinned softly here;
+    below it stays as it is.
+    """
+    left_s, pin = state.left_s(entry), entry.pin
+    if pin is Pin.HARD and not may_pin_hard(entry.size_bytes, state.capacity_bytes, state.table.hard_pinned_bytes):
+        pin = Pin.SOFT
+    new = NewChunk(entry.key, entry.version, entry.size_bytes, entry.checksums, pin, left_s, entry.replicas)
     reserved = state.try_reserve(new, None, sparing=sparing)
     return None if reserved is None else reserved.chunk
 

@@ -107,13 +107,13 @@ class TierEntry:
 
     @property
     def is_live(self) -> bool:
-        """Whether it stands in the order of evictions."""
+        """Whether it stands in the order of evictions, unless it is hard-pinned."""
         return self.held
 
     @property
     def evictable(self) -> bool:
         """Whether it may be dropped to make room now."""
-        return self.state is EntryState.STORED and self.num_readers == 0
+        return self.state is EntryState.STORED and self.num_readers == 0 and self.pin is not Pin.HARD
 
     def step(self, event: EntryEvent) -> EntryState:
         """Apply ``event``; asserts that the table knows the pair."""

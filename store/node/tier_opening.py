@@ -17,6 +17,7 @@ from tanghulu.store.node.tier_admission import TierAdmission
 from tanghulu.store.node.tier_file import TierFile
 from tanghulu.store.node.tier_record import MAX_HEAD_BYTES, UNIT
 from tanghulu.store.node.tier_state import TierState
+from tanghulu.store.words import Pin
 
 MIN_SSD_BYTES = 1 << 20
 #: How long a node that ends in order writes what it has in memory.
@@ -53,9 +54,13 @@ def open_tier(
 
 
 async def send_down(state: NodeState, tier: SsdTier) -> None:
-    """What memory holds goes down, the warmest first, as far as ``SEND_DOWN_S`` goes: for the node's next start."""
+    """What memory holds goes down, as far as ``SEND_DOWN_S`` goes: for the node's next start.
+
+    What is pinned hard first, then the warmest.
+    """
     until_s = asyncio.get_running_loop().time() + SEND_DOWN_S
-    for chunk in reversed(list(state.room.victims())):
+    pinned = [chunk for chunk in state.table if chunk.is_live and chunk.pin is Pin.HARD]
+    for chunk in (*pinned, *reversed(list(state.room.victims()))):
         try:
             if tier.free_queue_bytes < chunk.size_bytes + MAX_HEAD_BYTES + UNIT:
                 await tier.performed(until_s)

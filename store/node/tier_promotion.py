@@ -17,6 +17,7 @@ from tanghulu.store.node.chunk import Chunk
 from tanghulu.store.node.node_state import NodeState
 from tanghulu.store.node.tier import SsdTier
 from tanghulu.store.node.tier_entry import TierEntry
+from tanghulu.store.words import Pin
 from tanghulu.types import ChunkKey, format_size
 
 MAX_PROMOTIONS = 32
@@ -36,6 +37,11 @@ class Promoter:
         self._under_way: dict[ChunkKey, asyncio.Task[Chunk]] = {}
         self._turns = asyncio.Semaphore(MAX_PROMOTIONS)
         self._waiting_for_room: deque[asyncio.Future[None]] = deque()
+        self._pinned: asyncio.Task[None] | None = None
+
+    def bring_up_pinned(self) -> None:
+        """Begin to bring up what is pinned hard, one after the other: that belongs in memory when nobody asks, too."""
+        self._pinned = asyncio.create_task(self._bring_up_pinned())
 
     def is_cold(self, keys: Iterable[str]) -> bool:
         """Whether any of ``keys`` would have to come up first."""
@@ -108,12 +114,20 @@ class Promoter:
 
     async def close(self) -> None:
         """End all promotions."""
-        tasks = list(self._under_way.values())
+        tasks: list[asyncio.Task[Chunk] | asyncio.Task[None]] = list(self._under_way.values())
+        if self._pinned is not None:
+            tasks.append(self._pinned)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     # --- inside
+
+    async def _bring_up_pinned(self) -> None:
+        for key in [entry.key for entry in self._tier.entries() if entry.pin is Pin.HARD]:
+            self.begin(key)
+            if key in self._under_way:
+                await asyncio.wait([self._under_way[key]])
 
     def _ended(self, key: ChunkKey, task: asyncio.Task[Chunk]) -> None:
         del self._under_way[key]

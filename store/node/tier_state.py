@@ -22,6 +22,7 @@ from tanghulu.store.node.room import Room
 from tanghulu.store.node.tier_admission import Evicted, TierAdmission, Verdict
 from tanghulu.store.node.tier_entry import EntryEvent, EntryState, TierEntry
 from tanghulu.store.node.tier_record import UNIT, Record
+from tanghulu.store.words import Pin
 from tanghulu.types import ChunkKey
 
 
@@ -125,7 +126,8 @@ class TierState:
         instructions = [] if standing is None else self.drop(standing)
         now_s = self._clock.now_s()
         left_s = None if expires_s is None else expires_s - now_s
-        chunk = Evicted(record.key, record.record_bytes, num_hits, left_s, queue_bytes)
+        hard = record.pin is Pin.HARD
+        chunk = Evicted(record.key, record.record_bytes, num_hits, left_s, queue_bytes, pinned=hard)
         verdict = self.admission.decide(chunk, now_s)
         entry = None
         if verdict is Verdict.ADMIT:
@@ -267,14 +269,14 @@ class TierState:
         return True
 
     def check(self) -> None:
-        """Assert that entries and free ranges tile the file, and that everything that is there can be evicted."""
+        """Assert that entries and free ranges tile the file, and that all but hard pins can be evicted."""
         self.admission.check()
         self._room.check()
         self._room.allocator.check_tiles((each.offset, each.range_bytes) for each in self)
         for key, entry in self._entries.items():
             assert entry.key == key
             assert entry.held, f"{entry!r} is found"
-            assert entry in self._room, f"{entry!r} can never be evicted"
+            assert (entry in self._room) != (entry.pin is Pin.HARD), f"{entry!r} in the order of evictions"
             assert entry.num_readers >= 0
         for offset, entry in self._doomed.items():
             assert entry.offset == offset

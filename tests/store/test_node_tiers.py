@@ -16,10 +16,10 @@ from tanghulu.store.node.eviction.base import Policy
 from tanghulu.store.node.node_state import NodeState
 from tanghulu.store.node.outcomes import Existed, Reserved
 from tanghulu.store.node.tier_admission import TierAdmission
-from tanghulu.store.node.tier_entry import TierEntry
+from tanghulu.store.node.tier_entry import EntryState, TierEntry
 from tanghulu.store.node.tier_record import UNIT, Record
 from tanghulu.store.node.tier_state import Instruction, Lost, TierState
-from tanghulu.store.words import NewChunk, Tier
+from tanghulu.store.words import NewChunk, Pin, Tier
 from tanghulu.transfer_engine.access import AccessTable
 from tanghulu.types import ChunkKey
 
@@ -42,7 +42,7 @@ class InstantTier:
         record = Record(chunk.key, chunk.version, chunk.size_bytes, chunk.checksums, chunk.pin)
         entry, instructions = self.state.evicted(record, chunk.expires_s, chunk.num_hits, UNIT)
         self._perform(instructions)
-        if entry is not None and not entry.evictable:
+        if entry is not None and entry.state is EntryState.WRITING:
             self.state.written(entry, ok=True)
         return entry
 
@@ -74,8 +74,10 @@ def node(clock: ManualClock) -> NodeState:
     return node
 
 
-def put(node: NodeState, key: str, version: int = 1, ttl_s: float | None = None) -> Reserved | Existed:
-    new = NewChunk(ChunkKey(key), version, 64, Checksums(0, (1,)), ttl_s=ttl_s)
+def put(
+    node: NodeState, key: str, version: int = 1, ttl_s: float | None = None, pin: Pin = Pin.NONE
+) -> Reserved | Existed:
+    new = NewChunk(ChunkKey(key), version, 64, Checksums(0, (1,)), pin, ttl_s=ttl_s)
     outcome = node.reserve(new, None)
     if isinstance(outcome, Reserved):
         outcome = node.commit_written(outcome.chunk, new.checksums, visible=False)
@@ -141,6 +143,27 @@ def test_a_chunk_comes_up_and_goes_down_again_without_a_write(node: NodeState) -
     node.evict(chunk)
     node.check()
     assert told(node)[0]["k0"] is Tier.SSD
+
+
+def test_what_is_pinned_hard_comes_up_as_that_within_the_limit_and_stays_below_beyond_it(node: NodeState) -> None:
+    """A quarter of the memory. The node has ended meanwhile, and others were pinned before the first came up."""
+    for i in range(2):
+        put(node, f"hard{i}", pin=Pin.HARD)
+    for i in range(2):
+        chunk = node.find(ChunkKey(f"hard{i}"))
+        assert chunk is not None
+        node.evict(chunk)
+    put(node, "other", pin=Pin.HARD)
+    first, second = promote(node, below(node, "hard0")), promote(node, below(node, "hard1"))
+    assert (first.pin, second.pin) == (Pin.HARD, Pin.SOFT)
+    for i in range(3 * NUM_IN_MEMORY + NUM_BELOW):
+        put(node, f"k{i}")
+    assert node.find(ChunkKey("hard0")) is first
+    node.evict(second)
+    assert promote(node, below(node, "hard1")).pin is Pin.SOFT
+    assert node.remove(ChunkKey("hard1"))
+    assert not node.holds(ChunkKey("hard1"))
+    node.check()
 
 
 def test_what_is_removed_on_its_way_up_stays_away(node: NodeState) -> None:

@@ -11,7 +11,7 @@ import pytest
 from store_cluster import Cluster, Process, eventually
 
 import tanghulu
-from tanghulu.errors import ChunkNotFound, TanghuluError
+from tanghulu.errors import ChunkNotFound, StoreFull, TanghuluError
 from tanghulu.store.client import Client
 from tanghulu.store.words import Tier
 
@@ -131,6 +131,29 @@ def test_a_node_that_ends_in_order_keeps_what_memory_held(cluster: Cluster, clie
     with tanghulu.connect(cluster.address) as fresh:
         eventually(lambda: all(fresh.exists_many(keys)))
         assert [bytes(fresh.get(key)) for key in keys] == [value(i) for i in range(12)]
+
+
+def test_what_is_pinned_hard_survives_the_end_of_its_node_before_all_else(tmp_path: Path) -> None:
+    """Nobody has read it, and the flash shall be spared; it is in memory again when nobody has asked for it."""
+    ssd, spared = tmp_path / "node.tier", ("--ssd-admission", "reused", "--ssd-write-rate", "1MiB")
+    with Cluster(0) as cluster, tanghulu.connect(cluster.address) as client:
+        node = add_node(cluster, ssd, "16MiB", *spared)
+        eventually(lambda: len(client.nodes()) == 1)
+        keys = [f"hard{i}" for i in range(4)]
+        for i, key in enumerate(keys):
+            assert client.put(key, value(i), pin="hard").ok
+        for i in range(8):
+            client.put(f"k{i}", value(i))
+        node.stop()
+        for _ in range(2):  # the second time nothing has to be written
+            node = add_node(cluster, ssd, "16MiB", *spared)
+            eventually(lambda: all(client.exists_many(keys)))
+            eventually(lambda: all(client.stat(key).tier is Tier.MEMORY for key in keys))
+            fill(client, node, 24)
+            assert [bytes(client.get(key)) for key in keys] == [value(i) for i in range(4)]
+            with pytest.raises(StoreFull):
+                client.put("one more", value(9), pin="hard")
+            node.stop()
 
 
 def test_bits_that_flip_in_the_file_are_found_and_counted(cluster: Cluster, client: Client, ssd: Path) -> None:

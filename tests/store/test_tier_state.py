@@ -136,6 +136,26 @@ def test_soft_pinned_chunks_go_last_and_time_ends_others() -> None:
     state.check()
 
 
+def test_hard_pinned_chunks_are_never_evicted_here_either() -> None:
+    """Not one by one, not where a large record wants a window of neighbours; and not after a new start."""
+    state = make_state()
+    pinned = [store(state, record(f"hard{i}", pin=Pin.HARD)) for i in range(4)]
+    for i in range(100):
+        store(state, record(f"k{i}"))
+    entry, _ = evict(state, record("long", QUEUE - UNIT))
+    assert entry is not None
+    again = make_state()
+    for each in pinned:
+        assert each.held
+        assert again.recover(each.record, each.offset, 0.0)
+    for i in range(100):
+        store(again, record(f"k{i}"))
+    assert all(again.find(each.key) is not None for each in pinned)
+    again.drop(pinned[0])
+    store(again, record("hard0", version=2, pin=Pin.HARD))
+    assert again.find(ChunkKey("hard1")) is not None
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_orders_the_tier(policy: str) -> None:
     state = make_state(policy=policy)
@@ -188,6 +208,9 @@ def test_admission_says_why_not() -> None:
     assert decide("e", 0.0) is Verdict.ADMIT
     assert decide("f", 0.0) is Verdict.OVER_RATE
     assert decide("f", 0.5) is Verdict.ADMIT
+    assert admission.decide(Evicted(ChunkKey("x"), 2 * UNIT, 0, None, 4 * UNIT), 0.5) is Verdict.NOT_REUSED
+    assert admission.decide(Evicted(ChunkKey("y"), 2 * UNIT, 0, None, 4 * UNIT, pinned=True), 0.5) is Verdict.ADMIT
+    assert admission.decide(Evicted(ChunkKey("z"), 2 * UNIT, 0, None, UNIT, pinned=True), 0.5) is Verdict.QUEUE_FULL
     admission.write_ended(False, 1.0)
     assert decide("g", 1.9) is Verdict.PAUSED
     assert decide("g", 2.1) is Verdict.ADMIT
