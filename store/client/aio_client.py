@@ -211,11 +211,15 @@ class AsyncClient:
         return await self._run(self._do.stat(deadline, key), deadline)
 
     async def list_keys(
-        self, prefix: str = "", *, limit: int | None = None, deadline_s: float | None = None
+        self, prefix: str = "", *, after: str = "", limit: int | None = None, deadline_s: float | None = None
     ) -> list[KeyInfo]:
-        """All keys that begin with ``prefix``, in order."""
+        """The first ``limit`` keys (None: all) that begin with ``prefix`` and come behind ``after``, in order.
+
+        To read them page by page, give the last key of a page as ``after`` of the next: keys that come or go meanwhile
+        shift nothing. Raises MasterUnavailable.
+        """
         deadline = self._deadline(deadline_s)
-        return await self._run(self._do.list_keys(deadline, prefix, limit), deadline)
+        return await self._run(self._do.list_keys(deadline, prefix, limit, after), deadline)
 
     async def nodes(self, *, deadline_s: float | None = None) -> list[NodeView]:
         """All store nodes as the master lists them."""

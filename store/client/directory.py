@@ -68,10 +68,12 @@ def match_prefix(context: Context, deadline: Deadline, keys: Sequence[str]) -> L
     return matched
 
 
-def list_keys(prefix: str, limit: int | None = None) -> Logic[list[KeyInfo]]:
-    """All keys that begin with ``prefix``, in order; at most ``limit``."""
+def list_keys(prefix: str, limit: int | None = None, after: str = "") -> Logic[list[KeyInfo]]:
+    """All keys that begin with ``prefix`` and come behind ``after``, in order; at most ``limit``."""
+    if after:
+        validate_key(after)
     keys: list[KeyInfo] = []
-    after, more = "", True
+    more = True
     while more and (limit is None or len(keys) < limit):
         page = KEYS_PER_PAGE if limit is None else min(KEYS_PER_PAGE, limit - len(keys))
         reply = yield from common.ask_master(messages.list_keys(prefix, after, page))

@@ -222,6 +222,6 @@ class Operations:
         """All store nodes."""
         return (yield from directory.nodes(self._context))
 
-    def list_keys(self, deadline: Deadline, prefix: str, limit: int | None) -> Logic[list[KeyInfo]]:
+    def list_keys(self, deadline: Deadline, prefix: str, limit: int | None, after: str) -> Logic[list[KeyInfo]]:
         """Keys in order."""
-        return (yield from directory.list_keys(prefix, limit))
+        return (yield from directory.list_keys(prefix, limit, after))

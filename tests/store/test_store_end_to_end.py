@@ -189,6 +189,10 @@ def test_listing_and_removing_by_pattern(client: Client) -> None:
     client.put_many([(f"{kind}/{i}", b"v") for kind in "ab" for i in range(5)])
     assert [info.key for info in client.list_keys("a/")] == [f"a/{i}" for i in range(5)]
     assert len(client.list_keys(limit=3)) == 3
+    assert [info.key for info in client.list_keys(after="a/3", limit=2)] == ["a/4", "b/0"]
+    assert [info.key for info in client.list_keys("a/", after="a/20")] == ["a/3", "a/4"], "a key that is not there"
+    with pytest.raises(InvalidRequest):
+        client.list_keys(after="k" * 5000)
     assert client.remove_matching("^a/[0-2]$") == 3
     assert [info.key for info in client.list_keys("a/")] == ["a/3", "a/4"]
     with pytest.raises(InvalidRequest):

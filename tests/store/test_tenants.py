@@ -112,6 +112,7 @@ def test_tenants_do_not_see_each_other(cluster: Secured) -> None:
                 initech.get(f"@acme/{key}")
             assert all_.get(f"@acme/{key}").bytes() == b"a" * size
         assert [info.key for info in acme.list_keys()] == ["doc-10", f"doc-{3 << 20}"]
+        assert [info.key for info in acme.list_keys(after="doc-10")] == [f"doc-{3 << 20}"]
         assert [info.key for info in initech.list_keys("doc-1")] == ["doc-10"]
         assert {info.key.partition("/")[0] for info in all_.list_keys()} == {"@acme", "@initech"}
         assert initech.match_prefix(["doc-10", "other"]) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -41,17 +42,18 @@ def _store(master: Masters) -> AbstractContextManager[Client]:
     show_default=True,
     help="at most this many keys; 0: all",
 )
+@click.option("--after", default="", metavar="KEY", help="only keys that come behind KEY in the order of names")
 @store_options
-def ls(prefix: str, limit: int, master: Masters, as_json: bool) -> None:
+def ls(prefix: str, limit: int, after: str, master: Masters, as_json: bool) -> None:
     """List the keys that begin with PREFIX, their sizes and the nodes that hold them."""
     with _store(master) as store:
-        keys = store.list_keys(prefix, limit=limit or None)
+        keys = store.list_keys(prefix, limit=limit or None, after=after)
     if as_json:
         print_json(plain(keys))
         return
     print_table(("key", "size", "nodes"), ((k.key, format_size(k.size_bytes), " ".join(k.nodes)) for k in keys))
     if limit and len(keys) == limit:
-        click.echo(f"(the first {limit}; --limit 0 lists all)", err=True)
+        click.echo(f"(the first {limit}; --limit 0 lists all, --after {shlex.quote(keys[-1].key)} the next)", err=True)
 
 
 @COMMAND.command(short_help="All about some chunks, or the store as a whole.")
