@@ -45,6 +45,9 @@ _TIDY = Plan(2, 4, 100, 8.0, 8 << 20, 1.0, faults=(), sizes=(10, 3000), removals
 _WAITING = Plan(2, 6, 30, 8.0, 64 << 20, 1.0, faults=(), sizes=(3000, 70_000, 1_200_000), removals=0.0, waits=4.0)
 _MURDEROUS = Plan(1, 4, 300, 8.0, 8 << 20, 0.1, faults=("kill",), sizes=(10, 3000), removals=0.0, near=1.0)
 
+_KILLS = ("kill", "kill", "slow")
+_DYING = Plan(2, 12, 5000, 8.0, 32 << 20, 0.02, faults=_KILLS, sizes=(300_000, 1_200_000), removals=0.0, near=0.5)
+
 
 @pytest.mark.parametrize("seed", PAST_FAILURES)
 def test_a_life_that_failed_once(seed: int) -> None:
@@ -66,6 +69,11 @@ def test_puts_at_desks(plan: Plan) -> None:
 def test_streamed_puts() -> None:
     for seed in range(4):
         assert World(seed, _STREAMING).run()["bytes streamed"] > 1_000_000
+
+
+@pytest.mark.slow
+def test_what_dying_clients_have_proclaimed_is_withdrawn() -> None:
+    assert sum(World(seed, _DYING).run()["withdrawn"] for seed in range(6)) > 0
 
 
 @pytest.mark.slow
