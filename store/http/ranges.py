@@ -1,4 +1,4 @@
-"""The Range header of RFC 9110, section 14: one range of bytes. Pure."""
+"""Two headers of RFC 9110: Range (section 14, one range of bytes) and If-None-Match (13.1.2). Pure."""
 
 from __future__ import annotations
 
@@ -39,6 +39,12 @@ def asks_for_part(header: str | None) -> bool:
         return False
     first, last = found.groups()
     return not (first and last) or int(first) <= int(last)
+
+
+def names_tag(header: str | None, tag: str) -> bool:
+    """Whether an If-None-Match ``header`` names the entity tag, weakly or not, in its list or by ``*``."""
+    listed = [each.strip().removeprefix("W/") for each in (header or "").split(",")]
+    return tag in listed or listed == ["*"]
 
 
 def part_of(header: str, size_bytes: int) -> ByteRange:

@@ -16,7 +16,7 @@ from tanghulu.store.client.options import put_options
 from tanghulu.store.http.bounds import read_into
 from tanghulu.store.http.client import GatewayClient
 from tanghulu.store.http.gateway import Gateway, key_of
-from tanghulu.store.http.ranges import ByteRange, RangeNotSatisfiable, asks_for_part, part_of
+from tanghulu.store.http.ranges import ByteRange, RangeNotSatisfiable, asks_for_part, names_tag, part_of
 from tanghulu.store.words import validate_key
 from tanghulu.types import format_size
 from tanghulu.web.errors import BodyTooLarge, LengthRequired, answer_to
@@ -48,6 +48,8 @@ def router(gateway: Gateway) -> APIRouter:
         """The headers of GET. Reads nothing, so it does not count as a use of the chunk."""
         async with gateway.store(request) as store:
             info = await store.stat(key_of(request, key))
+        if names_tag(request.headers.get("if-none-match"), _tag(info.version)):
+            return Response(status_code=304, headers=_headers(info.version))
         headers = {**_headers(info.version), "content-length": str(info.size_bytes)}
         return Response(status_code=200, headers=headers, media_type=_OCTETS)
 
@@ -105,7 +107,7 @@ async def _refuse_too_large(gateway: Gateway, store: GatewayClient, size_bytes: 
 
 
 def _headers(version: int) -> dict[str, str]:
-    return {"etag": f'"{version:x}"', "accept-ranges": "bytes", "cache-control": "no-cache"}
+    return {"etag": _tag(version), "accept-ranges": "bytes", "cache-control": "no-cache"}
 
 
 class _ValueReply(Response):
@@ -120,9 +122,21 @@ class _ValueReply(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Get the value and send it."""
         async with self._gateway.store(self._request) as store:
+            if (version := await self._known(store)) is not None:
+                await _begin(send, 304, _headers(version))
+                await send({"type": "http.response.body"})
+                return
             chunk, part, size_bytes = await self._read(store)
             with chunk, self._gateway.values.holding_bytes(len(chunk)):
                 await self._send(send, chunk, part, size_bytes)
+
+    async def _known(self, store: GatewayClient) -> int | None:
+        """The version of what is there, if the client has it already; nothing is read then."""
+        condition = self._request.headers.get("if-none-match")
+        if condition is None:
+            return None
+        version = (await store.stat(self._key)).version
+        return version if names_tag(condition, _tag(version)) else None
 
     async def _read(self, store: GatewayClient) -> tuple[Chunk, ByteRange | None, int]:
         """(the bytes to be sent, which part of the value they are, the value's size)."""
@@ -143,10 +157,6 @@ class _ValueReply(Response):
 
     async def _send(self, send: Send, chunk: Chunk, part: ByteRange | None, size_bytes: int) -> None:
         headers = {**_headers(chunk.version), "content-type": _OCTETS}
-        if self._request.headers.get("if-none-match") in (_tag(chunk.version), "*"):
-            await _begin(send, 304, headers)
-            await send({"type": "http.response.body"})
-            return
         headers["content-length"] = str(len(chunk))
         if part is not None:
             headers["content-range"] = part.content_range(size_bytes)

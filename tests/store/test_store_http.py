@@ -157,7 +157,13 @@ def test_conditions(http: httpx.Client, direct: Client) -> None:
     tag = http.get("/v1/values/c").headers["etag"]
     same = http.get("/v1/values/c", headers={"if-none-match": tag})
     assert (same.status_code, same.content) == (304, b"")
-    assert http.get("/v1/values/c", headers={"if-none-match": '"other"'}).status_code == 200
+    for known in (f'"other", W/{tag}', "*", f"{tag},"):
+        assert http.get("/v1/values/c", headers={"if-none-match": known, "range": "bytes=1-2"}).status_code == 304
+        again = http.head("/v1/values/c", headers={"if-none-match": known})
+        assert (again.status_code, again.headers["etag"]) == (304, tag)
+    for unknown in ('"other"', f"{tag[:-1]}", ""):
+        assert http.get("/v1/values/c", headers={"if-none-match": unknown}).status_code == 200
+    assert http.get("/v1/values/none", headers={"if-none-match": "*"}).status_code == 404
     assert http.get("/v1/values/c", headers={"range": "bytes=1-2", "if-range": tag}).content == b"12"
     assert http.get("/v1/values/c", headers={"range": "bytes=1-2", "if-range": '"other"'}).content == b"0123456789"
 
