@@ -1,8 +1,8 @@
-"""What clients have proclaimed and their nodes have yet to confirm: chunks that lie in a desk. Pure.
+"""What clients have proclaimed and their nodes have yet to confirm: chunks in desks, and values on their way. Pure.
 
-A client that has written a value into its desk tells the master by itself, and the node tells it again, a little later
-and with others. Until the node has done so the entry in the directory is a promise: the client may have died before
-it published the record, and then no node will ever say anything of that chunk. So a promise that nobody has confirmed
+A client that writes a value into its desk or a range tells the master by itself, and the node tells it again, a little
+later and with others. Until the node has done so the entry in the directory is a promise: the client may have died
+before it told the node, and then no node will ever say anything of that chunk. So a promise that nobody has confirmed
 for ``PROMISE_S`` is taken back. A node that knows of the put, because it had reserved a range for it, withdraws the
 promise as soon as that has come to nothing.
 
