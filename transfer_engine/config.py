@@ -7,12 +7,11 @@ from dataclasses import dataclass, field, fields
 
 from tanghulu.credentials import NO_TLS, TlsFiles
 from tanghulu.errors import ConfigError
+from tanghulu.spinning import SPIN_S
 from tanghulu.transfer_engine.long_copy import spare_core
 from tanghulu.transfer_engine.topology import Topology
 
 MIB = 1 << 20
-#: So long an owner asks for a client's next small transfer before it sleeps, by default.
-SPIN_S = 100e-6
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from tanghulu.clock import Clock
 from tanghulu.errors import DeadlineExceeded, NodeUnavailable
+from tanghulu.spinning import Spinner
 from tanghulu.transfer_engine.buffers import Buffer
 from tanghulu.transfer_engine.handle import Workshop
 from tanghulu.transfer_engine.link_pool import LinkPool
@@ -20,7 +21,6 @@ from tanghulu.transfer_engine.remote import RemoteSegment
 from tanghulu.transfer_engine.requests import TransferRequest, admit_buffer, refuse_overlaps
 from tanghulu.transfer_engine.shm import ShmPeer
 from tanghulu.transfer_engine.slices import Slice
-from tanghulu.transfer_engine.spinning import Spinner
 from tanghulu.transfer_engine.tcp import TcpLink
 from tanghulu.transfer_engine.tcp_answer import DIRECT_SLICE_ID
 from tanghulu.transfer_engine.transport import Arrived, Completion, Link, Refused

@@ -11,12 +11,13 @@ from typing import Any
 
 from tanghulu.config import option
 from tanghulu.errors import ConfigError
-from tanghulu.transfer_engine.config import SPIN_S, EngineConfig
+from tanghulu.spinning import MAX_SPIN_S, SPIN_S
+from tanghulu.transfer_engine.config import EngineConfig
 from tanghulu.transfer_engine.topology import Topology
 from tanghulu.transfer_engine.topology_discovery import load
 
 _KNOWN = ("shm", "rdma", "ucx", "tcp")
-MAX_SPIN_US = 10_000
+MAX_SPIN_US = round(MAX_SPIN_S * 1e6)
 _WILDCARDS = ("", "0.0.0.0", "::")
 
 

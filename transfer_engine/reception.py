@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tanghulu.errors import ChecksumMismatch, InvalidRequest, NodeUnavailable, TanghuluError, Unauthorized
+from tanghulu.spinning import LoopSpinner
 from tanghulu.transfer_engine.access import AccessTable
 from tanghulu.transfer_engine.leases import Freed
 from tanghulu.transfer_engine.opcode import Opcode
 from tanghulu.transfer_engine.segment import MemorySegment
-from tanghulu.transfer_engine.spinning import LoopSpinner
 from tanghulu.transfer_engine.wire import MAX_VERIFIED_BYTES, Head, Op, digest_of, name_hash
 from tanghulu.types import LeaseId
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from tanghulu.clock import Clock
 from tanghulu.errors import NodeUnavailable, TanghuluError
+from tanghulu.spinning import Spinner, paying_spin_s
 from tanghulu.transfer_engine.config import EngineConfig
 from tanghulu.transfer_engine.link_pool import LinkPool
 from tanghulu.transfer_engine.network import Network
@@ -19,7 +20,6 @@ from tanghulu.transfer_engine.rdma import pair_devices, rdma_peer
 from tanghulu.transfer_engine.rdma_devices import LocalDevices
 from tanghulu.transfer_engine.segment import SegmentDescriptor
 from tanghulu.transfer_engine.shm import ShmPeer
-from tanghulu.transfer_engine.spinning import Spinner, paying_spin_s
 from tanghulu.transfer_engine.tcp import TcpPeer
 from tanghulu.transfer_engine.tls_network import TlsNetwork
 from tanghulu.transfer_engine.topology import Topology, pair

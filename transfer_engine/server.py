@@ -11,15 +11,14 @@ import ssl
 from collections.abc import Callable, Mapping, Sequence
 
 from tanghulu.clock import SystemClock
+from tanghulu.spinning import SPIN_S, LoopSpinner, SpinBudget, paying_spin_s
 from tanghulu.transfer_engine.access import AccessTable
-from tanghulu.transfer_engine.config import SPIN_S
 from tanghulu.transfer_engine.leases import Freed
 from tanghulu.transfer_engine.onesided_server import FarEnds, OneSidedDoor
 from tanghulu.transfer_engine.rdma_server import RdmaEnds
 from tanghulu.transfer_engine.reception import OnNotice, Reception
 from tanghulu.transfer_engine.segment import Endpoint, MemorySegment, SegmentDescriptor
 from tanghulu.transfer_engine.shm_server import ProcessWatch, ShmDoor
-from tanghulu.transfer_engine.spinning import LoopSpinner, SpinBudget, paying_spin_s
 from tanghulu.transfer_engine.tcp_server import TcpConnection
 from tanghulu.transfer_engine.ucx_server import UcxEnds
 from tanghulu.types import Address

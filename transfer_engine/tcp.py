@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import select
 
+from tanghulu.spinning import Spinner
 from tanghulu.transfer_engine.fences import Fences
 from tanghulu.transfer_engine.network import KernelNetwork, Network
 from tanghulu.transfer_engine.opcode import Opcode
 from tanghulu.transfer_engine.paths import Path
 from tanghulu.transfer_engine.segment import SegmentDescriptor
 from tanghulu.transfer_engine.slices import Slice
-from tanghulu.transfer_engine.spinning import Spinner
 from tanghulu.transfer_engine.tcp_stream import TcpStream
 from tanghulu.transfer_engine.transport import Completion, ConnectionBroken
 from tanghulu.transfer_engine.wired_link import WiredLink

@@ -10,8 +10,8 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+from tanghulu.spinning import Spinner
 from tanghulu.transfer_engine.network import StreamSocket
-from tanghulu.transfer_engine.spinning import Spinner
 from tanghulu.transfer_engine.wire import REPLY_BYTES, pack_reply
 
 #: The number of a slice that has the stream for itself.

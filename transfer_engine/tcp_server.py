@@ -22,7 +22,7 @@ from typing import Protocol, cast
 
 from tanghulu.errors import TanghuluError
 from tanghulu.rpc.pacing import unpace_within_machine
-from tanghulu.transfer_engine.spinning import LoopSpinner
+from tanghulu.spinning import LoopSpinner
 from tanghulu.transfer_engine.wire import (
     HEAD_BYTES,
     REPLY_BYTES,

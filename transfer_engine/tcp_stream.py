@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tanghulu.errors import ChecksumMismatch, NodeUnavailable, TanghuluError
+from tanghulu.spinning import Spinner
 from tanghulu.transfer_engine.network import StreamSocket
 from tanghulu.transfer_engine.opcode import Opcode
 from tanghulu.transfer_engine.paths import Path
 from tanghulu.transfer_engine.segment import SegmentDescriptor
 from tanghulu.transfer_engine.slices import Slice
-from tanghulu.transfer_engine.spinning import Spinner
 from tanghulu.transfer_engine.tcp_answer import DIRECT_SLICE_ID, AnswerTaker
 from tanghulu.transfer_engine.transport import Arrived, Completion, ConnectionBroken, Corrupt, Refused
 from tanghulu.transfer_engine.wire import (

@@ -19,6 +19,7 @@ from tanghulu.discovery.masters import ATTEMPT_S, SEEK_PAUSE_S, MasterFinder
 from tanghulu.errors import InvalidRequest, MasterUnavailable, NodeUnavailable, TanghuluError
 from tanghulu.rpc.fast_client import Asking, FastConnection
 from tanghulu.rpc.greeting import show_blocking
+from tanghulu.spinning import Company
 from tanghulu.store.client import messages
 from tanghulu.store.client.context import Context
 from tanghulu.store.client.instructions import (
@@ -68,10 +69,11 @@ class BlockingShell:
             transports=settings.engine_transports,
             host_id=settings.host_id,
             clock=clock,
-            config=EngineConfig(tls=settings.master.credentials.tls),
+            config=EngineConfig(tls=settings.master.credentials.tls, spin_s=settings.spin_s),
         )
         self._masters = MasterFinder(settings.master)
         self._idle: dict[PeerId, deque[FastConnection]] = {}
+        self._company = Company()
         self._welcomes: dict[PeerId, Welcome] = {}
         self._links: dict[tuple[int, bool], Link] = {}
         self._lock = threading.Lock()
@@ -333,8 +335,10 @@ class BlockingShell:
     def _connect(self, peer: PeerId, target: Target, until_s: float) -> FastConnection:
         try:
             timeout_s = max(_left_s(until_s), MIN_CONNECT_S)
-            tls = self.settings.master.credentials.tls
-            connection = FastConnection(target.address, target.unix_path, timeout_s, shortcut=target.shortcut, tls=tls)
+            tls, spinner = self.settings.master.credentials.tls, self.settings.new_spinner(self._company)
+            connection = FastConnection(
+                target.address, target.unix_path, timeout_s, shortcut=target.shortcut, tls=tls, spinner=spinner
+            )
             if peer == MASTER:
                 show_blocking(connection, self.settings.master.credentials, timeout_s)
         except TanghuluError as error:

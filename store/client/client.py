@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from tanghulu.credentials import NOTHING_TO_SHOW, Credentials, TlsFiles
 from tanghulu.errors import TanghuluError
+from tanghulu.spinning import SPIN_S
 from tanghulu.store.checksums import NO_CHECKSUMS, Checksums
 from tanghulu.store.client.blocking import BlockingShell
 from tanghulu.store.client.chunk import Chunk
@@ -30,16 +31,18 @@ def connect(
     transport: str | None = None,
     deadline_s: float = DEFAULT_DEADLINE_S,
     place: str = "",
+    spin_s: float = SPIN_S,
 ) -> Client:
     """Open the store whose master listens at ``host:port``; close the result, or use it in a ``with``.
 
     Of several masters (``host:port,host:port``, or ``etcd://host:port`` where they elect their leader) the one that
-    leads is found, and found again when another does: calls wait for it, up to their deadline.
-    ``token`` is what masters and nodes with ``--tokens`` ask for; ``tenant`` is needed with an operator's token only.
-    ``tls_ca`` (a PEM file) encrypts connections to other hosts; ``tls_cert`` and ``tls_key`` are this client's own,
-    where they are asked for. ``transport`` pins how payloads move (``"shm"``, ``"tcp"``, or ``"ucx"`` where client and
-    nodes have NIXL); None chooses the faster of shm and tcp that works. ``deadline_s`` bounds every call that does not
-    say otherwise. Raises MasterUnavailable if nobody answers, Unauthorized for a bad token or certificate,
+    leads is found, and found again when another does: calls wait for it, up to their deadline. ``token`` is what
+    masters and nodes with ``--tokens`` ask for; ``tenant`` is needed with an operator's token only. ``tls_ca`` (a PEM
+    file) encrypts connections to other hosts; ``tls_cert`` and ``tls_key`` are this client's own, where they are asked
+    for. ``transport`` pins how payloads move (``"shm"``, ``"tcp"``, or ``"ucx"`` where client and nodes have NIXL);
+    None chooses the faster of shm and tcp that works. ``deadline_s`` bounds every call that does not say otherwise. A
+    thread that waits for an answer asks for it for up to three times ``spin_s`` seconds before it sleeps, where that is
+    seen to pay; 0: never. Raises MasterUnavailable if nobody answers, Unauthorized for a bad token or certificate,
     InvalidRequest for bad arguments.
     """
     masters = Masters.of(master)
@@ -49,6 +52,7 @@ def connect(
         transport=transport,
         deadline_s=deadline_s,
         place=place,
+        spin_s=spin_s,
     )
     client = Client(settings)
     try:

@@ -5,24 +5,32 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, field
 
+from tanghulu.clock import SystemClock
 from tanghulu.discovery.masters import ATTEMPT_S
 from tanghulu.errors import InvalidRequest
 from tanghulu.process import host_id
+from tanghulu.spinning import MAX_SPIN_S, SPIN_S, Company, LoneSpinner, Spinner, paying_spin_s
 from tanghulu.types import Masters
 
 DEFAULT_DEADLINE_S = 5.0
 WAIT_S = 10.0
 TRANSPORTS = ("shm", "ucx", "tcp")
+#: A call is several hundred microseconds where to wake is dear, of which spinning spares the end.
+_SPIN_GAIN = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """See ``tanghulu.connect``. ``client_id`` names this client to the nodes; nobody can guess it."""
+    """See ``tanghulu.connect``; ``spin_s`` concerns blocking clients.
+
+    ``client_id`` names this client to the nodes; nobody can guess it.
+    """
 
     master: Masters  # and what to show there
     transport: str | None = None
     deadline_s: float = DEFAULT_DEADLINE_S
     place: str = ""
+    spin_s: float = SPIN_S
     client_id: str = field(default_factory=lambda: secrets.token_hex(16))
     host_id: str = field(default_factory=host_id)
 
@@ -31,6 +39,15 @@ class Settings:
             raise InvalidRequest(f"transport {self.transport!r} is unknown; known: {', '.join(TRANSPORTS)}, or None")
         if not self.deadline_s > 0:
             raise InvalidRequest(f"a deadline of {self.deadline_s} s leaves no time for anything")
+        if not 0 <= self.spin_s <= MAX_SPIN_S:
+            raise InvalidRequest(
+                f"spin_s={self.spin_s}: from 0 (never) to {MAX_SPIN_S}; it is for waits of microseconds"
+            )
+
+    def new_spinner(self, company: Company) -> Spinner | None:
+        """How one connection's answers are waited for; None: asleep. ``company``: that of the client's threads."""
+        spin_s = paying_spin_s(self.spin_s)
+        return LoneSpinner(spin_s, SystemClock(), _SPIN_GAIN, company) if spin_s else None
 
     @property
     def uses_unix(self) -> bool:

@@ -6,11 +6,13 @@ import asyncio
 import os
 import socket
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
 from rpc_service import BLOAT, BROKEN, ECHO, FAIL, HANG, LATER, SLOW, SLOW_BROKEN, Served, head_of, until
 
+from tanghulu.clock import SystemClock
 from tanghulu.errors import (
     ChunkNotFound,
     DeadlineExceeded,
@@ -26,6 +28,7 @@ from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Call, FastConnection
 from tanghulu.rpc.fast_server import MAX_CALLS_IN_FLIGHT
 from tanghulu.rpc.frames import HEAD, MAX_ATTACHMENT_BYTES, PREAMBLE, encode_head
+from tanghulu.spinning import Spinner, SpinTrial
 from tanghulu.types import Address
 
 REPLY = pb.LocateReply
@@ -52,12 +55,31 @@ class BlockingClient:
         self.connection.close()
 
 
-@pytest.fixture(params=["blocking-unix", "blocking-tcp", "aio-unix", "aio-tcp"])
+class AlwaysSpins(SpinTrial):
+    """A trial that knows already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spins = True
+
+    def took(self, seconds: float) -> None:
+        assert seconds > 0
+
+
+def spinner() -> Spinner:
+    made = Spinner(300e-6, SystemClock())
+    made.trial = AlwaysSpins()
+    return made
+
+
+@pytest.fixture(params=["blocking-unix", "blocking-tcp", "spinning-unix", "spinning-tcp", "aio-unix", "aio-tcp"])
 async def client(request: pytest.FixtureRequest, served: Served):
     kind, _, carrier = request.param.partition("-")
     path = served.door.unix_path if carrier == "unix" else None
-    if kind == "blocking":
-        made: Any = BlockingClient(await asyncio.to_thread(FastConnection, served.door.address, path))
+    if kind != "aio":
+        waits = spinner() if kind == "spinning" else None
+        connect = partial(FastConnection, served.door.address, path, spinner=waits)
+        made: Any = BlockingClient(await asyncio.to_thread(connect))
     else:
         made = await AsyncFastConnection.connect(served.door.address, path)
     yield made

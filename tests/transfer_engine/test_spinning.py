@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import socket
 from collections import deque
@@ -13,23 +14,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 from segment_process import HOST_ID, SegmentProcess, random_bytes
 
+from tanghulu import spinning
 from tanghulu.clock import ManualClock, SystemClock
-from tanghulu.transfer_engine import spinning
-from tanghulu.transfer_engine.engine import EngineConfig, Opcode, TransferEngine, TransferRequest
-from tanghulu.transfer_engine.spinning import (
+from tanghulu.errors import InvalidRequest
+from tanghulu.spinning import (
     CLIENT_SPINS,
     INCOME,
     KEPT_WAITS_MAX,
     PURSE_SPINS,
     REWARD,
     TRY_WAITS,
+    Company,
+    LoneSpinner,
     LoopSpinner,
     SpinBudget,
     Spinner,
     SpinTrial,
     TrialState,
 )
+from tanghulu.store.client.settings import Settings
+from tanghulu.transfer_engine.engine import EngineConfig, Opcode, TransferEngine, TransferRequest
 from tanghulu.transfer_engine.wire import Head, MalformedMessage, Op, parse_head
+from tanghulu.types import Masters
 
 SPIN_S = 100e-6
 
@@ -231,6 +237,49 @@ def test_a_clock_that_stands_still_ends_it():
         return "slept"
 
     assert spinner_that_spins(ManualClock()).receive(never, "into") == "slept"
+
+
+def test_in_company_a_thread_sleeps_and_learns_nothing():
+    clock, company = ManualClock(), Company()
+    spinner = LoneSpinner(SPIN_S, clock, 0.1, company)
+    for _ in range(2 * TRY_WAITS):
+        spinner.receive(Answers(clock, 2), "into")
+    assert spinner.trial.spins
+    before = repr(spinner.trial)
+    with company:
+        answers = Answers(clock, 0)
+        assert spinner.receive(answers, "into") == "into"
+        assert answers.num_asked == 1
+    assert repr(spinner.trial) == before
+    asked = Answers(clock, 2)
+    assert spinner.receive(asked, "into") == "into"
+    assert asked.num_asked == 3
+    assert company.num_waiting == 0
+
+
+def test_who_spins_sleeps_when_company_comes():
+    clock, company = ManualClock(), Company()
+    spinner = LoneSpinner(SPIN_S, clock, 0.1, company)
+    while not spinner.trial.spins:
+        spinner.trial.took(500e-6)
+
+    def joined(into: object, number: int, flags: int) -> str:
+        company.__enter__()
+        if flags:
+            raise BlockingIOError
+        return "slept"
+
+    assert spinner.receive(joined, "into") == "slept"
+    assert company.num_waiting == 2, "one asking, one sleep"
+
+
+def test_a_client_may_be_told_not_to():
+    settings = Settings(master=Masters.of("host:1"))
+    assert (settings.new_spinner(Company()) is None) == (spinning.num_cores() < 2)
+    assert dataclasses.replace(settings, spin_s=0.0).new_spinner(Company()) is None
+    for seconds in (-1e-6, 1.0, float("nan")):
+        with pytest.raises(InvalidRequest, match="spin_s"):
+            dataclasses.replace(settings, spin_s=seconds)
 
 
 # --- an event loop

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
@@ -20,6 +21,8 @@ from typing import Any
 
 from tanghulu.clock import Clock
 
+#: So long who answers asks for the next words before sleeping, by default, and at most.
+SPIN_S, MAX_SPIN_S = 100e-6, 0.01
 #: Waits of one try; the first of them belong to the way of waiting before it, and are not compared.
 TRY_WAITS = 32
 _FIRST_WAITS = 4
@@ -71,8 +74,9 @@ class SpinTrial:
     a core. Before long the worse way is tried for 2 % of them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, gain: float = GAIN) -> None:
         self.state = TrialState.SLEEPS
+        self._share = 1 - gain
         #: Whether the next wait spins.
         self.spins = False
         self._num_left = TRY_WAITS
@@ -102,7 +106,7 @@ class SpinTrial:
         return f"SpinTrial({self.state.value}, {'spins' if self.spins else 'sleeps'}, {self._num_left} waits left)"
 
     def _is_better(self, spinning_s: float) -> bool:
-        return spinning_s < self._asleep_s * (1 - GAIN)
+        return spinning_s < self._asleep_s * self._share
 
     def _go_on(self) -> None:
         took_s, self._sum_s = self._sum_s, 0.0
@@ -162,11 +166,12 @@ class SpinBudget:
 class Spinner:
     """How one caller at a time waits for the answers of a peer: spinning first, where that pays.
 
-    It must be awake when an owner that slept answers, or it would come back too late to find that one awake.
+    It must be awake when an owner that slept answers, or it would come back too late to find that one awake. ``gain``:
+    the share by which spinning must be shorter.
     """
 
-    def __init__(self, spin_s: float, clock: Clock) -> None:
-        self.trial = SpinTrial()
+    def __init__(self, spin_s: float, clock: Clock, gain: float = GAIN) -> None:
+        self.trial = SpinTrial(gain)
         self._spin_s = spin_s * CLIENT_SPINS
         self._now_s = clock.now_s
         self._ended_s = 0.0  # the wait before
@@ -191,9 +196,50 @@ class Spinner:
             try:
                 return call(into, 0, socket.MSG_DONTWAIT)
             except BlockingIOError:
-                if self._now_s() >= until_s:
+                if self._is_over(until_s):
                     break
         return None
+
+    def _is_over(self, until_s: float) -> bool:
+        return self._now_s() >= until_s
+
+
+class Company:
+    """The threads of one process that wait with spinners of their own, counted."""
+
+    def __init__(self) -> None:
+        self.num_waiting = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> int:
+        """One more waits: so many do now."""
+        with self._lock:
+            self.num_waiting += 1
+            return self.num_waiting
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self.num_waiting -= 1
+
+
+class LoneSpinner(Spinner):
+    """Spins only while nobody else in ``company`` waits: each asking gives the interpreter to another thread."""
+
+    def __init__(self, spin_s: float, clock: Clock, gain: float, company: Company) -> None:
+        super().__init__(spin_s, clock, gain)
+        self._company = company
+
+    def receive(self, call: Callable[[Any, int, int], Any], into: object) -> Any:
+        """As Spinner's; a wait in company says nothing of what spinning takes."""
+        with self._company as num_waiting:
+            if num_waiting == 1:
+                return super().receive(call, into)
+            found = call(into, 0, 0)
+            self._ended_s = self._now_s()
+            return found
+
+    def _is_over(self, until_s: float) -> bool:
+        return self._company.num_waiting > 1 or super()._is_over(until_s)
 
 
 class LoopSpinner:
