@@ -335,7 +335,7 @@ class BlockingShell:
     def _connect(self, peer: PeerId, target: Target, until_s: float) -> FastConnection:
         try:
             timeout_s = max(_left_s(until_s), MIN_CONNECT_S)
-            tls, spinner = self.settings.master.credentials.tls, self.settings.new_spinner(self._company)
+            tls, spinner = self.settings.master.credentials.tls, self.settings.spinner_for(peer, self._company)
             connection = FastConnection(
                 target.address, target.unix_path, timeout_s, shortcut=target.shortcut, tls=tls, spinner=spinner
             )

@@ -41,9 +41,9 @@ def connect(
     file) encrypts connections to other hosts; ``tls_cert`` and ``tls_key`` are this client's own, where they are asked
     for. ``transport`` pins how payloads move (``"shm"``, ``"tcp"``, or ``"ucx"`` where client and nodes have NIXL);
     None chooses the faster of shm and tcp that works. ``deadline_s`` bounds every call that does not say otherwise. A
-    thread that waits for an answer asks for it for up to three times ``spin_s`` seconds before it sleeps, where that is
-    seen to pay; 0: never. Raises MasterUnavailable if nobody answers, Unauthorized for a bad token or certificate,
-    InvalidRequest for bad arguments.
+    thread that waits for the master's answer asks for it for up to three times ``spin_s`` seconds before it sleeps,
+    where that is seen to pay; 0: never. Raises MasterUnavailable if nobody answers, Unauthorized for a bad token or
+    certificate, InvalidRequest for bad arguments.
     """
     masters = Masters.of(master)
     shown = Credentials(tenant, token, TlsFiles(tls_cert, tls_key, tls_ca))

@@ -10,6 +10,7 @@ from tanghulu.discovery.masters import ATTEMPT_S
 from tanghulu.errors import InvalidRequest
 from tanghulu.process import host_id
 from tanghulu.spinning import MAX_SPIN_S, SPIN_S, Company, LoneSpinner, Spinner, paying_spin_s
+from tanghulu.store.client.instructions import MASTER
 from tanghulu.types import Masters
 
 DEFAULT_DEADLINE_S = 5.0
@@ -44,9 +45,12 @@ class Settings:
                 f"spin_s={self.spin_s}: from 0 (never) to {MAX_SPIN_S}; it is for waits of microseconds"
             )
 
-    def new_spinner(self, company: Company) -> Spinner | None:
-        """How one connection's answers are waited for; None: asleep. ``company``: that of the client's threads."""
-        spin_s = paying_spin_s(self.spin_s)
+    def spinner_for(self, peer: str, company: Company) -> Spinner | None:
+        """How the answers of one connection are waited for; None: asleep. ``company``: that of the client's threads.
+
+        Only the master's are so short that to wake is most of it.
+        """
+        spin_s = paying_spin_s(self.spin_s) if peer == MASTER else 0.0
         return LoneSpinner(spin_s, SystemClock(), _SPIN_GAIN, company) if spin_s else None
 
     @property

@@ -32,6 +32,7 @@ from tanghulu.spinning import (
     SpinTrial,
     TrialState,
 )
+from tanghulu.store.client.instructions import MASTER
 from tanghulu.store.client.settings import Settings
 from tanghulu.transfer_engine.engine import EngineConfig, Opcode, TransferEngine, TransferRequest
 from tanghulu.transfer_engine.wire import Head, MalformedMessage, Op, parse_head
@@ -275,8 +276,9 @@ def test_who_spins_sleeps_when_company_comes():
 
 def test_a_client_may_be_told_not_to():
     settings = Settings(master=Masters.of("host:1"))
-    assert (settings.new_spinner(Company()) is None) == (spinning.num_cores() < 2)
-    assert dataclasses.replace(settings, spin_s=0.0).new_spinner(Company()) is None
+    assert (settings.spinner_for(MASTER, Company()) is None) == (spinning.num_cores() < 2)
+    assert settings.spinner_for("node", Company()) is None
+    assert dataclasses.replace(settings, spin_s=0.0).spinner_for(MASTER, Company()) is None
     for seconds in (-1e-6, 1.0, float("nan")):
         with pytest.raises(InvalidRequest, match="spin_s"):
             dataclasses.replace(settings, spin_s=seconds)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from google.protobuf.message import Message
 
@@ -31,6 +31,7 @@ from tanghulu.types import Address
 R = TypeVar("R", bound=Message | bytes)
 Q = TypeVar("Q")
 A = TypeVar("A")
+Wait: TypeAlias = Callable[[], bytes]
 
 #: Requests that are sent ahead of their replies, in bytes. Less than a socket holds, so that neither side can end up
 #: writing to the other while nobody reads.
@@ -74,7 +75,7 @@ class Reply(Generic[R]):
 class FastConnection:
     """One open connection. Broken by the first failure or missed deadline, and then closed for good.
 
-    With a ``spinner``, its own, it asks for answers for a moment before it sleeps, where that pays.
+    With a ``spinner``, its own, it asks for the answer to a single call for a moment before it sleeps, where that pays.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class FastConnection:
     ) -> None:
         self.peer = unix_path or str(address)
         self._socket = dial(address, unix_path, timeout_s, shortcut=shortcut, tls=tls)
-        self._wait = _waiting(self._socket, spinner)
+        self._sleep, self._spin = _waits(self._socket, spinner)
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._closed = False
@@ -197,7 +198,7 @@ class FastConnection:
     def _exchange_one(self, call: Call[R], until: float) -> Reply[R] | TanghuluError:
         call_id = call_id_of(next(self._numbers))
         self._send(call, call_id, until)
-        frame = self._receive(until)
+        frame = self._receive(until, self._spin)
         if frame.call_id != call_id:
             raise _stray(self.peer, frame)
         return outcome_of(call.reply_type, frame)
@@ -276,24 +277,24 @@ class FastConnection:
             except BlockingIOError:
                 self._check_deadline(until)
 
-    def _receive(self, until: float) -> Frame:
+    def _receive(self, until: float, wait: Wait | None = None) -> Frame:
         """The next frame that somebody waits for."""
-        frame = self._receive_next(until)
+        frame = self._receive_next(until, wait)
         while frame.call_id in self._unwanted:
             self._unwanted.discard(frame.call_id)
             frame = self._receive_next(until)
         return frame
 
-    def _receive_next(self, until: float) -> Frame:
+    def _receive_next(self, until: float, wait: Wait | None = None) -> Frame:
         """The next frame; one system call if it is small and there already."""
-        data: bytes | bytearray = self._rest or self._receive_some(until)
+        data: bytes | bytearray = self._rest or self._receive_some(until, wait or self._sleep)
         if not self._rest and len(data) >= HEAD.size:
             body_bytes, attachment_bytes, method, call_id = decode_head(data)
             start = HEAD.size + body_bytes
             if start + attachment_bytes == len(data):
                 return Frame(method, call_id, bytes(data[HEAD.size : start]), memoryview(data)[start:])
         while len(data) < HEAD.size:
-            data += self._receive_some(until)
+            data += self._receive_some(until, self._sleep)
         body_bytes, attachment_bytes, method, call_id = decode_head(data)
         start = HEAD.size + body_bytes
         end = start + attachment_bytes
@@ -302,10 +303,10 @@ class FastConnection:
             data = self._receive_rest(data, end, until)
         return Frame(method, call_id, bytes(data[HEAD.size : start]), memoryview(data)[start:end])
 
-    def _receive_some(self, until: float) -> bytes:
+    def _receive_some(self, until: float, wait: Wait) -> bytes:
         while True:
             try:
-                data = self._wait()
+                data = wait()
             except BlockingIOError:
                 self._check_deadline(until)
                 continue
@@ -376,15 +377,12 @@ def _stray(peer: str, frame: Frame) -> TanghuluError:
     return InvalidRequest(f"{peer} answered call {frame.call_id}, which nobody made")
 
 
-def _waiting(sock: socket.socket | TlsSocket, spinner: Spinner | None) -> Callable[[], bytes]:
-    """What gives the next bytes of ``sock``; what is encrypted can only be waited for."""
+def _waits(sock: socket.socket | TlsSocket, spinner: Spinner | None) -> tuple[Wait, Wait]:
+    """Two ways to the next bytes of ``sock``: asleep, and spinning first; what is encrypted can only be slept for."""
+    sleep = partial(sock.recv, _RECEIVE_BYTES)
     if spinner is None or isinstance(sock, TlsSocket):
-        return partial(sock.recv, _RECEIVE_BYTES)
-
-    def ask(_into: object, _num_bytes: int, flags: int) -> bytes:
-        return sock.recv(_RECEIVE_BYTES, flags)
-
-    return partial(spinner.receive, ask, None)
+        return sleep, sleep
+    return sleep, partial(spinner.receive, lambda _into, _num_bytes, flags: sock.recv(_RECEIVE_BYTES, flags), None)
 
 
 def outcome_of(reply_type: type[R], frame: Frame) -> Reply[R] | TanghuluError:
