@@ -24,7 +24,7 @@ from tanghulu.types import ChunkKey
 
 MAX_ADDED = 4096
 MAX_REMOVED = 4096
-#: Of puts that came to nothing, between two messages.
+#: Of puts that came to nothing, between two messages; and so many are remembered.
 MAX_WITHDRAWN = 4096
 
 
@@ -65,6 +65,7 @@ class AnnouncementQueue:
         self._removed: dict[ChunkKey, None] = {}
         self._deleted: dict[ChunkKey, None] = {}
         self._withdrawn: list[tuple[ChunkKey, int]] = []
+        self._void: dict[tuple[ChunkKey, int], None] = {}  # the last that were withdrawn
         self._report: list[Holding] | None = None
         self._report_begun = False
         self._under_way: Announcement | None = None
@@ -88,6 +89,13 @@ class AnnouncementQueue:
         """This put came to nothing here."""
         if len(self._withdrawn) < MAX_WITHDRAWN:
             self._withdrawn.append((key, version))
+            self._void[key, version] = None
+            if len(self._void) > MAX_WITHDRAWN:
+                del self._void[next(iter(self._void))]
+
+    def has_withdrawn(self, key: ChunkKey, version: int) -> bool:
+        """Whether an earlier try of this put was withdrawn: the master's word on it means nothing."""
+        return (key, version) in self._void
 
     def again(self, chunk: Holding) -> None:
         """The master could not yet tell whether ``chunk`` stands: it is told once more, with the next message."""
@@ -180,6 +188,8 @@ class AnnouncementQueue:
     def check(self) -> None:
         """Assert that only chunks that are still there wait to be announced."""
         assert not self._added.keys() & self._patient.keys()
+        assert len(self._withdrawn) <= MAX_WITHDRAWN
+        assert len(self._void) <= MAX_WITHDRAWN
         for key, chunk in (*self._added.items(), *self._patient.items()):
             assert chunk.key == key
             assert chunk.held, f"{chunk!r} waits to be announced"

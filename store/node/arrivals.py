@@ -23,9 +23,9 @@ from tanghulu.store.node.chunk import Chunk, ChunkState
 from tanghulu.store.node.holdings import Holding
 from tanghulu.store.node.node_state import NodeState
 from tanghulu.store.node.outcomes import Existed, Reserved
-from tanghulu.store.node.proclaimed import commit_proclaimed
+from tanghulu.store.node.proclaimed import commit_proclaimed, is_relied_on
 from tanghulu.store.packed_stream import SettleRequest
-from tanghulu.store.words import RELIED_S, LastWord, NewChunk
+from tanghulu.store.words import LastWord, NewChunk
 
 #: Of the node's memory, what all arrivals may take; beyond it values are put in another way.
 MAX_FRACTION = 1 / 8
@@ -143,7 +143,7 @@ class Arrivals:
             error = InvalidRequest(f"{chunk.key!r} came without a checksum; SETTLE says it")
             return Settled(arrival, None if said.word is LastWord.DROP else error, told=True)
         told = said.word is LastWord.PROCLAIMED and said.generation == self._generation
-        told = told and state.age_s(chunk) <= RELIED_S
+        told = told and is_relied_on(state, chunk)
         try:
             if told:
                 return Settled(arrival, commit_proclaimed(state, chunk, said.checksums, self._on_displaced), told)

@@ -12,6 +12,7 @@ from tanghulu.store.checksums import Checksums
 from tanghulu.store.node.chunk import Chunk
 from tanghulu.store.node.holdings import Holding
 from tanghulu.store.node.outcomes import Existed, Reserved
+from tanghulu.store.words import RELIED_S
 
 if TYPE_CHECKING:
     from tanghulu.store.node.node_state import NodeState
@@ -23,6 +24,15 @@ def forsake(state: NodeState, chunk: Chunk) -> None:
     standing = state.table.find(chunk.key) or state.tier.find(chunk.key)
     if standing is None or standing.version != chunk.version:
         state.announcements.withdraw(chunk.key, chunk.version)
+
+
+def is_relied_on(state: NodeState, chunk: Chunk) -> bool:
+    """Whether the master's word on this reservation's put, which its client brings, still stands.
+
+    Not when it may have been given too long ago, nor when an earlier try of the put was withdrawn: that may reach the
+    master behind the word.
+    """
+    return state.age_s(chunk) <= RELIED_S and not state.announcements.has_withdrawn(chunk.key, chunk.version)
 
 
 def commit_proclaimed(

@@ -23,6 +23,7 @@ from tanghulu.store.node.desks import after_drain
 from tanghulu.store.node.metrics import TrafficCounters
 from tanghulu.store.node.node_state import NodeState
 from tanghulu.store.node.outcomes import Existed, Reserved
+from tanghulu.store.node.proclaimed import is_relied_on
 from tanghulu.store.node.puts import PutDesk, PutOutcome, Written, remaining_s
 from tanghulu.store.node.sessions import Greeting, Session, Sessions, as_set
 from tanghulu.store.node.stat_wire import check_count, stat_reply
@@ -31,7 +32,7 @@ from tanghulu.store.node.tier_promotion import Promoter
 from tanghulu.store.packed_node import CommitRequest, Found, GetRequest, PutRequest, UnpinRequest
 from tanghulu.store.shared_index import IndexPlace
 from tanghulu.store.wire import index_to_wire
-from tanghulu.store.words import MAX_INLINE_BYTES, RELIED_S, NewChunk
+from tanghulu.store.words import MAX_INLINE_BYTES, NewChunk
 from tanghulu.transfer_engine.descriptor_wire import to_proto
 from tanghulu.transfer_engine.segment import SegmentDescriptor
 from tanghulu.types import ChunkKey, LeaseId
@@ -201,10 +202,10 @@ class NodeService:
         return self._settle(written, request.visible, self._until(request.deadline_ms), num_told)
 
     def _is_relied(self, request: CommitRequest) -> bool:
-        """Whether what was proclaimed was so for this life, and not too long ago: after it had been reserved."""
+        """Whether what was proclaimed was so for this life, and stands."""
         reserved = [self._state.table.leased(LeaseId(lease_id)) for lease_id, _ in request.items]
-        is_young = all(self._state.age_s(chunk) <= RELIED_S for chunk in reserved if chunk is not None)
-        return is_young and request.generation == self._identity.generation
+        stands = all(is_relied_on(self._state, chunk) for chunk in reserved if chunk is not None)
+        return stands and request.generation == self._identity.generation
 
     def _settle(self, written: Sequence[Written], visible: bool, until_s: float, num_told: int = 0) -> Later:
         later = Later()

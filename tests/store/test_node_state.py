@@ -8,9 +8,10 @@ from node_rig import CAPACITY, COPIES, LEASE_MS, MAPS, SUM, commit, keys, make_s
 from tanghulu.clock import ManualClock
 from tanghulu.errors import InvalidRequest, LeaseExpired, StoreFull
 from tanghulu.store.checksums import Checksums
-from tanghulu.store.node.announcements import Report
+from tanghulu.store.node.announcements import MAX_WITHDRAWN, AnnouncementQueue, Report
 from tanghulu.store.node.chunk import TRANSITIONS, Chunk, ChunkEvent, ChunkState, compact
 from tanghulu.store.node.outcomes import Existed, Reserved
+from tanghulu.store.node.proclaimed import is_relied_on
 from tanghulu.store.node.sessions import release_unheld
 from tanghulu.store.node.waiters import Waiter
 from tanghulu.store.words import Pin
@@ -280,6 +281,11 @@ def test_puts_that_came_to_nothing_are_withdrawn_once() -> None:
     queue.requeue()
     assert queue.take().withdrawn == []
     queue.done()
+    again, other = state.reserve(new("a"), COPIES), state.reserve(new("a", version=2), COPIES)
+    assert isinstance(again, Reserved)
+    assert isinstance(other, Reserved)
+    assert not is_relied_on(state, again.chunk), "the withdrawal may arrive behind what its client proclaims now"
+    assert is_relied_on(state, other.chunk)
     # a second try of a put: what the first one left must not end it
     first, second = state.reserve(new("e"), COPIES), state.reserve(new("e"), COPIES)
     assert isinstance(first, Reserved)
@@ -288,6 +294,18 @@ def test_puts_that_came_to_nothing_are_withdrawn_once() -> None:
     state.unpin([first.lease_id], {1})
     assert queue.take().withdrawn == []
     state.check()
+
+
+def test_withdrawals_are_bounded() -> None:
+    queue = AnnouncementQueue()
+    for version in range(MAX_WITHDRAWN + 10):
+        queue.withdraw(ChunkKey("k"), version)
+    assert len(queue.take().withdrawn) == MAX_WITHDRAWN
+    queue.done()
+    queue.withdraw(ChunkKey("k"), 10**6)
+    assert queue.has_withdrawn(ChunkKey("k"), 10**6)
+    assert not queue.has_withdrawn(ChunkKey("k"), 0)
+    queue.check()
 
 
 def test_a_report_comes_in_pieces() -> None:
