@@ -13,8 +13,7 @@ from tanghulu.errors import ConfigError
 from tanghulu.store import checksums as sums
 from tanghulu.store.checksums import Checksums
 from tanghulu.store.node.eviction import POLICIES, make_policy
-from tanghulu.store.node.limits import Watermarks
-from tanghulu.store.node.tier_admission import MAX_REMEMBERED, Evicted, TierAdmission, Verdict
+from tanghulu.store.node.tier_admission import TierAdmission, Verdict
 from tanghulu.store.node.tier_entry import TRANSITIONS, EntryEvent, EntryState, TierEntry
 from tanghulu.store.node.tier_file import TierFile
 from tanghulu.store.node.tier_record import UNIT, Record, decode_head, encode_head
@@ -187,46 +186,6 @@ def test_wall_clock_jumps_never_lengthen_a_life() -> None:
         assert entry is not None
         assert entry.expires_s == 7.0 + left_s
         assert not make_state(clock).recover(ends, 0, 1_000_100.0)
-
-
-# --- what goes down
-
-
-def test_admission_says_why_not() -> None:
-    admission = TierAdmission("reused", 10 * UNIT, write_bytes_per_s=2 * UNIT)
-
-    def decide(key: str, now_s: float, size: int = UNIT, hits: int = 1, left_s: float | None = None) -> Verdict:
-        verdict = admission.decide(Evicted(ChunkKey(key), size, hits, left_s, 4 * UNIT), now_s)
-        admission.check()
-        return verdict
-
-    assert decide("a", 0.0, size=11 * UNIT) is Verdict.TOO_LARGE
-    assert decide("b", 0.0, left_s=0.5) is Verdict.ENDS_SOON
-    assert decide("c", 0.0, hits=0) is Verdict.NOT_REUSED
-    assert decide("c", 0.0, hits=0) is Verdict.ADMIT, "it came back"
-    assert decide("d", 0.0, size=5 * UNIT) is Verdict.QUEUE_FULL
-    assert decide("e", 0.0) is Verdict.ADMIT
-    assert decide("f", 0.0) is Verdict.OVER_RATE
-    assert decide("f", 0.5) is Verdict.ADMIT
-    assert admission.decide(Evicted(ChunkKey("x"), 2 * UNIT, 0, None, 4 * UNIT), 0.5) is Verdict.NOT_REUSED
-    assert admission.decide(Evicted(ChunkKey("y"), 2 * UNIT, 0, None, 4 * UNIT, pinned=True), 0.5) is Verdict.ADMIT
-    assert admission.decide(Evicted(ChunkKey("z"), 2 * UNIT, 0, None, UNIT, pinned=True), 0.5) is Verdict.QUEUE_FULL
-    admission.write_ended(False, 1.0)
-    assert decide("g", 1.9) is Verdict.PAUSED
-    assert decide("g", 2.1) is Verdict.ADMIT
-    admission.write_ended(False, 2.1)
-    assert decide("h", 4.0) is Verdict.PAUSED, "two seconds the second time"
-    admission.write_ended(True, 4.2)
-    for i in range(MAX_REMEMBERED + 10):
-        admission.decide(Evicted(ChunkKey(str(i)), UNIT, 0, None, UNIT), 5.0)
-    admission.check()
-
-
-def test_watermarks_have_a_hysteresis_and_a_budget() -> None:
-    marks = Watermarks(100, 0.9, 0.8)
-    assert [marks.wanted(used, 1000) for used in (90, 91, 85, 80, 90, 95)] == [0, 11, 5, 0, 0, 15]
-    assert marks.wanted(95, 4) == 4
-    assert Watermarks(100, 1.0, 0.95).wanted(100, 1000) == 0
 
 
 # --- the file
