@@ -27,14 +27,14 @@ import numpy as np
 
 import report
 from tanghulu.conductor import garbage
-from tanghulu.conductor.events import CacheMirror
-from tanghulu.conductor.hash_cache import HashCache
-from tanghulu.conductor.policies.base import RequestView
-from tanghulu.conductor.policies.registry import POLICY_NAMES, make_policy
-from tanghulu.conductor.prefix_index import Stored
-from tanghulu.conductor.requests import WorkerLoad
-from tanghulu.conductor.roster import Roster
-from tanghulu.conductor.worker_state import LoadTracker
+from tanghulu.conductor.index.events import CacheMirror
+from tanghulu.conductor.index.hash_cache import HashCache
+from tanghulu.conductor.index.prefix_index import Stored
+from tanghulu.conductor.routing.policies.base import RequestView
+from tanghulu.conductor.routing.policies.registry import POLICY_NAMES, make_policy
+from tanghulu.conductor.routing.requests import WorkerLoad
+from tanghulu.conductor.routing.worker_state import LoadTracker
+from tanghulu.conductor.routing.worker_views import Roster
 from tanghulu.hashing import Tokens, TokenSequence, root_hash
 from tanghulu.types import BlockHash, Fingerprint, InstanceId, Place, Role
 

@@ -9,8 +9,8 @@ import click
 import torch
 from safetensors.torch import save_file
 
-from tanghulu.workers.tokenizer_assets import load_tokenizer_assets
 from tanghulu.workers.weights import ModelSource, resolve_model
+from tanghulu.workers.weights.tokenizer_assets import load_tokenizer_assets
 
 
 def tensor_names(num_layers: int) -> list[str]:

@@ -107,16 +107,16 @@ class Vllm:
 
 class Tanghulu:
     def __init__(self, model: str, dtype: str, threads: int) -> None:
-        from tanghulu.workers.openmp import wait_shortly
+        from tanghulu.workers.compute.openmp import wait_shortly
 
         wait_shortly()  # as a worker does
         import torch
 
         torch.set_num_threads(threads)
-        from tanghulu.workers.engine import EngineConfig, EngineCore
-        from tanghulu.workers.models.registry import load_model, pick_dtype
-        from tanghulu.workers.threaded_runner import ThreadedRunner
-        from tanghulu.workers.torch_runner import TorchRunner
+        from tanghulu.workers.compute.models.registry import load_model, pick_dtype
+        from tanghulu.workers.compute.threaded_runner import ThreadedRunner
+        from tanghulu.workers.compute.torch_runner import TorchRunner
+        from tanghulu.workers.engine.engine import EngineConfig, EngineCore
         from tanghulu.workers.weights import resolve_model
 
         loaded = load_model(resolve_model(model), pick_dtype(dtype))
@@ -128,7 +128,7 @@ class Tanghulu:
     def _add(self, prompt: list[int], num_new: int) -> None:
         from tanghulu.hashing import TokenSequence, root_hash
         from tanghulu.types import Fingerprint, RequestId
-        from tanghulu.workers.requests import EngineRequest, SamplingParams, StopParams
+        from tanghulu.workers.engine.requests import EngineRequest, SamplingParams, StopParams
 
         self._number += 1
         root = root_hash(Fingerprint(self._number.to_bytes(16, "little")))

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from report import keep
-from tanghulu.store.node.eviction import POLICIES, Policy, make_policy
+from tanghulu.eviction import POLICIES, Policy, make_policy
 from tanghulu.types import ChunkKey
 
 CAPACITIES = [1000, 5000, 10_000, 30_000, 50_000, 100_000]

@@ -32,23 +32,23 @@ from prometheus_client import CollectorRegistry
 
 from report import keep
 from tanghulu.hashing import TokenSequence, root_hash
-from tanghulu.transfer_engine.gpu_staging import StagingRing, make_copier
+from tanghulu.transfer_engine.gpu.staging import StagingRing, make_copier
 from tanghulu.types import BlockHash, Fingerprint, RequestId
-from tanghulu.workers.attention_backends import AttentionNeeds, pick_attention
-from tanghulu.workers.connector import ConnectorConfig, KvConnector
-from tanghulu.workers.device import describe_device, pick_device, wait_for
-from tanghulu.workers.device_runner import DeviceRunner
-from tanghulu.workers.device_staging import NUM_RINGS
-from tanghulu.workers.engine import EngineConfig, EngineCore
-from tanghulu.workers.engine_thread import EngineThread, StepReport
-from tanghulu.workers.kv_staging import DeviceBlocks, StagedPort
+from tanghulu.workers.compute.attention.backends import AttentionNeeds, pick_attention
+from tanghulu.workers.compute.device import describe_device, pick_device, wait_for
+from tanghulu.workers.compute.device_runner import DeviceRunner
+from tanghulu.workers.compute.forward_batch import SequenceChunk, build_forward_batch
+from tanghulu.workers.compute.linear import compute_dtype
+from tanghulu.workers.compute.models.registry import Model, load_model, pick_dtype
+from tanghulu.workers.engine.engine import EngineConfig, EngineCore
+from tanghulu.workers.engine.requests import EngineRequest, PeerExport, PrefixHolder, SamplingParams, StopParams
+from tanghulu.workers.engine.speed import SpeedMeter
+from tanghulu.workers.engine.thread import EngineThread, StepReport
+from tanghulu.workers.kv.connector import ConnectorConfig, KvConnector
+from tanghulu.workers.kv.device_staging import NUM_RINGS
+from tanghulu.workers.kv.staging import DeviceBlocks, StagedPort
 from tanghulu.workers.metrics import WorkerMetrics
-from tanghulu.workers.model_config import ModelConfig, config_from_hf
-from tanghulu.workers.models.forward_batch import SequenceChunk, build_forward_batch
-from tanghulu.workers.models.linear import compute_dtype
-from tanghulu.workers.models.registry import Model, load_model, pick_dtype
-from tanghulu.workers.requests import EngineRequest, PeerExport, PrefixHolder, SamplingParams, StopParams
-from tanghulu.workers.speed import SpeedMeter
+from tanghulu.workers.weights.model_config import ModelConfig, config_from_hf
 from tanghulu.workers.weights.source import ModelSource
 
 SHARED = 0.9

@@ -60,7 +60,7 @@ class Ours:
     """tanghulu's index."""
 
     def __init__(self, consecutive: bool) -> None:
-        from tanghulu.conductor import prefix_index
+        from tanghulu.conductor.index import prefix_index
 
         self._module, self._consecutive = prefix_index, consecutive
         self.index = prefix_index.PrefixIndex()
@@ -295,7 +295,7 @@ def by_depth(seed: int) -> list[dict[str, Any]]:
 
 def soak(args: argparse.Namespace) -> list[dict[str, Any]]:
     """``--soak`` blocks of events with a stable live set: the oldest chain goes, tail first, a new one comes."""
-    from tanghulu.conductor.prefix_index import PrefixIndex, Removed, Stored
+    from tanghulu.conductor.index.prefix_index import PrefixIndex, Removed, Stored
 
     chance, index, live, rows = random.Random(args.seed), PrefixIndex(), [], []
     told, start, next_row = 0, time.perf_counter(), 0

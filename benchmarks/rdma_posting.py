@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from report import keep
-from tanghulu.transfer_engine import rdma_abi as abi
+from tanghulu.transfer_engine.core.segment import Endpoint, SegmentDescriptor
 from tanghulu.transfer_engine.engine import (
     EngineConfig,
     Opcode,
@@ -41,12 +41,12 @@ from tanghulu.transfer_engine.engine import (
     TransferRequest,
     TransportLimits,
 )
-from tanghulu.transfer_engine.onesided_wire import DoorAnswer
-from tanghulu.transfer_engine.rdma_devices import LocalDevices
-from tanghulu.transfer_engine.rdma_verbs import Device, DeviceInfo, MemoryRegion, QueuePair, probe
-from tanghulu.transfer_engine.rdma_wire import RDMA, QueuePairAddress, SegmentKey, pack_granted
-from tanghulu.transfer_engine.rdma_works import Completed, CompletionRing, PostRing, Work, which_tell
-from tanghulu.transfer_engine.segment import Endpoint, SegmentDescriptor
+from tanghulu.transfer_engine.transports.onesided.wire import DoorAnswer
+from tanghulu.transfer_engine.transports.rdma import abi
+from tanghulu.transfer_engine.transports.rdma.devices import LocalDevices
+from tanghulu.transfer_engine.transports.rdma.verbs import Device, DeviceInfo, MemoryRegion, QueuePair, probe
+from tanghulu.transfer_engine.transports.rdma.wire import RDMA, QueuePairAddress, SegmentKey, pack_granted
+from tanghulu.transfer_engine.transports.rdma.works import Completed, CompletionRing, PostRing, Work, which_tell
 
 CHAIN = 64
 NUM_DEVICES = 8

@@ -16,13 +16,13 @@ import os
 import random
 import time
 
-from tanghulu.conductor.in_flight import InFlightBlocks
-from tanghulu.conductor.policies.base import RequestView
-from tanghulu.conductor.policies.registry import POLICY_NAMES, make_policy
-from tanghulu.conductor.prefix_index import PrefixIndex, Stored
-from tanghulu.conductor.requests import WorkerLoad
-from tanghulu.conductor.shortlist import shortlist
-from tanghulu.conductor.worker_state import LoadTracker
+from tanghulu.conductor.index.prefix_index import PrefixIndex, Stored
+from tanghulu.conductor.routing.in_flight import InFlightBlocks
+from tanghulu.conductor.routing.policies.base import RequestView
+from tanghulu.conductor.routing.policies.registry import POLICY_NAMES, make_policy
+from tanghulu.conductor.routing.requests import WorkerLoad
+from tanghulu.conductor.routing.shortlist import shortlist
+from tanghulu.conductor.routing.worker_state import LoadTracker
 from tanghulu.types import BlockHash, InstanceId, Place, Role
 
 BLOCK_TOKENS = 64

@@ -11,27 +11,27 @@ from pathlib import Path
 import structlog
 from prometheus_client import CollectorRegistry
 
-from tanghulu.clock import SystemClock
 from tanghulu.conductor import garbage
-from tanghulu.conductor.admission import Admission
-from tanghulu.conductor.dispatcher import Dispatcher, Limits
-from tanghulu.conductor.event_shards import DEFAULT_SHARDS
+from tanghulu.conductor.dispatch.admission import Admission
+from tanghulu.conductor.dispatch.dispatcher import Dispatcher, Limits
+from tanghulu.conductor.dispatch.queue import ORDERS, QueueOrder
 from tanghulu.conductor.http.app import make_app
 from tanghulu.conductor.http.service import DEFAULT_BODY_BYTES, Service
+from tanghulu.conductor.index.shards import DEFAULT_SHARDS
 from tanghulu.conductor.metrics import ConductorMetrics
 from tanghulu.conductor.peers import group
-from tanghulu.conductor.policies.registry import POLICY_NAMES
-from tanghulu.conductor.profiles import read_profiles
 from tanghulu.conductor.replicating import AskForCopies, Replicator
-from tanghulu.conductor.routing_wish import Policies, parse_weights
-from tanghulu.conductor.waiting import ORDERS, QueueOrder
-from tanghulu.config import command, option
+from tanghulu.conductor.routing.overrides import Policies, parse_weights
+from tanghulu.conductor.routing.policies.registry import POLICY_NAMES
+from tanghulu.conductor.routing.profiles import read_profiles
 from tanghulu.discovery.base import Discovery, Instance
 from tanghulu.discovery.open import HELP as DISCOVERY_HELP
 from tanghulu.discovery.open import open_discovery
 from tanghulu.errors import ConfigError, NodeUnavailable
-from tanghulu.master_options import MasterOptions
-from tanghulu.process import Process, ProcessConfig, run
+from tanghulu.runtime.clock import SystemClock
+from tanghulu.runtime.config import command, option
+from tanghulu.runtime.master_options import MasterOptions
+from tanghulu.runtime.process import Process, ProcessConfig, run
 from tanghulu.store.copy_requests import CopyRequester
 from tanghulu.types import Address, Role
 from tanghulu.web.server import HttpServer, address_of, listen

@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import structlog
 
-from tanghulu.clock import Clock
-from tanghulu.conductor.events import CacheMirror
-from tanghulu.conductor.hot_prefixes import ASK_S, HotPrefixes
+from tanghulu.conductor.index.events import CacheMirror
+from tanghulu.conductor.index.hot_prefixes import ASK_S, HotPrefixes
 from tanghulu.errors import TanghuluError
+from tanghulu.runtime.clock import Clock
 from tanghulu.types import BlockHash, Fingerprint, kv_chunk_key
 
 _log = structlog.get_logger(__name__)

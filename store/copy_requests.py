@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from tanghulu.discovery.masters import MasterFinder
 from tanghulu.errors import MasterUnavailable, TanghuluError
+from tanghulu.masters import Masters
 from tanghulu.protos import directory_pb2 as pb
 from tanghulu.protos import directory_pb2_grpc
 from tanghulu.rpc.grpc_edge import channel, typed_errors
-from tanghulu.types import Address, Masters
+from tanghulu.types import Address
 
 _DEADLINE_S = 5.0
 

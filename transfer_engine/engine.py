@@ -12,18 +12,13 @@ from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
-from tanghulu.clock import Clock, SystemClock
 from tanghulu.errors import ConfigError, InvalidRequest, NodeUnavailable, Overloaded, TanghuluError, VersionMismatch
-from tanghulu.transfer_engine import ucx_agent
-from tanghulu.transfer_engine.buffers import Buffer
-from tanghulu.transfer_engine.config import EngineConfig, TransportLimits
-from tanghulu.transfer_engine.direct import copy_directly, send_directly
-from tanghulu.transfer_engine.handle import TransferHandle, Workshop
-from tanghulu.transfer_engine.long_copy import CopyHelper
-from tanghulu.transfer_engine.opcode import Opcode
-from tanghulu.transfer_engine.rdma_devices import LocalDevices
-from tanghulu.transfer_engine.remote import RemoteSegment
-from tanghulu.transfer_engine.requests import (
+from tanghulu.runtime.clock import Clock, SystemClock
+from tanghulu.transfer_engine.client.batch_state import RunLimits, TransferRun
+from tanghulu.transfer_engine.client.fast_path import copy_directly, send_directly
+from tanghulu.transfer_engine.client.handle import TransferHandle, Workshop
+from tanghulu.transfer_engine.client.remote import RemoteSegment
+from tanghulu.transfer_engine.client.requests import (
     BatchResult,
     RequestState,
     TransferBatch,
@@ -35,9 +30,14 @@ from tanghulu.transfer_engine.requests import (
     admit_descriptor,
     refuse_overlaps,
 )
-from tanghulu.transfer_engine.segment import SegmentDescriptor
-from tanghulu.transfer_engine.shm import ShmPeer
-from tanghulu.transfer_engine.transfer_run import RunLimits, TransferRun
+from tanghulu.transfer_engine.core.buffers import Buffer
+from tanghulu.transfer_engine.core.config import EngineConfig, TransportLimits
+from tanghulu.transfer_engine.core.opcode import Opcode
+from tanghulu.transfer_engine.core.segment import SegmentDescriptor
+from tanghulu.transfer_engine.transports.rdma.devices import LocalDevices
+from tanghulu.transfer_engine.transports.shm.long_copy import CopyHelper
+from tanghulu.transfer_engine.transports.shm.transport import ShmPeer
+from tanghulu.transfer_engine.transports.ucx import agent as ucx_agent
 
 __all__ = [
     "BatchResult",

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from tanghulu.transfer_engine.core.paths import LATENCY_BOUNDS_S, Path, PathState, PathStats
 from tanghulu.transfer_engine.engine import TransferEngine
-from tanghulu.transfer_engine.paths import LATENCY_BOUNDS_S, Path, PathState, PathStats
-from tanghulu.transfer_engine.server import SegmentServer
+from tanghulu.transfer_engine.owner.server import SegmentServer
 
 #: A path as its figures name it; those of a path's streams are added up.
 _LABELS = ("segment", "transport", "peer", "device")

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tanghulu.config import option
 from tanghulu.errors import ConfigError
-from tanghulu.spinning import MAX_SPIN_S, SPIN_S
-from tanghulu.transfer_engine.config import EngineConfig
-from tanghulu.transfer_engine.topology import Topology
-from tanghulu.transfer_engine.topology_discovery import load
+from tanghulu.runtime.busy_polling import MAX_SPIN_S, SPIN_S
+from tanghulu.runtime.config import option
+from tanghulu.transfer_engine.core.config import EngineConfig
+from tanghulu.transfer_engine.topology.devices import Topology
+from tanghulu.transfer_engine.topology.discovery import load
 
 _KNOWN = ("shm", "rdma", "ucx", "tcp")
 MAX_SPIN_US = round(MAX_SPIN_S * 1e6)

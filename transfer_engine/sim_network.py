@@ -21,12 +21,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tanghulu.clock import ManualClock
 from tanghulu.errors import NodeUnavailable
-from tanghulu.transfer_engine.network import Poller, StreamSocket
-from tanghulu.transfer_engine.paths import Path
+from tanghulu.runtime.clock import ManualClock
+from tanghulu.transfer_engine.core.network import Poller, StreamSocket
+from tanghulu.transfer_engine.core.paths import Path
 from tanghulu.transfer_engine.sim_transport import Pipe, SimTransport
-from tanghulu.transfer_engine.tcp_server import TcpConnection, TcpDoor
+from tanghulu.transfer_engine.transports.tcp.listener import TcpConnection, TcpDoor
 from tanghulu.types import Address
 
 _TICK_S = 1e-9  # the shortest wait: less than that is lost when it is added to the time

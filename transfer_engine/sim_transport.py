@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import asyncio
 
     from tanghulu.transfer_engine.sim_network import SimNetwork, SimSocket
-    from tanghulu.transfer_engine.tcp_server import TcpConnection
+    from tanghulu.transfer_engine.transports.tcp.listener import TcpConnection
 
 
 class Pipe:

@@ -11,14 +11,16 @@ from typing import NamedTuple
 
 import click
 
-from tanghulu.config import command, option
 from tanghulu.errors import TanghuluError
-from tanghulu.transfer_engine import gpu_direct, rdma_verbs, ucx_agent
+from tanghulu.runtime.config import command, option
+from tanghulu.transfer_engine.core.segment import MemorySegment, map_shared
+from tanghulu.transfer_engine.gpu import direct as gpu_direct
 from tanghulu.transfer_engine.options import TransferOptions
-from tanghulu.transfer_engine.segment import MemorySegment, map_shared
-from tanghulu.transfer_engine.shm_memory import may_trace
-from tanghulu.transfer_engine.topology import Topology
-from tanghulu.transfer_engine.topology_discovery import load
+from tanghulu.transfer_engine.topology.devices import Topology
+from tanghulu.transfer_engine.topology.discovery import load
+from tanghulu.transfer_engine.transports.rdma import verbs as rdma_verbs
+from tanghulu.transfer_engine.transports.shm.memory import may_trace
+from tanghulu.transfer_engine.transports.ucx import agent as ucx_agent
 
 _PROBE_BYTES = 4096
 _BY_DEFAULT = TransferOptions().transports.split(",")

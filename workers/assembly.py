@@ -9,84 +9,48 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 import grpc.aio
 import structlog
 
-from tanghulu.clock import SystemClock
 from tanghulu.errors import TanghuluError
-from tanghulu.process import Process, host_id
 from tanghulu.protos import session_pb2, session_pb2_grpc
 from tanghulu.rpc import grpc_edge
-from tanghulu.rpc.door import Door
 from tanghulu.rpc.fast_server import FastService
-from tanghulu.transfer_engine.access import AccessTable
+from tanghulu.rpc.port_mux import Door
+from tanghulu.runtime.clock import SystemClock
+from tanghulu.runtime.process import Process, host_id
+from tanghulu.transfer_engine.core.access import AccessTable
+from tanghulu.transfer_engine.core.segment import MemorySegment
 from tanghulu.transfer_engine.engine import TransferEngine
 from tanghulu.transfer_engine.metrics import EngineCollector, ServerCollector
 from tanghulu.transfer_engine.options import transfer_settings
-from tanghulu.transfer_engine.segment import MemorySegment
-from tanghulu.transfer_engine.server import SegmentServer
-from tanghulu.types import Address, BlockHash, Fingerprint, RequestId
-from tanghulu.workers.connector import ConnectorConfig, KvConnector
-from tanghulu.workers.engine import EngineConfig, EngineCore, ModelRunner
-from tanghulu.workers.engine_thread import EngineThread, StepReport
-from tanghulu.workers.grammar import GrammarCompiler
-from tanghulu.workers.kv_layout import KvLayout, KvMemory
-from tanghulu.workers.kv_port import HostBlocks, KvDoor
-from tanghulu.workers.main import WorkerConfig
+from tanghulu.transfer_engine.owner.server import SegmentServer
+from tanghulu.types import Address, BlockHash, RequestId
+from tanghulu.workers.config import WorkerConfig
+from tanghulu.workers.engine.engine import EngineConfig, EngineCore
+from tanghulu.workers.engine.grammar import GrammarCompiler
+from tanghulu.workers.engine.kv_layout import KvMemory
+from tanghulu.workers.engine.probe import Probe
+from tanghulu.workers.engine.speed import SpeedMeter
+from tanghulu.workers.engine.step_plan import KvExport
+from tanghulu.workers.engine.thread import EngineThread, StepReport
+from tanghulu.workers.kv.connector import ConnectorConfig, KvConnector
+from tanghulu.workers.kv.peer_reader import PeerReader
+from tanghulu.workers.kv.peer_server import PeerServer
+from tanghulu.workers.kv.ports import HostBlocks, KvDoor
+from tanghulu.workers.kv.store_adapter import StoreAdapter
+from tanghulu.workers.loading.loaded_model import LoadedModel
 from tanghulu.workers.metrics import WorkerMetrics
-from tanghulu.workers.peer_reader import PeerReader
-from tanghulu.workers.peer_server import PeerServer
-from tanghulu.workers.probe import Probe
-from tanghulu.workers.rank_processes import RankProcesses
-from tanghulu.workers.session_wire import RequestFactory, model_card
-from tanghulu.workers.sessions import SessionHub
-from tanghulu.workers.speed import SpeedMeter
-from tanghulu.workers.step_plan import KvExport
-from tanghulu.workers.store_adapter import StoreAdapter
-from tanghulu.workers.tokenizer_assets import TokenizerAssets
+from tanghulu.workers.sessions.server import SessionHub
+from tanghulu.workers.sessions.wire import RequestFactory, model_card
 
 _log = structlog.get_logger(__name__)
 _LEASE_MS = 20_000
 _MAX_PROBE_S = 300.0
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A model in memory and what names it.
-
-    ``make_runner`` lays its KV cache out in the buffer that it is given. With ``staging`` it keeps the cache on a
-    device of its own instead, and the buffer is memory through which blocks are offered to other workers.
-    """
-
-    name: str
-    layout: KvLayout
-    fingerprint: Fingerprint
-    assets: TokenizerAssets
-    make_runner: Callable[[memoryview], ModelRunner]
-    ranks: RankProcesses | None = None
-    staging: Staging | None = None
-
-
-class Staging(Protocol):
-    """How blocks on a device meet the outside."""
-
-    @property
-    def segment_bytes(self) -> int:
-        """How much memory to offer to other workers."""
-        ...
-
-    def open(self, runner: ModelRunner, ranks: RankProcesses | None, segment: memoryview) -> KvDoor:
-        """The ways in and out of the runner's cache and the ranks', ``segment`` being what other workers read."""
-        ...
-
-    def close(self) -> None:
-        """Give up what `open` took, before the segment goes."""
-        ...
 
 
 class Worker:

@@ -4,94 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tanghulu.config import command, option
-from tanghulu.discovery.open import HELP as DISCOVERY_HELP
 from tanghulu.discovery.open import open_discovery
 from tanghulu.errors import ConfigError
-from tanghulu.master_options import MasterOptions
-from tanghulu.process import Process, ProcessConfig, run
-from tanghulu.store.node.eviction.policies import POLICIES
-from tanghulu.transfer_engine.options import TransferOptions
+from tanghulu.runtime.config import command, option
+from tanghulu.runtime.process import Process, run
 from tanghulu.types import Role
-from tanghulu.workers.block_pool import DEFAULT_EVICTION
-from tanghulu.workers.openmp import wait_shortly
-from tanghulu.workers.store_policy import POLICIES as STORE_POLICIES
+from tanghulu.workers.compute.openmp import wait_shortly
+from tanghulu.workers.config import WorkerConfig
 
 if TYPE_CHECKING:
     from tanghulu.discovery.base import Instance
-    from tanghulu.workers.assembly import LoadedModel, Worker
+    from tanghulu.workers.assembly import Worker
+    from tanghulu.workers.loading.loaded_model import LoadedModel
 
 DRAIN_S = 5.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerConfig(TransferOptions, MasterOptions, ProcessConfig):
-    """The options of a worker."""
-
-    port: int = option(7430, "port of sessions, peers and administration; 0 picks one")
-    discovery: str = option("master", DISCOVERY_HELP)
-    model: str = option("smollm2", "a directory with safetensors or GGUF, a .gguf file, or smollm2", metavar="DIR")
-    engine: str = option("torch", "torch computes; mock takes as long as a model would", choices=("torch", "mock"))
-    dtype: str = option("auto", "arithmetic and KV type", choices=("auto", "float32", "bfloat16", "float16"))
-    device: str = option("auto", "where the model computes: auto (a GPU, if torch sees one), cpu, cuda or cuda:N")
-    attention: str = option("auto", "attention backend", choices=("auto", "varlen", "sdpa"))
-    graphs: bool = option(True, "replay decode steps from CUDA graphs, on GPUs")
-    kv_memory: int = option(1 << 30, "memory of the paged KV cache", size=True)
-    kv_staging: int = option(
-        1 << 30, "pinned memory through which KV of a GPU goes to and from the store and other workers", size=True
-    )
-    block_tokens: int = option(64, "tokens of a block; equal for all workers that share KV")
-    block_hash: str = option("xxh3_128", "hash of block names", choices=("xxh3_128", "sha256"))
-    max_num_batched_tokens: int = option(512, "tokens of one step at most: bounds how long a prefill delays decodes")
-    max_num_seqs: int = option(32, "requests in one step at most")
-    max_num_waiting: int = option(1024, "requests that may queue; more are refused")
-    eviction: str = option(DEFAULT_EVICTION, "which cached blocks make room first", choices=tuple(POLICIES))
-    threads: int = option(0, "threads of the model at most; 0: one a core that the process may use")
-    tp: int = option(1, "tensor-parallel ranks that share out the heads; a process each, on this host")
-    store: bool = option(True, "load prefixes from the store and keep new blocks there")
-    store_policy: str = option(
-        "all",
-        "blocks written to the store: all, those used twice, the others when idle too (defer), none",
-        choices=tuple(STORE_POLICIES),
-    )
-    store_pending: int = option(512 << 20, "bytes under way to the store; beyond them blocks are not kept", size=True)
-    store_deferred: int = option(512 << 20, "with defer: bytes of blocks that wait for an idle moment", size=True)
-    preemption: str = option(
-        "recompute",
-        "full blocks of a request that had to make room: recompute what the cache loses, or move them to the store",
-        choices=("recompute", "store"),
-    )
-    peer_fetch: bool = option(True, "read prefixes from other workers' caches where the conductor says so")
-    profile: str = option("", "write a torch profiler trace of the first 64 steps to this file", metavar="FILE")
-    checks: bool = option(False, "assert all invariants after every step (slow)")
-    mock_speedup: float = option(1.0, "the mock engine runs this many times faster than its timing")
-    mock_timing: str = option("cpu-135m", "the mock engine's model of time", choices=("cpu-135m", "gpu-8b", "gpu-70b"))
-    mock_kv_token_bytes: int = option(16, "bytes of KV that the mock engine keeps a token; a multiple of 8")
-    deterministic: bool = option(False, "the mock engine's text depends on prompt and position alone, not on seeds")
-
-    def __post_init__(self) -> None:
-        for name in ("block_tokens", "max_num_batched_tokens", "max_num_seqs", "max_num_waiting"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
-        if self.mock_speedup <= 0:
-            raise ConfigError(f"--mock-speedup is {self.mock_speedup}; it must be above 0")
-        if self.mock_kv_token_bytes < 8 or self.mock_kv_token_bytes % 8:
-            raise ConfigError(f"--mock-kv-token-bytes is {self.mock_kv_token_bytes}; it must be a multiple of 8")
-        if self.tp < 1 or (self.tp > 1 and self.engine != "torch"):
-            raise ConfigError(f"--tp is {self.tp}; the torch engine takes 1 or more, the mock engine 1")
-        if self.profile and self.engine != "torch":
-            raise ConfigError("--profile traces the torch engine; the mock engine computes nothing")
-        if self.preemption == "store" and not self.store:
-            raise ConfigError("--preemption store keeps blocks in the store, which --no-store leaves out")
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
-            raise ConfigError(f"--device is {self.device!r}; it must be auto, cpu, cuda or cuda:N")
-        if self.threads < 0:
-            raise ConfigError(f"--threads is {self.threads}; 0 means one a core")
 
 
 async def serve(process: Process, config: WorkerConfig) -> None:
@@ -109,9 +39,9 @@ def _load(process: Process, config: WorkerConfig) -> LoadedModel:
     wait_shortly()
     try:
         if config.engine == "mock":
-            from tanghulu.workers.mock_loading import load
+            from tanghulu.workers.mock.loading import load
         else:
-            from tanghulu.workers.torch_loading import load
+            from tanghulu.workers.loading.torch_loading import load
     except ModuleNotFoundError as error:
         raise ConfigError(f"a worker needs the package {error.name}: pip install 'tanghulu[worker]'") from error
 

@@ -57,8 +57,8 @@ class TanghuluOwner:
 
         import uvloop
 
-        from tanghulu.transfer_engine.segment import MemorySegment
-        from tanghulu.transfer_engine.server import SegmentServer
+        from tanghulu.transfer_engine.core.segment import MemorySegment
+        from tanghulu.transfer_engine.owner.server import SegmentServer
 
         self._segment = MemorySegment.create("bench", area_bytes, prefault=True)
         self.view = self._segment.view

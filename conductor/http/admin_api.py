@@ -9,11 +9,11 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
 
+from tanghulu.conductor.dispatch.router import Route
 from tanghulu.conductor.http.preprocess import Wish, chat_wish, completion_wish
 from tanghulu.conductor.http.reply import dumps, parse, read_body
 from tanghulu.conductor.http.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from tanghulu.conductor.http.service import Service
-from tanghulu.conductor.routing import Route
 from tanghulu.web.errors import BadField
 
 

@@ -10,13 +10,13 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from tanghulu.conductor.generation import Call, TextDelta
 from tanghulu.conductor.http import openai_format as shape
+from tanghulu.conductor.http.generation import Call, TextDelta
 from tanghulu.conductor.http.preprocess import chat_wish, completion_wish
 from tanghulu.conductor.http.reply import DONE, EventStream, JsonWhenDone, parse, read_body
 from tanghulu.conductor.http.schema import ChatBody, CompletionBody
 from tanghulu.conductor.http.service import Service
-from tanghulu.conductor.requests import FinishReason, TokenLogprobs
+from tanghulu.conductor.routing.requests import FinishReason, TokenLogprobs
 
 #: The logprobs of a choice's next tokens, as the API shows them.
 Logprobs = Callable[[int, Sequence[TokenLogprobs]], Any]

@@ -10,10 +10,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from tanghulu.conductor.generation import Call
+from tanghulu.conductor.http.generation import Call
 from tanghulu.conductor.http.reply import dumps, event
-from tanghulu.conductor.requests import FinishReason, TokenLogprobs
-from tanghulu.conductor.served_model import ServedModel
+from tanghulu.conductor.routing.requests import FinishReason, TokenLogprobs
+from tanghulu.conductor.text.served_model import ServedModel
 
 
 def usage(call: Call) -> dict[str, Any]:

@@ -20,9 +20,9 @@ from tanghulu.conductor.http.schema import (
     Prompts,
     SamplingFields,
 )
-from tanghulu.conductor.requests import GenerationRequest, Sampling, StopRule
-from tanghulu.conductor.routing_wish import NO_WISH
-from tanghulu.conductor.served_model import ServedModel
+from tanghulu.conductor.routing.overrides import NO_WISH
+from tanghulu.conductor.routing.requests import GenerationRequest, Sampling, StopRule
+from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.hashing import Tokens
 from tanghulu.types import RequestId
 from tanghulu.web.errors import BadField

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tanghulu.conductor.generation import Call
+from tanghulu.conductor.http.generation import Call
 from tanghulu.errors import TanghuluError
 from tanghulu.web.errors import BodyTooLarge, body_of, from_validation
 

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from tanghulu.conductor.policies.registry import POLICY_NAMES
-from tanghulu.conductor.routing_wish import WEIGHTS, RoutingWish
-from tanghulu.conductor.stop_strings import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
+from tanghulu.conductor.routing.overrides import WEIGHTS, RoutingWish
+from tanghulu.conductor.routing.policies.registry import POLICY_NAMES
+from tanghulu.conductor.text.stop_strings import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from tanghulu.types import InstanceId
 
 MAX_CHOICES = 16

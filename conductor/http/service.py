@@ -9,11 +9,11 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from tanghulu.conductor.dispatcher import Dispatcher
-from tanghulu.conductor.generation import Call, Generation
+from tanghulu.conductor.dispatch.dispatcher import Dispatcher
+from tanghulu.conductor.dispatch.registry import Worker
+from tanghulu.conductor.http.generation import Call, Generation
 from tanghulu.conductor.http.preprocess import Wish
-from tanghulu.conductor.registry import Worker
-from tanghulu.conductor.served_model import ServedModel
+from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.errors import TanghuluError
 from tanghulu.web.errors import BadField
 

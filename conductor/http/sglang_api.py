@@ -10,12 +10,12 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from tanghulu.conductor.generation import Call, Generation
+from tanghulu.conductor.http.generation import Call, Generation
 from tanghulu.conductor.http.preprocess import generate_wish
 from tanghulu.conductor.http.reply import DONE, EventStream, JsonWhenDone, dumps, event, parse, read_body
 from tanghulu.conductor.http.schema import AbortBody, GenerateBody
 from tanghulu.conductor.http.service import Service
-from tanghulu.conductor.requests import FinishReason
+from tanghulu.conductor.routing.requests import FinishReason
 
 
 def router(service: Service) -> APIRouter:

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import grpc.aio
 import structlog
 
+from tanghulu.auth.credentials import Credentials
 from tanghulu.conductor.peers import wire
 from tanghulu.conductor.peers.inbox import PeerRequests
 from tanghulu.conductor.peers.outbox import MAX_PEERS, OwnRequests
-from tanghulu.credentials import Credentials
 from tanghulu.discovery.base import Discovery, EventKind, Instance, InstanceEvent
 from tanghulu.errors import ConfigError, InvalidRequest, TanghuluError
 from tanghulu.protos import conductor_pb2_grpc

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tanghulu.conductor.in_flight import InFlightBlocks
 from tanghulu.conductor.peers.outbox import Begun, News
-from tanghulu.conductor.worker_state import LoadTracker
+from tanghulu.conductor.routing.in_flight import InFlightBlocks
+from tanghulu.conductor.routing.worker_state import LoadTracker
 from tanghulu.types import InstanceId
 
 #: Requests of one peer that are counted; what it has beyond them is load that nobody foresees.

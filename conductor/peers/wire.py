@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 
 import grpc.aio
 
+from tanghulu.auth.credentials import NO_TLS, Credentials, TlsFiles, from_metadata
 from tanghulu.conductor.peers.outbox import Begun, News, OwnRequests
-from tanghulu.credentials import NO_TLS, Credentials, TlsFiles, from_metadata
 from tanghulu.errors import InvalidRequest, Overloaded, TanghuluError, Unauthorized
 from tanghulu.protos import conductor_pb2 as pb
 from tanghulu.protos import conductor_pb2_grpc

@@ -16,15 +16,15 @@ import click
 from rich.console import Console
 from rich.progress import Progress
 
-from tanghulu.conductor.policies.registry import POLICY_NAMES, PolicyOptions, make_policy
 from tanghulu.conductor.replay.live import LiveConfig, replay_live
 from tanghulu.conductor.replay.model import LatencyModel
 from tanghulu.conductor.replay.plot import check_plot, write_plot
 from tanghulu.conductor.replay.report import Report, make_report, table
 from tanghulu.conductor.replay.simulation import ClusterConfig, Simulation
 from tanghulu.conductor.replay.trace import BLOCK_TOKENS, TraceRequest, read_trace
-from tanghulu.config import command, option
+from tanghulu.conductor.routing.policies.registry import POLICY_NAMES, PolicyOptions, make_policy
 from tanghulu.errors import ConfigError
+from tanghulu.runtime.config import command, option
 
 #: Columns that the table needs; where the output is no terminal there are as many as one likes.
 _LEAST_WIDTH = 124

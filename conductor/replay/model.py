@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tanghulu.conductor.cost import DecodeProfile, PrefillProfile
 from tanghulu.conductor.replay.trace import BLOCK_TOKENS
+from tanghulu.conductor.routing.cost import DecodeProfile, PrefillProfile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,16 +14,16 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tanghulu.conductor.admission import Admission, forecast
-from tanghulu.conductor.hot_prefixes import HotPrefixes
-from tanghulu.conductor.output_length import OutputEstimate
-from tanghulu.conductor.policies.base import PeerFetch, Policy
+from tanghulu.conductor.dispatch.admission import Admission, forecast
+from tanghulu.conductor.index.hot_prefixes import HotPrefixes
 from tanghulu.conductor.replay.decode import DecodeInstance
 from tanghulu.conductor.replay.job import Job
 from tanghulu.conductor.replay.model import LatencyModel
 from tanghulu.conductor.replay.prefill import BlockCache, PrefillInstance
 from tanghulu.conductor.replay.trace import BLOCK_TOKENS, TraceRequest
 from tanghulu.conductor.replay.views import ClusterView
+from tanghulu.conductor.routing.output_length import OutputEstimate
+from tanghulu.conductor.routing.policies.base import PeerFetch, Policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

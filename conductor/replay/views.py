@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tanghulu.conductor.policies.base import RequestView, WorkerView
 from tanghulu.conductor.replay.decode import DecodeInstance
 from tanghulu.conductor.replay.model import LatencyModel
 from tanghulu.conductor.replay.prefill import PrefillInstance
 from tanghulu.conductor.replay.trace import BLOCK_TOKENS, TraceRequest
+from tanghulu.conductor.routing.policies.base import RequestView, WorkerView
 from tanghulu.types import InstanceId
 
 

@@ -7,14 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tanghulu.errors import (
-    ChunkNotFound,
-    Conflict,
-    DeadlineExceeded,
-    NodeNotFound,
-    NodeUnavailable,
-    TanghuluError,
-)
+from tanghulu.errors import ChunkNotFound, Conflict, DeadlineExceeded, NodeNotFound, NodeUnavailable, TanghuluError
 from tanghulu.store.admin.rows import Row, plain
 from tanghulu.store.admin.steps import Order, Pause, Question, asking
 from tanghulu.store.client.model import NodeView

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from tanghulu.store.client.model import NodeView, Status
-from tanghulu.store.directory_events import DirectoryEvent, DirectoryEventKind
+from tanghulu.store.directory_feed import DirectoryEvent, DirectoryEventKind
 
 Row = dict[str, Any]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tanghulu.errors import TanghuluError
-from tanghulu.store.client.aio_client import AsyncClient
+from tanghulu.store.client.aio import AsyncClient
 from tanghulu.store.client.client import Client
 
 T = TypeVar("T")

@@ -67,7 +67,7 @@ class Chunk:
 
     def torch(self, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None) -> torch.Tensor:
         """The bytes as a tensor, without a copy; uint8 and flat unless said otherwise."""
-        from tanghulu.store import tensors
+        from tanghulu.store.client import tensors
 
         return tensors.from_array(self.numpy(), dtype, shape)
 

@@ -6,18 +6,18 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from tanghulu.credentials import NOTHING_TO_SHOW, Credentials, TlsFiles
+from tanghulu.auth.credentials import NOTHING_TO_SHOW, Credentials, TlsFiles
 from tanghulu.errors import TanghuluError
-from tanghulu.spinning import SPIN_S
-from tanghulu.store.checksums import NO_CHECKSUMS, Checksums
-from tanghulu.store.client.blocking import BlockingShell
+from tanghulu.masters import Masters
+from tanghulu.runtime.busy_polling import SPIN_S
 from tanghulu.store.client.chunk import Chunk
+from tanghulu.store.client.drivers.blocking import BlockingShell
+from tanghulu.store.client.logic.operations import Operations
 from tanghulu.store.client.model import ChunkInfo, Evicted, KeyInfo, NodeView, PutItem, Status, TenantView, VerifiedPage
-from tanghulu.store.client.operations import Operations
 from tanghulu.store.client.options import put_options
 from tanghulu.store.client.settings import DEFAULT_DEADLINE_S, Settings
-from tanghulu.transfer_engine.buffers import Buffer
-from tanghulu.types import Masters
+from tanghulu.store.protocol.checksums import NO_CHECKSUMS, Checksums
+from tanghulu.transfer_engine.core.buffers import Buffer
 
 
 def connect(

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tanghulu.errors import TanghuluError
-from tanghulu.store.checksums import NO_CHECKSUMS, Checksums
-from tanghulu.store.words import Pin, Tier
+from tanghulu.store.protocol.checksums import NO_CHECKSUMS, Checksums
+from tanghulu.store.protocol.types import Pin, Tier
 
 
 @dataclass(slots=True)  # not frozen: see Status

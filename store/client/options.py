@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from tanghulu.errors import InvalidRequest
 from tanghulu.store.client.model import PutOptions
-from tanghulu.store.words import Pin
+from tanghulu.store.protocol.types import Pin
 
 MAX_REPLICAS = 64
 MAX_TTL_S = 49 * 24 * 3600.0  # what 32 bits of milliseconds hold

@@ -5,13 +5,13 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, field
 
-from tanghulu.clock import SystemClock
 from tanghulu.discovery.masters import ATTEMPT_S
 from tanghulu.errors import InvalidRequest
-from tanghulu.process import host_id
-from tanghulu.spinning import MAX_SPIN_S, SPIN_S, Company, LoneSpinner, Spinner, paying_spin_s
-from tanghulu.store.client.instructions import MASTER
-from tanghulu.types import Masters
+from tanghulu.masters import Masters
+from tanghulu.runtime.busy_polling import MAX_SPIN_S, SPIN_S, Company, LoneSpinner, Spinner, paying_spin_s
+from tanghulu.runtime.clock import SystemClock
+from tanghulu.runtime.process import host_id
+from tanghulu.store.client.logic.effects import MASTER
 
 DEFAULT_DEADLINE_S = 5.0
 WAIT_S = 10.0

@@ -7,28 +7,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from tanghulu import process as processes
-from tanghulu.clock import SystemClock
-from tanghulu.config import command, option
+from tanghulu.auth.tokens import TokensFile
 from tanghulu.discovery.base import Instance
 from tanghulu.errors import ConfigError, InvalidRequest
-from tanghulu.master_options import DoorOptions
-from tanghulu.process import Process, ProcessConfig
+from tanghulu.masters import Masters
 from tanghulu.protos import directory_pb2_grpc, membership_pb2_grpc
-from tanghulu.rpc.door import Door
+from tanghulu.rpc.authorizer import Gate, GrpcGate
 from tanghulu.rpc.fast_server import FastService
-from tanghulu.rpc.gate import Gate, GrpcGate
 from tanghulu.rpc.latency import LatencyCollector
+from tanghulu.rpc.port_mux import Door
+from tanghulu.runtime import process as processes
+from tanghulu.runtime.clock import SystemClock
+from tanghulu.runtime.config import command, option
+from tanghulu.runtime.master_options import DoorOptions
+from tanghulu.runtime.process import Process, ProcessConfig
 from tanghulu.store.master.core import Master
-from tanghulu.store.master.directory_service import DirectoryCalls, DirectoryService
-from tanghulu.store.master.leadership import Leadership
-from tanghulu.store.master.membership_service import MembershipService
+from tanghulu.store.master.directory.rebuild import REBUILD_S
+from tanghulu.store.master.election.leadership import Leadership
 from tanghulu.store.master.metrics import MasterMetrics
-from tanghulu.store.master.rebuild import REBUILD_S
-from tanghulu.store.master.shell import Shell
-from tanghulu.store.tenant_rules import MASTER_GRPC_RULES, MASTER_RULES
-from tanghulu.tokens_file import TokensFile
-from tanghulu.types import Address, Masters, Role
+from tanghulu.store.master.rpc.directory_service import DirectoryCalls, DirectoryService
+from tanghulu.store.master.rpc.membership_service import MembershipService
+from tanghulu.store.master.server import Shell
+from tanghulu.store.protocol.access_rules import MASTER_GRPC_RULES, MASTER_RULES
+from tanghulu.types import Address, Role
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,10 +9,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tanghulu.store.master.announcement import Report
 from tanghulu.store.master.core import Master
-from tanghulu.store.master.leadership import Leadership
-from tanghulu.store.master.waits import WaitBoard
+from tanghulu.store.master.directory.announcement import Report
+from tanghulu.store.master.directory.waiters import WaitBoard
+from tanghulu.store.master.election.leadership import Leadership
 from tanghulu.types import Role
 
 

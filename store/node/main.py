@@ -12,54 +12,55 @@ from pathlib import Path
 import structlog
 from prometheus_client import CollectorRegistry
 
-from tanghulu import process as processes
-from tanghulu.clock import SystemClock
-from tanghulu.config import command, option
+from tanghulu.auth.tenants import Tenant
+from tanghulu.auth.tls import ServerTls
+from tanghulu.auth.tokens import TokensFile
 from tanghulu.discovery.base import Instance, Registration
 from tanghulu.discovery.master import MasterDiscovery
 from tanghulu.discovery.masters import MasterFinder
 from tanghulu.errors import ConfigError
-from tanghulu.master_options import DoorOptions, MasterOptions
-from tanghulu.process import Process, ProcessConfig
+from tanghulu.eviction import POLICIES
 from tanghulu.protos import store_pb2_grpc
-from tanghulu.rpc.door import Door
+from tanghulu.rpc.authorizer import Gate, GrpcGate
 from tanghulu.rpc.fast_server import FastService
-from tanghulu.rpc.gate import Gate, GrpcGate
 from tanghulu.rpc.latency import LatencyCollector
-from tanghulu.store.node import metrics, registering
-from tanghulu.store.node.admin_service import AdminService
-from tanghulu.store.node.announcer import Announcer
-from tanghulu.store.node.arrival_service import ArrivalService
-from tanghulu.store.node.copier import Copier
-from tanghulu.store.node.copy_wire import Orders
-from tanghulu.store.node.desks import Desks
-from tanghulu.store.node.eviction import POLICIES
-from tanghulu.store.node.grpc_service import GrpcStoreNode
-from tanghulu.store.node.limits import Watermarks
-from tanghulu.store.node.metrics import NodeCollector, TrafficCounters
+from tanghulu.rpc.port_mux import Door
+from tanghulu.runtime import process as processes
+from tanghulu.runtime.clock import SystemClock
+from tanghulu.runtime.config import command, option
+from tanghulu.runtime.master_options import DoorOptions, MasterOptions
+from tanghulu.runtime.process import Process, ProcessConfig
 from tanghulu.store.node.node_memory import NodeMemory
-from tanghulu.store.node.node_state import NodeState
-from tanghulu.store.node.outcomes import EvictionReason
-from tanghulu.store.node.puts import PutDesk
-from tanghulu.store.node.service import NodeIdentity, NodeService
-from tanghulu.store.node.sessions import Sessions
-from tanghulu.store.node.tenant_book import Policies, TenantBook, trim
-from tanghulu.store.node.tenant_metrics import TenantCollector
-from tanghulu.store.node.tier import QUEUE_BYTES, SsdTier
-from tanghulu.store.node.tier_admission import MODES, TierAdmission
-from tanghulu.store.node.tier_metrics import TierCollector
-from tanghulu.store.node.tier_opening import MIN_SSD_BYTES, SsdPlace, open_tier, send_down
-from tanghulu.store.node.tier_promotion import Promoter
-from tanghulu.store.tenant_rules import NODE_GRPC_RULES, NODE_RULES, refuse_open_carriers
-from tanghulu.store.words import MAX_INLINE_BYTES
-from tanghulu.tenants import Tenant
-from tanghulu.tls import ServerTls
-from tanghulu.tokens_file import TokensFile
-from tanghulu.transfer_engine.access import AccessTable
-from tanghulu.transfer_engine.leases import Freed
+from tanghulu.store.node.replication.copier import Copier
+from tanghulu.store.node.reporting import registration as registering
+from tanghulu.store.node.reporting.copy_wire import Orders
+from tanghulu.store.node.reporting.reporter import Announcer
+from tanghulu.store.node.rpc import metrics
+from tanghulu.store.node.rpc.admin_service import AdminService
+from tanghulu.store.node.rpc.grpc_service import GrpcStoreNode
+from tanghulu.store.node.rpc.metrics import NodeCollector, TrafficCounters
+from tanghulu.store.node.rpc.service import NodeIdentity, NodeService
+from tanghulu.store.node.rpc.sessions import Sessions
+from tanghulu.store.node.rpc.stream_service import ArrivalService
+from tanghulu.store.node.rpc.tenant_metrics import TenantCollector
+from tanghulu.store.node.ssd.admission import MODES, TierAdmission
+from tanghulu.store.node.ssd.metrics import TierCollector
+from tanghulu.store.node.ssd.opening import MIN_SSD_BYTES, SsdPlace, open_tier, send_down
+from tanghulu.store.node.ssd.promotion import Promoter
+from tanghulu.store.node.ssd.tier import QUEUE_BYTES, SsdTier
+from tanghulu.store.node.state.limits import Watermarks
+from tanghulu.store.node.state.node_state import NodeState
+from tanghulu.store.node.state.outcomes import EvictionReason
+from tanghulu.store.node.state.tenant_usage import Policies, TenantBook, trim
+from tanghulu.store.node.writes.puts import PutDesk
+from tanghulu.store.node.writes.write_buffers import Desks
+from tanghulu.store.protocol.access_rules import NODE_GRPC_RULES, NODE_RULES, refuse_open_carriers
+from tanghulu.store.protocol.types import MAX_INLINE_BYTES
+from tanghulu.transfer_engine.core.access import AccessTable
+from tanghulu.transfer_engine.core.leases import Freed
 from tanghulu.transfer_engine.metrics import ServerCollector
 from tanghulu.transfer_engine.options import TransferOptions, transfer_settings
-from tanghulu.transfer_engine.server import SegmentServer
+from tanghulu.transfer_engine.owner.server import SegmentServer
 from tanghulu.types import Address, ChunkKey, Role, format_size
 
 _log = structlog.get_logger(__name__)

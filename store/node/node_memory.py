@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import secrets
 
-from tanghulu.store.node.desks import AREA_BYTES
-from tanghulu.store.node.published import Published
-from tanghulu.store.shared_index import IndexPlace, IndexWriter, index_bytes, num_buckets_for
-from tanghulu.transfer_engine.segment import MemorySegment
+from tanghulu.store.node.state.published import Published
+from tanghulu.store.node.writes.write_buffers import AREA_BYTES
+from tanghulu.store.protocol.shared_index import IndexPlace, IndexWriter, index_bytes, num_buckets_for
+from tanghulu.transfer_engine.core.segment import MemorySegment
 
 
 class NodeMemory:

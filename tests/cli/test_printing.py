@@ -8,8 +8,8 @@ from click.testing import CliRunner
 from tanghulu.cli.printing import counted
 from tanghulu.cli.store import COMMAND
 from tanghulu.store.admin.rows import plain
-from tanghulu.store.checksums import Checksums
 from tanghulu.store.client.model import TenantView
+from tanghulu.store.protocol.checksums import Checksums
 
 
 def test_programs_get_names_for_everything() -> None:

@@ -21,8 +21,8 @@ from tanghulu.discovery.memory import MemoryDiscovery
 from tanghulu.hashing import TokenSequence, root_hash
 from tanghulu.protos import common_pb2, session_pb2_grpc
 from tanghulu.protos import session_pb2 as pb
-from tanghulu.rpc.door import Door
 from tanghulu.rpc.fast_server import FastService
+from tanghulu.rpc.port_mux import Door
 from tanghulu.types import InstanceId, Role
 
 MODEL = "tiny"

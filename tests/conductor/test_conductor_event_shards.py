@@ -10,11 +10,11 @@ from conductor_cluster import running_cluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tanghulu.conductor import event_shards
-from tanghulu.conductor.event_shards import SLICE_BLOCKS, EventShards
-from tanghulu.conductor.events import CacheMirror
-from tanghulu.conductor.prefix_index import Cleared, PrefixIndex, Removed, Stored
-from tanghulu.conductor.requests import KvChange, Welcome, WorkerLoad
+from tanghulu.conductor.index import shards as event_shards
+from tanghulu.conductor.index.events import CacheMirror
+from tanghulu.conductor.index.prefix_index import Cleared, PrefixIndex, Removed, Stored
+from tanghulu.conductor.index.shards import SLICE_BLOCKS, EventShards
+from tanghulu.conductor.routing.requests import KvChange, Welcome, WorkerLoad
 from tanghulu.types import BlockHash, InstanceId
 
 HOLDERS = [InstanceId(name) for name in "abcd"]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tanghulu.conductor.hash_cache import RUN_BLOCKS, HashCache
+from tanghulu.conductor.index.hash_cache import RUN_BLOCKS, HashCache
 from tanghulu.hashing import TokenSequence, chain_hashes, root_hash
 from tanghulu.types import Fingerprint
 

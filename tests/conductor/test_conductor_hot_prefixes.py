@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tanghulu.conductor.events import CacheMirror
-from tanghulu.conductor.hot_prefixes import AGAIN_S, MAX_HOLDERS, MAX_PREFIXES, HotPrefixes
+from tanghulu.conductor.index.events import CacheMirror
+from tanghulu.conductor.index.hot_prefixes import AGAIN_S, MAX_HOLDERS, MAX_PREFIXES, HotPrefixes
 from tanghulu.conductor.replicating import Replicator
 from tanghulu.errors import MasterUnavailable
-from tanghulu.store.directory_events import DirectoryEvent, DirectoryEventKind
+from tanghulu.store.directory_feed import DirectoryEvent, DirectoryEventKind
 from tanghulu.types import BlockHash, Fingerprint, kv_chunk_key
 
 MODEL = Fingerprint(b"m" * 16)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tanghulu.conductor.lifecycle import (
+from tanghulu.conductor.dispatch.lifecycle import (
     ENDED,
     TRANSITIONS,
     AbortAt,
@@ -19,7 +19,7 @@ from tanghulu.conductor.lifecycle import (
     SubmitTo,
     next_state,
 )
-from tanghulu.conductor.requests import (
+from tanghulu.conductor.routing.requests import (
     FinishReason,
     GenerationRequest,
     KvSource,

@@ -9,10 +9,10 @@ from conductor_cluster import running_cluster
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tanghulu.conductor.links import LinkSpeeds
-from tanghulu.conductor.policies.base import RequestView, WorkerView
-from tanghulu.conductor.policies.fetching import best_source, nearest_source, peer_fetch_s
-from tanghulu.conductor.policies.registry import make_policy
+from tanghulu.conductor.routing.links import LinkSpeeds
+from tanghulu.conductor.routing.policies.base import RequestView, WorkerView
+from tanghulu.conductor.routing.policies.fetching import best_source, nearest_source, peer_fetch_s
+from tanghulu.conductor.routing.policies.registry import make_policy
 from tanghulu.protos import session_pb2 as pb
 from tanghulu.types import InstanceId, Place
 

@@ -22,9 +22,9 @@ from tanghulu.discovery.base import Instance
 from tanghulu.discovery.master import MasterDiscovery
 from tanghulu.errors import ConfigError
 from tanghulu.hashing import TokenSequence, root_hash
-from tanghulu.process import Process, Status
 from tanghulu.protos import directory_pb2, directory_pb2_grpc
 from tanghulu.rpc.grpc_edge import channel
+from tanghulu.runtime.process import Process, Status
 from tanghulu.store.master import main as master_main
 from tanghulu.store.master.main import MasterConfig
 from tanghulu.types import Address, InstanceId, Role, kv_chunk_key

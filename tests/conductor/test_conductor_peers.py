@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from tanghulu.conductor.in_flight import InFlightBlocks
+from tanghulu.auth.credentials import Credentials, TlsFiles
 from tanghulu.conductor.main import Conductor, ConductorConfig
 from tanghulu.conductor.peers import group, wire
 from tanghulu.conductor.peers.inbox import PeerRequests
 from tanghulu.conductor.peers.outbox import MAX_PEERS, Begun, News, OwnRequests
-from tanghulu.conductor.requests import WorkerLoad
-from tanghulu.conductor.worker_state import LoadTracker
-from tanghulu.credentials import Credentials, TlsFiles
+from tanghulu.conductor.routing.in_flight import InFlightBlocks
+from tanghulu.conductor.routing.requests import WorkerLoad
+from tanghulu.conductor.routing.worker_state import LoadTracker
 from tanghulu.discovery.base import Instance
 from tanghulu.discovery.memory import MemoryDiscovery, MemoryRegistry
 from tanghulu.errors import NodeUnavailable, Unauthorized

@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tanghulu.conductor.policies.affinity import SessionAffinity
-from tanghulu.conductor.policies.base import PeerFetch, RequestView, WorkerView, nearness, place_of_least
-from tanghulu.conductor.policies.dynamo import Dynamo
-from tanghulu.conductor.policies.linear import Linear
-from tanghulu.conductor.policies.mooncake import Mooncake
-from tanghulu.conductor.policies.registry import POLICY_NAMES, PolicyOptions, make_policy
-from tanghulu.conductor.policies.simple import LeastLoaded, Random, RoundRobin
-from tanghulu.conductor.policies.ttft_min import TtftMin
-from tanghulu.conductor.requests import WorkerLoad
-from tanghulu.conductor.routing import with_both_phases
-from tanghulu.conductor.worker_state import LoadTracker
+from tanghulu.conductor.dispatch.router import with_both_phases
+from tanghulu.conductor.routing.policies.affinity import SessionAffinity
+from tanghulu.conductor.routing.policies.base import PeerFetch, RequestView, WorkerView, nearness, place_of_least
+from tanghulu.conductor.routing.policies.dynamo import Dynamo
+from tanghulu.conductor.routing.policies.linear import Linear
+from tanghulu.conductor.routing.policies.mooncake import Mooncake
+from tanghulu.conductor.routing.policies.registry import POLICY_NAMES, PolicyOptions, make_policy
+from tanghulu.conductor.routing.policies.simple import LeastLoaded, Random, RoundRobin
+from tanghulu.conductor.routing.policies.ttft_min import TtftMin
+from tanghulu.conductor.routing.requests import WorkerLoad
+from tanghulu.conductor.routing.worker_state import LoadTracker
 from tanghulu.types import InstanceId, Place, Role
 
 REQUEST = RequestView(num_tokens=6400, block_tokens=64, block_bytes=2 << 20)

@@ -10,12 +10,12 @@ from conductor_cluster import running_cluster
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tanghulu.conductor.admission import Admission, forecast
-from tanghulu.conductor.cost import DecodeProfile
-from tanghulu.conductor.in_flight import InFlightBlocks
-from tanghulu.conductor.policies.base import Decision, RequestView, WorkerView
-from tanghulu.conductor.policies.decode import decode_costs
-from tanghulu.conductor.shortlist import shortlist
+from tanghulu.conductor.dispatch.admission import Admission, forecast
+from tanghulu.conductor.routing.cost import DecodeProfile
+from tanghulu.conductor.routing.in_flight import InFlightBlocks
+from tanghulu.conductor.routing.policies.base import Decision, RequestView, WorkerView
+from tanghulu.conductor.routing.policies.decode import decode_costs
+from tanghulu.conductor.routing.shortlist import shortlist
 from tanghulu.types import InstanceId, Role
 
 PROMPT = "a prompt of many tokens that fills several blocks of four tokens each"

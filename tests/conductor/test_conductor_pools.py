@@ -15,10 +15,10 @@ import pytest
 from conductor_cluster import Cluster, running_cluster
 from prometheus_client import CollectorRegistry
 
-from tanghulu.conductor.pools.demand import demand_of, prefill_only
-from tanghulu.conductor.pools.grid import Demand, parse_pools, read_pools
-from tanghulu.conductor.pools.main import GlobalRouter, RouterConfig
-from tanghulu.conductor.pools.members import Members
+from tanghulu.conductor.pool_router.demand import demand_of, prefill_only
+from tanghulu.conductor.pool_router.grid import Demand, parse_pools, read_pools
+from tanghulu.conductor.pool_router.main import GlobalRouter, RouterConfig
+from tanghulu.conductor.pool_router.members import Members
 from tanghulu.discovery.base import EventKind, Instance, InstanceEvent
 from tanghulu.discovery.memory import MemoryDiscovery, MemoryRegistry
 from tanghulu.errors import ConfigError, InvalidRequest

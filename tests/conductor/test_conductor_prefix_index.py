@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tanghulu.conductor.events import CacheMirror
-from tanghulu.conductor.prefix_index import Cleared, PrefixIndex, Removed, Stored
-from tanghulu.conductor.requests import KvChange, Welcome, WorkerLoad
+from tanghulu.conductor.index.events import CacheMirror
+from tanghulu.conductor.index.prefix_index import Cleared, PrefixIndex, Removed, Stored
+from tanghulu.conductor.routing.requests import KvChange, Welcome, WorkerLoad
 from tanghulu.errors import NodeUnavailable
-from tanghulu.store.directory_events import DirectoryEvent, DirectoryEventKind
+from tanghulu.store.directory_feed import DirectoryEvent, DirectoryEventKind
 from tanghulu.types import BlockHash, Fingerprint, InstanceId, kv_chunk_key
 
 A, B, C = (InstanceId(name) for name in "abc")

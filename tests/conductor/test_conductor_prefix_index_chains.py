@@ -9,9 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tanghulu.conductor import index_node, prefix_index
-from tanghulu.conductor.index_node import Node, leading_ones, ranges, slots
-from tanghulu.conductor.prefix_index import Cleared, PrefixIndex, Removed, Stored
+from tanghulu.conductor.index import nodes as index_node
+from tanghulu.conductor.index import prefix_index
+from tanghulu.conductor.index.nodes import Node, leading_ones, ranges, slots
+from tanghulu.conductor.index.prefix_index import Cleared, PrefixIndex, Removed, Stored
 from tanghulu.hashing import as_tokens, chain_hashes, root_hash
 from tanghulu.types import BlockHash, Fingerprint, InstanceId
 

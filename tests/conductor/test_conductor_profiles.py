@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tanghulu.conductor.cost import DecodeProfile, PrefillProfile
-from tanghulu.conductor.policies.base import RequestView
-from tanghulu.conductor.policies.ttft_min import TtftMin
-from tanghulu.conductor.profiles import NOTHING_KNOWN, Profiles, read_profiles
-from tanghulu.conductor.requests import WorkerLoad
-from tanghulu.conductor.worker_session import _load
-from tanghulu.conductor.worker_state import LoadTracker
+from tanghulu.conductor.dispatch.worker_session import _load
+from tanghulu.conductor.routing.cost import DecodeProfile, PrefillProfile
+from tanghulu.conductor.routing.policies.base import RequestView
+from tanghulu.conductor.routing.policies.ttft_min import TtftMin
+from tanghulu.conductor.routing.profiles import NOTHING_KNOWN, Profiles, read_profiles
+from tanghulu.conductor.routing.requests import WorkerLoad
+from tanghulu.conductor.routing.worker_state import LoadTracker
 from tanghulu.errors import ConfigError
 from tanghulu.protos import session_pb2 as pb
 from tanghulu.types import InstanceId, Role

@@ -14,7 +14,6 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tanghulu.conductor.policies.registry import POLICY_NAMES, make_policy
 from tanghulu.conductor.replay.decode import DecodeInstance
 from tanghulu.conductor.replay.job import Job
 from tanghulu.conductor.replay.main import COMMAND, ReplayConfig, replay
@@ -22,6 +21,7 @@ from tanghulu.conductor.replay.model import LatencyModel
 from tanghulu.conductor.replay.prefill import BlockCache
 from tanghulu.conductor.replay.simulation import ClusterConfig, Simulation
 from tanghulu.conductor.replay.trace import TraceRequest, read_trace
+from tanghulu.conductor.routing.policies.registry import POLICY_NAMES, make_policy
 from tanghulu.errors import ConfigError, InvalidRequest
 
 EXCERPT = Path(__file__).parent / "data" / "conversation_excerpt.jsonl.gz"

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tanghulu.conductor.policies.base import RequestView, any_of_least, decoders, place_of_least, prefillers
-from tanghulu.conductor.policies.decode import Ties, decode_costs, near_places
-from tanghulu.conductor.policies.fetching import best_source
-from tanghulu.conductor.policies.registry import POLICY_NAMES, make_policy
-from tanghulu.conductor.policies.ttft_min import TtftMin
-from tanghulu.conductor.requests import WorkerLoad
-from tanghulu.conductor.roster import Roster
-from tanghulu.conductor.worker_state import LoadTracker, views
+from tanghulu.conductor.routing.policies.base import RequestView, any_of_least, decoders, place_of_least, prefillers
+from tanghulu.conductor.routing.policies.decode import Ties, decode_costs, near_places
+from tanghulu.conductor.routing.policies.fetching import best_source
+from tanghulu.conductor.routing.policies.registry import POLICY_NAMES, make_policy
+from tanghulu.conductor.routing.policies.ttft_min import TtftMin
+from tanghulu.conductor.routing.requests import WorkerLoad
+from tanghulu.conductor.routing.worker_state import LoadTracker, views
+from tanghulu.conductor.routing.worker_views import Roster
 from tanghulu.types import InstanceId, Place, Role
 
 

@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request
 from prometheus_client import CollectorRegistry
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from tanghulu.conductor.router.main import RouterConfig, RouterServer
+from tanghulu.conductor.routing_service.main import RouterConfig, RouterServer
 from tanghulu.protos import router_pb2 as pb
 from tanghulu.protos import router_pb2_grpc
 from tanghulu.types import InstanceId, Role

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from prometheus_client import CollectorRegistry
 
-from tanghulu.conductor.policies.registry import PolicyOptions
-from tanghulu.conductor.prefix_index import PrefixIndex
-from tanghulu.conductor.requests import KvChange, WorkerLoad
-from tanghulu.conductor.router.assumed import AssumedBlocks
-from tanghulu.conductor.router.main import RouterConfig, RouterServer
-from tanghulu.conductor.router.service import Question, RoutingService
-from tanghulu.conductor.routing_wish import NO_WISH, Policies, RoutingWish
+from tanghulu.conductor.index.prefix_index import PrefixIndex
+from tanghulu.conductor.routing.overrides import NO_WISH, Policies, RoutingWish
+from tanghulu.conductor.routing.policies.registry import PolicyOptions
+from tanghulu.conductor.routing.requests import KvChange, WorkerLoad
+from tanghulu.conductor.routing_service.assumed import AssumedBlocks
+from tanghulu.conductor.routing_service.main import RouterConfig, RouterServer
+from tanghulu.conductor.routing_service.service import Question, RoutingService
 from tanghulu.errors import ConfigError, InvalidRequest, NodeUnavailable
 from tanghulu.hashing import chain_hashes
 from tanghulu.protos import router_pb2 as pb

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from tanghulu.conductor.admission import forecast
+from tanghulu.conductor.dispatch.admission import forecast
 from tanghulu.conductor.main import ConductorConfig
-from tanghulu.conductor.output_length import FIRST_EXPECTED_OUTPUT
-from tanghulu.conductor.policies.base import Decision, RequestView, WorkerView
-from tanghulu.conductor.policies.registry import PolicyOptions
-from tanghulu.conductor.requests import WorkerLoad
-from tanghulu.conductor.routing_wish import MAX_POLICIES, Policies, RoutingWish, parse_weights, restricted
-from tanghulu.conductor.worker_state import LoadTracker
+from tanghulu.conductor.routing.output_length import FIRST_EXPECTED_OUTPUT
+from tanghulu.conductor.routing.overrides import MAX_POLICIES, Policies, RoutingWish, parse_weights, restricted
+from tanghulu.conductor.routing.policies.base import Decision, RequestView, WorkerView
+from tanghulu.conductor.routing.policies.registry import PolicyOptions
+from tanghulu.conductor.routing.requests import WorkerLoad
+from tanghulu.conductor.routing.worker_state import LoadTracker
 from tanghulu.errors import ConfigError
 from tanghulu.types import InstanceId, Role
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tanghulu.conductor.policies.base import RequestView, WorkerView
-from tanghulu.conductor.policies.ttft_min import TtftMin
+from tanghulu.conductor.routing.policies.base import RequestView, WorkerView
+from tanghulu.conductor.routing.policies.ttft_min import TtftMin
 from tanghulu.types import InstanceId, Role
 
 REQUEST = RequestView(num_tokens=6400, block_tokens=64, block_bytes=2 << 20)

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from tanghulu.conductor.requests import KvChange
-from tanghulu.conductor.router.main import RouterConfig
-from tanghulu.conductor.router.vllm_events import EventSource, Numbers, decode, parse_sources
-from tanghulu.conductor.router.vllm_follower import VllmFollower
+from tanghulu.conductor.routing.requests import KvChange
+from tanghulu.conductor.routing_service.main import RouterConfig
+from tanghulu.conductor.routing_service.vllm_events import EventSource, Numbers, decode, parse_sources
+from tanghulu.conductor.routing_service.vllm_follower import VllmFollower
 from tanghulu.errors import ConfigError, InvalidRequest
 from tanghulu.types import InstanceId
 

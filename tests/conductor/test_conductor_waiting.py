@@ -9,7 +9,7 @@ from conductor_cluster import running_cluster
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tanghulu.conductor.waiting import QueueOrder, WaitingQueue
+from tanghulu.conductor.dispatch.queue import QueueOrder, WaitingQueue
 from tanghulu.types import RequestId
 
 

@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
-from tanghulu.conductor.expected_blocks import ExpectedBlocks
-from tanghulu.conductor.policies.base import RequestView
-from tanghulu.conductor.policies.registry import make_policy
-from tanghulu.conductor.requests import WorkerLoad
-from tanghulu.conductor.routing import with_both_phases
-from tanghulu.conductor.worker_state import LoadTracker
+from tanghulu.conductor.dispatch.router import with_both_phases
+from tanghulu.conductor.routing.expected_blocks import ExpectedBlocks
+from tanghulu.conductor.routing.policies.base import RequestView
+from tanghulu.conductor.routing.policies.registry import make_policy
+from tanghulu.conductor.routing.requests import WorkerLoad
+from tanghulu.conductor.routing.worker_state import LoadTracker
 from tanghulu.types import InstanceId, Role
 
 WORKER = InstanceId("w")

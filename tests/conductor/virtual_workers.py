@@ -10,11 +10,12 @@ from collections.abc import Callable
 from fake_worker import TOKENIZER
 from prometheus_client import CollectorRegistry
 
-from tanghulu.conductor.cost import DecodeProfile, PrefillProfile
-from tanghulu.conductor.dispatcher import Dispatcher, Limits
+from tanghulu.conductor.dispatch.dispatcher import Dispatcher, Limits
+from tanghulu.conductor.dispatch.registry import Worker
 from tanghulu.conductor.metrics import ConductorMetrics
-from tanghulu.conductor.registry import Worker
-from tanghulu.conductor.requests import (
+from tanghulu.conductor.routing.cost import DecodeProfile, PrefillProfile
+from tanghulu.conductor.routing.overrides import Policies, parse_weights
+from tanghulu.conductor.routing.requests import (
     GenerationRequest,
     KvChange,
     KvSource,
@@ -27,17 +28,23 @@ from tanghulu.conductor.requests import (
     Welcome,
     WorkerLoad,
 )
-from tanghulu.conductor.routing_wish import Policies, parse_weights
-from tanghulu.conductor.served_model import ServedModel
+from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.discovery.base import Instance
 from tanghulu.hashing import Tokens, TokenSequence, root_hash
 from tanghulu.types import Address, Fingerprint, InstanceId, RequestId, Role
-from tanghulu.workers.block_pool import BlockPool, KvEventKind
-from tanghulu.workers.mock_timing import TIMINGS
-from tanghulu.workers.requests import EngineRequest, FinishReason, PeerExport, PrefixHolder, SamplingParams, StopParams
-from tanghulu.workers.scheduler import Scheduler, SchedulerConfig
-from tanghulu.workers.speed import SpeedMeter
-from tanghulu.workers.step_plan import FetchWanted, StepPlan
+from tanghulu.workers.engine.block_pool import BlockPool, KvEventKind
+from tanghulu.workers.engine.requests import (
+    EngineRequest,
+    FinishReason,
+    PeerExport,
+    PrefixHolder,
+    SamplingParams,
+    StopParams,
+)
+from tanghulu.workers.engine.scheduler import Scheduler, SchedulerConfig
+from tanghulu.workers.engine.speed import SpeedMeter
+from tanghulu.workers.engine.step_plan import FetchWanted, StepPlan
+from tanghulu.workers.mock.timing import TIMINGS
 
 BLOCK_TOKENS = 64
 STEP_TOKENS = 8192

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from running_master import instance
 
-from tanghulu.clock import ManualClock
 from tanghulu.discovery import leases as lease_module
 from tanghulu.discovery.base import EventKind, InstanceEvent
 from tanghulu.discovery.leases import LeaseTable
 from tanghulu.discovery.memory import MemoryDiscovery, MemoryRegistry
 from tanghulu.discovery.mirror import InstanceMirror
 from tanghulu.errors import InvalidRequest, MasterUnavailable, Overloaded
+from tanghulu.runtime.clock import ManualClock
 from tanghulu.types import Role
 
 PUT, DELETE, SYNCED = EventKind.PUT, EventKind.DELETE, EventKind.SYNCED

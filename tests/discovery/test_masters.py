@@ -6,8 +6,9 @@ import pytest
 
 from tanghulu.discovery.masters import MasterFinder
 from tanghulu.errors import InvalidRequest, MasterUnavailable, NodeUnavailable, NotLeader, error_from_code
-from tanghulu.store.node.fence import Fence
-from tanghulu.types import Address, Masters
+from tanghulu.masters import Masters
+from tanghulu.store.node.reporting.fence import Fence
+from tanghulu.types import Address
 
 A, B, C = (Address("h", port) for port in (1, 2, 3))
 

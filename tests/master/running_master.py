@@ -20,15 +20,15 @@ from prometheus_client import CollectorRegistry
 
 from free_ports import free_port
 from tanghulu.discovery.base import Instance
-from tanghulu.process import Process, Status
 from tanghulu.protos import directory_pb2 as pb
 from tanghulu.protos import directory_pb2_grpc, fastlane_pb2
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.grpc_edge import channel
-from tanghulu.store import packed_directory
-from tanghulu.store.master import wire as master_wire
-from tanghulu.store.master.chunk_table import Found
+from tanghulu.runtime.process import Process, Status
+from tanghulu.store.master.directory.chunk_table import Found
 from tanghulu.store.master.main import MasterConfig, serve
+from tanghulu.store.master.rpc import wire as master_wire
+from tanghulu.store.protocol import packed_directory
 from tanghulu.types import Address, InstanceId, Place, Role
 
 

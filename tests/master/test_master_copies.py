@@ -9,14 +9,14 @@ import pytest
 
 from tanghulu.discovery.base import Instance
 from tanghulu.errors import InvalidRequest
-from tanghulu.store.master import copy_planner
-from tanghulu.store.master.announcement import Announcement, ChunkEntry, Report
-from tanghulu.store.master.asked_copies import MAX_KEYS as MAX_ASKED_KEYS
-from tanghulu.store.master.asked_copies import AskedCopies
-from tanghulu.store.master.copy_orders import Copy, Drop, Reason
-from tanghulu.store.master.copy_planner import GRACE_S, CopyPlanner
-from tanghulu.store.master.directory import Directory
-from tanghulu.store.master.heat import MAX_KEYS, TAU_S, Heat
+from tanghulu.store.master.directory.announcement import Announcement, ChunkEntry, Report
+from tanghulu.store.master.directory.copy_orders import Copy, Drop, Reason
+from tanghulu.store.master.directory.directory import Directory
+from tanghulu.store.master.replication import planner as copy_planner
+from tanghulu.store.master.replication.asked_copies import MAX_KEYS as MAX_ASKED_KEYS
+from tanghulu.store.master.replication.asked_copies import AskedCopies
+from tanghulu.store.master.replication.demand import MAX_KEYS, TAU_S, Heat
+from tanghulu.store.master.replication.planner import GRACE_S, CopyPlanner
 from tanghulu.types import Address, InstanceId, Place, Role
 
 SIZE = 1000

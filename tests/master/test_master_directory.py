@@ -11,12 +11,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from running_master import instance
 
 from tanghulu.errors import InvalidRequest, LeaseExpired
-from tanghulu.store.master import directory as directory_module
-from tanghulu.store.master.announcement import Announcement, ChunkEntry, Report
-from tanghulu.store.master.chunk_table import ChunkTable
-from tanghulu.store.master.directory import Directory
-from tanghulu.store.master.events import DirectoryEventKind
-from tanghulu.store.master.placement import Wish
+from tanghulu.store.master.directory import directory as directory_module
+from tanghulu.store.master.directory.announcement import Announcement, ChunkEntry, Report
+from tanghulu.store.master.directory.chunk_table import ChunkTable
+from tanghulu.store.master.directory.directory import Directory
+from tanghulu.store.master.directory.placement import Wish
+from tanghulu.store.protocol.directory_events import DirectoryEventKind
 
 NAMES = st.sampled_from(["a", "b", "c"])
 KEYS = st.sampled_from(["kv/0", "kv/1", "kv/2", "z"])

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from tanghulu.store.master.election import (
+from tanghulu.store.master.election.election import (
     MARGIN_S,
     RETRY_S,
     TRANSITIONS,

@@ -10,17 +10,17 @@ import pytest
 from prometheus_client import CollectorRegistry
 from running_master import instance
 
-from tanghulu.clock import ManualClock
 from tanghulu.errors import Overloaded
 from tanghulu.protos import directory_pb2 as pb
-from tanghulu.store.directory_events import DirectoryEventKind
-from tanghulu.store.master.announcement import Announcement, ChunkEntry, Report
+from tanghulu.runtime.clock import ManualClock
+from tanghulu.store.directory_feed import DirectoryEventKind
 from tanghulu.store.master.core import Master
-from tanghulu.store.master.event_ring import EventRing
-from tanghulu.store.master.followers import follow
+from tanghulu.store.master.directory.announcement import Announcement, ChunkEntry, Report
+from tanghulu.store.master.directory.events import EventRing
+from tanghulu.store.master.directory.rebuild import ALONE_S
 from tanghulu.store.master.metrics import MasterMetrics
-from tanghulu.store.master.rebuild import ALONE_S
-from tanghulu.store.master.shell import Shell
+from tanghulu.store.master.rpc.followers import follow
+from tanghulu.store.master.server import Shell
 
 K = DirectoryEventKind
 

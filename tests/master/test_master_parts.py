@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from running_master import instance
 
-from tanghulu.store.directory_events import EventCursor
-from tanghulu.store.master.announcement import Announcement, ChunkEntry
+from tanghulu.store.directory_feed import EventCursor
 from tanghulu.store.master.core import Master
-from tanghulu.store.master.event_ring import EventRing, Lagged
-from tanghulu.store.master.events import DirectoryEvent, DirectoryEventKind
-from tanghulu.store.master.placement import NUM_SPARES, Candidate, Wish, place
+from tanghulu.store.master.directory.announcement import Announcement, ChunkEntry
+from tanghulu.store.master.directory.events import EventRing, Lagged
+from tanghulu.store.master.directory.placement import NUM_SPARES, Candidate, Wish, place
+from tanghulu.store.protocol.directory_events import DirectoryEvent, DirectoryEventKind
 from tanghulu.types import Place, Role
 
 

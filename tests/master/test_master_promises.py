@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from running_master import instance
 
-from tanghulu.store.master import promises
-from tanghulu.store.master.announcement import Announcement, ChunkEntry, Report, Withdrawal
-from tanghulu.store.master.directory import Directory
-from tanghulu.store.master.promises import PROMISE_S, Promises
-from tanghulu.store.master.rebuild import ALONE_S
-from tanghulu.store.words import Proclamation, Verdict
+from tanghulu.store.master.directory import pending_commits as promises
+from tanghulu.store.master.directory.announcement import Announcement, ChunkEntry, Report, Withdrawal
+from tanghulu.store.master.directory.directory import Directory
+from tanghulu.store.master.directory.pending_commits import PROMISE_S, Promises
+from tanghulu.store.master.directory.rebuild import ALONE_S
+from tanghulu.store.protocol.types import Proclamation, Verdict
 from tanghulu.types import ChunkKey
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from running_master import instance
 
-from tanghulu.store.master.announcement import Announcement, Report
-from tanghulu.store.master.directory import Directory
-from tanghulu.store.master.rebuild import ALONE_S, TRANSITIONS, Knowledge, RebuildEvent
+from tanghulu.store.master.directory.announcement import Announcement, Report
+from tanghulu.store.master.directory.directory import Directory
+from tanghulu.store.master.directory.rebuild import ALONE_S, TRANSITIONS, Knowledge, RebuildEvent
 
 
 def make(*names: str, **values) -> Directory:

@@ -18,7 +18,7 @@ from tanghulu.protos import directory_pb2 as pb
 from tanghulu.protos import fastlane_pb2
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.grpc_edge import typed_errors
-from tanghulu.store.directory_events import DirectoryEvent, DirectoryEventKind, follow_directory
+from tanghulu.store.directory_feed import DirectoryEvent, DirectoryEventKind, follow_directory
 from tanghulu.types import Address, Role
 
 K = DirectoryEventKind

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tanghulu.errors import Overloaded
-from tanghulu.store.master import waits
-from tanghulu.store.master.waits import WaitBoard, Waiter
+from tanghulu.store.master.directory import waiters as waits
+from tanghulu.store.master.directory.waiters import WaitBoard, Waiter
 
 
 def test_the_example_of_the_module() -> None:

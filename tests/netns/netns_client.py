@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tanghulu.transfer_engine.engine import EngineConfig, Opcode, TransferBatch, TransferEngine, TransferRequest
-from tanghulu.transfer_engine.topology_discovery import discover
+from tanghulu.transfer_engine.topology.discovery import discover
 
 MIB = 1 << 20
 

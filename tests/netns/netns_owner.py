@@ -8,9 +8,9 @@ import sys
 
 import uvloop
 
-from tanghulu.transfer_engine.segment import MemorySegment
-from tanghulu.transfer_engine.server import SegmentServer
-from tanghulu.transfer_engine.topology_discovery import discover
+from tanghulu.transfer_engine.core.segment import MemorySegment
+from tanghulu.transfer_engine.owner.server import SegmentServer
+from tanghulu.transfer_engine.topology.discovery import discover
 
 
 async def serve(size_bytes: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tanghulu.transfer_engine.config import EngineConfig, TransportLimits
+from tanghulu.transfer_engine.core.config import EngineConfig, TransportLimits
 
 MIB = 1 << 20
 #: Small windows: of a batch that is larger, something is still to be posted when a fault is injected.

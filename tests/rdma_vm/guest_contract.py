@@ -24,13 +24,7 @@ from test_transfer_contract import (  # noqa: F401 - pytest collects them from h
     test_the_edges_of_the_segment,
 )
 
-from tanghulu.transfer_engine.engine import (
-    Opcode,
-    RemoteSegment,
-    TransferBatch,
-    TransferEngine,
-    TransferRequest,
-)
+from tanghulu.transfer_engine.engine import Opcode, RemoteSegment, TransferBatch, TransferEngine, TransferRequest
 
 READ, WRITE = Opcode.READ, Opcode.WRITE
 

@@ -14,10 +14,10 @@ from typing import Any
 from tanghulu.errors import ChunkNotFound
 from tanghulu.protos import directory_pb2 as pb
 from tanghulu.protos import directory_pb2_grpc, fastlane_pb2
-from tanghulu.rpc.door import Door
 from tanghulu.rpc.fast_server import FastService, Later, Peer
 from tanghulu.rpc.frames import HEAD
 from tanghulu.rpc.grpc_edge import abort
+from tanghulu.rpc.port_mux import Door
 
 ECHO = fastlane_pb2.METHOD_GET
 SLOW = fastlane_pb2.METHOD_PUT

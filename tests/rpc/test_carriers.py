@@ -12,15 +12,7 @@ from typing import Any
 import pytest
 from rpc_service import BLOAT, BROKEN, ECHO, FAIL, HANG, LATER, SLOW, SLOW_BROKEN, Served, head_of, until
 
-from tanghulu.clock import SystemClock
-from tanghulu.errors import (
-    ChunkNotFound,
-    DeadlineExceeded,
-    InvalidRequest,
-    NodeUnavailable,
-    Overloaded,
-    TanghuluError,
-)
+from tanghulu.errors import ChunkNotFound, DeadlineExceeded, InvalidRequest, NodeUnavailable, Overloaded, TanghuluError
 from tanghulu.protos import directory_pb2 as pb
 from tanghulu.protos import fastlane_pb2
 from tanghulu.rpc import fast_server
@@ -28,7 +20,8 @@ from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Call, FastConnection
 from tanghulu.rpc.fast_server import MAX_CALLS_IN_FLIGHT
 from tanghulu.rpc.frames import HEAD, MAX_ATTACHMENT_BYTES, PREAMBLE, encode_head
-from tanghulu.spinning import Spinner, SpinTrial
+from tanghulu.runtime.busy_polling import Spinner, SpinTrial
+from tanghulu.runtime.clock import SystemClock
 from tanghulu.types import Address
 
 REPLY = pb.LocateReply

@@ -19,10 +19,10 @@ from tanghulu.errors import (
 )
 from tanghulu.protos import directory_pb2 as pb
 from tanghulu.protos import directory_pb2_grpc, fastlane_pb2
-from tanghulu.rpc.door import Door
 from tanghulu.rpc.fast_server import FastService
 from tanghulu.rpc.frames import HEAD, PREAMBLE, encode_head
 from tanghulu.rpc.grpc_edge import channel, typed_errors
+from tanghulu.rpc.port_mux import Door
 from tanghulu.rpc.wire import error_of, raise_for, status_of
 from tanghulu.types import Address
 

@@ -11,17 +11,18 @@ import grpc
 import pytest
 from rpc_service import ECHO, Served
 
+from tanghulu.auth.tenants import Right
+from tanghulu.auth.tokens import TokensFile
 from tanghulu.errors import InvalidRequest, Unauthorized
 from tanghulu.protos import directory_pb2 as pb
 from tanghulu.protos import directory_pb2_grpc, fastlane_pb2, store_pb2
-from tanghulu.rpc import door, fast_server
+from tanghulu.rpc import fast_server
+from tanghulu.rpc import port_mux as door
+from tanghulu.rpc.authorizer import Gate, Rule
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.frames import HEAD, PREAMBLE
-from tanghulu.rpc.gate import Gate, Rule
 from tanghulu.rpc.grpc_edge import channel
-from tanghulu.tenants import Right
-from tanghulu.tokens_file import TokensFile
 
 ASK, REPLY = pb.LocateRequest(keys=["k"]), pb.LocateReply
 

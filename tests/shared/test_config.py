@@ -6,8 +6,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from tanghulu.config import command, describe, load_toml, option, refuse_unknown_variables, variables_of
 from tanghulu.errors import ConfigError
+from tanghulu.runtime.config import command, describe, load_toml, option, refuse_unknown_variables, variables_of
 from tanghulu.types import Address
 
 

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from tanghulu.auth.credentials import Credentials, from_metadata, read_token
+from tanghulu.auth.tenants import Identity, Right, TokenTable, hash_of, new_token, scope_of, tenant_of
+from tanghulu.auth.tokens import TokensFile, load
 from tanghulu.cli.store_tenants import token as token_command
-from tanghulu.credentials import Credentials, from_metadata, read_token
 from tanghulu.errors import ConfigError, Forbidden, InvalidRequest, Unauthorized
-from tanghulu.tenants import Identity, Right, TokenTable, hash_of, new_token, scope_of, tenant_of
-from tanghulu.tokens_file import TokensFile, load
-from tanghulu.types import MAX_KEY_BYTES, Masters
+from tanghulu.masters import Masters
+from tanghulu.types import MAX_KEY_BYTES
 
 SECRET = new_token()
 ENTRY = f'[[tokens]]\nname = "a"\ntenant = "acme"\nrights = ["read"]\nsha256 = "{hash_of(SECRET)}"\n'

@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from tanghulu.clock import ManualClock
-from tanghulu.store.desk import DeskWriter, Record
-from tanghulu.store.node import desks
-from tanghulu.store.node.desks import Desks
-from tanghulu.store.node.eviction import make_policy
-from tanghulu.store.node.holdings import Holding
-from tanghulu.store.node.node_state import NodeState
-from tanghulu.store.words import Pin
-from tanghulu.transfer_engine.access import AccessTable
+from tanghulu.eviction import make_policy
+from tanghulu.runtime.clock import ManualClock
+from tanghulu.store.node.state.holdings import Holding
+from tanghulu.store.node.state.node_state import NodeState
+from tanghulu.store.node.writes import write_buffers as desks
+from tanghulu.store.node.writes.write_buffers import Desks
+from tanghulu.store.protocol.types import Pin
+from tanghulu.store.protocol.write_buffer import DeskWriter, Record
+from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.types import ChunkKey
 
 CAPACITY = 4 << 20

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from tanghulu.clock import ManualClock
-from tanghulu.store.checksums import Checksums
-from tanghulu.store.node.eviction import make_policy
-from tanghulu.store.node.node_state import NodeState
-from tanghulu.store.node.outcomes import Existed, Reserved
-from tanghulu.store.node.waiters import Holder, Waiter
-from tanghulu.store.words import NewChunk, Pin
-from tanghulu.transfer_engine.access import AccessTable
+from tanghulu.eviction import make_policy
+from tanghulu.runtime.clock import ManualClock
+from tanghulu.store.node.state.node_state import NodeState
+from tanghulu.store.node.state.outcomes import Existed, Reserved
+from tanghulu.store.node.state.waiters import Holder, Waiter
+from tanghulu.store.protocol.checksums import Checksums
+from tanghulu.store.protocol.types import NewChunk, Pin
+from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.types import ChunkKey, LeaseId
 
 CAPACITY = 64 * 64

@@ -19,38 +19,39 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from sim_loop import HOST, Network, Pipe, on_host
 
-from tanghulu.clock import SystemClock
 from tanghulu.discovery.base import Instance
 from tanghulu.discovery.masters import MasterFinder
 from tanghulu.errors import TanghuluError, TransferFailed
+from tanghulu.eviction.policies import make_policy
+from tanghulu.masters import Masters
 from tanghulu.rpc.fast_server import FastServerProtocol, FastService, Peer
 from tanghulu.rpc.frames import PREAMBLE
-from tanghulu.store.client.aio_client import AsyncClient
+from tanghulu.runtime.clock import SystemClock
+from tanghulu.store.client.aio import AsyncClient
 from tanghulu.store.client.settings import Settings
-from tanghulu.store.desk import HEAD_BYTES
 from tanghulu.store.master.core import Master
-from tanghulu.store.master.directory_service import DirectoryCalls
 from tanghulu.store.master.metrics import MasterMetrics
-from tanghulu.store.master.shell import Shell
-from tanghulu.store.node.announcer import Announcer
-from tanghulu.store.node.arrival_service import ArrivalService
-from tanghulu.store.node.copy_wire import Orders
-from tanghulu.store.node.desks import AREA_BYTES, Desks
-from tanghulu.store.node.eviction.policies import make_policy
-from tanghulu.store.node.metrics import TrafficCounters
-from tanghulu.store.node.node_state import NodeState
-from tanghulu.store.node.published import Published
-from tanghulu.store.node.puts import PutDesk
-from tanghulu.store.node.service import NodeIdentity, NodeService
-from tanghulu.store.node.sessions import Sessions
-from tanghulu.store.shared_index import IndexPlace, IndexWriter, index_bytes, num_buckets_for
-from tanghulu.transfer_engine.access import AccessTable
-from tanghulu.transfer_engine.buffers import Buffer
-from tanghulu.transfer_engine.leases import Freed
-from tanghulu.transfer_engine.opcode import Opcode
-from tanghulu.transfer_engine.requests import TransferBatch, TransferRequest
-from tanghulu.transfer_engine.segment import SegmentDescriptor
-from tanghulu.types import Address, ChunkKey, InstanceId, LeaseId, Masters, Place, Role
+from tanghulu.store.master.rpc.directory_service import DirectoryCalls
+from tanghulu.store.master.server import Shell
+from tanghulu.store.node.reporting.copy_wire import Orders
+from tanghulu.store.node.reporting.reporter import Announcer
+from tanghulu.store.node.rpc.metrics import TrafficCounters
+from tanghulu.store.node.rpc.service import NodeIdentity, NodeService
+from tanghulu.store.node.rpc.sessions import Sessions
+from tanghulu.store.node.rpc.stream_service import ArrivalService
+from tanghulu.store.node.state.node_state import NodeState
+from tanghulu.store.node.state.published import Published
+from tanghulu.store.node.writes.puts import PutDesk
+from tanghulu.store.node.writes.write_buffers import AREA_BYTES, Desks
+from tanghulu.store.protocol.shared_index import IndexPlace, IndexWriter, index_bytes, num_buckets_for
+from tanghulu.store.protocol.write_buffer import HEAD_BYTES
+from tanghulu.transfer_engine.client.requests import TransferBatch, TransferRequest
+from tanghulu.transfer_engine.core.access import AccessTable
+from tanghulu.transfer_engine.core.buffers import Buffer
+from tanghulu.transfer_engine.core.leases import Freed
+from tanghulu.transfer_engine.core.opcode import Opcode
+from tanghulu.transfer_engine.core.segment import SegmentDescriptor
+from tanghulu.types import Address, ChunkKey, InstanceId, LeaseId, Place, Role
 
 MASTER = Address("master", 1)
 LEASE_MS = 3000

@@ -13,9 +13,9 @@ from unittest import mock
 
 import structlog
 
-from tanghulu.clock import SystemClock
 from tanghulu.errors import TanghuluError
 from tanghulu.rpc.fast_server import FastServerProtocol
+from tanghulu.runtime.clock import SystemClock
 
 if TYPE_CHECKING:
     from sim_world import World

@@ -26,8 +26,8 @@ from sim_plan import KeyLife, Plan
 from sim_surroundings import collected_garbage, virtual_time
 
 from tanghulu.errors import ChunkNotFound, TanghuluError
-from tanghulu.store.client.aio_client import AsyncClient
-from tanghulu.store.node.chunk import ChunkState
+from tanghulu.store.client.aio import AsyncClient
+from tanghulu.store.node.state.chunk import ChunkState
 
 DEADLINE_S = 5.0
 #: How long after a disturbance of a node's or the master's the directory may still be behind.

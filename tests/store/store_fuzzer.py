@@ -29,8 +29,8 @@ from tanghulu.protos import common_pb2, directory_pb2, fastlane_pb2, membership_
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.frames import HEAD, PREAMBLE, PROTOCOL_VERSION, FrameReader, encode_head
 from tanghulu.rpc.wire import decode
-from tanghulu.store import packed_stream
-from tanghulu.store.words import NewChunk
+from tanghulu.store.protocol import packed_stream
+from tanghulu.store.protocol.types import NewChunk
 from tanghulu.types import Address, ChunkKey
 
 _F = fastlane_pb2

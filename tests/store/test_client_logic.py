@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from tanghulu.clock import ManualClock
 from tanghulu.errors import (
     ChecksumMismatch,
     ChunkNotFound,
@@ -21,13 +20,14 @@ from tanghulu.errors import (
 from tanghulu.protos import common_pb2, directory_pb2, store_pb2
 from tanghulu.protos.fastlane_pb2 import Method
 from tanghulu.rpc.fast_client import Call, Reply
-from tanghulu.store import checksums, packed_directory, packed_node
-from tanghulu.store.client.context import Context
-from tanghulu.store.client.gets import MAX_PINNED_AGAIN
-from tanghulu.store.client.instructions import MASTER, Ask, Deadline, Logic, Move, PeerId, Reach, Sleep, Tell
+from tanghulu.runtime.clock import ManualClock
+from tanghulu.store.client.logic.context import Context
+from tanghulu.store.client.logic.effects import MASTER, Ask, Deadline, Logic, Move, PeerId, Reach, Sleep, Tell
+from tanghulu.store.client.logic.get import MAX_PINNED_AGAIN
+from tanghulu.store.client.logic.operations import Operations
+from tanghulu.store.client.logic.placement import NodeTable
 from tanghulu.store.client.model import NodeView, PutItem, PutOptions
-from tanghulu.store.client.operations import Operations
-from tanghulu.store.client.placement import NodeTable
+from tanghulu.store.protocol import checksums, packed_directory, packed_node
 
 OK = PutOptions()
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tanghulu.store.client.instructions import PeerId
+from tanghulu.store.client.logic.effects import PeerId
+from tanghulu.store.client.logic.placement import NodeTable
 from tanghulu.store.client.model import NodeView
-from tanghulu.store.client.placement import NodeTable
 
 
 def node(name: str, place: str) -> NodeView:

@@ -9,10 +9,10 @@ from click.testing import CliRunner
 from store_cluster import eventually
 from test_tenants import Secured
 
+from tanghulu.auth.tenants import hash_of
 from tanghulu.cli.store import COMMAND as STORE
 from tanghulu.errors import InvalidRequest
 from tanghulu.store.client import Client
-from tanghulu.tenants import hash_of
 
 MIB = 1 << 20
 FILE = """

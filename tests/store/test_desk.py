@@ -8,9 +8,9 @@ import threading
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tanghulu.store import desk as layout
-from tanghulu.store.desk import DeskPlace, DeskReader, DeskWriter, Record, pack_record, unpack_record
-from tanghulu.store.words import Pin
+from tanghulu.store.protocol import write_buffer as layout
+from tanghulu.store.protocol.types import Pin
+from tanghulu.store.protocol.write_buffer import DeskPlace, DeskReader, DeskWriter, Record, pack_record, unpack_record
 
 RECORDS = st.builds(
     Record,

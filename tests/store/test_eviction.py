@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tanghulu.errors import InvalidRequest
-from tanghulu.store.node.eviction import POLICIES, Policy, make_policy
+from tanghulu.eviction import POLICIES, Policy, make_policy
 from tanghulu.types import ChunkKey
 
 STEPS = ["add", "touch", "remove", "evict", "batch"]

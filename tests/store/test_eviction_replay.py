@@ -11,8 +11,8 @@ from types import ModuleType
 
 import pytest
 
-from tanghulu.store.node.eviction import POLICIES, make_policy
-from tanghulu.store.node.eviction.reuse_times import NUM_BINS, ReuseTimes, bin_of, first_age
+from tanghulu.eviction import POLICIES, make_policy
+from tanghulu.eviction.reuse_times import NUM_BINS, ReuseTimes, bin_of, first_age
 from tanghulu.types import ChunkKey
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

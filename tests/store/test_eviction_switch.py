@@ -7,13 +7,13 @@ from store_cluster import Cluster
 
 import tanghulu
 from tanghulu.errors import InvalidRequest
-from tanghulu.store.checksums import NO_CHECKSUMS
-from tanghulu.store.node.allocator import OffsetAllocator
-from tanghulu.store.node.chunk import Chunk, ChunkEvent
-from tanghulu.store.node.chunk_table import ChunkTable
-from tanghulu.store.node.eviction import POLICIES, make_policy
-from tanghulu.store.node.room import Room
-from tanghulu.store.words import Pin
+from tanghulu.eviction import POLICIES, make_policy
+from tanghulu.store.node.state.allocator import OffsetAllocator
+from tanghulu.store.node.state.chunk import Chunk, ChunkEvent
+from tanghulu.store.node.state.chunk_table import ChunkTable
+from tanghulu.store.node.state.space import Room
+from tanghulu.store.protocol.checksums import NO_CHECKSUMS
+from tanghulu.store.protocol.types import Pin
 from tanghulu.types import ChunkKey
 
 

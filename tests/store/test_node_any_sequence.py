@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 from node_rig import CAPACITY, COPIES, MAPS, commit, make_state, new
 
-from tanghulu.clock import ManualClock
 from tanghulu.errors import LeaseExpired, Overloaded, StoreFull, TanghuluError
-from tanghulu.store.checksums import NO_CHECKSUMS
-from tanghulu.store.node.outcomes import Reserved
-from tanghulu.store.words import Pin
+from tanghulu.runtime.clock import ManualClock
+from tanghulu.store.node.state.outcomes import Reserved
+from tanghulu.store.protocol.checksums import NO_CHECKSUMS
+from tanghulu.store.protocol.types import Pin
 from tanghulu.types import ChunkKey, LeaseId
 
 # --- any sequence

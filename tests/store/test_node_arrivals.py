@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 from node_rig import CAPACITY, SUM, make_state, new, put
 
-from tanghulu.clock import ManualClock
 from tanghulu.errors import InvalidRequest
-from tanghulu.store.checksums import NO_CHECKSUMS, Checksums
-from tanghulu.store.node.arrivals import MAX_FRACTION, Arrival, ArrivalEvent, Arrivals, Settled
-from tanghulu.store.node.chunk import ChunkState
-from tanghulu.store.node.holdings import Holding
-from tanghulu.store.node.outcomes import Existed, Reserved
-from tanghulu.store.packed_stream import SettleRequest
-from tanghulu.store.words import LastWord
+from tanghulu.runtime.clock import ManualClock
+from tanghulu.store.node.state.chunk import ChunkState
+from tanghulu.store.node.state.holdings import Holding
+from tanghulu.store.node.state.outcomes import Existed, Reserved
+from tanghulu.store.node.writes.streams import MAX_FRACTION, Arrival, ArrivalEvent, Arrivals, Settled
+from tanghulu.store.protocol.checksums import NO_CHECKSUMS, Checksums
+from tanghulu.store.protocol.packed_stream import SettleRequest
+from tanghulu.store.protocol.types import LastWord
 
 GENERATION = 9
 OWNER, OTHER = "connection", "another"

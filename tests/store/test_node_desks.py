@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from node_rig import new
 
-from tanghulu.store.desk import DeskWriter, Record
-from tanghulu.store.node import desks
-from tanghulu.store.node.chunk import ChunkState
-from tanghulu.store.words import Pin
+from tanghulu.store.node.state.chunk import ChunkState
+from tanghulu.store.node.writes import write_buffers as desks
+from tanghulu.store.protocol.types import Pin
+from tanghulu.store.protocol.write_buffer import DeskWriter, Record
 from tanghulu.types import ChunkKey
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 from node_rig import CAPACITY, COPIES, LEASE_MS, MAPS, SUM, commit, keys, make_state, new, put
 
-from tanghulu.clock import ManualClock
 from tanghulu.errors import InvalidRequest, LeaseExpired, StoreFull
-from tanghulu.store.checksums import Checksums
-from tanghulu.store.node.announcements import MAX_WITHDRAWN, AnnouncementQueue, Report
-from tanghulu.store.node.chunk import TRANSITIONS, Chunk, ChunkEvent, ChunkState, compact
-from tanghulu.store.node.outcomes import Existed, Reserved
-from tanghulu.store.node.proclaimed import is_relied_on
-from tanghulu.store.node.sessions import release_unheld
-from tanghulu.store.node.waiters import Waiter
-from tanghulu.store.words import Pin
+from tanghulu.runtime.clock import ManualClock
+from tanghulu.store.node.rpc.sessions import release_unheld
+from tanghulu.store.node.state.chunk import TRANSITIONS, Chunk, ChunkEvent, ChunkState, compact
+from tanghulu.store.node.state.outcomes import Existed, Reserved
+from tanghulu.store.node.state.proclaimed import is_relied_on
+from tanghulu.store.node.state.report_queue import MAX_WITHDRAWN, AnnouncementQueue, Report
+from tanghulu.store.node.state.waiters import Waiter
+from tanghulu.store.protocol.checksums import Checksums
+from tanghulu.store.protocol.types import Pin
 from tanghulu.types import ChunkKey
 
 # --- states

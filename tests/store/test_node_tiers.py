@@ -6,21 +6,21 @@ from collections.abc import Callable
 
 import pytest
 
-from tanghulu.clock import ManualClock
 from tanghulu.errors import ChunkNotFound
-from tanghulu.store.checksums import Checksums
-from tanghulu.store.node import tier_ascent
-from tanghulu.store.node.chunk import Chunk
-from tanghulu.store.node.eviction import make_policy
-from tanghulu.store.node.eviction.base import Policy
-from tanghulu.store.node.node_state import NodeState
-from tanghulu.store.node.outcomes import Existed, Reserved
-from tanghulu.store.node.tier_admission import TierAdmission
-from tanghulu.store.node.tier_entry import EntryState, TierEntry
-from tanghulu.store.node.tier_record import UNIT, Record
-from tanghulu.store.node.tier_state import Instruction, Lost, TierState
-from tanghulu.store.words import NewChunk, Pin, Tier
-from tanghulu.transfer_engine.access import AccessTable
+from tanghulu.eviction import make_policy
+from tanghulu.eviction.base import Policy
+from tanghulu.runtime.clock import ManualClock
+from tanghulu.store.node.ssd import ascent as tier_ascent
+from tanghulu.store.node.ssd.admission import TierAdmission
+from tanghulu.store.node.ssd.state import Instruction, Lost, TierState
+from tanghulu.store.node.state.chunk import Chunk
+from tanghulu.store.node.state.node_state import NodeState
+from tanghulu.store.node.state.outcomes import Existed, Reserved
+from tanghulu.store.node.state.ssd_chunk import EntryState, TierEntry
+from tanghulu.store.node.state.ssd_record import UNIT, Record
+from tanghulu.store.protocol.checksums import Checksums
+from tanghulu.store.protocol.types import NewChunk, Pin, Tier
+from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.types import ChunkKey
 
 NUM_IN_MEMORY, NUM_BELOW = 8, 16

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 from tanghulu.errors import ChunkNotFound, InvalidRequest, StoreFull, TanghuluError
 from tanghulu.protos import directory_pb2, store_pb2
-from tanghulu.store import packed, packed_desk, packed_directory, packed_node, packed_stream
-from tanghulu.store.checksums import Checksums
-from tanghulu.store.desk import DeskPlace
-from tanghulu.store.packed_directory import LocateReply, LocateRequest, Location
-from tanghulu.store.packed_node import CommitRequest, Found, GetRequest, PutRequest, Reservation, UnpinRequest
-from tanghulu.store.packed_stream import SettleRequest, StreamRequest
-from tanghulu.store.words import LastWord, NewChunk, Pin, Proclamation, Verdict
+from tanghulu.store.protocol import packed, packed_directory, packed_node, packed_stream
+from tanghulu.store.protocol import packed_write_buffer as packed_desk
+from tanghulu.store.protocol.checksums import Checksums
+from tanghulu.store.protocol.packed_directory import LocateReply, LocateRequest, Location
+from tanghulu.store.protocol.packed_node import CommitRequest, Found, GetRequest, PutRequest, Reservation, UnpinRequest
+from tanghulu.store.protocol.packed_stream import SettleRequest, StreamRequest
+from tanghulu.store.protocol.types import LastWord, NewChunk, Pin, Proclamation, Verdict
+from tanghulu.store.protocol.write_buffer import DeskPlace
 from tanghulu.types import ChunkKey
 
 U64 = st.integers(0, (1 << 64) - 1)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tanghulu.store.client.receive_memory import MIN_BYTES, ReceiveMemory, piece_bytes
+from tanghulu.store.client.logic.receive_memory import MIN_BYTES, ReceiveMemory, piece_bytes
 
 SIZE = 2 << 20
 

@@ -19,7 +19,7 @@ import tanghulu
 import tanghulu.aio
 from tanghulu.errors import ChunkNotFound, DeadlineExceeded, MasterUnavailable, NotLeader, TanghuluError
 from tanghulu.store.client import Client
-from tanghulu.store.directory_events import DirectoryEventKind, follow_directory
+from tanghulu.store.directory_feed import DirectoryEventKind, follow_directory
 
 #: From a leader's end until another answers; etcd's own granularity is half a second.
 MAX_TAKEOVER_S = 5.0

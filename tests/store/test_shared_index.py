@@ -11,9 +11,9 @@ from store_cluster import Cluster, eventually
 
 import tanghulu
 from tanghulu.errors import ChunkNotFound, DeadlineExceeded
-from tanghulu.store.client.instructions import PeerId
-from tanghulu.store.client.reads import REPORT_READS, Reads
-from tanghulu.store.shared_index import (
+from tanghulu.store.client.logic.effects import PeerId
+from tanghulu.store.client.logic.reads import REPORT_READS, Reads
+from tanghulu.store.protocol.shared_index import (
     ENTRIES_PER_BUCKET,
     HEADER_BYTES,
     MAX_SILENCE_S,

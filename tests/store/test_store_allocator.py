@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tanghulu.errors import InvalidRequest
-from tanghulu.store.node.allocator import OffsetAllocator
+from tanghulu.store.node.state.allocator import OffsetAllocator
 
 
 def test_the_worked_example_of_the_module() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tanghulu.errors import InvalidRequest
-from tanghulu.store import checksums as sums
+from tanghulu.store.protocol import checksums as sums
 
 
 @given(

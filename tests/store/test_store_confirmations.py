@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from tanghulu.errors import MasterUnavailable
-from tanghulu.store.checksums import NO_CHECKSUMS
-from tanghulu.store.node.chunk import Chunk
-from tanghulu.store.node.confirmations import Confirmations, Word
-from tanghulu.store.words import Pin
+from tanghulu.store.node.state.chunk import Chunk
+from tanghulu.store.node.state.confirmations import Confirmations, Word
+from tanghulu.store.protocol.checksums import NO_CHECKSUMS
+from tanghulu.store.protocol.types import Pin
 from tanghulu.types import ChunkKey
 
 LATE = MasterUnavailable("late")

@@ -166,9 +166,9 @@ def test_a_put_that_needs_the_whole_node_gets_the_desks_back(cluster: Cluster) -
 
 _USES = """
 from tanghulu.store.client import desks, messages
-from tanghulu.store.client.instructions import MASTER
-from tanghulu.store.desk import Record, pack_record
-from tanghulu.store.words import Proclamation
+from tanghulu.store.client.logic.effects import MASTER
+from tanghulu.store.protocol.write_buffer import Record, pack_record
+from tanghulu.store.protocol.types import Proclamation
 import xxhash
 
 def value(key):

@@ -15,14 +15,9 @@ from store_cluster import Cluster, eventually
 
 import tanghulu
 import tanghulu.aio
-from tanghulu.errors import (
-    ChunkNotFound,
-    InvalidRequest,
-    MasterUnavailable,
-    TanghuluError,
-)
-from tanghulu.store.checksums import compute
+from tanghulu.errors import ChunkNotFound, InvalidRequest, MasterUnavailable, TanghuluError
 from tanghulu.store.client import Client, PutItem
+from tanghulu.store.protocol.checksums import compute
 
 SIZES = [1, 63, 4096, 65536, 65537, 1 << 20, 16 << 20, 64 << 20]
 

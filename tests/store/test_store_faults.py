@@ -76,7 +76,7 @@ with tanghulu.connect(sys.argv[1]) as client:
 
 _WRITES = """
 from tanghulu.store.client import messages
-from tanghulu.store.words import NewChunk
+from tanghulu.store.protocol.types import NewChunk
 with tanghulu.connect(sys.argv[1]) as client:
     client.put("warm", b"x" * MIB)
     shell = client._shell

@@ -17,7 +17,7 @@ from test_tenants import TOKENS, Secured, write_tokens
 
 from tanghulu.cli.store_serve import COMMAND
 from tanghulu.errors import ConfigError
-from tanghulu.store.http.config import GatewayConfig
+from tanghulu.store.gateway.config import GatewayConfig
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tanghulu.errors import InvalidRequest, Overloaded
-from tanghulu.store.http.bounds import InFlight
-from tanghulu.store.http.client_book import ClientBook
-from tanghulu.store.http.matching import MAX_PATTERN, matching
-from tanghulu.store.http.ranges import RangeNotSatisfiable, asks_for_part, part_of
+from tanghulu.store.gateway.bounds import InFlight
+from tanghulu.store.gateway.client_book import ClientBook
+from tanghulu.store.gateway.matching import MAX_PATTERN, matching
+from tanghulu.store.gateway.ranges import RangeNotSatisfiable, asks_for_part, part_of
 
 
 class Value:

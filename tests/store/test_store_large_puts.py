@@ -11,10 +11,10 @@ import tanghulu.aio
 from tanghulu.errors import ChunkNotFound, TanghuluError
 from tanghulu.rpc.fast_client import Reply
 from tanghulu.store.client import Client
-from tanghulu.store.client.proclaiming import Question
-from tanghulu.store.master.promises import PROMISE_S
-from tanghulu.store.packed_desk import pack_verdict, pack_verdicts
-from tanghulu.store.words import RELIED_S, NewChunk, Verdict
+from tanghulu.store.client.logic.commit import Question
+from tanghulu.store.master.directory.pending_commits import PROMISE_S
+from tanghulu.store.protocol.packed_write_buffer import pack_verdict, pack_verdicts
+from tanghulu.store.protocol.types import RELIED_S, NewChunk, Verdict
 from tanghulu.types import ChunkKey
 
 SIZE = 6 * MIB

@@ -10,7 +10,7 @@ from tanghulu.errors import InvalidRequest, NodeUnavailable, Overloaded
 from tanghulu.protos import store_pb2, store_pb2_grpc
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.grpc_edge import channel
-from tanghulu.store.client import messages
+from tanghulu.store.client.logic import messages
 from tanghulu.types import MAX_KEY_BYTES, Address
 
 

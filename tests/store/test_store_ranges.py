@@ -15,9 +15,9 @@ from store_cluster import Cluster
 import tanghulu
 from tanghulu import aio
 from tanghulu.errors import InvalidRequest, TanghuluError
-from tanghulu.store import checksums as sums
 from tanghulu.store.client import PutItem
 from tanghulu.store.client.client import Client
+from tanghulu.store.protocol import checksums as sums
 
 RNG = np.random.default_rng(5)
 LARGE = 3 << 20

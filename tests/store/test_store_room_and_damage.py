@@ -15,13 +15,7 @@ from store_cluster import Cluster, eventually, num_fds
 
 import tanghulu
 import tanghulu.aio
-from tanghulu.errors import (
-    ChunkNotFound,
-    MasterUnavailable,
-    NodeUnavailable,
-    StoreFull,
-    TanghuluError,
-)
+from tanghulu.errors import ChunkNotFound, MasterUnavailable, NodeUnavailable, StoreFull, TanghuluError
 from tanghulu.store.client import Client
 
 

@@ -14,18 +14,18 @@ import pytest
 from sim_plan import Plan
 from sim_world import World
 
-from tanghulu.store.client import desks as client_desks
-from tanghulu.store.client import finding, messages
-from tanghulu.store.master.directory import Directory
-from tanghulu.store.master.promises import Promises
-from tanghulu.store.master.rebuild import Rebuild
-from tanghulu.store.node import service
-from tanghulu.store.node.allocator import OffsetAllocator
-from tanghulu.store.node.announcements import AnnouncementQueue
-from tanghulu.store.node.arrivals import Arrivals
-from tanghulu.store.node.desks import Desks
-from tanghulu.store.node.node_state import NodeState
-from tanghulu.store.words import Verdict
+from tanghulu.store.client.logic import finding, messages
+from tanghulu.store.client.logic import write_buffers as client_desks
+from tanghulu.store.master.directory.directory import Directory
+from tanghulu.store.master.directory.pending_commits import Promises
+from tanghulu.store.master.directory.rebuild import Rebuild
+from tanghulu.store.node.rpc import service
+from tanghulu.store.node.state.allocator import OffsetAllocator
+from tanghulu.store.node.state.node_state import NodeState
+from tanghulu.store.node.state.report_queue import AnnouncementQueue
+from tanghulu.store.node.writes.streams import Arrivals
+from tanghulu.store.node.writes.write_buffers import Desks
+from tanghulu.store.protocol.types import Verdict
 
 #: Seeds that once failed.
 PAST_FAILURES = (6, 43, 62, 1_200_475, 1_300_173)

@@ -13,7 +13,7 @@ from store_cluster import Cluster, Process, eventually
 import tanghulu
 from tanghulu.errors import ChunkNotFound, StoreFull, TanghuluError
 from tanghulu.store.client import Client
-from tanghulu.store.words import Tier
+from tanghulu.store.protocol.types import Tier
 
 KIB, MIB = 1 << 10, 1 << 20
 NUM = 48

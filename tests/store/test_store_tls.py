@@ -12,14 +12,15 @@ from store_cluster import Cluster, Process
 
 import tanghulu
 from tanghulu import aio
-from tanghulu.credentials import NO_TLS, Credentials, TlsFiles
+from tanghulu.auth.credentials import NO_TLS, Credentials, TlsFiles
+from tanghulu.auth.tls import ServerTls, client_context
 from tanghulu.errors import ConfigError, MasterUnavailable, TanghuluError, Unauthorized
+from tanghulu.masters import Masters
 from tanghulu.protos import directory_pb2, directory_pb2_grpc
 from tanghulu.rpc.frames import PREAMBLE
 from tanghulu.rpc.grpc_edge import channel, typed_errors
-from tanghulu.store.directory_events import DirectoryEventKind, follow_directory
-from tanghulu.tls import ServerTls, client_context
-from tanghulu.types import Address, Masters
+from tanghulu.store.directory_feed import DirectoryEventKind, follow_directory
+from tanghulu.types import Address
 from tls_files import Authority
 
 

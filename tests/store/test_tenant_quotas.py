@@ -7,15 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from node_rig import CAPACITY, COPIES, make_state, new, put
 
+from tanghulu.auth.tenants import Tenant
 from tanghulu.errors import InvalidRequest, QuotaExceeded
+from tanghulu.eviction import POLICIES, Policy, make_policy
+from tanghulu.eviction.fair import Fair
 from tanghulu.store.master.tenant_totals import TenantTotals
-from tanghulu.store.node.eviction import POLICIES, Policy, make_policy
-from tanghulu.store.node.eviction.fair import Fair
-from tanghulu.store.node.node_state import NodeState
-from tanghulu.store.node.tenant_book import Policies, TenantBook, TenantUsage, trim
-from tanghulu.store.node.tenant_metrics import MAX_LABELS, NONE, OTHERS, labelled
-from tanghulu.store.words import Pin
-from tanghulu.tenants import Tenant
+from tanghulu.store.node.rpc.tenant_metrics import MAX_LABELS, NONE, OTHERS, labelled
+from tanghulu.store.node.state.node_state import NodeState
+from tanghulu.store.node.state.tenant_usage import Policies, TenantBook, TenantUsage, trim
+from tanghulu.store.protocol.types import Pin
 from tanghulu.types import ChunkKey
 
 WEIGHTS = {"a": 60.0, "b": 40.0, "": 10.0}

@@ -18,9 +18,11 @@ from store_cluster import Cluster, Process
 
 import tanghulu
 from tanghulu import aio
+from tanghulu.auth.credentials import Credentials
+from tanghulu.auth.tenants import hash_of
 from tanghulu.cli.store import COMMAND as STORE
-from tanghulu.credentials import Credentials
 from tanghulu.errors import ChunkNotFound, Forbidden, InvalidRequest, TanghuluError, Unauthorized
+from tanghulu.masters import Masters
 from tanghulu.protos import (
     common_pb2,
     directory_pb2,
@@ -32,11 +34,10 @@ from tanghulu.protos import (
 )
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.grpc_edge import channel, from_rpc_error
-from tanghulu.store.client import messages
 from tanghulu.store.client.client import Client
-from tanghulu.store.directory_events import DirectoryEventKind, follow_directory
-from tanghulu.tenants import hash_of
-from tanghulu.types import Address, Masters
+from tanghulu.store.client.logic import messages
+from tanghulu.store.directory_feed import DirectoryEventKind, follow_directory
+from tanghulu.types import Address
 
 TOKENS = {
     "operator": ("", ["admin"]),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tanghulu.store.node.limits import Watermarks
-from tanghulu.store.node.tier_admission import MAX_REMEMBERED, Evicted, TierAdmission, Verdict
-from tanghulu.store.node.tier_record import UNIT
+from tanghulu.store.node.ssd.admission import MAX_REMEMBERED, Evicted, TierAdmission, Verdict
+from tanghulu.store.node.state.limits import Watermarks
+from tanghulu.store.node.state.ssd_record import UNIT
 from tanghulu.types import ChunkKey
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tanghulu.store.node.tier_file import Arena
-from tanghulu.store.node.tier_record import UNIT
+from tanghulu.store.node.ssd.file import Arena
+from tanghulu.store.node.state.ssd_record import UNIT
 
 CAPACITY = 64 * UNIT
 QUEUE = 16 * UNIT

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from tanghulu.clock import ManualClock
 from tanghulu.errors import ConfigError
-from tanghulu.store import checksums as sums
-from tanghulu.store.checksums import Checksums
-from tanghulu.store.node.eviction import POLICIES, make_policy
-from tanghulu.store.node.tier_admission import TierAdmission, Verdict
-from tanghulu.store.node.tier_entry import TRANSITIONS, EntryEvent, EntryState, TierEntry
-from tanghulu.store.node.tier_file import TierFile
-from tanghulu.store.node.tier_record import UNIT, Record, decode_head, encode_head
-from tanghulu.store.node.tier_state import Instruction, Lost, TierState, Wipe, Write
-from tanghulu.store.words import Pin
+from tanghulu.eviction import POLICIES, make_policy
+from tanghulu.runtime.clock import ManualClock
+from tanghulu.store.node.ssd.admission import TierAdmission, Verdict
+from tanghulu.store.node.ssd.file import TierFile
+from tanghulu.store.node.ssd.state import Instruction, Lost, TierState, Wipe, Write
+from tanghulu.store.node.state.ssd_chunk import TRANSITIONS, EntryEvent, EntryState, TierEntry
+from tanghulu.store.node.state.ssd_record import UNIT, Record, decode_head, encode_head
+from tanghulu.store.protocol import checksums as sums
+from tanghulu.store.protocol.checksums import Checksums
+from tanghulu.store.protocol.types import Pin
 from tanghulu.types import ChunkKey
 
 CAPACITY = 64 * UNIT

@@ -11,7 +11,7 @@ from store_cluster import _RUN, Cluster
 
 import tanghulu
 from tanghulu.errors import ChunkNotFound, NodeUnavailable
-from tanghulu.transfer_engine.ucx_agent import probe
+from tanghulu.transfer_engine.transports.ucx.agent import probe
 
 SIZES = (100, 70_000, (5 << 20) + 3)
 

@@ -16,10 +16,10 @@ from tanghulu import aio
 from tanghulu.errors import ChunkNotFound, MasterUnavailable
 from tanghulu.protos import directory_pb2, directory_pb2_grpc
 from tanghulu.rpc.grpc_edge import channel
-from tanghulu.store.client import messages
 from tanghulu.store.client.chunk import Chunk
-from tanghulu.store.client.instructions import MASTER
-from tanghulu.store.words import Proclamation, Verdict
+from tanghulu.store.client.logic import messages
+from tanghulu.store.client.logic.effects import MASTER
+from tanghulu.store.protocol.types import Proclamation, Verdict
 from tanghulu.types import ChunkKey
 
 

@@ -8,8 +8,8 @@ import pytest
 from store_cluster import Cluster, eventually
 
 import tanghulu
-from tanghulu.store.client import context, messages
-from tanghulu.store.client.instructions import MASTER, PeerId
+from tanghulu.store.client.logic import context, messages
+from tanghulu.store.client.logic.effects import MASTER, PeerId
 
 MIB = 1 << 20
 A, B, C, D = map(PeerId, "abcd")

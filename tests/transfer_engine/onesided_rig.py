@@ -11,15 +11,13 @@ from typing import Any
 from segment_process import Owner
 
 from tanghulu.errors import NodeUnavailable, TransferFailed
-from tanghulu.transfer_engine.engine import (
-    Opcode,
-)
-from tanghulu.transfer_engine.onesided_server import Grant
-from tanghulu.transfer_engine.paths import Path
-from tanghulu.transfer_engine.rdma_wire import RDMA
-from tanghulu.transfer_engine.slices import Slice
-from tanghulu.transfer_engine.staged_slots import StagedSlots
-from tanghulu.transfer_engine.transport import Completion
+from tanghulu.transfer_engine.core.paths import Path
+from tanghulu.transfer_engine.core.slices import Slice
+from tanghulu.transfer_engine.core.staged_slots import StagedSlots
+from tanghulu.transfer_engine.core.transport import Completion
+from tanghulu.transfer_engine.engine import Opcode
+from tanghulu.transfer_engine.transports.onesided.listener import Grant
+from tanghulu.transfer_engine.transports.rdma.wire import RDMA
 
 READ, WRITE = Opcode.READ, Opcode.WRITE
 SIZE = 3 << 20

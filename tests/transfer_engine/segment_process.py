@@ -19,20 +19,20 @@ import numpy as np
 import uvloop
 import xxhash
 
-from tanghulu.clock import ManualClock
-from tanghulu.tls import ServerTls
-from tanghulu.transfer_engine.access import AccessTable
-from tanghulu.transfer_engine.leases import Freed
-from tanghulu.transfer_engine.opcode import Opcode
-from tanghulu.transfer_engine.segment import MemorySegment, SegmentDescriptor
-from tanghulu.transfer_engine.server import SegmentServer
+from tanghulu.auth.tls import ServerTls
+from tanghulu.runtime.clock import ManualClock
+from tanghulu.transfer_engine.core.access import AccessTable
+from tanghulu.transfer_engine.core.leases import Freed
+from tanghulu.transfer_engine.core.opcode import Opcode
+from tanghulu.transfer_engine.core.segment import MemorySegment, SegmentDescriptor
+from tanghulu.transfer_engine.owner.server import SegmentServer
 
 HOST_ID = "test-host"
 SEGMENT_BYTES = 80 << 20
 SEGMENT_NAME = "arena"
 #: Children come from a server process that has imported what is slow to import: they start in milliseconds.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["numpy", "uvloop", "tanghulu.transfer_engine.server"])
+CONTEXT.set_forkserver_preload(["numpy", "uvloop", "tanghulu.transfer_engine.owner.server"])
 # The folder of its socket outlives the tests' own TMPDIR, so it is made before that is set.
 util.get_temp_dir()
 

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from tanghulu.errors import NodeUnavailable, TransferFailed
-from tanghulu.transfer_engine import gpu_direct, rdma_verbs
-from tanghulu.transfer_engine.rdma_verbs import DeviceInfo, Probe
+from tanghulu.transfer_engine.gpu import direct as gpu_direct
+from tanghulu.transfer_engine.transports.rdma import verbs as rdma_verbs
+from tanghulu.transfer_engine.transports.rdma.verbs import DeviceInfo, Probe
 
 NIC = DeviceInfo("mlx5_0", "fe80::1", 0, 0, 5)
 

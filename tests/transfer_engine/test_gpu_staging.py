@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from segment_process import SegmentProcess
 
 from tanghulu.errors import DeadlineExceeded, InvalidRequest
-from tanghulu.transfer_engine import staging_plan
 from tanghulu.transfer_engine.engine import Opcode, RemoteSegment, TransferEngine, TransferRequest
-from tanghulu.transfer_engine.gpu_staging import GpuStaging
-from tanghulu.transfer_engine.staging_plan import HalfState, StagingEvent, StagingPlan
+from tanghulu.transfer_engine.gpu import staging_plan
+from tanghulu.transfer_engine.gpu.staging import GpuStaging
+from tanghulu.transfer_engine.gpu.staging_plan import HalfState, StagingEvent, StagingPlan
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 READ, WRITE = Opcode.READ, Opcode.WRITE

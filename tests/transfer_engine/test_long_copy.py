@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tanghulu.transfer_engine.buffers import Buffer
+from tanghulu.transfer_engine.core.buffers import Buffer
+from tanghulu.transfer_engine.core.opcode import Opcode
 from tanghulu.transfer_engine.engine import EngineConfig, TransferEngine
-from tanghulu.transfer_engine.long_copy import PIECE_BYTES, CopyHelper, LongCopy
-from tanghulu.transfer_engine.opcode import Opcode
+from tanghulu.transfer_engine.transports.shm.long_copy import PIECE_BYTES, CopyHelper, LongCopy
 
 READ, WRITE = Opcode.READ, Opcode.WRITE
 SIZE = 7 * PIECE_BYTES + 12_345

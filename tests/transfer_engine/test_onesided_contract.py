@@ -36,8 +36,7 @@ from test_transfer_contract import (  # noqa: F401 - pytest collects them from h
 
 from tanghulu.errors import ChecksumMismatch, DeadlineExceeded, LeaseExpired, NodeUnavailable
 from tanghulu.transfer_engine import engine as engine_module
-from tanghulu.transfer_engine import remote as remote_module
-from tanghulu.transfer_engine import server as server_module
+from tanghulu.transfer_engine.client import remote as remote_module
 from tanghulu.transfer_engine.engine import (
     EngineConfig,
     Opcode,
@@ -46,9 +45,10 @@ from tanghulu.transfer_engine.engine import (
     TransferEngine,
     TransferRequest,
 )
-from tanghulu.transfer_engine.onesided_link import OneSidedPeer
-from tanghulu.transfer_engine.rdma_devices import LocalDevices
-from tanghulu.transfer_engine.rdma_verbs import DeviceInfo
+from tanghulu.transfer_engine.owner import server as server_module
+from tanghulu.transfer_engine.transports.onesided.link import OneSidedPeer
+from tanghulu.transfer_engine.transports.rdma.devices import LocalDevices
+from tanghulu.transfer_engine.transports.rdma.verbs import DeviceInfo
 
 
 @pytest.fixture(autouse=True)

@@ -14,24 +14,26 @@ from typing import Any, cast
 
 import pytest
 
-from tanghulu.clock import SystemClock
 from tanghulu.errors import NodeUnavailable, VersionMismatch, error_from_code
-from tanghulu.transfer_engine import ucx_mover, ucx_server, wire
+from tanghulu.runtime.clock import SystemClock
+from tanghulu.transfer_engine.core import wire
+from tanghulu.transfer_engine.core.admission import Reception
+from tanghulu.transfer_engine.core.fences import Fences
+from tanghulu.transfer_engine.core.paths import Path
+from tanghulu.transfer_engine.core.segment import Endpoint, MemorySegment, SegmentDescriptor
+from tanghulu.transfer_engine.core.wire import DoorHello, Head, Op
 from tanghulu.transfer_engine.engine import EngineConfig, TransferEngine
-from tanghulu.transfer_engine.fences import Fences
-from tanghulu.transfer_engine.onesided_link import Movers, OneSidedLink
-from tanghulu.transfer_engine.onesided_server import OneSidedDoor, OneSidedServerConnection
-from tanghulu.transfer_engine.onesided_wire import ANSWER_BYTES, DoorAnswer, DoorOp, DoorRequest
-from tanghulu.transfer_engine.paths import Path
-from tanghulu.transfer_engine.rdma_mover import RdmaMover
-from tanghulu.transfer_engine.rdma_server import RdmaEnds
-from tanghulu.transfer_engine.rdma_wire import RDMA, QueuePairAddress, pack_asked
-from tanghulu.transfer_engine.reception import Reception
-from tanghulu.transfer_engine.segment import Endpoint, MemorySegment, SegmentDescriptor
-from tanghulu.transfer_engine.server import SegmentServer
-from tanghulu.transfer_engine.ucx import UcxMovers
-from tanghulu.transfer_engine.ucx_wire import UCX
-from tanghulu.transfer_engine.wire import DoorHello, Head, Op
+from tanghulu.transfer_engine.owner.server import SegmentServer
+from tanghulu.transfer_engine.transports.onesided.link import Movers, OneSidedLink
+from tanghulu.transfer_engine.transports.onesided.listener import OneSidedDoor, OneSidedServerConnection
+from tanghulu.transfer_engine.transports.onesided.wire import ANSWER_BYTES, DoorAnswer, DoorOp, DoorRequest
+from tanghulu.transfer_engine.transports.rdma.listener import RdmaEnds
+from tanghulu.transfer_engine.transports.rdma.mover import RdmaMover
+from tanghulu.transfer_engine.transports.rdma.wire import RDMA, QueuePairAddress, pack_asked
+from tanghulu.transfer_engine.transports.ucx import listener as ucx_server
+from tanghulu.transfer_engine.transports.ucx import mover as ucx_mover
+from tanghulu.transfer_engine.transports.ucx.transport import UcxMovers
+from tanghulu.transfer_engine.transports.ucx.wire import UCX
 from tanghulu.types import Address
 
 SEGMENT = "s"

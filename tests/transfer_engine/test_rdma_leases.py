@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tanghulu.clock import ManualClock
 from tanghulu.errors import InvalidRequest
-from tanghulu.transfer_engine.access import AccessTable
-from tanghulu.transfer_engine.opcode import Opcode
+from tanghulu.runtime.clock import ManualClock
+from tanghulu.transfer_engine.core.access import AccessTable
+from tanghulu.transfer_engine.core.opcode import Opcode
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from typing import Any, cast
 import pytest
 
 from tanghulu.errors import NodeUnavailable
-from tanghulu.transfer_engine.rdma_devices import LocalDevices
-from tanghulu.transfer_engine.rdma_set_up import SetUp
-from tanghulu.transfer_engine.rdma_wire import QueuePairAddress
+from tanghulu.transfer_engine.transports.rdma.devices import LocalDevices
+from tanghulu.transfer_engine.transports.rdma.set_up import SetUp
+from tanghulu.transfer_engine.transports.rdma.wire import QueuePairAddress
 
 NO_ADDRESS = QueuePairAddress("::", 0, 0, 0, 0)
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from tanghulu.errors import NodeUnavailable, TransferFailed
-from tanghulu.transfer_engine import rdma_abi as abi
-from tanghulu.transfer_engine import rdma_verbs
-from tanghulu.transfer_engine.opcode import Opcode
-from tanghulu.transfer_engine.rdma_verbs import Device, DeviceInfo, QueuePair
-from tanghulu.transfer_engine.rdma_wire import QueuePairAddress
-from tanghulu.transfer_engine.rdma_works import Completed, Work
+from tanghulu.transfer_engine.core.opcode import Opcode
+from tanghulu.transfer_engine.transports.rdma import abi
+from tanghulu.transfer_engine.transports.rdma import verbs as rdma_verbs
+from tanghulu.transfer_engine.transports.rdma.verbs import Device, DeviceInfo, QueuePair
+from tanghulu.transfer_engine.transports.rdma.wire import QueuePairAddress
+from tanghulu.transfer_engine.transports.rdma.works import Completed, Work
 
 INFO = DeviceInfo("fake0", "::ffff:10.0.0.1", 1, 0, 5)
 PEER = QueuePairAddress("::ffff:10.0.0.2", 3, 77, 88, 4)

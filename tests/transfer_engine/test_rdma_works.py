@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tanghulu.transfer_engine import rdma_abi as abi
-from tanghulu.transfer_engine.opcode import Opcode
-from tanghulu.transfer_engine.rdma_works import Completed, CompletionRing, PostRing, Work, which_tell
+from tanghulu.transfer_engine.core.opcode import Opcode
+from tanghulu.transfer_engine.transports.rdma import abi
+from tanghulu.transfer_engine.transports.rdma.works import Completed, CompletionRing, PostRing, Work, which_tell
 
 KIB, MIB = 1 << 10, 1 << 20
 

@@ -17,14 +17,14 @@ from segment_process import HOST_ID, SegmentProcess, random_bytes
 
 from tanghulu.errors import InvalidRequest, LeaseExpired, TanghuluError
 from tanghulu.rpc.pacing import unpace_within_machine
-from tanghulu.transfer_engine import wire
-from tanghulu.transfer_engine.descriptor_wire import from_proto, to_proto
+from tanghulu.transfer_engine.core import wire
+from tanghulu.transfer_engine.core.descriptor_wire import from_proto, to_proto
+from tanghulu.transfer_engine.core.network import KernelNetwork
+from tanghulu.transfer_engine.core.paths import Path as TransferPath
+from tanghulu.transfer_engine.core.segment import Endpoint, MemorySegment, SegmentDescriptor
+from tanghulu.transfer_engine.core.wire import Head, MalformedMessage, Op
 from tanghulu.transfer_engine.engine import Opcode, TransferEngine, TransferRequest
-from tanghulu.transfer_engine.network import KernelNetwork
-from tanghulu.transfer_engine.paths import Path as TransferPath
-from tanghulu.transfer_engine.segment import Endpoint, MemorySegment, SegmentDescriptor
-from tanghulu.transfer_engine.server import SegmentServer
-from tanghulu.transfer_engine.wire import Head, MalformedMessage, Op
+from tanghulu.transfer_engine.owner.server import SegmentServer
 from tanghulu.types import Address
 
 TOKEN = 77

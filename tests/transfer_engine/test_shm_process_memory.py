@@ -15,9 +15,9 @@ import pytest
 from segment_process import SEGMENT_BYTES, SegmentProcess, random_bytes
 
 from tanghulu.errors import NodeUnavailable
-from tanghulu.transfer_engine import shm
 from tanghulu.transfer_engine.engine import Opcode, RemoteSegment, TransferBatch, TransferEngine, TransferRequest
-from tanghulu.transfer_engine.shm_memory import ProcessMemory, may_trace
+from tanghulu.transfer_engine.transports.shm import transport as shm
+from tanghulu.transfer_engine.transports.shm.memory import ProcessMemory, may_trace
 
 READ, WRITE = Opcode.READ, Opcode.WRITE
 

@@ -14,9 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from segment_process import random_bytes
 
-from tanghulu.clock import ManualClock
 from tanghulu.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, TanghuluError
-from tanghulu.transfer_engine.config import EngineConfig, TransportLimits
+from tanghulu.runtime.clock import ManualClock
+from tanghulu.transfer_engine.core.admission import Reception
+from tanghulu.transfer_engine.core.config import EngineConfig, TransportLimits
+from tanghulu.transfer_engine.core.segment import Endpoint, MemorySegment, SegmentDescriptor
 from tanghulu.transfer_engine.engine import (
     Opcode,
     RemoteSegment,
@@ -26,8 +28,6 @@ from tanghulu.transfer_engine.engine import (
     TransferEngine,
     TransferRequest,
 )
-from tanghulu.transfer_engine.reception import Reception
-from tanghulu.transfer_engine.segment import Endpoint, MemorySegment, SegmentDescriptor
 from tanghulu.transfer_engine.sim_network import SimNetwork, Weather
 
 READ, WRITE = Opcode.READ, Opcode.WRITE

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from segment_process import HOST_ID, SegmentProcess, random_bytes
 
-from tanghulu import spinning
-from tanghulu.clock import ManualClock, SystemClock
 from tanghulu.errors import InvalidRequest
-from tanghulu.spinning import (
+from tanghulu.masters import Masters
+from tanghulu.runtime import busy_polling as spinning
+from tanghulu.runtime.busy_polling import (
     CLIENT_SPINS,
     INCOME,
     KEPT_WAITS_MAX,
@@ -32,11 +32,11 @@ from tanghulu.spinning import (
     SpinTrial,
     TrialState,
 )
-from tanghulu.store.client.instructions import MASTER
+from tanghulu.runtime.clock import ManualClock, SystemClock
+from tanghulu.store.client.logic.effects import MASTER
 from tanghulu.store.client.settings import Settings
+from tanghulu.transfer_engine.core.wire import Head, MalformedMessage, Op, parse_head
 from tanghulu.transfer_engine.engine import EngineConfig, Opcode, TransferEngine, TransferRequest
-from tanghulu.transfer_engine.wire import Head, MalformedMessage, Op, parse_head
-from tanghulu.types import Masters
 
 SPIN_S = 100e-6
 

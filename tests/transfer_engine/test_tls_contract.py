@@ -21,9 +21,9 @@ from test_transfer_contract import (  # noqa: F401 - those that make no engine o
     test_the_edges_of_the_segment,
 )
 
-from tanghulu.credentials import NO_TLS, TlsFiles
+from tanghulu.auth.credentials import NO_TLS, TlsFiles
+from tanghulu.auth.tls import client_context
 from tanghulu.errors import NodeUnavailable
-from tanghulu.tls import client_context
 from tanghulu.transfer_engine.engine import EngineConfig, Opcode, TransferEngine, TransferRequest
 from tanghulu.types import Address
 from tls_files import Authority

@@ -8,14 +8,22 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tanghulu.clock import ManualClock
 from tanghulu.errors import ConfigError
-from tanghulu.transfer_engine.config import EngineConfig
-from tanghulu.transfer_engine.remote import RemoteSegment
-from tanghulu.transfer_engine.segment import Endpoint, SegmentDescriptor
-from tanghulu.transfer_engine.topology import Gpu, NetworkDevice, Preference, Topology, from_json, matrix_of, pair
+from tanghulu.runtime.clock import ManualClock
+from tanghulu.transfer_engine.client.remote import RemoteSegment
+from tanghulu.transfer_engine.core.config import EngineConfig
+from tanghulu.transfer_engine.core.segment import Endpoint, SegmentDescriptor
+from tanghulu.transfer_engine.topology.devices import (
+    Gpu,
+    NetworkDevice,
+    Preference,
+    Topology,
+    from_json,
+    matrix_of,
+    pair,
+)
+from tanghulu.transfer_engine.topology.discovery import discover, load
 from tanghulu.transfer_engine.topology_command import COMMAND
-from tanghulu.transfer_engine.topology_discovery import discover, load
 
 ETH0 = NetworkDevice("eth0", "10.0.0.1/24", numa_node=0, speed_mbit_s=25_000)
 ETH1 = NetworkDevice("eth1", "10.0.1.1/24", numa_node=1, speed_mbit_s=100_000)

@@ -7,10 +7,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from tanghulu.clock import ManualClock
 from tanghulu.errors import InvalidRequest, LeaseExpired, Overloaded
-from tanghulu.transfer_engine.access import AccessTable, Freed, LeaseState, Opcode
-from tanghulu.transfer_engine.leases import TRANSITIONS, Lease, LeaseEvent
+from tanghulu.runtime.clock import ManualClock
+from tanghulu.transfer_engine.core.access import AccessTable, Freed, LeaseState, Opcode
+from tanghulu.transfer_engine.core.leases import TRANSITIONS, Lease, LeaseEvent
 
 READ, WRITE = Opcode.READ, Opcode.WRITE
 LOCAL, REMOTE = 1, 2

@@ -16,7 +16,9 @@ import xxhash
 from segment_process import HOST_ID, SegmentProcess, random_bytes
 
 from tanghulu.errors import ChecksumMismatch, InvalidRequest, NodeUnavailable, Unauthorized
-from tanghulu.transfer_engine import wire
+from tanghulu.transfer_engine.core import wire
+from tanghulu.transfer_engine.core.paths import Cargo, Path, PathTable, PauseRule
+from tanghulu.transfer_engine.core.segment import Endpoint
 from tanghulu.transfer_engine.engine import (
     EngineConfig,
     Opcode,
@@ -25,9 +27,7 @@ from tanghulu.transfer_engine.engine import (
     TransferEngine,
     TransferRequest,
 )
-from tanghulu.transfer_engine.paths import Cargo, Path, PathTable, PauseRule
-from tanghulu.transfer_engine.segment import Endpoint
-from tanghulu.transfer_engine.shm import ShmPeer
+from tanghulu.transfer_engine.transports.shm.transport import ShmPeer
 
 READ, WRITE = Opcode.READ, Opcode.WRITE
 SIZE = 3 << 20

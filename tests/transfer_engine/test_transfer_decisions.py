@@ -10,23 +10,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tanghulu.errors import (
-    ConfigError,
-    DeadlineExceeded,
-    LeaseExpired,
-    NodeUnavailable,
-    TanghuluError,
-    TransferFailed,
+from tanghulu.errors import ConfigError, DeadlineExceeded, LeaseExpired, NodeUnavailable, TanghuluError, TransferFailed
+from tanghulu.transfer_engine.client.batch_state import Post, RunLimits, RunRequest, TransferRun
+from tanghulu.transfer_engine.core import paths as paths_module
+from tanghulu.transfer_engine.core import slices as slices_module
+from tanghulu.transfer_engine.core.buffers import Buffer
+from tanghulu.transfer_engine.core.config import EngineConfig, TransportLimits
+from tanghulu.transfer_engine.core.opcode import Opcode
+from tanghulu.transfer_engine.core.paths import (
+    LATENCY_BOUNDS_S,
+    Path,
+    PathEvent,
+    PathState,
+    PathStats,
+    PathTable,
+    PauseRule,
 )
-from tanghulu.transfer_engine import paths as paths_module
-from tanghulu.transfer_engine import slices as slices_module
-from tanghulu.transfer_engine.buffers import Buffer
-from tanghulu.transfer_engine.config import EngineConfig, TransportLimits
-from tanghulu.transfer_engine.opcode import Opcode
-from tanghulu.transfer_engine.paths import LATENCY_BOUNDS_S, Path, PathEvent, PathState, PathStats, PathTable, PauseRule
-from tanghulu.transfer_engine.segment import Endpoint
-from tanghulu.transfer_engine.slices import Slice, SliceEvent, SliceState, cut
-from tanghulu.transfer_engine.transfer_run import Post, RunLimits, RunRequest, TransferRun
+from tanghulu.transfer_engine.core.segment import Endpoint
+from tanghulu.transfer_engine.core.slices import Slice, SliceEvent, SliceState, cut
 
 RULE = PauseRule(after_errors=2, pause_s=1.0, pause_max_s=4.0)
 SHM = Path(Endpoint("shm", "/door"), "", 0, 0)

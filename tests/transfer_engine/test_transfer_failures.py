@@ -17,6 +17,9 @@ import pytest
 from segment_process import HOST_ID, SegmentProcess, random_bytes
 
 from tanghulu.errors import DeadlineExceeded, InvalidRequest, LeaseExpired, NodeUnavailable, Overloaded, TransferFailed
+from tanghulu.transfer_engine.core.fences import MAX_TOKENS, Fences
+from tanghulu.transfer_engine.core.segment import Endpoint, SegmentDescriptor
+from tanghulu.transfer_engine.core.wire import Head, Op
 from tanghulu.transfer_engine.engine import (
     EngineConfig,
     Opcode,
@@ -26,10 +29,7 @@ from tanghulu.transfer_engine.engine import (
     TransferEngine,
     TransferRequest,
 )
-from tanghulu.transfer_engine.fences import MAX_TOKENS, Fences
-from tanghulu.transfer_engine.segment import Endpoint, SegmentDescriptor
-from tanghulu.transfer_engine.tcp import TcpPeer
-from tanghulu.transfer_engine.wire import Head, Op
+from tanghulu.transfer_engine.transports.tcp.transport import TcpPeer
 
 READ, WRITE = Opcode.READ, Opcode.WRITE
 LARGE = 64 << 20

@@ -11,14 +11,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from segment_process import HOST_ID, SegmentProcess
 
 from tanghulu.errors import ConfigError
-from tanghulu.transfer_engine.config import SPIN_S, EngineConfig
+from tanghulu.transfer_engine.client.remote import RemoteSegment
+from tanghulu.transfer_engine.core.config import SPIN_S, EngineConfig
+from tanghulu.transfer_engine.core.segment import Endpoint, MemorySegment, SegmentDescriptor
 from tanghulu.transfer_engine.engine import Opcode, TransferEngine, TransferRequest
 from tanghulu.transfer_engine.metrics import EngineCollector, ServerCollector
 from tanghulu.transfer_engine.options import TransferOptions, transfer_settings
-from tanghulu.transfer_engine.remote import RemoteSegment
-from tanghulu.transfer_engine.segment import Endpoint, MemorySegment, SegmentDescriptor
-from tanghulu.transfer_engine.server import SegmentServer
-from tanghulu.transfer_engine.topology import NetworkDevice, Topology, matrix_of
+from tanghulu.transfer_engine.owner.server import SegmentServer
+from tanghulu.transfer_engine.topology.devices import NetworkDevice, Topology, matrix_of
 
 DEVICES = (
     NetworkDevice("eth0", "10.0.0.1/24", 0, 25_000),

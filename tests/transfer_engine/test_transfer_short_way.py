@@ -13,9 +13,9 @@ import pytest
 from segment_process import HOST_ID, SegmentProcess, random_bytes
 
 from tanghulu.errors import DeadlineExceeded, LeaseExpired, NodeUnavailable, TransferFailed
-from tanghulu.transfer_engine import wire
+from tanghulu.transfer_engine.core import wire
+from tanghulu.transfer_engine.core.segment import Endpoint, SegmentDescriptor
 from tanghulu.transfer_engine.engine import EngineConfig, Opcode, TransferEngine, TransferRequest
-from tanghulu.transfer_engine.segment import Endpoint, SegmentDescriptor
 
 READ, WRITE = Opcode.READ, Opcode.WRITE
 SIZE = 100_000

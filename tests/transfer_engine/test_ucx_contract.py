@@ -28,14 +28,8 @@ from test_transfer_contract import (  # noqa: F401 - pytest collects them from h
 )
 
 from tanghulu.errors import DeadlineExceeded, LeaseExpired, NodeUnavailable
-from tanghulu.transfer_engine.engine import (
-    EngineConfig,
-    Opcode,
-    TransferBatch,
-    TransferEngine,
-    TransferRequest,
-)
-from tanghulu.transfer_engine.ucx_agent import probe
+from tanghulu.transfer_engine.engine import EngineConfig, Opcode, TransferBatch, TransferEngine, TransferRequest
+from tanghulu.transfer_engine.transports.ucx.agent import probe
 
 READ, WRITE = Opcode.READ, Opcode.WRITE
 LARGE = 64 << 20

@@ -11,18 +11,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tanghulu.clock import ManualClock
 from tanghulu.errors import LeaseExpired, NodeUnavailable, Overloaded, TransferFailed, Unauthorized
-from tanghulu.transfer_engine import ucx_agent, ucx_server
-from tanghulu.transfer_engine.access import AccessTable
+from tanghulu.runtime.clock import ManualClock
+from tanghulu.transfer_engine.core.access import AccessTable
+from tanghulu.transfer_engine.core.leases import Freed
+from tanghulu.transfer_engine.core.opcode import Opcode
+from tanghulu.transfer_engine.core.segment import Endpoint, MemorySegment, SegmentDescriptor
+from tanghulu.transfer_engine.core.wire import MalformedMessage, name_hash
 from tanghulu.transfer_engine.engine import TransferEngine
-from tanghulu.transfer_engine.leases import Freed
-from tanghulu.transfer_engine.onesided_wire import MAX_ASKED_BYTES, REQUEST_BYTES, DoorAnswer, DoorOp, DoorRequest
-from tanghulu.transfer_engine.opcode import Opcode
-from tanghulu.transfer_engine.segment import Endpoint, MemorySegment, SegmentDescriptor
-from tanghulu.transfer_engine.server import SegmentServer
-from tanghulu.transfer_engine.ucx_wire import UCX, pack_granted, parse_granted
-from tanghulu.transfer_engine.wire import MalformedMessage, name_hash
+from tanghulu.transfer_engine.owner.server import SegmentServer
+from tanghulu.transfer_engine.transports.onesided.wire import (
+    MAX_ASKED_BYTES,
+    REQUEST_BYTES,
+    DoorAnswer,
+    DoorOp,
+    DoorRequest,
+)
+from tanghulu.transfer_engine.transports.ucx import agent as ucx_agent
+from tanghulu.transfer_engine.transports.ucx import listener as ucx_server
+from tanghulu.transfer_engine.transports.ucx.wire import UCX, pack_granted, parse_granted
 from tanghulu.types import Address
 
 U64 = st.integers(0, (1 << 64) - 1)

@@ -21,8 +21,12 @@ from tanghulu.errors import (
     Overloaded,
     TransferFailed,
 )
-from tanghulu.transfer_engine.access import AccessTable
-from tanghulu.transfer_engine.config import EngineConfig, TransportLimits
+from tanghulu.transfer_engine.core.access import AccessTable
+from tanghulu.transfer_engine.core.admission import Reception
+from tanghulu.transfer_engine.core.config import EngineConfig, TransportLimits
+from tanghulu.transfer_engine.core.leases import Freed
+from tanghulu.transfer_engine.core.opcode import Opcode
+from tanghulu.transfer_engine.core.segment import Endpoint, MemorySegment, SegmentDescriptor
 from tanghulu.transfer_engine.engine import (
     RemoteSegment,
     TransferBatch,
@@ -30,10 +34,6 @@ from tanghulu.transfer_engine.engine import (
     TransferHandle,
     TransferRequest,
 )
-from tanghulu.transfer_engine.leases import Freed
-from tanghulu.transfer_engine.opcode import Opcode
-from tanghulu.transfer_engine.reception import Reception
-from tanghulu.transfer_engine.segment import Endpoint, MemorySegment, SegmentDescriptor
 from tanghulu.transfer_engine.sim_network import SimHost
 
 if TYPE_CHECKING:

@@ -7,17 +7,18 @@ from typing import Any
 
 import pytest
 
-from tanghulu.transfer_engine import leases, path_load
-from tanghulu.transfer_engine.access import AccessTable
-from tanghulu.transfer_engine.fences import Fences
-from tanghulu.transfer_engine.handle import TransferHandle
-from tanghulu.transfer_engine.leases import LeaseEvent, LeaseState
-from tanghulu.transfer_engine.reception import Reception
-from tanghulu.transfer_engine.tcp import TcpLink
-from tanghulu.transfer_engine.tcp_server import TcpConnection
-from tanghulu.transfer_engine.tcp_stream import TcpStream
-from tanghulu.transfer_engine.transfer_run import RunLimits, TransferRun
-from tanghulu.transfer_engine.transport import Arrived
+from tanghulu.transfer_engine.client import path_load
+from tanghulu.transfer_engine.client.batch_state import RunLimits, TransferRun
+from tanghulu.transfer_engine.client.handle import TransferHandle
+from tanghulu.transfer_engine.core import leases
+from tanghulu.transfer_engine.core.access import AccessTable
+from tanghulu.transfer_engine.core.admission import Reception
+from tanghulu.transfer_engine.core.fences import Fences
+from tanghulu.transfer_engine.core.leases import LeaseEvent, LeaseState
+from tanghulu.transfer_engine.core.transport import Arrived
+from tanghulu.transfer_engine.transports.tcp.listener import TcpConnection
+from tanghulu.transfer_engine.transports.tcp.stream import TcpStream
+from tanghulu.transfer_engine.transports.tcp.transport import TcpLink
 
 Mutation = Callable[[pytest.MonkeyPatch], None]
 

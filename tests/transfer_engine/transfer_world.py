@@ -26,10 +26,10 @@ from transfer_actors import (
 )
 from transfer_mapper import Mapper
 
-from tanghulu.clock import ManualClock
 from tanghulu.errors import ChecksumMismatch, NodeUnavailable, TanghuluError
+from tanghulu.runtime.clock import ManualClock
+from tanghulu.transfer_engine.core.opcode import Opcode
 from tanghulu.transfer_engine.engine import RemoteSegment, TransferBatch, TransferHandle, TransferRequest
-from tanghulu.transfer_engine.opcode import Opcode
 from tanghulu.transfer_engine.sim_network import SimNetwork, Weather
 from tanghulu.transfer_engine.sim_transport import SimTransport
 

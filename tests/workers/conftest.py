@@ -9,7 +9,7 @@ import pytest
 import torch
 from worker_tiny import TinyModel, write_tiny
 
-from tanghulu.workers.models.registry import Model
+from tanghulu.workers.compute.models.registry import Model
 from tanghulu.workers.weights import ModelSource, resolve_model
 
 

@@ -16,15 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tanghulu.errors import ConfigError
-from tanghulu.workers import attention_paged, attention_varlen
-from tanghulu.workers.attention import AttentionBackend, SdpaAttention
-from tanghulu.workers.attention_backends import AttentionNeeds, can, pick_attention
-from tanghulu.workers.attention_varlen import Kernel, VarlenAttention, pick_kernel, try_kernel, why_not
-from tanghulu.workers.device import CPU
-from tanghulu.workers.kv_cache import DeviceKvCache
-from tanghulu.workers.kv_layout import KvLayout
-from tanghulu.workers.models.decode_batch import DecodeShape, decode_batch, is_decode, pack_decodes
-from tanghulu.workers.models.forward_batch import ForwardBatch, SequenceChunk, build_forward_batch
+from tanghulu.workers.compute.attention import paged as attention_paged
+from tanghulu.workers.compute.attention import varlen as attention_varlen
+from tanghulu.workers.compute.attention.backends import AttentionNeeds, can, pick_attention
+from tanghulu.workers.compute.attention.base import AttentionBackend, SdpaAttention
+from tanghulu.workers.compute.attention.varlen import Kernel, VarlenAttention, pick_kernel, try_kernel, why_not
+from tanghulu.workers.compute.decode_batch import DecodeShape, decode_batch, is_decode, pack_decodes
+from tanghulu.workers.compute.device import CPU
+from tanghulu.workers.compute.forward_batch import ForwardBatch, SequenceChunk, build_forward_batch
+from tanghulu.workers.compute.kv_cache import DeviceKvCache
+from tanghulu.workers.engine.kv_layout import KvLayout
 
 BLOCK, LAYERS, NUM_BLOCKS, HEAD_DIM = 4, 2, 40, 8
 

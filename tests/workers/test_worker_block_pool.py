@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tanghulu.store.node.eviction.policies import POLICIES
+from tanghulu.eviction.policies import POLICIES
 from tanghulu.types import BlockHash
-from tanghulu.workers.block_pool import BlockPool, KvEvent, KvEventKind
+from tanghulu.workers.engine.block_pool import BlockPool, KvEvent, KvEventKind
 
 
 def h(number: int) -> BlockHash:

@@ -12,16 +12,16 @@ from test_worker_attention import varlen_attn
 from worker_tiny import BLOCK, VOCAB, TinyModel, engine, request, run_all
 
 from tanghulu.errors import ConfigError
-from tanghulu.workers import device as device_module
-from tanghulu.workers.attention import AttentionBackend, SdpaAttention
-from tanghulu.workers.attention_varlen import Kernel, VarlenAttention
-from tanghulu.workers.device import CPU, describe_device, device_of_rank, free_bytes, pick_device
-from tanghulu.workers.device_runner import DeviceRunner
-from tanghulu.workers.engine import EngineConfig, EngineCore
-from tanghulu.workers.main import WorkerConfig
-from tanghulu.workers.memory_plan import MemoryPlan
-from tanghulu.workers.models.registry import Model, load_model, pick_dtype
-from tanghulu.workers.requests import SamplingParams
+from tanghulu.workers.compute import device as device_module
+from tanghulu.workers.compute.attention.base import AttentionBackend, SdpaAttention
+from tanghulu.workers.compute.attention.varlen import Kernel, VarlenAttention
+from tanghulu.workers.compute.device import CPU, describe_device, device_of_rank, free_bytes, pick_device
+from tanghulu.workers.compute.device_runner import DeviceRunner
+from tanghulu.workers.compute.memory_plan import MemoryPlan
+from tanghulu.workers.compute.models.registry import Model, load_model, pick_dtype
+from tanghulu.workers.config import WorkerConfig
+from tanghulu.workers.engine.engine import EngineConfig, EngineCore
+from tanghulu.workers.engine.requests import SamplingParams
 from tanghulu.workers.weights import resolve_model
 
 BACKENDS = {

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tanghulu.workers import device_sampling
-from tanghulu.workers.device_sampling import sample_on_device
-from tanghulu.workers.requests import SamplingParams
-from tanghulu.workers.sampling import SamplingRow, sample
+from tanghulu.workers.compute import device_sampling
+from tanghulu.workers.compute.device_sampling import sample_on_device
+from tanghulu.workers.compute.sampling import SamplingRow, sample
+from tanghulu.workers.engine.requests import SamplingParams
 
 VOCAB = 60
 

@@ -11,12 +11,12 @@ from worker_tiny import BLOCK, VOCAB, engine, outputs_of, request, run_all
 
 from tanghulu.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from tanghulu.types import RequestId
-from tanghulu.workers.block_pool import KvEventKind
-from tanghulu.workers.engine import EngineCore
-from tanghulu.workers.models.registry import Model
-from tanghulu.workers.requests import FinishReason, PeerExport, SamplingParams, StopParams
-from tanghulu.workers.step_plan import CommittedBlock, FetchWanted
-from tanghulu.workers.torch_runner import TorchRunner
+from tanghulu.workers.compute.models.registry import Model
+from tanghulu.workers.compute.torch_runner import TorchRunner
+from tanghulu.workers.engine.block_pool import KvEventKind
+from tanghulu.workers.engine.engine import EngineCore
+from tanghulu.workers.engine.requests import FinishReason, PeerExport, SamplingParams, StopParams
+from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted
 
 PROMPT = random.Random(9).choices(range(2, VOCAB), k=45)
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from tanghulu.errors import ChunkNotFound
 from tanghulu.types import LeaseId, RequestId
-from tanghulu.workers.exports import ExportState, ExportTable
-from tanghulu.workers.step_plan import KvExport
+from tanghulu.workers.engine.step_plan import KvExport
+from tanghulu.workers.kv.exports import ExportState, ExportTable
 
 
 def _kv(name: str) -> KvExport:

@@ -15,16 +15,17 @@ from fake_gpu import GPU, fake_gpu
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from worker_tiny import VOCAB, TinyModel, write_tiny
 
-from tanghulu.workers import attention_varlen, device, device_sampling
-from tanghulu.workers.attention import AttentionBackend, SdpaAttention
-from tanghulu.workers.attention_varlen import Kernel, VarlenAttention
-from tanghulu.workers.kv_cache import DeviceKvCache
-from tanghulu.workers.kv_layout import KvLayout
-from tanghulu.workers.models.decode_batch import DecodeShape, decode_batch, pack_decodes
-from tanghulu.workers.models.forward_batch import ForwardBatch, SequenceChunk, build_forward_batch
-from tanghulu.workers.models.registry import Model, load_model
-from tanghulu.workers.requests import SamplingParams
-from tanghulu.workers.sampling import SamplingRow
+from tanghulu.workers.compute import device, device_sampling
+from tanghulu.workers.compute.attention import varlen as attention_varlen
+from tanghulu.workers.compute.attention.base import AttentionBackend, SdpaAttention
+from tanghulu.workers.compute.attention.varlen import Kernel, VarlenAttention
+from tanghulu.workers.compute.decode_batch import DecodeShape, decode_batch, pack_decodes
+from tanghulu.workers.compute.forward_batch import ForwardBatch, SequenceChunk, build_forward_batch
+from tanghulu.workers.compute.kv_cache import DeviceKvCache
+from tanghulu.workers.compute.models.registry import Model, load_model
+from tanghulu.workers.compute.sampling import SamplingRow
+from tanghulu.workers.engine.kv_layout import KvLayout
+from tanghulu.workers.engine.requests import SamplingParams
 from tanghulu.workers.weights import resolve_model
 from tanghulu.workers.weights.safetensors_dir import SafetensorsDir
 

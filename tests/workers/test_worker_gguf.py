@@ -15,12 +15,12 @@ from worker_gguf import write_gguf
 from worker_tiny import BLOCK, VOCAB, TinyModel, write_tiny
 
 from tanghulu.errors import ModelUnsupported
-from tanghulu.workers.gguf_tokenizer import build_gguf_tokenizer
-from tanghulu.workers.kv_cache import KvCache
-from tanghulu.workers.kv_layout import KvLayout
-from tanghulu.workers.models.forward_batch import SequenceChunk, build_forward_batch
-from tanghulu.workers.models.registry import load_model
+from tanghulu.workers.compute.forward_batch import SequenceChunk, build_forward_batch
+from tanghulu.workers.compute.kv_cache import KvCache
+from tanghulu.workers.compute.models.registry import load_model
+from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.weights import resolve_model
+from tanghulu.workers.weights.gguf_tokenizer import build_gguf_tokenizer
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {},

@@ -11,22 +11,22 @@ import torch
 from test_worker_outside import PROMPT, DictStore, Rig
 from worker_tiny import BLOCK, VOCAB, TinyModel, engine, request, run_all, write_tiny
 
-from tanghulu.transfer_engine.gpu_staging import StagingRing, make_copier, pin
-from tanghulu.transfer_engine.segment import MemorySegment
-from tanghulu.workers.attention_backends import AttentionNeeds, can, pick_attention
-from tanghulu.workers.device_runner import DeviceRunner
-from tanghulu.workers.device_sampling import sample_on_device
-from tanghulu.workers.engine import EngineConfig, EngineCore
-from tanghulu.workers.kv_cache import DeviceKvCache
-from tanghulu.workers.kv_layout import KvLayout
-from tanghulu.workers.kv_staging import DeviceBlocks, StagedPort, StagedWindow
-from tanghulu.workers.models.forward_batch import SequenceChunk, build_forward_batch
-from tanghulu.workers.models.registry import Model, load_model
-from tanghulu.workers.models.shard import Shard
-from tanghulu.workers.rank_group import join, leave
-from tanghulu.workers.rank_processes import RankProcesses
-from tanghulu.workers.requests import SamplingParams
-from tanghulu.workers.sampling import SamplingRow
+from tanghulu.transfer_engine.core.segment import MemorySegment
+from tanghulu.transfer_engine.gpu.staging import StagingRing, make_copier, pin
+from tanghulu.workers.compute.attention.backends import AttentionNeeds, can, pick_attention
+from tanghulu.workers.compute.device_runner import DeviceRunner
+from tanghulu.workers.compute.device_sampling import sample_on_device
+from tanghulu.workers.compute.forward_batch import SequenceChunk, build_forward_batch
+from tanghulu.workers.compute.kv_cache import DeviceKvCache
+from tanghulu.workers.compute.models.registry import Model, load_model
+from tanghulu.workers.compute.models.shard import Shard
+from tanghulu.workers.compute.sampling import SamplingRow
+from tanghulu.workers.engine.engine import EngineConfig, EngineCore
+from tanghulu.workers.engine.kv_layout import KvLayout
+from tanghulu.workers.engine.requests import SamplingParams
+from tanghulu.workers.kv.staging import DeviceBlocks, StagedPort, StagedWindow
+from tanghulu.workers.ranks.group import join, leave
+from tanghulu.workers.ranks.processes import RankProcesses
 from tanghulu.workers.weights import resolve_model
 
 pytestmark = [
@@ -226,8 +226,8 @@ def test_two_ranks_give_the_text_of_one(two_ranks: tuple[EngineCore, DeviceBlock
 
 def test_a_worker_serves_from_a_gpu(smollm2_path: Path):
     """What `tanghulu worker --device cuda` loads: the plan, the kernel, the runner, the ways in and out."""
-    from tanghulu.workers.main import WorkerConfig
-    from tanghulu.workers.torch_loading import load as load_worker
+    from tanghulu.workers.config import WorkerConfig
+    from tanghulu.workers.loading.torch_loading import load as load_worker
 
     config = WorkerConfig(model=str(smollm2_path), device="cuda:0", kv_memory=256 << 20, kv_staging=256 << 20)
     loaded = load_worker(config, lambda fraction: None)

@@ -15,10 +15,10 @@ from tanghulu.errors import InvalidRequest
 from tanghulu.hashing import TokenSequence
 from tanghulu.protos import session_pb2
 from tanghulu.types import Fingerprint
-from tanghulu.workers.grammar import MAX_GRAMMAR_CHARS, Grammar, GrammarCompiler, GrammarKind
-from tanghulu.workers.requests import SamplingParams
-from tanghulu.workers.sampling import SamplingRow, sample
-from tanghulu.workers.session_wire import RequestFactory
+from tanghulu.workers.compute.sampling import SamplingRow, sample
+from tanghulu.workers.engine.grammar import MAX_GRAMMAR_CHARS, Grammar, GrammarCompiler, GrammarKind
+from tanghulu.workers.engine.requests import SamplingParams
+from tanghulu.workers.sessions.wire import RequestFactory
 
 pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'tanghulu[grammar]'")
 

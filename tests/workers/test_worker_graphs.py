@@ -11,13 +11,13 @@ import structlog
 import torch
 from worker_tiny import BLOCK, engine, request, run_all
 
-from tanghulu.transfer_engine.gpu_staging import CudaCopier
-from tanghulu.workers import cuda_graphs
-from tanghulu.workers.cuda_graphs import DecodeGraphs
-from tanghulu.workers.device_runner import DeviceRunner
-from tanghulu.workers.engine import EngineConfig, EngineCore
-from tanghulu.workers.models.decode_batch import decode_batch, pack_decodes
-from tanghulu.workers.models.registry import Model
+from tanghulu.transfer_engine.gpu.staging import CudaCopier
+from tanghulu.workers.compute import cuda_graphs
+from tanghulu.workers.compute.cuda_graphs import DecodeGraphs
+from tanghulu.workers.compute.decode_batch import decode_batch, pack_decodes
+from tanghulu.workers.compute.device_runner import DeviceRunner
+from tanghulu.workers.compute.models.registry import Model
+from tanghulu.workers.engine.engine import EngineConfig, EngineCore
 
 PROMPTS = [[2 + (i * seed) % 90 for i in range(length)] for seed, length in ((3, 5), (7, 30), (5, 61))]
 

@@ -10,10 +10,10 @@ import torch
 from worker_tiny import BLOCK, VOCAB
 
 from tanghulu.errors import ConfigError
-from tanghulu.workers.kv_cache import KvCache
-from tanghulu.workers.kv_layout import KvLayout
-from tanghulu.workers.models.forward_batch import SequenceChunk, build_forward_batch
-from tanghulu.workers.models.registry import Model
+from tanghulu.workers.compute.forward_batch import SequenceChunk, build_forward_batch
+from tanghulu.workers.compute.kv_cache import KvCache
+from tanghulu.workers.compute.models.registry import Model
+from tanghulu.workers.engine.kv_layout import KvLayout
 
 LAYOUT = KvLayout(num_layers=3, block_tokens=8, num_kv_heads=2, head_dim=4, dtype="float32")
 

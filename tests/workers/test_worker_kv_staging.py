@@ -20,30 +20,30 @@ from prometheus_client import CollectorRegistry
 from test_worker_outside import PROMPT, DictStore, Rig
 from worker_tiny import BLOCK
 
-from tanghulu.clock import SystemClock
 from tanghulu.errors import ConfigError, NodeUnavailable, Overloaded
-from tanghulu.rpc.door import Door
 from tanghulu.rpc.fast_server import FastService
-from tanghulu.transfer_engine.access import AccessTable
+from tanghulu.rpc.port_mux import Door
+from tanghulu.runtime.clock import SystemClock
+from tanghulu.transfer_engine.core.access import AccessTable
+from tanghulu.transfer_engine.core.segment import MemorySegment
 from tanghulu.transfer_engine.engine import TransferEngine
-from tanghulu.transfer_engine.gpu_staging import HostCopier, StagingRing
-from tanghulu.transfer_engine.segment import MemorySegment
-from tanghulu.transfer_engine.server import SegmentServer
+from tanghulu.transfer_engine.gpu.staging import HostCopier, StagingRing
+from tanghulu.transfer_engine.owner.server import SegmentServer
 from tanghulu.types import BlockHash, Fingerprint, InstanceId, RequestId
-from tanghulu.workers import kv_staging
-from tanghulu.workers.device import CPU
-from tanghulu.workers.device_runner import DeviceRunner
-from tanghulu.workers.device_staging import DeviceStaging
-from tanghulu.workers.engine_thread import EngineLoad, StepReport
-from tanghulu.workers.kv_layout import KvLayout
-from tanghulu.workers.kv_staging import DeviceBlocks, SlotEvent, SlotState, SlotTable, StagedPort, StagedWindow
+from tanghulu.workers.compute.device import CPU
+from tanghulu.workers.compute.device_runner import DeviceRunner
+from tanghulu.workers.compute.models.registry import Model
+from tanghulu.workers.engine.kv_layout import KvLayout
+from tanghulu.workers.engine.requests import PeerExport, PrefixHolder
+from tanghulu.workers.engine.step_plan import KvExport
+from tanghulu.workers.engine.step_result import StepResult
+from tanghulu.workers.engine.thread import EngineLoad, StepReport
+from tanghulu.workers.kv import staging as kv_staging
+from tanghulu.workers.kv.device_staging import DeviceStaging
+from tanghulu.workers.kv.peer_reader import PeerReader
+from tanghulu.workers.kv.peer_server import PeerServer
+from tanghulu.workers.kv.staging import DeviceBlocks, SlotEvent, SlotState, SlotTable, StagedPort, StagedWindow
 from tanghulu.workers.metrics import WorkerMetrics
-from tanghulu.workers.models.registry import Model
-from tanghulu.workers.peer_reader import PeerReader
-from tanghulu.workers.peer_server import PeerServer
-from tanghulu.workers.requests import PeerExport, PrefixHolder
-from tanghulu.workers.step_plan import KvExport
-from tanghulu.workers.step_result import StepResult
 
 
 class LateCopier:

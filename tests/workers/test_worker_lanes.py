@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worker_tiny import BLOCK, VOCAB
 
-from tanghulu.workers import lanes as lanes_module
-from tanghulu.workers.kv_cache import KvCache, KvTensors
-from tanghulu.workers.kv_layout import KvLayout
-from tanghulu.workers.lanes import LanedForward, cut_lanes, turns_of
-from tanghulu.workers.models.forward_batch import ForwardBatch, SequenceChunk, build_forward_batch
-from tanghulu.workers.models.lane_turn import LaneGate, LaneTurn
-from tanghulu.workers.models.registry import Model
+from tanghulu.workers.compute import lanes as lanes_module
+from tanghulu.workers.compute.forward_batch import ForwardBatch, SequenceChunk, build_forward_batch
+from tanghulu.workers.compute.kv_cache import KvCache, KvTensors
+from tanghulu.workers.compute.lane_turn import LaneGate, LaneTurn
+from tanghulu.workers.compute.lanes import LanedForward, cut_lanes, turns_of
+from tanghulu.workers.compute.models.registry import Model
+from tanghulu.workers.engine.kv_layout import KvLayout
 
 ROW_CONTEXT = 2000.0
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tanghulu.workers.models import linear
-from tanghulu.workers.models.linear import Linear
+from tanghulu.workers.compute import linear
+from tanghulu.workers.compute.linear import Linear
 
 HALF = pytest.mark.skipif(
     "fbgemm" not in torch.backends.quantized.supported_engines, reason="this torch has no FBGEMM, which half form needs"

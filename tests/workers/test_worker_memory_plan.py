@@ -8,7 +8,7 @@ import pytest
 from worker_tiny import TinyModel
 
 from tanghulu.errors import ConfigError
-from tanghulu.workers.memory_plan import MemoryPlan, available_bytes
+from tanghulu.workers.compute.memory_plan import MemoryPlan, available_bytes
 from tanghulu.workers.weights import resolve_model
 
 

@@ -14,15 +14,16 @@ from tokenizers import Tokenizer
 from worker_tiny import BLOCK, request, run_all
 
 from tanghulu.types import RequestId
-from tanghulu.workers import mock_loading, mock_runner
-from tanghulu.workers.block_pool import KvEventKind
-from tanghulu.workers.engine import EngineConfig, EngineCore
-from tanghulu.workers.kv_layout import KvLayout
-from tanghulu.workers.main import WorkerConfig
-from tanghulu.workers.mock_runner import MockRunner
-from tanghulu.workers.mock_timing import TIMINGS, MockTiming
-from tanghulu.workers.requests import FinishReason, PeerExport, SamplingParams
-from tanghulu.workers.step_plan import FetchWanted
+from tanghulu.workers.config import WorkerConfig
+from tanghulu.workers.engine.block_pool import KvEventKind
+from tanghulu.workers.engine.engine import EngineConfig, EngineCore
+from tanghulu.workers.engine.kv_layout import KvLayout
+from tanghulu.workers.engine.requests import FinishReason, PeerExport, SamplingParams
+from tanghulu.workers.engine.step_plan import FetchWanted
+from tanghulu.workers.mock import loading as mock_loading
+from tanghulu.workers.mock import runner as mock_runner
+from tanghulu.workers.mock.runner import MockRunner
+from tanghulu.workers.mock.timing import TIMINGS, MockTiming
 
 LAYOUT = KvLayout(1, BLOCK, 1, 2, "float32")
 TIMING = MockTiming(step_s=10.0, token_s=1.0, pair_s=0.01, sequence_s=2.0, context_s=0.1)
@@ -158,6 +159,6 @@ def test_its_text_reads_as_words_and_ends_in_nothing_special(model: str, smollm2
 
 
 def test_it_never_imports_torch() -> None:
-    code = "import sys, tanghulu.workers.mock_loading, tanghulu.workers.assembly; print('torch' in sys.modules)"
+    code = "import sys, tanghulu.workers.mock.loading, tanghulu.workers.assembly; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -12,10 +12,10 @@ from worker_tiny import BLOCK, VOCAB, TinyModel, engine, request, run_all, write
 
 from tanghulu.errors import ModelUnsupported
 from tanghulu.types import RequestId
-from tanghulu.workers.kv_cache import KvCache
-from tanghulu.workers.kv_layout import KvLayout
-from tanghulu.workers.models.forward_batch import SequenceChunk, build_forward_batch
-from tanghulu.workers.models.registry import Model, dtype_name, load_model, pick_dtype
+from tanghulu.workers.compute.forward_batch import SequenceChunk, build_forward_batch
+from tanghulu.workers.compute.kv_cache import KvCache
+from tanghulu.workers.compute.models.registry import Model, dtype_name, load_model, pick_dtype
+from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.weights import resolve_model
 
 LLAMA3_ROPE = {

@@ -12,16 +12,16 @@ from worker_tiny import BLOCK, VOCAB, request
 
 from tanghulu.errors import NodeUnavailable
 from tanghulu.types import BlockHash, RequestId
-from tanghulu.workers.connector import ConnectorConfig, KvConnector, KvPeers
-from tanghulu.workers.engine import EngineConfig, EngineCore, ModelRunner
-from tanghulu.workers.engine_thread import EngineThread, StepReport
-from tanghulu.workers.kv_layout import KvLayout
-from tanghulu.workers.kv_port import BlockPort, HostBlocks
+from tanghulu.workers.compute.models.registry import Model, dtype_name
+from tanghulu.workers.compute.torch_runner import TorchRunner
+from tanghulu.workers.engine.engine import EngineConfig, EngineCore, ModelRunner
+from tanghulu.workers.engine.kv_layout import KvLayout
+from tanghulu.workers.engine.requests import PeerExport, PrefixHolder
+from tanghulu.workers.engine.speed import SpeedMeter, Speeds
+from tanghulu.workers.engine.thread import EngineThread, StepReport
+from tanghulu.workers.kv.connector import ConnectorConfig, KvConnector, KvPeers
+from tanghulu.workers.kv.ports import BlockPort, HostBlocks
 from tanghulu.workers.metrics import WorkerMetrics
-from tanghulu.workers.models.registry import Model, dtype_name
-from tanghulu.workers.requests import PeerExport, PrefixHolder
-from tanghulu.workers.speed import SpeedMeter, Speeds
-from tanghulu.workers.torch_runner import TorchRunner
 
 PROMPT = [2 + i % (VOCAB - 2) for i in range(5 * BLOCK + 3)]
 

@@ -13,14 +13,14 @@ from worker_tiny import BLOCK, request, run_all
 
 from tanghulu.errors import ConfigError
 from tanghulu.types import BlockHash, RequestId
-from tanghulu.workers.engine import EngineConfig, EngineCore
-from tanghulu.workers.kv_layout import KvLayout
-from tanghulu.workers.main import WorkerConfig
-from tanghulu.workers.mock_runner import MockRunner
-from tanghulu.workers.mock_timing import TIMINGS
-from tanghulu.workers.models.registry import Model
-from tanghulu.workers.requests import PeerExport
-from tanghulu.workers.step_plan import CommittedBlock, FetchWanted
+from tanghulu.workers.compute.models.registry import Model
+from tanghulu.workers.config import WorkerConfig
+from tanghulu.workers.engine.engine import EngineConfig, EngineCore
+from tanghulu.workers.engine.kv_layout import KvLayout
+from tanghulu.workers.engine.requests import PeerExport
+from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted
+from tanghulu.workers.mock.runner import MockRunner
+from tanghulu.workers.mock.timing import TIMINGS
 
 LAYOUT = KvLayout(1, BLOCK, 1, 2, "float32")
 NUM_TOKENS = 24

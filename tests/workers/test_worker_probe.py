@@ -9,9 +9,9 @@ import pytest
 from test_worker_outside import Rig
 from worker_tiny import request
 
-from tanghulu.clock import SystemClock
 from tanghulu.errors import ContextLengthExceeded, DeadlineExceeded
-from tanghulu.workers.probe import Probe
+from tanghulu.runtime.clock import SystemClock
+from tanghulu.workers.engine.probe import Probe
 
 
 @pytest.fixture

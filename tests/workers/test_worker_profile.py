@@ -10,12 +10,12 @@ import torch
 from worker_tiny import BLOCK, engine, request, run_all
 
 from tanghulu.errors import ConfigError
-from tanghulu.workers.engine import EngineConfig, EngineCore
-from tanghulu.workers.lanes import LEAST_ROWS
-from tanghulu.workers.main import WorkerConfig
-from tanghulu.workers.models.registry import Model
-from tanghulu.workers.profiled_runner import ProfiledRunner
-from tanghulu.workers.torch_runner import TorchRunner
+from tanghulu.workers.compute.lanes import LEAST_ROWS
+from tanghulu.workers.compute.models.registry import Model
+from tanghulu.workers.compute.profiled_runner import ProfiledRunner
+from tanghulu.workers.compute.torch_runner import TorchRunner
+from tanghulu.workers.config import WorkerConfig
+from tanghulu.workers.engine.engine import EngineConfig, EngineCore
 
 
 def _traced(model: Model, path: Path, num_steps: int) -> dict[str, list[int]]:

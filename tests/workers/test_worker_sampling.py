@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tanghulu.errors import InvalidRequest
-from tanghulu.workers.requests import SamplingParams
-from tanghulu.workers.sampling import SamplingRow, sample, unit_uniform
+from tanghulu.workers.compute.sampling import SamplingRow, sample, unit_uniform
+from tanghulu.workers.engine.requests import SamplingParams
 
 LOGITS = torch.tensor([[1.0, 3.0, 2.0, -1.0, 0.5, 2.5]])
 

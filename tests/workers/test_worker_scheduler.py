@@ -9,8 +9,8 @@ from worker_tiny import request
 
 from tanghulu.errors import ConfigError, ContextLengthExceeded, InvalidRequest, Overloaded
 from tanghulu.types import RequestId
-from tanghulu.workers.block_pool import BlockPool
-from tanghulu.workers.requests import (
+from tanghulu.workers.engine.block_pool import BlockPool
+from tanghulu.workers.engine.requests import (
     TRANSITIONS,
     EngineRequest,
     FinishReason,
@@ -19,8 +19,8 @@ from tanghulu.workers.requests import (
     RequestState,
     StopParams,
 )
-from tanghulu.workers.scheduler import Scheduler, SchedulerConfig
-from tanghulu.workers.step_plan import StepOutcome, StepPlan
+from tanghulu.workers.engine.scheduler import Scheduler, SchedulerConfig
+from tanghulu.workers.engine.step_plan import StepOutcome, StepPlan
 
 B = 4
 

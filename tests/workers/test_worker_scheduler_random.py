@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from worker_tiny import request
 
 from tanghulu.types import RequestId
-from tanghulu.workers.block_pool import BlockPool
-from tanghulu.workers.requests import EngineRequest, FinishReason, PeerExport
-from tanghulu.workers.scheduler import Scheduler, SchedulerConfig
-from tanghulu.workers.step_plan import FetchWanted, StepPlan
+from tanghulu.workers.engine.block_pool import BlockPool
+from tanghulu.workers.engine.requests import EngineRequest, FinishReason, PeerExport
+from tanghulu.workers.engine.scheduler import Scheduler, SchedulerConfig
+from tanghulu.workers.engine.step_plan import FetchWanted, StepPlan
 
 
 class World:

@@ -11,16 +11,16 @@ from tokenizers import Tokenizer
 from worker_tiny import request, run_all
 
 from tanghulu.errors import ModelUnsupported
-from tanghulu.workers.engine import EngineConfig, EngineCore
-from tanghulu.workers.gguf_tokenizer import build_gguf_tokenizer
-from tanghulu.workers.kv_cache import KvCache
-from tanghulu.workers.kv_layout import KvLayout
-from tanghulu.workers.models.forward_batch import SequenceChunk, build_forward_batch
-from tanghulu.workers.models.registry import dtype_name, load_model
-from tanghulu.workers.tokenizer_assets import TokenizerAssets, load_tokenizer_assets
-from tanghulu.workers.torch_runner import TorchRunner
+from tanghulu.workers.compute.forward_batch import SequenceChunk, build_forward_batch
+from tanghulu.workers.compute.kv_cache import KvCache
+from tanghulu.workers.compute.models.registry import dtype_name, load_model
+from tanghulu.workers.compute.torch_runner import TorchRunner
+from tanghulu.workers.engine.engine import EngineConfig, EngineCore
+from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.weights import ModelSource
 from tanghulu.workers.weights.gguf_file import GgufFile
+from tanghulu.workers.weights.gguf_tokenizer import build_gguf_tokenizer
+from tanghulu.workers.weights.tokenizer_assets import TokenizerAssets, load_tokenizer_assets
 
 pytestmark = pytest.mark.needs_model
 

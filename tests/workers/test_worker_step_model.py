@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from tanghulu.workers.speed import SpeedMeter
-from tanghulu.workers.step_model import MIN_STEPS, StepModel, StepWork
+from tanghulu.workers.engine.speed import SpeedMeter
+from tanghulu.workers.engine.step_model import MIN_STEPS, StepModel, StepWork
 
 BUDGET = 2048
 

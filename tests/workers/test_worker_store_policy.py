@@ -9,9 +9,9 @@ from test_worker_outside import PROMPT, DictStore, Rig
 from worker_tiny import BLOCK
 
 from tanghulu.types import BlockHash, RequestId
-from tanghulu.workers.kv_layout import KvLayout
-from tanghulu.workers.step_plan import CommittedBlock
-from tanghulu.workers.store_policy import POLICIES, WorthKeeping, WriteAgain, make_store_policy
+from tanghulu.workers.engine.kv_layout import KvLayout
+from tanghulu.workers.engine.step_plan import CommittedBlock
+from tanghulu.workers.kv.store_policy import POLICIES, WorthKeeping, WriteAgain, make_store_policy
 
 
 def _block(number: int) -> CommittedBlock:

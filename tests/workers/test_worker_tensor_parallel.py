@@ -13,30 +13,31 @@ import torch
 from prometheus_client import CollectorRegistry
 from worker_tiny import BLOCK, VOCAB, TinyModel, request, run_all, write_tiny
 
-from tanghulu.clock import SystemClock
 from tanghulu.errors import ChecksumMismatch, ChunkNotFound, ConfigError, InvalidRequest
-from tanghulu.rpc.door import Door
+from tanghulu.masters import Masters
 from tanghulu.rpc.fast_server import FastService
-from tanghulu.transfer_engine.access import AccessTable
+from tanghulu.rpc.port_mux import Door
+from tanghulu.runtime.clock import SystemClock
+from tanghulu.transfer_engine.core.access import AccessTable
+from tanghulu.transfer_engine.core.segment import MemorySegment
 from tanghulu.transfer_engine.engine import TransferEngine
-from tanghulu.transfer_engine.segment import MemorySegment
-from tanghulu.transfer_engine.server import SegmentServer
-from tanghulu.types import BlockHash, Fingerprint, InstanceId, Masters, RequestId
-from tanghulu.workers.engine import EngineConfig, EngineCore
-from tanghulu.workers.kv_cache import KvCache
-from tanghulu.workers.kv_layout import KvLayout, KvMemory
-from tanghulu.workers.kv_port import HostBlocks
-from tanghulu.workers.main import WorkerConfig
+from tanghulu.transfer_engine.owner.server import SegmentServer
+from tanghulu.types import BlockHash, Fingerprint, InstanceId, RequestId
+from tanghulu.workers.compute.kv_cache import KvCache
+from tanghulu.workers.compute.models.registry import load_model
+from tanghulu.workers.compute.models.shard import Shard, require_split
+from tanghulu.workers.compute.torch_runner import TorchRunner
+from tanghulu.workers.config import WorkerConfig
+from tanghulu.workers.engine.engine import EngineConfig, EngineCore
+from tanghulu.workers.engine.kv_layout import KvLayout, KvMemory
+from tanghulu.workers.engine.requests import PeerExport
+from tanghulu.workers.kv.peer_reader import PeerReader
+from tanghulu.workers.kv.peer_server import PeerServer
+from tanghulu.workers.kv.ports import HostBlocks
+from tanghulu.workers.kv.store_adapter import StoreAdapter
 from tanghulu.workers.metrics import WorkerMetrics
-from tanghulu.workers.models.registry import load_model
-from tanghulu.workers.models.shard import Shard, require_split
-from tanghulu.workers.peer_reader import PeerReader
-from tanghulu.workers.peer_server import PeerServer
-from tanghulu.workers.rank_group import join, leave
-from tanghulu.workers.rank_processes import RankProcesses
-from tanghulu.workers.requests import PeerExport
-from tanghulu.workers.store_adapter import StoreAdapter
-from tanghulu.workers.torch_runner import TorchRunner
+from tanghulu.workers.ranks.group import join, leave
+from tanghulu.workers.ranks.processes import RankProcesses
 from tanghulu.workers.weights import ModelSource, resolve_model
 from tanghulu.workers.weights.fingerprint import fingerprint
 

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worker_tiny import BLOCK, engine, request, run_all
 
-from tanghulu.workers.engine import Computed, EngineConfig, EngineCore, ModelRunner
-from tanghulu.workers.models.registry import Model
-from tanghulu.workers.openmp import wait_shortly
-from tanghulu.workers.step_plan import StepPlan
-from tanghulu.workers.thread_choice import FIRST_WAIT, LONGEST_WAIT, MOST_TOKENS, SAMPLES, ThreadChoice
-from tanghulu.workers.threaded_runner import ThreadedRunner
+from tanghulu.workers.compute.models.registry import Model
+from tanghulu.workers.compute.openmp import wait_shortly
+from tanghulu.workers.compute.thread_choice import FIRST_WAIT, LONGEST_WAIT, MOST_TOKENS, SAMPLES, ThreadChoice
+from tanghulu.workers.compute.threaded_runner import ThreadedRunner
+from tanghulu.workers.engine.engine import Computed, EngineConfig, EngineCore, ModelRunner
+from tanghulu.workers.engine.step_plan import StepPlan
 
 
 def _drive(choice: ThreadChoice, seconds: Callable[[int], float], num_steps: int, num_tokens: int = 1) -> list[int]:

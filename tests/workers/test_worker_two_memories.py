@@ -12,20 +12,21 @@ from prometheus_client import CollectorRegistry
 from test_worker_outside import PROMPT
 from worker_tiny import BLOCK, request
 
-from tanghulu.process import Process
+from tanghulu.runtime.process import Process
 from tanghulu.types import Fingerprint, Role
-from tanghulu.workers.assembly import LoadedModel, Worker
-from tanghulu.workers.device import CPU
-from tanghulu.workers.device_runner import DeviceRunner
-from tanghulu.workers.device_staging import DeviceStaging
-from tanghulu.workers.engine import ModelRunner
-from tanghulu.workers.engine_thread import StepReport
-from tanghulu.workers.kv_layout import KvLayout
-from tanghulu.workers.main import WorkerConfig
-from tanghulu.workers.mock_loading import _byte_level
-from tanghulu.workers.models.registry import Model
-from tanghulu.workers.requests import PrefixHolder
-from tanghulu.workers.torch_runner import TorchRunner
+from tanghulu.workers.assembly import Worker
+from tanghulu.workers.compute.device import CPU
+from tanghulu.workers.compute.device_runner import DeviceRunner
+from tanghulu.workers.compute.models.registry import Model
+from tanghulu.workers.compute.torch_runner import TorchRunner
+from tanghulu.workers.config import WorkerConfig
+from tanghulu.workers.engine.engine import ModelRunner
+from tanghulu.workers.engine.kv_layout import KvLayout
+from tanghulu.workers.engine.requests import PrefixHolder
+from tanghulu.workers.engine.thread import StepReport
+from tanghulu.workers.kv.device_staging import DeviceStaging
+from tanghulu.workers.loading.loaded_model import LoadedModel
+from tanghulu.workers.mock.loading import _byte_level
 
 NUM_BLOCKS = 32
 NAME = Fingerprint(b"0123456789abcdef")

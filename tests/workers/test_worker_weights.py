@@ -17,11 +17,11 @@ from worker_gguf import write_gguf
 from worker_tiny import BASE, TinyModel, engine, request, run_all, write_tiny
 
 from tanghulu.errors import ModelUnsupported
-from tanghulu.workers.model_config import RopeScaling, config_from_hf
-from tanghulu.workers.models.registry import load_model
+from tanghulu.workers.compute.models.registry import load_model
 from tanghulu.workers.weights import ModelSource, fingerprint, resolve_model
 from tanghulu.workers.weights.dequantise import dequantise, num_stored_bytes
 from tanghulu.workers.weights.gguf_file import GgufFile
+from tanghulu.workers.weights.model_config import RopeScaling, config_from_hf
 
 
 def test_gguf_gives_the_tensors_of_the_checkpoint(tiny: TinyModel, tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_gguf_frequency_factors_equal_llama3_scaling(tmp_path: Path) -> None:
     tiny = write_tiny(tmp_path, rope_scaling=rope)
     assert resolve_model(str(tmp_path)).config.rope_scaling == scaling
     frequencies = 10000.0 ** -(torch.arange(0, 8, 2, dtype=torch.float64) / 8)
-    from tanghulu.workers.models.rope import _scaled
+    from tanghulu.workers.compute.models.rope import _scaled
 
     factors = (frequencies / _scaled(frequencies, scaling)).float().numpy()
     path = tmp_path / "tiny.gguf"

@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 
 from tanghulu.hashing import TokenSequence, root_hash
 from tanghulu.types import Fingerprint, RequestId
-from tanghulu.workers.engine import EngineConfig, EngineCore
-from tanghulu.workers.models.registry import Model, load_model
-from tanghulu.workers.requests import EngineRequest, SamplingParams, StopParams
-from tanghulu.workers.step_result import RequestOutput
-from tanghulu.workers.torch_runner import TorchRunner
+from tanghulu.workers.compute.models.registry import Model, load_model
+from tanghulu.workers.compute.torch_runner import TorchRunner
+from tanghulu.workers.engine.engine import EngineConfig, EngineCore
+from tanghulu.workers.engine.requests import EngineRequest, SamplingParams, StopParams
+from tanghulu.workers.engine.step_result import RequestOutput
 from tanghulu.workers.weights import resolve_model
 
 ROOT = root_hash(Fingerprint(b"0123456789abcdef"))

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tanghulu.errors import ModelUnsupported
-from tanghulu.workers.model_config import ModelConfig, config_from_gguf, config_from_hf
 from tanghulu.workers.weights.gguf_file import GgufFile
+from tanghulu.workers.weights.model_config import ModelConfig, config_from_gguf, config_from_hf
 
 if TYPE_CHECKING:
     import torch

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 from rich.console import Console
 
-from tanghulu.config import command, option
 from tanghulu.errors import NodeUnavailable, TanghuluError, error_from_code
+from tanghulu.runtime.config import command, option
 
 _HELP = "/new starts afresh, /system TEXT sets the system prompt, /quit or Ctrl-D ends"
 

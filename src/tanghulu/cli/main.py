@@ -12,8 +12,8 @@ from pathlib import Path
 
 import click
 
-from tanghulu.config import load_toml, refuse_unknown_variables, variables, variables_of
 from tanghulu.errors import TanghuluError
+from tanghulu.runtime.config import load_toml, refuse_unknown_variables, variables, variables_of
 from tanghulu.version import __version__
 
 #: name -> (module, attribute, help); the help stands here so that ``tanghulu --help`` imports nothing.
@@ -24,7 +24,11 @@ _COMMANDS = {
     "master": ("tanghulu.store.master.main", "COMMAND", "Run a master."),
     "node": ("tanghulu.store.node.main", "COMMAND", "Run a store node."),
     "conductor": ("tanghulu.conductor.main", "COMMAND", "Run a conductor (the HTTP API)."),
-    "router": ("tanghulu.conductor.router.main", "COMMAND", "Run a router: of pools of workers, or as a service."),
+    "router": (
+        "tanghulu.conductor.routing_service.main",
+        "COMMAND",
+        "Route over pools, or as a service.",
+    ),
     "prefill": ("tanghulu.workers.main", "PREFILL", "Run a prefill worker."),
     "decode": ("tanghulu.workers.main", "DECODE", "Run a decode worker."),
     "worker": ("tanghulu.workers.main", "WORKER", "Run a worker that prefills and decodes (--role)."),

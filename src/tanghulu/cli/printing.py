@@ -11,10 +11,17 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from tanghulu.config import PREFIX
-from tanghulu.credentials import Credentials, TlsFiles, read_token
-from tanghulu.master_options import MASTER_HELP, TENANT_HELP, TLS_CA_HELP, TLS_CERT_HELP, TLS_KEY_HELP, TOKEN_HELP
-from tanghulu.types import Masters
+from tanghulu.auth.credentials import Credentials, TlsFiles, read_token
+from tanghulu.masters import Masters
+from tanghulu.runtime.config import PREFIX
+from tanghulu.runtime.master_options import (
+    MASTER_HELP,
+    TENANT_HELP,
+    TLS_CA_HELP,
+    TLS_CERT_HELP,
+    TLS_KEY_HELP,
+    TOKEN_HELP,
+)
 
 _PIPED_WIDTH = 200
 _MASTER = click.option(

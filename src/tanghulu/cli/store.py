@@ -12,14 +12,15 @@ import click
 
 from tanghulu.cli import store_admin, store_check, store_serve, store_tenants, store_top
 from tanghulu.cli.printing import counted, print_json, print_table, store_options
+from tanghulu.masters import Masters
 from tanghulu.store.admin import orders, rows
 from tanghulu.store.admin.orders import Removal
 from tanghulu.store.admin.rows import plain
 from tanghulu.store.admin.steps import perform
 from tanghulu.store.client import Client, connect
 from tanghulu.store.client.model import ChunkInfo, NodeView
-from tanghulu.store.words import Tier
-from tanghulu.types import Masters, format_size
+from tanghulu.store.protocol.types import Tier
+from tanghulu.types import format_size
 
 _DEFAULT_LIMIT = 1000
 

@@ -11,13 +11,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tanghulu.cli.printing import counted, print_json, store_options
 from tanghulu.errors import InvalidRequest
+from tanghulu.masters import Masters
 from tanghulu.store.admin import orders, rows
 from tanghulu.store.admin.rows import Beginning, Row
 from tanghulu.store.admin.steps import perform
 from tanghulu.store.client import Client, connect
 from tanghulu.store.client.model import NodeView
-from tanghulu.store.directory_events import follow_directory
-from tanghulu.types import Masters, format_size, parse_size
+from tanghulu.store.directory_feed import follow_directory
+from tanghulu.types import format_size, parse_size
 
 
 @click.command(short_help="Move a node's chunks away, to stop it.")

@@ -10,10 +10,10 @@ from rich.progress import Progress
 
 from tanghulu.cli.printing import counted, print_json, print_table, store_options
 from tanghulu.errors import ChecksumMismatch, NodeUnavailable, TanghuluError
+from tanghulu.masters import Masters
 from tanghulu.store.admin.check import Kind, Report, check
 from tanghulu.store.admin.steps import perform
 from tanghulu.store.client import connect
-from tanghulu.types import Masters
 
 
 class Disagreement(TanghuluError):

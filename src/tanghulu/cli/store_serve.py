@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from tanghulu.config import command
-from tanghulu.process import run
-from tanghulu.store.http.config import GatewayConfig
+from tanghulu.runtime.config import command
+from tanghulu.runtime.process import run
+from tanghulu.store.gateway.config import GatewayConfig
 from tanghulu.types import Role
 
 
 def _run(config: GatewayConfig) -> None:
-    from tanghulu.store.http.main import serve
+    from tanghulu.store.gateway.main import serve
 
     run(Role.GATEWAY, config, serve)
 

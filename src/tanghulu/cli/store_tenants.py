@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import click
 
+from tanghulu.auth.tenants import Right, hash_of, new_token, validate_tenant
 from tanghulu.cli.printing import print_json, print_table, store_options
+from tanghulu.masters import Masters
 from tanghulu.store.admin.rows import plain
 from tanghulu.store.client import connect
 from tanghulu.store.client.model import TenantView
-from tanghulu.tenants import Right, hash_of, new_token, validate_tenant
-from tanghulu.types import Masters, format_size
+from tanghulu.types import format_size
 
 
 @click.command(short_help="What each tenant holds and may hold.")

@@ -15,10 +15,11 @@ from rich.live import Live
 from rich.table import Table
 
 from tanghulu.cli.printing import print_json, store_options, wide_console
+from tanghulu.masters import Masters
 from tanghulu.store.admin.rows import plain
 from tanghulu.store.client import Client, connect
 from tanghulu.store.client.model import NodeView
-from tanghulu.types import Masters, format_size
+from tanghulu.types import format_size
 
 _METRICS_DEADLINE_S = 1.0
 _COUNTERS = {

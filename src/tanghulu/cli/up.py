@@ -22,8 +22,8 @@ import httpx
 from tanghulu.cli.children import ChildProcess
 from tanghulu.cli.progress import Board, welcome
 from tanghulu.cli.supervision import EndAll, Supervision
-from tanghulu.config import command, option
 from tanghulu.errors import ConfigError, TanghuluError
+from tanghulu.runtime.config import command, option
 from tanghulu.types import is_loopback
 
 _READY_POLL_S = 0.1

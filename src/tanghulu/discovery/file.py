@@ -27,10 +27,10 @@ from urllib.parse import quote
 
 import structlog
 
-from tanghulu.clock import SystemClock
 from tanghulu.discovery.base import DEFAULT_TTL_S, Instance, InstanceEvent
 from tanghulu.discovery.mirror import InstanceMirror
 from tanghulu.errors import InvalidRequest, MasterUnavailable, TanghuluError
+from tanghulu.runtime.clock import SystemClock
 from tanghulu.types import Address, InstanceId, Place, Role
 
 _log = structlog.get_logger(__name__)

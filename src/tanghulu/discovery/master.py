@@ -17,16 +17,17 @@ from typing import Self, TypeVar
 import grpc.aio
 import structlog
 
-from tanghulu.clock import SystemClock
 from tanghulu.discovery.base import DEFAULT_TTL_S, Instance, InstanceEvent
 from tanghulu.discovery.instance_wire import instance_from_proto, instance_to_proto
 from tanghulu.discovery.masters import PING_MS, SILENCE_MS, MasterFinder, Seeking
 from tanghulu.discovery.mirror import InstanceMirror
 from tanghulu.errors import DeadlineExceeded, InvalidRequest, MasterUnavailable, TanghuluError
+from tanghulu.masters import Masters
 from tanghulu.protos import membership_pb2 as pb
 from tanghulu.protos import membership_pb2_grpc
 from tanghulu.rpc.grpc_edge import channel, typed_errors
-from tanghulu.types import Address, Masters, Role
+from tanghulu.runtime.clock import SystemClock
+from tanghulu.types import Address, Role
 
 _log = structlog.get_logger(__name__)
 REGISTER_DEADLINE_S = 5.0

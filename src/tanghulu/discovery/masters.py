@@ -11,8 +11,9 @@ import asyncio
 
 from tanghulu.discovery.etcd_client import EtcdClient, read_blocking
 from tanghulu.errors import MasterUnavailable, NotLeader, TanghuluError
+from tanghulu.masters import Masters
 from tanghulu.protos import common_pb2
-from tanghulu.types import Address, Masters
+from tanghulu.types import Address
 
 #: Between two tries to find the leader.
 SEEK_PAUSE_S = 0.05

@@ -13,10 +13,10 @@ from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Self
 
-from tanghulu.clock import Clock, SystemClock
 from tanghulu.discovery.base import DEFAULT_TTL_S, EventKind, Instance, InstanceEvent
 from tanghulu.discovery.leases import LeaseTable
 from tanghulu.errors import MasterUnavailable, Overloaded
+from tanghulu.runtime.clock import Clock, SystemClock
 from tanghulu.types import Role
 
 MAX_UNREAD_EVENTS = 1 << 16

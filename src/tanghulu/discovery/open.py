@@ -9,7 +9,8 @@ from tanghulu.discovery.etcd import EtcdDiscovery
 from tanghulu.discovery.file import FileDiscovery
 from tanghulu.discovery.master import MasterDiscovery
 from tanghulu.errors import ConfigError
-from tanghulu.types import Address, Masters
+from tanghulu.masters import Masters
+from tanghulu.types import Address
 
 HELP = "where instances find each other: master (the default), etcd://host:port[,host:port], or file:DIR"
 

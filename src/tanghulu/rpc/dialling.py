@@ -7,12 +7,12 @@ import socket
 import ssl
 import struct
 
-from tanghulu.credentials import NO_TLS, TlsFiles
+from tanghulu.auth.credentials import NO_TLS, TlsFiles
+from tanghulu.auth.tls import client_context
 from tanghulu.errors import NodeUnavailable, Unauthorized
 from tanghulu.rpc import nearby
 from tanghulu.rpc.pacing import unpace_within_machine
 from tanghulu.rpc.tls_socket import TlsSocket
-from tanghulu.tls import client_context
 from tanghulu.types import Address
 
 #: The kernel wakes a waiting receive this often, so that a deadline is at most this late.

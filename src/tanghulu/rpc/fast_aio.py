@@ -12,7 +12,8 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 from google.protobuf.message import Message
 
-from tanghulu.credentials import NO_TLS, TlsFiles
+from tanghulu.auth.credentials import NO_TLS, TlsFiles
+from tanghulu.auth.tls import client_context
 from tanghulu.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, TanghuluError, Unauthorized
 from tanghulu.protos import common_pb2
 from tanghulu.rpc import nearby
@@ -20,7 +21,6 @@ from tanghulu.rpc.fast_client import Call, Reply, outcome_of
 from tanghulu.rpc.frames import PREAMBLE, Frame, FrameReader, call_id_of, encode_head
 from tanghulu.rpc.pacing import unpace_within_machine
 from tanghulu.rpc.wire import decode
-from tanghulu.tls import client_context
 from tanghulu.types import Address
 
 R = TypeVar("R", bound=Message | bytes)

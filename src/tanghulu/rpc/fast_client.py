@@ -18,14 +18,14 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from google.protobuf.message import Message
 
-from tanghulu.credentials import NO_TLS, TlsFiles
+from tanghulu.auth.credentials import NO_TLS, TlsFiles
 from tanghulu.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, TanghuluError
 from tanghulu.protos import common_pb2, fastlane_pb2
 from tanghulu.rpc.dialling import CONNECT_TIMEOUT_S, dial
 from tanghulu.rpc.frames import HEAD, PREAMBLE, Frame, call_id_of, decode_head, encode_head
 from tanghulu.rpc.tls_socket import TlsSocket
 from tanghulu.rpc.wire import decode, error_of
-from tanghulu.spinning import Spinner
+from tanghulu.runtime.busy_polling import Spinner
 from tanghulu.types import Address
 
 R = TypeVar("R", bound=Message | bytes)

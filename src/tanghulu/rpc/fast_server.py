@@ -19,12 +19,12 @@ from typing import Any, Final, NamedTuple, TypeAlias, cast
 import structlog
 from google.protobuf.message import Message
 
+from tanghulu.auth.tenants import Identity
 from tanghulu.errors import InvalidRequest, Overloaded, TanghuluError, Unauthorized
 from tanghulu.protos import fastlane_pb2
 from tanghulu.rpc.frames import PREAMBLE, Frame, FrameReader, PartialFrame, PlacedFrame, encode_head
 from tanghulu.rpc.latency import Latencies
 from tanghulu.rpc.wire import decode, status_of
-from tanghulu.tenants import Identity
 
 _log = structlog.get_logger(__name__)
 

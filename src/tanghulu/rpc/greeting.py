@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tanghulu.credentials import Credentials
+from tanghulu.auth.credentials import Credentials
 from tanghulu.errors import TanghuluError
 from tanghulu.protos import fastlane_pb2, store_pb2
 from tanghulu.rpc.fast_aio import AsyncFastConnection

@@ -10,9 +10,9 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from tanghulu.credentials import NO_TLS, TlsFiles
+from tanghulu.auth.credentials import NO_TLS, TlsFiles
+from tanghulu.auth.tls import client_context
 from tanghulu.errors import DeadlineExceeded, NodeUnavailable, TanghuluError, error_from_code
-from tanghulu.tls import client_context
 from tanghulu.types import Address
 
 _STATUS = {

@@ -1,0 +1,399 @@
+"""The shell around lifecycle and policy: performs their instructions at the workers, and feeds back what happens.
+
+Owns the requests under way: the queue, which submission belongs to which request, the deadline of the queue. Plain
+calls only; everything runs in the event loop between two awaits, so no state is ever seen half changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import structlog
+
+from tanghulu.conductor.dispatch.admission import Admission, forecast
+from tanghulu.conductor.dispatch.lifecycle import (
+    AbortAt,
+    Deliver,
+    End,
+    Flight,
+    Instruction,
+    PickDecode,
+    Release,
+    Requeue,
+    State,
+    SubmitTo,
+)
+from tanghulu.conductor.dispatch.queue import QueueOrder, WaitingQueue
+from tanghulu.conductor.dispatch.registry import Registry, SessionFactory, Worker
+from tanghulu.conductor.dispatch.router import Route, Router
+from tanghulu.conductor.dispatch.token_stream import TokenStream
+from tanghulu.conductor.dispatch.worker_session import WorkerSession
+from tanghulu.conductor.index.events import CacheMirror
+from tanghulu.conductor.index.hot_prefixes import HotPrefixes
+from tanghulu.conductor.index.shards import DEFAULT_SHARDS
+from tanghulu.conductor.metrics import ConductorMetrics
+from tanghulu.conductor.peers.inbox import PeerRequests
+from tanghulu.conductor.peers.outbox import NOBODY, Begun, OwnRequests
+from tanghulu.conductor.routing.overrides import Policies
+from tanghulu.conductor.routing.profiles import ProfileFile
+from tanghulu.conductor.routing.requests import GenerationRequest, PrefixHolder, Step, Welcome
+from tanghulu.conductor.routing.worker_state import LoadTracker
+from tanghulu.conductor.text.served_model import ServedModel
+from tanghulu.errors import NodeUnavailable, Overloaded, TanghuluError
+from tanghulu.runtime.clock import Clock
+from tanghulu.types import InstanceId, Place, RequestId
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much the conductor takes on; ``profiles`` are what that is taken to cost until workers say."""
+
+    max_in_flight: int = 1024
+    max_queued: int = 1024
+    queue_timeout_s: float = 30.0
+    max_redispatches: int = 3
+    admission: Admission = field(default_factory=Admission)
+    order: QueueOrder = field(default_factory=QueueOrder)
+    profiles: ProfileFile = field(default_factory=ProfileFile)
+    event_shards: int = DEFAULT_SHARDS
+    hot_prefix_rate: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """A request under way, with what only the shell needs."""
+
+    flight: Flight
+    model: ServedModel
+    stream: TokenStream
+    arrived_s: float
+    last_token_s: float = 0.0
+    wire_id: str = ""
+    rest_tokens: int = 0
+    holder: PrefixHolder | None = None
+    num_blocks: int = 0
+    promised: InstanceId | None = None
+    deadline: asyncio.TimerHandle | None = None
+
+
+class Dispatcher:
+    """Takes requests, gives token streams. Also the registry's listener."""
+
+    def __init__(
+        self,
+        conductor_id: str,
+        policies: Policies,
+        metrics: ConductorMetrics,
+        limits: Limits,
+        clock: Clock,
+        connect: SessionFactory = WorkerSession,
+        place: Place = Place(),
+    ) -> None:
+        self.registry = Registry(conductor_id, self, connect, limits.profiles)
+        self.mirror = CacheMirror(limits.event_shards)
+        self.router = Router(self.registry, self.mirror, policies, place, HotPrefixes(limits.hot_prefix_rate))
+        self.own = OwnRequests()
+        self.peers = PeerRequests(self.router.in_flight, self._load_of)
+        self._metrics = metrics
+        self._limits = limits
+        self._clock = clock
+        self._entries: dict[RequestId, _Entry] = {}
+        self._queue: WaitingQueue[_Entry] = WaitingQueue(limits.order)
+        self._submissions: dict[str, _Entry] = {}
+
+    # --- what the HTTP layer asks
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._entries)
+
+    def submit(self, request: GenerationRequest, model: ServedModel) -> TokenStream:
+        """Take ``request``; its tokens come through the stream.
+
+        Raises Overloaded if the queue is full, InvalidRequest for a wish that nobody can fulfil.
+        """
+        assert request.id not in self._entries, f"request id {request.id} is in use"
+        self.router.check_wish(request.routing)
+        entry = _Entry(Flight(request, self._limits.max_redispatches), model, TokenStream(), self._clock.now_s())
+        if len(self._queue) >= self._limits.max_queued:
+            error = Overloaded(f"{len(self._queue)} requests are waiting already; try again later")
+            self._perform(entry, entry.flight.refuse(error))
+            raise error
+        entry.flight.admit()
+        self._entries[request.id] = entry
+        self._enqueue(entry, front=False)
+        self._pump()
+        return entry.stream
+
+    def abort(self, request_id: RequestId) -> bool:
+        """End a request from outside; False if it is not under way (any more)."""
+        entry = self._entries.get(request_id)
+        if entry is None:
+            return False
+        self._perform(entry, entry.flight.abort())
+        self._pump()
+        return True
+
+    def finish_at_stop_string(self, request_id: RequestId) -> None:
+        """The text holds a stop string; the request may have ended by itself meanwhile."""
+        entry = self._entries.get(request_id)
+        if entry is not None:
+            self._perform(entry, entry.flight.on_stop_string())
+            self._pump()
+
+    def fail_all(self, error: TanghuluError) -> None:
+        """End everything that is under way with ``error``."""
+        for entry in list(self._entries.values()):
+            self._perform(entry, entry.flight.fail(error))
+
+    # --- what workers tell (WorkerListener)
+
+    def worker_up(self, worker: Worker, welcome: Welcome) -> None:
+        """A worker may be used: perhaps somebody waits for it."""
+        self.mirror.welcome(worker.id, welcome)
+        self._metrics.workers.labels(worker.role.value).inc()
+        self._pump()
+
+    def worker_step(self, worker: Worker, step: Step) -> None:
+        """Hand each request its part."""
+        now_s = self._clock.now_s()
+        for output in step.outputs:
+            worker.load.heard_of(output.wire_id)
+            self.router.heard(output.wire_id, len(output.tokens))
+            self.own.prefilled(output.wire_id)
+            entry = self._submissions.get(output.wire_id)
+            if entry is not None:
+                if output.tokens:
+                    self._observe_tokens(entry, len(output.tokens), now_s)
+                self._perform(entry, entry.flight.on_output(output))
+        if step.load is not None:
+            worker.load.report(step.load)
+            self.router.note_reads(worker, step.load.reads)
+        if step.kv_events:
+            self.mirror.worker_events(worker.id, step.event_sequence, step.kv_events)
+        if self._queue:
+            self._pump()
+
+    def worker_snapshot(self, worker: Worker, welcome: Welcome) -> None:
+        """Put right what is known of its cache."""
+        self.mirror.snapshot(worker.id, welcome)
+
+    def worker_lost(self, worker: Worker, error: TanghuluError) -> None:
+        """Move all that the worker had to others."""
+        self._metrics.workers.labels(worker.role.value).dec()
+        self.mirror.worker_gone(worker.id)
+        for entry in [e for e in self._submissions.values() if e.flight.worker == worker.id]:
+            self._perform(entry, entry.flight.on_worker_lost(error))
+        self._pump()
+
+    def has_requests(self, worker: Worker) -> bool:
+        """Whether requests are under way at the worker."""
+        return any(e.flight.worker == worker.id for e in self._submissions.values())
+
+    def check(self) -> None:
+        """Each entry is queued, or has exactly its current submission."""
+        for request_id, entry in self._entries.items():
+            entry.flight.check()
+            assert entry.flight.request.id == request_id
+            assert not entry.flight.ended
+            assert (request_id in self._queue) == (entry.flight.state is State.QUEUED)
+            assert (entry.deadline is not None) == (request_id in self._queue)
+        live = {e.flight.wire_id: e for e in self._entries.values() if e.flight.wire_id}
+        assert live == self._submissions
+        assert all(e.wire_id == wire_id for wire_id, e in self._submissions.items())
+        self._queue.check()
+        self.registry.check()
+        self.mirror.check()
+        self.router.check()
+        self.own.check()
+        self.peers.check()
+        assert len(self.own) == len(self._submissions)
+        assert len(self.router.in_flight) <= len(self._submissions) + len(self.peers)
+
+    def observe(self) -> None:
+        """Set the gauges that are sizes of something."""
+        self._metrics.index_blocks.labels("workers").set(self.mirror.workers.num_blocks)
+        self._metrics.index_blocks.labels("store").set(self.mirror.store.num_blocks)
+        self._metrics.index_lag.set(self.mirror.events.waiting_blocks)
+        self._metrics.queued.set(len(self._queue))
+        self._metrics.in_flight.set(len(self._submissions))
+        self._metrics.peer_requests.set(len(self.peers))
+
+    # --- the queue
+
+    def _enqueue(self, entry: _Entry, front: bool) -> None:
+        request, sjf = entry.flight.request, self._limits.order.name == "sjf"
+        prefill_s = self.router.rest_s(entry.flight, entry.model) if sjf and not front else 0.0
+        self._queue.push(request.id, entry, self._clock.now_s(), request.priority, prefill_s, front)
+        entry.deadline = asyncio.get_running_loop().call_later(self._limits.queue_timeout_s, self._expire, entry)
+
+    def _leave_queue(self, entry: _Entry) -> None:
+        self._queue.discard(entry.flight.request.id)
+        if entry.deadline is not None:
+            entry.deadline.cancel()
+            entry.deadline = None
+
+    def _expire(self, entry: _Entry) -> None:
+        model, waited_s = entry.model.card.model, self._limits.queue_timeout_s
+        error: TanghuluError = Overloaded(f"no place became free within {waited_s:g} s; try again later")
+        if not self.registry.usable(model):
+            error = NodeUnavailable(f"no worker that serves {model} was there for {waited_s:g} s; start one")
+        self._perform(entry, entry.flight.fail(error))
+
+    def _pump(self) -> None:
+        """Submit what can be submitted, in the queue's order. A model without workers does not hold up the others."""
+        if len(self._submissions) >= self._limits.max_in_flight:
+            return
+        for entry in self._queue:
+            if len(self._submissions) >= self._limits.max_in_flight:
+                return
+            if entry.flight.state is State.QUEUED:
+                self._dispatch(entry)
+
+    def _dispatch(self, entry: _Entry) -> None:
+        flight = entry.flight
+        if not self.registry.usable(entry.model.card.model):
+            return
+        route = self.router.choose(flight, entry.model)
+        if route.decision is None:
+            return
+        self._leave_queue(entry)
+        prefill, decode = route.decision.prefill, route.decision.decode
+        _log.debug("request.dispatched", request=flight.request.id, prefill=prefill, decode=decode)
+        if not flight.generated and (objection := self._objection(entry, route)):
+            self._perform(entry, flight.fail(Overloaded(f"{objection}; try again later")))
+            return
+        entry.rest_tokens, entry.num_blocks = route.rest_tokens, route.request.num_blocks
+        entry.holder = self.router.holder_of(route)
+        self.router.note_fetch(route, flight, entry.model, self._clock.now_s())
+        if decode != prefill:
+            self.registry.workers[decode].load.promise(flight.request.id, entry.num_blocks)
+            entry.promised = decode
+        self._perform(entry, flight.submit(prefill, decode))
+
+    def _objection(self, entry: _Entry, route: Route) -> str:
+        """Why a request that was not begun yet is refused rather than sent; "" if it is not."""
+        assert route.decision is not None
+        seen = forecast(route.request, route.workers, route.decision)
+        return self._limits.admission.objection(seen, self._clock.now_s() - entry.arrived_s)
+
+    # --- performing
+
+    def _perform(self, entry: _Entry, instructions: Sequence[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case Deliver():
+                    entry.stream.deliver(instruction)
+                case SubmitTo():
+                    self._submit_to(entry, instruction)
+                case PickDecode():
+                    self._pick_decode(entry)
+                case AbortAt(worker, wire_id):
+                    self._abort_at(worker, wire_id)
+                case Release(worker, export_id):
+                    self._release(worker, export_id)
+                case Requeue(reason):
+                    self._requeue(entry, reason)
+                case End():
+                    self._end(entry, instruction)
+
+    def _submit_to(self, entry: _Entry, to: SubmitTo) -> None:
+        flight, worker = entry.flight, self.registry.workers[to.worker]
+        assert worker.session is not None, "a policy only sees connected workers"
+        self._untrack(entry)
+        self._submissions[to.wire_id] = entry
+        entry.wire_id = to.wire_id
+        worker.load.sent(to.wire_id, entry.rest_tokens, entry.num_blocks)
+        hashes = self.router.sent(to.wire_id, worker, flight, entry.model, to.hand_over)
+        decode = entry.promised or NOBODY
+        self.own.began(Begun(to.wire_id, worker.id, entry.rest_tokens, entry.num_blocks, hashes, decode))
+        try:
+            holder = entry.holder if to.source is None else None
+            worker.session.submit(flight.request, to.wire_id, flight.all_tokens(), to.hand_over, to.source, holder)
+        except Overloaded as error:
+            worker.load.heard_of(to.wire_id)
+            self._perform(entry, flight.on_worker_lost(error))
+
+    def _pick_decode(self, entry: _Entry) -> None:
+        self._metrics.hand_overs.inc()
+        self._withdraw(entry)
+        worker = self.router.choose_decode(entry.flight, entry.model)
+        if worker is None:
+            lost = NodeUnavailable("no worker is left that could decode")
+            self._perform(entry, entry.flight.on_worker_lost(lost))
+            return
+        entry.rest_tokens = 1
+        self._perform(entry, entry.flight.decode_at(worker))
+
+    def _abort_at(self, worker_id: InstanceId, wire_id: str) -> None:
+        worker = self.registry.workers.get(worker_id)
+        if worker is not None and worker.session is not None:
+            worker.load.heard_of(wire_id)
+            worker.session.abort(wire_id)
+
+    def _release(self, worker_id: InstanceId, export_id: int) -> None:
+        worker = self.registry.workers.get(worker_id)
+        if worker is not None and worker.session is not None:
+            worker.session.release(export_id)
+
+    def _requeue(self, entry: _Entry, reason: TanghuluError) -> None:
+        flight = entry.flight
+        _log.info("request.redispatched", request=flight.request.id, reason=reason.code, tokens=len(flight.generated))
+        self._metrics.redispatches.labels(reason.code).inc()
+        self._untrack(entry)
+        self._withdraw(entry)
+        self._enqueue(entry, front=True)
+
+    def _end(self, entry: _Entry, end: End) -> None:
+        flight = entry.flight
+        self._leave_queue(entry)
+        self._untrack(entry)
+        self._withdraw(entry)
+        if flight.generated:
+            self.router.output.ended(len(flight.generated))
+        self._entries.pop(flight.request.id, None)
+        self._count_end(entry, end)
+        _log.debug("request.ended", request=flight.request.id, state=flight.state.name, tokens=len(flight.generated))
+        entry.stream.cached_tokens = flight.cached_tokens or 0
+        entry.stream.end(end)
+
+    def _withdraw(self, entry: _Entry) -> None:
+        """The decode worker that was foreseen is chosen anew, or not needed."""
+        worker = self.registry.workers.get(entry.promised) if entry.promised is not None else None
+        if worker is not None:
+            worker.load.withdraw(entry.flight.request.id)
+        entry.promised = None
+
+    def _untrack(self, entry: _Entry) -> None:
+        self._submissions.pop(entry.wire_id, None)
+        self.router.ended(entry.wire_id)
+        self.own.freed(entry.wire_id)
+        entry.wire_id = ""
+
+    def _load_of(self, worker_id: InstanceId) -> LoadTracker | None:
+        worker = self.registry.workers.get(worker_id)
+        return worker.load if worker is not None else None
+
+    # --- counting
+
+    def _observe_tokens(self, entry: _Entry, num_tokens: int, now_s: float) -> None:
+        if entry.last_token_s:
+            self._metrics.tbt.observe(now_s - entry.last_token_s)
+        else:
+            self._metrics.ttft.observe(now_s - entry.arrived_s)
+        entry.last_token_s = now_s
+        self._metrics.generated_tokens.inc(num_tokens)
+
+    def _count_end(self, entry: _Entry, end: End) -> None:
+        outcome = end.error.code.lower() if end.error is not None else end.reason.value if end.reason else "unknown"
+        self._metrics.requests.labels(outcome).inc()
+        if isinstance(end.error, Overloaded) and not entry.flight.num_submissions:
+            self._metrics.refused_tokens.inc(len(entry.flight.request.prompt))
+        self._metrics.e2e.observe(self._clock.now_s() - entry.arrived_s)
+        self._metrics.prompt_tokens.inc(len(entry.flight.request.prompt))
+        self._metrics.cached_tokens.inc(entry.flight.cached_tokens or 0)

@@ -1,0 +1,327 @@
+"""A request's life, decided without I/O: events go in, instructions come out.
+
+    RECEIVED --admit--> QUEUED --submit--> PREFILLING --first token-----------------> DECODING --finish--> FINISHED
+                          ^                    |                                        ^ |
+                          |                    '--handed over--> HANDING_OVER --first---' |
+                          '------------------------- worker lost -------------------------'
+
+A request carries its tokens so far. When its worker is lost it goes back to QUEUED and is submitted elsewhere with
+prompt + generated tokens, where the store gives most of the KV back; so the client sees one unbroken stream. Example:
+a prompt of 100 tokens has 7 generated ones when its decode worker dies. The next submission has 107 tokens with
+``num_prompt_tokens`` 100, so ``max_new_tokens``, counted from 100 on, still ends it at the same place, and its
+usage is still 100 + n. Submissions are numbered (``<request>.<n>``) so that a late word of an old worker is nobody's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from tanghulu.conductor.routing.requests import (
+    FinishReason,
+    GenerationRequest,
+    KvSource,
+    Output,
+    OutputKind,
+    TokenLogprobs,
+)
+from tanghulu.errors import NodeUnavailable, TanghuluError
+from tanghulu.hashing import Tokens, TokenSequence
+from tanghulu.types import InstanceId
+
+
+class State(Enum):
+    """Where a request is."""
+
+    RECEIVED = "parsed and valid; not yet counted"
+    QUEUED = "waits for a free place and a living worker; holds nothing at any worker"
+    PREFILLING = "submitted; no token of this submission has come yet, or its hand-over is still to come"
+    HANDING_OVER = "its KV is held at the prefill worker; a decode worker was told to fetch it and to go on"
+    DECODING = "tokens arrive from one worker"
+    FINISHED = "ended by a stop condition; the client has everything"
+    FAILED = "ended by a typed error"
+    ABORTED = "ended by the client"
+
+
+class Event(Enum):
+    """What can happen to a request."""
+
+    ADMITTED = "the queue has room for it"
+    REFUSED = "the queue is full"
+    SUBMITTED = "a worker was chosen and told"
+    FIRST_TOKEN = "the worker that will decode sent the submission's first token"
+    HANDED_OVER = "the prefill worker sent its token and holds the KV"
+    FINISH = "a stop condition holds: at the worker, or a stop string in the text"
+    WORKER_LOST = "its worker went away or cannot go on, and may be replaced"
+    GIVE_UP = "an error that another worker would not mend, too many losses, or waited too long"
+    ABORT = "the client hung up or asked for its end"
+
+
+_S, _E = State, Event
+_LIVE = (_S.PREFILLING, _S.HANDING_OVER, _S.DECODING)
+TRANSITIONS: dict[tuple[State, Event], State] = {
+    (_S.RECEIVED, _E.ADMITTED): _S.QUEUED,
+    (_S.RECEIVED, _E.REFUSED): _S.FAILED,
+    (_S.QUEUED, _E.SUBMITTED): _S.PREFILLING,
+    (_S.QUEUED, _E.GIVE_UP): _S.FAILED,
+    (_S.QUEUED, _E.ABORT): _S.ABORTED,
+    (_S.PREFILLING, _E.FIRST_TOKEN): _S.DECODING,
+    (_S.PREFILLING, _E.HANDED_OVER): _S.HANDING_OVER,
+    (_S.HANDING_OVER, _E.FIRST_TOKEN): _S.DECODING,
+    **{(state, _E.FINISH): _S.FINISHED for state in _LIVE},
+    **{(state, _E.WORKER_LOST): _S.QUEUED for state in _LIVE},
+    **{(state, _E.GIVE_UP): _S.FAILED for state in _LIVE},
+    **{(state, _E.ABORT): _S.ABORTED for state in _LIVE},
+}
+ENDED = frozenset({State.FINISHED, State.FAILED, State.ABORTED})
+
+
+def next_state(state: State, event: Event) -> State:
+    """The state behind ``event``; an unknown pair is a programmer's error and asserts."""
+    assert (state, event) in TRANSITIONS, f"{event.name} cannot happen to a request that is {state.name}"
+    return TRANSITIONS[state, event]
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitTo:
+    """Send the request with all its tokens to ``worker`` under ``wire_id``."""
+
+    worker: InstanceId
+    wire_id: str
+    hand_over: bool
+    source: KvSource | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AbortAt:
+    """Tell ``worker`` that nobody wants ``wire_id`` any more."""
+
+    worker: InstanceId
+    wire_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Tell ``worker`` that nobody will fetch its export."""
+
+    worker: InstanceId
+    export_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class PickDecode:
+    """Choose a decode worker for the held KV, then call ``decode_at``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Requeue:
+    """Put the request in front of the queue; its worker was lost for ``reason``."""
+
+    reason: TanghuluError
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """New tokens for the client. With ``ends_in_stop_token`` the last one counts but is not text."""
+
+    tokens: Sequence[int]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    ends_in_stop_token: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The request is over; ``error`` where it failed, ``stop_token`` where a token ended it."""
+
+    reason: FinishReason | None
+    error: TanghuluError | None = None
+    stop_token: int | None = None
+
+
+Instruction = SubmitTo | AbortAt | Release | PickDecode | Requeue | Deliver | End
+
+
+class Flight:
+    """One request under way: its state, its tokens, and where it is."""
+
+    def __init__(self, request: GenerationRequest, max_redispatches: int) -> None:
+        self.request = request
+        self.state = State.RECEIVED
+        self.generated: list[int] = []
+        self.worker: InstanceId | None = None
+        self.wire_id = ""
+        self.source: KvSource | None = None
+        self.cached_tokens: int | None = None
+        self.num_redispatches = 0
+        self.num_submissions = 0
+        self.avoid: frozenset[InstanceId] = frozenset()
+        self._max_redispatches = max_redispatches
+        self._hand_over = False
+        self._sequence: TokenSequence | None = None
+
+    def __repr__(self) -> str:
+        return f"<Flight {self.request.id} {self.state.name} at {self.worker} +{len(self.generated)}>"
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will happen to it."""
+        return self.state in ENDED
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and generated ones."""
+        return len(self.request.prompt) + len(self.generated)
+
+    def all_tokens(self) -> Tokens:
+        """Prompt and generated tokens: what a new worker must be told."""
+        if not self.generated:
+            return self.request.prompt
+        return np.concatenate((self.request.prompt, np.asarray(self.generated, dtype=np.uint32)))
+
+    def sequence(self, empty: Callable[[], TokenSequence]) -> TokenSequence:
+        """The block hashes of all tokens so far. ``empty`` makes the empty sequence of the model and the tenant."""
+        if self._sequence is None:
+            self._sequence = empty()
+        known = len(self._sequence)
+        if known < self.num_tokens:
+            self._sequence.append(self.all_tokens()[known:])
+        return self._sequence
+
+    def admit(self) -> None:
+        """The queue has room."""
+        self._step(Event.ADMITTED)
+
+    def refuse(self, error: TanghuluError) -> list[Instruction]:
+        """The queue has none."""
+        self._step(Event.REFUSED)
+        return [End(None, error)]
+
+    def submit(self, prefill: InstanceId, decode: InstanceId) -> list[Instruction]:
+        """Two workers were chosen; one and the same does the whole. A single missing token needs no hand-over."""
+        self._step(Event.SUBMITTED)
+        remaining = self.request.stop.max_new_tokens - len(self.generated)
+        self._hand_over = prefill != decode and remaining > 1
+        return [self._submit_to(prefill, self._hand_over, None)]
+
+    def decode_at(self, worker: InstanceId) -> list[Instruction]:
+        """The decode worker was chosen; the worker that prefilled can decode from its own cache."""
+        assert self.state is State.HANDING_OVER
+        assert self.source is not None
+        source, own = self.source, self.source.instance_id == worker
+        release: list[Instruction] = self._release() if own else []
+        return [self._submit_to(worker, False, None if own else source), *release]
+
+    def on_output(self, output: Output) -> list[Instruction]:
+        """The worker of the current submission said something."""
+        assert output.wire_id == self.wire_id
+        assert self.state in _LIVE
+        kind = output.kind
+        if kind in (OutputKind.ERROR, OutputKind.ABORTED) or (kind is OutputKind.HANDED_OVER and not self._hand_over):
+            return self._on_trouble(output)
+        if self.cached_tokens is None and (output.tokens or kind is not OutputKind.TOKENS):
+            self.cached_tokens = output.cached_tokens
+        instructions = self._take(output)
+        if kind is OutputKind.HANDED_OVER:
+            return instructions + self._on_handed_over(output)
+        if output.tokens and self.state is not State.DECODING and not self._hand_over:
+            self._step(Event.FIRST_TOKEN)
+            self.source = None
+        if kind is not OutputKind.TOKENS:
+            return [*instructions, *self._release(), self._finish(kind, output.stop_token)]
+        return instructions
+
+    def on_stop_string(self) -> list[Instruction]:
+        """The text holds a stop string: the worker need not go on."""
+        return self._end_from_here(Event.FINISH, FinishReason.STOP)
+
+    def abort(self) -> list[Instruction]:
+        """The client is gone."""
+        return self._end_from_here(Event.ABORT, FinishReason.ABORTED)
+
+    def fail(self, error: TanghuluError) -> list[Instruction]:
+        """It cannot be helped: waited too long, or the conductor ends."""
+        return [*self._leave(), self._end(Event.GIVE_UP, None, error)]
+
+    def on_worker_lost(self, error: TanghuluError) -> list[Instruction]:
+        """The current worker is gone, or cannot go on with this request: try another, a bounded number of times."""
+        release = self._release()
+        if self.worker is not None:
+            self.avoid = self.avoid | {self.worker}
+        self.worker, self.wire_id, self._hand_over = None, "", False
+        if len(self.generated) >= self.request.stop.max_new_tokens:
+            return [*release, self._end(Event.FINISH, FinishReason.LENGTH)]
+        if self.num_redispatches >= self._max_redispatches:
+            message = f"the request was moved {self.num_redispatches} times and failed again: {error.message}"
+            return [*release, self._end(Event.GIVE_UP, None, NodeUnavailable(message))]
+        self.num_redispatches += 1
+        self._step(Event.WORKER_LOST)
+        return [*release, Requeue(error)]
+
+    def check(self) -> None:
+        """Invariants that hold between any two events."""
+        assert (self.worker is not None) == (self.state in _LIVE), self
+        assert (self.wire_id != "") == (self.worker is not None), self
+        assert self.source is None or self.state is State.HANDING_OVER, self
+        assert len(self.generated) <= self.request.stop.max_new_tokens, self
+        assert self.num_redispatches <= self._max_redispatches, self
+        assert not self._hand_over or self.state is State.PREFILLING, self
+
+    def _step(self, event: Event) -> None:
+        self.state = next_state(self.state, event)
+
+    def _submit_to(self, worker: InstanceId, hand_over: bool, source: KvSource | None) -> SubmitTo:
+        self.num_submissions += 1
+        self.worker = worker
+        self.wire_id = f"{self.request.id}.{self.num_submissions}"
+        return SubmitTo(worker, self.wire_id, hand_over, source)
+
+    def _take(self, output: Output) -> list[Instruction]:
+        if not output.tokens:
+            return []
+        self.generated.extend(output.tokens)
+        hidden = output.kind is OutputKind.STOP and output.tokens[-1] == output.stop_token
+        return [Deliver(output.tokens, output.logprobs, hidden)]
+
+    def _on_handed_over(self, output: Output) -> list[Instruction]:
+        assert output.source is not None, "the edge refuses a hand-over without a source"
+        self._step(Event.HANDED_OVER)
+        self.source, self._hand_over = output.source, False
+        return [PickDecode()]
+
+    def _on_trouble(self, output: Output) -> list[Instruction]:
+        error = output.error or NodeUnavailable(f"worker {self.worker} gave the request up: {output.kind.value}")
+        if error.retryable:
+            return self.on_worker_lost(error)
+        release = self._release()
+        return [*release, self._end(Event.GIVE_UP, None, error)]
+
+    def _release(self) -> list[Instruction]:
+        source, self.source = self.source, None
+        return [Release(source.instance_id, source.export_id)] if source is not None else []
+
+    def _leave(self) -> list[Instruction]:
+        """Give back what the request holds at workers."""
+        told: list[Instruction] = [AbortAt(self.worker, self.wire_id)] if self.worker is not None else []
+        return told + self._release()
+
+    def _end_from_here(self, event: Event, reason: FinishReason) -> list[Instruction]:
+        return [] if self.ended else [*self._leave(), self._end(event, reason)]
+
+    def _finish(self, kind: OutputKind, stop_token: int) -> End:
+        if kind is OutputKind.STOP:
+            return self._end(Event.FINISH, FinishReason.STOP, stop_token=stop_token)
+        return self._end(Event.FINISH, FinishReason.LENGTH)
+
+    def _end(
+        self,
+        event: Event,
+        reason: FinishReason | None,
+        error: TanghuluError | None = None,
+        stop_token: int | None = None,
+    ) -> End:
+        self._step(event)
+        self.worker, self.wire_id, self._hand_over = None, "", False
+        return End(reason, error, stop_token)

@@ -1,0 +1,331 @@
+"""The workers that are alive: found by Discovery, connected by a session each, described once.
+
+Owns one task a worker: describe, connect, hand every step to the listener, and when the stream breaks say so and
+connect again while the worker is registered. Decides nothing about requests.
+
+A worker that Discovery has lost while its stream goes on (a draining worker; a master that restarts) gets no new
+requests but finishes what it has, as long as its stream is not silent for ``SILENCE_S``; a hung one is lost after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import structlog
+
+from tanghulu.conductor.dispatch.worker_session import WorkerSession
+from tanghulu.conductor.routing.profiles import NO_FILE, ProfileFile
+from tanghulu.conductor.routing.requests import ModelCard, Step, Welcome
+from tanghulu.conductor.routing.worker_state import LoadTracker
+from tanghulu.conductor.routing.worker_views import Roster
+from tanghulu.conductor.text.served_model import ServedModel
+from tanghulu.discovery.base import Discovery, EventKind, Instance, InstanceEvent
+from tanghulu.errors import ModelNotFound, NodeUnavailable, Overloaded, TanghuluError
+from tanghulu.types import Address, InstanceId, Place, Role
+
+_log = structlog.get_logger(__name__)
+SILENCE_S = 1.0
+_RETRY_FIRST_S = 0.05
+_RETRY_MOST_S = 1.0
+
+SessionFactory = Callable[[Address, str], WorkerSession]
+
+
+class Worker:
+    """One registered worker. ``session`` is None while it is not connected."""
+
+    def __init__(self, instance: Instance) -> None:
+        self.instance = instance
+        self.card: ModelCard | None = None
+        self.session: WorkerSession | None = None
+        self.load = LoadTracker()
+        self.leaving = False
+        self.last_error = ""
+        self.task: asyncio.Task[None] | None = None
+        self.silence: asyncio.TimerHandle | None = None
+        self.heard = False
+
+    def __repr__(self) -> str:
+        what = "leaving" if self.leaving else "connected" if self.session else "not connected"
+        return f"<Worker {self.id} {self.role.value} {what}>"
+
+    @property
+    def id(self) -> InstanceId:
+        """Its identity in the cluster."""
+        return self.instance.id
+
+    @property
+    def role(self) -> Role:
+        """What it does."""
+        return self.instance.role
+
+    @property
+    def place(self) -> Place:
+        """Where it stands."""
+        return self.instance.place
+
+    @property
+    def usable(self) -> bool:
+        """Whether new requests may be sent to it."""
+        return self.session is not None and not self.leaving
+
+
+class WorkerListener(Protocol):
+    """Who hears of the workers. All calls are plain and come from the event loop."""
+
+    def worker_up(self, worker: Worker, welcome: Welcome) -> None:
+        """A session is open and the worker may be used."""
+        ...
+
+    def worker_step(self, worker: Worker, step: Step) -> None:
+        """The worker said something. Raises NodeUnavailable to have the session replaced."""
+        ...
+
+    def worker_snapshot(self, worker: Worker, welcome: Welcome) -> None:
+        """The worker told everything anew, as it was asked."""
+        ...
+
+    def worker_lost(self, worker: Worker, error: TanghuluError) -> None:
+        """Its session ended; whatever it had under way is gone. A new session may follow."""
+        ...
+
+    def has_requests(self, worker: Worker) -> bool:
+        """Whether requests are under way at the worker."""
+        ...
+
+
+class Registry:
+    """All workers and the models they serve."""
+
+    def __init__(
+        self,
+        conductor_id: str,
+        listener: WorkerListener,
+        connect: SessionFactory = WorkerSession,
+        profiles: ProfileFile = NO_FILE,
+    ) -> None:
+        self.workers: dict[InstanceId, Worker] = {}
+        self.models: dict[str, ServedModel] = {}
+        self.model_known = asyncio.Event()
+        self.synced = False
+        self._conductor_id = conductor_id
+        self._listener = listener
+        self._connect = connect
+        self._profiles = profiles
+        self._ending: set[asyncio.Task[None]] = set()
+        self._rosters: dict[str, Roster[Worker]] = {}
+
+    async def follow(self, discovery: Discovery, namespace: str) -> None:
+        """Follow the workers' comings and goings until cancelled."""
+        async for event in discovery.watch(Role.PREFILL, Role.DECODE, Role.BOTH, namespace=namespace):
+            self.apply(event)
+
+    def apply(self, event: InstanceEvent) -> None:
+        """Take one event of Discovery."""
+        if event.kind is EventKind.SYNCED:
+            self.synced = True
+        elif event.instance is not None and event.kind is EventKind.PUT:
+            self._put(event.instance)
+        elif event.instance is not None:
+            self._leave(event.instance.id)
+
+    def usable(self, model: str) -> Sequence[Worker]:
+        """Workers that serve ``model`` and may be sent requests; all of them have one fingerprint."""
+        return self.roster(model).workers
+
+    def roster(self, model: str) -> Roster[Worker]:
+        """``usable`` with their views; the same object until a worker comes or goes, as it is asked for every time."""
+        roster = self._rosters.get(model)
+        if roster is None:
+            roster = Roster(self._find_usable(model))
+            if model in self.models:
+                self._rosters[model] = roster
+        return roster
+
+    def find_model(self, name: str | None) -> ServedModel:
+        """The model called ``name``, or the first one if None.
+
+        Raises ModelNotFound, or NodeUnavailable while no model is known at all.
+        """
+        if not self.models:
+            raise NodeUnavailable("no worker has registered a model yet; start one")
+        if name is None:
+            return next(iter(self.models.values()))
+        if name not in self.models:
+            raise ModelNotFound(f"the model {name!r} does not exist; there is {', '.join(self.models)}")
+        return self.models[name]
+
+    async def drop_caches(self) -> int:
+        """Make every connected worker forget its cache; returns how many blocks. Raises NodeUnavailable."""
+        sessions = [w.session for w in self.workers.values() if w.session is not None]
+        return sum(await asyncio.gather(*(session.drop_cache() for session in sessions)))
+
+    def ask_snapshots(self) -> None:
+        """Have every connected worker tell anew what it has cached."""
+        for worker in self.workers.values():
+            if worker.session is not None:
+                with contextlib.suppress(Overloaded):  # it takes no messages now: the next time will do
+                    worker.session.ask_snapshot()
+
+    async def close(self) -> None:
+        """End all sessions."""
+        tasks = [w.task for w in self.workers.values() if w.task is not None] + list(self._ending)
+        for worker in self.workers.values():
+            self._calm(worker)
+        self.workers.clear()
+        self._rosters.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def check(self) -> None:
+        """Every connected worker is described; every usable one's model is known; rosters are what they should be."""
+        for model, roster in self._rosters.items():
+            assert roster.workers == self._find_usable(model)
+            roster.check()
+        for worker_id, worker in self.workers.items():
+            assert worker.id == worker_id
+            assert worker.session is None or (worker.card is not None and worker.card.model in self.models)
+            worker.load.check()
+
+    def _find_usable(self, model: str) -> list[Worker]:
+        served = self.models.get(model)
+        if served is None:
+            return []
+        fingerprint = served.card.fingerprint
+        cards = [(w, w.card) for w in self.workers.values() if w.usable]
+        return [w for w, card in cards if card and (card.model, card.fingerprint) == (model, fingerprint)]
+
+    # --- coming and going
+
+    def _put(self, instance: Instance) -> None:
+        known = self.workers.get(instance.id)
+        if known is not None and known.instance.address == instance.address:
+            if known.leaving:
+                _log.info("worker.registered_again", worker=instance.id)
+            known.instance, known.leaving = instance, False
+            known.load.renew()
+            self._rosters.clear()
+            self._calm(known)
+            return
+        if known is not None:
+            self._end(known)
+        worker = self.workers[instance.id] = Worker(instance)
+        worker.task = asyncio.create_task(self._serve(worker), name=f"worker {instance.id}")
+
+    def _leave(self, worker_id: InstanceId) -> None:
+        worker = self.workers.get(worker_id)
+        if worker is None:
+            return
+        if worker.session is None or not self._listener.has_requests(worker):
+            self._end(worker)
+            return
+        _log.info("worker.leaving", worker=worker_id)
+        worker.leaving, worker.heard = True, False
+        self._rosters.clear()
+        self._watch_silence(worker)
+
+    def _watch_silence(self, worker: Worker) -> None:
+        self._calm(worker)
+        worker.silence = asyncio.get_running_loop().call_later(SILENCE_S, self._after_silence, worker)
+
+    def _after_silence(self, worker: Worker) -> None:
+        if worker.heard and self._listener.has_requests(worker):
+            worker.heard = False
+            self._watch_silence(worker)
+        else:
+            self._end(worker)
+
+    def _calm(self, worker: Worker) -> None:
+        if worker.silence is not None:
+            worker.silence.cancel()
+            worker.silence = None
+
+    def _end(self, worker: Worker) -> None:
+        """Forget the worker; its task says so to the listener on its way out."""
+        self._calm(worker)
+        worker.leaving = True
+        self.workers.pop(worker.id, None)
+        self._rosters.clear()
+        if worker.task is not None:
+            self._ending.add(worker.task)
+            worker.task.add_done_callback(self._ending.discard)
+            worker.task.cancel()
+
+    # --- one worker's task
+
+    async def _serve(self, worker: Worker) -> None:
+        retry_s = _RETRY_FIRST_S
+        while True:
+            error = await self._one_session(worker)
+            retry_s = _RETRY_FIRST_S if worker.heard else min(2 * retry_s, _RETRY_MOST_S)
+            worker.heard = False
+            if error.message != worker.last_error:
+                _log.warning("worker.session_ended", worker=worker.id, code=error.code, error=error.message)
+            worker.last_error = error.message
+            if worker.leaving:
+                self._calm(worker)
+                self.workers.pop(worker.id, None)
+                return
+            await asyncio.sleep(retry_s)
+
+    async def _one_session(self, worker: Worker) -> TanghuluError:
+        """Connect and listen until the session ends; returns why."""
+        session = self._connect(worker.instance.address, self._conductor_id)
+        error: TanghuluError = NodeUnavailable(f"worker {worker.id} is no longer registered")
+        try:
+            if worker.card is None:
+                await self._describe(worker, session)
+            welcome = await session.connect()
+            self._begin(worker, session, welcome)
+            async with contextlib.aclosing(session.steps()) as steps:
+                async for said in steps:
+                    worker.heard = True
+                    if isinstance(said, Welcome):
+                        self._listener.worker_snapshot(worker, said)
+                    else:
+                        self._listener.worker_step(worker, said)
+        except TanghuluError as caught:
+            error = caught
+        finally:
+            if worker.session is not None:
+                worker.session = None
+                self._rosters.clear()
+                self._listener.worker_lost(worker, error)
+            await session.close()
+        return error
+
+    def _begin(self, worker: Worker, session: WorkerSession, welcome: Welcome) -> None:
+        if welcome.instance_id != worker.id:
+            raise NodeUnavailable(f"at {worker.instance.address} answers {welcome.instance_id}, not {worker.id}")
+        worker.session, worker.last_error = session, ""
+        self._rosters.clear()
+        worker.load.reset(welcome.load)
+        _log.info("worker.connected", worker=worker.id, role=worker.role.value, blocks=len(welcome.cached_blocks))
+        self._listener.worker_up(worker, welcome)
+
+    async def _describe(self, worker: Worker, session: WorkerSession) -> None:
+        card = await session.describe()
+        known = self.models.get(card.model)
+        if known is None or known.card.fingerprint != card.fingerprint:
+            self._refuse_mixture(worker, card)
+            # A large tokenizer takes a second to read.
+            model = await asyncio.to_thread(ServedModel, card)
+            self._refuse_mixture(worker, card)
+            self.models[card.model] = model
+            self._rosters.clear()
+            self.model_known.set()
+        worker.card = card
+        worker.load.known, worker.load.block_tokens = self._profiles.of(card.model), card.block_tokens
+
+    def _refuse_mixture(self, worker: Worker, card: ModelCard) -> None:
+        """Under one name there is one fingerprint: KV and text of another model must never be mixed in."""
+        others = self.usable(card.model)
+        if others and self.models[card.model].card.fingerprint != card.fingerprint:
+            raise NodeUnavailable(
+                f"worker {worker.id} serves {card.model} with fingerprint {card.fingerprint.hex()}, "
+                f"others serve it with another one: {', '.join(w.id for w in others)}"
+            )

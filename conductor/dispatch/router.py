@@ -1,0 +1,221 @@
+"""What a policy is shown: the views of workers and request, built from registry, cache mirror and own dispatches."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from tanghulu.conductor.dispatch.lifecycle import Flight
+from tanghulu.conductor.dispatch.registry import Registry, Worker
+from tanghulu.conductor.index.events import CacheMirror, Hits
+from tanghulu.conductor.index.hot_prefixes import HotPrefixes
+from tanghulu.conductor.routing.expected_blocks import ExpectedBlocks
+from tanghulu.conductor.routing.in_flight import InFlightBlocks
+from tanghulu.conductor.routing.links import LinkSpeeds
+from tanghulu.conductor.routing.output_length import OutputEstimate
+from tanghulu.conductor.routing.overrides import Policies, RoutingWish, restricted
+from tanghulu.conductor.routing.policies.base import Decision, Policy, RequestView, Shown, WorkerView
+from tanghulu.conductor.routing.policies.registry import decides_fetch
+from tanghulu.conductor.routing.requests import GenerationRequest, PeerRead, PrefixHolder
+from tanghulu.conductor.routing.shortlist import views_of
+from tanghulu.conductor.text.served_model import ServedModel
+from tanghulu.errors import InvalidRequest
+from tanghulu.types import BlockHash, InstanceId, Place
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A decision with what it was made from. ``rest_tokens``: what the prefill worker will have to compute.
+
+    ``workers`` are as they were until the next decision, or a worker's report.
+    """
+
+    decision: Decision | None
+    request: RequestView
+    workers: Sequence[WorkerView]
+    hits: Hits
+    policy: str
+
+    @property
+    def holder(self) -> tuple[InstanceId, int] | None:
+        """The worker from which the chosen one shall fetch a prefix, and how many leading blocks.
+
+        What the policy decided; of one that does not decide it, the worker that has most, if that is more than the
+        chosen one and the store have.
+        """
+        if self.decision is None or not self.hits.workers:
+            return None
+        if decides_fetch(self.policy):
+            fetch = self.decision.fetch
+            return (fetch.source, fetch.num_blocks) if fetch is not None else None
+        chosen = next(w for w in self.workers if w.id == self.decision.prefill)
+        if not chosen.peer_bytes_per_s:
+            return None
+        longest = max(self.hits.workers.items(), key=lambda each: (each[1], each[0]))
+        own = chosen.hit_blocks
+        return longest if longest[1] > max(own, self.hits.store) else None
+
+    @property
+    def rest_tokens(self) -> int:
+        """Tokens behind the longest prefix that the chosen prefill worker holds or can fetch; at least one."""
+        if self.decision is None:
+            return self.request.num_tokens
+        chosen = next(w for w in self.workers if w.id == self.decision.prefill)
+        hit_blocks = max(chosen.match_blocks, self.request.store_hit_blocks, self.holder[1] if self.holder else 0)
+        return max(1, self.request.num_tokens - hit_blocks * self.request.block_tokens)
+
+
+_NOTHING_HOT: HotPrefixes[BlockHash] = HotPrefixes(0.0)
+
+
+class Router:
+    """Asks the policy."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        mirror: CacheMirror,
+        policies: Policies,
+        place: Place,
+        hot: HotPrefixes[BlockHash] = _NOTHING_HOT,
+    ) -> None:
+        self.policies = policies
+        self.hot = hot
+        self.in_flight = InFlightBlocks()
+        self.output = OutputEstimate()
+        self.links = LinkSpeeds()
+        self.expected = ExpectedBlocks()
+        self._registry = registry
+        self._place = place
+        self._mirror = mirror
+
+    def choose(self, flight: Flight, model: ServedModel) -> Route:
+        """Workers for both phases of ``flight`` with all its tokens so far."""
+        return self._route(self.policies.of(flight.request.routing), flight, model)
+
+    def explain(self, request: GenerationRequest, model: ServedModel) -> Route:
+        """Where ``request`` would go now; changes nothing, not even whose turn it is."""
+        return self._route(copy.deepcopy(self.policies.of(request.routing)), Flight(request, 0), model)
+
+    def sent(
+        self, wire_id: str, worker: Worker, flight: Flight, model: ServedModel, hand_over: bool
+    ) -> Sequence[BlockHash]:
+        """``flight`` was sent to ``worker``, which computes its blocks, returned here, until it is heard of.
+
+        Where it is not to ``hand_over``, it decodes there too.
+        """
+        sequence = flight.sequence(lambda: model.empty_sequence(flight.request.salt))
+        hashes = tuple(sequence.block_hashes)
+        self.in_flight.begin(wire_id, worker.id, hashes)
+        if not hand_over:
+            num_tokens = min(self.output.tokens, _most_output(flight)) - len(flight.generated)
+            self.expected.begin(wire_id, worker.load, sequence.block_tokens, num_tokens)
+        return hashes
+
+    def heard(self, wire_id: str, num_tokens: int) -> None:
+        """The worker has prefilled the submission and said ``num_tokens`` of its answer."""
+        self.in_flight.end(wire_id)
+        self.expected.came(wire_id, num_tokens)
+
+    def ended(self, wire_id: str) -> None:
+        """The submission is over; no error if that is known."""
+        self.in_flight.end(wire_id)
+        self.expected.end(wire_id)
+
+    def note_fetch(self, route: Route, flight: Flight, model: ServedModel, now_s: float) -> None:
+        """``flight`` goes where ``route`` says: count what its prefill worker will read from the store."""
+        in_store = route.hits.store
+        if route.decision is None or not in_store:
+            return
+        chosen = next(w for w in route.workers if w.id == route.decision.prefill)
+        own = max(chosen.match_blocks, route.holder[1] if route.holder else 0)
+        if in_store > own:
+            sequence = flight.sequence(lambda: model.empty_sequence(flight.request.salt))
+            self.hot.fetched(model.card.fingerprint, sequence.block_hashes, own, in_store, now_s)
+
+    def holder_of(self, route: Route) -> PrefixHolder | None:
+        """Where the prefill worker shall read what it lacks of the prompt, and how much of it is there."""
+        if route.holder is None or (worker := self._registry.workers.get(route.holder[0])) is None:
+            return None
+        return PrefixHolder(str(worker.instance.address), worker.instance.unix_path, route.holder[1])
+
+    def choose_decode(self, flight: Flight, model: ServedModel) -> InstanceId | None:
+        """A worker that goes on with the KV that ``flight`` has at its prefill worker."""
+        policy = self.policies.of(flight.request.routing)
+        request, workers, _ = self._views(policy, flight, model)
+        holder = self._registry.workers.get(flight.source.instance_id) if flight.source is not None else None
+        if holder is not None and request.links is not None:
+            request = replace(request, kv_place=holder.place)
+        return policy.choose_decode(request, workers)
+
+    def note_reads(self, reader: Worker, reads: Sequence[PeerRead]) -> None:
+        """``reader`` has read KV from other workers: that is how fast the links between their places are."""
+        for read in reads:
+            source = next((w for w in self._registry.workers.values() if str(w.instance.address) == read.address), None)
+            if source is not None:
+                self.links.observe(source.place, reader.place, read.num_bytes, read.seconds)
+
+    def check_wish(self, wish: RoutingWish) -> None:
+        """Raises InvalidRequest for a worker that is not there, so that nobody waits for it."""
+        for worker in filter(None, (wish.prefill, wish.decode)):
+            if worker not in self._registry.workers:
+                there = ", ".join(self._registry.workers) or "none"
+                raise InvalidRequest(f"worker {worker!r}, wished for by the request, is not there; there is {there}")
+
+    def rest_s(self, flight: Flight, model: ServedModel) -> float:
+        """Seconds of prefill that ``flight`` needs behind what is known of it anywhere, on the fastest worker."""
+        request, workers, hits = self._views(self.policies.default, flight, model)
+        hit_blocks = max([hits.store, *hits.workers.values()])
+        return min([w.prefill_s(request, hit_blocks) for w in workers], default=0.0)
+
+    def check(self) -> None:
+        """All that is remembered of requests holds."""
+        self.policies.check()
+        self.in_flight.check()
+        self.hot.check()
+        self.links.check()
+        self.expected.check()
+
+    def _route(self, policy: Policy, flight: Flight, model: ServedModel) -> Route:
+        request, workers, hits = self._views(policy, flight, model)
+        decision = policy.choose(request, workers) if workers else None
+        return Route(decision, request, workers, hits, policy.name)
+
+    def _views(
+        self, policy: Policy, flight: Flight, model: ServedModel
+    ) -> tuple[RequestView, Sequence[WorkerView], Hits]:
+        sequence = flight.sequence(lambda: model.empty_sequence(flight.request.salt))
+        hits = self._mirror.hits(sequence.block_hashes)
+        request = RequestView(
+            len(sequence),
+            sequence.block_tokens,
+            model.card.block_bytes,
+            hits.store,
+            session=flight.request.session,
+            place=self._place,
+            named_blocks=len(sequence.block_hashes),
+            expected_output=self.output.tokens,
+            most_output=max(1, _most_output(flight) - len(flight.generated)),
+            links=self.links if self.links else None,
+        )
+        coming = self.in_flight.match(sequence.block_hashes)
+        wish = flight.request.routing
+        roster, ranks = self._registry.roster(model.card.model), policy.ranks and not (wish.prefill or wish.decode)
+        shown = views_of(roster, flight.avoid, ranks, hits.workers, coming)
+        return request, restricted(with_both_phases(shown), wish), hits
+
+
+def _most_output(flight: Flight) -> int:
+    return flight.request.stop.max_new_tokens
+
+
+def with_both_phases(shown: list[WorkerView]) -> list[WorkerView]:
+    """With one kind of worker alone alive, it does the other phase too: every worker can do both."""
+    if isinstance(shown, Shown) and shown.prefill and shown.decode:
+        return shown
+    if not any(v.can_prefill for v in shown):
+        shown = [replace(v, can_prefill=True) for v in shown]
+    if not any(v.can_decode for v in shown):
+        shown = [replace(v, can_decode=True) for v in shown]
+    return shown

@@ -1,0 +1,298 @@
+"""The edge to one worker: its card, one Session stream, and the cache command. Protobuf stays in this file.
+
+A session writes through one bounded queue (gRPC allows one write at a time), so sending is a plain call. It ends when
+the stream ends, when the worker breaks the protocol, or when it is closed; it is never repaired, but replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import grpc.aio
+
+from tanghulu.conductor.routing.cost import DecodeProfile, PrefillProfile
+from tanghulu.conductor.routing.requests import (
+    GenerationRequest,
+    KvChange,
+    KvSource,
+    ModelCard,
+    Output,
+    OutputKind,
+    PeerRead,
+    PrefixHolder,
+    Step,
+    TokenLogprobs,
+    Welcome,
+    WorkerLoad,
+)
+from tanghulu.errors import DeadlineExceeded, NodeUnavailable, Overloaded
+from tanghulu.hashing import Tokens
+from tanghulu.protos import session_pb2 as pb
+from tanghulu.protos import session_pb2_grpc
+from tanghulu.rpc import grpc_edge
+from tanghulu.rpc.wire import error_of
+from tanghulu.types import Address, BlockHash, Fingerprint, InstanceId
+
+PROTOCOL_VERSION = 1
+MAX_UNSENT = 65536
+CALL_DEADLINE_S = 10.0
+
+_KINDS = {
+    pb.FINISH_NONE: OutputKind.TOKENS,
+    pb.FINISH_STOP: OutputKind.STOP,
+    pb.FINISH_LENGTH: OutputKind.LENGTH,
+    pb.FINISH_HANDED_OVER: OutputKind.HANDED_OVER,
+    pb.FINISH_ABORTED: OutputKind.ABORTED,
+    pb.FINISH_ERROR: OutputKind.ERROR,
+}
+
+
+class WorkerSession:
+    """One stream to one worker. ``connect`` opens it; iterate ``steps`` until it ends; then ``close``."""
+
+    def __init__(self, address: Address, conductor_id: str) -> None:
+        self.address = address
+        self._conductor_id = conductor_id
+        self._channel = grpc_edge.channel(address)
+        self._stub: Any = session_pb2_grpc.WorkerStub(self._channel)
+        self._unsent: asyncio.Queue[pb.ToWorker] = asyncio.Queue(MAX_UNSENT)
+        self._call: Any = None
+        self._writer: asyncio.Task[None] | None = None
+
+    async def describe(self) -> ModelCard:
+        """What the worker serves. Raises NodeUnavailable or DeadlineExceeded."""
+        async with grpc_edge.typed_errors(f"worker {self.address}"):
+            return _card(await self._stub.Describe(pb.DescribeRequest(), timeout=CALL_DEADLINE_S))
+
+    async def connect(self) -> Welcome:
+        """Open the stream; returns the worker's welcome. Raises NodeUnavailable or DeadlineExceeded."""
+        self._call = self._stub.Session()
+        async with grpc_edge.typed_errors(f"worker {self.address}"):
+            try:
+                async with asyncio.timeout(CALL_DEADLINE_S):
+                    await self._call.write(pb.ToWorker(hello=self._hello()))
+                    first = await self._call.read()
+            except asyncio.InvalidStateError as error:
+                raise NodeUnavailable(f"worker {self.address} ended the session at once") from error
+            except TimeoutError as error:
+                raise DeadlineExceeded(f"worker {self.address} did not welcome the session in time") from error
+        if first is grpc.aio.EOF or not first.HasField("welcome"):
+            raise NodeUnavailable(f"worker {self.address} began the session without a welcome")
+        self._writer = asyncio.create_task(self._write())
+        return _welcome(first.welcome)
+
+    def ask_snapshot(self) -> None:
+        """Ask for everything that is cached there; it comes among the steps. Raises Overloaded."""
+        self._send(pb.ToWorker(hello=self._hello()))
+
+    async def steps(self) -> AsyncGenerator[Step | Welcome, None]:
+        """The worker's steps, and snapshots that were asked for; ends by NodeUnavailable, however the stream ends."""
+        async with grpc_edge.typed_errors(f"worker {self.address}"):
+            while (message := await self._call.read()) is not grpc.aio.EOF:
+                if message.HasField("step"):
+                    yield _step(message.step)
+                elif message.HasField("welcome"):
+                    yield _welcome(message.welcome)
+        raise NodeUnavailable(f"worker {self.address} ended the session")
+
+    def submit(
+        self,
+        request: GenerationRequest,
+        wire_id: str,
+        tokens: Tokens,
+        hand_over: bool,
+        source: KvSource | None,
+        holder: PrefixHolder | None = None,
+    ) -> None:
+        """Send the request with ``tokens`` (prompt and generated so far). Raises Overloaded."""
+        message = _submit(request, wire_id, tokens, hand_over, source)
+        if holder is not None:
+            held = pb.PrefixHolder(address=holder.address, unix_path=holder.unix_path, num_blocks=holder.num_blocks)
+            message.holder.CopyFrom(held)
+        self._send(pb.ToWorker(submit=message))
+
+    def abort(self, wire_id: str) -> None:
+        """Nobody wants ``wire_id`` any more. Raises Overloaded."""
+        self._send(pb.ToWorker(abort=pb.Abort(request_id=wire_id)))
+
+    def release(self, export_id: int) -> None:
+        """Nobody will fetch this export. Raises Overloaded."""
+        self._send(pb.ToWorker(release=pb.ReleaseExport(export_id=export_id)))
+
+    async def probe(self, deadline_s: float) -> float:
+        """Seconds that the engine took for one token. Raises NodeUnavailable, DeadlineExceeded or its own refusal."""
+        async with grpc_edge.typed_errors(f"worker {self.address}"):
+            reply = await self._stub.Probe(pb.ProbeRequest(deadline_s=deadline_s), timeout=deadline_s + 1)
+        return float(reply.seconds)
+
+    async def drop_cache(self) -> int:
+        """Make the worker forget its unreferenced blocks; returns how many. Raises NodeUnavailable."""
+        async with grpc_edge.typed_errors(f"worker {self.address}"):
+            reply = await self._stub.DropCache(pb.DropCacheRequest(), timeout=CALL_DEADLINE_S)
+        return int(reply.num_blocks)
+
+    async def close(self) -> None:
+        """End the stream and the channel."""
+        if self._writer is not None:
+            self._writer.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._writer
+        if self._call is not None:
+            self._call.cancel()
+        await self._channel.close()
+
+    def _hello(self) -> pb.SessionHello:
+        return pb.SessionHello(conductor_id=self._conductor_id, protocol_version=PROTOCOL_VERSION)
+
+    def _send(self, message: pb.ToWorker) -> None:
+        try:
+            self._unsent.put_nowait(message)
+        except asyncio.QueueFull:
+            raise Overloaded(f"worker {self.address} takes no messages: {MAX_UNSENT} are unsent") from None
+
+    async def _write(self) -> None:
+        # A stream that ended is noticed, with its reason, by the reading side.
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            while True:
+                await self._call.write(await self._unsent.get())
+
+
+def _card(card: pb.ModelCard) -> ModelCard:
+    return ModelCard(
+        model=card.model,
+        fingerprint=Fingerprint(card.fingerprint),
+        block_hash=card.block_hash or "xxh3_128",
+        block_tokens=card.block_tokens,
+        context_length=card.context_length,
+        vocab_size=card.vocab_size,
+        eos_token_ids=tuple(card.eos_token_ids),
+        tokenizer_json_zlib=card.tokenizer_json_zlib,
+        chat_template=card.chat_template,
+        bos_token=card.bos_token,
+        eos_token=card.eos_token,
+        add_bos=card.add_bos,
+        block_bytes=card.block_bytes,
+        default_temperature=card.default_temperature,
+    )
+
+
+def _welcome(welcome: pb.SessionWelcome) -> Welcome:
+    return Welcome(
+        InstanceId(welcome.instance_id),
+        welcome.generation,
+        tuple(BlockHash(h) for h in welcome.cached_blocks),
+        welcome.event_sequence,
+        _load(welcome.load),
+    )
+
+
+def _load(load: pb.Load) -> WorkerLoad:
+    costs = load.costs if load.HasField("costs") else None
+    prefill = decode = None
+    if costs is not None:
+        prefill = PrefillProfile(costs.prefill_fixed_s, costs.prefill_token_s, costs.prefill_pair_s)
+    if costs is not None and costs.decode_fixed_s:
+        decode = DecodeProfile(costs.decode_fixed_s, costs.decode_sequence_s, costs.decode_context_s)
+    return WorkerLoad(
+        load.num_running,
+        load.num_waiting,
+        load.blocks_total,
+        load.blocks_free,
+        load.prefill_tokens_waiting,
+        load.prefill_tokens_per_s,
+        load.decode_step_s,
+        load.store_bytes_per_s,
+        load.peer_bytes_per_s,
+        prefill,
+        decode,
+        tuple(PeerRead(r.address, r.num_bytes, r.seconds) for r in load.reads) if load.reads else (),
+    )
+
+
+def _step(step: pb.StepOutput) -> Step:
+    return Step(
+        [_output(output) for output in step.outputs],
+        step.event_sequence,
+        tuple(_change(event) for event in step.kv_events),
+        _load(step.load) if step.HasField("load") else None,
+    )
+
+
+def _output(output: pb.RequestOutput) -> Output:
+    finish = output.finish
+    if finish == pb.FINISH_NONE and not output.logprobs:  # the common case, kept short
+        return Output(output.request_id, list(output.tokens), cached_tokens=output.cached_tokens)
+    kind = _KINDS.get(finish, OutputKind.ERROR)
+    source = _source(output.source) if output.HasField("source") else None
+    error = error_of(output.error) if output.HasField("error") else None
+    if kind is OutputKind.HANDED_OVER and source is None:
+        kind, error = OutputKind.ERROR, NodeUnavailable("the worker handed over without saying where the KV is")
+    return Output(
+        output.request_id,
+        list(output.tokens),
+        kind,
+        error,
+        source,
+        output.cached_tokens,
+        output.stop_token,
+        tuple(TokenLogprobs(tuple(p.token_ids), tuple(p.logprobs)) for p in output.logprobs),
+    )
+
+
+def _change(event: pb.KvEvent) -> KvChange:
+    stored = tuple(BlockHash(h) for h in event.stored)
+    return KvChange(stored, tuple(BlockHash(h) for h in event.removed), event.cleared)
+
+
+def _source(source: pb.KvSource) -> KvSource:
+    return KvSource(
+        InstanceId(source.instance_id), source.address, source.unix_path, source.export_id, source.num_tokens
+    )
+
+
+def _submit(
+    request: GenerationRequest, wire_id: str, tokens: Tokens, hand_over: bool, source: KvSource | None
+) -> pb.Submit:
+    sampling, stop = request.sampling, request.stop
+    message = pb.Submit(
+        request_id=wire_id,
+        tokens=tokens.astype("<u4", copy=False).tobytes(),
+        num_prompt_tokens=len(request.prompt),
+        sampling=pb.Sampling(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            presence_penalty=sampling.presence_penalty,
+            seed=sampling.seed,
+            logit_bias=sampling.logit_bias,
+            num_logprobs=sampling.num_logprobs,
+            json_schema=sampling.json_schema,
+            regex=sampling.regex,
+        ),
+        stop=pb.Stop(
+            max_new_tokens=stop.max_new_tokens,
+            stop_token_ids=stop.stop_token_ids,
+            ignore_eos=stop.ignore_eos,
+            min_tokens=stop.min_tokens,
+        ),
+        salt=request.salt,
+        hand_over=hand_over,
+        priority=request.priority,
+    )
+    if source is not None:
+        message.source.CopyFrom(
+            pb.KvSource(
+                instance_id=source.instance_id,
+                address=source.address,
+                unix_path=source.unix_path,
+                export_id=source.export_id,
+                num_tokens=source.num_tokens,
+            )
+        )
+    return message

@@ -1,0 +1,145 @@
+"""Cache events into the prefix indexes: the workers' own, and the store's directory.
+
+Owns both indexes and the sequence numbers of the workers' events. A worker's events are numbered; where a number is
+missing the index of that worker cannot be trusted, so the session is replaced and its welcome brings a snapshot.
+The directory's follower repairs its own gaps and begins again with RESET.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tanghulu.conductor.index.prefix_index import Cleared, PrefixEvent, PrefixIndex, Removed, Stored
+from tanghulu.conductor.index.shards import DEFAULT_SHARDS, EventShards
+from tanghulu.conductor.routing.requests import KvChange, Welcome
+from tanghulu.errors import NodeUnavailable
+from tanghulu.masters import Masters
+from tanghulu.store.directory_feed import DirectoryEvent, DirectoryEventKind, follow_directory
+from tanghulu.types import Address, BlockHash, Fingerprint, InstanceId, parse_kv_chunk_key
+
+KEY_PREFIX = "kv/"
+#: Models of which it is remembered that their blocks are several chunks.
+MAX_MODELS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Hits:
+    """Where a prompt's blocks are: hit blocks of each worker, and of the store as a whole."""
+
+    workers: dict[InstanceId, int]
+    store: int
+
+
+class CacheMirror:
+    """Who holds which block, as told by workers and by the master."""
+
+    def __init__(self, num_shards: int = DEFAULT_SHARDS) -> None:
+        self.workers = PrefixIndex()
+        self.events = EventShards(self.workers.apply, num_shards)
+        self._waiting = asyncio.Event()
+        self.store = PrefixIndex()
+        self.directory_synced = False
+        self._next_sequence: dict[InstanceId, int] = {}
+        self._num_parts: dict[str, int] = {}
+
+    def hits(self, block_hashes: Sequence[BlockHash]) -> Hits:
+        """Hit blocks of a prompt."""
+        return Hits(self.workers.match(block_hashes), self.store.leading_blocks(block_hashes))
+
+    def num_parts(self, fingerprint: Fingerprint) -> int:
+        """Chunks that the store has of one block of the model: one for each tensor-parallel rank."""
+        return self._num_parts.get(fingerprint[:8].hex(), 1)
+
+    def welcome(self, worker: InstanceId, welcome: Welcome) -> None:
+        """A session began: its snapshot replaces what was known of the worker."""
+        self._put(Cleared(worker))
+        self._put(Stored(worker, welcome.cached_blocks))
+        self._next_sequence[worker] = welcome.event_sequence
+
+    def snapshot(self, worker: InstanceId, welcome: Welcome) -> None:
+        """A session that goes on told everything anew: what differs from what is known is put right."""
+        known, told = self.workers.blocks_of(worker), set(welcome.cached_blocks)
+        self._put(Removed(worker, list(known - told)))
+        self._put(Stored(worker, [block for block in welcome.cached_blocks if block not in known]))
+        self._next_sequence[worker] = welcome.event_sequence
+
+    def worker_events(self, worker: InstanceId, first_sequence: int, changes: Sequence[KvChange]) -> None:
+        """Events of one step; raises NodeUnavailable if events in front of them were lost."""
+        expected = self._next_sequence[worker]
+        if first_sequence != expected:
+            raise NodeUnavailable(
+                f"worker {worker} said KV event {first_sequence} where {expected} was next; "
+                "a new session brings a snapshot"
+            )
+        self._next_sequence[worker] = expected + len(changes)
+        for change in changes:
+            if change.cleared:
+                self._put(Cleared(worker))
+            if change.removed:
+                self._put(Removed(worker, change.removed))
+            if change.stored:
+                self._put(Stored(worker, change.stored))
+
+    def worker_gone(self, worker: InstanceId) -> None:
+        """The worker's session ended."""
+        self._put(Cleared(worker))
+        self._next_sequence.pop(worker, None)
+
+    async def apply_events(self) -> None:
+        """Until cancelled: apply what waits, a slice at a time, between whatever else the loop has to do."""
+        while True:
+            await self._waiting.wait()
+            self._waiting.clear()
+            while self.events.apply_some():  # noqa: ASYNC110 - it is work between the turns, not a wait
+                await asyncio.sleep(0)
+
+    def directory_event(self, event: DirectoryEvent) -> None:
+        """One event of the master's directory; holders are store nodes."""
+        holder = InstanceId(event.node_id)
+        match event.kind:
+            case DirectoryEventKind.RESET:
+                self.store, self.directory_synced = PrefixIndex(), False
+                self._num_parts.clear()
+            case DirectoryEventKind.STORED:
+                self.store.apply(Stored(holder, self._stored_blocks(event.keys)))
+            case DirectoryEventKind.REMOVED:
+                self.store.apply(Removed(holder, _blocks(event.keys)))
+            case DirectoryEventKind.NODE_GONE:
+                self.store.remove_holder(holder)
+            case DirectoryEventKind.SYNCED:
+                self.directory_synced = True
+
+    async def follow_master(self, master: Masters | Address) -> None:
+        """Mirror the directory of the master (of several, the leader) until cancelled."""
+        async for batch in follow_directory(master, KEY_PREFIX):
+            for event in batch:
+                self.directory_event(event)
+
+    def check(self) -> None:
+        """Both indexes hold; only workers with a session have blocks."""
+        self.workers.check()
+        self.store.check()
+        self.events.check()
+        assert set(self.workers.holders) - self.events.waiting_holders() <= set(self._next_sequence)
+
+    def _stored_blocks(self, keys: Sequence[str]) -> list[BlockHash]:
+        """The blocks that ``keys`` name. Of a tensor-parallel block rank 0's part stands for all."""
+        blocks = []
+        for model, block, part in filter(None, map(parse_kv_chunk_key, keys)):
+            if part == 0:
+                blocks.append(block)
+            elif part >= self._num_parts.get(model, 1) and len(self._num_parts) < MAX_MODELS:
+                self._num_parts[model] = part + 1
+        return blocks
+
+    def _put(self, event: PrefixEvent) -> None:
+        if self.events.put(event):
+            self._waiting.set()
+
+
+def _blocks(keys: Sequence[str]) -> list[BlockHash]:
+    """The blocks that ``keys`` name. Of a tensor-parallel block rank 0's part stands for all."""
+    parsed = (parse_kv_chunk_key(key) for key in keys)
+    return [what[1] for what in parsed if what is not None and what[2] == 0]

@@ -1,0 +1,95 @@
+"""The global router's HTTP routes: what generates goes by the grid, what any pool can answer goes to the first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.responses import Response
+
+from tanghulu.conductor.http.reply import read_body
+from tanghulu.conductor.pool_router.demand import demand_of, parse_body
+from tanghulu.conductor.pool_router.forward import Forwarder
+from tanghulu.conductor.pool_router.streamed import Streamed
+from tanghulu.version import __version__
+from tanghulu.web import errors
+
+GENERATING = ("/v1/chat/completions", "/v1/completions", "/generate")
+_ANY = (("GET", "/v1/models"), ("POST", "/tokenize"), ("POST", "/detokenize"))
+
+
+def make_app(forwarder: Forwarder, registry: CollectorRegistry, max_body_bytes: int) -> FastAPI:
+    """All routes on ``forwarder``."""
+    app = FastAPI(title="tanghulu router", version=__version__, redirect_slashes=False)
+    errors.install(app, "the router")
+
+    async def generate(request: Request) -> Response:
+        body = await read_body(request, max_body_bytes)
+        return Streamed(forwarder.generate(request.url.path, body, dict(request.headers)), forwarder.end)
+
+    async def anywhere(request: Request) -> Response:
+        body = await read_body(request, max_body_bytes)
+        asking = forwarder.anywhere(request.method, request.url.path, body, dict(request.headers))
+        return Streamed(asking, forwarder.end)
+
+    for path in GENERATING:
+        app.add_api_route(path, generate, methods=["POST"], response_model=None)
+    for method, path in _ANY:
+        app.add_api_route(path, anywhere, methods=[method], response_model=None)
+    _add_admin(app, forwarder, registry, max_body_bytes)
+    return app
+
+
+def _add_admin(app: FastAPI, forwarder: Forwarder, registry: CollectorRegistry, max_body_bytes: int) -> None:
+    @app.get("/health")
+    @app.get("/live")
+    async def live() -> dict[str, Any]:
+        """The process answers."""
+        return {"status": "ok"}
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        """200 once every pool, or one that stands in for it, has a conductor that is ready."""
+        good = {pool for pool, status, _ in await forwarder.everywhere("GET", "/ready") if status == 200}
+        missing = [p for p in forwarder.pools.pools if not good.intersection(forwarder.pools.ways(p))]
+        return JSONResponse({"ready": not missing, "missing": missing}, 503 if missing else 200)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus' text format; the same as on --metrics-port."""
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/pools")
+    async def pools() -> dict[str, Any]:
+        """The pools and their conductors."""
+        return {
+            name: [
+                {"url": m.url, "open_requests": m.open_requests, "failures": m.num_failures}
+                for m in members.in_order(0.0)
+            ]
+            for name, members in forwarder.members.items()
+        }
+
+    @app.post("/route")
+    async def route(request: Request) -> dict[str, Any]:
+        """Which pools a body would go to, and why; nothing is forwarded."""
+        data = parse_body(await read_body(request, max_body_bytes))
+        demand = demand_of(data, forwarder.pools.characters_per_token)
+        prefill, decode = forwarder.pools.choose(demand)
+        return {
+            "prefill": prefill,
+            "decode": decode,
+            "prompt_tokens": demand.prompt_tokens,
+            "context_tokens": demand.context_tokens,
+            "ttft_s": demand.ttft_s,
+            "tbt_s": demand.tbt_s,
+        }
+
+    @app.post("/abort_request")
+    async def abort(request: Request) -> dict[str, Any]:
+        """End a request wherever it is."""
+        body = await read_body(request, max_body_bytes)
+        answers = await forwarder.everywhere("POST", "/abort_request", body)
+        return {"aborted": sum(answer.get("aborted", 0) for _, status, answer in answers if status == 200)}

@@ -1,0 +1,89 @@
+"""A request's body to what it demands of the pools: its length in tokens, as good as can be told without a tokenizer.
+
+Pure. Token ids are counted; texts are estimated by their characters, since the router serves several models and has no
+tokenizer. Targets stand in ``"slo": {"ttft_s": 1.0, "tbt_s": 0.05}`` of the body; a conductor ignores that field.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from tanghulu.conductor.pool_router.grid import Demand
+from tanghulu.errors import InvalidRequest
+
+_LIMITS = ("max_completion_tokens", "max_tokens", "max_new_tokens")
+
+
+def parse_body(body: bytes) -> dict[str, Any]:
+    """The body as an object. Raises InvalidRequest."""
+    try:
+        data = json.loads(body)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the body is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise InvalidRequest("the body is not a JSON object")
+    return data
+
+
+def demand_of(data: Mapping[str, Any], characters_per_token: float) -> Demand:
+    """What a completion, a chat or a /generate body needs. Raises InvalidRequest for targets that are none."""
+    prompt = data.get("messages", data.get("prompt", data.get("input_ids", data.get("text"))))
+    tokens = _tokens(prompt, characters_per_token)
+    slo = data.get("slo", {})
+    if not isinstance(slo, dict):
+        raise InvalidRequest(f"slo is {slo!r}, not an object with ttft_s and tbt_s")
+    return Demand(tokens, tokens + _most_new(data), _target(slo, "ttft_s"), _target(slo, "tbt_s"))
+
+
+def prefill_only(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The same request for one token: it leaves the prompt's KV in the store and its answer is of no use."""
+    once = {key: value for key, value in data.items() if key not in ("stream", "stream_options", "n", "slo", "rid")}
+    if "text" in data or "input_ids" in data:
+        sampling = data.get("sampling_params")
+        sampling = {key: value for key, value in sampling.items() if key != "n"} if isinstance(sampling, dict) else {}
+        return {**once, "sampling_params": {**sampling, "max_new_tokens": 1}}
+    once.pop("max_completion_tokens", None)
+    return {**once, "max_tokens": 1}
+
+
+def _tokens(prompt: Any, characters_per_token: float) -> int:
+    """Of several prompts the longest: they are served one by one."""
+    if isinstance(prompt, str):
+        return round(len(prompt) / characters_per_token)
+    if not isinstance(prompt, list) or not prompt:
+        return 0
+    if isinstance(prompt[0], int):
+        return len(prompt)
+    if isinstance(prompt[0], dict):
+        return round(sum(_characters(message) for message in prompt) / characters_per_token)
+    return max(_tokens(each, characters_per_token) for each in prompt)
+
+
+def _characters(message: Any) -> int:
+    content = message.get("content") if isinstance(message, dict) else None
+    if isinstance(content, list):
+        return sum(
+            len(part["text"]) for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)
+        )
+    return len(content) if isinstance(content, str) else 0
+
+
+def _most_new(data: Mapping[str, Any]) -> int:
+    sampling = data.get("sampling_params")
+    for fields in (data, sampling if isinstance(sampling, dict) else {}):
+        for name in _LIMITS:
+            value = fields.get(name)
+            if isinstance(value, int) and value > 0:
+                return value
+    return 0
+
+
+def _target(slo: Mapping[str, Any], name: str) -> float | None:
+    value = slo.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise InvalidRequest(f"slo.{name} is {value!r}, not a number of seconds above 0")
+    return float(value)

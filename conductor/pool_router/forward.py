@@ -1,0 +1,159 @@
+"""Forwarding: a request to the conductors of its pools, the answer streamed back as it comes.
+
+Owns the HTTP client and the order of attempts. Where prefill and decode pool differ, the prefill pool first computes
+the prompt for one token and so leaves its KV in the store that the pools share; the decode pool then finds it there.
+Should that fail, the decode pool computes the prompt itself: nothing is lost but time.
+
+An attempt that ended before its answer began (no connection, 429, 503) is repeated at the next conductor, then at the
+pools that stand in. What has begun is never repeated.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import structlog
+
+from tanghulu.conductor.pool_router.demand import demand_of, parse_body, prefill_only
+from tanghulu.conductor.pool_router.grid import PoolMap
+from tanghulu.conductor.pool_router.members import Member, Members
+from tanghulu.conductor.pool_router.metrics import PoolMetrics
+from tanghulu.conductor.pool_router.streamed import Asked
+from tanghulu.errors import NodeUnavailable
+from tanghulu.runtime.clock import Clock
+
+_log = structlog.get_logger(__name__)
+CONNECT_TIMEOUT_S = 2.0
+_TRY_ELSEWHERE = (429, 502, 503)
+#: Headers of one hop, and those that the client of the next hop makes itself.
+_NOT_FORWARDED = frozenset(
+    (
+        "connection",
+        "content-length",
+        "host",
+        "keep-alive",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+        "accept-encoding",
+    )
+)
+
+
+class Forwarder:
+    """Sends requests to pools."""
+
+    def __init__(self, pools: PoolMap, clock: Clock, metrics: PoolMetrics) -> None:
+        self.pools = pools
+        self.members = {name: Members(pool.urls) for name, pool in pools.pools.items()}
+        self._clock, self._metrics = clock, metrics
+        timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+        self._http = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._http.aclose()
+
+    async def generate(self, path: str, body: bytes, headers: Mapping[str, str]) -> Asked:
+        """Forward a generation by the grid. Raises InvalidRequest, or NodeUnavailable if no pool can be reached."""
+        data = parse_body(body)
+        prefill, decode = self.pools.choose(demand_of(data, self.pools.characters_per_token))
+        prefilled = prefill
+        if prefill != decode:
+            first = await self._ask(prefill, "POST", path, json.dumps(prefill_only(data)).encode(), headers)
+            if first is not None:
+                prefilled = first.pool
+                await self._finish(first)
+            else:
+                self._metrics.unprimed.inc()
+        asked = await self._ask(decode, "POST", path, body, headers)
+        if asked is None:
+            raise NodeUnavailable(f"no conductor of pool {decode!r} can be reached, and none that stands in for it")
+        self._metrics.requests.labels(prefilled, asked.pool).inc()
+        return replace(asked, more={"x-tanghulu-prefill-pool": prefilled, "x-tanghulu-pool": asked.pool})
+
+    async def anywhere(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> Asked:
+        """Forward what any pool can answer. Raises NodeUnavailable if none can be reached."""
+        for name in self.pools.pools:
+            asked = await self._ask(name, method, path, body, headers)
+            if asked is not None:
+                return replace(asked, more={"x-tanghulu-pool": asked.pool})
+        raise NodeUnavailable("no conductor of any pool can be reached")
+
+    async def everywhere(self, method: str, path: str, body: bytes = b"") -> list[tuple[str, int, Any]]:
+        """(pool, status, JSON) of every conductor that answers."""
+        answers = []
+        for name, members in self.members.items():
+            for member in members.in_order(self._clock.now_s()):
+                try:
+                    response = await self._http.request(method, member.url + path, content=body, timeout=5.0)
+                    answers.append((name, response.status_code, response.json()))
+                except (httpx.HTTPError, json.JSONDecodeError):
+                    answers.append((name, 503, None))
+        return answers
+
+    async def end(self, asked: Asked) -> None:
+        """The answer was passed on, or nobody wants it any more."""
+        if asked.content is None:
+            asked.member.open_requests -= 1
+            await asked.response.aclose()
+
+    async def _ask(self, pool: str, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> Asked | None:
+        """The first answer of ``pool`` or of who stands in for it; the last refusal if all refuse, None if all fail."""
+        refusal = None
+        for name, member in self._attempts(pool):
+            response = await self._try(member, method, path, body, headers)
+            if response is None:
+                continue
+            asked = Asked(name, member, response)
+            if response.status_code not in _TRY_ELSEWHERE:
+                return asked
+            refusal = replace(asked, content=await self._finish(asked))
+            self._metrics.retries.labels(name).inc()
+        return refusal
+
+    def _attempts(self, pool: str) -> Iterator[tuple[str, Member]]:
+        for name in self.pools.ways(pool):
+            for member in self.members[name].in_order(self._clock.now_s()):
+                yield name, member
+
+    async def _try(
+        self, member: Member, method: str, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> httpx.Response | None:
+        sent = {name: value for name, value in headers.items() if name.lower() not in _NOT_FORWARDED}
+        request = self._http.build_request(method, member.url + path, content=body, headers=sent)
+        member.open_requests += 1
+        try:
+            response = await self._http.send(request, stream=True)
+        except httpx.HTTPError as error:
+            member.open_requests -= 1
+            member.failed(self._clock.now_s())
+            _log.warning("pool.conductor_failed", url=member.url, error=str(error) or type(error).__name__)
+            return None
+        except BaseException:  # a client that hung up, too: the request is not open any more; raised on
+            member.open_requests -= 1
+            raise
+        if response.status_code in (502, 503):
+            member.failed(self._clock.now_s())
+        else:
+            member.served()
+        return response
+
+    async def _finish(self, asked: Asked) -> bytes:
+        """Read to the end and close; what came."""
+        content = b"" if asked.content is None else asked.content
+        try:
+            if asked.content is None:
+                async for piece in asked.response.aiter_raw():
+                    content += piece
+        except httpx.HTTPError as error:
+            _log.warning("pool.answer_broke", url=asked.member.url, error=str(error) or type(error).__name__)
+        finally:
+            await self.end(asked)
+        return content

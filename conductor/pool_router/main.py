@@ -1,0 +1,121 @@
+"""The global router's configuration, start and orderly end; ``router.main`` has the command."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+from prometheus_client import CollectorRegistry
+
+from tanghulu.conductor.http.service import DEFAULT_BODY_BYTES
+from tanghulu.conductor.pool_router.app import make_app
+from tanghulu.conductor.pool_router.forward import Forwarder
+from tanghulu.conductor.pool_router.grid import PoolMap, read_pools
+from tanghulu.conductor.pool_router.metrics import PoolMetrics
+from tanghulu.discovery.base import Discovery, EventKind, Instance, InstanceEvent
+from tanghulu.discovery.open import HELP as DISCOVERY_HELP
+from tanghulu.discovery.open import open_discovery
+from tanghulu.errors import ConfigError
+from tanghulu.runtime.clock import SystemClock
+from tanghulu.runtime.config import option
+from tanghulu.runtime.master_options import MasterOptions
+from tanghulu.runtime.process import Process, ProcessConfig
+from tanghulu.types import Address, Role
+from tanghulu.web.server import HttpServer, address_of, listen
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig(MasterOptions, ProcessConfig):
+    """The global router's options."""
+
+    port: int = option(8100, "port of the HTTP API; 0 picks one")
+    pools: Path | None = option(None, "TOML or JSON file with the pools and the grid")
+    discovery: str = option("master", DISCOVERY_HELP + ", or none: only the urls in the file")
+    max_body_size: int = option(DEFAULT_BODY_BYTES, "longest request body", size=True)
+    grace_s: float = option(10.0, "at the end, how long requests under way may go on, in seconds")
+
+    def __post_init__(self) -> None:
+        if self.max_body_size < 1:
+            raise ConfigError(f"--max-body-size is {self.max_body_size}; it must be at least 1")
+        if self.grace_s < 0:
+            raise ConfigError(f"--grace-s is {self.grace_s}; it cannot be negative")
+
+    def read_pools(self) -> PoolMap:
+        """The pools. Raises ConfigError for a file that is missing or wrong."""
+        if self.pools is None:
+            raise ConfigError("say which pools there are: --pools FILE")
+        return read_pools(self.pools)
+
+
+class GlobalRouter:
+    """The global router without its process."""
+
+    def __init__(self, config: RouterConfig, pools: PoolMap, registry: CollectorRegistry) -> None:
+        self.config = config
+        self.forwarder = Forwarder(pools, SystemClock(), PoolMetrics(registry))
+        self.address = Address("", 0)
+        self._registry = registry
+
+    @contextlib.asynccontextmanager
+    async def running(self, discovery: Discovery | None) -> AsyncIterator[GlobalRouter]:
+        """Serve inside the block; at its end let what is under way go on for the grace period."""
+        config = self.config
+        listener = listen(config.host, config.port)
+        self.address = address_of(listener)
+        server = HttpServer(make_app(self.forwarder, self._registry, config.max_body_size), config.grace_s)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        pools = self.forwarder.pools.pools if discovery is not None else ()
+        following = [asyncio.create_task(self._follow(discovery, name)) for name in pools if discovery is not None]
+        try:
+            yield self
+        finally:
+            server.stop()
+            for task in following:
+                task.cancel()
+            await asyncio.wait([serving], timeout=config.grace_s)
+            server.force_exit = True
+            await asyncio.gather(serving, *following, return_exceptions=True)
+            await self.forwarder.close()
+            listener.close()
+
+    def apply(self, pool: str, event: InstanceEvent) -> None:
+        """Discovery told something of the conductors of ``pool``."""
+        instance, members = event.instance, self.forwarder.members[pool]
+        if instance is not None and event.kind is EventKind.PUT:
+            members.add(instance.id, f"http://{instance.address}")
+        elif instance is not None and event.kind is EventKind.DELETE:
+            members.remove(instance.id)
+
+    async def _follow(self, discovery: Discovery, pool: str) -> None:
+        async for event in discovery.watch(Role.CONDUCTOR, namespace=pool):
+            self.apply(pool, event)
+
+
+async def serve(process: Process, config: RouterConfig) -> None:
+    """Run until the process is to stop."""
+    router = GlobalRouter(config, config.read_pools(), process.registry)
+    async with contextlib.AsyncExitStack() as stack:
+        discovery = None
+        if config.discovery != "none":
+            discovery = await stack.enter_async_context(open_discovery(config.discovery, config.master))
+        await stack.enter_async_context(router.running(discovery))
+        instance = Instance(
+            id=process.instance_id(router.address.port),
+            role=Role.ROUTER,
+            address=router.address,
+            namespace=config.namespace,
+            metrics_address=process.metrics_address,
+            place=config.place,
+            generation=process.generation,
+        )
+        registration = await discovery.register(instance) if discovery is not None else None
+        process.ready(instance.id, router.address)
+        await process.stopping.wait()
+        if registration is not None:
+            await registration.close()

@@ -1,0 +1,94 @@
+"""An answer of a conductor on its way to the client: status, headers and bytes as they come.
+
+When the client hangs up the connection to the conductor is closed, so that the conductor aborts the request. When the
+conductor breaks off, a stream of events ends with an error event, and any other answer stays short of its length.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import structlog
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tanghulu.conductor.pool_router.members import Member
+from tanghulu.errors import NodeUnavailable
+from tanghulu.web.errors import body_of
+
+_log = structlog.get_logger(__name__)
+_NOT_FORWARDED = frozenset(("connection", "transfer-encoding", "keep-alive"))
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """An answer that has begun, and who gives it.
+
+    ``content``: all of it, where it was read already. ``more``: headers to add.
+    """
+
+    pool: str
+    member: Member
+    response: httpx.Response
+    content: bytes | None = None
+    more: Mapping[str, str] = field(default_factory=dict)
+
+
+class Streamed(Response):
+    """Waits for ``ask`` and passes the answer on; ``end`` is told when that is over, whatever happened.
+
+    A typed error of ``ask`` is raised, to be answered as any other.
+    """
+
+    def __init__(self, ask: Coroutine[Any, Any, Asked], end: Callable[[Asked], Awaitable[None]]) -> None:
+        super().__init__()
+        self._ask, self._end = ask, end
+        self._asked: Asked | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer (ASGI)."""
+        watch = asyncio.ensure_future(_hung_up(receive))
+        work = asyncio.ensure_future(self._work(send))
+        try:
+            await asyncio.wait({watch, work}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            watch.cancel()
+            work.cancel()
+            await asyncio.gather(watch, work, return_exceptions=True)
+            if self._asked is not None:
+                await self._end(self._asked)
+        if not work.cancelled():
+            work.result()
+
+    async def _work(self, send: Send) -> None:
+        asked = self._asked = await self._ask
+        headers = {k: v for k, v in asked.response.headers.items() if k.lower() not in _NOT_FORWARDED}
+        head = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in {**headers, **asked.more}.items()]
+        await send({"type": "http.response.start", "status": asked.response.status_code, "headers": head})
+        if asked.content is None:
+            await self._pump(asked, send)
+        await send({"type": "http.response.body", "body": asked.content or b"", "more_body": False})
+
+    async def _pump(self, asked: Asked, send: Send) -> None:
+        try:
+            async for piece in asked.response.aiter_raw():
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        except httpx.HTTPError as error:
+            _log.warning("pool.answer_broke", url=asked.member.url, error=str(error) or type(error).__name__)
+            if asked.response.headers.get("content-type", "").startswith("text/event-stream"):
+                await send({"type": "http.response.body", "body": _error_event(asked), "more_body": True})
+
+
+def _error_event(asked: Asked) -> bytes:
+    error = NodeUnavailable(f"the conductor of pool {asked.pool} broke off its answer")
+    return b"data: " + json.dumps(body_of(error)).encode() + b"\n\ndata: [DONE]\n\n"
+
+
+async def _hung_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,1 @@
+"""What a policy is shown and what it costs: requests, workers, links, profiles."""

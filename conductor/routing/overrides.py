@@ -1,0 +1,89 @@
+"""What a request may ask of routing for itself, and the policies that serve such wishes.
+
+A wish names another policy, other weights, or workers. Policies stay as they are: each combination that is asked for
+is a policy object of its own, kept while it is used (the latest MAX_POLICIES of them). A named worker is taken while it
+is there; when a request has to move because that worker was lost, it goes where the policy says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from tanghulu.conductor.routing.policies.base import Policy, WorkerView
+from tanghulu.conductor.routing.policies.registry import PolicyOptions, make_policy
+from tanghulu.errors import ConfigError
+from tanghulu.types import InstanceId
+
+MAX_POLICIES = 64
+#: One more than the weight of load, so that workers are ranked as if nobody could fetch (docs/scheduling.md).
+LIVE_REPLICA_WEIGHT = 7.0
+#: What may be weighted: all options of the policies but the seed.
+WEIGHTS = tuple(f.name for f in dataclasses.fields(PolicyOptions) if f.name != "seed")
+
+_ANYBODY = InstanceId("")
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingWish:
+    """``policy`` is one of POLICY_NAMES or "" for the conductor's; ``weights`` name fields of PolicyOptions."""
+
+    policy: str = ""
+    prefill: InstanceId = _ANYBODY
+    decode: InstanceId = _ANYBODY
+    weights: tuple[tuple[str, float], ...] = ()
+
+
+NO_WISH = RoutingWish()
+
+
+class Policies:
+    """The conductor's policy, and those that requests wish for."""
+
+    def __init__(self, name: str, options: PolicyOptions) -> None:
+        self.default = make_policy(name, options)
+        self._name, self._options = name, options
+        self._wished: OrderedDict[tuple[str, tuple[tuple[str, float], ...]], Policy] = OrderedDict()
+
+    def of(self, wish: RoutingWish) -> Policy:
+        """The policy for ``wish``; the same one again for the same wish."""
+        if not wish.policy and not wish.weights:
+            return self.default
+        key = (wish.policy or self._name, wish.weights)
+        policy = self._wished.get(key)
+        if policy is None:
+            policy = self._wished[key] = make_policy(key[0], replace(self._options, **dict(wish.weights)))  # type: ignore[arg-type]
+            if len(self._wished) > MAX_POLICIES:
+                self._wished.popitem(last=False)
+        self._wished.move_to_end(key)
+        return policy
+
+    def check(self) -> None:
+        """The bound is kept."""
+        assert len(self._wished) <= MAX_POLICIES
+
+
+def restricted(shown: Sequence[WorkerView], wish: RoutingWish) -> Sequence[WorkerView]:
+    """``shown`` with only the wished workers able to do a phase; a wished worker that is not among them is ignored."""
+    for phase, wanted in (("can_prefill", wish.prefill), ("can_decode", wish.decode)):
+        if wanted and any(w.id == wanted for w in shown):
+            shown = [replace(w, **{phase: w.id == wanted}) for w in shown]  # type: ignore[arg-type]
+    return shown
+
+
+def parse_weights(text: str) -> PolicyOptions:
+    """``"alpha=0.7,temperature=0.2"`` as options of a live service; raises ConfigError that names what is wrong."""
+    weights = {}
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        name, _, value = part.partition("=")
+        if name not in WEIGHTS:
+            raise ConfigError(f"policy weight {name!r} is unknown; there is {', '.join(WEIGHTS)}")
+        try:
+            weights[name] = float(value)
+        except ValueError:
+            raise ConfigError(f"policy weight {part!r} is not of the form name=number") from None
+        if not 0 <= weights[name] < float("inf"):
+            raise ConfigError(f"policy weight {part!r} is not a number of at least 0")
+    return PolicyOptions(**{"replica_weight": LIVE_REPLICA_WEIGHT, **weights})  # type: ignore[arg-type]

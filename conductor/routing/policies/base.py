@@ -1,0 +1,307 @@
+"""The contract of a routing policy: views in, a decision out. No clock, no I/O, no randomness but a seeded one.
+
+The same classes run live, in replay (virtual time) and in tests. The dispatcher builds the views: only workers that are
+alive and serve the model; ``can_prefill`` and ``can_decode`` already say that with one kind alone alive it does both.
+
+A policy looks at every worker for every request, so it computes plain floats; what people want to read (a Candidate a
+worker, with its terms) is made when somebody asks a decision for its ``candidates``.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tanghulu.conductor.routing.cost import DecodeProfile, PrefillProfile
+from tanghulu.conductor.routing.links import LinkSpeeds
+from tanghulu.types import InstanceId, Place
+
+#: Speed of a worker that has not measured its own yet.
+ASSUMED_PREFILL_TOKENS_PER_S = 2000.0
+ASSUMED_STORE_BYTES_PER_S = 1e9
+ASSUMED_DECODE_STEP_S = 0.02
+#: A sequence more in a batch slows its step by this share (attention and sampling; weights are read once anyway).
+STEP_SHARE_OF_A_SEQUENCE = 1 / 16
+#: A decode choice is judged over so many coming tokens, or over the answer if that is shorter.
+JUDGED_TOKENS = 64
+#: And by at least this share where what it costs was measured: equals are still told apart by their company.
+LEAST_SHARE_OF_A_SEQUENCE = 1 / 64
+#: What one ``random()`` takes from its generator: two words of 32 bits (tested, as nothing promises it).
+_DRAW_BITS = 64
+#: How much of a step is company, for each sequence.
+_COMPANY = JUDGED_TOKENS * STEP_SHARE_OF_A_SEQUENCE
+#: Profiles are made once for each speed: workers measure a new one every few seconds, and are looked at all the time.
+_profile_of_speed = functools.lru_cache(maxsize=4096)(PrefillProfile.of_speed)
+
+
+@dataclass(slots=True)
+class WorkerView:
+    """A worker as routing sees it: its last report plus what was sent to it since. Speeds are 0 while unknown.
+
+    Nobody changes a view but the roster that keeps it (roster.py), between two decisions.
+
+    ``hit_blocks`` lead the prompt and are there; ``coming_blocks`` lead it and are there or being computed there for
+    requests in front (0 where that is not tracked). ``active_blocks`` are used by requests under way, and
+    ``active_hit_blocks`` of them are the request's own. ``queue_s`` is None where only tokens are known.
+    ``peer_bytes_per_s`` is 0 where workers cannot fetch from each other; ``send_wait_s`` and ``receive_wait_s`` are
+    how long its NIC is taken, or, below 0, has been idle. ``coming_requests`` of the ``num_requests`` are still
+    prefilled elsewhere and will decode here; blocks are kept for them. ``context_tokens`` are attended to by requests
+    under way (0 while unknown).
+
+    Made from these: ``match_blocks``, the leading blocks that a request sent here now will find when its turn comes;
+    ``wait_s``, the estimated time until a new request's prefill would begin; ``cost``, the profile or what is assumed;
+    ``company_s``, what those who are there add to a new request's decoding over JUDGED_TOKENS.
+    """
+
+    id: InstanceId
+    can_prefill: bool
+    can_decode: bool
+    queue_tokens: int = 0
+    num_requests: int = 0
+    blocks_free: int = 0
+    blocks_total: int = 0
+    prefill_tokens_per_s: float = 0.0
+    decode_step_s: float = 0.0
+    store_bytes_per_s: float = 0.0
+    hit_blocks: int = 0
+    coming_blocks: int = 0
+    active_blocks: int = 0
+    active_hit_blocks: int = 0
+    queue_s: float | None = None
+    profile: PrefillProfile | None = None
+    decode_profile: DecodeProfile | None = None
+    peer_bytes_per_s: float = 0.0
+    send_wait_s: float = 0.0
+    receive_wait_s: float = 0.0
+    place: Place = Place()
+    coming_requests: int = 0
+    context_tokens: int = 0
+    match_blocks: int = field(init=False)
+    wait_s: float = field(init=False)
+    cost: PrefillProfile = field(init=False)
+    company_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.found(self.hit_blocks, self.coming_blocks)
+        self.settle()
+
+    def found(self, hit_blocks: int, coming_blocks: int) -> None:
+        """So many leading blocks of the prompt are there, and are there or coming."""
+        self.hit_blocks, self.coming_blocks = hit_blocks, coming_blocks
+        self.match_blocks = hit_blocks if hit_blocks > coming_blocks else coming_blocks
+
+    def settle(self) -> None:
+        """Work out what is made of load and speeds, which were set."""
+        profile = self.profile
+        speed = self.prefill_tokens_per_s
+        if not speed:
+            speed = 1 / profile.token_s if profile is not None and profile.token_s else ASSUMED_PREFILL_TOKENS_PER_S
+        queue_s = self.queue_s
+        self.wait_s = self.queue_tokens / speed if queue_s is None else queue_s
+        self.cost = profile or _profile_of_speed(speed)
+        step_s = self.decode_step_s or ASSUMED_DECODE_STEP_S
+        if self.decode_profile is None:
+            self.company_s = _COMPANY * step_s * self.num_requests
+        else:
+            self.company_s = JUDGED_TOKENS * self._measured_company_s(step_s, self.decode_profile)
+
+    def _measured_company_s(self, step_s: float, decode: DecodeProfile) -> float:
+        """What those who are there add to a step."""
+        added_s = decode.sequence_s * self.num_requests + decode.token_s * self.context_tokens
+        return max(added_s, LEAST_SHARE_OF_A_SEQUENCE * step_s * self.num_requests)
+
+    def prefill_s(self, request: RequestView, hit_blocks: int) -> float:
+        """Estimated time to prefill ``request`` here with ``hit_blocks`` reused."""
+        return self.cost.seconds(request.num_tokens, hit_blocks * request.block_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """A request as routing sees it. ``store_hit_blocks``: leading blocks that the store can give to any worker.
+
+    ``session`` names the conversation ("" if unknown), ``place`` where the request came in. ``named_blocks`` have a
+    hash and so could be hit: all but, mostly, a partial last one; 0 if that is not known.
+    ``expected_output``: tokens that an answer has on the mean; 0 if that is not known. ``most_output``: tokens that the
+    request lets its own answer have; 0 if that is not known. ``links``: how fast KV travels between places, None where
+    nothing was measured; ``kv_place`` where the request's KV is, once it was prefilled.
+    """
+
+    num_tokens: int
+    block_tokens: int
+    block_bytes: int
+    store_hit_blocks: int = 0
+    session: str = ""
+    place: Place = Place()
+    named_blocks: int = 0
+    expected_output: float = 0.0
+    most_output: int = 0
+    links: LinkSpeeds | None = None
+    kv_place: Place | None = None
+
+    @property
+    def judged_share(self) -> float:
+        """How much of JUDGED_TOKENS there will be: an answer of 8 tokens has company for 8 steps."""
+        expected, most = self.expected_output, self.most_output
+        tokens = min(expected, most) if expected and most else expected or most
+        return min(1.0, tokens / JUDGED_TOKENS) if tokens else 1.0
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that the request needs, a partial last one included."""
+        return -(-self.num_tokens // self.block_tokens)
+
+    def link_bytes_per_s(self, source: Place | None, target: Place) -> float:
+        """As measured between these places; 0 where nothing is known."""
+        return self.links.bytes_per_s(source, target) if self.links is not None and source is not None else 0.0
+
+    def rest_tokens(self, hit_blocks: int) -> int:
+        """Tokens left to compute behind ``hit_blocks``; the last one is always computed."""
+        return max(1, self.num_tokens - hit_blocks * self.block_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """What a policy thought of one worker for one phase; ``terms`` are for people. The lowest score wins."""
+
+    worker: InstanceId
+    phase: str
+    score: float
+    terms: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PeerFetch:
+    """Before it computes, the prefill worker fetches the leading ``num_blocks`` that it lacks from ``source``."""
+
+    source: InstanceId
+    num_blocks: int
+
+
+def _nothing() -> tuple[Candidate, ...]:
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The worker that prefills and the one that decodes (it may be the same), and why.
+
+    ``fetch`` is only decided among workers that can fetch from each other; what the store has, a worker fetches by
+    itself. ``explain`` makes the ``candidates`` from the views, so it is right until the next decision is made or
+    a worker reports.
+    """
+
+    prefill: InstanceId
+    decode: InstanceId
+    fetch: PeerFetch | None = None
+    explain: Callable[[], tuple[Candidate, ...]] = field(default=_nothing, compare=False, repr=False)
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """What was thought of each worker for each phase; () of a policy that does not score."""
+        return self.explain()
+
+
+class Policy(Protocol):
+    """A routing policy. ``ranks``: it takes the best, so that of very many workers a shortlist of the best-matching and
+    the least loaded ones may be shown to it (``conductor/routing/shortlist.py``).
+    """
+
+    name: str
+    ranks: bool
+
+    def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> Decision | None:
+        """Workers for both phases; None if nobody can take one of them."""
+        ...
+
+    def choose_decode(self, request: RequestView, workers: Sequence[WorkerView]) -> InstanceId | None:
+        """A worker that goes on with KV which is held elsewhere; None if there is none."""
+        ...
+
+
+class Ranked(list[WorkerView]):
+    """Workers that can do one phase, with what they are ranked by beside them: most need not be looked at themselves.
+
+    ``waits``, ``companies`` and ``token_times`` are each one's ``wait_s``, ``company_s`` and ``cost.token_s``;
+    ``holders`` are the places, ascending, of those that have or will have some of the prompt, ``longest`` is the most
+    blocks of it that one of them has or will have; ``may_fetch`` is False where surely none can fetch from another;
+    nobody loads faster than ``fastest``, in bytes/s; ``place_of`` leads from ids to places.
+    """
+
+    def __init__(self, workers: Iterable[WorkerView]) -> None:
+        super().__init__(workers)
+        self.waits = array("d", [w.wait_s for w in self])
+        self.companies = array("d", [w.company_s for w in self])
+        self.token_times = array("d", [w.cost.token_s for w in self])
+        self.holders = [place for place, w in enumerate(self) if w.match_blocks]
+        self.longest = max([self[place].match_blocks for place in self.holders], default=0)
+        self.may_fetch = any(w.peer_bytes_per_s for w in self)
+        self.fastest = max([ASSUMED_STORE_BYTES_PER_S, *[w.store_bytes_per_s for w in self]])
+        self.place_of = {w.id: place for place, w in enumerate(self)}
+
+    def loaded(self, place: int) -> None:
+        """The load or speed of the worker at ``place`` has changed. Whether it is one of the holders has not."""
+        worker = self[place]
+        self.waits[place], self.companies[place] = worker.wait_s, worker.company_s
+        self.token_times[place] = worker.cost.token_s
+        self.may_fetch |= worker.peer_bytes_per_s > 0
+        if worker.store_bytes_per_s > self.fastest:
+            self.fastest = worker.store_bytes_per_s
+
+
+class Shown(list[WorkerView]):
+    """All workers, and those of each phase already sorted out, as a roster keeps them from decision to decision.
+
+    ``holders``: the places, ascending, of those that have or will have some of the prompt.
+    """
+
+    def __init__(self, workers: Iterable[WorkerView]) -> None:
+        super().__init__(workers)
+        self.prefill = Ranked(w for w in self if w.can_prefill)
+        self.decode = Ranked(w for w in self if w.can_decode)
+        self.holders = [place for place, w in enumerate(self) if w.match_blocks]
+
+
+def prefillers(workers: Sequence[WorkerView]) -> Ranked:
+    """Those that may prefill."""
+    return workers.prefill if isinstance(workers, Shown) else Ranked(w for w in workers if w.can_prefill)
+
+
+def decoders(workers: Sequence[WorkerView]) -> Ranked:
+    """Those that may decode."""
+    return workers.decode if isinstance(workers, Shown) else Ranked(w for w in workers if w.can_decode)
+
+
+def place_of_least(scores: Sequence[float] | Sequence[tuple[float, ...]], ties: random.Random) -> int:
+    """Where the least score stands. Of equal ones the least draw: conductors side by side do not all take the same.
+
+    Every score has a draw, needed or not, so that the luck of later requests does not depend on earlier scores.
+    ``scores`` is not empty.
+    """
+    least = min(scores)
+    if scores.count(least) == 1:
+        ties.getrandbits(_DRAW_BITS * len(scores))  # as far as that many draws, at once
+        return scores.index(least)
+    draw = ties.random
+    draws = [draw() for _ in scores]
+    return min((d, at) for at, (score, d) in enumerate(zip(scores, draws, strict=True)) if score == least)[1]
+
+
+def any_of_least(scores: Sequence[float], ties: random.Random) -> int:
+    """As ``place_of_least``, but draws only among equal scores."""
+    least = min(scores)
+    if scores.count(least) == 1:
+        return scores.index(least)
+    return ties.choice([at for at, score in enumerate(scores) if score == least])
+
+
+def nearness(one: Place, other: Place) -> float:
+    """1 on one host, 2/3 in one rack, 1/3 in one zone, else 0."""
+    if one.zone != other.zone:
+        return 0.0
+    if one.rack != other.rack:
+        return 1 / 3
+    return 1.0 if one.host == other.host else 2 / 3

@@ -1,0 +1,144 @@
+"""Which worker decodes: the rule that all policies share which look at KV at all; and both phases in one decision.
+
+The cost is moving the KV that a worker lacks, plus what every running sequence adds to the steps of this answer (as far
+as its length is known), plus a fine where its free blocks do not suffice. The worker that prefills moves nothing. A
+worker that prefills too pays for the copy in its cache besides: the room is some other prefix's, which will have to be
+computed when it is asked for again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from tanghulu.conductor.routing.policies.base import (
+    ASSUMED_STORE_BYTES_PER_S,
+    Candidate,
+    Decision,
+    PeerFetch,
+    Ranked,
+    RequestView,
+    WorkerView,
+    any_of_least,
+    decoders,
+)
+from tanghulu.types import InstanceId
+
+#: Seconds: what waiting or preemption for lack of blocks is taken to cost.
+NO_ROOM_FINE_S = 1000.0
+#: A bound is this much higher than it could be, so that rounding never hides an equal cost.
+_SLACK = 1 + 1e-9
+
+FetchOf = Callable[[WorkerView], PeerFetch | None]
+CandidateOf = Callable[[WorkerView], Candidate]
+
+
+class Ties:
+    """Two seeded generators, so that draws for one phase do not shift those for the other."""
+
+    def __init__(self, seed: int) -> None:
+        self.prefill = random.Random(seed)
+        self.decode = random.Random(f"decode {seed}")
+
+
+def decide(
+    request: RequestView,
+    workers: Sequence[WorkerView],
+    prefill: WorkerView,
+    ties: Ties,
+    explain: Callable[[], Sequence[Candidate]],
+    fetch: PeerFetch | None = None,
+) -> Decision | None:
+    """``prefill`` and the best decode worker once that is known; None if nobody decodes.
+
+    ``explain`` makes the candidates for prefill.
+    """
+    able = decoders(workers)
+    if not able:
+        return None
+    if request.links is not None:
+        request = replace(request, kv_place=prefill.place)
+    decode = able[place_of_least_cost(request, able, prefill.id, ties)]
+    return Decision(
+        prefill.id,
+        decode.id,
+        fetch,
+        lambda: (*explain(), *decode_candidates(request, able, prefill.id)),
+    )
+
+
+def decode_costs(request: RequestView, able: Sequence[WorkerView], prefill: InstanceId | None) -> list[float]:
+    """What each of ``able`` would cost; ``prefill`` names the one that will have the KV, if any of them."""
+    num_blocks, block_bytes, judged = request.num_blocks, request.block_bytes, request.judged_share
+    costs = []
+    for worker in able:
+        needed = num_blocks - worker.hit_blocks
+        cost_s = judged * worker.company_s
+        if needed > 0:
+            if worker.id != prefill:
+                cost_s += needed * block_bytes / _move_bytes_per_s(request, worker)
+                cost_s += _copy_s(request, worker)
+            if worker.blocks_free < needed:
+                cost_s += NO_ROOM_FINE_S
+        costs.append(cost_s)
+    return costs
+
+
+def place_of_least_cost(request: RequestView, able: Ranked, prefill: InstanceId | None, ties: Ties) -> int:
+    """Where in ``able`` the least of ``decode_costs`` stands, or any of the least."""
+    near = near_places(request, able, prefill)
+    return near[any_of_least(decode_costs(request, [able[at] for at in near], prefill), ties.decode)]
+
+
+def near_places(request: RequestView, able: Ranked, prefill: InstanceId | None) -> list[int]:
+    """The places, ascending, of all that could cost least; of 64 that is a handful.
+
+    That is those who hold some of the prompt or have prefilled it, and of the others, who have to move all of it, those
+    that with the fastest link would cost no more than the worker with the least company does.
+    """
+    company, judged = able.companies, request.judged_share
+    loneliest = company.index(min(company))
+    bound_s = _SLACK * decode_costs(request, [able[loneliest]], prefill)[0]
+    if request.links is None:
+        bound_s -= request.num_blocks * request.block_bytes / able.fastest / _SLACK
+    least_s = bound_s / judged
+    near = {at for at, company_s in enumerate(company) if company_s <= least_s}
+    near.update(able.holders, (loneliest,))
+    if prefill in able.place_of:
+        near.add(able.place_of[prefill])
+    return sorted(near)
+
+
+def _move_bytes_per_s(request: RequestView, worker: WorkerView) -> float:
+    """From where the KV is: as measured between the places, else as fast as the worker loads anything."""
+    measured = request.link_bytes_per_s(request.kv_place, worker.place)
+    return measured or worker.store_bytes_per_s or ASSUMED_STORE_BYTES_PER_S
+
+
+def _copy_s(request: RequestView, worker: WorkerView) -> float:
+    """What a copy displaces at a worker whose cache serves prefills: taken to be as much computing as it saved."""
+    return worker.prefill_s(request, worker.hit_blocks) if worker.can_prefill else 0.0
+
+
+def best_decode(request: RequestView, workers: Sequence[WorkerView], ties: Ties) -> InstanceId | None:
+    """The decode worker of least cost, none of which prefilled; None if there is none."""
+    able = decoders(workers)
+    return able[place_of_least_cost(request, able, None, ties)].id if able else None
+
+
+def decode_candidates(request: RequestView, able: Sequence[WorkerView], prefill: InstanceId | None) -> list[Candidate]:
+    """``decode_costs`` for people."""
+    costs = decode_costs(request, able, prefill)
+    return [_candidate(request, w, w.id == prefill, cost_s) for w, cost_s in zip(able, costs, strict=True)]
+
+
+def _candidate(request: RequestView, worker: WorkerView, prefilled_here: bool, cost_s: float) -> Candidate:
+    needed = max(0, request.num_blocks - worker.hit_blocks)
+    missing = 0 if prefilled_here else needed
+    move_s = missing * request.block_bytes / _move_bytes_per_s(request, worker)
+    company_s = request.judged_share * worker.company_s
+    room_s = 0.0 if worker.blocks_free >= needed else NO_ROOM_FINE_S
+    copy_s = _copy_s(request, worker) if missing else 0.0
+    terms = (("move_s", move_s), ("copy_s", copy_s), ("company_s", company_s), ("no_room_s", room_s))
+    return Candidate(worker.id, "decode", cost_s, terms)

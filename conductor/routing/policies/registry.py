@@ -1,0 +1,60 @@
+"""The policies by the name that ``--policy`` gives, and the options that they know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tanghulu.conductor.routing.policies.affinity import SessionAffinity
+from tanghulu.conductor.routing.policies.base import Policy
+from tanghulu.conductor.routing.policies.dynamo import Dynamo
+from tanghulu.conductor.routing.policies.linear import Linear
+from tanghulu.conductor.routing.policies.mooncake import Mooncake
+from tanghulu.conductor.routing.policies.simple import LeastLoaded, PowerOfTwo, Random, RoundRobin
+from tanghulu.conductor.routing.policies.ttft_min import TtftMin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyOptions:
+    """What the policies can be told; each takes what concerns it. See the policies' modules."""
+
+    replica_weight: float = 1.0
+    load_weight: float = 6.0
+    balance_threshold: float = 1.5
+    overlap_weight: float = 1.0
+    temperature: float = 0.0
+    store_credit: float = 0.0
+    alpha: float = 0.5
+    beta: float = 0.5
+    gamma: float = 0.05
+    patience_s: float = 2.0
+    seed: int = 0
+
+
+POLICIES: dict[str, Callable[[PolicyOptions], Policy]] = {
+    TtftMin.name: lambda o: TtftMin(o.replica_weight, o.seed, o.load_weight),
+    Mooncake.name: lambda o: Mooncake(o.balance_threshold, o.seed),
+    Dynamo.name: lambda o: Dynamo(o.overlap_weight, o.temperature, o.store_credit, o.seed),
+    Linear.name: lambda o: Linear(o.alpha, o.beta, o.gamma, o.seed),
+    LeastLoaded.name: lambda o: LeastLoaded(o.seed),
+    RoundRobin.name: lambda o: RoundRobin(),
+    Random.name: lambda o: Random(o.seed),
+    PowerOfTwo.name: lambda o: PowerOfTwo(o.seed),
+}
+AFFINITY = "+session-affinity"
+#: All names: every policy, alone and with the modifier.
+POLICY_NAMES = (*POLICIES, *(name + AFFINITY for name in POLICIES))
+#: Those whose decisions say what to fetch from whom.
+_FETCHING = (TtftMin.name, Mooncake.name)
+_DEFAULTS = PolicyOptions()
+
+
+def make_policy(name: str, options: PolicyOptions = _DEFAULTS) -> Policy:
+    """A fresh policy; ``name`` is one of POLICY_NAMES (the configuration has checked it)."""
+    policy = POLICIES[name.removesuffix(AFFINITY)](options)
+    return SessionAffinity(policy, options.patience_s) if name.endswith(AFFINITY) else policy
+
+
+def decides_fetch(name: str) -> bool:
+    """Whether the decisions of the policy called ``name`` say what to fetch from another worker."""
+    return name.removesuffix(AFFINITY) in _FETCHING

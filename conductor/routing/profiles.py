@@ -1,0 +1,95 @@
+"""The profile file: what prefill and decode cost on a model's workers, until they report what they have measured.
+
+    {"smollm2": {"prefill": {"fixed_s": 0.02, "token_s": 9.5e-5, "pair_s": 2.1e-9, "load_s": 0},
+                 "decode": {"fixed_s": 0.02, "sequence_s": 1e-4, "token_s": 2.9e-8}},
+     "*": {"prefill": {"token_s": 5e-4}}}
+
+Keys are names of models, "*" is any other one; constants are seconds, and those left out are 0. TOML of the same shape
+is read too (``[smollm2.prefill]``). cost.py says what the constants mean.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tanghulu.conductor.routing.cost import DecodeProfile, PrefillProfile
+from tanghulu.errors import ConfigError
+
+ANY_MODEL = "*"
+P = TypeVar("P", PrefillProfile, DecodeProfile)
+
+
+@dataclass(frozen=True, slots=True)
+class Profiles:
+    """What one worker's work is taken to cost; None where nothing is known."""
+
+    prefill: PrefillProfile | None = None
+    decode: DecodeProfile | None = None
+
+
+NOTHING_KNOWN = Profiles()
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileFile:
+    """Profiles by the model's name."""
+
+    by_model: Mapping[str, Profiles] = field(default_factory=dict)
+
+    def of(self, model: str) -> Profiles:
+        """Those of ``model``, or of any model, or nothing."""
+        return self.by_model.get(model) or self.by_model.get(ANY_MODEL, NOTHING_KNOWN)
+
+
+NO_FILE = ProfileFile()
+
+
+def read_profiles(path: Path | None) -> ProfileFile:
+    """The file at ``path``, or an empty one; raises ConfigError that says what is wrong where."""
+    if path is None:
+        return NO_FILE
+    try:
+        text = path.read_text()
+        told = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the profiles in {path}: {error}") from error
+    return ProfileFile({model: _profiles(f"{path}: {model}", each) for model, each in _table(str(path), told).items()})
+
+
+def _profiles(where: str, told: Any) -> Profiles:
+    parts = _table(where, told)
+    _refuse_others(where, parts, ("prefill", "decode"))
+    prefill, decode = parts.get("prefill"), parts.get("decode")
+    return Profiles(
+        _profile(f"{where}.prefill", prefill, PrefillProfile) if prefill is not None else None,
+        _profile(f"{where}.decode", decode, DecodeProfile) if decode is not None else None,
+    )
+
+
+def _profile(where: str, told: Any, kind: type[P]) -> P:
+    constants = _table(where, told)
+    _refuse_others(where, constants, [f.name for f in dataclasses.fields(kind)])
+    for name, value in constants.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+            raise ConfigError(f"{where}.{name} is {value!r}; it must be seconds of at least 0")
+    if not any(constants.values()):
+        raise ConfigError(f"{where} has no constant above 0: nothing would cost anything")
+    return kind(**{name: float(value) for name, value in constants.items()})
+
+
+def _table(where: str, told: Any) -> dict[str, Any]:
+    if not isinstance(told, dict):
+        raise ConfigError(f"{where} is not a table of names and values")
+    return told
+
+
+def _refuse_others(where: str, told: Mapping[str, Any], known: Any) -> None:
+    for name in told:
+        if name not in known:
+            raise ConfigError(f"{where}.{name} is unknown; there is {', '.join(known)}")

@@ -1,0 +1,215 @@
+"""What the conductor knows of one worker's load: its last report, and what that cannot tell yet.
+
+Pure. A submission counts as load from the moment it is sent until the worker has surely seen it: at the first word
+about that submission, or at the second report behind it (the first may have crossed it on the wire). What is prefilled
+elsewhere and was promised to this worker counts until it comes or is withdrawn. What answers under way will still fill
+is not in use, but not free either (expected_blocks.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from tanghulu.conductor.routing.policies.base import WorkerView
+from tanghulu.conductor.routing.profiles import NOTHING_KNOWN
+from tanghulu.conductor.routing.requests import WorkerLoad
+from tanghulu.types import InstanceId, Place, Role
+
+_REPORTS_UNTIL_SEEN = 2
+#: Views of one worker that are kept while nothing changes.
+MAX_VIEWS = 16
+
+
+@dataclass(slots=True)
+class _Unreported:
+    prefill_tokens: int
+    num_blocks: int
+    reports_left: int = _REPORTS_UNTIL_SEEN
+
+
+def _nobody(number: int) -> None:
+    """Nobody watches."""
+
+
+class LoadTracker:
+    """One worker's load as routing should see it."""
+
+    def __init__(self) -> None:
+        self.reported = WorkerLoad()
+        #: What is taken for the worker's profiles until it reports its own.
+        self.known = NOTHING_KNOWN
+        #: Tokens of a block of the model that it serves; 0 while that is not known.
+        self.block_tokens = 0
+        #: What answers under way are still expected to fill.
+        self.expected_blocks = 0
+        self._unreported: dict[str, _Unreported] = {}
+        self._promised: dict[str, int] = {}
+        #: Order of workers by load: waiting tokens, then requests. An attribute, because thousands are sorted by it.
+        self.pressure = 0.0
+        self._queue_tokens = self._num_requests = self._blocks_free = 0
+        #: The view of one who holds nothing of a prompt, as most do; None where it must be made anew.
+        self.unhit: WorkerView | None = None
+        self._views: dict[tuple[int, int], WorkerView] = {}
+        self._role, self._place, self._phases = Role.BOTH, Place(), (True, True)
+        self._stale: tuple[set[int], int] = (set(), 0)
+        self._refresh: Callable[[int], None] = _nobody
+
+    def sent(self, wire_id: str, prefill_tokens: int, num_blocks: int) -> None:
+        """A submission was sent; ``prefill_tokens`` of it are expected to be computed there."""
+        self._unreported[wire_id] = _Unreported(prefill_tokens, num_blocks)
+        self._changed()
+
+    def heard_of(self, wire_id: str) -> None:
+        """The worker spoke of the submission, or it was taken back."""
+        if self._unreported.pop(wire_id, None) is not None:
+            self._changed()
+
+    def report(self, load: WorkerLoad) -> None:
+        """The worker's own report."""
+        self.reported = load
+        for wire_id, entry in list(self._unreported.items()):
+            entry.reports_left -= 1
+            if entry.reports_left == 0:
+                del self._unreported[wire_id]
+        self._changed()
+        self._refresh(self._stale[1])
+
+    def promise(self, key: str, num_blocks: int) -> None:
+        """A request that is prefilled elsewhere will decode here and need so many blocks."""
+        self._promised[key] = num_blocks
+        self._changed()
+
+    def withdraw(self, key: str) -> None:
+        """It came, or will not come; no error if that is known."""
+        if self._promised.pop(key, None) is not None:
+            self._changed()
+
+    def expect(self, num_blocks: int) -> None:
+        """Answers will fill so many blocks more than was expected, or less if negative."""
+        if num_blocks:
+            self.expected_blocks += num_blocks
+            self.renew()
+
+    def reset(self, load: WorkerLoad) -> None:
+        """A new session began: nothing is under way."""
+        self._unreported.clear()
+        self._promised.clear()
+        self.reported = load
+        self._changed()
+
+    def view(
+        self, worker: InstanceId, role: Role, hit_blocks: int, coming_blocks: int = 0, place: Place = Place()
+    ) -> WorkerView:
+        """What a policy sees. Views are kept until a change: many prompts share a system prompt, or nothing."""
+        if role is not self._role or place is not self._place:
+            self.renew()
+            self._role, self._place, self._phases = role, place, (role.prefills, role.decodes)
+        key = (hit_blocks, coming_blocks)
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) >= MAX_VIEWS:
+                self.renew()
+            view = self._views[key] = self._view(worker, hit_blocks, coming_blocks)
+            if not (hit_blocks or coming_blocks):
+                self.unhit = view
+        return view
+
+    def renew(self) -> None:
+        """Make views anew: the worker's role or place may be another one."""
+        self._views.clear()
+        self.unhit = None
+        stale, number = self._stale
+        stale.add(number)
+
+    def watch(self, stale: set[int], number: int, refresh: Callable[[int], None] = _nobody) -> None:
+        """Put ``number`` into ``stale`` whenever a view must be made anew, and call ``refresh`` with it after each
+        report, from now on; there is one such set.
+        """
+        self._stale, self._refresh = (stale, number), refresh
+
+    def show(self, view: WorkerView) -> None:
+        """Bring ``view``, of this worker, up to its load; what it has of a prompt stays."""
+        load = self.reported
+        view.queue_tokens, view.num_requests, view.blocks_free = (
+            self._queue_tokens,
+            self._num_requests,
+            max(0, self._blocks_free - self.expected_blocks),
+        )
+        view.blocks_total, view.prefill_tokens_per_s = load.blocks_total, load.prefill_tokens_per_s
+        view.decode_step_s, view.store_bytes_per_s = load.decode_step_s, load.store_bytes_per_s
+        view.peer_bytes_per_s = load.peer_bytes_per_s
+        view.profile, view.decode_profile = load.prefill or self.known.prefill, load.decode or self.known.decode
+        view.active_blocks = max(0, load.blocks_total - self._blocks_free)
+        view.context_tokens = view.active_blocks * self.block_tokens
+        view.coming_requests = len(self._promised)
+        view.settle()
+
+    def _view(self, worker: InstanceId, hit_blocks: int, coming_blocks: int) -> WorkerView:
+        prefills, decodes = self._phases
+        view = WorkerView(
+            worker, prefills, decodes, hit_blocks=hit_blocks, coming_blocks=coming_blocks, place=self._place
+        )
+        self.show(view)
+        return view
+
+    def _changed(self) -> None:
+        load, own = self.reported, self._unreported.values()
+        self._queue_tokens, self._blocks_free = load.prefill_tokens_waiting, load.blocks_free
+        self._num_requests = load.num_running + load.num_waiting
+        if own:
+            self._queue_tokens += sum([e.prefill_tokens for e in own])
+            self._blocks_free = max(0, load.blocks_free - sum([e.num_blocks for e in own]))
+            self._num_requests += len(own)
+        if self._promised:
+            self._blocks_free = max(0, self._blocks_free - sum(self._promised.values()))
+            self._num_requests += len(self._promised)
+        self.pressure = self._queue_tokens + self._num_requests / 1024
+        self.renew()
+
+    def check(self) -> None:
+        """Nothing stays unreported for ever; the sums are right."""
+        expected = self.reported.prefill_tokens_waiting + sum(e.prefill_tokens for e in self._unreported.values())
+        assert self._queue_tokens == expected
+        assert len(self._views) <= MAX_VIEWS
+        assert self.expected_blocks >= 0
+        assert all(0 < e.reports_left <= _REPORTS_UNTIL_SEEN for e in self._unreported.values())
+
+
+class Viewed(Protocol):
+    """A worker as ``views`` needs it."""
+
+    @property
+    def id(self) -> InstanceId:
+        """Its identity."""
+        ...
+
+    @property
+    def role(self) -> Role:
+        """What it does."""
+        ...
+
+    @property
+    def place(self) -> Place:
+        """Where it stands."""
+        ...
+
+    @property
+    def load(self) -> LoadTracker:
+        """Its load."""
+        ...
+
+
+def views(
+    workers: Iterable[Viewed], hits: Mapping[InstanceId, int], coming: Mapping[InstanceId, int]
+) -> list[WorkerView]:
+    """A view of each of ``workers``, with the blocks of a prompt that it has and that are coming to it."""
+    shown = []
+    for worker in workers:
+        view = worker.load.unhit
+        if view is None or view.id in hits or view.id in coming:
+            id = worker.id
+            view = worker.load.view(id, worker.role, hits.get(id, 0), coming.get(id, 0), worker.place)
+        shown.append(view)
+    return shown

@@ -1,0 +1,99 @@
+"""The workers that routing may choose from, with their views kept from one decision to the next.
+
+Pure. Most of what a policy is shown has not changed since the last decision: of 128 workers a few have reported since
+then, a few hold part of the prompt. So a roster has one view of each worker and writes into it what has changed; a
+tracker whose load changes leaves its number in a set, and only these are brought up to date: after a report at once, so
+that no request waits for it, else by the next decision. Example: 128 workers, a prompt that one worker holds, another
+request was sent to one just now: its load is written, what is held of the prompt in one view, and in the one that held
+the prompt before; the other 125 are not even touched.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Generic, TypeVar
+
+from tanghulu.conductor.routing.policies.base import Ranked, Shown, WorkerView
+from tanghulu.conductor.routing.worker_state import Viewed, views
+from tanghulu.types import InstanceId
+
+W = TypeVar("W", bound=Viewed)
+
+
+class Roster(Generic[W]):
+    """Some workers in a fixed order and in fixed roles. A worker is on one roster at a time: the latest one made."""
+
+    def __init__(self, workers: Sequence[W]) -> None:
+        self.workers = list(workers)
+        self._number_of = {worker.id: number for number, worker in enumerate(self.workers)}
+        self._stale: set[int] = set()
+        for number, worker in enumerate(self.workers):
+            worker.load.watch(self._stale, number, self._load)
+        shown = self._shown = Shown(map(copy.copy, views(self.workers, {}, {})))
+        self._found: list[WorkerView] = []
+        self._seats: list[list[tuple[Ranked, int]]] = [[] for _ in shown]
+        self._seat(shown.prefill, [v.can_prefill for v in shown])
+        self._seat(shown.decode, [v.can_decode for v in shown])
+
+    def views(self, hits: Mapping[InstanceId, int], coming: Mapping[InstanceId, int]) -> Shown:
+        """A view of each, with the blocks of a prompt that it has and that are coming to it.
+
+        It is the roster's own list: it must not be changed, and is as it was until the next call or a worker's report.
+        """
+        number_of, shown = self._number_of, self._shown
+        for number in list(self._stale):
+            self._load(number)
+        self._forget_prompt()
+        found = hits.keys() | coming.keys() if coming else hits
+        for number in sorted([number_of[holder] for holder in found if holder in number_of]):
+            view = shown[number]
+            view.found(hits.get(view.id, 0), coming.get(view.id, 0) if coming else 0)
+            self._found.append(view)
+            shown.holders.append(number)
+            for ranked, place in self._seats[number]:
+                ranked.holders.append(place)
+                if view.match_blocks > ranked.longest:
+                    ranked.longest = view.match_blocks
+        return shown
+
+    def _load(self, number: int) -> None:
+        worker, view = self.workers[number], self._shown[number]
+        self._stale.discard(number)
+        view.place = worker.place
+        worker.load.show(view)
+        for ranked, place in self._seats[number]:
+            ranked.loaded(place)
+
+    def _forget_prompt(self) -> None:
+        """Nobody holds anything of the next prompt until that is said."""
+        for view in self._found:
+            view.found(0, 0)
+        self._found.clear()
+        shown = self._shown
+        shown.holders.clear()
+        for ranked in (shown.prefill, shown.decode):
+            ranked.holders.clear()
+            ranked.longest = 0
+
+    def check(self) -> None:
+        """What is kept is what would be made now, but for those that are marked."""
+        fresh, shown = views(self.workers, {}, {}), self._shown
+        assert all(0 <= number < len(self.workers) for number in self._stale)
+        for number, view in enumerate(fresh):
+            kept = copy.copy(shown[number])
+            kept.found(0, 0)
+            assert number in self._stale or view == kept
+        plain = Shown(shown)
+        assert shown.holders == plain.holders
+        for ranked, made in ((shown.prefill, plain.prefill), (shown.decode, plain.decode)):
+            assert ranked == made
+            bounds = {"may_fetch": True, "fastest": 0.0}
+            assert vars(ranked) | bounds == vars(made) | bounds
+            assert ranked.may_fetch or not made.may_fetch
+            assert ranked.fastest >= made.fastest
+
+    def _seat(self, ranked: Ranked, able: Sequence[bool]) -> None:
+        for place, number in enumerate(itertools.compress(itertools.count(), able)):
+            self._seats[number].append((ranked, place))

@@ -1,0 +1,62 @@
+"""Blocks that a worker is taken to have because it computed them lately: the index without events.
+
+Pure. An engine that tells no KV events still keeps a prompt's blocks for a while. What was prefilled is taken to be
+there for ``keep_s`` since it was last used, and of one worker at most ``max_blocks``, the least recently used forgotten
+first. Where an engine does tell events this is not needed; both may be mixed, by worker.
+
+Example with 60 s: a prompt of blocks a b c was prefilled at 0, another of a b d at 50. At 70 c is forgotten, a b and d
+are kept until 110.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from tanghulu.conductor.index.prefix_index import PrefixEvent, Removed, Stored
+from tanghulu.types import BlockHash, InstanceId
+
+DEFAULT_MAX_BLOCKS = 100_000
+
+
+class AssumedBlocks:
+    """What workers are taken to hold; says so as events for the index."""
+
+    def __init__(self, keep_s: float, max_blocks: int = DEFAULT_MAX_BLOCKS) -> None:
+        assert keep_s > 0
+        assert max_blocks > 0
+        self._keep_s, self._max_blocks = keep_s, max_blocks
+        self._until_s: dict[InstanceId, OrderedDict[BlockHash, float]] = {}
+
+    def used(self, worker: InstanceId, blocks: Sequence[BlockHash], now_s: float) -> list[PrefixEvent]:
+        """``worker`` has prefilled a prompt of these blocks. The tail is touched first, and so forgotten first."""
+        until_s = self._until_s.setdefault(worker, OrderedDict())
+        for block in reversed(blocks):
+            until_s[block] = now_s + self._keep_s
+            until_s.move_to_end(block)
+        too_many = [until_s.popitem(last=False)[0] for _ in range(len(until_s) - self._max_blocks)]
+        gone = set(too_many)
+        stored = [block for block in blocks if block not in gone]
+        events: list[PrefixEvent] = [Stored(worker, stored)] if stored else []
+        return [*events, Removed(worker, too_many)] if too_many else events
+
+    def sweep(self, now_s: float) -> list[PrefixEvent]:
+        """Forget what was not used for too long."""
+        events: list[PrefixEvent] = []
+        for worker, until_s in self._until_s.items():
+            gone = []
+            while until_s and next(iter(until_s.values())) <= now_s:
+                gone.append(until_s.popitem(last=False)[0])
+            if gone:
+                events.append(Removed(worker, gone))
+        return events
+
+    def forget(self, worker: InstanceId) -> None:
+        """The worker is gone."""
+        self._until_s.pop(worker, None)
+
+    def check(self) -> None:
+        """The bound is kept, and each worker's blocks are in the order in which they run out."""
+        for until_s in self._until_s.values():
+            assert len(until_s) <= self._max_blocks
+            assert list(until_s.values()) == sorted(until_s.values())

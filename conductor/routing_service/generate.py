@@ -1,0 +1,159 @@
+"""Generate: the routing service sends a request to the worker that it would name and passes the answer on.
+
+For engines with an HTTP API of their own (SGLang's /generate, or any that takes token ids under ``input_ids``). The
+body goes on as it came, but for ``routing``, which is the service's. The request counts as load from its sending to its
+end; its prefill is over when the first bytes of the answer come. It goes to one worker that does both phases: what an
+engine hands over inside is its own affair. A worker that cannot be reached, or says 429 or 503 before it began, is
+passed over for this request; at most MAX_ATTEMPTS are asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from tanghulu.conductor.routing.overrides import RoutingWish
+from tanghulu.conductor.routing_service import types as words
+from tanghulu.conductor.routing_service.service import Question, RoutingService, Target
+from tanghulu.errors import InvalidRequest, NodeUnavailable
+from tanghulu.hashing import as_tokens
+from tanghulu.runtime.clock import Clock
+from tanghulu.types import InstanceId
+
+MAX_ATTEMPTS = 3
+CONNECT_TIMEOUT_S = 2.0
+_TRY_ELSEWHERE = (429, 502, 503)
+_NOT_PASSED_ON = frozenset(("connection", "transfer-encoding", "keep-alive", "content-length"))
+_WISHES = ("policy", "weights", "worker")
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """An answer that has begun. ``end`` must be called in the end, however far ``pieces`` were read."""
+
+    worker: InstanceId
+    status: int
+    headers: Mapping[str, str]
+    pieces: AsyncIterator[bytes]
+    end: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    request_id: str
+    question: Question
+    body: bytes
+
+
+class Generator:
+    """Forwards to the workers of ``service`` that have a URL."""
+
+    def __init__(self, service: RoutingService, hasher: words.Hasher, clock: Clock) -> None:
+        self._service, self._hasher, self._clock = service, hasher, clock
+        timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+        self._http = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False)
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        await self._http.aclose()
+
+    async def generate(self, body: bytes) -> Generation:
+        """Send ``body`` (JSON) to the best worker. Raises InvalidRequest for what it is not, NodeUnavailable."""
+        asked = self._read(body)
+        tried: list[str] = []
+        while True:
+            target = self._pick(asked.question, tried)
+            self._service.add_request(asked.request_id, asked.question, target.id, target.id, self._clock.now_s())
+            try:
+                response = await self._send(target, asked.body)
+            except BaseException as error:  # a client that hung up, too: its load is taken back; raised on
+                self._service.free(asked.request_id)
+                if not isinstance(error, httpx.HTTPError):
+                    raise
+                tried.append(f"{target.id}: {str(error) or type(error).__name__}")
+                continue
+            if response.status_code in _TRY_ELSEWHERE and len(tried) + 1 < MAX_ATTEMPTS and self._others(tried, target):
+                self._end(asked.request_id, response)
+                tried.append(f"{target.id}: it answered {response.status_code}")
+                continue
+            headers = {k: v for k, v in response.headers.items() if k.lower() not in _NOT_PASSED_ON}
+            headers["x-tanghulu-worker"] = target.id
+            end = functools.partial(self._end, asked.request_id, response)
+            return Generation(target.id, response.status_code, headers, self._pieces(asked.request_id, response), end)
+
+    async def _pieces(self, request_id: str, response: httpx.Response) -> AsyncIterator[bytes]:
+        began = False
+        try:
+            async for piece in response.aiter_raw():
+                if not began:
+                    began = True
+                    self._prefilled(request_id)
+                yield piece
+        except httpx.HTTPError as error:
+            raise NodeUnavailable(f"the worker broke off its answer: {str(error) or type(error).__name__}") from error
+
+    def _prefilled(self, request_id: str) -> None:
+        if self._service.has_request(request_id):  # its worker may have been removed meanwhile
+            self._service.prefill_completed(request_id, self._clock.now_s())
+
+    def _end(self, request_id: str, response: httpx.Response) -> None:
+        """Free at once; the connection is closed behind it, also where whoever read was cancelled."""
+        self._service.free(request_id)
+        closing = asyncio.create_task(response.aclose())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+    async def _send(self, target: Target, body: bytes) -> httpx.Response:
+        headers = {"content-type": "application/json"}
+        request = self._http.build_request("POST", f"{target.url}/generate", content=body, headers=headers)
+        return await self._http.send(request, stream=True)
+
+    def _pick(self, question: Question, tried: list[str]) -> Target:
+        passed_over = {line.partition(":")[0] for line in tried}
+        if len(tried) < MAX_ATTEMPTS:
+            best = self._service.best_of(self._with_urls(passed_over), question, self._clock.now_s())
+            if best is not None:
+                return best
+        said = "; ".join(tried) or "none has a url and does both phases"
+        raise NodeUnavailable(f"no worker took the request: {said}")
+
+    def _others(self, tried: list[str], target: Target) -> bool:
+        return bool(self._with_urls({line.partition(":")[0] for line in tried} | {target.id}))
+
+    def _with_urls(self, passed_over: set[str]) -> list[Target]:
+        return [
+            t for t in self._service.workers if t.url and t.role.prefills and t.role.decodes and t.id not in passed_over
+        ]
+
+    def _read(self, body: bytes) -> _Asked:
+        try:
+            told = json.loads(body)
+        except ValueError as error:
+            raise InvalidRequest(f"the body is not JSON: {error}") from None
+        ids = told.get("input_ids") if isinstance(told, dict) else None
+        if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < 1 << 32 for i in ids):
+            raise InvalidRequest("generate needs input_ids, a list of token ids: the router has no tokenizer")
+        wish = _wish(told.pop("routing", {}))
+        rid = told.get("rid")
+        request_id = rid if isinstance(rid, str) and rid else uuid.uuid4().hex
+        question = words.question(self._hasher, [], as_tokens(ids), 0, wish, str(told.get("session", "")))
+        return _Asked(request_id, question, json.dumps(told).encode())
+
+
+def _wish(told: Any) -> RoutingWish:
+    if not isinstance(told, dict) or not told.keys() <= set(_WISHES):
+        raise InvalidRequest(f"routing has other fields than {', '.join(_WISHES)}")
+    weights, worker = told.get("weights", {}), str(told.get("worker", ""))
+    if not isinstance(weights, dict) or not all(isinstance(value, int | float) for value in weights.values()):
+        raise InvalidRequest("routing.weights are numbers by name")
+    return words.wish_of(str(told.get("policy", "")), weights, worker, worker)

@@ -1,0 +1,164 @@
+"""The routing service over gRPC. Protobuf stays in this file."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeAlias
+
+import grpc.aio
+
+from tanghulu.conductor.routing.requests import KvChange, WorkerLoad
+from tanghulu.conductor.routing_service import types as words
+from tanghulu.conductor.routing_service.generate import Generator
+from tanghulu.conductor.routing_service.service import Question, RoutingService
+from tanghulu.errors import InvalidRequest, TanghuluError
+from tanghulu.hashing import as_tokens
+from tanghulu.protos import router_pb2 as pb
+from tanghulu.protos import router_pb2_grpc
+from tanghulu.rpc import grpc_edge
+from tanghulu.runtime.clock import Clock
+from tanghulu.types import InstanceId
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Method = Callable[[Any, Any, Context], Awaitable[Any]]
+
+
+def _typed(method: Callable[[Any, Any], Any]) -> Method:
+    """``method`` as a servicer's: its typed errors become statuses."""
+
+    @functools.wraps(method)
+    async def call(self: Any, message: Any, context: Context) -> Any:
+        try:
+            return method(self, message)
+        except TanghuluError as error:
+            await grpc_edge.abort(context, error)
+
+    return call
+
+
+class RouterServicer(router_pb2_grpc.RouterServicer):
+    """See protos/router.proto."""
+
+    def __init__(self, service: RoutingService, hasher: words.Hasher, clock: Clock, generator: Generator) -> None:
+        self._service, self._hasher, self._clock, self._generator = service, hasher, clock, generator
+
+    @_typed
+    def PutWorker(self, message: pb.RouterWorker) -> pb.RouterDone:
+        """A worker is there."""
+        role, place = words.role_of(message.role), words.place_of(message.place)
+        self._service.put_worker(InstanceId(message.worker), role, place, message.url)
+        return pb.RouterDone()
+
+    @_typed
+    def RemoveWorker(self, message: pb.RouterWorkerName) -> pb.RouterDone:
+        """It is gone."""
+        self._service.remove_worker(InstanceId(message.worker))
+        return pb.RouterDone()
+
+    @_typed
+    def ReportLoad(self, message: pb.RouterLoad) -> pb.RouterDone:
+        """A worker's own figures."""
+        load = WorkerLoad(
+            message.num_running,
+            message.num_waiting,
+            message.blocks_total,
+            message.blocks_free,
+            message.prefill_tokens_waiting,
+            message.prefill_tokens_per_s,
+            message.decode_step_s,
+            message.store_bytes_per_s,
+        )
+        self._service.report(InstanceId(message.worker), load)
+        return pb.RouterDone()
+
+    @_typed
+    def PublishEvents(self, message: pb.RouterEvents) -> pb.RouterDone:
+        """What a worker's cache gained and lost."""
+        stored, removed = words.checked_hashes(message.stored), words.checked_hashes(message.removed)
+        self._service.kv_event(InstanceId(message.worker), KvChange(tuple(stored), tuple(removed), message.cleared))
+        return pb.RouterDone()
+
+    @_typed
+    def BestWorker(self, message: pb.RouterQuestion) -> pb.RouterBest:
+        """Where a request should go; with request_id it is added there."""
+        best = self._service.best(self._question(message), self._clock.now_s(), message.request_id, message.explain)
+        candidates = [
+            pb.RouterCandidate(worker=c.worker, phase=c.phase, score=c.score, terms=dict(c.terms))
+            for c in best.candidates
+        ]
+        return pb.RouterBest(
+            prefill_worker=best.prefill,
+            decode_worker=best.decode,
+            overlap_blocks=best.overlap_blocks,
+            candidates=candidates,
+        )
+
+    @_typed
+    def AddRequest(self, message: pb.RouterAddRequest) -> pb.RouterDone:
+        """The gateway has decided by itself."""
+        if not message.question.request_id:
+            raise InvalidRequest("AddRequest needs a request_id")
+        prefill, decode = message.prefill_worker, message.decode_worker or message.prefill_worker
+        question, now_s = self._question(message.question), self._clock.now_s()
+        self._service.add_request(message.question.request_id, question, InstanceId(prefill), InstanceId(decode), now_s)
+        return pb.RouterDone()
+
+    @_typed
+    def PrefillCompleted(self, message: pb.RouterRequestName) -> pb.RouterDone:
+        """The first token has come."""
+        self._service.prefill_completed(message.request_id, self._clock.now_s())
+        return pb.RouterDone()
+
+    @_typed
+    def Free(self, message: pb.RouterRequestName) -> pb.RouterDone:
+        """The request has ended."""
+        self._service.free(message.request_id)
+        return pb.RouterDone()
+
+    @_typed
+    def Overlaps(self, message: pb.RouterQuestion) -> pb.RouterOverlaps:
+        """Leading blocks that each worker has or is computing."""
+        found = self._service.overlaps(self._question(message).hashes, self._clock.now_s())
+        return pb.RouterOverlaps(overlaps=[pb.RouterOverlap(worker=w, num_blocks=n) for w, n in found.items()])
+
+    @_typed
+    def PotentialLoads(self, message: pb.RouterQuestion) -> pb.RouterPotentialLoads:
+        """What each worker would have to do with the request."""
+        loads = self._service.potential_loads(self._question(message), self._clock.now_s())
+        return pb.RouterPotentialLoads(
+            loads=[
+                pb.RouterPotentialLoad(
+                    worker=load.worker,
+                    prefill_tokens=load.prefill_tokens,
+                    decode_blocks=load.decode_blocks,
+                    num_requests=load.num_requests,
+                )
+                for load in loads
+            ]
+        )
+
+    async def Generate(self, message: pb.RouterGenerate, context: Context) -> AsyncIterator[pb.RouterPiece]:
+        """Sent to the best worker; its answer as it comes."""
+        begun = None
+        try:
+            begun = await self._generator.generate(message.body)
+            yield pb.RouterPiece(status=begun.status, worker=begun.worker)
+            async for piece in begun.pieces:
+                yield pb.RouterPiece(data=piece)
+        except TanghuluError as error:
+            await grpc_edge.abort(context, error)
+        finally:
+            if begun is not None:
+                begun.end()
+
+    async def DumpEvents(self, message: pb.RouterDumpRequest, context: Context) -> AsyncIterator[pb.RouterEvents]:
+        """Events from which an empty index would become this one: as of now, whatever comes while they are sent."""
+        for event in list(self._service.dump_events()):
+            yield pb.RouterEvents(worker=event.holder, stored=list(event.blocks))
+
+    def _question(self, message: pb.RouterQuestion) -> Question:
+        wish = words.wish_of(message.policy, message.weights, message.prefill_worker, message.decode_worker)
+        tokens = as_tokens(message.tokens) if message.tokens else None
+        hashes = words.checked_hashes(message.block_hashes)
+        return words.question(self._hasher, hashes, tokens, message.num_tokens, wish, message.session)

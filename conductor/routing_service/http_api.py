@@ -1,0 +1,265 @@
+"""The routing service over HTTP: JSON bodies under the names of the gRPC methods; hashes are hex, or 64-bit numbers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Request
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from tanghulu.conductor.http.reply import parse, read_body
+from tanghulu.conductor.routing.requests import KvChange, WorkerLoad
+from tanghulu.conductor.routing_service import types as words
+from tanghulu.conductor.routing_service.generate import Generation, Generator
+from tanghulu.conductor.routing_service.service import Question, RoutingService
+from tanghulu.errors import InvalidRequest
+from tanghulu.hashing import as_tokens
+from tanghulu.runtime.clock import Clock
+from tanghulu.types import BlockHash, InstanceId
+from tanghulu.version import __version__
+from tanghulu.web import errors
+
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+Count = Annotated[int, Field(ge=0, lt=1 << 32)]
+Speed = Annotated[float, Field(ge=0)]
+Hash = (
+    Annotated[int, Field(ge=0, lt=1 << 64)] | Annotated[str, Field(min_length=2, max_length=2 * words.MAX_HASH_BYTES)]
+)
+Hashes = Annotated[list[Hash], Field(fail_fast=True)]
+
+
+class Strict(BaseModel):
+    """Bodies are checked to the letter: a misspelt field would silently do nothing."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class WorkerBody(Strict):
+    """PUT /workers."""
+
+    worker: Name
+    role: str = "worker"
+    place: str = ""
+    url: str = ""
+
+
+class LoadBody(Strict):
+    """POST /report_load."""
+
+    worker: Name
+    num_running: Count = 0
+    num_waiting: Count = 0
+    blocks_total: Count = 0
+    blocks_free: Count = 0
+    prefill_tokens_waiting: Count = 0
+    prefill_tokens_per_s: Speed = 0.0
+    decode_step_s: Speed = 0.0
+    store_bytes_per_s: Speed = 0.0
+
+
+class EventsBody(Strict):
+    """POST /publish_events; ``cleared`` comes before ``stored``."""
+
+    worker: Name
+    stored: Hashes = Field(default_factory=list)
+    removed: Hashes = Field(default_factory=list)
+    cleared: bool = False
+
+
+class QuestionBody(Strict):
+    """POST /best_worker, /overlaps, /potential_loads."""
+
+    block_hashes: Hashes = Field(default_factory=list)
+    tokens: Annotated[list[Count], Field(fail_fast=True)] | None = None
+    num_tokens: Count = 0
+    request_id: str = ""
+    session: str = ""
+    policy: str = ""
+    weights: dict[str, float] = Field(default_factory=dict)
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    explain: bool = False
+
+
+class RequestBody(Strict):
+    """POST /prefill_completed and /free."""
+
+    request_id: Name
+
+
+def make_app(
+    service: RoutingService,
+    hasher: words.Hasher,
+    clock: Clock,
+    registry: CollectorRegistry,
+    max_body_bytes: int,
+    generator: Generator,
+) -> FastAPI:
+    """All routes on ``service``."""
+    app = FastAPI(title="tanghulu router", version=__version__, redirect_slashes=False)
+    errors.install(app, "the router")
+    _add_workers(app, service, max_body_bytes)
+    _add_requests(app, service, hasher, clock, max_body_bytes)
+
+    @app.post("/generate")
+    async def generate(request: Request) -> Response:
+        """Sent to the best worker; its answer as it comes."""
+        begun = await generator.generate(await read_body(request, max_body_bytes))
+        return _Passed(begun)
+
+    @app.get("/health")
+    @app.get("/live")
+    @app.get("/ready")
+    async def live() -> dict[str, Any]:
+        """The process answers."""
+        return {"status": "ok", "workers": len(service.workers), "requests": service.num_requests}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus' text format."""
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    return app
+
+
+class _Passed(StreamingResponse):
+    """A worker's answer; whether it was read to its end or not, the request is freed."""
+
+    def __init__(self, begun: Generation) -> None:
+        super().__init__(begun.pieces, begun.status, dict(begun.headers))
+        self._begun = begun
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._begun.end()
+
+
+def _add_workers(app: FastAPI, service: RoutingService, max_body_bytes: int) -> None:
+    @app.get("/workers")
+    async def workers() -> list[dict[str, Any]]:
+        """All workers, with the blocks that requests under way use and those that the index knows of."""
+        return [
+            {
+                "worker": target.id,
+                "role": target.role.value,
+                "place": str(target.place),
+                "url": target.url,
+                "active_blocks": target.num_blocks,
+                "cached_blocks": service.index.num_blocks_of(target.id),
+            }
+            for target in service.workers
+        ]
+
+    @app.put("/workers")
+    async def put_worker(request: Request) -> dict[str, Any]:
+        """A worker is there."""
+        body = parse(WorkerBody, await read_body(request, max_body_bytes))
+        service.put_worker(InstanceId(body.worker), words.role_of(body.role), words.place_of(body.place), body.url)
+        return {}
+
+    @app.delete("/workers/{worker}")
+    async def remove_worker(worker: str) -> dict[str, Any]:
+        """It is gone."""
+        service.remove_worker(InstanceId(worker))
+        return {}
+
+    @app.post("/report_load")
+    async def report_load(request: Request) -> dict[str, Any]:
+        """A worker's own figures."""
+        body = parse(LoadBody, await read_body(request, max_body_bytes))
+        service.report(InstanceId(body.worker), WorkerLoad(**body.model_dump(exclude={"worker"})))
+        return {}
+
+    @app.post("/publish_events")
+    async def publish_events(request: Request) -> dict[str, Any]:
+        """What a worker's cache gained and lost."""
+        body = parse(EventsBody, await read_body(request, max_body_bytes))
+        change = KvChange(tuple(_hashes(body.stored)), tuple(_hashes(body.removed)), body.cleared)
+        service.kv_event(InstanceId(body.worker), change)
+        return {}
+
+    @app.get("/dump_events")
+    async def dump_events() -> list[dict[str, Any]]:
+        """Events from which an empty index would become this one."""
+        return [{"worker": event.holder, "stored": [h.hex() for h in event.blocks]} for event in service.dump_events()]
+
+
+def _add_requests(
+    app: FastAPI, service: RoutingService, hasher: words.Hasher, clock: Clock, max_body_bytes: int
+) -> None:
+    async def asked(request: Request) -> tuple[QuestionBody, Question]:
+        body = parse(QuestionBody, await read_body(request, max_body_bytes))
+        wish = words.wish_of(body.policy, body.weights, body.prefill_worker, body.decode_worker)
+        tokens = None if body.tokens is None else as_tokens(body.tokens)
+        hashes = _hashes(body.block_hashes)
+        return body, words.question(hasher, hashes, tokens, body.num_tokens, wish, body.session)
+
+    @app.post("/best_worker")
+    async def best_worker(request: Request) -> dict[str, Any]:
+        """Where a request should go; with request_id it is added there, with explain all candidates are told."""
+        body, question = await asked(request)
+        best = service.best(question, clock.now_s(), body.request_id, body.explain)
+        return {
+            "prefill_worker": best.prefill,
+            "decode_worker": best.decode,
+            "overlap_blocks": best.overlap_blocks,
+            "candidates": [
+                {"worker": c.worker, "phase": c.phase, "score": c.score, **dict(c.terms)} for c in best.candidates
+            ],
+        }
+
+    @app.post("/add_request")
+    async def add_request(request: Request) -> dict[str, Any]:
+        """The gateway has decided by itself: prefill_worker and perhaps decode_worker are named."""
+        body, question = await asked(request)
+        prefill, decode = InstanceId(body.prefill_worker), InstanceId(body.decode_worker or body.prefill_worker)
+        if not body.request_id:
+            raise InvalidRequest("add_request needs a request_id")
+        service.add_request(body.request_id, question, prefill, decode, clock.now_s())
+        return {}
+
+    @app.post("/prefill_completed")
+    async def prefill_completed(request: Request) -> dict[str, Any]:
+        """The first token has come."""
+        body = parse(RequestBody, await read_body(request, max_body_bytes))
+        service.prefill_completed(body.request_id, clock.now_s())
+        return {}
+
+    @app.post("/free")
+    async def free(request: Request) -> dict[str, Any]:
+        """The request has ended."""
+        body = parse(RequestBody, await read_body(request, max_body_bytes))
+        return {"freed": service.free(body.request_id)}
+
+    @app.post("/overlaps")
+    async def overlaps(request: Request) -> dict[str, int]:
+        """Leading blocks that each worker has or is computing."""
+        _, question = await asked(request)
+        found = service.overlaps(question.hashes, clock.now_s())
+        return {str(worker): num_blocks for worker, num_blocks in found.items()}
+
+    @app.post("/potential_loads")
+    async def potential_loads(request: Request) -> list[dict[str, Any]]:
+        """What each worker would have to do with the request."""
+        _, question = await asked(request)
+        return [
+            {
+                "worker": load.worker,
+                "prefill_tokens": load.prefill_tokens,
+                "decode_blocks": load.decode_blocks,
+                "num_requests": load.num_requests,
+            }
+            for load in service.potential_loads(question, clock.now_s())
+        ]
+
+
+def _hashes(values: list[int | str]) -> list[BlockHash]:
+    try:
+        return words.checked_hashes(v.to_bytes(8, "big") if isinstance(v, int) else bytes.fromhex(v) for v in values)
+    except ValueError as error:
+        raise InvalidRequest(f"a block hash is not hex: {error}") from None

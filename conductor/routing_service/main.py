@@ -1,0 +1,151 @@
+"""``tanghulu router``: with ``--pools`` the global router in front of pools, without it routing as a service."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import grpc.aio
+from prometheus_client import CollectorRegistry
+
+from tanghulu.conductor.pool_router import main as pools_main
+from tanghulu.conductor.routing.overrides import Policies, parse_weights
+from tanghulu.conductor.routing.policies.registry import POLICY_NAMES
+from tanghulu.conductor.routing.requests import KvChange
+from tanghulu.conductor.routing_service.assumed import DEFAULT_MAX_BLOCKS, AssumedBlocks
+from tanghulu.conductor.routing_service.generate import Generator
+from tanghulu.conductor.routing_service.grpc_api import RouterServicer
+from tanghulu.conductor.routing_service.http_api import make_app
+from tanghulu.conductor.routing_service.service import RoutingService
+from tanghulu.conductor.routing_service.types import Hasher
+from tanghulu.conductor.routing_service.vllm_events import EventSource, parse_sources
+from tanghulu.conductor.routing_service.vllm_follower import VllmFollower
+from tanghulu.errors import ConfigError, InvalidRequest
+from tanghulu.hashing import DEFAULT_BLOCK_TOKENS, HASH_FUNCTIONS, root_hash
+from tanghulu.protos import router_pb2_grpc
+from tanghulu.rpc.grpc_edge import SERVER_OPTIONS
+from tanghulu.runtime.clock import SystemClock
+from tanghulu.runtime.config import command, option
+from tanghulu.runtime.process import Process, run
+from tanghulu.types import Address, BlockHash, Fingerprint, Role
+from tanghulu.web.server import HttpServer, address_of, listen
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig(pools_main.RouterConfig):
+    """The options of both kinds of router; those below concern the service, without --pools."""
+
+    grpc_port: int = option(8101, "service: port of its gRPC API; 0 picks one")
+    policy: str = option("ttft-min", "service: how workers are chosen", choices=POLICY_NAMES)
+    policy_weights: str = option("", "service: weights of the policies, such as alpha=0.7,temperature=0.2")
+    block_tokens: int = option(DEFAULT_BLOCK_TOKENS, "service: tokens of a block")
+    block_bytes: int = option(2 << 20, "service: bytes of a block's KV", size=True)
+    block_hash: str = option("xxh3_128", "service: how tokens are hashed", choices=tuple(HASH_FUNCTIONS))
+    root_hash: str = option("", "service: what the first block's hash grows from, in hex; default: an unnamed model's")
+    assume_cached_s: float = option(
+        0.0, "service: take a prefilled prompt's blocks to be at its worker for so long; 0: only by KV events"
+    )
+    vllm_events: str = option(
+        "", "service: vLLM workers whose KV events are followed, worker=tcp://host:5557[|tcp://host:5558 for replay],…"
+    )
+    assume_cached_blocks: int = option(DEFAULT_MAX_BLOCKS, "service: most blocks that one worker is taken to have")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("block_tokens", "block_bytes", "assume_cached_blocks"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
+        if self.assume_cached_s < 0:
+            raise ConfigError(f"--assume-cached-s is {self.assume_cached_s}; it cannot be negative")
+        parse_weights(self.policy_weights)
+        parse_sources(self.vllm_events)
+        self.hasher()
+
+    def hasher(self) -> Hasher:
+        """How prompts that come as tokens are hashed. Raises ConfigError for a root that is not hex."""
+        try:
+            root = BlockHash(bytes.fromhex(self.root_hash))
+        except ValueError:
+            raise ConfigError(f"--root-hash {self.root_hash!r} is not hex") from None
+        return Hasher(root or root_hash(Fingerprint(bytes(16))), self.block_tokens, self.block_hash)
+
+    def assumed(self) -> AssumedBlocks | None:
+        """The index without events, if it is wanted."""
+        return AssumedBlocks(self.assume_cached_s, self.assume_cached_blocks) if self.assume_cached_s else None
+
+
+class RouterServer:
+    """The routing service behind its two ports."""
+
+    def __init__(self, config: RouterConfig, registry: CollectorRegistry) -> None:
+        self.config = config
+        policies = Policies(config.policy, parse_weights(config.policy_weights))
+        self.service = RoutingService(policies, config.block_tokens, config.block_bytes, config.assumed())
+        self.address = self.grpc_address = Address("", 0)
+        self._registry, self._hasher, self._clock = registry, config.hasher(), SystemClock()
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[RouterServer]:
+        """Serve inside the block. Raises ConfigError if a port is taken, or a library for KV events is missing."""
+        config, followers = self.config, [self._follower(source) for source in parse_sources(self.config.vllm_events)]
+        listener = listen(config.host, config.port)
+        self.address = address_of(listener)
+        generator = Generator(self.service, self._hasher, self._clock)
+        app = make_app(self.service, self._hasher, self._clock, self._registry, config.max_body_size, generator)
+        server, rpc = HttpServer(app, config.grace_s), grpc.aio.server(options=SERVER_OPTIONS)
+        servicer = RouterServicer(self.service, self._hasher, self._clock, generator)
+        router_pb2_grpc.add_RouterServicer_to_server(servicer, rpc)
+        try:
+            port = rpc.add_insecure_port(str(Address(config.host, config.grpc_port)))
+        except RuntimeError as error:
+            listener.close()
+            raise ConfigError(f"cannot listen on port {config.grpc_port}: choose another --grpc-port") from error
+        self.grpc_address = Address(config.host, port)
+        await rpc.start()
+        following = [asyncio.create_task(follower.run()) for follower in followers]
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            yield self
+        finally:
+            for task in following:
+                task.cancel()
+            await asyncio.gather(*following, return_exceptions=True)
+            server.stop()
+            await rpc.stop(config.grace_s)
+            await asyncio.wait([serving], timeout=config.grace_s)
+            server.force_exit = True
+            await asyncio.gather(serving, return_exceptions=True)
+            await generator.close()
+            listener.close()
+
+    def _follower(self, source: EventSource) -> VllmFollower:
+        """The worker is there from the start; who registers it later may say its role and place."""
+        self.service.put_worker(source.worker, Role.BOTH)
+
+        def apply(change: KvChange) -> None:
+            # A worker that was removed meanwhile has nothing to tell.
+            with contextlib.suppress(InvalidRequest):
+                self.service.kv_event(source.worker, change)
+
+        return VllmFollower(source, apply)
+
+
+async def serve(process: Process, config: RouterConfig) -> None:
+    """Run until the process is to stop."""
+    if config.pools is not None:
+        await pools_main.serve(process, config)
+        return
+    async with RouterServer(config, process.registry).running() as server:
+        process.ready(process.instance_id(server.address.port), server.address)
+        await process.stopping.wait()
+
+
+COMMAND = command(
+    "router",
+    RouterConfig,
+    lambda config: run(Role.ROUTER, config, serve),
+    "Run a router: with --pools one that forwards requests to pools of workers, by their length and their targets; "
+    "without it routing as a service (HTTP and gRPC) for the gateways of any engine.",
+)

@@ -1,0 +1,316 @@
+"""The routing service's state: workers, what they hold, what is under way at them; and the answers it gives.
+
+Pure: times go in. It uses the conductor's own parts (policies, prefix index, blocks in flight, load), so a gateway that
+asks it decides as a conductor would. What it cannot see it is told: workers and their loads, KV events or, for engines
+that tell none, that a prefill has ended (``assumed``).
+
+    worker:   put_worker -> report, events … -> remove_worker
+    request:  best (with a request id) or add_request -> prefill_completed -> free
+
+A request that was added counts until it is freed, however long it runs; only removing its worker forgets it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tanghulu.conductor.dispatch.router import with_both_phases
+from tanghulu.conductor.index.prefix_index import Cleared, PrefixIndex, Removed, Stored
+from tanghulu.conductor.routing.in_flight import InFlightBlocks
+from tanghulu.conductor.routing.overrides import NO_WISH, Policies, RoutingWish, restricted
+from tanghulu.conductor.routing.policies.base import Candidate, RequestView, WorkerView
+from tanghulu.conductor.routing.requests import KvChange, WorkerLoad
+from tanghulu.conductor.routing.shortlist import views_of
+from tanghulu.conductor.routing.worker_state import LoadTracker, views
+from tanghulu.conductor.routing.worker_views import Roster
+from tanghulu.conductor.routing_service.assumed import AssumedBlocks
+from tanghulu.errors import InvalidRequest, NodeUnavailable, Overloaded
+from tanghulu.types import BlockHash, InstanceId, Place, Role
+
+MAX_REQUESTS = 1_000_000
+MAX_WORKERS = 10_000
+UNKNOWN_ROOM = 1 << 40
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt: the hashes of its full blocks, its length, and what the request wishes."""
+
+    hashes: Sequence[BlockHash]
+    num_tokens: int
+    wish: RoutingWish = NO_WISH
+    session: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """Where a request should go, how many leading blocks are or will be at its prefill worker, and why."""
+
+    prefill: InstanceId
+    decode: InstanceId
+    overlap_blocks: int
+    candidates: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PotentialLoad:
+    """What a worker would have to do if it got the request as well."""
+
+    worker: InstanceId
+    prefill_tokens: int
+    decode_blocks: int
+    num_requests: int
+
+
+@dataclass(eq=False)
+class Target:
+    """A worker that requests can be sent to. ``num_blocks`` are used by requests under way that were added here.
+
+    ``url`` is that of its HTTP API, "" where it is not known.
+    """
+
+    id: InstanceId
+    role: Role
+    place: Place
+    load: LoadTracker
+    num_blocks: int = 0
+    url: str = ""
+
+
+@dataclass(eq=False)
+class _Added:
+    prefill: Target
+    decode: Target
+    hashes: Sequence[BlockHash]
+    num_blocks: int
+    prefilled: bool = False
+
+
+class RoutingService:
+    """See the module. ``block_tokens`` and ``block_bytes`` are those of the one model that is served."""
+
+    def __init__(
+        self, policies: Policies, block_tokens: int, block_bytes: int, assumed: AssumedBlocks | None = None
+    ) -> None:
+        self.block_tokens = block_tokens
+        self.index = PrefixIndex()
+        self._policies, self._block_bytes, self._assumed = policies, block_bytes, assumed
+        self._in_flight = InFlightBlocks()
+        self._targets: dict[InstanceId, Target] = {}
+        self._roster: Roster[Target] = Roster([])
+        self._added: dict[str, _Added] = {}
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that were added and not freed."""
+        return len(self._added)
+
+    @property
+    def workers(self) -> list[Target]:
+        """All workers."""
+        return list(self._targets.values())
+
+    # --- workers
+
+    def put_worker(self, worker: InstanceId, role: Role, place: Place = Place(), url: str = "") -> None:
+        """A worker is there, or is another than it was.
+
+        Raises InvalidRequest for a role that neither prefills nor decodes or a url that is none, Overloaded beyond
+        MAX_WORKERS.
+        """
+        if url and not url.startswith(("http://", "https://")):
+            raise InvalidRequest(f"worker {worker!r} has url {url!r}; it must begin with http:// or https://")
+        if not (role.prefills or role.decodes):
+            raise InvalidRequest(f"worker {worker!r} has role {role.value!r}; it must be prefill, decode or worker")
+        known = self._targets.get(worker)
+        if known is not None:
+            known.role, known.place, known.url = role, place, url
+            known.load.renew()
+            self._roster = Roster(self.workers)
+            return
+        if len(self._targets) >= MAX_WORKERS:
+            raise Overloaded(f"there are {MAX_WORKERS} workers already")
+        self._targets[worker] = Target(worker, role, place, LoadTracker(), url=url)
+        self._roster = Roster(self.workers)
+        self.report(worker, WorkerLoad())
+
+    def remove_worker(self, worker: InstanceId) -> None:
+        """It is gone with all it held; requests that were added to it are forgotten. Unknown ones are no error."""
+        target = self._targets.pop(worker, None)
+        if target is None:
+            return
+        self._roster = Roster(self.workers)
+        self.index.remove_holder(worker)
+        if self._assumed is not None:
+            self._assumed.forget(worker)
+        for request_id in [r for r, a in self._added.items() if target in (a.prefill, a.decode)]:
+            self.free(request_id)
+
+    def report(self, worker: InstanceId, load: WorkerLoad) -> None:
+        """A worker's own figures. Raises InvalidRequest for an unknown worker.
+
+        One that does not tell how many blocks it has is taken to have room.
+        """
+        if not load.blocks_total:
+            load = replace(load, blocks_free=UNKNOWN_ROOM)
+        self._target(worker).load.report(load)
+
+    def kv_event(self, worker: InstanceId, change: KvChange) -> None:
+        """What a worker's cache gained and lost. Raises InvalidRequest for an unknown worker."""
+        self._target(worker)
+        if change.cleared:
+            self.index.apply(Cleared(worker))
+        if change.removed:
+            self.index.apply(Removed(worker, change.removed))
+        if change.stored:
+            self.index.apply(Stored(worker, change.stored))
+
+    def dump_events(self) -> Iterator[Stored]:
+        """Events from which an empty index would become this one."""
+        return self.index.dump()
+
+    # --- requests
+
+    def best(self, question: Question, now_s: float, request_id: str = "", explain: bool = False) -> Best:
+        """Where it should go; with ``request_id`` it is added there, with ``explain`` all candidates are told.
+
+        Raises NodeUnavailable if nobody can take it, InvalidRequest for a request id that is in use.
+        """
+        policy, request = self._policies.of(question.wish), self._request(question)
+        hits, coming = self._overlaps(question.hashes, now_s)
+        ranks = policy.ranks and not (question.wish.prefill or question.wish.decode)
+        every = with_both_phases(views_of(self._roster, frozenset(), ranks, hits, coming))
+        shown = restricted(every, question.wish)
+        decision = policy.choose(request, shown) if shown else None
+        if decision is None:
+            raise NodeUnavailable("no worker is registered that could take the request")
+        chosen = next(view for view in shown if view.id == decision.prefill)
+        candidates = decision.candidates if explain else ()
+        if request_id:
+            self._add(request_id, question, chosen, self._targets[decision.decode])
+        return Best(decision.prefill, decision.decode, chosen.match_blocks, candidates)
+
+    def best_of(self, targets: Sequence[Target], question: Question, now_s: float) -> Target | None:
+        """Which of ``targets``, all of which do both phases, should do the whole of it; None if there are none."""
+        hits, coming = self._overlaps(question.hashes, now_s)
+        shown = restricted(views(targets, hits, coming), question.wish)
+        policy = self._policies.of(question.wish)
+        decision = policy.choose(self._request(question), shown) if shown else None
+        return self._targets[decision.prefill] if decision is not None else None
+
+    def has_request(self, request_id: str) -> bool:
+        """Whether it was added and not freed."""
+        return request_id in self._added
+
+    def add_request(
+        self, request_id: str, question: Question, prefill: InstanceId, decode: InstanceId, now_s: float
+    ) -> None:
+        """A gateway decided by itself. Raises InvalidRequest for unknown workers and for a request id in use."""
+        hits, coming = self._overlaps(question.hashes, now_s)
+        view = views([self._target(prefill)], hits, coming)[0]
+        self._add(request_id, question, view, self._target(decode))
+
+    def prefill_completed(self, request_id: str, now_s: float) -> None:
+        """The first token has come. Raises InvalidRequest for an unknown request; the second time says nothing new."""
+        added = self._added.get(request_id)
+        if added is None:
+            raise InvalidRequest(f"request {request_id!r} is not under way")
+        if added.prefilled:
+            return
+        added.prefilled = True
+        self._in_flight.end(request_id)
+        added.prefill.load.heard_of(request_id)
+        added.decode.load.withdraw(request_id)
+        added.decode.load.sent(request_id, 0, added.num_blocks)
+        if self._assumed is not None:
+            for worker in {added.prefill.id, added.decode.id}:
+                for event in self._assumed.used(worker, added.hashes, now_s):
+                    self.index.apply(event)
+
+    def free(self, request_id: str) -> bool:
+        """It has ended, however. False if it was not under way."""
+        added = self._added.pop(request_id, None)
+        if added is None:
+            return False
+        self._in_flight.end(request_id)
+        for target in {added.prefill, added.decode}:
+            target.load.heard_of(request_id)
+            target.load.withdraw(request_id)
+            target.num_blocks -= added.num_blocks
+        return True
+
+    # --- questions
+
+    def overlaps(self, hashes: Sequence[BlockHash], now_s: float) -> dict[InstanceId, int]:
+        """Leading blocks that each worker holds or is computing; those without one are left out."""
+        hits, coming = self._overlaps(hashes, now_s)
+        return {worker: max(hits.get(worker, 0), coming.get(worker, 0)) for worker in hits.keys() | coming.keys()}
+
+    def potential_loads(self, question: Question, now_s: float) -> list[PotentialLoad]:
+        """What each worker would have to do with the request."""
+        request = self._request(question)
+        hits, coming = self._overlaps(question.hashes, now_s)
+        return [
+            PotentialLoad(
+                view.id,
+                view.queue_tokens + request.rest_tokens(view.match_blocks),
+                target.num_blocks + request.num_blocks,
+                view.num_requests + 1,
+            )
+            for target, view in zip(self._roster.workers, self._roster.views(hits, coming), strict=True)
+        ]
+
+    def check(self) -> None:
+        """Every request is counted at its workers; only known workers hold anything."""
+        self.index.check()
+        self._roster.check()
+        assert self._roster.workers == self.workers
+        self._in_flight.check()
+        used = dict.fromkeys(self._targets.values(), 0)
+        for added in self._added.values():
+            for target in {added.prefill, added.decode}:
+                used[target] += added.num_blocks
+        assert used == {target: target.num_blocks for target in self._targets.values()}
+        assert set(self.index.holders) <= set(self._targets)
+        assert len(self._in_flight) <= len(self._added)
+        for target in self._targets.values():
+            target.load.check()
+
+    # --- parts
+
+    def _target(self, worker: InstanceId) -> Target:
+        target = self._targets.get(worker)
+        if target is None:
+            raise InvalidRequest(f"worker {worker!r} is unknown; there is {', '.join(self._targets) or 'none'}")
+        return target
+
+    def _request(self, question: Question) -> RequestView:
+        num_tokens = max(1, question.num_tokens, len(question.hashes) * self.block_tokens)
+        named = len(question.hashes)
+        return RequestView(
+            num_tokens, self.block_tokens, self._block_bytes, session=question.session, named_blocks=named
+        )
+
+    def _overlaps(
+        self, hashes: Sequence[BlockHash], now_s: float
+    ) -> tuple[Mapping[InstanceId, int], Mapping[InstanceId, int]]:
+        if self._assumed is not None:
+            for event in self._assumed.sweep(now_s):
+                self.index.apply(event)
+        return self.index.match(hashes), self._in_flight.match(hashes)
+
+    def _add(self, request_id: str, question: Question, prefill: WorkerView, decode: Target) -> None:
+        if request_id in self._added:
+            raise InvalidRequest(f"request {request_id!r} is under way already")
+        if len(self._added) >= MAX_REQUESTS:
+            raise Overloaded(f"{MAX_REQUESTS} requests are under way; free those that have ended")
+        request, target = self._request(question), self._targets[prefill.id]
+        rest_tokens = request.rest_tokens(prefill.match_blocks)
+        self._added[request_id] = _Added(target, decode, question.hashes, request.num_blocks)
+        self._in_flight.begin(request_id, target.id, question.hashes)
+        target.load.sent(request_id, rest_tokens, request.num_blocks)
+        for each in {target, decode}:
+            each.num_blocks += request.num_blocks
+        if decode is not target:
+            decode.load.promise(request_id, request.num_blocks)

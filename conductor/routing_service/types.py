@@ -1,0 +1,76 @@
+"""What both edges of the routing service, HTTP and gRPC, make of hashes, tokens and roles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tanghulu.conductor.index.hash_cache import HashCache
+from tanghulu.conductor.routing.overrides import WEIGHTS, RoutingWish
+from tanghulu.conductor.routing.policies.registry import POLICY_NAMES
+from tanghulu.conductor.routing_service.service import Question
+from tanghulu.errors import InvalidRequest
+from tanghulu.hashing import Tokens
+from tanghulu.types import BlockHash, InstanceId, Place, Role
+
+MAX_HASH_BYTES = 32
+
+
+@dataclass(eq=False)
+class Hasher:
+    """Tokens to block hashes. ``root`` is what the engine's hashes grow from."""
+
+    root: BlockHash
+    block_tokens: int
+    algorithm: str
+
+    def __post_init__(self) -> None:
+        self._cache = HashCache()
+
+    def hashes(self, tokens: Tokens) -> list[BlockHash]:
+        """Hashes of the full blocks."""
+        return self._cache.chain(self.root, tokens, self.block_tokens, self.algorithm)
+
+
+def checked_hashes(values: Iterable[bytes]) -> list[BlockHash]:
+    """Block hashes as they came; raises InvalidRequest for an empty or an overlong one."""
+    hashes = [BlockHash(value) for value in values]
+    if any(not 0 < len(h) <= MAX_HASH_BYTES for h in hashes):
+        raise InvalidRequest(f"a block hash has 1 to {MAX_HASH_BYTES} bytes")
+    return hashes
+
+
+def question(
+    hasher: Hasher, hashes: Sequence[BlockHash], tokens: Tokens | None, num_tokens: int, wish: RoutingWish, session: str
+) -> Question:
+    """A question with either hashes or tokens. Raises InvalidRequest for both."""
+    if tokens is None or not len(tokens):
+        return Question(hashes, num_tokens, wish, session)
+    if hashes:
+        raise InvalidRequest("give either block hashes or tokens")
+    return Question(hasher.hashes(tokens), len(tokens), wish, session)
+
+
+def wish_of(policy: str, weights: Mapping[str, float], prefill: str, decode: str) -> RoutingWish:
+    """What a request wishes. Raises InvalidRequest for an unknown policy or weight."""
+    if policy and policy not in POLICY_NAMES:
+        raise InvalidRequest(f"policy {policy!r} is unknown; there is {', '.join(POLICY_NAMES)}")
+    for name, value in weights.items():
+        if name not in WEIGHTS:
+            raise InvalidRequest(f"weight {name!r} is unknown; there is {', '.join(WEIGHTS)}")
+        if not 0 <= value < float("inf"):
+            raise InvalidRequest(f"weight {name!r} is {value}; it must be at least 0")
+    return RoutingWish(policy, InstanceId(prefill), InstanceId(decode), tuple(sorted(weights.items())))
+
+
+def role_of(name: str) -> Role:
+    """The role of that name. Raises InvalidRequest."""
+    try:
+        return Role(name or Role.BOTH.value)
+    except ValueError:
+        raise InvalidRequest(f"role {name!r} is none of prefill, decode, worker") from None
+
+
+def place_of(text: str) -> Place:
+    """``zone/rack/host``, or the default place for "". Raises InvalidRequest."""
+    return Place.parse(text) if text else Place()

@@ -1,0 +1,108 @@
+"""A model as the conductor serves it: its card, its tokenizer, its chat template.
+
+Owns text <-> tokens. Built once from the card that a worker describes itself with; immutable afterwards but for
+the hashes of prompts that it remembers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from tanghulu.conductor.index.hash_cache import HashCache
+from tanghulu.conductor.routing.requests import ModelCard
+from tanghulu.conductor.text.chat_template import ChatTemplate
+from tanghulu.conductor.text.detokenizer import DetokenizerFactory, is_byte_level
+from tanghulu.errors import ContextLengthExceeded, InvalidRequest, ModelUnsupported
+from tanghulu.hashing import Tokens, TokenSequence, as_tokens, root_hash
+
+#: Longer texts are tokenised in a thread: about a microsecond a character would stall everybody's streams.
+INLINE_CHARACTERS = 8192
+_MAX_TOKENIZER_BYTES = 256 << 20
+
+
+class ServedModel:
+    """Card, tokenizer and template of one model."""
+
+    def __init__(self, card: ModelCard) -> None:
+        tokenizer_json = _inflate(card)
+        self.card = card
+        self.tokenizer = _load(card, tokenizer_json)
+        self.template = ChatTemplate(card.chat_template, card.bos_token, card.eos_token)
+        self.detokenizers = DetokenizerFactory(self.tokenizer, is_byte_level(tokenizer_json))
+        self._hashes = HashCache()
+        self._bos = self.tokenizer.token_to_id(card.bos_token) if card.bos_token else None
+
+    def __repr__(self) -> str:
+        return f"<ServedModel {self.card.model} {self.card.fingerprint[:4].hex()}>"
+
+    async def encode(self, text: str, add_special_tokens: bool) -> Tokens:
+        """Tokens of ``text``; with ``add_special_tokens`` as the model wants a bare text (its bos in front)."""
+        if len(text) <= INLINE_CHARACTERS:
+            return self._encode(text, add_special_tokens)
+        return await asyncio.to_thread(self._encode, text, add_special_tokens)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> Tokens:
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        if add_special_tokens and self.card.add_bos and self._bos is not None and ids[:1] != [self._bos]:
+            ids = [self._bos, *ids]
+        return as_tokens(ids)
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Text of ``tokens``."""
+        return self.tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+
+    def render_chat(self, messages: Sequence[dict[str, Any]], **variables: Any) -> str:
+        """The chat's prompt as text; to be encoded without special tokens, which are in it."""
+        return self.template.render(messages, **variables)
+
+    def checked_tokens(self, ids: Sequence[int]) -> Tokens:
+        """Token ids from a client; raises InvalidRequest for one that the model does not have."""
+        bad = next((i for i in ids if not 0 <= i < self.card.vocab_size), None)
+        if bad is not None:
+            raise InvalidRequest(f"token id {bad} is outside the vocabulary of {self.card.vocab_size}")
+        return as_tokens(ids)
+
+    def max_new_tokens(self, num_prompt_tokens: int, wanted: int | None) -> int:
+        """How many tokens may be generated: ``wanted``, or up to the end of the context.
+
+        Raises InvalidRequest for an empty prompt and ContextLengthExceeded where prompt and output do not fit.
+        """
+        context = self.card.context_length
+        if num_prompt_tokens == 0:
+            raise InvalidRequest("the prompt is empty: it has no token")
+        room = context - num_prompt_tokens
+        if room < 1:
+            raise ContextLengthExceeded(
+                f"this model's maximum context length is {context} tokens and the prompt has {num_prompt_tokens}; "
+                "shorten it"
+            )
+        return room if wanted is None else min(wanted, room)
+
+    def empty_sequence(self, salt: bytes) -> TokenSequence:
+        """The token sequence that this model's and tenant's block hashes grow from."""
+        card = self.card
+        root = root_hash(card.fingerprint, salt, card.block_hash)
+        return TokenSequence(root, card.block_tokens, algorithm=card.block_hash, chain=self._hashes.chain)
+
+
+def _inflate(card: ModelCard) -> str:
+    inflater = zlib.decompressobj()
+    try:
+        data = inflater.decompress(card.tokenizer_json_zlib, _MAX_TOKENIZER_BYTES)
+        if not inflater.eof:
+            raise ModelUnsupported(f"the tokenizer of {card.model} is cut off or above {_MAX_TOKENIZER_BYTES} bytes")
+        return data.decode()
+    except (zlib.error, UnicodeDecodeError) as error:
+        raise ModelUnsupported(f"the tokenizer of {card.model} is not zlib of JSON: {error}") from error
+
+
+def _load(card: ModelCard, tokenizer_json: str) -> Tokenizer:
+    try:
+        return Tokenizer.from_str(tokenizer_json)
+    except Exception as error:  # the Rust library raises Exception itself; it is typed here
+        raise ModelUnsupported(f"the tokenizer of {card.model} cannot be read: {error}") from error

@@ -1,0 +1,1 @@
+"""Who may do what, and how it is shown: credentials, tenants and the rights of tokens, TLS."""

@@ -1,0 +1,207 @@
+"""Who may do what: tenants, the rights of tokens, and the part of the key space that belongs to each tenant. Pure.
+
+Inside the store a tenant's keys carry its scope, ``@tenant/``; edges put it in front of what the tenant says and take
+it away from what it hears, so nobody has a way to name another tenant's chunk. Example: tenant acme puts ``doc``. The
+store holds ``@acme/doc``; tenant initech, asking for ``@acme/doc``, asks for ``@initech/@acme/doc``. An operator's
+token belongs to no tenant, has the scope "" and so sees every key as it is.
+
+Tokens are secrets of 256 random bits, so one round of SHA-256 hides them well enough: there is nothing to try out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from tanghulu.auth.credentials import Credentials
+from tanghulu.errors import ConfigError, Forbidden, InvalidRequest, Unauthorized
+from tanghulu.types import MAX_KEY_BYTES
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,62}")
+TOKEN_PREFIX = "tgh_"
+MAX_TENANTS = 1024
+
+
+class Right(Enum):
+    """What a token allows; the value is its name in the tokens file."""
+
+    READ = "read"  # get, exists, list, stat, follow events
+    WRITE = "write"  # put, remove
+    JOIN = "join"  # be a process of the cluster: register, announce
+    ADMIN = "admin"  # everything, of every tenant: drain, evict, policies, checks
+
+    __hash__ = object.__hash__  # see store.words.Pin
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """``quota_bytes``, on one node, and ``cluster_quota_bytes``, on all nodes together: 0: no bound.
+
+    ``shared_memory``: its clients may map a node's memory, which holds all tenants'.
+    """
+
+    name: str
+    quota_bytes: int = 0
+    shared_memory: bool = False
+    cluster_quota_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEntry:
+    """One token, known by its hash. ``tenant`` "" is an operator's. ``expires_unix_s`` None: no end."""
+
+    name: str
+    sha256: str
+    rights: frozenset[Right]
+    tenant: str = ""
+    expires_unix_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who asks, as a token has shown. ``tenant`` "" is an operator who acts for nobody."""
+
+    token_name: str
+    rights: frozenset[Right]
+    tenant: str = ""
+    shared_memory: bool = False
+    sha256: str = field(default="", repr=False)
+
+    @property
+    def scope(self) -> str:
+        """What stands in front of all its keys."""
+        return scope_of(self.tenant)
+
+    def may(self, right: Right) -> bool:
+        """Whether it has ``right``."""
+        return right in self.rights or Right.ADMIN in self.rights
+
+    def require(self, right: Right, what: str) -> None:
+        """Raise Forbidden unless it has ``right``; ``what`` names the call."""
+        if not self.may(right):
+            has = ", ".join(sorted(each.value for each in self.rights)) or "no right"
+            raise Forbidden(f"{what} needs the right {right.value!r}; token {self.token_name!r} has {has}")
+
+    def scoped(self, key: str) -> str:
+        """``key`` as the store names it; raises InvalidRequest for one that becomes too long."""
+        scope = self.scope
+        if scope and len(scope) + len(key) * 4 > MAX_KEY_BYTES and len(scope) + len(key.encode()) > MAX_KEY_BYTES:
+            raise InvalidRequest(f"a key of tenant {self.tenant!r} has at most {MAX_KEY_BYTES - len(scope)} bytes")
+        return scope + key
+
+    def unscoped(self, key: str) -> str:
+        """The inverse of ``scoped``; a key of another tenant must not come here."""
+        assert key.startswith(self.scope), "a key of another tenant"
+        return key[len(self.scope) :]
+
+
+def scope_of(tenant: str) -> str:
+    """What stands in front of all keys of ``tenant``; of nobody: nothing."""
+    return f"@{tenant}/" if tenant else ""
+
+
+def tenant_of(key: str) -> str:
+    """Whose chunk ``key`` names, as the store names it; "" if it belongs to no tenant."""
+    if not key.startswith("@"):
+        return ""
+    name, slash, _ = key[1:].partition("/")
+    return name if slash else ""
+
+
+def new_token() -> str:
+    """A token that nobody can guess."""
+    return TOKEN_PREFIX + secrets.token_urlsafe(32)
+
+
+def hash_of(token: str) -> str:
+    """What a tokens file says of ``token``: SHA-256 in hex."""
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+class TokenTable:
+    """All tokens and tenants, checked. Immutable: a changed file makes another table."""
+
+    def __init__(self, tokens: Iterable[TokenEntry], tenants: Mapping[str, Tenant]) -> None:
+        self.tenants: dict[str, Tenant] = dict(tenants)
+        self._by_hash: dict[str, TokenEntry] = {}
+        for token in tokens:
+            self._add(token)
+        if len(self.tenants) > MAX_TENANTS:
+            raise ConfigError(f"{len(self.tenants)} tenants are more than {MAX_TENANTS}")
+
+    def _add(self, token: TokenEntry) -> None:
+        if not re.fullmatch(r"[0-9a-f]{64}", token.sha256):
+            raise ConfigError(f"token {token.name!r}: sha256 is not 64 hexadecimal digits; see `tanghulu store token`")
+        if token.sha256 in self._by_hash:
+            raise ConfigError(f"tokens {self._by_hash[token.sha256].name!r} and {token.name!r} are the same")
+        if token.tenant and Right.ADMIN in token.rights:
+            raise ConfigError(f"token {token.name!r}: admin sees all tenants, so such a token has no tenant")
+        if not token.rights:
+            raise ConfigError(f"token {token.name!r} has no rights")
+        if token.tenant:
+            self.tenants.setdefault(token.tenant, Tenant(validate_tenant(token.tenant)))
+        self._by_hash[token.sha256] = token
+
+    def __len__(self) -> int:
+        return len(self._by_hash)
+
+    @property
+    def tokens(self) -> list[TokenEntry]:
+        """All tokens."""
+        return list(self._by_hash.values())
+
+    def authenticate(self, credentials: Credentials, now_unix_s: float | None = None) -> Identity:
+        """Who shows ``credentials``; raises Unauthorized that says what is missing."""
+        if not credentials.token:
+            raise Unauthorized("a token is needed here: say token=..., --token or TANGHULU_TOKEN")
+        entry = self._by_hash.get(hash_of(credentials.token))
+        if entry is None:
+            raise Unauthorized("the token is unknown here; was it revoked, or is it another cluster's?")
+        now_unix_s = time.time() if now_unix_s is None else now_unix_s
+        if entry.expires_unix_s is not None and entry.expires_unix_s <= now_unix_s:
+            raise Unauthorized(f"token {entry.name!r} has expired")
+        wanted = credentials.tenant
+        if wanted and entry.tenant and wanted != entry.tenant:
+            raise Unauthorized(f"token {entry.name!r} is not one of tenant {wanted!r}")
+        if wanted and wanted not in self.tenants:
+            raise Unauthorized(f"there is no tenant {wanted!r} here")
+        return self._identity(entry, entry.tenant or wanted)
+
+    def _identity(self, entry: TokenEntry, tenant: str) -> Identity:
+        trusted = not entry.tenant or self.tenants[entry.tenant].shared_memory
+        both = Right.ADMIN in entry.rights or {Right.READ, Right.WRITE} <= entry.rights  # mapped memory allows both
+        return Identity(entry.name, entry.rights, tenant, trusted and both, entry.sha256)
+
+    def still_stands(self, identity: Identity, now_unix_s: float) -> bool:
+        """Whether the token behind ``identity`` is in this table with the same rights, and its time is not over."""
+        entry = self._by_hash.get(identity.sha256)
+        if entry is None or (entry.expires_unix_s is not None and entry.expires_unix_s <= now_unix_s):
+            return False
+        return (
+            (not entry.tenant or entry.tenant == identity.tenant)
+            and (identity.tenant in self.tenants or not identity.tenant)
+            and self._identity(entry, identity.tenant) == identity
+        )
+
+    def check(self) -> None:
+        """Assert that each token is found by its hash and its tenant is known."""
+        for sha256, token in self._by_hash.items():
+            assert token.sha256 == sha256
+            assert not token.tenant or token.tenant in self.tenants
+        for name, tenant in self.tenants.items():
+            assert tenant.name == name
+
+    def __repr__(self) -> str:
+        return f"TokenTable({len(self._by_hash)} tokens, {len(self.tenants)} tenants)"
+
+
+def validate_tenant(name: str) -> str:
+    """``name``; raises ConfigError unless it is a proper tenant's."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"tenant {name!r}: a name has 1 to 63 of a-z 0-9 _ . - and begins with a letter or digit")
+    return name

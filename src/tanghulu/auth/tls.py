@@ -1,0 +1,78 @@
+"""TLS for connections between hosts: which files, and the contexts made of them. Unix sockets stay plain.
+
+A process that listens shows ``cert`` (its chain) and proves it by ``key``; whoever connects verifies it, the host's
+name or address included, by the authorities in ``ca``, or by the system's. With ``mutual`` those who connect show a
+certificate too, which the same ``ca`` must have signed. Files that were replaced are read again for new connections.
+"""
+
+from __future__ import annotations
+
+import ssl
+from functools import lru_cache
+from pathlib import Path
+
+from tanghulu.auth.credentials import TlsFiles
+from tanghulu.errors import ConfigError
+
+_HTTP2 = "h2"
+
+
+class ServerTls:
+    """The listening side's context. ``refresh`` reads replaced files again; connections that stand stay."""
+
+    def __init__(self, files: TlsFiles, *, mutual: bool) -> None:
+        if not (files.cert and files.key):
+            raise ConfigError("--tls-cert and --tls-key come together: what to show, and its private key")
+        if mutual and not files.ca:
+            raise ConfigError("--tls-mutual needs --tls-ca: who signs the certificates of those who connect")
+        self._files = files
+        self._stamps = _stamps(files)
+        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.context.set_alpn_protocols([_HTTP2])
+        _load(self.context, files)
+        if mutual:
+            self.context.verify_mode = ssl.CERT_REQUIRED
+
+    def refresh(self) -> bool:
+        """Whether the files had changed and are in use now; raises ConfigError if they are broken."""
+        stamps = _stamps(self._files)
+        if stamps == self._stamps:
+            return False
+        _load(self.context, self._files)
+        self._stamps = stamps
+        return True
+
+
+def client_context(files: TlsFiles) -> ssl.SSLContext:
+    """For connections that this process opens; raises ConfigError for files that do not fit."""
+    return _client_context(files, _stamps(files))
+
+
+def _stamps(files: TlsFiles) -> tuple[int, ...]:
+    """What changes when a file is replaced; raises ConfigError if one is missing."""
+    try:
+        return tuple(Path(path).stat().st_mtime_ns if path else 0 for path in (files.cert, files.key, files.ca))
+    except OSError as error:
+        raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from error
+
+
+@lru_cache(maxsize=16)
+def _client_context(files: TlsFiles, stamps: tuple[int, ...]) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    if not files.ca:
+        context.load_default_certs()
+    _load(context, files)
+    return context
+
+
+def _load(context: ssl.SSLContext, files: TlsFiles) -> None:
+    if bool(files.cert) != bool(files.key):
+        raise ConfigError("--tls-cert and --tls-key come together: what to show, and its private key")
+    try:
+        if files.cert:
+            context.load_cert_chain(files.cert, files.key)
+        if files.ca:
+            context.load_verify_locations(files.ca)
+    except (ssl.SSLError, OSError) as error:
+        named = ", ".join(filter(None, (files.cert, files.key, files.ca)))
+        raise ConfigError(f"no TLS with {named}: {error.strerror or error}") from error

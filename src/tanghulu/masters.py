@@ -1,0 +1,53 @@
+"""Where the masters of a store are, and what they are shown: one address, several, or those that etcd names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from tanghulu.auth.credentials import NOTHING_TO_SHOW, Credentials
+from tanghulu.errors import InvalidRequest
+from tanghulu.types import Address
+
+
+@dataclass(frozen=True, slots=True)
+class Masters:
+    """Where the master is: its address, those of several of which one leads, or the etcd in which they elect it.
+
+    Written ``host:port``, ``host:port,host:port``, or ``etcd://host:port[,host:port][/namespace]``. ``credentials``
+    are what to show there, and to the nodes that it names.
+    """
+
+    addresses: tuple[Address, ...]
+    in_etcd: bool = False
+    namespace: str = "default"
+    credentials: Credentials = field(default=NOTHING_TO_SHOW, repr=False)
+
+    @classmethod
+    def parse(cls, text: str) -> Masters:
+        """Read what the user wrote; raises InvalidRequest with the part that was wrong."""
+        in_etcd = text.startswith("etcd://")
+        listed, _, namespace = text.removeprefix("etcd://").partition("/")
+        addresses = tuple(Address.parse(part.strip()) for part in listed.split(","))
+        if namespace and not in_etcd:
+            raise InvalidRequest(f"{text!r}: only etcd:// addresses end in a namespace")
+        return cls(addresses, in_etcd, namespace or "default")
+
+    @classmethod
+    def of(cls, value: Masters | Address | str) -> Masters:
+        """``value`` in this form; one Address is one master."""
+        if isinstance(value, Masters):
+            return value
+        return cls((value,)) if isinstance(value, Address) else cls.parse(value)
+
+    def showing(self, credentials: Credentials) -> Masters:
+        """The same masters, to be shown ``credentials``."""
+        return replace(self, credentials=credentials)
+
+    @property
+    def several(self) -> bool:
+        """Whether the master may be here now and there later."""
+        return self.in_etcd or len(self.addresses) > 1
+
+    def __str__(self) -> str:
+        listed = ",".join(map(str, self.addresses))
+        return f"etcd://{listed}/{self.namespace}" if self.in_etcd else listed

@@ -1,0 +1,191 @@
+"""Who is let through to a process's methods, on both carriers, where it was started with ``--tokens``.
+
+The gate stands between the wire and the handlers: it learns from HELLO (or from a gRPC call's metadata) who asks,
+looks up the rule of the method, refuses what the token does not allow, and puts the tenant's scope in front of the keys
+of requests and takes it away from those of answers. Handlers know nothing of it, and a process without ``--tokens`` has
+none, so it costs nothing there. A method without a rule is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import grpc
+import grpc.aio
+import structlog
+
+from tanghulu.auth.credentials import Credentials, from_metadata
+from tanghulu.auth.tenants import Identity, Right
+from tanghulu.auth.tokens import TokensFile
+from tanghulu.errors import Forbidden, InvalidRequest, TanghuluError, Unauthorized
+from tanghulu.protos import fastlane_pb2
+from tanghulu.rpc.fast_server import FastService, Handler, Peer
+from tanghulu.rpc.grpc_edge import abort
+
+_log = structlog.get_logger(__name__)
+REFRESH_S = 1.0
+_HELLO = int(fastlane_pb2.METHOD_HELLO)
+Scoping: TypeAlias = Callable[[Identity, Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a method needs. ``right`` None: anybody who is known; it may depend on the request.
+
+    ``scope`` gives the request as the store names things, ``unscope`` the answer (of a stream: each message) as the
+    tenant does; both may change what they are given. ``unscope`` is for handlers that answer at once.
+    """
+
+    name: str
+    right: Right | Callable[[Any], Right | None] | None
+    scope: Scoping | None = None
+    unscope: Scoping | None = None
+
+    def admit(self, identity: Identity, request: Any) -> Any:
+        """The request, scoped; raises Forbidden."""
+        right = self.right(request) if callable(self.right) else self.right
+        if right is not None:
+            identity.require(right, self.name)
+        return request if self.scope is None or not identity.tenant else self.scope(identity, request)
+
+    def answer(self, identity: Identity, answer: Any) -> Any:
+        """The answer, as the tenant names things."""
+        return answer if self.unscope is None or not identity.tenant else self.unscope(identity, answer)
+
+
+class Gate:
+    """The fast lane's side. ``guard`` a service once all its methods are registered; ``watch`` revokes."""
+
+    def __init__(self, tokens: TokensFile, rules: Mapping[int, Rule]) -> None:
+        self._tokens = tokens
+        self._rules = rules
+
+    def guard(self, service: FastService) -> None:
+        """Put the gate in front of every method of ``service``."""
+        service.guarded = True
+        for method, (parse, handler) in list(service.handlers.items()):
+            guarded = self._greeting(handler) if method == _HELLO else self._guarded(method, handler)
+            service.handlers[method] = (parse, guarded)
+        for method, make in list(service.landings.items()):
+            service.landings[method] = self._guarded(method, make)
+
+    def _greeting(self, handler: Handler) -> Handler:
+        def hello(peer: Peer, request: Any, attachment: memoryview) -> Any:
+            if peer.identity is not None:
+                raise InvalidRequest("HELLO comes once, in the first frame")
+            peer.identity = self._tokens.table.authenticate(Credentials(request.tenant, request.token))
+            return handler(peer, request, attachment)
+
+        return hello
+
+    def _guarded(self, method: int, handler: Callable[[Peer, Any, Any], Any]) -> Callable[[Peer, Any, Any], Any]:
+        """Of a handler, or of what makes a landing."""
+        rule = self._rules.get(method)
+
+        def guarded(peer: Peer, request: Any, payload: Any) -> Any:
+            identity = peer.identity
+            if identity is None:
+                raise Unauthorized("a token is needed here, in a HELLO that comes first; say token=..., --token")
+            if rule is None:
+                raise Forbidden(f"method {method} is open to nobody while this process has --tokens")
+            return rule.answer(identity, handler(peer, rule.admit(identity, request), payload))
+
+        return guarded
+
+    async def watch(self, service: FastService) -> None:
+        """Follow the tokens file, and hang up on peers whose token was revoked or has expired; until cancelled."""
+        while True:
+            await asyncio.sleep(REFRESH_S)
+            self._tokens.refresh()
+            now_unix_s = time.time()
+            for peer in list(service.peers):
+                identity = peer.identity
+                if identity is not None and not self._tokens.table.still_stands(identity, now_unix_s):
+                    _log.warning("gate.revoked", peer=peer.name, token=identity.token_name)
+                    peer.hang_up()
+
+
+class GrpcGate(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc's own types are not strict
+    """gRPC's side: an interceptor; ``rules`` by full method name (``/tanghulu.v1.Directory/Locate``)."""
+
+    def __init__(self, tokens: TokensFile, rules: Mapping[str, Rule]) -> None:
+        self._tokens = tokens
+        self._rules = rules
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """Let the call through as far as its token allows."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        try:
+            shown = from_metadata(tuple(handler_call_details.invocation_metadata or ()))
+            identity = self._tokens.table.authenticate(shown)
+            rule = self._rules.get(handler_call_details.method)
+            if rule is None or handler.request_streaming:
+                raise Forbidden(f"{handler_call_details.method} is open to nobody while this process has --tokens")
+        except TanghuluError as error:
+            return _refusal(handler, error)
+        return (
+            self._guarded_stream(handler, rule, identity)
+            if handler.response_streaming
+            else _guarded(handler, rule, identity)
+        )
+
+    def _guarded_stream(
+        self, handler: grpc.RpcMethodHandler[Any, Any], rule: Rule, identity: Identity
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+            try:
+                request = rule.admit(identity, request)
+            except TanghuluError as error:
+                await abort(context, error)
+            async for message in handler.unary_stream(request, context):
+                if not self._tokens.table.still_stands(identity, time.time()):
+                    await abort(context, Unauthorized(f"token {identity.token_name!r} was revoked"))
+                yield rule.answer(identity, message)
+
+        return grpc.unary_stream_rpc_method_handler(stream, handler.request_deserializer, handler.response_serializer)
+
+
+def _guarded(
+    handler: grpc.RpcMethodHandler[Any, Any], rule: Rule, identity: Identity
+) -> grpc.RpcMethodHandler[Any, Any]:
+    async def unary(request: Any, context: Any) -> Any:
+        try:
+            request = rule.admit(identity, request)
+        except TanghuluError as error:
+            await abort(context, error)
+        return rule.answer(identity, await handler.unary_unary(request, context))
+
+    return grpc.unary_unary_rpc_method_handler(unary, handler.request_deserializer, handler.response_serializer)
+
+
+def _refusal(handler: grpc.RpcMethodHandler[Any, Any], error: TanghuluError) -> grpc.RpcMethodHandler[Any, Any]:
+    async def unary(request: Any, context: Any) -> Any:
+        await abort(context, error)
+
+    async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+        await abort(context, error)
+        yield
+
+    if handler.request_streaming:
+        made = (
+            grpc.stream_stream_rpc_method_handler
+            if handler.response_streaming
+            else grpc.stream_unary_rpc_method_handler
+        )
+    else:
+        made = (
+            grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
+        )
+    return made(
+        stream if handler.response_streaming else unary, handler.request_deserializer, handler.response_serializer
+    )

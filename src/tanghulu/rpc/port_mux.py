@@ -1,0 +1,328 @@
+"""One port, two carriers: the door looks at a connection's first bytes and lets it in.
+
+The fast lane's preamble goes to the FastService in this process; an HTTP/2 preface ("PRI * HTTP/2.0") is
+relayed to the process's gRPC server, which listens on a Unix socket behind the door. So every process
+has one address to publish, and TLS ends in one place for both. The relay costs gRPC one hop over a
+Unix socket; gRPC carries control only. The same fast lane listens on a Unix socket (mode 0600) for local peers, and on
+one that those find who know nothing but the port (``nearby``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import cast
+
+import grpc.aio
+import structlog
+
+from tanghulu.auth.tls import ServerTls
+from tanghulu.errors import ConfigError
+from tanghulu.rpc import nearby
+from tanghulu.rpc.fast_server import FastServerProtocol, FastService, Peer
+from tanghulu.rpc.frames import PREAMBLE
+from tanghulu.rpc.grpc_edge import SERVER_OPTIONS
+from tanghulu.rpc.pacing import unpace_within_machine
+from tanghulu.types import Address
+
+_log = structlog.get_logger(__name__)
+_HTTP2 = b"PRI * HT"
+_FIRST_BYTES_DEADLINE_S = 10.0
+#: Connections that have not sent their first bytes yet, and gRPC calls under way, followers' streams included.
+MAX_UNDECIDED = 256
+MAX_GRPC_CALLS = 16384
+#: How often the files of TLS are looked at.
+_CERTIFICATES_S = 30.0
+_UCRED = struct.Struct("3i")
+
+
+class Door:
+    """The listening side of a process. ``start`` opens it, ``close`` lets nobody in and ends what is open."""
+
+    def __init__(
+        self,
+        service: FastService,
+        run_dir: Path,
+        name: str,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        tls: ServerTls | None = None,
+    ) -> None:
+        self.service = service
+        self.tls = tls
+        self.unix_path = str(run_dir / f"{name}.sock")
+        self._grpc_path = str(run_dir / f"{name}.grpc")
+        self.grpc_server = grpc.aio.server(
+            options=SERVER_OPTIONS, interceptors=interceptors, maximum_concurrent_rpcs=MAX_GRPC_CALLS
+        )
+        self._undecided: dict[asyncio.Transport, None] = {}
+        self._num_relays = 0
+        self._servers: list[asyncio.Server] = []
+        self._transports: set[asyncio.Transport] = set()
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._refreshing: asyncio.Task[None] | None = None
+        self.address = Address("", 0)
+
+    async def start(self, host: str, port: int, advertised_host: str = "") -> Address:
+        """``bind`` and ``open`` in one; for processes whose services do not need to know the address."""
+        address = await self.bind(host, port, advertised_host)
+        await self.open()
+        return address
+
+    async def bind(self, host: str, port: int, advertised_host: str = "") -> Address:
+        """Take host:port (0 picks one) and the Unix socket, without letting anybody in yet.
+
+        Returns the address to publish, with ``advertised_host`` in place of ``host`` if given. Raises ConfigError.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            context = None if self.tls is None else self.tls.context
+            patience_s = None if context is None else _FIRST_BYTES_DEADLINE_S
+            tcp = await loop.create_server(
+                lambda: _Sniffer(self), host, port, ssl=context, ssl_handshake_timeout=patience_s, start_serving=False
+            )
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
+        self._servers.append(tcp)
+        try:
+            with _private_files():
+                unix = await loop.create_unix_server(lambda: _Sniffer(self), self.unix_path, start_serving=False)
+        except OSError as error:
+            tcp.close()
+            raise ConfigError(f"cannot listen on {self.unix_path}: {error}; choose a shorter --run-dir") from error
+        self._servers.append(unix)
+        shortcut = nearby.listener(host, tcp.sockets[0].getsockname()[1])
+        if shortcut is not None:
+            self._servers.append(
+                await loop.create_unix_server(lambda: _Sniffer(self), sock=shortcut, start_serving=False)
+            )
+        self.address = Address(advertised_host or host, tcp.sockets[0].getsockname()[1])
+        return self.address
+
+    async def open(self) -> None:
+        """Start the gRPC server (its services are complete now) and let peers in."""
+        with _private_files():
+            self.grpc_server.add_insecure_port(f"unix:{self._grpc_path}")
+            await self.grpc_server.start()
+        for server in self._servers:
+            await server.start_serving()
+        if self.tls is not None:
+            self._refreshing = asyncio.create_task(_follow_files(self.tls))
+
+    async def close(self, grace_s: float = 1.0) -> None:
+        """Stop listening, end gRPC calls after ``grace_s``, close every connection, remove the socket files."""
+        for server in self._servers:
+            server.close()
+        if self._refreshing is not None:
+            self._refreshing.cancel()
+            await asyncio.gather(self._refreshing, return_exceptions=True)
+        await self.grpc_server.stop(grace_s)
+        for transport in list(self._transports):
+            transport.close()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._empty.wait(), grace_s)
+        for transport in list(self._transports):  # of peers that do not read what is left for them
+            transport.abort()
+        await asyncio.sleep(0)
+        for path in (self.unix_path, self._grpc_path):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+
+    def enter(self, transport: asyncio.Transport) -> None:
+        """A connection came in. Of those that have not said what they want, the oldest has to go if they are many."""
+        self._transports.add(transport)
+        self._empty.clear()
+        self._undecided[transport] = None
+        if len(self._undecided) > MAX_UNDECIDED:
+            oldest = next(iter(self._undecided))
+            del self._undecided[oldest]
+            oldest.abort()
+
+    def decided(self, transport: asyncio.Transport) -> None:
+        """It has said what it wants."""
+        self._undecided.pop(transport, None)
+
+    def begin_relay(self) -> bool:
+        """One more connection wants gRPC; False: there are as many as may be."""
+        if self._num_relays >= self.service.max_connections:
+            return False
+        self._num_relays += 1
+        return True
+
+    def end_relay(self) -> None:
+        """One of them has ended."""
+        self._num_relays -= 1
+
+    def leave(self, transport: asyncio.Transport) -> None:
+        """A connection ended."""
+        self._transports.discard(transport)
+        self._undecided.pop(transport, None)
+        if not self._transports:
+            self._empty.set()
+
+    async def relay_target(self, front: asyncio.Transport) -> asyncio.Transport:
+        """A connection to the gRPC server whose answers go to ``front``."""
+        loop = asyncio.get_running_loop()
+        back, _ = await loop.create_unix_connection(lambda: _Relay(front), self._grpc_path)
+        return back
+
+
+async def _follow_files(tls: ServerTls) -> None:
+    """Use replaced certificates for new connections; until cancelled."""
+    while True:
+        await asyncio.sleep(_CERTIFICATES_S)
+        try:
+            if tls.refresh():
+                _log.info("door.certificates_replaced")
+        except ConfigError as error:
+            _log.error("door.certificates_not_replaced", error=error.message)
+
+
+@contextlib.contextmanager
+def _private_files() -> Iterator[None]:
+    """Socket files made inside are for this user only."""
+    previous = os.umask(0o177)
+    try:
+        yield
+    finally:
+        os.umask(previous)
+
+
+class _Relay(asyncio.Protocol):
+    """Copies what arrives here to ``other``, with back-pressure."""
+
+    def __init__(self, other: asyncio.Transport) -> None:
+        self._other = other
+        self._own: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._own = cast(asyncio.Transport, transport)  # uvloop has its own, which is no subclass
+
+    def data_received(self, data: bytes) -> None:
+        if not self._other.is_closing():
+            self._other.write(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._other.close()
+
+    def pause_writing(self) -> None:
+        if not self._other.is_closing():
+            self._other.pause_reading()
+
+    def resume_writing(self) -> None:
+        if not self._other.is_closing():
+            self._other.resume_reading()
+
+
+class _Sniffer(asyncio.Protocol):
+    """Decides by the first eight bytes who takes the connection, then passes everything on to it."""
+
+    def __init__(self, door: Door) -> None:
+        self._door = door
+        self._first = b""
+        self._target: asyncio.Protocol | None = None
+        self._transport: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._relays = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport = cast(asyncio.Transport, transport)  # uvloop has its own, which is no subclass
+        self._door.enter(transport)
+        if self._door.tls is not None and not _may_come_plain(transport):
+            transport.abort()
+        self._timer = asyncio.get_running_loop().call_later(_FIRST_BYTES_DEADLINE_S, transport.close)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        assert self._transport is not None
+        self._door.leave(self._transport)
+        if self._relays:
+            self._door.end_relay()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
+        if self._target is not None:
+            self._target.connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._target is not None:
+            self._target.data_received(data)
+            return
+        self._first += data
+        if self._task is None and len(self._first) >= len(PREAMBLE):
+            self._decide()
+
+    def pause_writing(self) -> None:
+        if self._target is not None:
+            self._target.pause_writing()
+
+    def resume_writing(self) -> None:
+        if self._target is not None:
+            self._target.resume_writing()
+
+    def _decide(self) -> None:
+        assert self._transport is not None
+        if self._timer is not None:
+            self._timer.cancel()
+        self._door.decided(self._transport)
+        if self._first.startswith(PREAMBLE):
+            self._pass_on(self._transport)
+        elif self._first.startswith(_HTTP2):
+            if not self._door.begin_relay():
+                _log.warning("door.too_many_grpc_connections", most=self._door.service.max_connections)
+                self._transport.abort()
+                return
+            self._relays = True
+            self._transport.pause_reading()
+            self._task = asyncio.ensure_future(self._connect_grpc(self._transport))
+        else:
+            _log.warning("door.unknown_protocol", first_bytes=self._first[:16].hex())
+            self._transport.close()
+
+    def _pass_on(self, transport: asyncio.Transport) -> None:
+        """From now on the fast lane's protocol hears of the connection itself."""
+        peer = _peer(transport)
+        peer.on_close.append(lambda: self._door.leave(transport))
+        target = FastServerProtocol(self._door.service, peer)
+        transport.set_protocol(target)
+        target.connection_made(transport)
+        if len(self._first) > len(PREAMBLE):
+            target.data_received(self._first[len(PREAMBLE) :])
+
+    async def _connect_grpc(self, transport: asyncio.Transport) -> None:
+        try:
+            back = await self._door.relay_target(transport)
+        except OSError as error:
+            _log.warning("door.grpc_unreachable", error=str(error))
+            transport.close()
+            return
+        self._target = _Relay(back)
+        self._target.connection_made(transport)
+        back.write(self._first)
+        if not transport.is_closing():
+            transport.resume_reading()
+
+
+def _may_come_plain(transport: asyncio.Transport) -> bool:
+    """Whether a connection that is not encrypted comes from this user or root, and so from this host."""
+    sock = transport.get_extra_info("socket")
+    if sock is None or sock.family != socket.AF_UNIX:
+        return transport.get_extra_info("sslcontext") is not None
+    _pid, uid, _gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return uid in (os.geteuid(), 0)
+
+
+def _peer(transport: asyncio.Transport) -> Peer:
+    sock, name = transport.get_extra_info("socket"), transport.get_extra_info("peername")
+    if sock is not None and sock.family == socket.AF_UNIX:
+        pid, _uid, _gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        return Peer(pid=pid, is_unix=True, name=f"pid {pid}")
+    if sock is not None and name:
+        unpace_within_machine(sock, name)
+    return Peer(pid=None, is_unix=False, name=str(name))

@@ -1,0 +1,194 @@
+"""The one door of configuration: a frozen dataclass a process, filled from flags, variables and TOML.
+
+A field ``node_memory`` of a config class is the flag ``--node-memory``, the variable ``TANGHULU_NODE_MEMORY`` and the
+TOML key ``node_memory`` (in the table of the command, or at the top for all commands), in this order of
+precedence. Unknown TOML keys and TANGHULU_* variables refuse to start and name themselves; so do bad values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+import click
+
+from tanghulu.errors import ConfigError, TanghuluError
+from tanghulu.masters import Masters
+from tanghulu.types import Address, Place, format_size, parse_size
+
+C = TypeVar("C")
+PREFIX = "TANGHULU_"
+_OPTION = "tanghulu.option"
+
+
+def option(default: Any, help: str, *, size: bool = False, choices: tuple[str, ...] = (), metavar: str = "") -> Any:
+    """A dataclass field with its help text. ``size`` reads ``64MiB``; ``choices`` bounds a string."""
+    metadata = {_OPTION: {"help": help, "size": size, "choices": choices, "metavar": metavar}}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+class _Typed(click.ParamType[Any]):
+    """A click type from one of our parsers, so that a bad value names its flag."""
+
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        self.name = name
+        self._parse = parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return self._parse(value)
+        except TanghuluError as error:
+            self.fail(error.message, param, ctx)
+
+
+_TYPES: dict[Any, click.ParamType[Any]] = {
+    Address: _Typed("host:port", Address.parse),
+    Address | None: _Typed("host:port", Address.parse),
+    Masters: _Typed("host:port[,...]", Masters.parse),
+    Place: _Typed("zone/rack/host", Place.parse),
+    Path: click.Path(path_type=Path),
+    Path | None: click.Path(path_type=Path),
+}
+_SIZE = _Typed("size", parse_size)
+
+
+def _parameter(field: dataclasses.Field[Any], hint: Any) -> click.Option:
+    meta = field.metadata[_OPTION]
+    kind: Any = _SIZE if meta["size"] else click.Choice(meta["choices"]) if meta["choices"] else _TYPES.get(hint, hint)
+    flag = "--" + field.name.replace("_", "-")
+    return click.Option(
+        [f"{flag}/--no-{flag[2:]}" if hint is bool else flag, field.name],
+        type=None if hint is bool else kind,
+        is_flag=True if hint is bool else None,
+        default=field.default,
+        show_default=_shown_default(field.default, meta["size"]),
+        envvar=PREFIX + field.name.upper(),
+        help=meta["help"],
+        metavar=meta["metavar"] or None,
+    )
+
+
+def _shown_default(default: Any, is_size: bool) -> bool | str:
+    if default is None or default == "":
+        return False
+    return format_size(default) if is_size else True
+
+
+def options_of(config_class: type[Any]) -> list[click.Parameter]:
+    """One click option for each field of ``config_class`` that was made by ``option``."""
+    hints = get_type_hints(config_class)
+    return [_parameter(f, hints[f.name]) for f in dataclasses.fields(config_class) if _OPTION in f.metadata]
+
+
+def command(name: str, config_class: type[C], run: Callable[[C], None], help: str) -> click.Command:
+    """The CLI command that fills ``config_class`` and calls ``run`` with it."""
+
+    def callback(**values: Any) -> None:
+        run(config_class(**values))
+
+    return click.Command(name, params=options_of(config_class), callback=callback, help=help)
+
+
+def variables() -> set[str]:
+    """The TANGHULU_* variables that are set."""
+    return {key for key in os.environ if key.startswith(PREFIX)}
+
+
+def variables_of(commands: Iterable[click.Command]) -> set[str]:
+    """The variables that ``commands`` (and the commands of groups among them) read."""
+    known: set[str] = set()
+    for each in commands:
+        known |= {p.envvar for p in each.params if isinstance(p.envvar, str)}
+        if isinstance(each, click.Group):
+            known |= variables_of(each.commands.values())
+    return known
+
+
+def refuse_unknown_variables(known: set[str]) -> None:
+    """Raise ConfigError that names a TANGHULU_* variable which is set but not ``known``."""
+    for key in sorted(variables() - known):
+        raise ConfigError(f"environment variable {key} is unknown{_hint(key, known)}")
+
+
+def load_toml(path: Path, commands: Mapping[str, click.Command]) -> dict[str, Any]:
+    """Click's ``default_map`` from a TOML file: top-level keys for all commands that have them, tables for one.
+
+    Of a command in a group the table is ``[store.serve]``.
+
+    Raises ConfigError for a file that cannot be read and for a key that no command, or not that one, has.
+    """
+    try:
+        data = tomllib.loads(path.read_text())
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"cannot read configuration {path}: {error}") from error
+    known = dict(_leaves((), commands))
+    everywhere: set[str] = set().union(*known.values())
+    defaults: dict[str, Any] = {}
+    for key, value in data.items():
+        if isinstance(value, dict):
+            _take_table(path, (key,), value, known, defaults)
+        elif key not in everywhere:
+            raise ConfigError(f"{path}: key {key!r} is unknown{_hint(key, everywhere)}")
+        else:
+            for words in (words for words, keys in known.items() if key in keys):
+                _table_of(defaults, words).setdefault(key, value)
+    return defaults
+
+
+#: The words of a command line, such as ("store", "serve").
+_Words = tuple[str, ...]
+
+
+def _leaves(words: _Words, commands: Mapping[str, click.Command]) -> Iterator[tuple[_Words, set[str]]]:
+    """The keys of each command; of those in groups, what is an environment variable, too: the rest is for one call."""
+    for name, each in commands.items():
+        if isinstance(each, click.Group):
+            yield from _leaves((*words, name), each.commands)
+        else:
+            yield (*words, name), {p.name for p in each.params if p.name and (not words or isinstance(p.envvar, str))}
+
+
+def _table_of(defaults: dict[str, Any], words: _Words) -> dict[str, Any]:
+    for word in words:
+        defaults = defaults.setdefault(word, {})
+    return defaults
+
+
+def _take_table(
+    path: Path, words: _Words, values: dict[str, Any], known: Mapping[_Words, set[str]], defaults: dict[str, Any]
+) -> None:
+    table = ".".join(words)
+    below = {each[len(words)] for each in known if each[: len(words)] == words and len(each) > len(words)}
+    if words not in known and not below:
+        names = {".".join(each) for each in known}
+        raise ConfigError(f"{path}: table [{table}] is unknown{_hint(table, names)}")
+    keys = known.get(words, below)
+    for key, value in values.items():
+        if key not in keys or isinstance(value, dict) != (key in below):
+            raise ConfigError(f"{path}: key {key!r} in [{table}] is unknown{_hint(key, keys)}")
+        if key in below:
+            _take_table(path, (*words, key), value, known, defaults)
+        else:
+            _table_of(defaults, words)[key] = value
+
+
+def _hint(name: str, known: set[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def describe(config: Any) -> dict[str, Any]:
+    """The values of ``config`` for the one line that a process prints at its start; secrets are masked."""
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    return {k: "***" if "token" in k and v and isinstance(v, str) else _plain(v) for k, v in values.items()}
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, int | float | str | bool | None) else str(value)

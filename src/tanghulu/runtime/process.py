@@ -1,0 +1,192 @@
+"""What every long-running process has: event loop, signals, a run directory, metrics, a line to its supervisor.
+
+A component's ``serve(process, config)`` does the rest: it starts, calls ``process.ready(...)``, waits for
+``process.stopping`` and closes what it opened. The supervisor of ``tanghulu up`` gives a child one end of a socket
+pair (``--status-fd``): the child writes JSON lines (loading, ready, failed) and takes the end of that stream as the
+supervisor's death, upon which it stops too, so that a killed supervisor leaves no process behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import structlog
+from prometheus_client import CollectorRegistry
+
+from tanghulu.errors import ConfigError, TanghuluError
+from tanghulu.runtime import log
+from tanghulu.runtime.config import describe, option
+from tanghulu.runtime.master_options import MasterOptions
+from tanghulu.runtime.metrics import MetricsServer, new_registry
+from tanghulu.types import Address, InstanceId, Place, Role
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessConfig:
+    """The options that every process has."""
+
+    host: str = option("127.0.0.1", "address to listen on")
+    advertise_host: str = option("", "address under which others reach this process; default: --host")
+    metrics_port: int = option(0, "port of GET /metrics; 0 picks one")
+    place: Place = option(Place(), "where this process stands, zone/rack/host")
+    namespace: str = option("default", "instances see each other within one namespace")
+    run_dir: Path | None = option(None, "directory for Unix sockets; default: a private temporary one")
+    log_level: str = option("info", "least level that is logged", choices=log.LEVELS)
+    status_fd: int = option(-1, "file descriptor of the supervisor's status stream")
+
+    @property
+    def reachable_host(self) -> str:
+        """What to publish: a wildcard that is listened on is nobody's address, so then it is this machine's own."""
+        if self.advertise_host:
+            return self.advertise_host
+        return _own_address() if self.host in ("", "0.0.0.0", "::") else self.host
+
+
+def _own_address() -> str:
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError as error:
+        raise ConfigError(f"this machine's name has no address ({error}): say --advertise-host") from error
+
+
+class Status:
+    """The line to the supervisor; says nothing where there is none."""
+
+    def __init__(self, fd: int, on_orphaned: Callable[[], None]) -> None:
+        self._socket = socket.socket(fileno=fd) if fd >= 0 else None
+        self._on_orphaned = on_orphaned
+        self.orphaned = False
+
+    def watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Notice when the supervisor is gone."""
+        if self._socket is not None:
+            self._socket.setblocking(False)
+            loop.add_reader(self._socket.fileno(), self._read)
+
+    def _read(self) -> None:
+        assert self._socket is not None
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            if self._socket.recv(4096):
+                return
+        asyncio.get_running_loop().remove_reader(self._socket.fileno())
+        self.orphaned = True
+        self._on_orphaned()
+
+    def send(self, event: str, **values: Any) -> None:
+        """Tell the supervisor ``event``; a supervisor that is gone is not an error here."""
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.send(json.dumps({"event": event, **values}).encode() + b"\n")
+
+    def close(self) -> None:
+        """Hang up."""
+        if self._socket is not None:
+            self._socket.close()
+
+
+@dataclass(eq=False)
+class Process:
+    """The running process, as its ``serve`` sees it."""
+
+    role: Role
+    config: ProcessConfig
+    run_dir: Path
+    status: Status
+    registry: CollectorRegistry
+    metrics_address: str
+    generation: int
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def instance_id(self, port: int) -> InstanceId:
+        """This process's identity, readable and never reused: ``node-7410-9f3c21``."""
+        return InstanceId(f"{self.role.value}-{port}-{self.generation & 0xFFFFFF:06x}")
+
+    def progress(self, what: str, fraction: float) -> None:
+        """Say how far a long start has come (0..1)."""
+        self.status.send("loading", what=what, fraction=round(fraction, 3))
+
+    def ready(self, instance_id: str, address: Address) -> None:
+        """Say that the process serves; to be called once."""
+        self.status.send("ready", name=instance_id, address=str(address), metrics_address=self.metrics_address)
+        _log.info("process.ready", instance=instance_id, address=str(address), metrics=self.metrics_address)
+
+
+P = TypeVar("P", bound=ProcessConfig)
+Serve = Callable[[Process, P], Awaitable[None]]
+
+
+def host_id() -> str:
+    """Equal for processes that can share memory: the kernel's boot and its IPC namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}:{os.stat('/proc/self/ns/ipc').st_ino}"
+
+
+def run(role: Role, config: P, serve: Serve[P]) -> None:
+    """Run ``serve`` until SIGTERM, SIGINT or the supervisor's end; exits 1 with the message of a typed error."""
+    log.configure(role.value, config.log_level)
+    _log.info("process.starting", **describe(config))
+    import uvloop
+
+    try:
+        uvloop.run(_run(role, _with_credentials(config), serve))
+    except TanghuluError as error:
+        _log.error("process.failed", code=error.code, error=error.message)
+        print(f"tanghulu {role.value}: {error.message}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _with_credentials(config: P) -> P:
+    """The configuration of a process that asks a master, with what to show there beside the master's address."""
+    if not isinstance(config, MasterOptions):
+        return config
+    shown = dataclasses.replace(config, master=config.master.showing(config.credentials))
+    return cast(P, shown)
+
+
+async def _run(role: Role, config: P, serve: Serve[P]) -> None:
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+    status = Status(config.status_fd, stopping.set)
+    status.watch(loop)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    own_dir = config.run_dir is None
+    run_dir = config.run_dir or Path(tempfile.mkdtemp(prefix="tanghulu-"))
+    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    registry = new_registry()
+    metrics = None
+    try:
+        metrics = MetricsServer(registry, config.host, config.metrics_port)
+        generation = secrets.randbits(48)
+        metrics_address = str(Address(config.reachable_host, metrics.port))
+        process = Process(role, config, run_dir, status, registry, metrics_address, generation, stopping)
+        await serve(process, config)
+    except TanghuluError as error:
+        status.send("failed", code=error.code, message=error.message)
+        raise
+    finally:
+        if metrics is not None:
+            metrics.close()
+        if own_dir or status.orphaned:
+            shutil.rmtree(run_dir, ignore_errors=True)
+        if status.orphaned:  # the last child takes the dead supervisor's directory along
+            with contextlib.suppress(OSError):
+                run_dir.parent.rmdir()
+        status.close()
+        _log.info("process.stopped")

@@ -1,0 +1,320 @@
+"""The asyncio client, ``tanghulu.aio.connect``: the blocking one's methods as coroutines of one event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from tanghulu.auth.credentials import NOTHING_TO_SHOW, Credentials, TlsFiles
+from tanghulu.errors import TanghuluError
+from tanghulu.masters import Masters
+from tanghulu.store.client.chunk import Chunk
+from tanghulu.store.client.drivers.asynchronous import AsyncShell
+from tanghulu.store.client.logic.operations import Operations
+from tanghulu.store.client.model import ChunkInfo, Evicted, KeyInfo, NodeView, PutItem, Status, TenantView, VerifiedPage
+from tanghulu.store.client.options import put_options
+from tanghulu.store.client.settings import DEFAULT_DEADLINE_S, Settings
+from tanghulu.store.protocol.checksums import NO_CHECKSUMS, Checksums
+from tanghulu.transfer_engine.core.buffers import Buffer
+
+
+def connect(
+    master: str | Masters,
+    *,
+    tenant: str = "",
+    token: str = "",
+    tls_ca: str = "",
+    tls_cert: str = "",
+    tls_key: str = "",
+    transport: str | None = None,
+    deadline_s: float = DEFAULT_DEADLINE_S,
+    place: str = "",
+) -> Connecting:
+    """As ``tanghulu.connect``: ``async with connect(...) as client``, or ``client = await connect(...)``."""
+    masters = Masters.of(master)
+    shown = Credentials(tenant, token, TlsFiles(tls_cert, tls_key, tls_ca))
+    settings = Settings(
+        master=masters.showing(shown) if shown != NOTHING_TO_SHOW else masters,
+        transport=transport,
+        deadline_s=deadline_s,
+        place=place,
+    )
+    return Connecting(settings)
+
+
+class Connecting:
+    """A client that is being opened: await it, or enter it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._client: AsyncClient | None = None
+
+    def __await__(self) -> Generator[Any, None, AsyncClient]:
+        return self._open().__await__()
+
+    async def __aenter__(self) -> AsyncClient:
+        self._client = await self._open()
+        return self._client
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._client is not None:
+            await self._client.close()
+
+    async def _open(self) -> AsyncClient:
+        client = AsyncClient(self._settings)
+        try:
+            await client.nodes()
+        except TanghuluError:
+            await client.close()
+            raise
+        return client
+
+
+class AsyncClient:
+    """The store as one event loop sees it. Every method takes ``deadline_s``; None means the client's own."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._shell = AsyncShell(settings)
+        self._do = Operations(self._shell.context, self._shell.flush)
+        self._run = self._shell.run
+        self._deadline = self._shell.deadline
+
+    # --- puts
+
+    async def put(
+        self,
+        key: str,
+        value: Any,
+        *,
+        replicas: int = 1,
+        pin: str = "none",
+        ttl_s: float | None = None,
+        prefer_node: str | None = None,
+        visible: bool = True,
+        part_bytes: int = 0,
+        checksums: Checksums = NO_CHECKSUMS,
+        deadline_s: float | None = None,
+    ) -> Status:
+        """Store ``value`` (bytes-like, numpy array, torch tensor) under ``key``; a key that is there is a hit.
+
+        A list of values is stored as one, each behind the other, without joining them first.
+
+        When this returns, a get from anywhere finds the key; ``visible=False`` does not wait for that. The value is
+        written to ``replicas`` nodes as far as there are so many (see Status). ``part_bytes`` asks for one checksum per
+        run of so many bytes (a layer), ``checksums`` brings them along. Raises StoreFull, NodeUnavailable,
+        MasterUnavailable, InvalidRequest, DeadlineExceeded.
+        """
+        options = put_options(replicas, pin, ttl_s, prefer_node, visible, part_bytes)
+        deadline = self._deadline(deadline_s)
+        return await self._run(self._do.put(deadline, PutItem(key, value, checksums), options), deadline)
+
+    async def put_many(
+        self,
+        items: Iterable[PutItem | tuple[str, Any]],
+        *,
+        replicas: int = 1,
+        pin: str = "none",
+        ttl_s: float | None = None,
+        prefer_node: str | None = None,
+        visible: bool = True,
+        part_bytes: int = 0,
+        deadline_s: float | None = None,
+    ) -> list[Status]:
+        """Store many values, (key, value) or PutItem; a Status each, in order. Bad options raise InvalidRequest."""
+        options = put_options(replicas, pin, ttl_s, prefer_node, visible, part_bytes)
+        deadline = self._deadline(deadline_s)
+        return await self._run(self._do.put_many(deadline, items, options), deadline)
+
+    # --- gets
+
+    async def get(self, key: str, *, deadline_s: float | None = None) -> Chunk:
+        """The value; over shm without a copy. Close the chunk, or use it in a ``with``, to give its memory back.
+
+        Raises ChunkNotFound, NodeUnavailable, ChecksumMismatch, DirectoryIncomplete, MasterUnavailable,
+        DeadlineExceeded.
+        """
+        deadline = self._deadline(deadline_s)
+        return await self._run(self._do.get(deadline, key), deadline)
+
+    async def get_range(
+        self, key: str, offset: int, length: int | None = None, *, deadline_s: float | None = None
+    ) -> Chunk:
+        """``length`` bytes of the value from ``offset`` on, or all behind it; over shm without a copy.
+
+        Only the parts around the range are moved and verified where the chunk has several checksums (see
+        ``part_bytes``); else all of it. Raises as ``get``, and InvalidRequest for a range that is not within the value.
+        """
+        deadline = self._deadline(deadline_s)
+        return await self._run(self._do.get_range(deadline, key, offset, length), deadline)
+
+    async def get_into(
+        self, key: str, buffer: Any, *, offset: int = 0, length: int | None = None, deadline_s: float | None = None
+    ) -> int:
+        """The value into ``buffer`` (writable bytes-like, array, tensor, or a registered Buffer); returns its size.
+
+        A list of buffers is filled one behind the other. With ``offset`` and ``length`` only that part, see
+        ``get_range``. Raises as ``get``, and InvalidRequest if the buffers are too small. After an error their contents
+        are undefined.
+        """
+        deadline = self._deadline(deadline_s)
+        return await self._run(self._do.get_into(deadline, key, buffer, offset, length), deadline)
+
+    async def get_many(self, keys: Sequence[str], *, deadline_s: float | None = None) -> list[Chunk | TanghuluError]:
+        """A chunk or an error for each key. Keys of one prompt in their order: eviction then spares prefixes."""
+        deadline = self._deadline(deadline_s)
+        return await self._run(self._do.get_many(deadline, keys), deadline)
+
+    async def get_many_into(
+        self, keys: Sequence[str], buffers: Sequence[Any], *, deadline_s: float | None = None
+    ) -> list[int | TanghuluError]:
+        """Each value into its buffer; a size or an error for each key. The buffers must not overlap."""
+        deadline = self._deadline(deadline_s)
+        return await self._run(self._do.get_many_into(deadline, keys, buffers), deadline)
+
+    # --- questions
+
+    async def exists(self, key: str, *, deadline_s: float | None = None) -> bool:
+        """Whether a live node holds the key; neither pins nor renews anything."""
+        deadline = self._deadline(deadline_s)
+        return await self._run(self._do.exists(deadline, key), deadline)
+
+    async def exists_many(self, keys: Sequence[str], *, deadline_s: float | None = None) -> list[bool]:
+        """The same for many keys in one call."""
+        deadline = self._deadline(deadline_s)
+        return await self._run(self._do.exists_many(deadline, keys), deadline)
+
+    async def match_prefix(self, keys: Sequence[str], *, deadline_s: float | None = None) -> int:
+        """How many of ``keys`` exist, counted from the first up to the first that does not."""
+        deadline = self._deadline(deadline_s)
+        return await self._run(self._do.match_prefix(deadline, keys), deadline)
+
+    async def wait_for(self, key: str, *, deadline_s: float | None = None) -> bool:
+        """Wait until somebody has put the key, at most ``deadline_s``; whether it is there.
+
+        The master tells as soon as the put is announced. A master that restarts meanwhile, or another that leads, is
+        asked again. Raises MasterUnavailable if none answered to the end, Overloaded if too many wait there.
+        """
+        deadline = self._deadline(deadline_s)
+        return await self._run(self._do.wait_for(deadline, key), deadline)
+
+    async def wait_for_many(self, keys: Sequence[str], *, deadline_s: float | None = None) -> list[bool]:
+        """The same until all of ``keys`` are there, or the time is up; for each whether it is."""
+        deadline = self._deadline(deadline_s)
+        return await self._run(self._do.wait_for_many(deadline, keys), deadline)
+
+    async def stat(self, key: str, *, deadline_s: float | None = None) -> ChunkInfo:
+        """What the store knows of a chunk; raises ChunkNotFound."""
+        deadline = self._deadline(deadline_s)
+        return await self._run(self._do.stat(deadline, key), deadline)
+
+    async def list_keys(
+        self, prefix: str = "", *, after: str = "", limit: int | None = None, deadline_s: float | None = None
+    ) -> list[KeyInfo]:
+        """The first ``limit`` keys (None: all) that begin with ``prefix`` and come behind ``after``, in order.
+
+        To read them page by page, give the last key of a page as ``after`` of the next: keys that come or go meanwhile
+        shift nothing. Raises MasterUnavailable.
+        """
+        deadline = self._deadline(deadline_s)
+        return await self._run(self._do.list_keys(deadline, prefix, limit, after), deadline)
+
+    async def nodes(self, *, deadline_s: float | None = None) -> list[NodeView]:
+        """All store nodes as the master lists them."""
+        deadline = self._deadline(deadline_s)
+        return await self._run(self._do.nodes(deadline), deadline)
+
+    async def tenants(self, *, deadline_s: float | None = None) -> list[TenantView]:
+        """What each tenant holds and does, over all nodes; a tenant's token tells of that tenant only."""
+        deadline = self._deadline(deadline_s)
+        return await self._run(self._do.tenants(deadline), deadline)
+
+    # --- removal
+
+    async def eviction_policy(self, node: str, name: str | None = None, *, deadline_s: float | None = None) -> str:
+        """The eviction policy of the node called ``node``, after switching it to ``name`` if one is given.
+
+        A switch keeps all chunks; it lasts until the node restarts. Raises InvalidRequest for an unknown name or node.
+        """
+        deadline = self._deadline(deadline_s)
+        return await self._run(self._do.eviction_policy(deadline, node, name), deadline)
+
+    async def drain(self, node: str, draining: bool = True, *, deadline_s: float | None = None) -> None:
+        """Have the node called ``node`` take no new chunks and its chunks copied to others, or undo that.
+
+        ``nodes()`` tells how far it is: ``num_unsafe`` chunks are left, ``drained`` means that it may be stopped.
+        """
+        deadline = self._deadline(deadline_s)
+        await self._run(self._do.drain(deadline, node, draining), deadline)
+
+    async def replicate(
+        self, keys: Sequence[str], *, holders: int = 2, for_s: float = 60.0, deadline_s: float | None = None
+    ) -> int:
+        """Have each of ``keys`` held by ``holders`` nodes for ``for_s`` seconds, so that many can read it at once.
+
+        The master has it copied in the background, within its bounds (four holders, a rate); copies that nobody reads
+        go again afterwards. Returns how many of the keys were taken: those that are there and not too many.
+        """
+        deadline = self._deadline(deadline_s)
+        return await self._run(self._do.replicate(deadline, keys, holders, for_s), deadline)
+
+    async def evict(
+        self, node: str, keys: Sequence[str] = (), *, num_bytes: int = 0, deadline_s: float | None = None
+    ) -> Evicted:
+        """Evict ``keys`` on one node, and ``num_bytes`` more by its policy; what is being read or pinned hard stays."""
+        deadline = self._deadline(deadline_s)
+        return await self._run(self._do.evict(deadline, node, keys, num_bytes), deadline)
+
+    async def verify(
+        self,
+        node: str,
+        after: str = "",
+        *,
+        drop_corrupt: bool = False,
+        report: bool = False,
+        deadline_s: float | None = None,
+    ) -> VerifiedPage:
+        """Some chunks of one node, in order behind the key ``after``, each compared with its checksums.
+
+        ``drop_corrupt`` drops those that do not match; ``report`` has the node tell the master again all that it holds.
+        """
+        deadline = self._deadline(deadline_s)
+        return await self._run(self._do.verify(deadline, node, after, drop_corrupt, report), deadline)
+
+    async def remove(self, key: str, *, deadline_s: float | None = None) -> bool:
+        """Drop the chunk everywhere; whether there was one. ``exists`` says False once this has returned."""
+        deadline = self._deadline(deadline_s)
+        return await self._run(self._do.remove(deadline, key), deadline)
+
+    async def remove_many(self, keys: Sequence[str], *, deadline_s: float | None = None) -> list[bool | TanghuluError]:
+        """Drop many chunks; an outcome each."""
+        deadline = self._deadline(deadline_s)
+        return await self._run(self._do.remove_many(deadline, keys), deadline)
+
+    async def remove_matching(self, pattern: str, *, deadline_s: float | None = None) -> int:
+        """Drop every chunk whose key the regular expression is found in; how many there were."""
+        deadline = self._deadline(deadline_s)
+        return await self._run(self._do.remove_matching(deadline, pattern), deadline)
+
+    # --- life
+
+    def register(self, buffer: Any) -> Buffer:
+        """Name local memory once, for many ``get_into`` and ``put`` calls; cheaper than naming it each time."""
+        return self._shell.register(buffer)
+
+    async def close(self) -> None:
+        """Close every connection. Chunks that are still open keep their memory mapped but lose their lease."""
+        await self._shell.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        return f"AsyncClient({self._shell.settings.master})"

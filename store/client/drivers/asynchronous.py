@@ -1,0 +1,309 @@
+"""The asyncio shell: drives the same logic with one multiplexed connection a peer. Belongs to one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from tanghulu.discovery.masters import MasterFinder, Seeking
+from tanghulu.errors import InvalidRequest, MasterUnavailable, NodeUnavailable, TanghuluError
+from tanghulu.rpc.fast_aio import AsyncFastConnection
+from tanghulu.rpc.greeting import show
+from tanghulu.runtime.clock import SystemClock
+from tanghulu.store.client.drivers.connections import Target, master_failure, target_of
+from tanghulu.store.client.drivers.transfers import move_async
+from tanghulu.store.client.logic import messages
+from tanghulu.store.client.logic.context import Context
+from tanghulu.store.client.logic.effects import (
+    MASTER,
+    Ask,
+    Deadline,
+    Deliver,
+    Instruction,
+    Logic,
+    Move,
+    PeerId,
+    Reach,
+    Sleep,
+    Stream,
+    Tell,
+)
+from tanghulu.store.client.logic.link import Link
+from tanghulu.store.client.logic.messages import AnyCall, AnyReply, Welcome
+from tanghulu.store.client.logic.placement import NodeTable
+from tanghulu.store.client.settings import Settings
+from tanghulu.transfer_engine.core.config import EngineConfig
+from tanghulu.transfer_engine.engine import Buffer, TransferEngine
+
+T = TypeVar("T")
+Outcome = AnyReply | TanghuluError
+
+
+class AsyncShell:
+    """Performs instructions on the loop that it was made on."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        clock = SystemClock()
+        nodes = NodeTable(settings.host_id)
+        self.context = Context(
+            settings.host_id, settings.place, clock, nodes, settings.uses_unix, settings.wait_s, settings.streams
+        )
+        self._loop = asyncio.get_running_loop()
+        self._engine = TransferEngine(
+            transports=settings.engine_transports,
+            host_id=settings.host_id,
+            clock=clock,
+            config=EngineConfig(tls=settings.master.credentials.tls),
+        )
+        self._masters = MasterFinder(settings.master)
+        self._connections: dict[PeerId, AsyncFastConnection] = {}
+        self._opening: dict[PeerId, asyncio.Lock] = {}
+        self._welcomes: dict[PeerId, Welcome] = {}
+        self._links: dict[tuple[int, bool], Link] = {}
+        self._flushing: asyncio.Task[None] | None = None
+        self._closed = False
+
+    async def run(self, logic: Logic[T], deadline: Deadline) -> T:
+        """Drive ``logic`` to its end; returns its result or raises its error."""
+        if self._closed:
+            raise InvalidRequest("the client is closed")
+        if self.context.leases.has_dropped or self.context.reads.due:
+            await self._give_back()
+        try:
+            instruction = next(logic)
+            while True:
+                instruction = logic.send(await self._perform(instruction, deadline))
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+    def deadline(self, seconds: float | None) -> Deadline:
+        """The end of an operation that begins now."""
+        return Deadline(self._loop.time() + (seconds or self.settings.deadline_s), self._loop.time)
+
+    def flush(self) -> None:
+        """Give back, soon, the leases that nobody needs any more."""
+        if not self._closed and (self._flushing is None or self._flushing.done()):
+            self._flushing = self._loop.create_task(self._give_back())
+
+    def register(self, buffer: Any) -> Buffer:
+        """See TransferEngine.register."""
+        return self._engine.register(buffer)
+
+    async def close(self) -> None:
+        """Give back all leases that are not needed, close all connections and segments."""
+        if self._closed:
+            return
+        await self._give_back()
+        self._closed = True
+        if self._flushing is not None:
+            await self._flushing
+        connections, self._connections = self._connections, {}
+        for connection in connections.values():
+            await connection.close()
+        self.context.desks.close()
+        self._links.clear()
+        await self._loop.run_in_executor(None, self._engine.close)
+
+    # --- instructions
+
+    async def _perform(self, instruction: Instruction, deadline: Deadline) -> Any:
+        match instruction:
+            case Ask(calls, within_s, meanwhile):
+                left_s = deadline.remaining_s()
+                if meanwhile is not None:
+                    return [await self._ask_meanwhile(*calls[0], left_s, meanwhile)]
+                return await self._ask(calls, left_s if within_s is None else min(within_s, left_s))
+            case Stream():
+                return await self._stream(instruction, deadline.remaining_s())
+            case Tell(calls):
+                return await self._tell(calls, deadline.remaining_s())
+            case Move(requests):
+                return await move_async(self._engine, requests, deadline.remaining_s())
+            case Deliver():
+                return await self._deliver(instruction, deadline.remaining_s())
+            case Reach(node, copies):
+                return await self._reach(node, copies)
+            case Sleep(seconds):
+                return await asyncio.sleep(seconds)
+
+    async def _ask(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> list[Outcome]:
+        if len(calls) == 1:
+            return [await self._exchange(*calls[0], deadline_s)]
+        return await asyncio.gather(*(self._exchange(peer, call, deadline_s) for peer, call in calls))
+
+    async def _ask_meanwhile(
+        self, node: PeerId, call: AnyCall, deadline_s: float, meanwhile: Callable[[], None]
+    ) -> Outcome:
+        asking = self._loop.create_task(self._exchange(node, call, deadline_s))
+        try:
+            await asyncio.sleep(0)  # where there is a connection, the call has left then
+            meanwhile()
+            return await asking
+        finally:
+            asking.cancel()
+
+    async def _stream(self, wanted: Stream, deadline_s: float) -> Outcome:
+        until_s = self._loop.time() + deadline_s
+
+        asking: asyncio.Task[Outcome] | None = None
+
+        async def word() -> AnyCall:
+            wanted.meanwhile()
+            return wanted.word(None if asking is None else await asking)
+
+        try:
+            connection = await self._connected(wanted.node, deadline_s)
+            question = wanted.ask(self._welcomes[wanted.node].generation)
+            if question is not None:
+                asking = self._loop.create_task(self._exchange(MASTER, question, wanted.within_s))
+            left_s = max(until_s - self._loop.time(), 0.0)
+            return await connection.call_then(wanted.call, word, wanted.drop, deadline_s=left_s)
+        except TanghuluError as error:
+            return error
+        finally:
+            if asking is not None:
+                asking.cancel()
+
+    async def _deliver(self, wanted: Deliver, deadline_s: float) -> tuple[list[TanghuluError | None], Outcome]:
+        asking = self._loop.create_task(self._exchange(MASTER, wanted.question, wanted.within_s))
+        try:
+            errors = await move_async(self._engine, wanted.requests, deadline_s)
+            return errors, await asking
+        finally:
+            asking.cancel()
+
+    async def _tell(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> None:
+        for peer, call in calls:
+            with contextlib.suppress(TanghuluError):
+                connection = self._connections.get(peer) or await self._open(peer, deadline_s)
+                connection.send(call.method, call.request, call.reply_type, _nobody, call.attachment)
+
+    async def _exchange(self, peer: PeerId, call: AnyCall, deadline_s: float) -> Outcome:
+        if peer == MASTER and self._masters.several:
+            return await self._seek(call, deadline_s)
+        reused = peer in self._connections and not self._connections[peer].closed
+        until_s = self._loop.time() + deadline_s
+        try:
+            try:
+                return await self._call(peer, call, deadline_s)
+            except NodeUnavailable:
+                if peer != MASTER or not reused:
+                    raise
+                left_s = max(until_s - self._loop.time(), 0.0)
+                return await self._call(peer, call, left_s)  # a master that restarted
+        except TanghuluError as error:
+            return master_failure(self.settings.master, error) if peer == MASTER else error
+
+    async def _seek(self, call: AnyCall, deadline_s: float) -> Outcome:
+        """Ask the leader of several masters; while nobody leads, until the deadline."""
+        seeking = Seeking(self._masters, deadline_s)
+        while True:
+            asked = self._masters.current
+            try:
+                return await self._call(MASTER, call, seeking.attempt_s)
+            except TanghuluError as error:
+                failure = master_failure(self.settings.master, error)
+            if not isinstance(failure, MasterUnavailable):
+                return failure
+            try:
+                await seeking.again(asked, failure)
+            except MasterUnavailable as error:
+                return error
+            connection = self._connections.get(MASTER)
+            if connection is not None and connection.peer != str(self._masters.current):
+                del self._connections[MASTER]
+                await connection.close()
+
+    async def _call(self, peer: PeerId, call: AnyCall, deadline_s: float) -> AnyReply:
+        until_s = self._loop.time() + deadline_s
+        connection = await self._connected(peer, deadline_s)
+        deadline_s = max(until_s - self._loop.time(), 0.0)
+        return await connection.call(call.method, call.request, call.reply_type, call.attachment, deadline_s=deadline_s)
+
+    async def _connected(self, peer: PeerId, deadline_s: float) -> AsyncFastConnection:
+        connection = self._connections.get(peer)
+        if connection is None or connection.closed:
+            try:
+                async with asyncio.timeout(deadline_s):
+                    connection = await self._open(peer, deadline_s)
+            except TimeoutError:
+                raise NodeUnavailable(f"no connection to {peer} within {deadline_s:.3g} s") from None
+        return connection
+
+    async def _open(self, peer: PeerId, deadline_s: float) -> AsyncFastConnection:
+        """The peer's connection, opened by the first who needs it while the others wait."""
+        async with self._opening.setdefault(peer, asyncio.Lock()):
+            connection = self._connections.get(peer)
+            if connection is not None and not connection.closed:
+                return connection
+            if peer == MASTER:
+                target = Target(await self._masters.find(), None, self.settings.uses_unix)
+            else:
+                target = target_of(peer, self.settings, self.context.nodes)
+            try:
+                connection = await AsyncFastConnection.connect(
+                    target.address, target.unix_path, shortcut=target.shortcut, tls=self.settings.master.credentials.tls
+                )
+            except NodeUnavailable:
+                self.context.nodes.expire()
+                raise
+            try:
+                if peer != MASTER:
+                    await self._greet(peer, connection, deadline_s)
+                else:
+                    await show(connection, self.settings.master.credentials, deadline_s)
+            except (TanghuluError, asyncio.CancelledError):
+                await connection.close()
+                raise
+            self._connections[peer] = connection
+            return connection
+
+    async def _greet(self, peer: PeerId, connection: AsyncFastConnection, deadline_s: float) -> None:
+        target = target_of(peer, self.settings, self.context.nodes)
+        call = target.hello(self.settings, self.context.leases.held(peer))
+        welcome = messages.welcome(
+            await connection.call(call.method, call.request, call.reply_type, deadline_s=deadline_s)
+        )
+        if welcome.instance_id != peer:
+            raise NodeUnavailable(f"{target.address} is {welcome.instance_id} now, not {peer}")
+        known = self._welcomes.get(peer)
+        if known is not None and known.session_id != welcome.session_id:
+            for copies in (False, True):
+                old = self._links.pop((known.session_id, copies), None)
+                if old is not None:
+                    old.remote.close()
+        self._welcomes[peer] = welcome
+        self.context.forget_index(peer)
+        if target.unix_path is not None:
+            link = await self._reach(peer, False)
+            if isinstance(link, Link):
+                self.context.mapped(peer, link, welcome)
+
+    async def _reach(self, node: PeerId, copies: bool) -> Link | TanghuluError:
+        welcome = self._welcomes.get(node)
+        if welcome is None:
+            return NodeUnavailable(f"the connection to {node} was lost")
+        link = self._links.get((welcome.session_id, copies))
+        if link is not None and link.remote.alive:
+            return link
+        transport = self.settings.carrier(copies)
+        try:
+            link = Link(await self._engine.open_segment_async(welcome.segment, welcome.session_id, transport))
+        except TanghuluError as error:
+            return error
+        self._links[welcome.session_id, copies] = link
+        return link
+
+    async def _give_back(self) -> None:
+        await self._tell(self.context.given_back(), self.settings.deadline_s)
+
+    def __repr__(self) -> str:
+        return f"AsyncShell({self.settings.master}{', closed' if self._closed else ''})"
+
+
+def _nobody(outcome: Outcome) -> None:
+    """Who waits for the answer to something that is only told."""

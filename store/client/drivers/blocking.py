@@ -1,0 +1,399 @@
+"""The blocking shell: drives the client's logic with blocking sockets, in the caller's own thread.
+
+Every thread that calls takes a connection of its own from the pool of its peer and puts it back, so threads do not
+wait for each other. Calls to one peer are pipelined; several peers are asked side by side, each by a thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from tanghulu.discovery.masters import ATTEMPT_S, SEEK_PAUSE_S, MasterFinder
+from tanghulu.errors import InvalidRequest, MasterUnavailable, NodeUnavailable, TanghuluError
+from tanghulu.rpc.fast_client import Asking, FastConnection
+from tanghulu.rpc.greeting import show_blocking
+from tanghulu.runtime.busy_polling import Company
+from tanghulu.runtime.clock import SystemClock
+from tanghulu.store.client.drivers.connections import Target, master_failure, target_of
+from tanghulu.store.client.drivers.transfers import move
+from tanghulu.store.client.logic import messages
+from tanghulu.store.client.logic.context import Context
+from tanghulu.store.client.logic.effects import (
+    MASTER,
+    Ask,
+    Deadline,
+    Deliver,
+    Instruction,
+    Logic,
+    Move,
+    PeerId,
+    Reach,
+    Sleep,
+    Stream,
+    Tell,
+)
+from tanghulu.store.client.logic.link import Link
+from tanghulu.store.client.logic.messages import AnyCall, AnyReply, Welcome
+from tanghulu.store.client.logic.placement import NodeTable
+from tanghulu.store.client.settings import Settings
+from tanghulu.transfer_engine.core.config import EngineConfig
+from tanghulu.transfer_engine.engine import Buffer, TransferEngine
+
+T = TypeVar("T")
+Outcome = AnyReply | TanghuluError
+
+#: Connections that are kept open to one peer; more threads than that open and close their own.
+MAX_IDLE = 16
+_MAX_THREADS = 16
+#: What a connection may take even if the deadline has come; 0 would mean that it must not wait at all.
+MIN_CONNECT_S = 0.001
+
+
+class BlockingShell:
+    """Performs instructions. Every method may be called from any thread."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        clock = SystemClock()
+        nodes = NodeTable(settings.host_id)
+        self.context = Context(
+            settings.host_id, settings.place, clock, nodes, settings.uses_unix, settings.wait_s, settings.streams
+        )
+        self._engine = TransferEngine(
+            transports=settings.engine_transports,
+            host_id=settings.host_id,
+            clock=clock,
+            config=EngineConfig(tls=settings.master.credentials.tls, spin_s=settings.spin_s),
+        )
+        self._masters = MasterFinder(settings.master)
+        self._idle: dict[PeerId, deque[FastConnection]] = {}
+        self._company = Company()
+        self._welcomes: dict[PeerId, Welcome] = {}
+        self._links: dict[tuple[int, bool], Link] = {}
+        self._lock = threading.Lock()
+        self._threads: ThreadPoolExecutor | None = None
+        self._closed = False
+
+    def run(self, logic: Logic[T], deadline: Deadline) -> T:
+        """Drive ``logic`` to its end; returns its result or raises its error."""
+        if self._closed:
+            raise InvalidRequest("the client is closed")
+        if self.context.leases.has_dropped or self.context.reads.due:
+            self.flush(deadline.remaining_s())
+        try:
+            instruction = next(logic)
+            while True:
+                instruction = logic.send(self._perform(instruction, deadline))
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+    def deadline(self, seconds: float | None) -> Deadline:
+        """The end of an operation that begins now."""
+        return Deadline(time.monotonic() + (seconds or self.settings.deadline_s), time.monotonic)
+
+    def flush(self, deadline_s: float | None = None) -> None:
+        """Give back the leases that nobody needs any more; nodes that cannot be told find out by themselves."""
+        if not self._closed:
+            self._tell(self.context.given_back(), self.settings.deadline_s if deadline_s is None else deadline_s)
+
+    def register(self, buffer: Any) -> Buffer:
+        """See TransferEngine.register."""
+        return self._engine.register(buffer)
+
+    def close(self) -> None:
+        """Close all connections and segments."""
+        if self.context.reads:
+            self.flush()
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            idle = [connection for pool in self._idle.values() for connection in pool]
+            self._idle.clear()
+            threads, self._threads = self._threads, None
+        for connection in idle:
+            connection.close()
+        if threads is not None:
+            threads.shutdown(wait=True)
+        self.context.desks.close()
+        self._links.clear()
+        self._engine.close()
+
+    # --- instructions
+
+    def _perform(self, instruction: Instruction, deadline: Deadline) -> Any:
+        if type(instruction) is Ask:
+            left_s, within_s = deadline.remaining_s(), instruction.within_s
+            if instruction.meanwhile is not None:
+                return [self._ask_meanwhile(*instruction.calls[0], left_s, instruction.meanwhile)]
+            return self._ask(instruction.calls, left_s if within_s is None else min(within_s, left_s))
+        match instruction:
+            case Stream():
+                return self._stream(instruction, deadline.remaining_s())
+            case Tell(calls):
+                return self._tell(calls, deadline.remaining_s())
+            case Move(requests):
+                return move(self._engine, requests, deadline.remaining_s())
+            case Deliver():
+                return self._deliver(instruction, deadline.remaining_s())
+            case Reach(node, copies):
+                return self._reach(node, copies)
+            case Sleep(seconds):
+                return time.sleep(seconds)
+
+    def _ask(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> list[Outcome]:
+        if len(calls) == 1:
+            peer, call = calls[0]
+            pool = self._idle.get(peer)
+            if pool and (peer or not self._masters.several):  # the commonest case: on a connection that is open
+                outcome = self._exchange_one(peer, pool, call, deadline_s)
+                if outcome is not None:
+                    return [outcome]
+            return self._exchange(peer, [call], deadline_s)
+        by_peer: dict[PeerId, list[AnyCall]] = {}
+        for peer, call in calls:
+            by_peer.setdefault(peer, []).append(call)
+        if len(by_peer) == 1:
+            return self._exchange(*by_peer.popitem(), deadline_s)
+        answers = self._executor().map(lambda peer: self._exchange(peer, by_peer[peer], deadline_s), by_peer)
+        outcomes = dict(zip(by_peer, map(iter, answers), strict=True))
+        return [next(outcomes[peer]) for peer, _ in calls]
+
+    def _ask_meanwhile(self, node: PeerId, call: AnyCall, deadline_s: float, meanwhile: Callable[[], None]) -> Outcome:
+        asking = self._begin(node, call, deadline_s)
+        if isinstance(asking, TanghuluError):
+            return asking
+        try:
+            meanwhile()
+            return asking.end()
+        finally:
+            self._asked(node, asking)
+
+    def _stream(self, wanted: Stream, deadline_s: float) -> Outcome:
+        until_s = time.monotonic() + deadline_s
+        try:
+            connection, _ = self._take(wanted.node, until_s, fresh=False)
+        except TanghuluError as error:
+            return error
+        welcome = self._welcomes.get(wanted.node)
+        asking: Asking[Any] | TanghuluError | None = None
+
+        def ahead() -> None:
+            nonlocal asking
+            question = wanted.ask(0 if welcome is None else welcome.generation)
+            asking = None if question is None else self._begin(MASTER, question, wanted.within_s)
+            wanted.meanwhile()
+
+        def word() -> AnyCall:
+            return wanted.word(asking.end() if isinstance(asking, Asking) else asking)
+
+        try:
+            return connection.call_then(wanted.call, ahead, word, deadline_s=_left_s(until_s))
+        except TanghuluError as error:
+            return error
+        finally:
+            self._put_back(wanted.node, connection)
+            self._asked(MASTER, asking)
+
+    def _begin(self, peer: PeerId, call: AnyCall, deadline_s: float) -> Asking[Any] | TanghuluError:
+        """Send ``call`` without waiting for its answer; end with ``_asked``."""
+        try:
+            connection, _ = self._take(peer, time.monotonic() + deadline_s, fresh=False)
+        except TanghuluError as error:
+            return error
+        try:
+            return connection.begin(call, deadline_s=deadline_s)
+        except TanghuluError as error:
+            self._put_back(peer, connection)
+            return error
+
+    def _asked(self, peer: PeerId, asking: Asking[Any] | TanghuluError | None) -> None:
+        """What was begun is over."""
+        if isinstance(asking, Asking):
+            asking.close()
+            self._put_back(peer, asking.connection)
+
+    def _deliver(self, wanted: Deliver, deadline_s: float) -> tuple[list[TanghuluError | None], Outcome]:
+        asking = self._begin(MASTER, wanted.question, wanted.within_s)
+        try:
+            errors = move(self._engine, wanted.requests, deadline_s)
+            return errors, asking.end() if isinstance(asking, Asking) else asking
+        finally:
+            self._asked(MASTER, asking)
+
+    def _tell(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> None:
+        until_s = time.monotonic() + deadline_s
+        for peer, call in calls:
+            with contextlib.suppress(TanghuluError):
+                connection, _ = self._take(peer, until_s, fresh=False)
+                try:
+                    connection.post(call, deadline_s=_left_s(until_s))
+                finally:
+                    self._put_back(peer, connection)
+
+    def _exchange_one(
+        self, peer: PeerId, pool: deque[FastConnection], call: AnyCall, deadline_s: float
+    ) -> Outcome | None:
+        try:
+            connection = pool.pop()
+        except IndexError:  # another thread was faster
+            return None
+        if connection.closed:
+            return None
+        try:
+            return connection.call_one(call, deadline_s=deadline_s)
+        except NodeUnavailable as error:
+            return error if peer else None  # a master that restarted: its old connections are dead, new ones are not
+        except TanghuluError as error:
+            return error if peer else master_failure(self.settings.master, error)
+        finally:
+            self._put_back(peer, connection)
+
+    def _exchange(self, peer: PeerId, calls: list[AnyCall], deadline_s: float) -> list[Outcome]:
+        if peer == MASTER and self._masters.several:
+            return self._seek(calls, time.monotonic() + deadline_s)
+        until_s = time.monotonic() + deadline_s
+        outcome = self._try_exchange(peer, calls, until_s, fresh=False)
+        if outcome is None:  # a master that restarted: its old connections are dead, its new ones are not
+            outcome = self._try_exchange(peer, calls, until_s, fresh=True)
+        assert outcome is not None
+        return outcome
+
+    def _try_exchange(self, peer: PeerId, calls: list[AnyCall], until_s: float, *, fresh: bool) -> list[Outcome] | None:
+        try:
+            connection, reused = self._take(peer, until_s, fresh=fresh)
+        except TanghuluError as error:
+            return [error] * len(calls)
+        try:
+            return connection.call_many(calls, deadline_s=_left_s(until_s))
+        except TanghuluError as error:
+            if isinstance(error, NodeUnavailable) and peer == MASTER and reused:
+                return None
+            return [master_failure(self.settings.master, error) if peer == MASTER else error] * len(calls)
+        finally:
+            self._put_back(peer, connection)
+
+    def _seek(self, calls: list[AnyCall], until_s: float) -> list[Outcome]:
+        """Ask the leader of several masters; while nobody leads, until the deadline."""
+        while True:
+            asked = self._masters.current
+            attempt_until_s = min(until_s, time.monotonic() + ATTEMPT_S)
+            outcomes = self._try_exchange(MASTER, calls, attempt_until_s, fresh=False)
+            failure = outcomes[0] if outcomes is not None else MasterUnavailable(f"{asked} closed the connection")
+            if not isinstance(failure, MasterUnavailable):
+                assert outcomes is not None
+                return outcomes
+            if asked is not None:
+                self._masters.failed(asked, failure)
+            for connection in self._idle.pop(MASTER, ()):
+                connection.close()
+            if time.monotonic() + SEEK_PAUSE_S >= until_s:
+                return [failure] * len(calls)
+            time.sleep(SEEK_PAUSE_S)
+
+    def _reach(self, node: PeerId, copies: bool) -> Link | TanghuluError:
+        welcome = self._welcomes.get(node)
+        if welcome is None:
+            return NodeUnavailable(f"the connection to {node} was lost")
+        link = self._links.get((welcome.session_id, copies))
+        if link is not None and link.remote.alive:
+            return link
+        transport = self.settings.carrier(copies)
+        try:
+            link = Link(self._engine.open_segment(welcome.segment, welcome.session_id, transport))
+        except TanghuluError as error:
+            return error
+        self._links[welcome.session_id, copies] = link
+        return link
+
+    # --- connections
+
+    def _take(self, peer: PeerId, until_s: float, *, fresh: bool) -> tuple[FastConnection, bool]:
+        """A connection for this thread alone, and whether it was open before. Raises typed errors."""
+        pool = self._idle.get(peer)
+        while pool:
+            try:
+                connection = pool.pop()
+            except IndexError:
+                break
+            if not connection.closed and not fresh:
+                return connection, True
+            connection.close()
+        if peer == MASTER:
+            target = Target(self._masters.find_blocking(), None, self.settings.uses_unix)
+        else:
+            target = target_of(peer, self.settings, self.context.nodes)
+        return self._connect(peer, target, until_s), False
+
+    def _connect(self, peer: PeerId, target: Target, until_s: float) -> FastConnection:
+        try:
+            timeout_s = max(_left_s(until_s), MIN_CONNECT_S)
+            tls, spinner = self.settings.master.credentials.tls, self.settings.spinner_for(peer, self._company)
+            connection = FastConnection(
+                target.address, target.unix_path, timeout_s, shortcut=target.shortcut, tls=tls, spinner=spinner
+            )
+            if peer == MASTER:
+                show_blocking(connection, self.settings.master.credentials, timeout_s)
+        except TanghuluError as error:
+            if peer == MASTER:
+                raise master_failure(self.settings.master, error) from None
+            self.context.nodes.expire()
+            raise
+        if peer != MASTER:
+            try:
+                self._greet(peer, target, connection, _left_s(until_s))
+            except TanghuluError:
+                connection.close()
+                raise
+        return connection
+
+    def _greet(self, peer: PeerId, target: Target, connection: FastConnection, deadline_s: float) -> None:
+        held = self.context.leases.held(peer)
+        call = target.hello(self.settings, held)
+        welcome = messages.welcome(connection.call(call.method, call.request, call.reply_type, deadline_s=deadline_s))
+        if welcome.instance_id != peer:
+            raise NodeUnavailable(f"{target.address} is {welcome.instance_id} now, not {peer}")
+        known = self._welcomes.get(peer)
+        if known is not None and known.session_id != welcome.session_id:
+            for copies in (False, True):
+                old = self._links.pop((known.session_id, copies), None)
+                if old is not None:
+                    old.remote.close()
+        self._welcomes[peer] = welcome
+        self.context.forget_index(peer)
+        if target.unix_path is not None:
+            link = self._reach(peer, False)
+            if isinstance(link, Link):
+                self.context.mapped(peer, link, welcome)
+
+    def _put_back(self, peer: PeerId, connection: FastConnection) -> None:
+        if connection.closed:
+            return
+        with self._lock:
+            pool = self._idle.setdefault(peer, deque())
+            if not self._closed and len(pool) < MAX_IDLE:
+                pool.append(connection)
+                return
+        connection.close()
+
+    def _executor(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._closed:
+                raise InvalidRequest("the client is closed")
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="tanghulu-client")
+            return self._threads
+
+    def __repr__(self) -> str:
+        return f"BlockingShell({self.settings.master}{', closed' if self._closed else ''})"
+
+
+def _left_s(until_s: float) -> float:
+    return max(until_s - time.monotonic(), 0.0)

@@ -1,0 +1,164 @@
+"""What all operations of one client share, and the steps that many of them begin with."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tanghulu.errors import TanghuluError
+from tanghulu.runtime.clock import Clock
+from tanghulu.store.client.logic import messages
+from tanghulu.store.client.logic.caches import LocationCache
+from tanghulu.store.client.logic.effects import MASTER, Ask, Deadline, Logic, PeerId, Sleep, Tell
+from tanghulu.store.client.logic.leases import Leases
+from tanghulu.store.client.logic.link import Link
+from tanghulu.store.client.logic.placement import NodeTable
+from tanghulu.store.client.logic.reads import Reads
+from tanghulu.store.client.logic.receive_memory import ReceiveMemory
+from tanghulu.store.client.logic.write_buffers import ClientDesks, Mapped
+from tanghulu.store.client.model import NodeView
+from tanghulu.store.protocol.shared_index import IndexReader
+from tanghulu.store.protocol.types import MAX_INLINE_BYTES, MAX_STREAMED_BYTES
+
+#: A new master is given so long to hear of a first node.
+_NODELESS_TRIES = 40
+_NODELESS_PAUSE_S = 0.05
+#: Keys in one question to the master.
+KEYS_PER_LOCATE = 8192
+
+
+def _versions() -> itertools.count[int]:
+    # Random beginnings keep the versions of different clients apart; 2**20 puts per client fit before they could meet.
+    return itertools.count(secrets.randbits(43) << 20 | 1)
+
+
+@dataclass
+class Context:
+    """One client's memory between operations. ``indexes``: of those nodes of this host whose memory is mapped.
+
+    ``wait_s``: how long one call may wait at the master. ``streams``: values of up to 1 MiB travel
+    inside messages where memory is not mapped; not if they are wanted to move by verbs or UCX.
+    """
+
+    host_id: str
+    place: str
+    clock: Clock
+    nodes: NodeTable
+    maps_memory: bool = True
+    wait_s: float = 10.0
+    streams: bool = True
+    locations: LocationCache = field(default_factory=LocationCache)
+    leases: Leases = field(default_factory=Leases)
+    reads: Reads = field(default_factory=Reads)
+    memory: ReceiveMemory = field(default_factory=ReceiveMemory)
+    indexes: dict[PeerId, IndexReader] = field(default_factory=dict)
+    desks: ClientDesks = field(default_factory=ClientDesks)
+    _version: itertools.count[int] = field(default_factory=_versions)
+
+    def new_version(self) -> int:
+        """A number that no other put has."""
+        return next(self._version)
+
+    def inline_bytes(self, node: PeerId) -> int:
+        """Up to which size values of ``node`` should come inside its answers."""
+        maps = self.maps_memory and node in self.nodes.local_ids()
+        return MAX_STREAMED_BYTES if self.streams and not maps else MAX_INLINE_BYTES
+
+    def forget_index(self, node: PeerId) -> None:
+        """The node's memory is not mapped any more, or another process took its place."""
+        self.indexes.pop(node, None)
+        self.desks.forget(node)
+
+    def mapped(self, node: PeerId, link: Link, welcome: messages.Welcome) -> None:
+        """The node's memory is open; where it is mapped, so are its index and its desks."""
+        index = link.index(welcome.index, welcome.key_scope)
+        if index is not None:
+            self.indexes[node] = index
+            self.desks.map(node, Mapped(link, index, welcome.generation))
+
+    def given_back(self) -> list[tuple[PeerId, messages.AnyCall]]:
+        """Calls that tell the nodes which leases are not needed any more and what was read; counts as told."""
+        dropped, reads = self.leases.take_dropped(), self.reads.take()
+        return [
+            (node, messages.unpin(dropped.get(node, ()), num_bytes, (), keys))
+            for node in {**dropped, **reads}
+            for keys, num_bytes in (reads.get(node, ((), 0)),)
+        ]
+
+
+def tell_reads(context: Context) -> Logic[None]:
+    """Let the nodes know what was read before something else is asked of them."""
+    if context.reads:
+        yield Tell(context.given_back())
+
+
+def ask_master(call: messages.AnyCall) -> Logic[messages.AnyReply]:
+    """One call to the master; raises its typed error."""
+    (outcome,) = yield Ask([(MASTER, call)])
+    if isinstance(outcome, TanghuluError):
+        raise outcome
+    reply: messages.AnyReply = outcome
+    return reply
+
+
+def refresh_nodes(context: Context, deadline: Deadline | None = None, *, force: bool = False) -> Logic[None]:
+    """Have a list of nodes that is not older than NODES_TTL_S; an old one will do when the master is away.
+
+    While the master is new and nobody has registered there, it is asked again until ``deadline``, or for some seconds.
+    """
+    if not force and context.nodes.is_fresh(context.clock.now_s()):
+        return
+    tries = itertools.repeat(None) if deadline is not None else itertools.repeat(None, _NODELESS_TRIES)
+    for _ in tries:
+        (outcome,) = yield Ask([(MASTER, messages.nodes())])
+        if isinstance(outcome, TanghuluError):
+            if context.nodes.ids():
+                return
+            raise outcome
+        take_nodes(context, outcome)
+        if context.nodes.ids() or not messages.is_rebuilding(outcome):
+            return
+        if deadline is not None and deadline.remaining_s() <= _NODELESS_PAUSE_S:
+            return
+        yield Sleep(_NODELESS_PAUSE_S)
+
+
+def take_nodes(context: Context, reply: messages.AnyReply) -> list[NodeView]:
+    """The nodes in the answer to NODES. A master that is rebuilding does not know all: those known before stay."""
+    views = messages.node_views(reply)
+    known = {view.id for view in views}
+    before = [view for view in context.nodes.all() if view.id not in known] if messages.is_rebuilding(reply) else []
+    context.nodes.update([*views, *before], context.clock.now_s())
+    return views
+
+
+def locate(context: Context, keys: Sequence[str]) -> Logic[tuple[list[tuple[PeerId, ...]], bool]]:
+    """(holders of each key as the master knows them, nearest first; whether it does not know all yet)."""
+    holders: list[tuple[tuple[PeerId, ...], int]] = []
+    incomplete = False
+    for start in range(0, len(keys), KEYS_PER_LOCATE):
+        reply = yield from ask_master(messages.locate(keys[start : start + KEYS_PER_LOCATE]))
+        found, not_ready = messages.locations(reply)
+        holders += found
+        incomplete = incomplete or not_ready
+    mentioned = {node for nodes, _ in holders for node in nodes}
+    if any(context.nodes.get(node) is None for node in mentioned):
+        yield from refresh_nodes(context, force=True)
+    local = context.nodes.local_ids()
+    return [_in_order(key, *found, local) for key, found in zip(keys, holders, strict=True)], incomplete
+
+
+def _in_order(key: str, nodes: tuple[PeerId, ...], num_warm: int, local: frozenset[PeerId]) -> tuple[PeerId, ...]:
+    """Holders of this host first, of these and of the others those that have it in memory.
+
+    Among equals the order differs by key and process, so that they share. ``nodes`` begin with ``num_warm`` warm ones.
+    """
+    if len(nodes) < 2:
+        return nodes
+    cold = set(nodes[num_warm:])
+    return tuple(sorted(nodes, key=lambda node: (node not in local, node in cold, hash((node, key)))))
+
+
+__all__ = ["Context", "Deadline", "ask_master", "locate", "refresh_nodes", "tell_reads"]

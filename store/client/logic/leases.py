@@ -1,0 +1,79 @@
+"""Leases that this client holds, and memory that lives under one.
+
+Reads without a copy stand on a lease of the node. Whoever still refers to that memory (a Chunk, a numpy array, a torch
+tensor) keeps a LeasedMemory alive; when the last reference goes, its lease is dropped here and given back with the next
+call. So a range is never reused under somebody's array, and nothing is sent from inside a garbage collection.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from tanghulu.store.client.logic.effects import PeerId
+
+
+class Leases:
+    """Who holds what. Every step is one operation of a dict or deque: safe from any thread and from GC."""
+
+    def __init__(self) -> None:
+        self._held: dict[PeerId, dict[int, None]] = {}
+        self._dropped: deque[tuple[PeerId, int]] = deque()
+
+    def hold(self, node: PeerId, lease_id: int) -> None:
+        """The node granted a lease."""
+        self._held.setdefault(node, {})[lease_id] = None
+
+    def released(self, node: PeerId, lease_id: int) -> None:
+        """The node was told that the lease is over."""
+        self._held.setdefault(node, {}).pop(lease_id, None)
+
+    def drop(self, node: PeerId, lease_id: int) -> None:
+        """The lease is not needed any more and is to be given back soon."""
+        self._dropped.append((node, lease_id))
+
+    @property
+    def has_dropped(self) -> bool:
+        """Whether there is something to give back."""
+        return bool(self._dropped)
+
+    def take_dropped(self) -> dict[PeerId, list[int]]:
+        """What is to be given back now, by node; counts as released."""
+        taken: dict[PeerId, list[int]] = {}
+        while self._dropped:
+            try:
+                node, lease_id = self._dropped.popleft()
+            except IndexError:  # another thread was faster
+                break
+            taken.setdefault(node, []).append(lease_id)
+            self.released(node, lease_id)
+        return taken
+
+    def held(self, node: PeerId) -> list[int]:
+        """All leases on one node in the order they came, the dropped ones included."""
+        return list(self._held.get(node, ()))
+
+    @property
+    def num_held(self) -> int:
+        """Leases on all nodes."""
+        return sum(len(leases) for leases in self._held.values())
+
+
+class LeasedMemory:
+    """Read-only memory of a mapped segment, as numpy's array interface; drops its lease when nobody refers to it."""
+
+    __slots__ = ("__array_interface__", "_drop", "_keep")
+
+    def __init__(self, address: int, size_bytes: int, keep: object, drop: Callable[[], None]) -> None:
+        self.__array_interface__: dict[str, Any] = {
+            "shape": (size_bytes,),
+            "typestr": "|u1",
+            "data": (address, True),
+            "version": 3,
+        }
+        self._keep = keep  # the mapping
+        self._drop = drop
+
+    def __del__(self) -> None:
+        self._drop()

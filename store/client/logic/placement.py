@@ -1,0 +1,128 @@
+"""Where the client puts a value: on this host if a node lives here, else where the master says. Pure.
+
+Several nodes of this host share the keys by rendezvous hashing: a key goes to the node with the highest hash of
+(node, key), so concurrent puts of one key from different clients meet at one node, and a node that leaves moves
+only its own keys.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+
+import xxhash
+
+from tanghulu.store.client.logic.effects import PeerId
+from tanghulu.store.client.model import NodeView
+
+#: A list of nodes, and the master's advice, is believed for so long.
+NODES_TTL_S = 1.0
+
+
+class NodeTable:
+    """The nodes as last heard of. Safe to use from several threads: it is replaced, never changed."""
+
+    def __init__(self, host_id: str) -> None:
+        self._host_id = host_id
+        self._nodes: dict[PeerId, NodeView] = {}
+        self._local: list[tuple[PeerId, int]] = []
+        self._local_ids: frozenset[PeerId] = frozenset()
+        self._largest_bytes = 0
+        self._advice: dict[int, tuple[float, tuple[PeerId, ...]]] = {}
+        self._fresh_until_s = float("-inf")
+        self._lock = threading.Lock()
+
+    def update(self, nodes: Iterable[NodeView], now_s: float) -> None:
+        """The master's list of all nodes."""
+        table = {PeerId(node.id): node for node in nodes}
+        local = [
+            (node_id, xxhash.xxh3_64_intdigest(node_id.encode()))
+            for node_id, node in table.items()
+            if node.host_id == self._host_id and not node.draining
+        ]
+        with self._lock:
+            self._nodes, self._local, self._fresh_until_s = table, local, now_s + NODES_TTL_S
+            self._local_ids = frozenset(node_id for node_id, _ in local)
+            self._largest_bytes = max((node.capacity_bytes for node in table.values()), default=0)
+
+    def learn(self, nodes: Iterable[NodeView]) -> None:
+        """Some nodes that came with another answer."""
+        with self._lock:
+            self._nodes = {**self._nodes, **{PeerId(node.id): node for node in nodes}}
+            self._largest_bytes = max((node.capacity_bytes for node in self._nodes.values()), default=0)
+
+    def is_fresh(self, now_s: float) -> bool:
+        """Whether the list need not be asked for again."""
+        return now_s < self._fresh_until_s
+
+    def expire(self) -> None:
+        """A node turned out to be gone: ask the master before the next choice."""
+        self._fresh_until_s = float("-inf")
+        self._advice.clear()
+
+    def get(self, node: PeerId) -> NodeView | None:
+        """The node, if it is known."""
+        return self._nodes.get(node)
+
+    def all(self) -> list[NodeView]:
+        """All known nodes."""
+        return list(self._nodes.values())
+
+    def ids(self) -> list[PeerId]:
+        """Ids of all known nodes."""
+        return list(self._nodes)
+
+    def local_ids(self) -> frozenset[PeerId]:
+        """The nodes of this host."""
+        return self._local_ids
+
+    @property
+    def largest_capacity_bytes(self) -> int:
+        """Of all known nodes; 0 when none has said."""
+        return self._largest_bytes
+
+    def local_for(self, key: str, size_bytes: int) -> list[PeerId]:
+        """The nodes of this host that could hold the value, best first."""
+        local = self._local
+        if len(local) > 1:
+            digest = xxhash.xxh3_64_intdigest(key.encode())
+            local = sorted(local, key=lambda entry: _mix(entry[1] ^ digest), reverse=True)
+        return [node_id for node_id, _ in local if self._fits(node_id, size_bytes)]
+
+    def _fits(self, node_id: PeerId, size_bytes: int) -> bool:
+        node = self._nodes.get(node_id)
+        return node is not None and (node.capacity_bytes == 0 or size_bytes <= node.capacity_bytes)
+
+    def spread(self, candidates: Sequence[PeerId]) -> list[PeerId]:
+        """The same nodes for several replicas: after the first, one on a new rack goes before one on a new host only.
+
+        Example: a (rack 1, host 1), b (1, 1), c (1, 2), d (2, 3) becomes a, d, c, b.
+        """
+        rest = list(candidates)
+        chosen: list[PeerId] = []
+        racks: set[str] = set()
+        hosts: set[str] = set()
+        while rest:
+            places = [node.place if (node := self._nodes.get(each)) is not None else "" for each in rest]
+            new_rack = next((i for i, place in enumerate(places) if place.rpartition("/")[0] not in racks), None)
+            new_host = next((i for i, place in enumerate(places) if place not in hosts), 0)
+            index = new_host if new_rack is None else new_rack
+            racks.add(places[index].rpartition("/")[0])
+            hosts.add(places[index])
+            chosen.append(rest.pop(index))
+        return chosen
+
+    def advise(self, size_bytes: int, nodes: Sequence[PeerId], now_s: float) -> None:
+        """What the master advised for values of about this size."""
+        self._advice[size_bytes.bit_length()] = (now_s + NODES_TTL_S, tuple(nodes))
+
+    def advice(self, size_bytes: int, now_s: float) -> tuple[PeerId, ...] | None:
+        """The master's advice for values of about this size, if it is still fresh."""
+        entry = self._advice.get(size_bytes.bit_length())
+        return entry[1] if entry is not None and now_s < entry[0] else None
+
+
+def _mix(value: int) -> int:
+    """Spread the bits of an xor, so that the order of nodes differs from key to key (murmur3's finaliser)."""
+    value = (value ^ (value >> 33)) * 0xFF51AFD7ED558CCD & 0xFFFFFFFFFFFFFFFF
+    return value ^ (value >> 33)

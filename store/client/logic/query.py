@@ -1,0 +1,178 @@
+"""What is asked of the directory: exists, prefixes, listings, removal, stat. Pure logic for the shells."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from tanghulu.errors import ChunkNotFound, DirectoryIncomplete, InvalidRequest, TanghuluError
+from tanghulu.store.client.logic import context as common
+from tanghulu.store.client.logic import messages
+from tanghulu.store.client.logic.context import Context
+from tanghulu.store.client.logic.effects import Ask, Deadline, Logic, PeerId, Sleep
+from tanghulu.store.client.model import ChunkInfo, KeyInfo, NodeView
+from tanghulu.store.protocol.types import validate_key, validate_keys
+
+KEYS_PER_PAGE = 10_000
+KEYS_PER_CALL = 8192
+#: match_prefix asks this many keys first, then doubles: short matches stay cheap.
+_FIRST_PREFIX_STEP = 1024
+_REBUILDING_PAUSE_S = 0.05
+
+
+def exists(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[list[bool]]:
+    """For each key whether a live node holds it; the location cache is never asked."""
+    validate_keys(keys)
+    found: list[bool] = []
+    for start in range(0, len(keys), KEYS_PER_CALL):
+        found += yield from _exist(context, deadline, keys[start : start + KEYS_PER_CALL])
+    return found
+
+
+def _exist(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[list[bool]]:
+    while True:
+        reply = yield from common.ask_master(messages.locate(keys, count_only=True))
+        found, incomplete = messages.existence(reply)
+        if not incomplete or all(found):
+            return found
+        yield from common.refresh_nodes(context)
+        missing = [key for key, there in zip(keys, found, strict=True) if not there]
+        here = yield from _ask_nodes(context, missing)
+        found = [there or key in here for key, there in zip(keys, found, strict=True)]
+        if all(found):
+            return found
+        if deadline.remaining_s() <= _REBUILDING_PAUSE_S:
+            raise DirectoryIncomplete("the master is rebuilding its directory; it cannot say yet which keys exist")
+        yield Sleep(_REBUILDING_PAUSE_S)
+
+
+def _ask_nodes(context: Context, keys: Sequence[str]) -> Logic[set[str]]:
+    outcomes = yield Ask([(node, messages.node_exists(keys)) for node in context.nodes.ids()])
+    here: set[str] = set()
+    for outcome in outcomes:
+        if not isinstance(outcome, TanghuluError):
+            here.update(key for key, there in zip(keys, outcome.message.found, strict=True) if there)
+    return here
+
+
+def match_prefix(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[int]:
+    """How many keys from the first on exist without a gap."""
+    matched, step = 0, _FIRST_PREFIX_STEP
+    while matched < len(keys):
+        part = keys[matched : matched + step]
+        found = yield from exists(context, deadline, part)
+        if not all(found):
+            return matched + found.index(False)
+        matched += len(part)
+        step = min(2 * step, KEYS_PER_CALL)
+    return matched
+
+
+def list_keys(prefix: str, limit: int | None = None, after: str = "") -> Logic[list[KeyInfo]]:
+    """All keys that begin with ``prefix`` and come behind ``after``, in order; at most ``limit``."""
+    if after:
+        validate_key(after)
+    keys: list[KeyInfo] = []
+    more = True
+    while more and (limit is None or len(keys) < limit):
+        page = KEYS_PER_PAGE if limit is None else min(KEYS_PER_PAGE, limit - len(keys))
+        reply = yield from common.ask_master(messages.list_keys(prefix, after, page))
+        got, more = messages.key_page(reply)
+        keys += got
+        after = got[-1].key if got else after
+        more = more and bool(got)
+    return keys
+
+
+def remove(context: Context, keys: Sequence[str]) -> Logic[list[bool | TanghuluError]]:
+    """Drop the chunks on all their holders; for each key whether there was one, or why a holder could not drop it."""
+    removed: list[bool | TanghuluError] = []
+    for start in range(0, len(keys), KEYS_PER_CALL):
+        removed += yield from _remove(context, [validate_key(key) for key in keys[start : start + KEYS_PER_CALL]])
+    return removed
+
+
+def _remove(context: Context, keys: Sequence[str]) -> Logic[list[bool | TanghuluError]]:
+    holders, incomplete = yield from common.locate(context, keys)
+    by_node: dict[PeerId, list[int]] = {}
+    for index, nodes in enumerate(holders):
+        context.locations.forget(keys[index])
+        for node in nodes or (context.nodes.ids() if incomplete else ()):
+            by_node.setdefault(node, []).append(index)
+    outcomes = yield Ask([(node, messages.remove([keys[i] for i in own])) for node, own in by_node.items()])
+    removed: list[bool | TanghuluError] = [False] * len(keys)
+    for own, outcome in zip(by_node.values(), outcomes, strict=True):
+        for position, index in enumerate(own):
+            if isinstance(outcome, TanghuluError):
+                removed[index] = outcome
+            elif removed[index] is False:
+                removed[index] = bool(outcome.message.removed[position])
+    return removed
+
+
+def remove_matching(context: Context, pattern: str) -> Logic[int]:
+    """Remove every key that ``pattern`` (a regular expression) is found in; how many there were."""
+    try:
+        wanted = re.compile(pattern)
+    except re.error as error:
+        raise InvalidRequest(f"{pattern!r} is no regular expression: {error}") from None
+    listing = yield from list_keys("")
+    matching = [info.key for info in listing if wanted.search(info.key)]
+    outcomes = yield from remove(context, matching)
+    for outcome in outcomes:
+        if isinstance(outcome, TanghuluError):
+            raise outcome
+    return sum(1 for outcome in outcomes if outcome is True)
+
+
+def stat(context: Context, key: str) -> Logic[ChunkInfo]:
+    """What the store knows of the chunk; raises ChunkNotFound, or DirectoryIncomplete of a rebuilding master."""
+    (nodes,), incomplete = yield from common.locate(context, [validate_key(key)])
+    failure: TanghuluError | None = None
+    for node in nodes or (tuple(context.nodes.ids()) if incomplete else ()):
+        (outcome,) = yield Ask([(node, messages.node_stat([key]))])
+        if isinstance(outcome, TanghuluError):
+            failure = outcome
+            continue
+        info = messages.chunk_info(key, nodes or (node,), outcome)
+        if info is not None:
+            return info
+    if failure is None and incomplete:
+        failure = DirectoryIncomplete(f"the master is rebuilding its directory and no node has {key!r} yet")
+    raise failure or ChunkNotFound(f"no live node holds {key!r}")
+
+
+def stat_at(key: str, node: str) -> Logic[ChunkInfo]:
+    """What ``node`` knows of the chunk; raises ChunkNotFound, or why it cannot be asked."""
+    (outcome,) = yield Ask([(PeerId(node), messages.node_stat([validate_key(key)]))])
+    if isinstance(outcome, TanghuluError):
+        raise outcome
+    info = messages.chunk_info(key, (node,), outcome)
+    if info is None:
+        raise ChunkNotFound(f"{key!r} is not on {node}")
+    return info
+
+
+def eviction_policy(context: Context, node: str, name: str) -> Logic[str]:
+    """The node's eviction policy, after switching to ``name`` unless that is empty."""
+    reply = yield from ask_node(context, node, messages.eviction(name))
+    return messages.eviction_policy(reply)
+
+
+def ask_node(context: Context, node: str, call: messages.AnyCall) -> Logic[messages.AnyReply]:
+    """One call to the node of that id; raises InvalidRequest if there is none, or the node's typed error."""
+    if node not in context.nodes.ids():
+        known = yield from nodes(context)
+        if all(view.id != node for view in known):
+            raise InvalidRequest(f"no node is called {node!r}; there are: {', '.join(v.id for v in known) or 'none'}")
+    (outcome,) = yield Ask([(PeerId(node), call)])
+    if isinstance(outcome, TanghuluError):
+        raise outcome
+    reply: messages.AnyReply = outcome
+    return reply
+
+
+def nodes(context: Context) -> Logic[list[NodeView]]:
+    """All nodes, asked anew."""
+    reply = yield from common.ask_master(messages.nodes())
+    return common.take_nodes(context, reply)

@@ -1,0 +1,182 @@
+"""How much is under way at one time, and what happens beyond it. ``InFlight`` decides; ``Bounded`` stands in front."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator
+
+import structlog
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tanghulu.errors import Overloaded
+from tanghulu.store.gateway.metrics import GatewayMetrics
+from tanghulu.types import format_size
+from tanghulu.web.errors import REQUEST_TIMEOUT, BodyTooLarge, BodyTooSlow, answer_to
+
+_log = structlog.get_logger(__name__)
+_ALWAYS = ("/health", "/live")
+VALUES = "/v1/values/"
+#: Of a body that is not a value: some thousands of keys.
+_MAX_TAKEN_BYTES = 2 << 20
+#: What is left of a refused body is read and dropped up to this size, so that the answer arrives; beyond it the
+#: connection ends with the answer.
+_MAX_DROPPED_BYTES = 16 << 20
+
+
+class InFlight:
+    """Counts of one kind of thing (requests, bytes, streams), with a bound. Pure."""
+
+    def __init__(self, what: str, most: int) -> None:
+        self._what = what
+        self._most = most
+        self.now = 0
+
+    @contextlib.contextmanager
+    def holding(self, amount: int = 1) -> Iterator[None]:
+        """Count ``amount`` inside the block; raises Overloaded if there is no room for it."""
+        if self.now + amount > self._most:
+            raise Overloaded(f"{self._what} under way here have reached their bound; try again in a moment")
+        with self._counted(amount):
+            yield
+
+    @contextlib.contextmanager
+    def holding_bytes(self, size_bytes: int) -> Iterator[None]:
+        """The same for bytes; one value that is above the bound has room when there is nothing else."""
+        if self.now and self.now + size_bytes > self._most:
+            raise Overloaded(
+                f"{self._what} under way here have {format_size(self.now)}, and {format_size(size_bytes)} more would "
+                f"be above the bound of {format_size(self._most)}; try again in a moment"
+            )
+        with self._counted(size_bytes):
+            yield
+
+    @contextlib.contextmanager
+    def _counted(self, amount: int) -> Iterator[None]:
+        self.now += amount
+        try:
+            yield
+        finally:
+            self.now -= amount
+
+    def check(self) -> None:
+        """Assert that no more was given back than taken."""
+        assert self.now >= 0
+
+    def __repr__(self) -> str:
+        return f"InFlight({self._what}: {self.now} of {self._most})"
+
+
+class _Stalled(Exception):
+    """The client takes nothing any more."""
+
+
+class Bounded:
+    """An ASGI middleware that bounds and counts requests, and hangs up on clients that do not take their answer.
+
+    Bodies other than values are read here, up to 2 MiB, so that routes find them whole.
+    """
+
+    def __init__(self, app: ASGIApp, requests: InFlight, stall_s: float, metrics: GatewayMetrics) -> None:
+        self._app = app
+        self._requests = requests
+        self._stall_s = stall_s
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http" or scope["path"] in _ALWAYS:
+            await self._app(scope, receive, send)
+            return
+        began_s = time.monotonic()
+        exchange = _Exchange(scope, receive, send, self._stall_s)
+        try:
+            with self._requests.holding():
+                if not scope["path"].startswith(VALUES):
+                    await exchange.take_body()
+                await self._app(scope, exchange.receive, exchange.send)
+        except (Overloaded, BodyTooLarge, BodyTooSlow) as error:  # those of the application are answered inside
+            await answer_to(error)(scope, exchange.receive, exchange.send)
+        except _Stalled:  # the server closes a connection whose answer was not sent to its end
+            _log.warning("gateway.stalled", path=scope["path"], stall_s=self._stall_s)
+        except ClientDisconnect:
+            pass  # nobody is left to be answered
+        self._metrics.note(scope, exchange.status, time.monotonic() - began_s)
+
+
+class _Exchange:
+    """One request's body coming and its answer going."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, stall_s: float) -> None:
+        self.status = 0
+        self._receive = receive
+        self._send = send
+        self._stall_s = stall_s
+        self._complete = False  # the body
+        self._come = 0
+        self._taken: Message | None = None  # the whole body, to be handed on
+        headers = dict(scope["headers"])
+        length = headers.get(b"content-length", b"0")
+        self._length = int(length) if length.isdigit() else 0
+        if b"transfer-encoding" in headers:
+            self._length = _MAX_DROPPED_BYTES + 1  # nobody knows
+
+    async def take_body(self) -> None:
+        """Read all of the body; raises BodyTooLarge, BodyTooSlow, ClientDisconnect."""
+        body = bytearray()
+        while not self._complete:
+            message = await self.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            body += message.get("body", b"")
+            if len(body) > _MAX_TAKEN_BYTES:
+                raise BodyTooLarge(f"a body other than a value has at most {format_size(_MAX_TAKEN_BYTES)}")
+        self._taken = {"type": "http.request", "body": bytes(body), "more_body": False}
+
+    async def receive(self) -> Message:
+        """The next piece of the body; behind it, whatever the server says. Raises BodyTooSlow when no piece comes."""
+        if self._taken is not None:
+            message, self._taken = self._taken, None
+            return message
+        if self._complete:
+            return await self._receive()
+        try:
+            async with asyncio.timeout(self._stall_s):
+                message = await self._receive()
+        except TimeoutError:
+            said = f"{self._come} of {self._length} bytes came, then none for {self._stall_s:g} s"
+            raise BodyTooSlow(said) from None
+        self._come += len(message.get("body", b""))
+        self._complete = not message.get("more_body", False)
+        return message
+
+    async def send(self, message: Message) -> None:
+        """The next piece of the answer; raises _Stalled when it does not go."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            left = 0 if self._complete else self._length - self._come
+            if left > _MAX_DROPPED_BYTES or (left and self.status == REQUEST_TIMEOUT):
+                message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+        try:
+            async with asyncio.timeout(self._stall_s):
+                await self._send(message)
+        except TimeoutError:
+            raise _Stalled from None
+
+
+async def read_into(receive: Receive, body: memoryview) -> None:
+    """Fill ``body`` with a request's body of just this size; raises ClientDisconnect at a client's end.
+
+    The server sees to the size: neither less nor more than Content-Length comes.
+    """
+    filled, more = 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        piece, more = message.get("body", b""), message.get("more_body", False)
+        body[filled : filled + len(piece)] = piece
+        filled += len(piece)
+    assert filled == len(body), "the server let through a body of another length"

@@ -1,0 +1,86 @@
+"""Routes for chunks without their bytes: listing, what is known of one, removal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+
+from tanghulu.errors import InvalidRequest
+from tanghulu.store.admin import orders
+from tanghulu.store.admin.orders import Removal
+from tanghulu.store.admin.rows import plain
+from tanghulu.store.admin.steps import perform_async
+from tanghulu.store.gateway.client import KEYS_PER_PAGE, GatewayClient
+from tanghulu.store.gateway.gateway import Gateway, Patience, key_of
+from tanghulu.store.gateway.matching import matching
+
+Row = dict[str, Any]
+#: A pattern that is longer at a page of keys is one of those that never end.
+_MATCH_S = 3.0
+
+
+def router(gateway: Gateway) -> APIRouter:
+    """The routes."""
+    api = APIRouter(tags=["chunks"])
+
+    @api.get("/v1/chunks", summary="List keys, a page at a time")
+    async def listing(
+        request: Request,
+        prefix: Annotated[str, Query(description="only keys that begin so")] = "",
+        limit: Annotated[int, Query(ge=1, le=KEYS_PER_PAGE, description="at most this many")] = 1000,
+        after: Annotated[str, Query(description="go on behind this key: `next` of the page before")] = "",
+    ) -> Row:
+        """Keys in order, their sizes and who holds them. `next` is null on the last page."""
+        async with gateway.store(request) as store:
+            keys, more = await store.key_page(prefix, after, limit)
+        return {"chunks": plain(keys), "next": keys[-1].key if more and keys else None}
+
+    @api.get("/v1/chunks/{key:key}", summary="All about one chunk")
+    async def stat(request: Request, key: str) -> Row:
+        """Size, version, holders, pin, what is left of its time, reads, leases, checksums."""
+        async with gateway.store(request) as store:
+            row: Row = plain(await store.stat(key_of(request, key)))
+        return row
+
+    @api.delete("/v1/chunks", summary="Remove chunks by prefix or pattern")
+    async def remove_several(
+        request: Request,
+        prefix: Annotated[str | None, Query(description="every key that begins so; not empty")] = None,
+        regex: Annotated[str | None, Query(description="every key that this is found in; `^` removes all")] = None,
+    ) -> Row:
+        """Say one of the two. When the time is up (504) what was removed stays removed: say it again to go on."""
+        if bool(prefix) == bool(regex):
+            raise InvalidRequest("say either prefix= or regex=, not empty; regex=^ removes everything")
+        with gateway.removals.holding():
+            async with gateway.store(request) as store:
+                return await _remove_several(store, prefix or "", regex, gateway.patience())
+
+    @api.delete("/v1/chunks/{key:key}", summary="Remove a chunk")
+    async def remove(request: Request, key: str) -> Row:
+        """404 if there is none."""
+        async with gateway.store(request) as store:
+            removal = await perform_async(store, orders.remove([key_of(request, key)]))
+        removal.complain()
+        return removal.row()
+
+    return api
+
+
+async def _remove_several(store: GatewayClient, prefix: str, regex: str | None, patience: Patience) -> Row:
+    total, after, more = Removal(0), "", True
+    while more:
+        page, more = await store.key_page(prefix, after)
+        keys: Sequence[str] = [info.key for info in page]
+        after = keys[-1] if keys else after
+        more = more and bool(keys)
+        if regex is not None:
+            keys = await matching(regex, keys, _MATCH_S)
+        if keys:
+            total = total.plus(await perform_async(store, orders.remove(keys)))
+        if more:
+            patience.left_s()
+    if total.failure is not None:
+        raise total.failure
+    return Removal(total.num_removed).row()  # who was faster with a key that is listed does not matter

@@ -1,0 +1,107 @@
+"""The route that follows the directory: what is stored and removed, as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Annotated, Any, cast
+
+import structlog
+from fastapi import APIRouter, Query, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from tanghulu.auth.credentials import Credentials
+from tanghulu.errors import Unauthorized
+from tanghulu.store.admin import rows
+from tanghulu.store.admin.rows import Beginning
+from tanghulu.store.directory_feed import DirectoryEvent, follow_directory
+from tanghulu.store.gateway.client import GatewayClient
+from tanghulu.store.gateway.gateway import Gateway
+from tanghulu.store.gateway.metrics import EVENTS_ROUTE
+
+_log = structlog.get_logger(__name__)
+_BEAT_S = 15.0
+_BEAT = ": beat\n\n"
+#: Any key will do to learn whether the token may read.
+_PROBE = "events"
+_SCHEMA = {200: {"content": {"text/event-stream": {}}, "description": "events without end"}}
+
+
+def router(gateway: Gateway) -> APIRouter:
+    """The route."""
+    api = APIRouter(tags=["store"])
+
+    @api.get(
+        EVENTS_ROUTE,
+        summary="Follow what is stored and removed",
+        responses=cast("dict[int | str, dict[str, Any]]", _SCHEMA),
+        response_class=StreamingResponse,
+    )
+    async def events(
+        prefix: Annotated[str, Query(description="only keys that begin so")] = "",
+        snapshot: Annotated[bool, Query(description="begin with what there is already")] = True,
+        *,
+        request: Request,
+    ) -> Response:
+        """`event:` is reset, stored, removed, node_gone or synced; `data:` an object as `watch --json` prints.
+
+        After an interruption of the master it goes on, with a reset and all that there is if it has to begin again.
+        """
+        return _EventsReply(gateway, request, prefix, snapshot)
+
+    return api
+
+
+class _EventsReply(Response):
+    """The stream; ends with the client, the process, or the token."""
+
+    def __init__(self, gateway: Gateway, request: Request, prefix: str, snapshot: bool) -> None:
+        super().__init__()
+        self._gateway = gateway
+        self._request = request
+        self._prefix = prefix
+        self._beginning = Beginning(snapshot=snapshot)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Follow."""
+        credentials = self._gateway.credentials_of(self._request)
+        with self._gateway.streams.holding():
+            async with self._gateway.clients.of(credentials) as client:
+                await client.exists(_PROBE)  # raises Forbidden, which the stream itself would wait out
+                reply = StreamingResponse(self._texts(client, credentials), media_type="text/event-stream")
+                reply.headers["cache-control"] = "no-cache"
+                await reply(scope, receive, send)
+
+    async def _texts(self, client: GatewayClient, credentials: Credentials) -> AsyncIterator[str]:
+        masters = self._gateway.clients.masters.showing(credentials)
+        yield _BEAT  # the header goes at once
+        stopping = asyncio.create_task(self._gateway.stopping.wait())
+        try:
+            async with aclosing(cast(Any, follow_directory(masters, self._prefix))) as batches:
+                coming: asyncio.Task[list[DirectoryEvent]] | None = None
+                try:
+                    while not stopping.done():
+                        coming = coming or asyncio.create_task(anext(batches))
+                        await asyncio.wait({coming, stopping}, timeout=_BEAT_S, return_when=asyncio.FIRST_COMPLETED)
+                        await self._gateway.clients.verify(credentials, client)
+                        if not coming.done():
+                            yield _BEAT
+                            continue
+                        for event in coming.result():
+                            yield self._text(event)
+                        coming = None
+                finally:
+                    if coming is not None:
+                        coming.cancel()
+                        await asyncio.gather(coming, return_exceptions=True)
+        except Unauthorized as error:
+            _log.warning("gateway.events_ended", error=error.message)
+        finally:
+            stopping.cancel()
+
+    def _text(self, event: DirectoryEvent) -> str:
+        shown = rows.events(event) if self._beginning.shows(event) else ()
+        return "".join(f"event: {row['event']}\ndata: {json.dumps(row)}\n\n" for row in shown)

@@ -1,0 +1,125 @@
+"""What all routes share: who asks, the bounds, and the keys in paths."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from urllib.parse import unquote_to_bytes, urlsplit
+
+from fastapi import Request
+from starlette.convertors import Convertor, register_url_convertor
+
+from tanghulu.auth.credentials import TENANT, Credentials
+from tanghulu.errors import DeadlineExceeded, Forbidden, InvalidRequest, Unauthorized
+from tanghulu.store.gateway.bounds import InFlight
+from tanghulu.store.gateway.client import GatewayClient
+from tanghulu.store.gateway.clients import Clients
+from tanghulu.store.gateway.config import GatewayConfig
+from tanghulu.store.gateway.metrics import GatewayMetrics
+
+_MAX_REMOVALS = 4
+_SAFE = ("GET", "HEAD", "OPTIONS")
+
+
+class _KeyConvertor(Convertor[str]):
+    """A path's rest whatever it is made of; Starlette's own ``path`` ends at a line's end."""
+
+    regex = r"[\s\S]*"
+
+    def convert(self, value: str) -> str:
+        """From the path."""
+        return value
+
+    def to_string(self, value: str) -> str:
+        """Into a path."""
+        return value
+
+
+register_url_convertor("key", _KeyConvertor())
+
+
+class Gateway:
+    """The gateway's state, made in its event loop."""
+
+    def __init__(self, config: GatewayConfig, metrics: GatewayMetrics, stopping: asyncio.Event) -> None:
+        self.config = config
+        self.metrics = metrics
+        self.stopping = stopping
+        self.clients = Clients(config.master, config.deadline_s, config.max_clients, config.idle_s)
+        self.requests = InFlight("requests", config.max_requests)
+        self.values = InFlight("values", config.max_in_flight_bytes)
+        self.streams = InFlight("streams of events", config.max_streams)
+        self.checks = InFlight("checks", 1)
+        self.removals = InFlight("removals by prefix or pattern", _MAX_REMOVALS)
+        metrics.gauge("requests_in_flight", "Requests under way", lambda: self.requests.now)
+        metrics.gauge("values_in_flight_bytes", "Values under way", lambda: self.values.now)
+        metrics.gauge("event_streams", "Followers of events", lambda: self.streams.now)
+        metrics.gauge("clients", "Tokens that are connected to the store", lambda: len(self.clients))
+
+    def credentials_of(self, request: Request) -> Credentials:
+        """Whom the request is done for: what it shows, or the gateway's own; raises Unauthorized."""
+        own = self.config.master.credentials
+        shown = request.headers.get("authorization")
+        tenant = request.headers.get(TENANT, "")
+        if shown is not None:
+            scheme, _, token = shown.strip().partition(" ")
+            if scheme.lower() != "bearer" or not token.strip():
+                raise Unauthorized("the header Authorization is not of the form: Bearer TOKEN")
+            return Credentials(tenant, token.strip(), own.tls)
+        if self.config.require_token:
+            raise Unauthorized("a token is needed here: send the header Authorization: Bearer TOKEN")
+        if tenant:
+            raise Unauthorized(f"the header {TENANT} comes with a token of an operator, in Authorization")
+        _refuse_other_sites(request)
+        return own
+
+    @contextlib.asynccontextmanager
+    async def store(self, request: Request) -> AsyncIterator[GatewayClient]:
+        """The store as the one sees it who asks. Raises Unauthorized, MasterUnavailable, Overloaded."""
+        async with self.clients.of(self.credentials_of(request)) as client:
+            yield client
+
+    def patience(self) -> Patience:
+        """The bound in time of a request that is many calls and begins now."""
+        return Patience(self.config.request_s)
+
+    def check(self) -> None:
+        """Assert the bounds."""
+        for each in (self.requests, self.values, self.streams, self.checks, self.removals):
+            each.check()
+        self.clients.check()
+
+
+def _refuse_other_sites(request: Request) -> None:
+    """Raise Forbidden for a change that another site's page has a browser ask for, in the gateway's own name."""
+    origin = request.headers.get("origin")
+    if origin is None or request.method in _SAFE:
+        return
+    if urlsplit(origin).netloc != request.headers.get("host"):
+        raise Forbidden(f"a page of {origin} may not change anything here; bring a token in the header Authorization")
+
+
+class Patience:
+    """Looks at the clock between the calls of one request."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._until_s = time.monotonic() + seconds
+
+    def left_s(self) -> float:
+        """What is left; raises DeadlineExceeded if it is nothing."""
+        left_s = self._until_s - time.monotonic()
+        if left_s <= 0:
+            raise DeadlineExceeded(f"it is not done after {self._seconds:g} s; what was done stays done")
+        return left_s
+
+
+def key_of(request: Request, key: str) -> str:
+    """The key in the path; raises InvalidRequest if that is not UTF-8: other characters would stand in it instead."""
+    try:
+        unquote_to_bytes(request.scope["raw_path"]).decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"the path is not percent-encoded UTF-8: {error}") from None
+    return key

@@ -1,0 +1,73 @@
+"""``tanghulu store serve``: the gateway process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import structlog
+
+from tanghulu.auth.tls import ServerTls
+from tanghulu.errors import ConfigError
+from tanghulu.runtime.process import Process
+from tanghulu.store.gateway.app import make_app
+from tanghulu.store.gateway.config import GatewayConfig
+from tanghulu.store.gateway.gateway import Gateway
+from tanghulu.store.gateway.metrics import GatewayMetrics
+from tanghulu.types import Address
+from tanghulu.web.server import HttpServer, address_of, listen
+
+_log = structlog.get_logger(__name__)
+_TLS_REFRESH_S = 60.0
+_HTTP = "http/1.1"
+
+
+async def serve(process: Process, config: GatewayConfig) -> None:
+    """Run until the process is to stop. A master that is not there yet is waited for by nobody: /ready tells."""
+    async with _serving(process, config) as address:
+        process.ready(process.instance_id(address.port), address)
+        await process.stopping.wait()
+
+
+@contextlib.asynccontextmanager
+async def _serving(process: Process, config: GatewayConfig) -> AsyncIterator[Address]:
+    tls = config.server_tls()
+    if tls is not None:
+        tls.context.set_alpn_protocols([_HTTP])  # it would agree to HTTP/2 otherwise, which the server does not speak
+    gateway = Gateway(config, GatewayMetrics(process.registry), process.stopping)
+    listener = listen(config.host, config.port)
+    server = HttpServer(
+        make_app(gateway),
+        config.grace_s,
+        tls=tls.context if tls is not None else None,
+        max_connections=config.max_connections,
+        header_s=config.stall_s,
+    )
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    keeping = [asyncio.create_task(gateway.clients.sweep())]
+    if tls is not None:
+        keeping.append(asyncio.create_task(_follow_files(tls)))
+    try:
+        address = address_of(listener)
+        yield Address(config.reachable_host, address.port)
+    finally:
+        server.stop()
+        await asyncio.wait([serving], timeout=config.grace_s)
+        server.force_exit = True
+        for task in keeping:
+            task.cancel()
+        await asyncio.gather(serving, *keeping, return_exceptions=True)
+        await gateway.clients.close()
+        listener.close()
+
+
+async def _follow_files(tls: ServerTls) -> None:
+    """Use certificates that were replaced, until cancelled."""
+    while True:
+        await asyncio.sleep(_TLS_REFRESH_S)
+        try:
+            if tls.refresh():
+                _log.info("tls.reloaded")
+        except ConfigError as error:
+            _log.error("tls.not_reloaded", error=error.message)

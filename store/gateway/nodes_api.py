@@ -1,0 +1,169 @@
+"""Routes for nodes and the store as a whole: what they hold, draining, eviction, policies, checks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from pydantic import BaseModel, ConfigDict, Field
+
+from tanghulu.errors import DeadlineExceeded, InvalidRequest
+from tanghulu.store.admin import orders, rows
+from tanghulu.store.admin.check import check
+from tanghulu.store.admin.rows import plain
+from tanghulu.store.admin.steps import Order, perform_async
+from tanghulu.store.client.options import MAX_REPLICAS, MAX_TTL_S
+from tanghulu.store.gateway.client import KEYS_PER_PAGE
+from tanghulu.store.gateway.gateway import Gateway
+from tanghulu.types import MAX_VALUE_BYTES, parse_size
+
+Row = dict[str, Any]
+Perform = Callable[[Request, Order[Any]], Awaitable[Any]]
+Keys = Annotated[list[str], Field(max_length=KEYS_PER_PAGE)]
+
+
+class Strict(BaseModel):
+    """A misspelt field would silently do nothing."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class EvictBody(Strict):
+    """What to evict: keys, or so many bytes in the policy's order. Sizes may have a unit: "64MiB"."""
+
+    keys: Keys = Field(default_factory=list)
+    bytes: Annotated[int, Field(ge=0, le=MAX_VALUE_BYTES)] | Annotated[str, Field(max_length=24)] = 0
+
+    def wanted(self) -> tuple[list[str], int]:
+        """(keys, bytes); raises InvalidRequest unless it is one of the two."""
+        num_bytes = parse_size(self.bytes)
+        if num_bytes > MAX_VALUE_BYTES or bool(self.keys) == bool(num_bytes):
+            raise InvalidRequest('say either "keys" or "bytes" above 0, at most 1 TiB')
+        return self.keys, num_bytes
+
+
+class PolicyBody(Strict):
+    """The eviction policy to switch to."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    node: str = ""
+
+
+class ReplicateBody(Strict):
+    """What to copy ahead of demand."""
+
+    keys: Annotated[list[str], Field(min_length=1, max_length=KEYS_PER_PAGE)]
+    holders: Annotated[int, Field(ge=1, le=MAX_REPLICAS)] = 2
+    for_s: Annotated[float, Field(gt=0, le=MAX_TTL_S, allow_inf_nan=False)] = 60.0
+
+
+def router(gateway: Gateway) -> APIRouter:
+    """The routes."""
+    api = APIRouter()
+
+    async def perform(request: Request, order: Order[Any]) -> Any:
+        async with gateway.store(request) as store:
+            return await perform_async(store, order)
+
+    _questions(api, gateway)
+    _orders_to_one(api, gateway, perform)
+    _orders_to_all(api, gateway, perform)
+    return api
+
+
+def _orders_to_one(api: APIRouter, gateway: Gateway, perform: Perform) -> None:
+    """The routes that tell one node."""
+
+    @api.post("/v1/nodes/{node}/drain", summary="Have a node's chunks moved away", tags=["nodes"])
+    async def drain(
+        request: Request,
+        node: str,
+        wait_s: Annotated[float, Query(ge=0, description="wait so long until it may be stopped")] = 0.0,
+    ) -> Row:
+        """It takes no new chunks from now on. Poll /v1/nodes until `drained`, or wait here (504 if it takes longer)."""
+        if wait_s > gateway.config.request_s:
+            raise InvalidRequest(f"wait_s={wait_s:g} is longer than a request may take: {gateway.config.request_s:g} s")
+        order = orders.drain(node, wait=wait_s > 0, timeout_s=wait_s)
+        row: Row = await perform(request, order)
+        return row
+
+    @api.post("/v1/nodes/{node}/undrain", summary="Have a node take chunks again", tags=["nodes"])
+    async def undrain(request: Request, node: str) -> Row:
+        """What was copied away stays where it is, too."""
+        row: Row = await perform(request, orders.undrain(node))
+        return row
+
+    @api.post("/v1/nodes/{node}/evict", summary="Let chunks of one node go", tags=["nodes"])
+    async def evict(request: Request, node: str, body: EvictBody) -> Row:
+        """By key, or so many bytes in the policy's order; what is being read or pinned hard stays."""
+        row: Row = await perform(request, orders.evict(node, *body.wanted()))
+        return row
+
+
+def _orders_to_all(api: APIRouter, gateway: Gateway, perform: Perform) -> None:
+    """The routes that tell several nodes, or the master."""
+
+    @api.post("/v1/evict", summary="Let chunks go on every node", tags=["nodes"])
+    async def evict_everywhere(request: Request, body: EvictBody) -> Row:
+        """The same on each node."""
+        row: Row = await perform(request, orders.evict("", *body.wanted()))
+        return row
+
+    @api.get("/v1/policy", summary="The nodes' eviction policy", tags=["nodes"])
+    async def policy(request: Request, node: Annotated[str, Query(description="this node only")] = "") -> Row:
+        """Node -> policy."""
+        row: Row = await perform(request, orders.policy(node, None))
+        return row
+
+    @api.put("/v1/policy", summary="Switch the eviction policy while the nodes run", tags=["nodes"])
+    async def switch(request: Request, body: PolicyBody) -> Row:
+        """Of all nodes, or one; chunks and their order are kept. Lasts until a node restarts."""
+        row: Row = await perform(request, orders.policy(body.node, body.name))
+        return row
+
+    @api.post("/v1/replicate", summary="Have keys copied ahead of demand", tags=["chunks"])
+    async def replicate(request: Request, body: ReplicateBody) -> Row:
+        """The master does it in the background; copies that nobody reads go again."""
+        row: Row = await perform(request, orders.replicate(body.keys, body.holders, body.for_s))
+        return row
+
+    @api.post("/v1/check", summary="Verify all bytes, compare directory and nodes", tags=["store"])
+    async def checked(
+        request: Request,
+        repair: Annotated[bool, Query(description="drop corrupt chunks, have the nodes report again")] = False,
+    ) -> Row:
+        """`findings` is what is wrong, `left` what is still wrong after a repair. One check at a time."""
+        with gateway.checks.holding():
+            try:
+                async with asyncio.timeout(gateway.config.request_s):
+                    report = await perform(request, check(with_repair=repair))
+            except TimeoutError:
+                raise DeadlineExceeded(f"the check was not done after {gateway.config.request_s:g} s") from None
+        row: Row = report.row()
+        return row
+
+
+def _questions(api: APIRouter, gateway: Gateway) -> None:
+    """The routes that only ask."""
+
+    @api.get("/v1/nodes", summary="List the store nodes", tags=["nodes"])
+    async def nodes(request: Request) -> list[Row]:
+        """Where they are, what they hold, when they were last seen, how far a drain is."""
+        async with gateway.store(request) as store:
+            found: list[Row] = plain(await store.nodes())
+        return found
+
+    @api.get("/v1/stat", summary="The store as a whole", tags=["store"])
+    async def stat(request: Request) -> Row:
+        """Nodes, chunks (each copy counted), bytes of memory and SSD."""
+        async with gateway.store(request) as store:
+            return rows.totals(await store.nodes())
+
+    @api.get("/v1/tenants", summary="What each tenant holds and may hold", tags=["store"])
+    async def tenants(request: Request) -> list[Row]:
+        """A tenant's own token tells of that tenant only."""
+        async with gateway.store(request) as store:
+            found: list[Row] = plain(await store.tenants())
+        return found

@@ -1,0 +1,184 @@
+"""Routes for values: their bytes out, in whole or in part, and in."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import JSONResponse
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tanghulu.errors import InvalidRequest, NodeUnavailable
+from tanghulu.store.admin import rows
+from tanghulu.store.client.chunk import Chunk
+from tanghulu.store.client.options import put_options
+from tanghulu.store.gateway.bounds import read_into
+from tanghulu.store.gateway.client import GatewayClient
+from tanghulu.store.gateway.gateway import Gateway, key_of
+from tanghulu.store.gateway.ranges import ByteRange, RangeNotSatisfiable, asks_for_part, names_tag, part_of
+from tanghulu.store.protocol.types import validate_key
+from tanghulu.types import format_size
+from tanghulu.web.errors import BodyTooLarge, LengthRequired, answer_to
+
+_OCTETS = "application/octet-stream"
+_PIECE_BYTES = 256 << 10
+_BYTES_OUT: dict[int | str, dict[str, Any]] = {
+    200: {"content": {_OCTETS: {}}, "description": "the value"},
+    206: {"content": {_OCTETS: {}}, "description": "the part of it that Range asks for"},
+    304: {"description": "If-None-Match names what is there"},
+    404: {"description": "no such chunk"},
+    416: {"description": "Range asks for nothing of the value"},
+}
+_BODY_IN = {"requestBody": {"required": True, "content": {_OCTETS: {"schema": {"type": "string", "format": "binary"}}}}}
+
+
+def router(gateway: Gateway) -> APIRouter:
+    """The routes."""
+    api = APIRouter(tags=["values"])
+
+    @api.get("/v1/values/{key:key}", summary="The bytes of a value", responses=_BYTES_OUT, response_class=Response)
+    async def get(request: Request, key: str) -> Response:
+        """Honours `Range` (one range of bytes), `If-None-Match` and `If-Range`; ETag is the chunk's version."""
+        validate_key(key_of(request, key))
+        return _ValueReply(gateway, request, key)
+
+    @api.head("/v1/values/{key:key}", summary="Whether a value is there, and its size", response_class=Response)
+    async def head(request: Request, key: str) -> Response:
+        """The headers of GET. Reads nothing, so it does not count as a use of the chunk."""
+        async with gateway.store(request) as store:
+            info = await store.stat(key_of(request, key))
+        if names_tag(request.headers.get("if-none-match"), _tag(info.version)):
+            return Response(status_code=304, headers=_headers(info.version))
+        headers = {**_headers(info.version), "content-length": str(info.size_bytes)}
+        return Response(status_code=200, headers=headers, media_type=_OCTETS)
+
+    @api.put(
+        "/v1/values/{key:key}",
+        summary="Put a value",
+        status_code=201,
+        openapi_extra=_BODY_IN,
+        responses={
+            200: {"description": "the key was there already; nothing was written"},
+            411: {"description": "Content-Length is missing"},
+            413: {"description": "the value is longer than the store takes"},
+        },
+    )
+    async def put(
+        request: Request,
+        key: str,
+        replicas: Annotated[int, Query(description="nodes that shall hold it")] = 1,
+        pin: Annotated[str, Query(description="how it stands to eviction: none, soft or hard")] = "none",
+        ttl_s: Annotated[float | None, Query(description="seconds after which it may go")] = None,
+        prefer_node: Annotated[str | None, Query(description="id of the node that should hold it")] = None,
+    ) -> Response:
+        """The body is the value. Chunks are immutable: of a key that is there the first value stays."""
+        validate_key(key_of(request, key))
+        put_options(replicas, pin, ttl_s, prefer_node, True, 0)  # before the body is read
+        size_bytes = _length(request)
+        async with gateway.store(request) as store:
+            await _refuse_too_large(gateway, store, size_bytes)
+            with gateway.values.holding_bytes(size_bytes):
+                body = memoryview(bytearray(size_bytes))
+                await read_into(request.receive, body)
+                status = await store.put(key, body, replicas=replicas, pin=pin, ttl_s=ttl_s, prefer_node=prefer_node)
+        gateway.metrics.written_bytes.inc(0 if status.existed else size_bytes)
+        return JSONResponse(rows.put(status), 200 if status.existed else 201)
+
+    return api
+
+
+def _length(request: Request) -> int:
+    length = request.headers.get("content-length")
+    if length is None:
+        raise LengthRequired("send the value with its Content-Length; chunked bodies are not taken")
+    if not int(length):
+        raise InvalidRequest("the value is empty; a chunk has at least one byte")
+    return int(length)
+
+
+async def _refuse_too_large(gateway: Gateway, store: GatewayClient, size_bytes: int) -> None:
+    """Raise BodyTooLarge for what no node can ever hold, before it is sent."""
+    views = await store.nodes()
+    largest = max((view.capacity_bytes for view in views), default=size_bytes)
+    most = min(largest, gateway.config.max_value, gateway.config.max_in_flight_bytes)
+    if size_bytes > most:
+        raise BodyTooLarge(f"the value has {format_size(size_bytes)}; at most {format_size(most)} are taken here")
+
+
+def _headers(version: int) -> dict[str, str]:
+    return {"etag": _tag(version), "accept-ranges": "bytes", "cache-control": "no-cache"}
+
+
+class _ValueReply(Response):
+    """A value, piece by piece from the store's own memory where that is mapped; its lease ends with the last piece."""
+
+    def __init__(self, gateway: Gateway, request: Request, key: str) -> None:
+        super().__init__()
+        self._gateway = gateway
+        self._request = request
+        self._key = key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Get the value and send it."""
+        async with self._gateway.store(self._request) as store:
+            if (version := await self._known(store)) is not None:
+                await _begin(send, 304, _headers(version))
+                await send({"type": "http.response.body"})
+                return
+            chunk, part, size_bytes = await self._read(store)
+            with chunk, self._gateway.values.holding_bytes(len(chunk)):
+                await self._send(send, chunk, part, size_bytes)
+
+    async def _known(self, store: GatewayClient) -> int | None:
+        """The version of what is there, if the client has it already; nothing is read then."""
+        condition = self._request.headers.get("if-none-match")
+        if condition is None:
+            return None
+        version = (await store.stat(self._key)).version
+        return version if names_tag(condition, _tag(version)) else None
+
+    async def _read(self, store: GatewayClient) -> tuple[Chunk, ByteRange | None, int]:
+        """(the bytes to be sent, which part of the value they are, the value's size)."""
+        wanted = self._request.headers.get("range")
+        if wanted is None or not asks_for_part(wanted):
+            chunk = await store.get(self._key)
+            return chunk, None, len(chunk)
+        info = await store.stat(self._key)
+        if self._request.headers.get("if-range", _tag(info.version)) != _tag(info.version):
+            chunk = await store.get(self._key)
+            return chunk, None, len(chunk)
+        part = part_of(wanted, info.size_bytes)
+        chunk = await store.get_range(self._key, part.offset, part.length)
+        if chunk.version != info.version:
+            chunk.close()
+            raise NodeUnavailable(f"{self._key!r} was replaced while it was being read; try again")
+        return chunk, part, info.size_bytes
+
+    async def _send(self, send: Send, chunk: Chunk, part: ByteRange | None, size_bytes: int) -> None:
+        headers = {**_headers(chunk.version), "content-type": _OCTETS}
+        headers["content-length"] = str(len(chunk))
+        if part is not None:
+            headers["content-range"] = part.content_range(size_bytes)
+        await _begin(send, 200 if part is None else 206, headers)
+        view = chunk.view
+        for begin in range(0, len(chunk), _PIECE_BYTES):
+            piece = bytes(view[begin : begin + _PIECE_BYTES])
+            await send({"type": "http.response.body", "body": piece, "more_body": begin + len(piece) < len(chunk)})
+        self._gateway.metrics.read_bytes.inc(len(chunk))
+
+
+def _tag(version: int) -> str:
+    return f'"{version:x}"'
+
+
+async def _begin(send: Send, status: int, headers: dict[str, str]) -> None:
+    pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": status, "headers": pairs})
+
+
+def unsatisfiable(error: RangeNotSatisfiable) -> Response:
+    """The answer to a range of which the value has nothing."""
+    answer = answer_to(error)
+    answer.headers["content-range"] = f"bytes */{error.size_bytes}"
+    return answer

@@ -1,0 +1,250 @@
+"""The shell around Election: talks to etcd, and lets the master's edges answer only while it leads.
+
+Also keeps the *roster* in etcd: the ids of the nodes that the leader has let in. It is written before a node's
+registration is answered, so whoever leads next knows which nodes may hold acknowledged chunks, and its directory is
+complete as soon as all of them have reported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Iterable
+
+import structlog
+
+from tanghulu.discovery.base import Instance
+from tanghulu.discovery.etcd_client import EtcdClient
+from tanghulu.discovery.instance_wire import instance_to_proto
+from tanghulu.discovery.masters import leader_in, leader_key
+from tanghulu.errors import MasterUnavailable, NotLeader
+from tanghulu.protos import etcd_pb2
+from tanghulu.runtime.clock import Clock
+from tanghulu.store.master.election.election import (
+    Apply,
+    Campaign,
+    Election,
+    Holder,
+    Instruction,
+    Lead,
+    Renew,
+    Revoke,
+    StepDown,
+)
+from tanghulu.types import Address
+
+_log = structlog.get_logger(__name__)
+#: Every call to etcd; less than a lease, so that a renewal that hangs is followed by another.
+_CALL_DEADLINE_S = 1.0
+_TICK_S = 0.02
+_RETRY_S = 0.2
+#: How long a closing master tries to give the key back.
+_RESIGN_S = 1.0
+
+
+def roster_key(namespace: str) -> bytes:
+    """Where the ids of the known nodes stand, one a line."""
+    return f"/tanghulu-masters/{namespace}/nodes".encode()
+
+
+class Leadership:
+    """``on_lead(term, known nodes or None)`` and ``on_step_down()`` are called in the event loop."""
+
+    def __init__(
+        self,
+        addresses: Iterable[Address],
+        instance: Instance,
+        ttl_s: float,
+        clock: Clock,
+        on_lead: Callable[[int, frozenset[str] | None], None],
+        on_step_down: Callable[[], None],
+    ) -> None:
+        self.election = Election(ttl_s)
+        self.cluster = 0
+        self._client = EtcdClient(tuple(addresses), _CALL_DEADLINE_S)
+        self._instance = instance
+        self._key = leader_key(instance.namespace)
+        self._roster_key = roster_key(instance.namespace)
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._on_lead = on_lead
+        self._on_step_down = on_step_down
+        self._known: frozenset[str] | None = None
+        self._roster: set[str] = set()
+        self._roster_lock = asyncio.Lock()
+        self._calls: set[asyncio.Task[None]] = set()
+
+    # --- what the edges ask
+
+    @property
+    def leads(self) -> bool:
+        """Whether this master may answer now."""
+        return self.election.leads(self._clock.now_s())
+
+    @property
+    def term(self) -> int:
+        """Of this master, while it leads."""
+        return self.election.term
+
+    def require(self) -> None:
+        """Raise NotLeader unless this master leads."""
+        if not self.leads:
+            leader = self.election.leader
+            raise NotLeader.naming("" if leader == str(self._instance.address) else leader)
+
+    def heard_of(self, term: int, term_of: int) -> None:
+        """A node has obeyed a master of ``term``; raises NotLeader if that is later than this one's."""
+        if term > self.election.term and term_of == self.cluster:
+            _log.warning("master.outranked", own_term=self.election.term, term=term)
+            self._perform(self.election.outranked(term, self._clock.now_s()))
+            self.require()
+
+    @property
+    def num_enrolled(self) -> int:
+        """Nodes in the roster."""
+        return len(self._roster)
+
+    async def enrol(self, node_id: str) -> None:
+        """Have ``node_id`` in the roster. Raises MasterUnavailable or NotLeader; then the node must not be let in."""
+        async with self._roster_lock:
+            if node_id not in self._roster:
+                await self._write_roster(self._roster | {node_id})
+        self.require()
+
+    async def keep_roster(self, node_ids: frozenset[str]) -> None:
+        """Forget the nodes that are gone; a failure is made good by the next call."""
+        async with self._roster_lock:
+            if self.leads and self._roster - node_ids:
+                with contextlib.suppress(MasterUnavailable):
+                    await self._write_roster(self._roster & node_ids)
+
+    async def _write_roster(self, node_ids: set[str]) -> None:
+        mine = etcd_pb2.Compare(
+            result=etcd_pb2.Compare.EQUAL,
+            target=etcd_pb2.Compare.CREATE,
+            key=self._key,
+            create_revision=self.election.term,
+        )
+        put = etcd_pb2.PutRequest(key=self._roster_key, value="\n".join(sorted(node_ids)).encode())
+        request = etcd_pb2.TxnRequest(compare=[mine], success=[etcd_pb2.RequestOp(request_put=put)])
+        if not (await self._client.transact(request)).succeeded:
+            raise NotLeader.naming("")
+        self._roster = node_ids
+
+    # --- life
+
+    async def run(self) -> None:
+        """Take part in the election until cancelled; then resign."""
+        watching = asyncio.create_task(self._watch())
+        try:
+            while not watching.done():
+                self._perform(self.election.tick(self._clock.now_s()))
+                await asyncio.sleep(_TICK_S)
+            watching.result()
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+            self._perform(self.election.resign())
+            if self._calls:
+                await asyncio.wait(self._calls, timeout=_RESIGN_S)
+            for call in self._calls:
+                call.cancel()
+            await self._client.close()
+
+    async def _watch(self) -> None:
+        """Tell the election how the key stands, now and whenever it changes."""
+        while True:
+            try:
+                await self._observe()
+            except MasterUnavailable as error:
+                _log.warning("master.etcd_unavailable", error=error.message)
+            await asyncio.sleep(_RETRY_S)
+
+    async def _observe(self) -> None:
+        now = await self._client.range(self._key)
+        self.cluster = now.header.cluster_id
+        self._see(_holder(now.kvs[0]) if now.kvs else None, now.header.revision)
+        async with contextlib.aclosing(self._client.watch(self._key, b"", now.header.revision + 1)) as changes:
+            async for change in changes:
+                gone = change.type == etcd_pb2.Event.DELETE
+                self._see(None if gone else _holder(change.kv), change.kv.mod_revision)
+
+    def _see(self, holder: Holder | None, revision: int) -> None:
+        before = self.election.leader
+        self._perform(self.election.seen(holder, revision))
+        if self.election.leader not in ("", before):
+            _log.info("master.follows", leader=self.election.leader)
+
+    # --- instructions
+
+    def _perform(self, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case Lead(term):
+                    _log.info("master.leads", term=term, known_nodes=len(self._known or ()))
+                    self._roster = set(self._known or ())
+                    self._on_lead(term, self._known)
+                case StepDown():
+                    _log.warning("master.stepped_down", term=self.election.term, leader=self.election.leader)
+                    self._on_step_down()
+                case Apply():
+                    self._spawn(self._apply())
+                case Campaign(lease):
+                    self._spawn(self._campaign(lease))
+                case Renew(lease):
+                    self._spawn(self._renew(lease))
+                case Revoke(lease):
+                    self._spawn(self._revoke(lease))
+
+    def _spawn(self, call: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(call)
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+
+    async def _apply(self) -> None:
+        asked_s = self._clock.now_s()
+        try:
+            lease = await self._client.grant(self._ttl_s)
+        except MasterUnavailable:
+            self._perform(self.election.failed(self._clock.now_s()))
+        else:
+            self._perform(self.election.lease_granted(lease, asked_s))
+
+    async def _campaign(self, lease: int) -> None:
+        free = etcd_pb2.Compare(
+            result=etcd_pb2.Compare.EQUAL, target=etcd_pb2.Compare.CREATE, key=self._key, create_revision=0
+        )
+        value = instance_to_proto(self._instance).SerializeToString()
+        put = etcd_pb2.PutRequest(key=self._key, value=value, lease=lease)
+        roster = etcd_pb2.RequestOp(request_range=etcd_pb2.RangeRequest(key=self._roster_key))
+        leader = etcd_pb2.RequestOp(request_range=etcd_pb2.RangeRequest(key=self._key))
+        request = etcd_pb2.TxnRequest(
+            compare=[free], success=[etcd_pb2.RequestOp(request_put=put), roster], failure=[leader]
+        )
+        try:
+            reply = await self._client.transact(request)
+        except MasterUnavailable:
+            self._perform(self.election.failed(self._clock.now_s()))
+            return
+        revision, now_s = reply.header.revision, self._clock.now_s()
+        if reply.succeeded:
+            known = reply.responses[1].response_range.kvs
+            self._known = frozenset(known[0].value.decode().split()) if known else None
+            holder = Holder(str(self._instance.address), revision)
+        else:
+            holder = _holder(reply.responses[0].response_range.kvs[0])
+        self._perform(self.election.campaigned(holder, revision, won=reply.succeeded, now_s=now_s))
+
+    async def _renew(self, lease: int) -> None:
+        asked_s = self._clock.now_s()
+        with contextlib.suppress(MasterUnavailable):
+            known = await self._client.keep_alive(lease)
+            self._perform(self.election.renewed(lease, asked_s, known=known))
+
+    async def _revoke(self, lease: int) -> None:
+        with contextlib.suppress(MasterUnavailable):  # then it runs out by itself
+            await self._client.revoke(lease)
+
+
+def _holder(kv: etcd_pb2.KeyValue) -> Holder:
+    return Holder(str(leader_in(kv.value)), kv.create_revision)

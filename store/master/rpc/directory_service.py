@@ -1,0 +1,284 @@
+"""The edge of the directory: one implementation of its calls, behind the fast lane and behind gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import grpc.aio
+import structlog
+
+from tanghulu.errors import NodeUnavailable, StoreFull, TanghuluError
+from tanghulu.protos import directory_pb2 as pb
+from tanghulu.protos import directory_pb2_grpc, fastlane_pb2, store_pb2
+from tanghulu.rpc.fast_server import FastService, Peer
+from tanghulu.rpc.grpc_edge import abort
+from tanghulu.store.master.directory.chunk_table import Found
+from tanghulu.store.master.rpc import wire
+from tanghulu.store.master.rpc.followers import follow
+from tanghulu.store.master.rpc.waiting import Waiting
+from tanghulu.store.master.server import Shell
+from tanghulu.store.protocol import packed_directory
+from tanghulu.store.protocol import packed_write_buffer as packed_desk
+from tanghulu.store.protocol.packed_directory import LocateRequest, Location
+from tanghulu.store.protocol.types import Proclamation, Verdict
+from tanghulu.types import format_size
+
+_log = structlog.get_logger(__name__)
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+Q = TypeVar("Q")
+A = TypeVar("A")
+
+
+class DirectoryCalls:
+    """The unary calls: message in, message out, typed errors raised. None of them waits."""
+
+    def __init__(self, shell: Shell) -> None:
+        self._shell = shell
+        self._master = shell.master
+        self._metrics = shell.metrics
+        self.waiting = Waiting(shell)
+
+    def announce(self, request: pb.AnnounceRequest) -> pb.AnnounceReply:
+        """Take what a node says."""
+        announcement = wire.announcement_from_wire(request)
+        leadership = self._shell.leadership
+        if leadership is not None:
+            leadership.heard_of(request.term, request.term_of)
+        answer = self._master.announce(announcement, self._shell.now_s)
+        self._shell.changed()
+        if len(self.waiting.board):
+            added = zip(announcement.added, answer.accepted, strict=True)
+            self.waiting.announced(entry.key for entry, stands in added if stands)
+        counts = self._metrics.counts
+        num_accepted = answer.accepted.count(True)
+        counts.announcements[announcement.report] += 1
+        counts.accepted += num_accepted
+        counts.refused += len(answer.accepted) - num_accepted - len(answer.undecided)
+        counts.removed += len(announcement.removed) + len(announcement.deleted)
+        counts.withdrawn = self._master.directory.promises.num_withdrawn
+        reply = pb.AnnounceReply(
+            accepted=answer.accepted, report_wanted=answer.report_wanted, undecided=answer.undecided
+        )
+        orders = self._master.orders_for(announcement, self._shell.now_s)
+        if orders is not None:
+            wire.add_orders(reply, *orders, self._master.directory.instance)
+        if request.tenants:
+            self._tell_of_tenants(request, reply)
+        if leadership is not None:
+            reply.term, reply.term_of = leadership.term, leadership.cluster
+        return reply
+
+    def _tell_of_tenants(self, request: pb.AnnounceRequest, reply: pb.AnnounceReply) -> None:
+        totals, directory = self._master.tenants, self._master.directory
+        totals.told(request.node_id, {each.tenant: each.num_bytes for each in request.tenants})
+        for tenant, num_bytes in totals.elsewhere(request.node_id, directory.candidates()).items():
+            reply.elsewhere.add(tenant=tenant, num_bytes=num_bytes)
+        reply.num_nodes = directory.num_nodes
+
+    def _announce_on(self, peer: Peer, request: pb.AnnounceRequest, attachment: memoryview) -> pb.AnnounceReply:
+        """``announce`` of a node whose connection tells of its end."""
+        self._shell.require_leadership()
+        reply = self.announce(request)
+        if peer.state is None:
+            peer.state = node_id = request.node_id
+            self._master.connection_made(node_id, self._shell.now_s)
+            peer.on_close.append(lambda: self._master.connection_lost(node_id, self._shell.now_s))
+        return reply
+
+    def _proclaim(self, peer: Peer, said: Proclamation, attachment: memoryview) -> bytes:
+        """Take a client's word for a chunk that it has written into a desk."""
+        self._shell.require_leadership()
+        verdict = self._master.directory.proclaim(said, self._shell.now_s)
+        counts = self._metrics.counts
+        if verdict is Verdict.ACCEPTED:
+            self._shell.changed()
+            if len(self.waiting.board):
+                self.waiting.announced((said.key,))
+            counts.proclaimed += 1
+        elif verdict is Verdict.EXISTS:
+            counts.refused += 1
+        return packed_desk.pack_verdict(verdict)
+
+    def _proclaim_many(self, peer: Peer, said: list[Proclamation], attachment: memoryview) -> bytes:
+        """The same of several values of one put."""
+        wire.check_count(len(said))
+        self._shell.require_leadership()
+        directory, now_s, counts = self._master.directory, self._shell.now_s, self._metrics.counts
+        verdicts = [directory.proclaim(each, now_s) for each in said]
+        accepted = [each.key for each, verdict in zip(said, verdicts, strict=True) if verdict is Verdict.ACCEPTED]
+        if accepted:
+            self._shell.changed()
+            if len(self.waiting.board):
+                self.waiting.announced(accepted)
+        counts.proclaimed += len(accepted)
+        counts.refused += verdicts.count(Verdict.EXISTS)
+        return packed_desk.pack_verdicts(verdicts)
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether an unknown key is not yet a missing one."""
+        return not self._master.directory.rebuild.is_ready
+
+    def holds(self, keys: Sequence[str]) -> bytes:
+        """For each key 1 if somebody holds it, else 0."""
+        wire.check_count(len(keys))
+        held = self._master.directory.holds(keys)
+        self._count(len(keys), held.count(0))
+        return held
+
+    def holders(self, keys: Sequence[str]) -> list[Found | None]:
+        """Who holds these keys."""
+        wire.check_count(len(keys))
+        found = self._master.directory.locate(keys)
+        self._count(len(keys), found.count(None))
+        return found
+
+    def _count(self, num_keys: int, num_missing: int) -> None:
+        counts = self._metrics.counts
+        counts.missing += num_missing
+        counts.found += num_keys - num_missing
+
+    def locate(self, request: pb.LocateRequest) -> pb.LocateReply:
+        """Who holds these keys, or only whether somebody does."""
+        if request.count_only:
+            return pb.LocateReply(found=self.holds(request.keys), incomplete=self.incomplete)
+        return wire.locate_to_wire(self.holders(request.keys), incomplete=self.incomplete)
+
+    def _locate(self, peer: Peer, request: LocateRequest, attachment: memoryview) -> bytes:
+        self._shell.require_leadership()
+        if request.count_only:
+            return packed_directory.pack_existence(self.holds(request.keys), self.incomplete)
+        located = [
+            packed_directory.NOWHERE
+            if each is None
+            else Location(each.node_ids, each.version, each.size_bytes, each.num_warm)
+            for each in self.holders(request.keys)
+        ]
+        return packed_directory.pack_located(located, self.incomplete)
+
+    def place(self, request: pb.PlaceRequest) -> pb.PlaceReply:
+        """Where to put a new chunk. Raises NodeUnavailable without nodes, StoreFull if none can hold it."""
+        directory = self._master.directory
+        nodes = directory.place(wire.wish_from_wire(request), self._shell.rng)
+        if not nodes and not directory.num_nodes:
+            raise NodeUnavailable("no store node is registered at this master; start one with `tanghulu node`")
+        if not nodes:
+            raise StoreFull(
+                f"none of {directory.num_nodes} nodes takes a chunk of {format_size(request.size_bytes)}: "
+                "they are draining, smaller, or have not announced their capacity yet"
+            )
+        self._metrics.counts.placements += 1
+        return pb.PlaceReply(nodes=wire.nodes_to_wire(nodes, self._shell.now_s))
+
+    def nodes(self, request: pb.NodesRequest) -> pb.NodesReply:
+        """All nodes, and how the directory stands."""
+        directory = self._master.directory
+        return pb.NodesReply(
+            nodes=wire.nodes_to_wire(directory.nodes(), self._shell.now_s, self._master.copies.progress),
+            rebuilding=not directory.rebuild.is_ready,
+            num_keys=directory.num_keys,
+            master_generation=self._master.generation,
+        )
+
+    def list_keys(self, request: pb.ListKeysRequest) -> pb.ListKeysReply:
+        """A page of keys, in order."""
+        listing, more = self._master.directory.list_keys(request.prefix, request.after, wire.list_limit(request))
+        return wire.listing_to_wire(listing, more=more)
+
+    def replicate(self, request: pb.ReplicateRequest) -> pb.ReplicateReply:
+        """Have chunks copied ahead. Raises InvalidRequest for a number or a time that makes no sense."""
+        wire.check_count(len(request.keys))
+        master = self._master
+        num_taken = master.copies.ask(request.keys, request.holders, request.for_s, self._shell.now_s)
+        return pb.ReplicateReply(num_taken=num_taken)
+
+    def serve(self, service: FastService) -> None:
+        """Answer on the fast lane too."""
+        service.register(fastlane_pb2.METHOD_HELLO, store_pb2.HelloRequest, _welcome)
+        service.register(fastlane_pb2.METHOD_ANNOUNCE, pb.AnnounceRequest, self._announce_on)
+        service.register_packed(fastlane_pb2.METHOD_LOCATE, packed_directory.unpack_locate, self._locate)
+        service.register_packed(fastlane_pb2.METHOD_PROCLAIM, packed_desk.unpack_proclaim, self._proclaim)
+        many = fastlane_pb2.METHOD_PROCLAIM_MANY
+        service.register_packed(many, packed_desk.unpack_proclaim_many, self._proclaim_many)
+        service.register(fastlane_pb2.METHOD_WAIT, pb.WaitRequest, self.waiting.wait)
+        self._register(service, fastlane_pb2.METHOD_PLACE, pb.PlaceRequest, self.place)
+        self._register(service, fastlane_pb2.METHOD_NODES, pb.NodesRequest, self.nodes)
+        self._register(service, fastlane_pb2.METHOD_LIST_KEYS, pb.ListKeysRequest, self.list_keys)
+        self._register(service, fastlane_pb2.METHOD_REPLICATE, pb.ReplicateRequest, self.replicate)
+
+    def _register(self, service: FastService, method: int, request_type: Any, call: Callable[[Any], Any]) -> None:
+        def handler(peer: Peer, request: Any, attachment: memoryview) -> Any:
+            return call(request)
+
+        def handler_of_several(peer: Peer, request: Any, attachment: memoryview) -> Any:
+            self._shell.require_leadership()
+            return call(request)
+
+        service.register(method, request_type, handler if self._shell.leadership is None else handler_of_several)
+
+
+class DirectoryService(directory_pb2_grpc.DirectoryServicer):
+    """The same calls over gRPC, and the event stream."""
+
+    def __init__(self, shell: Shell, calls: DirectoryCalls) -> None:
+        self._shell = shell
+        self._calls = calls
+
+    async def Announce(self, request: pb.AnnounceRequest, context: Context) -> pb.AnnounceReply:
+        """See DirectoryCalls.announce."""
+        return await self._answer(self._calls.announce, request, context)
+
+    async def Locate(self, request: pb.LocateRequest, context: Context) -> pb.LocateReply:
+        """See DirectoryCalls.locate."""
+        return await self._answer(self._calls.locate, request, context)
+
+    async def Place(self, request: pb.PlaceRequest, context: Context) -> pb.PlaceReply:
+        """See DirectoryCalls.place."""
+        return await self._answer(self._calls.place, request, context)
+
+    async def Nodes(self, request: pb.NodesRequest, context: Context) -> pb.NodesReply:
+        """See DirectoryCalls.nodes."""
+        return await self._answer(self._calls.nodes, request, context)
+
+    async def ListKeys(self, request: pb.ListKeysRequest, context: Context) -> pb.ListKeysReply:
+        """See DirectoryCalls.list_keys."""
+        return await self._answer(self._calls.list_keys, request, context)
+
+    async def Replicate(self, request: pb.ReplicateRequest, context: Context) -> pb.ReplicateReply:
+        """See DirectoryCalls.replicate."""
+        return await self._answer(self._calls.replicate, request, context)
+
+    async def Wait(self, request: pb.WaitRequest, context: Context) -> pb.WaitReply:
+        """See Waiting."""
+        try:
+            return await self._calls.waiting.wait_grpc(request)
+        except TanghuluError as error:
+            await abort(context, error)
+            raise
+
+    async def Events(self, request: pb.EventsRequest, context: Context) -> AsyncIterator[pb.EventBatch]:
+        """A snapshot or the events behind the caller's last, then changes; see followers."""
+        open_streams = self._shell.metrics.followers.labels("directory")
+        open_streams.inc()
+        try:
+            self._shell.require_leadership()
+            async for batch in follow(self._shell, request):
+                yield batch
+        except TanghuluError as error:
+            await abort(context, error)
+        finally:
+            open_streams.dec()
+
+    async def _answer(self, call: Callable[[Q], A], request: Q, context: Context) -> A:
+        try:
+            self._shell.require_leadership()
+            return call(request)
+        except TanghuluError as error:
+            await abort(context, error)
+            raise
+
+
+def _welcome(peer: Peer, request: store_pb2.HelloRequest, attachment: memoryview) -> store_pb2.HelloReply:
+    """Peers that have credentials show them here; where there is a gate it has looked at them."""
+    return store_pb2.HelloReply()

@@ -1,0 +1,108 @@
+"""The edge of Membership: gRPC calls to the lease table, and the stream of who comes and goes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, TypeAlias
+
+import grpc.aio
+import structlog
+
+from tanghulu.discovery.base import EventKind, Instance, InstanceEvent
+from tanghulu.discovery.instance_wire import instance_from_proto, instance_to_proto, role_of
+from tanghulu.errors import Overloaded, TanghuluError
+from tanghulu.protos import membership_pb2 as pb
+from tanghulu.protos import membership_pb2_grpc
+from tanghulu.rpc.grpc_edge import abort
+from tanghulu.store.master.directory.events import Lagged
+from tanghulu.store.master.server import Shell
+from tanghulu.types import Role
+
+_log = structlog.get_logger(__name__)
+_KINDS = {EventKind.PUT: pb.InstanceEvent.PUT, EventKind.DELETE: pb.InstanceEvent.DELETE}
+_EVENTS_AT_ONCE = 256
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+
+
+class MembershipService(membership_pb2_grpc.MembershipServicer):
+    """Discovery as the master serves it."""
+
+    def __init__(self, shell: Shell) -> None:
+        self._shell = shell
+        self._master = shell.master
+
+    async def Register(self, request: pb.RegisterRequest, context: Context) -> pb.RegisterReply:
+        """Enter or replace an instance."""
+        try:
+            self._shell.require_leadership()
+            instance = instance_from_proto(request.instance)
+            if self._shell.leadership is not None and instance.role is Role.NODE:
+                await self._shell.leadership.enrol(instance.id)
+            lease_id = self._master.register(instance, request.ttl_ms / 1000, self._shell.now_s)
+        except TanghuluError as error:
+            await abort(context, error)
+            raise
+        self._shell.changed()
+        _log.info("instance.registered", instance=instance.id, lease_id=lease_id, address=str(instance.address))
+        return pb.RegisterReply(lease_id=lease_id, master_generation=self._master.generation)
+
+    async def KeepAlive(self, request: pb.KeepAliveRequest, context: Context) -> pb.KeepAliveReply:
+        """Renew a lease."""
+        await self._require(context)
+        known = self._master.keep_alive(request.instance_id, request.lease_id, self._shell.now_s)
+        return pb.KeepAliveReply(known=known, master_generation=self._master.generation)
+
+    async def Deregister(self, request: pb.DeregisterRequest, context: Context) -> pb.DeregisterReply:
+        """End a lease; one that is gone already is no error."""
+        await self._require(context)
+        if self._master.deregister(request.instance_id, request.lease_id):
+            _log.info("instance.deregistered", instance=request.instance_id)
+            self._shell.changed()
+        return pb.DeregisterReply()
+
+    async def _require(self, context: Context) -> None:
+        try:
+            self._shell.require_leadership()
+        except TanghuluError as error:
+            await abort(context, error)
+
+    async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.InstanceEvent]:
+        """Every live instance, SYNCED, then changes."""
+        open_streams = self._shell.metrics.followers.labels("membership")
+        open_streams.inc()
+        try:
+            self._shell.require_leadership()
+            roles = frozenset(role_of(component) for component in request.components)
+            async for event in self._watch(roles, request.namespace or "default"):
+                yield event
+        except TanghuluError as error:
+            await abort(context, error)
+        finally:
+            open_streams.dec()
+
+    async def _watch(self, roles: frozenset[Role], namespace: str) -> AsyncIterator[pb.InstanceEvent]:
+        def wanted(instance: Instance) -> bool:
+            return instance.namespace == namespace and (not roles or instance.role in roles)
+
+        ring = self._master.members
+        cursor = ring.last
+        present = [instance for instance in self._master.leases.instances() if wanted(instance)]
+        for instance in present:
+            yield pb.InstanceEvent(kind=pb.InstanceEvent.PUT, instance=instance_to_proto(instance))
+        yield pb.InstanceEvent(kind=pb.InstanceEvent.SYNCED)
+        while True:
+            try:
+                events = ring.read(cursor, _EVENTS_AT_ONCE)
+            except Lagged:
+                self._shell.metrics.cut_off_followers.inc()
+                raise Overloaded(f"this watch fell behind change {ring.first}; watch again") from None
+            if not events:
+                await self._shell.news()
+            for number, event in events:
+                cursor = number
+                if event.instance is not None and wanted(event.instance):
+                    yield _to_wire(event, event.instance)
+
+
+def _to_wire(event: InstanceEvent, instance: Instance) -> pb.InstanceEvent:
+    return pb.InstanceEvent(kind=_KINDS[event.kind], instance=instance_to_proto(instance))

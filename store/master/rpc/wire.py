@@ -1,0 +1,151 @@
+"""The edge between the directory's values and their messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from tanghulu.discovery.base import Instance
+from tanghulu.discovery.instance_wire import instance_to_proto
+from tanghulu.errors import InvalidRequest
+from tanghulu.protos import common_pb2
+from tanghulu.protos import directory_pb2 as pb
+from tanghulu.store.master.directory.announcement import Announcement, ChunkEntry, Report, Withdrawal
+from tanghulu.store.master.directory.chunk_table import Found
+from tanghulu.store.master.directory.copy_orders import Copy, Drop
+from tanghulu.store.master.directory.directory import NodeView
+from tanghulu.store.master.directory.listing import KeyListing
+from tanghulu.store.master.directory.placement import MAX_REPLICAS, Wish
+from tanghulu.store.master.replication.planner import Progress
+from tanghulu.store.protocol.directory_events import DirectoryEvent, DirectoryEventKind
+from tanghulu.types import MAX_KEY_BYTES, MAX_VALUE_BYTES, Place
+
+MAX_KEYS_PER_CALL = 1 << 16
+DEFAULT_LIST_LIMIT = 1000
+MAX_LIST_LIMIT = 10_000
+
+_REPORTS = {report.value: report for report in Report}
+_KINDS = {
+    DirectoryEventKind.STORED: pb.DirectoryEvent.STORED,
+    DirectoryEventKind.REMOVED: pb.DirectoryEvent.REMOVED,
+    DirectoryEventKind.NODE_GONE: pb.DirectoryEvent.NODE_GONE,
+    DirectoryEventKind.SYNCED: pb.DirectoryEvent.SYNCED,
+    DirectoryEventKind.RESET: pb.DirectoryEvent.RESET,
+}
+
+
+def announcement_from_wire(request: pb.AnnounceRequest) -> Announcement:
+    """What a node says; raises InvalidRequest for a key or size out of bounds."""
+    check_count(len(request.added) + len(request.removed) + len(request.deleted) + len(request.withdrawn))
+    announcement = Announcement(
+        node_id=request.node_id,
+        generation=request.generation,
+        added=[_entry(chunk) for chunk in request.added],
+        removed=request.removed,
+        deleted=request.deleted,
+        withdrawn=[Withdrawal(each.key, each.version) for each in request.withdrawn],
+        report=_REPORTS.get(request.report, Report.NONE),
+        capacity_bytes=request.capacity_bytes,
+        used_bytes=request.used_bytes,
+        ssd_capacity_bytes=request.ssd_capacity_bytes,
+        ssd_used_bytes=request.ssd_used_bytes,
+    )
+    if request.HasField("news"):
+        news = request.news
+        announcement.replicated = [(each.key, min(each.replicas, MAX_REPLICAS)) for each in news.replicated]
+        announcement.quiet = news.quiet
+        announcement.hot = [(each.key, each.num_gets) for each in news.hot]
+        announcement.failed_copies = news.failed
+    return announcement
+
+
+def _entry(chunk: pb.ChunkEntry) -> ChunkEntry:
+    if not 0 < len(chunk.key) <= MAX_KEY_BYTES:
+        raise InvalidRequest(f"a key of {len(chunk.key)} characters is not within 1..{MAX_KEY_BYTES}")
+    if chunk.size_bytes > MAX_VALUE_BYTES:
+        raise InvalidRequest(f"chunk {chunk.key!r} of {chunk.size_bytes} bytes is larger than {MAX_VALUE_BYTES}")
+    return ChunkEntry(chunk.key, chunk.version, chunk.size_bytes, chunk.tier == common_pb2.TIER_SSD)
+
+
+def add_orders(
+    reply: pb.AnnounceReply, copies: Iterable[Copy], drops: Iterable[Drop], instance: Callable[[str], Instance | None]
+) -> None:
+    """What the node is to do, into the answer to its announcement; ``instance`` finds the sources."""
+    sources: set[str] = set()
+    for copy in copies:
+        reply.copies.add(key=copy.key, version=copy.version, size_bytes=copy.size_bytes, source=copy.source)
+        sources.add(copy.source)
+    for source in sources:
+        found = instance(source)
+        if found is not None:
+            reply.sources.append(instance_to_proto(found))
+    for drop in drops:
+        reply.drops.add(key=drop.key, version=drop.version)
+
+
+def check_count(num_keys: int) -> None:
+    """Raise InvalidRequest for too many keys in one call."""
+    if num_keys > MAX_KEYS_PER_CALL:
+        raise InvalidRequest(f"{num_keys} keys in one call are more than {MAX_KEYS_PER_CALL}; send them in several")
+
+
+def locate_to_wire(found: Iterable[Found | None], *, incomplete: bool) -> pb.LocateReply:
+    """The answer to LOCATE: node ids once, locations by their index."""
+    reply = pb.LocateReply(incomplete=incomplete)
+    indexes: dict[str, int] = {}
+    add = reply.locations.add
+    for chunk in found:
+        if chunk is None:
+            add()
+            continue
+        version, size_bytes, node_ids, num_warm = chunk
+        nodes = [indexes.setdefault(node_id, len(indexes)) for node_id in node_ids]
+        add(nodes=nodes, version=version, size_bytes=size_bytes, num_warm=num_warm)
+    reply.node_ids.extend(indexes)
+    return reply
+
+
+def wish_from_wire(request: pb.PlaceRequest) -> Wish:
+    """What is to be placed; raises InvalidRequest for a place that is none."""
+    client_place = Place.parse(request.client_place) if request.client_place else None
+    return Wish(request.size_bytes, request.replicas or 1, request.prefer_node, client_place)
+
+
+def nodes_to_wire(
+    nodes: Iterable[NodeView], now_s: float, progress: Callable[[str], Progress] | None = None
+) -> list[pb.NodeInfo]:
+    """Nodes as messages; ``last_seen_s`` becomes an age. ``progress`` tells of the draining ones."""
+    messages: list[pb.NodeInfo] = []
+    for node in nodes:
+        message = pb.NodeInfo(
+            instance=instance_to_proto(node.instance),
+            capacity_bytes=node.capacity_bytes,
+            used_bytes=node.used_bytes,
+            num_chunks=node.num_chunks,
+            draining=node.draining,
+            last_seen_s=max(now_s - node.last_seen_s, 0.0),
+            ssd_capacity_bytes=node.ssd_capacity_bytes,
+            ssd_used_bytes=node.ssd_used_bytes,
+        )
+        if node.draining and progress is not None:
+            message.num_unsafe, message.drained = progress(node.instance.id)
+        messages.append(message)
+    return messages
+
+
+def list_limit(request: pb.ListKeysRequest) -> int:
+    """How many keys a page may have."""
+    return min(request.limit or DEFAULT_LIST_LIMIT, MAX_LIST_LIMIT)
+
+
+def listing_to_wire(listing: Iterable[KeyListing], *, more: bool) -> pb.ListKeysReply:
+    """A page of keys."""
+    keys = [
+        pb.KeyInfo(key=key, size_bytes=found.size_bytes, version=found.version, node_ids=found.node_ids)
+        for key, found in listing
+    ]
+    return pb.ListKeysReply(keys=keys, more=more)
+
+
+def event_to_wire(event: DirectoryEvent) -> pb.DirectoryEvent:
+    """One event for followers."""
+    return pb.DirectoryEvent(sequence=event.sequence, kind=_KINDS[event.kind], node_id=event.node_id, keys=event.keys)

@@ -1,0 +1,130 @@
+"""The asyncio side of the master that both edges stand on: the clock, the wake-up of followers, the ticking."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+
+import structlog
+
+from tanghulu.errors import NotLeader
+from tanghulu.runtime.clock import Clock
+from tanghulu.store.master.core import Master
+from tanghulu.store.master.election.leadership import Leadership
+from tanghulu.store.master.metrics import MasterMetrics
+
+_log = structlog.get_logger(__name__)
+TICK_S = 0.05
+#: Keys that are swept in one go, about 4 ms; other calls get their turn in between.
+SWEEP_KEYS = 1000
+#: Keys that the copy planner looks at in a tick while there is anything to copy, about as long.
+WALK_KEYS = 1000
+
+
+class Signal:
+    """Wakes everybody who waits. A waiter looks at the state first, then waits, without an await in between."""
+
+    def __init__(self) -> None:
+        self._event: asyncio.Event | None = None
+
+    def fire(self) -> None:
+        """Wake those who wait now."""
+        event, self._event = self._event, None
+        if event is not None:
+            event.set()
+
+    async def wait(self) -> None:
+        """Until the next ``fire``."""
+        if self._event is None:
+            self._event = asyncio.Event()
+        await self._event.wait()
+
+
+@dataclass(eq=False)
+class Shell:
+    """The master and what moves it. Edges call ``master`` and then ``changed()``."""
+
+    master: Master
+    clock: Clock
+    metrics: MasterMetrics
+    rng: Random
+    leadership: Leadership | None = None  # None: the only master
+    on_tick: list[Callable[[], None]] = field(default_factory=list)
+    on_step_down: list[Callable[[], None]] = field(default_factory=list)
+    _changed: Signal = field(default_factory=Signal)
+    _told: tuple[int, int, bool] = (0, 0, False)
+
+    @property
+    def now_s(self) -> float:
+        """The time to pass into the master."""
+        return self.clock.now_s()
+
+    def require_leadership(self) -> None:
+        """Raise NotLeader if this is one of several masters and does not lead."""
+        if self.leadership is not None:
+            self.leadership.require()
+
+    def require_generation(self, generation: int) -> None:
+        """Raise NotLeader unless the master still has the memories that it had as ``generation``."""
+        self.require_leadership()
+        if self.master.generation != generation:
+            raise NotLeader.naming("")
+
+    def begin_term(self, term: int, known_nodes: frozenset[str] | None) -> None:
+        """This master leads from now on."""
+        self.master.begin(term, self.now_s, known_nodes)
+        self.metrics.elections.inc()
+        self._changed.fire()
+
+    def step_down(self) -> None:
+        """This master leads no longer: forget everything and end all streams."""
+        self.master.begin(0, self.now_s)
+        for callback in self.on_step_down:
+            callback()
+        self._changed.fire()
+
+    def changed(self) -> None:
+        """Wake the followers if there is anything new for them."""
+        directory = self.master.directory
+        news = (directory.log.last, self.master.members.last, directory.rebuild.is_ready)
+        if news != self._told:
+            self._told = news
+            self._changed.fire()
+
+    async def news(self) -> None:
+        """Until something changed: a new event in either ring, or the directory is complete.
+
+        Raises NotLeader when this master has stepped down meanwhile.
+        """
+        generation = self.master.generation
+        await self._changed.wait()
+        self.require_generation(generation)
+
+    async def run(self) -> None:
+        """Tick and sweep until cancelled."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            was_ready = self.master.directory.rebuild.is_ready
+            for instance in self.master.tick(self.now_s, TICK_S):
+                self.metrics.expired_leases.labels(instance.role.value).inc()
+                _log.warning("lease.expired", instance=instance.id, component=instance.role.value)
+            if self.master.directory.rebuild.is_ready and not was_ready:
+                _log.info("directory.ready", num_keys=self.master.directory.num_keys)
+            self.master.plan(self.now_s, WALK_KEYS)
+            for callback in self.on_tick:
+                callback()
+            self.changed()
+            if self.leadership is not None and self.leadership.leads:
+                await self._keep_roster(self.leadership)
+            while self.master.directory.sweep(SWEEP_KEYS):
+                self.changed()
+                await asyncio.sleep(0)
+            self.changed()
+
+    async def _keep_roster(self, leadership: Leadership) -> None:
+        """Forget nodes that are gone, once it is known which are there."""
+        directory = self.master.directory
+        if directory.rebuild.is_ready and leadership.num_enrolled > directory.num_nodes:
+            await leadership.keep_roster(frozenset(directory.candidates()))

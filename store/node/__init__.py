@@ -1,0 +1,1 @@
+"""A store node: its segment, the chunks in it, and their way in and out."""

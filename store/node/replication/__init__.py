@@ -1,0 +1,1 @@
+"""Copies that the master orders, pulled from other nodes."""

@@ -1,0 +1,117 @@
+"""Makes the copies that the master orders: pulls chunks from other nodes and puts them here, with all their options.
+
+A client of the store in the node's own process does the reading, by whatever transport reaches the source, and the
+checksums are verified; then the chunk goes the way of every put, so it is announced and the master's word on it stands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+import structlog
+
+from tanghulu.errors import ChunkNotFound, TanghuluError
+from tanghulu.masters import Masters
+from tanghulu.store.client.chunk import Chunk as ReadChunk
+from tanghulu.store.client.drivers.asynchronous import AsyncShell
+from tanghulu.store.client.logic.effects import Deadline, Logic, PeerId
+from tanghulu.store.client.logic.operations import Operations
+from tanghulu.store.client.model import ChunkInfo
+from tanghulu.store.client.settings import Settings
+from tanghulu.store.node.reporting.copy_wire import CopyOrder, Orders
+from tanghulu.store.node.writes.puts import PutDesk
+from tanghulu.store.protocol.types import NewChunk
+from tanghulu.types import ChunkKey
+
+_log = structlog.get_logger(__name__)
+#: Copies at one time: each may hold a whole value in memory.
+MAX_AT_ONCE = 4
+#: Orders that wait; the master gives fewer.
+MAX_WAITING = 1024
+COPY_DEADLINE_S = 20.0
+
+
+class Copier:
+    """``run`` until cancelled; ``on_failed`` is told of every order that came to nothing."""
+
+    def __init__(self, masters: Masters, desk: PutDesk, on_failed: Callable[[str], None]) -> None:
+        self._settings = Settings(master=masters)
+        self._desk = desk
+        self._on_failed = on_failed
+        self._orders: asyncio.Queue[CopyOrder] = asyncio.Queue(MAX_WAITING)
+        self._shell: AsyncShell | None = None
+        self.num_copied = 0
+        self.num_failed = 0
+
+    def order(self, orders: Orders) -> None:
+        """Make these copies, soon."""
+        if self._shell is None:
+            return  # closing, or not begun: the master's orders run out by themselves
+        self._shell.context.nodes.learn(orders.sources)
+        for order in orders.copies:
+            try:
+                self._orders.put_nowait(order)
+            except asyncio.QueueFull:
+                self._failed(order, TanghuluError(f"more than {MAX_WAITING} copies are waiting"))
+
+    async def run(self) -> None:
+        """Work off the orders until cancelled."""
+        self._shell = AsyncShell(self._settings)
+        workers = [asyncio.create_task(self._work(self._shell)) for _ in range(MAX_AT_ONCE)]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+            shell, self._shell = self._shell, None
+            with contextlib.suppress(TanghuluError):
+                await shell.close()
+
+    async def _work(self, shell: AsyncShell) -> None:
+        while True:
+            order = await self._orders.get()
+            try:
+                await self._copy(shell, order)
+            except TanghuluError as error:
+                self._failed(order, error)
+            else:
+                self.num_copied += 1
+
+    async def _copy(self, shell: AsyncShell, order: CopyOrder) -> None:
+        deadline = shell.deadline(COPY_DEADLINE_S)
+        info, chunk = await shell.run(_pull(shell, deadline, order), deadline)
+        with chunk:
+            new = NewChunk(
+                ChunkKey(order.key), info.version, info.size_bytes, info.checksums, info.pin, info.ttl_s, info.replicas
+            )
+            until_s = asyncio.get_running_loop().time() + deadline.remaining_s()
+            value = chunk.numpy().data.cast("B")
+            (outcome,) = await self._desk.put_all([(new, value)], visible=True, until_s=until_s)
+            del value
+        if isinstance(outcome, TanghuluError):
+            raise outcome
+        if outcome:  # then it is announced already, or another version of the key is
+            raise TanghuluError("the key is here")
+
+    def _failed(self, order: CopyOrder, error: TanghuluError) -> None:
+        _log.info("copy.failed", key=order.key, source=order.source, code=error.code, error=error.message)
+        self.num_failed += 1
+        self._on_failed(order.key)
+
+
+def _pull(shell: AsyncShell, deadline: Deadline, order: CopyOrder) -> Logic[tuple[ChunkInfo, ReadChunk]]:
+    """What the source knows of the chunk, and its bytes, verified."""
+    operations = Operations(shell.context, shell.flush)
+    shell.context.locations.set(order.key, (PeerId(order.source),))
+    chunk = yield from operations.get(deadline, order.key)  # which brings it up from an SSD
+    try:
+        info = yield from operations.stat_at(order.key, order.source)
+        if not info.version == chunk.version == order.version:
+            raise ChunkNotFound(f"{order.source} holds {order.key!r} at another version than {order.version}")
+    except TanghuluError:
+        chunk.close()
+        raise
+    return info, chunk

@@ -1,0 +1,1 @@
+"""How a node tells the master of itself: registration, and reports of what it holds."""

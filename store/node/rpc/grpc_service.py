@@ -1,0 +1,128 @@
+"""The node's gRPC edge for third parties: whole values inside messages, no session, no leases."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, TypeAlias
+
+import grpc.aio
+
+from tanghulu.errors import ChunkNotFound, InvalidRequest, TanghuluError
+from tanghulu.protos import store_pb2, store_pb2_grpc
+from tanghulu.rpc import grpc_edge
+from tanghulu.store.node.rpc.metrics import TrafficCounters
+from tanghulu.store.node.rpc.service import DEFAULT_DEADLINE_S, cut_values
+from tanghulu.store.node.rpc.stats import stat_reply
+from tanghulu.store.node.ssd.promotion import Promoter
+from tanghulu.store.node.state.chunk import Chunk
+from tanghulu.store.node.state.node_state import NodeState
+from tanghulu.store.node.writes.puts import PutDesk, PutOutcome, remaining_s
+from tanghulu.store.protocol.wire import checksums_to_wire, new_chunk_from_wire, set_error
+from tanghulu.types import ChunkKey
+
+#: All values of one answer; below gRPC's own limit for a message.
+MAX_ANSWER_BYTES = 60 << 20
+_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+class GrpcStoreNode(store_pb2_grpc.StoreNodeServicer):
+    """Put, Get, Exists, Remove and Stat over gRPC; larger values than a message can hold need the fast lane."""
+
+    def __init__(
+        self, state: NodeState, desk: PutDesk, traffic: TrafficCounters, promoter: Promoter | None = None
+    ) -> None:
+        self._promoter = promoter
+        self._state = state
+        self._desk = desk
+        self._traffic = traffic
+
+    async def Put(self, request: store_pb2.PutRequest, context: _Context) -> store_pb2.PutReply:
+        """Put the values in ``inline_data``."""
+        try:
+            items = cut_values([new_chunk_from_wire(item) for item in request.items], memoryview(request.inline_data))
+            until_s = asyncio.get_running_loop().time() + remaining_s(request.deadline_ms, DEFAULT_DEADLINE_S)
+        except TanghuluError as error:
+            await grpc_edge.abort(context, error)
+            raise AssertionError("abort raises") from error
+        self._state.desks.drain()
+        outcomes = await self._desk.put_all(items, visible=request.visible, until_s=until_s)
+        self._desk.room_changed()
+        self._traffic.bytes_written["grpc"] += len(request.inline_data)
+        return store_pb2.PutReply(results=[_put_result(outcome) for outcome in outcomes])
+
+    async def Get(self, request: store_pb2.GetRequest, context: _Context) -> store_pb2.GetReply:
+        """The values of all keys, one behind the other in ``inline_data``."""
+        self._state.desks.drain()
+        reply = store_pb2.GetReply()
+        values: list[bytes] = []
+        touched: list[Chunk] = []
+        size = 0
+        async for key, error in self._in_memory(request):
+            item = reply.items.add()
+            if error is not None:
+                set_error(item.status, error)
+                continue
+            chunk = self._state.look_up(ChunkKey(key))
+            if chunk is not None and request.verify and not self._desk.verify(chunk):
+                chunk = None
+            if chunk is None:
+                set_error(item.status, ChunkNotFound(f"{key!r} is not on this node"))
+                continue
+            size += chunk.size_bytes
+            if size > MAX_ANSWER_BYTES:
+                set_error(
+                    item.status, InvalidRequest("the values do not fit into one gRPC message; ask for fewer keys")
+                )
+                continue
+            item.size_bytes, item.version = chunk.size_bytes, chunk.version
+            item.checksums.CopyFrom(checksums_to_wire(chunk.checksums))
+            values.append(bytes(self._desk.bytes_of(chunk)))
+            touched.append(chunk)
+        self._state.touch(touched)
+        reply.inline_data = b"".join(values)
+        self._traffic.bytes_read["grpc"] += len(reply.inline_data)
+        return reply
+
+    async def _in_memory(self, request: store_pb2.GetRequest) -> AsyncIterator[tuple[str, TanghuluError | None]]:
+        """The keys, one by one; those on the SSD come up first, or with what kept them from it."""
+        if self._promoter is None:
+            for key in request.keys:
+                yield key, None
+            return
+        until_s = asyncio.get_running_loop().time() + remaining_s(request.deadline_ms, DEFAULT_DEADLINE_S)
+        async for each in self._promoter.each(request.keys, until_s):
+            yield each
+
+    async def Exists(self, request: store_pb2.ExistsRequest, context: _Context) -> store_pb2.ExistsReply:
+        """One byte a key."""
+        self._state.desks.drain()
+        found = (self._state.holds(ChunkKey(key)) for key in request.keys)
+        return store_pb2.ExistsReply(found=bytes(found))
+
+    async def Remove(self, request: store_pb2.RemoveRequest, context: _Context) -> store_pb2.RemoveReply:
+        """Drop chunks; one byte a key."""
+        self._state.desks.drain()
+        removed = bytes(self._state.remove(ChunkKey(key)) for key in request.keys)
+        self._desk.room_changed()
+        try:
+            until_s = asyncio.get_running_loop().time() + DEFAULT_DEADLINE_S
+            await self._desk.told_removals(until_s)
+            if self._promoter is not None:
+                await self._promoter.settled(until_s)
+        except TanghuluError as error:
+            await grpc_edge.abort(context, error)
+        return store_pb2.RemoveReply(removed=removed)
+
+    async def Stat(self, request: store_pb2.StatRequest, context: _Context) -> store_pb2.StatReply:
+        """What the node knows of each chunk."""
+        self._state.desks.drain()
+        return stat_reply(self._state, request)
+
+
+def _put_result(outcome: PutOutcome) -> store_pb2.PutResult:
+    if not isinstance(outcome, TanghuluError):
+        return store_pb2.PutResult(existed=outcome)
+    result = store_pb2.PutResult()
+    set_error(result.status, outcome)
+    return result

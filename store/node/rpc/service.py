@@ -1,0 +1,389 @@
+"""The node's fast lane: HELLO, PUT, RESERVE, COMMIT, GET, UNPIN, EXISTS, REMOVE, CHUNK_STAT, EVICTION.
+
+An edge: turns messages into NodeState's words and back. What needs no waiting is answered in the same loop step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import structlog
+from google.protobuf.message import Message
+
+from tanghulu.errors import ChecksumMismatch, ChunkNotFound, InvalidRequest, TanghuluError, Unauthorized
+from tanghulu.protos import fastlane_pb2, store_pb2
+from tanghulu.rpc.fast_server import Answer, FastService, Handler, Later, Peer
+from tanghulu.rpc.frames import PROTOCOL_VERSION
+from tanghulu.store.node.rpc.metrics import TrafficCounters
+from tanghulu.store.node.rpc.sessions import Greeting, Session, Sessions, as_set
+from tanghulu.store.node.rpc.stats import check_count, stat_reply
+from tanghulu.store.node.ssd.promotion import Promoter
+from tanghulu.store.node.state.chunk import Chunk
+from tanghulu.store.node.state.node_state import NodeState
+from tanghulu.store.node.state.outcomes import Existed, Reserved
+from tanghulu.store.node.state.proclaimed import is_relied_on
+from tanghulu.store.node.state.tenant_usage import Policies
+from tanghulu.store.node.writes.puts import PutDesk, PutOutcome, Written, remaining_s
+from tanghulu.store.node.writes.write_buffers import after_drain
+from tanghulu.store.protocol import packed_node
+from tanghulu.store.protocol import packed_write_buffer as packed_desk
+from tanghulu.store.protocol.packed_node import CommitRequest, Found, GetRequest, PutRequest, UnpinRequest
+from tanghulu.store.protocol.shared_index import IndexPlace
+from tanghulu.store.protocol.types import MAX_INLINE_BYTES, NewChunk
+from tanghulu.store.protocol.wire import index_to_wire
+from tanghulu.transfer_engine.core.descriptor_wire import to_proto
+from tanghulu.transfer_engine.core.segment import SegmentDescriptor
+from tanghulu.types import ChunkKey, LeaseId
+
+_log = structlog.get_logger(__name__)
+
+#: Payload in one answer; what does not fit is pinned instead.
+MAX_INLINE_ANSWER_BYTES = 4 << 20
+#: Of the memory, what one answer pins while it brings chunks up from the SSD; the first of them may be larger.
+MAX_PINNED_FRACTION = 1 / 8
+DEFAULT_DEADLINE_S = 5.0
+#: An answer that waits: for the master, or for room first.
+Pending: TypeAlias = Later | Coroutine[Any, Any, Answer]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeIdentity:
+    """What the node says of itself in HELLO."""
+
+    instance_id: str
+    generation: int
+    segment: SegmentDescriptor
+    index: IndexPlace | None = None
+
+
+class NodeService:
+    """Registers its handlers by ``serve``. ``state`` of a Peer is its Session."""
+
+    def __init__(
+        self,
+        identity: NodeIdentity,
+        state: NodeState,
+        desk: PutDesk,
+        sessions: Sessions,
+        traffic: TrafficCounters,
+        promoter: Promoter | None = None,
+        policies: Policies = Policies(),  # noqa: B008 - it is immutable
+    ) -> None:
+        self._policies = policies
+        self._identity = identity
+        self._state = state
+        self._desk = desk
+        self._sessions = sessions
+        self._traffic = traffic
+        self._promoter = promoter
+
+    def serve(self, service: FastService) -> None:
+        """Answer the node's methods."""
+        service.register(fastlane_pb2.METHOD_HELLO, store_pb2.HelloRequest, self.hello)
+        service.register_packed(fastlane_pb2.METHOD_DESK, packed_desk.unpack_desk_request, self.desk)
+        packed: list[tuple[int, Callable[[bytes], Any], Handler]] = [
+            (fastlane_pb2.METHOD_PUT, packed_node.unpack_put, self.put),
+            (fastlane_pb2.METHOD_RESERVE, packed_node.unpack_put, self.reserve),
+            (fastlane_pb2.METHOD_COMMIT, packed_node.unpack_commit, self.commit),
+            (fastlane_pb2.METHOD_GET, packed_node.unpack_get, self.get),
+            (fastlane_pb2.METHOD_UNPIN, packed_node.unpack_unpin, self.unpin),
+        ]
+        for method, unpack, handler in packed:
+            service.register_packed(method, unpack, after_drain(self._state, handler))
+        others: list[tuple[int, type[Message], Handler]] = [
+            (fastlane_pb2.METHOD_EXISTS, store_pb2.ExistsRequest, self.exists),
+            (fastlane_pb2.METHOD_REMOVE, store_pb2.RemoveRequest, self.remove),
+            (fastlane_pb2.METHOD_CHUNK_STAT, store_pb2.StatRequest, self.stat),
+            (fastlane_pb2.METHOD_EVICTION, store_pb2.EvictionRequest, self.eviction),
+        ]
+        for method, request_type, handler in others:
+            service.register(method, request_type, after_drain(self._state, handler))
+
+    # --- sessions
+
+    def hello(self, peer: Peer, request: store_pb2.HelloRequest, attachment: memoryview) -> Answer:
+        """Open or join the client's session."""
+        if request.protocol_version != PROTOCOL_VERSION:
+            raise InvalidRequest(f"protocol version {request.protocol_version}; this node speaks {PROTOCOL_VERSION}")
+        if peer.state is not None:
+            raise InvalidRequest("HELLO comes once, in the first frame")
+        who = peer.identity
+        may_map = who is None or who.shared_memory
+        shm = may_map and request.wants_shm and request.host_id == self._identity.segment.host_id
+        client_id = request.client_id if who is None else who.scope + request.client_id
+        greeting = Greeting(client_id, peer.pid if may_map else None, shm, as_set(request.held_lease_ids))
+        session = self._sessions.open(greeting)
+        peer.state = session
+        peer.on_close.append(lambda: self._sessions.leave(session))
+        return store_pb2.HelloReply(
+            instance_id=self._identity.instance_id,
+            generation=self._identity.generation,
+            session_id=session.session_id,
+            segment=to_proto(self._identity.segment),
+            max_inline_bytes=MAX_INLINE_BYTES,
+            index=index_to_wire(self._identity.index) if may_map else None,
+            key_scope=who.scope if who is not None and may_map else "",
+        )
+
+    # --- puts
+
+    def desk(self, peer: Peer, value_bytes: int, attachment: memoryview) -> Answer:
+        """A desk for a client that maps the memory; none if there is none to spare."""
+        session = session_of(peer)
+        scope = "" if peer.identity is None else peer.identity.scope
+        maps = session.holder.maps
+        place = self._state.desks.grant(session.session_id, value_bytes, scope) if maps else None
+        self._desk.room_changed()
+        return packed_desk.pack_desk(place)
+
+    def put(self, peer: Peer, request: PutRequest, attachment: memoryview) -> Pending:
+        """Put values that came in the request."""
+        session_of(peer)
+        items = cut_values(request.items, attachment)
+        self._traffic.bytes_written["inline"] += len(attachment)
+        until_s = self._until(request.deadline_ms)
+        written = self._desk.write_at_once(items, visible=request.visible)
+        self._desk.room_changed()
+        if len(written) < len(items):
+            return self._put_rest(items, written, request.visible, until_s)
+        return self._settle(written, request.visible, until_s)
+
+    async def _put_rest(
+        self, items: list[tuple[NewChunk, memoryview]], written: list[Written], visible: bool, until_s: float
+    ) -> Answer:
+        written = await self._desk.write_rest(items, written, visible=visible, until_s=until_s)
+        return packed_node.pack_outcomes(await self._desk.settled(written, visible=visible, until_s=until_s))
+
+    def reserve(self, peer: Peer, request: PutRequest, attachment: memoryview) -> Answer | Coroutine[Any, Any, Answer]:
+        """Reserve ranges that the client will write."""
+        check_count(len(request.items))
+        session = session_of(peer)
+        items = request.items
+        reserved = self._desk.reserve_at_once(items, session.holder)
+        wipes = peer.identity is not None and not peer.identity.shared_memory
+        if len(reserved) < len(items):
+            return self._reserve_rest(items, reserved, session, self._until(request.deadline_ms), wipes)
+        return self._reserved(reserved, wipes)
+
+    async def _reserve_rest(
+        self, items: list[NewChunk], reserved: list[Written], session: Session, until_s: float, wipes: bool
+    ) -> Answer:
+        return self._reserved(await self._desk.reserve_rest(items, reserved, session.holder, until_s), wipes)
+
+    def _reserved(self, reserved: Sequence[Written], wipes: bool) -> bytes:
+        """The answer. ``wipes``: the client must not find in its ranges what was another tenant's."""
+        for outcome in reserved if wipes else ():
+            if isinstance(outcome, Reserved):
+                self._desk.wipe(outcome.chunk)
+        return _reserve_reply(reserved)
+
+    def commit(self, peer: Peer, request: CommitRequest, attachment: memoryview) -> Pending:
+        """Publish what the client has written, give back what it has not."""
+        check_count(len(request.items))
+        session = session_of(peer)
+        if request.aborted:
+            self._state.unpin(request.aborted, session.owned)
+        num_told = request.num_proclaimed if self._is_relied(request) else 0
+        written: list[Written] = []
+        for place, (lease_id, checksums) in enumerate(request.items):
+            lease = self._state.access.lease(LeaseId(lease_id))
+            try:
+                outcome = self._desk.commit(
+                    lease_id, session.session_id, checksums, visible=request.visible, proclaimed=place < num_told
+                )
+                written.append(outcome)
+                if lease is not None and lease.mapped:
+                    self._traffic.bytes_written["shm"] += lease.length
+            except TanghuluError as error:
+                written.append(error)
+        self._desk.room_changed()
+        return self._settle(written, request.visible, self._until(request.deadline_ms), num_told)
+
+    def _is_relied(self, request: CommitRequest) -> bool:
+        """Whether what was proclaimed was so for this life, and stands."""
+        reserved = [self._state.table.leased(LeaseId(lease_id)) for lease_id, _ in request.items]
+        stands = all(is_relied_on(self._state, chunk) for chunk in reserved if chunk is not None)
+        return stands and request.generation == self._identity.generation
+
+    def _settle(self, written: Sequence[Written], visible: bool, until_s: float, num_told: int = 0) -> Later:
+        later = Later()
+
+        def done(outcomes: list[PutOutcome]) -> None:
+            later.set(packed_node.pack_outcomes(outcomes))
+
+        self._desk.settle(written, visible=visible, until_s=until_s, done=done, num_told=num_told)
+        return later
+
+    # --- gets
+
+    def get(self, peer: Peer, request: GetRequest, attachment: memoryview) -> Answer | Coroutine[Any, Any, Answer]:
+        """Small values inside the answer, others pinned; those on the SSD come up first."""
+        check_count(len(request.keys))
+        session = session_of(peer)
+        if self._promoter is not None and self._promoter.is_cold(request.keys):
+            return self._get_cold(session, request, self._promoter)
+        items, values = self._get(session, request)
+        return packed_node.pack_found(items, self._state.access.lease_ms), values
+
+    async def _get_cold(self, session: Session, request: GetRequest, promoter: Promoter) -> Answer:
+        """Key by key, because room in memory may not suffice for all: what this call pins must not fill it up.
+
+        So beyond a part of the memory the answer ends, and the client asks again for the keys that are left.
+        """
+        items: list[Found | TanghuluError] = []
+        values: list[bytes | memoryview] = []
+        budget, pinned_bytes = MAX_INLINE_ANSWER_BYTES, 0
+        async for key, error in promoter.each(request.keys, self._until(request.deadline_ms)):
+            if error is not None:
+                items.append(error)
+                continue
+            inline_bytes = min(request.max_inline_bytes, budget)
+            one, more = self._get(session, GetRequest([key], inline_bytes, request.verify))
+            items += one
+            values += more
+            budget -= sum(map(len, more))
+            pinned_bytes += sum(each.size_bytes for each in one if isinstance(each, Found) and each.lease_id)
+            if pinned_bytes >= self._state.capacity_bytes * MAX_PINNED_FRACTION:
+                break
+        found = (self._state.find(ChunkKey(key)) for key in request.keys)
+        self._state.touch([chunk for chunk in found if chunk is not None])  # once more, in the order of the prompt
+        return packed_node.pack_found(items, self._state.access.lease_ms), values
+
+    def _get(
+        self, session: Session, request: GetRequest
+    ) -> tuple[list[Found | TanghuluError], list[bytes | memoryview]]:
+        items: list[Found | TanghuluError] = []
+        values: list[bytes | memoryview] = []
+        budget = MAX_INLINE_ANSWER_BYTES
+        touched: list[Chunk] = []
+        for key in request.keys:
+            try:
+                chunk = self._look_up(key, request.verify)
+                is_inline = chunk.size_bytes <= request.max_inline_bytes and chunk.size_bytes <= budget
+                pinned = None if is_inline else self._state.pin(chunk, session.holder)
+            except TanghuluError as error:
+                items.append(error)
+                continue
+            touched.append(chunk)
+            if pinned is None:
+                values.append(bytes(self._desk.bytes_of(chunk)))
+                budget -= chunk.size_bytes
+                items.append(Found(chunk.size_bytes, chunk.version, chunk.checksums, 0, 0, False))
+            else:
+                items.append(
+                    Found(
+                        chunk.size_bytes,
+                        chunk.version,
+                        chunk.checksums,
+                        pinned.lease_id,
+                        chunk.offset,
+                        pinned.copies_only,
+                    )
+                )
+        self._state.touch(touched)
+        self._traffic.bytes_read["inline"] += MAX_INLINE_ANSWER_BYTES - budget
+        return items, values
+
+    def _look_up(self, key: str, verify: bool) -> Chunk:
+        chunk = self._state.look_up(ChunkKey(key))
+        if chunk is None:
+            raise ChunkNotFound(f"{key!r} is not on {self._identity.instance_id}")
+        if verify and not self._desk.verify(chunk):
+            raise ChecksumMismatch(f"the bytes of {key!r} on {self._identity.instance_id} were corrupt and are dropped")
+        return chunk
+
+    def unpin(self, peer: Peer, request: UnpinRequest, attachment: memoryview) -> Answer:
+        """End leases; look at chunks that a reader found corrupt."""
+        session = session_of(peer)
+        for key in request.corrupt:
+            chunk = self._state.find(ChunkKey(key))
+            if chunk is not None:
+                self._desk.verify(chunk)
+        if request.read:
+            found = (self._state.look_up(ChunkKey(key)) for key in request.read)
+            self._state.touch([chunk for chunk in found if chunk is not None])
+        self._state.unpin(request.lease_ids, session.owned)
+        self._traffic.bytes_read["shm"] += request.bytes_read
+        self._desk.room_changed()
+        return b""
+
+    # --- questions
+
+    def exists(self, peer: Peer, request: store_pb2.ExistsRequest, attachment: memoryview) -> Answer:
+        """One byte a key; neither pins nor touches."""
+        check_count(len(request.keys))
+        holds = self._state.holds
+        return store_pb2.ExistsReply(found=bytes(holds(ChunkKey(key)) for key in request.keys))
+
+    def remove(
+        self, peer: Peer, request: store_pb2.RemoveRequest, attachment: memoryview
+    ) -> Coroutine[Any, Any, Answer]:
+        """Drop chunks; one byte a key."""
+        check_count(len(request.keys))
+        removed = bytes(self._state.remove(ChunkKey(key)) for key in request.keys)
+        self._desk.room_changed()
+        return self._removed(removed)
+
+    async def _removed(self, removed: bytes) -> Answer:
+        until_s = asyncio.get_running_loop().time() + DEFAULT_DEADLINE_S
+        await self._desk.told_removals(until_s)
+        if self._promoter is not None:
+            await self._promoter.settled(until_s)
+        return store_pb2.RemoveReply(removed=removed)
+
+    def stat(self, peer: Peer, request: store_pb2.StatRequest, attachment: memoryview) -> Answer:
+        """What the node knows of each chunk."""
+        return stat_reply(self._state, request)
+
+    def eviction(self, peer: Peer, request: store_pb2.EvictionRequest, attachment: memoryview) -> Answer:
+        """Name the eviction policy, after switching to another if one is named."""
+        session_of(peer)
+        room, wanted = self._state.room, request.policy
+        if wanted and wanted != room.policy_name:
+            self._policies.memory(wanted)  # raises for an unknown name before anything changes
+            room.switch_policy(lambda: self._policies.memory(wanted))
+            self._state.tier.switch_policy(lambda: self._policies.tier(wanted))
+            _log.info("node.eviction_policy", policy=wanted)
+        return store_pb2.EvictionReply(policy=room.policy_name)
+
+    def _until(self, deadline_ms: int) -> float:
+        return asyncio.get_running_loop().time() + remaining_s(deadline_ms, DEFAULT_DEADLINE_S)
+
+
+def _reserve_reply(reserved: Sequence[Written]) -> bytes:
+    return packed_node.pack_reservations(
+        [
+            outcome
+            if isinstance(outcome, TanghuluError)
+            else None
+            if isinstance(outcome, Existed)
+            else packed_node.Reservation(outcome.lease_id, outcome.chunk.offset, outcome.copies_only)
+            for outcome in reserved
+        ]
+    )
+
+
+def cut_values(items: Sequence[NewChunk], data: memoryview) -> list[tuple[NewChunk, memoryview]]:
+    """The values that lie one behind the other in ``data``; raises InvalidRequest if the sizes do not add up."""
+    check_count(len(items))
+    if len(items) == 1 and items[0].size_bytes == len(data):
+        return [(items[0], data)]
+    cut: list[tuple[NewChunk, memoryview]] = []
+    position = 0
+    for new in items:
+        cut.append((new, data[position : position + new.size_bytes]))
+        position += new.size_bytes
+    if position != len(data):
+        raise InvalidRequest(f"the values' sizes add up to {position} bytes, {len(data)} came")
+    return cut
+
+
+def session_of(peer: Peer) -> Session:
+    """The session of a connection; raises Unauthorized if it has none."""
+    session = peer.state
+    if not isinstance(session, Session):
+        raise Unauthorized("say HELLO first")
+    return session

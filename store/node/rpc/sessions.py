@@ -1,0 +1,155 @@
+"""Who talks to the node: one session a client, over any number of connections, watched until its process exits.
+
+A client names itself with a random id in its first frame; all its connections share one session, so that threads may
+use several. When the last connection is gone the session is lost: the access table ends its leases, and keeps mapped
+ones in quarantine until the process has exited (watched here by pidfd) or the client comes back and says what it
+still holds.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass, field
+
+from tanghulu.errors import Overloaded, Unauthorized
+from tanghulu.store.node.state.node_state import NodeState
+from tanghulu.store.node.state.waiters import Holder
+from tanghulu.transfer_engine.transports.shm.listener import ProcessWatch
+
+MAX_SESSIONS = 4096
+_MAX_CLIENT_ID = 128
+#: Lost sessions of one client whose leases it may still give back.
+_MAX_LOST = 16
+
+
+@dataclass(eq=False)
+class Session:
+    """One client. ``owned`` holds its session's number and those of the sessions that it lost before."""
+
+    session_id: int
+    client_id: str
+    pid: int | None
+    holder: Holder
+    owned: tuple[int, ...]
+    num_connections: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """What a client says of itself; ``pid`` is the kernel's word (Unix sockets), never the client's."""
+
+    client_id: str
+    pid: int | None
+    wants_shm: bool
+    held_lease_ids: Container[int] = field(default=frozenset())
+
+
+class Sessions:
+    """Opens, joins and ends sessions. ``on_freed`` is called after leases of a vanished client ended."""
+
+    def __init__(self, state: NodeState, on_freed: Callable[[], None]) -> None:
+        self._state = state
+        self._on_freed = on_freed
+        self._watch = ProcessWatch(self._exited)
+        self._by_client: dict[tuple[str, int | None], Session] = {}
+        self._lost: dict[tuple[str, int | None], tuple[int, ...]] = {}
+        self._pids: dict[int, tuple[str, int | None]] = {}  # watched session -> its client
+
+    def __len__(self) -> int:
+        return len(self._by_client)
+
+    def open(self, greeting: Greeting) -> Session:
+        """The client's session, new or joined. Raises Unauthorized for no proper id, Overloaded for too many."""
+        if not 0 < len(greeting.client_id) <= _MAX_CLIENT_ID:
+            raise Unauthorized(f"a client names itself by an id of 1 to {_MAX_CLIENT_ID} characters")
+        client = (greeting.client_id, greeting.pid)
+        session = self._by_client.get(client)
+        if session is not None:
+            session.num_connections += 1
+            return session
+        if len(self._by_client) >= MAX_SESSIONS:
+            raise Overloaded(f"{MAX_SESSIONS} clients are connected to this node")
+        lost = self._lost.pop(client, ())
+        if lost:
+            release_unheld(self._state, lost, greeting.held_lease_ids)
+            self._on_freed()
+        session_id = secrets.randbits(62) + 1
+        self._state.access.open_session(session_id, greeting.pid)
+        maps = greeting.wants_shm and greeting.pid is not None and self._watch_process(session_id, greeting.pid)
+        session = Session(
+            session_id, greeting.client_id, greeting.pid, Holder(session_id, maps), (session_id, *lost)[:_MAX_LOST]
+        )
+        self._by_client[client] = session
+        if maps:
+            self._pids[session_id] = client
+        return session
+
+    def leave(self, session: Session) -> None:
+        """One connection of the session is gone; with the last one its leases end."""
+        session.num_connections -= 1
+        if session.num_connections:
+            return
+        client = (session.client_id, session.pid)
+        del self._by_client[client]
+        self._state.close_session(session.session_id)
+        if session.session_id in self._pids:
+            self._lost[client] = session.owned
+        self._on_freed()
+
+    def forget_ended(self) -> None:
+        """Stop watching lost sessions that hold nothing any more; to be called now and then."""
+        connected = {session.session_id for session in self._by_client.values()}
+        for session_id in list(self._pids):
+            needed = self._state.access.has_session(session_id) or self._state.desks.knows(session_id)
+            if session_id not in connected and not needed:
+                self._watch.forget(session_id)
+                self._lose_track(session_id)
+
+    def close(self) -> None:
+        """Stop watching processes."""
+        self._watch.close()
+
+    # --- inside
+
+    def _watch_process(self, session_id: int, pid: int) -> bool:
+        try:
+            self._watch.add(session_id, os.pidfd_open(pid))
+        except OSError:
+            return False  # gone already, or not of this pid namespace: it gets copies
+        return True
+
+    def _exited(self, session_id: int) -> None:
+        self._state.session_exited(session_id)
+        self._lose_track(session_id)
+        self._on_freed()
+
+    def _lose_track(self, session_id: int) -> None:
+        client = self._pids.pop(session_id, None)
+        if client is not None and client in self._lost:
+            rest = tuple(each for each in self._lost[client] if each != session_id)
+            if rest:
+                self._lost[client] = rest
+            else:
+                del self._lost[client]
+
+    def check(self) -> None:
+        """Assert that connected sessions are counted and open at the access table."""
+        for (client_id, pid), session in self._by_client.items():
+            assert (session.client_id, session.pid) == (client_id, pid)
+            assert session.num_connections > 0
+            assert self._state.access.has_session(session.session_id)
+
+
+def as_set(lease_ids: Iterable[int]) -> frozenset[int]:
+    """Lease ids of a message as a value."""
+    return frozenset(lease_ids)
+
+
+def release_unheld(state: NodeState, session_ids: Container[int], held: Container[int]) -> None:
+    """A client that came back holds no lease of its lost sessions but ``held``."""
+    for lease_id, _ in state.table.leases():
+        lease = state.access.lease(lease_id)
+        if lease is not None and lease.session_id in session_ids and lease_id not in held:
+            state.freed(state.access.release(lease_id))

@@ -1,0 +1,118 @@
+"""The node's fast lane for streamed values: STREAM, whose payload is received in place, and SETTLE. An edge."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from tanghulu.errors import InvalidRequest, Overloaded
+from tanghulu.protos import fastlane_pb2
+from tanghulu.rpc.fast_server import NO_ANSWER, Answer, FastService, Landing, Later, Peer
+from tanghulu.store.node.rpc.metrics import TrafficCounters
+from tanghulu.store.node.rpc.service import session_of
+from tanghulu.store.node.state.holdings import Holding
+from tanghulu.store.node.state.node_state import NodeState
+from tanghulu.store.node.state.outcomes import Existed
+from tanghulu.store.node.writes.puts import PutDesk, remaining_s
+from tanghulu.store.node.writes.streams import Arrival, ArrivalEvent, Arrivals
+from tanghulu.store.node.writes.write_buffers import after_drain
+from tanghulu.store.protocol import packed_stream
+from tanghulu.store.protocol.packed_node import pack_outcomes
+from tanghulu.store.protocol.packed_stream import SettleRequest, StreamRequest
+from tanghulu.types import format_size
+
+#: The putter's last word comes so soon at the latest, or less if it says so: as long as a reservation lasts.
+MAX_ARRIVAL_S = 10.0
+
+
+class ArrivalService:
+    """Registers its handlers by ``serve``; ``tick`` ends what takes too long."""
+
+    def __init__(
+        self,
+        generation: int,
+        state: NodeState,
+        desk: PutDesk,
+        traffic: TrafficCounters,
+        on_displaced: Callable[[Holding], None],
+    ) -> None:
+        self.arrivals = Arrivals(state, generation, on_displaced)
+        self._state = state
+        self._desk = desk
+        self._traffic = traffic
+        self._answers: dict[Arrival, Later] = {}
+
+    def serve(self, service: FastService) -> None:
+        """Answer the two methods."""
+        stream, settle = fastlane_pb2.METHOD_STREAM, fastlane_pb2.METHOD_SETTLE
+        service.register_packed(stream, packed_stream.unpack_stream, after_drain(self._state, self.stream))
+        service.register_landing(stream, self.land)
+        service.register_packed(settle, packed_stream.unpack_settle, after_drain(self._state, self.settle))
+
+    def land(self, peer: Peer, request: StreamRequest, payload_bytes: int) -> Landing | None:
+        """A place for a value whose head is there; None if there is none now, or no need of one."""
+        session_of(peer)
+        stream_id, new, visible, deadline_ms = request
+        if payload_bytes != new.size_bytes:
+            raise InvalidRequest(f"the value of {new.key!r} has {new.size_bytes} bytes, {payload_bytes} come")
+        self._state.desks.drain()
+        is_first = not self.arrivals.knows(peer)
+        until_s = asyncio.get_running_loop().time() + remaining_s(deadline_ms, MAX_ARRIVAL_S)
+        arrival = self.arrivals.begin(peer, stream_id, new, visible, until_s)
+        if arrival is None:
+            return None
+        if is_first:
+            peer.on_close.append(lambda: self._gone(peer))
+        return Landing(self._desk.bytes_of(arrival.chunk), lambda: self._landed(arrival))
+
+    def _landed(self, arrival: Arrival) -> Later:
+        arrival.step(ArrivalEvent.LANDED)
+        self._traffic.bytes_written["stream"] += arrival.chunk.size_bytes
+        later = self._answers[arrival] = Later()
+        return later
+
+    def stream(self, peer: Peer, request: StreamRequest, attachment: memoryview) -> Answer | Later:
+        """A value that came in one piece with its head, or that there was no place for."""
+        landing = self.land(peer, request, len(attachment))
+        if landing is not None:
+            landing.view[:] = attachment
+            landed = landing.landed()
+            assert isinstance(landed, Later)
+            return landed
+        if self._state.standing_anywhere(request.item.key) is not None:
+            outcome = self._state.reserve_at_once(request.item, None)
+            if isinstance(outcome, Existed):
+                return pack_outcomes([True])
+        size = format_size(request.item.size_bytes)
+        raise Overloaded(
+            f"this node has no room for {size} without waiting; put {request.item.key!r} by PUT, which waits"
+        )
+
+    def settle(self, peer: Peer, said: SettleRequest, attachment: memoryview) -> Later:
+        """The putter's last word; STREAM is answered now, or when the master knows the key."""
+        session_of(peer)
+        settled = self.arrivals.settle(peer, said)
+        if settled is None:
+            return NO_ANSWER
+        arrival, written, told = settled
+        later = self._answers.pop(arrival)
+        if written is None:
+            later.set(pack_outcomes([True]))
+        else:
+            visible = arrival.visible and not told
+            self._desk.settle(
+                [written], visible=visible, until_s=arrival.until_s, done=lambda each: later.set(pack_outcomes(each))
+            )
+        self._desk.room_changed()
+        return NO_ANSWER
+
+    def tick(self) -> None:
+        """Hang up on those who have begun a value and do not end it."""
+        for peer in self.arrivals.overdue(asyncio.get_running_loop().time()):
+            assert isinstance(peer, Peer)
+            peer.hang_up()
+
+    def _gone(self, peer: Peer) -> None:
+        self.arrivals.gone(peer)
+        self._answers = {arrival: later for arrival, later in self._answers.items() if not arrival.ended}
+        self._desk.room_changed()

@@ -1,0 +1,226 @@
+"""The file under the SSD tier, and the aligned memory that its I/O goes through: blocking calls, made by threads.
+
+Reads and writes bypass the page cache (O_DIRECT): the chunks would otherwise be in memory twice, once where nobody
+accounts for them. A file system that refuses direct I/O is used through the cache, with a line in the log that says so.
+Knows places, lengths and heads; what is worth keeping is ``tier_state``'s business.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from tanghulu.errors import ConfigError
+from tanghulu.store.node.state.allocator import OffsetAllocator
+from tanghulu.store.node.state.ssd_record import (
+    FILE_ID_BYTES,
+    MAX_HEAD_BYTES,
+    UNIT,
+    Record,
+    decode_head,
+    decode_superblock,
+    encode_superblock,
+    has_magic,
+    looks_like_tier,
+)
+from tanghulu.transfer_engine.core.segment import unmap
+
+_log = structlog.get_logger(__name__)
+
+#: What a scan reads at once: of heads that lie far from each other the first unit, elsewhere everything.
+_SPARSE_WINDOW = UNIT
+_DENSE_WINDOW = 1 << 20
+#: Records longer than this are jumped over: reading them would take longer than the next request.
+_FAR_BYTES = 128 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Aligned memory for one record; give it back to the arena that it came from."""
+
+    offset: int
+    view: memoryview
+
+
+class Arena:
+    """Bounded aligned memory for I/O; used by the event loop alone. Pages are taken from the system when touched."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self._area = mmap.mmap(-1, capacity_bytes)
+        self._view = memoryview(self._area)
+        self._allocator = OffsetAllocator(capacity_bytes, UNIT)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """All of it."""
+        return self._allocator.capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """What is under way."""
+        return self._allocator.used_bytes
+
+    @property
+    def largest_free_bytes(self) -> int:
+        """The longest buffer to be had now."""
+        return self._allocator.largest_free_bytes
+
+    def take(self, size_bytes: int) -> Buffer | None:
+        """A buffer of ``size_bytes`` (a multiple of the unit); None if there is no such piece."""
+        offset = self._allocator.allocate(size_bytes)
+        return None if offset is None else Buffer(offset, self._view[offset : offset + size_bytes])
+
+    def give_back(self, buffer: Buffer) -> None:
+        """No I/O uses the buffer any more."""
+        self._allocator.free(buffer.offset, len(buffer.view))
+        buffer.view.release()
+
+    def close(self) -> None:
+        """Unmap; buffers of writes that a failing disk never took keep their pages until they are dropped."""
+        unmap(self._view, self._area)
+
+
+class TierFile:
+    """One open file, locked against a second node. ``offset`` counts from behind the superblock everywhere."""
+
+    def __init__(self, path: Path, size_bytes: int) -> None:
+        """Open or make the file. Raises ConfigError if it is somebody else's, in use, or cannot be opened."""
+        self.path = path
+        self.capacity_bytes = size_bytes // UNIT * UNIT - UNIT
+        self.direct = True
+        self._wiped_area = mmap.mmap(-1, UNIT)  # zeros
+        self._wiped = memoryview(self._wiped_area)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._fd = self._open()
+            self.file_id = self._take_over()
+        except OSError as error:
+            raise ConfigError(f"cannot use {path} as SSD tier: {error.strerror or error}; choose another") from error
+
+    def _open(self) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        try:
+            fd = os.open(self.path, flags | os.O_DIRECT, 0o600)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+            self.direct = False
+            _log.warning("tier.no_direct_io", path=str(self.path), error=str(error), now="through the page cache")
+            fd = os.open(self.path, flags, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            raise ConfigError(
+                f"{self.path} is the SSD tier of another node; give each node a file of its own"
+            ) from None
+        return fd
+
+    def _take_over(self) -> bytes:
+        """The id of the file; a new or damaged one starts empty under a new id."""
+        first = mmap.mmap(-1, UNIT)  # unmapped with the last that holds it, which may be the error of a write
+        num_read = os.preadv(self._fd, [first], 0)
+        if num_read and first[:num_read].strip(b"\0") and not looks_like_tier(first[:]):
+            os.close(self._fd)
+            raise ConfigError(f"{self.path} is not an SSD tier of tanghulu; name a new file, or remove it")
+        file_id = decode_superblock(first[:])
+        if file_id is None:
+            if num_read:
+                _log.error("tier.superblock_damaged", path=str(self.path), now="starts empty")
+            file_id = secrets.token_bytes(FILE_ID_BYTES)
+            os.ftruncate(self._fd, 0)
+            first[:] = encode_superblock(file_id)
+            _all(os.pwritev, self._fd, memoryview(first), 0)
+        return file_id
+
+    # --- one record
+
+    def write(self, offset: int, view: memoryview) -> None:
+        """Write all of ``view`` (aligned). Raises OSError."""
+        _all(os.pwritev, self._fd, view, UNIT + offset)
+
+    def read(self, offset: int, view: memoryview) -> None:
+        """Fill ``view`` (aligned). Raises OSError, also where the file ends before."""
+        _all(os.preadv, self._fd, view, UNIT + offset)
+
+    def wipe(self, offset: int) -> None:
+        """Make the record at ``offset`` unfindable. Raises OSError."""
+        _all(os.pwritev, self._fd, self._wiped, UNIT + offset)
+
+    def sync(self) -> None:
+        """What was written survives a loss of power."""
+        os.fdatasync(self._fd)
+
+    def close(self) -> None:
+        """Close and unlock."""
+        os.close(self._fd)
+        unmap(self._wiped, self._wiped_area)  # the error of a wipe that failed may still show its slice of it
+
+    # --- everything
+
+    def scan(self) -> Iterator[tuple[int, Record]]:
+        """(offset, record) of everything that the file holds, by its heads; values are verified when they are read.
+
+        Reads heads only, and whole holes: after a head it goes on behind the record. Raises OSError.
+        """
+        with memoryview(mmap.mmap(-1, _DENSE_WINDOW)) as view:
+            end, position, length = min(self.capacity_bytes, self._length()), 0, _DENSE_WINDOW
+            while (position := self._next_data(position)) < end:
+                length = min(length, end - position)
+                num_read = os.preadv(self._fd, [view[:length]], UNIT + position)
+                if num_read <= 0:
+                    return
+                found, position = self._scan_window(view[:num_read], position, is_last=position + num_read >= end)
+                yield from found
+                is_sparse = bool(found) and found[-1][1].record_bytes > _FAR_BYTES
+                length = _SPARSE_WINDOW if is_sparse else _DENSE_WINDOW
+
+    def _scan_window(self, view: memoryview, begin: int, *, is_last: bool) -> tuple[list[tuple[int, Record]], int]:
+        """What begins in ``view``, and where to go on; with a head that is cut off the next window begins."""
+        found: list[tuple[int, Record]] = []
+        at = 0
+        while at < len(view):
+            if not has_magic(view, at):
+                at += UNIT
+                continue
+            record = decode_head(view[at : at + MAX_HEAD_BYTES], begin + at, self.file_id)
+            if record is not None:
+                found.append((begin + at, record))
+                at += record.record_bytes
+            elif len(view) - at < MAX_HEAD_BYTES and not is_last and (at or len(view) < _DENSE_WINDOW):
+                break
+            else:
+                at += UNIT
+        return found, begin + at
+
+    def _length(self) -> int:
+        return os.fstat(self._fd).st_size - UNIT
+
+    def _next_data(self, position: int) -> int:
+        """Skip what was never written."""
+        try:
+            place = os.lseek(self._fd, UNIT + position, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:
+                return self.capacity_bytes
+            raise
+        return max(place - UNIT, position) // UNIT * UNIT
+
+
+def _all(call: object, fd: int, view: memoryview, position: int) -> None:
+    """Repeat ``call`` (preadv or pwritev) until the whole view is through; direct I/O moves whole units."""
+    assert callable(call)
+    done = 0
+    while done < len(view):
+        num_bytes = call(fd, [view[done:]], position + done)
+        if num_bytes <= 0:
+            raise OSError(errno.EIO, f"{num_bytes} of {len(view) - done} bytes at {position + done}")
+        done += num_bytes

@@ -1,0 +1,160 @@
+"""Chunks that come back up from the SSD when somebody asks for them.
+
+One promotion a key at a time, however many ask; at most ``MAX_PROMOTIONS`` together, others wait their turn. Whoever
+waits does so until its own deadline; the promotion itself goes on for those who come later. Owns the waiting around
+``SsdTier.reading`` and ``NodeState``'s decisions about room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Sequence
+
+from tanghulu.errors import ChunkNotFound, DeadlineExceeded, StoreFull, TanghuluError
+from tanghulu.store.node.ssd import ascent as tier_ascent
+from tanghulu.store.node.ssd.tier import SsdTier
+from tanghulu.store.node.state.chunk import Chunk
+from tanghulu.store.node.state.node_state import NodeState
+from tanghulu.store.node.state.ssd_chunk import TierEntry
+from tanghulu.store.protocol.types import Pin
+from tanghulu.types import ChunkKey, format_size
+
+MAX_PROMOTIONS = 32
+#: Keys of one get that are on their way up together.
+LOOK_AHEAD = 8
+#: How long one may take, whoever waits for it.
+PROMOTION_DEADLINE_S = 5.0
+
+
+class Promoter:
+    """See the module. ``view`` is the node's memory."""
+
+    def __init__(self, state: NodeState, tier: SsdTier, view: memoryview) -> None:
+        self._state = state
+        self._tier = tier
+        self._view = view
+        self._under_way: dict[ChunkKey, asyncio.Task[Chunk]] = {}
+        self._turns = asyncio.Semaphore(MAX_PROMOTIONS)
+        self._waiting_for_room: deque[asyncio.Future[None]] = deque()
+        self._pinned: asyncio.Task[None] | None = None
+
+    def bring_up_pinned(self) -> None:
+        """Begin to bring up what is pinned hard, one after the other: that belongs in memory when nobody asks, too."""
+        self._pinned = asyncio.create_task(self._bring_up_pinned())
+
+    def is_cold(self, keys: Iterable[str]) -> bool:
+        """Whether any of ``keys`` would have to come up first."""
+        find, below = self._state.find, self._tier.find
+        return any(find(ChunkKey(key)) is None and below(ChunkKey(key)) is not None for key in keys)
+
+    async def each(self, keys: Sequence[str], until_s: float) -> AsyncIterator[tuple[str, TanghuluError | None]]:
+        """Bring up ``keys`` in their order, a few ahead; (key, why it is not there) when it is its turn.
+
+        Use a key's chunk before asking for the next one: it may be evicted then. A key that is in neither tier comes
+        without an error.
+        """
+        for index, key in enumerate(keys):
+            for ahead in keys[index : index + LOOK_AHEAD]:
+                self.begin(ChunkKey(ahead))
+            if ChunkKey(key) not in self._under_way:
+                yield key, None
+                continue
+            try:
+                await self.chunk(ChunkKey(key), until_s)
+                self._tier.state.counters.hits += 1
+                yield key, None
+            except ChunkNotFound:
+                yield key, None
+            except TanghuluError as error:
+                yield key, error
+
+    def begin(self, key: ChunkKey) -> None:
+        """Start bringing ``key`` up, if it is in the tier and not on its way yet."""
+        if key in self._under_way or self._state.find(key) is not None:
+            return
+        entry = self._tier.find(key)
+        if entry is not None:
+            task = asyncio.create_task(self._promote(entry))
+            self._under_way[key] = task
+            task.add_done_callback(lambda done: self._ended(key, done))
+
+    async def chunk(self, key: ChunkKey, until_s: float) -> Chunk:
+        """The LIVE chunk of ``key`` in memory; use it before the next await. ``until_s``: the loop's time.
+
+        Raises ChunkNotFound, StoreFull if leases leave no room for it, DeadlineExceeded.
+        """
+        for _ in range(3):  # it may be evicted again before this coroutine has its turn
+            chunk = self._state.find(key)
+            if chunk is not None:
+                return chunk
+            self.begin(key)
+            task = self._under_way.get(key)
+            if task is None:
+                break
+            done, _ = await asyncio.wait([task], timeout=max(until_s - asyncio.get_running_loop().time(), 0.0))
+            if not done:
+                raise DeadlineExceeded(f"{key!r} is on its way up from the SSD tier; ask again")
+            task.result()
+        chunk = self._state.find(key)
+        if chunk is None:
+            raise ChunkNotFound(f"{key!r} is not on this node")
+        return chunk
+
+    def room_changed(self) -> None:
+        """Ranges were freed or chunks became evictable: those who wait for room try again."""
+        while self._waiting_for_room:
+            future = self._waiting_for_room.popleft()
+            if not future.done():
+                future.set_result(None)
+
+    async def settled(self, until_s: float) -> None:
+        """See SsdTier.settled: what was removed stays removed."""
+        await self._tier.settled(until_s)
+
+    async def close(self) -> None:
+        """End all promotions."""
+        tasks: list[asyncio.Task[Chunk] | asyncio.Task[None]] = list(self._under_way.values())
+        if self._pinned is not None:
+            tasks.append(self._pinned)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # --- inside
+
+    async def _bring_up_pinned(self) -> None:
+        for key in [entry.key for entry in self._tier.entries() if entry.pin is Pin.HARD]:
+            self.begin(key)
+            if key in self._under_way:
+                await asyncio.wait([self._under_way[key]])
+
+    def _ended(self, key: ChunkKey, task: asyncio.Task[Chunk]) -> None:
+        del self._under_way[key]
+        if not task.cancelled():
+            task.exception()  # whoever waited has heard it; nobody may have
+
+    async def _promote(self, entry: TierEntry) -> Chunk:
+        until_s = asyncio.get_running_loop().time() + PROMOTION_DEADLINE_S
+        async with self._turns, self._tier.reading(entry, until_s) as value:
+            chunk = await self._room_for(entry, until_s)
+            self._view[chunk.offset : chunk.offset + chunk.size_bytes] = value
+            live = tier_ascent.commit(self._state, chunk, entry)
+            self._tier.state.promoted(entry)
+            return live
+
+    async def _room_for(self, entry: TierEntry, until_s: float) -> Chunk:
+        tried = False
+        while (chunk := tier_ascent.reserve(self._state, entry, sparing=tried)) is None:
+            tried = True
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting_for_room.append(future)
+            try:
+                async with asyncio.timeout_at(until_s):
+                    await future
+            except TimeoutError:
+                raise StoreFull(
+                    f"no room in memory to bring up {entry.key!r} ({format_size(entry.size_bytes)}): what is there is "
+                    "leased, being written or hard-pinned"
+                ) from None
+        return chunk

@@ -1,0 +1,287 @@
+"""The decisions of a node's SSD tier: what is in its file, what goes down, what goes when room is needed there.
+
+Pure: events and times go in, instructions come out, in the order in which they must be performed. The shell (``tier``)
+moves the bytes. One rule makes reuse of the file safe: writes and wipes are performed one after the other, in the order
+of the instructions. So a range is free at once when its chunk goes (unless somebody is reading it), because whatever is
+written there comes behind the wipe of the old head. And no head of a chunk that went survives in a hole, where the next
+start would find it: its wipe comes before the write that reuses its range, unless that write overwrites the head.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TypeAlias
+
+from tanghulu.eviction.base import Policy
+from tanghulu.runtime.clock import Clock
+from tanghulu.store.node.ssd.admission import Evicted, TierAdmission, Verdict
+from tanghulu.store.node.state.allocator import OffsetAllocator
+from tanghulu.store.node.state.space import Room
+from tanghulu.store.node.state.ssd_chunk import EntryEvent, EntryState, TierEntry
+from tanghulu.store.node.state.ssd_record import UNIT, Record
+from tanghulu.store.protocol.types import Pin
+from tanghulu.types import ChunkKey
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Write the entry's record; then tell ``written``."""
+
+    entry: TierEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Wipe:
+    """Overwrite the unit at ``offset``, so that the record there is found no more."""
+
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The entry is not to be had here any more: unless memory has it, the master must hear of it."""
+
+    entry: TierEntry
+
+
+Instruction: TypeAlias = Write | Wipe | Lost
+
+
+@dataclass(slots=True)
+class TierCounters:
+    """What has happened since the start; ``metrics`` publishes it. ``verdicts``: what became of evicted chunks."""
+
+    verdicts: dict[Verdict, int] = field(default_factory=lambda: dict.fromkeys(Verdict, 0))
+    already_there: int = 0
+    written: int = 0
+    written_bytes: int = 0
+    write_errors: int = 0
+    hits: int = 0
+    promoted: int = 0
+    read_bytes: int = 0
+    read_errors: int = 0
+    corrupt: int = 0
+    evictions: int = 0
+    expired: int = 0
+    recovered: int = 0
+
+
+class TierState:
+    """See the module. ``capacity_bytes``: of the file behind its superblock, a multiple of the unit."""
+
+    def __init__(
+        self, capacity_bytes: int, make_policy: Callable[[], Policy], admission: TierAdmission, clock: Clock
+    ) -> None:
+        self.admission = admission
+        self.counters = TierCounters()
+        self._clock = clock
+        self._entries: dict[ChunkKey, TierEntry] = {}
+        self._doomed: dict[int, TierEntry] = {}  # by offset
+        self._room: Room[TierEntry] = Room(OffsetAllocator(capacity_bytes, UNIT), self, make_policy)
+        self._expiries: list[tuple[float, int, TierEntry]] = []
+
+    @property
+    def capacity_bytes(self) -> int:
+        """What the file can hold."""
+        return self._room.allocator.capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """What of it is not free."""
+        return self._room.allocator.used_bytes
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[TierEntry]:
+        return chain(self._entries.values(), self._doomed.values())
+
+    def entries(self) -> list[TierEntry]:
+        """All that can be had, as it is now."""
+        return list(self._entries.values())
+
+    def find(self, key: ChunkKey) -> TierEntry | None:
+        """The entry of ``key``, unless its time is over."""
+        entry = self._entries.get(key)
+        if entry is None or (entry.expires_s is not None and entry.expires_s <= self._clock.now_s()):
+            return None
+        return entry
+
+    # --- down
+
+    def evicted(
+        self, record: Record, expires_s: float | None, num_hits: int, queue_bytes: int
+    ) -> tuple[TierEntry | None, list[Instruction]]:
+        """A chunk leaves memory. Its entry here, if it stays to be had, and what is to be done.
+
+        ``queue_bytes``: the largest record that can be queued for writing now.
+        """
+        standing = self._entries.get(record.key)
+        if standing is not None and standing.version == record.version and self.find(record.key) is standing:
+            self.counters.already_there += 1
+            return standing, []
+        instructions = [] if standing is None else self.drop(standing)
+        now_s = self._clock.now_s()
+        left_s = None if expires_s is None else expires_s - now_s
+        hard = record.pin is Pin.HARD
+        chunk = Evicted(record.key, record.record_bytes, num_hits, left_s, queue_bytes, pinned=hard)
+        verdict = self.admission.decide(chunk, now_s)
+        entry = None
+        if verdict is Verdict.ADMIT:
+            entry, more = self._place(record, expires_s)
+            instructions += more
+            verdict = Verdict.ADMIT if entry is not None else Verdict.NO_ROOM
+        self.counters.verdicts[verdict] += 1
+        return entry, instructions
+
+    def _place(self, record: Record, expires_s: float | None) -> tuple[TierEntry | None, list[Instruction]]:
+        instructions: list[Instruction] = []
+
+        def evict(victim: TierEntry) -> None:
+            self.counters.evictions += 1
+            instructions.extend(self._drop(victim, evicted=True))
+
+        if record.record_bytes > self.capacity_bytes:
+            return None, instructions
+        offset = self._room.take(record.record_bytes, evict)
+        if offset is None:
+            return None, instructions
+        entry = TierEntry(record, offset, expires_s)
+        self._enter(entry)
+        kept = [each for each in instructions if each != Wipe(offset)]  # the write does that
+        return entry, [*kept, Write(entry)]
+
+    def _enter(self, entry: TierEntry) -> None:
+        stale = self._entries.get(entry.key)
+        assert stale is None, f"{entry.key!r} is in the tier already"
+        self._entries[entry.key] = entry
+        self._room.settle(entry)
+        self._room.end_batch()
+        if entry.expires_s is not None:
+            heapq.heappush(self._expiries, (entry.expires_s, id(entry), entry))
+
+    def written(self, entry: TierEntry, *, ok: bool) -> list[Instruction]:
+        """The write of ``entry`` ended; after a failure the chunk is lost, and what was written of it is wiped."""
+        self.admission.write_ended(ok, self._clock.now_s())
+        if ok:
+            self.counters.written += 1
+            self.counters.written_bytes += entry.range_bytes
+        else:
+            self.counters.write_errors += 1
+        if entry.state is not EntryState.WRITING:
+            return []  # dropped meanwhile
+        if not ok:
+            return self.drop(entry)
+        entry.step(EntryEvent.WRITTEN)
+        return []
+
+    # --- up
+
+    def begin_read(self, entry: TierEntry) -> None:
+        """Its range stays what it is until ``end_read``; asserts that it is STORED."""
+        assert entry.state is EntryState.STORED, f"{entry.key!r} is {entry.state.value}"
+        entry.num_readers += 1
+
+    def end_read(self, entry: TierEntry) -> None:
+        """The read is over."""
+        entry.num_readers -= 1
+        if entry.state is EntryState.DOOMED and not entry.num_readers:
+            self._free(entry)
+
+    def promoted(self, entry: TierEntry) -> None:
+        """The chunk went up; its copy here stays, so that it need not be written when it comes down again."""
+        self.counters.promoted += 1
+        if entry.held:
+            self._room.touch(entry)
+            self._room.end_batch()
+
+    def not_read(self, entry: TierEntry, *, corrupt: bool) -> list[Instruction]:
+        """Its bytes could not be read, or are not what was put: it is lost."""
+        if not entry.held:
+            return []  # it was dropped during the read, so what was read means nothing
+        if corrupt:
+            self.counters.corrupt += 1
+        else:
+            self.counters.read_errors += 1
+        return self.drop(entry)
+
+    def touch(self, entry: TierEntry) -> None:
+        """Somebody put or read the key."""
+        self._room.touch(entry)
+        self._room.end_batch()
+
+    # --- the end
+
+    def drop(self, entry: TierEntry) -> list[Instruction]:
+        """Let ``entry`` go, if it is still there."""
+        return self._drop(entry, evicted=False) if entry.held else []
+
+    def expire(self, now_s: float) -> list[Instruction]:
+        """Let go what has come to its end."""
+        instructions: list[Instruction] = []
+        while self._expiries and self._expiries[0][0] <= now_s:
+            entry = heapq.heappop(self._expiries)[2]
+            if entry.held:
+                self.counters.expired += 1
+                instructions += self.drop(entry)
+        return instructions
+
+    def switch_policy(self, make_policy: Callable[[], Policy]) -> None:
+        """Let another policy order the evictions; see Room."""
+        self._room.switch_policy(make_policy)
+
+    def _drop(self, entry: TierEntry, *, evicted: bool) -> list[Instruction]:
+        self._room.leave(entry, evicted=evicted)
+        del self._entries[entry.key]
+        entry.step(EntryEvent.DROP)
+        if entry.num_readers:
+            self._doomed[entry.offset] = entry
+        else:
+            self._free(entry)
+        return [Wipe(entry.offset), Lost(entry)]
+
+    def _free(self, entry: TierEntry) -> None:
+        entry.step(EntryEvent.LAST_READER_LEFT)
+        self._doomed.pop(entry.offset, None)
+        self._room.allocator.free(entry.offset, entry.range_bytes)
+
+    # --- a new start
+
+    def recover(self, record: Record, offset: int, now_unix_s: float) -> bool:
+        """Enter what the scan found; False if it is over, does not fit, or its key is there already: wipe it.
+
+        The wall clock may have jumped: a chunk lives no longer than it had left when it was written.
+        """
+        left_s = None
+        if record.ends_unix_s is not None:
+            left_s = min(record.ends_unix_s - now_unix_s, record.left_s)
+            if left_s <= 0:
+                return False
+        if record.key in self._entries or not self._room.allocator.claim(offset, record.record_bytes):
+            return False
+        expires_s = None if left_s is None else self._clock.now_s() + left_s
+        entry = TierEntry(record, offset, expires_s, EntryState.STORED)
+        self._enter(entry)
+        self.counters.recovered += 1
+        return True
+
+    def check(self) -> None:
+        """Assert that entries and free ranges tile the file, and that all but hard pins can be evicted."""
+        self.admission.check()
+        self._room.check()
+        self._room.allocator.check_tiles((each.offset, each.range_bytes) for each in self)
+        for key, entry in self._entries.items():
+            assert entry.key == key
+            assert entry.held, f"{entry!r} is found"
+            assert (entry in self._room) != (entry.pin is Pin.HARD), f"{entry!r} in the order of evictions"
+            assert entry.num_readers >= 0
+        for offset, entry in self._doomed.items():
+            assert entry.offset == offset
+            assert entry.state is EntryState.DOOMED
+            assert entry.num_readers > 0, f"{entry!r} should be gone"
+
+    def __repr__(self) -> str:
+        return f"TierState({len(self._entries)} chunks, {self.used_bytes}/{self.capacity_bytes} B)"

@@ -1,0 +1,365 @@
+"""A node's SSD tier: performs what ``TierState`` decides, with threads for the file and buffers of bounded size.
+
+Down: an evicted chunk's bytes are copied into a buffer in the step that evicts it, so its range in memory is free at
+once; one thread writes and wipes in the order of the decisions. When the buffers are used up the chunk is dropped, and
+counted: a put never waits for the disk. Up: see ``tier_promotion``. Belongs to the node's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from time import time as unix_time_s
+from typing import TypeAlias
+
+import structlog
+
+from tanghulu.errors import ChunkNotFound, DeadlineExceeded, NodeUnavailable
+from tanghulu.eviction.base import Policy
+from tanghulu.store.node.ssd.file import Arena, Buffer, TierFile
+from tanghulu.store.node.ssd.state import Instruction, Lost, TierState, Wipe, Write
+from tanghulu.store.node.state.chunk import Chunk
+from tanghulu.store.node.state.ssd_chunk import EntryState, TierEntry
+from tanghulu.store.node.state.ssd_record import Record, decode_head, encode_head
+from tanghulu.store.protocol import checksums as sums
+from tanghulu.types import ChunkKey
+
+_log = structlog.get_logger(__name__)
+
+#: Bytes on their way down, and on their way up; also the largest record of each.
+QUEUE_BYTES = 64 << 20
+NUM_READ_THREADS = 4
+#: What an end waits for the disk.
+CLOSE_DEADLINE_S = 5.0
+#: Writes and wipes that the thread is given at once, and their bytes: the buffers come back when all are done.
+_BATCH = 32
+_BATCH_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A write with its filled buffer, or a wipe; ``promised``: somebody is told that the chunk will not come back."""
+
+    instruction: Write | Wipe
+    buffer: Buffer | None
+    promised: bool
+
+
+_Outcome: TypeAlias = OSError | None
+
+
+class SsdTier:
+    """See the module. ``view`` is the node's memory; ``on_lost`` hears of every chunk that is not here any more."""
+
+    def __init__(
+        self, file: TierFile, state: TierState, view: memoryview, on_lost: Callable[[TierEntry], None]
+    ) -> None:
+        self.state = state
+        self.file = file
+        self._view = view
+        self._on_lost = on_lost
+        self._down, self._up = Arena(QUEUE_BYTES), Arena(QUEUE_BYTES)
+        self._pending: deque[_Pending] = deque()
+        self._under_way: list[_Pending] = []
+        self._batch: asyncio.Future[list[_Outcome]] | None = None
+        self._num_given = self._num_done = 0
+        self._settling: list[tuple[int, asyncio.Future[None]]] = []
+        self._buffers_free: deque[asyncio.Future[None]] = deque()
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="tier-write")
+        self._readers = ThreadPoolExecutor(NUM_READ_THREADS, thread_name_prefix="tier-read")
+        self._sync_wanted = False
+        self._wipe_error: OSError | None = None
+        self._closed = False
+
+    async def recover(self) -> None:
+        """Enter what the file holds; to be called once, before anything else."""
+        loop = asyncio.get_running_loop()
+        try:
+            found = await loop.run_in_executor(self._readers, lambda: list(self.file.scan()))
+        except OSError as error:
+            _log.error("tier.scan_failed", path=str(self.file.path), error=str(error), now="starts with what was read")
+            found = []
+        now_s = unix_time_s()
+        for offset, record in found:
+            if not self.state.recover(record, offset, now_s):
+                self._perform([Wipe(offset)])
+        _log.info("tier.open", path=str(self.file.path), direct=self.file.direct, num_chunks=len(self.state))
+
+    # --- what the node's decisions ask; all of it at once
+
+    @property
+    def capacity_bytes(self) -> int:
+        """What the file can hold."""
+        return self.state.capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """What of it is not free."""
+        return self.state.used_bytes
+
+    def find(self, key: ChunkKey) -> TierEntry | None:
+        """The entry of ``key``."""
+        return self.state.find(key)
+
+    def entries(self) -> list[TierEntry]:
+        """All that can be had."""
+        return self.state.entries()
+
+    def touch(self, entry: TierEntry) -> None:
+        """Somebody put the key again."""
+        self.state.touch(entry)
+
+    def demote(self, chunk: Chunk, left_s: float | None) -> TierEntry | None:
+        """``chunk`` is leaving memory, where its bytes still lie: keep it here. None if it is dropped."""
+        ends_unix_s = None if left_s is None else unix_time_s() + left_s
+        record = Record(
+            chunk.key,
+            chunk.version,
+            chunk.size_bytes,
+            chunk.checksums,
+            chunk.pin,
+            ends_unix_s,
+            left_s or 0.0,
+            chunk.replicas,
+        )
+        entry, instructions = self.state.evicted(record, chunk.expires_s, chunk.num_hits, self._down.largest_free_bytes)
+        self._perform(instructions, chunk)
+        return entry
+
+    def switch_policy(self, make_policy: Callable[[], Policy]) -> None:
+        """Let another policy order the tier's own evictions."""
+        self.state.switch_policy(make_policy)
+
+    def drop(self, entry: TierEntry) -> None:
+        """Let ``entry`` go; once ``settled`` has returned, it will not come back."""
+        self._sync_wanted = True
+        self._perform(self.state.drop(entry), promised=True)
+
+    def expire(self, now_s: float) -> None:
+        """Let go what has come to its end."""
+        self._perform(self.state.expire(now_s))
+
+    # --- down
+
+    def _perform(
+        self, instructions: Sequence[Instruction], chunk: Chunk | None = None, *, promised: bool = False
+    ) -> None:
+        for each in instructions:
+            if isinstance(each, Lost):
+                self._on_lost(each.entry)
+                continue
+            buffer = None
+            if isinstance(each, Write):
+                assert chunk is not None, "only an evicted chunk is written"
+                buffer = self._fill(each.entry, chunk)
+            self._pending.append(_Pending(each, buffer, promised))
+            self._num_given += 1
+        self._work()
+
+    def _fill(self, entry: TierEntry, chunk: Chunk) -> Buffer:
+        record = entry.record
+        buffer = self._down.take(record.record_bytes)
+        assert buffer is not None, "the state was told how much fits"
+        head = encode_head(record, entry.offset, self.file.file_id)
+        end = len(head) + record.size_bytes
+        buffer.view[: len(head)] = head
+        buffer.view[len(head) : end] = self._view[chunk.offset : chunk.offset + chunk.size_bytes]
+        buffer.view[end:] = bytes(len(buffer.view) - end)
+        return buffer
+
+    def _work(self) -> None:
+        if self._under_way or not self._pending or self._closed:
+            return
+        num_bytes = 0
+        while self._pending and len(self._under_way) < _BATCH and num_bytes < _BATCH_BYTES:
+            pending = self._pending.popleft()
+            self._under_way.append(pending)
+            num_bytes += 0 if pending.buffer is None else len(pending.buffer.view)
+        sync = self._sync_wanted
+        self._sync_wanted = sync and bool(self._pending)
+        loop = asyncio.get_running_loop()
+        self._batch = loop.run_in_executor(self._writer, _write_all, self.file, self._under_way, sync)
+        self._batch.add_done_callback(self._written)
+
+    def _written(self, future: asyncio.Future[list[_Outcome]]) -> None:
+        batch, self._under_way = self._under_way, []
+        for pending, error in zip(batch, future.result(), strict=True):
+            if pending.buffer is not None:
+                self._down.give_back(pending.buffer)
+            if error is not None:
+                _log.error("tier.write_failed", path=str(self.file.path), error=str(error))
+            if isinstance(pending.instruction, Write):
+                self._perform(self.state.written(pending.instruction.entry, ok=error is None))
+            elif error is not None:
+                self.state.counters.write_errors += 1
+                if pending.promised:
+                    self._wipe_error = error
+        self._num_done += len(batch)
+        self._tell_settled()
+        self._work()
+
+    def _tell_settled(self) -> None:
+        while self._settling and self._settling[0][0] <= self._num_done:
+            future = self._settling.pop(0)[1]
+            if not future.done():
+                future.set_result(None)
+
+    async def settled(self, until_s: float) -> None:
+        """Wait until what was decided so far is in the file, so that what was removed stays removed after a restart.
+
+        Raises NodeUnavailable if the file cannot be written, DeadlineExceeded at ``until_s`` (the loop's time).
+        """
+        await self.performed(until_s)
+        if self._wipe_error is not None:
+            error, self._wipe_error = self._wipe_error, None
+            raise NodeUnavailable(f"the SSD tier could not forget a removed chunk ({error}); remove it again")
+
+    async def performed(self, until_s: float) -> None:
+        """Wait until what was decided so far was tried; raises DeadlineExceeded at ``until_s`` (the loop's time)."""
+        if self._num_done == self._num_given:
+            return
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._settling.append((self._num_given, future))
+        try:
+            async with asyncio.timeout_at(until_s):
+                await future
+        except TimeoutError:
+            raise DeadlineExceeded("the SSD tier was not done with its writes before the deadline") from None
+
+    # --- up
+
+    @asynccontextmanager
+    async def reading(self, entry: TierEntry, until_s: float) -> AsyncIterator[memoryview]:
+        """The value of ``entry``, verified; valid inside the block, and the entry's range stays what it is.
+
+        Raises ChunkNotFound if it is gone or its bytes are not what was put, DeadlineExceeded at ``until_s``.
+        """
+        if entry.state is EntryState.WRITING:
+            await self.performed(until_s)
+        if entry.state is not EntryState.STORED:
+            raise ChunkNotFound(f"{entry.key!r} is not in the SSD tier any more")
+        self.state.begin_read(entry)
+        try:
+            buffer = await self._read_buffer(entry.range_bytes, until_s)
+            try:
+                yield await self._read(entry, buffer)
+            finally:
+                self._up.give_back(buffer)
+                self._wake_readers()
+        finally:
+            self.state.end_read(entry)
+
+    async def _read_buffer(self, size_bytes: int, until_s: float) -> Buffer:
+        while (buffer := self._up.take(size_bytes)) is None:
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._buffers_free.append(future)
+            try:
+                async with asyncio.timeout_at(until_s):
+                    await future
+            except TimeoutError:
+                raise DeadlineExceeded("the SSD tier has too many reads under way to serve this one in time") from None
+        return buffer
+
+    def _wake_readers(self) -> None:
+        while self._buffers_free:
+            future = self._buffers_free.popleft()
+            if not future.done():
+                future.set_result(None)
+
+    async def _read(self, entry: TierEntry, buffer: Buffer) -> memoryview:
+        """Not cancelled with its caller: the thread fills the buffer until it is done."""
+        read = asyncio.get_running_loop().run_in_executor(
+            self._readers, partial(_read_one, self.file, entry.record, entry.offset, buffer.view)
+        )
+        try:
+            sound = await _uninterrupted(read)
+        except OSError as error:
+            _log.error("tier.read_failed", key=entry.key, offset=entry.offset, error=str(error))
+            self._perform(self.state.not_read(entry, corrupt=False))
+            raise ChunkNotFound(f"{entry.key!r} could not be read from the SSD tier: {error}") from None
+        self.state.counters.read_bytes += entry.range_bytes
+        if not sound:
+            _log.error("tier.corrupt", key=entry.key, offset=entry.offset, size_bytes=entry.size_bytes)
+            self._perform(self.state.not_read(entry, corrupt=True))
+            raise ChunkNotFound(f"the bytes of {entry.key!r} in the SSD tier are not what was put; they are dropped")
+        head = entry.record.head_bytes
+        return buffer.view[head : head + entry.size_bytes]
+
+    @property
+    def queued_bytes(self) -> int:
+        """What is on its way down."""
+        return self._down.used_bytes
+
+    @property
+    def free_queue_bytes(self) -> int:
+        """How much more may go down now."""
+        return self._down.largest_free_bytes
+
+    async def close(self) -> None:
+        """Finish what was decided, then close the file."""
+        with contextlib.suppress(DeadlineExceeded):
+            await self.performed(asyncio.get_running_loop().time() + CLOSE_DEADLINE_S)
+        self._closed = True
+        if self._batch is not None and not self._batch.done():
+            await asyncio.wait([self._batch])  # the thread uses our buffers
+        self._writer.shutdown()
+        self._readers.shutdown()
+        self._down.close()
+        self._up.close()
+        self.file.close()
+
+    def check(self) -> None:
+        """Assert the state's invariants, and that every entry that is WRITING has its bytes in a buffer."""
+        self.state.check()
+        writing = {p.instruction.entry for p in (*self._pending, *self._under_way) if isinstance(p.instruction, Write)}
+        assert all(e in writing for e in self.state.entries() if e.state is EntryState.WRITING)
+        assert self._num_given - self._num_done == len(self._pending) + len(self._under_way)
+
+    def __repr__(self) -> str:
+        return f"SsdTier({self.file.path}, {self.state!r}, {len(self._pending) + len(self._under_way)} under way)"
+
+
+async def _uninterrupted(future: asyncio.Future[bool]) -> bool:
+    """The result of ``future``; a cancellation waits for it first, because a thread is using our memory."""
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        await asyncio.wait([future])
+        raise
+
+
+def _write_all(file: TierFile, batch: Sequence[_Pending], sync: bool) -> list[_Outcome]:
+    """In the thread: perform ``batch`` in its order."""
+    outcomes: list[_Outcome] = []
+    for pending in batch:
+        try:
+            if pending.buffer is None:
+                assert isinstance(pending.instruction, Wipe)
+                file.wipe(pending.instruction.offset)
+            else:
+                assert isinstance(pending.instruction, Write)
+                file.write(pending.instruction.entry.offset, pending.buffer.view)
+            outcomes.append(None)
+        except OSError as error:
+            outcomes.append(error)
+    if sync:
+        try:
+            file.sync()
+        except OSError as error:
+            outcomes = [outcome or error for outcome in outcomes]
+    return outcomes
+
+
+def _read_one(file: TierFile, record: Record, offset: int, view: memoryview) -> bool:
+    """In a thread: read the record and tell whether head and value are what was put."""
+    file.read(offset, view)
+    found = decode_head(view[: record.head_bytes], offset, file.file_id)
+    if found is None or (found.key, found.version, found.size_bytes) != (record.key, record.version, record.size_bytes):
+        return False
+    return sums.matches(view[record.head_bytes : record.head_bytes + record.size_bytes], record.checksums)

@@ -1,0 +1,148 @@
+"""Every chunk of a node, found by key and by lease. Owns the indexes; decides nothing."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from itertools import chain
+
+from tanghulu.store.node.state.chunk import Chunk, ChunkEvent, ChunkState
+from tanghulu.store.node.state.published import Published
+from tanghulu.store.node.state.tenant_usage import TenantBook
+from tanghulu.store.protocol.types import Pin
+from tanghulu.types import ChunkKey, LeaseId
+
+_INDEXED = (ChunkState.ANNOUNCING, ChunkState.LIVE)
+
+
+class ChunkTable:
+    """A key names at most one ANNOUNCING or LIVE chunk; RESERVED and CONDEMNED ones, the few, stand by themselves."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[ChunkKey, Chunk] = {}
+        self._nameless: dict[int, Chunk] = {}  # RESERVED and CONDEMNED chunks by offset
+        self._by_lease: dict[LeaseId, Chunk] = {}
+        self._expiries: list[tuple[float, int, Chunk]] = []
+        self.hard_pinned_bytes = 0
+        self.published = Published()
+        self.book: TenantBook | None = None  # where there are tenants
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return chain(self._by_key.values(), self._nameless.values())
+
+    def find(self, key: ChunkKey) -> Chunk | None:
+        """The ANNOUNCING or LIVE chunk of ``key``."""
+        return self._by_key.get(key)
+
+    def keys(self) -> list[ChunkKey]:
+        """The keys of all ANNOUNCING and LIVE chunks, as they are now."""
+        return list(self._by_key)
+
+    @property
+    def writing(self) -> bool:
+        """Whether some reservation may still become a chunk."""
+        return any(chunk.state is ChunkState.RESERVED for chunk in self._nameless.values())
+
+    def enter(self, chunk: Chunk) -> None:
+        """A new reservation."""
+        assert chunk.offset not in self._nameless, f"offset {chunk.offset} is taken"
+        self._nameless[chunk.offset] = chunk
+        if self.book is not None:
+            self.book.entered(chunk)
+        if chunk.pin is Pin.HARD:
+            self.hard_pinned_bytes += chunk.size_bytes
+
+    def publish(self, chunk: Chunk, event: ChunkEvent) -> None:
+        """A reservation was committed: its key now names it."""
+        assert chunk.key not in self._by_key, f"{chunk.key!r} is there already"
+        chunk.step(event)
+        del self._nameless[chunk.offset]
+        self._by_key[chunk.key] = chunk
+        if chunk.state is ChunkState.LIVE:
+            self.published.add(chunk)
+        if chunk.expires_s is not None:
+            heapq.heappush(self._expiries, (chunk.expires_s, id(chunk), chunk))
+
+    def go_live(self, chunk: Chunk, event: ChunkEvent) -> None:
+        """The master's word on an announced chunk has come, or nobody waits for it any more."""
+        was_live = chunk.state is ChunkState.LIVE
+        chunk.step(event)
+        if not was_live:
+            self.published.add(chunk)
+
+    def condemn(self, chunk: Chunk) -> None:
+        """Nobody shall find the chunk any more."""
+        if chunk.state is ChunkState.LIVE:
+            self.published.remove(chunk)
+        if self._by_key.get(chunk.key) is chunk:
+            del self._by_key[chunk.key]
+            self._nameless[chunk.offset] = chunk
+            if not self._by_key:
+                self._by_key.clear()  # an emptied dict keeps its table, a cleared one does not
+        chunk.step(ChunkEvent.DROP)
+
+    def forget(self, chunk: Chunk) -> None:
+        """The last lease on a condemned chunk ended."""
+        assert chunk.num_leases == 0, f"{chunk.key!r} is leased"
+        chunk.step(ChunkEvent.LAST_LEASE_ENDED)
+        del self._nameless[chunk.offset]
+        if self.book is not None:
+            self.book.left(chunk)
+        if chunk.pin is Pin.HARD:
+            self.hard_pinned_bytes -= chunk.size_bytes
+
+    def lease(self, lease_id: LeaseId, chunk: Chunk) -> None:
+        """``lease_id`` was granted on the chunk's range."""
+        self._by_lease[lease_id] = chunk
+        chunk.num_leases += 1
+
+    def leased(self, lease_id: LeaseId) -> Chunk | None:
+        """The chunk that ``lease_id`` stands on."""
+        return self._by_lease.get(lease_id)
+
+    def leases(self) -> list[tuple[LeaseId, Chunk]]:
+        """All leases as they are now, with their chunks."""
+        return list(self._by_lease.items())
+
+    def unlease(self, lease_id: LeaseId) -> Chunk | None:
+        """The lease is over; its chunk, or None if the lease is none of ours."""
+        chunk = self._by_lease.pop(lease_id, None)
+        if chunk is not None:
+            chunk.num_leases -= 1
+        return chunk
+
+    def expired(self, now_s: float) -> list[Chunk]:
+        """Chunks whose time has come, each once."""
+        due = []
+        while self._expiries and self._expiries[0][0] <= now_s:
+            chunk = heapq.heappop(self._expiries)[2]
+            if chunk.state in _INDEXED:
+                due.append(chunk)
+        return due
+
+    def check(self) -> None:
+        """Assert that the three indexes agree with the chunks' states and counts."""
+        for key, chunk in self._by_key.items():
+            assert chunk.key == key
+            assert chunk.state in _INDEXED, f"{chunk!r} is indexed"
+        for offset, chunk in self._nameless.items():
+            assert chunk.offset == offset
+            assert chunk.state in (ChunkState.RESERVED, ChunkState.CONDEMNED), f"{chunk!r} has no name"
+        leases: dict[Chunk, int] = {}
+        for chunk in self._by_lease.values():
+            leases[chunk] = leases.get(chunk, 0) + 1
+        for chunk in self:
+            assert chunk.num_leases == leases.pop(chunk, 0), f"{chunk!r} has another number of leases"
+            assert chunk.state is not ChunkState.CONDEMNED or chunk.num_leases, f"{chunk!r} should be gone"
+        assert not leases, f"{leases!r} are leased and not in the table"
+        hard = sum(c.size_bytes for c in self if c.pin is Pin.HARD)
+        assert hard == self.hard_pinned_bytes
+        self.published.check(self._by_key)
+        if self.book is not None:
+            self.book.check(self)
+
+    def __repr__(self) -> str:
+        return f"ChunkTable({len(self._by_key)} keys, {len(self._by_lease)} leases)"

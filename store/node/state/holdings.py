@@ -1,0 +1,95 @@
+"""What a node holds of a key, be it in memory or in the tier below, and how the decisions see that tier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
+
+from tanghulu.eviction.base import Policy
+from tanghulu.store.node.state.chunk import Chunk
+from tanghulu.store.node.state.ssd_chunk import TierEntry
+from tanghulu.types import ChunkKey
+
+#: A chunk to be announced: key, version, size, tier, and whether it is still held.
+Holding: TypeAlias = Chunk | TierEntry
+
+
+class LowerTier(Protocol):
+    """Where evicted chunks may go; ``tier.SsdTier`` is one. Every call takes effect at once."""
+
+    @property
+    def capacity_bytes(self) -> int:
+        """What it can hold."""
+        ...
+
+    @property
+    def used_bytes(self) -> int:
+        """What it holds."""
+        ...
+
+    @property
+    def free_queue_bytes(self) -> int:
+        """What may be demoted at once without being dropped for want of time."""
+        ...
+
+    def find(self, key: ChunkKey) -> TierEntry | None:
+        """The entry of ``key``."""
+        ...
+
+    def entries(self) -> list[TierEntry]:
+        """All of them."""
+        ...
+
+    def demote(self, chunk: Chunk, left_s: float | None) -> TierEntry | None:
+        """Keep ``chunk``, which leaves memory in this step; None if it is dropped instead. ``left_s`` None: no end."""
+        ...
+
+    def touch(self, entry: TierEntry) -> None:
+        """Somebody put the key again."""
+        ...
+
+    def switch_policy(self, make_policy: Callable[[], Policy]) -> None:
+        """Let another policy order the tier's own evictions."""
+        ...
+
+    def drop(self, entry: TierEntry) -> None:
+        """Let ``entry`` go."""
+        ...
+
+    def expire(self, now_s: float) -> None:
+        """Let go what has come to its end."""
+        ...
+
+
+class NoTier:
+    """A node without one."""
+
+    capacity_bytes = 0
+    used_bytes = 0
+    free_queue_bytes = 1 << 62  # nothing goes down, so nothing is dropped for want of time
+
+    def find(self, key: ChunkKey) -> TierEntry | None:
+        """Nothing is here."""
+        return None
+
+    def entries(self) -> list[TierEntry]:
+        """Nothing."""
+        return []
+
+    def demote(self, chunk: Chunk, left_s: float | None) -> TierEntry | None:
+        """Everything is dropped."""
+        return None
+
+    def touch(self, entry: TierEntry) -> None:
+        """There is none."""
+        raise AssertionError("no entry without a tier")
+
+    def drop(self, entry: TierEntry) -> None:
+        """There is none."""
+        raise AssertionError("no entry without a tier")
+
+    def switch_policy(self, make_policy: Callable[[], Policy]) -> None:
+        """Nothing is ordered."""
+
+    def expire(self, now_s: float) -> None:
+        """Nothing ends."""

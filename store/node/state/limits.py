@@ -1,0 +1,73 @@
+"""What a node refuses outright, and when it evicts ahead of need. Pure."""
+
+from __future__ import annotations
+
+from tanghulu.errors import InvalidRequest, NodeUnavailable, StoreFull
+from tanghulu.store.protocol.types import NewChunk, Pin
+from tanghulu.types import format_size
+
+#: Of a node's capacity, what hard pins may hold at most.
+MAX_HARD_PINNED_FRACTION = 0.25
+
+
+def refuse_impossible(new: NewChunk, max_value_bytes: int, capacity_bytes: int, hard_pinned_bytes: int) -> None:
+    """Raise InvalidRequest for a value that is never taken, StoreFull if hard pins are used up."""
+    if new.size_bytes <= 0:
+        raise InvalidRequest(f"value of {new.key!r} is empty; a chunk has at least one byte")
+    if new.size_bytes > max_value_bytes:
+        raise InvalidRequest(
+            f"value of {new.key!r} has {format_size(new.size_bytes)}; this node takes at most "
+            f"{format_size(max_value_bytes)}"
+        )
+    if new.pin is Pin.HARD and not may_pin_hard(new.size_bytes, capacity_bytes, hard_pinned_bytes):
+        limit = int(capacity_bytes * MAX_HARD_PINNED_FRACTION)
+        raise StoreFull(
+            f"hard pins hold {format_size(hard_pinned_bytes)} of at most {format_size(limit)} on this "
+            f"node; remove some, or use pin='soft'"
+        )
+
+
+def may_pin_hard(size_bytes: int, capacity_bytes: int, hard_pinned_bytes: int) -> bool:
+    """Whether so many bytes more may be pinned hard in memory."""
+    return hard_pinned_bytes + size_bytes <= int(capacity_bytes * MAX_HARD_PINNED_FRACTION)
+
+
+def no_room(new: NewChunk, capacity_bytes: int) -> StoreFull:
+    """What a put hears whose deadline came while it waited for room."""
+    return StoreFull(
+        f"no room for {format_size(new.size_bytes)}: what is left of {format_size(capacity_bytes)} is leased, being "
+        "written or hard-pinned; try again, or give the node more memory"
+    )
+
+
+class Watermarks:
+    """Evicting ahead of need: begins above ``high``, ends at ``low`` (fractions of the capacity); 1.0: never.
+
+    So that a burst of puts finds room, and so that chunks go down to the SSD at the disk's pace and not in the step of
+    a put that needs their room. Example: capacity 100, high 0.9, low 0.8: at 90 used nothing happens; at 91 there are
+    11 to evict; at 85, on the way down, 5; at 80 it ends, and up to 90 nothing happens again.
+    """
+
+    def __init__(self, capacity_bytes: int, high: float, low: float) -> None:
+        assert 0 < low <= high <= 1, f"watermarks {low} and {high}"
+        self._high_bytes = int(capacity_bytes * high)
+        self._low_bytes = int(capacity_bytes * low)
+        self._evicting = False
+
+    def wanted(self, used_bytes: int, budget_bytes: int) -> int:
+        """How many bytes to evict now, at most ``budget_bytes``."""
+        if used_bytes > self._high_bytes:
+            self._evicting = True
+        elif used_bytes <= self._low_bytes:
+            self._evicting = False
+        return max(min(used_bytes - self._low_bytes, budget_bytes), 0) if self._evicting else 0
+
+    def check(self) -> None:
+        """Assert the order of the marks."""
+        assert 0 < self._low_bytes <= self._high_bytes
+
+
+def refuse_while(draining: bool) -> None:
+    """Raise NodeUnavailable, so that the chunk is put to another node, if this one is ``draining``."""
+    if draining:
+        raise NodeUnavailable("this node is draining and takes no new chunks; put to another")

@@ -1,0 +1,123 @@
+"""One chunk in a node's SSD tier: its states, the events that move it, and what is known of it.
+
+    WRITING --WRITTEN--> STORED
+       |                   |
+       +-------DROP--------+--> DOOMED --LAST_READER_LEFT--> GONE
+
+DROP stands for every reason to let it go (evicted from the tier, removed, expired, corrupt, not written, superseded).
+Its range may be used again in GONE, by a write that is performed behind the wipe of its head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import ClassVar
+
+from tanghulu.store.node.state.ssd_record import Record
+from tanghulu.store.protocol.checksums import Checksums
+from tanghulu.store.protocol.types import Pin, Tier
+from tanghulu.types import ChunkKey
+
+
+class EntryState(Enum):
+    """Where an entry stands; WRITING and STORED ones are found."""
+
+    #: Its bytes are on their way to the file.
+    WRITING = "writing"
+    #: Its bytes are in the file.
+    STORED = "stored"
+    #: Nobody finds it any more, but a read of its range is under way.
+    DOOMED = "doomed"
+    #: Its range is free.
+    GONE = "gone"
+
+    __hash__ = object.__hash__  # see Pin
+
+
+class EntryEvent(Enum):
+    """What happens to an entry."""
+
+    WRITTEN = "written"
+    DROP = "drop"
+    LAST_READER_LEFT = "last reader left"
+
+    __hash__ = object.__hash__
+
+
+_S, _E = EntryState, EntryEvent
+TRANSITIONS: dict[tuple[EntryState, EntryEvent], EntryState] = {
+    (_S.WRITING, _E.WRITTEN): _S.STORED,
+    (_S.WRITING, _E.DROP): _S.DOOMED,
+    (_S.STORED, _E.DROP): _S.DOOMED,
+    (_S.DOOMED, _E.LAST_READER_LEFT): _S.GONE,
+}
+
+
+@dataclass(slots=True, eq=False)
+class TierEntry:
+    """What the node knows of one chunk in its file. ``expires_s``: on the node's monotonic clock."""
+
+    tier: ClassVar[Tier] = Tier.SSD
+
+    record: Record
+    offset: int
+    expires_s: float | None
+    state: EntryState = EntryState.WRITING
+    num_readers: int = 0
+    range_bytes: int = field(init=False)  # what it takes in the file
+
+    def __post_init__(self) -> None:
+        self.range_bytes = self.record.record_bytes
+
+    @property
+    def key(self) -> ChunkKey:
+        """The chunk's key."""
+        return self.record.key
+
+    @property
+    def version(self) -> int:
+        """Of its put."""
+        return self.record.version
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the value."""
+        return self.record.size_bytes
+
+    @property
+    def checksums(self) -> Checksums:
+        """Of the value."""
+        return self.record.checksums
+
+    @property
+    def pin(self) -> Pin:
+        """How it stands towards eviction."""
+        return self.record.pin
+
+    @property
+    def replicas(self) -> int:
+        """Nodes that shall hold it, this one among them."""
+        return self.record.replicas
+
+    @property
+    def held(self) -> bool:
+        """Whether the node has it to give."""
+        return self.state is EntryState.WRITING or self.state is EntryState.STORED
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it stands in the order of evictions, unless it is hard-pinned."""
+        return self.held
+
+    @property
+    def evictable(self) -> bool:
+        """Whether it may be dropped to make room now."""
+        return self.state is EntryState.STORED and self.num_readers == 0 and self.pin is not Pin.HARD
+
+    def step(self, event: EntryEvent) -> EntryState:
+        """Apply ``event``; asserts that the table knows the pair."""
+        following = TRANSITIONS.get((self.state, event))
+        assert following is not None, f"entry {self.key!r} cannot take {event.value!r} in {self.state.value}"
+        self.state = following
+        return following

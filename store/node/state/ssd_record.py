@@ -1,0 +1,129 @@
+"""How chunks lie in the SSD tier's file: pure encoding, no I/O.
+
+The file begins with one unit of 4096 bytes, the superblock; behind it lie records, each at a multiple of the unit:
+
+    head: magic 8 | head bytes u32 | key bytes u16 | pin u8 | replicas u8 | version u64 | value bytes u64 | place u64 |
+          ends (Unix seconds, 0: never) f64 | left when written (s) f64 | part bytes u64 | parts u32 |
+          key | parts (u64 each, xxh3_64 of the value) | digest 16
+    the value, directly behind the head; zeros up to the next unit
+
+The digest is blake2b over the rest of the head, keyed with the file's random id: bytes of a value that look like a
+head, by chance or by malice, are not one. ``place`` is where the record was written, so a head that a broken device
+returns from elsewhere is none either. A record is dead once its first unit is zeros.
+
+Example: a value of 5000 bytes under a key of 44 has a head of 136 bytes, and takes two units, 8192 bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from typing import NamedTuple
+
+from tanghulu.store.protocol.checksums import MAX_PARTS, Checksums
+from tanghulu.store.protocol.types import Pin
+from tanghulu.types import MAX_KEY_BYTES, ChunkKey
+
+UNIT = 4096
+#: Ids of files; the key of their digests.
+FILE_ID_BYTES = 16
+_SUPER_MAGIC = b"THTIER01"
+_SUPER = struct.Struct("<8s16s")
+_MAGIC = b"THCHUNK1"
+_HEAD = struct.Struct("<8sIHBBQQQddQI")
+_DIGEST_BYTES = 16
+MAX_HEAD_BYTES = _HEAD.size + MAX_KEY_BYTES + 8 * MAX_PARTS + _DIGEST_BYTES
+_PINS = (Pin.NONE, Pin.SOFT, Pin.HARD)
+
+
+class Record(NamedTuple):
+    """What the head of a record says. ``ends_unix_s`` None: the chunk has no end."""
+
+    key: ChunkKey
+    version: int
+    size_bytes: int
+    checksums: Checksums
+    pin: Pin = Pin.NONE
+    ends_unix_s: float | None = None
+    left_s: float = 0.0
+    replicas: int = 1
+
+    @property
+    def head_bytes(self) -> int:
+        """Length of the head; the value begins behind it."""
+        return _HEAD.size + len(self.key.encode()) + 8 * len(self.checksums.parts) + _DIGEST_BYTES
+
+    @property
+    def record_bytes(self) -> int:
+        """Length of the record in the file, a multiple of the unit."""
+        return -(-(self.head_bytes + self.size_bytes) // UNIT) * UNIT
+
+
+def encode_superblock(file_id: bytes) -> bytes:
+    """The first unit of a file."""
+    body = _SUPER.pack(_SUPER_MAGIC, file_id)
+    return (body + _digest(body, b"")).ljust(UNIT, b"\0")
+
+
+def decode_superblock(data: bytes | memoryview) -> bytes | None:
+    """The file's id; None if the unit is not sound. ``looks_like_tier`` tells whether it once was one."""
+    body = bytes(data[: _SUPER.size])
+    magic, file_id = _SUPER.unpack(body)
+    if magic != _SUPER_MAGIC or bytes(data[_SUPER.size : _SUPER.size + _DIGEST_BYTES]) != _digest(body, b""):
+        return None
+    return bytes(file_id)
+
+
+def looks_like_tier(data: bytes | memoryview) -> bool:
+    """Whether the file is one of ours, sound or not: nobody else's file is ever overwritten."""
+    return bytes(data[: len(_SUPER_MAGIC)]) == _SUPER_MAGIC
+
+
+def encode_head(record: Record, place: int, file_id: bytes) -> bytes:
+    """The head of ``record`` when written at ``place``."""
+    key, parts = record.key.encode(), record.checksums.parts
+    body = (
+        _HEAD.pack(
+            _MAGIC,
+            record.head_bytes,
+            len(key),
+            _PINS.index(record.pin),
+            min(record.replicas, 255),
+            record.version,
+            record.size_bytes,
+            place,
+            record.ends_unix_s or 0.0,
+            record.left_s,
+            record.checksums.part_bytes,
+            len(parts),
+        )
+        + key
+        + struct.pack(f"<{len(parts)}Q", *parts)
+    )
+    return body + _digest(body, file_id)
+
+
+def has_magic(data: bytes | memoryview, position: int = 0) -> bool:
+    """Whether a head may begin at ``position``; cheap, for scans."""
+    return bytes(data[position : position + len(_MAGIC)]) == _MAGIC
+
+
+def decode_head(data: bytes | memoryview, place: int, file_id: bytes) -> Record | None:
+    """The record whose head ``data`` begins with; None if there is none, or not of this file and place."""
+    if len(data) < _HEAD.size or not has_magic(data):
+        return None
+    fields = _HEAD.unpack(data[: _HEAD.size])
+    _, head_bytes, key_bytes, pin, copies, version, size_bytes, own_place, ends, left_s, part_bytes, num_parts = fields
+    if head_bytes != _HEAD.size + key_bytes + 8 * num_parts + _DIGEST_BYTES or head_bytes > len(data):
+        return None
+    body = bytes(data[: head_bytes - _DIGEST_BYTES])
+    if own_place != place or bytes(data[head_bytes - _DIGEST_BYTES : head_bytes]) != _digest(body, file_id):
+        return None
+    key = body[_HEAD.size : _HEAD.size + key_bytes].decode()
+    parts = struct.unpack_from(f"<{num_parts}Q", body, _HEAD.size + key_bytes)
+    checksums = Checksums(part_bytes, parts)
+    return Record(ChunkKey(key), version, size_bytes, checksums, _PINS[pin], ends or None, left_s, copies)
+
+
+def _digest(body: bytes, file_id: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=_DIGEST_BYTES, key=file_id).digest()

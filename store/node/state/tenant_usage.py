@@ -1,0 +1,249 @@
+"""What each tenant holds and does at a node, and what its quota says to a put. Pure; a node without tenants has none.
+
+A tenant's bytes are those of all ranges that are taken for it: chunks, reservations, and what was dropped and is still
+being read. They never exceed its quota; a put that would exceed it evicts the tenant's own chunks first.
+
+A quota for all nodes together is kept by each node for its part: it may hold what the others leave, as the master last
+said, or an equal share if that is more, so that a tenant whose puts move to another node finds room there. What is too
+much then goes at the next ``trim``, on the nodes that hold more than their part. So it is exceeded by no more than what
+is put in a second or so, and that for no longer.
+
+Example: 90 bytes on three nodes, A holds 90. B is told that 90 are elsewhere and may hold 30 nevertheless; it takes 20.
+A hears of these 20, may hold 70, and evicts 20.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+from tanghulu.auth.tenants import Tenant, tenant_of
+from tanghulu.errors import InvalidRequest, QuotaExceeded
+from tanghulu.eviction.base import Policy
+from tanghulu.eviction.fair import Fair
+from tanghulu.eviction.policies import make_policy
+from tanghulu.store.node.state.outcomes import EvictionReason
+from tanghulu.store.protocol.types import NewChunk
+from tanghulu.types import ChunkKey, format_size
+
+if TYPE_CHECKING:
+    from tanghulu.store.node.state.chunk import Chunk
+    from tanghulu.store.node.state.node_state import NodeState
+
+
+@dataclass(slots=True)
+class TenantUsage:
+    """One tenant at one node. ``quota_bytes``, here, and ``cluster_quota_bytes``, on all nodes: 0: no bound.
+
+    What follows ``num_chunks`` counts since the start.
+    """
+
+    tenant: str
+    quota_bytes: int = 0
+    used_bytes: int = 0
+    num_chunks: int = 0
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    cluster_quota_bytes: int = 0
+    hit_bytes: int = 0
+    evicted_bytes: int = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to tell of it."""
+        return not (self.num_chunks or self.hits or self.misses or self.evictions)
+
+
+class Ranged(Protocol):
+    """What a range is taken for."""
+
+    @property
+    def key(self) -> ChunkKey:
+        """Names it."""
+        ...
+
+    @property
+    def size_bytes(self) -> int:
+        """Its length."""
+        ...
+
+
+class TenantBook:
+    """``tenants`` gives all that are known, as the tokens file has them now."""
+
+    def __init__(self, tenants: Callable[[], Mapping[str, Tenant]], capacity_bytes: int) -> None:
+        self._tenants = tenants
+        self._capacity_bytes = capacity_bytes
+        self._usage: dict[str, TenantUsage] = {}
+        self._elsewhere: Mapping[str, int] = {}
+        self._num_nodes = 1
+
+    def _of(self, tenant: str) -> TenantUsage:
+        usage = self._usage.get(tenant)
+        if usage is None:
+            usage = self._usage[tenant] = TenantUsage(tenant)
+        return usage
+
+    def quota_of(self, tenant: str) -> int:
+        """The most that the tenant may hold here; 0: no bound."""
+        known = self._tenants().get(tenant)
+        return 0 if known is None else known.quota_bytes
+
+    def limit_of(self, tenant: str) -> int:
+        """What both quotas let the tenant hold here now; 0: no bound."""
+        known = self._tenants().get(tenant)
+        if known is None or not known.cluster_quota_bytes:
+            return self.quota_of(tenant)
+        total = known.cluster_quota_bytes
+        part = max(total - self._elsewhere.get(tenant, 0), total // self._num_nodes, 1)
+        return min(known.quota_bytes or part, part)
+
+    def bounded(self) -> list[tuple[str, int]]:
+        """The tenants with a quota for all nodes together, and what they hold here."""
+        return [
+            (name, self._usage[name].used_bytes if name in self._usage else 0)
+            for name, tenant in self._tenants().items()
+            if tenant.cluster_quota_bytes
+        ]
+
+    def heard(self, elsewhere: Mapping[str, int], num_nodes: int) -> None:
+        """What tenants hold on the other nodes, and how many nodes there are."""
+        self._elsewhere, self._num_nodes = elsewhere, max(num_nodes, 1)
+
+    def overdrawn(self) -> list[tuple[str, int]]:
+        """Tenants that hold more here than they may, and how much more."""
+        excess = [(name, held - self.limit_of(name)) for name, held in self.bounded()]
+        return [(name, num_bytes) for name, num_bytes in excess if num_bytes > 0]
+
+    def weight_of(self, tenant: str) -> float:
+        """Its share: its quota, or else as much as anybody's if all shared the memory equally."""
+        return self.quota_of(tenant) or self._capacity_bytes / max(len(self._tenants()), 1)
+
+    # --- what happens
+
+    def entered(self, chunk: Ranged) -> None:
+        """A range was taken for ``chunk``."""
+        usage = self._of(tenant_of(chunk.key))
+        usage.used_bytes += chunk.size_bytes
+        usage.num_chunks += 1
+
+    def left(self, chunk: Ranged) -> None:
+        """The range is free."""
+        usage = self._usage[tenant_of(chunk.key)]
+        usage.used_bytes -= chunk.size_bytes
+        usage.num_chunks -= 1
+
+    def asked(self, key: ChunkKey, found: Ranged | None) -> None:
+        """A reader looked for ``key``, and found a chunk or nothing."""
+        tenant = tenant_of(key)
+        if tenant and tenant not in self._tenants() and tenant not in self._usage:
+            return  # an operator tries names
+        usage = self._of(tenant)
+        if found is None:
+            usage.misses += 1
+        else:
+            usage.hits += 1
+            usage.hit_bytes += found.size_bytes
+
+    def evicted(self, tenant: str, size_bytes: int) -> None:
+        """One of the tenant's chunks was evicted."""
+        usage = self._of(tenant)
+        usage.evictions += 1
+        usage.evicted_bytes += size_bytes
+
+    # --- what follows
+
+    def excess_bytes(self, new: NewChunk) -> int:
+        """How much of its own the tenant has to give up for ``new``; raises InvalidRequest if that is no use."""
+        tenant = tenant_of(new.key)
+        known, limit = self._tenants().get(tenant), self.limit_of(tenant)
+        if known is None or not limit:
+            return 0
+        for quota, where in ((known.quota_bytes, "on one node"), (known.cluster_quota_bytes, "on all nodes")):
+            if quota and new.size_bytes > quota:
+                raise InvalidRequest(
+                    f"a value of {format_size(new.size_bytes)} is more than tenant {tenant!r} may hold {where}, "
+                    f"{format_size(quota)}"
+                )
+        return max(self._of(tenant).used_bytes + new.size_bytes - limit, 0)
+
+    def usage(self) -> list[TenantUsage]:
+        """Every known tenant, and everybody else who holds or did something, by name. Safe from any thread."""
+        known = self._tenants()
+        names = {*known, *(name for name, usage in list(self._usage.items()) if not usage.idle)}
+        return [_with_quotas(self._usage.get(name) or TenantUsage(name), known.get(name)) for name in sorted(names)]
+
+    def check(self, ranges: Iterable[Ranged]) -> None:
+        """Assert that ``ranges``, all that are taken, add up to what the book says."""
+        sums: dict[str, list[int]] = {}
+        for each in ranges:
+            total = sums.setdefault(tenant_of(each.key), [0, 0])
+            total[0] += each.size_bytes
+            total[1] += 1
+        for name, usage in self._usage.items():
+            held = sums.pop(name, [0, 0])
+            assert [usage.used_bytes, usage.num_chunks] == held, f"tenant {name!r} holds {held}, not {usage}"
+        assert not sums, f"tenants {sorted(sums)} are in no book"
+
+    def __repr__(self) -> str:
+        return f"TenantBook({len(self._usage)} tenants)"
+
+
+def _with_quotas(usage: TenantUsage, tenant: Tenant | None) -> TenantUsage:
+    here, everywhere = (0, 0) if tenant is None else (tenant.quota_bytes, tenant.cluster_quota_bytes)
+    return replace(usage, quota_bytes=here, cluster_quota_bytes=everywhere)
+
+
+@dataclass(frozen=True, slots=True)
+class Policies:
+    """How eviction policies are made by name: that of the memory, and that of the tier below it."""
+
+    memory: Callable[[str], Policy] = make_policy
+    tier: Callable[[str], Policy] = make_policy
+
+    @classmethod
+    def fair(cls, book: TenantBook) -> Policies:
+        """Policies that are fair between the tenants of ``book``, which hears of evictions from memory."""
+        return cls(
+            lambda name: Fair(lambda: make_policy(name), book.weight_of, book.evicted),
+            lambda name: Fair(lambda: make_policy(name), book.weight_of),
+        )
+
+
+def take_range(state: NodeState, new: NewChunk, *, sparing: bool) -> int | None:
+    """A range for ``new`` within its tenant's quota; None if leases leave no room.
+
+    Raises InvalidRequest for a value above the quota, QuotaExceeded if what the tenant holds cannot be evicted now.
+    """
+    book = state.table.book
+    if book is not None and (excess := book.excess_bytes(new)):
+        tenant = tenant_of(new.key)
+        chosen, excess = _first_of(state, tenant, excess)
+        if excess > 0:
+            raise QuotaExceeded(
+                f"tenant {tenant!r} may hold {format_size(book.limit_of(tenant))} on this node now, and what it holds "
+                "is leased, being written or hard-pinned; try again"
+            )
+        for chunk in chosen:
+            state.evict(chunk, EvictionReason.QUOTA)
+    return state.room.take(new.size_bytes, state.evict, sparing=sparing)
+
+
+def _first_of(state: NodeState, tenant: str, wanted_bytes: int) -> tuple[list[Chunk], int]:
+    """(the tenant's first to go, as many as hold ``wanted_bytes``; what is missing to that)."""
+    chosen: list[Chunk] = []
+    for chunk in state.room.victims_of(tenant):
+        if wanted_bytes <= 0:
+            break
+        chosen.append(chunk)
+        wanted_bytes -= chunk.size_bytes
+    return chosen, wanted_bytes
+
+
+def trim(state: NodeState) -> None:
+    """Evict what tenants hold too much because they hold more on other nodes; to be called now and then."""
+    for tenant, excess in state.table.book.overdrawn() if state.table.book is not None else ():
+        for chunk in _first_of(state, tenant, excess)[0]:
+            state.evict(chunk, EvictionReason.QUOTA)

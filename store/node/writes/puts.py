@@ -1,0 +1,253 @@
+"""Putting values: the waiting around NodeState's decisions, for the fast lane and gRPC alike.
+
+Owns the futures of puts that wait for room and the copying of inline bytes into the segment. Knows no protobuf.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import TypeAlias
+
+import numpy as np
+import structlog
+
+from tanghulu.errors import InvalidRequest, TanghuluError
+from tanghulu.rpc.latency import Latencies
+from tanghulu.store.node.reporting.reporter import Announcer
+from tanghulu.store.node.state.chunk import Chunk, ChunkState
+from tanghulu.store.node.state.confirmations import Word
+from tanghulu.store.node.state.node_state import NodeState
+from tanghulu.store.node.state.outcomes import Existed, Reserved
+from tanghulu.store.node.state.proclaimed import commit_proclaimed
+from tanghulu.store.node.state.waiters import Holder, Waiter
+from tanghulu.store.protocol import checksums as sums
+from tanghulu.store.protocol.checksums import Checksums
+from tanghulu.store.protocol.types import NewChunk
+from tanghulu.types import LeaseId
+
+_log = structlog.get_logger(__name__)
+
+#: What became of one put: whether the key existed, or why it failed.
+PutOutcome: TypeAlias = bool | TanghuluError
+#: How far one put has come at this node, before the master's word.
+Written: TypeAlias = Reserved | Existed | TanghuluError
+
+
+class WaitEnd(Enum):
+    """How a put's wait for room ended; the value is its name in the metrics."""
+
+    SERVED = "served"
+    IN_VAIN = "in_vain"  # its deadline came first
+    REFUSED = "refused"  # or its client left
+
+    __hash__ = object.__hash__  # see Pin
+
+
+class PutDesk:
+    """Reserves, writes, commits and waits for the master, each bounded by a time of the event loop (``until_s``)."""
+
+    def __init__(self, state: NodeState, view: memoryview, announcer: Announcer) -> None:
+        self._state = state
+        self._view = view
+        self._announcer = announcer
+        self._waiting: dict[Waiter, asyncio.Future[Reserved | Existed]] = {}
+        self.waits = Latencies(WaitEnd)
+
+    def room_changed(self) -> None:
+        """Ranges were freed or chunks became evictable: serve those who wait."""
+        self._state.room.end_batch()
+        self._state.table.published.flush()
+        if not self._state.waiters:
+            return
+        for waiter, outcome in self._state.admit_waiters():
+            future = self._waiting.pop(waiter, None)
+            if future is None or future.done():
+                self._take_back(outcome)
+            elif isinstance(outcome, TanghuluError):
+                future.set_exception(outcome)
+            else:
+                future.set_result(outcome)
+
+    def _take_back(self, outcome: Reserved | Existed | TanghuluError) -> None:
+        if isinstance(outcome, Reserved):
+            if outcome.lease_id:
+                self._state.freed(self._state.access.release(outcome.lease_id))
+            else:
+                self._state.abandon(outcome.chunk)
+
+    def reserve_at_once(self, items: Sequence[NewChunk], holder: Holder | None) -> list[Written]:
+        """Ranges for the first of ``items``, as far as nothing has to be waited for."""
+        outcomes: list[Written] = []
+        for new in items:
+            try:
+                outcome = self._state.reserve_at_once(new, holder)
+            except TanghuluError as error:
+                outcomes.append(error)
+                continue
+            if outcome is None:
+                break
+            outcomes.append(outcome)
+        return outcomes
+
+    async def reserve_rest(
+        self, items: Sequence[NewChunk], outcomes: list[Written], holder: Holder | None, until_s: float
+    ) -> list[Written]:
+        """Go on where ``reserve_at_once`` stopped with ``outcomes``."""
+        while len(outcomes) < len(items):
+            try:
+                outcomes.append(await self._wait_for_room(items[len(outcomes)], holder, until_s))
+            except TanghuluError as error:
+                outcomes.append(error)
+            outcomes += self.reserve_at_once(items[len(outcomes) :], holder)
+        return outcomes
+
+    async def _wait_for_room(self, new: NewChunk, holder: Holder | None, until_s: float) -> Reserved | Existed:
+        waiter = self._state.wait_for_room(new, holder)
+        loop = asyncio.get_running_loop()
+        begun_s, end = loop.time(), WaitEnd.REFUSED
+        future: asyncio.Future[Reserved | Existed] = loop.create_future()
+        self._waiting[waiter] = future
+        try:
+            served = await asyncio.wait_for(future, max(until_s - loop.time(), 0.0))
+            end = WaitEnd.SERVED
+            return served
+        except TimeoutError:
+            end = WaitEnd.IN_VAIN
+            raise self._state.give_up_waiting(waiter) from None
+        finally:
+            self.waits.took(end, loop.time() - begun_s)
+            self._state.waiters.leave(waiter)
+            self._waiting.pop(waiter, None)
+
+    def write_at_once(self, items: Sequence[tuple[NewChunk, memoryview]], *, visible: bool) -> list[Written]:
+        """Reserve, copy and commit the first of ``items``, as far as nothing has to be waited for."""
+        outcomes: list[Written] = []
+        for new, value in items:
+            try:
+                outcome = self._state.reserve_at_once(new, None)
+                if outcome is None:
+                    break
+                outcomes.append(self._fill(outcome, new, value, visible))
+            except TanghuluError as error:
+                outcomes.append(error)
+        return outcomes
+
+    async def write_rest(
+        self, items: Sequence[tuple[NewChunk, memoryview]], outcomes: list[Written], *, visible: bool, until_s: float
+    ) -> list[Written]:
+        """Go on where ``write_at_once`` stopped with ``outcomes``."""
+        while len(outcomes) < len(items):
+            new, value = items[len(outcomes)]
+            try:
+                outcomes.append(self._fill(await self._wait_for_room(new, None, until_s), new, value, visible))
+            except TanghuluError as error:
+                outcomes.append(error)
+            outcomes += self.write_at_once(items[len(outcomes) :], visible=visible)
+        return outcomes
+
+    async def put_all(
+        self, items: Sequence[tuple[NewChunk, memoryview]], *, visible: bool, until_s: float
+    ) -> list[PutOutcome]:
+        """Put many values; they are all written before the master is waited for, so they share an announcement."""
+        written = self.write_at_once(items, visible=visible)
+        written = await self.write_rest(items, written, visible=visible, until_s=until_s)
+        return await self.settled(written, visible=visible, until_s=until_s)
+
+    def _fill(
+        self, reserved: Reserved | Existed, new: NewChunk, value: memoryview, visible: bool
+    ) -> Reserved | Existed:
+        if isinstance(reserved, Existed):
+            return reserved
+        chunk = reserved.chunk
+        self._view[chunk.offset : chunk.offset + chunk.size_bytes] = value
+        checksums = new.checksums if new.checksums.parts else sums.compute(value)
+        return self._state.commit_written(chunk, checksums, visible=visible)
+
+    def commit(
+        self, lease_id: int, session_id: int, checksums: Checksums, *, visible: bool, proclaimed: bool = False
+    ) -> Reserved | Existed:
+        """The client has written under ``lease_id``; without checksums of its own the node computes them.
+
+        ``proclaimed``: the master has accepted it already.
+        """
+        chunk = self._state.table.leased(LeaseId(lease_id))
+        if chunk is not None and not checksums.parts:
+            checksums = chunk.checksums if chunk.checksums.parts else sums.compute(self.bytes_of(chunk))
+        written = self._state.end_writing(LeaseId(lease_id), session_id)
+        if proclaimed:
+            return commit_proclaimed(self._state, written, checksums, self._announcer.displaced)
+        return self._state.commit_written(written, checksums, visible=visible)
+
+    def settle(
+        self,
+        written: Sequence[Written],
+        *,
+        visible: bool,
+        until_s: float,
+        done: Callable[[list[PutOutcome]], None],
+        num_told: int = 0,
+    ) -> None:
+        """Call ``done`` when the master knows the keys, with whether somebody else's put was first. Errors are values.
+
+        What ``visible=False`` put is announced too, but not waited for; of the first ``num_told`` the master knows.
+        """
+        outcomes: list[PutOutcome] = [e if isinstance(e, TanghuluError) else isinstance(e, Existed) for e in written]
+        if not visible or num_told >= len(written):
+            self._announcer.kick()
+            done(outcomes)
+            return
+        asked = [(i, each) for i, each in enumerate(written) if i >= num_told and not isinstance(each, TanghuluError)]
+        places, chunks = [i for i, _ in asked], [each.chunk for _, each in asked]
+
+        def told(words: list[Word]) -> None:
+            for place, word in zip(places, words, strict=True):
+                outcomes[place] = word if isinstance(word, TanghuluError) else outcomes[place] or not word
+            done(outcomes)
+
+        self._announcer.confirm(chunks, until_s, told)
+
+    async def settled(self, written: Sequence[Written], *, visible: bool, until_s: float) -> list[PutOutcome]:
+        """``settle`` for coroutines."""
+        future: asyncio.Future[list[PutOutcome]] = asyncio.get_running_loop().create_future()
+        self.settle(
+            written,
+            visible=visible,
+            until_s=until_s,
+            done=lambda outcomes: None if future.done() else future.set_result(outcomes),
+        )
+        return await future
+
+    async def told_removals(self, until_s: float) -> None:
+        """Wait until the master knows what was removed; raises MasterUnavailable."""
+        await self._announcer.flushed(until_s)
+
+    def announce(self) -> None:
+        """Something waits to be told to the master."""
+        self._announcer.kick()
+
+    def verify(self, chunk: Chunk) -> bool:
+        """Whether the chunk's bytes are what was put; drops it if not."""
+        if sums.matches(self.bytes_of(chunk), chunk.checksums):
+            return True
+        _log.error("chunk.corrupt", key=chunk.key, size_bytes=chunk.size_bytes, offset=chunk.offset)
+        self._state.drop_corrupt(chunk)
+        self.room_changed()
+        return False
+
+    def wipe(self, chunk: Chunk) -> None:
+        """Overwrite the chunk's range with zeros; asserts that nobody has written it yet."""
+        assert chunk.state is ChunkState.RESERVED, f"{chunk!r} holds a value"
+        np.frombuffer(self.bytes_of(chunk), np.uint8).fill(0)
+
+    def bytes_of(self, chunk: Chunk) -> memoryview:
+        """The chunk's bytes in the segment; valid while it is leased, or until the next await."""
+        return self._view[chunk.offset : chunk.offset + chunk.size_bytes]
+
+
+def remaining_s(deadline_ms: int, default_s: float) -> float:
+    """A request's own deadline in seconds, bounded by ``default_s``; raises InvalidRequest if it is absurd."""
+    if deadline_ms > 24 * 3600 * 1000:
+        raise InvalidRequest(f"a deadline of {deadline_ms} ms is longer than a day")
+    return deadline_ms / 1000 if deadline_ms else default_s

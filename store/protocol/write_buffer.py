@@ -1,0 +1,256 @@
+"""A desk: a range of a node's memory that one client fills with values and records, and the node empties by itself.
+
+A put that goes through the node costs a process switch each way. A client of the node's host that puts often gets a
+desk instead: it copies values into it, and for each value that the master has accepted it publishes a record: key,
+version, place, checksum. The node reads the records when it gets round to it, and before it answers anything that
+depends on what it holds; each value then becomes a chunk where it lies. Nobody is woken for it.
+
+Nothing is locked between the two processes; every word has one writer. A record is written whole before the number of
+written records moves (and carries a check over its bytes and its number, for processors that do not keep the order of
+stores). A *use* is what a client has begun and not ended: a value being written, or one whose record is still to come.
+
+    head, 128 bytes, for as long as the client may look at it:
+        the client's words   begun u64 | ended u64 | written u64 | left u64 | zeros to 64
+        the node's words     taken u64 | closed u64 | zeros to 64
+    records: num_records times 256 bytes, outside of all ranges too, so that a full range is full of values
+    record: check u64 | version u64 | place u64 | size u64 | xxh3_64 of the value u64 | ttl_ms u32 | pin u8, zero |
+            bytes of the key u16 | key
+
+Closing: the node sets ``closed`` and, ``GRACE_S`` later, looks whether begun == ended. A client counts up ``begun``
+first and then looks at ``closed``; so one that has not seen the word in time has been seen itself. The head is touched
+by such a client even then, therefore heads lie outside of all ranges, and one is given to somebody else only after its
+client has set ``left`` (it will not look again) or its process has ended.
+
+Example: a second value of 4,096 bytes, under "k": begun = 2; the value goes to place 4,096 of the range; the master
+accepts; record 1 is written, then written = 2, ended = 2. The node finds written != taken, makes a chunk at the range's
+offset + 4,096, and sets taken = 2.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import xxhash
+
+from tanghulu.store.protocol.types import Pin
+
+_xxh3_64: Callable[[bytes, int], int] = xxhash.xxh3_64_intdigest
+
+HEAD_BYTES = 128
+RECORD_BYTES = 256
+#: Values begin at multiples of it, as the node's allocator wants.
+ALIGNMENT = 64
+#: Longer than a store takes to be seen by another processor, by far.
+GRACE_S = 0.002
+
+_BEGUN, _ENDED, _WRITTEN, _LEFT, _TAKEN, _CLOSED = 0, 1, 2, 3, 8, 9
+_CHECK = struct.Struct("<Q")
+_BODY = struct.Struct("<QQQQIBxH")
+MAX_KEY_BYTES = RECORD_BYTES - _CHECK.size - _BODY.size
+_PINS = (Pin.NONE, Pin.SOFT)
+
+
+class DeskPlace(NamedTuple):
+    """Where a desk lies in its segment."""
+
+    head: int
+    records: int
+    num_records: int
+    offset: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        """Where the last of its parts ends."""
+        records_end = self.records + self.num_records * RECORD_BYTES
+        return max(self.head + HEAD_BYTES, records_end, self.offset + self.length)
+
+
+NO_DESK = DeskPlace(0, 0, 0, 0, 0)
+
+
+class Record(NamedTuple):
+    """One value in a desk; ``place`` is relative to the desk's range. ``ttl_ms`` 0: no end."""
+
+    key: str
+    version: int
+    place: int
+    size_bytes: int
+    checksum: int
+    pin: Pin = Pin.NONE
+    ttl_ms: int = 0
+
+
+def pack_record(record: Record, number: int) -> bytes:
+    """``record`` as the ``number``-th of its desk; its key has at most MAX_KEY_BYTES."""
+    key, version, place, size_bytes, checksum, pin, ttl_ms = record
+    name = key.encode()
+    body = _BODY.pack(version, place, size_bytes, checksum, ttl_ms, pin is Pin.SOFT, len(name)) + name
+    return _CHECK.pack(_xxh3_64(body, number)) + body
+
+
+def unpack_record(data: bytes, number: int) -> Record | None:
+    """See ``pack_record``; None for bytes that are not (or not yet) that record."""
+    version, place, size_bytes, checksum, ttl_ms, pin, key_bytes = _BODY.unpack_from(data, _CHECK.size)
+    end = _CHECK.size + _BODY.size + key_bytes
+    if end > len(data) or pin >= len(_PINS) or _xxh3_64(data[_CHECK.size : end], number) != _CHECK.unpack_from(data)[0]:
+        return None
+    try:
+        key = data[_CHECK.size + _BODY.size : end].decode()
+    except UnicodeDecodeError:
+        return None
+    return Record(key, version, place, size_bytes, checksum, _PINS[pin], ttl_ms)
+
+
+def _words(memory: memoryview, head: int) -> memoryview:
+    """Aligned words: each is read and written by one instruction."""
+    return memory[head : head + HEAD_BYTES].cast("Q")
+
+
+class DeskWriter:
+    """The client's side. Safe from any thread: uses are independent of each other."""
+
+    def __init__(self, memory: memoryview, place: DeskPlace) -> None:
+        assert place.end <= len(memory), "the desk lies inside the segment"
+        self.offset = place.offset
+        self._words = _words(memory, place.head)
+        self._range = memory[place.offset : place.offset + place.length]
+        self._records = memory[place.records : place.records + place.num_records * RECORD_BYTES]
+        self._length = place.length
+        self._num_records = place.num_records
+        self._next = 0
+        self._begun = self._ended = self._written = 0
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._said_left = False
+        self.left = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether no more uses begin."""
+        return self.left or bool(self._words[_CLOSED])
+
+    def fits(self, size_bytes: int) -> bool:
+        """Whether there is still room for a value of that size; not whether there is for its record."""
+        return self._next + size_bytes <= self._length
+
+    def begin(self, size_bytes: int) -> int | None:
+        """Begin a use: the place for a value. None: closed, no room, or the node is behind with its records."""
+        with self._lock:
+            if self.left:
+                return None
+            words, place = self._words, self._next
+            num_waiting = self._begun - self._ended + self._written - words[_TAKEN]
+            if place + size_bytes > self._length or num_waiting >= self._num_records:
+                return None
+            self._begun += 1
+            words[_BEGUN] = self._begun
+            if words[_CLOSED]:
+                self._end()
+                return None
+            self._next = place + -(-size_bytes // ALIGNMENT) * ALIGNMENT
+            return place
+
+    def fill(self, place: int, value: memoryview) -> None:
+        """Copy the value to its place."""
+        self._range[place : place + len(value)] = value
+
+    def publish(self, record: Record) -> None:
+        """End a use: the node shall make a chunk of the value."""
+        with self._lock:
+            number = self._written
+            data = pack_record(record, number)
+            start = number % self._num_records * RECORD_BYTES
+            self._records[start : start + len(data)] = data
+            self._written = self._words[_WRITTEN] = number + 1
+            self._end()
+
+    def abandon(self, place: int, size_bytes: int) -> None:
+        """End a use without a chunk."""
+        with self._lock:
+            if self._next == place + -(-size_bytes // ALIGNMENT) * ALIGNMENT:
+                self._next = place
+            self._end()
+
+    def leave(self) -> None:
+        """Begin no use any more, and do not look at the head after those that are begun have ended."""
+        with self._lock:
+            if not self.left:
+                self.left = True
+                if self._begun == self._ended:
+                    self._say_left()
+
+    def __del__(self) -> None:
+        """Nobody refers to it, so nobody looks at the head again. A forked child has not the memory."""
+        if not self._said_left and os.getpid() == self._pid:
+            self._say_left()
+
+    def _end(self) -> None:
+        self._ended += 1
+        self._words[_ENDED] = self._ended
+        if self.left and self._begun == self._ended:
+            self._say_left()
+
+    def _say_left(self) -> None:
+        """The last touch: from now on the head may be another desk's."""
+        self._said_left = True
+        self._words[_LEFT] = 1
+
+    def __repr__(self) -> str:
+        return f"DeskWriter({self._written} of {self._num_records} records, {self._next} of {self._length} B)"
+
+
+class DeskReader:
+    """The node's side; the head is zeroed first."""
+
+    def __init__(self, memory: memoryview, place: DeskPlace) -> None:
+        memory[place.head : place.head + HEAD_BYTES] = bytes(HEAD_BYTES)
+        self._words = _words(memory, place.head)
+        self._records = memory[place.records : place.records + place.num_records * RECORD_BYTES]
+        self._num_records = place.num_records
+        self.taken = 0
+
+    @property
+    def fresh(self) -> bool:
+        """Whether there are records that were not taken."""
+        return bool(self._words[_WRITTEN] != self.taken)
+
+    @property
+    def sound(self) -> bool:
+        """Whether the numbers are such as a client may write."""
+        return bool(0 <= self._words[_WRITTEN] - self.taken <= self._num_records)
+
+    def take(self) -> Iterator[Record | None]:
+        """The new records, each counted as taken; None, and no more, for one that is not whole."""
+        words = self._words
+        written = words[_WRITTEN]
+        while self.taken != written:
+            start = self.taken % self._num_records * RECORD_BYTES
+            record = unpack_record(self._records[start : start + RECORD_BYTES].tobytes(), self.taken)
+            yield record
+            if record is None:
+                return
+            self.taken += 1
+            words[_TAKEN] = self.taken
+
+    def close(self) -> None:
+        """No use may begin from now on."""
+        self._words[_CLOSED] = 1
+
+    @property
+    def quiet(self) -> bool:
+        """Whether no use is open; final when the desk has been closed for ``GRACE_S``."""
+        ended = self._words[_ENDED]
+        return bool(ended == self._words[_BEGUN])
+
+    @property
+    def left(self) -> bool:
+        """Whether the client will not look at the head again."""
+        return bool(self._words[_LEFT])
+
+    def __repr__(self) -> str:
+        return f"DeskReader({self.taken} taken)"

@@ -1,0 +1,400 @@
+"""One transfer batch from slices to results: pure decisions. Events and times go in, posts and drops come out.
+
+The shell (``handle``) performs a loop over one TransferRun:
+
+    posts = run.advance(now)         give each slice to its path's link
+    arrived / corrupt / refused / lost   told from the links' completions
+    for check in run.take_checks()   compute its checksum, tell it by checked(); further posts may follow
+    paths = run.stalled(now)         cut these; what was on them is tried elsewhere
+    paths = run.give_up(now, error)  deadline or cancel: cut these, nothing may land any more
+
+A slice that its path lost is tried on another, at most ``retries_max`` times more; one that the peer refused by a typed
+error is not tried again. What arrived with a wrong checksum, a slice or a whole request, is moved once more, over other
+paths while there are some. When all of a request's bytes have arrived and are right, its notice is posted, as a slice
+of its own. When one slice of a request has failed for good, its waiting slices are cancelled; its posted
+ones are waited for, so that a request is never reported while bytes of it are moving.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tanghulu.errors import ChecksumMismatch, NodeUnavailable, TanghuluError, TransferFailed
+from tanghulu.transfer_engine.client.path_load import PathLoad
+from tanghulu.transfer_engine.core.buffers import Buffer
+from tanghulu.transfer_engine.core.config import TransportLimits
+from tanghulu.transfer_engine.core.opcode import Opcode
+from tanghulu.transfer_engine.core.paths import Path, PathTable
+from tanghulu.transfer_engine.core.slices import Notice, Slice, SliceEvent, SliceState, cut
+
+
+class RunRequest(NamedTuple):
+    """One admitted request: offsets are in bounds, ``paths`` leads to its target."""
+
+    opcode: Opcode
+    buffer: Buffer
+    local_offset: int
+    remote_offset: int
+    length: int
+    lease_id: int
+    paths: PathTable
+    verified: bool = False
+    checksum: int | None = None
+    notice: Notice | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunLimits:
+    """What a run keeps to."""
+
+    limits: Mapping[str, TransportLimits]
+    retries_max: int
+    slice_deadline_s: float
+
+
+class Post(NamedTuple):
+    """Instruction: give ``piece`` to the link of ``path``."""
+
+    piece: Slice
+    path: Path
+
+
+class Check(NamedTuple):
+    """Instruction: compute the checksum of these bytes."""
+
+    request_index: int
+    memory: memoryview
+
+
+@dataclass(slots=True)
+class _Request:
+    given: RunRequest | None
+    slices: list[Slice]
+    #: Slices that have not ended, and a check that is due.
+    num_open: int
+    error: TanghuluError | None = None
+    checking: bool = False
+    checked: bool = False
+    told: bool = False
+
+
+class TransferRun:
+    """The state of one batch in flight; a request that is an error has failed before it began."""
+
+    def __init__(self, requests: Sequence[RunRequest | TanghuluError], limits: RunLimits) -> None:
+        self._limits = limits
+        self._slices: dict[int, Slice] = {}
+        self._waiting: dict[PathTable, deque[Slice]] = {}
+        self._loads: dict[Path, PathLoad] = {}
+        self._num_posted = 0
+        self._num_waiting = 0
+        self._checks: list[int] = []
+        self._num_checking = 0
+        self._requests = [self._cut(index, request) for index, request in enumerate(requests)]
+
+    # --- instructions
+
+    def advance(self, now_s: float) -> list[Post]:
+        """Fill the windows. Every returned post must be performed, or reported lost."""
+        posts: list[Post] = []
+        for table, waiting in self._waiting.items():
+            while waiting:
+                piece = waiting[0]
+                path = table.choose(
+                    now_s, piece.lost_on, self._in_flight_bytes, piece.length, self._is_full, piece.cargo
+                )
+                if path is None:
+                    break
+                waiting.popleft()
+                posts.append(self._post(piece, path, now_s))
+        return posts
+
+    def arrived(self, slice_id: int, now_s: float) -> None:
+        """All bytes of the slice are where they belong."""
+        piece = self._slices[slice_id]
+        load = self._unload(piece, now_s)
+        if piece.notice is None:
+            load.table.succeeded(load.path, piece.length, now_s - piece.posted_s)
+            load.measure(piece.length, now_s)
+        else:
+            load.table.succeeded(load.path)
+        piece.step(SliceEvent.ARRIVED, now_s)
+        self._close(piece)
+        self._go_on(piece.request_index)
+
+    def corrupt(self, slice_id: int, error: TanghuluError, now_s: float) -> None:
+        """All bytes of the slice arrived, but not those that were sent."""
+        piece = self._slices[slice_id]
+        load = self._unload(piece, now_s)
+        load.table.corrupted(load.path)
+        self._again(piece, now_s, error.message)
+        if self._requests[piece.request_index].error is not None:
+            self._drop_waiting(piece, SliceEvent.CANCEL, now_s)
+        elif piece.num_corrupt > 1:
+            self._drop_waiting(piece, SliceEvent.EXHAUSTED, now_s)
+            self._fail(piece, error, now_s, closed=True)
+        else:
+            self._waiting[load.table].appendleft(piece)
+
+    def take_checks(self) -> list[Check]:
+        """Requests whose checksum is due; ``checked`` must be called for each."""
+        due, self._checks = self._checks, []
+        checks: list[Check] = []
+        for index in due:
+            given = self._requests[index].given
+            assert given is not None
+            checks.append(Check(index, given.buffer.view(given.local_offset, given.length)))
+        return checks
+
+    def checked(self, index: int, digest: int, now_s: float) -> None:
+        """The request's bytes have this checksum. One that was given up meanwhile is let be."""
+        request = self._requests[index]
+        given = request.given
+        assert given is not None
+        if not request.checking:
+            return
+        self._num_checking -= 1
+        request.checking, request.num_open = False, request.num_open - 1
+        if digest == given.checksum:
+            request.checked = True
+            self._go_on(index)
+            return
+        error = ChecksumMismatch(f"{given.length} bytes arrived with checksum {digest:#x}, not {given.checksum:#x}")
+        for path in {piece.path for piece in request.slices if piece.path is not None}:
+            given.paths.corrupted(path)
+        if any(piece.num_corrupt for piece in request.slices):
+            request.error = error
+            return
+        for piece in request.slices:
+            self._again(piece, now_s, error.message)
+            self._waiting[given.paths].append(piece)
+            request.num_open += 1
+
+    def refused(self, slice_id: int, error: TanghuluError, now_s: float) -> None:
+        """The peer answered with a typed error: the path works, the request does not."""
+        piece = self._slices[slice_id]
+        load = self._unload(piece, now_s)
+        load.table.succeeded(load.path)
+        piece.step(SliceEvent.REFUSED, now_s, f"{error.code}: {error.message}")
+        self._fail(piece, error, now_s)
+
+    def lost(self, path: Path, error: TanghuluError, now_s: float) -> None:
+        """The path broke; everything in flight on it is tried again elsewhere, if it may."""
+        load = self._loads[path]
+        if not load.slices:
+            return
+        load.table.failed(path, now_s, len(load.slices))
+        for piece in list(load.slices.values()):
+            self._unload(piece, now_s)
+            piece.step(SliceEvent.LOST, now_s, error.message)
+            piece.lost_on.append(path)
+            self._num_waiting += 1
+            if self._requests[piece.request_index].error is not None:
+                self._drop_waiting(piece, SliceEvent.CANCEL, now_s)
+            elif piece.num_posts > self._limits.retries_max + piece.num_corrupt:
+                self._drop_waiting(piece, SliceEvent.EXHAUSTED, now_s)
+                self._fail(piece, _exhausted(piece, error), now_s, closed=True)
+            else:
+                self._waiting[load.table].appendleft(piece)
+
+    def stalled(self, now_s: float) -> list[Path]:
+        """Paths with slices in flight and none finished for the slice deadline; they are lost now, cut them."""
+        limit_s = self._limits.slice_deadline_s
+        paths = [path for path, load in self._loads.items() if load.slices and now_s >= load.progress_s + limit_s]
+        for path in paths:
+            self.lost(path, TransferFailed(f"no slice finished on {path.label} for {limit_s:g} s"), now_s)
+        return paths
+
+    def next_stall_s(self) -> float | None:
+        """When ``stalled`` has something to say if nothing arrives until then; None: never."""
+        busy = [load.progress_s for load in self._loads.values() if load.slices]
+        return min(busy) + self._limits.slice_deadline_s if busy else None
+
+    def give_up(self, error: TanghuluError, now_s: float) -> list[Path]:
+        """End everything that is unfinished with ``error``; returns the paths that must be cut."""
+        paths = [path for path, load in self._loads.items() if load.slices]
+        for request in self._requests:
+            if request.num_open and request.error is None:
+                request.error = error
+        for path in paths:
+            for piece in list(self._loads[path].slices.values()):
+                self._unload(piece, now_s)
+                piece.step(SliceEvent.CANCEL, now_s)
+                self._close(piece)
+        for waiting in self._waiting.values():
+            for piece in waiting:
+                self._drop_waiting(piece, SliceEvent.CANCEL, now_s)
+            waiting.clear()
+        for request in self._requests:
+            if request.checking:
+                request.checking, request.num_open = False, request.num_open - 1
+        self._checks.clear()
+        self._num_checking = 0
+        return paths
+
+    # --- questions
+
+    @property
+    def finished(self) -> bool:
+        """Whether every slice has reached an end."""
+        return self._num_posted == 0 and self._num_waiting == 0 and self._num_checking == 0
+
+    def errors(self) -> list[TanghuluError | None]:
+        """By request: None when all its bytes have arrived. Only of a finished run."""
+        assert self.finished, "slices are still on their way"
+        return [request.error for request in self._requests]
+
+    def request_state(self, index: int) -> tuple[bool, TanghuluError | None]:
+        """(whether all its slices have ended, its error so far)."""
+        request = self._requests[index]
+        return request.num_open == 0, request.error
+
+    @property
+    def done_bytes(self) -> int:
+        """Bytes of slices that have arrived."""
+        done = (piece for piece in self._slices.values() if piece.state is SliceState.DONE)
+        return sum(piece.length for piece in done if piece.notice is None)
+
+    def story(self, index: int) -> list[str]:
+        """What happened to the request's slices, in order of time."""
+        told = [
+            (at_s, piece.slice_id, order, f"{event.value} {path.label if path else ''} {note}".strip())
+            for piece in self._requests[index].slices
+            for order, (at_s, event, path, note) in enumerate(piece.events)
+        ]
+        return [f"{at_s:.6f} slice {slice_id} {text}" for at_s, slice_id, _, text in sorted(told)]
+
+    def check(self) -> None:
+        """Assert the invariants: every slice is counted where its state says."""
+        posted = [piece for piece in self._slices.values() if piece.state is SliceState.POSTED]
+        waiting = [piece for piece in self._slices.values() if piece.state is SliceState.WAITING]
+        assert len(posted) == self._num_posted == sum(len(load.slices) for load in self._loads.values())
+        assert len(waiting) == self._num_waiting == sum(len(queue) for queue in self._waiting.values())
+        for load in self._loads.values():
+            load.check()
+        for request in self._requests:
+            is_open = [piece for piece in request.slices if piece.state in (SliceState.WAITING, SliceState.POSTED)]
+            assert request.num_open == len(is_open) + request.checking
+            if not request.num_open and request.error is None:
+                assert all(piece.state is SliceState.DONE for piece in request.slices)
+                assert request.given is None or request.checked or request.given.checksum is None
+                assert request.given is None or request.told or request.given.notice is None
+        assert self._num_checking == sum(request.checking for request in self._requests)
+
+    # --- inside
+
+    def _cut(self, index: int, request: RunRequest | TanghuluError) -> _Request:
+        if isinstance(request, TanghuluError):
+            return _Request(None, [], 0, request)
+        waiting = self._waiting.setdefault(request.paths, deque())
+        if not waiting:
+            for path in request.paths.paths:
+                self._loads[path] = PathLoad(path, request.paths, self._limits.limits[path.transport])
+        slice_bytes = self._limits.limits[request.paths.paths[0].transport].slice_bytes
+        pieces = [
+            Slice(
+                len(self._slices) + number + 1,
+                index,
+                request.opcode,
+                request.buffer,
+                request.local_offset + offset,
+                request.remote_offset + offset,
+                length,
+                request.lease_id,
+                request.verified,
+            )
+            for number, (offset, length) in enumerate(cut(request.length, slice_bytes))
+        ]
+        self._slices.update((piece.slice_id, piece) for piece in pieces)
+        waiting.extend(pieces)
+        self._num_waiting += len(pieces)
+        return _Request(request, pieces, len(pieces))
+
+    def _go_on(self, index: int) -> None:
+        """All slices of a request may have arrived: have its checksum compared, then its owner notified."""
+        request = self._requests[index]
+        given = request.given
+        if request.num_open or request.error is not None or given is None:
+            return
+        if given.checksum is not None and not request.checked:
+            request.checking, request.num_open = True, 1
+            self._num_checking += 1
+            self._checks.append(index)
+        elif given.notice is not None and not request.told:
+            request.told, request.num_open = True, 1
+            size = len(given.notice.data)
+            piece = Slice(len(self._slices) + 1, index, Opcode.WRITE, given.buffer, 0, 0, size, 0, False, given.notice)
+            request.slices.append(piece)
+            self._slices[piece.slice_id] = piece
+            self._waiting[given.paths].append(piece)
+            self._num_waiting += 1
+
+    def _again(self, piece: Slice, now_s: float, why: str) -> None:
+        """Count the slice as waiting, away from the path that brought wrong bytes."""
+        piece.step(SliceEvent.CORRUPT, now_s, why)
+        piece.num_corrupt += 1
+        if piece.path is not None:
+            piece.lost_on.append(piece.path)
+        self._num_waiting += 1
+
+    def _post(self, piece: Slice, path: Path, now_s: float) -> Post:
+        self._loads[path].add(piece, now_s)
+        piece.path = path
+        piece.posted_s = now_s
+        piece.num_posts += 1
+        piece.step(SliceEvent.POST, now_s)
+        self._num_waiting -= 1
+        self._num_posted += 1
+        return Post(piece, path)
+
+    def _in_flight_bytes(self, path: Path) -> int:
+        return self._loads[path].num_bytes
+
+    def _is_full(self, path: Path) -> bool:
+        return self._loads[path].full
+
+    def _unload(self, piece: Slice, now_s: float) -> PathLoad:
+        assert piece.path is not None, f"slice {piece.slice_id} is on no path"
+        load = self._loads[piece.path]
+        load.remove(piece, now_s)
+        self._num_posted -= 1
+        return load
+
+    def _drop_waiting(self, piece: Slice, event: SliceEvent, now_s: float) -> None:
+        piece.step(event, now_s)
+        self._num_waiting -= 1
+        self._close(piece)
+
+    def _close(self, piece: Slice) -> None:
+        self._requests[piece.request_index].num_open -= 1
+
+    def _fail(self, piece: Slice, error: TanghuluError, now_s: float, *, closed: bool = False) -> None:
+        """The request of ``piece`` has failed: cancel what it has waiting."""
+        if not closed:
+            self._close(piece)
+        request = self._requests[piece.request_index]
+        if request.error is not None:
+            return
+        request.error = error
+        mine = {each.slice_id for each in request.slices if each.state is SliceState.WAITING}
+        if not mine:
+            return
+        for waiting in self._waiting.values():
+            kept = [each for each in waiting if each.slice_id not in mine]
+            for each in waiting:
+                if each.slice_id in mine:
+                    self._drop_waiting(each, SliceEvent.CANCEL, now_s)
+            waiting.clear()
+            waiting.extend(kept)
+
+
+def _label(piece: Slice) -> str:
+    return piece.path.label if piece.path is not None else "no path"
+
+
+def _exhausted(piece: Slice, last: TanghuluError) -> TanghuluError:
+    message = f"{piece.length} bytes failed on {piece.num_posts} paths, last {_label(piece)}: {last.message}"
+    return NodeUnavailable(message) if isinstance(last, NodeUnavailable) else TransferFailed(message)

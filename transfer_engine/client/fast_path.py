@@ -1,0 +1,210 @@
+"""Short cuts for the smallest batches: one copy through the mapping, or one slice on one stream.
+
+They use the same buffers, paths and links as every batch, but no run and no handle: with one slice and one attempt
+there is nothing to decide but the path. Whatever does not go well at once is left to the long way, which tries again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from tanghulu.errors import DeadlineExceeded, NodeUnavailable
+from tanghulu.runtime.busy_polling import Spinner
+from tanghulu.runtime.clock import Clock
+from tanghulu.transfer_engine.client.handle import Workshop
+from tanghulu.transfer_engine.client.link_pool import LinkPool
+from tanghulu.transfer_engine.client.remote import RemoteSegment
+from tanghulu.transfer_engine.client.requests import TransferRequest, admit_buffer, refuse_overlaps
+from tanghulu.transfer_engine.core.buffers import Buffer
+from tanghulu.transfer_engine.core.paths import Path, PathTable
+from tanghulu.transfer_engine.core.slices import Slice
+from tanghulu.transfer_engine.core.transport import Arrived, Completion, Link, Refused
+from tanghulu.transfer_engine.transports.shm.long_copy import LONG_BYTES, CopyHelper
+from tanghulu.transfer_engine.transports.shm.transport import ShmPeer
+from tanghulu.transfer_engine.transports.tcp.answer import DIRECT_SLICE_ID
+from tanghulu.transfer_engine.transports.tcp.transport import TcpLink
+
+#: Of a slice that was moved by an exchange: nothing else was under way on its link.
+_STRAIGHT = Arrived(DIRECT_SLICE_ID)
+
+
+def copy_directly(requests: Sequence[TransferRequest], max_bytes: int, workshop: Workshop, helper: CopyHelper) -> bool:
+    """Copy a batch that needs nothing but mapped memory; False when it needs more, or an owner is gone.
+
+    Raises InvalidRequest, before anything was copied, as ``submit`` does.
+    """
+    if len(requests) == 1:
+        return _copy_one(requests[0], max_bytes, workshop, helper)
+    mapped: list[ShmPeer] = []
+    for request in requests:
+        shm = request.target.shm
+        if shm is None or not request.plain:
+            return False
+        mapped.append(shm)
+    buffers = [admit_buffer(request) for request in requests]
+    num_bytes = 0
+    for request in requests:
+        num_bytes += request.length
+    if num_bytes > max_bytes:
+        return False
+    refuse_overlaps(requests, buffers)
+    clock = workshop.clock
+    start_s = clock.now_s()
+    if not _copied(requests, buffers, mapped, helper):
+        return False
+    took_s = clock.now_s() - start_s
+    with workshop.lock:
+        for request in requests:
+            paths = request.target.paths
+            paths.succeeded(paths.paths[0], request.length, took_s)
+    return True
+
+
+def _copied(
+    requests: Sequence[TransferRequest], buffers: Sequence[Buffer], mapped: Sequence[ShmPeer], helper: CopyHelper
+) -> bool:
+    """Whether all was copied while its owners lived; if not, what was shown to digests is void."""
+    try:
+        for request, buffer, shm in zip(requests, buffers, mapped, strict=True):
+            _copy(request, buffer, shm, helper)
+        if all(shm.alive for shm in set(mapped)):
+            return True
+    except NodeUnavailable:
+        pass
+    _void(requests)
+    return False
+
+
+def _void(requests: Sequence[TransferRequest]) -> None:
+    for request in requests:
+        if request.digest is not None:
+            request.digest.void()
+
+
+def _copy(request: TransferRequest, buffer: Buffer, shm: ShmPeer, helper: CopyHelper) -> None:
+    at, to, length, digest = request.source_offset, request.target_offset, request.length, request.digest
+    if digest is None and length < LONG_BYTES:
+        shm.copy(request.opcode, buffer, at, to, length)
+    else:
+        shm.copy_shown(helper, request.opcode, buffer, at, to, length, digest)
+
+
+def _copy_one(request: TransferRequest, max_bytes: int, workshop: Workshop, helper: CopyHelper) -> bool:
+    """The same for one request. A copy of 64 KiB takes 10 us, and what comes with it must not take as long."""
+    target = request.target
+    shm = target.shm
+    if shm is None or not request.plain:
+        return False
+    buffer = admit_buffer(request)
+    length = request.length
+    if length > max_bytes:
+        return False
+    clock = workshop.clock
+    start_s = clock.now_s()
+    try:
+        _copy(request, buffer, shm, helper)
+        alive = shm.alive
+    except NodeUnavailable:
+        alive = False
+    if not alive:
+        _void((request,))
+        return False
+    took_s = clock.now_s() - start_s
+    paths = target.paths
+    paths.succeeded_soon(paths.paths[0], length, took_s, workshop.lock)
+    return True
+
+
+def send_directly(
+    request: TransferRequest, now_s: float, deadline_s: float, patience_s: float, workshop: Workshop
+) -> bool:
+    """Move one slice over one stream, once, in this thread; False if that did not work within ``patience_s``.
+
+    On False nothing of it will land any more, and the path's health knows. Raises InvalidRequest, DeadlineExceeded, and
+    what the peer refuses with. ``now_s`` is the time of the call. Who is alone on this way may spin: several would take
+    the interpreter away from one another.
+    """
+    buffer = admit_buffer(request)
+    target, length, at = request.target, request.length, request.source_offset
+    if target.closed:
+        return False
+    paths, clock, lock = target.paths, workshop.clock, workshop.lock
+    path, spinner = _set_out(target, now_s, length, workshop)
+    pool = target.pools[path]
+    link: Link | None = None
+    ended: Completion | None = None
+    memory, timeout_s = buffer.memory[at : at + length], min(deadline_s, patience_s)
+    try:
+        link = pool.borrow(None)
+        # Half the time, because two calls of the kernel may wait so long.
+        if type(link) is TcpLink and link.exchange(
+            path, request.opcode, memory, request.lease_id, request.target_offset, timeout_s / 2, spinner
+        ):
+            ended = _STRAIGHT
+        elif link is not None:
+            ended = _go_on(link, path, request, buffer, now_s + timeout_s, clock)
+    except NodeUnavailable:  # closed just now
+        return False
+    finally:
+        _let_go(link, pool, path, ended)
+        with lock:
+            workshop.callers.num -= 1
+            if isinstance(ended, Arrived):
+                paths.end_alone(path, length, clock.now_s() - now_s)
+            else:
+                paths.ended(path, length)
+    if ended is _STRAIGHT or isinstance(ended, Arrived):
+        return True
+    return link is not None and _failed(ended, paths, path, now_s + deadline_s, clock, lock)
+
+
+def _set_out(target: RemoteSegment, now_s: float, length: int, workshop: Workshop) -> tuple[Path, Spinner | None]:
+    """The path to take, and what to wait with if this caller is alone and it pays."""
+    callers, spinner = workshop.callers, target.spinner
+    with workshop.lock:
+        callers.num += 1
+        return target.paths.begin_alone(now_s, length), spinner if callers.num == 1 else None
+
+
+def _go_on(
+    link: Link, path: Path, request: TransferRequest, buffer: Buffer, until_s: float, clock: Clock
+) -> Completion | None:
+    """What becomes of a slice that did not arrive at once; None when the time is up."""
+    piece = Slice(
+        DIRECT_SLICE_ID, 0, request.opcode, buffer, request.source_offset, request.target_offset, request.length,
+        request.lease_id,
+    )  # fmt: skip
+    if isinstance(link, TcpLink):
+        link.resume(path, piece)
+    else:
+        link.post(piece, path)
+    ended = link.poll(0.0)
+    while not ended and (left_s := until_s - clock.now_s()) > 0:
+        ended = link.poll(left_s)
+    return ended[0] if ended else None
+
+
+def _let_go(link: Link | None, pool: LinkPool, path: Path, ended: Completion | None) -> None:
+    if ended is _STRAIGHT and link is not None:
+        pool.give_back(link, idle=True)
+    elif link is not None:
+        if not isinstance(ended, Arrived | Refused):
+            link.cut(path)
+        pool.give_back(link)
+
+
+def _failed(
+    ended: Completion | None, paths: PathTable, path: Path, until_s: float, clock: Clock, lock: threading.Lock
+) -> bool:
+    """Tell the path's health; False: try the long way. Raises what the peer refused with, or DeadlineExceeded."""
+    with lock:
+        if isinstance(ended, Refused):
+            paths.succeeded(path)
+        else:
+            paths.failed(path, clock.now_s())
+    if isinstance(ended, Refused):
+        raise ended.error
+    if clock.now_s() >= until_s:
+        raise DeadlineExceeded("not complete within its deadline; what had arrived is not reported")
+    return False

@@ -1,0 +1,321 @@
+"""TransferHandle: the shell around one TransferRun. Performs its instructions, turns completions into its events.
+
+The thread that waits drives: it posts, polls and applies, so a blocking caller never hops threads. One thread at a time
+has the turn. Links are borrowed by this batch alone, from the first post to the end; a batch to several peers borrows
+them in one order everywhere, so that two batches cannot each hold what the other waits for.
+
+When the batch ends by deadline or cancel, the connections with slices on them are closed, in this thread, before
+``wait`` returns: nothing lands in the caller's buffers afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import select
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+
+from tanghulu.errors import DeadlineExceeded, NodeUnavailable, Overloaded, TanghuluError
+from tanghulu.runtime.clock import Clock
+from tanghulu.transfer_engine.client.batch_state import Post, TransferRun
+from tanghulu.transfer_engine.client.remote import RemoteSegment
+from tanghulu.transfer_engine.client.requests import (
+    BatchResult,
+    RequestState,
+    TransferCancelled,
+    TransferRequest,
+    admit_deadline,
+)
+from tanghulu.transfer_engine.core.paths import Path, PathTable
+from tanghulu.transfer_engine.core.slices import SliceState
+from tanghulu.transfer_engine.core.transport import Arrived, Completion, Corrupt, Link, Lost
+from tanghulu.transfer_engine.core.wire import digest_of
+
+#: A deadline beyond this is shortened to it: every wait ends.
+LONGEST_WAIT_S = 86_400.0
+
+
+@dataclass(slots=True)
+class Callers:
+    """How many threads wait inside the engine at this moment."""
+
+    num: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Workshop:
+    """What all handles of an engine share. ``lock`` guards the health of paths, and is held for decisions only.
+
+    ``callers`` are the threads that are on the short way (see ``direct``); under the lock, too.
+    """
+
+    clock: Clock
+    lock: threading.Lock
+    executor: Callable[[], Executor]
+    callers: Callers = field(default_factory=Callers)
+
+
+class TransferHandle:
+    """One submitted batch. Ends by ``wait``, ``wait_async`` or ``cancel``; dropping it cancels it."""
+
+    def __init__(self, workshop: Workshop, run: TransferRun, requests: Sequence[TransferRequest]) -> None:
+        self._workshop = workshop
+        self._run = run
+        self._requests = requests
+        self._targets: dict[PathTable, RemoteSegment] = {each.target.paths: each.target for each in requests}
+        self._tables = {path: table for table in self._targets for path in table.paths}
+        self._links: dict[tuple[PathTable, str], Link] = {}
+        self._turn = threading.Lock()
+        self._stop: TanghuluError | None = None
+
+    # --- what callers do
+
+    def wait(self, deadline_s: float) -> BatchResult:
+        """Drive the batch to its end, at most ``deadline_s`` seconds from now.
+
+        Requests that are not complete by then have DeadlineExceeded. Returns the same result when called again. Raises
+        InvalidRequest if ``deadline_s`` is no number.
+        """
+        admit_deadline(deadline_s)
+        deadline_s = min(deadline_s, LONGEST_WAIT_S)
+        return self._wait_until(self._workshop.clock.now_s() + deadline_s, deadline_s)
+
+    async def wait_async(self, deadline_s: float) -> BatchResult:
+        """The same for asyncio: one of the engine's threads drives. Cancelling the coroutine cancels the batch."""
+        admit_deadline(deadline_s)
+        if self._run.finished:
+            return self._result()
+        deadline_s = min(deadline_s, LONGEST_WAIT_S)
+        until_s = self._workshop.clock.now_s() + deadline_s
+        loop = asyncio.get_running_loop()
+        driving = loop.run_in_executor(self._workshop.executor(), self._wait_until, until_s, deadline_s)
+        try:
+            return await asyncio.shield(driving)
+        except asyncio.CancelledError:
+            self.cancel()
+            with contextlib.suppress(TanghuluError):
+                await driving
+            raise
+
+    def cancel(self) -> None:
+        """End the batch soon, from any thread; requests that are not complete have TransferCancelled.
+
+        Returns at once when another thread is waiting (which then returns); otherwise the batch has ended on return.
+        """
+        self._stop = self._stop or TransferCancelled("the batch was cancelled by its caller")
+        if self._turn.acquire(blocking=False):
+            try:
+                self._finish(self._stop)
+            finally:
+                self._turn.release()
+        else:
+            self._wake()
+
+    def status(self) -> list[RequestState]:
+        """Where each request stands now. Moves what can be moved without waiting, unless another thread drives."""
+        if not self._run.finished and self._turn.acquire(blocking=False):
+            try:
+                self._advance_now()
+            finally:
+                self._turn.release()
+        return [self._request_state(index) for index in range(len(self._requests))]
+
+    @property
+    def done(self) -> bool:
+        """Whether every request has ended."""
+        return self._run.finished
+
+    @property
+    def done_bytes(self) -> int:
+        """Bytes of slices that have arrived, those of unfinished requests included."""
+        return self._run.done_bytes
+
+    def story(self, index: int) -> list[str]:
+        """What happened to the slices of one request, for people who debug."""
+        return self._run.story(index)
+
+    def check(self) -> None:
+        """Assert the invariants; links are held only while something is under way."""
+        with self._turn:
+            self._run.check()
+            assert not (self._run.finished and self._links)
+
+    def __del__(self) -> None:
+        if not self._run.finished:
+            self._finish(TransferCancelled("the batch's handle was dropped"))
+
+    def __repr__(self) -> str:
+        return f"TransferHandle({len(self._requests)} requests{', done' if self.done else ''})"
+
+    # --- what the engine does
+
+    def start(self) -> None:
+        """Post what can be posted without waiting; copies over shm wait for the one who waits."""
+        if all(table.paths[0].transport == "shm" for table in self._targets):
+            return
+        with self._turn:
+            self._advance_now()
+
+    # --- driving; the caller has the turn
+
+    def _wait_until(self, until_s: float, deadline_s: float) -> BatchResult:
+        clock = self._workshop.clock
+        if not self._turn.acquire(timeout=max(0.0, until_s - clock.now_s())):  # another thread drives, for longer
+            self._stop = self._stop or _expired(deadline_s)
+            self._wake()
+            self._turn.acquire()
+        try:
+            self._drive(until_s, deadline_s)
+        finally:
+            if not self._run.finished:
+                self._finish(TransferCancelled("the thread that drove the batch was interrupted"))
+            self._let_go()
+            self._turn.release()
+        return self._result()
+
+    def _drive(self, until_s: float, deadline_s: float) -> None:
+        run, clock = self._run, self._workshop.clock
+        if not run.finished and not self._borrow_all(until_s):
+            self._finish(_expired(deadline_s, "all links to a peer are lent to other batches; "))
+        while not run.finished:
+            now_s = clock.now_s()
+            if self._stop is not None or now_s >= until_s:
+                self._finish(self._stop or _expired(deadline_s))
+                return
+            self._step(now_s, until_s)
+
+    def _advance_now(self) -> None:
+        if self._borrow_all(None):
+            now_s = self._workshop.clock.now_s()
+            self._step(now_s, now_s)
+        if self._run.finished:
+            self._let_go()
+
+    def _step(self, now_s: float, until_s: float) -> None:
+        """Post, poll once (waiting until ``until_s`` at most), apply."""
+        run, lock = self._run, self._workshop.lock
+        with lock:
+            posts = run.advance(now_s)
+        for post in posts:
+            self._perform(post)
+        stall_s = run.next_stall_s()
+        wait_s = (until_s if stall_s is None else min(until_s, stall_s)) - self._workshop.clock.now_s()
+        completions = self._poll(0.0 if self._stop is not None else max(0.0, wait_s))
+        now_s = self._workshop.clock.now_s()
+        with lock:
+            for completion in completions:
+                self._apply(completion, now_s)
+            stalled = run.stalled(now_s)
+        for path in stalled:
+            self._cut(path)
+        for check in run.take_checks():
+            digest = digest_of(check.memory)
+            with lock:
+                run.checked(check.request_index, digest, now_s)
+
+    def _perform(self, post: Post) -> None:
+        try:
+            link = self._link(self._tables[post.path], post.path.transport)
+        except TanghuluError as error:
+            with self._workshop.lock:
+                self._run.lost(post.path, error, self._workshop.clock.now_s())
+            return
+        if post.piece.state is SliceState.POSTED:  # not lost together with an earlier post of this step
+            link.post(post.piece, post.path)
+
+    def _apply(self, completion: Completion, now_s: float) -> None:
+        if isinstance(completion, Arrived):
+            self._run.arrived(completion.slice_id, now_s)
+        elif isinstance(completion, Lost):
+            self._run.lost(completion.path, completion.error, now_s)
+        elif isinstance(completion, Corrupt):
+            self._run.corrupt(completion.slice_id, completion.error, now_s)
+        else:
+            self._run.refused(completion.slice_id, completion.error, now_s)
+
+    def _poll(self, timeout_s: float) -> list[Completion]:
+        links = list(self._links.values())
+        if len(links) == 1:
+            return links[0].poll(timeout_s)
+        ended = [each for link in links for each in link.poll(0.0)]
+        if ended or timeout_s <= 0 or not links:
+            return ended
+        waiter = select.poll()
+        for link in links:
+            if link.fileno() >= 0:
+                waiter.register(link.fileno(), select.POLLIN)
+        waiter.poll(timeout_s * 1000)
+        return [each for link in links for each in link.poll(0.0)]
+
+    def _finish(self, error: TanghuluError) -> None:
+        """End what is unfinished with ``error``, close what it was on, and give the links back."""
+        if not self._run.finished:
+            for path in self._run.give_up(error, self._workshop.clock.now_s()):
+                self._cut(path)
+        self._let_go()
+
+    # --- links
+
+    def _borrow_all(self, until_s: float | None) -> bool:
+        """Hold a link of every target's first transport; all or, on False, none that is new."""
+        fresh: list[tuple[PathTable, str]] = []
+        for table in self._targets if len(self._targets) == 1 else sorted(self._targets, key=id):
+            key = (table, table.paths[0].transport)
+            if key in self._links or self._targets[table].closed:
+                continue
+            link: Link | None
+            try:
+                link = self._targets[table].borrow(key[1], until_s)
+            except NodeUnavailable:
+                continue  # closed just now: its slices are lost when they are posted
+            if link is None:
+                for each in fresh:
+                    self._targets[each[0]].give_back(each[1], self._links.pop(each))
+                return False
+            self._links[key] = link
+            fresh.append(key)
+        return True
+
+    def _link(self, table: PathTable, transport: str) -> Link:
+        key = (table, transport)
+        link = self._links.get(key)
+        if link is None:
+            link = self._targets[table].borrow(transport, None)
+            if link is None:
+                raise Overloaded(f"all {transport} links to {self._targets[table]!r} are lent to other batches")
+            self._links[key] = link
+        return link
+
+    def _cut(self, path: Path) -> None:
+        link = self._links.get((self._tables[path], path.transport))
+        if link is not None:
+            link.cut(path)
+
+    def _let_go(self) -> None:
+        while self._links:
+            (table, transport), link = self._links.popitem()
+            self._targets[table].give_back(transport, link)
+
+    def _wake(self) -> None:
+        for link in list(self._links.values()):
+            link.wake()
+
+    # --- results
+
+    def _request_state(self, index: int) -> RequestState:
+        ended, error = self._run.request_state(index)
+        if not ended:
+            return RequestState.OPEN
+        return RequestState.COMPLETE if error is None else RequestState.FAILED
+
+    def _result(self) -> BatchResult:
+        errors = tuple(self._run.errors())
+        done = sum(each.length for each, error in zip(self._requests, errors, strict=True) if error is None)
+        return BatchResult(errors, done)
+
+
+def _expired(deadline_s: float, why: str = "") -> DeadlineExceeded:
+    return DeadlineExceeded(f"{why}not complete within {deadline_s:g} s; what had arrived is not reported")

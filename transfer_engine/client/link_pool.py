@@ -1,0 +1,120 @@
+"""Links to one peer that wait for the next batch. Owns how many there are; knows nothing of batches."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+
+from tanghulu.errors import NodeUnavailable
+from tanghulu.runtime.clock import Clock
+from tanghulu.transfer_engine.core.transport import Link
+
+
+class LinkPool:
+    """At most ``max_links`` links, lent to one borrower each; safe to use from several threads.
+
+    The link that came back last is lent first, so that few stay warm when few are needed. To take an idle one and to
+    give it back are single operations of a list, which take no lock.
+    """
+
+    def __init__(self, connect: Callable[[], Link], max_links: int, clock: Clock) -> None:
+        self._connect: Callable[[], Link] | None = connect
+        self._max_links = max_links
+        self._clock = clock
+        self._idle: list[Link] = []
+        self._num_links = 0  # idle, lent, or being made
+        self._num_waiting = 0
+        self._closed = False
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+
+    def borrow(self, until_s: float | None) -> Link | None:
+        """A link, or None when all are lent until ``until_s`` (clock seconds; None: do not wait).
+
+        Raises NodeUnavailable if the pool is closed.
+        """
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return self._borrow_slowly(until_s)
+
+    def give_back(self, link: Link, *, idle: bool = False) -> None:
+        """Return a borrowed link; one with something still under way, or of a closed pool, is closed.
+
+        ``idle``: the caller knows that nothing is under way.
+        """
+        if idle or link.reusable:
+            self._idle.append(link)
+            if self._closed:
+                self._close_idle()
+            elif self._num_waiting:
+                with self._lock:
+                    self._changed.notify()
+        else:
+            self._forget()
+            link.close()
+
+    def put(self, link: Link) -> None:
+        """Add a link that was made elsewhere (the one that greeted the peer)."""
+        with self._lock:
+            self._num_links += 1
+        self.give_back(link)
+
+    def close(self) -> None:
+        """Close the idle links now and the lent ones when they come back."""
+        with self._lock:
+            self._closed = True
+            self._connect = None  # lets go of what the links share
+            self._changed.notify_all()
+        self._close_idle()
+
+    def check(self) -> None:
+        """Assert the invariants: bounds hold, and idle links have nothing under way."""
+        with self._lock:
+            assert len(self._idle) <= self._num_links
+            assert not (self._closed and self._idle)
+            assert all(link.reusable for link in self._idle)
+            for link in self._idle:
+                link.check()
+
+    # --- inside
+
+    def _borrow_slowly(self, until_s: float | None) -> Link | None:
+        with self._lock:
+            self._num_waiting += 1  # before the next look at the idle ones: who gives one back after that tells us
+            try:
+                while True:
+                    connect = self._connect
+                    if connect is None:
+                        raise NodeUnavailable("the segment was closed in this process; open it again")
+                    if self._idle:
+                        with contextlib.suppress(IndexError):  # somebody took it without the lock
+                            return self._idle.pop()
+                    if self._num_links < self._max_links:
+                        self._num_links += 1
+                        break
+                    left_s = 0.0 if until_s is None else until_s - self._clock.now_s()
+                    if left_s <= 0:
+                        return None
+                    self._changed.wait(left_s)
+            finally:
+                self._num_waiting -= 1
+        try:
+            return connect()
+        except BaseException:  # an interrupt, too: there is no link to count; it is raised on
+            self._forget()
+            raise
+
+    def _forget(self) -> None:
+        """One link is less: another may be made."""
+        with self._lock:
+            self._num_links -= 1
+            self._changed.notify()
+
+    def _close_idle(self) -> None:
+        while self._idle:
+            with contextlib.suppress(IndexError):
+                link = self._idle.pop()
+                self._forget()
+                link.close()

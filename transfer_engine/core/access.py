@@ -1,0 +1,379 @@
+"""Who may touch which range of a segment until when: pure decisions, no I/O.
+
+The rule: time alone never frees a range that a peer may still read or write.
+
+* A peer that gets copies (TCP) reaches the range only through this process. ``begin()`` refuses it after its lease has
+  ended, so the range is free as soon as the lease has ended and no begun transfer is open on it; the server closes
+  connections that stall in the middle, which ends their transfer.
+* A peer that maps the memory (shm) cannot be refused anything. When its lease ends by time, or its session is lost,
+  the range is quarantined until the peer releases it after all or its pidfd shows that the process has exited. So that
+  one stuck client cannot eat the segment, the bytes that it could bring into quarantine (all its mapped leases) are
+  capped; beyond the cap ``grant(shm=True)`` raises Overloaded and the caller serves that client copies.
+
+* A peer with queue pairs (rdma) reaches every range by itself, but can be stopped: its queue pairs belong to this
+  process. While ``direct`` says that a session has some, a lease that it loses stays open until ``end_direct`` says
+  that they are gone; ``on_revoke`` is called with the session's number, once, when they must be closed.
+
+Example: session 7 maps the memory, cap 100 bytes. It pins 60 bytes: granted. It pins 60 more: Overloaded (120 > 100),
+so the caller grants them with ``shm=False`` and the client reads over TCP. Its connection breaks: the 60 mapped bytes
+are quarantined, the others free at once. Its process exits: the 60 bytes are free.
+
+Every call that changes something returns the ranges that became free by it. Not thread-safe: one event loop owns a
+table. See ``leases`` for the states.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from sortedcontainers import SortedSet
+
+from tanghulu.errors import InvalidRequest, LeaseExpired, Overloaded
+from tanghulu.runtime.clock import Clock
+from tanghulu.transfer_engine.core.leases import Freed, Lease, LeaseEvent, LeaseState
+from tanghulu.transfer_engine.core.opcode import Opcode
+from tanghulu.types import LeaseId
+
+__all__ = ["AccessTable", "Freed", "Lease", "LeaseState", "Opcode"]
+
+#: More leases than this at once means that somebody leaks them.
+MAX_LEASES = 1 << 20
+
+
+@dataclass(slots=True)
+class _Session:
+    session_id: int
+    pid: int | None
+    closed: bool = False
+    mapped_bytes: int = 0
+    num_direct: int = 0
+    #: Leases that were lost while queue pairs reached them; each counts one open transfer.
+    revoked: list[LeaseId] = field(default_factory=list)
+    leases: dict[LeaseId, Lease] = field(default_factory=dict)
+
+
+class AccessTable:
+    """The leases on one segment, by session.
+
+    ``lease_ms`` is how long a lease lasts unless ``grant`` or ``renew`` says otherwise;
+    ``max_quarantined_bytes_per_session`` caps what one client can bring into quarantine.
+    """
+
+    def __init__(
+        self, clock: Clock, lease_ms: int, max_quarantined_bytes_per_session: int, *, max_leases: int = MAX_LEASES
+    ) -> None:
+        assert lease_ms > 0, "a lease lasts longer than nothing"
+        assert max_quarantined_bytes_per_session >= 0, "a cap is not negative"
+        self.lease_ms = lease_ms
+        self.max_quarantined_bytes_per_session = max_quarantined_bytes_per_session
+        #: Told which session's queue pairs must be closed; must not call back into the table at once.
+        self.on_revoke: Callable[[int], None] | None = None
+        self._clock = clock
+        self._max_leases = max_leases
+        self._numbers = itertools.count(1)
+        self._sessions: dict[int, _Session] = {}
+        self._leases: dict[LeaseId, Lease] = {}
+        self._by_offset: SortedSet[tuple[int, LeaseId]] = SortedSet()
+        self._longest_bytes = 0  # no live lease is longer
+        self._expiries: list[tuple[float, LeaseId]] = []  # at least one entry, never late, per ACTIVE lease
+
+    # --- sessions
+
+    def open_session(self, session_id: int, pid: int | None) -> None:
+        """Admit a peer. ``pid`` is its process on this host as the kernel says (SO_PEERCRED), None for a remote peer.
+
+        Only a session with a pid can hold leases with ``shm=True``. Raises InvalidRequest if the number is in use
+        (also by a lost session whose ranges are still in quarantine).
+        """
+        if session_id in self._sessions:
+            raise InvalidRequest(f"session {session_id} is open already; give every session a number of its own")
+        self._sessions[session_id] = _Session(session_id, pid)
+
+    def close_session(self, session_id: int) -> list[Freed]:
+        """The peer's connection is gone: its leases end, those that it maps go into quarantine. Unknown: nothing."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            return []
+        session.closed = True
+        freed = self._lose(list(session.leases.values()))
+        return self._close_if_empty(session, freed)
+
+    def session_exited(self, session_id: int) -> list[Freed]:
+        """The peer's process has ended (its pidfd says so): nothing of it can touch mapped memory any more."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            return []
+        session.closed = True
+        copied = [lease for lease in session.leases.values() if session.num_direct and not lease.mapped]
+        freed = self._lose(copied)  # what it had sent before may still be on the wire to our queue pairs
+        for lease in list(session.leases.values()):
+            self._step(lease, LeaseEvent.GIVEN_BACK, freed)
+        return self._close_if_empty(session, freed)
+
+    def has_session(self, session_id: int) -> bool:
+        """Whether the session is open, or lost with ranges that are not free yet."""
+        return session_id in self._sessions
+
+    def is_open(self, session_id: int) -> bool:
+        """Whether the session is open."""
+        session = self._sessions.get(session_id)
+        return session is not None and not session.closed
+
+    def session_pid(self, session_id: int) -> int | None:
+        """The pid given to ``open_session``; None for a remote peer. Raises InvalidRequest if not open."""
+        return self._open_session(session_id).pid
+
+    # --- queue pairs, which reach every range without asking
+
+    def begin_direct(self, session_id: int) -> None:
+        """A queue pair of the session works from now on. Raises InvalidRequest if the session is not open."""
+        self._open_session(session_id).num_direct += 1
+
+    def end_direct(self, session_id: int) -> list[Freed]:
+        """One of the session's queue pairs is gone; with the last of them, what it was kept from is free."""
+        session = self._sessions.get(session_id)
+        assert session is not None, f"session {session_id} is unknown"
+        assert session.num_direct > 0, f"session {session_id} has no queue pair"
+        session.num_direct -= 1
+        freed: list[Freed] = []
+        if session.num_direct == 0:
+            revoked, session.revoked = session.revoked, []
+            for lease_id in revoked:
+                freed += self.end(lease_id)
+        return self._close_if_empty(session, freed) if session.closed and session.num_direct == 0 else freed
+
+    # --- leases
+
+    def grant(
+        self,
+        session_id: int,
+        offset: int,
+        length: int,
+        mode: Opcode,
+        lease_ms: int | None = None,
+        *,
+        shm: bool = False,
+    ) -> LeaseId:
+        """Let the session READ or WRITE ``[offset, offset + length)``; ``shm``: through its own mapping.
+
+        Asserts that a WRITE range overlaps no other lease (allocating is the caller's business). Raises Overloaded if
+        there are too many leases or the session's mapped bytes would pass the cap (then grant without ``shm`` and serve
+        copies); InvalidRequest for a session that is not open or, with ``shm``, has no pid.
+        """
+        assert offset >= 0, "a range starts inside the segment"
+        assert length > 0, "a range has at least one byte"
+        session = self._open_session(session_id)
+        if len(self._leases) >= self._max_leases:
+            raise Overloaded(f"{len(self._leases)} leases are held on this segment; release some")
+        if shm:
+            self._admit_mapped(session, length)
+        assert not self._write_conflict(offset, length, mode), f"[{offset}, +{length}) is leased to somebody else"
+        expires_at_s = self._clock.now_s() + (lease_ms or self.lease_ms) / 1000
+        lease = Lease(LeaseId(next(self._numbers)), session_id, offset, length, mode, shm, expires_at_s)
+        self._insert(session, lease)
+        return lease.lease_id
+
+    def renew(self, lease_id: LeaseId, lease_ms: int | None = None) -> float:
+        """Lengthen a lease, counted from now; never shortens it. Returns when it ends (clock seconds).
+
+        Raises LeaseExpired if it has ended already, by time too.
+        """
+        now_s = self._clock.now_s()
+        lease = self._leases.get(lease_id)
+        if lease is None or not _is_active(lease, now_s):
+            raise LeaseExpired(f"lease {lease_id} has ended and cannot be renewed; reserve or pin again")
+        lease.expires_at_s = max(lease.expires_at_s, now_s + (lease_ms or self.lease_ms) / 1000)
+        return lease.expires_at_s
+
+    def is_active(self, lease_id: LeaseId) -> bool:
+        """Whether transfers may begin under the lease now; a commit of a reservation asks this."""
+        lease = self._leases.get(lease_id)
+        return lease is not None and _is_active(lease, self._clock.now_s())
+
+    def lease(self, lease_id: LeaseId) -> Lease | None:
+        """The lease as it stands (do not change it), or None when it is free or was never given."""
+        return self._leases.get(lease_id)
+
+    def release(self, lease_id: LeaseId) -> list[Freed]:
+        """The holder gives the range back. A lease that is over already frees nothing: numbers are never reused."""
+        lease = self._leases.get(lease_id)
+        freed: list[Freed] = []
+        if lease is not None:
+            self._step(lease, LeaseEvent.GIVEN_BACK, freed)
+        return freed
+
+    def expire(self, now_s: float) -> list[Freed]:
+        """End every lease whose time is up at ``now_s``."""
+        due: list[Lease] = []
+        while self._expiries and self._expiries[0][0] <= now_s:
+            _, lease_id = heapq.heappop(self._expiries)
+            lease = self._leases.get(lease_id)
+            if lease is None or lease.state is not LeaseState.ACTIVE:
+                continue
+            if lease.expires_at_s > now_s:  # renewed since
+                heapq.heappush(self._expiries, (lease.expires_at_s, lease_id))
+            else:
+                due.append(lease)
+        return self._lose(due)
+
+    def next_expiry_s(self) -> float | None:
+        """No lease ends by time before this moment; None when there is none."""
+        return self._expiries[0][0] if self._expiries else None
+
+    # --- transfers that this process serves
+
+    def begin(self, session_id: int, lease_id: LeaseId, op: Opcode, offset: int, length: int) -> None:
+        """Admit one transfer; call ``end`` when its last byte was moved or its connection is closed.
+
+        Raises LeaseExpired if the lease has ended or was never given to this session; InvalidRequest if it does not
+        allow ``op`` or does not cover the range.
+        """
+        lease = self._leases.get(lease_id)
+        if lease is None or lease.session_id != session_id:
+            raise LeaseExpired(f"session {session_id} has no lease {lease_id} (any more); reserve or pin again")
+        if not _is_active(lease, self._clock.now_s()):
+            raise LeaseExpired(f"lease {lease_id} has ended ({lease.state.value}); reserve or pin again")
+        if lease.mode is not op:
+            raise InvalidRequest(f"lease {lease_id} is for {lease.mode.name}, not for {op.name}")
+        if offset < lease.offset or offset + length > lease.offset + lease.length:
+            raise InvalidRequest(
+                f"[{offset}, +{length}) is not inside lease {lease_id}'s [{lease.offset}, +{lease.length})"
+            )
+        lease.num_open += 1
+
+    def end(self, lease_id: LeaseId) -> list[Freed]:
+        """A begun transfer cannot touch the range any more."""
+        lease = self._leases[lease_id]
+        assert lease.num_open > 0, f"lease {lease_id} has no begun transfer"
+        lease.num_open -= 1
+        freed: list[Freed] = []
+        if lease.num_open == 0 and lease.state is LeaseState.DRAINING:
+            self._free(lease, freed)
+        return freed
+
+    # --- questions
+
+    def busy(self, offset: int, length: int) -> bool:
+        """Whether a lease that is not free yet overlaps ``[offset, offset + length)``."""
+        return any(True for _ in self._overlapping(offset, length))
+
+    @property
+    def num_leases(self) -> int:
+        """Leases that are not free yet."""
+        return len(self._leases)
+
+    @property
+    def quarantined_bytes(self) -> int:
+        """Bytes that nobody may reuse because a vanished peer may still map them; overlapping leases count each."""
+        return sum(each.length for each in self._leases.values() if each.state is LeaseState.QUARANTINED)
+
+    def check(self) -> None:
+        """Assert the invariants: one index per question, and they agree."""
+        assert {each for session in self._sessions.values() for each in session.leases} == set(self._leases)
+        assert {lease_id for _, lease_id in self._by_offset} == set(self._leases)
+        queued = {lease_id for _, lease_id in self._expiries}
+        for lease in self._leases.values():
+            assert lease.state is not LeaseState.FREE
+            assert lease.state is not LeaseState.DRAINING or lease.num_open > 0
+            assert lease.state is not LeaseState.QUARANTINED or lease.mapped
+            assert lease.state is not LeaseState.ACTIVE or lease.lease_id in queued
+            assert lease.length <= self._longest_bytes
+        for session in self._sessions.values():
+            assert session.leases or session.num_direct or not session.closed
+            assert set(session.revoked) <= set(session.leases)
+            assert session.num_direct or not session.revoked
+            mapped = sum(each.length for each in session.leases.values() if each.mapped)
+            assert mapped == session.mapped_bytes <= self.max_quarantined_bytes_per_session
+
+    def __repr__(self) -> str:
+        return f"AccessTable({len(self._sessions)} sessions, {len(self._leases)} leases)"
+
+    # --- inside
+
+    def _open_session(self, session_id: int) -> _Session:
+        session = self._sessions.get(session_id)
+        if session is None or session.closed:
+            raise InvalidRequest(f"session {session_id} is not open; say hello first")
+        return session
+
+    def _admit_mapped(self, session: _Session, length: int) -> None:
+        if session.pid is None:
+            raise InvalidRequest(f"session {session.session_id} has no process on this host; it cannot map memory")
+        wanted_bytes = session.mapped_bytes + length
+        if wanted_bytes > self.max_quarantined_bytes_per_session:
+            raise Overloaded(
+                f"session {session.session_id} would hold {wanted_bytes} mapped bytes of at most "
+                f"{self.max_quarantined_bytes_per_session}; give it copies"
+            )
+
+    def _write_conflict(self, offset: int, length: int, mode: Opcode) -> bool:
+        exclusive = mode is Opcode.WRITE
+        return any(exclusive or each.mode is Opcode.WRITE for each in self._overlapping(offset, length))
+
+    def _overlapping(self, offset: int, length: int) -> Iterable[Lease]:
+        # A lease that starts more than the longest length in front of us cannot reach us.
+        first = (offset - self._longest_bytes, LeaseId(0))
+        for _, lease_id in self._by_offset.irange(first, (offset + length, LeaseId(0)), (True, False)):
+            lease = self._leases[lease_id]
+            if lease.offset + lease.length > offset:
+                yield lease
+
+    def _insert(self, session: _Session, lease: Lease) -> None:
+        self._leases[lease.lease_id] = session.leases[lease.lease_id] = lease
+        self._by_offset.add((lease.offset, lease.lease_id))
+        self._longest_bytes = max(self._longest_bytes, lease.length)
+        session.mapped_bytes += lease.length if lease.mapped else 0
+        if len(self._expiries) > 2 * len(self._leases) + 64:  # most of it are leases that were released early
+            self._expiries = [
+                (each.expires_at_s, key) for key, each in self._leases.items() if each.state is LeaseState.ACTIVE
+            ]
+            heapq.heapify(self._expiries)
+        else:
+            heapq.heappush(self._expiries, (lease.expires_at_s, lease.lease_id))
+
+    def _lose(self, leases: Iterable[Lease]) -> list[Freed]:
+        freed: list[Freed] = []
+        for lease in leases:
+            self._revoke(lease)
+            self._step(lease, LeaseEvent.LOST_MAPPED if lease.mapped else LeaseEvent.LOST_COPIED, freed)
+        return freed
+
+    def _revoke(self, lease: Lease) -> None:
+        """Keep the range of an active lease from being free while queue pairs reach it."""
+        session = self._sessions[lease.session_id]
+        if session.num_direct == 0 or lease.mapped or lease.state is not LeaseState.ACTIVE:
+            return
+        lease.num_open += 1
+        session.revoked.append(lease.lease_id)
+        if len(session.revoked) == 1 and self.on_revoke is not None:
+            self.on_revoke(session.session_id)
+
+    def _step(self, lease: Lease, event: LeaseEvent, freed: list[Freed]) -> None:
+        if lease.step(event) is LeaseState.DRAINING and lease.num_open == 0:
+            self._free(lease, freed)
+
+    def _free(self, lease: Lease, freed: list[Freed]) -> None:
+        lease.step(LeaseEvent.DRAINED)
+        session = self._sessions[lease.session_id]
+        del self._leases[lease.lease_id], session.leases[lease.lease_id]
+        self._by_offset.remove((lease.offset, lease.lease_id))
+        if not self._leases:
+            self._longest_bytes = 0
+        session.mapped_bytes -= lease.length if lease.mapped else 0
+        freed.append(lease.freed())
+        if session.closed and not session.leases and session.num_direct == 0:
+            self._sessions.pop(session.session_id, None)
+
+    def _close_if_empty(self, session: _Session, freed: list[Freed]) -> list[Freed]:
+        if session.num_direct and not session.revoked and self.on_revoke is not None:
+            self.on_revoke(session.session_id)
+        if not session.leases and session.num_direct == 0:
+            self._sessions.pop(session.session_id, None)
+        return freed
+
+
+def _is_active(lease: Lease, now_s: float) -> bool:
+    return lease.state is LeaseState.ACTIVE and now_s < lease.expires_at_s

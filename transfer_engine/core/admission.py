@@ -1,0 +1,227 @@
+"""What a segment's owner decides about its tcp peers: pure, no socket and no loop.
+
+Owns the connections' tokens, the fences, the counters, and which connections made no progress. ``server`` listens and
+sweeps; ``tcp_server`` moves the bytes and asks here; what a peer may touch is ``access``'s decision. The simulation
+drives this class as it stands.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from tanghulu.errors import ChecksumMismatch, InvalidRequest, NodeUnavailable, TanghuluError, Unauthorized
+from tanghulu.runtime.busy_polling import LoopSpinner
+from tanghulu.transfer_engine.core.access import AccessTable
+from tanghulu.transfer_engine.core.leases import Freed
+from tanghulu.transfer_engine.core.opcode import Opcode
+from tanghulu.transfer_engine.core.segment import MemorySegment
+from tanghulu.transfer_engine.core.wire import MAX_VERIFIED_BYTES, Head, Op, digest_of, name_hash
+from tanghulu.types import LeaseId
+
+_MAX_FENCED_TOKENS = 1 << 16
+_MAX_KNOWN_NOTICES = 1 << 16
+_PIECE_BYTES = 1 << 20
+# Members by themselves: asked for by every slice, and an Enum takes ten times as long to find one (Python 3.11).
+_READ, _WRITE, _READ_HEAD = Opcode.READ, Opcode.WRITE, Op.READ
+
+
+class Connection(Protocol):
+    """A peer's connection, of tcp or of rdma: what is asked of it here."""
+
+    token: int
+    sweep_mark: object
+
+    @property
+    def progress(self) -> tuple[int, int] | None:
+        """(slice id, bytes moved) of the slice in work, None when there is none."""
+        ...
+
+    def cut(self) -> None:
+        """Close at once: nothing is received into the segment after this call."""
+        ...
+
+
+#: Takes (session id, what the peer said); called once for each notice, after all bytes that it speaks of have landed.
+OnNotice = Callable[[int, bytes], None]
+
+
+class Reception:
+    """The TcpDoor of one segment of one generation.
+
+    ``soon`` runs a callback behind the current event (the loop's ``call_soon``); ``on_freed`` is told which ranges
+    became free because a transfer ended, ``on_emptied`` that the last connection has gone while it was not ``open``.
+    While it is not, nobody new is let in. Without ``on_notice`` notices are refused. Connections tell
+    ``spinner`` when something of a slice has come, and when more is waited for.
+    """
+
+    def __init__(
+        self,
+        segment: MemorySegment,
+        access: AccessTable | None,
+        *,
+        generation: int,
+        max_connections: int,
+        soon: Callable[[Callable[[], None]], object],
+        on_freed: Callable[[Sequence[Freed]], None] | None = None,
+        on_emptied: Callable[[], None] | None = None,
+        on_notice: OnNotice | None = None,
+        spinner: LoopSpinner | None = None,
+    ) -> None:
+        self.view = segment.view
+        self.piece_bytes = _PIECE_BYTES
+        self.soon = soon
+        self.spinner = spinner
+        self.bytes_read = 0
+        self.bytes_written = 0
+        self.num_refused = 0
+        self.num_fenced = 0
+        self.num_notices = 0
+        self.num_mismatches = 0
+        self.open = False
+        self.connections: set[Connection] = set()
+        self._segment = segment
+        self._access = access
+        self._generation = generation
+        self._name_hash = name_hash(segment.name)
+        self._max_connections = max_connections
+        self._on_freed = on_freed
+        self._on_emptied = on_emptied
+        self._on_notice = on_notice
+        self._notices: OrderedDict[int, None] = OrderedDict()  # numbers of the newest
+        self._size_bytes = segment.size_bytes
+        self._by_token: dict[int, Connection] = {}
+        self._fenced: OrderedDict[int, None] = OrderedDict()
+
+    # --- what a tcp connection asks (TcpDoor)
+
+    def opened(self, connection: Connection) -> bool:
+        """Whether there is room for one more connection."""
+        if not self.open or len(self.connections) >= self._max_connections:
+            self.num_refused += 1
+            return False
+        self.connections.add(connection)
+        return True
+
+    def closed(self, connection: Connection) -> None:
+        """The connection is gone."""
+        self.connections.discard(connection)
+        self._by_token.pop(connection.token, None)
+        if not self.open and not self.connections and self._on_emptied is not None:
+            self._on_emptied()
+
+    def hello(self, connection: Connection, head: Head) -> None:
+        """Admit a connection under its token."""
+        self._check_generation(head)
+        if head.lease_id != self._name_hash:
+            raise self._refused(NodeUnavailable(f"another segment is served here: {self._segment.name!r}"))
+        token = head.offset
+        if token == 0 or token in self._fenced or token in self._by_token or connection.token:
+            raise self._refused(Unauthorized(f"connection token {token:#x} is not to be used (again)"))
+        connection.token = token
+        self._by_token[token] = connection
+
+    def fence(self, head: Head) -> None:
+        """Cut the connection that its client gave up, also if its hello comes only later."""
+        self._fenced[head.offset] = None
+        self.num_fenced += 1
+        while len(self._fenced) > _MAX_FENCED_TOKENS:
+            self._fenced.popitem(last=False)
+        connection = self._by_token.pop(head.offset, None)
+        if connection is not None:
+            connection.cut()
+
+    def begin(self, head: Head) -> None:
+        """Admit a slice: right generation, inside the segment, covered by a lease, not too long to be verified."""
+        if head.generation != self._generation:
+            self._check_generation(head)
+        if head.offset + head.length > self._size_bytes:
+            raise self._refused(
+                InvalidRequest(f"[{head.offset}, +{head.length}) is outside the segment of {self._size_bytes} bytes")
+            )
+        if head.verified and head.length > MAX_VERIFIED_BYTES:
+            raise self._refused(
+                InvalidRequest(f"a verified slice of {head.length} bytes; at most {MAX_VERIFIED_BYTES}: cut it smaller")
+            )
+        if self._access is not None:
+            op = _READ if head.op is _READ_HEAD else _WRITE
+            try:
+                self._access.begin(head.session_id, LeaseId(head.lease_id), op, head.offset, head.length)
+            except TanghuluError as error:
+                raise self._refused(error) from None
+
+    def end(self, head: Head, moved_bytes: int) -> None:
+        """A slice ended, wholly moved or not."""
+        if head.op is _READ_HEAD:
+            self.bytes_read += moved_bytes
+        else:
+            self.bytes_written += moved_bytes
+        if self._access is not None:
+            freed = self._access.end(LeaseId(head.lease_id))
+            if freed and self._on_freed is not None:
+                self._on_freed(freed)
+
+    def digest(self, head: Head) -> int:
+        """The checksum of what the segment holds in the head's range."""
+        return digest_of(self.view[head.offset : head.offset + head.length])
+
+    def compare(self, head: Head) -> None:
+        """Raise ChecksumMismatch if a verified WRITE's range does not hold what was sent."""
+        found = self.digest(head)
+        if found != head.digest:
+            self.num_mismatches += 1
+            raise ChecksumMismatch(f"{head.length} bytes landed with checksum {found:#x}, sent with {head.digest:#x}")
+
+    def notice(self, head: Head, data: bytes) -> None:
+        """Hand a notice to the owner's program unless its number was seen before."""
+        self._check_generation(head)
+        if self._on_notice is None:
+            raise self._refused(InvalidRequest(f"the owner of {self._segment.name!r} takes no notices"))
+        if self._access is not None and not self._access.is_open(head.session_id):
+            raise self._refused(Unauthorized(f"session {head.session_id} is not open; say hello first"))
+        if head.offset in self._notices:
+            return
+        self._notices[head.offset] = None
+        if len(self._notices) > _MAX_KNOWN_NOTICES:
+            self._notices.popitem(last=False)
+        self.num_notices += 1
+        self._on_notice(head.session_id, data)
+
+    # --- what the server asks
+
+    def cut_stalled(self) -> None:
+        """Cut connections that made no progress inside a slice since the last call."""
+        for connection in list(self.connections):
+            progress = connection.progress
+            if progress is not None and progress == connection.sweep_mark:
+                connection.cut()
+            connection.sweep_mark = progress
+
+    def check(self) -> None:
+        """Assert the invariants: tokens name open connections, and bounds hold."""
+        assert set(self._by_token.values()) <= self.connections
+        assert len(self.connections) <= self._max_connections
+        assert len(self._fenced) <= _MAX_FENCED_TOKENS
+        assert len(self._notices) <= _MAX_KNOWN_NOTICES
+        assert not self._by_token.keys() & self._fenced.keys()
+        if self._access is not None:
+            self._access.check()
+
+    def __repr__(self) -> str:
+        return f"Reception({self._segment!r}, generation={self._generation}, {len(self.connections)} connections)"
+
+    # --- inside
+
+    def _check_generation(self, head: Head) -> None:
+        if head.generation != self._generation:
+            raise self._refused(
+                NodeUnavailable(
+                    f"generation {head.generation} of segment {self._segment.name!r} is gone, "
+                    f"{self._generation} is here: ask for its descriptor again"
+                )
+            )
+
+    def _refused(self, error: TanghuluError) -> TanghuluError:
+        self.num_refused += 1
+        return error

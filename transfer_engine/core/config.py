@@ -1,0 +1,98 @@
+"""What can be tuned about the engine; a value that is checked once and passed in. Owns no decision."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from tanghulu.auth.credentials import NO_TLS, TlsFiles
+from tanghulu.errors import ConfigError
+from tanghulu.runtime.busy_polling import SPIN_S
+from tanghulu.transfer_engine.topology.devices import Topology
+
+MIB = 1 << 20
+
+
+def _has_spare_core() -> bool:
+    """Whether this process may use more than one core."""
+    return len(os.sched_getaffinity(0)) > 1
+
+
+@dataclass(frozen=True, slots=True)
+class TransportLimits:
+    """How one transport likes its work: slices of about ``slice_bytes``, at most so much in flight on one path."""
+
+    slice_bytes: int
+    window_bytes: int
+    window_slices: int
+
+
+_MAY_BE_ZERO = ("retries_max", "direct_bytes", "direct_async_bytes", "spin_s")
+
+
+def _default_limits() -> Mapping[str, TransportLimits]:
+    return {
+        "shm": TransportLimits(slice_bytes=16 * MIB, window_bytes=32 * MIB, window_slices=256),
+        "rdma": TransportLimits(slice_bytes=1 * MIB, window_bytes=16 * MIB, window_slices=64),
+        "ucx": TransportLimits(slice_bytes=4 * MIB, window_bytes=16 * MIB, window_slices=64),
+        "tcp": TransportLimits(slice_bytes=1 * MIB, window_bytes=8 * MIB, window_slices=64),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Settings of one TransferEngine; raises ConfigError where a value makes no sense.
+
+    ``limits`` by transport name. ``tcp_devices`` are the local network devices that tcp streams are bound to in turn;
+    the empty name leaves the choice to the kernel.
+    """
+
+    limits: Mapping[str, TransportLimits] = field(default_factory=_default_limits)
+    #: tcp connections a batch may use to one peer (a small batch uses one).
+    streams_per_peer: int = 2
+    tcp_devices: tuple[str, ...] = ("",)
+    #: With a topology tcp uses its devices instead, each for the peer's endpoints that it reaches, those first that are
+    #: preferred from ``location`` (where this process's buffers lie, as ``cpu:0``; empty: unknown).
+    topology: Topology | None = None
+    location: str = ""
+    #: Verbs devices of this process in the order of their rails; none: every usable one, by name.
+    rdma_devices: tuple[str, ...] = ()
+    #: With files, tcp is encrypted; rdma and ucx are not.
+    tls: TlsFiles = NO_TLS
+    #: Further attempts of one slice after its first.
+    retries_max: int = 3
+    #: A path with slices in flight and none finished for this long counts as failed.
+    slice_deadline_s: float = 5.0
+    connect_timeout_s: float = 3.0
+    #: Before it sleeps, a thread that waits for a small transfer over tcp asks again for up to three times this long,
+    #: where that pays (see ``spinning``). 0: never.
+    spin_s: float = SPIN_S
+    #: Errors in a row that pause a path, and for how long (doubled by each failed probe up to the maximum).
+    pause_after_errors: int = 3
+    pause_s: float = 0.25
+    pause_max_s: float = 8.0
+    #: Sets of connections to one peer; each batch in flight borrows one of its own.
+    max_links_per_peer: int = 16
+    max_requests_per_batch: int = 1 << 16
+    #: Batches up to this size that need only shm are copied by the calling thread without any machinery.
+    direct_bytes: int = 64 * MIB
+    #: The same for ``transfer_async``, where the copy holds up the event loop.
+    direct_async_bytes: int = 256 << 10
+    #: Whether a thread of the engine's helps callers with long copies (see ``long_copy``).
+    copy_helper: bool = field(default_factory=_has_spare_core)
+    #: Threads that drive the batches of asyncio callers, and how many batches may wait for one.
+    async_threads: int = 8
+    max_async_batches: int = 4096
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            minimum = 0 if each.name in _MAY_BE_ZERO else 1e-9
+            if isinstance(value, int | float) and type(value) is not bool and value < minimum:
+                raise ConfigError(f"EngineConfig.{each.name} is {value}; it must be at least {minimum:g}")
+        if not self.tcp_devices:
+            raise ConfigError("EngineConfig.tcp_devices is empty; the empty name leaves the choice to the kernel")
+        for name, limits in self.limits.items():
+            if min(limits.slice_bytes, limits.window_bytes, limits.window_slices) < 1:
+                raise ConfigError(f"EngineConfig.limits[{name!r}] has a value below 1: {limits}")

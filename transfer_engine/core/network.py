@@ -1,0 +1,132 @@
+"""What the tcp transport asks of the machine: connections, and which of them are ready. The simulation puts its own.
+
+Owns socket options and nothing else.
+"""
+
+from __future__ import annotations
+
+import errno
+import select
+import socket
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from tanghulu.errors import NodeUnavailable
+from tanghulu.rpc.pacing import unpace_within_machine
+from tanghulu.transfer_engine.core.paths import Path
+from tanghulu.types import Address
+
+
+class StreamSocket(Protocol):
+    """The part of a ``socket.socket`` in blocking mode that a stream uses, with its exceptions.
+
+    With MSG_DONTWAIT a call never waits: BlockingIOError when it would. Without it ``recv_into`` and ``recvmsg_into``
+    wait for the first byte, BlockingIOError after the time set by ``setsockopt(SOL_SOCKET, SO_RCVTIMEO, timeval)``;
+    ``recv_into`` with MSG_WAITALL waits until the buffer is full, or so long.
+    """
+
+    def setblocking(self, flag: bool, /) -> None:
+        """Called once, with True, when it has begun to connect."""
+        ...
+
+    def setsockopt(self, level: int, option: int, value: bytes, /) -> None:
+        """Of SO_RCVTIMEO alone."""
+        ...
+
+    def send(self, data: bytes, flags: int, /) -> int:
+        """Give bytes to the connection."""
+        ...
+
+    def sendmsg(self, buffers: Iterable[memoryview | bytes], ancillary: tuple[()], flags: int, /) -> int:
+        """Give bytes to the connection."""
+        ...
+
+    def recv_into(self, buffer: memoryview, num_bytes: int, flags: int, /) -> int:
+        """Take bytes; 0 when the peer has hung up. ``num_bytes`` 0: as many as the buffer holds."""
+        ...
+
+    def recvmsg_into(
+        self, buffers: Sequence[memoryview], ancillary_bytes: int, flags: int, /
+    ) -> tuple[int, list[Any], int, Any]:
+        """Take bytes into the first buffer, then the next; how many is the first of the answer."""
+        ...
+
+    def fileno(self) -> int:
+        """The number by which a Poller knows it."""
+        ...
+
+    def close(self) -> None:
+        """Hang up; nothing is received afterwards."""
+        ...
+
+
+class Poller(Protocol):
+    """The part of ``select.epoll`` that a link uses."""
+
+    def register(self, fd: int, eventmask: int, /) -> None:
+        """Watch a descriptor."""
+        ...
+
+    def modify(self, fd: int, eventmask: int, /) -> None:
+        """Watch for something else."""
+        ...
+
+    def unregister(self, fd: int, /) -> None:
+        """Watch it no more."""
+        ...
+
+    def poll(self, timeout: float | None, /) -> list[tuple[int, int]]:
+        """(descriptor, events) that are ready, after at most ``timeout`` seconds."""
+        ...
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when something is ready."""
+        ...
+
+    def close(self) -> None:
+        """Let go."""
+        ...
+
+
+class Network(Protocol):
+    """Makes both."""
+
+    def connect(self, path: Path, address: Address) -> StreamSocket:
+        """A socket that has begun to connect without waiting for it, over the path's local device.
+
+        Raises NodeUnavailable if the address cannot even be tried.
+        """
+        ...
+
+    def poller(self) -> Poller:
+        """A new Poller."""
+        ...
+
+
+class KernelNetwork:
+    """The machine's own."""
+
+    def connect(self, path: Path, address: Address) -> socket.socket:
+        """A TCP socket without Nagle's delay, bound to the path's local device if it names one."""
+        try:
+            found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+            family, kind, protocol, _, target = found[0]
+            sock = socket.socket(family, kind | socket.SOCK_NONBLOCK, protocol)
+        except OSError as error:
+            raise NodeUnavailable(f"{path.label}: {error.strerror or error}") from error
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if path.local_device:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, path.local_device.encode())
+            refusal = sock.connect_ex(target)
+            if refusal not in (0, errno.EINPROGRESS):
+                raise OSError(refusal, errno.errorcode.get(refusal, "unknown error"))
+            unpace_within_machine(sock, target)
+        except OSError as error:
+            sock.close()
+            raise NodeUnavailable(f"{path.label}: {error.strerror or error}") from error
+        return sock
+
+    def poller(self) -> Poller:
+        """An epoll descriptor."""
+        return select.epoll()

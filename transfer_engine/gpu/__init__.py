@@ -1,0 +1,1 @@
+"""GPU memory: staged through pinned memory, or reached by the NIC itself."""

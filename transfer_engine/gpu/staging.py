@@ -1,0 +1,238 @@
+"""GPU memory through a pinned ring in main memory: works with every transport, and with every GPU that torch knows.
+
+Owns the ring and the copy streams; what is where when is ``staging_plan``'s decision. The one file of the transfer
+engine that imports torch, and only when a ring is made.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from tanghulu.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable
+from tanghulu.runtime.clock import SystemClock
+from tanghulu.transfer_engine.core.opcode import Opcode
+from tanghulu.transfer_engine.engine import TransferEngine, TransferRequest
+from tanghulu.transfer_engine.gpu.staging_plan import Piece, StagingEvent, StagingPlan
+
+if TYPE_CHECKING:
+    import torch
+
+MIB = 1 << 20
+
+
+class Copier(Protocol):
+    """Copies between a device's memory and the ring, behind the caller's back."""
+
+    def copy(self, half: int, to: torch.Tensor, source: torch.Tensor) -> None:
+        """Start a copy."""
+        ...
+
+    def wait(self, half: int) -> None:
+        """Until the half's copies have ended."""
+        ...
+
+
+Copies = Callable[[StagingEvent, Piece], Iterable[tuple["torch.Tensor", "torch.Tensor"]]]
+
+
+class HostCopier:
+    """For tensors in main memory: a copy is done at once."""
+
+    def copy(self, half: int, to: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy."""
+        to.copy_(source)
+
+    def wait(self, half: int) -> None:
+        """Nothing is under way."""
+
+
+class CudaCopier:
+    """A stream for each half and GPU.
+
+    The tensors' producers on the caller's current stream are waited for, as torch asks; not with ``settled``, for
+    tensors that nobody computes any more and whose readers are done.
+    """
+
+    def __init__(self, *, settled: bool = False) -> None:
+        self._settled = settled
+        self._streams: tuple[dict[torch.device, torch.cuda.Stream], ...] = ({}, {})
+
+    def copy(self, half: int, to: torch.Tensor, source: torch.Tensor) -> None:
+        """Start a copy between pinned memory and a GPU on that GPU's stream of the half."""
+        import torch
+
+        device = to.device if to.is_cuda else source.device
+        stream = self._streams[half].get(device)
+        if stream is None:
+            stream = self._streams[half][device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        if not self._settled:
+            stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            to.copy_(source, non_blocking=True)
+
+    def wait(self, half: int) -> None:
+        """Until the half's streams are empty."""
+        for stream in tuple(self._streams[half].values()):
+            stream.synchronize()
+
+
+def make_copier(device: torch.device, *, settled: bool = False) -> Copier:
+    """The copier for tensors on ``device``."""
+    return HostCopier() if device.type == "cpu" else CudaCopier(settled=settled)
+
+
+class StagingRing:
+    """``ring_bytes`` of pinned memory in two halves, through which a device's memory meets the outside.
+
+    On ``cpu`` it is not pinned: for tests, and for code that runs with and without a GPU. One caller at a time.
+    """
+
+    def __init__(self, device: torch.device, ring_bytes: int, copier: Copier | None = None) -> None:
+        import torch
+
+        if ring_bytes < 2:
+            raise InvalidRequest(f"a staging ring of {ring_bytes} bytes; it needs two halves")
+        self.half_bytes = ring_bytes // 2
+        self.memory = torch.empty(2 * self.half_bytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
+        self._view = self.memory.numpy().data
+        self._copier = copier or make_copier(device)
+
+    def staged(self, piece: Piece) -> torch.Tensor:
+        """The piece's bytes in the ring, as a tensor."""
+        return self.memory[piece.ring_offset : piece.ring_offset + piece.length]
+
+    def view(self, piece: Piece) -> memoryview:
+        """The same, for the outside."""
+        return self._view[piece.ring_offset : piece.ring_offset + piece.length]
+
+    def run(
+        self,
+        lengths: Sequence[int],
+        half_bytes: int,
+        copies: Copies,
+        move: Callable[[Sequence[Piece]], None],
+        *,
+        fills: bool,
+    ) -> None:
+        """Pass requests of these ``lengths`` through, ``half_bytes`` of a half at a time.
+
+        ``copies`` names the (to, from) of the device's copies for a FILL or DRAIN of a piece, ``move`` does the rest of
+        the way; it finds the copies into the ring ended, and when this returns or raises so have those out of it.
+        """
+        assert half_bytes <= self.half_bytes
+        try:
+            for event, half, pieces in StagingPlan(lengths, half_bytes, fills=fills).steps():
+                if event in (StagingEvent.FREE, StagingEvent.MOVE):
+                    self._copier.wait(half)
+                    if event is StagingEvent.MOVE:
+                        move(pieces)
+                    continue
+                for piece in pieces:
+                    for to, source in copies(event, piece):
+                        self._copier.copy(half, to, source)
+        finally:
+            for half in range(2):  # nothing may be copied behind the back of who comes next
+                self._copier.wait(half)
+
+
+def pin(memory: memoryview) -> Callable[[], None]:
+    """Pin memory that exists, such as a segment's, for copies of every GPU; returns what ends that (before it goes).
+
+    Raises NodeUnavailable with the driver's words.
+    """
+    import torch
+    from torch.cuda import _pin_memory_utils
+
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    address = tensor.data_ptr()
+    try:
+        _pin_memory_utils.pin_memory(address, tensor.nbytes)
+    except RuntimeError as error:
+        raise NodeUnavailable(f"{tensor.nbytes} bytes cannot be pinned: {error}") from error
+    return lambda: _pin_memory_utils.unpin_memory(address)
+
+
+class GpuStaging:
+    """A ring of ``ring_bytes`` of pinned memory for tensors on ``device``; transfers through it wait for one another.
+
+    On ``cpu`` the ring is not pinned: for tests, and for code that runs with and without a GPU.
+    """
+
+    def __init__(self, engine: TransferEngine, device: str | torch.device, *, ring_bytes: int = 64 * MIB) -> None:
+        import torch
+
+        self._engine = engine
+        self._device = torch.device(device)
+        self._ring = StagingRing(self._device, ring_bytes)
+        self._buffer = engine.register(self._ring.memory)
+        self._clock = SystemClock()
+        self._lock = threading.Lock()
+
+    def transfer(self, requests: Sequence[TransferRequest], deadline_s: float) -> None:
+        """``TransferEngine.transfer`` for requests whose ``source`` is a contiguous tensor on the device.
+
+        What was computed into a WRITE's tensor on the current stream is waited for; a READ's tensor may be used on any
+        stream when this returns. ``notify`` and ``verify`` work, ``checksum`` does not (the parts of a long request are
+        never together). Raises as ``transfer`` does.
+        """
+        tensors = [self._bytes(request) for request in requests]
+        until_s = self._clock.now_s() + deadline_s
+        if not self._lock.acquire(timeout=max(0.0, min(deadline_s, threading.TIMEOUT_MAX))):
+            raise DeadlineExceeded(f"the staging ring was in use for {deadline_s:g} s")
+        try:
+            self._ring.run(
+                [request.length for request in requests],
+                self._ring.half_bytes,
+                lambda event, piece: self._copies(event, piece, requests, tensors),
+                lambda pieces: self._move(requests, pieces, until_s),
+                fills=any(request.opcode is Opcode.WRITE for request in requests),
+            )
+        finally:
+            self._lock.release()
+
+    # --- inside
+
+    def _copies(
+        self, event: StagingEvent, piece: Piece, requests: Sequence[TransferRequest], tensors: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        wanted = Opcode.WRITE if event is StagingEvent.FILL else Opcode.READ
+        if requests[piece.request_index].opcode is wanted:
+            there = tensors[piece.request_index][piece.offset : piece.offset + piece.length]
+            staged = self._ring.staged(piece)
+            yield (staged, there) if wanted is Opcode.WRITE else (there, staged)
+
+    def _move(self, requests: Sequence[TransferRequest], pieces: Sequence[Piece], until_s: float) -> None:
+        left_s = until_s - self._clock.now_s()
+        if left_s <= 0:
+            raise DeadlineExceeded("not complete within its deadline; what had arrived is not reported")
+        self._engine.transfer([self._part(requests[piece.request_index], piece) for piece in pieces], left_s)
+
+    def _part(self, request: TransferRequest, piece: Piece) -> TransferRequest:
+        is_last = piece.offset + piece.length == request.length
+        return replace(
+            request,
+            source=self._buffer,
+            source_offset=piece.ring_offset,
+            target_offset=request.target_offset + piece.offset,
+            length=piece.length,
+            notify=request.notify if is_last else None,
+        )
+
+    def _bytes(self, request: TransferRequest) -> torch.Tensor:
+        """The request's part of its tensor, as bytes."""
+        import torch
+
+        source: Any = request.source
+        if not isinstance(source, torch.Tensor) or source.device.type != self._device.type:
+            raise InvalidRequest(f"this ring stages tensors on {self._device}, not {type(source).__name__}")
+        if not source.is_contiguous():
+            raise InvalidRequest(f"a tensor of shape {tuple(source.shape)} with strides {source.stride()}")
+        start, length = request.source_offset, request.length
+        if length <= 0 or start < 0 or start + length > source.nbytes:
+            raise InvalidRequest(f"[{start}, +{length}) is outside the tensor of {source.nbytes} bytes")
+        if request.checksum is not None:
+            raise InvalidRequest("a staged request has no checksum of its whole; let it verify")
+        return source.detach().view(-1).view(torch.uint8)[start : start + length]

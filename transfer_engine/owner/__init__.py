@@ -1,0 +1,1 @@
+"""A process's segment, offered to peers over all of its transports."""

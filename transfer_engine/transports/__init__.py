@@ -1,0 +1,1 @@
+"""The transports: a folder each, with its client and its listener."""

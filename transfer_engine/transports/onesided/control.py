@@ -1,0 +1,210 @@
+"""The client's tcp connection to the door of a transport that goes past the owner's process: what is asked, in order.
+
+Owns the socket, the connection's token, and which fences and leases were told. Raises ConnectionBroken when it cannot
+be used any more. Nothing here waits, but ``hear_closed`` for a bounded time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Collection
+from typing import NamedTuple
+
+from tanghulu.errors import NodeUnavailable, TanghuluError
+from tanghulu.transfer_engine.core.fences import Fences
+from tanghulu.transfer_engine.core.opcode import Opcode
+from tanghulu.transfer_engine.core.paths import Path
+from tanghulu.transfer_engine.core.segment import SegmentDescriptor
+from tanghulu.transfer_engine.core.slices import Slice
+from tanghulu.transfer_engine.core.transport import ConnectionBroken
+from tanghulu.transfer_engine.core.wire import MalformedMessage, name_hash, typed_error
+from tanghulu.transfer_engine.transports.onesided.wire import Dialect, DoorAnswer, DoorOp, DoorRequest
+from tanghulu.types import Address
+
+#: How long giving up waits for the owner's word that its end is closed too.
+CLOSE_WAIT_S = 0.2
+
+
+class Digested(NamedTuple):
+    """What the owner says about a slice that has landed: the checksum of its range there, or why it does not say."""
+
+    piece: Slice
+    digest: int
+    refusal: TanghuluError | None
+
+
+class _Asked(NamedTuple):
+    request: DoorRequest
+    piece: Slice | None = None
+
+
+class Control:
+    """A connection on ``path``; it starts to connect at once, and the first thing to ask is ``connect``."""
+
+    def __init__(
+        self, path: Path, dialect: Dialect, fences: Fences, descriptor: SegmentDescriptor, session_id: int
+    ) -> None:
+        """Raises NodeUnavailable if there is no address."""
+        self.token = secrets.randbits(63) | 1
+        #: What the owner granted the CONNECT with, from then on.
+        self.granted: bytes | None = None
+        #: By lease that was asked for: why nothing may be posted under it; None if it may.
+        self.refusals: dict[int, TanghuluError | None] = {}
+        self._path, self._dialect, self._fences = path, dialect, fences
+        self._descriptor, self._session_id = descriptor, session_id
+        self._num_fences = 0
+        self._expected: deque[_Asked] = deque()
+        self._num_ahead = 0  # of them, those that slices wait for
+        self._digested: list[Digested] = []
+        self._leased = False  # whether the owner keeps leases
+        self._out = b""
+        self._in = bytearray()
+        self._sock = _start_connecting(dialect.protocol, Address.parse(path.endpoint.address))
+
+    # --- what the connection asks
+
+    def fileno(self) -> int:
+        """The socket's descriptor."""
+        return self._sock.fileno()
+
+    @property
+    def interest(self) -> int:
+        """The epoll events that matter now."""
+        return select.EPOLLIN | (select.EPOLLOUT if self._out else 0)
+
+    @property
+    def busy(self) -> bool:
+        """Whether an answer is waited for."""
+        return bool(self._expected)
+
+    @property
+    def num_comparing(self) -> int:
+        """Slices about which the owner is being asked, and answers about them that nobody took."""
+        return len(self._expected) - self._num_ahead + len(self._digested)
+
+    def connect(self, asked: bytes) -> None:
+        """Ask for the owner's end; ``granted`` is there when it has answered."""
+        self._ask(
+            DoorRequest(
+                DoorOp.CONNECT, self.token, self._session_id, self._descriptor.generation,
+                name_hash(self._descriptor.name), payload=asked,
+            )
+        )  # fmt: skip
+
+    def clears(self, pieces: Collection[Slice]) -> bool:
+        """Whether slices may be posted: fences are told, and leases that they are the first to use were asked for."""
+        num_told, tokens = self._fences.since(self._num_fences)
+        self._num_fences = num_told
+        for token in tokens:
+            self._ask(DoorRequest(DoorOp.FENCE, token))
+        if self._leased:
+            for lease_id in {piece.lease_id for piece in pieces} - self.refusals.keys():
+                self.refusals[lease_id] = None
+                self._ask(DoorRequest(DoorOp.ADMIT, lease_id))
+        self._send()
+        return self._num_ahead == 0
+
+    def ask_digest(self, piece: Slice) -> None:
+        """Have the owner compute the checksum of the slice's range; ``take_digested`` tells it."""
+        op = DoorOp.READ if piece.opcode is Opcode.READ else DoorOp.WRITTEN
+        self._ask(DoorRequest(op, piece.lease_id, offset=piece.remote_offset, length=piece.length), piece)
+        self._send()
+
+    def take_digested(self) -> list[Digested]:
+        """What the owner said since the last call."""
+        digested, self._digested = self._digested, []
+        return digested
+
+    def serve(self, events: int) -> None:
+        """Move bytes."""
+        try:
+            if self._out and events & ~select.EPOLLIN:
+                self._out = self._out[self._sock.send(self._out) :]
+            if events & ~select.EPOLLOUT:
+                self._receive()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise ConnectionBroken(NodeUnavailable(f"{self._path.label}: {error}")) from error
+        except MalformedMessage as error:
+            raise ConnectionBroken(typed_error(error, self._path.label)) from error
+
+    def hear_closed(self) -> bool:
+        """Ask the owner to close its end; whether it said so in time."""
+        until_s = time.monotonic() + CLOSE_WAIT_S
+        self._ask(DoorRequest(DoorOp.CLOSE, self.token))
+        waiter = select.poll()
+        with contextlib.suppress(ConnectionBroken):
+            while self._expected:
+                left_s = until_s - time.monotonic()
+                waiter.register(self._sock, self.interest)
+                if left_s <= 0 or not waiter.poll(left_s * 1000):
+                    return False
+                self.serve(select.EPOLLIN | select.EPOLLOUT)
+            return True
+        return False
+
+    def close(self) -> None:
+        """Hang up."""
+        self._sock.close()
+        self._expected.clear()
+        self._digested.clear()
+        self._num_ahead = 0
+
+    def check(self) -> None:
+        """Assert the invariants: what is expected is counted."""
+        assert self._num_ahead == sum(each.piece is None for each in self._expected)
+
+    # --- inside
+
+    def _ask(self, request: DoorRequest, piece: Slice | None = None) -> None:
+        self._expected.append(_Asked(request, piece))
+        self._num_ahead += piece is None
+        self._out += self._dialect.pack_request(request)
+
+    def _send(self) -> None:
+        if self._out:
+            self.serve(select.EPOLLOUT)
+
+    def _receive(self) -> None:
+        data = self._sock.recv(1 << 16)
+        if not data:
+            raise ConnectionBroken(NodeUnavailable(f"{self._path.label}: the owner closed the connection"))
+        self._in += data
+        while (answer := self._dialect.take_answer(self._in)) is not None:
+            self._answered(answer)
+
+    def _answered(self, answer: DoorAnswer) -> None:
+        if not self._expected or self._expected[0].request.op is not answer.op:
+            raise MalformedMessage(f"an answer to {answer.op.name} that nobody asked")
+        request, piece = self._expected.popleft()
+        if piece is not None:
+            self._digested.append(Digested(piece, answer.digest, answer.refusal))
+            return
+        self._num_ahead -= 1
+        if request.op is DoorOp.ADMIT:
+            self.refusals[request.number] = answer.refusal
+        elif answer.refusal is not None:
+            raise ConnectionBroken(answer.refusal)
+        elif request.op is DoorOp.CONNECT:
+            self._leased, self.granted = answer.leased, answer.payload
+
+
+def _start_connecting(protocol: str, address: Address) -> socket.socket:
+    """Raises NodeUnavailable if the name has no address."""
+    try:
+        family, kind, protocol_number, _, where = socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM
+        )[0]
+    except OSError as error:
+        raise NodeUnavailable(f"{protocol} door {address}: {error}") from error
+    sock = socket.socket(family, kind, protocol_number)
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.connect_ex(where)
+    return sock

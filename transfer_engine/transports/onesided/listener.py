@@ -1,0 +1,362 @@
+"""The serving end of the transports that go past the owner's process: a door that makes an end for every connection.
+
+Owns the listener and what lives as long as a connection; bytes move without it. An *end* is what the transport reaches
+the segment by, a queue pair or an agent (``FarEnds`` makes them). Who is admitted, and which connections their clients
+have given up, is ``reception``'s decision, the same as for tcp; which sessions' ends must go because a lease has run
+out is ``access``'s. An end is closed before anybody is told so: before a FENCE or CLOSE is answered, and before
+``end_direct`` frees a range.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, cast
+
+from tanghulu.errors import LeaseExpired, Overloaded, TanghuluError
+from tanghulu.transfer_engine.core.access import AccessTable
+from tanghulu.transfer_engine.core.admission import Reception
+from tanghulu.transfer_engine.core.leases import Freed
+from tanghulu.transfer_engine.core.segment import Endpoint
+from tanghulu.transfer_engine.core.wire import Head, MalformedMessage, Op, OtherVersion
+from tanghulu.transfer_engine.transports.onesided.wire import Dialect, DoorAnswer, DoorOp, DoorRequest
+from tanghulu.types import Address, LeaseId
+
+_BACKLOG = 256
+#: What a client may have sent before its end stands: it has no more to ask than a few requests.
+_MAX_UNSERVED_BYTES = 8192
+_TOKEN_OPS = (DoorOp.CONNECT, DoorOp.FENCE, DoorOp.CLOSE)
+
+
+class FarEnd(Protocol):
+    """What a client reaches the segment through, while it is open."""
+
+    def close(self) -> None:
+        """Nothing lands and nothing is sent through it any more when this returns."""
+        ...
+
+
+class Grant(NamedTuple):
+    """An end that was made for one client, and what that has to be told (see ``onesided_wire``)."""
+
+    end: FarEnd
+    payload: bytes
+
+
+class FarEnds(Protocol):
+    """Makes the ends of one transport to one segment."""
+
+    dialect: Dialect
+    #: Connections at once.
+    max_ends: int
+
+    @property
+    def devices(self) -> Sequence[str]:
+        """The names of those that serve, in the order of preference; one empty name where that is nobody's affair."""
+        ...
+
+    async def start(self) -> None:
+        """Get hold of the devices and the segment. Raises NodeUnavailable, TransferFailed."""
+        ...
+
+    def admit(self, asked: bytes) -> None:
+        """Raise the typed refusal if no end can be made for such a CONNECT; MalformedMessage."""
+        ...
+
+    async def make(self, token: int, asked: bytes, take: Callable[[Grant], None]) -> None:
+        """Hand ``take`` an end, made in a thread; what it needs stays open until ``take`` has returned.
+
+        Raises NodeUnavailable, TransferFailed, and what ``take`` does.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of the segment and the devices; every end is closed already."""
+        ...
+
+
+class OneSidedDoor:
+    """Serves a segment through ``ends``; everything but the making of ends happens on one event loop."""
+
+    def __init__(
+        self,
+        ends: FarEnds,
+        access: AccessTable | None,
+        reception: Reception,
+        on_freed: Callable[[Sequence[Freed]], None],
+        *,
+        host: str,
+        advertised_host: str,
+    ) -> None:
+        self.ends = ends
+        self.connections: set[OneSidedServerConnection] = set()
+        self.reception = reception
+        self._access = access
+        self._on_freed = on_freed
+        self._host, self._advertised_host = host, advertised_host
+        self._listener: asyncio.Server | None = None
+        self._also_revoke: Callable[[int], None] | None = None
+        self._port = 0
+
+    # --- life
+
+    async def start(self) -> None:
+        """Listen. Raises what ``FarEnds.start`` does, OSError."""
+        await self.ends.start()
+        loop = asyncio.get_running_loop()
+        try:
+            self._listener = await loop.create_server(
+                lambda: OneSidedServerConnection(self), self._host, 0, backlog=_BACKLOG
+            )
+        except BaseException:  # a cancel, too: nobody else would let the devices go; it is raised on
+            self.ends.close()
+            raise
+        self._port = self._listener.sockets[0].getsockname()[1]
+        if self._access is not None:
+            self._also_revoke = self._access.on_revoke
+            self._access.on_revoke = self._revoke_soon
+
+    def endpoints(self) -> list[Endpoint]:
+        """One a device, in the order of preference."""
+        address = str(Address(self._advertised_host, self._port))
+        return [Endpoint(self.ends.dialect.protocol, address, name) for name in self.ends.devices]
+
+    def close(self) -> None:
+        """Close every end, then let go of the memory and the devices."""
+        if self._listener is None:
+            return
+        self._listener.close()
+        self._listener = None
+        for connection in list(self.connections):
+            connection.cut()
+        self.ends.close()
+        if self._access is not None:
+            self._access.on_revoke = self._also_revoke
+
+    def check(self) -> None:
+        """Assert the invariants: a connection has an end exactly while it is admitted."""
+        for connection in self.connections:
+            connection.check()
+
+    # --- what a connection asks
+
+    def admit(self, connection: OneSidedServerConnection, request: DoorRequest) -> None:
+        """Let the connection have an end; raises the typed refusal."""
+        if len(self.connections) > self.ends.max_ends:
+            name = self.ends.dialect.protocol
+            raise Overloaded(f"{self.ends.max_ends} {name} connections are open; use another transport")
+        self.ends.admit(request.payload)
+        head = Head(Op.HELLO, 0, request.session_id, request.name_hash, request.generation, request.number, 0)
+        self.reception.hello(connection, head)
+
+    def begun(self, session_id: int) -> None:
+        """An end of the session serves from now on; ``ended`` follows. Raises InvalidRequest without the session."""
+        if self._access is not None:
+            self._access.begin_direct(session_id)
+
+    def ended(self, session_id: int) -> None:
+        """An end of the session is closed."""
+        if self._access is not None:
+            freed = self._access.end_direct(session_id)
+            if freed:
+                self._on_freed(freed)
+
+    def fence(self, token: int) -> None:
+        """Cut the connection that its client gave up, also if it comes only later."""
+        self.reception.fence(Head(Op.FENCE, 0, 0, 0, 0, token, 0))
+
+    def admit_lease(self, session_id: int, lease_id: int) -> None:
+        """Raises LeaseExpired if the session may not use the lease now; when it is lost later, ``_revoke`` follows."""
+        if self._access is None:
+            return
+        lease = self._access.lease(LeaseId(lease_id))
+        if lease is None or lease.session_id != session_id or not self._access.is_active(lease.lease_id):
+            raise LeaseExpired(f"session {session_id} has no lease {lease_id} (any more); reserve or pin again")
+
+    def digest(self, connected: DoorRequest, request: DoorRequest) -> int:
+        """The checksum of a range that the client of ``connected`` may read or has written; raises the refusal."""
+        op = Op.READ if request.op is DoorOp.READ else Op.WRITE
+        head = Head(
+            op, 0, connected.session_id, request.number, connected.generation, request.offset, request.length, True
+        )
+        self.reception.begin(head)
+        try:
+            return self.reception.digest(head)
+        finally:
+            self.reception.end(head, 0)
+
+    @property
+    def leased(self) -> bool:
+        """Whether leases are kept."""
+        return self._access is not None
+
+    # --- inside
+
+    def _revoke_soon(self, session_id: int) -> None:
+        asyncio.get_running_loop().call_soon(self._revoke, session_id)
+        if self._also_revoke is not None:
+            self._also_revoke(session_id)
+
+    def _revoke(self, session_id: int) -> None:
+        for connection in list(self.connections):
+            if connection.session_id == session_id:
+                connection.cut()
+
+
+class OneSidedServerConnection(asyncio.Protocol):
+    """One client's control connection and the end that lives as long."""
+
+    def __init__(self, door: OneSidedDoor) -> None:
+        self.token = 0
+        self.sweep_mark: object = None
+        self._door = door
+        self._dialect = door.ends.dialect
+        self._connected: DoorRequest | None = None
+        self._end: FarEnd | None = None
+        self._making: asyncio.Task[None] | None = None
+        self._stranger = False  # told that it speaks another version; it is not listened to any more
+        self._data = bytearray()
+        self._transport: asyncio.Transport | None = None
+        self._admitted = False
+
+    @property
+    def session_id(self) -> int:
+        """Whose it is, once it is admitted."""
+        return 0 if self._connected is None else self._connected.session_id
+
+    # --- asyncio's calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Turn the peer away when the server is full."""
+        self._transport = cast(asyncio.Transport, transport)
+        self._admitted = self._door.reception.opened(self)
+        if self._admitted:
+            self._door.connections.add(self)
+        else:
+            self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client is gone, or was cut."""
+        self._transport = None
+        self._close_end()
+        if self._admitted:
+            self._admitted = False
+            self._door.connections.discard(self)
+            self._door.reception.closed(self)
+
+    def data_received(self, data: bytes) -> None:
+        """Serve whole requests, in order; those behind a CONNECT wait for its end."""
+        if self._stranger:
+            return
+        self._data += data
+        self._serve_whole()
+        if len(self._data) > _MAX_UNSERVED_BYTES:
+            self.cut()
+
+    def _serve_whole(self) -> None:
+        try:
+            while self._open and self._making is None:
+                request = self._dialect.take_request(self._data)
+                if request is None:
+                    return
+                self._serve(request)
+        except MalformedMessage as error:
+            self._turn_away(error)
+
+    # --- what the reception may do
+
+    @property
+    def progress(self) -> tuple[int, int] | None:
+        """None: nothing is in work here that could stall, but one of another version that does not hang up."""
+        return (-1, 0) if self._stranger else None
+
+    def cut(self) -> None:
+        """Close the end, now, and hang up. One that is being made is closed unused."""
+        self._close_end()
+        if self._transport is not None:
+            self._transport.abort()
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        assert self._end is None or self.token
+        assert self._admitted or self._end is None
+
+    # --- inside
+
+    def _serve(self, request: DoorRequest) -> None:
+        if request.number == 0 and request.op in _TOKEN_OPS:
+            raise MalformedMessage("a token is not 0")
+        if (request.op is DoorOp.CONNECT) == (self.token != 0):
+            raise MalformedMessage("a connection begins with one CONNECT")
+        try:
+            if request.op is DoorOp.CONNECT:
+                self._connect(request)
+            else:
+                self._write(DoorAnswer(request.op, digest=self._do(request)))
+        except TanghuluError as error:
+            self._write(DoorAnswer(request.op, error))
+
+    def _do(self, request: DoorRequest) -> int:
+        """What was asked of an admitted connection; the checksum, if it was that."""
+        connected = self._connected
+        assert connected is not None, "it has a token"
+        if request.op in (DoorOp.READ, DoorOp.WRITTEN):
+            return self._door.digest(connected, request)
+        if request.op is DoorOp.FENCE:
+            self._door.fence(request.number)
+        elif request.op is DoorOp.ADMIT:
+            self._door.admit_lease(connected.session_id, request.number)
+        else:
+            self._close_end()
+        return 0
+
+    def _turn_away(self, why: MalformedMessage) -> None:
+        """Hang up; tell one of another version first, and give it the time of a stall to hear it."""
+        if self._transport is None or self.token or not isinstance(why, OtherVersion):
+            self.cut()
+            return
+        self._stranger = True
+        self._data.clear()
+        self._write(DoorAnswer(DoorOp.CONNECT, why.error))
+        self._transport.write_eof()
+
+    @property
+    def _open(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    def _connect(self, request: DoorRequest) -> None:
+        self._door.admit(self, request)
+        self._connected = request
+        self._making = asyncio.get_running_loop().create_task(self._make(request))
+
+    async def _make(self, request: DoorRequest) -> None:
+        try:
+            await self._door.ends.make(request.number, request.payload, self._take)
+        except TanghuluError as error:
+            self._write(DoorAnswer(DoorOp.CONNECT, error))
+        finally:
+            self._making = None
+        self._serve_whole()
+
+    def _take(self, grant: Grant) -> None:
+        """Serve through the end, unless the client is gone. Raises InvalidRequest if its session is."""
+        if not self._open:
+            grant.end.close()
+            return
+        try:
+            self._door.begun(self.session_id)
+        except TanghuluError:
+            grant.end.close()
+            raise
+        self._end = grant.end
+        self._write(DoorAnswer(DoorOp.CONNECT, payload=grant.payload, leased=self._door.leased))
+
+    def _close_end(self) -> None:
+        end, self._end = self._end, None
+        if end is not None:
+            end.close()
+            self._door.ended(self.session_id)
+
+    def _write(self, answer: DoorAnswer) -> None:
+        if self._transport is not None and self._open:
+            self._transport.write(self._dialect.pack_answer(answer))

@@ -1,0 +1,1 @@
+"""RDMA by libibverbs: reliable queue pairs, one-sided READ and WRITE."""

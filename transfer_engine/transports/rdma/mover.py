@@ -1,0 +1,153 @@
+"""The client's end of rdma: a queue pair, the slices that are posted on it, and what is staged.
+
+Owns the pair and the order of what was posted. Nothing here waits, but ``close`` for a bounded time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from tanghulu.errors import InvalidRequest, NodeUnavailable, TransferFailed
+from tanghulu.transfer_engine.core.opcode import Opcode
+from tanghulu.transfer_engine.core.slices import Slice
+from tanghulu.transfer_engine.core.transport import Completion, Refused
+from tanghulu.transfer_engine.transports.rdma.devices import LocalDevices, Staging
+from tanghulu.transfer_engine.transports.rdma.set_up import SetUp
+from tanghulu.transfer_engine.transports.rdma.wire import SegmentKey, pack_asked, parse_granted
+from tanghulu.transfer_engine.transports.rdma.works import Completed, Work, which_tell
+
+#: Works that a queue pair holds; the engine's windows are smaller.
+MAX_WORKS = 256
+#: How long closing waits for what was posted to end.
+FLUSH_WAIT_S = 0.2
+
+
+class _Posted(NamedTuple):
+    piece: Slice
+    slot: int | None
+
+
+class RdmaMover:
+    """A queue pair of ``local_device``, to be connected to one of the owner's ``far_device``."""
+
+    def __init__(
+        self,
+        devices: LocalDevices,
+        local_device: str,
+        far_device: str,
+        staging: Staging,
+        wake: Callable[[], None],
+    ) -> None:
+        """``wake`` is called from a thread when ``advance`` has something to do that no descriptor tells.
+
+        Raises NodeUnavailable or TransferFailed if there is no queue pair.
+        """
+        self.ready = False
+        self._devices, self._local_device, self._staging, self._wake = devices, local_device, staging, wake
+        self._set_up: SetUp | None = None
+        self._segment = SegmentKey(0, 0)
+        self._chain: list[Work] = []
+        self._posted: deque[_Posted] = deque()
+        self._pair = devices.device(local_device).queue_pair(MAX_WORKS)
+        self.asked = pack_asked(far_device, self._pair.address)
+
+    # --- Mover
+
+    def connect(self, granted: bytes) -> None:
+        """Connect to the owner's queue pair, in a thread."""
+        address, self._segment = parse_granted(granted)
+        self._set_up = SetUp(self._pair, address, self._devices, self._wake)
+
+    def advance(self) -> None:
+        """See whether the thread is done."""
+        if self._set_up is None or not self._set_up.done:
+            return
+        if self._set_up.error is not None:
+            raise self._set_up.error
+        self._set_up = None
+        self.ready = True
+
+    def has_room_for(self, piece: Slice) -> bool:
+        """Whether the queue pair has a place for it, and the staging memory, if it needs that."""
+        return len(self._posted) < MAX_WORKS and self._staging.slots.has_room_for(piece)
+
+    def post(self, piece: Slice) -> None:
+        """Add the slice to the chain that ``flush`` hands to the device."""
+        slot = self._staging.slots.take(piece)
+        if slot is None:
+            address = piece.buffer.address + piece.local_offset
+            key = self._devices.region(self._local_device, piece.buffer).local_key
+        else:
+            address, key = self._staging.slots.address(slot), self._staging.key
+        self._posted.append(_Posted(piece, slot))
+        remote = self._segment.address + piece.remote_offset
+        self._chain.append(Work(piece.slice_id, piece.opcode, address, key, remote, self._segment.key, piece.length))
+
+    def flush(self) -> None:
+        """Hand the chain to the device."""
+        works, self._chain = self._chain, []
+        if works:
+            self._pair.post(works, which_tell([work.length for work in works]))
+
+    @property
+    def num_posted(self) -> int:
+        """Slices that were posted and have not ended."""
+        return len(self._posted)
+
+    @property
+    def writing(self) -> bool:
+        """Whether a WRITE is among them."""
+        return any(each.piece.opcode is Opcode.WRITE for each in self._posted)
+
+    def collect(self, landed: list[Slice], ended: list[Completion]) -> None:
+        """Take completions: one tells the end of all that were posted before it, too."""
+        for completed in self._pair.poll():
+            if completed.fault:
+                self._failed(completed, ended)
+            while self._posted:
+                piece, slot = self._posted.popleft()
+                if slot is not None:
+                    self._staging.slots.put(slot, piece)
+                landed.append(piece)
+                if piece.slice_id == completed.work_id:
+                    break
+
+    def fileno(self) -> int:
+        """The completion channel's."""
+        return self._pair.fileno()
+
+    def arm(self) -> None:
+        """Have the channel tell the next completion."""
+        self._pair.arm()
+
+    def woken(self) -> None:
+        """Take the channel's event."""
+        self._pair.woken()
+
+    def close(self) -> None:
+        """Destroy the queue pair; one that is being connected is destroyed by its thread."""
+        if self._posted:
+            self._pair.flush(self._posted[-1].piece.slice_id, FLUSH_WAIT_S)
+        if self._set_up is None:
+            self._pair.close()
+        else:
+            self._set_up.abandon()
+        for _, slot in self._posted:
+            if slot is not None:
+                self._staging.slots.put(slot)
+        self._posted.clear()
+
+    # --- inside
+
+    def _failed(self, completed: Completed, ended: list[Completion]) -> None:
+        """One operation failed, and with it the queue pair. A fault of the request is not tried again."""
+        guilty = next((each for each in self._posted if each.piece.slice_id == completed.work_id), None)
+        if completed.access and guilty is not None:
+            self._posted.remove(guilty)
+            if guilty.slot is not None:
+                self._staging.slots.put(guilty.slot)
+            told = InvalidRequest(f"{completed.fault}: the range is not the segment's")
+            ended.append(Refused(guilty.piece.slice_id, told))
+        raise NodeUnavailable(completed.fault) if "RETRY" in completed.fault else TransferFailed(completed.fault)

@@ -1,0 +1,365 @@
+"""Devices, memory regions and queue pairs of libibverbs, as far as this engine needs them.
+
+Owns the translation: into the library's calls, and its errors into typed ones. The library is a system package (Debian:
+libibverbs1 and ibverbs-providers), no dependency; it is looked for when somebody first asks for rdma.
+
+Settings of a queue pair, and where they come from (docs/rdma.md has the measurements):
+
+* ``timeout`` 14 and ``retry_cnt`` 3: a packet without acknowledgement is an error after 4.096 us * 2^14 * (3 + 1) =
+  268 ms. 7 retries never ended on soft-RoCE, and timeout 10 failed healthy links of an emulated machine.
+* RNR retries do not matter: one-sided operations need no receive to be posted.
+
+RC does not bound how long an operation takes (a peer whose link is down may yield no completion at all), so nobody here
+waits for the device: whoever posts has a deadline of his own, and ends with ``QueuePair.close``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import ipaddress
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from tanghulu.errors import NodeUnavailable, TransferFailed
+from tanghulu.transfer_engine.transports.rdma import abi
+from tanghulu.transfer_engine.transports.rdma.wire import QueuePairAddress
+from tanghulu.transfer_engine.transports.rdma.works import Completed, CompletionRing, PostRing, Work
+
+ACK_TIMEOUT = 14
+RETRY_COUNT = 3
+#: READs that a queue pair has under way at once, in either direction.
+MAX_READS = 8
+PORT = 1
+_MAX_GIDS = 256
+_HOP_LIMIT = 64
+#: Code of 0.64 ms and of "for ever"; both matter to two-sided operations only.
+_RNR_TIMER, _RNR_RETRY = 12, 6
+
+
+class DeviceInfo(NamedTuple):
+    """A device whose port is up: its name and the address under which peers reach it."""
+
+    name: str
+    gid: str
+    gid_index: int
+    lid: int
+    mtu: int
+
+
+class Probe(NamedTuple):
+    """What rdma can do here: the usable devices by name, and if there are none, why."""
+
+    devices: tuple[DeviceInfo, ...]
+    reason: str
+
+
+def probe() -> Probe:
+    """Look for the library and for devices; never raises. The kernel is asked anew each time."""
+    found: list[DeviceInfo] = []
+    reasons: list[str] = []
+    try:
+        names = _device_names()
+    except OSError as error:
+        return Probe((), f"no RDMA device: {error}")
+    for name in names:
+        try:
+            found.append(_describe(name))
+        except NodeUnavailable as error:
+            reasons.append(f"{name}: {error.message}")
+    return Probe(tuple(found), "" if found else "; ".join(reasons) or "no RDMA device")
+
+
+class Device:
+    """An open device with its protection domain; everything made from it is closed before it."""
+
+    def __init__(self, info: DeviceInfo) -> None:
+        """Raises NodeUnavailable if the device cannot be opened."""
+        self.info = info
+        self._verbs = abi.library()
+        self._regions: dict[int, Any] = {}  # those that are pinned, by the address of the library's structure
+        self._lock = threading.RLock()  # a region may be dropped by the collector while its device is closed
+        self._context = _open(info.name)
+        self._domain = self._verbs.ibv_alloc_pd(self._context)
+        if not self._domain:
+            error = _last_error()
+            self._verbs.ibv_close_device(self._context)
+            raise NodeUnavailable(f"RDMA device {info.name} gives no protection domain: {error}")
+
+    def register(self, address: int, size_bytes: int, *, remote: bool, writable: bool = True) -> MemoryRegion:
+        """Pin memory for the device; ``remote`` lets peers with the key read and write it. Slow: once per arena.
+
+        ``writable=False`` for memory that is only sent. Raises TransferFailed if the kernel refuses (memlock limit).
+        Other threads run meanwhile.
+        """
+        access = abi.ACCESS_LOCAL_WRITE if writable else 0
+        if remote:
+            access |= abi.ACCESS_REMOTE_READ | abi.ACCESS_REMOTE_WRITE
+        region = self._verbs.ibv_reg_mr(self._domain, address, size_bytes, access)
+        if not region:
+            raise TransferFailed(
+                f"{self.info.name} cannot register {size_bytes} bytes ({_last_error()}); is `ulimit -l` too low?"
+            )
+        key = ctypes.addressof(region.contents)
+        with self._lock:
+            self._regions[key] = region
+        return MemoryRegion(region.contents.lkey, region.contents.rkey, lambda: self._unpin(key))
+
+    def try_dmabuf(self, fd: int, address: int, size_bytes: int) -> None:
+        """Register another device's memory by its dmabuf, and let it go; raises TransferFailed if that cannot be."""
+        access = abi.ACCESS_LOCAL_WRITE | abi.ACCESS_REMOTE_READ | abi.ACCESS_REMOTE_WRITE
+        try:
+            region = abi.register_dmabuf(self._verbs)(self._domain, 0, size_bytes, address, fd, access)
+        except AttributeError:
+            raise TransferFailed("this libibverbs knows no dmabufs; it needs rdma-core 34") from None
+        if not region:
+            raise TransferFailed(f"{self.info.name} takes no dmabuf: {_last_error()}")
+        self._verbs.ibv_dereg_mr(region)
+
+    def queue_pair(self, max_works: int) -> QueuePair:
+        """A fresh reliable connection's end; raises TransferFailed if the device has none left."""
+        return QueuePair(self._verbs, self.info, self._context, self._domain, max_works)
+
+    def close(self) -> None:
+        """Unpin what is still registered and close the device; its queue pairs are closed already."""
+        with self._lock:
+            while self._regions:
+                self._verbs.ibv_dereg_mr(self._regions.popitem()[1])
+            self._verbs.ibv_dealloc_pd(self._domain)
+            self._verbs.ibv_close_device(self._context)
+
+    def _unpin(self, key: int) -> None:
+        with self._lock:
+            region = self._regions.pop(key, None)
+            if region is not None:
+                self._verbs.ibv_dereg_mr(region)
+
+
+class MemoryRegion:
+    """Registered memory; the owner of the memory keeps it alive until ``close``, or until this object is dropped."""
+
+    def __init__(self, local_key: int, remote_key: int, unpin: Callable[[], None]) -> None:
+        self.local_key, self.remote_key = local_key, remote_key
+        self._unpin: Callable[[], None] | None = unpin
+
+    def close(self) -> None:
+        """Unpin."""
+        unpin, self._unpin = self._unpin, None
+        if unpin is not None:
+            unpin()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class QueuePair:
+    """One end of a reliable connection with a completion queue and channel of its own; used by one thread at a time."""
+
+    def __init__(self, verbs: Any, info: DeviceInfo, context: Any, domain: int, max_works: int) -> None:
+        self._verbs, self._info = verbs, info
+        self._channel: Any = None
+        self._queue: Any = None
+        self._pair: Any = None
+        self._pair_address = 0
+        self._fd = -1
+        self._armed = False
+        try:
+            self._create(context, domain, max_works)
+        except TransferFailed:
+            self.close()
+            raise
+        operations = context.contents.ops
+        self._call_poll = abi.POLL(operations.poll_cq)
+        self._call_notify = abi.NOTIFY(operations.req_notify_cq)
+        self._call_post = abi.POST(operations.post_send)
+        self._ring = PostRing(max_works)
+        self._rejected = ctypes.c_void_p()
+        self._ended = CompletionRing(max_works)
+
+    def _create(self, context: Any, domain: int, max_works: int) -> None:
+        self._channel = self._made(self._verbs.ibv_create_comp_channel(context), "completion channel")
+        self._fd = self._channel.contents.fd
+        os.set_blocking(self._fd, False)
+        self._queue = self._made(
+            self._verbs.ibv_create_cq(context, max_works + 1, None, self._channel, 0), "completion queue"
+        )
+        capacity = abi.Capacity(send_wr=max_works, recv_wr=1, send_sge=1, recv_sge=1)
+        start = abi.QueuePairStart(send_cq=self._queue, recv_cq=self._queue, cap=capacity, qp_type=abi.QPT_RC)
+        self._pair = self._made(self._verbs.ibv_create_qp(domain, ctypes.byref(start)), "queue pair")
+        self._pair_address = ctypes.addressof(self._pair.contents)
+
+    def _made(self, thing: Any, name: str) -> Any:
+        if not thing:
+            raise TransferFailed(f"{self._info.name} gives no {name}: {_last_error()}")
+        return thing
+
+    @property
+    def address(self) -> QueuePairAddress:
+        """What the peer needs in order to connect; the first packet number is as random as the pair's number."""
+        info, number = self._info, self._pair.contents.qp_num
+        return QueuePairAddress(info.gid, info.lid, number, number & 0xFFFFFF, info.mtu)
+
+    def connect(self, peer: QueuePairAddress) -> None:
+        """Make it ready to receive and to send; raises NodeUnavailable if the device knows no way to the peer.
+
+        The kernel looks for the peer's link address, up to a second; other threads run meanwhile.
+        """
+        mine = self.address
+        reach = abi.ACCESS_LOCAL_WRITE | abi.ACCESS_REMOTE_READ | abi.ACCESS_REMOTE_WRITE
+        attributes = abi.Attributes(
+            port_num=PORT, qp_access_flags=reach, dest_qp_num=peer.number, path_mtu=min(mine.mtu, peer.mtu),
+            rq_psn=peer.first_packet, sq_psn=mine.first_packet, max_rd_atomic=MAX_READS, max_dest_rd_atomic=MAX_READS,
+            min_rnr_timer=_RNR_TIMER, timeout=ACK_TIMEOUT, retry_cnt=RETRY_COUNT, rnr_retry=_RNR_RETRY,
+        )  # fmt: skip
+        handle = attributes.ah_attr
+        handle.dlid, handle.is_global, handle.port_num = peer.lid, 1, PORT
+        handle.grh.sgid_index, handle.grh.hop_limit = self._info.gid_index, _HOP_LIMIT
+        ctypes.memmove(handle.grh.dgid, ipaddress.IPv6Address(peer.gid).packed, 16)
+        for state, mask in ((abi.QPS_INIT, abi.INIT_MASK), (abi.QPS_RTR, abi.RTR_MASK), (abi.QPS_RTS, abi.RTS_MASK)):
+            attributes.qp_state = state
+            fault = self._verbs.ibv_modify_qp(self._pair, ctypes.byref(attributes), mask)
+            if fault:
+                raise NodeUnavailable(f"{self._info.name} cannot reach {peer.gid}: {os.strerror(fault)}")
+
+    def post(self, works: Sequence[Work], tell: Sequence[bool]) -> None:
+        """Hand a chain to the device; those that ``tell`` says, and the last must be one, tell their end.
+
+        Raises TransferFailed; then none, some or all of them were taken, and the pair is to be closed.
+        """
+        self._ring.fill(works, tell)
+        fault = self._call_post(self._pair_address, self._ring.address, ctypes.byref(self._rejected))
+        if fault:
+            raise TransferFailed(f"{self._info.name} takes no work: {os.strerror(abs(fault))}")
+
+    def poll(self) -> list[Completed]:
+        """What ended since, in order; never waits. Unsignalled works appear only when they failed.
+
+        Raises TransferFailed if the queue is broken.
+        """
+        num = self._call_poll(self._queue, self._ended.max_works, self._ended.address)
+        if num < 0:
+            raise TransferFailed(f"{self._info.name}'s completion queue is broken")
+        return self._ended.take(num) if num else []
+
+    def fileno(self) -> int:
+        """Readable after ``arm`` when something ended."""
+        return self._fd
+
+    def arm(self) -> None:
+        """Make the next completion wake the descriptor; poll once more afterwards."""
+        if not self._armed:
+            self._call_notify(self._queue, 0)
+            self._armed = True
+
+    def woken(self) -> None:
+        """The descriptor is readable: take the event."""
+        queue, context = ctypes.c_void_p(), ctypes.c_void_p()
+        if self._verbs.ibv_get_cq_event(self._channel, ctypes.byref(queue), ctypes.byref(context)) == 0:
+            self._verbs.ibv_ack_cq_events(self._queue, 1)
+            self._armed = False
+
+    def flush(self, last_work: int, timeout_s: float) -> bool:
+        """Force the error state, and wait until the last posted work has ended; whether it did in time.
+
+        Destroying a pair with works under way is allowed, but drivers are used to idle ones.
+        """
+        self._fail(self._pair)
+        until_s = time.monotonic() + timeout_s
+        waiter = select.poll()
+        waiter.register(self._fd, select.POLLIN)
+        while True:
+            self.arm()
+            if any(each.work_id == last_work for each in self.poll()):
+                return True
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                return False
+            if waiter.poll(left_s * 1000):
+                self.woken()
+
+    def close(self) -> None:
+        """Destroy it: when this returns, the device touches no memory through it any more."""
+        pair, self._pair = self._pair, None
+        queue, self._queue = self._queue, None
+        channel, self._channel = self._channel, None
+        if pair:
+            self._fail(pair)
+            self._verbs.ibv_destroy_qp(pair)
+        if queue:
+            self._verbs.ibv_destroy_cq(queue)
+        if channel:
+            self._verbs.ibv_destroy_comp_channel(channel)
+
+    def _fail(self, pair: Any) -> None:
+        """What is posted ends as flushed; refused where the pair was never connected, which does not matter."""
+        self._verbs.ibv_modify_qp(pair, ctypes.byref(abi.Attributes(qp_state=abi.QPS_ERR)), abi.MASK_STATE)
+
+
+def _last_error() -> str:
+    return os.strerror(ctypes.get_errno())
+
+
+def _device_names() -> list[str]:
+    """Raises OSError if the library is missing or finds no device."""
+    verbs = abi.library()
+    num = ctypes.c_int()
+    devices = verbs.ibv_get_device_list(ctypes.byref(num))
+    if not devices:
+        number = ctypes.get_errno()
+        unloaded = "; load its driver: modprobe ib_uverbs" if number == errno.ENOSYS else ""
+        raise OSError(f"the kernel lists none ({os.strerror(number)}{unloaded})")
+    try:
+        return sorted(verbs.ibv_get_device_name(devices[n]).decode() for n in range(num.value))
+    finally:
+        verbs.ibv_free_device_list(devices)
+
+
+def _open(name: str) -> Any:
+    """The device's context; raises NodeUnavailable."""
+    verbs = abi.library()
+    num = ctypes.c_int()
+    devices = verbs.ibv_get_device_list(ctypes.byref(num))
+    try:
+        for n in range(num.value if devices else 0):
+            if verbs.ibv_get_device_name(devices[n]).decode() == name:
+                context = verbs.ibv_open_device(devices[n])
+                if not context:
+                    raise NodeUnavailable(f"RDMA device {name} cannot be opened: {_last_error()}")
+                return context
+    finally:
+        if devices:
+            verbs.ibv_free_device_list(devices)
+    raise NodeUnavailable(f"there is no RDMA device {name} any more")
+
+
+def _describe(name: str) -> DeviceInfo:
+    """Raises NodeUnavailable if the device is not usable."""
+    verbs, context, port = abi.library(), _open(name), abi.Port()
+    try:
+        fault = verbs.ibv_query_port(context, PORT, ctypes.byref(port))
+        if fault or port.state != abi.PORT_ACTIVE:
+            raise NodeUnavailable(os.strerror(fault) if fault else "its port is not active")
+        index, gid = _best_gid(context)
+        return DeviceInfo(name, gid, index, port.lid, port.active_mtu)
+    finally:
+        verbs.ibv_close_device(context)
+
+
+def _best_gid(context: Any) -> tuple[int, str]:
+    """RoCE wants version 2 with a routable IPv4 or IPv6 address; InfiniBand has one GID for all."""
+    entries = (abi.Gid * _MAX_GIDS)()
+    num = abi.library()._ibv_query_gid_table(context, entries, _MAX_GIDS, 0, ctypes.sizeof(abi.Gid))
+    best: tuple[int, int, str] | None = None
+    for entry in entries[: max(0, num)]:
+        address = ipaddress.IPv6Address(bytes(entry.gid))
+        routable = address.ipv4_mapped is not None or not address.is_link_local
+        rank = 2 * (entry.gid_type == abi.GID_TYPE_ROCE_V2) + routable
+        if entry.port_num == PORT and (best is None or rank > best[0]):
+            best = (rank, entry.gid_index, str(address))
+    if best is None:
+        raise NodeUnavailable("its port has no GID")
+    return best[1], best[2]

@@ -1,0 +1,1 @@
+"""Shared memory: the peer maps the segment and copies by itself."""

@@ -1,0 +1,242 @@
+"""The serving end of the shm transport: a Unix socket that hands the segment's descriptor to peers on this host.
+
+Owns the door's socket, its peers' connections and the watch over their processes (pidfd). A peer keeps its connection
+open while it uses the mapping; when it ends the mapping may live on, which is why leases of mapped ranges outlast it
+(see ``access``). Only processes of this user are let in, and, where leases are kept, only the process that opened the
+session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import Callable
+
+from tanghulu.errors import InvalidRequest, NodeUnavailable, Overloaded, TanghuluError, Unauthorized
+from tanghulu.transfer_engine.core.access import AccessTable
+from tanghulu.transfer_engine.core.segment import MAX_NAME_BYTES, MemorySegment
+from tanghulu.transfer_engine.core.wire import (
+    DOOR_HELLO_BYTES,
+    PREFIX_BYTES,
+    MalformedMessage,
+    OtherVersion,
+    check_door_hello_version,
+    pack_door_answer,
+    parse_door_hello,
+)
+
+_HELLO_TIMEOUT_S = 5.0
+_BACKLOG = 128
+_SO_PEERPIDFD = 77  # Linux 6.5: the peer's pidfd, without a race against the pid's reuse
+_CREDENTIALS = struct.Struct("3i")
+
+
+class ProcessWatch:
+    """Tells, once per session, that a peer's process has exited."""
+
+    def __init__(self, on_exit: Callable[[int], None]) -> None:
+        self._on_exit = on_exit
+        self._pidfds: dict[int, int] = {}
+
+    def add(self, session_id: int, pidfd: int) -> None:
+        """Watch ``pidfd`` for the session and own it; a second one for the same session is closed."""
+        if session_id in self._pidfds:
+            os.close(pidfd)
+            return
+        self._pidfds[session_id] = pidfd
+        asyncio.get_running_loop().add_reader(pidfd, self._exited, session_id)
+
+    def forget(self, session_id: int) -> None:
+        """Stop watching; unknown sessions are fine."""
+        pidfd = self._pidfds.pop(session_id, None)
+        if pidfd is not None:
+            asyncio.get_running_loop().remove_reader(pidfd)
+            os.close(pidfd)
+
+    @property
+    def session_ids(self) -> list[int]:
+        """The sessions that are watched."""
+        return list(self._pidfds)
+
+    def close(self) -> None:
+        """Stop watching everything."""
+        for session_id in self.session_ids:
+            self.forget(session_id)
+
+    def _exited(self, session_id: int) -> None:
+        self.forget(session_id)
+        self._on_exit(session_id)
+
+
+class ShmDoor:
+    """Listens at ``path`` (mode 0600) and serves the descriptor of ``segment``, of one generation."""
+
+    def __init__(
+        self,
+        segment: MemorySegment,
+        access: AccessTable | None,
+        path: str,
+        generation: int,
+        watch: ProcessWatch,
+        max_connections: int,
+    ) -> None:
+        self.num_refused = 0
+        self._segment = segment
+        self._access = access
+        self._path = path
+        self._generation = generation
+        self._watch = watch
+        self._max_connections = max_connections
+        self._listener: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
+        self._peers: set[asyncio.Task[None]] = set()
+
+    @property
+    def num_connections(self) -> int:
+        """Peers whose connection is open."""
+        return len(self._peers)
+
+    async def start(self) -> None:
+        """Bind (replacing a dead process's socket file) and listen; raises OSError if the path cannot be used."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            _unlink_if_dead(self._path)
+            previous = os.umask(0o177)
+            try:
+                listener.bind(self._path)
+            finally:
+                os.umask(previous)
+            listener.listen(_BACKLOG)
+        except BaseException:  # a cancel, too: nobody else knows the socket; it is raised on
+            listener.close()
+            raise
+        self._listener = listener
+        self._accepting = asyncio.create_task(self._accept(listener), name=f"shm door {self._path}")
+
+    async def close(self) -> None:
+        """Hang up on every peer and unlink the socket file."""
+        if self._listener is None or self._accepting is None:
+            return
+        listener, self._listener = self._listener, None
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path)
+        tasks = [self._accepting, *self._peers]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        listener.close()
+
+    # --- inside
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            peer, _ = await loop.sock_accept(listener)
+            task = asyncio.create_task(self._serve(peer))
+            self._peers.add(task)
+            task.add_done_callback(self._peers.discard)
+
+    async def _serve(self, peer: socket.socket) -> None:
+        with peer:
+            try:
+                async with asyncio.timeout(_HELLO_TIMEOUT_S):
+                    admitted = await self._greet(peer)
+                while admitted and await asyncio.get_running_loop().sock_recv(peer, 64):
+                    pass  # a peer has nothing to say; what we wait for is its end
+            except (OSError, MalformedMessage, TimeoutError):
+                pass  # the peer is gone or does not speak our protocol: closing is the answer
+
+    async def _greet(self, peer: socket.socket) -> bool:
+        """Read the hello and answer it; whether the peer was let in."""
+        loop = asyncio.get_running_loop()
+        try:
+            name_bytes, generation, session_id = parse_door_hello(await _receive_hello(peer))
+        except OtherVersion as other:
+            await self._refuse(peer, other.error)
+            peer.shutdown(socket.SHUT_WR)
+            while await loop.sock_recv(peer, 4096):
+                pass  # what it says more must not reset the connection before it has heard us
+            return False
+        if name_bytes > MAX_NAME_BYTES:
+            raise MalformedMessage(f"segment name of {name_bytes} bytes")
+        name = (await _receive(peer, name_bytes)).decode(errors="replace")
+        try:
+            self._admit(peer, name, generation, session_id)
+        except TanghuluError as error:
+            await self._refuse(peer, error)
+            return False
+        # A fresh stream socket has room for these few bytes, so sending without waiting cannot block.
+        answer = pack_door_answer(self._segment.size_bytes, self._segment.address)
+        socket.send_fds(peer, [answer], [self._segment.fd])
+        return True
+
+    async def _refuse(self, peer: socket.socket, error: TanghuluError) -> None:
+        self.num_refused += 1
+        answer = pack_door_answer(self._segment.size_bytes, error=error)
+        await asyncio.get_running_loop().sock_sendall(peer, answer)
+
+    def _admit(self, peer: socket.socket, name: str, generation: int, session_id: int) -> None:
+        pid, uid, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        if uid != os.getuid():
+            raise Unauthorized(f"uid {uid} may not map the memory of uid {os.getuid()}; use tcp")
+        if name != self._segment.name or generation != self._generation:
+            raise NodeUnavailable(
+                f"segment {name!r} of generation {generation} is gone; "
+                f"{self._segment.name!r} of generation {self._generation} is here: ask for its descriptor again"
+            )
+        if len(self._peers) > self._max_connections:
+            raise Overloaded(f"{self._max_connections} peers map this segment; use tcp")
+        if self._access is not None:
+            self._admit_session(peer, self._access, pid, session_id)
+
+    def _admit_session(self, peer: socket.socket, access: AccessTable, pid: int, session_id: int) -> None:
+        session_pid = access.session_pid(session_id)
+        if pid <= 0 or session_pid != pid:
+            raise Unauthorized(f"session {session_id} belongs to process {session_pid}, not to {pid}; use tcp")
+        try:
+            pidfd = _peer_pidfd(peer, pid)
+        except OSError as error:
+            raise InvalidRequest(f"process {pid} cannot be watched ({error}); use tcp") from error
+        self._watch.add(session_id, pidfd)
+
+
+async def _receive_hello(peer: socket.socket) -> bytes:
+    """DOOR_HELLO_BYTES; raises OtherVersion as soon as they begin like another's, which may be shorter."""
+    begin = await _receive(peer, PREFIX_BYTES)
+    check_door_hello_version(begin)
+    return begin + await _receive(peer, DOOR_HELLO_BYTES - len(begin))
+
+
+async def _receive(peer: socket.socket, num_bytes: int) -> bytes:
+    data = b""
+    while len(data) < num_bytes:
+        piece = await asyncio.get_running_loop().sock_recv(peer, num_bytes - len(data))
+        if not piece:
+            raise MalformedMessage("the peer hung up inside its hello")
+        data += piece
+    return data
+
+
+def _peer_pidfd(peer: socket.socket, pid: int) -> int:
+    try:
+        pidfd = peer.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+        os.set_inheritable(pidfd, False)
+        return pidfd
+    except OSError:  # an older kernel: the peer waits for our answer, so its pid cannot have been reused
+        return os.pidfd_open(pid)
+
+
+def _unlink_if_dead(path: str) -> None:
+    """Remove the socket file of a process that is gone; one that answers stays and makes ``bind`` fail."""
+    if not os.path.exists(path):
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+        except BlockingIOError:
+            return

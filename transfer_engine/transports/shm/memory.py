@@ -1,0 +1,129 @@
+"""Two ways to another process's segment on this host: its pages mapped here, or copies made by the kernel.
+
+``ProcessMemory`` is for hosts where the pages cannot be had: the descriptor did not come through (no free descriptor, a
+sandbox between) or cannot be mapped (no address space left). process_vm_readv and process_vm_writev need neither, only
+the right to trace the owner: the same user, and no Yama or seccomp that forbids it. That is tried at once, by reading a
+byte. About half as fast as a mapping, and nobody gets a view. Should the owner end while its door's connection still
+seems open, its number could in theory be another process's already; the check before each copy leaves microseconds for
+the kernel to use up all its numbers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+
+import numpy as np
+
+from tanghulu.errors import NodeUnavailable
+from tanghulu.transfer_engine.core.copying import Bytes, Memory, copy
+from tanghulu.transfer_engine.core.opcode import Opcode
+from tanghulu.transfer_engine.core.wire import digest_of
+from tanghulu.transfer_engine.transports.shm.long_copy import CopyHelper, Digest
+from tanghulu.transfer_engine.transports.shm.page_touch import PageToucher
+
+_DIGEST_PIECE_BYTES = 64 << 20
+_READ = Opcode.READ  # found at every copy, and an Enum takes ten times as long (Python 3.11)
+
+
+class MappedMemory:
+    """The segment's pages in this process; they stay while somebody holds ``view`` or slices of it."""
+
+    def __init__(self, area: mmap.mmap) -> None:
+        self.view: memoryview | None = memoryview(area)
+        self.array: Bytes = np.frombuffer(area, dtype=np.uint8)
+        self.address: int = self.array.__array_interface__["data"][0]
+        self.touch = PageToucher(area).touch
+
+    def copy(self, opcode: Opcode, local: Memory, local_offset: int, remote_offset: int, length: int) -> None:
+        """Move the bytes now."""
+        if opcode is _READ:
+            copy(local, local_offset, self, remote_offset, length)
+        else:
+            self.touch(remote_offset, length)
+            copy(self, remote_offset, local, local_offset, length)
+
+    def copy_long(
+        self,
+        helper: CopyHelper,
+        opcode: Opcode,
+        local: Memory,
+        local_offset: int,
+        remote_offset: int,
+        length: int,
+        digest: Digest | None,
+    ) -> None:
+        """``copy`` with its help."""
+        if opcode is _READ:
+            helper.copy(opcode, local, local_offset, self, remote_offset, length, digest)
+        else:
+            self.touch(remote_offset, length)
+            helper.copy(opcode, self, remote_offset, local, local_offset, length, digest)
+
+    def digest(self, offset: int, length: int) -> int:
+        """The xxh3_64 of a range."""
+        return digest_of(self.array[offset : offset + length].data)
+
+
+class _Iovec(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_CALLS = {Opcode.READ: _LIBC.process_vm_readv, Opcode.WRITE: _LIBC.process_vm_writev}
+for _call in _CALLS.values():
+    _call.restype = ctypes.c_ssize_t
+    _call.argtypes = (
+        ctypes.c_int, ctypes.POINTER(_Iovec), ctypes.c_ulong, ctypes.POINTER(_Iovec), ctypes.c_ulong, ctypes.c_ulong,
+    )  # fmt: skip
+
+
+def may_trace(pid: int) -> bool:
+    """Whether the kernel would let this process read and write that one's memory."""
+    byte = ctypes.c_char()
+    local, remote = _Iovec(ctypes.addressof(byte), 1), _Iovec(0, 1)  # nothing is at 0: EFAULT for those who may
+    ctypes.set_errno(0)
+    _CALLS[Opcode.READ](pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
+    return ctypes.get_errno() not in (errno.EPERM, errno.ESRCH, errno.ENOSYS)
+
+
+class ProcessMemory:
+    """The segment at ``address`` in the process ``pid``.
+
+    Raises NodeUnavailable, from the constructor and from ``copy``, if the kernel does not let us at it.
+    """
+
+    view: memoryview | None = None
+
+    def __init__(self, pid: int, address: int) -> None:
+        self._pid, self._address = pid, address
+        probe = ctypes.c_char()
+        self._move(Opcode.READ, ctypes.addressof(probe), 0, 1)
+
+    def copy(self, opcode: Opcode, local: Memory, local_offset: int, remote_offset: int, length: int) -> None:
+        """Move the bytes now."""
+        self._move(opcode, local.address + local_offset, remote_offset, length)
+
+    def touch(self, offset: int, length: int) -> None:
+        """There are no pages here."""
+
+    def digest(self, offset: int, length: int) -> int:
+        """The xxh3_64 of a range, which is copied for it."""
+        if length > _DIGEST_PIECE_BYTES:
+            raise NodeUnavailable(f"{length} bytes are too many to copy for their checksum; cut the slices smaller")
+        landing = ctypes.create_string_buffer(length)
+        self._move(Opcode.READ, ctypes.addressof(landing), offset, length)
+        return digest_of(memoryview(landing))
+
+    def _move(self, opcode: Opcode, here: int, offset: int, length: int) -> None:
+        done = 0
+        while done < length:
+            local = _Iovec(here + done, length - done)
+            remote = _Iovec(self._address + offset + done, length - done)
+            moved = _CALLS[opcode](self._pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
+            if moved <= 0:
+                error = os.strerror(ctypes.get_errno())
+                raise NodeUnavailable(f"{_CALLS[opcode].__name__} of process {self._pid}: {error}")
+            done += moved

@@ -1,0 +1,256 @@
+"""The shm transport: the peer's memory is mapped here, and a slice is one memmove by the calling thread.
+
+Owns the door's connection and the memory that it leads to. The copy is done when ``post`` returns, so nothing can land
+later, in either memory: a failed WRITE leaves no duplicate behind. What an expired lease means for mapped memory is the
+owner's affair (it quarantines the range until this process exits or releases it).
+
+A peer whose process is gone leaves the mapping readable. Whether its end of the door's connection is still open is
+therefore asked after every copy: bytes written into, or read from, a segment that nobody serves any more are not
+reported as arrived.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import socket
+import struct
+
+from tanghulu.errors import ChecksumMismatch, InvalidRequest, NodeUnavailable
+from tanghulu.transfer_engine.core.copying import Memory
+from tanghulu.transfer_engine.core.opcode import Opcode
+from tanghulu.transfer_engine.core.paths import Path
+from tanghulu.transfer_engine.core.segment import Endpoint, SegmentDescriptor, map_shared
+from tanghulu.transfer_engine.core.slices import Slice
+from tanghulu.transfer_engine.core.transport import Arrived, Completion, Corrupt, Lost
+from tanghulu.transfer_engine.core.wire import (
+    DOOR_ANSWER_BYTES,
+    DoorHello,
+    MalformedMessage,
+    OtherVersion,
+    check_door_answer_version,
+    digest_of,
+    parse_door_answer,
+    parse_error,
+    typed_error,
+)
+from tanghulu.transfer_engine.transports.shm.long_copy import LONG_BYTES, CopyHelper, Digest
+from tanghulu.transfer_engine.transports.shm.memory import MappedMemory, ProcessMemory
+
+_CREDENTIALS = struct.Struct("3i")
+#: Keeps the GIL (see ``copying``). Its arguments' types are not declared: to convert them takes longer than the call.
+_poll = ctypes.PyDLL(None).poll
+
+
+class _Poll(ctypes.Structure):
+    _fields_ = (("fd", ctypes.c_int), ("events", ctypes.c_short), ("revents", ctypes.c_short))
+
+
+class ShmPeer:
+    """A segment of this host: mapped, or where that fails reached by the kernel's copies (see ``shm_memory``).
+
+    Safe to use from several threads. The pages are unmapped when the last reference to this object and to ``view`` is
+    gone, never under a running copy.
+    """
+
+    def __init__(self, sock: socket.socket, memory: MappedMemory | ProcessMemory, endpoint: Endpoint) -> None:
+        self.view = memory.view
+        self._memory = memory
+        self._sock = sock
+        self._endpoint = endpoint
+        self._door = _Poll(sock.fileno(), select.POLLIN)
+        self._door_pointer = ctypes.byref(self._door)
+        self._closed = False
+
+    @classmethod
+    def open(cls, descriptor: SegmentDescriptor, endpoint: Endpoint, session_id: int, timeout_s: float) -> ShmPeer:
+        """Knock at the door and map the segment.
+
+        Raises NodeUnavailable if nobody answers within ``timeout_s`` or the memory cannot be reached, and what the
+        owner refused with (Unauthorized, NodeUnavailable for another generation, Overloaded); VersionMismatch.
+        """
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(timeout_s)
+            sock.connect(endpoint.address)
+            sock.sendall(DoorHello(descriptor.name, descriptor.generation, session_id).pack())
+            memory = _receive_memory(sock, descriptor.size_bytes)
+            sock.setblocking(False)
+            return cls(sock, memory, endpoint)
+        except BaseException as error:  # an interrupt, too: nobody else knows the socket; all is raised on
+            sock.close()
+            if isinstance(error, OtherVersion):
+                raise typed_error(error, f"shm door {endpoint.address}") from error
+            if isinstance(error, OSError | MalformedMessage):
+                raise NodeUnavailable(f"shm door {endpoint.address}: {error or type(error).__name__}") from error
+            raise
+
+    @property
+    def mapped(self) -> bool:
+        """Whether the pages are in this process."""
+        return self.view is not None
+
+    def copy(self, opcode: Opcode, local: Memory, local_offset: int, remote_offset: int, length: int) -> None:
+        """Move the bytes now; ranges were checked by the caller. Ask ``alive`` afterwards.
+
+        Raises NodeUnavailable only where the memory is not ``mapped``.
+        """
+        if self.view is None and not self.alive:
+            raise self.gone()
+        self._memory.copy(opcode, local, local_offset, remote_offset, length)
+
+    def copy_shown(
+        self,
+        helper: CopyHelper,
+        opcode: Opcode,
+        local: Memory,
+        local_offset: int,
+        remote_offset: int,
+        length: int,
+        digest: Digest | None,
+    ) -> None:
+        """``copy``, with the helper's help where it is long; ``digest`` is shown the bytes as they are on this side."""
+        memory = self._memory
+        if length >= LONG_BYTES and isinstance(memory, MappedMemory):
+            memory.copy_long(helper, opcode, local, local_offset, remote_offset, length, digest)
+            return
+        self.copy(opcode, local, local_offset, remote_offset, length)
+        if digest is not None:
+            digest.add(local.array[local_offset : local_offset + length].data)
+
+    def touch(self, offset: int, length: int) -> None:
+        """The caller is about to write to that range of ``view``: map its pages in one go."""
+        self._memory.touch(offset, length)
+
+    def digest(self, offset: int, length: int) -> int:
+        """The checksum of what the segment holds there."""
+        return self._memory.digest(offset, length)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the owner still keeps its end of the connection, on which nothing is ever said, open.
+
+        Asked after every copy, so it keeps the GIL: nobody can close the descriptor between the look at ``_closed`` and
+        the call.
+        """
+        if self._closed:
+            return False
+        found = _poll(self._door_pointer, 1, 0)
+        while found < 0:  # a signal came meanwhile
+            found = _poll(self._door_pointer, 1, 0)
+        return bool(found == 0)
+
+    def gone(self) -> NodeUnavailable:
+        """The error to report when it is not."""
+        return NodeUnavailable(f"shm door {self._endpoint.address}: the owner of the segment hung up")
+
+    def connect(self) -> ShmLink:
+        """A link; all share the mapping."""
+        return ShmLink(self)
+
+    def close(self) -> None:
+        """Hang up. The pages stay mapped while somebody holds them."""
+        if not self._closed:
+            self._closed = True
+            self._sock.close()
+
+
+class ShmLink:
+    """The mapping as a link: everything ends inside ``post``."""
+
+    def __init__(self, peer: ShmPeer) -> None:
+        self._peer = peer
+        self._ended: list[Completion] = []
+
+    def post(self, piece: Slice, path: Path) -> None:
+        """Copy the slice, unless the owner was found gone since the last poll: the slice is lost with the others."""
+        if self._ended and isinstance(self._ended[-1], Lost):
+            return
+        try:
+            self._ended.append(self._copied(piece, path))
+        except NodeUnavailable as error:
+            self._ended.append(Lost(path, error))
+
+    def _copied(self, piece: Slice, path: Path) -> Completion:
+        peer = self._peer
+        peer.copy(piece.opcode, piece.buffer, piece.local_offset, piece.remote_offset, piece.length)
+        if not peer.alive:
+            return Lost(path, peer.gone())
+        if piece.verified and digest_of(piece.memory()) != peer.digest(piece.remote_offset, piece.length):
+            text = f"{path.label}: {piece.length} bytes were copied, and are not the same on both sides"
+            return Corrupt(piece.slice_id, ChecksumMismatch(text))
+        return Arrived(piece.slice_id)
+
+    def poll(self, timeout_s: float) -> list[Completion]:
+        """What ended inside ``post``; never waits."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def cut(self, path: Path) -> None:
+        """Forget what ended; no copy is running."""
+        self._ended.clear()
+
+    @property
+    def reusable(self) -> bool:
+        """Whether all that ended was told."""
+        return not self._ended
+
+    def fileno(self) -> int:
+        """-1: there is nothing to wait for."""
+        return -1
+
+    def wake(self) -> None:
+        """Nothing waits."""
+
+    def close(self) -> None:
+        """The mapping belongs to the peer."""
+
+    def check(self) -> None:
+        """Assert the invariants: nothing is copied after the owner was found gone."""
+        assert not any(isinstance(each, Lost) for each in self._ended[:-1])
+
+
+def _receive_memory(sock: socket.socket, size_bytes: int) -> MappedMemory | ProcessMemory:
+    """Read the door's answer; maps the descriptor that came with it, and closes that."""
+    data, fds, _, _ = socket.recv_fds(sock, DOOR_ANSWER_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+    try:
+        check_door_answer_version(data)
+        data += _receive(sock, DOOR_ANSWER_BYTES - len(data))
+        text_bytes, actual_bytes, address = parse_door_answer(data)
+        if text_bytes:
+            raise parse_error(_receive(sock, text_bytes))
+        if len(fds) > 1 or actual_bytes != size_bytes:
+            raise MalformedMessage(f"{len(fds)} descriptors for {actual_bytes} bytes, wanted one for {size_bytes}")
+        return _memory(sock, fds, size_bytes, address)
+    finally:
+        for fd in fds:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+
+def _memory(sock: socket.socket, fds: list[int], size_bytes: int, address: int) -> MappedMemory | ProcessMemory:
+    why = "no descriptor came through"
+    if fds:
+        try:
+            return MappedMemory(map_shared(fds[0], size_bytes))
+        except InvalidRequest as error:  # it may shrink under us, or is another
+            raise MalformedMessage(error.message) from error
+        except OSError as error:
+            why = f"its descriptor cannot be mapped: {error}"
+    pid, _, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    try:
+        return ProcessMemory(pid, address)
+    except NodeUnavailable as error:
+        raise NodeUnavailable(f"{why}; {error.message}") from error
+
+
+def _receive(sock: socket.socket, num_bytes: int) -> bytes:
+    data = b""
+    while len(data) < num_bytes:
+        piece = sock.recv(num_bytes - len(data))
+        if not piece:
+            raise ConnectionResetError("the peer hung up inside its answer")
+        data += piece
+    return data

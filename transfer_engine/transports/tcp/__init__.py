@@ -1,0 +1,1 @@
+"""TCP: several streams to a peer, received straight into the destination, with TLS where wanted."""

@@ -1,0 +1,400 @@
+"""The serving end of the tcp transport: one protocol object a connection, straight into and out of the segment.
+
+Owns a connection's parsing and its flow control. What is allowed it asks its ``TcpDoor``; how the listener lives is
+the door's affair too. A connection works on one slice at a time, in order; it stops reading while a READ is being sent,
+so what a peer can make us hold is one head, one piece of payload and the kernel's buffers.
+
+What is sent goes to the socket by a system call of this file while the transport holds nothing back, and through the
+transport otherwise; for 64 KiB that is a third of the work of a slice.
+
+Zero-copy: a WRITE's payload is received into the segment itself (``get_buffer`` hands out the range), a READ's is
+written from it in pieces. A piece counts as sent when the transport's write buffer is empty (the high-water mark is 0),
+and only after the last one the lease's transfer ends: so a range is not reused while uvloop still points into it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Protocol, cast
+
+from tanghulu.errors import TanghuluError
+from tanghulu.rpc.pacing import unpace_within_machine
+from tanghulu.runtime.busy_polling import LoopSpinner
+from tanghulu.transfer_engine.core.wire import (
+    HEAD_BYTES,
+    REPLY_BYTES,
+    Head,
+    MalformedMessage,
+    Op,
+    OtherVersion,
+    check_head_version,
+    pack_refusal,
+    pack_reply,
+    parse_head,
+)
+
+#: A refused WRITE's payload is thrown away through a buffer of this size.
+_DISCARD_BYTES = 256 << 10
+
+
+class _Phase(Enum):
+    """What a connection is doing."""
+
+    #: Receiving a head.
+    HEAD = "head"
+    #: Receiving a granted WRITE's payload into the segment.
+    PAYLOAD = "payload"
+    #: Throwing away a refused WRITE's payload.
+    DISCARD = "discard"
+    #: Receiving a notice for the owner's program.
+    NOTICE = "notice"
+    #: Sending a READ's payload; nothing is received meanwhile.
+    SEND = "send"
+    #: It was told that it speaks another version; what it says is thrown away until it hangs up.
+    STRANGER = "stranger"
+
+
+# Members by themselves: asked for by every slice, and an Enum takes ten times as long to find one (Python 3.11).
+_HEAD, _PAYLOAD, _DISCARD, _NOTICE, _SEND, _STRANGER = _Phase
+_READ, _WRITE, _HELLO = Op.READ, Op.WRITE, Op.HELLO
+
+
+class TcpDoor(Protocol):
+    """What a connection asks its server."""
+
+    view: memoryview
+    piece_bytes: int
+    #: Runs a callback behind the current event, in order (the loop's ``call_soon``).
+    soon: Callable[[Callable[[], None]], object]
+    #: Told when something of a slice has come, and when more is waited for.
+    spinner: LoopSpinner | None
+
+    def opened(self, connection: TcpConnection) -> bool:
+        """Whether there is room for one more connection."""
+        ...
+
+    def closed(self, connection: TcpConnection) -> None:
+        """The connection is gone; called once for each that was opened."""
+        ...
+
+    def hello(self, connection: TcpConnection, head: Head) -> None:
+        """Admit the connection's token; raises the typed refusal."""
+        ...
+
+    def fence(self, head: Head) -> None:
+        """Cut the connection whose token the head names, now and for ever."""
+        ...
+
+    def begin(self, head: Head) -> None:
+        """Admit a READ or WRITE; raises the typed refusal."""
+        ...
+
+    def end(self, head: Head, moved_bytes: int) -> None:
+        """The begun slice cannot touch the segment any more; ``moved_bytes`` of it were moved."""
+        ...
+
+    def digest(self, head: Head) -> int:
+        """The checksum of what the segment holds in the head's range."""
+        ...
+
+    def compare(self, head: Head) -> None:
+        """Raise ChecksumMismatch if a verified WRITE's range does not hold what was sent."""
+        ...
+
+    def notice(self, head: Head, data: bytes) -> None:
+        """Hand a notice to the owner's program, once; raises the typed refusal."""
+        ...
+
+
+class TcpConnection(asyncio.BufferedProtocol):
+    """One client's stream of slices."""
+
+    def __init__(self, door: TcpDoor, *, encrypted: bool = False) -> None:
+        self._encrypted = encrypted
+        self.token = 0
+        self.sweep_mark: object = None  # the server's note of what it saw at its last sweep
+        self._door = door
+        self._phase = _HEAD
+        self._head = memoryview(bytearray(HEAD_BYTES))
+        self._head_bytes = 0
+        self._work: Head | None = None  # the begun slice
+        self._done_bytes = 0  # of it, or of the notice
+        self._notice = self._discard = memoryview(b"")
+        self._discard_bytes = 0
+        self._transport: asyncio.Transport | None = None
+        self._fd = -1  # the transport's socket, where that is one, while it is open
+        self._admitted = self._paused = False
+        self._writable = True
+        self._spinner = door.spinner
+        self._peer_awake = False  # as its last head said
+
+    # --- asyncio's calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Set flow control, or turn the peer away when the server is full. (Both loops set TCP_NODELAY themselves.)"""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        # With 0 TLS would pause before anything waits.
+        self._transport.set_write_buffer_limits(high=1 if self._encrypted else 0)
+        sock = transport.get_extra_info("socket")
+        if sock is not None:
+            self._fd = -1 if self._encrypted else sock.fileno()  # what goes there by itself is not encrypted
+            unpace_within_machine(sock, transport.get_extra_info("peername") or ("",))
+        self._admitted = self._door.opened(self)
+        if not self._admitted:
+            self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End the open slice. A READ's only behind this callback: uvloop closes the socket right after it."""
+        self._fd = -1
+        if self._phase is _SEND:
+            self._door.soon(self._finish)
+        else:
+            self._finish()
+        if self._admitted:
+            self._admitted = False
+            self._door.closed(self)
+        self._transport = None
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the next bytes belong: the head, the segment itself, the notice, or the bin."""
+        phase = self._phase
+        if phase is _PAYLOAD:
+            head = self._work
+            assert head is not None
+            return self._door.view[head.offset + self._done_bytes : head.offset + head.length]
+        if phase is _HEAD or phase is _SEND:
+            return self._head[self._head_bytes :] if self._head_bytes else self._head
+        if phase is _NOTICE:
+            return self._notice[self._done_bytes :]
+        return self._discard[: min(self._discard_bytes, _DISCARD_BYTES)]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """``nbytes`` arrived where ``get_buffer`` said."""
+        phase = self._phase
+        if phase is _PAYLOAD:
+            self._received(nbytes)
+        elif phase is _DISCARD:
+            self._discarded(nbytes)
+        elif phase is _NOTICE:
+            self._noticed(nbytes)
+        elif phase is not _STRANGER:
+            self._head_bytes += nbytes
+            if self._head_bytes == HEAD_BYTES:
+                self._head_bytes = 0
+                self._on_head()
+            elif self.token == 0:
+                self._on_half_hello()
+
+    def eof_received(self) -> bool:
+        """The peer hung up: close."""
+        return False
+
+    def pause_writing(self) -> None:
+        """Something waits in the transport's buffer."""
+        self._writable = False
+
+    def resume_writing(self) -> None:
+        """The transport's buffer is empty: all that was written has left the segment."""
+        self._writable = True
+        if self._phase is _SEND:
+            self._send_on()
+
+    # --- what the door may do
+
+    @property
+    def progress(self) -> tuple[int, int] | None:
+        """(slice id, bytes moved) of the slice in work, None when there is none; a stall shows the same twice."""
+        if self._phase is _DISCARD:
+            return (-1, self._discard_bytes)
+        if self._phase is _NOTICE:
+            return (-2, self._done_bytes)
+        if self._phase is _STRANGER:
+            return (-3, 0)
+        return None if self._work is None else (self._work.slice_id, self._done_bytes)
+
+    def cut(self) -> None:
+        """Close at once: nothing is received into the segment after this call; a READ ends with its socket."""
+        self._fd = -1
+        if self._transport is not None:
+            self._transport.abort()
+        if self._phase is _PAYLOAD:
+            self._finish()
+
+    # --- inside
+
+    def _on_head(self) -> None:
+        try:
+            head = parse_head(self._head)
+        except MalformedMessage as error:
+            self._turn_away(error)
+            return
+        self._peer_awake = head.awake
+        self._answered()
+        try:
+            if head.op is _READ and self.token:
+                self._door.begin(head)
+                self._start_sending(head)
+            else:
+                self._admit(head)
+        except TanghuluError as error:
+            self._refuse(head, error)
+
+    def _on_half_hello(self) -> None:
+        try:
+            check_head_version(self._head[: self._head_bytes])
+        except OtherVersion as other:
+            self._turn_away(other)
+
+    def _turn_away(self, why: MalformedMessage) -> None:
+        """Hang up; tell one of another version first, and give it the time of a stall to hear it."""
+        if self._transport is None or self.token or not isinstance(why, OtherVersion):
+            self.cut()
+            return
+        self._phase = _STRANGER
+        self._discard_bytes, self._discard = HEAD_BYTES, memoryview(bytearray(HEAD_BYTES))
+        self._write(pack_refusal(0, why.error))
+        if not self._encrypted:  # TLS cannot end one direction
+            self._transport.write_eof()
+
+    def _admit(self, head: Head) -> None:
+        op, door = head.op, self._door
+        if self.token == 0 and op is not _HELLO:
+            self.cut()
+        elif op is _WRITE:
+            door.begin(head)
+            self._work, self._done_bytes = head, 0
+            self._phase = _PAYLOAD
+            self._wait()
+        elif op is _HELLO:
+            door.hello(self, head)
+            self._write(pack_reply(head.slice_id, 0))
+        elif op is Op.NOTICE:
+            self._notice = memoryview(bytearray(HEAD_BYTES + head.length))
+            self._notice[:HEAD_BYTES], self._done_bytes = self._head, HEAD_BYTES
+            self._phase = _NOTICE
+        else:
+            door.fence(head)
+            self._write(pack_reply(head.slice_id, 0))
+
+    def _refuse(self, head: Head, error: TanghuluError) -> None:
+        self._write(pack_refusal(head.slice_id, error))
+        if head.op is _WRITE:
+            self._discard_bytes = head.length
+            self._discard = memoryview(bytearray(min(head.length, _DISCARD_BYTES)))
+            self._phase = _DISCARD
+
+    def _received(self, nbytes: int) -> None:
+        head = self._work
+        assert head is not None
+        self._done_bytes += nbytes
+        if self._done_bytes < head.length:
+            return
+        reply = pack_reply(head.slice_id, 0)
+        if head.verified:
+            try:
+                self._door.compare(head)
+            except TanghuluError as error:
+                reply = pack_refusal(head.slice_id, error)
+        self._answered()
+        self._finish()
+        self._write(reply)
+        self._wait()
+
+    def _noticed(self, nbytes: int) -> None:
+        self._done_bytes += nbytes
+        if self._done_bytes < len(self._notice):
+            return
+        head = parse_head(self._notice)
+        self._phase = _HEAD
+        reply = pack_reply(head.slice_id, 0)
+        try:
+            self._door.notice(head, bytes(self._notice[HEAD_BYTES:]))
+        except TanghuluError as error:
+            reply = pack_refusal(head.slice_id, error)
+        self._notice = memoryview(b"")
+        self._write(reply)
+
+    def _discarded(self, nbytes: int) -> None:
+        self._discard_bytes -= nbytes
+        if self._discard_bytes == 0:
+            self._discard = memoryview(b"")
+            self._phase = _HEAD
+
+    def _start_sending(self, head: Head) -> None:
+        """The reply and the first piece, mostly all of it, by one call of the kernel."""
+        door, length = self._door, head.length
+        end = min(length, door.piece_bytes)
+        reply = pack_reply(head.slice_id, length, door.digest(head) if head.verified else 0)
+        pieces = reply, door.view[head.offset : head.offset + end]
+        sent = self._send_now(pieces)
+        if sent == REPLY_BYTES + length:
+            door.end(head, length)
+            self._wait()
+            return
+        self._phase, self._work, self._done_bytes = _SEND, head, end
+        self._keep(sent, pieces)
+        self._send_on()
+        if self._work is not None and self._transport is not None:
+            self._paused = True
+            self._transport.pause_reading()
+
+    def _send_on(self) -> None:
+        """Write pieces until the transport keeps one back; the slice ends when the last has left."""
+        transport, door = self._transport, self._door
+        while self._writable and (head := self._work) is not None and transport is not None:
+            if transport.is_closing():
+                return
+            done = self._done_bytes
+            if done == head.length:
+                self._finish()
+                self._resume_reading()
+                self._wait()
+                return
+            end = self._done_bytes = min(done + door.piece_bytes, head.length)
+            self._write(door.view[head.offset + done : head.offset + end])
+
+    def _finish(self) -> None:
+        head, self._work = self._work, None
+        self._phase = _HEAD
+        if head is not None:
+            self._door.end(head, self._done_bytes)
+
+    def _write(self, data: bytes | memoryview) -> None:
+        """Send now what the socket takes, the rest when it takes more. Nothing if the peer is gone."""
+        self._keep(self._send_now((data,)), (data,))
+
+    def _send_now(self, pieces: Sequence[bytes | memoryview]) -> int:
+        """How many bytes the socket took; 0 while the transport keeps some that come before them."""
+        if not self._writable or self._fd < 0:
+            return 0
+        try:
+            return os.writev(self._fd, pieces)
+        except OSError:  # full, or broken, which the transport will find out
+            return 0
+
+    def _keep(self, num_sent: int, pieces: Sequence[bytes | memoryview]) -> None:
+        """Have the transport send what the socket did not take; it keeps views of it."""
+        left: list[bytes | memoryview] = []
+        for piece in pieces:
+            if num_sent < len(piece):
+                left.append(memoryview(piece)[num_sent:])
+            num_sent = max(0, num_sent - len(piece))
+        if left and self._transport is not None and not self._transport.is_closing():
+            self._transport.writelines(left)
+
+    def _wait(self) -> None:
+        """Its next words may come at once."""
+        if self._peer_awake and self._spinner is not None:
+            self._spinner.wait()
+
+    def _answered(self) -> None:
+        if self._spinner is not None:
+            self._spinner.answered()
+
+    def _resume_reading(self) -> None:
+        if self._paused and self._transport is not None:
+            self._paused = False
+            self._transport.resume_reading()

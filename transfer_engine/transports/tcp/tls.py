@@ -1,0 +1,185 @@
+"""TLS for the tcp transport: sockets that encrypt, with the calls and exceptions of the plain ones they stand for.
+
+A record that the kernel does not take whole is kept by OpenSSL, which wants to be given the same bytes again: streams
+do, since they keep what was not sent. ``recv_into`` goes on until there is no further record, so nothing that was
+decrypted waits where a poller cannot see it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from tanghulu.auth.credentials import TlsFiles
+from tanghulu.auth.tls import client_context
+from tanghulu.transfer_engine.core.network import KernelNetwork, Poller, StreamSocket
+from tanghulu.transfer_engine.core.paths import Path
+from tanghulu.types import Address
+
+_TIMEVAL = struct.Struct("ll")
+#: How long a call that must not wait waits for the peer's part of the handshake, which it would be asked for at once
+#: again: the socket can be written to all the time.
+_HANDSHAKE_PAUSE_MS = 1
+
+
+class TlsNetwork:
+    """The machine's connections, encrypted; ``tls`` says by what the peer is verified and what to show it."""
+
+    def __init__(self, tls: TlsFiles) -> None:
+        self._tls = tls
+        self._kernel = KernelNetwork()
+
+    def connect(self, path: Path, address: Address) -> StreamSocket:
+        """As KernelNetwork; raises ConfigError for bad files."""
+        context = client_context(self._tls)
+        return TlsStreamSocket(self._kernel.connect(path, address), context, address.host)
+
+    def poller(self) -> Poller:
+        """An epoll descriptor."""
+        return self._kernel.poller()
+
+
+class TlsStreamSocket:
+    """``sock`` has begun to connect. The handshake is made by whichever calls come while it lasts."""
+
+    def __init__(self, sock: socket.socket, context: ssl.SSLContext, host: str) -> None:
+        self._plain: socket.socket | None = sock
+        self._context = context
+        self._host = host
+        self._tls: ssl.SSLSocket | None = None
+        self._greeted = False
+        self._fd = sock.fileno()
+        self._timeout_s = 0.0
+
+    # --- StreamSocket
+
+    def setblocking(self, flag: bool, /) -> None:
+        """The descriptor never blocks; calls that wait use poll."""
+
+    def setsockopt(self, level: int, option: int, value: bytes, /) -> None:
+        """How long calls that wait do so at most."""
+        assert (level, option) == (socket.SOL_SOCKET, socket.SO_RCVTIMEO), "nothing else is asked of a stream's socket"
+        seconds, microseconds = _TIMEVAL.unpack(value)
+        self._timeout_s = seconds + microseconds / 1e6
+
+    def sendmsg(self, buffers: Iterable[memoryview | bytes], ancillary: tuple[()], flags: int, /) -> int:
+        """Encrypt and send what the kernel takes."""
+        tls = self._ready()
+        sent = 0
+        try:
+            for each in buffers:
+                view = memoryview(each)
+                while view:
+                    num_bytes = tls.send(view)
+                    sent += num_bytes
+                    view = view[num_bytes:]
+        except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
+            if not sent:
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)) from None
+        return sent
+
+    def send(self, data: bytes, flags: int, /) -> int:
+        """The same for one buffer."""
+        return self.sendmsg((data,), (), flags)
+
+    def recv_into(self, buffer: memoryview, num_bytes: int, flags: int, /) -> int:
+        """Take what is there; without MSG_DONTWAIT wait for it, with MSG_WAITALL for all of it."""
+        view = buffer[:num_bytes] if num_bytes else buffer
+        if flags & socket.MSG_DONTWAIT:
+            return self._take(view)
+        until_s = time.monotonic() + self._timeout_s
+        taken = 0
+        while True:
+            try:
+                now = self._take(view[taken:])
+                taken += now
+                if not now or taken == len(view) or not flags & socket.MSG_WAITALL:
+                    return taken
+            except BlockingIOError:
+                left_s = until_s - time.monotonic()
+                if left_s > 0:
+                    self._wait(select.POLLIN, left_s)
+                elif taken:
+                    return taken
+                else:
+                    raise
+
+    def recvmsg_into(
+        self, buffers: Sequence[memoryview], ancillary_bytes: int, flags: int, /
+    ) -> tuple[int, list[Any], int, Any]:
+        """Take bytes; fill the first buffer, then the next, as far as there is something."""
+        total = 0
+        for number, each in enumerate(buffers):
+            try:
+                taken = self.recv_into(each, 0, socket.MSG_DONTWAIT if number else flags)
+            except BlockingIOError:
+                if not total:
+                    raise
+                break
+            total += taken
+            if taken < len(each):
+                break
+        return total, [], 0, None
+
+    def fileno(self) -> int:
+        """The descriptor of the connection; it does not change."""
+        return self._fd
+
+    def close(self) -> None:
+        """Hang up."""
+        for each in (self._plain, self._tls):
+            if each is not None:
+                each.close()
+
+    # --- inside
+
+    def _take(self, view: memoryview) -> int:
+        tls = self._ready()
+        taken = 0
+        try:
+            while taken < len(view):
+                num_bytes = tls.recv_into(view[taken:])
+                if not num_bytes:
+                    break
+                taken += num_bytes
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            if not taken:
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)) from None
+        except ssl.SSLEOFError:
+            return taken
+        return taken
+
+    def _ready(self) -> ssl.SSLSocket:
+        """The connection behind its handshake; BlockingIOError until that is over."""
+        tls = self._tls or self._begin()
+        if not self._greeted:
+            try:
+                tls.do_handshake()
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                self._wait(select.POLLIN, _HANDSHAKE_PAUSE_MS / 1000)
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)) from None
+            self._greeted = True
+        return tls
+
+    def _begin(self) -> ssl.SSLSocket:
+        plain = self._plain
+        assert plain is not None, "wrapped once"
+        failure = plain.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if failure:
+            raise OSError(failure, os.strerror(failure))
+        plain.getpeername()  # ENOTCONN while it is still connecting
+        self._tls = self._context.wrap_socket(plain, server_hostname=self._host, do_handshake_on_connect=False)
+        self._plain = None
+        return self._tls
+
+    def _wait(self, events: int, timeout_s: float) -> None:
+        poller = select.poll()
+        poller.register(self._fd, events)
+        poller.poll(max(timeout_s * 1000, 0))

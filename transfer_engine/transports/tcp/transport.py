@@ -1,0 +1,143 @@
+"""The tcp transport: several non-blocking streams to one peer, received straight into the destination.
+
+Owns sockets and their bytes, decides nothing. Heads of many slices go ahead on a stream, the peer answers them in
+order.
+
+No late duplicate of a failed WRITE: a stream that failed is closed and a retry goes over another connection. Its bytes
+may still sit in the peer's socket, so every stream to that peer sends a FENCE with the closed connection's token before
+its next slice (see ``fences``): the peer cuts that connection, or refuses it if it sees it only later, before it reads
+what stands behind the fence. The same holds for what a batch that ended by deadline or cancel left behind, as far as
+this process's later slices go; for everybody else its lease is the guard: the owner admits no slice after the lease's
+end, and does not free the range while an admitted one is open.
+A READ lands nothing after ``cut``: the socket is closed in this process.
+"""
+
+from __future__ import annotations
+
+import select
+
+from tanghulu.runtime.busy_polling import Spinner
+from tanghulu.transfer_engine.core.fences import Fences
+from tanghulu.transfer_engine.core.links import WiredLink
+from tanghulu.transfer_engine.core.network import KernelNetwork, Network
+from tanghulu.transfer_engine.core.opcode import Opcode
+from tanghulu.transfer_engine.core.paths import Path
+from tanghulu.transfer_engine.core.segment import SegmentDescriptor
+from tanghulu.transfer_engine.core.slices import Slice
+from tanghulu.transfer_engine.core.transport import Completion, ConnectionBroken
+from tanghulu.transfer_engine.transports.tcp.stream import TcpStream
+from tanghulu.types import Address
+
+
+class TcpPeer:
+    """A remote segment behind one or more ``host:port``."""
+
+    def __init__(self, descriptor: SegmentDescriptor, session_id: int, network: Network | None = None) -> None:
+        self._descriptor = descriptor
+        self._session_id = session_id
+        self._network = network or KernelNetwork()
+        self.fences = Fences()
+
+    def connect(self) -> TcpLink:
+        """A new link; its streams connect when the first slice is posted on them."""
+        return TcpLink(self._descriptor, self._session_id, self.fences, self._network)
+
+    def close(self) -> None:
+        """Links share no connection."""
+
+
+class TcpLink(WiredLink[TcpStream]):
+    """One batch's streams to one peer."""
+
+    def __init__(self, descriptor: SegmentDescriptor, session_id: int, fences: Fences, network: Network) -> None:
+        super().__init__(network.poller())
+        self._descriptor = descriptor
+        self._session_id = session_id
+        self._fences = fences
+        self._network = network
+
+    # --- Link
+
+    def poll(self, timeout_s: float) -> list[Completion]:
+        """Send and receive what the sockets take and give."""
+        for stream in tuple(self._connections.values()):
+            if stream.has_output and not stream.blocked:
+                self._send(stream)
+        self._serve_ready(0 if self._ended else timeout_s)
+        return self._take_ended()
+
+    def exchange(
+        self,
+        path: Path,
+        opcode: Opcode,
+        memory: memoryview,
+        lease_id: int,
+        remote_offset: int,
+        timeout_s: float,
+        spinner: Spinner | None,
+    ) -> bool:
+        """Move one plain slice, fast where the path's stream is idle; whether it has arrived. False: ``resume``."""
+        stream = self._connections.get(path)
+        if stream is None or stream.num_fences < self._fences.num_added:
+            return False
+        return stream.exchange(opcode, memory, lease_id, remote_offset, timeout_s, spinner)
+
+    def resume(self, path: Path, piece: Slice) -> None:
+        """Go on with the slice that ``exchange`` did not finish, or begin with it; ``poll`` tells what became of it."""
+        stream = self._connections.get(path)
+        if stream is None or not stream.interrupted:
+            self.post(piece, path)
+            return
+        try:
+            stream.resume(piece, self._ended)
+            if stream.blocked:
+                self._tell_poller(stream)
+        except ConnectionBroken as broken:
+            self._break(path, broken.error)
+
+    # --- WiredLink
+
+    def _connect(self, path: Path) -> TcpStream:
+        sock = self._network.connect(path, Address.parse(path.endpoint.address))
+        stream = TcpStream(path, sock, self._descriptor, self._session_id)
+        self._watch(stream, stream.fileno(), stream.interest)
+        self._fence(stream)
+        return stream
+
+    def _queue(self, connection: TcpStream, piece: Slice) -> None:
+        self._fence(connection)
+        connection.queue_slice(piece)
+
+    def _serve(self, connection: TcpStream, fd: int, events: int) -> None:
+        if fd != connection.fileno():
+            return
+        if events != select.EPOLLIN:
+            connection.send()
+        connection.receive(self._ended)
+        if connection.blocked is not connection.watched_blocked:
+            self._tell_poller(connection)
+
+    def _shut(self, connection: TcpStream) -> None:
+        if connection.writes_unanswered:
+            self._fences.add(connection.token)
+        connection.close()
+
+    # --- inside
+
+    def _fence(self, stream: TcpStream) -> None:
+        """Have the peer cut the connections that were given up before it reads what is queued next."""
+        if stream.num_fences < self._fences.num_added:
+            stream.queue_fences(*self._fences.since(stream.num_fences))
+
+    def _send(self, stream: TcpStream) -> None:
+        try:
+            stream.send()
+        except ConnectionBroken as broken:
+            self._break(stream.path, broken.error)
+            return
+        if stream.blocked is not stream.watched_blocked:
+            self._tell_poller(stream)
+
+    def _tell_poller(self, stream: TcpStream) -> None:
+        self._poller.modify(stream.fileno(), stream.interest)
+        stream.watched_blocked = stream.blocked

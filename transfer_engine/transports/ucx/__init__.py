@@ -1,0 +1,1 @@
+"""UCX through NIXL's Python API: an optional extra."""

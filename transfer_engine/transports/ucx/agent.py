@@ -1,0 +1,195 @@
+"""The one file that touches NIXL: an agent with UCX behind it, as far as this engine needs it.
+
+Owns nothing but the translation: into NIXL's bindings (package ``nixl-cu12`` or ``nixl-cu13``, the extra ``ucx``), and
+its exceptions into typed errors. It is looked for when somebody first asks for ucx. The bindings and not NIXL's Python
+wrapper, because the wrapper has its progress thread spin (a whole core per agent) and logs by itself.
+
+UCX's shared-memory lanes (cma, xpmem, posix and their like) are switched off: what a peer writes through them its
+kernel does by itself, whatever became of our agent, so nothing here could stop it. On one host ``shm`` serves. Through
+all other lanes an agent that is closed neither sends nor lets anything land: its sockets and queue pairs are gone.
+
+Seen with NIXL 1.5.1: an agent takes 30 to 100 ms to make and 5 to 20 ms to close, some 15 descriptors, 5 MB and, where
+it serves, one sleeping thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import threading
+from types import ModuleType
+from typing import Any
+
+from tanghulu.errors import NodeUnavailable, TransferFailed
+from tanghulu.transfer_engine.core.opcode import Opcode
+
+_MODULES = ("nixl_cu13._bindings", "nixl_cu12._bindings")
+#: UCX's own settings, as NIXL's backend takes them.
+_LANES = "TLS=^sm"
+#: How long the progress thread sleeps at most where nothing happens; events wake it.
+_PROGRESS_SLEEP_US = 1000
+_lock = threading.Lock()
+_bindings: list[ModuleType] = []
+
+
+def probe() -> str:
+    """Why ucx cannot be used in this process; empty if it can."""
+    try:
+        _nixl()
+    except NodeUnavailable as error:
+        return error.message
+    return ""
+
+
+def _nixl() -> ModuleType:
+    """The bindings; raises NodeUnavailable, saying what is missing."""
+    with _lock:
+        if _bindings:
+            return _bindings[0]
+        with contextlib.suppress(OSError):
+            # NIXL's wheel brings libnl along. Where the system has one too (below its libibverbs, which UCX looks for),
+            # the two get mixed up and the process ends by SIGSEGV after its last line, unless the system's came first.
+            ctypes.CDLL("libibverbs.so.1")
+        reasons = []
+        for name in _MODULES:
+            try:
+                _bindings.append(importlib.import_module(name))
+                return _bindings[0]
+            except ImportError as error:
+                reasons.append(str(error))
+        raise NodeUnavailable(f"NIXL is not here ({'; '.join(reasons)}); pip install --no-deps nixl-cu12")
+
+
+class Registration:
+    """Memory that one agent may use; ends by ``close``, or with this object."""
+
+    def __init__(self, agent: Agent, described: Any) -> None:
+        self.agent: Agent | None = agent
+        self._described = described
+
+    def close(self) -> None:
+        """The agent will not touch the memory any more; nothing is under way in it."""
+        agent, self.agent = self.agent, None
+        if agent is not None:
+            agent.deregister(self._described)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class Agent:
+    """One UCX worker. ``serves``: with a thread that answers peers; without, it moves when ``Transfer.done`` is asked.
+
+    Every method may be called from any thread. Raises NodeUnavailable if NIXL or its UCX is not here.
+    """
+
+    def __init__(self, name: str, *, serves: bool) -> None:
+        nixl = self._nixl = _nixl()
+        self._errors = tuple(getattr(nixl, each) for each in dir(nixl) if each.endswith("Error"))
+        config = nixl.nixlAgentConfig()
+        config.useProgThread, config.pthrDelay = serves, _PROGRESS_SLEEP_US
+        config.syncMode = nixl.NIXL_THREAD_SYNC_STRICT
+        self._agent: Any = None
+        self._offered: Registration | None = None
+        try:
+            self._agent = nixl.nixlAgent(name, config)
+            self._agent.createBackend("UCX", {"engine_config": _LANES})
+        except self._errors as error:
+            self._agent = None
+            raise NodeUnavailable(f"NIXL makes no agent with UCX here: {error}") from None
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._agent is None
+
+    def register(self, address: int, num_bytes: int) -> Registration:
+        """Let the agent, and who knows its metadata, use the memory. Raises TransferFailed."""
+        described = self._nixl.nixlRegDList(self._nixl.DRAM_SEG, [(address, num_bytes, 0, "")])
+        try:
+            self._agent.registerMem(described, [])
+        except self._errors as error:
+            raise TransferFailed(f"UCX does not register {num_bytes} bytes: {error}") from None
+        return Registration(self, described)
+
+    def deregister(self, described: Any) -> None:
+        """Called by Registration; the memory of a closed agent is let go already."""
+        if self._agent is not None:
+            self._agent.deregisterMem(described, [])
+
+    def offer(self, address: int, num_bytes: int) -> bytes:
+        """Register the memory until the agent is closed; what a peer needs for ``connect``. Raises TransferFailed."""
+        self._offered = self.register(address, num_bytes)
+        return bytes(self._agent.getLocalMD())
+
+    def connect(self, metadata: bytes) -> str:
+        """The peer's name for ``post``. Raises TransferFailed if these are not an agent's metadata."""
+        try:
+            name = self._agent.loadRemoteMD(metadata)
+        except self._errors as error:
+            raise TransferFailed(f"UCX cannot use the owner's metadata: {error}") from None
+        return name if isinstance(name, str) else name.decode()
+
+    def post(self, opcode: Opcode, peer: str, local: int, remote: int, num_bytes: int) -> Transfer:
+        """Begin to move ``num_bytes`` between two addresses, both registered. Raises as ``Transfer.done``."""
+        nixl = self._nixl
+        operation = nixl.NIXL_READ if opcode is Opcode.READ else nixl.NIXL_WRITE
+        here = nixl.nixlXferDList(nixl.DRAM_SEG, [(local, num_bytes, 0)])
+        there = nixl.nixlXferDList(nixl.DRAM_SEG, [(remote, num_bytes, 0)])
+        try:
+            number = self._agent.createXferReq(operation, here, there, peer, "", [])
+            return Transfer(self, number, self._agent.postXferReq(number, "") == nixl.NIXL_SUCCESS)
+        except self._errors as error:
+            raise self._failure(error) from None
+
+    def finished(self, number: int) -> bool:
+        """See Transfer.done."""
+        try:
+            state = self._agent.getXferStatus(number)
+        except self._errors as error:
+            raise self._failure(error) from None
+        if state == self._nixl.NIXL_IN_PROG:
+            return False
+        if state != self._nixl.NIXL_SUCCESS:
+            raise TransferFailed(f"UCX ended a transfer as {state}")
+        return True
+
+    def release(self, number: int) -> None:
+        """See Transfer.release."""
+        if self._agent is not None:
+            try:
+                self._agent.releaseXferReq(number)
+            except self._errors as error:
+                raise self._failure(error) from None
+
+    def close(self) -> None:
+        """Hang up on all peers: nothing is sent any more, and nothing lands, here or there, through this agent."""
+        self._agent = None  # the bindings' destructor does it, and this was the only reference
+        self._offered = None
+
+    def _failure(self, error: Exception) -> NodeUnavailable | TransferFailed:
+        if isinstance(error, self._nixl.nixlRemoteDisconnectError):
+            return NodeUnavailable("UCX lost the connection to the owner")
+        return TransferFailed(f"UCX: {error}")
+
+
+class Transfer:
+    """One operation under way."""
+
+    def __init__(self, agent: Agent, number: int, done: bool) -> None:
+        self._agent = agent
+        self._number = number
+        self._done = done
+
+    def done(self) -> bool:
+        """Whether all bytes are where they belong; moves them along.
+
+        Raises NodeUnavailable if the peer is gone, TransferFailed for everything else that UCX says.
+        """
+        self._done = self._done or self._agent.finished(self._number)
+        return self._done
+
+    def release(self) -> None:
+        """Forget it. One that is under way ends for certain only when its agent is closed."""
+        self._agent.release(self._number)

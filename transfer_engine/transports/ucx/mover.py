@@ -1,0 +1,121 @@
+"""The client's end of ucx: an agent, the transfers that it was given, and what is staged.
+
+Owns all three. Making and closing an agent takes some milliseconds; nothing else here waits.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tanghulu.transfer_engine.core.buffers import Buffer
+from tanghulu.transfer_engine.core.opcode import Opcode
+from tanghulu.transfer_engine.core.slices import Slice
+from tanghulu.transfer_engine.core.staged_slots import StagedSlots
+from tanghulu.transfer_engine.core.transport import Completion
+from tanghulu.transfer_engine.transports.ucx.agent import Agent, Registration, Transfer
+from tanghulu.transfer_engine.transports.ucx.wire import parse_granted
+
+NUM_SLOTS = 16
+
+
+class _Posted(NamedTuple):
+    piece: Slice
+    slot: int | None
+    transfer: Transfer
+
+
+class UcxMover:
+    """An agent that is no other link's; ``token`` is its name, and the key of what it registers."""
+
+    asked = b""
+
+    def __init__(self, token: int) -> None:
+        """Raises NodeUnavailable if there is no NIXL, TransferFailed."""
+        self.ready = False
+        self._token = token
+        self._posted: list[_Posted] = []
+        self._peer = ""
+        self._segment_address = 0
+        self._slots = StagedSlots(NUM_SLOTS)
+        self._agent = Agent(f"client-{token:x}", serves=False)
+        self._staged = self._agent.register(self._slots.memory.address, self._slots.memory.size_bytes)
+
+    # --- Mover
+
+    def connect(self, granted: bytes) -> None:
+        """Load the owner's metadata."""
+        self._segment_address, metadata = parse_granted(granted)
+        self._peer = self._agent.connect(metadata)
+        self.ready = True
+
+    def advance(self) -> None:
+        """Connecting is done at once."""
+
+    def has_room_for(self, piece: Slice) -> bool:
+        """Whether there is staging memory, if it needs that."""
+        return self._slots.has_room_for(piece)
+
+    def post(self, piece: Slice) -> None:
+        """Hand the slice to UCX."""
+        slot = self._slots.take(piece)
+        if slot is None:
+            self._register(piece.buffer)
+            local = piece.buffer.address + piece.local_offset
+        else:
+            local = self._slots.address(slot)
+        remote = self._segment_address + piece.remote_offset
+        transfer = self._agent.post(piece.opcode, self._peer, local, remote, piece.length)
+        self._posted.append(_Posted(piece, slot, transfer))
+
+    def flush(self) -> None:
+        """UCX has begun already."""
+
+    @property
+    def num_posted(self) -> int:
+        """Slices that were posted and have not ended."""
+        return len(self._posted)
+
+    @property
+    def writing(self) -> bool:
+        """Whether a WRITE is among them."""
+        return any(each.piece.opcode is Opcode.WRITE for each in self._posted)
+
+    def collect(self, landed: list[Slice], ended: list[Completion]) -> None:
+        """Move bytes along by asking for each transfer."""
+        still: list[_Posted] = []
+        for each in self._posted:
+            if not each.transfer.done():
+                still.append(each)
+                continue
+            each.transfer.release()
+            if each.slot is not None:
+                self._slots.put(each.slot, each.piece)
+            landed.append(each.piece)
+        self._posted = still
+
+    def fileno(self) -> int:
+        """Nothing tells without being asked that UCX has moved its bytes."""
+        return -1
+
+    def arm(self) -> None:
+        """There is nothing to be told by."""
+
+    def woken(self) -> None:
+        """There is nothing to be told by."""
+
+    def close(self) -> None:
+        """Close the agent; slots in use go with it."""
+        self._posted.clear()
+        self._agent.close()
+        self._staged.close()
+
+    # --- inside
+
+    def _register(self, buffer: Buffer) -> None:
+        """Once for each buffer and agent; what closed agents had is forgotten with the next."""
+        if self._token in buffer.regions:
+            return
+        for key, region in list(buffer.regions.items()):
+            if isinstance(region, Registration) and (region.agent is None or region.agent.closed):
+                buffer.regions.pop(key, None)
+        buffer.regions[self._token] = self._agent.register(buffer.address, buffer.size_bytes)

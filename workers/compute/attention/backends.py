@@ -1,0 +1,68 @@
+"""Which attention backend a worker uses: each says whether it can serve a device, a type and a head, or why not.
+
+To add one: write a class with `AttentionBackend`'s method, and enter it in ``_BACKENDS`` before those it is better
+than.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import structlog
+import torch
+
+from tanghulu.errors import ConfigError
+from tanghulu.workers.compute.attention import varlen as attention_varlen
+from tanghulu.workers.compute.attention.base import AttentionBackend, SdpaAttention
+from tanghulu.workers.compute.attention.varlen import VarlenAttention, pick_kernel
+
+_log = structlog.get_logger(__name__)
+
+
+class AttentionNeeds(NamedTuple):
+    """What is to be attended to: of what type (that it is computed in), how wide a head, how long a block."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    block_tokens: int
+
+
+class _Kind(NamedTuple):
+    why_not: Callable[[AttentionNeeds], str | None]
+    make: Callable[[AttentionNeeds], AttentionBackend]
+
+
+def _make_varlen(needs: AttentionNeeds) -> AttentionBackend:
+    kernel, reason = pick_kernel(*needs)
+    if reason:
+        _log.info("attention.gathers", block_tokens=needs.block_tokens, reason=reason)
+    return VarlenAttention(kernel)
+
+
+_BACKENDS = {
+    "varlen": _Kind(lambda needs: attention_varlen.why_not(*needs[:3]), _make_varlen),
+    "sdpa": _Kind(lambda needs: None, lambda needs: SdpaAttention()),
+}
+#: What ``--attention`` takes.
+ATTENTION_NAMES = ("auto", *_BACKENDS)
+
+
+def can(name: str, needs: AttentionNeeds) -> str | None:
+    """Why the backend ``name`` cannot serve ``needs``; None if it can."""
+    return _BACKENDS[name].why_not(needs)
+
+
+def pick_attention(name: str, needs: AttentionNeeds) -> AttentionBackend:
+    """The backend called ``name``, or with ``auto`` the best that can. Raises ConfigError that says why it cannot."""
+    if name not in ATTENTION_NAMES:
+        raise ConfigError(f"--attention {name!r} is unknown; choose {', '.join(ATTENTION_NAMES)}")
+    reasons: dict[str, str] = {}
+    for candidate in _BACKENDS if name == "auto" else (name,):
+        reason = can(candidate, needs)
+        if reason is None:
+            _log.info("attention.picked", backend=candidate, device=str(needs.device), **reasons)
+            return _BACKENDS[candidate].make(needs)
+        reasons[candidate] = reason
+    raise ConfigError(f"--attention {name}: {'; '.join(reasons.values())}")

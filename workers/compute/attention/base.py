@@ -1,0 +1,234 @@
+"""Attention over the paged cache: one interface, and the backend by torch's SDPA, which every device has.
+
+A backend's `plan` does once a step what does not depend on the layer (which blocks to gather, which masks);
+the plan's `attend` is then called for every layer. SDPA reads no block tables, so this backend gathers a sequence's
+blocks into one contiguous K and V.
+
+Two kinds of work share a step. A *prefill run* has its queries attend to the sequence's earlier tokens and,
+causally, to each other: query i of a run that starts at token s sees tokens 0..s+i. *Decodes* have one query
+each that sees everything, so several of them form one padded kernel call; they are grouped so that no
+sequence is padded to more than twice its blocks.
+
+Grouped-query attention folds the G query heads that share a KV head into the query dimension: [G x tokens]
+queries against one K, instead of repeating K G times.
+
+A prefill run is cut into pieces of `_PIECE_TOKENS` queries, each with the keys up to its own last one: the kernel
+computes what a mask hides, and its own causal mode works on rows too few to be fast. Example: 512 queries after 512
+tokens are four pieces with 640, 768, 896 and 1,024 keys, 19 % fewer products than 1,024 for all; 512 after none 38 %.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from tanghulu.workers.compute.attention.paged import StaticDecode, tokens_mask
+from tanghulu.workers.compute.device import upload
+from tanghulu.workers.compute.forward_batch import ForwardBatch, SequenceSpan
+from tanghulu.workers.compute.kv_cache import KvTensors
+from tanghulu.workers.compute.linear import compute_dtype
+
+#: Queries of a prefill run that share a kernel call.
+_PIECE_TOKENS = 128
+
+
+class AttentionPlan(Protocol):
+    """What a backend prepared for one forward batch."""
+
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Write the step's K and V to the cache, then attend.
+
+        ``query`` [N, heads, head_dim], ``key`` and ``value`` [N, kv_heads, head_dim], rotated; returns
+        [N, heads x head_dim].
+        """
+        ...
+
+
+class AttentionBackend(Protocol):
+    """Makes plans; one per device and kernel family."""
+
+    def plan(self, cache: KvTensors, batch: ForwardBatch, num_heads: int) -> AttentionPlan:
+        """Prepare ``batch``; the plan is valid for this one step."""
+        ...
+
+
+class SdpaAttention:
+    """The backend for CPUs, and for GPUs where there is no better one."""
+
+    def plan(self, cache: KvTensors, batch: ForwardBatch, num_heads: int) -> AttentionPlan:
+        """Group the decodes, build the masks."""
+        if batch.decodes is not None:
+            return PagedPlan(cache, batch, [StaticDecode.of(cache, batch.decodes)])
+        decodes = [span for span in batch.spans if span.num_new == 1]
+        prefills = [span for span in batch.spans if span.num_new > 1]
+        work: list[Work] = [_PrefillRun.of(cache, span, num_heads) for span in prefills]
+        work += [_DecodeGroup.of(cache, group) for group in _similar_lengths(decodes)]
+        return PagedPlan(cache, batch, work)
+
+
+class Work(Protocol):
+    """Some rows of a batch and what they attend to."""
+
+    def attend(self, cache: KvTensors, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the rows' results to ``out``; both tensors [N, heads, head_dim]."""
+        ...
+
+
+class PagedPlan:
+    """Writes the step's K and V to their blocks, then does each piece of ``work``."""
+
+    def __init__(self, cache: KvTensors, batch: ForwardBatch, work: Sequence[Work]) -> None:
+        self._cache, self._work, self._turn = cache, work, batch.turn
+        places = torch.arange(2 * cache.layout.num_layers, device=batch.blocks.device) * cache.layout.block_tokens
+        rows = batch.blocks * cache.row_stride() + batch.offsets + cache.row_of(0, 0)
+        self._rows = (places[:, None] + rows).unbind()  # of K and V of each layer in turn
+
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """As `AttentionPlan.attend`."""
+        cache = self._cache
+        cache.rows.index_copy_(0, self._rows[2 * layer], key.to(cache.rows.dtype))
+        cache.rows.index_copy_(0, self._rows[2 * layer + 1], value.to(cache.rows.dtype))
+        if self._turn is not None:
+            self._turn.written(layer)
+        out = torch.empty_like(query)
+        for work in self._work:
+            work.attend(cache, layer, query, out)
+        return out.flatten(1)
+
+
+class _Gather:
+    """Brings K and V of ``count`` sequences together, of equally many blocks each, listed one behind the other.
+
+    The cache is seen as a row of *planes*, the K or the V of a layer of a block; where a layer's planes lie is worked
+    out once a step for all layers, so that a layer costs one copy.
+    """
+
+    def __init__(self, cache: KvTensors, block_ids: npt.NDArray[np.int64], count: int) -> None:
+        layout, device = cache.layout, cache.rows.device
+        tokens = layout.block_tokens
+        self._planes = cache.rows.view(-1, tokens, layout.num_kv_heads, layout.head_dim)
+        self._shape = (2, count, -1, layout.num_kv_heads, layout.head_dim)
+        blocks = upload(block_ids, device) * (cache.row_stride() // tokens) + cache.row_of(0, 0) // tokens
+        at = torch.arange(2 * layout.num_layers, device=device).view(layout.num_layers, 2, 1)
+        self._ids = (at + blocks).flatten(1).unbind()
+
+    def of(self, layer: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V as ``dtype``, each [count, kv_heads, tokens, head_dim]."""
+        gathered = self._planes.index_select(0, self._ids[layer]).to(dtype)
+        key, value = gathered.view(self._shape).transpose(2, 3).unbind()
+        return key, value
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Queries ``start .. end`` of a run, which see the sequence's first ``context`` tokens as ``mask`` allows."""
+
+    start: int
+    end: int
+    context: int
+    mask: torch.Tensor
+
+    @classmethod
+    def of(cls, start: int, end: int, before: int, groups: int, dtype: torch.dtype, device: torch.device) -> _Piece:
+        """Of a run with ``before`` tokens in front of it; ``mask`` [groups x queries, context]."""
+        context = before + end
+        at = torch.arange(context, device=device)
+        hidden = at > at[before + start :, None]
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
+        return cls(start, end, context, mask.repeat(groups, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class _PrefillRun:
+    """One sequence's run of several tokens, attended to in pieces, so that what the triangle hides is not computed."""
+
+    span: SequenceSpan
+    gather: _Gather
+    pieces: tuple[_Piece, ...]
+
+    @classmethod
+    def of(cls, cache: KvTensors, span: SequenceSpan, num_heads: int) -> _PrefillRun:
+        device = cache.rows.device
+        groups, dtype = num_heads // cache.layout.num_kv_heads, compute_dtype(cache.rows.dtype, device)
+        before = span.context - span.num_new
+        bounds = [(at, min(at + _PIECE_TOKENS, span.num_new)) for at in range(0, span.num_new, _PIECE_TOKENS)]
+        pieces = tuple(_Piece.of(start, end, before, groups, dtype, device) for start, end in bounds)
+        return cls(span, _Gather(cache, np.asarray(span.block_ids), 1), pieces)
+
+    def attend(self, cache: KvTensors, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
+        layout, first = cache.layout, self.span.first_row
+        key, value = self.gather.of(layer, query.dtype)
+        groups = query.shape[1] // layout.num_kv_heads
+        for piece in self.pieces:
+            rows, count = slice(first + piece.start, first + piece.end), piece.end - piece.start
+            folded = query[rows].view(count, layout.num_kv_heads, groups, layout.head_dim).permute(1, 2, 0, 3)
+            folded = folded.reshape(1, layout.num_kv_heads, groups * count, layout.head_dim)
+            seen = (key[:, :, : piece.context], value[:, :, : piece.context])
+            result = F.scaled_dot_product_attention(folded, *seen, attn_mask=piece.mask)
+            unfolded = result.view(layout.num_kv_heads, groups, count, layout.head_dim).permute(2, 0, 1, 3)
+            out[rows].view(unfolded.shape).copy_(unfolded)
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeGroup:
+    """Sequences with one query each, padded to the longest. ``mask`` [B, 1, 1, tokens]; None for a single one.
+
+    ``rows`` is a slice where they stand side by side, which spares a copy in and one out.
+    """
+
+    rows: torch.Tensor | slice
+    num_rows: int
+    gather: _Gather
+    num_tokens: int
+    mask: torch.Tensor | None
+
+    @classmethod
+    def of(cls, cache: KvTensors, spans: Sequence[SequenceSpan]) -> _DecodeGroup:
+        device = cache.rows.device
+        count, rows = len(spans), _rows_of(spans, device)
+        if count == 1:
+            return cls(rows, 1, _Gather(cache, np.asarray(spans[0].block_ids), 1), spans[0].context, None)
+        width = max(len(span.block_ids) for span in spans)
+        # Padding repeats the sequence's own first block: any readable block does, the mask hides it.
+        table = [span.block_ids + span.block_ids[:1] * (width - len(span.block_ids)) for span in spans]
+        num_tokens = width * cache.layout.block_tokens
+        contexts = upload(np.asarray([span.context for span in spans]), device)
+        dtype = compute_dtype(cache.rows.dtype, device)
+        mask = tokens_mask(contexts, num_tokens, dtype)
+        return cls(rows, count, _Gather(cache, np.asarray(table).ravel(), count), num_tokens, mask)
+
+    def attend(self, cache: KvTensors, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
+        layout, batch = cache.layout, self.num_rows
+        key, value = self.gather.of(layer, query.dtype)
+        if self.num_tokens < key.shape[2]:
+            key, value = key[:, :, : self.num_tokens], value[:, :, : self.num_tokens]
+        folded = query[self.rows].view(batch, layout.num_kv_heads, -1, layout.head_dim)
+        result = F.scaled_dot_product_attention(folded, key, value, attn_mask=self.mask)
+        out[self.rows] = result.reshape(batch, *query.shape[1:])
+
+
+def _rows_of(spans: Sequence[SequenceSpan], device: torch.device) -> torch.Tensor | slice:
+    firsts = [span.first_row for span in spans]
+    if firsts == list(range(firsts[0], firsts[0] + len(firsts))):
+        return slice(firsts[0], firsts[0] + len(firsts))
+    return upload(np.asarray(firsts), device)
+
+
+def _similar_lengths(spans: Sequence[SequenceSpan]) -> list[list[SequenceSpan]]:
+    """Groups in which nobody has less than half the blocks of the longest; one group stays in the batch's order."""
+    lengths = [len(span.block_ids) for span in spans]
+    if spans and 2 * min(lengths) >= max(lengths):
+        return [list(spans)]
+    groups: list[list[SequenceSpan]] = []
+    for span in sorted(spans, key=lambda span: -len(span.block_ids)):
+        if groups and 2 * len(span.block_ids) >= len(groups[-1][0].block_ids):
+            groups[-1].append(span)
+        else:
+            groups.append([span])
+    return groups

@@ -1,0 +1,62 @@
+"""Decoding over block tables in static shapes, in plain torch: for any device, and for CUDA graphs.
+
+Every sequence is gathered to the width of the table and masked behind its own tokens; no shape and no decision depends
+on how long the sequences are, so the same operations serve every step of one shape. What a kernel that reads block
+tables saves is the gathered copy: this is the path for devices and block sizes that have no such kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from tanghulu.workers.compute.forward_batch import DecodeTables
+from tanghulu.workers.compute.kv_cache import KvTensors
+from tanghulu.workers.compute.linear import compute_dtype
+
+#: Tokens gathered at a time: bounds the copy, whatever the batch. With 8 KV heads of 128 in bfloat16: K and V 1 GiB.
+MAX_GATHERED_TOKENS = 262_144
+
+
+def tokens_mask(contexts: torch.Tensor, num_tokens: int, dtype: torch.dtype) -> torch.Tensor:
+    """[B, 1, 1, num_tokens], 0 for the first ``contexts[b]`` tokens of row b and -inf behind them."""
+    hidden = torch.arange(num_tokens, device=contexts.device) >= contexts[:, None]
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=contexts.device)
+    return mask.masked_fill_(hidden, float("-inf"))[:, None, None, :]
+
+
+@dataclass(frozen=True, slots=True)
+class StaticDecode:
+    """One query for each row of ``tables`` [B, width]; ``mask`` [B, 1, 1, width x block_tokens]."""
+
+    tables: torch.Tensor
+    mask: torch.Tensor
+
+    @classmethod
+    def of(cls, cache: KvTensors, decodes: DecodeTables) -> StaticDecode:
+        """Of a step; by operations on the device alone."""
+        num_tokens = decodes.tables.shape[1] * cache.layout.block_tokens
+        dtype = compute_dtype(cache.rows.dtype, cache.rows.device)
+        return cls(decodes.tables, tokens_mask(decodes.contexts, num_tokens, dtype))
+
+    def attend(self, cache: KvTensors, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
+        """All rows; see `attention.Work`."""
+        for part in self._parts():
+            folded = query[part].view(len(query[part]), cache.layout.num_kv_heads, -1, cache.layout.head_dim)
+            key, value = (self._gathered(cache, layer, kv, part, query.dtype) for kv in (0, 1))
+            result = F.scaled_dot_product_attention(folded, key, value, attn_mask=self.mask[part])
+            out[part] = result.reshape(-1, *query.shape[1:])
+
+    def _parts(self) -> Iterator[slice]:
+        """Runs of rows of at most `MAX_GATHERED_TOKENS` tokens, or of one row."""
+        count = max(1, MAX_GATHERED_TOKENS // self.mask.shape[-1])
+        return (slice(at, at + count) for at in range(0, len(self.tables), count))
+
+    def _gathered(self, cache: KvTensors, layer: int, kv: int, part: slice, dtype: torch.dtype) -> torch.Tensor:
+        """K or V as [rows, kv_heads, tokens, head_dim]."""
+        tables, layout = self.tables[part], cache.layout
+        blocks = cache.blocks[:, layer, kv].index_select(0, tables.flatten())
+        return blocks.view(len(tables), -1, layout.num_kv_heads, layout.head_dim).transpose(1, 2).to(dtype)

@@ -1,0 +1,242 @@
+"""Attention on GPUs by torch's varlen_attn (FlashAttention): prompts and decodes of a step in one call a layer.
+
+Where the kernel reads block tables at this block size it reads the cache as it lies. Torch's own FlashAttention 2 does
+so for blocks of a multiple of 256 tokens; FlashAttention 3, if somebody activated it, for all. Elsewhere a step's
+blocks are gathered first, which costs prompts little (2,048 tokens behind 32,000 multiply for some milliseconds a
+layer and gather for a tenth of one).
+
+What the kernel can do is tried once, with numbers, and never assumed. Two of its ways are avoided by construction: its
+split of long contexts is wrong for queries packed one behind the other (pytorch issue 194167), so it is allowed only
+where the kernel lays the queries out evenly: one query a sequence, more heads than KV heads, no causal window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from tanghulu.workers.compute.attention.base import AttentionPlan, PagedPlan
+from tanghulu.workers.compute.attention.paged import MAX_GATHERED_TOKENS
+from tanghulu.workers.compute.device import multiplies_bfloat16, upload
+from tanghulu.workers.compute.forward_batch import DecodeTables, ForwardBatch, SequenceSpan
+from tanghulu.workers.compute.kv_cache import KvTensors
+
+_DTYPES = (torch.bfloat16, torch.float16)
+_MAX_HEAD_DIM = 256
+#: Queries see what is before them and themselves; the last query stands at the last key.
+_CAUSAL = (-1, 0)
+_ALL = (-1, -1)
+_TOLERANCE = 0.02
+
+
+class Kernel(NamedTuple):
+    """How to call it: ``attend`` is `varlen_attn`.
+
+    ``reads_tables``: it takes the cache and block tables, else gathered blocks; ``key_starts``: with tables it wants
+    the keys' offsets too (FlashAttention 2 does, 3 refuses them).
+    """
+
+    attend: Any
+    reads_tables: bool
+    key_starts: bool = True
+
+
+class _Lengths(NamedTuple):
+    """Of S sequences: ``starts`` of their queries int32 [S+1], ``contexts`` int32 [S], and the longest of both."""
+
+    starts: torch.Tensor
+    contexts: torch.Tensor
+    max_queries: int
+    max_context: int
+
+
+@dataclass(frozen=True, slots=True)
+class VarlenRun:
+    """Rows ``rows`` of a batch: sequences one behind the other, and where their blocks are.
+
+    ``tables`` int32 [S, width] for a kernel that reads them, else None and ``block_ids`` int64, all sequences' blocks
+    to gather; sequence s finds its keys from ``key_starts[s]`` on (int32 [S+1]).
+    """
+
+    kernel: Kernel
+    rows: slice
+    lengths: _Lengths
+    key_starts: torch.Tensor
+    tables: torch.Tensor | None
+    block_ids: torch.Tensor
+
+    def attend(self, cache: KvTensors, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
+        """All rows; see `attention.Work`."""
+        key, value = cache.blocks[:, layer, 0], cache.blocks[:, layer, 1]
+        if self.tables is None:
+            key, value = (each.index_select(0, self.block_ids).flatten(0, 1) for each in (key, value))
+        out[self.rows] = self.call(query[self.rows], key, value)
+
+    def call(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """``query`` [rows, heads, head_dim] over gathered keys [tokens, kv_heads, head_dim], or over all blocks."""
+        lengths, one_each = self.lengths, self.lengths.max_queries == 1
+        may_split = one_each and query.shape[-2] > key.shape[-2]
+        attended: torch.Tensor = self.kernel.attend(
+            query,
+            key,
+            value,
+            lengths.starts,
+            self.key_starts if self.tables is None or self.kernel.key_starts else None,
+            lengths.max_queries,
+            lengths.max_context,
+            window_size=_ALL if one_each else _CAUSAL,
+            enable_gqa=True,
+            seqused_k=lengths.contexts,
+            block_table=self.tables,
+            num_splits=None if may_split else 1,
+        )
+        return attended
+
+
+class VarlenAttention:
+    """The backend. Of gathered keys at most `MAX_GATHERED_TOKENS` are there at a time, or one sequence's."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+
+    def plan(self, cache: KvTensors, batch: ForwardBatch, num_heads: int) -> AttentionPlan:
+        """Lay out lengths and tables; for a batch of static shape by operations on the device alone."""
+        if batch.decodes is not None:
+            return PagedPlan(cache, batch, list(self._decodes(cache, batch.decodes)))
+        return PagedPlan(cache, batch, [self._run(cache, spans) for spans in self._grouped(cache, batch.spans)])
+
+    def _decodes(self, cache: KvTensors, decodes: DecodeTables) -> Iterator[VarlenRun]:
+        """One query a sequence, every sequence as wide as the table."""
+        num_rows, width = decodes.tables.shape
+        num_tokens = width * cache.layout.block_tokens
+        count = num_rows if self._kernel.reads_tables else max(1, MAX_GATHERED_TOKENS // num_tokens)
+        for at in range(0, num_rows, count):
+            tables = decodes.tables[at : at + count]
+            starts = torch.arange(len(tables) + 1, dtype=torch.int32, device=tables.device)
+            lengths = _Lengths(starts, decodes.contexts[at : at + count].int(), 1, num_tokens)
+            read = tables.int() if self._kernel.reads_tables else None
+            rows = slice(at, at + len(tables))
+            yield VarlenRun(self._kernel, rows, lengths, starts * num_tokens, read, tables.flatten())
+
+    def _grouped(self, cache: KvTensors, spans: Sequence[SequenceSpan]) -> Iterator[list[SequenceSpan]]:
+        """Runs of spans whose keys may be gathered together."""
+        group: list[SequenceSpan] = []
+        num_tokens = 0
+        for span in spans:
+            size = 0 if self._kernel.reads_tables else len(span.block_ids) * cache.layout.block_tokens
+            if group and num_tokens + size > MAX_GATHERED_TOKENS:
+                yield group
+                group, num_tokens = [], 0
+            group.append(span)
+            num_tokens += size
+        yield group
+
+    def _run(self, cache: KvTensors, spans: Sequence[SequenceSpan]) -> VarlenRun:
+        queries, contexts = [span.num_new for span in spans], [span.context for span in spans]
+        num_blocks = [len(span.block_ids) for span in spans]
+        starts, key_starts = (np.concatenate(([0], np.cumsum(each))) for each in (queries, num_blocks))
+        width = max(num_blocks)
+        tables = [span.block_ids + span.block_ids[:1] * (width - len(span.block_ids)) for span in spans]
+        flat = np.concatenate([starts, key_starts * cache.layout.block_tokens, contexts, np.ravel(tables)])
+        sizes = [len(starts), len(key_starts), len(contexts), len(spans) * width]
+        parts = torch.split(upload(flat.astype(np.int32), cache.rows.device), sizes)
+        lengths = _Lengths(parts[0], parts[2], max(queries), max(contexts))
+        rows = slice(spans[0].first_row, spans[-1].first_row + spans[-1].num_new)
+        if self._kernel.reads_tables:
+            return VarlenRun(self._kernel, rows, lengths, parts[1], parts[3].view(len(spans), width), parts[3])
+        blocks = np.concatenate([span.block_ids for span in spans]).astype(np.int64)
+        return VarlenRun(self._kernel, rows, lengths, parts[1], None, upload(blocks, cache.rows.device))
+
+
+def why_not(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why this backend cannot be used; None if it can, tried with numbers."""
+    if device.type != "cuda":
+        return f"varlen_attn runs on GPUs, not on {device.type}"
+    if dtype not in _DTYPES:
+        return f"varlen_attn computes bfloat16 and float16, not {dtype}"
+    if head_dim > _MAX_HEAD_DIM or head_dim % 8:
+        return f"varlen_attn takes heads of a multiple of 8 up to {_MAX_HEAD_DIM}, not {head_dim}"
+    if not multiplies_bfloat16(device):
+        return "varlen_attn needs a GPU of compute capability 8.0 or more"
+    try:
+        attend = _varlen_attn()
+    except ImportError as error:
+        return f"this torch has no varlen_attn: {error}"
+    return try_kernel(Kernel(attend, reads_tables=False), device, dtype, head_dim, 16)
+
+
+def pick_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, block_tokens: int) -> tuple[Kernel, str]:
+    """The kernel that reads block tables if one does, tried with numbers; and why not, if none does."""
+    reason, attend = "", _varlen_attn()
+    for kernel in (Kernel(attend, reads_tables=True), Kernel(attend, reads_tables=True, key_starts=False)):
+        failed = try_kernel(kernel, device, dtype, head_dim, block_tokens)
+        if failed is None:
+            return kernel, ""
+        reason = reason or failed
+    return Kernel(attend, reads_tables=False), reason
+
+
+def _varlen_attn() -> Any:
+    """Imported when it is needed: it brings the compiler along, which takes seconds."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn
+
+
+def try_kernel(
+    kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, block_tokens: int
+) -> str | None:
+    """Attend as steps do, prompts and decodes of two sequences, two heads a KV head; says what is wrong."""
+    generator = torch.Generator(device).manual_seed(5)
+    shape = (4, 2, block_tokens, 2, head_dim)
+    blocks = torch.randn(shape, generator=generator, device=device).to(dtype)
+    queries = torch.randn(5, 4, head_dim, generator=generator, device=device).to(dtype)
+    contexts = (block_tokens + 3, 7)
+    worst = 0.0
+    for counts in ((3, 2), (1, 1)):
+        run = _trial_run(kernel, counts, contexts, block_tokens, device)
+        key, value = blocks[:, 0], blocks[:, 1]
+        if run.tables is None:
+            key, value = (each.index_select(0, run.block_ids).flatten(0, 1) for each in (key, value))
+        try:
+            got = run.call(queries[: sum(counts)], key, value).float()
+        except (RuntimeError, ValueError) as error:
+            return str(error).splitlines()[0]
+        at = 0
+        for count, context, own in zip(counts, contexts, ([2, 1], [3]), strict=True):
+            seen = blocks[own].float()
+            wanted = _plain(
+                queries[at : at + count].float(), seen[:, 0].flatten(0, 1), seen[:, 1].flatten(0, 1), context
+            )
+            worst = max(worst, float((got[at : at + count] - wanted).abs().max()))
+            at += count
+    return None if worst < _TOLERANCE else f"varlen_attn's answer is off by {worst:.3f}"
+
+
+def _trial_run(
+    kernel: Kernel, counts: tuple[int, int], contexts: tuple[int, int], block_tokens: int, device: torch.device
+) -> VarlenRun:
+    """Two sequences, in blocks 2 and 1, and in block 3."""
+    starts = torch.tensor([0, counts[0], sum(counts)], dtype=torch.int32, device=device)
+    key_starts = torch.tensor([0, 2, 3], dtype=torch.int32, device=device) * block_tokens
+    tables = torch.tensor([[2, 1], [3, 0]], dtype=torch.int32, device=device) if kernel.reads_tables else None
+    used = torch.tensor(contexts, dtype=torch.int32, device=device)
+    lengths = _Lengths(starts, used, max(counts), max(contexts))
+    return VarlenRun(kernel, slice(0, sum(counts)), lengths, key_starts, tables, torch.tensor([2, 1, 3], device=device))
+
+
+def _plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, context: int) -> torch.Tensor:
+    """Attention as its definition has it: the last query stands at token ``context - 1``."""
+    count = len(query)
+    hidden = (
+        torch.arange(context, device=query.device)
+        > torch.arange(context - count, context, device=query.device)[:, None]
+    )
+    mask = torch.zeros(hidden.shape, device=query.device).masked_fill_(hidden, float("-inf"))
+    keys, values = (each[:context].repeat_interleave(2, dim=1).transpose(0, 1) for each in (key, value))
+    return F.scaled_dot_product_attention(query.transpose(0, 1), keys, values, attn_mask=mask).transpose(0, 1)

@@ -1,0 +1,91 @@
+"""Decode steps replayed from CUDA graphs: the launches of a whole forward pass recorded once for each shape.
+
+A small model's decode step is some hundred kernels that each take less time than their launch; a graph launches all at
+once. Shapes are powers of two (`decode_batch`), so few graphs serve all steps; each is recorded when it is first
+needed, up to `MAX_GRAPHS`. All share one memory pool, and those of one size the tensor of their results: a step's are
+read before the next replay overwrites them.
+
+Where recording fails, steps run as they would without graphs, and the log says why.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+import torch
+
+from tanghulu.workers.compute.decode_batch import DecodeShape, decode_batch, pack_decodes
+from tanghulu.workers.compute.device import staged_for
+from tanghulu.workers.compute.kv_cache import DeviceKvCache
+from tanghulu.workers.compute.models.registry import Model
+
+#: Shapes that are recorded: 8 sizes (1 to 128 sequences) of 8 widths.
+MAX_GRAPHS = 64
+#: Passes before the recording: kernels are chosen and workspaces taken in the first.
+_WARM_UPS = 2
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """Replaying ``graph`` computes ``logits`` from what ``packed`` holds then."""
+
+    graph: torch.cuda.CUDAGraph
+    packed: torch.Tensor
+    logits: torch.Tensor
+
+
+class DecodeGraphs:
+    """Graphs of ``model`` over ``cache``; used by the engine's thread alone, with the device current."""
+
+    def __init__(self, model: Model, cache: DeviceKvCache) -> None:
+        self._model = model
+        self._cache = cache
+        self._graphs: dict[DecodeShape, _Recorded] = {}
+        self._results: dict[int, torch.Tensor] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self._failed = False
+
+    def forward(self, packed: npt.NDArray[np.int64], shape: DecodeShape) -> torch.Tensor | None:
+        """Logits of all rows of ``packed``, valid until the next call; None where there is no graph of this shape."""
+        recorded = self._graphs.get(shape) or self._record(shape)
+        if recorded is None:
+            return None
+        recorded.packed.copy_(staged_for(packed, self._model.device), non_blocking=True)
+        recorded.graph.replay()
+        return recorded.logits
+
+    def _record(self, shape: DecodeShape) -> _Recorded | None:
+        if self._failed or len(self._graphs) >= MAX_GRAPHS:
+            return None
+        try:
+            recorded = self._recorded(shape)
+        except RuntimeError as error:  # torch's errors of CUDA, memory that is not there among them
+            self._failed = True
+            _log.warning("cuda_graphs.failed", shape=tuple(shape), error=str(error).splitlines()[0])
+            return None
+        self._graphs[shape] = recorded
+        _log.info("cuda_graphs.recorded", shape=tuple(shape), num_graphs=len(self._graphs))
+        return recorded
+
+    def _recorded(self, shape: DecodeShape) -> _Recorded:
+        """Record over a batch that only fills: it reads and writes the scratch block."""
+        block_tokens, device = self._cache.layout.block_tokens, self._model.device
+        filling = pack_decodes([], shape, block_tokens, self._cache.scratch)
+        packed = torch.from_numpy(filling).to(device)
+        beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        beside.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(beside):
+            for _ in range(_WARM_UPS):
+                logits = self._model.forward(decode_batch(packed, block_tokens), self._cache)
+        torch.cuda.current_stream(device).wait_stream(beside)
+        results = self._results.setdefault(shape.num_sequences, torch.empty_like(logits))
+        graph = torch.cuda.CUDAGraph()
+        # Other threads copy KV meanwhile: only this one's calls may disturb the recording.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            results.copy_(self._model.forward(decode_batch(packed, block_tokens), self._cache))
+        return _Recorded(graph, packed, results)

@@ -1,0 +1,88 @@
+"""Which device a worker computes on and how much memory it has there: what is asked of torch about devices, once.
+
+Without a GPU nothing here touches CUDA beyond asking whether there is one.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+
+from tanghulu.errors import ConfigError
+from tanghulu.workers.compute.memory_plan import available_bytes
+
+CPU = torch.device("cpu")
+#: From this compute capability on a GPU multiplies bfloat16 natively (Ampere).
+_BFLOAT16_FROM = (8, 0)
+_NAME = re.compile(r"cuda(?::(\d+))?")
+
+
+def pick_device(name: str) -> torch.device:
+    """The device called ``name``: ``cpu``, ``cuda`` (the first), ``cuda:N``, or ``auto``: a GPU if torch sees one.
+
+    Raises ConfigError that says what torch sees instead.
+    """
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return CPU
+    named = _NAME.fullmatch("cuda" if name == "auto" else name)
+    if named is None:
+        raise ConfigError(f"--device {name!r} is unknown; choose auto, cpu, cuda or cuda:N")
+    if not torch.cuda.is_available():
+        built = "built without CUDA" if torch.version.cuda is None else f"built for CUDA {torch.version.cuda}"
+        raise ConfigError(f"--device {name}: torch {torch.__version__}, {built}, sees no GPU here; take --device cpu")
+    index, count = int(named[1] or 0), torch.cuda.device_count()
+    if index >= count:
+        raise ConfigError(f"--device {name}: there are {count} GPUs, cuda:0 to cuda:{count - 1}")
+    return torch.device("cuda", index)
+
+
+def device_of_rank(first: torch.device, rank: int) -> torch.device:
+    """Where tensor-parallel rank ``rank`` computes if rank 0 does on ``first``; raises ConfigError if there is none."""
+    if first.type != "cuda":
+        return first
+    index, count = first.index + rank, torch.cuda.device_count()
+    if index >= count:
+        raise ConfigError(f"tensor-parallel rank {rank} needs cuda:{index}; there are {count} GPUs; lower --tp")
+    return torch.device("cuda", index)
+
+
+def describe_device(device: torch.device) -> str:
+    """For the log: ``cpu``, or the GPU's name and capability."""
+    if device.type != "cuda":
+        return device.type
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{device} ({torch.cuda.get_device_name(device)}, capability {major}.{minor})"
+
+
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether the GPU multiplies bfloat16 natively."""
+    return torch.cuda.get_device_capability(device) >= _BFLOAT16_FROM
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Memory that could be taken now; None where the system does not say."""
+    if device.type != "cuda":
+        return available_bytes()
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
+def wait_for(device: torch.device) -> None:
+    """Until the device has done what the current thread's stream was given."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def upload(array: Any, device: torch.device) -> torch.Tensor:
+    """The numpy array as a tensor on ``device``, without waiting for what the device has to do before.
+
+    The copy leaves from pinned memory, which torch's allocator keeps until it has ended.
+    """
+    return staged_for(array, device).to(device, non_blocking=True)
+
+
+def staged_for(array: Any, device: torch.device) -> torch.Tensor:
+    """The numpy array as a tensor in main memory from which copies to ``device`` need not wait: pinned for a GPU."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory() if device.type == "cuda" else tensor

@@ -1,0 +1,107 @@
+"""The computing half of the engine on a device of its own: forward pass, sampling there, one copy back a step.
+
+A step has been computed when `run` returns: it waits for the sampled tokens or, where nothing is sampled, for the
+device. So what the engine commits afterwards may be copied out, and what it gives back may be copied into, without any
+order between those copies and the computing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+import structlog
+import torch
+
+from tanghulu.runtime.clock import Clock, SystemClock
+from tanghulu.workers.compute.cuda_graphs import DecodeGraphs
+from tanghulu.workers.compute.decode_batch import DecodeShape, decode_batch, is_decode, pack_decodes
+from tanghulu.workers.compute.device import upload, wait_for
+from tanghulu.workers.compute.device_sampling import sample_on_device
+from tanghulu.workers.compute.forward_batch import SequenceChunk, build_forward_batch
+from tanghulu.workers.compute.kv_cache import DeviceKvCache
+from tanghulu.workers.compute.models.registry import Model, dtype_name
+from tanghulu.workers.compute.sampling import SamplingRow
+from tanghulu.workers.compute.torch_runner import chunk_of
+from tanghulu.workers.engine.engine import Computed
+from tanghulu.workers.engine.kv_layout import KvLayout
+from tanghulu.workers.engine.step_plan import StepPlan
+from tanghulu.workers.engine.step_result import Sampled
+
+_log = structlog.get_logger(__name__)
+
+
+class DeviceRunner:
+    """A `ModelRunner` of ``model`` with ``num_blocks`` of cache in its device's memory.
+
+    ``num_parts`` tensor-parallel ranks share the model, of which this is rank 0; ``announce`` tells the others every
+    step's token runs. ``graphs`` replays decode steps from CUDA graphs where the device has such.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        block_tokens: int,
+        num_blocks: int,
+        graphs: bool = True,
+        clock: Clock | None = None,
+        num_parts: int = 1,
+        announce: Callable[[Sequence[SequenceChunk]], None] | None = None,
+    ) -> None:
+        self.model = model
+        self.layout = KvLayout.of(model.config, block_tokens, dtype_name(model.dtype), num_parts)
+        self.cache = DeviceKvCache(self.layout, num_blocks, model.device)
+        self._announce = announce
+        self._clock = clock or SystemClock()
+        self._graphs: DecodeGraphs | None = None
+        if graphs and model.device.type == "cuda" and num_parts == 1:
+            self._graphs = DecodeGraphs(model, self.cache)
+
+    @property
+    def vocab(self) -> int:
+        """Token ids are below this."""
+        return self.model.config.vocab
+
+    @property
+    def max_context(self) -> int:
+        """Tokens that the model was trained to attend to."""
+        return self.model.config.max_context
+
+    def run(self, plan: StepPlan) -> Computed:
+        """Forward and sample. ``forward_s`` is the time to launch, where the device computes behind it."""
+        started = self._clock.now_s()
+        chunks = [chunk_of(run) for run in plan.runs]
+        if self._announce is not None:
+            self._announce(chunks)
+        with _current(self.model.device):
+            logits = self._forward(chunks)
+            launched = self._clock.now_s()
+            sampled = self._sample(plan, logits)
+        return Computed(sampled, launched - started, self._clock.now_s() - launched)
+
+    def _forward(self, chunks: Sequence[SequenceChunk]) -> torch.Tensor:
+        block_tokens, device = self.layout.block_tokens, self.model.device
+        if self._announce is not None or not is_decode(chunks):  # all ranks must compute one shape
+            return self.model.forward(build_forward_batch(chunks, block_tokens, device), self.cache)
+        shape = DecodeShape.of(chunks, block_tokens)
+        packed = pack_decodes(chunks, shape, block_tokens, self.cache.scratch)
+        logits = self._graphs.forward(packed, shape) if self._graphs is not None else None
+        if logits is None:
+            logits = self.model.forward(decode_batch(upload(packed, device), block_tokens), self.cache)
+        return logits[: len(chunks)]
+
+    def _sample(self, plan: StepPlan, logits: torch.Tensor) -> Sampled:
+        rows = [SamplingRow.of(run.request) for run in plan.runs if run.samples]
+        if rows:
+            return sample_on_device(logits, rows)
+        wait_for(self.model.device)
+        return Sampled([], [])
+
+    def __repr__(self) -> str:
+        return f"DeviceRunner({self.model.config.architecture} on {self.model.device}, {self.cache!r})"
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """``device`` is the calling thread's current one inside."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -1,0 +1,228 @@
+"""Sampling where the logits are: all rows at once, and one copy to main memory a step, whatever the requests want.
+
+The rules and the draw are `sampling`'s, row by row (see there); the same u of (seed, position) decides, so a request's
+text does not depend on the batch. Equal logits, which are common in bfloat16, are ordered by token id, so that a cut at
+k tokens is the same however many other rows want.
+
+top-p looks at a row's best `_CANDIDATES` tokens. The copy that brings the tokens says which rows they did not
+suffice for (a flat distribution with a large top-p); those are drawn again over the whole vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tanghulu.workers.compute.device import upload
+from tanghulu.workers.compute.sampling import (
+    SamplingRow,
+    costs_of_output,
+    draw_one,
+    forbidden_by_grammar,
+    touches,
+    unit_uniform,
+)
+from tanghulu.workers.engine.step_result import Logprobs, Sampled, TokenLogprob
+
+_CANDIDATES = 1024
+_LOWEST = float("-inf")
+
+
+class _Columns(NamedTuple):
+    """The rows' parameters as columns [R, 1], float64, on the device."""
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    uniform: torch.Tensor
+
+
+@torch.inference_mode()
+def sample_on_device(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Sampled:
+    """Draw one token a row. ``logits`` float32 [rows, vocab] on any device; not changed."""
+    assert len(logits) == len(rows)
+    adjusted = _adjusted(logits, rows)
+    tokens, suffices = adjusted.argmax(dim=-1), None
+    if any(row.params.temperature > 0 for row in rows):
+        columns = _columns(rows, logits.device)
+        drawn, suffices = _drawn(adjusted, rows, columns)
+        tokens = torch.where(columns.temperature[:, 0] > 0, drawn, tokens)
+    copied = _pack(logits, rows, tokens, suffices).cpu().numpy()  # the step's one wait for the device
+    if suffices is not None and not copied[:, 1].all():
+        tokens = _redrawn(adjusted, rows, tokens, copied[:, 1])
+        copied = _pack(logits, rows, tokens, None).cpu().numpy()
+    return _unpack(copied, rows)
+
+
+def _columns(rows: Sequence[SamplingRow], device: torch.device) -> _Columns:
+    values = [
+        (p.temperature, p.top_k, p.top_p, p.min_p, unit_uniform(p.seed, row.num_generated))
+        for row in rows
+        for p in (row.params,)
+    ]
+    return _Columns(*upload(np.asarray(values, dtype=np.float64), device).T.unsqueeze(-1))
+
+
+def _adjusted(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """Logits after penalties, bias and bans; the tensor itself if no row has any."""
+    if not any(map(touches, rows)):
+        return logits
+    adjusted, device = logits.clone(), logits.device
+    scaled, added, biased, banned = (_Entries() for _ in range(4))
+    forbidden: dict[int, npt.NDArray[np.bool_]] = {}
+    for index, row in enumerate(rows):
+        _collect(index, row, scaled, added, biased)
+        if (mask := forbidden_by_grammar(row)) is not None:
+            forbidden[index] = mask
+        elif row.grammar is None:
+            banned.add(index, dict.fromkeys(row.banned, _LOWEST))
+    if scaled.values:
+        where, factors = scaled.on(device)
+        values = adjusted[where]
+        adjusted.index_put_(where, torch.where(values > 0, values / factors, values * factors))
+    for entries in (added, biased, banned):
+        if entries.values:
+            where, values = entries.on(device)
+            adjusted.index_put_(where, adjusted[where] + values)
+    if forbidden:
+        indices = upload(np.asarray(list(forbidden)), device)
+        masks = upload(np.stack(list(forbidden.values())), device)
+        adjusted[indices] = adjusted[indices].masked_fill(masks, _LOWEST)
+    return adjusted
+
+
+def _collect(index: int, row: SamplingRow, scaled: _Entries, added: _Entries, biased: _Entries) -> None:
+    params = row.params
+    if params.repetition_penalty != 1.0:
+        scaled.add(index, dict.fromkeys(np.unique(row.tokens).tolist(), params.repetition_penalty))
+    if params.presence_penalty or params.frequency_penalty:
+        ids, costs = costs_of_output(row)
+        added.add(index, dict(zip(ids.tolist(), (-costs).tolist(), strict=True)))
+    bias: dict[int, float] = {}
+    for token, value in params.logit_bias:
+        bias[token] = bias.get(token, 0.0) + value
+    biased.add(index, bias)
+
+
+class _Entries:
+    """Places in the logits and a value for each; a place comes once."""
+
+    def __init__(self) -> None:
+        self._places: list[tuple[int, int]] = []
+        self.values: list[float] = []
+
+    def add(self, row: int, values: Mapping[int, float]) -> None:
+        self._places += ((row, token) for token in values)
+        self.values += values.values()
+
+    def on(self, device: torch.device) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+        """(rows, tokens), and the values."""
+        places = upload(np.asarray(self._places, dtype=np.int64).T.copy(), device)
+        return (places[0], places[1]), upload(np.asarray(self.values, dtype=np.float32), device)
+
+
+def _drawn(logits: torch.Tensor, rows: Sequence[SamplingRow], columns: _Columns) -> tuple[torch.Tensor, torch.Tensor]:
+    """A token for each row and whether the candidates sufficed for it; rows of temperature 0 get any."""
+    temperature = torch.where(columns.temperature > 0, columns.temperature, 1.0)
+    shifted = (logits - logits.max(dim=-1, keepdim=True).values).double()
+    probabilities = torch.softmax(shifted / temperature, dim=-1)
+    tokens, suffices = _first_above(_cut_min_p(probabilities, columns), columns.uniform), None
+    vocab = logits.shape[1]
+    is_cut = [_is_cut(row, vocab) for row in rows]
+    if any(is_cut):
+        count = min(vocab, max([_CANDIDATES, *(row.params.top_k for row in rows if row.params.top_k < vocab)]))
+        order = _best(logits, count)
+        best = probabilities.gather(1, order)
+        kept, suffices = _cut(best, probabilities, columns)
+        chosen = order.gather(1, _first_above(_cut_min_p(kept, columns), columns.uniform)[:, None])[:, 0]
+        cut = upload(np.asarray(is_cut), logits.device)
+        tokens, suffices = torch.where(cut, chosen, tokens), suffices | ~cut
+    return tokens, torch.ones_like(tokens, dtype=torch.bool) if suffices is None else suffices
+
+
+def _is_cut(row: SamplingRow, vocab: int) -> bool:
+    params = row.params
+    return params.temperature > 0 and (0 < params.top_k < vocab or params.top_p < 1)
+
+
+def _best(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """Ids of each row's ``count`` largest logits [R, count], best first, of equal ones the smaller id first.
+
+    Floats in ascending order are, by their bits, integers in ascending order if the negative ones' bits are flipped;
+    with the id below them no two are equal, so that the order does not hang on ``count``.
+    """
+    bits = (logits + 0.0).view(torch.int32)  # -0.0 becomes 0.0
+    ascending = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    backwards = torch.arange(logits.shape[1] - 1, -1, -1, device=logits.device)
+    keys = (ascending << 32) | backwards
+    return logits.shape[1] - 1 - (keys.topk(count, dim=-1).values & 0xFFFFFFFF)
+
+
+def _cut(best: torch.Tensor, probabilities: torch.Tensor, columns: _Columns) -> tuple[torch.Tensor, torch.Tensor]:
+    """``best`` with what top-k and then top-p leave out set to 0, and for which rows enough was there to tell."""
+    vocab, count = probabilities.shape[1], best.shape[1]
+    ranks = torch.arange(count, device=best.device)
+    limited = (columns.top_k > 0) & (columns.top_k < vocab)
+    kept = torch.where(limited & (ranks >= columns.top_k), 0.0, best)
+    total = torch.where(limited[:, 0], kept.sum(dim=-1), probabilities.sum(dim=-1))[:, None]
+    cumulative = kept.cumsum(dim=-1)
+    # A token belongs if those before it do not reach top_p yet; the best always does.
+    belongs = (cumulative - kept < columns.top_p * total) | (ranks == 0)
+    has_all = limited[:, 0] | (columns.top_p[:, 0] >= 1) | (cumulative[:, -1] >= (columns.top_p * total)[:, 0])
+    return torch.where(belongs | (columns.top_p >= 1), kept, 0.0), has_all | (count == vocab)
+
+
+def _cut_min_p(probabilities: torch.Tensor, columns: _Columns) -> torch.Tensor:
+    largest = probabilities.max(dim=-1, keepdim=True).values
+    return torch.where(probabilities >= columns.min_p * largest, probabilities, 0.0)
+
+
+def _first_above(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """The first place at which the cumulative probability exceeds ``uniform`` of the whole; [R]."""
+    cumulative = probabilities.cumsum(dim=-1)
+    whole = cumulative[:, -1:]
+    below = torch.nextafter(whole, torch.zeros_like(whole))  # rounding must not reach beyond the last
+    return torch.searchsorted(cumulative, torch.minimum(uniform * whole, below), right=True)[:, 0]
+
+
+def _redrawn(
+    logits: torch.Tensor, rows: Sequence[SamplingRow], tokens: torch.Tensor, suffices: npt.NDArray[np.float64]
+) -> torch.Tensor:
+    tokens = tokens.clone()
+    for index in np.flatnonzero(suffices == 0).tolist():
+        params = rows[index].params
+        tokens[index] = draw_one(logits[index], params, unit_uniform(params.seed, rows[index].num_generated))
+    return tokens
+
+
+def _pack(
+    logits: torch.Tensor, rows: Sequence[SamplingRow], tokens: torch.Tensor, suffices: torch.Tensor | None
+) -> torch.Tensor:
+    """Float64 [R, 2 + 1 + 2 T]: token, suffices, its logprob, and the T most likely ids and their logprobs."""
+    columns = [tokens[:, None], torch.ones_like(tokens)[:, None] if suffices is None else suffices[:, None]]
+    wanted = [row.params.logprobs for row in rows if row.params.logprobs is not None]
+    if wanted:
+        values = torch.log_softmax(logits, dim=-1)
+        columns.append(values.gather(1, tokens[:, None]))
+        best = values.topk(min(max(wanted), logits.shape[1]), dim=-1)
+        columns += [best.indices, best.values]
+    return torch.cat([column.double() for column in columns], dim=1)
+
+
+def _unpack(copied: npt.NDArray[np.float64], rows: Sequence[SamplingRow]) -> Sampled:
+    tokens = [int(token) for token in copied[:, 0]]
+    num_top = (copied.shape[1] - 3) // 2
+    logprobs: list[Logprobs | None] = []
+    for row, token, line in zip(rows, tokens, copied, strict=True):
+        if row.params.logprobs is None:
+            logprobs.append(None)
+            continue
+        count = min(row.params.logprobs, num_top)
+        top = zip(line[3 : 3 + count].astype(int).tolist(), line[3 + num_top :][:count].tolist(), strict=True)
+        logprobs.append(Logprobs(TokenLogprob(token, float(line[2])), tuple(TokenLogprob(*each) for each in top)))
+    return Sampled(tokens, logprobs)

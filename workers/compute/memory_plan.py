@@ -1,0 +1,120 @@
+"""How much memory a torch worker will take, planned before it loads, so that it refuses instead of being killed.
+
+On a GPU the plan is of one rank's device; pinned memory on the host comes beside it. Pure but for `available_bytes`.
+Weights that lie in half form (`models.linear`) take half of what is planned for them;
+only reading them shows whether they do. Example, SmolLM2 in float32 with 1 GiB of KV: weights 621 MiB (the embedding
+and its packed copy as the head 108 each), workspace 83 MiB: 1.7 GiB in all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tanghulu.errors import ConfigError
+from tanghulu.types import format_size
+from tanghulu.workers.weights.model_config import ModelConfig
+
+_MEMINFO = Path("/proc/meminfo")
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes on this host, all tensor-parallel ranks together; or on the GPU of one rank."""
+
+    weights_bytes: int
+    kv_bytes: int
+    workspace_bytes: int
+
+    @classmethod
+    def of(
+        cls,
+        config: ModelConfig,
+        *,
+        kv_bytes: int,
+        num_batched_tokens: int,
+        num_seqs: int,
+        stored_item_bytes: int,
+        computed_item_bytes: int,
+        num_ranks: int = 1,
+    ) -> MemoryPlan:
+        """The plan for steps of at most so many tokens and sequences.
+
+        ``stored_item_bytes`` is an element of the embedding, ``computed_item_bytes`` of what is multiplied.
+        """
+        vocabulary = config.vocab * config.hidden
+        weights = config.num_layers * _layer_elements(config) * computed_item_bytes
+        weights += vocabulary * (num_ranks * stored_item_bytes + computed_item_bytes)
+        queries = config.num_heads * config.head_dim
+        widest = 4 * config.hidden + 3 * queries + 3 * config.intermediate
+        masks = config.max_context * config.num_heads // config.num_kv_heads
+        workspace = (
+            num_batched_tokens * (widest + masks) * _FLOAT32 * num_ranks + 3 * num_seqs * config.vocab * _FLOAT32
+        )
+        return cls(weights, kv_bytes, workspace)
+
+    @classmethod
+    def on_gpu(
+        cls,
+        config: ModelConfig,
+        *,
+        kv_bytes: int,
+        block_bytes: int,
+        num_batched_tokens: int,
+        num_seqs: int,
+        item_bytes: int,
+        gathered_tokens: int,
+        has_masks: bool,
+        num_ranks: int = 1,
+    ) -> MemoryPlan:
+        """The plan of one rank of ``num_ranks``; ``kv_bytes`` and ``block_bytes`` are of all ranks together.
+
+        A tied head is the embedding itself. ``gathered_tokens`` bounds the keys and values that attention copies,
+        ``has_masks`` says that it makes a mask for each query, and the cosines and sines of all positions lie there
+        in float32. One block more than asked for takes what fills up batches.
+        """
+        vocabulary = config.vocab * config.hidden * item_bytes
+        heads = 0 if config.tie_embeddings else vocabulary // num_ranks
+        layers = config.num_layers * _layer_elements(config) * item_bytes // num_ranks
+        rotary = 2 * config.max_context * config.head_dim * _FLOAT32
+        widest = 4 * config.hidden + (3 * config.num_heads * config.head_dim + 3 * config.intermediate) // num_ranks
+        gathered = 2 * max(gathered_tokens, config.max_context) * config.num_kv_heads * config.head_dim // num_ranks
+        # Sampling holds probabilities, keys and sums of all rows: some ten numbers of 8 bytes for each token.
+        sampling = 10 * 2 * _FLOAT32 * num_seqs * config.vocab
+        workspace = num_batched_tokens * widest * _FLOAT32 + gathered * item_bytes + sampling
+        if has_masks:
+            workspace += num_batched_tokens * config.max_context * config.num_heads // config.num_kv_heads * item_bytes
+        return cls(vocabulary + heads + layers + rotary, (kv_bytes + block_bytes) // num_ranks, workspace)
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return self.weights_bytes + self.kv_bytes + self.workspace_bytes
+
+    def require(self, available: int | None) -> None:
+        """Raise ConfigError with the plan if it is more than ``available`` bytes (None: unknown, not checked)."""
+        if available is not None and self.total_bytes > available:
+            raise ConfigError(
+                f"the worker needs {format_size(self.total_bytes)} ({self}) and {format_size(available)} is available; "
+                "lower --kv-memory or --max-num-batched-tokens, or choose a smaller model or dtype"
+            )
+
+    def __str__(self) -> str:
+        parts = {"weights": self.weights_bytes, "KV cache": self.kv_bytes, "workspace": self.workspace_bytes}
+        return ", ".join(f"{name} {format_size(size)}" for name, size in parts.items())
+
+
+def _layer_elements(config: ModelConfig) -> int:
+    heads = 2 * config.num_heads + 2 * config.num_kv_heads
+    return config.hidden * (heads * config.head_dim + 3 * config.intermediate)
+
+
+def available_bytes(meminfo: Path = _MEMINFO) -> int | None:
+    """What the kernel would give without swapping; None where it does not say."""
+    try:
+        text = meminfo.read_text(encoding="ascii")
+    except OSError:
+        return None
+    lines = [line.split() for line in text.splitlines() if line.startswith("MemAvailable:")]
+    return int(lines[0][1]) * 1024 if lines else None

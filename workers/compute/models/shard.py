@@ -1,0 +1,61 @@
+"""One tensor-parallel rank's share of a model, and how the ranks add up what each computed.
+
+Heads and the intermediate width are split by rows of Q, K, V, gate and up; the output and down projections by
+columns, so that each rank holds a summand of the result and one sum a product makes it whole. (Megatron-LM,
+https://arxiv.org/abs/1909.08053.) Example: 9 heads, 3 KV heads, 3 ranks: rank 1 has heads 3..5 and KV head 1.
+The embedding is whole everywhere; the head's rows are shared out and rank 0 gathers the logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from tanghulu.errors import ConfigError
+from tanghulu.workers.weights.model_config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Rank ``rank`` of ``size``. With more than one, the process must be in a torch.distributed group of that size."""
+
+    rank: int = 0
+    size: int = 1
+
+    def own(self, count: int) -> slice:
+        """This rank's run of ``count`` things, which ``size`` divides."""
+        each = count // self.size
+        return slice(self.rank * each, (self.rank + 1) * each)
+
+    def total(self, summand: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' ``summand``, in place; every rank must call it."""
+        if self.size > 1:
+            dist.all_reduce(summand)
+        return summand
+
+    def gather_columns(self, part: torch.Tensor) -> torch.Tensor:
+        """On rank 0 all ranks' ``part`` [L, columns] side by side; elsewhere nothing. Every rank must call it."""
+        if self.size == 1 or len(part) == 0:
+            return part
+        parts = [torch.empty_like(part) for _ in range(self.size)] if self.rank == 0 else None
+        dist.gather(part.contiguous(), parts)
+        return part[:0] if parts is None else torch.cat(parts, dim=1)
+
+
+#: The only rank.
+WHOLE = Shard()
+
+
+def require_split(config: ModelConfig, size: int) -> None:
+    """Raise ConfigError that says which figure of ``config`` does not go into ``size`` ranks."""
+    if size < 1:
+        raise ConfigError(f"--tp is {size}; it must be at least 1")
+    counts = {"attention heads": config.num_heads, "KV heads": config.num_kv_heads, "MLP columns": config.intermediate}
+    for what, count in counts.items():
+        if count % size:
+            raise ConfigError(
+                f"--tp {size} cannot share out the model's {count} {what}; choose a divisor of "
+                f"{config.num_heads} heads, {config.num_kv_heads} KV heads and {config.intermediate} MLP columns"
+            )

@@ -1,0 +1,173 @@
+"""From logits to tokens: penalties, bias, grammar, temperature, top-k, top-p, min-p, and a draw that can be repeated.
+
+The draw for a request's n-th generated token is a function of (seed, n) alone: u = hash(seed, n) in [0, 1),
+and the token is the first at which the cumulative probability exceeds u. No generator has a state, so the
+same seed gives the same text whatever else is in the batch, after a preemption, and on the worker to which a
+request migrates. Greedy rows (temperature 0) are an exact argmax and draw nothing.
+
+Example: probabilities 0.5, 0.3, 0.2 and u = 0.6 give the second token. With top_p 0.7 the third is cut off,
+0.8 remains, and the draw compares 0.6 x 0.8 = 0.48 with 0.5: the first.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+
+from tanghulu.workers.engine.grammar import Grammar
+from tanghulu.workers.engine.requests import EngineRequest, SamplingParams
+from tanghulu.workers.engine.step_result import Logprobs, Sampled, TokenLogprob
+
+#: top-p alone looks at this many of the most likely tokens first and sorts all only if they do not suffice.
+_NUCLEUS_FIRST = 512
+_UNIT = 2.0**-53
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """What one request's draw depends on. ``tokens`` uint32: its sequence, of which ``num_prompt`` are prompt."""
+
+    params: SamplingParams
+    tokens: npt.NDArray[np.uint32]
+    num_prompt: int
+    banned: frozenset[int]
+    grammar: Grammar | None = None
+
+    @classmethod
+    def of(cls, request: EngineRequest) -> SamplingRow:
+        """The row of ``request``'s next token."""
+        return cls(
+            request.sampling,
+            request.sequence.tokens,
+            request.num_prompt_tokens,
+            request.stop.banned_ids(request.num_generated),
+            request.grammar,
+        )
+
+    @property
+    def num_generated(self) -> int:
+        """Index of the token to be drawn among the generated ones."""
+        return len(self.tokens) - self.num_prompt
+
+
+def unit_uniform(seed: int, position: int) -> float:
+    """The number in [0, 1) with which a request of ``seed`` draws its ``position``-th generated token."""
+    digest = xxhash.xxh3_64_intdigest(struct.pack("<QQ", seed & (2**64 - 1), position), seed=0x7A6E)
+    return (digest >> 11) * _UNIT
+
+
+@torch.inference_mode()
+def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Sampled:
+    """Draw one token a row. ``logits`` float32 [rows, vocab]; not changed."""
+    assert len(logits) == len(rows)
+    adjusted = _adjusted(logits, rows)
+    tokens: list[int] = adjusted.argmax(dim=-1).tolist()
+    for index, row in enumerate(rows):
+        if row.params.temperature > 0:
+            tokens[index] = draw_one(adjusted[index], row.params, unit_uniform(row.params.seed, row.num_generated))
+    logprobs = [
+        None if row.params.logprobs is None else _logprobs(logits[index], tokens[index], row.params.logprobs)
+        for index, row in enumerate(rows)
+    ]
+    return Sampled(tokens, logprobs)
+
+
+def _adjusted(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """Logits after penalties, bias and bans; the tensor itself if no row has any."""
+    if not any(map(touches, rows)):
+        return logits
+    logits = logits.clone()
+    for index, row in enumerate(rows):
+        if row.params.has_penalties:
+            _penalise(logits[index], row)
+        for token, bias in row.params.logit_bias:
+            logits[index, token] += bias
+        if (forbidden := forbidden_by_grammar(row)) is not None:
+            logits[index, torch.from_numpy(forbidden)] = float("-inf")
+        elif row.grammar is None and row.banned:
+            logits[index, sorted(row.banned)] = float("-inf")
+    return logits
+
+
+def touches(row: SamplingRow) -> bool:
+    """Whether the row's logits are not sampled as they are."""
+    return bool(row.params.has_penalties or row.params.logit_bias or row.banned or row.grammar is not None)
+
+
+def forbidden_by_grammar(row: SamplingRow) -> npt.NDArray[np.bool_] | None:
+    """What the grammar does not allow next, and what is banned, unless nothing else may follow: a flag a token.
+
+    None without a grammar, and for a text that left it (it was not made under it) and cannot be brought back.
+    """
+    if row.grammar is None:
+        return None
+    allowed = row.grammar.allowed(row.tokens[row.num_prompt :])
+    wanted = allowed.copy()
+    wanted[sorted(row.banned)] = False
+    chosen = wanted if wanted.any() else allowed
+    return ~chosen if chosen.any() else None
+
+
+def costs_of_output(row: SamplingRow) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Tokens of the output and what presence and frequency penalties (OpenAI's) take from their logits."""
+    ids, counts = np.unique(row.tokens[row.num_prompt :], return_counts=True)
+    costs = row.params.presence_penalty + row.params.frequency_penalty * counts
+    return ids.astype(np.int64), costs.astype(np.float32)
+
+
+def _penalise(logits: torch.Tensor, row: SamplingRow) -> None:
+    """Repetition (CTRL, over prompt and output), presence and frequency (over output), in place."""
+    params = row.params
+    if params.repetition_penalty != 1.0:
+        seen = torch.from_numpy(np.unique(row.tokens).astype(np.int64))
+        values = logits[seen]
+        scaled = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        logits[seen] = scaled
+    if params.presence_penalty or params.frequency_penalty:
+        ids, costs = costs_of_output(row)
+        logits[torch.from_numpy(ids)] -= torch.from_numpy(costs)
+
+
+def draw_one(logits: torch.Tensor, params: SamplingParams, uniform: float) -> int:
+    """One token of one row. float64, so that a cumulative sum over a whole vocabulary stays exact enough."""
+    # Subtracting the maximum first keeps tiny temperatures from overflowing.
+    probabilities = torch.softmax((logits - logits.max()).double() / params.temperature, dim=-1)
+    ids: torch.Tensor | None = None
+    if 0 < params.top_k < len(probabilities):
+        probabilities, ids = probabilities.topk(params.top_k)
+    if params.top_p < 1:
+        probabilities, ids = _nucleus(probabilities, ids, params.top_p)
+    if params.min_p > 0:
+        probabilities = torch.where(probabilities >= params.min_p * probabilities.max(), probabilities, 0.0)
+    cumulative = probabilities.cumsum(dim=-1)
+    target = uniform * cumulative[-1]
+    index = min(int(torch.searchsorted(cumulative, target, right=True)), len(cumulative) - 1)
+    return index if ids is None else int(ids[index])
+
+
+def _nucleus(probabilities: torch.Tensor, ids: torch.Tensor | None, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The smallest set of most likely tokens whose share is at least ``top_p``, best first."""
+    total = probabilities.sum()
+    if ids is None:
+        best, ids = probabilities.topk(min(_NUCLEUS_FIRST, len(probabilities)))
+        if best.sum() < top_p * total:
+            best, ids = probabilities.sort(descending=True, stable=True)
+    else:
+        best = probabilities
+    # A token belongs if those before it do not reach top_p yet; the best always does.
+    before = best.cumsum(dim=-1) - best
+    count = max(1, int((before < top_p * total).sum()))
+    return best[:count], ids[:count]
+
+
+def _logprobs(logits: torch.Tensor, token: int, num_top: int) -> Logprobs:
+    values = torch.log_softmax(logits, dim=-1)
+    best = values.topk(min(num_top, len(values))) if num_top else None
+    top = () if best is None else tuple(map(TokenLogprob, best.indices.tolist(), best.values.tolist()))
+    return Logprobs(TokenLogprob(token, float(values[token])), top)

@@ -1,0 +1,79 @@
+"""The computing half of the engine in torch: forward pass over the paged cache, then sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from tanghulu.runtime.clock import Clock, SystemClock
+from tanghulu.workers.compute.forward_batch import SequenceChunk
+from tanghulu.workers.compute.kv_cache import KvCache
+from tanghulu.workers.compute.lanes import MOST_LANES, LanedForward
+from tanghulu.workers.compute.models.registry import Model, dtype_name
+from tanghulu.workers.compute.sampling import SamplingRow, sample
+from tanghulu.workers.engine.engine import Computed
+from tanghulu.workers.engine.kv_layout import KvLayout
+from tanghulu.workers.engine.step_plan import ScheduledRun, StepPlan
+from tanghulu.workers.engine.step_result import Sampled
+
+
+class TorchRunner:
+    """A `ModelRunner` of ``model``, with ``kv_capacity_bytes`` of cache laid out in ``cache_buffer`` (or own memory).
+
+    ``num_parts`` tensor-parallel ranks share the model, of which this is rank 0; ``announce`` tells the others every
+    step's token runs. Raises ConfigError with the figures if not even one block fits.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        block_tokens: int,
+        kv_capacity_bytes: int,
+        cache_buffer: memoryview | bytearray | None = None,
+        clock: Clock | None = None,
+        num_parts: int = 1,
+        announce: Callable[[Sequence[SequenceChunk]], None] | None = None,
+    ) -> None:
+        self.model = model
+        self.layout = KvLayout.of(model.config, block_tokens, dtype_name(model.dtype), num_parts)
+        self._announce = announce
+        self.cache = KvCache(self.layout, self.layout.num_blocks_in(kv_capacity_bytes), cache_buffer)
+        self._forward = LanedForward(model, self.cache, most_lanes=MOST_LANES if num_parts == 1 else 1)
+        self._clock = clock or SystemClock()
+
+    @property
+    def vocab(self) -> int:
+        """Token ids are below this."""
+        return self.model.config.vocab
+
+    @property
+    def max_context(self) -> int:
+        """Tokens that the model was trained to attend to."""
+        return self.model.config.max_context
+
+    def run(self, plan: StepPlan) -> Computed:
+        """Forward and sample."""
+        started = self._clock.now_s()
+        chunks = [chunk_of(run) for run in plan.runs]
+        if self._announce is not None:
+            self._announce(chunks)
+        logits = self._forward(chunks)
+        computed = self._clock.now_s()
+        sampled = self._sample(plan, logits)
+        return Computed(sampled, computed - started, self._clock.now_s() - computed)
+
+    def _sample(self, plan: StepPlan, logits: torch.Tensor) -> Sampled:
+        rows = [SamplingRow.of(run.request) for run in plan.runs if run.samples]
+        return sample(logits, rows) if rows else Sampled([], [])
+
+    def __repr__(self) -> str:
+        return f"TorchRunner({self.model.config.architecture}, {self.cache!r})"
+
+
+def chunk_of(run: ScheduledRun) -> SequenceChunk:
+    """What the model is fed for ``run``."""
+    request = run.request
+    tokens = request.sequence.tokens[run.start : run.start + run.num_tokens]
+    return SequenceChunk(tokens, run.start, request.block_ids, run.samples)

@@ -1,0 +1,1 @@
+"""Continuous batching: requests, scheduler, block pool and the loop that steps them."""

@@ -1,0 +1,265 @@
+"""Who holds which block of the KV cache, and which blocks can be found again by their hash.
+
+Owns numbers only: reference counts, the free list, the prefix cache and its order of eviction. It never sees the
+bytes; whoever allocates a block writes it.
+
+A block is in exactly one of four conditions:
+
+* *free*: on the free list, its content means nothing;
+* *in use*: referenced by requests, exports or running writes to the store; it may also be committed, and is
+  then shared by everyone whose prompt begins alike;
+* *in transfer*: in use, and a transfer writes into it: nobody may match or read it before it has arrived;
+* *cached*: referenced by nobody, committed under its hash, waiting to be matched or evicted.
+
+Which cached block goes first is an eviction policy's business, the same classes that the store's nodes have. It is told
+of a use when a request gives its blocks back. Prefixes hang together: block i of a prompt is worth nothing without
+blocks 0..i-1. So a request's blocks are released tail first, and under LRU a leaf always goes before the prefix it
+stands on. Example: blocks 5, 8, 2 of a finished prompt are released; the order is 2, 8, 5, and the next allocation that
+finds no free block evicts 2, the tail. (Sharing by chained hash is vLLM's scheme, https://arxiv.org/abs/2309.06180.)
+
+The default learns how long what was used comes back. Where 16 prefixes of 115 blocks each come in random order, every
+one with a new tail of 13, in a pool of 2,048, LRU keeps yesterday's tails and finds 75 % of the blocks, this 78 to 81.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from tanghulu.eviction.base import Policy
+from tanghulu.eviction.policies import make_policy
+from tanghulu.types import BlockHash, ChunkKey
+
+DEFAULT_EVICTION = "reuse"
+
+
+class KvEventKind(Enum):
+    """What happened to a hash in this worker's prefix cache."""
+
+    STORED = "stored"
+    REMOVED = "removed"
+
+
+@dataclass(frozen=True, slots=True)
+class KvEvent:
+    """One change of the prefix cache, to be published in order."""
+
+    kind: KvEventKind
+    block_hash: BlockHash
+
+
+class BlockPool:
+    """The blocks ``0 .. num_blocks-1``. Every method is O(blocks named), amortised; none blocks or does I/O.
+
+    ``eviction`` names a policy of ``tanghulu.eviction``; InvalidRequest if there is none of that name.
+    """
+
+    def __init__(self, num_blocks: int, eviction: str = DEFAULT_EVICTION) -> None:
+        assert num_blocks > 0
+        self.num_blocks = num_blocks
+        self._order: Policy = make_policy(eviction)  # of the committed blocks that were given back at least once
+        self._references = [0] * num_blocks
+        self._hashes: list[BlockHash | None] = [None] * num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._by_hash: dict[BlockHash, int] = {}
+        self._cached: set[int] = set()
+        self._in_transfer: set[int] = set()
+        self._events: list[KvEvent] = []
+
+    @property
+    def num_free(self) -> int:
+        """Blocks on the free list."""
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that nobody references and that can still be matched."""
+        return len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """What `allocate` could give now: free and evictable blocks."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_in_use(self) -> int:
+        """Referenced blocks, those in transfer included."""
+        return self.num_blocks - self.num_available
+
+    @property
+    def num_in_transfer(self) -> int:
+        """Blocks that a transfer is writing."""
+        return len(self._in_transfer)
+
+    @property
+    def num_matchable(self) -> int:
+        """Hashes that a prompt could hit now, in use or not."""
+        return len(self._by_hash)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """``count`` blocks with one reference each, evicting cached ones as needed.
+
+        All or nothing: None (and no change) if fewer are available.
+        """
+        if count > self.num_available:
+            return None
+        blocks = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        for block in blocks:
+            self._references[block] = 1
+        return blocks
+
+    def _evict(self) -> int:
+        blocks = (self._by_hash[BlockHash(bytes.fromhex(key))] for key in self._order.victims())
+        block = next(block for block in blocks if block in self._cached)  # those in use were used lately: few in front
+        self._forget(block, evicted=True)
+        return block
+
+    def _forget(self, block: int, *, evicted: bool) -> None:
+        block_hash = self._hashes[block]
+        assert block_hash is not None
+        self._cached.remove(block)
+        self._order.remove(_key(block_hash), evicted=evicted)
+        self._hashes[block] = None
+        del self._by_hash[block_hash]
+        self._events.append(KvEvent(KvEventKind.REMOVED, block_hash))
+
+    def num_hits(self, hashes: Iterable[BlockHash]) -> int:
+        """Length of the leading run of ``hashes`` that `match` would find; takes nothing."""
+        count = 0
+        for block_hash in hashes:
+            if block_hash not in self._by_hash:
+                break
+            count += 1
+        return count
+
+    def match(self, hashes: Iterable[BlockHash]) -> list[int]:
+        """The blocks of the longest leading run of ``hashes``, each with one more reference."""
+        blocks: list[int] = []
+        for block_hash in hashes:
+            block = self._by_hash.get(block_hash)
+            if block is None:
+                break
+            self._reference(block)
+            blocks.append(block)
+        return blocks
+
+    def block_of(self, block_hash: BlockHash) -> int | None:
+        """The block that would be matched by ``block_hash``; takes nothing."""
+        return self._by_hash.get(block_hash)
+
+    def retain(self, blocks: Sequence[int]) -> None:
+        """One more reference on each block, which must be in use or cached (asserts it)."""
+        for block in blocks:
+            assert self._references[block] > 0 or block in self._cached, f"block {block} is free"
+            self._reference(block)
+
+    def _reference(self, block: int) -> None:
+        if self._references[block] == 0:
+            self._cached.remove(block)
+        self._references[block] += 1
+
+    def begin_transfer(self, blocks: Sequence[int]) -> None:
+        """A transfer will write the held, uncommitted ``blocks`` until `end_transfer`; it alone owns them."""
+        for block in blocks:
+            assert self._references[block] == 1, f"block {block} has {self._references[block]} holders"
+            assert self._hashes[block] is None, f"block {block} is committed"
+            self._in_transfer.add(block)
+
+    def end_transfer(self, blocks: Iterable[int]) -> None:
+        """The transfer into ``blocks`` is over: they may be committed or released."""
+        for block in blocks:
+            self._in_transfer.remove(block)
+
+    def commit(self, block: int, block_hash: BlockHash) -> bool:
+        """The held block now holds the KV that ``block_hash`` names; from here on it can be matched.
+
+        False, and nothing changes, if another block has that hash already (two requests computed the same
+        prefix side by side): this one stays private and is freed on release. Committing twice is a no-op.
+        """
+        assert self._references[block] > 0, f"block {block} is held by nobody"
+        assert block not in self._in_transfer, f"block {block} is still being written"
+        owner = self._by_hash.get(block_hash)
+        if owner is not None:
+            return owner == block
+        assert self._hashes[block] is None, f"block {block} is committed under another hash"
+        self._hashes[block] = block_hash
+        self._by_hash[block_hash] = block
+        self._events.append(KvEvent(KvEventKind.STORED, block_hash))
+        return True
+
+    def release(self, blocks: Sequence[int], *, used: bool = True) -> None:
+        """Give back one reference on each of a prompt's ``blocks``, given in prompt order; taken tail first.
+
+        ``used``: by a request, which says something of what is worth keeping; a transfer that only read them does not.
+        """
+        self._order.begin_batch()
+        for block in reversed(blocks):
+            assert self._references[block] > 0, f"block {block} is released more often than it was taken"
+            self._references[block] -= 1
+            if (block_hash := self._hashes[block]) is not None:
+                self._note_use(_key(block_hash), used)
+            if self._references[block]:
+                continue
+            assert block not in self._in_transfer, f"block {block} is still being written"
+            if block_hash is None:
+                self._free.append(block)
+            else:
+                self._cached.add(block)
+
+    def _note_use(self, key: ChunkKey, used: bool) -> None:
+        if key not in self._order:
+            self._order.add(key, 1)
+        elif used:
+            self._order.touch(key)
+
+    def drop_cached(self) -> int:
+        """Forget every cached block that nobody references; returns how many."""
+        dropped = list(self._cached)
+        for block in dropped:
+            self._forget(block, evicted=False)
+        self._free.extend(dropped)
+        return len(dropped)
+
+    def matchable_hashes(self) -> list[BlockHash]:
+        """All hashes that can be matched now: a snapshot for those who missed events."""
+        return list(self._by_hash)
+
+    def num_references(self, block: int) -> int:
+        """How many hold the block."""
+        return self._references[block]
+
+    def take_events(self) -> list[KvEvent]:
+        """The changes since the last call, oldest first; the caller publishes them."""
+        events, self._events = self._events, []
+        return events
+
+    def check(self) -> None:
+        """Assert that every block is in exactly one condition and that the hash index agrees with the blocks."""
+        free, cached = set(self._free), set(self._cached)
+        used = {block for block, count in enumerate(self._references) if count > 0}
+        assert len(free) == len(self._free), "a block is free twice"
+        assert min(self._references) >= 0
+        assert free | cached | used == set(range(self.num_blocks)), "a block is lost"
+        assert len(free) + len(cached) + len(used) == self.num_blocks, "a block is in two conditions"
+        assert self._in_transfer <= used, "a block in transfer is held by nobody"
+        committed = {block: value for block, value in enumerate(self._hashes) if value is not None}
+        assert self._by_hash == {value: block for block, value in committed.items()}
+        assert not free & committed.keys(), "a free block can be matched"
+        assert not self._in_transfer & committed.keys(), "a block in transfer can be matched"
+        assert cached <= committed.keys(), "a cached block has no hash"
+        ordered = {bytes.fromhex(key) for key in self._order.victims()}
+        assert len(ordered) == len(self._order)
+        assert ordered <= self._by_hash.keys(), "the order has a block that is gone"
+        assert {committed[block] for block in cached} <= ordered, "a cached block would never be evicted"
+        self._order.check()
+
+    def __repr__(self) -> str:
+        return (
+            f"BlockPool({self.num_blocks} blocks: {self.num_free} free, {self.num_cached} cached, "
+            f"{self.num_in_use} in use, {self.num_in_transfer} of them in transfer)"
+        )
+
+
+def _key(block_hash: BlockHash) -> ChunkKey:
+    return ChunkKey(block_hash.hex())

@@ -1,0 +1,254 @@
+"""The engine: one model, its KV cache and its requests, advanced one step at a time.
+
+`EngineCore` joins the deciding part (`Scheduler`) with the computing part (a `ModelRunner`: model and sampling in
+torch, or the mock). It does no I/O and has no thread: whoever owns it calls `step` in a loop, and all other methods
+between two steps, from the same thread. What must travel goes through two hooks, which may only note down what to do
+and return at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tanghulu.errors import InvalidRequest
+from tanghulu.runtime.clock import Clock, SystemClock
+from tanghulu.types import BlockHash, RequestId
+from tanghulu.workers.engine.block_pool import DEFAULT_EVICTION, BlockPool
+from tanghulu.workers.engine.kv_layout import KvBlocks, KvLayout
+from tanghulu.workers.engine.requests import EngineRequest, FinishReason, PeerExport
+from tanghulu.workers.engine.scheduler import Scheduler, SchedulerConfig
+from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted, KvExport, StepOutcome, StepPlan
+from tanghulu.workers.engine.step_result import RequestOutput, Sampled, StepResult, StepTimings
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What a runner made of a plan: a token for each run that samples, in order, and where the time went."""
+
+    sampled: Sampled
+    forward_s: float
+    sample_s: float
+
+
+class ModelRunner(Protocol):
+    """Computes what the scheduler planned, over the paged cache whose memory it owns."""
+
+    @property
+    def layout(self) -> KvLayout:
+        """The shape of a block."""
+        ...
+
+    @property
+    def cache(self) -> KvBlocks:
+        """The blocks; as many as the engine's block pool has."""
+        ...
+
+    @property
+    def vocab(self) -> int:
+        """Token ids are below this."""
+        ...
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of prompt and answer together that the model can attend to."""
+        ...
+
+    def run(self, plan: StepPlan) -> Computed:
+        """Write the KV of every planned token and sample where the plan says so. Takes as long as it takes."""
+        ...
+
+
+class KvFetcher(Protocol):
+    """Brings KV from outside into blocks."""
+
+    def fetch(self, wanted: FetchWanted) -> None:
+        """Begin; `EngineCore.fetch_done` must follow exactly once, also after a failure (with 0 blocks)."""
+        ...
+
+    def forgo(self, peer: PeerExport) -> None:
+        """Nothing of this export is needed: its holder may have its blocks back."""
+        ...
+
+
+class KvSink(Protocol):
+    """Is told of blocks that are worth keeping outside."""
+
+    def blocks_committed(self, blocks: Sequence[CommittedBlock]) -> None:
+        """Their bytes stay valid during this call; `EngineCore.hold` them to read them later."""
+        ...
+
+    def blocks_reused(self, blocks: Sequence[CommittedBlock]) -> None:
+        """Requests found cached ``blocks``, whose bytes stay valid during this call."""
+        ...
+
+    def blocks_preempted(self, blocks: Sequence[CommittedBlock]) -> None:
+        """Requests gave up full ``blocks`` and will fetch them; their bytes are valid during this call only."""
+        ...
+
+    def engine_idle(self) -> None:
+        """Nothing is to be computed until something comes from outside."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Sizes and bounds of an engine. ``debug_checks`` asserts all invariants after every step.
+
+    ``moves_preempted``: the sink keeps what preempted requests give up, and the fetcher finds it.
+    """
+
+    block_tokens: int = 64
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 32
+    max_num_waiting: int = 1024
+    max_context: int | None = None
+    eviction: str = DEFAULT_EVICTION
+    moves_preempted: bool = False
+    debug_checks: bool = False
+
+
+class EngineCore:
+    """Owns the cache's blocks and every request sent to this worker."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        config: EngineConfig,
+        *,
+        fetcher: KvFetcher | None = None,
+        sink: KvSink | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        """Schedule over all blocks of ``runner.cache``; raises ConfigError if bounds contradict each other."""
+        self.runner = runner
+        self.config = config
+        pool = BlockPool(runner.cache.num_blocks, config.eviction)
+        self._fetcher = fetcher
+        self._sink = sink
+        self.scheduler = Scheduler(self._scheduler_config(can_fetch=fetcher is not None), pool)
+        self._clock = clock or SystemClock()
+
+    @property
+    def cache(self) -> KvBlocks:
+        """The blocks."""
+        return self.runner.cache
+
+    def _scheduler_config(self, *, can_fetch: bool) -> SchedulerConfig:
+        config, trained = self.config, self.runner.max_context
+        return SchedulerConfig(
+            block_tokens=config.block_tokens,
+            max_context=min(trained, config.max_context or trained),
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            max_num_waiting=config.max_num_waiting,
+            can_fetch=can_fetch,
+            moves_preempted=config.moves_preempted and can_fetch and self._sink is not None,
+        )
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue ``request``.
+
+        Raises InvalidRequest (bad token ids, double id), ContextLengthExceeded or Overloaded; the request is
+        then forgotten.
+        """
+        vocab = self.runner.vocab
+        if int(request.sequence.tokens.max()) >= vocab:
+            raise InvalidRequest(f"request {request.request_id} has a token id outside the vocabulary of {vocab}")
+        named = {token for token, _ in request.sampling.logit_bias} | request.stop.ending_ids
+        unknown = sorted(token for token in named if not 0 <= token < vocab)
+        if unknown:
+            raise InvalidRequest(f"logit_bias or stop ids name tokens {unknown[:5]}; the vocabulary has {vocab}")
+        self.scheduler.add(request)
+
+    def abort(self, request_id: RequestId) -> bool:
+        """Drop the request without further output; False if it is not here (any more)."""
+        return self.scheduler.abort(request_id)
+
+    def fetch_done(self, request_id: RequestId, num_blocks_ok: int, tokens: Sequence[int] = ()) -> FinishReason | None:
+        """The fetcher is done with a request; see `Scheduler.fetch_done`."""
+        return self.scheduler.fetch_done(request_id, num_blocks_ok, tokens)
+
+    def release_export(self, request_id: RequestId) -> bool:
+        """Give up a handed-over request's blocks; False if there are none."""
+        return self.scheduler.held.release_export(request_id)
+
+    def export_prefix(self, name: RequestId, hashes: Sequence[BlockHash]) -> KvExport | None:
+        """Hold cached blocks for another worker; see `HeldBlocks.export_prefix`."""
+        return self.scheduler.held.export_prefix(name, hashes)
+
+    def hold(self, block_ids: Sequence[int]) -> None:
+        """Keep blocks (in use or cached) from being reused while their bytes are read."""
+        self.scheduler.held.hold(block_ids)
+
+    def unhold(self, block_ids: Sequence[int]) -> None:
+        """End a `hold`."""
+        self.scheduler.held.unhold(block_ids)
+
+    def drop_cached(self) -> int:
+        """Forget every cached block that nobody uses; returns how many. The next step reports the events."""
+        return self.scheduler.pool.drop_cached()
+
+    def step(self) -> StepResult:
+        """Plan, compute and sample once. Takes as long as the model takes."""
+        started = self._clock.now_s()
+        plan = self.scheduler.schedule()
+        if self._sink is not None and plan.displaced:
+            self._sink.blocks_preempted(plan.displaced)
+        if self._fetcher is not None:
+            for wanted in plan.fetches:
+                self._fetcher.fetch(wanted)
+            for peer in plan.forgone:
+                self._fetcher.forgo(peer)
+        if self._sink is not None and plan.reused:
+            self._sink.blocks_reused(plan.reused)
+        planned = self._clock.now_s()
+        computed = self.runner.run(plan) if plan.runs else _NOTHING
+        outcome = self.scheduler.step_done(computed.sampled.tokens)
+        if self._sink is not None and outcome.committed:
+            self._sink.blocks_committed(outcome.committed)
+        if self.config.debug_checks:
+            self.scheduler.check()
+        timings = StepTimings(planned - started, computed.forward_s, computed.sample_s)
+        return self._result(plan, computed.sampled, outcome, timings)
+
+    def rest(self) -> None:
+        """Say to the sink that there is nothing to compute; call it when that begins and after each event meanwhile."""
+        if self._sink is not None and not self.scheduler.has_work:
+            self._sink.engine_idle()
+
+    def _result(self, plan: StepPlan, sampled: Sampled, outcome: StepOutcome, timings: StepTimings) -> StepResult:
+        sampling = [run.request.request_id for run in plan.runs if run.samples]
+        logprobs = dict(zip(sampling, sampled.logprobs, strict=True))
+        outputs = tuple(
+            RequestOutput(
+                request_id=output.request.request_id,
+                tokens=(output.token,),
+                logprobs=logprobs[output.request.request_id],
+                finish_reason=output.finish_reason,
+                num_prompt_tokens=output.request.num_prompt_tokens,
+                num_generated_tokens=output.request.num_generated,
+                num_cached_tokens=output.request.num_cached_tokens,
+            )
+            for output in outcome.outputs
+        )
+        return StepResult(
+            outputs=outputs,
+            num_computed_tokens=plan.num_tokens,
+            num_sequences=len(plan.runs),
+            preempted=plan.preempted,
+            kv_events=tuple(self.scheduler.pool.take_events()),
+            timings=timings,
+            work=plan.work,
+        )
+
+    def check(self) -> None:
+        """Assert all invariants of scheduler and pool."""
+        self.scheduler.check()
+
+    def __repr__(self) -> str:
+        return f"EngineCore({self.runner!r}, {self.scheduler!r})"
+
+
+_NOTHING = Computed(Sampled([], []), 0.0, 0.0)

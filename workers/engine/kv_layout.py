@@ -1,0 +1,108 @@
+"""The shape of the paged KV cache and its bytes, without torch: what transfers, exports and the mock engine need.
+
+Block first, so that a block is one contiguous range of bytes:
+
+    [num_blocks, parts, layers, 2 (K, V), block_tokens, kv_heads, head_dim]
+
+A part is a tensor-parallel rank's share of the KV heads; without tensor parallelism there is one.
+Owns sizes and offsets; which block belongs to whom is `block_pool`'s business, tensors over it are `kv_cache`'s.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+
+from tanghulu.errors import ConfigError
+from tanghulu.types import format_size
+from tanghulu.workers.weights.model_config import ModelConfig
+
+#: Bytes of one element of each KV type.
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """Shape of one block. All sizes follow from it. ``num_kv_heads`` are those of one of the ``num_parts`` parts."""
+
+    num_layers: int
+    block_tokens: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    num_parts: int = 1
+
+    @classmethod
+    def of(cls, config: ModelConfig, block_tokens: int, dtype: str, num_parts: int = 1) -> KvLayout:
+        """The layout of ``config``'s cache; ``dtype`` is a name of `ITEM_BYTES`, ``num_parts`` divides the KV heads."""
+        kv_heads = config.num_kv_heads // num_parts
+        return cls(config.num_layers, block_tokens, kv_heads, config.head_dim, dtype, num_parts)
+
+    @property
+    def part_shape(self) -> tuple[int, int, int, int, int]:
+        """``(layers, 2, block_tokens, kv_heads, head_dim)``: one part of a block."""
+        return (self.num_layers, 2, self.block_tokens, self.num_kv_heads, self.head_dim)
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of K and V of one layer inside a part of a block: also the distance between layers."""
+        return 2 * self.block_tokens * self.num_kv_heads * self.head_dim * ITEM_BYTES[self.dtype]
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of one part of a block."""
+        return self.num_layers * self.layer_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block, all its parts."""
+        return self.num_parts * self.part_bytes
+
+    def num_blocks_in(self, capacity_bytes: int) -> int:
+        """Whole blocks that fit; raises ConfigError with the figures if that is none."""
+        num_blocks = capacity_bytes // self.block_bytes
+        if num_blocks < 1:
+            raise ConfigError(
+                f"a KV cache of {format_size(capacity_bytes)} holds no block of {self.block_tokens} tokens, "
+                f"which takes {format_size(self.block_bytes)}; give the cache more memory or blocks fewer tokens"
+            )
+        return num_blocks
+
+
+class KvBlocks:
+    """The cache as the engine knows it: so many blocks of that layout, wherever their bytes are."""
+
+    def __init__(self, layout: KvLayout, num_blocks: int) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.capacity_bytes = num_blocks * layout.block_bytes
+
+    def __repr__(self) -> str:
+        size = format_size(self.capacity_bytes)
+        return f"{type(self).__name__}({self.num_blocks} blocks of {self.layout.block_tokens} tokens, {size})"
+
+
+class KvMemory(KvBlocks):
+    """Blocks in main memory, as bytes.
+
+    ``buffer`` is any writable buffer of at least ``num_blocks * layout.block_bytes`` bytes that outlives the
+    cache, such as the mmap of a memfd; without one the cache allocates its own memory, zeroed. The bytes of a
+    supplied buffer are used as they are: block ids that are never committed are never read.
+    """
+
+    def __init__(self, layout: KvLayout, num_blocks: int, buffer: memoryview | bytearray | None = None) -> None:
+        super().__init__(layout, num_blocks)
+        whole = memoryview(mmap.mmap(-1, self.capacity_bytes) if buffer is None else buffer).cast("B")
+        if whole.nbytes < self.capacity_bytes:
+            raise ConfigError(f"{num_blocks} blocks need {self.capacity_bytes} bytes; the buffer has {whole.nbytes}")
+        self._bytes = whole[: self.capacity_bytes]
+
+    def block_offset(self, block_id: int) -> int:
+        """Where the block begins in the buffer, in bytes."""
+        assert 0 <= block_id < self.num_blocks, f"block {block_id} of {self.num_blocks}"
+        return block_id * self.layout.block_bytes
+
+    def block_view(self, block_id: int) -> memoryview:
+        """The block's raw bytes, writable, valid while the cache lives; no copy."""
+        offset = self.block_offset(block_id)
+        return self._bytes[offset : offset + self.layout.block_bytes]

@@ -1,0 +1,74 @@
+"""Whether the engine still computes: a request of one token, sent through all of it and awaited.
+
+A process may answer calls while its engine hangs; only a token shows that it does not. Runs on the process's event
+loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+
+from tanghulu.errors import DeadlineExceeded, TanghuluError
+from tanghulu.runtime.clock import Clock
+from tanghulu.types import RequestId
+from tanghulu.workers.engine.engine import EngineCore
+from tanghulu.workers.engine.requests import EngineRequest
+from tanghulu.workers.engine.thread import EngineThread, StepReport
+
+#: Ahead of everything that waits: a full queue is no illness.
+PRIORITY = (1 << 31) - 1
+
+
+class Probe:
+    """Probes of one engine; ``make`` builds the request of a given name, ``on_report`` must hear every report."""
+
+    def __init__(self, engine: EngineThread, make: Callable[[RequestId], EngineRequest], clock: Clock) -> None:
+        self._engine = engine
+        self._make = make
+        self._clock = clock
+        self._numbers = itertools.count(1)
+        self._waiting: dict[RequestId, asyncio.Future[None]] = {}
+
+    async def run(self, deadline_s: float) -> float:
+        """Seconds until the token came. Raises DeadlineExceeded, or why the engine refused the request."""
+        loop = asyncio.get_running_loop()
+        name, started_s = RequestId(f"probe-{next(self._numbers)}"), self._clock.now_s()
+        request, done = self._make(name), loop.create_future()
+        self._waiting[name] = done
+
+        def add(core: EngineCore) -> None:
+            try:
+                core.add(request)
+            except TanghuluError as error:
+                loop.call_soon_threadsafe(_fail, done, error)
+
+        self._engine.post(add)
+        try:
+            async with asyncio.timeout(deadline_s):
+                await done
+        except TimeoutError:
+            self._engine.post(lambda core: _abort(core, name))
+            raise DeadlineExceeded(f"the engine computed no token within {deadline_s:g} s") from None
+        finally:
+            del self._waiting[name]
+        return self._clock.now_s() - started_s
+
+    def on_report(self, report: StepReport) -> None:
+        """A step's outputs: some may be a probe's."""
+        if not self._waiting:
+            return
+        for output in report.result.outputs:
+            done = self._waiting.get(output.request_id)
+            if done is not None and not done.done():
+                done.set_result(None)
+
+
+def _fail(done: asyncio.Future[None], error: TanghuluError) -> None:
+    if not done.done():
+        done.set_exception(error)
+
+
+def _abort(core: EngineCore, name: RequestId) -> None:
+    core.abort(name)

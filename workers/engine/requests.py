@@ -1,0 +1,257 @@
+"""A request inside the engine: what was asked, how far it is, and the states it passes through.
+
+Knows nothing of scheduling order, tensors or sockets.
+
+    WAITING --admit--> RUNNING --finish--> FINISHED
+       |                ^   | \\--abort--> ABORTED
+       |--fetch--> FETCHING |
+       |             | \\--abort--> DRAINING --fetched--> ABORTED
+       |             '--fetched--> RUNNING
+    PREEMPTED <--preempt-- RUNNING            (from PREEMPTED everything that WAITING can do)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from tanghulu.errors import InvalidRequest
+from tanghulu.hashing import TokenSequence
+from tanghulu.types import RequestId
+
+if TYPE_CHECKING:
+    from tanghulu.workers.engine.grammar import Grammar
+
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+
+
+class RequestState(Enum):
+    """Where a request is."""
+
+    WAITING = "holds no blocks; stands in the queue"
+    FETCHING = "holds all its prompt's blocks; a transfer writes the leading missing ones"
+    RUNNING = "holds its blocks; every step may compute some of its tokens"
+    PREEMPTED = "gave its blocks back to older requests; stands in the queue with its old arrival"
+    DRAINING = "aborted while a transfer writes its blocks; keeps them until the transfer ends"
+    FINISHED = "ended by itself; its blocks are released or exported"
+    ABORTED = "ended from outside; its blocks are released"
+
+
+class RequestEvent(Enum):
+    """What can happen to a request."""
+
+    ADMIT = "got its blocks and has something to compute"
+    FETCH = "got its blocks and waits for a transfer"
+    FETCHED = "the transfer ended, with as many blocks as arrived"
+    PREEMPT = "an older request needs the blocks"
+    FINISH = "a stop condition holds"
+    ABORT = "the caller no longer wants it"
+
+
+_S, _E = RequestState, RequestEvent
+TRANSITIONS: dict[tuple[RequestState, RequestEvent], RequestState] = {
+    (_S.WAITING, _E.ADMIT): _S.RUNNING,
+    (_S.WAITING, _E.FETCH): _S.FETCHING,
+    (_S.WAITING, _E.ABORT): _S.ABORTED,
+    (_S.FETCHING, _E.FETCHED): _S.RUNNING,
+    (_S.FETCHING, _E.ABORT): _S.DRAINING,
+    (_S.DRAINING, _E.FETCHED): _S.ABORTED,
+    (_S.RUNNING, _E.PREEMPT): _S.PREEMPTED,
+    (_S.RUNNING, _E.FINISH): _S.FINISHED,
+    (_S.RUNNING, _E.ABORT): _S.ABORTED,
+    (_S.PREEMPTED, _E.ADMIT): _S.RUNNING,
+    (_S.PREEMPTED, _E.FETCH): _S.FETCHING,
+    (_S.PREEMPTED, _E.ABORT): _S.ABORTED,
+}
+
+
+class FinishReason(Enum):
+    """Why a request ended; the value is what the wire says."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    HANDED_OVER = "handed_over"
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is drawn. Applied in the order of the fields.
+
+    ``temperature`` 0 is the exact argmax after penalties and bias. ``top_k`` 0 and ``top_p`` 1 and ``min_p`` 0
+    are off. ``seed`` names the random stream; equal seeds give equal text whatever else is in the batch.
+    ``logprobs`` None is off, 0 the chosen token only, n the n most likely too.
+    """
+
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.temperature >= 0, f"temperature is {self.temperature}; it must be 0 or more")
+        _require(self.top_k >= 0, f"top_k is {self.top_k}; it must be 0 (off) or more")
+        _require(0 < self.top_p <= 1, f"top_p is {self.top_p}; it must be above 0 and at most 1")
+        _require(0 <= self.min_p <= 1, f"min_p is {self.min_p}; it must be between 0 and 1")
+        _require(self.repetition_penalty > 0, f"repetition_penalty is {self.repetition_penalty}; it must be above 0")
+        _require(len(self.logit_bias) <= MAX_LOGIT_BIAS, f"logit_bias has more than {MAX_LOGIT_BIAS} entries")
+        logprobs = self.logprobs
+        _require(logprobs is None or 0 <= logprobs <= MAX_LOGPROBS, f"logprobs is {logprobs}; at most {MAX_LOGPROBS}")
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the tokens so far change the logits."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StopParams:
+    """When generation ends. Counts are of tokens generated beyond the original prompt, wherever it was.
+
+    ``eos_ids`` end the text unless ``ignore_eos``; ``stop_token_ids`` always do. Neither is drawn before
+    ``min_tokens`` tokens exist. (Stop strings are the conductor's: the worker sees no text.)
+    """
+
+    max_new_tokens: int
+    eos_ids: frozenset[int] = frozenset()
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        _require(self.max_new_tokens >= 1, f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
+        _require(self.min_tokens >= 0, f"min_tokens is {self.min_tokens}; it must be 0 or more")
+
+    @property
+    def ending_ids(self) -> frozenset[int]:
+        """Every token that ends the text."""
+        return self.stop_token_ids if self.ignore_eos else self.stop_token_ids | self.eos_ids
+
+    def banned_ids(self, num_generated: int) -> frozenset[int]:
+        """Tokens that must not be drawn as the next one, of which ``num_generated`` exist already."""
+        return self.ending_ids if num_generated < self.min_tokens else frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class PeerExport:
+    """KV that another worker keeps for this request: its first ``num_tokens`` tokens, partial last block included.
+
+    ``instance`` and ``export_id`` are opaque here; the connector resolves them.
+    """
+
+    instance: str
+    export_id: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHolder:
+    """A worker whose prefix cache had the prompt's first ``num_blocks`` blocks; ``instance`` as in `PeerExport`."""
+
+    instance: str
+    num_blocks: int
+
+
+@dataclass(slots=True, eq=False)
+class EngineRequest:
+    """A request and its progress. The scheduler alone changes the fields below ``arrival``.
+
+    ``sequence`` holds all tokens so far; the first ``num_prompt_tokens`` are the original prompt, further ones
+    were generated, here or elsewhere before the request was resubmitted. ``hold_kv`` ends the request after
+    its first sampled token and keeps its blocks for a decode worker. ``fetch_blocks`` bounds how many leading
+    blocks may be looked for outside (None: all, 0: none); ``holder`` is asked before the store. ``grammar`` bounds
+    what may be generated.
+    """
+
+    request_id: RequestId
+    sequence: TokenSequence
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    stop: StopParams
+    hold_kv: bool = False
+    priority: int = 0
+    fetch_blocks: int | None = None
+    peer: PeerExport | None = None
+    holder: PrefixHolder | None = None
+    grammar: Grammar | None = None
+
+    arrival: int = -1
+    state: RequestState = RequestState.WAITING
+    block_ids: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    num_committed_blocks: int = 0
+    num_hit_tokens: int | None = None
+    num_fetched_tokens: int = 0
+    num_preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        _require(len(self.sequence) > 0, f"request {self.request_id} has no tokens")
+        _require(
+            0 < self.num_prompt_tokens <= len(self.sequence),
+            f"request {self.request_id} says {self.num_prompt_tokens} prompt tokens of {len(self.sequence)}",
+        )
+
+    def on(self, event: RequestEvent) -> None:
+        """Move along the table; asserts that the pair is in it."""
+        following = TRANSITIONS.get((self.state, event))
+        assert following is not None, f"request {self.request_id}: {event.name} in state {self.state.name}"
+        self.state = following
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and generated tokens."""
+        return len(self.sequence)
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens generated so far, here and before."""
+        return len(self.sequence) - self.num_prompt_tokens
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens whose KV is not computed yet; 1 while decoding."""
+        return len(self.sequence) - self.num_computed
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens that this worker did not have to compute: found here at first admission, or fetched."""
+        return (self.num_hit_tokens or 0) + self.num_fetched_tokens
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Smaller goes first: higher priority, then earlier arrival."""
+        return (-self.priority, self.arrival)
+
+    def finish_reason(self, max_tokens: int) -> FinishReason | None:
+        """Whether the last, generated token ends the request; ``max_tokens`` bounds the whole sequence."""
+        stop = self.stop
+        last = int(self.sequence.tokens[-1])
+        if self.num_generated > stop.min_tokens and last in stop.ending_ids:
+            return FinishReason.STOP
+        if self.num_generated >= stop.max_new_tokens or self.num_tokens >= max_tokens:
+            return FinishReason.LENGTH
+        return FinishReason.HANDED_OVER if self.hold_kv else None
+
+    def check(self, block_tokens: int) -> None:
+        """Assert that the figures fit the state."""
+        if self.state in (RequestState.WAITING, RequestState.PREEMPTED):
+            assert not self.block_ids
+            assert self.num_computed == 0
+            return
+        assert 0 <= self.num_computed < self.num_tokens
+        assert self.num_computed <= len(self.block_ids) * block_tokens
+        assert self.num_committed_blocks == self.num_computed // block_tokens
+        assert len(set(self.block_ids)) == len(self.block_ids)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise InvalidRequest(message)

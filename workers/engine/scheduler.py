@@ -1,0 +1,381 @@
+"""Which request computes which tokens in the next step: continuous batching as a pure state machine.
+
+There is no prefill phase and no decode phase. Every request has tokens whose KV is not computed yet: many at
+first (prefill), one from then on (decode). A step takes, within ``max_num_batched_tokens``, first one token of
+everybody who decodes, then runs of prompts in order of arrival, then admits waiting requests; whoever reaches
+its last token samples the next. (Chunked prefill: Sarathi-Serve, https://arxiv.org/abs/2403.02310.)
+
+Worked example, budget 8, blocks of 4. A decodes; B waits with 10 tokens, C with 3. Step 1: A 1 token, B its
+first 7. Step 2: A 1, B its last 3 and samples, C 3 and samples. Step 3: A, B, C one each.
+
+Room. A request is admitted with blocks for all the tokens it has, so a prefill is never displaced by its own
+growth; blocks for generated tokens are taken one by one. When none is left the youngest running request is
+preempted: it gives its blocks back (the full ones stay cached while nobody needs them) and returns to the queue
+at its old place. Admission is strictly in order, so nobody starves: the oldest always proceeds. Where somebody keeps
+what it gave back (``moves_preempted``), it fetches that on its return; else it computes what the cache has lost.
+
+Events in: `add`, `abort`, `fetch_done`, `step_done`. Decisions out: `schedule`. No clock, no I/O.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tanghulu.errors import ConfigError, ContextLengthExceeded, InvalidRequest, Overloaded
+from tanghulu.types import RequestId
+from tanghulu.workers.engine.block_pool import BlockPool
+from tanghulu.workers.engine.held_blocks import HeldBlocks
+from tanghulu.workers.engine.requests import EngineRequest, FinishReason, RequestEvent, RequestState
+from tanghulu.workers.engine.step_plan import (
+    CommittedBlock,
+    FetchWanted,
+    KvExport,
+    StepDraft,
+    StepOutcome,
+    StepPlan,
+    TokenOutput,
+    plan_fetch,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Bounds of a step and of the queue. ``can_fetch``: somebody performs FetchWanted; ``moves_preempted``: and keeps
+    what `StepPlan.displaced` names where fetches find it.
+    """
+
+    block_tokens: int
+    max_context: int
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 32
+    max_num_waiting: int = 1024
+    can_fetch: bool = False
+    moves_preempted: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs}: "
+                "a step must hold one token of every sequence"
+            )
+        if min(self.block_tokens, self.max_num_seqs, self.max_num_waiting) < 1:
+            raise ConfigError("block_tokens, max_num_seqs and max_num_waiting must be at least 1")
+
+
+class Scheduler:
+    """Owns every request and, through the pool, every block."""
+
+    def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
+        self.config = config
+        self.pool = pool
+        self.held = HeldBlocks(pool, config.block_tokens)
+        self.max_tokens = min(config.max_context, pool.num_blocks * config.block_tokens)
+        self._requests: dict[RequestId, EngineRequest] = {}
+        self._waiting: list[EngineRequest] = []
+        self._running: list[EngineRequest] = []
+        self._fetches: dict[RequestId, FetchWanted] = {}
+        self._num_added = 0
+        self._plan: StepPlan | None = None
+
+    # ---- events from outside
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue ``request``. Raises ContextLengthExceeded, InvalidRequest or Overloaded, and then keeps nothing."""
+        assert request.state is RequestState.WAITING
+        assert request.sequence.block_tokens == self.config.block_tokens
+        if request.request_id in self._requests or self.held.export(request.request_id) is not None:
+            raise InvalidRequest(f"request {request.request_id} is here already")
+        if request.num_tokens >= self.max_tokens:
+            raise ContextLengthExceeded(
+                f"request {request.request_id} has {request.num_tokens} tokens; this worker holds at most "
+                f"{self.max_tokens - 1} and the next one (context {self.config.max_context}, KV cache "
+                f"{self.pool.num_blocks} blocks of {self.config.block_tokens})"
+            )
+        if request.num_generated >= request.stop.max_new_tokens:
+            raise InvalidRequest(f"request {request.request_id} already has its {request.num_generated} new tokens")
+        if len(self._waiting) >= self.config.max_num_waiting:
+            raise Overloaded(f"{len(self._waiting)} requests wait already; send it to another worker or later")
+        request.arrival = self._num_added
+        self._num_added += 1
+        self._requests[request.request_id] = request
+        insort(self._waiting, request, key=_order)
+
+    def abort(self, request_id: RequestId) -> bool:
+        """Forget the request; False if it is not here (any more): it may have ended a moment ago."""
+        request = self._requests.get(request_id)
+        if request is None or request.state is RequestState.DRAINING:
+            return False
+        before = request.state
+        request.on(RequestEvent.ABORT)
+        if before is RequestState.FETCHING:
+            return True
+        (self._running if before is RequestState.RUNNING else self._waiting).remove(request)
+        self._drop(request)
+        return True
+
+    def fetch_done(self, request_id: RequestId, num_blocks_ok: int, tokens: Sequence[int] = ()) -> FinishReason | None:
+        """The transfer of the request's FetchWanted is over; the first ``num_blocks_ok`` blocks hold their KV.
+
+        ``tokens`` are what the peer sampled meanwhile (a decode worker may begin to pull before the prefill has
+        ended); they count as generated. Returns why the request ended, if they ended it.
+        """
+        wanted = self._fetches.pop(request_id)
+        request = self._requests[request_id]
+        assert 0 <= num_blocks_ok <= len(wanted.block_ids)
+        self.pool.end_transfer(wanted.block_ids)
+        request.on(RequestEvent.FETCHED)
+        if request.state is RequestState.ABORTED:
+            self._drop(request)
+            return None
+        insort(self._running, request, key=_order)
+        request.peer = None
+        if num_blocks_ok < len(wanted.block_ids):
+            request.fetch_blocks = 0
+        return self._take_fetched(request, wanted, num_blocks_ok, tokens)
+
+    def _take_fetched(
+        self, request: EngineRequest, wanted: FetchWanted, num_blocks_ok: int, tokens: Sequence[int]
+    ) -> FinishReason | None:
+        request.sequence.append(tokens)
+        covered = wanted.num_tokens
+        if num_blocks_ok < len(wanted.block_ids):
+            covered = (wanted.first_block + num_blocks_ok) * self.config.block_tokens
+        # The last token is computed here in any case: its logits are what the next token is drawn from.
+        computed = min(covered, request.num_tokens - 1)
+        if request.num_preemptions == 0:
+            request.num_fetched_tokens = computed - request.num_computed
+        request.num_computed = computed
+        self._commit_full_blocks(request)
+        reason = request.finish_reason(self.max_tokens) if tokens else None
+        if reason is not None:
+            self._finish(request, reason)
+        return reason
+
+    def step_done(self, tokens: Sequence[int]) -> StepOutcome:
+        """The plan is computed; ``tokens`` are the samples of its runs that sample, in order."""
+        plan, self._plan = self._plan, None
+        assert plan is not None, "no step was planned"
+        assert len(tokens) == sum(run.samples for run in plan.runs)
+        samples = iter(tokens)
+        outputs: list[TokenOutput] = []
+        committed: list[CommittedBlock] = []
+        for run in plan.runs:
+            token = next(samples) if run.samples else None
+            if run.request.state is not RequestState.RUNNING:
+                continue  # aborted while the step ran
+            run.request.num_computed += run.num_tokens
+            committed += self._commit_full_blocks(run.request)
+            if token is not None:
+                outputs.append(self._append(run.request, token))
+        return StepOutcome(tuple(outputs), tuple(committed))
+
+    # ---- the decision
+
+    def schedule(self) -> StepPlan:
+        """Decide the next step; `step_done` must follow before the next call."""
+        assert self._plan is None, "the last step is not done"
+        draft = StepDraft(self.config.max_num_batched_tokens)
+        self._plan_running(draft, decoding=True)
+        self._plan_running(draft, decoding=False)
+        if not draft.preempted:  # who was just displaced must not come back over the blocks it gave up
+            self._admit_waiting(draft)
+        self._plan = draft.plan()
+        return self._plan
+
+    def _plan_running(self, draft: StepDraft, *, decoding: bool) -> None:
+        for request in [request for request in self._running if (request.num_pending == 1) is decoding]:
+            if request.state is not RequestState.RUNNING:
+                continue  # preempted for an older one, just now
+            if draft.budget == 0:
+                return
+            if self._make_room(request, draft):
+                draft.add_run(request)
+
+    def _make_room(self, request: EngineRequest, draft: StepDraft) -> bool:
+        """Blocks for all the request's tokens, at the cost of the youngest; False if that was itself."""
+        missing = self._num_blocks(request.num_tokens) - len(request.block_ids)
+        while missing > self.pool.num_available:
+            victim = self._running[-1]
+            self._preempt(victim, draft)
+            if victim is request:
+                return False
+        blocks = self.pool.allocate(missing)
+        assert blocks is not None
+        request.block_ids += blocks
+        return True
+
+    def _preempt(self, victim: EngineRequest, draft: StepDraft) -> None:
+        draft.drop_runs(victim)
+        draft.preempted.append(victim.request_id)
+        victim.on(RequestEvent.PREEMPT)
+        victim.num_preemptions += 1
+        self._running.remove(victim)
+        if self.config.moves_preempted:
+            draft.displaced += self._own_blocks(victim)
+            victim.fetch_blocks = victim.num_committed_blocks
+        self._give_back_blocks(victim)
+        insort(self._waiting, victim, key=_order)
+
+    def _own_blocks(self, request: EngineRequest) -> list[CommittedBlock]:
+        """The request's full blocks that nobody else has."""
+        full = zip(request.block_ids, request.sequence.block_hashes[: request.num_committed_blocks], strict=False)
+        return [
+            CommittedBlock(request.request_id, index, block, block_hash)
+            for index, (block, block_hash) in enumerate(full)
+            if self.pool.num_references(block) == 1
+        ]
+
+    def _admit_waiting(self, draft: StepDraft) -> None:
+        while self._waiting and draft.budget > 0:
+            if len(self._running) + len(self._fetches) >= self.config.max_num_seqs:
+                return
+            request = self._waiting[0]
+            if not self._take_blocks(request):
+                return
+            self._waiting.pop(0)
+            draft.add_hits(request)
+            wanted = plan_fetch(request, self.config.block_tokens) if self.config.can_fetch else None
+            if wanted is not None:
+                request.on(RequestEvent.FETCH)
+                self.pool.begin_transfer(wanted.block_ids)
+                self._fetches[request.request_id] = wanted
+                draft.fetches.append(wanted)
+            else:
+                request.on(RequestEvent.ADMIT)
+                insort(self._running, request, key=_order)
+                draft.add_run(request)
+                if request.peer is not None and self.config.can_fetch:
+                    draft.forgone.append(request.peer)
+                    request.peer = None
+
+    def _take_blocks(self, request: EngineRequest) -> bool:
+        """Match what is cached and allocate the rest of the blocks; False (and nothing taken) if too few are left."""
+        # At least the last token stays to be computed, even if every block of the prompt is cached.
+        usable = (request.num_tokens - 1) // self.config.block_tokens
+        hits = self.pool.match(request.sequence.block_hashes[:usable])
+        missing = self._num_blocks(request.num_tokens) - len(hits)
+        # One block for each running request, so that it is not displaced by the newcomer at its next full block.
+        if missing + len(self._running) > self.pool.num_available and not self._fits_alone(missing):
+            self.pool.release(hits, used=False)
+            return False
+        fresh = self.pool.allocate(missing)
+        assert fresh is not None
+        request.block_ids = hits + fresh
+        request.num_computed = len(hits) * self.config.block_tokens
+        request.num_committed_blocks = len(hits)
+        if request.num_hit_tokens is None:
+            request.num_hit_tokens = request.num_computed
+        return True
+
+    def _fits_alone(self, missing: int) -> bool:
+        return not self._running and missing <= self.pool.num_available
+
+    # ---- progress and ends
+
+    def _append(self, request: EngineRequest, token: int) -> TokenOutput:
+        request.sequence.append((token,))
+        reason = request.finish_reason(self.max_tokens)
+        if reason is not None:
+            self._finish(request, reason)
+        return TokenOutput(request, token, reason)
+
+    def _finish(self, request: EngineRequest, reason: FinishReason) -> None:
+        request.on(RequestEvent.FINISH)
+        self._running.remove(request)
+        if reason is FinishReason.HANDED_OVER:
+            used = self._num_blocks(request.num_computed)
+            self.pool.release(request.block_ids[used:])
+            export = KvExport(request.request_id, tuple(request.block_ids[:used]), request.num_computed)
+            self.held.add(export)
+            request.block_ids = []
+        self._drop(request)
+
+    def _drop(self, request: EngineRequest) -> None:
+        self._give_back_blocks(request)
+        del self._requests[request.request_id]
+
+    def _give_back_blocks(self, request: EngineRequest) -> None:
+        self.pool.release(request.block_ids)
+        request.block_ids = []
+        request.num_computed = 0
+        request.num_committed_blocks = 0
+
+    def _commit_full_blocks(self, request: EngineRequest) -> list[CommittedBlock]:
+        full = request.num_computed // self.config.block_tokens
+        fresh = []
+        for index in range(request.num_committed_blocks, full):
+            block, block_hash = request.block_ids[index], request.sequence.block_hashes[index]
+            if self.pool.commit(block, block_hash):
+                fresh.append(CommittedBlock(request.request_id, index, block, block_hash))
+        request.num_committed_blocks = max(full, request.num_committed_blocks)
+        return fresh
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.config.block_tokens)
+
+    # ---- what others may ask
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold no blocks yet (or no longer)."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that compute."""
+        return len(self._running)
+
+    @property
+    def num_fetching(self) -> int:
+        """Requests whose blocks a transfer writes, aborted ones included."""
+        return len(self._fetches)
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Tokens of all live requests that are still to be computed: the queue as a load figure."""
+        return sum(request.num_pending for request in self._requests.values())
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `schedule` could plan something without an event from outside."""
+        return bool(self._running or self._waiting)
+
+    def request(self, request_id: RequestId) -> EngineRequest | None:
+        """The live request, to be read only; its blocks are a hand-over's before the prefill has ended."""
+        return self._requests.get(request_id)
+
+    def check(self) -> None:
+        """Assert that requests, queues, transfers and block references tell one story."""
+        self.pool.check()
+        live = self._requests.values()
+        fetching = {request.request_id for request in live if request.state in _WITH_TRANSFER}
+        assert {request.request_id for request in self._waiting + self._running} | fetching == self._requests.keys()
+        assert all(request.state in _QUEUED for request in self._waiting)
+        assert all(request.state is RequestState.RUNNING for request in self._running)
+        assert fetching == self._fetches.keys()
+        assert self._waiting == sorted(self._waiting, key=_order)
+        assert self._running == sorted(self._running, key=_order)
+        assert len(self._running) + len(self._fetches) <= self.config.max_num_seqs
+        holders = self.held.references()
+        for request in live:
+            request.check(self.config.block_tokens)
+            holders.update(request.block_ids)
+        assert all(self.pool.num_references(block) == holders[block] for block in range(self.pool.num_blocks))
+        moving = {block for wanted in self._fetches.values() for block in wanted.block_ids}
+        assert self.pool.num_in_transfer == len(moving)
+
+    def __repr__(self) -> str:
+        return (
+            f"Scheduler({self.num_waiting} waiting, {self.num_fetching} fetching, {self.num_running} running, "
+            f"{self.held.num_exports} exported, {self.pool!r})"
+        )
+
+
+_QUEUED = (RequestState.WAITING, RequestState.PREEMPTED)
+_WITH_TRANSFER = (RequestState.FETCHING, RequestState.DRAINING)
+
+
+def _order(request: EngineRequest) -> tuple[int, int]:
+    return request.order

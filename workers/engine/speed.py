@@ -1,0 +1,102 @@
+"""How fast this worker is, from what it did lately: tokens over seconds, the past fading. Pure.
+
+The engine's thread owns it. Only steps of many tokens say how fast prefill is: a prompt of 37 tokens takes about as
+long as one of 5, because reading the weights dominates, and 84 tokens/s would be a wrong promise for the next 2,000.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tanghulu.workers.engine.step_model import NO_WORK, StepCosts, StepModel, StepWork
+
+_FADE = 0.8  # of what was known before, at each new observation
+_PREFILL_TOKENS = 128  # steps of at least so many tokens count as prefill
+#: From other workers, until something was read: that this worker can at all is worth knowing.
+ASSUMED_PEER_BYTES_PER_S = 1e9
+#: Peers of which it is told between two reports what was read from them.
+MAX_READ_PEERS = 32
+#: Tokens of a step at most, where nothing is said.
+DEFAULT_STEP_TOKENS = 512
+_DECODE_TOKENS = 32  # steps of at most so many, one a sequence, as decode
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """Measured lately; 0 while unknown, but for ``peer_bytes_per_s``."""
+
+    prefill_tokens_per_s: float = 0.0
+    decode_step_s: float = 0.0
+    store_bytes_per_s: float = 0.0
+    peer_bytes_per_s: float = ASSUMED_PEER_BYTES_PER_S
+    costs: StepCosts | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRead:
+    """What was read from the worker at ``address``, and how long that took."""
+
+    address: str
+    num_bytes: int
+    seconds: float
+
+
+class _Rate:
+    """Amount over seconds, both fading: a large observation weighs more than a small one."""
+
+    def __init__(self) -> None:
+        self._amount = self._seconds = 0.0
+
+    def add(self, amount: float, seconds: float) -> None:
+        self._amount = _FADE * self._amount + amount
+        self._seconds = _FADE * self._seconds + seconds
+
+    @property
+    def per_s(self) -> float:
+        return self._amount / self._seconds if self._seconds > 0 else 0.0
+
+
+class SpeedMeter:
+    """Feed it steps (of at most ``max_step_tokens``) and fetches; read ``speeds``.
+
+    Without ``reads_peers`` it says that nothing can be read from other workers' caches.
+    """
+
+    def __init__(self, max_step_tokens: int = DEFAULT_STEP_TOKENS, reads_peers: bool = True) -> None:
+        self._reads_peers = reads_peers
+        self._model = StepModel(max_step_tokens)
+        self._prefill, self._decode, self._store, self._peer = _Rate(), _Rate(), _Rate(), _Rate()
+        self._reads: dict[str, PeerRead] = {}
+
+    def step(self, num_tokens: int, num_sequences: int, seconds: float, work: StepWork = NO_WORK) -> None:
+        """A step computed ``num_tokens`` of ``num_sequences`` requests in ``seconds``; ``work`` says it in detail."""
+        self._model.step(work, seconds)
+        if num_tokens >= _PREFILL_TOKENS:
+            self._prefill.add(num_tokens, seconds)
+        elif num_tokens == num_sequences and num_tokens <= _DECODE_TOKENS:
+            self._decode.add(1, seconds)
+
+    def fetched(self, num_bytes: int, seconds: float) -> None:
+        """A prefix of ``num_bytes`` was loaded from the store in ``seconds``."""
+        self._store.add(num_bytes, seconds)
+
+    def read_from_peer(self, num_bytes: int, seconds: float, address: str = "") -> None:
+        """KV of ``num_bytes`` was loaded from another worker, the one at ``address``, in ``seconds``."""
+        self._peer.add(num_bytes, seconds)
+        before = self._reads.get(address, PeerRead(address, 0, 0.0))
+        if address and (before.num_bytes or len(self._reads) < MAX_READ_PEERS):
+            self._reads[address] = PeerRead(address, before.num_bytes + num_bytes, before.seconds + seconds)
+
+    def take_reads(self) -> tuple[PeerRead, ...]:
+        """What was read from peers since the last call, summed for each."""
+        reads = tuple(self._reads.values())
+        self._reads.clear()
+        return reads
+
+    @property
+    def speeds(self) -> Speeds:
+        """What is known now."""
+        steps_per_s = self._decode.per_s
+        peer_bytes_per_s = (self._peer.per_s or ASSUMED_PEER_BYTES_PER_S) if self._reads_peers else 0.0
+        step_s = 1 / steps_per_s if steps_per_s else 0.0
+        return Speeds(self._prefill.per_s, step_s, self._store.per_s, peer_bytes_per_s, self._model.costs)

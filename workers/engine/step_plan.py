@@ -1,0 +1,176 @@
+"""The scheduler's words: what it decides for a step, and what came of it. Plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tanghulu.types import BlockHash, RequestId
+from tanghulu.workers.engine.requests import EngineRequest, FinishReason, PeerExport, PrefixHolder
+from tanghulu.workers.engine.step_model import StepWork
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRun:
+    """Compute tokens ``start .. start+num_tokens`` of ``request``; ``samples`` if that reaches its last token."""
+
+    request: EngineRequest
+    start: int
+    num_tokens: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FetchWanted:
+    """Write KV into ``block_ids``, the prompt's blocks from number ``first_block`` on, then tell `fetch_done`.
+
+    ``num_tokens`` counts from the prompt's first token: the last block is partial if it is no multiple of the
+    block size, which happens only with ``peer``. ``block_hashes`` are those of the full blocks among them. The
+    blocks belong to the transfer until `fetch_done`, even if the request is aborted meanwhile. Without ``peer`` they
+    come from ``holder``, if there is one, and from the store.
+    """
+
+    request_id: RequestId
+    first_block: int
+    block_ids: tuple[int, ...]
+    block_hashes: tuple[BlockHash, ...]
+    num_tokens: int
+    peer: PeerExport | None
+    holder: PrefixHolder | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: what to compute, whom it displaced, what to fetch meanwhile.
+
+    ``forgone``: exports of other workers that need not be fetched, because all of it was found here. ``reused``: cached
+    blocks that newly admitted requests found here. ``displaced``: full blocks that only the preempted had, whose bytes
+    stay until the step is computed; empty where nobody would keep them.
+    """
+
+    runs: tuple[ScheduledRun, ...]
+    preempted: tuple[RequestId, ...]
+    fetches: tuple[FetchWanted, ...]
+    forgone: tuple[PeerExport, ...] = ()
+    reused: tuple[CommittedBlock, ...] = ()
+    displaced: tuple[CommittedBlock, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step computes."""
+        return sum(run.num_tokens for run in self.runs)
+
+    @property
+    def work(self) -> StepWork:
+        """What the step computes, as its duration depends on it."""
+        tokens = pairs = sequences = context = 0
+        for run in self.runs:
+            if run.num_tokens == 1 and run.samples:
+                sequences, context = sequences + 1, context + run.start
+            else:
+                end = run.start + run.num_tokens
+                tokens, pairs = tokens + run.num_tokens, pairs + end * end - run.start * run.start
+        return StepWork(tokens, pairs, sequences, context)
+
+
+@dataclass(slots=True)
+class StepDraft:
+    """A step plan while it is being made."""
+
+    budget: int
+    runs: list[ScheduledRun] = field(default_factory=list)
+    preempted: list[RequestId] = field(default_factory=list)
+    fetches: list[FetchWanted] = field(default_factory=list)
+    forgone: list[PeerExport] = field(default_factory=list)
+    reused: list[CommittedBlock] = field(default_factory=list)
+    displaced: list[CommittedBlock] = field(default_factory=list)
+
+    def plan(self) -> StepPlan:
+        """What was decided."""
+        return StepPlan(
+            runs=tuple(self.runs),
+            preempted=tuple(self.preempted),
+            fetches=tuple(self.fetches),
+            forgone=tuple(self.forgone),
+            reused=tuple(self.reused),
+            displaced=tuple(self.displaced),
+        )
+
+    def add_hits(self, request: EngineRequest) -> None:
+        """Note the blocks that the just admitted ``request`` found here; not its own from before a preemption."""
+        if request.num_preemptions == 0:
+            found = zip(request.block_ids, request.sequence.block_hashes, strict=False)
+            for index, (block, block_hash) in zip(range(request.num_committed_blocks), found, strict=False):
+                self.reused.append(CommittedBlock(request.request_id, index, block, block_hash))
+
+    def add_run(self, request: EngineRequest) -> None:
+        """Plan as many of the pending tokens as the budget allows."""
+        count = min(request.num_pending, self.budget)
+        self.budget -= count
+        self.runs.append(ScheduledRun(request, request.num_computed, count, count == request.num_pending))
+
+    def drop_runs(self, request: EngineRequest) -> None:
+        """Take back what was planned for ``request`` (a young decode, planned before an older prefill)."""
+        self.budget += sum(run.num_tokens for run in self.runs if run.request is request)
+        self.runs = [run for run in self.runs if run.request is not request]
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedBlock:
+    """A block that became full and can be matched: number ``index`` of its request, new to this worker."""
+
+    request_id: RequestId
+    index: int
+    block_id: int
+    block_hash: BlockHash
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """One request's new token and, if that was its last, why."""
+
+    request: EngineRequest
+    token: int
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What a completed step changed."""
+
+    outputs: tuple[TokenOutput, ...]
+    committed: tuple[CommittedBlock, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KvExport:
+    """Blocks that a finished request left for a decode worker: KV of its first ``num_tokens`` tokens."""
+
+    request_id: RequestId
+    block_ids: tuple[int, ...]
+    num_tokens: int
+
+
+def plan_fetch(request: EngineRequest, block_tokens: int) -> FetchWanted | None:
+    """What of a just admitted request should come from outside; None if nothing is missing or allowed.
+
+    ``request.num_computed`` tokens (whole blocks) were found here. From a peer's export everything is wanted,
+    the partial last block included; from the store whole blocks, and never the one with the last token, so
+    that something remains to compute logits from.
+    """
+    if request.peer is not None:
+        num_tokens = min(request.peer.num_tokens, request.num_tokens)
+    else:
+        usable = (request.num_tokens - 1) // block_tokens
+        num_tokens = block_tokens * (usable if request.fetch_blocks is None else min(usable, request.fetch_blocks))
+    start, end = request.num_computed // block_tokens, -(-num_tokens // block_tokens)
+    if end <= start:
+        return None
+    return FetchWanted(
+        request_id=request.request_id,
+        first_block=start,
+        block_ids=tuple(request.block_ids[start:end]),
+        block_hashes=tuple(request.sequence.block_hashes[start : num_tokens // block_tokens]),
+        num_tokens=num_tokens,
+        peer=request.peer,
+        holder=request.holder if request.peer is None else None,
+    )

@@ -1,0 +1,157 @@
+"""The thread that steps the engine, and the only one that touches it.
+
+Others post commands, which run between two steps, in order; after each step (or batch of commands that changed
+something) one report leaves. The event loop of the process is never blocked by the model, nor the model by it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import structlog
+
+from tanghulu.types import RequestId
+from tanghulu.workers.engine.engine import EngineCore
+from tanghulu.workers.engine.requests import FinishReason
+from tanghulu.workers.engine.speed import PeerRead, SpeedMeter, Speeds
+from tanghulu.workers.engine.step_plan import KvExport
+from tanghulu.workers.engine.step_result import StepResult
+
+_log = structlog.get_logger(__name__)
+
+Command = Callable[[EngineCore], None]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """How busy the engine is: requests, blocks, tokens that wait to be computed, measured speeds."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_fetching: int = 0
+    blocks_total: int = 0
+    blocks_available: int = 0
+    blocks_cached: int = 0
+    blocks_in_use: int = 0
+    blocks_in_transfer: int = 0
+    pending_tokens: int = 0
+    speeds: Speeds = field(default_factory=Speeds)
+    reads: tuple[PeerRead, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What leaves the engine after a step: its result, new exports of handed-over requests, the load."""
+
+    result: StepResult
+    exports: Mapping[RequestId, KvExport]
+    load: EngineLoad
+
+
+class EngineThread:
+    """Runs ``core`` until ``stop``. ``on_report`` and ``on_failure`` are called in the engine's thread."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        on_report: Callable[[StepReport], None],
+        on_failure: Callable[[BaseException], None],
+        speed: SpeedMeter | None = None,
+    ) -> None:
+        self._core = core
+        self._on_report = on_report
+        self._on_failure = on_failure
+        self._commands: deque[Command] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._speed = speed or SpeedMeter()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Begin to step."""
+        self._thread.start()
+
+    def post(self, command: Command) -> None:
+        """Run ``command`` between two steps; any thread may call. It must not raise and must not wait."""
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify()
+
+    def stop(self) -> None:
+        """End after the step under way; commands that came before are run."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                commands, stopping = self._take_commands()
+                for command in commands:
+                    command(self._core)
+                if stopping:
+                    return
+                self._advance(told=bool(commands))
+        except BaseException as error:  # noqa: BLE001 - the engine's state is unknown now: the process must end
+            _log.exception("engine.failed")
+            self._on_failure(error)
+
+    def _take_commands(self) -> tuple[list[Command], bool]:
+        """What is to be done before the next step; sleeps while there is nothing to do at all."""
+        with self._wake:
+            while not (self._commands or self._stopping or self._can_step):
+                self._wake.wait()
+            commands = list(self._commands)
+            self._commands.clear()
+            return commands, self._stopping
+
+    _can_step = False
+
+    def _advance(self, *, told: bool) -> None:
+        scheduler = self._core.scheduler
+        result = self._core.step() if scheduler.has_work else StepResult()
+        self._core.rest()
+        events = result.kv_events or tuple(scheduler.pool.take_events())
+        # A step may find that all who wait are blocked by transfers: only an event from outside changes that.
+        self._can_step = scheduler.has_work and not result.idle
+        if not result.idle:
+            seconds = result.timings.forward_s + result.timings.sample_s
+            self._speed.step(result.num_computed_tokens, result.num_sequences, seconds, result.work)
+        if told or events or not result.idle:
+            report = StepReport(
+                _with_events(result, events), self._exports(result), self.load(self._speed.take_reads())
+            )
+            self._on_report(report)
+
+    def _exports(self, result: StepResult) -> dict[RequestId, KvExport]:
+        handed = [o.request_id for o in result.outputs if o.finish_reason is FinishReason.HANDED_OVER]
+        found = {request_id: self._core.scheduler.held.export(request_id) for request_id in handed}
+        return {request_id: export for request_id, export in found.items() if export is not None}
+
+    def load(self, reads: tuple[PeerRead, ...] = ()) -> EngineLoad:
+        """The engine's load now, to be called in the engine's thread (by a command); with ``reads`` from peers."""
+        scheduler, pool = self._core.scheduler, self._core.scheduler.pool
+        return EngineLoad(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_fetching=scheduler.num_fetching,
+            blocks_total=pool.num_blocks,
+            blocks_available=pool.num_available,
+            blocks_cached=pool.num_cached,
+            blocks_in_use=pool.num_in_use,
+            blocks_in_transfer=pool.num_in_transfer,
+            pending_tokens=scheduler.num_pending_tokens,
+            speeds=self._speed.speeds,
+            reads=reads,
+        )
+
+
+def _with_events(result: StepResult, events: tuple[object, ...]) -> StepResult:
+    if result.kv_events or not events:
+        return result
+    return StepResult(kv_events=events)  # type: ignore[arg-type]

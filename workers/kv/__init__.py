@@ -1,0 +1,1 @@
+"""KV on its way in and out of the cache: the store, other workers, exports, staging."""

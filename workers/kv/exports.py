@@ -1,0 +1,140 @@
+"""KV that finished prefills hold for other workers: which export, who reads it, when its blocks are given back.
+
+    HELD --release--> FREE           nobody reads
+    HELD --pin--> READ --release--> CLOSING --last reader gone--> FREE
+    READ --last reader gone--> HELD  (a reader died; another may come)
+
+An export that nobody asked for within ``ttl_s`` is released. Pure: what to do comes back as data.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from enum import Enum
+
+from tanghulu.errors import ChunkNotFound
+from tanghulu.types import LeaseId, RequestId
+from tanghulu.workers.engine.step_plan import KvExport
+
+
+class ExportState(Enum):
+    """Where an export stands."""
+
+    HELD = "held"  # waits for a reader
+    READ = "read"  # somebody holds leases on its blocks
+    CLOSING = "closing"  # nobody needs it, but a reader may still touch its blocks
+    FREE = "free"  # its blocks are given back
+
+
+class ExportEvent(Enum):
+    """What happens to an export."""
+
+    PIN = "pin"
+    RELEASE = "release"
+    READERS_GONE = "readers gone"
+
+
+_S, _E = ExportState, ExportEvent
+TRANSITIONS: dict[tuple[ExportState, ExportEvent], ExportState] = {
+    (_S.HELD, _E.PIN): _S.READ,
+    (_S.HELD, _E.RELEASE): _S.FREE,
+    (_S.READ, _E.PIN): _S.READ,
+    (_S.READ, _E.RELEASE): _S.CLOSING,
+    (_S.READ, _E.READERS_GONE): _S.HELD,
+    (_S.CLOSING, _E.RELEASE): _S.CLOSING,
+    (_S.CLOSING, _E.READERS_GONE): _S.FREE,
+}
+
+
+@dataclass(slots=True, eq=False)
+class Export:
+    """One request's KV, held ready. ``leases`` are those of its readers."""
+
+    export_id: int
+    request_id: RequestId
+    kv: KvExport
+    expires_at_s: float
+    state: ExportState = ExportState.HELD
+    leases: set[LeaseId] = field(default_factory=set)
+
+    def on(self, event: ExportEvent) -> None:
+        """Move along the table; an unknown pair is a programmer's error."""
+        following = TRANSITIONS.get((self.state, event))
+        assert following is not None, f"export {self.export_id}: {event} in {self.state}"
+        self.state = following
+
+
+class ExportTable:
+    """All exports of a worker. Calls that may free one return the requests whose blocks to give back now."""
+
+    def __init__(self, ttl_s: float) -> None:
+        self._ttl_s = ttl_s
+        self._ids = itertools.count(1)
+        self._exports: dict[int, Export] = {}
+        self._by_lease: dict[LeaseId, Export] = {}
+
+    def __len__(self) -> int:
+        return len(self._exports)
+
+    def add(self, kv: KvExport, now_s: float) -> Export:
+        """Hold ``kv`` ready for ``ttl_s``."""
+        export = Export(next(self._ids), kv.request_id, kv, now_s + self._ttl_s)
+        self._exports[export.export_id] = export
+        return export
+
+    def get(self, export_id: int) -> Export:
+        """The export; raises ChunkNotFound when it was released or its time ran out."""
+        export = self._exports.get(export_id)
+        if export is None or export.state is ExportState.CLOSING:
+            raise ChunkNotFound(f"export {export_id} is not held here (any more); compute the prompt instead")
+        return export
+
+    def pinned(self, export: Export, leases: list[LeaseId], now_s: float) -> None:
+        """A reader was given ``leases`` on the export's blocks."""
+        export.on(ExportEvent.PIN)
+        export.leases.update(leases)
+        export.expires_at_s = now_s + self._ttl_s
+        self._by_lease.update(dict.fromkeys(leases, export))
+
+    def leases_of(self, export_id: int) -> list[LeaseId]:
+        """Leases that readers hold on it; empty if it is gone."""
+        export = self._exports.get(export_id)
+        return sorted(export.leases) if export is not None else []
+
+    def release(self, export_id: int) -> list[RequestId]:
+        """Nobody needs the export any more; releasing one that is gone is no error."""
+        export = self._exports.get(export_id)
+        if export is None:
+            return []
+        export.on(ExportEvent.RELEASE)
+        return self._settle(export)
+
+    def lease_freed(self, lease_id: LeaseId) -> list[RequestId]:
+        """Nobody can read under this lease any more."""
+        export = self._by_lease.pop(lease_id, None)
+        if export is None:
+            return []
+        export.leases.discard(lease_id)
+        if export.leases:
+            return []
+        export.on(ExportEvent.READERS_GONE)
+        return self._settle(export)
+
+    def expire(self, now_s: float) -> list[RequestId]:
+        """Release what nobody has asked for in time."""
+        late = [e for e in self._exports.values() if e.expires_at_s <= now_s and e.state is not ExportState.CLOSING]
+        return [request_id for export in late for request_id in self.release(export.export_id)]
+
+    def _settle(self, export: Export) -> list[RequestId]:
+        if export.state is not ExportState.FREE:
+            return []
+        del self._exports[export.export_id]
+        return [export.request_id]
+
+    def check(self) -> None:
+        """Assert that leases and exports tell one story."""
+        held = {lease for export in self._exports.values() for lease in export.leases}
+        assert held == self._by_lease.keys()
+        for export in self._exports.values():
+            assert bool(export.leases) == (export.state in (ExportState.READ, ExportState.CLOSING)), export

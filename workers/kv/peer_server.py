@@ -1,0 +1,253 @@
+"""Hands KV to other workers: the fast-lane calls on exports, and the leases under which their blocks are read.
+
+Runs on the process's event loop. Bytes are moved by the reader (shm) or by the segment server (tcp); here are the
+rights, the checksums and the giving back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import Awaitable, Callable, Sequence
+
+import xxhash
+
+from tanghulu.errors import InvalidRequest, Overloaded, TanghuluError
+from tanghulu.protos import fastlane_pb2, session_pb2, store_pb2
+from tanghulu.rpc.fast_server import FastService, Peer
+from tanghulu.rpc.frames import PROTOCOL_VERSION
+from tanghulu.runtime.clock import Clock
+from tanghulu.runtime.process import host_id
+from tanghulu.transfer_engine.core.access import AccessTable
+from tanghulu.transfer_engine.core.descriptor_wire import to_proto
+from tanghulu.transfer_engine.core.leases import Freed
+from tanghulu.transfer_engine.core.opcode import Opcode
+from tanghulu.transfer_engine.core.segment import SegmentDescriptor
+from tanghulu.types import BlockHash, Fingerprint, InstanceId, LeaseId, RequestId
+from tanghulu.workers.engine.kv_layout import KvLayout
+from tanghulu.workers.engine.step_plan import KvExport
+from tanghulu.workers.engine.thread import StepReport
+from tanghulu.workers.kv.exports import Export, ExportTable
+from tanghulu.workers.kv.ports import ExportWindow
+from tanghulu.workers.metrics import WorkerMetrics
+
+EXPORT_TTL_S = 30.0
+#: Cached prefixes that other workers read at a time; who asks for more computes or asks the store.
+MAX_PREFIXES = 16
+SWEEP_S = 1.0
+
+
+ExportPrefix = Callable[[RequestId, Sequence[BlockHash]], Awaitable[KvExport | None]]
+
+
+class PeerServer:
+    """Exports of this worker. ``give_back`` is called with requests whose exported blocks nobody needs any more.
+
+    ``export_prefix`` holds cached blocks under a name of its own, as `EngineCore.export_prefix` does.
+    """
+
+    def __init__(
+        self,
+        instance_id: InstanceId,
+        generation: int,
+        fingerprint: Fingerprint,
+        layout: KvLayout,
+        window: ExportWindow,
+        access: AccessTable,
+        clock: Clock,
+        metrics: WorkerMetrics,
+        give_back: Callable[[RequestId], None],
+        export_prefix: ExportPrefix,
+    ) -> None:
+        self._instance_id = instance_id
+        self._generation = generation
+        self._fingerprint = fingerprint
+        self._layout = layout
+        self._window = window
+        self._access = access
+        self._clock = clock
+        self._metrics = metrics
+        self._give_back = give_back
+        self._export_prefix = export_prefix
+        self._prefix_numbers = itertools.count(1)
+        self._prefixes: set[RequestId] = set()
+        self._exports = ExportTable(EXPORT_TTL_S)
+        self._session_ids = itertools.count(1)
+        self._descriptor: SegmentDescriptor | None = None
+        self.address, self.unix_path = "", ""
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    def serve(self, service: FastService, descriptor: SegmentDescriptor) -> None:
+        """Answer the fast lane's calls; ``descriptor`` is how peers reach the cache's segment."""
+        self._descriptor = descriptor
+        service.register(fastlane_pb2.METHOD_HELLO, store_pb2.HelloRequest, self._hello)
+        service.register(fastlane_pb2.METHOD_EXPORT_PIN, session_pb2.ExportPinRequest, self._pin)
+        service.register(fastlane_pb2.METHOD_PREFIX_PIN, session_pb2.PrefixPinRequest, self._pin_prefix)
+        service.register(fastlane_pb2.METHOD_EXPORT_RELEASE, session_pb2.ExportReleaseRequest, self._release)
+
+    # --- exports of this worker's own requests
+
+    def add_exports(self, report: StepReport) -> dict[RequestId, session_pb2.KvSource]:
+        """Hold the step's hand-overs ready; returns where each can be fetched."""
+        now_s = self._clock.now_s()
+        if report.exports:
+            self.idle.clear()
+        return {request_id: self._source(self._exports.add(kv, now_s)) for request_id, kv in report.exports.items()}
+
+    def _source(self, export: Export) -> session_pb2.KvSource:
+        self._metrics.exports.set(len(self._exports))
+        return session_pb2.KvSource(
+            instance_id=self._instance_id,
+            address=self.address,
+            unix_path=self.unix_path,
+            export_id=export.export_id,
+            num_tokens=export.kv.num_tokens,
+        )
+
+    def release(self, export_id: int) -> None:
+        """Nobody will fetch the export (any more)."""
+        self._gone(self._exports.release(export_id))
+
+    def on_freed(self, freed: Sequence[Freed]) -> None:
+        """Leases ended: exports whose last reader is gone may be given back."""
+        for each in freed:
+            self._window.give_back(each.offset)
+            self._gone(self._exports.lease_freed(each.lease_id))
+
+    async def sweep(self) -> None:
+        """Until cancelled: end leases and exports whose time is up."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            now_s = self._clock.now_s()
+            self.on_freed(self._access.expire(now_s))
+            self._gone(self._exports.expire(now_s))
+
+    def _gone(self, requests: Sequence[RequestId]) -> None:
+        for request_id in requests:
+            self._prefixes.discard(request_id)
+            self._give_back(request_id)
+        self._metrics.exports.set(len(self._exports))
+        if len(self._exports) == 0:
+            self.idle.set()
+
+    # --- calls of peers
+
+    def _hello(self, peer: Peer, request: store_pb2.HelloRequest, _: memoryview) -> store_pb2.HelloReply:
+        if request.protocol_version != PROTOCOL_VERSION:
+            raise InvalidRequest(
+                f"peer speaks version {request.protocol_version} of the fast lane, this worker {PROTOCOL_VERSION}"
+            )
+        if peer.state is not None:
+            raise InvalidRequest("a connection says hello once")
+        assert self._descriptor is not None
+        session_id = next(self._session_ids) | (os.getpid() << 32)
+        maps = peer.is_unix and request.wants_shm and request.host_id == host_id()
+        self._access.open_session(session_id, peer.pid if maps else None)
+        peer.state = (session_id, maps)
+        peer.on_close.append(lambda: self.on_freed(self._access.close_session(session_id)))
+        return store_pb2.HelloReply(
+            instance_id=self._instance_id,
+            generation=self._generation,
+            session_id=session_id,
+            segment=to_proto(self._descriptor),
+        )
+
+    async def _pin(
+        self, peer: Peer, request: session_pb2.ExportPinRequest, _: memoryview
+    ) -> session_pb2.ExportPinReply:
+        self._require_known(peer, request.fingerprint)
+        export = self._exports.get(request.export_id)
+        if request.first_block:
+            self._drop_leases(request.export_id, peer.state[0])  # it comes for more, so it has what it came for before
+        return await self._pinned(peer, export, export.kv.block_ids[request.first_block :])
+
+    async def _pin_prefix(
+        self, peer: Peer, request: session_pb2.PrefixPinRequest, _: memoryview
+    ) -> session_pb2.ExportPinReply:
+        self._require_known(peer, request.fingerprint)
+        if len(self._prefixes) >= MAX_PREFIXES:
+            raise Overloaded(f"{MAX_PREFIXES} prefixes of {self._instance_id} are being read; ask the store, or later")
+        name = RequestId(f"prefix-{next(self._prefix_numbers)}")
+        self._prefixes.add(name)
+        try:
+            kv = await self._export_prefix(name, [BlockHash(each) for each in request.block_hashes])
+        except asyncio.CancelledError:
+            self._prefixes.remove(name)
+            raise
+        if kv is None:
+            self._prefixes.remove(name)
+            return session_pb2.ExportPinReply()
+        export = self._exports.add(kv, self._clock.now_s())
+        self.idle.clear()
+        self._metrics.exports.set(len(self._exports))
+        try:
+            reply = await self._pinned(peer, export, kv.block_ids)
+        except Overloaded:
+            self.release(export.export_id)
+            raise
+        reply.export_id = export.export_id
+        return reply
+
+    def _require_known(self, peer: Peer, fingerprint: bytes) -> None:
+        if peer.state is None:
+            raise InvalidRequest("say hello before you pin an export")
+        if fingerprint != self._fingerprint:
+            raise InvalidRequest(
+                f"KV of {fingerprint.hex() or 'no fingerprint'} was asked for, {self._instance_id} holds KV of "
+                f"{self._fingerprint.hex()}: model, dtype, block size and --tp must be equal on both sides"
+            )
+
+    async def _pinned(self, peer: Peer, export: Export, block_ids: Sequence[int]) -> session_pb2.ExportPinReply:
+        """Leases on the leading ones of ``block_ids`` of ``export`` that there is room for, and their checksums."""
+        if not block_ids:
+            return session_pb2.ExportPinReply(num_tokens=export.kv.num_tokens)
+        session_id, maps = peer.state
+        offsets = self._window.take(block_ids)
+        leases = self._grant(session_id, offsets, maps)
+        self._exports.pinned(export, leases, self._clock.now_s())
+        # Shielded: what was taken is shown even if the reader hangs up meanwhile.
+        showing = asyncio.to_thread(self._shown_checksums, block_ids[: len(offsets)], offsets)
+        checksums = await asyncio.shield(asyncio.ensure_future(showing))
+        reply = session_pb2.ExportPinReply(num_tokens=export.kv.num_tokens)
+        for offset, lease, parts in zip(offsets, leases, checksums, strict=True):
+            exported = reply.blocks.add(offset=offset, length=self._layout.block_bytes, lease_id=lease)
+            exported.checksums.part_bytes = self._layout.layer_bytes
+            exported.checksums.parts.extend(parts)
+        return reply
+
+    def _grant(self, session_id: int, offsets: Sequence[int], maps: bool) -> list[LeaseId]:
+        """A lease on each block; the reader copies over tcp where its mapped bytes would pass the cap."""
+        size = self._layout.block_bytes
+        granted: list[LeaseId] = []
+        for offset in offsets:
+            try:
+                granted.append(self._access.grant(session_id, offset, size, Opcode.READ, shm=maps))
+            except TanghuluError:
+                for lease in granted:  # no reader knows of them yet
+                    self._access.release(lease)
+                self._window.leave(offsets)
+                raise
+        return granted
+
+    def _shown_checksums(self, block_ids: Sequence[int], offsets: Sequence[int]) -> list[list[int]]:
+        """xxh3_64 of each layer of each block, where it will be read; the blocks are held, so their bytes stay."""
+        step = self._layout.layer_bytes
+        views = self._window.show(block_ids, offsets)
+        return [[xxhash.xxh3_64_intdigest(v[i : i + step]) for i in range(0, len(v), step)] for v in views]
+
+    def _release(
+        self, peer: Peer, request: session_pb2.ExportReleaseRequest, _: memoryview
+    ) -> session_pb2.ExportReleaseReply:
+        self._metrics.export_bytes.inc(request.bytes_read)
+        self._drop_leases(request.export_id, peer.state[0] if peer.state is not None else 0)
+        self.release(request.export_id)
+        return session_pb2.ExportReleaseReply()
+
+    def _drop_leases(self, export_id: int, session_id: int) -> None:
+        """The reader behind the session has read what it holds of the export."""
+        for lease_id in self._exports.leases_of(export_id):
+            lease = self._access.lease(lease_id)
+            if lease is not None and lease.session_id == session_id:
+                self.on_freed(self._access.release(lease_id))

@@ -1,0 +1,104 @@
+"""Where the bytes of blocks meet the outside: what transfers fill and drain, and what other workers may read.
+
+In main memory transfers use the cache as it lies, and peers read it there. Blocks on a device come and go through
+pinned memory (`kv_staging`); both sides of a worker that move KV (`connector`, `peer_server`) know only what is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from tanghulu.workers.engine.kv_layout import KvMemory
+
+#: Moves some of the blocks that were named, those from a number on, into or out of these buffers (one each); returns
+#: how many leading ones of them it moved.
+Move = Callable[[int, Sequence[memoryview]], int]
+
+
+def wipe(buffers: Sequence[memoryview]) -> None:
+    """Zero what did not arrive whole. As numbers its bytes may be NaN, and attention's masks hide no NaN: what lies in
+    a block behind a sequence's last token is multiplied by zero, not left out.
+    """
+    for buffer in buffers:
+        buffer[:] = bytes(len(buffer))
+
+
+class BlockPort(Protocol):
+    """Blocks as buffers of bytes; called from threads that may block, blocks belonging to the caller meanwhile."""
+
+    def fill(self, block_ids: Sequence[int], move: Move) -> int:
+        """Let ``move`` write the blocks, in order and perhaps some at a time; returns how many leading ones it did.
+
+        Those are in place when this returns; the others hold what they held. Raises what ``move`` raises.
+        """
+        ...
+
+    def drain(self, block_ids: Sequence[int], move: Move) -> int:
+        """Let ``move`` read the blocks, in order and perhaps some at a time; returns how many leading ones it did.
+
+        Nothing reads them when this returns. Raises what ``move`` raises.
+        """
+        ...
+
+
+class ExportWindow(Protocol):
+    """Blocks as ranges of the segment that other workers read."""
+
+    def take(self, block_ids: Sequence[int]) -> list[int]:
+        """Offsets at which the leading ones of ``block_ids`` will be read, at least one; never blocks.
+
+        Raises Overloaded when there is no room for any.
+        """
+        ...
+
+    def show(self, block_ids: Sequence[int], offsets: Sequence[int]) -> list[memoryview]:
+        """Bring the blocks to their ``offsets``; returns what is there. May block: not for an event loop."""
+        ...
+
+    def give_back(self, offset: int) -> None:
+        """Nobody reads what `take` gave at ``offset`` any more; once for each time that it was taken."""
+        ...
+
+    def leave(self, offsets: Sequence[int]) -> None:
+        """What `take` gave will neither be shown nor read."""
+        ...
+
+
+class KvDoor(NamedTuple):
+    """Both ways, for one cache."""
+
+    port: BlockPort
+    window: ExportWindow
+
+
+class HostBlocks:
+    """Port and window of a cache in main memory, which is the segment itself: nothing is copied."""
+
+    def __init__(self, memory: KvMemory) -> None:
+        self._memory = memory
+
+    def fill(self, block_ids: Sequence[int], move: Move) -> int:
+        """All at once, in place."""
+        return move(0, self._views(block_ids))
+
+    def drain(self, block_ids: Sequence[int], move: Move) -> int:
+        """All at once, in place."""
+        return move(0, self._views(block_ids))
+
+    def take(self, block_ids: Sequence[int]) -> list[int]:
+        """Where the blocks are."""
+        return [self._memory.block_offset(block) for block in block_ids]
+
+    def show(self, block_ids: Sequence[int], offsets: Sequence[int]) -> list[memoryview]:
+        """The blocks themselves."""
+        return self._views(block_ids)
+
+    def give_back(self, offset: int) -> None:
+        """The block stays where it is."""
+
+    def leave(self, offsets: Sequence[int]) -> None:
+        """The blocks stay where they are."""
+
+    def _views(self, block_ids: Sequence[int]) -> list[memoryview]:
+        return [self._memory.block_view(block) for block in block_ids]

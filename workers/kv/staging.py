@@ -1,0 +1,230 @@
+"""Blocks on a device, on their way in and out through pinned memory: the device's side of `kv_port`.
+
+Two things are kept apart. What this worker fetches and stores passes through rings of the transfer engine
+(`gpu_staging`), in which the device copies one half while the other is being moved. What other workers read lies in the
+segment that is offered to them, cut into slots of a block each, for as long as they hold leases on it:
+
+    FREE -- take --> FILLING -- arrived --> SHOWN -- give back --> FREE
+                     FILLING -- give back --> LEFT -- arrived --> FREE   (the reader is gone before the copy has ended)
+
+No copy waits for what the device computes: a step has been computed before its blocks are committed, and a block is
+given to a transfer only when no step uses it (`device_runner`).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+
+import torch
+
+from tanghulu.errors import Overloaded
+from tanghulu.transfer_engine.gpu.staging import Copier, StagingRing
+from tanghulu.transfer_engine.gpu.staging_plan import Piece, StagingEvent
+from tanghulu.workers.kv.ports import Move
+
+
+class DeviceBlocks:
+    """A cache's blocks as parts on devices: ``parts[p]`` uint8 [blocks, part bytes], side by side in a block."""
+
+    def __init__(self, parts: Sequence[torch.Tensor]) -> None:
+        self._parts = parts
+        self.block_bytes = sum(part.shape[1] for part in parts)
+
+    def pairs(self, block_id: int, staged: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(the part of the block, its place in ``staged``, which holds a block's bytes)."""
+        at = 0
+        for part in self._parts:
+            size = part.shape[1]
+            yield part[block_id], staged[at : at + size]
+            at += size
+
+
+class StagedPort:
+    """A `BlockPort` over ``blocks``. Each of ``rings`` serves one caller at a time; others wait for the next free."""
+
+    def __init__(self, blocks: DeviceBlocks, rings: Sequence[StagingRing]) -> None:
+        self._blocks = blocks
+        self._free: queue.SimpleQueue[StagingRing] = queue.SimpleQueue()
+        for ring in rings:
+            assert ring.half_bytes >= blocks.block_bytes, "a half holds at least a block"
+            self._free.put(ring)
+
+    def fill(self, block_ids: Sequence[int], move: Move) -> int:
+        """As many at a time as half a ring holds; only what ``move`` did is copied to the device."""
+        return self._pass(block_ids, move, StagingEvent.DRAIN)
+
+    def drain(self, block_ids: Sequence[int], move: Move) -> int:
+        """As many at a time as half a ring holds."""
+        return self._pass(block_ids, move, StagingEvent.FILL)
+
+    def _pass(self, block_ids: Sequence[int], move: Move, copying: StagingEvent) -> int:
+        """Blocks through a ring; ``copying`` says whether the device copies out of it (DRAIN) or into it (FILL)."""
+        if not block_ids:
+            return 0
+        with self._ring() as ring:
+            passage = _Passage(self._blocks, block_ids, move, copying, ring)
+            # Whole blocks: a half is used up to a multiple of them.
+            whole = ring.half_bytes // self._blocks.block_bytes * self._blocks.block_bytes
+            lengths = [self._blocks.block_bytes] * len(block_ids)
+            ring.run(lengths, whole, passage.copies, passage.move, fills=copying is StagingEvent.FILL)
+            return passage.num_moved
+
+    @contextmanager
+    def _ring(self) -> Iterator[StagingRing]:
+        ring = self._free.get()
+        try:
+            yield ring
+        finally:
+            self._free.put(ring)
+
+
+class _Passage:
+    """One call's blocks on their way; ``num_moved`` leading ones were moved, and none after a failure is."""
+
+    def __init__(
+        self, blocks: DeviceBlocks, block_ids: Sequence[int], move: Move, copying: StagingEvent, ring: StagingRing
+    ) -> None:
+        self._blocks, self._block_ids, self._move = blocks, block_ids, move
+        self._copying, self._ring = copying, ring
+        self._ended = False
+        self.num_moved = 0
+
+    def copies(self, event: StagingEvent, piece: Piece) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(to, from) of the device's copies for ``piece``."""
+        index = piece.request_index
+        unwanted = self._ended if event is StagingEvent.FILL else index >= self.num_moved
+        if event is not self._copying or unwanted:
+            return
+        for there, staged in self._blocks.pairs(self._block_ids[index], self._ring.staged(piece)):
+            yield (there, staged) if event is StagingEvent.DRAIN else (staged, there)
+
+    def move(self, pieces: Sequence[Piece]) -> None:
+        """Between the ring and the outside; ends at the first that did not move."""
+        if self._ended:
+            return
+        first = pieces[0].request_index
+        count = self._move(first, [self._ring.view(piece) for piece in pieces])
+        self.num_moved += count
+        self._ended = count < len(pieces)
+
+
+class SlotState(Enum):
+    """What a slot of the segment holds."""
+
+    #: Nothing, and nobody writes it.
+    FREE = "free"
+    #: A block is on its way into it, or soon will be.
+    FILLING = "filling"
+    #: A block that a reader may read.
+    SHOWN = "shown"
+    #: A block is on its way into it and nobody wants it any more.
+    LEFT = "left"
+
+
+class SlotEvent(Enum):
+    """What happens to a slot."""
+
+    TAKE = "take"
+    ARRIVED = "arrived"
+    GIVE_BACK = "give back"
+
+
+TRANSITIONS: dict[tuple[SlotState, SlotEvent], SlotState] = {
+    (SlotState.FREE, SlotEvent.TAKE): SlotState.FILLING,
+    (SlotState.FILLING, SlotEvent.ARRIVED): SlotState.SHOWN,
+    (SlotState.FILLING, SlotEvent.GIVE_BACK): SlotState.LEFT,
+    (SlotState.LEFT, SlotEvent.ARRIVED): SlotState.FREE,
+    (SlotState.SHOWN, SlotEvent.GIVE_BACK): SlotState.FREE,
+}
+
+
+class SlotTable:
+    """Which of ``num_slots`` slots is in which state. Pure."""
+
+    def __init__(self, num_slots: int) -> None:
+        assert num_slots > 0
+        self.num_slots = num_slots
+        self._states = [SlotState.FREE] * num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Slots that can be taken."""
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """Up to ``count`` free slots; of each it must be told when its block has arrived, and when it is given back."""
+        taken = [self._free.pop() for _ in range(min(count, len(self._free)))]
+        for slot in taken:
+            self.on(slot, SlotEvent.TAKE)
+        return taken
+
+    def on(self, slot: int, event: SlotEvent) -> None:
+        """Move along the table; an unknown pair is a programmer's error."""
+        following = TRANSITIONS.get((self._states[slot], event))
+        assert following is not None, f"slot {slot} cannot take {event.value} in {self._states[slot].value}"
+        self._states[slot] = following
+        if following is SlotState.FREE:
+            self._free.append(slot)
+
+    def check(self) -> None:
+        """Assert that the free list and the states tell one story."""
+        free = {slot for slot, state in enumerate(self._states) if state is SlotState.FREE}
+        assert free == set(self._free)
+        assert len(free) == len(self._free)
+
+
+class StagedWindow:
+    """An `ExportWindow` over ``segment``, which is pinned where the blocks are on a GPU.
+
+    The event loop takes and gives back, its threads show.
+    """
+
+    def __init__(self, blocks: DeviceBlocks, segment: memoryview, copier: Copier) -> None:
+        self._blocks = blocks
+        self._copier = copier
+        self._segment = segment
+        self._staged = torch.frombuffer(segment, dtype=torch.uint8)
+        self._lock = threading.Lock()
+        self.slots = SlotTable(len(segment) // blocks.block_bytes)
+
+    def take(self, block_ids: Sequence[int]) -> list[int]:
+        """Slots for as many blocks as there is room for; raises Overloaded if there is none."""
+        with self._lock:
+            slots = self.slots.take(len(block_ids))
+        if not slots:
+            raise Overloaded(
+                f"all {self.slots.num_slots} blocks of pinned memory are being read by other workers; "
+                "compute the prompt, or ask later; --kv-staging gives more"
+            )
+        return [slot * self._blocks.block_bytes for slot in slots]
+
+    def show(self, block_ids: Sequence[int], offsets: Sequence[int]) -> list[memoryview]:
+        """Copy the blocks to their slots and wait for that."""
+        size = self._blocks.block_bytes
+        try:
+            for block, offset in zip(block_ids, offsets, strict=True):
+                for there, staged in self._blocks.pairs(block, self._staged[offset : offset + size]):
+                    self._copier.copy(0, staged, there)
+        finally:
+            self._copier.wait(0)
+            self._each(offsets, SlotEvent.ARRIVED)
+        return [self._segment[offset : offset + size] for offset in offsets]
+
+    def give_back(self, offset: int) -> None:
+        """The slot is free, as soon as no copy into it is under way."""
+        self._each([offset], SlotEvent.GIVE_BACK)
+
+    def leave(self, offsets: Sequence[int]) -> None:
+        """What was taken will not be shown."""
+        self._each(offsets, SlotEvent.GIVE_BACK)
+        self._each(offsets, SlotEvent.ARRIVED)
+
+    def _each(self, offsets: Sequence[int], event: SlotEvent) -> None:
+        with self._lock:
+            for offset in offsets:
+                self.slots.on(offset // self._blocks.block_bytes, event)

@@ -1,0 +1,169 @@
+"""Which of the worker's blocks are worth keeping in the store, and when they are written. Pure.
+
+* *all*: every new full block, at once.
+* *second-use*: a block when a second request wants it: prompts that come once leave nothing behind.
+* *defer*: a block of which a second use is known at once, as above; others while the engine has nothing else to do, the
+  oldest dropped beyond a bound. What the cache has evicted meanwhile is not written.
+* *none*: nothing; prefixes are still loaded.
+
+A use is a commit (the block was computed here, perhaps for the second time after an eviction) or a hit in the
+worker's own cache. Worked example, *defer* with room for 2 blocks: A, B and C are computed, so A, the oldest, is
+dropped. A prompt hits B: it is written. The engine falls idle: C is written. A is computed again: that is its second
+use, it is written.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from tanghulu.types import BlockHash
+from tanghulu.workers.engine.step_plan import CommittedBlock
+
+#: Hashes whose first use is remembered: 64 tokens each, so 4 million tokens; about 10 MB.
+MAX_REMEMBERED = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class WorthKeeping:
+    """A block to be written now; the cache may have evicted it, so its hash says whether it is still that block."""
+
+    block_id: int
+    block_hash: BlockHash
+
+
+class StorePolicy(Protocol):
+    """Told of every use of a block; each call answers with what to write now."""
+
+    num_dropped: int
+
+    @property
+    def num_deferred(self) -> int:
+        """Blocks that wait for `idle`."""
+        ...
+
+    def committed(self, blocks: Iterable[CommittedBlock]) -> list[WorthKeeping]:
+        """Blocks were computed and can be matched from now on."""
+        ...
+
+    def reused(self, blocks: Iterable[CommittedBlock]) -> list[WorthKeeping]:
+        """A request found blocks in the worker's cache."""
+        ...
+
+    def idle(self, max_blocks: int) -> list[WorthKeeping]:
+        """The engine has nothing to do: up to ``max_blocks``."""
+        ...
+
+
+class WriteAll:
+    """*all*."""
+
+    num_dropped = 0
+    num_deferred = 0
+
+    def committed(self, blocks: Iterable[CommittedBlock]) -> list[WorthKeeping]:
+        """All of them."""
+        return [WorthKeeping(block.block_id, block.block_hash) for block in blocks]
+
+    def reused(self, blocks: Iterable[CommittedBlock]) -> list[WorthKeeping]:
+        """Nothing: they were written when they were computed, or loaded from the store."""
+        return []
+
+    def idle(self, max_blocks: int) -> list[WorthKeeping]:
+        """Nothing is left."""
+        return []
+
+
+class WriteNone(WriteAll):
+    """*none*."""
+
+    def committed(self, blocks: Iterable[CommittedBlock]) -> list[WorthKeeping]:
+        """Nothing."""
+        return []
+
+
+class WriteAgain:
+    """*second-use* (``max_deferred`` 0) and *defer*."""
+
+    def __init__(self, max_deferred: int, max_remembered: int = MAX_REMEMBERED) -> None:
+        self.num_dropped = 0
+        self._max_deferred = max_deferred
+        self._max_remembered = max_remembered
+        self._seen: OrderedDict[BlockHash, bool] = OrderedDict()  # whether it was given out to be written
+        self._deferred: OrderedDict[BlockHash, int] = OrderedDict()  # oldest first
+
+    @property
+    def num_deferred(self) -> int:
+        """Blocks that wait for `idle`."""
+        return len(self._deferred)
+
+    def committed(self, blocks: Iterable[CommittedBlock]) -> list[WorthKeeping]:
+        """Those that were computed before; first ones are deferred."""
+        found = []
+        for block in blocks:
+            if self._is_second(block.block_hash, again=True):
+                found.append(self._give(block))
+            else:
+                self._defer(block)
+        return found
+
+    def reused(self, blocks: Iterable[CommittedBlock]) -> list[WorthKeeping]:
+        """Those that were not written yet."""
+        return [self._give(block) for block in blocks if self._is_second(block.block_hash, again=False)]
+
+    def idle(self, max_blocks: int) -> list[WorthKeeping]:
+        """The latest first: the cache has them most surely."""
+        found: list[WorthKeeping] = []
+        while self._deferred and len(found) < max_blocks:
+            block_hash, block_id = self._deferred.popitem()
+            self._remember(block_hash, given=True)
+            found.append(WorthKeeping(block_id, block_hash))
+        return found
+
+    def _is_second(self, block_hash: BlockHash, *, again: bool) -> bool:
+        """Whether this use makes the block worth writing; ``again``: computed again, so the store lost it."""
+        given = self._seen.get(block_hash)
+        if given is None:
+            self._remember(block_hash, given=False)
+            return False
+        return again or not given
+
+    def _give(self, block: CommittedBlock) -> WorthKeeping:
+        self._deferred.pop(block.block_hash, None)
+        self._remember(block.block_hash, given=True)
+        return WorthKeeping(block.block_id, block.block_hash)
+
+    def _remember(self, block_hash: BlockHash, *, given: bool) -> None:
+        self._seen[block_hash] = given
+        self._seen.move_to_end(block_hash)
+        if len(self._seen) > self._max_remembered:
+            self._seen.popitem(last=False)
+
+    def _defer(self, block: CommittedBlock) -> None:
+        if self._max_deferred == 0:
+            return
+        self._deferred[block.block_hash] = block.block_id
+        if len(self._deferred) > self._max_deferred:
+            self._deferred.popitem(last=False)
+            self.num_dropped += 1
+
+    def check(self) -> None:
+        """Assert the bounds, and that nothing waits that was given out."""
+        assert len(self._seen) <= self._max_remembered
+        assert len(self._deferred) <= self._max_deferred
+        assert not any(self._seen.get(block_hash, False) for block_hash in self._deferred)
+
+
+POLICIES: dict[str, Callable[[int], StorePolicy]] = {
+    "all": lambda _: WriteAll(),
+    "second-use": lambda _: WriteAgain(0),
+    "defer": WriteAgain,
+    "none": lambda _: WriteNone(),
+}
+
+
+def make_store_policy(name: str, max_deferred: int) -> StorePolicy:
+    """The policy called ``name``, a key of `POLICIES`; at most ``max_deferred`` blocks wait."""
+    return POLICIES[name](max_deferred)

@@ -1,0 +1,161 @@
+"""Reads a model's files for the torch engine. Imported in a thread: torch alone takes seconds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import structlog
+import torch
+
+from tanghulu.workers.compute.attention.backends import AttentionNeeds, pick_attention
+from tanghulu.workers.compute.attention.base import AttentionBackend, SdpaAttention
+from tanghulu.workers.compute.attention.paged import MAX_GATHERED_TOKENS
+from tanghulu.workers.compute.device import describe_device, device_of_rank, free_bytes, pick_device
+from tanghulu.workers.compute.device_runner import DeviceRunner
+from tanghulu.workers.compute.linear import compute_dtype
+from tanghulu.workers.compute.memory_plan import MemoryPlan
+from tanghulu.workers.compute.models.registry import dtype_name, load_model, pick_dtype
+from tanghulu.workers.compute.models.shard import Shard, require_split
+from tanghulu.workers.compute.profiled_runner import ProfiledRunner
+from tanghulu.workers.compute.threaded_runner import ThreadedRunner
+from tanghulu.workers.compute.torch_runner import TorchRunner
+from tanghulu.workers.engine.kv_layout import KvLayout
+from tanghulu.workers.kv.device_staging import DeviceStaging
+from tanghulu.workers.loading.loaded_model import LoadedModel
+from tanghulu.workers.ranks.processes import RankProcesses
+from tanghulu.workers.weights.fingerprint import fingerprint
+from tanghulu.workers.weights.source import resolve_model
+from tanghulu.workers.weights.tokenizer_assets import load_tokenizer_assets
+
+if TYPE_CHECKING:
+    from tanghulu.workers.compute.models.registry import Model
+    from tanghulu.workers.config import WorkerConfig
+    from tanghulu.workers.engine.engine import ModelRunner
+    from tanghulu.workers.weights.source import ModelSource
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Placement:
+    """Where and in what the model computes; ``computed`` is the type of its activations."""
+
+    device: torch.device
+    dtype: torch.dtype
+    computed: torch.dtype
+    attention: AttentionBackend
+
+    @classmethod
+    def of(cls, config: WorkerConfig, source: ModelSource) -> _Placement:
+        """What the options ask for; raises ConfigError where that is not there."""
+        device = pick_device(config.device)
+        device_of_rank(device, config.tp - 1)
+        dtype = pick_dtype(config.dtype, device)
+        computed = compute_dtype(dtype, device)
+        needs = AttentionNeeds(device, computed, source.config.head_dim, config.block_tokens)
+        return cls(device, dtype, computed, pick_attention(config.attention, needs))
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the cache is in a memory of its own."""
+        return self.device.type != "cpu"
+
+
+def load(config: WorkerConfig, progress: Callable[[float], None]) -> LoadedModel:
+    """Read the model's files; takes seconds. Raises ModelUnsupported or ConfigError."""
+    source = resolve_model(config.model)
+    require_split(source.config, config.tp)
+    assets = load_tokenizer_assets(source)
+    placed = _Placement.of(config, source)
+    layout = KvLayout.of(source.config, config.block_tokens, dtype_name(placed.dtype), config.tp)
+    layout.num_blocks_in(config.kv_memory)  # refuse what cannot fit before the long part
+    staging = DeviceStaging(layout, placed.device, config.kv_staging) if placed.on_gpu else None
+    plan = _plan(config, source, layout, placed)
+    _log.info("memory.planned", device=describe_device(placed.device), plan=str(plan), total_bytes=plan.total_bytes)
+    plan.require(free_bytes(placed.device))
+    threads = max(1, (config.threads or len(os.sched_getaffinity(0))) // config.tp)
+    torch.set_num_threads(threads)
+    model, ranks = _load_shards(config, source, placed, threads, progress)
+    name = fingerprint(source, dtype=layout.dtype, block_tokens=config.block_tokens, tp_size=config.tp)
+
+    def make_runner(buffer: memoryview) -> ModelRunner:
+        runner = _make_runner(config, model, layout, ranks, None if placed.on_gpu else buffer)
+        seen: ModelRunner = ProfiledRunner(runner, Path(config.profile)) if config.profile else runner
+        return ThreadedRunner(seen, threads) if threads > 1 and ranks is None and not placed.on_gpu else seen
+
+    return LoadedModel(source.name, layout, name, assets, make_runner, ranks, staging)
+
+
+def _make_runner(
+    config: WorkerConfig, model: Model, layout: KvLayout, ranks: RankProcesses | None, buffer: memoryview | None
+) -> ModelRunner:
+    """Over a cache in ``buffer``; without one over memory of the model's device."""
+    announce = None if ranks is None else ranks.send
+    if buffer is not None:
+        return TorchRunner(
+            model,
+            block_tokens=config.block_tokens,
+            kv_capacity_bytes=buffer.nbytes,
+            cache_buffer=buffer,
+            num_parts=config.tp,
+            announce=announce,
+        )
+    return DeviceRunner(
+        model,
+        block_tokens=config.block_tokens,
+        num_blocks=layout.num_blocks_in(config.kv_memory),
+        graphs=config.graphs,
+        num_parts=config.tp,
+        announce=announce,
+    )
+
+
+def _plan(config: WorkerConfig, source: ModelSource, layout: KvLayout, placed: _Placement) -> MemoryPlan:
+    """Of this host, or of rank 0's GPU: the others' are as full."""
+    if placed.on_gpu:
+        return MemoryPlan.on_gpu(
+            source.config,
+            kv_bytes=config.kv_memory,
+            block_bytes=layout.block_bytes,
+            num_batched_tokens=config.max_num_batched_tokens,
+            num_seqs=config.max_num_seqs,
+            item_bytes=placed.dtype.itemsize,
+            gathered_tokens=MAX_GATHERED_TOKENS,
+            has_masks=isinstance(placed.attention, SdpaAttention),
+            num_ranks=config.tp,
+        )
+    return MemoryPlan.of(
+        source.config,
+        kv_bytes=config.kv_memory,
+        num_batched_tokens=config.max_num_batched_tokens,
+        num_seqs=config.max_num_seqs,
+        stored_item_bytes=placed.dtype.itemsize,
+        computed_item_bytes=placed.computed.itemsize,
+        num_ranks=config.tp,
+    )
+
+
+def _load_shards(
+    config: WorkerConfig, source: ModelSource, placed: _Placement, threads: int, progress: Callable[[float], None]
+) -> tuple[Model, RankProcesses | None]:
+    """Rank 0's share here and the others' in processes of their own, all in one group."""
+    dtype, device, attention = placed.dtype, placed.device, placed.attention
+    if config.tp == 1:
+        return load_model(source, dtype, progress, device=device, attention=attention), None
+    from tanghulu.workers.ranks.group import join
+
+    ranks = RankProcesses(
+        config.model, config.dtype, config.block_tokens, config.tp, threads, str(device), config.attention
+    )
+    try:
+        model = load_model(source, dtype, progress, Shard(0, config.tp), device, attention)
+        ranks.wait_loaded()
+        join(0, config.tp, ranks.meeting_file, device)
+    except BaseException:  # an interrupt, too: the ranks' processes must not stay; raised on
+        ranks.close()
+        raise
+    return model, ranks

@@ -1,0 +1,132 @@
+"""The computing half of the engine without a model: it takes as long as one would, and its KV can be checked.
+
+Everything around it is real: scheduler, block pool, prefix cache, KV events, transfers, store. The KV of a token is
+a short pattern made of the token and its position, written into the paged cache like a model's; with ``checks`` every
+step that samples compares the whole sequence's KV with what it must be, so that a block that was lost, mixed up or
+torn on its way between workers or through the store ends the process instead of passing unnoticed.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from tanghulu.workers.engine.engine import Computed
+from tanghulu.workers.engine.kv_layout import KvLayout, KvMemory
+from tanghulu.workers.engine.requests import EngineRequest
+from tanghulu.workers.engine.step_plan import ScheduledRun, StepPlan
+from tanghulu.workers.engine.step_result import Logprobs, Sampled, TokenLogprob
+from tanghulu.workers.mock.timing import MockTiming
+
+#: Sleeping shorter than this costs more than it takes.
+_LEAST_SLEEP_S = 50e-6
+
+
+class MockRunner:
+    """A `ModelRunner` that sleeps for ``timing`` and draws uniformly from ``text_ids``.
+
+    A request's n-th token is a function of (its prompt, n) if ``deterministic``, else of (its seed, n): the same on
+    every worker, so that a request may go on anywhere.
+    """
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        buffer: memoryview,
+        timing: MockTiming,
+        *,
+        text_ids: Sequence[int],
+        vocab: int,
+        max_context: int,
+        deterministic: bool = False,
+        checks: bool = False,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.layout = layout
+        self.cache = KvMemory(layout, layout.num_blocks_in(buffer.nbytes), buffer)
+        self.vocab = vocab
+        self.max_context = max_context
+        self._timing = timing
+        self._text_ids = text_ids
+        self._deterministic = deterministic
+        self._checks = checks
+        self._sleep = sleep
+        # One row a token; the K half of a block stands before its V half, the mock keeps its pattern in both.
+        words = layout.layer_bytes // (2 * layout.block_tokens * 4)
+        shape = (self.cache.num_blocks, 2, layout.block_tokens, words)
+        used = buffer[: self.cache.capacity_bytes]
+        self._kv: npt.NDArray[np.uint32] = np.frombuffer(used, np.uint32).reshape(shape)
+
+    def run(self, plan: StepPlan) -> Computed:
+        """Write the patterns, draw the tokens, and take the rest of the time that a model would."""
+        started = time.monotonic()
+        for run in plan.runs:
+            self._write(run)
+        sampling = [run.request for run in plan.runs if run.samples]
+        if self._checks:
+            for request in sampling:
+                self._verify(request)
+        sampled = self._sample(sampling)
+        seconds = self._timing.step_seconds(plan)
+        left_s = started + seconds - time.monotonic()
+        if left_s > _LEAST_SLEEP_S:
+            self._sleep(left_s)
+        return Computed(sampled, seconds, 0.0)
+
+    # --- KV
+
+    def _write(self, run: ScheduledRun) -> None:
+        self._rows(run.request, run.start, run.start + run.num_tokens, write=True)
+
+    def _verify(self, request: EngineRequest) -> None:
+        self._rows(request, 0, request.num_tokens, write=False)
+
+    def _rows(self, request: EngineRequest, start: int, end: int, *, write: bool) -> None:
+        """Write, or compare, the patterns of tokens ``start .. end``, block by block."""
+        size = self.layout.block_tokens
+        expected = _patterns(request.sequence.tokens[start:end], start)
+        for index in range(start // size, -(-end // size)):
+            first, last = max(start, index * size), min(end, (index + 1) * size)
+            rows = self._kv[request.block_ids[index], :, first - index * size : last - index * size]
+            wanted = expected[first - start : last - start, None]  # every word of a row is the same
+            if write:
+                rows[:] = wanted
+            else:
+                assert (rows == wanted).all(), f"wrong KV in block {index} of request {request.request_id}"
+
+    # --- tokens
+
+    def _sample(self, requests: Sequence[EngineRequest]) -> Sampled:
+        tokens = [self._token(request) for request in requests]
+        logprobs = [self._logprobs(r, token) for r, token in zip(requests, tokens, strict=True)]
+        return Sampled(tokens, logprobs)
+
+    def _token(self, request: EngineRequest) -> int:
+        seed = request.sampling.seed
+        if self._deterministic:
+            seed = xxhash.xxh3_64_intdigest(request.sequence.tokens[: request.num_prompt_tokens].tobytes())
+        position = (request.num_tokens - request.num_prompt_tokens).to_bytes(8, "little")
+        return self._text_ids[xxhash.xxh3_64_intdigest(position, seed=seed & (2**64 - 1)) % len(self._text_ids)]
+
+    def _logprobs(self, request: EngineRequest, token: int) -> Logprobs | None:
+        """All texts are equally likely, and that is what it says."""
+        count = request.sampling.logprobs
+        if count is None:
+            return None
+        each = -math.log(len(self._text_ids))
+        return Logprobs(TokenLogprob(token, each), tuple(TokenLogprob(t, each) for t in self._text_ids[:count]))
+
+    def __repr__(self) -> str:
+        return f"MockRunner({self._timing}, {self.cache!r})"
+
+
+def _patterns(tokens: npt.NDArray[np.uint32], start: int) -> npt.NDArray[np.uint32]:
+    """One word a token, of the token and its position: [n]."""
+    positions = np.arange(start, start + len(tokens), dtype=np.uint32)
+    mixed: npt.NDArray[np.uint32] = (tokens + np.uint32(1)) * np.uint32(2654435761) ^ positions * np.uint32(40503)
+    return mixed

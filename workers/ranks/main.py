@@ -1,0 +1,79 @@
+"""The process of a tensor-parallel rank other than 0: loads its share, maps the KV segment, computes step by step.
+
+Started by `rank_processes` only; ends when the worker hangs up.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import sys
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
+
+import torch
+
+from tanghulu.workers.compute.attention.backends import AttentionNeeds, pick_attention
+from tanghulu.workers.compute.device import device_of_rank, pick_device
+from tanghulu.workers.compute.forward_batch import build_forward_batch
+from tanghulu.workers.compute.kv_cache import DeviceKvCache, KvCache
+from tanghulu.workers.compute.linear import compute_dtype
+from tanghulu.workers.compute.models.registry import Model, dtype_name, load_model, pick_dtype
+from tanghulu.workers.compute.models.shard import Shard
+from tanghulu.workers.engine.kv_layout import KvLayout
+from tanghulu.workers.ranks.group import join, leave
+from tanghulu.workers.ranks.processes import RankTask
+from tanghulu.workers.weights.source import resolve_model
+
+
+def main() -> None:
+    """Serve the worker behind the socket whose number is the only argument."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's ^C is the worker's to handle
+    with Connection(int(sys.argv[1])) as worker:
+        try:
+            _serve(worker)
+        except EOFError:
+            pass  # the worker is gone
+        finally:
+            leave()
+
+
+def _serve(worker: Connection) -> None:
+    task: RankTask = worker.recv()
+    torch.set_num_threads(task.threads)
+    device = device_of_rank(pick_device(task.device), task.rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    source, dtype = resolve_model(task.model), pick_dtype(task.dtype, device)
+    needs = AttentionNeeds(device, compute_dtype(dtype, device), source.config.head_dim, task.block_tokens)
+    attention = pick_attention(task.attention, needs)
+    model = load_model(source, dtype, shard=Shard(task.rank, task.size), device=device, attention=attention)
+    worker.send("loaded")
+    join(task.rank, task.size, task.meeting_file, device)
+    cache = _make_cache(worker, model, task) if device.type == "cuda" else _map_cache(recv_handle(worker), model, task)
+    while True:
+        chunks = worker.recv()
+        model.forward(build_forward_batch(chunks, task.block_tokens, device), cache)
+
+
+def _make_cache(worker: Connection, model: Model, task: RankTask) -> DeviceKvCache:
+    """Of as many blocks as the worker says, on this rank's GPU; the worker is given the memory too."""
+    import torch.multiprocessing  # it teaches connections to carry memory of GPUs  # noqa: F401
+
+    layout = KvLayout.of(model.config, task.block_tokens, dtype_name(model.dtype), task.size)
+    cache = DeviceKvCache(layout, worker.recv(), model.device)
+    worker.send(cache.memory)
+    return cache
+
+
+def _map_cache(fd: int, model: Model, task: RankTask) -> KvCache:
+    layout = KvLayout.of(model.config, task.block_tokens, dtype_name(model.dtype), task.size)
+    size = os.fstat(fd).st_size
+    area = mmap.mmap(fd, size)
+    os.close(fd)
+    return KvCache(layout, layout.num_blocks_in(size), memoryview(area), part=task.rank)
+
+
+if __name__ == "__main__":
+    main()

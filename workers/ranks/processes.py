@@ -1,0 +1,123 @@
+"""The other tensor-parallel ranks: processes of this worker that compute their share of every step.
+
+The worker itself is rank 0: it schedules, samples and moves KV. A step's token runs go to the ranks over a socket
+each; sums travel between the ranks by torch.distributed. On CPUs all ranks map the worker's one KV segment, in which a
+block holds every rank's part, so that transfers see whole blocks. On GPUs each rank keeps its part in its own memory,
+which the worker opens (CUDA's inter-process memory), so that its transfers move all parts. A rank that ends takes the
+worker's step down with an error, and the worker's end closes the sockets, at which ranks end.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
+from typing import TYPE_CHECKING
+
+from tanghulu.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+_START_S = 180.0
+_END_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class RankTask:
+    """What a rank must know to load its share: names as on the command line, threads for itself.
+
+    With ``device`` a GPU, the first one of the ranks', each rank takes the one that many further on.
+    """
+
+    model: str
+    dtype: str
+    device: str
+    attention: str
+    block_tokens: int
+    rank: int
+    size: int
+    threads: int
+    meeting_file: str
+
+
+class RankProcesses:
+    """Ranks 1 .. size-1, from their start to `close`. The engine's thread sends steps."""
+
+    def __init__(
+        self,
+        model: str,
+        dtype: str,
+        block_tokens: int,
+        size: int,
+        threads: int,
+        device: str = "cpu",
+        attention: str = "auto",
+    ) -> None:
+        """Start the processes; they load the model while the caller does."""
+        self.size = size
+        self._folder = tempfile.mkdtemp(prefix="tanghulu-tp-")
+        self.meeting_file = os.path.join(self._folder, "meeting")
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._connections: list[Connection] = []
+        for rank in range(1, size):
+            self._start(RankTask(model, dtype, device, attention, block_tokens, rank, size, threads, self.meeting_file))
+
+    def _start(self, task: RankTask) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "tanghulu.workers.ranks.main", str(theirs.fileno())]
+            self._processes.append(subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL))
+        self._connections.append(Connection(ours.detach()))
+        self._connections[-1].send(task)
+
+    def wait_loaded(self) -> None:
+        """Until every rank holds its weights; raises ConfigError that names one that ended or is late."""
+        for rank, connection in enumerate(self._connections, start=1):
+            try:
+                loaded = connection.poll(_START_S) and connection.recv() == "loaded"
+            except (EOFError, OSError):
+                loaded = False
+            if not loaded:
+                self.close()
+                raise ConfigError(f"tensor-parallel rank {rank} of {self.size} did not load the model; see its output")
+
+    def map_cache(self, fd: int) -> None:
+        """Let the ranks use the KV segment behind ``fd``; before the first step."""
+        for connection, process in zip(self._connections, self._processes, strict=True):
+            send_handle(connection, fd, process.pid)
+
+    def open_caches(self, num_blocks: int) -> list[torch.Tensor]:
+        """Let the ranks on GPUs make caches of their own; returns the memory of each, as it lies on its GPU."""
+        import torch.multiprocessing  # it teaches connections to carry memory of GPUs  # noqa: F401
+
+        for connection in self._connections:
+            connection.send(num_blocks)
+        return [connection.recv() for connection in self._connections]
+
+    def send(self, chunks: Sequence[object]) -> None:
+        """The token runs of a step, which the ranks compute along with the caller."""
+        data = pickle.dumps(chunks, protocol=pickle.HIGHEST_PROTOCOL)
+        for connection in self._connections:
+            connection.send_bytes(data)
+
+    def close(self) -> None:
+        """Hang up, at which ranks end; kill who does not."""
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._connections, self._processes = [], []
+        shutil.rmtree(self._folder, ignore_errors=True)

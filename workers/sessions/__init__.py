@@ -1,0 +1,1 @@
+"""Sessions with conductors: requests in, outputs of each step out."""

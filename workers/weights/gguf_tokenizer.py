@@ -1,0 +1,115 @@
+"""A `tokenizers.Tokenizer` out of GGUF metadata: byte-level BPE (*gpt2*) or SentencePiece's (*llama*).
+
+Of byte-level BPE, GGUF keeps tokens, merges and token types, but of the pre-tokenizer only a name
+(``tokenizer.ggml.pre``). The splits behind the names are those of the models' own tokenizer.json; an unknown name is
+refused, because a wrong split yields plausible but different tokens. SentencePiece: `gguf_sentencepiece`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from tanghulu.errors import ModelUnsupported
+from tanghulu.workers.weights.gguf_sentencepiece import build_sentencepiece
+
+_CONTROL, _USER_DEFINED = 3, 4
+
+_LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+_TEKKEN_SPLIT = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _gpt2() -> Any:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+
+
+def _smollm() -> Any:
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
+
+
+def _split_by(pattern: str) -> Any:
+    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+_PRE_TOKENIZERS: dict[str, Callable[[], Any]] = {
+    "default": _gpt2,
+    "gpt-2": _gpt2,
+    "smollm": _smollm,
+    "llama-bpe": lambda: _split_by(_LLAMA3_SPLIT),
+    "qwen2": lambda: _split_by(_QWEN2_SPLIT),
+    "deepseek-r1-qwen": lambda: _split_by(_QWEN2_SPLIT),
+    "tekken": lambda: _split_by(_TEKKEN_SPLIT),
+}
+#: Whole words of the vocabulary win over the merges' result (as in the tokenizer.json of Llama 3 and Mistral Nemo).
+_IGNORES_MERGES = frozenset({"llama-bpe", "tekken"})
+#: What a file that does not say so means, as llama.cpp reads it.
+_ADDS_BOS = frozenset({"llama-bpe", "tekken"})
+
+
+def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
+    """The tokenizer that ``metadata`` describes, and whether it puts BOS in front of a text.
+
+    Raises ModelUnsupported that names the tokenizer model or pre-tokenizer that cannot be built.
+    """
+    model, pre = str(metadata.get("tokenizer.ggml.model", "absent")), str(metadata.get("tokenizer.ggml.pre", "default"))
+    tokenizer = build_sentencepiece(metadata) if model == "llama" else _byte_level(metadata, model, pre)
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    _add_tokens(tokenizer, tokens, metadata.get("tokenizer.ggml.token_type", ()))
+    add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", model == "llama" or pre in _ADDS_BOS))
+    bos_id = metadata.get("tokenizer.ggml.bos_token_id")
+    if bos_id is None:
+        return tokenizer, False
+    if add_bos:
+        bos = tokens[bos_id]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, bos_id)]
+        )
+    return tokenizer, add_bos
+
+
+def _byte_level(metadata: Mapping[str, Any], model: str, pre: str) -> Tokenizer:
+    _require_buildable(model, pre)
+    merges = [_pair(merge) for merge in metadata.get("tokenizer.ggml.merges", ())]
+    vocabulary = {token: index for index, token in enumerate(metadata["tokenizer.ggml.tokens"])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in _IGNORES_MERGES))
+    tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]()
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _require_buildable(model: str, pre: str) -> None:
+    if model != "gpt2":
+        raise ModelUnsupported(
+            f"GGUF tokenizer model {model!r} cannot be built, only gpt2 (byte-level BPE) and llama (SentencePiece); "
+            "use the model's safetensors directory with its tokenizer.json"
+        )
+    if pre not in _PRE_TOKENIZERS:
+        raise ModelUnsupported(f"GGUF pre-tokenizer {pre!r} is unknown; known: {', '.join(_PRE_TOKENIZERS)}")
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    return left, right
+
+
+def _add_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> None:
+    """Tokens that are found in a text before it is split; control tokens are special, and left out on decoding."""
+    special, plain = [], []
+    for token, kind in zip(tokens, types, strict=False):
+        if kind == _CONTROL:
+            special.append(AddedToken(token, special=True, normalized=False))
+        elif kind == _USER_DEFINED:
+            plain.append(AddedToken(token, special=False, normalized=False))
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(plain)

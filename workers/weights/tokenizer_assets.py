@@ -1,0 +1,104 @@
+"""What the conductor needs to turn text into tokens and back, as plain data that can travel.
+
+Owns the reading of tokenizers from checkpoints: ``tokenizer.json`` and its config beside safetensors, or the
+vocabulary inside GGUF metadata (`gguf_tokenizer`). Encodes nothing itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tanghulu.errors import ModelUnsupported
+from tanghulu.workers.weights.gguf_file import GgufFile
+from tanghulu.workers.weights.gguf_tokenizer import build_gguf_tokenizer
+from tanghulu.workers.weights.source import ModelSource, read_json
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerAssets:
+    """A tokenizer as data. ``tokenizer_json`` is what ``tokenizers.Tokenizer.from_buffer`` reads.
+
+    With ``add_bos`` the tokenizer itself puts ``bos_token`` in front when special tokens are asked for; a text
+    that a chat template made has its own and must be encoded without. ``eos_ids`` end a text by default.
+    """
+
+    tokenizer_json: bytes
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
+    add_bos: bool
+    bos_id: int | None
+    eos_ids: tuple[int, ...]
+
+
+def load_tokenizer_assets(source: ModelSource) -> TokenizerAssets:
+    """The tokenizer of ``source``.
+
+    Raises ModelUnsupported if the files have none, or one of a kind that cannot be built.
+    """
+    if source.gguf_path is not None:
+        return _from_gguf(source, source.gguf_path)
+    assert source.config_dir is not None
+    return _from_directory(source, source.config_dir)
+
+
+def _from_gguf(source: ModelSource, path: Path) -> TokenizerAssets:
+    file = GgufFile(path)
+    try:
+        metadata = file.metadata
+    finally:
+        file.close()
+    tokenizer, add_bos = build_gguf_tokenizer(metadata)
+    tokens = metadata["tokenizer.ggml.tokens"]
+    return TokenizerAssets(
+        tokenizer_json=tokenizer.to_str().encode(),
+        chat_template=metadata.get("tokenizer.chat_template"),
+        bos_token=_token_at(tokens, metadata.get("tokenizer.ggml.bos_token_id")),
+        eos_token=_token_at(tokens, metadata.get("tokenizer.ggml.eos_token_id")),
+        add_bos=add_bos,
+        bos_id=source.config.bos_id,
+        eos_ids=tuple(sorted(source.config.eos_ids)),
+    )
+
+
+def _token_at(tokens: list[str], index: int | None) -> str | None:
+    return tokens[index] if index is not None and 0 <= index < len(tokens) else None
+
+
+def _from_directory(source: ModelSource, folder: Path) -> TokenizerAssets:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ModelUnsupported(
+            f"{folder} has no tokenizer.json; convert its tokenizer with transformers' save_pretrained"
+        )
+    config_path = folder / "tokenizer_config.json"
+    config = read_json(config_path) if config_path.exists() else {}
+    return TokenizerAssets(
+        tokenizer_json=path.read_bytes(),
+        chat_template=_chat_template(folder, config),
+        bos_token=_token_text(config.get("bos_token")),
+        eos_token=_token_text(config.get("eos_token")),
+        add_bos=bool(config.get("add_bos_token", False)),
+        bos_id=source.config.bos_id,
+        eos_ids=tuple(sorted(source.config.eos_ids)),
+    )
+
+
+def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    separate = folder / "chat_template.jinja"
+    if separate.exists():
+        return separate.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several named templates: the one called default is for chats
+        named = {entry.get("name"): entry.get("template") for entry in template}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _token_text(value: object) -> str | None:
+    if isinstance(value, dict):  # an AddedToken written out
+        value = value.get("content")
+    return value if isinstance(value, str) else None
