@@ -165,7 +165,8 @@ def test_a_put_that_needs_the_whole_node_gets_the_desks_back(cluster: Cluster) -
 
 
 _USES = """
-from tanghulu.store.client import desks, messages
+from tanghulu.store.client.logic import messages
+from tanghulu.store.client.logic import write_buffers as desks
 from tanghulu.store.client.logic.effects import MASTER
 from tanghulu.store.protocol.write_buffer import Record, pack_record
 from tanghulu.store.protocol.types import Proclamation

@@ -75,7 +75,7 @@ with tanghulu.connect(sys.argv[1]) as client:
 """
 
 _WRITES = """
-from tanghulu.store.client import messages
+from tanghulu.store.client.logic import messages
 from tanghulu.store.protocol.types import NewChunk
 with tanghulu.connect(sys.argv[1]) as client:
     client.put("warm", b"x" * MIB)

@@ -21,7 +21,8 @@ SIZE = 6 * MIB
 #: Says where it stands and waits there, in a put of a large value.
 _PUTTING = """
 from tanghulu.rpc.fast_client import FastConnection
-from tanghulu.store.client import blocking, puts, writes
+from tanghulu.store.client.drivers import blocking
+from tanghulu.store.client.logic import put as puts, writes
 
 def wait():
     print(sys.argv[2], flush=True)

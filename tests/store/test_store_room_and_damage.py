@@ -86,7 +86,7 @@ def test_a_client_killed_between_reserve_and_commit_leaves_nothing(
 ) -> None:
     script = (
         "import sys, time, tanghulu\n"
-        "from tanghulu.store.client import writes\n"
+        "from tanghulu.store.client.logic import writes\n"
         "def stop(*args):\n"
         "    print('reserved', flush=True); time.sleep(60)\n"
         "writes._commit = stop\n"

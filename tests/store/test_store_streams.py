@@ -17,7 +17,7 @@ from tanghulu.store.client import Client
 _MURDERED = """
 import signal
 from tanghulu.rpc.fast_client import FastConnection
-from tanghulu.store.client import streams
+from tanghulu.store.client.logic import streams
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGSTOP if sys.argv[4] == "stop" else signal.SIGKILL)
