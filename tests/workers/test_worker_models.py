@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from worker_cpus import CPUS, each_cpu
 from worker_tiny import BLOCK, VOCAB, TinyModel, engine, request, run_all, write_tiny
 
 from tanghulu.errors import ModelUnsupported
 from tanghulu.types import RequestId
+from tanghulu.workers.device import CPU, CpuFeatures, this_cpu
 from tanghulu.workers.kv_cache import KvCache
 from tanghulu.workers.kv_layout import KvLayout
 from tanghulu.workers.models.forward_batch import SequenceChunk, build_forward_batch
@@ -158,9 +160,10 @@ def _rough_run(model: Model, greedy: list[tuple[list[int], list[int]]], seed: in
     return num_preempted
 
 
+@each_cpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_short_types_are_near(tiny: TinyModel, tiny_model: Model, dtype: torch.dtype) -> None:
-    rounded = load_model(resolve_model(str(tiny.path)), dtype)
+def test_short_types_are_near(tiny: TinyModel, tiny_model: Model, dtype: torch.dtype, cpu: CpuFeatures) -> None:
+    rounded = load_model(resolve_model(str(tiny.path)), dtype, cpu=cpu)
     tokens = _prompt(40, 2)
     rows = []
     for model in (tiny_model, rounded):
@@ -207,4 +210,7 @@ def test_progress_ends_at_one(tiny: TinyModel) -> None:
 
 def test_dtypes() -> None:
     assert pick_dtype("float32") is torch.float32
-    assert pick_dtype("auto") in (torch.float32, torch.bfloat16)
+    assert pick_dtype("auto") is (torch.bfloat16 if this_cpu().native_bfloat16 else torch.float32)
+    wanted = {"avx512_bf16": torch.bfloat16, "amx": torch.bfloat16}
+    for name, cpu in CPUS.items():
+        assert pick_dtype("auto", CPU, cpu) is wanted.get(name, torch.float32)
