@@ -17,6 +17,7 @@ from tanghulu.workers.device import CPU, CpuFeatures, this_cpu
 from tanghulu.workers.kv_cache import KvCache
 from tanghulu.workers.kv_layout import KvLayout
 from tanghulu.workers.models.forward_batch import SequenceChunk, build_forward_batch
+from tanghulu.workers.models.norm import Norm
 from tanghulu.workers.models.registry import Model, dtype_name, load_model, pick_dtype
 from tanghulu.workers.weights import resolve_model
 
@@ -172,6 +173,16 @@ def test_short_types_are_near(tiny: TinyModel, tiny_model: Model, dtype: torch.d
         rows.append(model.forward(build_forward_batch([SequenceChunk(tokens[30:], 30, range(8), True)], BLOCK), cache))
     assert rows[1].dtype is torch.float32
     torch.testing.assert_close(rows[0], rows[1], atol=0.15, rtol=0.1)
+
+
+def test_a_norm_in_bfloat16_rounds_once() -> None:
+    generator = torch.Generator().manual_seed(4)
+    hidden, weight = (torch.randn(shape, generator=generator).bfloat16() for shape in ((9, 50), (50,)))
+    size = (hidden.double().square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    exact = hidden.double() / size * weight.double() * 0.5
+    normed = Norm(weight, 1e-5, 0.5)(hidden)
+    assert normed.dtype is torch.bfloat16
+    assert float(((normed.double() - exact) / exact).abs().max()) < 1.01 * 2.0**-8
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
