@@ -89,7 +89,6 @@ def test_a_prefix_is_loaded_and_not_computed_again(cluster):
     assert _computed(cluster) - before == warm.positions
     assert _served(cluster) - served >= warm.num_cached // 64 * cluster.metric("prefill", "tanghulu_worker_block_bytes")
     print(f"TTFT cold {cold.ttft_s:.3f} s, from the store {warm.ttft_s:.3f} s: {cold.ttft_s / warm.ttft_s:.1f} times")
-    assert cold.ttft_s > warm.ttft_s, "the figure is benchmarks' matter"
 
 
 def test_the_hit_survives_the_workers(cluster):

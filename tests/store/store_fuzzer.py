@@ -261,12 +261,12 @@ class Fuzzer:
     def targets(self) -> list[Process]:
         return [self.cluster.master, *self.cluster.nodes]
 
-    def run(self, seconds: float, look: Callable[[], None]) -> None:
-        """For ``seconds``; ``look`` is called about once a second."""
+    def run(self, seconds: float, look: Callable[[], None], least: int = 0) -> None:
+        """For ``seconds``, and until ``least`` frames and calls were sent; ``look`` is called about once a second."""
         until_s, looked_s = time.monotonic() + seconds, 0.0
         with contextlib.ExitStack() as stack:
             channels = [stack.enter_context(grpc.insecure_channel(each.address)) for each in self.targets]
-            while time.monotonic() < until_s:
+            while time.monotonic() < until_s or min(self.counts["frames"], self.counts["calls"]) < least:
                 for target, channel in zip(self.targets, channels, strict=True):
                     self._connection(target)
                     self._call(channel, target is self.cluster.master)
@@ -363,8 +363,8 @@ def handled_badly(log: str) -> list[str]:
     ]
 
 
-def fuzz(cluster: Cluster, seconds: float, seed: int, most_bytes: int) -> Fuzzer:
-    """Attack for ``seconds``; asserts that every process lives, handles nothing badly, stays below ``most_bytes``."""
+def fuzz(cluster: Cluster, seconds: float, seed: int, most_bytes: int, least: int = 0) -> Fuzzer:
+    """Attack as `Fuzzer.run`; asserts that every process lives, handles nothing badly, stays below ``most_bytes``."""
     mutator = Mutator(random.Random(seed), record(cluster.address))
     decode_in_process(mutator, 300)
     fuzzer = Fuzzer(mutator, cluster)
@@ -374,7 +374,7 @@ def fuzz(cluster: Cluster, seconds: float, seed: int, most_bytes: int) -> Fuzzer
             assert process.alive, f"seed {seed}: {process.log_text()[-4000:]}"
             assert resident_bytes(process) < most_bytes, f"seed {seed}: {process.name} has {resident_bytes(process)} B"
 
-    fuzzer.run(seconds, look)
+    fuzzer.run(seconds, look, least)
     for process in fuzzer.targets:
         bugs = handled_badly(process.log_text())
         assert not bugs, f"seed {seed}: {process.name}: {bugs[0]}"

@@ -226,7 +226,7 @@ def test_a_master_killed_in_the_middle_of_puts() -> None:
                 cluster.restart_master()
                 eventually(lambda: _serves(client))
             key = f"m{i}"
-            outcome = timed(lambda key=key: client.put(key, value(key, 65536 * 2), deadline_s=0.3), 0.3)  # type: ignore[misc]
+            outcome = timed(lambda key=key: client.put(key, value(key, 65536 * 2), deadline_s=DEADLINE_S))  # type: ignore[misc]
             if isinstance(outcome, TanghuluError):
                 num_failed += 1
             else:

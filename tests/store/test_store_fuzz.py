@@ -23,13 +23,13 @@ def canary(key: str) -> bytes:
 
 
 @contextlib.contextmanager
-def attacked(seconds: float, seed: int) -> Iterator[Fuzzer]:
+def attacked(seconds: float, seed: int, least: int) -> Iterator[Fuzzer]:
     """A cluster that was attacked, and serves right bytes afterwards."""
     keys = [f"canary{i}" for i in range(40)]
     with Cluster(1, "64MiB", "--lease-ms", "1000") as cluster, tanghulu.connect(cluster.address) as client:
         for key in keys:
             client.put(key, canary(key), pin="hard")
-        fuzzer = fuzz(cluster, seconds, seed, MOST_BYTES)
+        fuzzer = fuzz(cluster, seconds, seed, MOST_BYTES, least)
         node = cluster.nodes[0]
         with tanghulu.connect(cluster.address) as fresh:
             for each in (client, fresh):
@@ -59,14 +59,12 @@ def test_decoders_take_anything() -> None:
 
 
 def test_a_short_attack_leaves_everything_working() -> None:
-    with attacked(2.0, seed=1) as fuzzer:
-        assert fuzzer.counts["frames"] > 5
-        assert fuzzer.counts["calls"] > 5
+    with attacked(2.0, seed=1, least=6):
+        pass
 
 
 @pytest.mark.slow
 def test_half_a_minute_of_attacks() -> None:
     seed = random.SystemRandom().randrange(1 << 32)
-    with attacked(30.0, seed) as fuzzer:
+    with attacked(30.0, seed, least=101) as fuzzer:
         print(f"seed {seed}: {fuzzer.counts}")
-        assert fuzzer.counts["frames"] > 100

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
-from store_cluster import Cluster
+from store_cluster import Cluster, eventually
 
 import tanghulu
 from tanghulu.errors import ChunkNotFound, DirectoryIncomplete, MasterUnavailable, TanghuluError
@@ -74,8 +74,13 @@ def test_puts_do_not_fail_while_another_client_probes() -> None:
         value = bytes(MIB)
         with Background(lambda: prober.exists_many(keys)) as probing:
             statuses = [client.put(key, value) for key in keys]
+
+            def probed_often() -> bool:
+                statuses.append(client.put(f"more{len(statuses)}", value))
+                return probing.num_done > 10 or bool(probing.errors)
+
+            eventually(probed_often)  # however fast the puts are and however slow the prober's thread
         assert not probing.errors
-        assert probing.num_done > 10
         assert [status.key for status in statuses if not status.ok] == []
 
 
@@ -121,10 +126,10 @@ def test_a_master_that_is_killed_and_restarted_knows_every_key_again() -> None:
             asked_since = asking.num_done
             while time.monotonic() < restarted + 4.0:  # beyond the end of REBUILDING, where a hole would show
                 assert all(_found_by_a_stranger(cluster, keys))
+            eventually(lambda: asking.num_done > asked_since or bool(asking.errors))
         assert not reading.errors, "reads with known locations never stop"
         assert reading.longest_s < 1.0
         assert not asking.errors, "no get says ChunkNotFound meanwhile"
-        assert asking.num_done > asked_since
         print(f"all there {seconds:.2f} s after the restart; longest known read {reading.longest_s * 1e3:.0f} ms")
         assert seconds < 3.0
         assert _sees_through_absence(cluster)

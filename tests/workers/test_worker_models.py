@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from worker_cpus import CPUS, each_cpu
 from worker_tiny import BLOCK, VOCAB, TinyModel, engine, request, run_all, write_tiny
 
 from tanghulu.errors import ModelUnsupported
 from tanghulu.types import RequestId
+from tanghulu.workers.compute.device import CPU, CpuFeatures, this_cpu
 from tanghulu.workers.compute.forward_batch import SequenceChunk, build_forward_batch
 from tanghulu.workers.compute.kv_cache import KvCache
+from tanghulu.workers.compute.models.norm import Norm
 from tanghulu.workers.compute.models.registry import Model, dtype_name, load_model, pick_dtype
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.weights import resolve_model
@@ -158,9 +161,10 @@ def _rough_run(model: Model, greedy: list[tuple[list[int], list[int]]], seed: in
     return num_preempted
 
 
+@each_cpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_short_types_are_near(tiny: TinyModel, tiny_model: Model, dtype: torch.dtype) -> None:
-    rounded = load_model(resolve_model(str(tiny.path)), dtype)
+def test_short_types_are_near(tiny: TinyModel, tiny_model: Model, dtype: torch.dtype, cpu: CpuFeatures) -> None:
+    rounded = load_model(resolve_model(str(tiny.path)), dtype, cpu=cpu)
     tokens = _prompt(40, 2)
     rows = []
     for model in (tiny_model, rounded):
@@ -169,6 +173,16 @@ def test_short_types_are_near(tiny: TinyModel, tiny_model: Model, dtype: torch.d
         rows.append(model.forward(build_forward_batch([SequenceChunk(tokens[30:], 30, range(8), True)], BLOCK), cache))
     assert rows[1].dtype is torch.float32
     torch.testing.assert_close(rows[0], rows[1], atol=0.15, rtol=0.1)
+
+
+def test_a_norm_in_bfloat16_rounds_once() -> None:
+    generator = torch.Generator().manual_seed(4)
+    hidden, weight = (torch.randn(shape, generator=generator).bfloat16() for shape in ((9, 50), (50,)))
+    size = (hidden.double().square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    exact = hidden.double() / size * weight.double() * 0.5
+    normed = Norm(weight, 1e-5, 0.5)(hidden)
+    assert normed.dtype is torch.bfloat16
+    assert float(((normed.double() - exact) / exact).abs().max()) < 1.01 * 2.0**-8
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
@@ -207,4 +221,7 @@ def test_progress_ends_at_one(tiny: TinyModel) -> None:
 
 def test_dtypes() -> None:
     assert pick_dtype("float32") is torch.float32
-    assert pick_dtype("auto") in (torch.float32, torch.bfloat16)
+    assert pick_dtype("auto") is (torch.bfloat16 if this_cpu().native_bfloat16 else torch.float32)
+    wanted = {"avx512_bf16": torch.bfloat16, "amx": torch.bfloat16}
+    for name, cpu in CPUS.items():
+        assert pick_dtype("auto", CPU, cpu) is wanted.get(name, torch.float32)

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer
+from worker_cpus import CPUS
 from worker_tiny import request, run_all
 
 from tanghulu.errors import ModelUnsupported
+from tanghulu.workers.compute.device import CpuFeatures
 from tanghulu.workers.compute.forward_batch import SequenceChunk, build_forward_batch
 from tanghulu.workers.compute.kv_cache import KvCache
 from tanghulu.workers.compute.models.registry import dtype_name, load_model
@@ -174,9 +176,17 @@ def test_greedy_text_equals_transformers(core: EngineCore, tokenizer: Tokenizer,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.03)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "cpu"),
+    [
+        (torch.float32, 1e-4, CPUS["avx512"]),
+        (torch.bfloat16, 0.03, CPUS["avx512"]),
+        (torch.bfloat16, 0.03, CPUS["avx512_bf16"]),
+    ],
+    ids=["float32", "bfloat16-in-float32", "bfloat16"],
+)
 def test_prefill_logits_equal_transformers(
-    tokenizer: Tokenizer, smollm2: ModelSource, dtype: torch.dtype, tolerance: float
+    tokenizer: Tokenizer, smollm2: ModelSource, dtype: torch.dtype, tolerance: float, cpu: CpuFeatures
 ) -> None:
     """The last position's logits of prompts of 1 to 95 tokens, relative to the largest logit.
 
@@ -186,7 +196,7 @@ def test_prefill_logits_equal_transformers(
     tokens = tokenizer.encode(" ".join(TEXTS[9:20])).ids[:95]
     with torch.inference_mode():
         expected = _transformers_model(smollm2)(torch.tensor([tokens])).logits[0]
-    model = load_model(smollm2, dtype)
+    model = load_model(smollm2, dtype, cpu=cpu)
     cache = KvCache(KvLayout.of(model.config, 64, dtype_name(dtype)), 2)
     for end in (1, 2, 17, 64, 65, 95):
         run = SequenceChunk(tokens[:end], 0, (1, 0), True)

@@ -1,11 +1,16 @@
-"""Which device a worker computes on and how much memory it has there: what is asked of torch about devices, once.
+"""Which device a worker computes on, what that can do and how much memory it has: torch and the system are asked here.
 
 Without a GPU nothing here touches CUDA beyond asking whether there is one.
 """
 
 from __future__ import annotations
 
+import platform
 import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +22,42 @@ CPU = torch.device("cpu")
 #: From this compute capability on a GPU multiplies bfloat16 natively (Ampere).
 _BFLOAT16_FROM = (8, 0)
 _NAME = re.compile(r"cuda(?::(\d+))?")
+#: Instructions that multiply bfloat16, by the kernel's names.
+_BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
+_CPU_INFO = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True, slots=True)
+class CpuFeatures:
+    """What the arithmetic on a CPU is chosen by: instructions that it has, and torch's libraries that run on it.
+
+    Every choice works on every CPU whose torch has the library: what is not native is emulated, which is slow.
+    """
+
+    #: It multiplies bfloat16 in hardware (AVX512-BF16, AMX).
+    native_bfloat16: bool
+    #: FBGEMM, whose products widen float16 weights in registers; it needs AVX2.
+    has_fbgemm: bool
+    #: oneDNN, whose products take weights that were packed in its order.
+    has_onednn: bool
+
+    @classmethod
+    def of(cls, flags: Collection[str]) -> CpuFeatures:
+        """Of a CPU with the instructions ``flags``, named as in /proc/cpuinfo, under this process's torch."""
+        return cls(
+            native_bfloat16=not _BFLOAT16_FLAGS.isdisjoint(flags),
+            has_fbgemm="fbgemm" in torch.backends.quantized.supported_engines,
+            has_onednn=bool(torch.backends.mkldnn.is_available()),  # type: ignore[no-untyped-call]
+        )
+
+
+@cache
+def this_cpu() -> CpuFeatures:
+    """What the CPU of this process can do."""
+    if platform.system() != "Linux":
+        return CpuFeatures.of(())
+    lines = _CPU_INFO.read_text(encoding="ascii", errors="replace").splitlines()
+    return CpuFeatures.of(next((line.split() for line in lines if line.startswith("flags")), []))
 
 
 def pick_device(name: str) -> torch.device:

@@ -1,8 +1,9 @@
 """Matrix products with weights that stay: packed once for the CPU's kernels, used every step.
 
-A GPU multiplies the weight as it is. Which arithmetic a CPU does fast is decided here. A CPU with bfloat16 instructions
-multiplies bfloat16 as it is. One without emulates it, 5 to 30 times slower than float32 (docs/workers.md); there
-activations and sums are float32, and weights lie in memory in the shortest form that loses nothing:
+A GPU multiplies the weight as it is. Which arithmetic a CPU does fast is decided here, by its `CpuFeatures`. A CPU
+with bfloat16 instructions multiplies bfloat16 as it is. One without emulates it, 5 to 30 times slower than float32
+(docs/workers.md); there activations and sums are float32, and weights lie in memory in the shortest form that loses
+nothing:
 
 * *half*: as float16 times a power of two, widened to float32 in the kernel's registers (FBGEMM). Half the bytes to
   read is what decoding a few sequences costs. Example: a bfloat16 weight has 8 significant bits, float16 has 11, so
@@ -16,17 +17,14 @@ activations and sums are float32, and weights lie in memory in the shortest form
 from __future__ import annotations
 
 import math
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 
-from tanghulu.workers.compute.device import CPU
+from tanghulu.workers.compute.device import CPU, CpuFeatures, this_cpu
 
 #: The number of rows for which oneDNN lays out a weight. Layouts for many rows were as fast for one row as those for
 #: one, while a layout for one row was up to 3 times slower for 32.
@@ -48,15 +46,18 @@ class _Product:
 class Linear:
     """``x @ weight.T + bias`` for ``weight`` [rows, columns], computed in `compute_dtype` of its type.
 
+    Inputs come in that type, and products and sums have it: nothing is converted at every step.
     Where the form of the weight needs a factor, one of three brings it in: `take_factor`, `add_to`, or a pass of its
     own over inputs or products, whichever are fewer.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        dtype = compute_dtype(weight.dtype, weight.device)
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, cpu: CpuFeatures | None = None) -> None:
+        """``cpu`` is what the arithmetic is chosen by, where ``weight`` is in main memory; without it `this_cpu`."""
+        cpu = cpu or this_cpu()
+        dtype = compute_dtype(weight.dtype, weight.device, cpu)
         self._bias = None if bias is None else bias.to(dtype)
         self._num_rows = len(weight)
-        product = _product(weight.to(dtype).contiguous())
+        product = _product(weight.to(dtype).contiguous(), cpu)
         self._multiply, self._factor = product.multiply, product.factor
         self._scales_inputs = weight.shape[1] < weight.shape[0]
 
@@ -85,13 +86,13 @@ class Linear:
                 sums.add_(self._bias)
 
 
-def _product(weight: torch.Tensor) -> _Product:
+def _product(weight: torch.Tensor, cpu: CpuFeatures) -> _Product:
     """The fastest way to multiply by ``weight``, which it may keep."""
     if weight.dtype is torch.float32 and weight.device.type == "cpu":
-        half = _half(weight) if "fbgemm" in torch.backends.quantized.supported_engines else None
+        half = _half(weight) if cpu.has_fbgemm else None
         if half is not None:
             return half
-        if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        if cpu.has_onednn:
             return _packed(weight)
     return _Product(lambda inputs: F.linear(inputs, weight))
 
@@ -121,17 +122,8 @@ def _direct(operator: torch._ops.OpOverload) -> Callable[..., torch.Tensor]:
     return cast("Callable[..., torch.Tensor]", operator._op)
 
 
-def compute_dtype(dtype: torch.dtype, device: torch.device = CPU) -> torch.dtype:
-    """In what a model of ``dtype`` is computed: itself, or float32 where this CPU would emulate that."""
+def compute_dtype(dtype: torch.dtype, device: torch.device = CPU, cpu: CpuFeatures | None = None) -> torch.dtype:
+    """In what a model of ``dtype`` is computed: itself, or float32 where ``cpu`` would emulate that."""
     if device.type != "cpu":
         return dtype
-    return dtype if dtype is torch.bfloat16 and has_native_bfloat16() else torch.float32
-
-
-@cache
-def has_native_bfloat16() -> bool:
-    """Whether the CPU has instructions that multiply bfloat16."""
-    if platform.system() != "Linux":
-        return False
-    flags = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
-    return "avx512_bf16" in flags or "amx_bf16" in flags
+    return dtype if dtype is torch.bfloat16 and (cpu or this_cpu()).native_bfloat16 else torch.float32

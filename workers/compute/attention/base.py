@@ -32,7 +32,6 @@ from tanghulu.workers.compute.attention.paged import StaticDecode, tokens_mask
 from tanghulu.workers.compute.device import upload
 from tanghulu.workers.compute.forward_batch import ForwardBatch, SequenceSpan
 from tanghulu.workers.compute.kv_cache import KvTensors
-from tanghulu.workers.compute.linear import compute_dtype
 
 #: Queries of a prefill run that share a kernel call.
 _PIECE_TOKENS = 128
@@ -61,14 +60,19 @@ class AttentionBackend(Protocol):
 class SdpaAttention:
     """The backend for CPUs, and for GPUs where there is no better one."""
 
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        """``dtype`` is that of the queries; without it they have the cache's."""
+        self._dtype = dtype
+
     def plan(self, cache: KvTensors, batch: ForwardBatch, num_heads: int) -> AttentionPlan:
         """Group the decodes, build the masks."""
+        dtype = self._dtype or cache.rows.dtype
         if batch.decodes is not None:
-            return PagedPlan(cache, batch, [StaticDecode.of(cache, batch.decodes)])
+            return PagedPlan(cache, batch, [StaticDecode.of(cache, batch.decodes, dtype)])
         decodes = [span for span in batch.spans if span.num_new == 1]
         prefills = [span for span in batch.spans if span.num_new > 1]
-        work: list[Work] = [_PrefillRun.of(cache, span, num_heads) for span in prefills]
-        work += [_DecodeGroup.of(cache, group) for group in _similar_lengths(decodes)]
+        work: list[Work] = [_PrefillRun.of(cache, span, num_heads, dtype) for span in prefills]
+        work += [_DecodeGroup.of(cache, group, dtype) for group in _similar_lengths(decodes)]
         return PagedPlan(cache, batch, work)
 
 
@@ -153,9 +157,8 @@ class _PrefillRun:
     pieces: tuple[_Piece, ...]
 
     @classmethod
-    def of(cls, cache: KvTensors, span: SequenceSpan, num_heads: int) -> _PrefillRun:
-        device = cache.rows.device
-        groups, dtype = num_heads // cache.layout.num_kv_heads, compute_dtype(cache.rows.dtype, device)
+    def of(cls, cache: KvTensors, span: SequenceSpan, num_heads: int, dtype: torch.dtype) -> _PrefillRun:
+        device, groups = cache.rows.device, num_heads // cache.layout.num_kv_heads
         before = span.context - span.num_new
         bounds = [(at, min(at + _PIECE_TOKENS, span.num_new)) for at in range(0, span.num_new, _PIECE_TOKENS)]
         pieces = tuple(_Piece.of(start, end, before, groups, dtype, device) for start, end in bounds)
@@ -189,7 +192,7 @@ class _DecodeGroup:
     mask: torch.Tensor | None
 
     @classmethod
-    def of(cls, cache: KvTensors, spans: Sequence[SequenceSpan]) -> _DecodeGroup:
+    def of(cls, cache: KvTensors, spans: Sequence[SequenceSpan], dtype: torch.dtype) -> _DecodeGroup:
         device = cache.rows.device
         count, rows = len(spans), _rows_of(spans, device)
         if count == 1:
@@ -199,7 +202,6 @@ class _DecodeGroup:
         table = [span.block_ids + span.block_ids[:1] * (width - len(span.block_ids)) for span in spans]
         num_tokens = width * cache.layout.block_tokens
         contexts = upload(np.asarray([span.context for span in spans]), device)
-        dtype = compute_dtype(cache.rows.dtype, device)
         mask = tokens_mask(contexts, num_tokens, dtype)
         return cls(rows, count, _Gather(cache, np.asarray(table).ravel(), count), num_tokens, mask)
 

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 
 from tanghulu.workers.compute.forward_batch import DecodeTables
 from tanghulu.workers.compute.kv_cache import KvTensors
-from tanghulu.workers.compute.linear import compute_dtype
 
 #: Tokens gathered at a time: bounds the copy, whatever the batch. With 8 KV heads of 128 in bfloat16: K and V 1 GiB.
 MAX_GATHERED_TOKENS = 262_144
@@ -36,10 +35,9 @@ class StaticDecode:
     mask: torch.Tensor
 
     @classmethod
-    def of(cls, cache: KvTensors, decodes: DecodeTables) -> StaticDecode:
-        """Of a step; by operations on the device alone."""
+    def of(cls, cache: KvTensors, decodes: DecodeTables, dtype: torch.dtype) -> StaticDecode:
+        """Of a step with queries of ``dtype``; by operations on the device alone."""
         num_tokens = decodes.tables.shape[1] * cache.layout.block_tokens
-        dtype = compute_dtype(cache.rows.dtype, cache.rows.device)
         return cls(decodes.tables, tokens_mask(decodes.contexts, num_tokens, dtype))
 
     def attend(self, cache: KvTensors, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:

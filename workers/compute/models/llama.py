@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from tanghulu.errors import ModelUnsupported
 from tanghulu.workers.compute.attention.base import AttentionBackend
-from tanghulu.workers.compute.device import CPU
+from tanghulu.workers.compute.device import CPU, CpuFeatures
 from tanghulu.workers.compute.forward_batch import ForwardBatch
 from tanghulu.workers.compute.kv_cache import KvTensors
 from tanghulu.workers.compute.linear import Linear, compute_dtype
@@ -53,11 +53,14 @@ class LlamaModel:
         progress: Progress | None = None,
         shard: Shard = WHOLE,
         device: torch.device = CPU,
+        *,
+        cpu: CpuFeatures | None = None,
     ) -> None:
         """Load the weights of ``shard`` as ``dtype`` onto ``device``; ``progress`` is told the fraction done, 0..1.
 
-        Raises ModelUnsupported that names a missing tensor, or one whose shape contradicts ``config``; ConfigError
-        if the model's heads cannot be shared out so.
+        ``attention`` takes queries of ``compute_dtype(dtype, device, cpu)``. Raises ModelUnsupported that names a
+        missing tensor, or one whose shape contradicts ``config``; ConfigError if the model's heads cannot be shared
+        out so.
         """
         require_split(config, shard.size)
         self._shard = shard
@@ -65,9 +68,9 @@ class LlamaModel:
         self.config = config
         self.dtype = dtype
         self.device = device
-        self._compute = compute_dtype(dtype, device)
+        self._compute = compute_dtype(dtype, device, cpu)
         self._attention = attention
-        loader = _Loader(config, weights, dtype, shard, device)
+        loader = _Loader(config, weights, dtype, shard, device, cpu)
         self._embedding = loader.take("model.embed_tokens.weight", (config.vocab, config.hidden))
         self._layers = []
         for index in range(config.num_layers):
@@ -76,7 +79,7 @@ class LlamaModel:
                 progress((index + 1) / (config.num_layers + 1))
         tied = config.tie_embeddings
         head = self._embedding if tied else loader.take("lm_head.weight", (config.vocab, config.hidden))
-        self._head = Linear(_own_rows(head, shard))
+        self._head = Linear(_own_rows(head, shard), cpu=cpu)
         self._norm = loader.norm("model.norm.weight", config.hidden, self._head)
         factors = weights.tensor("rope_freqs.weight") if weights.has("rope_freqs.weight") else None
         self._rotary = RotaryTable(config, factors, device)
@@ -129,10 +132,16 @@ class _Loader:
     """Takes tensors by name, checked against the shape that the config promises."""
 
     def __init__(
-        self, config: ModelConfig, weights: WeightSource, dtype: torch.dtype, shard: Shard, device: torch.device
+        self,
+        config: ModelConfig,
+        weights: WeightSource,
+        dtype: torch.dtype,
+        shard: Shard,
+        device: torch.device,
+        cpu: CpuFeatures | None,
     ) -> None:
         self._config, self._weights, self._dtype, self._shard = config, weights, dtype, shard
-        self._device = device
+        self._device, self._cpu = device, cpu
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         tensor = self._weights.tensor(name)
@@ -145,7 +154,7 @@ class _Loader:
 
     def norm(self, name: str, size: int, before: Linear | None = None) -> Norm:
         """The norm ``name``, whose results go to ``before`` alone if that is given."""
-        weight = self.take(name, (size,)).to(compute_dtype(self._dtype, self._device))
+        weight = self.take(name, (size,)).to(compute_dtype(self._dtype, self._device, self._cpu))
         return Norm(weight, self._config.rms_eps, 1.0 if before is None else before.take_factor())
 
     def linear(self, prefix: str, parts: tuple[tuple[str, int], ...], columns: int, *, bias: bool = False) -> Linear:
@@ -153,12 +162,13 @@ class _Loader:
         own = self._shard.own
         weight = [self.take(f"{prefix}.{name}.weight", (rows, columns))[own(rows)] for name, rows in parts]
         biases = [self.take(f"{prefix}.{name}.bias", (rows,))[own(rows)] for name, rows in parts] if bias else []
-        return Linear(torch.cat(weight), torch.cat(biases) if biases else None)
+        return Linear(torch.cat(weight), torch.cat(biases) if biases else None, self._cpu)
 
     def summand(self, name: str, rows: int, columns: int, *, bias: bool = False) -> Linear:
         """The product with this rank's columns; the ranks' results add up to the whole, the bias counted once."""
         weight = self.take(f"{name}.weight", (rows, columns))[:, self._shard.own(columns)]
-        return Linear(weight, self.take(f"{name}.bias", (rows,)) if bias and self._shard.rank == 0 else None)
+        own_bias = self.take(f"{name}.bias", (rows,)) if bias and self._shard.rank == 0 else None
+        return Linear(weight, own_bias, self._cpu)
 
 
 def _own_rows(head: torch.Tensor, shard: Shard) -> torch.Tensor:

@@ -14,10 +14,10 @@ import torch
 from tanghulu.errors import ConfigError, ModelUnsupported
 from tanghulu.workers.compute.allocation import keep_large_blocks
 from tanghulu.workers.compute.attention.base import AttentionBackend, SdpaAttention
-from tanghulu.workers.compute.device import CPU, multiplies_bfloat16
+from tanghulu.workers.compute.device import CPU, CpuFeatures, multiplies_bfloat16, this_cpu
 from tanghulu.workers.compute.forward_batch import ForwardBatch
 from tanghulu.workers.compute.kv_cache import KvTensors
-from tanghulu.workers.compute.linear import has_native_bfloat16
+from tanghulu.workers.compute.linear import compute_dtype
 from tanghulu.workers.compute.models.llama import LlamaModel
 from tanghulu.workers.compute.models.shard import WHOLE, Shard
 from tanghulu.workers.weights.model_config import ARCHITECTURES, ModelConfig
@@ -38,9 +38,25 @@ class Model(Protocol):
         ...
 
 
-ModelFactory = Callable[
-    [ModelConfig, WeightSource, AttentionBackend, torch.dtype, Progress | None, Shard, torch.device], Model
-]
+class ModelFactory(Protocol):
+    """A model's class: what `load_model` has found for it."""
+
+    def __call__(
+        self,
+        config: ModelConfig,
+        weights: WeightSource,
+        attention: AttentionBackend,
+        dtype: torch.dtype,
+        progress: Progress | None,
+        shard: Shard,
+        device: torch.device,
+        *,
+        cpu: CpuFeatures,
+    ) -> Model:
+        """Load ``shard`` as ``dtype`` onto ``device``; on a CPU computed as suits ``cpu``."""
+        ...
+
+
 _MODELS: dict[str, ModelFactory] = dict.fromkeys(ARCHITECTURES, LlamaModel)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -52,11 +68,13 @@ def load_model(
     shard: Shard = WHOLE,
     device: torch.device = CPU,
     attention: AttentionBackend | None = None,
+    *,
+    cpu: CpuFeatures | None = None,
 ) -> Model:
     """Load ``shard`` of the weights of ``source`` onto ``device``; ``progress`` is told the fraction done, 0..1.
 
-    Without ``attention`` it attends by SDPA, which works everywhere. Raises ModelUnsupported that names the
-    architecture or the tensor that cannot be used.
+    Without ``attention`` it attends by SDPA, which works everywhere. On a CPU the arithmetic is what suits ``cpu``,
+    without it `this_cpu`. Raises ModelUnsupported that names the architecture or the tensor that cannot be used.
     """
     factory = _MODELS.get(source.config.architecture)
     if factory is None:
@@ -64,14 +82,16 @@ def load_model(
             f"architecture {source.config.architecture!r} cannot be run; known: {', '.join(_MODELS)}"
         )
     keep_large_blocks()
+    cpu = cpu or this_cpu()
+    attention = attention or SdpaAttention(compute_dtype(dtype, device, cpu))
     weights = source.open_weights()
     try:
-        return factory(source.config, weights, attention or SdpaAttention(), dtype, progress, shard, device)
+        return factory(source.config, weights, attention, dtype, progress, shard, device, cpu=cpu)
     finally:
         weights.close()
 
 
-def pick_dtype(name: str, device: torch.device = CPU) -> torch.dtype:
+def pick_dtype(name: str, device: torch.device = CPU, cpu: CpuFeatures | None = None) -> torch.dtype:
     """The dtype called ``name``; ``auto`` is bfloat16 where it is multiplied natively, else float32 (float16 on GPUs).
 
     On other CPUs bfloat16 halves the KV's bytes and the arithmetic is float32's in both (`linear`), so float32 is as
@@ -80,7 +100,7 @@ def pick_dtype(name: str, device: torch.device = CPU) -> torch.dtype:
     if name == "auto" and device.type != "cpu":
         return torch.bfloat16 if multiplies_bfloat16(device) else torch.float16
     if name == "auto":
-        return torch.bfloat16 if has_native_bfloat16() else torch.float32
+        return torch.bfloat16 if (cpu or this_cpu()).native_bfloat16 else torch.float32
     if name not in _DTYPES:
         raise ConfigError(f"dtype {name!r} is unknown; choose auto, {', '.join(_DTYPES)}")
     return _DTYPES[name]
