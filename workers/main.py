@@ -13,12 +13,12 @@ from tanghulu.errors import ConfigError
 from tanghulu.runtime.config import command, option
 from tanghulu.runtime.process import Process, run
 from tanghulu.types import Role
-from tanghulu.workers.compute.openmp import wait_shortly
+from tanghulu.workers.compute.process_tuning import wait_shortly
 from tanghulu.workers.config import WorkerConfig
 
 if TYPE_CHECKING:
     from tanghulu.discovery.base import Instance
-    from tanghulu.workers.assembly import Worker
+    from tanghulu.workers.assembly import WorkerServer
     from tanghulu.workers.loading.loaded_model import LoadedModel
 
 DRAIN_S = 5.0
@@ -51,12 +51,12 @@ def _load(process: Process, config: WorkerConfig) -> LoadedModel:
 @contextlib.asynccontextmanager
 async def _serving(
     process: Process, config: WorkerConfig, loaded: LoadedModel
-) -> AsyncIterator[tuple[Worker, contextlib.AsyncExitStack]]:
+) -> AsyncIterator[tuple[WorkerServer, contextlib.AsyncExitStack]]:
     """A running worker, and its registration as something to close."""
-    from tanghulu.workers.assembly import Worker
+    from tanghulu.workers.assembly import WorkerServer
 
     async with contextlib.AsyncExitStack() as stack:
-        worker = await stack.enter_async_context(Worker(process, config, loaded))
+        worker = await stack.enter_async_context(WorkerServer(process, config, loaded))
         discovery = await stack.enter_async_context(open_discovery(config.discovery, config.master))
         registration = await discovery.register(_instance(process, config, worker))
         registered = await stack.enter_async_context(contextlib.AsyncExitStack())
@@ -65,7 +65,7 @@ async def _serving(
         yield worker, registered
 
 
-def _instance(process: Process, config: WorkerConfig, worker: Worker) -> Instance:
+def _instance(process: Process, config: WorkerConfig, worker: WorkerServer) -> Instance:
     from tanghulu.discovery.base import Instance
 
     return Instance(

@@ -17,7 +17,7 @@ from tanghulu.runtime.clock import Clock, SystemClock
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.engine.block_pool import DEFAULT_EVICTION, BlockPool
 from tanghulu.workers.engine.kv_layout import KvBlocks, KvLayout
-from tanghulu.workers.engine.requests import EngineRequest, FinishReason, PeerExport
+from tanghulu.workers.engine.requests import EngineFinishReason, EngineRequest, PeerExport
 from tanghulu.workers.engine.scheduler import Scheduler, SchedulerConfig
 from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted, KvExport, StepOutcome, StepPlan
 from tanghulu.workers.engine.step_result import RequestOutput, Sampled, StepResult, StepTimings
@@ -93,7 +93,7 @@ class KvSink(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class EngineConfig:
+class EngineCoreConfig:
     """Sizes and bounds of an engine. ``debug_checks`` asserts all invariants after every step.
 
     ``moves_preempted``: the sink keeps what preempted requests give up, and the fetcher finds it.
@@ -115,7 +115,7 @@ class EngineCore:
     def __init__(
         self,
         runner: ModelRunner,
-        config: EngineConfig,
+        config: EngineCoreConfig,
         *,
         fetcher: KvFetcher | None = None,
         sink: KvSink | None = None,
@@ -166,7 +166,9 @@ class EngineCore:
         """Drop the request without further output; False if it is not here (any more)."""
         return self.scheduler.abort(request_id)
 
-    def fetch_done(self, request_id: RequestId, num_blocks_ok: int, tokens: Sequence[int] = ()) -> FinishReason | None:
+    def fetch_done(
+        self, request_id: RequestId, num_blocks_ok: int, tokens: Sequence[int] = ()
+    ) -> EngineFinishReason | None:
         """The fetcher is done with a request; see `Scheduler.fetch_done`."""
         return self.scheduler.fetch_done(request_id, num_blocks_ok, tokens)
 

@@ -21,7 +21,7 @@ from tanghulu.workers.engine.thread import EngineThread, StepReport
 PRIORITY = (1 << 31) - 1
 
 
-class Probe:
+class EngineProbe:
     """Probes of one engine; ``make`` builds the request of a given name, ``on_report`` must hear every report."""
 
     def __init__(self, engine: EngineThread, make: Callable[[RequestId], EngineRequest], clock: Clock) -> None:

@@ -33,7 +33,7 @@ class Speeds:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerRead:
+class PeerReadTotal:
     """What was read from the worker at ``address``, and how long that took."""
 
     address: str
@@ -66,7 +66,7 @@ class SpeedMeter:
         self._reads_peers = reads_peers
         self._model = StepModel(max_step_tokens)
         self._prefill, self._decode, self._store, self._peer = _Rate(), _Rate(), _Rate(), _Rate()
-        self._reads: dict[str, PeerRead] = {}
+        self._reads: dict[str, PeerReadTotal] = {}
 
     def step(self, num_tokens: int, num_sequences: int, seconds: float, work: StepWork = NO_WORK) -> None:
         """A step computed ``num_tokens`` of ``num_sequences`` requests in ``seconds``; ``work`` says it in detail."""
@@ -83,11 +83,11 @@ class SpeedMeter:
     def read_from_peer(self, num_bytes: int, seconds: float, address: str = "") -> None:
         """KV of ``num_bytes`` was loaded from another worker, the one at ``address``, in ``seconds``."""
         self._peer.add(num_bytes, seconds)
-        before = self._reads.get(address, PeerRead(address, 0, 0.0))
+        before = self._reads.get(address, PeerReadTotal(address, 0, 0.0))
         if address and (before.num_bytes or len(self._reads) < MAX_READ_PEERS):
-            self._reads[address] = PeerRead(address, before.num_bytes + num_bytes, before.seconds + seconds)
+            self._reads[address] = PeerReadTotal(address, before.num_bytes + num_bytes, before.seconds + seconds)
 
-    def take_reads(self) -> tuple[PeerRead, ...]:
+    def take_reads(self) -> tuple[PeerReadTotal, ...]:
         """What was read from peers since the last call, summed for each."""
         reads = tuple(self._reads.values())
         self._reads.clear()

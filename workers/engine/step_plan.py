@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tanghulu.types import BlockHash, RequestId
-from tanghulu.workers.engine.requests import EngineRequest, FinishReason, PeerExport, PrefixHolder
+from tanghulu.workers.engine.requests import EngineFinishReason, EngineRequest, PeerExport, PeerPrefix
 from tanghulu.workers.engine.step_model import StepWork
 
 
@@ -35,7 +35,7 @@ class FetchWanted:
     block_hashes: tuple[BlockHash, ...]
     num_tokens: int
     peer: PeerExport | None
-    holder: PrefixHolder | None = None
+    holder: PeerPrefix | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class TokenOutput:
 
     request: EngineRequest
     token: int
-    finish_reason: FinishReason | None
+    finish_reason: EngineFinishReason | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tanghulu.types import RequestId
 from tanghulu.workers.engine.block_pool import KvEvent
-from tanghulu.workers.engine.requests import FinishReason
+from tanghulu.workers.engine.requests import EngineFinishReason
 from tanghulu.workers.engine.step_model import NO_WORK, StepWork
 
 
@@ -44,7 +44,7 @@ class RequestOutput:
     request_id: RequestId
     tokens: tuple[int, ...]
     logprobs: Logprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: EngineFinishReason | None
     num_prompt_tokens: int
     num_generated_tokens: int
     num_cached_tokens: int

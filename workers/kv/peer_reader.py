@@ -27,7 +27,7 @@ from tanghulu.transfer_engine.core.descriptor_wire import from_proto
 from tanghulu.transfer_engine.core.opcode import Opcode
 from tanghulu.transfer_engine.engine import TransferEngine
 from tanghulu.types import Address, BlockHash, Fingerprint
-from tanghulu.workers.engine.requests import PeerExport, PrefixHolder
+from tanghulu.workers.engine.requests import PeerExport, PeerPrefix
 from tanghulu.workers.kv.ports import wipe
 from tanghulu.workers.sessions.wire import split_instance
 
@@ -85,7 +85,7 @@ class PeerReader:
 
         return _in_turns(read, len(buffers))
 
-    def read_prefix(self, holder: PrefixHolder, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
+    def read_prefix(self, holder: PeerPrefix, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
         """Fill ``buffers`` with the blocks of ``hashes`` that ``holder`` has in its cache now.
 
         Returns how many leading ones arrived whole, 0 if it has none (any more). Raises as `read` does, and Overloaded.

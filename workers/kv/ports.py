@@ -65,7 +65,7 @@ class ExportWindow(Protocol):
         ...
 
 
-class KvDoor(NamedTuple):
+class KvPorts(NamedTuple):
     """Both ways, for one cache."""
 
     port: BlockPort

@@ -9,7 +9,7 @@ from typing import Protocol
 from tanghulu.types import Fingerprint
 from tanghulu.workers.engine.engine import ModelRunner
 from tanghulu.workers.engine.kv_layout import KvLayout
-from tanghulu.workers.kv.ports import KvDoor
+from tanghulu.workers.kv.ports import KvPorts
 from tanghulu.workers.ranks.processes import RankProcesses
 from tanghulu.workers.weights.tokenizer_assets import TokenizerAssets
 
@@ -28,10 +28,10 @@ class LoadedModel:
     assets: TokenizerAssets
     make_runner: Callable[[memoryview], ModelRunner]
     ranks: RankProcesses | None = None
-    staging: Staging | None = None
+    staging: KvStaging | None = None
 
 
-class Staging(Protocol):
+class KvStaging(Protocol):
     """How blocks on a device meet the outside."""
 
     @property
@@ -39,7 +39,7 @@ class Staging(Protocol):
         """How much memory to offer to other workers."""
         ...
 
-    def open(self, runner: ModelRunner, ranks: RankProcesses | None, segment: memoryview) -> KvDoor:
+    def open(self, runner: ModelRunner, ranks: RankProcesses | None, segment: memoryview) -> KvPorts:
         """The ways in and out of the runner's cache and the ranks', ``segment`` being what other workers read."""
         ...
 

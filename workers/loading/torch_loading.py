@@ -20,11 +20,10 @@ from tanghulu.workers.compute.linear import compute_dtype
 from tanghulu.workers.compute.memory_plan import MemoryPlan
 from tanghulu.workers.compute.models.registry import dtype_name, load_model, pick_dtype
 from tanghulu.workers.compute.models.shard import Shard, require_split
-from tanghulu.workers.compute.profiled_runner import ProfiledRunner
-from tanghulu.workers.compute.threaded_runner import ThreadedRunner
 from tanghulu.workers.compute.torch_runner import TorchRunner
+from tanghulu.workers.compute.wrapped_runners import ProfiledRunner, ThreadedRunner
 from tanghulu.workers.engine.kv_layout import KvLayout
-from tanghulu.workers.kv.device_staging import DeviceStaging
+from tanghulu.workers.kv.staging import DeviceStaging
 from tanghulu.workers.loading.loaded_model import LoadedModel
 from tanghulu.workers.ranks.processes import RankProcesses
 from tanghulu.workers.weights.fingerprint import fingerprint

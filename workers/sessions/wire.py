@@ -18,10 +18,10 @@ from tanghulu.workers.engine.grammar import Grammar, GrammarCompiler, GrammarKin
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.engine.probe import PRIORITY
 from tanghulu.workers.engine.requests import (
+    EngineFinishReason,
     EngineRequest,
-    FinishReason,
     PeerExport,
-    PrefixHolder,
+    PeerPrefix,
     SamplingParams,
     StopParams,
 )
@@ -31,10 +31,10 @@ from tanghulu.workers.weights.tokenizer_assets import TokenizerAssets
 
 _FINISH = {
     None: session_pb2.FINISH_NONE,
-    FinishReason.STOP: session_pb2.FINISH_STOP,
-    FinishReason.LENGTH: session_pb2.FINISH_LENGTH,
-    FinishReason.HANDED_OVER: session_pb2.FINISH_HANDED_OVER,
-    FinishReason.ABORTED: session_pb2.FINISH_ABORTED,
+    EngineFinishReason.STOP: session_pb2.FINISH_STOP,
+    EngineFinishReason.LENGTH: session_pb2.FINISH_LENGTH,
+    EngineFinishReason.HANDED_OVER: session_pb2.FINISH_HANDED_OVER,
+    EngineFinishReason.ABORTED: session_pb2.FINISH_ABORTED,
 }
 
 
@@ -74,7 +74,7 @@ class RequestFactory:
         )
 
     def probe(self, request_id: RequestId) -> EngineRequest:
-        """A request of one token that leaves nothing behind; see `Probe`."""
+        """A request of one token that leaves nothing behind; see `EngineProbe`."""
         root = root_hash(self._fingerprint, b"probe", self._block_hash)
         return EngineRequest(
             request_id=request_id,
@@ -126,8 +126,8 @@ def peer_of(source: session_pb2.KvSource) -> PeerExport:
     return PeerExport(f"{source.address}|{source.unix_path}", str(source.export_id), source.num_tokens)
 
 
-def _holder(holder: session_pb2.PrefixHolder) -> PrefixHolder:
-    return PrefixHolder(f"{holder.address}|{holder.unix_path}", holder.num_blocks)
+def _holder(holder: session_pb2.PrefixHolder) -> PeerPrefix:
+    return PeerPrefix(f"{holder.address}|{holder.unix_path}", holder.num_blocks)
 
 
 def split_instance(instance: str) -> tuple[str, str]:
@@ -147,7 +147,7 @@ def output_message(output: RequestOutput, source: session_pb2.KvSource | None) -
         cached_tokens=min(output.num_cached_tokens, output.num_prompt_tokens),
         source=source,
     )
-    if output.finish_reason is FinishReason.STOP:
+    if output.finish_reason is EngineFinishReason.STOP:
         message.stop_token = output.tokens[-1]
     if output.logprobs is not None:
         message.logprobs.append(_logprobs(output.logprobs))
@@ -209,14 +209,15 @@ def welcome_message(
 
 
 def model_card(
+    layout: KvLayout,
+    assets: TokenizerAssets,
+    *,
     name: str,
     fingerprint: Fingerprint,
     block_hash: str,
-    layout: KvLayout,
     num_blocks: int,
     context_length: int,
     vocab_size: int,
-    assets: TokenizerAssets,
 ) -> session_pb2.ModelCard:
     """What conductors must know of the model; made once."""
     return session_pb2.ModelCard(

@@ -67,12 +67,12 @@ class SdpaAttention:
             return PagedPlan(cache, batch, [StaticDecode.of(cache, batch.decodes)])
         decodes = [span for span in batch.spans if span.num_new == 1]
         prefills = [span for span in batch.spans if span.num_new > 1]
-        work: list[Work] = [_PrefillRun.of(cache, span, num_heads) for span in prefills]
+        work: list[AttentionWork] = [_PrefillRun.of(cache, span, num_heads) for span in prefills]
         work += [_DecodeGroup.of(cache, group) for group in _similar_lengths(decodes)]
         return PagedPlan(cache, batch, work)
 
 
-class Work(Protocol):
+class AttentionWork(Protocol):
     """Some rows of a batch and what they attend to."""
 
     def attend(self, cache: KvTensors, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
@@ -83,7 +83,7 @@ class Work(Protocol):
 class PagedPlan:
     """Writes the step's K and V to their blocks, then does each piece of ``work``."""
 
-    def __init__(self, cache: KvTensors, batch: ForwardBatch, work: Sequence[Work]) -> None:
+    def __init__(self, cache: KvTensors, batch: ForwardBatch, work: Sequence[AttentionWork]) -> None:
         self._cache, self._work, self._turn = cache, work, batch.turn
         places = torch.arange(2 * cache.layout.num_layers, device=batch.blocks.device) * cache.layout.block_tokens
         rows = batch.blocks * cache.row_stride() + batch.offsets + cache.row_of(0, 0)

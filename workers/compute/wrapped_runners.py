@@ -1,21 +1,77 @@
-"""A model runner that traces its first steps with torch's profiler, for chrome://tracing or Perfetto."""
+"""Runners around another runner: they show its shape, and change how its steps are run.
+
+`ThreadedRunner` picks the number of CPU threads of each step; `ProfiledRunner` traces the first steps with torch's
+profiler, for chrome://tracing or Perfetto.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import structlog
+import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import profile, supported_activities
 
-from tanghulu.workers.compute.wrapped_runner import WrappedRunner
+from tanghulu.workers.compute.thread_choice import ThreadChoice
 from tanghulu.workers.engine.engine import Computed, ModelRunner
+from tanghulu.workers.engine.kv_layout import KvBlocks, KvLayout
 from tanghulu.workers.engine.step_plan import StepPlan
 
 #: Steps in a trace: some prefills and enough decodes to see their rhythm, in a file of some megabytes.
 NUM_STEPS = 64
 
 _log = structlog.get_logger(__name__)
+
+
+class WrappedRunner:
+    """Everything of a ModelRunner but ``run``, as ``runner`` has it."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    @property
+    def layout(self) -> KvLayout:
+        """The shape of a block."""
+        return self._runner.layout
+
+    @property
+    def cache(self) -> KvBlocks:
+        """The blocks."""
+        return self._runner.cache
+
+    @property
+    def vocab(self) -> int:
+        """Token ids are below this."""
+        return self._runner.vocab
+
+    @property
+    def max_context(self) -> int:
+        """Tokens that the model was trained to attend to."""
+        return self._runner.max_context
+
+
+class ThreadedRunner(WrappedRunner):
+    """``runner`` on at most ``num_threads`` threads; for models on the CPU. Only one thread may call `run`."""
+
+    def __init__(self, runner: ModelRunner, num_threads: int) -> None:
+        super().__init__(runner)
+        self.choice = ThreadChoice(num_threads)
+        self._threads = 0  # not set in the calling thread yet
+
+    def run(self, plan: StepPlan) -> Computed:
+        """As ``runner`` does."""
+        num_tokens = plan.num_tokens
+        threads = self.choice.threads(num_tokens)
+        if threads != self._threads:
+            torch.set_num_threads(threads)  # of the products that this thread starts from now on
+            self._threads = threads
+        computed = self._runner.run(plan)
+        self.choice.took(num_tokens, computed.forward_s)
+        return computed
+
+    def __repr__(self) -> str:
+        return f"ThreadedRunner({self._runner!r}, {self.choice.best})"
 
 
 class ProfiledRunner(WrappedRunner):
