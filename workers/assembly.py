@@ -232,12 +232,12 @@ class WorkerServer:
         self._probe.on_report(report)
 
     def _engine_failed(self, error: BaseException) -> None:
-        """The engine's state is lost: end the process at once, so that requests go on elsewhere and it starts anew."""
+        """End the process at once: the engine's state is lost, and requests go on at other workers."""
         _log.error("worker.engine_failed", error=repr(error))
         os.kill(os.getpid(), signal.SIGKILL)
 
     async def drain(self, grace_s: float) -> None:
-        """Take no new requests; let those under way end and their KV be fetched, at most ``grace_s``."""
+        """Refuse new requests; wait at most ``grace_s`` until those under way have ended and their KV was fetched."""
         self._hub.drain()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
@@ -280,20 +280,20 @@ class _Servicer(session_pb2_grpc.WorkerServicer):
         self._card = card
 
     async def Describe(self, request: session_pb2.DescribeRequest, context: object) -> session_pb2.ModelCard:
-        """The model card."""
+        """Return the model card."""
         return self._card
 
     async def Session(
         self, request_iterator: AsyncIterator[session_pb2.ToWorker], context: object
     ) -> AsyncIterator[session_pb2.FromWorker]:
-        """One conductor's stream."""
+        """Serve one conductor's stream."""
         async for message in self._hub.serve(request_iterator):
             yield message
 
     async def DropCache(
         self, request: session_pb2.DropCacheRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> session_pb2.DropCacheReply:
-        """Forget every cached block that nobody uses."""
+        """Drop every cached block that no request uses."""
         loop = asyncio.get_running_loop()
         dropped: asyncio.Future[int] = loop.create_future()
 
@@ -306,7 +306,7 @@ class _Servicer(session_pb2_grpc.WorkerServicer):
     async def Probe(
         self, request: session_pb2.ProbeRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> session_pb2.ProbeReply:
-        """One token through the engine."""
+        """Send a request of one token through the engine and say how long it took."""
         try:
             return session_pb2.ProbeReply(seconds=await self._probe.run(min(request.deadline_s, _MAX_PROBE_S)))
         except TanghuluError as error:

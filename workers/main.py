@@ -1,4 +1,4 @@
-"""The worker process: a model behind a door. ``tanghulu prefill``, ``decode`` and ``worker`` all run this."""
+"""The worker process: a model behind a port. ``tanghulu prefill``, ``decode`` and ``worker`` all run this."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DRAIN_S = 5.0
 
 
 async def serve(process: Process, config: WorkerConfig) -> None:
-    """Load the model, open the door, serve sessions until told to stop, then drain."""
+    """Load the model, open the port, serve sessions until told to stop, then drain."""
     process.progress("importing torch", 0.0)
     loaded = await asyncio.to_thread(_load, process, config)
     async with _serving(process, config, loaded) as (worker, registered):
@@ -35,7 +35,7 @@ async def serve(process: Process, config: WorkerConfig) -> None:
 
 
 def _load(process: Process, config: WorkerConfig) -> LoadedModel:
-    """In a thread: importing torch and reading weights take seconds, and the process must answer signals."""
+    """Load the model, in a thread: it takes seconds, in which the process must answer signals."""
     wait_shortly()
     try:
         if config.engine == "mock":
@@ -52,7 +52,7 @@ def _load(process: Process, config: WorkerConfig) -> LoadedModel:
 async def _serving(
     process: Process, config: WorkerConfig, loaded: LoadedModel
 ) -> AsyncIterator[tuple[WorkerServer, contextlib.AsyncExitStack]]:
-    """A running worker, and its registration as something to close."""
+    """Start a worker and register it; closing the second value ends the registration alone."""
     from tanghulu.workers.assembly import WorkerServer
 
     async with contextlib.AsyncExitStack() as stack:

@@ -25,7 +25,7 @@ _log = structlog.get_logger(__name__)
 
 
 class WrappedRunner:
-    """Everything of a ModelRunner but ``run``, as ``runner`` has it."""
+    """A `ModelRunner` around ``runner``, but for `run`, which subclasses bring."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -52,7 +52,7 @@ class WrappedRunner:
 
 
 class ThreadedRunner(WrappedRunner):
-    """``runner`` on at most ``num_threads`` threads; for models on the CPU. Only one thread may call `run`."""
+    """Runs ``runner`` on at most ``num_threads`` threads, for models on the CPU. Only one thread may call `run`."""
 
     def __init__(self, runner: ModelRunner, num_threads: int) -> None:
         super().__init__(runner)
@@ -60,7 +60,7 @@ class ThreadedRunner(WrappedRunner):
         self._threads = 0  # not set in the calling thread yet
 
     def run(self, plan: StepPlan) -> Computed:
-        """As ``runner`` does."""
+        """Run the step on as many threads as have proved best for steps of its size."""
         num_tokens = plan.num_tokens
         threads = self.choice.threads(num_tokens)
         if threads != self._threads:
@@ -75,7 +75,7 @@ class ThreadedRunner(WrappedRunner):
 
 
 class ProfiledRunner(WrappedRunner):
-    """``runner``, its first ``num_steps`` steps traced; then the trace is written to ``path`` and nothing is traced."""
+    """Traces the first ``num_steps`` steps of ``runner``, and no later ones; writes the trace to ``path``."""
 
     def __init__(self, runner: ModelRunner, path: Path, num_steps: int = NUM_STEPS) -> None:
         super().__init__(runner)
@@ -98,7 +98,7 @@ class ProfiledRunner(WrappedRunner):
         return computed
 
     def _write(self, profiler: profile) -> None:
-        """A trace that cannot be written is said in the log; requests go on."""
+        """Write the trace; if that fails, the log says so and requests go on."""
         profiler.stop()
         self._profiler = None
         try:

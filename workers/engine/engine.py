@@ -68,12 +68,12 @@ class KvFetcher(Protocol):
         ...
 
     def forgo(self, peer: PeerExport) -> None:
-        """Nothing of this export is needed: its holder may have its blocks back."""
+        """Tell the export's holder that none of it is needed, so that the holder can release its blocks."""
         ...
 
 
 class KvSink(Protocol):
-    """Is told of blocks that are worth keeping outside."""
+    """Hears of blocks that are worth keeping outside the engine."""
 
     def blocks_committed(self, blocks: Sequence[CommittedBlock]) -> None:
         """Their bytes stay valid during this call; `EngineCore.hold` them to read them later."""
@@ -88,7 +88,7 @@ class KvSink(Protocol):
         ...
 
     def engine_idle(self) -> None:
-        """Nothing is to be computed until something comes from outside."""
+        """Note that the engine has nothing to compute until something comes from outside."""
         ...
 
 
@@ -163,7 +163,7 @@ class EngineCore:
         self.scheduler.add(request)
 
     def abort(self, request_id: RequestId) -> bool:
-        """Drop the request without further output; False if it is not here (any more)."""
+        """Drop the request without further output; False if the engine does not have it (any more)."""
         return self.scheduler.abort(request_id)
 
     def fetch_done(
@@ -216,7 +216,7 @@ class EngineCore:
         return self._result(plan, computed.sampled, outcome, timings)
 
     def rest(self) -> None:
-        """Say to the sink that there is nothing to compute; call it when that begins and after each event meanwhile."""
+        """Tell the sink if there is nothing to compute; call it after each step and each event."""
         if self._sink is not None and not self.scheduler.has_work:
             self._sink.engine_idle()
 

@@ -103,7 +103,7 @@ class Scheduler:
         insort(self._waiting, request, key=_order)
 
     def abort(self, request_id: RequestId) -> bool:
-        """Forget the request; False if it is not here (any more): it may have ended a moment ago."""
+        """Drop the request; False if the scheduler does not have it (any more): it may have ended a moment ago."""
         request = self._requests.get(request_id)
         if request is None or request.state is EngineRequestState.DRAINING:
             return False
@@ -196,7 +196,7 @@ class Scheduler:
                 draft.add_run(request)
 
     def _make_room(self, request: EngineRequest, draft: StepDraft) -> bool:
-        """Blocks for all the request's tokens, at the cost of the youngest; False if that was itself."""
+        """Allocate blocks for all the request's tokens, preempting the youngest; False if that was ``request``."""
         missing = self._num_blocks(request.num_tokens) - len(request.block_ids)
         while missing > self.pool.num_available:
             victim = self._running[-1]
@@ -221,7 +221,7 @@ class Scheduler:
         insort(self._waiting, victim, key=_order)
 
     def _own_blocks(self, request: EngineRequest) -> list[CommittedBlock]:
-        """The request's full blocks that nobody else has."""
+        """Return the request's full blocks that no other request has."""
         full = zip(request.block_ids, request.sequence.block_hashes[: request.num_committed_blocks], strict=False)
         return [
             CommittedBlock(request.request_id, index, block, block_hash)

@@ -1,7 +1,7 @@
 """Hands KV to other workers: the fast-lane calls on exports, and the leases under which their blocks are read.
 
-Runs on the process's event loop. Bytes are moved by the reader (shm) or by the segment server (tcp); here are the
-rights, the checksums and the giving back.
+Runs on the process's event loop. Bytes are moved by the reader (shm) or by the segment server (tcp); this
+module grants the leases, adds the checksums and gives blocks back.
 """
 
 from __future__ import annotations
@@ -116,17 +116,17 @@ class PeerServer:
         )
 
     def release(self, export_id: int) -> None:
-        """Nobody will fetch the export (any more)."""
+        """Release the export: no worker will fetch it (any more)."""
         self._gone(self._exports.release(export_id))
 
     def on_freed(self, freed: Sequence[Freed]) -> None:
-        """Leases ended: exports whose last reader is gone may be given back."""
+        """Give back exports whose last lease has ended."""
         for each in freed:
             self._window.give_back(each.offset)
             self._gone(self._exports.lease_freed(each.lease_id))
 
     async def sweep(self) -> None:
-        """Until cancelled: end leases and exports whose time is up."""
+        """End leases and exports whose time is up, until cancelled."""
         while True:
             await asyncio.sleep(SWEEP_S)
             now_s = self._clock.now_s()
@@ -212,7 +212,7 @@ class PeerServer:
             )
 
     async def _pinned(self, peer: Peer, export: Export, block_ids: Sequence[int]) -> session_pb2.ExportPinReply:
-        """Leases on the leading ones of ``block_ids`` of ``export`` that there is room for, and their checksums."""
+        """Lease as many leading ones of ``block_ids`` of ``export`` as there is room for, and add their checksums."""
         if not block_ids:
             return session_pb2.ExportPinReply(num_tokens=export.kv.num_tokens)
         session_id, maps = peer.state
@@ -230,7 +230,7 @@ class PeerServer:
         return reply
 
     def _grant(self, session_id: int, offsets: Sequence[int], maps: bool) -> list[LeaseId]:
-        """A lease on each block; the reader copies over tcp where its mapped bytes would pass the cap."""
+        """Grant a lease on each block; the reader copies over tcp where its mapped bytes would pass the cap."""
         size = self._layout.block_bytes
         granted: list[LeaseId] = []
         for offset in offsets:
@@ -258,7 +258,7 @@ class PeerServer:
         return session_pb2.ExportReleaseReply()
 
     def _drop_leases(self, export_id: int, session_id: int) -> None:
-        """The reader behind the session has read what it holds of the export."""
+        """End the session's leases on the export: their reader has read what it pinned."""
         for lease_id in self._exports.leases_of(export_id):
             lease = self._access.lease(lease_id)
             if lease is not None and lease.session_id == session_id:

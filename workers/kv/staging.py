@@ -36,7 +36,7 @@ from tanghulu.workers.kv.connector import NUM_FETCH_THREADS
 from tanghulu.workers.kv.ports import KvPorts, Move
 from tanghulu.workers.ranks.processes import RankProcesses
 
-#: Who passes KV through a ring: threads that fetch, the one that writes, and the engine's, which never waits for one.
+#: A ring for each thread that moves KV: those that fetch, the one that writes, and the engine's, which never waits.
 NUM_RINGS = NUM_FETCH_THREADS + 2
 #: A ring has two halves of at least a block.
 _MIN_BLOCKS = 2 * 2 * NUM_RINGS
@@ -50,7 +50,7 @@ class DeviceBlocks:
         self.block_bytes = sum(part.shape[1] for part in parts)
 
     def pairs(self, block_id: int, staged: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(the part of the block, its place in ``staged``, which holds a block's bytes)."""
+        """Yield each part of the block, and its place in ``staged``, which holds a block's bytes."""
         at = 0
         for part in self._parts:
             size = part.shape[1]
@@ -69,15 +69,15 @@ class StagedPort:
             self._free.put(ring)
 
     def fill(self, block_ids: Sequence[int], move: Move) -> int:
-        """As many at a time as half a ring holds; only what ``move`` did is copied to the device."""
+        """Let ``move`` write as many blocks at a time as half a ring holds; copy what it wrote to the device."""
         return self._pass(block_ids, move, StagingEvent.DRAIN)
 
     def drain(self, block_ids: Sequence[int], move: Move) -> int:
-        """As many at a time as half a ring holds."""
+        """Copy as many blocks at a time as half a ring holds from the device, and let ``move`` read them."""
         return self._pass(block_ids, move, StagingEvent.FILL)
 
     def _pass(self, block_ids: Sequence[int], move: Move, copying: StagingEvent) -> int:
-        """Blocks through a ring; ``copying`` says whether the device copies out of it (DRAIN) or into it (FILL)."""
+        """Pass blocks through a ring, out of which (DRAIN) or into which (FILL) the device copies: see ``copying``."""
         if not block_ids:
             return 0
         with self._ring() as ring:
@@ -98,7 +98,7 @@ class StagedPort:
 
 
 class _Passage:
-    """One call's blocks on their way; ``num_moved`` leading ones were moved, and none after a failure is."""
+    """The blocks of one call, passing through a ring; ``num_moved`` leading ones have moved, none after a failure."""
 
     def __init__(
         self, blocks: DeviceBlocks, block_ids: Sequence[int], move: Move, copying: StagingEvent, ring: StagingRing
@@ -109,7 +109,7 @@ class _Passage:
         self.num_moved = 0
 
     def copies(self, event: StagingEvent, piece: Piece) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(to, from) of the device's copies for ``piece``."""
+        """Yield (to, from) of the device's copies for ``piece``."""
         index = piece.request_index
         unwanted = self._ended if event is StagingEvent.FILL else index >= self.num_moved
         if event is not self._copying or unwanted:
@@ -118,7 +118,7 @@ class _Passage:
             yield (there, staged) if event is StagingEvent.DRAIN else (staged, there)
 
     def move(self, pieces: Sequence[Piece]) -> None:
-        """Between the ring and the outside; ends at the first that did not move."""
+        """Move ``pieces`` between the ring and the outside, up to the first that did not move."""
         if self._ended:
             return
         first = pieces[0].request_index
@@ -172,7 +172,7 @@ class SlotTable:
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """Up to ``count`` free slots; of each it must be told when its block has arrived, and when it is given back."""
+        """Take up to ``count`` free slots; the table must be told when the block of each arrived and is given back."""
         taken = [self._free.pop() for _ in range(min(count, len(self._free)))]
         for slot in taken:
             self.on(slot, WindowSlotEvent.TAKE)
@@ -208,7 +208,7 @@ class StagedWindow:
         self.slots = SlotTable(len(segment) // blocks.block_bytes)
 
     def take(self, block_ids: Sequence[int]) -> list[int]:
-        """Slots for as many blocks as there is room for; raises Overloaded if there is none."""
+        """Take slots for as many blocks as there is room for; raises Overloaded if there is none."""
         with self._lock:
             slots = self.slots.take(len(block_ids))
         if not slots:
@@ -231,11 +231,11 @@ class StagedWindow:
         return [self._segment[offset : offset + size] for offset in offsets]
 
     def give_back(self, offset: int) -> None:
-        """The slot is free, as soon as no copy into it is under way."""
+        """Free the slot, as soon as no copy into it is under way."""
         self._each([offset], WindowSlotEvent.GIVE_BACK)
 
     def leave(self, offsets: Sequence[int]) -> None:
-        """What was taken will not be shown."""
+        """Free slots that were taken and will not be shown."""
         self._each(offsets, WindowSlotEvent.GIVE_BACK)
         self._each(offsets, WindowSlotEvent.ARRIVED)
 
@@ -246,7 +246,7 @@ class StagedWindow:
 
 
 class DeviceStaging:
-    """`assembly.Staging` for a cache on ``device``; raises ConfigError if ``staging_bytes`` are too few."""
+    """`KvStaging` for a cache on ``device``; raises ConfigError if ``staging_bytes`` are too few."""
 
     def __init__(self, layout: KvLayout, device: torch.device, staging_bytes: int) -> None:
         least = _MIN_BLOCKS * layout.block_bytes

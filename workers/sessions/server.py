@@ -74,7 +74,7 @@ class SessionHub:
     # --- the stream
 
     async def serve(self, requests: AsyncIterator[session_pb2.ToWorker]) -> AsyncIterator[session_pb2.FromWorker]:
-        """One session, from its hello to its end."""
+        """Serve one session, from its hello to its end."""
         session = ConductorSession("", asyncio.Queue(MAX_UNREAD_STEPS))
         reading = asyncio.create_task(self._read(session, requests))
         try:
@@ -150,7 +150,7 @@ class SessionHub:
     # --- from the engine
 
     def _snapshot(self, core: EngineCore, session: ConductorSession) -> None:
-        """In the engine's thread: what is cached after all events reported so far and before all later ones."""
+        """List the cached blocks, in the engine's thread: after all events reported so far, before all later ones."""
         hashes = core.scheduler.pool.matchable_hashes()
         load = self._engine.load()
         pending = core.scheduler.pool.take_events()
@@ -223,7 +223,7 @@ class SessionHub:
         _log.info("session.closed", conductor=session.conductor_id)
 
     def drain(self) -> None:
-        """Refuse what comes from now on, so that it goes elsewhere; what is here goes on."""
+        """Refuse new requests from now on, so that they go to other workers; those that are here go on."""
         self._draining = True
 
     def close(self) -> None:

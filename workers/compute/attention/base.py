@@ -39,7 +39,7 @@ _PIECE_TOKENS = 128
 
 
 class AttentionPlan(Protocol):
-    """What a backend prepared for one forward batch."""
+    """Attention over one forward batch, prepared by a backend."""
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Write the step's K and V to the cache, then attend.
@@ -51,7 +51,7 @@ class AttentionPlan(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """Makes plans; one per device and kernel family."""
+    """A way to attend: a device and a family of kernels. Makes a plan for each forward batch."""
 
     def plan(self, cache: KvTensors, batch: ForwardBatch, num_heads: int) -> AttentionPlan:
         """Prepare ``batch``; the plan is valid for this one step."""
@@ -59,7 +59,7 @@ class AttentionBackend(Protocol):
 
 
 class SdpaAttention:
-    """The backend for CPUs, and for GPUs where there is no better one."""
+    """The backend of torch's scaled_dot_product_attention: for CPUs, and for GPUs without a better one."""
 
     def plan(self, cache: KvTensors, batch: ForwardBatch, num_heads: int) -> AttentionPlan:
         """Group the decodes, build the masks."""
@@ -103,7 +103,7 @@ class PagedPlan:
 
 
 class _Gather:
-    """Brings K and V of ``count`` sequences together, of equally many blocks each, listed one behind the other.
+    """Copies K and V of ``count`` sequences into contiguous tensors. ``block_ids`` has equally many blocks of each.
 
     The cache is seen as a row of *planes*, the K or the V of a layer of a block; where a layer's planes lie is worked
     out once a step for all layers, so that a layer costs one copy.
@@ -146,7 +146,7 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _PrefillRun:
-    """One sequence's run of several tokens, attended to in pieces, so that what the triangle hides is not computed."""
+    """One sequence's run of several tokens, attended to in pieces: little of what causality hides is computed."""
 
     span: SequenceSpan
     gather: _Gather
@@ -221,7 +221,7 @@ def _rows_of(spans: Sequence[SequenceSpan], device: torch.device) -> torch.Tenso
 
 
 def _similar_lengths(spans: Sequence[SequenceSpan]) -> list[list[SequenceSpan]]:
-    """Groups in which nobody has less than half the blocks of the longest; one group stays in the batch's order."""
+    """Group ``spans`` so that each has at least half the blocks of its group's longest; one group keeps their order."""
     lengths = [len(span.block_ids) for span in spans]
     if spans and 2 * min(lengths) >= max(lengths):
         return [list(spans)]
