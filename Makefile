@@ -6,6 +6,11 @@ BENCH_FLAGS ?=
 # Processes that test side by side; with make test JOBS=0 pytest's own alone, which shows what tests print.
 JOBS ?= 2
 
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
 $(VENV)/.ready: pyproject.toml constraints.txt
 	python3 -m venv $(VENV)
 	$(VENV)/bin/pip install -q -c constraints.txt torch
@@ -49,4 +54,4 @@ bench-gpu: $(VENV)/.ready ## a worker on a GPU (docs/workers.md, Devices); BENCH
 protos: $(VENV)/.ready ## regenerate the committed protobuf code
 	$(PY) protos/generate.py
 
-.PHONY: up test test-slow test-rdma check bench bench-store bench-transfer bench-gpu protos
+.PHONY: help up test test-slow test-rdma check bench bench-store bench-transfer bench-gpu protos

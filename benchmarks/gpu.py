@@ -40,13 +40,12 @@ from tanghulu.workers.compute.device_runner import DeviceRunner
 from tanghulu.workers.compute.forward_batch import SequenceChunk, build_forward_batch
 from tanghulu.workers.compute.linear import compute_dtype
 from tanghulu.workers.compute.models.registry import Model, load_model, pick_dtype
-from tanghulu.workers.engine.engine import EngineConfig, EngineCore
-from tanghulu.workers.engine.requests import EngineRequest, PeerExport, PrefixHolder, SamplingParams, StopParams
+from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
+from tanghulu.workers.engine.requests import EngineRequest, PeerExport, PeerPrefix, SamplingParams, StopParams
 from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.thread import EngineThread, StepReport
 from tanghulu.workers.kv.connector import ConnectorConfig, KvConnector
-from tanghulu.workers.kv.device_staging import NUM_RINGS
-from tanghulu.workers.kv.staging import DeviceBlocks, StagedPort
+from tanghulu.workers.kv.staging import NUM_RINGS, DeviceBlocks, StagedPort
 from tanghulu.workers.metrics import WorkerMetrics
 from tanghulu.workers.weights.model_config import ModelConfig, config_from_hf
 from tanghulu.workers.weights.source import ModelSource
@@ -145,7 +144,7 @@ class NoPeers:
     def read(self, peer: PeerExport, first_block: int, buffers: Sequence[memoryview]) -> int:
         return 0
 
-    def read_prefix(self, holder: PrefixHolder, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
+    def read_prefix(self, holder: PeerPrefix, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
         return 0
 
     def release(self, peer: PeerExport, bytes_read: int = 0) -> None:
@@ -180,7 +179,7 @@ class Bench:
 
     def engine(self, runner: DeviceRunner, budget: int, num_seqs: int = 1, **hooks: Any) -> EngineCore:
         sizes = {"max_num_batched_tokens": max(budget, num_seqs), "max_num_seqs": num_seqs}
-        return EngineCore(runner, EngineConfig(block_tokens=self.block_tokens, **sizes), **hooks)
+        return EngineCore(runner, EngineCoreConfig(block_tokens=self.block_tokens, **sizes), **hooks)
 
     # --- what is measured
 

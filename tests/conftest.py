@@ -26,7 +26,7 @@ MAY_BE_MISSING = ("hardware: ", "extra: ")
 #: Folders whose files take long: with several processes (``-n``) they begin first, and nobody waits for one at the end.
 LONG_FOLDERS = ("e2e", "store", "transfer_engine", "workers", "conductor")
 #: Files that use the one cluster with the real model, which is too dear to be started twice.
-SHARED_CLUSTER = tuple(f"tests/e2e/test_{name}.py" for name in ("http", "readme", "reuse", "text"))
+SHARED_CLUSTER = tuple(f"tests/e2e/test_{name}.py" for name in ("examples", "http", "readme", "reuse", "text"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

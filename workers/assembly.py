@@ -1,4 +1,4 @@
-"""Puts a worker together: model, cache in shared memory, engine thread, connector, peers, sessions, door.
+"""Puts a worker together: model, cache in shared memory, engine thread, connector, peers, sessions, port.
 
 The one place that knows all parts; each of them knows only its neighbours' interfaces.
 """
@@ -31,17 +31,17 @@ from tanghulu.transfer_engine.options import transfer_settings
 from tanghulu.transfer_engine.owner.server import SegmentServer
 from tanghulu.types import Address, BlockHash, RequestId
 from tanghulu.workers.config import WorkerConfig
-from tanghulu.workers.engine.engine import EngineConfig, EngineCore
+from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
 from tanghulu.workers.engine.grammar import GrammarCompiler
 from tanghulu.workers.engine.kv_layout import KvMemory
-from tanghulu.workers.engine.probe import Probe
+from tanghulu.workers.engine.probe import EngineProbe
 from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.step_plan import KvExport
 from tanghulu.workers.engine.thread import EngineThread, StepReport
 from tanghulu.workers.kv.connector import ConnectorConfig, KvConnector
 from tanghulu.workers.kv.peer_reader import PeerReader
-from tanghulu.workers.kv.peer_server import PeerServer
-from tanghulu.workers.kv.ports import HostBlocks, KvDoor
+from tanghulu.workers.kv.peer_server import KvIdentity, PeerServer
+from tanghulu.workers.kv.ports import HostBlocks, KvPorts
 from tanghulu.workers.kv.store_adapter import StoreAdapter
 from tanghulu.workers.loading.loaded_model import LoadedModel
 from tanghulu.workers.metrics import WorkerMetrics
@@ -53,7 +53,7 @@ _LEASE_MS = 20_000
 _MAX_PROBE_S = 300.0
 
 
-class Worker:
+class WorkerServer:
     """A running worker; an async context manager."""
 
     def __init__(self, process: Process, config: WorkerConfig, loaded: LoadedModel) -> None:
@@ -78,19 +78,19 @@ class Worker:
         await self._stack.aclose()
 
     async def _open(self, stack: contextlib.AsyncExitStack) -> None:
-        """Bottom up: memory, engine, its connections to the outside, and the door last."""
+        """Open the parts bottom up: memory, engine, its connections to the outside, and the port last."""
         process, config = self._process, self._config
         service = FastService()
-        door = Door(service, process.run_dir, "worker")
-        self.address = await door.bind(config.host, config.port, config.reachable_host)
-        self.unix_path = door.unix_path
+        port = Door(service, process.run_dir, "worker")
+        self.address = await port.bind(config.host, config.port, config.reachable_host)
+        self.unix_path = port.unix_path
         self.instance_id = process.instance_id(self.address.port)
         core, connector = self._engine(stack)
         self._thread = EngineThread(core, self._report_from_thread, self._engine_failed, self._speed)
         connector.attach(core, self._kv.port, self._thread.post)
         await self._peers_in(stack, service, core)
         factory = self._request_factory(core)
-        self._probe = Probe(self._thread, factory.probe, SystemClock())
+        self._probe = EngineProbe(self._thread, factory.probe, SystemClock())
         self._hub = SessionHub(
             self.instance_id,
             process.generation,
@@ -103,10 +103,10 @@ class Worker:
         self._thread.start()
         stack.callback(self._thread.stop)
         session_pb2_grpc.add_WorkerServicer_to_server(
-            _Servicer(self._hub, self._thread, self._card(core), self._probe), door.grpc_server
+            _Servicer(self._hub, self._thread, self._card(core), self._probe), port.grpc_server
         )
-        await door.open()
-        stack.push_async_callback(door.close)
+        await port.open()
+        stack.push_async_callback(port.close)
         stack.callback(self._hub.close)
 
     def _engine(self, stack: contextlib.AsyncExitStack) -> tuple[EngineCore, KvConnector]:
@@ -152,7 +152,7 @@ class Worker:
         else:
             assert isinstance(runner.cache, KvMemory)
             in_place = HostBlocks(runner.cache)
-            self._kv = KvDoor(in_place, in_place)
+            self._kv = KvPorts(in_place, in_place)
         return EngineCore(runner, self._engine_config(), fetcher=connector, sink=connector), connector
 
     def _request_factory(self, core: EngineCore) -> RequestFactory:
@@ -164,9 +164,9 @@ class Worker:
             self._loaded.fingerprint, config.block_tokens, config.block_hash, assets.eos_ids, grammars
         )
 
-    def _engine_config(self) -> EngineConfig:
+    def _engine_config(self) -> EngineCoreConfig:
         config = self._config
-        return EngineConfig(
+        return EngineCoreConfig(
             block_tokens=config.block_tokens,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens),
@@ -181,16 +181,13 @@ class Worker:
         clock = SystemClock()
         access = AccessTable(clock, _LEASE_MS, self._segment.size_bytes)
         self._peers = PeerServer(
-            self.instance_id,
-            self._process.generation,
-            self._loaded.fingerprint,
+            KvIdentity(self.instance_id, self._process.generation, self._loaded.fingerprint),
             self._loaded.layout,
             self._kv.window,
             access,
             clock,
             self._metrics,
-            lambda request_id: self._thread.post(lambda c: _release_export(c, request_id)),
-            self._export_prefix,
+            _HeldInEngine(self._thread),
         )
         server = SegmentServer(
             self._segment,
@@ -211,33 +208,17 @@ class Worker:
         sweeping = asyncio.create_task(self._peers.sweep())
         stack.push_async_callback(_cancelled, sweeping)
 
-    async def _export_prefix(self, name: RequestId, hashes: Sequence[BlockHash]) -> KvExport | None:
-        """`EngineCore.export_prefix`, between two steps."""
-        loop = asyncio.get_running_loop()
-        found: asyncio.Future[KvExport | None] = loop.create_future()
-
-        def export(core: EngineCore) -> None:
-            kv = core.export_prefix(name, hashes)
-            loop.call_soon_threadsafe(found.set_result, kv)
-
-        self._thread.post(export)
-        try:
-            return await asyncio.shield(found)
-        except asyncio.CancelledError:  # the reader hung up: what the engine may still hold for it is given back
-            self._thread.post(lambda core: _release_export(core, name))
-            raise
-
     def _card(self, core: EngineCore) -> session_pb2.ModelCard:
         loaded = self._loaded
         return model_card(
-            loaded.name,
-            loaded.fingerprint,
-            self._config.block_hash,
             loaded.layout,
-            core.cache.num_blocks,
-            core.scheduler.max_tokens,
-            core.runner.vocab,
             loaded.assets,
+            name=loaded.name,
+            fingerprint=loaded.fingerprint,
+            block_hash=self._config.block_hash,
+            num_blocks=core.cache.num_blocks,
+            context_length=core.scheduler.max_tokens,
+            vocab_size=core.runner.vocab,
         )
 
     # --- from the engine's thread
@@ -251,12 +232,12 @@ class Worker:
         self._probe.on_report(report)
 
     def _engine_failed(self, error: BaseException) -> None:
-        """The engine's state is lost: end the process at once, so that requests go on elsewhere and it starts anew."""
+        """End the process at once: the engine's state is lost, and requests go on at other workers."""
         _log.error("worker.engine_failed", error=repr(error))
         os.kill(os.getpid(), signal.SIGKILL)
 
     async def drain(self, grace_s: float) -> None:
-        """Take no new requests; let those under way end and their KV be fetched, at most ``grace_s``."""
+        """Refuse new requests; wait at most ``grace_s`` until those under way have ended and their KV was fetched."""
         self._hub.drain()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
@@ -264,30 +245,55 @@ class Worker:
                 await self._peers.idle.wait()
 
 
-class _Servicer(session_pb2_grpc.WorkerServicer):
-    """The gRPC edge."""
+class _HeldInEngine:
+    """The engine's cache as a `KvHolder`: exports are made and released between two steps of its thread."""
 
-    def __init__(self, hub: SessionHub, thread: EngineThread, card: session_pb2.ModelCard, probe: Probe) -> None:
+    def __init__(self, thread: EngineThread) -> None:
+        self._thread = thread
+
+    async def export_prefix(self, name: RequestId, hashes: Sequence[BlockHash]) -> KvExport | None:
+        loop = asyncio.get_running_loop()
+        found: asyncio.Future[KvExport | None] = loop.create_future()
+
+        def export(core: EngineCore) -> None:
+            kv = core.export_prefix(name, hashes)
+            loop.call_soon_threadsafe(found.set_result, kv)
+
+        self._thread.post(export)
+        try:
+            return await asyncio.shield(found)
+        except asyncio.CancelledError:  # the reader hung up: what the engine may still hold for it is given back
+            self.give_back(name)
+            raise
+
+    def give_back(self, name: RequestId) -> None:
+        self._thread.post(lambda core: _release_export(core, name))
+
+
+class _Servicer(session_pb2_grpc.WorkerServicer):
+    """The gRPC edge of a worker: sessions, the model card, and calls of administration."""
+
+    def __init__(self, hub: SessionHub, thread: EngineThread, card: session_pb2.ModelCard, probe: EngineProbe) -> None:
         self._hub = hub
         self._probe = probe
         self._thread = thread
         self._card = card
 
     async def Describe(self, request: session_pb2.DescribeRequest, context: object) -> session_pb2.ModelCard:
-        """The model card."""
+        """Return the model card."""
         return self._card
 
     async def Session(
         self, request_iterator: AsyncIterator[session_pb2.ToWorker], context: object
     ) -> AsyncIterator[session_pb2.FromWorker]:
-        """One conductor's stream."""
+        """Serve one conductor's stream."""
         async for message in self._hub.serve(request_iterator):
             yield message
 
     async def DropCache(
         self, request: session_pb2.DropCacheRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> session_pb2.DropCacheReply:
-        """Forget every cached block that nobody uses."""
+        """Drop every cached block that no request uses."""
         loop = asyncio.get_running_loop()
         dropped: asyncio.Future[int] = loop.create_future()
 
@@ -300,7 +306,7 @@ class _Servicer(session_pb2_grpc.WorkerServicer):
     async def Probe(
         self, request: session_pb2.ProbeRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> session_pb2.ProbeReply:
-        """One token through the engine."""
+        """Send a request of one token through the engine and say how long it took."""
         try:
             return session_pb2.ProbeReply(seconds=await self._probe.run(min(request.deadline_s, _MAX_PROBE_S)))
         except TanghuluError as error:
@@ -318,4 +324,4 @@ async def _cancelled(*tasks: asyncio.Task[None]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-__all__: Sequence[str] = ("LoadedModel", "Worker")
+__all__: Sequence[str] = ("LoadedModel", "WorkerServer")

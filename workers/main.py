@@ -1,4 +1,4 @@
-"""The worker process: a model behind a door. ``tanghulu prefill``, ``decode`` and ``worker`` all run this."""
+"""The worker process: a model behind a port. ``tanghulu prefill``, ``decode`` and ``worker`` all run this."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from tanghulu.errors import ConfigError
 from tanghulu.runtime.config import command, option
 from tanghulu.runtime.process import Process, run
 from tanghulu.types import Role
-from tanghulu.workers.compute.openmp import wait_shortly
+from tanghulu.workers.compute.process_tuning import wait_shortly
 from tanghulu.workers.config import WorkerConfig
 
 if TYPE_CHECKING:
     from tanghulu.discovery.base import Instance
-    from tanghulu.workers.assembly import Worker
+    from tanghulu.workers.assembly import WorkerServer
     from tanghulu.workers.loading.loaded_model import LoadedModel
 
 DRAIN_S = 5.0
 
 
 async def serve(process: Process, config: WorkerConfig) -> None:
-    """Load the model, open the door, serve sessions until told to stop, then drain."""
+    """Load the model, open the port, serve sessions until told to stop, then drain."""
     process.progress("importing torch", 0.0)
     loaded = await asyncio.to_thread(_load, process, config)
     async with _serving(process, config, loaded) as (worker, registered):
@@ -35,7 +35,7 @@ async def serve(process: Process, config: WorkerConfig) -> None:
 
 
 def _load(process: Process, config: WorkerConfig) -> LoadedModel:
-    """In a thread: importing torch and reading weights take seconds, and the process must answer signals."""
+    """Load the model, in a thread: it takes seconds, in which the process must answer signals."""
     wait_shortly()
     try:
         if config.engine == "mock":
@@ -51,12 +51,12 @@ def _load(process: Process, config: WorkerConfig) -> LoadedModel:
 @contextlib.asynccontextmanager
 async def _serving(
     process: Process, config: WorkerConfig, loaded: LoadedModel
-) -> AsyncIterator[tuple[Worker, contextlib.AsyncExitStack]]:
-    """A running worker, and its registration as something to close."""
-    from tanghulu.workers.assembly import Worker
+) -> AsyncIterator[tuple[WorkerServer, contextlib.AsyncExitStack]]:
+    """Start a worker and register it; closing the second value ends the registration alone."""
+    from tanghulu.workers.assembly import WorkerServer
 
     async with contextlib.AsyncExitStack() as stack:
-        worker = await stack.enter_async_context(Worker(process, config, loaded))
+        worker = await stack.enter_async_context(WorkerServer(process, config, loaded))
         discovery = await stack.enter_async_context(open_discovery(config.discovery, config.master))
         registration = await discovery.register(_instance(process, config, worker))
         registered = await stack.enter_async_context(contextlib.AsyncExitStack())
@@ -65,7 +65,7 @@ async def _serving(
         yield worker, registered
 
 
-def _instance(process: Process, config: WorkerConfig, worker: Worker) -> Instance:
+def _instance(process: Process, config: WorkerConfig, worker: WorkerServer) -> Instance:
     from tanghulu.discovery.base import Instance
 
     return Instance(

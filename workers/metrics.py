@@ -53,7 +53,7 @@ class WorkerMetrics:
         gauge("block_bytes", "bytes of one block").set(block_bytes)
 
     def report(self, report: StepReport) -> None:
-        """Count a step."""
+        """Count what a step did."""
         result = report.result
         if not result.idle:
             self.computed_tokens.inc(result.num_computed_tokens)

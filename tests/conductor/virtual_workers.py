@@ -34,10 +34,10 @@ from tanghulu.hashing import Tokens, TokenSequence, root_hash
 from tanghulu.types import Address, Fingerprint, InstanceId, RequestId, Role
 from tanghulu.workers.engine.block_pool import BlockPool, KvEventKind
 from tanghulu.workers.engine.requests import (
+    EngineFinishReason,
     EngineRequest,
-    FinishReason,
     PeerExport,
-    PrefixHolder,
+    PeerPrefix,
     SamplingParams,
     StopParams,
 )
@@ -70,8 +70,8 @@ _CARD = ModelCard(
 )
 _KINDS = {
     None: OutputKind.TOKENS,
-    FinishReason.LENGTH: OutputKind.LENGTH,
-    FinishReason.HANDED_OVER: OutputKind.HANDED_OVER,
+    EngineFinishReason.LENGTH: OutputKind.LENGTH,
+    EngineFinishReason.HANDED_OVER: OutputKind.HANDED_OVER,
 }
 
 
@@ -125,7 +125,7 @@ class VirtualWorker:
             StopParams(request.stop.max_new_tokens, ignore_eos=True),
             hold_kv=hand_over,
             peer=peer,
-            holder=PrefixHolder(holder.address, holder.num_blocks) if holder is not None else None,
+            holder=PeerPrefix(holder.address, holder.num_blocks) if holder is not None else None,
         )
         self.num_hand_overs += peer is not None
         self._time.after(WIRE_S, lambda: self._add(engine_request))

@@ -15,7 +15,7 @@ from tanghulu.workers.compute.models.registry import Model
 from tanghulu.workers.compute.torch_runner import TorchRunner
 from tanghulu.workers.engine.block_pool import KvEventKind
 from tanghulu.workers.engine.engine import EngineCore
-from tanghulu.workers.engine.requests import FinishReason, PeerExport, SamplingParams, StopParams
+from tanghulu.workers.engine.requests import EngineFinishReason, PeerExport, SamplingParams, StopParams
 from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted
 
 PROMPT = random.Random(9).choices(range(2, VOCAB), k=45)
@@ -81,7 +81,7 @@ def test_steps_tell_what_they_did(tiny_model: Model) -> None:
     assert (first.num_computed_tokens, second.num_computed_tokens, third.num_computed_tokens) == (32, 13, 1)
     assert first.outputs == ()
     assert [event.kind for event in first.kv_events] == [KvEventKind.STORED] * 4
-    assert third.outputs[0].finish_reason is FinishReason.LENGTH
+    assert third.outputs[0].finish_reason is EngineFinishReason.LENGTH
     assert first.timings.forward_s > 0
     assert core.step().idle
     assert core.drop_cached() == 5
@@ -113,7 +113,7 @@ def test_hand_over_between_two_engines(tiny_model: Model, length: int) -> None:
     expected = run_all(alone)["a"]
     prefill.add(request("a", PROMPT[:length], 12, hold_kv=True))
     (first,) = outputs_of(prefill)
-    assert first.finish_reason is FinishReason.HANDED_OVER
+    assert first.finish_reason is EngineFinishReason.HANDED_OVER
     export = prefill.scheduler.held.export(RequestId("a"))
     assert export is not None
     tokens = [*PROMPT[:length], *first.tokens]

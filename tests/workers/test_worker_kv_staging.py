@@ -34,15 +34,22 @@ from tanghulu.workers.compute.device import CPU
 from tanghulu.workers.compute.device_runner import DeviceRunner
 from tanghulu.workers.compute.models.registry import Model
 from tanghulu.workers.engine.kv_layout import KvLayout
-from tanghulu.workers.engine.requests import PeerExport, PrefixHolder
+from tanghulu.workers.engine.requests import PeerExport, PeerPrefix
 from tanghulu.workers.engine.step_plan import KvExport
 from tanghulu.workers.engine.step_result import StepResult
 from tanghulu.workers.engine.thread import EngineLoad, StepReport
 from tanghulu.workers.kv import staging as kv_staging
-from tanghulu.workers.kv.device_staging import DeviceStaging
 from tanghulu.workers.kv.peer_reader import PeerReader
-from tanghulu.workers.kv.peer_server import PeerServer
-from tanghulu.workers.kv.staging import DeviceBlocks, SlotEvent, SlotState, SlotTable, StagedPort, StagedWindow
+from tanghulu.workers.kv.peer_server import KvIdentity, PeerServer
+from tanghulu.workers.kv.staging import (
+    DeviceBlocks,
+    DeviceStaging,
+    SlotTable,
+    StagedPort,
+    StagedWindow,
+    WindowSlotEvent,
+    WindowSlotState,
+)
 from tanghulu.workers.metrics import WorkerMetrics
 
 
@@ -170,18 +177,18 @@ class TestSlots:
                 read.update(taken)
             elif step == "arrive" and copying:
                 slot = data.draw(st.sampled_from(sorted(copying)))
-                table.on(slot, SlotEvent.ARRIVED)
+                table.on(slot, WindowSlotEvent.ARRIVED)
                 copying.remove(slot)
             elif step == "give back" and read:
                 slot = data.draw(st.sampled_from(sorted(read)))
-                table.on(slot, SlotEvent.GIVE_BACK)
+                table.on(slot, WindowSlotEvent.GIVE_BACK)
                 read.remove(slot)
             table.check()
         assert table.num_free == 4 - len(copying | read)
 
     def test_every_state_is_reached(self):
-        assert set(kv_staging.TRANSITIONS.values()) == set(SlotState)
-        assert {event for _, event in kv_staging.TRANSITIONS} == set(SlotEvent)
+        assert set(kv_staging.TRANSITIONS.values()) == set(WindowSlotState)
+        assert {event for _, event in kv_staging.TRANSITIONS} == set(WindowSlotEvent)
 
     def test_a_full_window_is_refused_and_what_is_left_is_free_again(self):
         window = StagedWindow(DeviceBlocks(noise(6, [8])), memoryview(bytearray(3 * 8)), LateCopier())
@@ -214,7 +221,7 @@ class Holder:
         metrics = WorkerMetrics(CollectorRegistry(), block_bytes=LAYOUT.block_bytes, num_blocks=20)
         access = AccessTable(clock, 10_000, self._size)
         self.server = PeerServer(
-            InstanceId("w1"), 1, NAME, LAYOUT, self.window, access, clock, metrics, self._give_back, self._prefix
+            KvIdentity(InstanceId("w1"), 1, NAME), LAYOUT, self.window, access, clock, metrics, holder=self
         )
         offered = SegmentServer(
             self._segment,
@@ -237,11 +244,11 @@ class Holder:
             await offered.close()
             self._segment.close()
 
-    def _give_back(self, request_id: RequestId) -> None:
-        self.given_back.append(request_id)
+    def give_back(self, name: RequestId) -> None:
+        self.given_back.append(name)
         self.gave_back.set()
 
-    async def _prefix(self, name: RequestId, hashes: Sequence[BlockHash]) -> KvExport | None:
+    async def export_prefix(self, name: RequestId, hashes: Sequence[BlockHash]) -> KvExport | None:
         blocks = tuple(each[0] for each in hashes if each[0] < 20)
         return KvExport(name, blocks, len(blocks) * LAYOUT.block_tokens) if blocks else None
 
@@ -285,7 +292,7 @@ async def test_a_prefix_is_read_through_few_slots(tmp_path: Path, reader: PeerRe
     async with holder.serving():
         hashes = [BlockHash(bytes([number] * 16)) for number in (5, 9, 2, 11, 30)]
         got = buffers(5)
-        held = PrefixHolder(f"{holder.address}|", 5)
+        held = PeerPrefix(f"{holder.address}|", 5)
         assert await asyncio.to_thread(reader.read_prefix, held, hashes, got) == 4
         assert [bytes(each) for each in got[:4]] == [bytes_of(holder.parts, block) for block in (5, 9, 2, 11)]
         assert holder.window.slots.num_free == 2
@@ -319,7 +326,7 @@ async def test_a_second_reader_waits_for_no_slot(tmp_path: Path, reader: PeerRea
     holder = Holder(tmp_path, 2, HostCopier())
     async with holder.serving():
         assert await asyncio.to_thread(reader.read, holder.export([1, 2]), 0, buffers(2)) == 2
-        held = PrefixHolder(f"{holder.address}|", 1)
+        held = PeerPrefix(f"{holder.address}|", 1)
         with pytest.raises(Overloaded, match="pinned memory"):
             await asyncio.to_thread(reader.read_prefix, held, [BlockHash(b"\x03" * 16)], buffers(1))
 

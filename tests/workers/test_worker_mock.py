@@ -16,9 +16,9 @@ from worker_tiny import BLOCK, request, run_all
 from tanghulu.types import RequestId
 from tanghulu.workers.config import WorkerConfig
 from tanghulu.workers.engine.block_pool import KvEventKind
-from tanghulu.workers.engine.engine import EngineConfig, EngineCore
+from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
 from tanghulu.workers.engine.kv_layout import KvLayout
-from tanghulu.workers.engine.requests import FinishReason, PeerExport, SamplingParams
+from tanghulu.workers.engine.requests import EngineFinishReason, PeerExport, SamplingParams
 from tanghulu.workers.engine.step_plan import FetchWanted
 from tanghulu.workers.mock import loading as mock_loading
 from tanghulu.workers.mock import runner as mock_runner
@@ -46,7 +46,7 @@ class Rig:
             sleep=self.slept.append,
             **more,
         )
-        config = EngineConfig(block_tokens=BLOCK, max_num_batched_tokens=64, debug_checks=True)
+        config = EngineCoreConfig(block_tokens=BLOCK, max_num_batched_tokens=64, debug_checks=True)
         self.core = EngineCore(self.runner, config, fetcher=fetcher)  # type: ignore[arg-type]
 
 
@@ -119,7 +119,7 @@ def test_a_torn_hand_over_is_found(torn: bool) -> None:
     prefill.add(request("a", PROMPT, 4, hold_kv=True))
     output = prefill.step().outputs[0]
     export = prefill.scheduler.held.export(RequestId("a"))
-    assert output.finish_reason is FinishReason.HANDED_OVER
+    assert output.finish_reason is EngineFinishReason.HANDED_OVER
     assert export is not None
     copying = Copying(prefill, export.block_ids, torn)
     copying.core = decode = Rig(copying).core
@@ -149,7 +149,7 @@ def test_its_text_reads_as_words_and_ends_in_nothing_special(model: str, smollm2
     loaded = mock_loading.load(config, lambda fraction: None)
     tokenizer = Tokenizer.from_buffer(loaded.assets.tokenizer_json)
     runner = loaded.make_runner(memoryview(bytearray(1 << 20)))
-    core = EngineCore(runner, EngineConfig(block_tokens=BLOCK))
+    core = EngineCore(runner, EngineCoreConfig(block_tokens=BLOCK))
     core.add(request("a", tokenizer.encode("Hello, world: äöü 漢字").ids, 30, sampling=SamplingParams()))
     tokens = run_all(core)["a"]
     text = tokenizer.decode(tokens)

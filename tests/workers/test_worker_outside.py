@@ -14,9 +14,9 @@ from tanghulu.errors import NodeUnavailable
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.compute.models.registry import Model, dtype_name
 from tanghulu.workers.compute.torch_runner import TorchRunner
-from tanghulu.workers.engine.engine import EngineConfig, EngineCore, ModelRunner
+from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig, ModelRunner
 from tanghulu.workers.engine.kv_layout import KvLayout
-from tanghulu.workers.engine.requests import PeerExport, PrefixHolder
+from tanghulu.workers.engine.requests import PeerExport, PeerPrefix
 from tanghulu.workers.engine.speed import SpeedMeter, Speeds
 from tanghulu.workers.engine.thread import EngineThread, StepReport
 from tanghulu.workers.kv.connector import ConnectorConfig, KvConnector, KvPeers
@@ -58,7 +58,7 @@ class NoPeers:
     def read(self, peer: PeerExport, first_block: int, buffers: Sequence[memoryview]) -> int:
         raise NodeUnavailable("the prefill worker is away")
 
-    def read_prefix(self, holder: PrefixHolder, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
+    def read_prefix(self, holder: PeerPrefix, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
         raise NodeUnavailable("the holder is away")
 
     def release(self, peer: PeerExport, bytes_read: int = 0) -> None:
@@ -88,7 +88,7 @@ class Rig:
             in_place = TorchRunner(model, block_tokens=BLOCK, kv_capacity_bytes=num_blocks * layout.block_bytes)
             runner, port = in_place, HostBlocks(in_place.cache)
         assert port is not None
-        config = EngineConfig(block_tokens=BLOCK, moves_preempted=moves_preempted, debug_checks=True)
+        config = EngineCoreConfig(block_tokens=BLOCK, moves_preempted=moves_preempted, debug_checks=True)
         self.core = EngineCore(runner, config, fetcher=self.connector, sink=self.connector)
         self.reports: queue.Queue[StepReport | BaseException] = queue.Queue()
         self.thread = EngineThread(self.core, self._report, self.reports.put)
@@ -249,7 +249,7 @@ class HoldingPeers(NoPeers):
     def __init__(self, chunks: dict[bytes, bytes]) -> None:
         self.chunks, self.asked, self.broken = chunks, 0, False
 
-    def read_prefix(self, holder: PrefixHolder, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
+    def read_prefix(self, holder: PeerPrefix, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
         self.asked += len(hashes)
         if self.broken:
             raise NodeUnavailable("the holder is away")
@@ -271,7 +271,7 @@ def test_a_holder_is_asked_first_and_the_store_for_the_rest(tiny_model, store, h
     peers = HoldingPeers(dict(list(store.chunks.items())[:3]))
     peers.broken = broken
     rig = Rig(tiny_model, store, peers)
-    again, cached = rig.run("again", PROMPT, 4, holder=PrefixHolder("there|", held))
+    again, cached = rig.run("again", PROMPT, 4, holder=PeerPrefix("there|", held))
     assert (again, cached) == (tokens, 5 * BLOCK)
     assert peers.asked == held
     assert rig.value("prefix_tokens_total", source="peer_cache") == from_cache * BLOCK

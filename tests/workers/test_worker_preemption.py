@@ -15,7 +15,7 @@ from tanghulu.errors import ConfigError
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.compute.models.registry import Model
 from tanghulu.workers.config import WorkerConfig
-from tanghulu.workers.engine.engine import EngineConfig, EngineCore
+from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.engine.requests import PeerExport
 from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted
@@ -79,7 +79,7 @@ def _core(outside: Outside | None, num_blocks: int, *, moves: bool, budget: int 
         deterministic=True,
         sleep=lambda seconds: None,
     )
-    config = EngineConfig(
+    config = EngineCoreConfig(
         block_tokens=BLOCK, max_num_batched_tokens=budget, max_num_seqs=8, moves_preempted=moves, debug_checks=True
     )
     core = EngineCore(runner, config, fetcher=outside, sink=outside)

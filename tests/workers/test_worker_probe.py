@@ -11,7 +11,7 @@ from worker_tiny import request
 
 from tanghulu.errors import ContextLengthExceeded, DeadlineExceeded
 from tanghulu.runtime.clock import SystemClock
-from tanghulu.workers.engine.probe import Probe
+from tanghulu.workers.engine.probe import EngineProbe
 
 
 @pytest.fixture
@@ -21,8 +21,8 @@ def rig(tiny_model):
     made.close()
 
 
-def _probe(rig: Rig, length: int = 1) -> Probe:
-    probe = Probe(rig.thread, lambda name: request(name, [3] * length, 1), SystemClock())
+def _probe(rig: Rig, length: int = 1) -> EngineProbe:
+    probe = EngineProbe(rig.thread, lambda name: request(name, [3] * length, 1), SystemClock())
 
     def report(step) -> None:
         loop.call_soon_threadsafe(probe.on_report, step)

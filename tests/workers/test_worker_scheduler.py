@@ -12,11 +12,11 @@ from tanghulu.types import RequestId
 from tanghulu.workers.engine.block_pool import BlockPool
 from tanghulu.workers.engine.requests import (
     TRANSITIONS,
+    EngineFinishReason,
     EngineRequest,
-    FinishReason,
+    EngineRequestEvent,
+    EngineRequestState,
     PeerExport,
-    RequestEvent,
-    RequestState,
     StopParams,
 )
 from tanghulu.workers.engine.scheduler import Scheduler, SchedulerConfig
@@ -109,10 +109,10 @@ def test_stop_reasons() -> None:
     core.add(req("length", 3, 1))
     reasons = {output.request.request_id: output.finish_reason for output in step(core)[1].outputs}
     assert reasons == {
-        "eos": FinishReason.STOP,
+        "eos": EngineFinishReason.STOP,
         "ignored": None,
-        "stop-id": FinishReason.STOP,
-        "length": FinishReason.LENGTH,
+        "stop-id": EngineFinishReason.STOP,
+        "length": EngineFinishReason.LENGTH,
     }
 
 
@@ -125,7 +125,7 @@ def test_end_tokens_are_banned_until_min_tokens() -> None:
 def test_the_context_ends_a_text() -> None:
     core = scheduler(max_context=6)
     core.add(req("a", 3))
-    assert [step(core)[1].outputs[0].finish_reason for _ in range(3)] == [None, None, FinishReason.LENGTH]
+    assert [step(core)[1].outputs[0].finish_reason for _ in range(3)] == [None, None, EngineFinishReason.LENGTH]
 
 
 def test_a_resubmitted_request_goes_on_where_it_was() -> None:
@@ -133,7 +133,7 @@ def test_a_resubmitted_request_goes_on_where_it_was() -> None:
     core = scheduler()
     core.add(req("a", 7, 3, num_prompt=5))
     output = step(core)[1].outputs[0]
-    assert output.finish_reason is FinishReason.LENGTH
+    assert output.finish_reason is EngineFinishReason.LENGTH
     assert output.request.num_generated == 3
 
 
@@ -206,12 +206,15 @@ def test_abort_while_the_step_runs() -> None:
 
 def test_an_unknown_pair_is_a_bug() -> None:
     finished = req("a", 3)
-    finished.on(RequestEvent.ADMIT)
-    finished.on(RequestEvent.FINISH)
-    for event in RequestEvent:
+    finished.on(EngineRequestEvent.ADMIT)
+    finished.on(EngineRequestEvent.FINISH)
+    for event in EngineRequestEvent:
         with pytest.raises(AssertionError, match=f"{event.name} in state FINISHED"):
             finished.on(event)
-    assert {state for state, _ in TRANSITIONS} == set(RequestState) - {RequestState.FINISHED, RequestState.ABORTED}
+    assert {state for state, _ in TRANSITIONS} == set(EngineRequestState) - {
+        EngineRequestState.FINISHED,
+        EngineRequestState.ABORTED,
+    }
 
 
 # ---- fetches
@@ -299,7 +302,7 @@ def test_hand_over_keeps_the_blocks_until_they_are_released() -> None:
     core = scheduler()
     core.add(req("a", 8, hold_kv=True))
     output = step(core)[1].outputs[0]
-    assert output.finish_reason is FinishReason.HANDED_OVER
+    assert output.finish_reason is EngineFinishReason.HANDED_OVER
     export = core.held.export(ident("a"))
     assert export is not None
     assert (export.num_tokens, len(export.block_ids)) == (8, 2)
@@ -313,7 +316,7 @@ def test_hand_over_keeps_the_blocks_until_they_are_released() -> None:
 def test_no_hand_over_of_a_text_that_is_over() -> None:
     core = scheduler()
     core.add(req("a", 8, 1, hold_kv=True))
-    assert step(core)[1].outputs[0].finish_reason is FinishReason.LENGTH
+    assert step(core)[1].outputs[0].finish_reason is EngineFinishReason.LENGTH
     assert core.held.export(ident("a")) is None
 
 
@@ -342,7 +345,7 @@ def test_a_decode_worker_that_began_to_pull_before_the_prefill_ended() -> None:
     assert runs(step(core)[0]) == {"a": (8, 1)}
     core.add(req("b", list(range(50, 58)), 1, peer=PeerExport("p", "y", 8)))
     step(core)
-    assert core.fetch_done(ident("b"), 2, tokens=[77]) is FinishReason.LENGTH
+    assert core.fetch_done(ident("b"), 2, tokens=[77]) is EngineFinishReason.LENGTH
     core.check()
 
 

@@ -11,7 +11,7 @@ from worker_tiny import request
 
 from tanghulu.types import RequestId
 from tanghulu.workers.engine.block_pool import BlockPool
-from tanghulu.workers.engine.requests import EngineRequest, FinishReason, PeerExport
+from tanghulu.workers.engine.requests import EngineFinishReason, EngineRequest, PeerExport
 from tanghulu.workers.engine.scheduler import Scheduler, SchedulerConfig
 from tanghulu.workers.engine.step_plan import FetchWanted, StepPlan
 
@@ -37,7 +37,7 @@ class World:
         self.left = rng.randint(1, 12)
         self.added: dict[str, EngineRequest] = {}
         self.aborted: set[str] = set()
-        self.ended: dict[str, FinishReason] = {}
+        self.ended: dict[str, EngineFinishReason] = {}
         self.computed: Counter[str] = Counter()
         self.num_preempted = 0
         self.prefixes: set[str] = set()

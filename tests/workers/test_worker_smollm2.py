@@ -17,7 +17,7 @@ from tanghulu.workers.compute.forward_batch import SequenceChunk, build_forward_
 from tanghulu.workers.compute.kv_cache import KvCache
 from tanghulu.workers.compute.models.registry import dtype_name, load_model
 from tanghulu.workers.compute.torch_runner import TorchRunner
-from tanghulu.workers.engine.engine import EngineConfig, EngineCore
+from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.weights import ModelSource
 from tanghulu.workers.weights.gguf_file import GgufFile
@@ -82,7 +82,7 @@ def tokenizer(assets: TokenizerAssets) -> Tokenizer:
 def core(smollm2: ModelSource) -> EngineCore:
     model = load_model(smollm2, torch.float32)
     runner = TorchRunner(model, block_tokens=64, kv_capacity_bytes=256 << 20)
-    return EngineCore(runner, EngineConfig(max_num_batched_tokens=64, debug_checks=True))
+    return EngineCore(runner, EngineCoreConfig(max_num_batched_tokens=64, debug_checks=True))
 
 
 def test_the_assets_are_those_of_the_chat_model(assets: TokenizerAssets) -> None:

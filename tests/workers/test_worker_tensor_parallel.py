@@ -28,11 +28,11 @@ from tanghulu.workers.compute.models.registry import load_model
 from tanghulu.workers.compute.models.shard import Shard, require_split
 from tanghulu.workers.compute.torch_runner import TorchRunner
 from tanghulu.workers.config import WorkerConfig
-from tanghulu.workers.engine.engine import EngineConfig, EngineCore
+from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
 from tanghulu.workers.engine.kv_layout import KvLayout, KvMemory
 from tanghulu.workers.engine.requests import PeerExport
 from tanghulu.workers.kv.peer_reader import PeerReader
-from tanghulu.workers.kv.peer_server import PeerServer
+from tanghulu.workers.kv.peer_server import KvIdentity, PeerServer
 from tanghulu.workers.kv.ports import HostBlocks
 from tanghulu.workers.kv.store_adapter import StoreAdapter
 from tanghulu.workers.metrics import WorkerMetrics
@@ -64,7 +64,9 @@ def sharded(model: str, size: int, block_tokens: int) -> Iterator[EngineCore]:
             num_parts=size,
             announce=ranks.send,
         )
-        yield EngineCore(runner, EngineConfig(block_tokens=block_tokens, max_num_batched_tokens=48, debug_checks=True))
+        yield EngineCore(
+            runner, EngineCoreConfig(block_tokens=block_tokens, max_num_batched_tokens=48, debug_checks=True)
+        )
     finally:
         ranks.close()
         leave()
@@ -73,7 +75,7 @@ def sharded(model: str, size: int, block_tokens: int) -> Iterator[EngineCore]:
 def alone(model: str, block_tokens: int) -> EngineCore:
     loaded = load_model(resolve_model(model), torch.float32)
     runner = TorchRunner(loaded, block_tokens=block_tokens, kv_capacity_bytes=64 << 20)
-    return EngineCore(runner, EngineConfig(block_tokens=block_tokens, max_num_batched_tokens=48))
+    return EngineCore(runner, EngineCoreConfig(block_tokens=block_tokens, max_num_batched_tokens=48))
 
 
 def texts(core: EngineCore, block_tokens: int, vocab: int, num_new: int) -> dict[str, list[int]]:
@@ -214,8 +216,12 @@ def test_half_a_block_in_a_full_store_does_not_count() -> None:
     assert adapter.save(hashes, [memoryview(bytearray(8)) for _ in hashes]) == 1
 
 
-async def _holds_nothing(name: RequestId, hashes: Sequence[BlockHash]) -> None:
-    return None
+class _HoldsNothing:
+    async def export_prefix(self, name: RequestId, hashes: Sequence[BlockHash]) -> None:
+        return None
+
+    def give_back(self, name: RequestId) -> None:
+        pass
 
 
 @contextlib.asynccontextmanager
@@ -225,9 +231,7 @@ async def _peer(layout: KvLayout, name: Fingerprint, run_dir: Path) -> AsyncIter
     metrics = WorkerMetrics(CollectorRegistry(), block_bytes=layout.block_bytes, num_blocks=2)
     access, segment = AccessTable(clock, 1000, size), MemorySegment.create("kv", size)
     window = HostBlocks(KvMemory(layout, 2, segment.view))
-    server = PeerServer(
-        InstanceId("w1"), 1, name, layout, window, access, clock, metrics, lambda _: None, _holds_nothing
-    )
+    server = PeerServer(KvIdentity(InstanceId("w1"), 1, name), layout, window, access, clock, metrics, _HoldsNothing())
     offered = SegmentServer(
         segment, access, host="127.0.0.1", unix_path=str(run_dir / "kv.sock"), generation=1, host_id="here"
     )

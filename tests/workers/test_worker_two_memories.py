@@ -14,7 +14,7 @@ from worker_tiny import BLOCK, request
 
 from tanghulu.runtime.process import Process
 from tanghulu.types import Fingerprint, Role
-from tanghulu.workers.assembly import Worker
+from tanghulu.workers.assembly import WorkerServer
 from tanghulu.workers.compute.device import CPU
 from tanghulu.workers.compute.device_runner import DeviceRunner
 from tanghulu.workers.compute.models.registry import Model
@@ -22,9 +22,9 @@ from tanghulu.workers.compute.torch_runner import TorchRunner
 from tanghulu.workers.config import WorkerConfig
 from tanghulu.workers.engine.engine import ModelRunner
 from tanghulu.workers.engine.kv_layout import KvLayout
-from tanghulu.workers.engine.requests import PrefixHolder
+from tanghulu.workers.engine.requests import PeerPrefix
 from tanghulu.workers.engine.thread import StepReport
-from tanghulu.workers.kv.device_staging import DeviceStaging
+from tanghulu.workers.kv.staging import DeviceStaging
 from tanghulu.workers.loading.loaded_model import LoadedModel
 from tanghulu.workers.mock.loading import _byte_level
 
@@ -37,7 +37,7 @@ class NoStatus:
         pass
 
 
-class Watched(Worker):
+class Watched(WorkerServer):
     """A worker whose reports can be awaited."""
 
     def __init__(self, process: Process, config: WorkerConfig, loaded: LoadedModel) -> None:
@@ -95,5 +95,5 @@ async def test_a_prefix_moves_between_memories(tiny_model: Model, folders: list[
     ):
         text, cached = await first.text("one", prompt)
         assert cached == 0
-        holder = PrefixHolder(f"{first.address}|{first.unix_path}", 17)
+        holder = PeerPrefix(f"{first.address}|{first.unix_path}", 17)
         assert await second.text("two", prompt, holder=holder) == (text, 17 * BLOCK)

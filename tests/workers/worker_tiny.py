@@ -15,7 +15,7 @@ from tanghulu.hashing import TokenSequence, root_hash
 from tanghulu.types import Fingerprint, RequestId
 from tanghulu.workers.compute.models.registry import Model, load_model
 from tanghulu.workers.compute.torch_runner import TorchRunner
-from tanghulu.workers.engine.engine import EngineConfig, EngineCore
+from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
 from tanghulu.workers.engine.requests import EngineRequest, SamplingParams, StopParams
 from tanghulu.workers.engine.step_result import RequestOutput
 from tanghulu.workers.weights import resolve_model
@@ -128,13 +128,13 @@ def request(
 
 
 def engine(model: Model, num_blocks: int = 64, **more: Any) -> EngineCore:
-    """An engine with small blocks and all checks on. Keywords of EngineCore go to it, others to EngineConfig."""
+    """An engine with small blocks and all checks on. Keywords of EngineCore go to it, others to EngineCoreConfig."""
     hooks = {key: more.pop(key) for key in ("fetcher", "sink") if key in more}
     config = {"block_tokens": BLOCK, "max_num_batched_tokens": 64, "max_num_seqs": 8, "debug_checks": True} | more
     capacity = num_blocks * model.config.kv_token_elements * 4 * config["block_tokens"]
     buffer = config.pop("cache_buffer", None)
     runner = TorchRunner(model, block_tokens=config["block_tokens"], kv_capacity_bytes=capacity, cache_buffer=buffer)
-    return EngineCore(runner, EngineConfig(**config), **hooks)
+    return EngineCore(runner, EngineCoreConfig(**config), **hooks)
 
 
 def run_all(core: EngineCore, max_steps: int = 2000) -> dict[str, list[int]]:

@@ -32,7 +32,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """Replaying ``graph`` computes ``logits`` from what ``packed`` holds then."""
+    """A recorded graph: replaying it computes ``logits`` from what ``packed`` holds at that moment."""
 
     graph: torch.cuda.CUDAGraph
     packed: torch.Tensor
@@ -51,7 +51,7 @@ class DecodeGraphs:
         self._failed = False
 
     def forward(self, packed: npt.NDArray[np.int64], shape: DecodeShape) -> torch.Tensor | None:
-        """Logits of all rows of ``packed``, valid until the next call; None where there is no graph of this shape."""
+        """Compute the logits of all rows of ``packed``, valid until the next call; None if this shape has no graph."""
         recorded = self._graphs.get(shape) or self._record(shape)
         if recorded is None:
             return None

@@ -31,14 +31,14 @@ _NUM_FIELDS = 2
 
 
 class DecodeShape(NamedTuple):
-    """Room for so many sequences of so many blocks each."""
+    """The shape of a batch of decodes: its number of sequences, and of blocks of each."""
 
     num_sequences: int
     num_blocks: int
 
     @classmethod
     def of(cls, chunks: Sequence[SequenceChunk], block_tokens: int) -> DecodeShape:
-        """The smallest shape of powers of two in which ``chunks`` have room."""
+        """Return the smallest shape of powers of two into which ``chunks`` fit."""
         widest = max(-(-chunk.end // block_tokens) for chunk in chunks)
         return cls(_power_of_two(len(chunks)), max(MIN_BLOCKS, _power_of_two(widest)))
 
@@ -56,7 +56,7 @@ def is_decode(chunks: Sequence[SequenceChunk]) -> bool:
 def pack_decodes(
     chunks: Sequence[SequenceChunk], shape: DecodeShape, block_tokens: int, scratch: int
 ) -> npt.NDArray[np.int64]:
-    """``chunks`` (`is_decode`) as the rows of an array of ``shape``, filled up with block ``scratch``."""
+    """Lay ``chunks`` (`is_decode`) as rows into an array of ``shape``, filled up with block ``scratch``."""
     packed = np.zeros(shape.packed, dtype=np.int64)
     packed[:, _NUM_FIELDS:] = scratch
     for row, chunk in zip(packed, chunks, strict=False):
@@ -67,7 +67,7 @@ def pack_decodes(
 
 
 def decode_batch(packed: torch.Tensor, block_tokens: int) -> ForwardBatch:
-    """The batch that ``packed`` describes; made by operations on its device alone. Logits of all rows are wanted."""
+    """Make the batch that ``packed`` describes, by operations on its device alone. Logits of all rows are wanted."""
     token_ids, positions, tables = packed[:, 0], packed[:, 1], packed[:, _NUM_FIELDS:]
     blocks = tables.gather(1, (positions // block_tokens)[:, None])[:, 0]
     return ForwardBatch(

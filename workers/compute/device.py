@@ -90,7 +90,7 @@ def device_of_rank(first: torch.device, rank: int) -> torch.device:
 
 
 def describe_device(device: torch.device) -> str:
-    """For the log: ``cpu``, or the GPU's name and capability."""
+    """Describe ``device`` for the log: ``cpu``, or the GPU's name and capability."""
     if device.type != "cuda":
         return device.type
     major, minor = torch.cuda.get_device_capability(device)
@@ -103,20 +103,20 @@ def multiplies_bfloat16(device: torch.device) -> bool:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Memory that could be taken now; None where the system does not say."""
+    """Return the bytes that could be taken now; None where the system does not say."""
     if device.type != "cuda":
         return available_bytes()
     return int(torch.cuda.mem_get_info(device)[0])
 
 
 def wait_for(device: torch.device) -> None:
-    """Until the device has done what the current thread's stream was given."""
+    """Wait until the device has done what the current thread's stream was given."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def upload(array: Any, device: torch.device) -> torch.Tensor:
-    """The numpy array as a tensor on ``device``, without waiting for what the device has to do before.
+    """Copy the numpy array to ``device``, without waiting for what the device has to do before.
 
     The copy leaves from pinned memory, which torch's allocator keeps until it has ended.
     """
@@ -124,6 +124,6 @@ def upload(array: Any, device: torch.device) -> torch.Tensor:
 
 
 def staged_for(array: Any, device: torch.device) -> torch.Tensor:
-    """The numpy array as a tensor in main memory from which copies to ``device`` need not wait: pinned for a GPU."""
+    """Return the numpy array as a tensor from which copies to ``device`` need not wait: pinned for a GPU."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory() if device.type == "cuda" else tensor

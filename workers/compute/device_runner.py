@@ -69,7 +69,7 @@ class DeviceRunner:
         return self.model.config.max_context
 
     def run(self, plan: StepPlan) -> Computed:
-        """Forward and sample. ``forward_s`` is the time to launch, where the device computes behind it."""
+        """Compute the step and sample. On a GPU ``forward_s`` is the time to launch the kernels."""
         started = self._clock.now_s()
         chunks = [chunk_of(run) for run in plan.runs]
         if self._announce is not None:
@@ -103,5 +103,5 @@ class DeviceRunner:
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """``device`` is the calling thread's current one inside."""
+    """Make ``device`` the calling thread's current one within the context."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -69,7 +69,7 @@ def _columns(rows: Sequence[SamplingRow], device: torch.device) -> _Columns:
 
 
 def _adjusted(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Logits after penalties, bias and bans; the tensor itself if no row has any."""
+    """Apply penalties, bias and bans to the logits; returns the tensor itself if no row has any."""
     if not any(map(touches, rows)):
         return logits
     adjusted, device = logits.clone(), logits.device
@@ -110,7 +110,7 @@ def _collect(index: int, row: SamplingRow, scaled: _Entries, added: _Entries, bi
 
 
 class _Entries:
-    """Places in the logits and a value for each; a place comes once."""
+    """Places in the logits, none of them twice, and a value for each."""
 
     def __init__(self) -> None:
         self._places: list[tuple[int, int]] = []
@@ -121,13 +121,13 @@ class _Entries:
         self.values += values.values()
 
     def on(self, device: torch.device) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-        """(rows, tokens), and the values."""
+        """Return the places as (rows, tokens), and the values, as tensors on ``device``."""
         places = upload(np.asarray(self._places, dtype=np.int64).T.copy(), device)
         return (places[0], places[1]), upload(np.asarray(self.values, dtype=np.float32), device)
 
 
 def _drawn(logits: torch.Tensor, rows: Sequence[SamplingRow], columns: _Columns) -> tuple[torch.Tensor, torch.Tensor]:
-    """A token for each row and whether the candidates sufficed for it; rows of temperature 0 get any."""
+    """Draw a token for each row, and say whether its candidates sufficed; rows of temperature 0 get any token."""
     temperature = torch.where(columns.temperature > 0, columns.temperature, 1.0)
     shifted = (logits - logits.max(dim=-1, keepdim=True).values).double()
     probabilities = torch.softmax(shifted / temperature, dim=-1)
@@ -164,7 +164,7 @@ def _best(logits: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _cut(best: torch.Tensor, probabilities: torch.Tensor, columns: _Columns) -> tuple[torch.Tensor, torch.Tensor]:
-    """``best`` with what top-k and then top-p leave out set to 0, and for which rows enough was there to tell."""
+    """Set to 0 what top-k and then top-p leave out of ``best``, and say for which rows ``best`` was long enough."""
     vocab, count = probabilities.shape[1], best.shape[1]
     ranks = torch.arange(count, device=best.device)
     limited = (columns.top_k > 0) & (columns.top_k < vocab)

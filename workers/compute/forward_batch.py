@@ -61,7 +61,7 @@ class DecodeTables:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """Tensors of a step. N tokens, S sequences, L wanted logits.
+    """The tensors of a step of N tokens of S sequences, of which L logits are wanted.
 
     ``token_ids`` and ``positions``: int64 [N]. ``blocks`` and ``offsets``: int64 [N], the block that each
     token's KV goes to and its place inside. ``logit_rows``: int64 [L], in the order of the sequences. A batch of

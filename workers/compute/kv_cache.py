@@ -1,7 +1,7 @@
 """The paged KV cache as tensors, in the shapes that models compute with: in main memory or on a GPU.
 
 In main memory they are the same bytes as `kv_layout.KvMemory`, which transfers read and write in place. On a GPU bytes
-come and go through pinned memory (`kv_staging`). Inside a block each layer is one contiguous range, so that layers can
+come and go through pinned memory (`kv.staging`). Inside a block each layer is one contiguous range, so that layers can
 be used as they arrive.
 """
 

@@ -1,4 +1,4 @@
-"""The one thing in which lanes of a step depend on each other: a sequence cut in two attends to its own earlier half.
+"""How the lanes of a step wait for each other where a sequence was cut in two: it attends to its own earlier half.
 
 Rows of a step meet nowhere but in attention, and there the later rows of a sequence see the earlier ones and not the
 other way round. So a lane waits, layer by layer, until the lane before has written its K and V, and for nothing else;
@@ -11,7 +11,7 @@ import threading
 
 
 class LaneGate:
-    """How many layers of K and V the lane before has written, and, by its own waiting, all lanes before that."""
+    """Counts the layers of K and V that a lane has written; the next lane waits here."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -19,19 +19,19 @@ class LaneGate:
         self._ended = False
 
     def open(self, layer: int) -> None:
-        """Layers up to and with ``layer`` are written."""
+        """Say that the layers up to and including ``layer`` are written."""
         with self._changed:
             self._num_written = layer + 1
             self._changed.notify()
 
     def end(self) -> None:
-        """Nothing more will be written."""
+        """Say that the lane will write nothing more."""
         with self._changed:
             self._ended = True
             self._changed.notify()
 
     def wait(self, layer: int) -> None:
-        """Until ``layer`` is written; raises RuntimeError if the lane before ended without."""
+        """Wait until ``layer`` is written; raises RuntimeError if the lane before ended without writing it."""
         with self._changed:
             while self._num_written <= layer:
                 if self._ended:
@@ -46,13 +46,13 @@ class LaneTurn:
         self._before, self._after = before, after
 
     def written(self, layer: int) -> None:
-        """The lane's K and V of ``layer`` are in the cache; returns when those that it may attend to are, too."""
+        """Say that the lane wrote K and V of ``layer``; returns when the lanes before have written theirs."""
         if self._before is not None:
             self._before.wait(layer)
         if self._after is not None:
             self._after.open(layer)
 
     def end(self) -> None:
-        """The lane is done, or failed: whoever waits for it need not any more."""
+        """Say that the lane is done or failed, so that the next one does not wait for it."""
         if self._after is not None:
             self._after.end()

@@ -35,14 +35,14 @@ _ATTENTION_SPEED = 0.7
 
 
 def context_like_row(config: ModelConfig) -> float:
-    """Attending to this many tokens takes as long as all else of a row: by the multiplications of a layer."""
+    """Estimate the context at which attention takes as long as the rest of a row, by counting multiplications."""
     width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     rest = config.hidden * (2 * width + 2 * kv_width + 3 * config.intermediate)
     return rest / (2 * width) * _ATTENTION_SPEED
 
 
 def cut_lanes(chunks: Sequence[SequenceChunk], num_lanes: int, row_context: float) -> list[list[SequenceChunk]]:
-    """``chunks`` in at most ``num_lanes`` runs of rows of equal work, in their order, none empty.
+    """Cut ``chunks`` into at most ``num_lanes`` runs of rows of equal work, in their order, none empty.
 
     ``row_context``: see `context_like_row`. A sequence's logits are wanted of the lane with its last row.
     """
@@ -55,7 +55,7 @@ def cut_lanes(chunks: Sequence[SequenceChunk], num_lanes: int, row_context: floa
 
 
 def _between(chunks: Sequence[SequenceChunk], first: int, end: int) -> list[SequenceChunk]:
-    """Rows ``first .. end`` of all."""
+    """Return rows ``first .. end`` of all ``chunks``."""
     found, row = [], 0
     for chunk in chunks:
         length = len(chunk.token_ids)
@@ -68,7 +68,7 @@ def _between(chunks: Sequence[SequenceChunk], first: int, end: int) -> list[Sequ
 
 
 def turns_of(lanes: Sequence[Sequence[SequenceChunk]]) -> list[LaneTurn]:
-    """A gate between neighbours that share a sequence; none where the cut fell between two."""
+    """Make the lanes' turns: neighbours that share a sequence get a gate between them."""
     gates = [LaneGate() if _continues(one[-1], other[0]) else None for one, other in pairwise(lanes)]
     return [LaneTurn(before, after) for before, after in zip([None, *gates], [*gates, None], strict=True)]
 
@@ -90,7 +90,7 @@ class LanedForward:
         self._pool: ThreadPoolExecutor | None = None
 
     def __call__(self, chunks: Sequence[SequenceChunk]) -> torch.Tensor:
-        """The wanted logits, float32 [L, vocab], in the order of ``chunks``; their KV is in the cache then."""
+        """Compute the wanted logits, float32 [L, vocab], in the order of ``chunks``; write their KV to the cache."""
         threads = torch.get_num_threads()
         num_rows = sum(len(chunk.token_ids) for chunk in chunks)
         num_lanes = min(threads, self._most_lanes, num_rows // LEAST_ROWS)
@@ -102,7 +102,7 @@ class LanedForward:
             torch.set_num_threads(threads)
 
     def _forward(self, lanes: Sequence[Sequence[SequenceChunk]], threads: int) -> torch.Tensor:
-        """Every lane on ``threads`` threads of its own, the first in the calling thread."""
+        """Compute every lane on ``threads`` threads of its own, the first in the calling thread."""
         first, *others = zip(lanes, turns_of(lanes), strict=True)
         self._pool = self._pool or ThreadPoolExecutor(MOST_LANES, "lane")
         futures = [self._pool.submit(self._lane, lane, turn, threads) for lane, turn in others]

@@ -39,7 +39,7 @@ class MemoryPlan:
         computed_item_bytes: int,
         num_ranks: int = 1,
     ) -> MemoryPlan:
-        """The plan for steps of at most so many tokens and sequences.
+        """Plan for steps of at most ``num_batched_tokens`` tokens and ``num_seqs`` sequences.
 
         ``stored_item_bytes`` is an element of the embedding, ``computed_item_bytes`` of what is multiplied.
         """
@@ -89,7 +89,7 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """Weights, KV cache and workspace together."""
         return self.weights_bytes + self.kv_bytes + self.workspace_bytes
 
     def require(self, available: int | None) -> None:
@@ -111,7 +111,7 @@ def _layer_elements(config: ModelConfig) -> int:
 
 
 def available_bytes(meminfo: Path = _MEMINFO) -> int | None:
-    """What the kernel would give without swapping; None where it does not say."""
+    """Return the bytes that the kernel would give without swapping; None where it does not say."""
     try:
         text = meminfo.read_text(encoding="ascii")
     except OSError:

@@ -72,7 +72,7 @@ class _Size:
 
 
 class ThreadChoice:
-    """Ask ``threads`` before a step, say ``took`` behind it."""
+    """Learns the best number of threads: call `threads` before a step, and `took` behind it."""
 
     def __init__(self, most: int) -> None:
         """At least one and at most ``most`` threads."""
@@ -82,14 +82,14 @@ class ThreadChoice:
         self._sizes: dict[int, _Size] = {}
 
     def threads(self, num_tokens: int) -> int:
-        """For a step that computes ``num_tokens``."""
+        """Return how many threads the next step, of ``num_tokens`` tokens, should take."""
         if num_tokens > MOST_TOKENS or self._most == 1:
             return self._most
         size = self._size(num_tokens)
         return size.trial or size.best
 
     def took(self, num_tokens: int, seconds: float) -> None:
-        """The step for which ``threads`` was asked last took ``seconds``."""
+        """Note that the step for which `threads` was asked last took ``seconds``."""
         if num_tokens <= MOST_TOKENS and self._most > 1:
             self._size(num_tokens).took(seconds)
 

@@ -17,7 +17,7 @@ from tanghulu.runtime.clock import Clock, SystemClock
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.engine.block_pool import DEFAULT_EVICTION, BlockPool
 from tanghulu.workers.engine.kv_layout import KvBlocks, KvLayout
-from tanghulu.workers.engine.requests import EngineRequest, FinishReason, PeerExport
+from tanghulu.workers.engine.requests import EngineFinishReason, EngineRequest, PeerExport
 from tanghulu.workers.engine.scheduler import Scheduler, SchedulerConfig
 from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted, KvExport, StepOutcome, StepPlan
 from tanghulu.workers.engine.step_result import RequestOutput, Sampled, StepResult, StepTimings
@@ -68,12 +68,12 @@ class KvFetcher(Protocol):
         ...
 
     def forgo(self, peer: PeerExport) -> None:
-        """Nothing of this export is needed: its holder may have its blocks back."""
+        """Tell the export's holder that none of it is needed, so that the holder can release its blocks."""
         ...
 
 
 class KvSink(Protocol):
-    """Is told of blocks that are worth keeping outside."""
+    """Hears of blocks that are worth keeping outside the engine."""
 
     def blocks_committed(self, blocks: Sequence[CommittedBlock]) -> None:
         """Their bytes stay valid during this call; `EngineCore.hold` them to read them later."""
@@ -88,12 +88,12 @@ class KvSink(Protocol):
         ...
 
     def engine_idle(self) -> None:
-        """Nothing is to be computed until something comes from outside."""
+        """Note that the engine has nothing to compute until something comes from outside."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class EngineConfig:
+class EngineCoreConfig:
     """Sizes and bounds of an engine. ``debug_checks`` asserts all invariants after every step.
 
     ``moves_preempted``: the sink keeps what preempted requests give up, and the fetcher finds it.
@@ -115,7 +115,7 @@ class EngineCore:
     def __init__(
         self,
         runner: ModelRunner,
-        config: EngineConfig,
+        config: EngineCoreConfig,
         *,
         fetcher: KvFetcher | None = None,
         sink: KvSink | None = None,
@@ -163,10 +163,12 @@ class EngineCore:
         self.scheduler.add(request)
 
     def abort(self, request_id: RequestId) -> bool:
-        """Drop the request without further output; False if it is not here (any more)."""
+        """Drop the request without further output; False if the engine does not have it (any more)."""
         return self.scheduler.abort(request_id)
 
-    def fetch_done(self, request_id: RequestId, num_blocks_ok: int, tokens: Sequence[int] = ()) -> FinishReason | None:
+    def fetch_done(
+        self, request_id: RequestId, num_blocks_ok: int, tokens: Sequence[int] = ()
+    ) -> EngineFinishReason | None:
         """The fetcher is done with a request; see `Scheduler.fetch_done`."""
         return self.scheduler.fetch_done(request_id, num_blocks_ok, tokens)
 
@@ -214,7 +216,7 @@ class EngineCore:
         return self._result(plan, computed.sampled, outcome, timings)
 
     def rest(self) -> None:
-        """Say to the sink that there is nothing to compute; call it when that begins and after each event meanwhile."""
+        """Tell the sink if there is nothing to compute; call it after each step and each event."""
         if self._sink is not None and not self.scheduler.has_work:
             self._sink.engine_idle()
 

@@ -45,7 +45,7 @@ class HeldBlocks:
         return self._exports.get(name)
 
     def release_export(self, name: RequestId) -> bool:
-        """The reader has the KV (or never will): release its blocks. False if there is no such export."""
+        """Release the blocks of the export ``name``; False if there is no such export."""
         export = self._exports.pop(name, None)
         if export is None:
             return False
@@ -63,7 +63,7 @@ class HeldBlocks:
         self._pool.release(block_ids, used=False)
 
     def references(self) -> Counter[int]:
-        """How many references each block has from here."""
+        """Count the references that exports and holds have on each block."""
         counts = +self._held
         for export in self._exports.values():
             counts.update(export.block_ids)

@@ -21,7 +21,7 @@ from tanghulu.workers.engine.thread import EngineThread, StepReport
 PRIORITY = (1 << 31) - 1
 
 
-class Probe:
+class EngineProbe:
     """Probes of one engine; ``make`` builds the request of a given name, ``on_report`` must hear every report."""
 
     def __init__(self, engine: EngineThread, make: Callable[[RequestId], EngineRequest], clock: Clock) -> None:
@@ -32,7 +32,7 @@ class Probe:
         self._waiting: dict[RequestId, asyncio.Future[None]] = {}
 
     async def run(self, deadline_s: float) -> float:
-        """Seconds until the token came. Raises DeadlineExceeded, or why the engine refused the request."""
+        """Return the seconds until the token came; raises DeadlineExceeded, or why the engine refused the request."""
         loop = asyncio.get_running_loop()
         name, started_s = RequestId(f"probe-{next(self._numbers)}"), self._clock.now_s()
         request, done = self._make(name), loop.create_future()
@@ -56,7 +56,7 @@ class Probe:
         return self._clock.now_s() - started_s
 
     def on_report(self, report: StepReport) -> None:
-        """A step's outputs: some may be a probe's."""
+        """Look for probes among a step's outputs."""
         if not self._waiting:
             return
         for output in report.result.outputs:

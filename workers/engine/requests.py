@@ -27,7 +27,7 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
 
 
-class RequestState(Enum):
+class EngineRequestState(Enum):
     """Where a request is."""
 
     WAITING = "holds no blocks; stands in the queue"
@@ -39,7 +39,7 @@ class RequestState(Enum):
     ABORTED = "ended from outside; its blocks are released"
 
 
-class RequestEvent(Enum):
+class EngineRequestEvent(Enum):
     """What can happen to a request."""
 
     ADMIT = "got its blocks and has something to compute"
@@ -50,8 +50,8 @@ class RequestEvent(Enum):
     ABORT = "the caller no longer wants it"
 
 
-_S, _E = RequestState, RequestEvent
-TRANSITIONS: dict[tuple[RequestState, RequestEvent], RequestState] = {
+_S, _E = EngineRequestState, EngineRequestEvent
+TRANSITIONS: dict[tuple[EngineRequestState, EngineRequestEvent], EngineRequestState] = {
     (_S.WAITING, _E.ADMIT): _S.RUNNING,
     (_S.WAITING, _E.FETCH): _S.FETCHING,
     (_S.WAITING, _E.ABORT): _S.ABORTED,
@@ -67,7 +67,7 @@ TRANSITIONS: dict[tuple[RequestState, RequestEvent], RequestState] = {
 }
 
 
-class FinishReason(Enum):
+class EngineFinishReason(Enum):
     """Why a request ended; the value is what the wire says."""
 
     STOP = "stop"
@@ -153,7 +153,7 @@ class PeerExport:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixHolder:
+class PeerPrefix:
     """A worker whose prefix cache had the prompt's first ``num_blocks`` blocks; ``instance`` as in `PeerExport`."""
 
     instance: str
@@ -180,11 +180,11 @@ class EngineRequest:
     priority: int = 0
     fetch_blocks: int | None = None
     peer: PeerExport | None = None
-    holder: PrefixHolder | None = None
+    holder: PeerPrefix | None = None
     grammar: Grammar | None = None
 
     arrival: int = -1
-    state: RequestState = RequestState.WAITING
+    state: EngineRequestState = EngineRequestState.WAITING
     block_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_committed_blocks: int = 0
@@ -199,7 +199,7 @@ class EngineRequest:
             f"request {self.request_id} says {self.num_prompt_tokens} prompt tokens of {len(self.sequence)}",
         )
 
-    def on(self, event: RequestEvent) -> None:
+    def on(self, event: EngineRequestEvent) -> None:
         """Move along the table; asserts that the pair is in it."""
         following = TRANSITIONS.get((self.state, event))
         assert following is not None, f"request {self.request_id}: {event.name} in state {self.state.name}"
@@ -230,19 +230,19 @@ class EngineRequest:
         """Smaller goes first: higher priority, then earlier arrival."""
         return (-self.priority, self.arrival)
 
-    def finish_reason(self, max_tokens: int) -> FinishReason | None:
+    def finish_reason(self, max_tokens: int) -> EngineFinishReason | None:
         """Whether the last, generated token ends the request; ``max_tokens`` bounds the whole sequence."""
         stop = self.stop
         last = int(self.sequence.tokens[-1])
         if self.num_generated > stop.min_tokens and last in stop.ending_ids:
-            return FinishReason.STOP
+            return EngineFinishReason.STOP
         if self.num_generated >= stop.max_new_tokens or self.num_tokens >= max_tokens:
-            return FinishReason.LENGTH
-        return FinishReason.HANDED_OVER if self.hold_kv else None
+            return EngineFinishReason.LENGTH
+        return EngineFinishReason.HANDED_OVER if self.hold_kv else None
 
     def check(self, block_tokens: int) -> None:
         """Assert that the figures fit the state."""
-        if self.state in (RequestState.WAITING, RequestState.PREEMPTED):
+        if self.state in (EngineRequestState.WAITING, EngineRequestState.PREEMPTED):
             assert not self.block_ids
             assert self.num_computed == 0
             return

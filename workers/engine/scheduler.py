@@ -27,7 +27,7 @@ from tanghulu.errors import ConfigError, ContextLengthExceeded, InvalidRequest, 
 from tanghulu.types import RequestId
 from tanghulu.workers.engine.block_pool import BlockPool
 from tanghulu.workers.engine.held_blocks import HeldBlocks
-from tanghulu.workers.engine.requests import EngineRequest, FinishReason, RequestEvent, RequestState
+from tanghulu.workers.engine.requests import EngineFinishReason, EngineRequest, EngineRequestEvent, EngineRequestState
 from tanghulu.workers.engine.step_plan import (
     CommittedBlock,
     FetchWanted,
@@ -83,7 +83,7 @@ class Scheduler:
 
     def add(self, request: EngineRequest) -> None:
         """Queue ``request``. Raises ContextLengthExceeded, InvalidRequest or Overloaded, and then keeps nothing."""
-        assert request.state is RequestState.WAITING
+        assert request.state is EngineRequestState.WAITING
         assert request.sequence.block_tokens == self.config.block_tokens
         if request.request_id in self._requests or self.held.export(request.request_id) is not None:
             raise InvalidRequest(f"request {request.request_id} is here already")
@@ -103,19 +103,21 @@ class Scheduler:
         insort(self._waiting, request, key=_order)
 
     def abort(self, request_id: RequestId) -> bool:
-        """Forget the request; False if it is not here (any more): it may have ended a moment ago."""
+        """Drop the request; False if the scheduler does not have it (any more): it may have ended a moment ago."""
         request = self._requests.get(request_id)
-        if request is None or request.state is RequestState.DRAINING:
+        if request is None or request.state is EngineRequestState.DRAINING:
             return False
         before = request.state
-        request.on(RequestEvent.ABORT)
-        if before is RequestState.FETCHING:
+        request.on(EngineRequestEvent.ABORT)
+        if before is EngineRequestState.FETCHING:
             return True
-        (self._running if before is RequestState.RUNNING else self._waiting).remove(request)
+        (self._running if before is EngineRequestState.RUNNING else self._waiting).remove(request)
         self._drop(request)
         return True
 
-    def fetch_done(self, request_id: RequestId, num_blocks_ok: int, tokens: Sequence[int] = ()) -> FinishReason | None:
+    def fetch_done(
+        self, request_id: RequestId, num_blocks_ok: int, tokens: Sequence[int] = ()
+    ) -> EngineFinishReason | None:
         """The transfer of the request's FetchWanted is over; the first ``num_blocks_ok`` blocks hold their KV.
 
         ``tokens`` are what the peer sampled meanwhile (a decode worker may begin to pull before the prefill has
@@ -125,8 +127,8 @@ class Scheduler:
         request = self._requests[request_id]
         assert 0 <= num_blocks_ok <= len(wanted.block_ids)
         self.pool.end_transfer(wanted.block_ids)
-        request.on(RequestEvent.FETCHED)
-        if request.state is RequestState.ABORTED:
+        request.on(EngineRequestEvent.FETCHED)
+        if request.state is EngineRequestState.ABORTED:
             self._drop(request)
             return None
         insort(self._running, request, key=_order)
@@ -137,7 +139,7 @@ class Scheduler:
 
     def _take_fetched(
         self, request: EngineRequest, wanted: FetchWanted, num_blocks_ok: int, tokens: Sequence[int]
-    ) -> FinishReason | None:
+    ) -> EngineFinishReason | None:
         request.sequence.append(tokens)
         covered = wanted.num_tokens
         if num_blocks_ok < len(wanted.block_ids):
@@ -163,7 +165,7 @@ class Scheduler:
         committed: list[CommittedBlock] = []
         for run in plan.runs:
             token = next(samples) if run.samples else None
-            if run.request.state is not RequestState.RUNNING:
+            if run.request.state is not EngineRequestState.RUNNING:
                 continue  # aborted while the step ran
             run.request.num_computed += run.num_tokens
             committed += self._commit_full_blocks(run.request)
@@ -186,7 +188,7 @@ class Scheduler:
 
     def _plan_running(self, draft: StepDraft, *, decoding: bool) -> None:
         for request in [request for request in self._running if (request.num_pending == 1) is decoding]:
-            if request.state is not RequestState.RUNNING:
+            if request.state is not EngineRequestState.RUNNING:
                 continue  # preempted for an older one, just now
             if draft.budget == 0:
                 return
@@ -194,7 +196,7 @@ class Scheduler:
                 draft.add_run(request)
 
     def _make_room(self, request: EngineRequest, draft: StepDraft) -> bool:
-        """Blocks for all the request's tokens, at the cost of the youngest; False if that was itself."""
+        """Allocate blocks for all the request's tokens, preempting the youngest; False if that was ``request``."""
         missing = self._num_blocks(request.num_tokens) - len(request.block_ids)
         while missing > self.pool.num_available:
             victim = self._running[-1]
@@ -209,7 +211,7 @@ class Scheduler:
     def _preempt(self, victim: EngineRequest, draft: StepDraft) -> None:
         draft.drop_runs(victim)
         draft.preempted.append(victim.request_id)
-        victim.on(RequestEvent.PREEMPT)
+        victim.on(EngineRequestEvent.PREEMPT)
         victim.num_preemptions += 1
         self._running.remove(victim)
         if self.config.moves_preempted:
@@ -219,7 +221,7 @@ class Scheduler:
         insort(self._waiting, victim, key=_order)
 
     def _own_blocks(self, request: EngineRequest) -> list[CommittedBlock]:
-        """The request's full blocks that nobody else has."""
+        """Return the request's full blocks that no other request has."""
         full = zip(request.block_ids, request.sequence.block_hashes[: request.num_committed_blocks], strict=False)
         return [
             CommittedBlock(request.request_id, index, block, block_hash)
@@ -238,12 +240,12 @@ class Scheduler:
             draft.add_hits(request)
             wanted = plan_fetch(request, self.config.block_tokens) if self.config.can_fetch else None
             if wanted is not None:
-                request.on(RequestEvent.FETCH)
+                request.on(EngineRequestEvent.FETCH)
                 self.pool.begin_transfer(wanted.block_ids)
                 self._fetches[request.request_id] = wanted
                 draft.fetches.append(wanted)
             else:
-                request.on(RequestEvent.ADMIT)
+                request.on(EngineRequestEvent.ADMIT)
                 insort(self._running, request, key=_order)
                 draft.add_run(request)
                 if request.peer is not None and self.config.can_fetch:
@@ -281,10 +283,10 @@ class Scheduler:
             self._finish(request, reason)
         return TokenOutput(request, token, reason)
 
-    def _finish(self, request: EngineRequest, reason: FinishReason) -> None:
-        request.on(RequestEvent.FINISH)
+    def _finish(self, request: EngineRequest, reason: EngineFinishReason) -> None:
+        request.on(EngineRequestEvent.FINISH)
         self._running.remove(request)
-        if reason is FinishReason.HANDED_OVER:
+        if reason is EngineFinishReason.HANDED_OVER:
             used = self._num_blocks(request.num_computed)
             self.pool.release(request.block_ids[used:])
             export = KvExport(request.request_id, tuple(request.block_ids[:used]), request.num_computed)
@@ -353,7 +355,7 @@ class Scheduler:
         fetching = {request.request_id for request in live if request.state in _WITH_TRANSFER}
         assert {request.request_id for request in self._waiting + self._running} | fetching == self._requests.keys()
         assert all(request.state in _QUEUED for request in self._waiting)
-        assert all(request.state is RequestState.RUNNING for request in self._running)
+        assert all(request.state is EngineRequestState.RUNNING for request in self._running)
         assert fetching == self._fetches.keys()
         assert self._waiting == sorted(self._waiting, key=_order)
         assert self._running == sorted(self._running, key=_order)
@@ -373,8 +375,8 @@ class Scheduler:
         )
 
 
-_QUEUED = (RequestState.WAITING, RequestState.PREEMPTED)
-_WITH_TRANSFER = (RequestState.FETCHING, RequestState.DRAINING)
+_QUEUED = (EngineRequestState.WAITING, EngineRequestState.PREEMPTED)
+_WITH_TRANSFER = (EngineRequestState.FETCHING, EngineRequestState.DRAINING)
 
 
 def _order(request: EngineRequest) -> tuple[int, int]:

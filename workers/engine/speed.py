@@ -14,7 +14,7 @@ _FADE = 0.8  # of what was known before, at each new observation
 _PREFILL_TOKENS = 128  # steps of at least so many tokens count as prefill
 #: From other workers, until something was read: that this worker can at all is worth knowing.
 ASSUMED_PEER_BYTES_PER_S = 1e9
-#: Peers of which it is told between two reports what was read from them.
+#: Peers whose reads are counted between two reports.
 MAX_READ_PEERS = 32
 #: Tokens of a step at most, where nothing is said.
 DEFAULT_STEP_TOKENS = 512
@@ -33,7 +33,7 @@ class Speeds:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerRead:
+class PeerReadTotal:
     """What was read from the worker at ``address``, and how long that took."""
 
     address: str
@@ -66,10 +66,10 @@ class SpeedMeter:
         self._reads_peers = reads_peers
         self._model = StepModel(max_step_tokens)
         self._prefill, self._decode, self._store, self._peer = _Rate(), _Rate(), _Rate(), _Rate()
-        self._reads: dict[str, PeerRead] = {}
+        self._reads: dict[str, PeerReadTotal] = {}
 
     def step(self, num_tokens: int, num_sequences: int, seconds: float, work: StepWork = NO_WORK) -> None:
-        """A step computed ``num_tokens`` of ``num_sequences`` requests in ``seconds``; ``work`` says it in detail."""
+        """Note a step of ``num_tokens`` of ``num_sequences`` requests in ``seconds``; ``work`` has the details."""
         self._model.step(work, seconds)
         if num_tokens >= _PREFILL_TOKENS:
             self._prefill.add(num_tokens, seconds)
@@ -77,25 +77,25 @@ class SpeedMeter:
             self._decode.add(1, seconds)
 
     def fetched(self, num_bytes: int, seconds: float) -> None:
-        """A prefix of ``num_bytes`` was loaded from the store in ``seconds``."""
+        """Note that a prefix of ``num_bytes`` was loaded from the store in ``seconds``."""
         self._store.add(num_bytes, seconds)
 
     def read_from_peer(self, num_bytes: int, seconds: float, address: str = "") -> None:
-        """KV of ``num_bytes`` was loaded from another worker, the one at ``address``, in ``seconds``."""
+        """Note that KV of ``num_bytes`` was loaded from the worker at ``address`` in ``seconds``."""
         self._peer.add(num_bytes, seconds)
-        before = self._reads.get(address, PeerRead(address, 0, 0.0))
+        before = self._reads.get(address, PeerReadTotal(address, 0, 0.0))
         if address and (before.num_bytes or len(self._reads) < MAX_READ_PEERS):
-            self._reads[address] = PeerRead(address, before.num_bytes + num_bytes, before.seconds + seconds)
+            self._reads[address] = PeerReadTotal(address, before.num_bytes + num_bytes, before.seconds + seconds)
 
-    def take_reads(self) -> tuple[PeerRead, ...]:
-        """What was read from peers since the last call, summed for each."""
+    def take_reads(self) -> tuple[PeerReadTotal, ...]:
+        """Return and forget what was read from peers since the last call, summed for each."""
         reads = tuple(self._reads.values())
         self._reads.clear()
         return reads
 
     @property
     def speeds(self) -> Speeds:
-        """What is known now."""
+        """The speeds as they are known now."""
         steps_per_s = self._decode.per_s
         peer_bytes_per_s = (self._peer.per_s or ASSUMED_PEER_BYTES_PER_S) if self._reads_peers else 0.0
         step_s = 1 / steps_per_s if steps_per_s else 0.0

@@ -92,7 +92,7 @@ class StepModel:
         self._prefill, self._decode = _Fit(), _Fit()
 
     def step(self, work: StepWork, seconds: float) -> None:
-        """A step did ``work`` in ``seconds``."""
+        """Note that a step did ``work`` in ``seconds``."""
         if seconds <= 0:
             return
         if not work.prefill_tokens:
@@ -106,7 +106,7 @@ class StepModel:
 
     @property
     def costs(self) -> StepCosts | None:
-        """The constants; None until there were steps with prompts. Those of decode are 0 until there were others."""
+        """The constants; None until there were enough steps with prompts. Decode's are 0 until some had none."""
         if self._prefill.num_steps < MIN_STEPS:
             return None
         fixed_s, token_s, pair_s = self._prefill.constants

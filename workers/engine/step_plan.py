@@ -1,11 +1,11 @@
-"""The scheduler's words: what it decides for a step, and what came of it. Plain data."""
+"""What the scheduler decides for a step, and what the step changed, as plain data."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from tanghulu.types import BlockHash, RequestId
-from tanghulu.workers.engine.requests import EngineRequest, FinishReason, PeerExport, PrefixHolder
+from tanghulu.workers.engine.requests import EngineFinishReason, EngineRequest, PeerExport, PeerPrefix
 from tanghulu.workers.engine.step_model import StepWork
 
 
@@ -35,16 +35,16 @@ class FetchWanted:
     block_hashes: tuple[BlockHash, ...]
     num_tokens: int
     peer: PeerExport | None
-    holder: PrefixHolder | None = None
+    holder: PeerPrefix | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: what to compute, whom it displaced, what to fetch meanwhile.
+    """One step: what to compute, which requests it preempted, and what to fetch meanwhile.
 
     ``forgone``: exports of other workers that need not be fetched, because all of it was found here. ``reused``: cached
-    blocks that newly admitted requests found here. ``displaced``: full blocks that only the preempted had, whose bytes
-    stay until the step is computed; empty where nobody would keep them.
+    blocks that newly admitted requests found here. ``displaced``: full blocks that only preempted requests
+    had, whose bytes stay until the step is computed; empty where no sink would keep them.
     """
 
     runs: tuple[ScheduledRun, ...]
@@ -85,7 +85,7 @@ class StepDraft:
     displaced: list[CommittedBlock] = field(default_factory=list)
 
     def plan(self) -> StepPlan:
-        """What was decided."""
+        """Return the finished plan."""
         return StepPlan(
             runs=tuple(self.runs),
             preempted=tuple(self.preempted),
@@ -130,7 +130,7 @@ class TokenOutput:
 
     request: EngineRequest
     token: int
-    finish_reason: FinishReason | None
+    finish_reason: EngineFinishReason | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a step of the engine has to tell, as plain data: sampled tokens, each request's gain, events, timings."""
+"""The result of a step of the engine, as plain data: sampled tokens, each request's output, events, timings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tanghulu.types import RequestId
 from tanghulu.workers.engine.block_pool import KvEvent
-from tanghulu.workers.engine.requests import FinishReason
+from tanghulu.workers.engine.requests import EngineFinishReason
 from tanghulu.workers.engine.step_model import NO_WORK, StepWork
 
 
@@ -36,7 +36,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """What one request gained in a step. The token counts are of the whole request so far.
+    """One request's output of a step. The token counts are of the whole request so far.
 
     ``num_cached_tokens`` were found in this worker's cache or fetched instead of computed.
     """
@@ -44,7 +44,7 @@ class RequestOutput:
     request_id: RequestId
     tokens: tuple[int, ...]
     logprobs: Logprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: EngineFinishReason | None
     num_prompt_tokens: int
     num_generated_tokens: int
     num_cached_tokens: int
@@ -61,7 +61,7 @@ class StepTimings:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Everything that one step has to tell. Empty (`idle`) if there was nothing to compute."""
+    """The result of one step; empty (`idle`) if there was nothing to compute."""
 
     outputs: tuple[RequestOutput, ...] = ()
     num_computed_tokens: int = 0

@@ -15,8 +15,8 @@ import structlog
 
 from tanghulu.types import RequestId
 from tanghulu.workers.engine.engine import EngineCore
-from tanghulu.workers.engine.requests import FinishReason
-from tanghulu.workers.engine.speed import PeerRead, SpeedMeter, Speeds
+from tanghulu.workers.engine.requests import EngineFinishReason
+from tanghulu.workers.engine.speed import PeerReadTotal, SpeedMeter, Speeds
 from tanghulu.workers.engine.step_plan import KvExport
 from tanghulu.workers.engine.step_result import StepResult
 
@@ -39,7 +39,7 @@ class EngineLoad:
     blocks_in_transfer: int = 0
     pending_tokens: int = 0
     speeds: Speeds = field(default_factory=Speeds)
-    reads: tuple[PeerRead, ...] = ()
+    reads: tuple[PeerReadTotal, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +129,11 @@ class EngineThread:
             self._on_report(report)
 
     def _exports(self, result: StepResult) -> dict[RequestId, KvExport]:
-        handed = [o.request_id for o in result.outputs if o.finish_reason is FinishReason.HANDED_OVER]
+        handed = [o.request_id for o in result.outputs if o.finish_reason is EngineFinishReason.HANDED_OVER]
         found = {request_id: self._core.scheduler.held.export(request_id) for request_id in handed}
         return {request_id: export for request_id, export in found.items() if export is not None}
 
-    def load(self, reads: tuple[PeerRead, ...] = ()) -> EngineLoad:
+    def load(self, reads: tuple[PeerReadTotal, ...] = ()) -> EngineLoad:
         """The engine's load now, to be called in the engine's thread (by a command); with ``reads`` from peers."""
         scheduler, pool = self._core.scheduler, self._core.scheduler.pool
         return EngineLoad(

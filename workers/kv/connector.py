@@ -20,7 +20,7 @@ from tanghulu.errors import TanghuluError
 from tanghulu.types import BlockHash
 from tanghulu.workers.engine.engine import EngineCore
 from tanghulu.workers.engine.kv_layout import KvLayout
-from tanghulu.workers.engine.requests import PeerExport, PrefixHolder
+from tanghulu.workers.engine.requests import PeerExport, PeerPrefix
 from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted
 from tanghulu.workers.engine.thread import Command
@@ -62,19 +62,21 @@ class KvPeers(Protocol):
         """
         ...
 
-    def read_prefix(self, holder: PrefixHolder, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
+    def read_prefix(self, holder: PeerPrefix, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
         """Fill ``buffers`` with cached blocks of another worker; returns how many leading ones arrived whole."""
         ...
 
     def release(self, peer: PeerExport, bytes_read: int = 0) -> None:
-        """Nobody will read (more of) the export."""
+        """Tell the export's holder that this worker will not read (more of) it."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectorConfig:
-    """What is kept, and bounds: bytes on their way to the store beyond which new blocks are not
-    kept, and bytes of blocks that wait to be written (store policy *defer*).
+    """Which blocks are kept in the store, and bounds.
+
+    ``max_pending_bytes`` bounds the bytes on their way to the store; beyond it new blocks are not kept.
+    ``max_deferred_bytes`` bounds those of blocks that wait to be written (store policy *defer*).
     """
 
     store_policy: str = "all"
@@ -112,10 +114,7 @@ class KvConnector:
         self._written: OrderedDict[BlockHash, None] = OrderedDict()  # or on its way; the engine's thread alone
 
     def attach(self, core: EngineCore, port: BlockPort, post: Callable[[Command], None]) -> None:
-        """Say which engine is served, where its blocks are, and how to run commands in its thread.
-
-        Before its first step.
-        """
+        """Connect to the engine before its first step: its blocks, and ``post``, which runs commands in its thread."""
         self._core, self._layout, self._port, self._post = core, core.cache.layout, port, post
         max_deferred = self._config.max_deferred_bytes // core.cache.layout.block_bytes
         self._policy = make_store_policy(self._config.store_policy, max_deferred)
@@ -135,7 +134,7 @@ class KvConnector:
         self._fetchers.submit(self._fetch, wanted)
 
     def forgo(self, peer: PeerExport) -> None:
-        """Tell the export's holder that nobody will read it; else it would keep the blocks for its time limit."""
+        """Tell the export's holder that this worker will not read it, so its blocks are released at once."""
         self._fetchers.submit(self._forgo, peer)
 
     def blocks_committed(self, blocks: Sequence[CommittedBlock]) -> None:
@@ -144,7 +143,7 @@ class KvConnector:
             self._keep(self._policy.committed(blocks))
 
     def blocks_reused(self, blocks: Sequence[CommittedBlock]) -> None:
-        """A second use may make blocks worth keeping."""
+        """Keep blocks in the store that the policy finds worth it now that they were used again."""
         if self._store is not None:
             self._keep(self._policy.reused(blocks))
 
@@ -214,7 +213,7 @@ class KvConnector:
 
     @property
     def _paused(self) -> bool:
-        """The store failed a moment ago: requests do not wait for its deadlines one after the other."""
+        """Whether the store failed a moment ago, so that requests do not wait for its deadlines one after the other."""
         return time.monotonic() < self._paused_until_s
 
     @property
@@ -237,7 +236,7 @@ class KvConnector:
             self._forgo(wanted.peer, num_ok * self._layout.block_bytes)
 
     def _sources(self, wanted: FetchWanted) -> Iterator[tuple[str, int, Move]]:
-        """Whom to ask, in order, for blocks up to which number, and how."""
+        """Yield each source in order: its name, the number up to which it may have blocks, and how to read from it."""
         peer, holder, store, hashes = wanted.peer, wanted.holder, self._store, wanted.block_hashes
         if peer is not None:
             end = len(wanted.block_ids)

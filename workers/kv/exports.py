@@ -91,19 +91,19 @@ class ExportTable:
         return export
 
     def pinned(self, export: Export, leases: list[LeaseId], now_s: float) -> None:
-        """A reader was given ``leases`` on the export's blocks."""
+        """Note that a reader was given ``leases`` on the export's blocks."""
         export.on(ExportEvent.PIN)
         export.leases.update(leases)
         export.expires_at_s = now_s + self._ttl_s
         self._by_lease.update(dict.fromkeys(leases, export))
 
     def leases_of(self, export_id: int) -> list[LeaseId]:
-        """Leases that readers hold on it; empty if it is gone."""
+        """Return the leases that readers hold on the export; none if it is gone."""
         export = self._exports.get(export_id)
         return sorted(export.leases) if export is not None else []
 
     def release(self, export_id: int) -> list[RequestId]:
-        """Nobody needs the export any more; releasing one that is gone is no error."""
+        """Release the export, which no worker needs any more; one that is gone already is no error."""
         export = self._exports.get(export_id)
         if export is None:
             return []
@@ -111,7 +111,7 @@ class ExportTable:
         return self._settle(export)
 
     def lease_freed(self, lease_id: LeaseId) -> list[RequestId]:
-        """Nobody can read under this lease any more."""
+        """Note that the lease has ended: its reader can read nothing more under it."""
         export = self._by_lease.pop(lease_id, None)
         if export is None:
             return []
@@ -122,7 +122,7 @@ class ExportTable:
         return self._settle(export)
 
     def expire(self, now_s: float) -> list[RequestId]:
-        """Release what nobody has asked for in time."""
+        """Release the exports that no worker asked for in time."""
         late = [e for e in self._exports.values() if e.expires_at_s <= now_s and e.state is not ExportState.CLOSING]
         return [request_id for export in late for request_id in self.release(export.export_id)]
 

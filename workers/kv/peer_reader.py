@@ -27,7 +27,7 @@ from tanghulu.transfer_engine.core.descriptor_wire import from_proto
 from tanghulu.transfer_engine.core.opcode import Opcode
 from tanghulu.transfer_engine.engine import TransferEngine
 from tanghulu.types import Address, BlockHash, Fingerprint
-from tanghulu.workers.engine.requests import PeerExport, PrefixHolder
+from tanghulu.workers.engine.requests import PeerExport, PeerPrefix
 from tanghulu.workers.kv.ports import wipe
 from tanghulu.workers.sessions.wire import split_instance
 
@@ -44,7 +44,7 @@ class _Peer:
 
 
 class _Arrived(NamedTuple):
-    """Leading blocks that are whole, whether those are all that the peer showed (at least one), and its export."""
+    """What one turn brought: leading whole blocks, whether they are all that the peer showed, and the peer's export."""
 
     num_whole: int
     all_whole: bool
@@ -85,7 +85,7 @@ class PeerReader:
 
         return _in_turns(read, len(buffers))
 
-    def read_prefix(self, holder: PrefixHolder, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
+    def read_prefix(self, holder: PeerPrefix, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
         """Fill ``buffers`` with the blocks of ``hashes`` that ``holder`` has in its cache now.
 
         Returns how many leading ones arrived whole, 0 if it has none (any more). Raises as `read` does, and Overloaded.
@@ -111,7 +111,7 @@ class PeerReader:
         buffers: Sequence[memoryview],
         deadline_s: float,
     ) -> _Arrived:
-        """Pin, copy, verify what the peer has and shows at once."""
+        """Pin, copy and verify the blocks that the peer shows at once."""
         pinned = opened.connection.call(method, request, session_pb2.ExportPinReply, deadline_s=deadline_s)
         reply = pinned.message
         blocks = reply.blocks[: len(buffers)]
@@ -207,7 +207,7 @@ class PeerReader:
 
 
 def _in_turns(read: Callable[[int], _Arrived], count: int) -> int:
-    """Read on from where the last turn ended while all that is shown arrives; how many did. A failure ends it."""
+    """Call ``read`` until ``count`` blocks arrived or a turn failed or brought less than was shown; return how many."""
     num_ok = 0
     while num_ok < count:
         try:
@@ -224,7 +224,7 @@ def _in_turns(read: Callable[[int], _Arrived], count: int) -> int:
 
 
 def _count_whole(blocks: Sequence[session_pb2.ExportedBlock], buffers: Sequence[memoryview]) -> int:
-    """Leading blocks whose bytes are what the peer says; raises ChecksumMismatch if not even the first is."""
+    """Count the leading blocks whose checksums match; raises ChecksumMismatch if the first one's does not."""
     for count, (block, buffer) in enumerate(zip(blocks, buffers, strict=False)):
         step = block.checksums.part_bytes
         parts = [xxhash.xxh3_64_intdigest(buffer[i : i + step]) for i in range(0, len(buffer), step)]

@@ -1,7 +1,7 @@
 """Hands KV to other workers: the fast-lane calls on exports, and the leases under which their blocks are read.
 
-Runs on the process's event loop. Bytes are moved by the reader (shm) or by the segment server (tcp); here are the
-rights, the checksums and the giving back.
+Runs on the process's event loop. Bytes are moved by the reader (shm) or by the segment server (tcp); this
+module grants the leases, adds the checksums and gives blocks back.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import xxhash
 
@@ -38,38 +39,46 @@ MAX_PREFIXES = 16
 SWEEP_S = 1.0
 
 
-ExportPrefix = Callable[[RequestId, Sequence[BlockHash]], Awaitable[KvExport | None]]
+class KvIdentity(NamedTuple):
+    """Whose KV is exported: this worker, this run of its process, and the fingerprint that readers must ask for."""
+
+    instance_id: InstanceId
+    generation: int
+    fingerprint: Fingerprint
+
+
+class KvHolder(Protocol):
+    """Holds blocks of the cache while other workers read them."""
+
+    async def export_prefix(self, name: RequestId, hashes: Sequence[BlockHash]) -> KvExport | None:
+        """Hold the cached blocks of the longest leading run of ``hashes`` as ``name``; None if none is cached."""
+        ...
+
+    def give_back(self, name: RequestId) -> None:
+        """Release the blocks that were exported under ``name``: no other worker needs them any more."""
+        ...
 
 
 class PeerServer:
-    """Exports of this worker. ``give_back`` is called with requests whose exported blocks nobody needs any more.
-
-    ``export_prefix`` holds cached blocks under a name of its own, as `EngineCore.export_prefix` does.
-    """
+    """Exports of this worker, whose blocks ``holder`` keeps and ``window`` shows to readers."""
 
     def __init__(
         self,
-        instance_id: InstanceId,
-        generation: int,
-        fingerprint: Fingerprint,
+        identity: KvIdentity,
         layout: KvLayout,
         window: ExportWindow,
         access: AccessTable,
         clock: Clock,
         metrics: WorkerMetrics,
-        give_back: Callable[[RequestId], None],
-        export_prefix: ExportPrefix,
+        holder: KvHolder,
     ) -> None:
-        self._instance_id = instance_id
-        self._generation = generation
-        self._fingerprint = fingerprint
+        self._identity = identity
         self._layout = layout
         self._window = window
         self._access = access
         self._clock = clock
         self._metrics = metrics
-        self._give_back = give_back
-        self._export_prefix = export_prefix
+        self._holder = holder
         self._prefix_numbers = itertools.count(1)
         self._prefixes: set[RequestId] = set()
         self._exports = ExportTable(EXPORT_TTL_S)
@@ -99,7 +108,7 @@ class PeerServer:
     def _source(self, export: Export) -> session_pb2.KvSource:
         self._metrics.exports.set(len(self._exports))
         return session_pb2.KvSource(
-            instance_id=self._instance_id,
+            instance_id=self._identity.instance_id,
             address=self.address,
             unix_path=self.unix_path,
             export_id=export.export_id,
@@ -107,17 +116,17 @@ class PeerServer:
         )
 
     def release(self, export_id: int) -> None:
-        """Nobody will fetch the export (any more)."""
+        """Release the export: no worker will fetch it (any more)."""
         self._gone(self._exports.release(export_id))
 
     def on_freed(self, freed: Sequence[Freed]) -> None:
-        """Leases ended: exports whose last reader is gone may be given back."""
+        """Give back exports whose last lease has ended."""
         for each in freed:
             self._window.give_back(each.offset)
             self._gone(self._exports.lease_freed(each.lease_id))
 
     async def sweep(self) -> None:
-        """Until cancelled: end leases and exports whose time is up."""
+        """End leases and exports whose time is up, until cancelled."""
         while True:
             await asyncio.sleep(SWEEP_S)
             now_s = self._clock.now_s()
@@ -127,7 +136,7 @@ class PeerServer:
     def _gone(self, requests: Sequence[RequestId]) -> None:
         for request_id in requests:
             self._prefixes.discard(request_id)
-            self._give_back(request_id)
+            self._holder.give_back(request_id)
         self._metrics.exports.set(len(self._exports))
         if len(self._exports) == 0:
             self.idle.set()
@@ -148,8 +157,8 @@ class PeerServer:
         peer.state = (session_id, maps)
         peer.on_close.append(lambda: self.on_freed(self._access.close_session(session_id)))
         return store_pb2.HelloReply(
-            instance_id=self._instance_id,
-            generation=self._generation,
+            instance_id=self._identity.instance_id,
+            generation=self._identity.generation,
             session_id=session_id,
             segment=to_proto(self._descriptor),
         )
@@ -168,11 +177,13 @@ class PeerServer:
     ) -> session_pb2.ExportPinReply:
         self._require_known(peer, request.fingerprint)
         if len(self._prefixes) >= MAX_PREFIXES:
-            raise Overloaded(f"{MAX_PREFIXES} prefixes of {self._instance_id} are being read; ask the store, or later")
+            raise Overloaded(
+                f"{MAX_PREFIXES} prefixes of {self._identity.instance_id} are being read; ask the store, or later"
+            )
         name = RequestId(f"prefix-{next(self._prefix_numbers)}")
         self._prefixes.add(name)
         try:
-            kv = await self._export_prefix(name, [BlockHash(each) for each in request.block_hashes])
+            kv = await self._holder.export_prefix(name, [BlockHash(each) for each in request.block_hashes])
         except asyncio.CancelledError:
             self._prefixes.remove(name)
             raise
@@ -193,14 +204,15 @@ class PeerServer:
     def _require_known(self, peer: Peer, fingerprint: bytes) -> None:
         if peer.state is None:
             raise InvalidRequest("say hello before you pin an export")
-        if fingerprint != self._fingerprint:
+        own = self._identity
+        if fingerprint != own.fingerprint:
             raise InvalidRequest(
-                f"KV of {fingerprint.hex() or 'no fingerprint'} was asked for, {self._instance_id} holds KV of "
-                f"{self._fingerprint.hex()}: model, dtype, block size and --tp must be equal on both sides"
+                f"KV of {fingerprint.hex() or 'no fingerprint'} was asked for, {own.instance_id} holds KV of "
+                f"{own.fingerprint.hex()}: model, dtype, block size and --tp must be equal on both sides"
             )
 
     async def _pinned(self, peer: Peer, export: Export, block_ids: Sequence[int]) -> session_pb2.ExportPinReply:
-        """Leases on the leading ones of ``block_ids`` of ``export`` that there is room for, and their checksums."""
+        """Lease as many leading ones of ``block_ids`` of ``export`` as there is room for, and add their checksums."""
         if not block_ids:
             return session_pb2.ExportPinReply(num_tokens=export.kv.num_tokens)
         session_id, maps = peer.state
@@ -218,7 +230,7 @@ class PeerServer:
         return reply
 
     def _grant(self, session_id: int, offsets: Sequence[int], maps: bool) -> list[LeaseId]:
-        """A lease on each block; the reader copies over tcp where its mapped bytes would pass the cap."""
+        """Grant a lease on each block; the reader copies over tcp where its mapped bytes would pass the cap."""
         size = self._layout.block_bytes
         granted: list[LeaseId] = []
         for offset in offsets:
@@ -246,7 +258,7 @@ class PeerServer:
         return session_pb2.ExportReleaseReply()
 
     def _drop_leases(self, export_id: int, session_id: int) -> None:
-        """The reader behind the session has read what it holds of the export."""
+        """End the session's leases on the export: their reader has read what it pinned."""
         for lease_id in self._exports.leases_of(export_id):
             lease = self._access.lease(lease_id)
             if lease is not None and lease.session_id == session_id:

@@ -1,7 +1,7 @@
 """Where the bytes of blocks meet the outside: what transfers fill and drain, and what other workers may read.
 
 In main memory transfers use the cache as it lies, and peers read it there. Blocks on a device come and go through
-pinned memory (`kv_staging`); both sides of a worker that move KV (`connector`, `peer_server`) know only what is here.
+pinned memory (`kv.staging`); both sides of a worker that move KV (`connector`, `peer_server`) know only what is here.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ Move = Callable[[int, Sequence[memoryview]], int]
 
 
 def wipe(buffers: Sequence[memoryview]) -> None:
-    """Zero what did not arrive whole. As numbers its bytes may be NaN, and attention's masks hide no NaN: what lies in
-    a block behind a sequence's last token is multiplied by zero, not left out.
+    """Zero ``buffers``, which did not arrive whole.
+
+    Their bytes may be NaN, which attention's masks do not hide: what lies in a block behind a sequence's last token is
+    multiplied by zero, not left out.
     """
     for buffer in buffers:
         buffer[:] = bytes(len(buffer))
@@ -57,16 +59,16 @@ class ExportWindow(Protocol):
         ...
 
     def give_back(self, offset: int) -> None:
-        """Nobody reads what `take` gave at ``offset`` any more; once for each time that it was taken."""
+        """Note that no worker reads at ``offset`` any more; call it once for each time that `take` gave it."""
         ...
 
     def leave(self, offsets: Sequence[int]) -> None:
-        """What `take` gave will neither be shown nor read."""
+        """Give back ``offsets`` of `take` that will be neither shown nor read."""
         ...
 
 
-class KvDoor(NamedTuple):
-    """Both ways, for one cache."""
+class KvPorts(NamedTuple):
+    """The two ports of one cache: for this worker's own transfers, and for other workers that read."""
 
     port: BlockPort
     window: ExportWindow
@@ -79,26 +81,26 @@ class HostBlocks:
         self._memory = memory
 
     def fill(self, block_ids: Sequence[int], move: Move) -> int:
-        """All at once, in place."""
+        """Let ``move`` have all blocks at once, in place."""
         return move(0, self._views(block_ids))
 
     def drain(self, block_ids: Sequence[int], move: Move) -> int:
-        """All at once, in place."""
+        """Let ``move`` have all blocks at once, in place."""
         return move(0, self._views(block_ids))
 
     def take(self, block_ids: Sequence[int]) -> list[int]:
-        """Where the blocks are."""
+        """Return where the blocks are."""
         return [self._memory.block_offset(block) for block in block_ids]
 
     def show(self, block_ids: Sequence[int], offsets: Sequence[int]) -> list[memoryview]:
-        """The blocks themselves."""
+        """Return the blocks themselves."""
         return self._views(block_ids)
 
     def give_back(self, offset: int) -> None:
-        """The block stays where it is."""
+        """Do nothing: the block stays where it is."""
 
     def leave(self, offsets: Sequence[int]) -> None:
-        """The blocks stay where they are."""
+        """Do nothing: the blocks stay where they are."""
 
     def _views(self, block_ids: Sequence[int]) -> list[memoryview]:
         return [self._memory.block_view(block) for block in block_ids]

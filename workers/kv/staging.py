@@ -1,30 +1,45 @@
-"""Blocks on a device, on their way in and out through pinned memory: the device's side of `kv_port`.
+"""Blocks on a device, on their way in and out through pinned memory: the device's side of `kv.ports`.
+
+`DeviceStaging` divides ``--kv-staging``. One half is the segment from which other workers read handed-over KV, cut into
+slots of a block. The other half is rings, one for each thread that moves KV: fetches, writes to the store, and the
+engine's own copies of what it preempts.
 
 Two things are kept apart. What this worker fetches and stores passes through rings of the transfer engine
-(`gpu_staging`), in which the device copies one half while the other is being moved. What other workers read lies in the
-segment that is offered to them, cut into slots of a block each, for as long as they hold leases on it:
+(`transfer_engine.gpu.staging`), in which the device copies one half while the other is being moved. What other workers
+read lies in the segment that is offered to them, cut into slots of a block each, for as long as they hold leases on it:
 
     FREE -- take --> FILLING -- arrived --> SHOWN -- give back --> FREE
                      FILLING -- give back --> LEFT -- arrived --> FREE   (the reader is gone before the copy has ended)
 
 No copy waits for what the device computes: a step has been computed before its blocks are committed, and a block is
-given to a transfer only when no step uses it (`device_runner`).
+given to a transfer only when no step uses it (`compute.device_runner`).
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 
 import torch
 
-from tanghulu.errors import Overloaded
-from tanghulu.transfer_engine.gpu.staging import Copier, StagingRing
+from tanghulu.errors import ConfigError, Overloaded
+from tanghulu.transfer_engine.gpu.staging import Copier, StagingRing, make_copier, pin
 from tanghulu.transfer_engine.gpu.staging_plan import Piece, StagingEvent
-from tanghulu.workers.kv.ports import Move
+from tanghulu.types import format_size
+from tanghulu.workers.compute.kv_cache import DeviceKvCache
+from tanghulu.workers.engine.engine import ModelRunner
+from tanghulu.workers.engine.kv_layout import KvLayout
+from tanghulu.workers.kv.connector import NUM_FETCH_THREADS
+from tanghulu.workers.kv.ports import KvPorts, Move
+from tanghulu.workers.ranks.processes import RankProcesses
+
+#: A ring for each thread that moves KV: those that fetch, the one that writes, and the engine's, which never waits.
+NUM_RINGS = NUM_FETCH_THREADS + 2
+#: A ring has two halves of at least a block.
+_MIN_BLOCKS = 2 * 2 * NUM_RINGS
 
 
 class DeviceBlocks:
@@ -35,7 +50,7 @@ class DeviceBlocks:
         self.block_bytes = sum(part.shape[1] for part in parts)
 
     def pairs(self, block_id: int, staged: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(the part of the block, its place in ``staged``, which holds a block's bytes)."""
+        """Yield each part of the block, and its place in ``staged``, which holds a block's bytes."""
         at = 0
         for part in self._parts:
             size = part.shape[1]
@@ -54,15 +69,15 @@ class StagedPort:
             self._free.put(ring)
 
     def fill(self, block_ids: Sequence[int], move: Move) -> int:
-        """As many at a time as half a ring holds; only what ``move`` did is copied to the device."""
+        """Let ``move`` write as many blocks at a time as half a ring holds; copy what it wrote to the device."""
         return self._pass(block_ids, move, StagingEvent.DRAIN)
 
     def drain(self, block_ids: Sequence[int], move: Move) -> int:
-        """As many at a time as half a ring holds."""
+        """Copy as many blocks at a time as half a ring holds from the device, and let ``move`` read them."""
         return self._pass(block_ids, move, StagingEvent.FILL)
 
     def _pass(self, block_ids: Sequence[int], move: Move, copying: StagingEvent) -> int:
-        """Blocks through a ring; ``copying`` says whether the device copies out of it (DRAIN) or into it (FILL)."""
+        """Pass blocks through a ring, out of which (DRAIN) or into which (FILL) the device copies: see ``copying``."""
         if not block_ids:
             return 0
         with self._ring() as ring:
@@ -83,7 +98,7 @@ class StagedPort:
 
 
 class _Passage:
-    """One call's blocks on their way; ``num_moved`` leading ones were moved, and none after a failure is."""
+    """The blocks of one call, passing through a ring; ``num_moved`` leading ones have moved, none after a failure."""
 
     def __init__(
         self, blocks: DeviceBlocks, block_ids: Sequence[int], move: Move, copying: StagingEvent, ring: StagingRing
@@ -94,7 +109,7 @@ class _Passage:
         self.num_moved = 0
 
     def copies(self, event: StagingEvent, piece: Piece) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(to, from) of the device's copies for ``piece``."""
+        """Yield (to, from) of the device's copies for ``piece``."""
         index = piece.request_index
         unwanted = self._ended if event is StagingEvent.FILL else index >= self.num_moved
         if event is not self._copying or unwanted:
@@ -103,7 +118,7 @@ class _Passage:
             yield (there, staged) if event is StagingEvent.DRAIN else (staged, there)
 
     def move(self, pieces: Sequence[Piece]) -> None:
-        """Between the ring and the outside; ends at the first that did not move."""
+        """Move ``pieces`` between the ring and the outside, up to the first that did not move."""
         if self._ended:
             return
         first = pieces[0].request_index
@@ -112,7 +127,7 @@ class _Passage:
         self._ended = count < len(pieces)
 
 
-class SlotState(Enum):
+class WindowSlotState(Enum):
     """What a slot of the segment holds."""
 
     #: Nothing, and nobody writes it.
@@ -125,7 +140,7 @@ class SlotState(Enum):
     LEFT = "left"
 
 
-class SlotEvent(Enum):
+class WindowSlotEvent(Enum):
     """What happens to a slot."""
 
     TAKE = "take"
@@ -133,12 +148,12 @@ class SlotEvent(Enum):
     GIVE_BACK = "give back"
 
 
-TRANSITIONS: dict[tuple[SlotState, SlotEvent], SlotState] = {
-    (SlotState.FREE, SlotEvent.TAKE): SlotState.FILLING,
-    (SlotState.FILLING, SlotEvent.ARRIVED): SlotState.SHOWN,
-    (SlotState.FILLING, SlotEvent.GIVE_BACK): SlotState.LEFT,
-    (SlotState.LEFT, SlotEvent.ARRIVED): SlotState.FREE,
-    (SlotState.SHOWN, SlotEvent.GIVE_BACK): SlotState.FREE,
+TRANSITIONS: dict[tuple[WindowSlotState, WindowSlotEvent], WindowSlotState] = {
+    (WindowSlotState.FREE, WindowSlotEvent.TAKE): WindowSlotState.FILLING,
+    (WindowSlotState.FILLING, WindowSlotEvent.ARRIVED): WindowSlotState.SHOWN,
+    (WindowSlotState.FILLING, WindowSlotEvent.GIVE_BACK): WindowSlotState.LEFT,
+    (WindowSlotState.LEFT, WindowSlotEvent.ARRIVED): WindowSlotState.FREE,
+    (WindowSlotState.SHOWN, WindowSlotEvent.GIVE_BACK): WindowSlotState.FREE,
 }
 
 
@@ -148,7 +163,7 @@ class SlotTable:
     def __init__(self, num_slots: int) -> None:
         assert num_slots > 0
         self.num_slots = num_slots
-        self._states = [SlotState.FREE] * num_slots
+        self._states = [WindowSlotState.FREE] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
 
     @property
@@ -157,23 +172,23 @@ class SlotTable:
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """Up to ``count`` free slots; of each it must be told when its block has arrived, and when it is given back."""
+        """Take up to ``count`` free slots; the table must be told when the block of each arrived and is given back."""
         taken = [self._free.pop() for _ in range(min(count, len(self._free)))]
         for slot in taken:
-            self.on(slot, SlotEvent.TAKE)
+            self.on(slot, WindowSlotEvent.TAKE)
         return taken
 
-    def on(self, slot: int, event: SlotEvent) -> None:
+    def on(self, slot: int, event: WindowSlotEvent) -> None:
         """Move along the table; an unknown pair is a programmer's error."""
         following = TRANSITIONS.get((self._states[slot], event))
         assert following is not None, f"slot {slot} cannot take {event.value} in {self._states[slot].value}"
         self._states[slot] = following
-        if following is SlotState.FREE:
+        if following is WindowSlotState.FREE:
             self._free.append(slot)
 
     def check(self) -> None:
         """Assert that the free list and the states tell one story."""
-        free = {slot for slot, state in enumerate(self._states) if state is SlotState.FREE}
+        free = {slot for slot, state in enumerate(self._states) if state is WindowSlotState.FREE}
         assert free == set(self._free)
         assert len(free) == len(self._free)
 
@@ -193,7 +208,7 @@ class StagedWindow:
         self.slots = SlotTable(len(segment) // blocks.block_bytes)
 
     def take(self, block_ids: Sequence[int]) -> list[int]:
-        """Slots for as many blocks as there is room for; raises Overloaded if there is none."""
+        """Take slots for as many blocks as there is room for; raises Overloaded if there is none."""
         with self._lock:
             slots = self.slots.take(len(block_ids))
         if not slots:
@@ -212,19 +227,54 @@ class StagedWindow:
                     self._copier.copy(0, staged, there)
         finally:
             self._copier.wait(0)
-            self._each(offsets, SlotEvent.ARRIVED)
+            self._each(offsets, WindowSlotEvent.ARRIVED)
         return [self._segment[offset : offset + size] for offset in offsets]
 
     def give_back(self, offset: int) -> None:
-        """The slot is free, as soon as no copy into it is under way."""
-        self._each([offset], SlotEvent.GIVE_BACK)
+        """Free the slot, as soon as no copy into it is under way."""
+        self._each([offset], WindowSlotEvent.GIVE_BACK)
 
     def leave(self, offsets: Sequence[int]) -> None:
-        """What was taken will not be shown."""
-        self._each(offsets, SlotEvent.GIVE_BACK)
-        self._each(offsets, SlotEvent.ARRIVED)
+        """Free slots that were taken and will not be shown."""
+        self._each(offsets, WindowSlotEvent.GIVE_BACK)
+        self._each(offsets, WindowSlotEvent.ARRIVED)
 
-    def _each(self, offsets: Sequence[int], event: SlotEvent) -> None:
+    def _each(self, offsets: Sequence[int], event: WindowSlotEvent) -> None:
         with self._lock:
             for offset in offsets:
                 self.slots.on(offset // self._blocks.block_bytes, event)
+
+
+class DeviceStaging:
+    """`KvStaging` for a cache on ``device``; raises ConfigError if ``staging_bytes`` are too few."""
+
+    def __init__(self, layout: KvLayout, device: torch.device, staging_bytes: int) -> None:
+        least = _MIN_BLOCKS * layout.block_bytes
+        if staging_bytes < least:
+            raise ConfigError(
+                f"--kv-staging {format_size(staging_bytes)} is too little for blocks of "
+                f"{format_size(layout.block_bytes)}: {NUM_RINGS} rings and what others read take {format_size(least)}"
+            )
+        self._device = device
+        self._ring_bytes = staging_bytes // 2 // NUM_RINGS
+        self._unpin: Callable[[], None] | None = None
+        self.segment_bytes = staging_bytes // 2 // layout.block_bytes * layout.block_bytes
+
+    def open(self, runner: ModelRunner, ranks: RankProcesses | None, segment: memoryview) -> KvPorts:
+        """Pin ``segment`` and the rings; raises NodeUnavailable if the driver refuses."""
+        cache = runner.cache
+        assert isinstance(cache, DeviceKvCache)
+        others = [] if ranks is None else ranks.open_caches(cache.num_blocks)
+        blocks = DeviceBlocks([cache.memory, *others])
+        if self._device.type == "cuda":
+            self._unpin = pin(segment)
+        copiers = [make_copier(self._device, settled=True) for _ in range(NUM_RINGS + 1)]
+        rings = [StagingRing(self._device, self._ring_bytes, copier) for copier in copiers[1:]]
+        return KvPorts(StagedPort(blocks, rings), StagedWindow(blocks, segment, copiers[0]))
+
+    def close(self) -> None:
+        """Unpin the segment."""
+        if self._unpin is not None:
+            torch.cuda.synchronize(self._device)  # a copy for a reader that is gone may still be under way
+            self._unpin()
+            self._unpin = None

@@ -57,7 +57,7 @@ class StoreAdapter:
         return [kv_chunk_key(self._fingerprint, block_hash, part) for block_hash in hashes for part in parts]
 
     def _split(self, buffers: Sequence[memoryview]) -> list[memoryview]:
-        """The parts of every block, in the order of their keys."""
+        """Cut every block into its parts, in the order of their keys."""
         return [
             block[index * len(block) // self._num_parts : (index + 1) * len(block) // self._num_parts]
             for block in buffers
@@ -71,7 +71,7 @@ class StoreAdapter:
             return self._client
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the client, if it was opened."""
         with self._lock:
             if self._client is not None:
                 self._client.close()

@@ -35,7 +35,7 @@ class WorthKeeping:
 
 
 class StorePolicy(Protocol):
-    """Told of every use of a block; each call answers with what to write now."""
+    """Decides which blocks are written; hears of every use of a block and answers with what to write now."""
 
     num_dropped: int
 
@@ -45,47 +45,47 @@ class StorePolicy(Protocol):
         ...
 
     def committed(self, blocks: Iterable[CommittedBlock]) -> list[WorthKeeping]:
-        """Blocks were computed and can be matched from now on."""
+        """Hear of blocks that were computed and can be matched from now on."""
         ...
 
     def reused(self, blocks: Iterable[CommittedBlock]) -> list[WorthKeeping]:
-        """A request found blocks in the worker's cache."""
+        """Hear of blocks that a request found in the worker's cache."""
         ...
 
     def idle(self, max_blocks: int) -> list[WorthKeeping]:
-        """The engine has nothing to do: up to ``max_blocks``."""
+        """Return up to ``max_blocks`` deferred blocks, because the engine has nothing to do."""
         ...
 
 
 class WriteAll:
-    """*all*."""
+    """The policy *all*."""
 
     num_dropped = 0
     num_deferred = 0
 
     def committed(self, blocks: Iterable[CommittedBlock]) -> list[WorthKeeping]:
-        """All of them."""
+        """Write all of them."""
         return [WorthKeeping(block.block_id, block.block_hash) for block in blocks]
 
     def reused(self, blocks: Iterable[CommittedBlock]) -> list[WorthKeeping]:
-        """Nothing: they were written when they were computed, or loaded from the store."""
+        """Write nothing: the blocks were written when they were computed, or loaded from the store."""
         return []
 
     def idle(self, max_blocks: int) -> list[WorthKeeping]:
-        """Nothing is left."""
+        """Write nothing: no block was deferred."""
         return []
 
 
 class WriteNone(WriteAll):
-    """*none*."""
+    """The policy *none*."""
 
     def committed(self, blocks: Iterable[CommittedBlock]) -> list[WorthKeeping]:
-        """Nothing."""
+        """Write nothing."""
         return []
 
 
 class WriteAgain:
-    """*second-use* (``max_deferred`` 0) and *defer*."""
+    """The policies *second-use* (``max_deferred`` 0) and *defer*."""
 
     def __init__(self, max_deferred: int, max_remembered: int = MAX_REMEMBERED) -> None:
         self.num_dropped = 0
@@ -100,7 +100,7 @@ class WriteAgain:
         return len(self._deferred)
 
     def committed(self, blocks: Iterable[CommittedBlock]) -> list[WorthKeeping]:
-        """Those that were computed before; first ones are deferred."""
+        """Write blocks that were computed before; defer the others."""
         found = []
         for block in blocks:
             if self._is_second(block.block_hash, again=True):
@@ -110,11 +110,11 @@ class WriteAgain:
         return found
 
     def reused(self, blocks: Iterable[CommittedBlock]) -> list[WorthKeeping]:
-        """Those that were not written yet."""
+        """Write blocks that were not written yet."""
         return [self._give(block) for block in blocks if self._is_second(block.block_hash, again=False)]
 
     def idle(self, max_blocks: int) -> list[WorthKeeping]:
-        """The latest first: the cache has them most surely."""
+        """Write deferred blocks, the latest first: they are the likeliest to be in the cache still."""
         found: list[WorthKeeping] = []
         while self._deferred and len(found) < max_blocks:
             block_hash, block_id = self._deferred.popitem()

@@ -1,4 +1,4 @@
-"""What loading a model yields, whichever engine will run it."""
+"""The result of loading a model, whichever engine will run it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Protocol
 from tanghulu.types import Fingerprint
 from tanghulu.workers.engine.engine import ModelRunner
 from tanghulu.workers.engine.kv_layout import KvLayout
-from tanghulu.workers.kv.ports import KvDoor
+from tanghulu.workers.kv.ports import KvPorts
 from tanghulu.workers.ranks.processes import RankProcesses
 from tanghulu.workers.weights.tokenizer_assets import TokenizerAssets
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model in memory and what names it.
+    """A model in memory, with its name, layout, fingerprint and tokenizer.
 
     ``make_runner`` lays its KV cache out in the buffer that it is given. With ``staging`` it keeps the cache on a
     device of its own instead, and the buffer is memory through which blocks are offered to other workers.
@@ -28,21 +28,21 @@ class LoadedModel:
     assets: TokenizerAssets
     make_runner: Callable[[memoryview], ModelRunner]
     ranks: RankProcesses | None = None
-    staging: Staging | None = None
+    staging: KvStaging | None = None
 
 
-class Staging(Protocol):
-    """How blocks on a device meet the outside."""
+class KvStaging(Protocol):
+    """Pinned memory through which blocks on a device go to and from the outside."""
 
     @property
     def segment_bytes(self) -> int:
-        """How much memory to offer to other workers."""
+        """Bytes of the segment that is offered to other workers."""
         ...
 
-    def open(self, runner: ModelRunner, ranks: RankProcesses | None, segment: memoryview) -> KvDoor:
-        """The ways in and out of the runner's cache and the ranks', ``segment`` being what other workers read."""
+    def open(self, runner: ModelRunner, ranks: RankProcesses | None, segment: memoryview) -> KvPorts:
+        """Make the ports of the runner's cache and the ranks'; other workers read ``segment``."""
         ...
 
     def close(self) -> None:
-        """Give up what `open` took, before the segment goes."""
+        """Release what `open` took; call it before the segment is closed."""
         ...

@@ -20,11 +20,10 @@ from tanghulu.workers.compute.linear import compute_dtype
 from tanghulu.workers.compute.memory_plan import MemoryPlan
 from tanghulu.workers.compute.models.registry import dtype_name, load_model, pick_dtype
 from tanghulu.workers.compute.models.shard import Shard, require_split
-from tanghulu.workers.compute.profiled_runner import ProfiledRunner
-from tanghulu.workers.compute.threaded_runner import ThreadedRunner
 from tanghulu.workers.compute.torch_runner import TorchRunner
+from tanghulu.workers.compute.wrapped_runners import ProfiledRunner, ThreadedRunner
 from tanghulu.workers.engine.kv_layout import KvLayout
-from tanghulu.workers.kv.device_staging import DeviceStaging
+from tanghulu.workers.kv.staging import DeviceStaging
 from tanghulu.workers.loading.loaded_model import LoadedModel
 from tanghulu.workers.ranks.processes import RankProcesses
 from tanghulu.workers.weights.fingerprint import fingerprint
@@ -51,7 +50,7 @@ class _Placement:
 
     @classmethod
     def of(cls, config: WorkerConfig, source: ModelSource) -> _Placement:
-        """What the options ask for; raises ConfigError where that is not there."""
+        """Pick device, type and attention as the options ask; raises ConfigError where that is not possible."""
         device = pick_device(config.device)
         device_of_rank(device, config.tp - 1)
         dtype = pick_dtype(config.dtype, device)
@@ -93,7 +92,7 @@ def load(config: WorkerConfig, progress: Callable[[float], None]) -> LoadedModel
 def _make_runner(
     config: WorkerConfig, model: Model, layout: KvLayout, ranks: RankProcesses | None, buffer: memoryview | None
 ) -> ModelRunner:
-    """Over a cache in ``buffer``; without one over memory of the model's device."""
+    """Make the runner over a cache in ``buffer``, or without one in memory of the model's device."""
     announce = None if ranks is None else ranks.send
     if buffer is not None:
         return TorchRunner(
@@ -115,7 +114,7 @@ def _make_runner(
 
 
 def _plan(config: WorkerConfig, source: ModelSource, layout: KvLayout, placed: _Placement) -> MemoryPlan:
-    """Of this host, or of rank 0's GPU: the others' are as full."""
+    """Plan the memory of this host, or of rank 0's GPU, to which the other ranks' are alike."""
     if placed.on_gpu:
         return MemoryPlan.on_gpu(
             source.config,
@@ -142,7 +141,7 @@ def _plan(config: WorkerConfig, source: ModelSource, layout: KvLayout, placed: _
 def _load_shards(
     config: WorkerConfig, source: ModelSource, placed: _Placement, threads: int, progress: Callable[[float], None]
 ) -> tuple[Model, RankProcesses | None]:
-    """Rank 0's share here and the others' in processes of their own, all in one group."""
+    """Load rank 0's share here and the others' in processes of their own, all in one group."""
     dtype, device, attention = placed.dtype, placed.device, placed.attention
     if config.tp == 1:
         return load_model(source, dtype, progress, device=device, attention=attention), None

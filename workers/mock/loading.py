@@ -1,4 +1,4 @@
-"""What the mock engine needs of a model: its tokenizer and its context length, never its weights; or none at all.
+"""Loads what the mock engine needs of a model: its tokenizer and its context length, never its weights.
 
 ``--model mock`` is a byte-level tokenizer made here, so that a cluster can be loaded on a machine without a model.
 """
@@ -37,7 +37,7 @@ _TEMPLATE = (
 
 
 def load(config: WorkerConfig, progress: Callable[[float], None]) -> LoadedModel:
-    """The mock of ``config.model``; raises ModelUnsupported where that cannot be found."""
+    """Load the mock of ``config.model``; raises ModelUnsupported if that cannot be found."""
     name, assets, max_context = _described(config.model)
     layout = KvLayout(1, config.block_tokens, 1, config.mock_kv_token_bytes // (2 * ITEM_BYTES["float32"]), "float32")
     layout.num_blocks_in(config.kv_memory)
@@ -62,7 +62,7 @@ def load(config: WorkerConfig, progress: Callable[[float], None]) -> LoadedModel
 
 
 def _described(spec: str) -> tuple[str, TokenizerAssets, int]:
-    """(name, tokenizer, context length)."""
+    """Return the name, the tokenizer and the context length of the model ``spec``."""
     if spec == NAME:
         return NAME, _byte_level(), _MAX_CONTEXT
     folder = Path(spec).expanduser()
@@ -75,7 +75,7 @@ def _described(spec: str) -> tuple[str, TokenizerAssets, int]:
 
 
 def _byte_level() -> TokenizerAssets:
-    """A token for each byte, and one that ends a text."""
+    """Make a tokenizer with a token for each byte and one that ends a text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({text: index for index, text in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -85,7 +85,7 @@ def _byte_level() -> TokenizerAssets:
 
 
 def _text_ids(tokenizer: Tokenizer, assets: TokenizerAssets) -> list[int]:
-    """Tokens that read as words: lower-case letters, with a space in front where the tokenizer has such."""
+    """Find tokens that read as words: lower-case letters, with a space in front where the tokenizer has such."""
     vocabulary = tokenizer.get_vocab(with_added_tokens=False)
     spaced = sorted(index for text, index in vocabulary.items() if re.fullmatch("[Ġ▁][a-z]{2,}", text))
     letters = sorted(index for text, index in vocabulary.items() if re.fullmatch("[Ġ▁]?[a-z]*", text) and text)
@@ -94,6 +94,6 @@ def _text_ids(tokenizer: Tokenizer, assets: TokenizerAssets) -> list[int]:
 
 
 def _fingerprint(assets: TokenizerAssets, layout: KvLayout) -> Fingerprint:
-    """Mock workers of one tokenizer and layout may exchange KV; with a real model's they never mix."""
+    """Name the KV of mock workers of one tokenizer and layout, which may exchange it; never equal to a real model's."""
     shape = json.dumps(dataclasses.asdict(layout), sort_keys=True).encode()
     return Fingerprint(xxhash.xxh3_128_digest(b"mock/1" + shape + assets.tokenizer_json))

@@ -114,7 +114,7 @@ class MockRunner:
         return self._text_ids[xxhash.xxh3_64_intdigest(position, seed=seed & (2**64 - 1)) % len(self._text_ids)]
 
     def _logprobs(self, request: EngineRequest, token: int) -> Logprobs | None:
-        """All texts are equally likely, and that is what it says."""
+        """Return the logprobs of a uniform distribution over the tokens of texts."""
         count = request.sampling.logprobs
         if count is None:
             return None
@@ -126,7 +126,7 @@ class MockRunner:
 
 
 def _patterns(tokens: npt.NDArray[np.uint32], start: int) -> npt.NDArray[np.uint32]:
-    """One word a token, of the token and its position: [n]."""
+    """Return one word for each token, a function of the token and its position: [n]."""
     positions = np.arange(start, start + len(tokens), dtype=np.uint32)
     mixed: npt.NDArray[np.uint32] = (tokens + np.uint32(1)) * np.uint32(2654435761) ^ positions * np.uint32(40503)
     return mixed

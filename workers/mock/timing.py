@@ -20,7 +20,7 @@ from tanghulu.workers.engine.step_plan import ScheduledRun, StepPlan
 
 @dataclass(frozen=True, slots=True)
 class MockTiming:
-    """The constants, and how many times faster than them time runs."""
+    """The constants, in seconds, and by how much they are divided."""
 
     step_s: float
     token_s: float
@@ -30,7 +30,7 @@ class MockTiming:
     speedup: float = 1.0
 
     def step_seconds(self, plan: StepPlan) -> float:
-        """How long the step takes."""
+        """Return how long the step takes."""
         return (self.step_s + sum(map(self._run_seconds, plan.runs))) / self.speedup
 
     def _run_seconds(self, run: ScheduledRun) -> float:

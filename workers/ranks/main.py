@@ -1,6 +1,6 @@
 """The process of a tensor-parallel rank other than 0: loads its share, maps the KV segment, computes step by step.
 
-Started by `rank_processes` only; ends when the worker hangs up.
+Started by `ranks.processes` only; ends when the worker hangs up.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _serve(worker: Connection) -> None:
 
 
 def _make_cache(worker: Connection, model: Model, task: RankTask) -> DeviceKvCache:
-    """Of as many blocks as the worker says, on this rank's GPU; the worker is given the memory too."""
+    """Make a cache of as many blocks as the worker says on this rank's GPU, and open its memory to the worker."""
     import torch.multiprocessing  # it teaches connections to carry memory of GPUs  # noqa: F401
 
     layout = KvLayout.of(model.config, task.block_tokens, dtype_name(model.dtype), task.size)

@@ -33,7 +33,7 @@ _END_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class RankTask:
-    """What a rank must know to load its share: names as on the command line, threads for itself.
+    """What a rank must know to load its share. Names are as on the command line; ``threads`` is of each rank.
 
     With ``device`` a GPU, the first one of the ranks', each rank takes the one that many further on.
     """
@@ -50,7 +50,7 @@ class RankTask:
 
 
 class RankProcesses:
-    """Ranks 1 .. size-1, from their start to `close`. The engine's thread sends steps."""
+    """The processes of ranks 1 .. size-1, from their start to `close`. The engine's thread sends steps."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class RankProcesses:
         self._connections[-1].send(task)
 
     def wait_loaded(self) -> None:
-        """Until every rank holds its weights; raises ConfigError that names one that ended or is late."""
+        """Wait until every rank holds its weights; raises ConfigError that names one that ended or is late."""
         for rank, connection in enumerate(self._connections, start=1):
             try:
                 loaded = connection.poll(_START_S) and connection.recv() == "loaded"
@@ -104,13 +104,13 @@ class RankProcesses:
         return [connection.recv() for connection in self._connections]
 
     def send(self, chunks: Sequence[object]) -> None:
-        """The token runs of a step, which the ranks compute along with the caller."""
+        """Send the token runs of a step, which the ranks compute along with the caller."""
         data = pickle.dumps(chunks, protocol=pickle.HIGHEST_PROTOCOL)
         for connection in self._connections:
             connection.send_bytes(data)
 
     def close(self) -> None:
-        """Hang up, at which ranks end; kill who does not."""
+        """Close the connections, at which ranks end; kill those that do not."""
         for connection in self._connections:
             connection.close()
         for process in self._processes:

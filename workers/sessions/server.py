@@ -35,7 +35,7 @@ MAX_UNREAD_STEPS = 4096
 
 
 @dataclass(eq=False)
-class Session:
+class ConductorSession:
     """One conductor's stream. ``requests`` are those of its requests that are in the engine."""
 
     conductor_id: str
@@ -63,8 +63,8 @@ class SessionHub:
         self._add_exports = add_exports
         self._release_export = release_export
         self._loop = asyncio.get_running_loop()
-        self._sessions: set[Session] = set()
-        self._owners: dict[RequestId, Session] = {}
+        self._sessions: set[ConductorSession] = set()
+        self._owners: dict[RequestId, ConductorSession] = {}
         self._step = 0
         self._sequence = 0
         self._draining = False
@@ -74,8 +74,8 @@ class SessionHub:
     # --- the stream
 
     async def serve(self, requests: AsyncIterator[session_pb2.ToWorker]) -> AsyncIterator[session_pb2.FromWorker]:
-        """One session, from its hello to its end."""
-        session = Session("", asyncio.Queue(MAX_UNREAD_STEPS))
+        """Serve one session, from its hello to its end."""
+        session = ConductorSession("", asyncio.Queue(MAX_UNREAD_STEPS))
         reading = asyncio.create_task(self._read(session, requests))
         try:
             while (message := await session.outbox.get()) is not None:
@@ -85,7 +85,7 @@ class SessionHub:
             await asyncio.gather(reading, return_exceptions=True)
             self._leave(session)
 
-    async def _read(self, session: Session, requests: AsyncIterator[session_pb2.ToWorker]) -> None:
+    async def _read(self, session: ConductorSession, requests: AsyncIterator[session_pb2.ToWorker]) -> None:
         try:
             async for message in requests:
                 self._receive(session, message)
@@ -94,7 +94,7 @@ class SessionHub:
         finally:
             self._end(session)
 
-    def _receive(self, session: Session, message: session_pb2.ToWorker) -> None:
+    def _receive(self, session: ConductorSession, message: session_pb2.ToWorker) -> None:
         match message.WhichOneof("message"):
             case "hello":
                 session.conductor_id = message.hello.conductor_id
@@ -106,7 +106,7 @@ class SessionHub:
             case "release":
                 self._release_export(message.release.export_id)
 
-    def _submit(self, session: Session, submit: session_pb2.Submit) -> None:
+    def _submit(self, session: ConductorSession, submit: session_pb2.Submit) -> None:
         request_id = RequestId(submit.request_id)
         if self._draining:
             self._refuse(session, request_id, NodeUnavailable(f"worker {self._instance_id} is about to end"))
@@ -131,7 +131,7 @@ class SessionHub:
 
         self._engine.post(add)
 
-    def _refuse(self, session: Session, request_id: RequestId, error: TanghuluError) -> None:
+    def _refuse(self, session: ConductorSession, request_id: RequestId, error: TanghuluError) -> None:
         self._forget(request_id)
         step = session_pb2.StepOutput(step=self._step, outputs=[error_message(request_id, error)])
         self._send(session, session_pb2.FromWorker(step=step))
@@ -149,14 +149,16 @@ class SessionHub:
 
     # --- from the engine
 
-    def _snapshot(self, core: EngineCore, session: Session) -> None:
-        """In the engine's thread: what is cached after all events reported so far and before all later ones."""
+    def _snapshot(self, core: EngineCore, session: ConductorSession) -> None:
+        """List the cached blocks, in the engine's thread: after all events reported so far, before all later ones."""
         hashes = core.scheduler.pool.matchable_hashes()
         load = self._engine.load()
         pending = core.scheduler.pool.take_events()
         self._loop.call_soon_threadsafe(self._welcome, session, hashes, load, pending)
 
-    def _welcome(self, session: Session, hashes: list[BlockHash], load: EngineLoad, pending: list[KvEvent]) -> None:
+    def _welcome(
+        self, session: ConductorSession, hashes: list[BlockHash], load: EngineLoad, pending: list[KvEvent]
+    ) -> None:
         if pending:  # events of commands before the snapshot: they belong in front of it
             self._broadcast_events(pending, load)
         message = welcome_message(self._instance_id, self._generation, hashes, self._sequence, load)
@@ -177,7 +179,7 @@ class SessionHub:
         """Spread a step's report: to each conductor its requests' outputs, to all the events and the load."""
         self._step += 1
         sources = self._add_exports(report)
-        outputs: dict[Session, list[session_pb2.RequestOutput]] = {}
+        outputs: dict[ConductorSession, list[session_pb2.RequestOutput]] = {}
         for output in report.result.outputs:
             owner, source = self._owners.get(output.request_id), sources.get(output.request_id)
             if owner is not None:
@@ -198,7 +200,7 @@ class SessionHub:
             self._send(session, session_pb2.FromWorker(step=step))
         self._sequence += len(events)
 
-    def _send(self, session: Session, message: session_pb2.FromWorker) -> None:
+    def _send(self, session: ConductorSession, message: session_pb2.FromWorker) -> None:
         try:
             session.outbox.put_nowait(message)
         except asyncio.QueueFull:
@@ -207,21 +209,21 @@ class SessionHub:
 
     # --- ends
 
-    def _end(self, session: Session) -> None:
+    def _end(self, session: ConductorSession) -> None:
         """Make the stream's writing side stop, whatever is still in the outbox."""
         self._sessions.discard(session)
         while session.outbox.full():
             session.outbox.get_nowait()
         session.outbox.put_nowait(None)
 
-    def _leave(self, session: Session) -> None:
+    def _leave(self, session: ConductorSession) -> None:
         self._sessions.discard(session)
         for request_id in list(session.requests):
             self._abort(request_id)
         _log.info("session.closed", conductor=session.conductor_id)
 
     def drain(self) -> None:
-        """Refuse what comes from now on, so that it goes elsewhere; what is here goes on."""
+        """Refuse new requests from now on, so that they go to other workers; those that are here go on."""
         self._draining = True
 
     def close(self) -> None:

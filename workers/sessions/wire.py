@@ -1,4 +1,4 @@
-"""The edge between a worker session's messages and the engine's words. Nothing else here sees protobuf."""
+"""The edge between a session's protobuf messages and the engine's types."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tanghulu.workers.engine.grammar import Grammar, GrammarCompiler, GrammarKin
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.engine.probe import PRIORITY
 from tanghulu.workers.engine.requests import (
+    EngineFinishReason,
     EngineRequest,
-    FinishReason,
     PeerExport,
-    PrefixHolder,
+    PeerPrefix,
     SamplingParams,
     StopParams,
 )
@@ -31,10 +31,10 @@ from tanghulu.workers.weights.tokenizer_assets import TokenizerAssets
 
 _FINISH = {
     None: session_pb2.FINISH_NONE,
-    FinishReason.STOP: session_pb2.FINISH_STOP,
-    FinishReason.LENGTH: session_pb2.FINISH_LENGTH,
-    FinishReason.HANDED_OVER: session_pb2.FINISH_HANDED_OVER,
-    FinishReason.ABORTED: session_pb2.FINISH_ABORTED,
+    EngineFinishReason.STOP: session_pb2.FINISH_STOP,
+    EngineFinishReason.LENGTH: session_pb2.FINISH_LENGTH,
+    EngineFinishReason.HANDED_OVER: session_pb2.FINISH_HANDED_OVER,
+    EngineFinishReason.ABORTED: session_pb2.FINISH_ABORTED,
 }
 
 
@@ -56,7 +56,7 @@ class RequestFactory:
         self._grammars = grammars
 
     def request(self, submit: session_pb2.Submit) -> EngineRequest:
-        """The request in ``submit``; raises InvalidRequest for what cannot be one."""
+        """Make the request that ``submit`` describes; raises InvalidRequest if it is not valid."""
         root = root_hash(self._fingerprint, submit.salt, self._block_hash)
         sequence = TokenSequence(root, self._block_tokens, as_tokens(submit.tokens), self._block_hash)
         source = submit.source if submit.HasField("source") else None
@@ -74,7 +74,7 @@ class RequestFactory:
         )
 
     def probe(self, request_id: RequestId) -> EngineRequest:
-        """A request of one token that leaves nothing behind; see `Probe`."""
+        """Make a request of one token that leaves nothing behind; see `EngineProbe`."""
         root = root_hash(self._fingerprint, b"probe", self._block_hash)
         return EngineRequest(
             request_id=request_id,
@@ -122,16 +122,16 @@ def _sampling(sampling: session_pb2.Sampling, request_id: str) -> SamplingParams
 
 
 def peer_of(source: session_pb2.KvSource) -> PeerExport:
-    """Where the KV is, as the engine carries it: ``address|unix path`` and the export's number."""
+    """Read where the KV is, as the engine carries it: ``address|unix path`` and the export's number."""
     return PeerExport(f"{source.address}|{source.unix_path}", str(source.export_id), source.num_tokens)
 
 
-def _holder(holder: session_pb2.PrefixHolder) -> PrefixHolder:
-    return PrefixHolder(f"{holder.address}|{holder.unix_path}", holder.num_blocks)
+def _holder(holder: session_pb2.PrefixHolder) -> PeerPrefix:
+    return PeerPrefix(f"{holder.address}|{holder.unix_path}", holder.num_blocks)
 
 
 def split_instance(instance: str) -> tuple[str, str]:
-    """(address, unix path) of the ``instance`` of a peer or a holder."""
+    """Split the ``instance`` of a peer or a holder into its address and its unix path."""
     address, _, unix_path = instance.partition("|")
     if not address:
         raise InvalidRequest("a KV source without an address")
@@ -139,7 +139,7 @@ def split_instance(instance: str) -> tuple[str, str]:
 
 
 def output_message(output: RequestOutput, source: session_pb2.KvSource | None) -> session_pb2.RequestOutput:
-    """One request's part of a step."""
+    """Make the message of one request's output of a step."""
     message = session_pb2.RequestOutput(
         request_id=output.request_id,
         tokens=output.tokens,
@@ -147,7 +147,7 @@ def output_message(output: RequestOutput, source: session_pb2.KvSource | None) -
         cached_tokens=min(output.num_cached_tokens, output.num_prompt_tokens),
         source=source,
     )
-    if output.finish_reason is FinishReason.STOP:
+    if output.finish_reason is EngineFinishReason.STOP:
         message.stop_token = output.tokens[-1]
     if output.logprobs is not None:
         message.logprobs.append(_logprobs(output.logprobs))
@@ -160,12 +160,12 @@ def _logprobs(logprobs: Logprobs) -> session_pb2.TokenLogprobs:
 
 
 def error_message(request_id: str, error: TanghuluError) -> session_pb2.RequestOutput:
-    """A request that ended before or without output."""
+    """Make the message of a request that ended with ``error``."""
     return session_pb2.RequestOutput(request_id=request_id, finish=session_pb2.FINISH_ERROR, error=status_of(error))
 
 
 def event_messages(events: Iterable[KvEvent]) -> list[session_pb2.KvEvent]:
-    """KV events in order, runs of one kind in one message."""
+    """Make the messages of KV events, in order, with runs of one kind in one message."""
     messages: list[session_pb2.KvEvent] = []
     for event in events:
         stored = event.kind is KvEventKind.STORED
@@ -176,7 +176,7 @@ def event_messages(events: Iterable[KvEvent]) -> list[session_pb2.KvEvent]:
 
 
 def load_message(load: EngineLoad) -> session_pb2.Load:
-    """How busy the worker is."""
+    """Make the message that says how busy the worker is."""
     message = session_pb2.Load(
         num_running=load.num_running,
         num_waiting=load.num_waiting + load.num_fetching,
@@ -198,7 +198,7 @@ def load_message(load: EngineLoad) -> session_pb2.Load:
 def welcome_message(
     instance_id: str, generation: int, hashes: Iterable[BlockHash], sequence: int, load: EngineLoad
 ) -> session_pb2.SessionWelcome:
-    """The snapshot from which a session's events go on."""
+    """Make the snapshot of the cache with which a session begins; its events go on from there."""
     return session_pb2.SessionWelcome(
         instance_id=instance_id,
         generation=generation,
@@ -209,16 +209,17 @@ def welcome_message(
 
 
 def model_card(
+    layout: KvLayout,
+    assets: TokenizerAssets,
+    *,
     name: str,
     fingerprint: Fingerprint,
     block_hash: str,
-    layout: KvLayout,
     num_blocks: int,
     context_length: int,
     vocab_size: int,
-    assets: TokenizerAssets,
 ) -> session_pb2.ModelCard:
-    """What conductors must know of the model; made once."""
+    """Describe the model to conductors: tokenizer, layout of blocks, and bounds."""
     return session_pb2.ModelCard(
         model=name,
         fingerprint=fingerprint,

@@ -33,7 +33,7 @@ class TensorPlace:
 
 @dataclass(frozen=True, slots=True)
 class GgufHead:
-    """Everything in front of the tensors' data; ``data_start`` is an offset in bytes into the file."""
+    """The head of a GGUF file; the tensors' data begins ``data_start`` bytes into the file."""
 
     metadata: dict[str, Any]
     tensors: dict[str, TensorPlace]

@@ -23,7 +23,7 @@ _SPACE = "\u2581"
 
 
 def build_sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer of ``tokenizer.ggml.model`` *llama*, added tokens and BOS apart.
+    """Build the tokenizer of ``tokenizer.ggml.model`` *llama*, without added tokens and BOS.
 
     Raises ModelUnsupported if the pieces come without scores or types.
     """

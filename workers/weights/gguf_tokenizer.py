@@ -58,7 +58,7 @@ _ADDS_BOS = frozenset({"llama-bpe", "tekken"})
 
 
 def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> tuple[Tokenizer, bool]:
-    """The tokenizer that ``metadata`` describes, and whether it puts BOS in front of a text.
+    """Build the tokenizer that ``metadata`` describes, and say whether it puts BOS in front of a text.
 
     Raises ModelUnsupported that names the tokenizer model or pre-tokenizer that cannot be built.
     """

@@ -1,4 +1,4 @@
-"""From the word a user gives for a model to an opened source of its weights.
+"""Finds the model that a user names, and opens the source of its weights.
 
 `resolve_model` decides which files are meant and reads the small ones (config, metadata); tensors are read
 one at a time, on request, under Hugging Face's names whatever the file's format calls them.

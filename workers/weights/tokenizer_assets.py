@@ -1,4 +1,4 @@
-"""What the conductor needs to turn text into tokens and back, as plain data that can travel.
+"""The data that a conductor needs to turn text into tokens and back, as it is sent to conductors.
 
 Owns the reading of tokenizers from checkpoints: ``tokenizer.json`` and its config beside safetensors, or the
 vocabulary inside GGUF metadata (`gguf_tokenizer`). Encodes nothing itself.
@@ -35,7 +35,7 @@ class TokenizerAssets:
 
 
 def load_tokenizer_assets(source: ModelSource) -> TokenizerAssets:
-    """The tokenizer of ``source``.
+    """Read the tokenizer of ``source``.
 
     Raises ModelUnsupported if the files have none, or one of a kind that cannot be built.
     """

@@ -21,7 +21,7 @@ _log = structlog.get_logger(__name__)
 
 
 class AttentionNeeds(NamedTuple):
-    """What is to be attended to: of what type (that it is computed in), how wide a head, how long a block."""
+    """What a backend must serve: the device, the type that is computed in, width of a head, length of a block."""
 
     device: torch.device
     dtype: torch.dtype
@@ -50,12 +50,12 @@ ATTENTION_NAMES = ("auto", *_BACKENDS)
 
 
 def can(name: str, needs: AttentionNeeds) -> str | None:
-    """Why the backend ``name`` cannot serve ``needs``; None if it can."""
+    """Say why the backend ``name`` cannot serve ``needs``; None if it can."""
     return _BACKENDS[name].why_not(needs)
 
 
 def pick_attention(name: str, needs: AttentionNeeds) -> AttentionBackend:
-    """The backend called ``name``, or with ``auto`` the best that can. Raises ConfigError that says why it cannot."""
+    """Make the backend ``name``, or with ``auto`` the best that serves ``needs``; raises ConfigError and says why."""
     if name not in ATTENTION_NAMES:
         raise ConfigError(f"--attention {name!r} is unknown; choose {', '.join(ATTENTION_NAMES)}")
     reasons: dict[str, str] = {}

@@ -38,7 +38,7 @@ _PIECE_TOKENS = 128
 
 
 class AttentionPlan(Protocol):
-    """What a backend prepared for one forward batch."""
+    """Attention over one forward batch, prepared by a backend."""
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Write the step's K and V to the cache, then attend.
@@ -50,7 +50,7 @@ class AttentionPlan(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """Makes plans; one per device and kernel family."""
+    """A way to attend: a device and a family of kernels. Makes a plan for each forward batch."""
 
     def plan(self, cache: KvTensors, batch: ForwardBatch, num_heads: int) -> AttentionPlan:
         """Prepare ``batch``; the plan is valid for this one step."""
@@ -58,7 +58,7 @@ class AttentionBackend(Protocol):
 
 
 class SdpaAttention:
-    """The backend for CPUs, and for GPUs where there is no better one."""
+    """The backend of torch's scaled_dot_product_attention: for CPUs, and for GPUs without a better one."""
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         """``dtype`` is that of the queries; without it they have the cache's."""
@@ -71,12 +71,12 @@ class SdpaAttention:
             return PagedPlan(cache, batch, [StaticDecode.of(cache, batch.decodes, dtype)])
         decodes = [span for span in batch.spans if span.num_new == 1]
         prefills = [span for span in batch.spans if span.num_new > 1]
-        work: list[Work] = [_PrefillRun.of(cache, span, num_heads, dtype) for span in prefills]
+        work: list[AttentionWork] = [_PrefillRun.of(cache, span, num_heads, dtype) for span in prefills]
         work += [_DecodeGroup.of(cache, group, dtype) for group in _similar_lengths(decodes)]
         return PagedPlan(cache, batch, work)
 
 
-class Work(Protocol):
+class AttentionWork(Protocol):
     """Some rows of a batch and what they attend to."""
 
     def attend(self, cache: KvTensors, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
@@ -87,7 +87,7 @@ class Work(Protocol):
 class PagedPlan:
     """Writes the step's K and V to their blocks, then does each piece of ``work``."""
 
-    def __init__(self, cache: KvTensors, batch: ForwardBatch, work: Sequence[Work]) -> None:
+    def __init__(self, cache: KvTensors, batch: ForwardBatch, work: Sequence[AttentionWork]) -> None:
         self._cache, self._work, self._turn = cache, work, batch.turn
         places = torch.arange(2 * cache.layout.num_layers, device=batch.blocks.device) * cache.layout.block_tokens
         rows = batch.blocks * cache.row_stride() + batch.offsets + cache.row_of(0, 0)
@@ -107,7 +107,7 @@ class PagedPlan:
 
 
 class _Gather:
-    """Brings K and V of ``count`` sequences together, of equally many blocks each, listed one behind the other.
+    """Copies K and V of ``count`` sequences into contiguous tensors. ``block_ids`` has equally many blocks of each.
 
     The cache is seen as a row of *planes*, the K or the V of a layer of a block; where a layer's planes lie is worked
     out once a step for all layers, so that a layer costs one copy.
@@ -150,7 +150,7 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _PrefillRun:
-    """One sequence's run of several tokens, attended to in pieces, so that what the triangle hides is not computed."""
+    """One sequence's run of several tokens, attended to in pieces: little of what causality hides is computed."""
 
     span: SequenceSpan
     gather: _Gather
@@ -223,7 +223,7 @@ def _rows_of(spans: Sequence[SequenceSpan], device: torch.device) -> torch.Tenso
 
 
 def _similar_lengths(spans: Sequence[SequenceSpan]) -> list[list[SequenceSpan]]:
-    """Groups in which nobody has less than half the blocks of the longest; one group stays in the batch's order."""
+    """Group ``spans`` so that each has at least half the blocks of its group's longest; one group keeps their order."""
     lengths = [len(span.block_ids) for span in spans]
     if spans and 2 * min(lengths) >= max(lengths):
         return [list(spans)]

@@ -36,12 +36,12 @@ class StaticDecode:
 
     @classmethod
     def of(cls, cache: KvTensors, decodes: DecodeTables, dtype: torch.dtype) -> StaticDecode:
-        """Of a step with queries of ``dtype``; by operations on the device alone."""
+        """Prepare a step's decodes for queries of ``dtype``, by operations on the device alone."""
         num_tokens = decodes.tables.shape[1] * cache.layout.block_tokens
         return cls(decodes.tables, tokens_mask(decodes.contexts, num_tokens, dtype))
 
     def attend(self, cache: KvTensors, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
-        """All rows; see `attention.Work`."""
+        """Attend for all rows; see `base.AttentionWork`."""
         for part in self._parts():
             folded = query[part].view(len(query[part]), cache.layout.num_kv_heads, -1, cache.layout.head_dim)
             key, value = (self._gathered(cache, layer, kv, part, query.dtype) for kv in (0, 1))

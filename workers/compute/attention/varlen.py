@@ -35,7 +35,7 @@ _TOLERANCE = 0.02
 
 
 class Kernel(NamedTuple):
-    """How to call it: ``attend`` is `varlen_attn`.
+    """A variant of the kernel, and how to call it: ``attend`` is `varlen_attn`.
 
     ``reads_tables``: it takes the cache and block tables, else gathered blocks; ``key_starts``: with tables it wants
     the keys' offsets too (FlashAttention 2 does, 3 refuses them).
@@ -71,14 +71,14 @@ class VarlenRun:
     block_ids: torch.Tensor
 
     def attend(self, cache: KvTensors, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
-        """All rows; see `attention.Work`."""
+        """Attend for all rows; see `base.AttentionWork`."""
         key, value = cache.blocks[:, layer, 0], cache.blocks[:, layer, 1]
         if self.tables is None:
             key, value = (each.index_select(0, self.block_ids).flatten(0, 1) for each in (key, value))
         out[self.rows] = self.call(query[self.rows], key, value)
 
     def call(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """``query`` [rows, heads, head_dim] over gathered keys [tokens, kv_heads, head_dim], or over all blocks."""
+        """Attend ``query`` [rows, heads, head_dim] to gathered keys [tokens, kv_heads, head_dim], or to all blocks."""
         lengths, one_each = self.lengths, self.lengths.max_queries == 1
         may_split = one_each and query.shape[-2] > key.shape[-2]
         attended: torch.Tensor = self.kernel.attend(
@@ -99,7 +99,7 @@ class VarlenRun:
 
 
 class VarlenAttention:
-    """The backend. Of gathered keys at most `MAX_GATHERED_TOKENS` are there at a time, or one sequence's."""
+    """The backend of `varlen_attn`. It gathers at most `MAX_GATHERED_TOKENS` keys at a time, or one sequence's."""
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
@@ -154,7 +154,7 @@ class VarlenAttention:
 
 
 def why_not(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why this backend cannot be used; None if it can, tried with numbers."""
+    """Say why this backend cannot be used; None if it can, which is tried with numbers."""
     if device.type != "cuda":
         return f"varlen_attn runs on GPUs, not on {device.type}"
     if dtype not in _DTYPES:
@@ -171,7 +171,7 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | No
 
 
 def pick_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, block_tokens: int) -> tuple[Kernel, str]:
-    """The kernel that reads block tables if one does, tried with numbers; and why not, if none does."""
+    """Pick a kernel that reads block tables, tried with numbers; if none does, one that does not, and the reason."""
     reason, attend = "", _varlen_attn()
     for kernel in (Kernel(attend, reads_tables=True), Kernel(attend, reads_tables=True, key_starts=False)):
         failed = try_kernel(kernel, device, dtype, head_dim, block_tokens)
@@ -182,7 +182,7 @@ def pick_kernel(device: torch.device, dtype: torch.dtype, head_dim: int, block_t
 
 
 def _varlen_attn() -> Any:
-    """Imported when it is needed: it brings the compiler along, which takes seconds."""
+    """Import the kernel when it is needed: the import brings torch's compiler along, which takes seconds."""
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn
@@ -191,7 +191,7 @@ def _varlen_attn() -> Any:
 def try_kernel(
     kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, block_tokens: int
 ) -> str | None:
-    """Attend as steps do, prompts and decodes of two sequences, two heads a KV head; says what is wrong."""
+    """Try ``kernel`` on prompts and decodes of two sequences, two heads a KV head; say what is wrong, if anything."""
     generator = torch.Generator(device).manual_seed(5)
     shape = (4, 2, block_tokens, 2, head_dim)
     blocks = torch.randn(shape, generator=generator, device=device).to(dtype)

@@ -12,7 +12,6 @@ from typing import Protocol
 import torch
 
 from tanghulu.errors import ConfigError, ModelUnsupported
-from tanghulu.workers.compute.allocation import keep_large_blocks
 from tanghulu.workers.compute.attention.base import AttentionBackend, SdpaAttention
 from tanghulu.workers.compute.device import CPU, CpuFeatures, multiplies_bfloat16, this_cpu
 from tanghulu.workers.compute.forward_batch import ForwardBatch
@@ -20,6 +19,7 @@ from tanghulu.workers.compute.kv_cache import KvTensors
 from tanghulu.workers.compute.linear import compute_dtype
 from tanghulu.workers.compute.models.llama import LlamaModel
 from tanghulu.workers.compute.models.shard import WHOLE, Shard
+from tanghulu.workers.compute.process_tuning import keep_large_blocks
 from tanghulu.workers.weights.model_config import ARCHITECTURES, ModelConfig
 from tanghulu.workers.weights.source import ModelSource, WeightSource
 

@@ -1,0 +1,112 @@
+"""Runners around another runner: they show its shape, and change how its steps are run.
+
+`ThreadedRunner` picks the number of CPU threads of each step; `ProfiledRunner` traces the first steps with torch's
+profiler, for chrome://tracing or Perfetto.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import structlog
+import torch
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import profile, supported_activities
+
+from tanghulu.workers.compute.thread_choice import ThreadChoice
+from tanghulu.workers.engine.engine import Computed, ModelRunner
+from tanghulu.workers.engine.kv_layout import KvBlocks, KvLayout
+from tanghulu.workers.engine.step_plan import StepPlan
+
+#: Steps in a trace: some prefills and enough decodes to see their rhythm, in a file of some megabytes.
+NUM_STEPS = 64
+
+_log = structlog.get_logger(__name__)
+
+
+class WrappedRunner:
+    """A `ModelRunner` around ``runner``, but for `run`, which subclasses bring."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    @property
+    def layout(self) -> KvLayout:
+        """The shape of a block."""
+        return self._runner.layout
+
+    @property
+    def cache(self) -> KvBlocks:
+        """The blocks."""
+        return self._runner.cache
+
+    @property
+    def vocab(self) -> int:
+        """Token ids are below this."""
+        return self._runner.vocab
+
+    @property
+    def max_context(self) -> int:
+        """Tokens that the model was trained to attend to."""
+        return self._runner.max_context
+
+
+class ThreadedRunner(WrappedRunner):
+    """Runs ``runner`` on at most ``num_threads`` threads, for models on the CPU. Only one thread may call `run`."""
+
+    def __init__(self, runner: ModelRunner, num_threads: int) -> None:
+        super().__init__(runner)
+        self.choice = ThreadChoice(num_threads)
+        self._threads = 0  # not set in the calling thread yet
+
+    def run(self, plan: StepPlan) -> Computed:
+        """Run the step on as many threads as have proved best for steps of its size."""
+        num_tokens = plan.num_tokens
+        threads = self.choice.threads(num_tokens)
+        if threads != self._threads:
+            torch.set_num_threads(threads)  # of the products that this thread starts from now on
+            self._threads = threads
+        computed = self._runner.run(plan)
+        self.choice.took(num_tokens, computed.forward_s)
+        return computed
+
+    def __repr__(self) -> str:
+        return f"ThreadedRunner({self._runner!r}, {self.choice.best})"
+
+
+class ProfiledRunner(WrappedRunner):
+    """Traces the first ``num_steps`` steps of ``runner``, and no later ones; writes the trace to ``path``."""
+
+    def __init__(self, runner: ModelRunner, path: Path, num_steps: int = NUM_STEPS) -> None:
+        super().__init__(runner)
+        self._path = path
+        self._left = num_steps
+        self._profiler: profile | None = None
+
+    def run(self, plan: StepPlan) -> Computed:
+        """Forward and sample, traced while steps are left."""
+        if self._left == 0:
+            return self._runner.run(plan)
+        if self._profiler is None:
+            lanes_too = _ExperimentalConfig(profile_all_threads=True)
+            self._profiler = profile(activities=supported_activities(), experimental_config=lanes_too)  # type: ignore[no-untyped-call]
+            self._profiler.start()
+        computed = self._runner.run(plan)
+        self._left -= 1
+        if self._left == 0:
+            self._write(self._profiler)
+        return computed
+
+    def _write(self, profiler: profile) -> None:
+        """Write the trace; if that fails, the log says so and requests go on."""
+        profiler.stop()
+        self._profiler = None
+        try:
+            profiler.export_chrome_trace(str(self._path))
+        except (OSError, RuntimeError) as error:
+            _log.error("profile.failed", path=str(self._path), error=str(error))
+        else:
+            _log.info("profile.written", path=str(self._path))
+
+    def __repr__(self) -> str:
+        return f"ProfiledRunner({self._runner!r}, {self._left} steps left)"
