@@ -41,7 +41,7 @@ from tanghulu.transfer_engine.engine import (
     TransferRequest,
     TransportLimits,
 )
-from tanghulu.transfer_engine.transports.onesided.wire import DoorAnswer
+from tanghulu.transfer_engine.transports.onesided.wire import ControlAnswer
 from tanghulu.transfer_engine.transports.rdma import abi
 from tanghulu.transfer_engine.transports.rdma.devices import LocalDevices
 from tanghulu.transfer_engine.transports.rdma.verbs import Device, DeviceInfo, MemoryRegion, QueuePair, probe
@@ -134,7 +134,7 @@ def answer(connection: socket.socket) -> None:
         while data := connection.recv(1 << 16):
             said += data
             while (request := RDMA.take_request(said)) is not None:
-                connection.sendall(RDMA.pack_answer(DoorAnswer(request.op, payload=granted)))
+                connection.sendall(RDMA.pack_answer(ControlAnswer(request.op, payload=granted)))
 
 
 def per_second(work: Callable[[], int], rounds: int = 7, enough_s: float = 0.1) -> float:
@@ -185,7 +185,7 @@ def measure_engine(slice_bytes: int) -> float:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         doors = tuple(Endpoint("rdma", address, f"null{n}") for n in range(NUM_DEVICES))
         with TransferEngine(host_id="here", transports=["rdma"], config=EngineConfig(limits=limits)) as engine:
-            engine._rdma = NullDevices()  # where it would find the machine's
+            engine._shared.get("rdma", NullDevices, NullDevices.let_go)  # where it would find the machine's
             remote = engine.open_segment(SegmentDescriptor("null", size, "there", 1, doors))
             buffer = engine.register(memoryview(bytearray(1)).cast("B"))
             buffer.size_bytes = size  # nothing is touched

@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -195,13 +196,15 @@ class Worker:
         server = SegmentServer(
             self._segment,
             access,
-            host=self._config.host,
-            advertised_host=self._config.reachable_host,
-            unix_path=str(self._process.run_dir / "kv.sock") if "shm" in self._transport.transports else None,
             generation=self._process.generation,
             host_id=host_id(),
+            listen=replace(
+                self._transport.listen,
+                advertised_host=self._config.reachable_host,
+                unix_path=str(self._process.run_dir / "kv.sock"),
+            ),
+            limits=self._transport.limits,
             on_freed=self._peers.on_freed,
-            **self._transport.served,
         )
         self._process.registry.register(ServerCollector(server))
         await server.start()

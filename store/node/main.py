@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -177,14 +177,16 @@ class Node:
         return SegmentServer(
             self._segment,
             access,
-            host=config.host,
-            advertised_host=config.reachable_host,
-            unix_path=str(self._process.run_dir / "segment.sock") if "shm" in settings.transports else None,
             generation=self._process.generation,
             host_id=processes.host_id(),
+            listen=replace(
+                settings.listen,
+                advertised_host=config.reachable_host,
+                unix_path=str(self._process.run_dir / "segment.sock"),
+                tls=None if tls is None else tls.context,
+            ),
+            limits=settings.limits,
             on_freed=self._freed,
-            tls=None if tls is None else tls.context,
-            **settings.served,
         )
 
     def _open_tier(self) -> SsdTier | None:

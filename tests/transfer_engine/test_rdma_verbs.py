@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tanghulu.errors import NodeUnavailable, TransferFailed
-from tanghulu.transfer_engine.core.opcode import Opcode
+from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.transports.rdma import abi
 from tanghulu.transfer_engine.transports.rdma import verbs as rdma_verbs
 from tanghulu.transfer_engine.transports.rdma.verbs import Device, DeviceInfo, QueuePair

@@ -19,6 +19,7 @@ from segment_process import HOST_ID, SegmentProcess, random_bytes
 from tanghulu.errors import DeadlineExceeded, InvalidRequest, LeaseExpired, NodeUnavailable, Overloaded, TransferFailed
 from tanghulu.transfer_engine.core.fences import MAX_TOKENS, Fences
 from tanghulu.transfer_engine.core.segment import Endpoint, SegmentDescriptor
+from tanghulu.transfer_engine.core.transport import ConnectContext
 from tanghulu.transfer_engine.core.wire import Head, Op
 from tanghulu.transfer_engine.engine import (
     EngineConfig,
@@ -29,7 +30,7 @@ from tanghulu.transfer_engine.engine import (
     TransferEngine,
     TransferRequest,
 )
-from tanghulu.transfer_engine.transports.tcp.transport import TcpPeer
+from tanghulu.transfer_engine.transports.tcp import transport as tcp
 
 READ, WRITE = Opcode.READ, Opcode.WRITE
 LARGE = 64 << 20
@@ -266,7 +267,7 @@ def test_a_write_in_progress_keeps_its_range(leasing: SegmentProcess, engine: Tr
     leasing.open_session(7, None)
     lease = leasing.grant(7, 0, 2 << 20, WRITE, False)
     remote = engine.open_segment(leasing.descriptor, session_id=7, transport="tcp")
-    link = TcpPeer(leasing.descriptor, 7).connect()
+    link = tcp.connect(ConnectContext(leasing.descriptor, 7, EngineConfig())).connect()
     link.greet(remote.paths.paths[0], 5, engine._clock)
     stream = link._connections[remote.paths.paths[0]]
     stream._sock.setblocking(True)

@@ -19,6 +19,7 @@ from tanghulu.rpc.fast_server import FastService
 from tanghulu.rpc.port_mux import Door
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.transfer_engine.core.access import AccessTable
+from tanghulu.transfer_engine.core.config import ListenOptions
 from tanghulu.transfer_engine.core.segment import MemorySegment
 from tanghulu.transfer_engine.engine import TransferEngine
 from tanghulu.transfer_engine.owner.server import SegmentServer
@@ -228,9 +229,8 @@ async def _peer(layout: KvLayout, name: Fingerprint, run_dir: Path) -> AsyncIter
     server = PeerServer(
         InstanceId("w1"), 1, name, layout, window, access, clock, metrics, lambda _: None, _holds_nothing
     )
-    offered = SegmentServer(
-        segment, access, host="127.0.0.1", unix_path=str(run_dir / "kv.sock"), generation=1, host_id="here"
-    )
+    listen = ListenOptions(transports=("shm", "tcp"), host="127.0.0.1", unix_path=str(run_dir / "kv.sock"))
+    offered = SegmentServer(segment, access, generation=1, host_id="here", listen=listen)
     service = FastService()
     door = Door(service, run_dir, "worker")
     address = await door.bind("127.0.0.1", 0)

@@ -220,12 +220,12 @@ def parse_error(text: bytes) -> TanghuluError:
 
 _HELLO = struct.Struct("<IBBHQQ")
 _ANSWER = struct.Struct("<IBBHQQ")
-DOOR_HELLO_BYTES = _HELLO.size
-DOOR_ANSWER_BYTES = _ANSWER.size
+SHM_HELLO_BYTES = _HELLO.size
+SHM_ANSWER_BYTES = _ANSWER.size
 
 
 @dataclass(frozen=True, slots=True)
-class DoorHello:
+class ShmHello:
     """What a client of the shm door asks for."""
 
     name: str
@@ -233,37 +233,37 @@ class DoorHello:
     session_id: int
 
     def pack(self) -> bytes:
-        """DOOR_HELLO_BYTES and the name."""
+        """SHM_HELLO_BYTES and the name."""
         name = self.name.encode()
         return _HELLO.pack(_DOOR_MAGIC, VERSION, 0, len(name), self.generation, self.session_id) + name
 
 
-def parse_door_hello(data: bytes) -> tuple[int, int, int]:
+def parse_shm_hello(data: bytes) -> tuple[int, int, int]:
     """(length of the name that follows, generation, session id); raises MalformedMessage."""
-    check_door_hello_version(data)
+    check_shm_hello_version(data)
     magic, version, zero, name_bytes, generation, session_id = _HELLO.unpack(data)
     if magic != _DOOR_MAGIC or version != VERSION or zero:
         raise MalformedMessage(f"shm hello with magic {magic:#x}, version {version}")
     return name_bytes, generation, session_id
 
 
-def check_door_hello_version(data: bytes) -> None:
+def check_shm_hello_version(data: bytes) -> None:
     """Raise OtherVersion if a hello that begins so is of another."""
     check_request_version(data, _DOOR_MAGIC, VERSION, "shm")
 
 
-def check_door_answer_version(data: bytes) -> None:
+def check_shm_answer_version(data: bytes) -> None:
     """Raise OtherVersion if an answer that begins so is of another."""
     check_answer_version(data, _DOOR_MAGIC, VERSION, "shm")
 
 
-def pack_door_answer(size_bytes: int, address: int = 0, error: TanghuluError | None = None) -> bytes:
+def pack_shm_answer(size_bytes: int, address: int = 0, error: TanghuluError | None = None) -> bytes:
     """The answer: the segment's size and where the owner has it (a descriptor travels beside it), or a refusal."""
     text = pack_error(error) if error is not None else b""
     return _ANSWER.pack(_DOOR_MAGIC, VERSION, 1 if text else 0, len(text), size_bytes, address) + text
 
 
-def parse_door_answer(data: bytes) -> tuple[int, int, int]:
+def parse_shm_answer(data: bytes) -> tuple[int, int, int]:
     """(bytes of refusal text that follow, size of the segment, its address); raises MalformedMessage."""
     magic, version, refused, text_bytes, size_bytes, address = _ANSWER.unpack(data)
     if magic != _DOOR_MAGIC or version != VERSION or bool(refused) != bool(text_bytes) or text_bytes > MAX_TEXT_BYTES:

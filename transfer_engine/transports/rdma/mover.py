@@ -5,17 +5,17 @@ Owns the pair and the order of what was posted. Nothing here waits, but ``close`
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from tanghulu.errors import InvalidRequest, NodeUnavailable, TransferFailed
-from tanghulu.transfer_engine.core.opcode import Opcode
-from tanghulu.transfer_engine.core.slices import Slice
+from tanghulu.errors import InvalidRequest, NodeUnavailable, TanghuluError, TransferFailed
+from tanghulu.transfer_engine.core.slices import Opcode, Slice
 from tanghulu.transfer_engine.core.transport import Completion, Refused
 from tanghulu.transfer_engine.transports.rdma.devices import LocalDevices, Staging
-from tanghulu.transfer_engine.transports.rdma.set_up import SetUp
-from tanghulu.transfer_engine.transports.rdma.wire import SegmentKey, pack_asked, parse_granted
+from tanghulu.transfer_engine.transports.rdma.verbs import QueuePair
+from tanghulu.transfer_engine.transports.rdma.wire import QueuePairAddress, SegmentKey, pack_asked, parse_granted
 from tanghulu.transfer_engine.transports.rdma.works import Completed, Work, which_tell
 
 #: Works that a queue pair holds; the engine's windows are smaller.
@@ -27,6 +27,46 @@ FLUSH_WAIT_S = 0.2
 class _Posted(NamedTuple):
     piece: Slice
     slot: int | None
+
+
+class SetUp:
+    """Connect a queue pair in a thread of its own: the kernel may look for the peer's address for a second.
+
+    Owns the pair's end where nobody wants it any more before it is connected. Begins at once; ``wake`` is called when
+    it is done, unless it was abandoned before.
+    """
+
+    def __init__(
+        self, pair: QueuePair, peer: QueuePairAddress, devices: LocalDevices, wake: Callable[[], None]
+    ) -> None:
+        self.done = False
+        #: Why it failed; only when it is done.
+        self.error: TanghuluError | None = None
+        self._pair, self._peer, self._devices, self._wake = pair, peer, devices, wake
+        self._lock = threading.Lock()
+        self._abandoned = False
+        devices.use()
+        threading.Thread(target=self._run, name="tanghulu-rdma-set-up", daemon=True).start()
+
+    def abandon(self) -> None:
+        """Close the pair: now if its thread has ended, else when it ends. Nothing was ever posted on it."""
+        with self._lock:
+            self._abandoned = True
+            if self.done:
+                self._pair.close()
+
+    def _run(self) -> None:
+        try:
+            self._pair.connect(self._peer)
+        except TanghuluError as error:
+            self.error = error
+        with self._lock:
+            self.done = True
+            if self._abandoned:
+                self._pair.close()
+            else:
+                self._wake()
+        self._devices.let_go()
 
 
 class RdmaMover:

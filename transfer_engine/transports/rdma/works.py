@@ -9,7 +9,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tanghulu.transfer_engine.core.opcode import Opcode
+from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.transports.rdma import abi
 
 #: After so many works or bytes one tells its end, and the last of every chain does: fewer completions to poll, none

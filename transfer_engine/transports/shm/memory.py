@@ -19,7 +19,7 @@ import numpy as np
 
 from tanghulu.errors import NodeUnavailable
 from tanghulu.transfer_engine.core.copying import Bytes, Memory, copy
-from tanghulu.transfer_engine.core.opcode import Opcode
+from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.core.wire import digest_of
 from tanghulu.transfer_engine.transports.shm.long_copy import CopyHelper, Digest
 from tanghulu.transfer_engine.transports.shm.page_touch import PageToucher

@@ -8,12 +8,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tanghulu.transfer_engine.core.buffers import Buffer
-from tanghulu.transfer_engine.core.opcode import Opcode
-from tanghulu.transfer_engine.core.slices import Slice
+from tanghulu.transfer_engine.core.slices import Opcode, Slice
 from tanghulu.transfer_engine.core.staged_slots import StagedSlots
 from tanghulu.transfer_engine.core.transport import Completion
-from tanghulu.transfer_engine.transports.ucx.agent import Agent, Registration, Transfer
-from tanghulu.transfer_engine.transports.ucx.wire import parse_granted
+from tanghulu.transfer_engine.transports.ucx.agent import Agent, Registration, Transfer, parse_granted
 
 NUM_SLOTS = 16
 
