@@ -97,7 +97,7 @@ def a_cut_closes_nothing(patch: pytest.MonkeyPatch) -> None:
 def a_lost_connection_keeps_its_transfer(patch: pytest.MonkeyPatch) -> None:
     def lost(self: Any, exc: Any) -> None:
         self._admitted = False
-        self._door.closed(self)
+        self._admission.closed(self)
         self._transport = None
 
     patch.setattr(TcpConnection, "connection_lost", lost)
