@@ -21,10 +21,10 @@ from tanghulu.transfer_engine.client.handle import EngineResources, TransferHand
 from tanghulu.transfer_engine.client.remote import RemoteSegment
 from tanghulu.transfer_engine.client.requests import (
     BatchResult,
-    RequestState,
     TransferBatch,
     TransferCancelled,
     TransferRequest,
+    TransferState,
     admit,
     admit_buffer,
     admit_deadline,
@@ -35,7 +35,7 @@ from tanghulu.transfer_engine.core.buffers import Buffer
 from tanghulu.transfer_engine.core.config import EngineConfig, TransportLimits
 from tanghulu.transfer_engine.core.segment import SegmentDescriptor
 from tanghulu.transfer_engine.core.slices import Opcode
-from tanghulu.transfer_engine.core.transport import ConnectContext, Peer, SharedResources
+from tanghulu.transfer_engine.core.transport import ConnectContext, SharedResources, TransportPeer
 from tanghulu.transfer_engine.transports.registry import TRANSPORTS
 from tanghulu.transfer_engine.transports.shm.long_copy import CopyHelper
 
@@ -45,12 +45,12 @@ __all__ = [
     "EngineConfig",
     "Opcode",
     "RemoteSegment",
-    "RequestState",
     "TransferBatch",
     "TransferCancelled",
     "TransferEngine",
     "TransferHandle",
     "TransferRequest",
+    "TransferState",
     "TransportLimits",
 ]
 
@@ -259,7 +259,7 @@ class TransferEngine:
     def _open(self, descriptor: SegmentDescriptor, session_id: int, pinned: str | None) -> RemoteSegment:
         """Reach the segment over every transport that can; the first whose owner answers is the preferred one."""
         context = ConnectContext(descriptor, session_id, self.config, self.host_id, shared=self._shared)
-        peers: dict[str, Peer] = {}
+        peers: dict[str, TransportPeer] = {}
         reasons: list[TanghuluError] = []
         for name in (pinned,) if pinned is not None else self.transports:
             try:

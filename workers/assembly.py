@@ -21,7 +21,7 @@ from tanghulu.errors import TanghuluError
 from tanghulu.protos import session_pb2, session_pb2_grpc
 from tanghulu.rpc import grpc_edge
 from tanghulu.rpc.fast_server import FastService
-from tanghulu.rpc.port_mux import Door
+from tanghulu.rpc.port_mux import PortMux
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.process import Process, host_id
 from tanghulu.transfer_engine.core.access import AccessTable
@@ -82,7 +82,7 @@ class Worker:
         """Bottom up: memory, engine, its connections to the outside, and the door last."""
         process, config = self._process, self._config
         service = FastService()
-        door = Door(service, process.run_dir, "worker")
+        door = PortMux(service, process.run_dir, "worker")
         self.address = await door.bind(config.host, config.port, config.reachable_host)
         self.unix_path = door.unix_path
         self.instance_id = process.instance_id(self.address.port)

@@ -10,7 +10,13 @@ import pytest
 
 from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.transports.rdma import abi
-from tanghulu.transfer_engine.transports.rdma.works import Completed, CompletionRing, PostRing, Work, which_tell
+from tanghulu.transfer_engine.transports.rdma.works import (
+    CompletionRing,
+    PostRing,
+    WorkCompletion,
+    WorkRequest,
+    which_tell,
+)
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -49,9 +55,9 @@ def test_the_table_of_operations():
 
 def test_a_chain_of_works():
     works = [
-        Work(1, Opcode.READ, 0x1000, 11, 0x9000, 21, 100),
-        Work(2, Opcode.WRITE, 0x2000, 12, 0xA000, 22, 200),
-        Work((1 << 64) - 1, Opcode.WRITE, 0x3000, 13, (1 << 64) - 4096, 0xFFFFFFFF, (1 << 32) - 1),
+        WorkRequest(1, Opcode.READ, 0x1000, 11, 0x9000, 21, 100),
+        WorkRequest(2, Opcode.WRITE, 0x2000, 12, 0xA000, 22, 200),
+        WorkRequest((1 << 64) - 1, Opcode.WRITE, 0x3000, 13, (1 << 64) - 4096, 0xFFFFFFFF, (1 << 32) - 1),
     ]
     ring = PostRing(4)
     ring.fill(works, [False, True, True])
@@ -61,7 +67,7 @@ def test_a_chain_of_works():
 
 
 def test_a_chain_as_long_as_the_ring():
-    works = [Work(n, Opcode.WRITE, n, n, n, n, n) for n in range(1, 257)]
+    works = [WorkRequest(n, Opcode.WRITE, n, n, n, n, n) for n in range(1, 257)]
     ring = PostRing(256)
     ring.fill(works, [True] * 256)
     assert [work for work, _ in follow(ring.address)] == works
@@ -88,24 +94,24 @@ def test_completions():
     entries = b"".join(struct.pack("<QiiII", 70 + n, status, 0, 0, 0) + bytes(24) for n, status in enumerate(statuses))
     ctypes.memmove(ring.address, entries, len(entries))
     assert ring.take(4) == [
-        Completed(70, "", False, False),
-        Completed(71, "WR_FLUSH_ERR", True, False),
-        Completed(72, "REM_ACCESS_ERR", False, True),
-        Completed(73, "status 99", False, False),
+        WorkCompletion(70, "", False, False),
+        WorkCompletion(71, "WR_FLUSH_ERR", True, False),
+        WorkCompletion(72, "REM_ACCESS_ERR", False, True),
+        WorkCompletion(73, "status 99", False, False),
     ]
-    assert ring.take(1) == [Completed(70, "", False, False)]
+    assert ring.take(1) == [WorkCompletion(70, "", False, False)]
 
 
-def follow(address: int) -> list[tuple[Work, bool]]:
+def follow(address: int) -> list[tuple[WorkRequest, bool]]:
     """The chain as a device reads it, from struct ibv_send_wr and struct ibv_sge."""
-    found: list[tuple[Work, bool]] = []
+    found: list[tuple[WorkRequest, bool]] = []
     while address:
         work_id, following, ranges, num_ranges, opcode, flags = struct.unpack("<QQQiiI", ctypes.string_at(address, 36))
         remote_address, remote_key = struct.unpack("<QI", ctypes.string_at(address + 40, 12))
         local_address, length, local_key = struct.unpack("<QII", ctypes.string_at(ranges, 16))
         assert num_ranges == 1
         kind = {4: Opcode.READ, 0: Opcode.WRITE}[opcode]
-        work = Work(work_id, kind, local_address, local_key, remote_address, remote_key, length)
+        work = WorkRequest(work_id, kind, local_address, local_key, remote_address, remote_key, length)
         found.append((work, bool(flags & 2)))
         address = following
     return found

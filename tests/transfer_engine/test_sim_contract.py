@@ -23,11 +23,11 @@ from tanghulu.transfer_engine.core.transport import ConnectContext
 from tanghulu.transfer_engine.engine import (
     Opcode,
     RemoteSegment,
-    RequestState,
     TransferBatch,
     TransferCancelled,
     TransferEngine,
     TransferRequest,
+    TransferState,
 )
 from tanghulu.transfer_engine.sim_network import SimNetwork, Weather
 from tanghulu.transfer_engine.transports.tcp import transport as tcp
@@ -213,7 +213,7 @@ def test_cancel_in_the_middle(number: int):
         for _ in range(number):
             handle.status()
             sim.network.run(sim.clock.now_s() + 0.001)
-        assert handle.status() == [RequestState.OPEN]
+        assert handle.status() == [TransferState.OPEN]
         handle.cancel()
         left = bytes(landing)
         assert isinstance(handle.wait(1).errors[0], TransferCancelled)

@@ -18,11 +18,11 @@ from tanghulu.transfer_engine.engine import (
     EngineConfig,
     Opcode,
     RemoteSegment,
-    RequestState,
     TransferBatch,
     TransferCancelled,
     TransferEngine,
     TransferRequest,
+    TransferState,
     TransportLimits,
 )
 
@@ -172,7 +172,7 @@ def test_one_batch_to_several_segments(engine: TransferEngine, remote: RemoteSeg
 
 def test_status_moves_a_batch_along(engine: TransferEngine, remote: RemoteSegment):
     handle = engine.submit(TransferBatch([TransferRequest(READ, bytearray(100), remote, 0, 100)]))
-    while handle.status() != [RequestState.COMPLETE]:
+    while handle.status() != [TransferState.COMPLETE]:
         handle.check()
     assert handle.done
     assert handle.done_bytes == 100

@@ -24,11 +24,11 @@ from tanghulu.transfer_engine.core.wire import Head, Op
 from tanghulu.transfer_engine.engine import (
     EngineConfig,
     Opcode,
-    RequestState,
     TransferBatch,
     TransferCancelled,
     TransferEngine,
     TransferRequest,
+    TransferState,
 )
 from tanghulu.transfer_engine.transports.tcp import transport as tcp
 
@@ -91,7 +91,7 @@ def test_a_stalled_owner_and_the_deadline(mortal: SegmentProcess, engine: Transf
     handle = engine.submit(TransferBatch(requests))
     result = handle.wait(0.2)
     assert [type(error) for error in result.errors] == [DeadlineExceeded, DeadlineExceeded]
-    assert handle.status() == [RequestState.FAILED, RequestState.FAILED]
+    assert handle.status() == [TransferState.FAILED, TransferState.FAILED]
     engine.transfer([TransferRequest(READ, bytearray(10), over_shm, 0, 10)], 5)
     mortal.signal(signal.SIGCONT)
     other = bytearray(5_000)

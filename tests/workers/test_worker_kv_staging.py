@@ -22,7 +22,7 @@ from worker_tiny import BLOCK
 
 from tanghulu.errors import ConfigError, NodeUnavailable, Overloaded
 from tanghulu.rpc.fast_server import FastService
-from tanghulu.rpc.port_mux import Door
+from tanghulu.rpc.port_mux import PortMux
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.config import ListenOptions
@@ -221,7 +221,7 @@ class Holder:
         offered = SegmentServer(
             self._segment, access, generation=1, host_id="here", listen=listen, on_freed=self.server.on_freed
         )
-        door = Door(service, self._run_dir, "worker")
+        door = PortMux(service, self._run_dir, "worker")
         self.address = await door.bind("127.0.0.1", 0)
         await offered.start()
         self.server.serve(service, offered.descriptor())

@@ -24,9 +24,9 @@ from tanghulu.transfer_engine.client.batch_state import BatchState, Post
 from tanghulu.transfer_engine.client.remote import RemoteSegment
 from tanghulu.transfer_engine.client.requests import (
     BatchResult,
-    RequestState,
     TransferCancelled,
     TransferRequest,
+    TransferState,
     admit_deadline,
 )
 from tanghulu.transfer_engine.core.paths import Path, PathTable
@@ -114,7 +114,7 @@ class TransferHandle:
         else:
             self._wake()
 
-    def status(self) -> list[RequestState]:
+    def status(self) -> list[TransferState]:
         """Where each request stands now. Moves what can be moved without waiting, unless another thread drives."""
         if not self._run.finished and self._turn.acquire(blocking=False):
             try:
@@ -305,11 +305,11 @@ class TransferHandle:
 
     # --- results
 
-    def _request_state(self, index: int) -> RequestState:
+    def _request_state(self, index: int) -> TransferState:
         ended, error = self._run.request_state(index)
         if not ended:
-            return RequestState.OPEN
-        return RequestState.COMPLETE if error is None else RequestState.FAILED
+            return TransferState.OPEN
+        return TransferState.COMPLETE if error is None else TransferState.FAILED
 
     def _result(self) -> BatchResult:
         errors = tuple(self._run.errors())

@@ -12,7 +12,7 @@ from tanghulu.runtime.busy_polling import Spinner, paying_spin_s
 from tanghulu.runtime.clock import Clock
 from tanghulu.transfer_engine.client.link_pool import LinkPool
 from tanghulu.transfer_engine.core.paths import NOTICE_TRANSPORT, Path, PathState, PathStats, PathTable, PauseRule
-from tanghulu.transfer_engine.core.transport import ConnectContext, Link, Peer
+from tanghulu.transfer_engine.core.transport import ConnectContext, Link, TransportPeer
 from tanghulu.transfer_engine.transports.registry import TRANSPORTS
 from tanghulu.transfer_engine.transports.shm.transport import ShmPeer
 
@@ -26,7 +26,7 @@ class RemoteSegment:
     ``transport`` names the one that is preferred (and, if pinned, the only one), the first of ``peers``.
     """
 
-    def __init__(self, context: ConnectContext, peers: Mapping[str, Peer], clock: Clock) -> None:
+    def __init__(self, context: ConnectContext, peers: Mapping[str, TransportPeer], clock: Clock) -> None:
         """``peers`` are the same segment by transport, and this object's until ``close``."""
         assert peers, "a segment is reached over at least one transport"
         config = context.config
@@ -132,7 +132,7 @@ class RemoteSegment:
         return f"RemoteSegment({self.name!r}, generation={self.descriptor.generation}, {self.transport}{closed})"
 
 
-def _all_paths(context: ConnectContext, transports: Mapping[str, Peer]) -> list[Path]:
+def _all_paths(context: ConnectContext, transports: Mapping[str, TransportPeer]) -> list[Path]:
     """Every path of every transport, ranked by their order; those for notices alone behind all others."""
     paths: list[Path] = []
     if NOTICE_TRANSPORT not in transports:

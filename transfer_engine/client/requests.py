@@ -1,4 +1,4 @@
-"""What callers say and hear: transfer requests, batches, results. Also the door where bad input is turned away.
+"""What callers say and hear: transfer requests, batches, results. Turns bad input away.
 
 Owns no progress; nothing here blocks or touches a socket.
 """
@@ -76,7 +76,7 @@ class TransferBatch:
     requests: Sequence[TransferRequest] = field(default_factory=list)
 
 
-class RequestState(Enum):
+class TransferState(Enum):
     """Where one request of a batch stands."""
 
     OPEN = "open"

@@ -123,7 +123,7 @@ class Link(Protocol):
         ...
 
 
-class Peer(Protocol):
+class TransportPeer(Protocol):
     """A remote segment as one transport reaches it: makes links."""
 
     def paths(self, rank: int) -> list[Path]:
@@ -257,7 +257,7 @@ class Transport(Protocol):
     #: How it likes its work.
     LIMITS: TransportLimits
 
-    def connect(self, context: ConnectContext) -> Peer:
+    def connect(self, context: ConnectContext) -> TransportPeer:
         """Reach a segment whose descriptor has an endpoint of this transport.
 
         Waits at most for as long as the configuration says. Raises NodeUnavailable where that is not possible from this

@@ -22,7 +22,7 @@ from enum import Enum
 import torch
 
 from tanghulu.errors import Overloaded
-from tanghulu.transfer_engine.gpu.staging import Copier, StagingRing
+from tanghulu.transfer_engine.gpu.staging import DeviceCopier, StagingRing
 from tanghulu.transfer_engine.gpu.staging_plan import Piece, StagingEvent
 from tanghulu.workers.kv.ports import Move
 
@@ -184,7 +184,7 @@ class StagedWindow:
     The event loop takes and gives back, its threads show.
     """
 
-    def __init__(self, blocks: DeviceBlocks, segment: memoryview, copier: Copier) -> None:
+    def __init__(self, blocks: DeviceBlocks, segment: memoryview, copier: DeviceCopier) -> None:
         self._blocks = blocks
         self._copier = copier
         self._segment = segment

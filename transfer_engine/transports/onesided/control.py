@@ -1,4 +1,4 @@
-"""The client's tcp connection to the door of a transport that goes past the owner's process: what is asked, in order.
+"""The client's control connection of a transport that goes past the owner's process: what is asked, in order.
 
 Owns the socket, the connection's token, and which fences and leases were told. Raises ConnectionBroken when it cannot
 be used any more. Nothing here waits, but ``hear_closed`` for a bounded time.
@@ -201,7 +201,7 @@ def _start_connecting(protocol: str, address: Address) -> socket.socket:
             address.host, address.port, type=socket.SOCK_STREAM
         )[0]
     except OSError as error:
-        raise NodeUnavailable(f"{protocol} door {address}: {error}") from error
+        raise NodeUnavailable(f"{protocol} {address}: {error}") from error
     sock = socket.socket(family, kind, protocol_number)
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

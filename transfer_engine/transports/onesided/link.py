@@ -45,7 +45,7 @@ class OneSidedPeer:
     def __init__(
         self, context: ConnectContext, movers: Callable[[], Movers], paths: Callable[[int], list[Path]]
     ) -> None:
-        """``movers`` is called once for each link; ``paths`` is ``Peer.paths``."""
+        """``movers`` is called once for each link; ``paths`` is ``TransportPeer.paths``."""
         self._context = context
         self._movers = movers
         self._paths = paths

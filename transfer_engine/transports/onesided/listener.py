@@ -1,4 +1,4 @@
-"""The serving end of the transports that go past the owner's process: a door that makes an end for every connection.
+"""The serving end of the transports that go past the owner's process: an end is made for every control connection.
 
 Owns the listener and what lives as long as a connection; bytes move without it. An *end* is what the transport reaches
 the segment by, a queue pair or an agent (``FarEnds`` makes them). Who is admitted, and which connections their clients
@@ -200,11 +200,11 @@ class OneSidedListener:
 class OneSidedServerConnection(asyncio.Protocol):
     """One client's control connection and the end that lives as long."""
 
-    def __init__(self, door: OneSidedListener) -> None:
+    def __init__(self, listener: OneSidedListener) -> None:
         self.token = 0
         self.sweep_mark: object = None
-        self._door = door
-        self._dialect = door.ends.dialect
+        self._listener = listener
+        self._dialect = listener.ends.dialect
         self._connected: ControlRequest | None = None
         self._end: FarEnd | None = None
         self._making: asyncio.Task[None] | None = None
@@ -223,9 +223,9 @@ class OneSidedServerConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Turn the peer away when the server is full."""
         self._transport = cast(asyncio.Transport, transport)
-        self._admitted = self._door.admission.opened(self)
+        self._admitted = self._listener.admission.opened(self)
         if self._admitted:
-            self._door.connections.add(self)
+            self._listener.connections.add(self)
         else:
             self._transport.abort()
 
@@ -235,8 +235,8 @@ class OneSidedServerConnection(asyncio.Protocol):
         self._close_end()
         if self._admitted:
             self._admitted = False
-            self._door.connections.discard(self)
-            self._door.admission.closed(self)
+            self._listener.connections.discard(self)
+            self._listener.admission.closed(self)
 
     def data_received(self, data: bytes) -> None:
         """Serve whole requests, in order; those behind a CONNECT wait for its end."""
@@ -295,11 +295,11 @@ class OneSidedServerConnection(asyncio.Protocol):
         connected = self._connected
         assert connected is not None, "it has a token"
         if request.op in (ControlOp.READ, ControlOp.WRITTEN):
-            return self._door.digest(connected, request)
+            return self._listener.digest(connected, request)
         if request.op is ControlOp.FENCE:
-            self._door.fence(request.number)
+            self._listener.fence(request.number)
         elif request.op is ControlOp.ADMIT:
-            self._door.admit_lease(connected.session_id, request.number)
+            self._listener.admit_lease(connected.session_id, request.number)
         else:
             self._close_end()
         return 0
@@ -319,13 +319,13 @@ class OneSidedServerConnection(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     def _connect(self, request: ControlRequest) -> None:
-        self._door.admit(self, request)
+        self._listener.admit(self, request)
         self._connected = request
         self._making = asyncio.get_running_loop().create_task(self._make(request))
 
     async def _make(self, request: ControlRequest) -> None:
         try:
-            await self._door.ends.make(request.number, request.payload, self._take)
+            await self._listener.ends.make(request.number, request.payload, self._take)
         except TanghuluError as error:
             self._write(ControlAnswer(ControlOp.CONNECT, error))
         finally:
@@ -338,18 +338,18 @@ class OneSidedServerConnection(asyncio.Protocol):
             grant.end.close()
             return
         try:
-            self._door.begun(self.session_id)
+            self._listener.begun(self.session_id)
         except TanghuluError:
             grant.end.close()
             raise
         self._end = grant.end
-        self._write(ControlAnswer(ControlOp.CONNECT, payload=grant.payload, leased=self._door.leased))
+        self._write(ControlAnswer(ControlOp.CONNECT, payload=grant.payload, leased=self._listener.leased))
 
     def _close_end(self) -> None:
         end, self._end = self._end, None
         if end is not None:
             end.close()
-            self._door.ended(self.session_id)
+            self._listener.ended(self.session_id)
 
     def _write(self, answer: ControlAnswer) -> None:
         if self._transport is not None and self._open:

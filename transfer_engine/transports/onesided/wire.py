@@ -1,9 +1,9 @@
 """The bytes by which a client and the owner of a segment set up one-sided transfers: pure encoding and decoding.
 
 rdma and ucx move bytes past the owner's process; what the two processes have to say to each other goes over a tcp
-connection to the owner's door. It belongs to one *end* (a queue pair, an agent) on each side. The client says CONNECT
-once and gets what it needs in order to reach the owner's end, which was made for it alone; then it may send the others;
-each is answered, in order. When the connection ends for whatever reason the owner closes its end.
+*control connection* to the owner. It belongs to one *end* (a queue pair, an agent) on each side. The client says
+CONNECT once and gets what it needs in order to reach the owner's end, which was made for it alone; then it may send the
+others; each is answered, in order. When the connection ends for whatever reason the owner closes its end.
 
     request  magic u32 | version u8 | op u8 | payload's length u16 | number u64 | session id u64 | generation u64
              | hash of the segment's name u64 | offset u64 | length u64 | payload: CONNECT's, the transport's own

@@ -13,10 +13,10 @@ from typing import NamedTuple
 from tanghulu.errors import InvalidRequest, NodeUnavailable, TanghuluError, TransferFailed
 from tanghulu.transfer_engine.core.slices import Opcode, Slice
 from tanghulu.transfer_engine.core.transport import Completion, Refused
-from tanghulu.transfer_engine.transports.rdma.devices import LocalDevices, Staging
+from tanghulu.transfer_engine.transports.rdma.devices import LocalDevices, StagingMemory
 from tanghulu.transfer_engine.transports.rdma.verbs import QueuePair
 from tanghulu.transfer_engine.transports.rdma.wire import QueuePairAddress, SegmentKey, pack_asked, parse_granted
-from tanghulu.transfer_engine.transports.rdma.works import Completed, Work, which_tell
+from tanghulu.transfer_engine.transports.rdma.works import WorkCompletion, WorkRequest, which_tell
 
 #: Works that a queue pair holds; the engine's windows are smaller.
 MAX_WORKS = 256
@@ -77,7 +77,7 @@ class RdmaMover:
         devices: LocalDevices,
         local_device: str,
         far_device: str,
-        staging: Staging,
+        staging: StagingMemory,
         wake: Callable[[], None],
     ) -> None:
         """``wake`` is called from a thread when ``advance`` has something to do that no descriptor tells.
@@ -88,7 +88,7 @@ class RdmaMover:
         self._devices, self._local_device, self._staging, self._wake = devices, local_device, staging, wake
         self._set_up: SetUp | None = None
         self._segment = SegmentKey(0, 0)
-        self._chain: list[Work] = []
+        self._chain: list[WorkRequest] = []
         self._posted: deque[_Posted] = deque()
         self._pair = devices.device(local_device).queue_pair(MAX_WORKS)
         self.asked = pack_asked(far_device, self._pair.address)
@@ -123,7 +123,9 @@ class RdmaMover:
             address, key = self._staging.slots.address(slot), self._staging.key
         self._posted.append(_Posted(piece, slot))
         remote = self._segment.address + piece.remote_offset
-        self._chain.append(Work(piece.slice_id, piece.opcode, address, key, remote, self._segment.key, piece.length))
+        self._chain.append(
+            WorkRequest(piece.slice_id, piece.opcode, address, key, remote, self._segment.key, piece.length)
+        )
 
     def flush(self) -> None:
         """Hand the chain to the device."""
@@ -181,7 +183,7 @@ class RdmaMover:
 
     # --- inside
 
-    def _failed(self, completed: Completed, ended: list[Completion]) -> None:
+    def _failed(self, completed: WorkCompletion, ended: list[Completion]) -> None:
         """One operation failed, and with it the queue pair. A fault of the request is not tried again."""
         guilty = next((each for each in self._posted if each.piece.slice_id == completed.work_id), None)
         if completed.access and guilty is not None:

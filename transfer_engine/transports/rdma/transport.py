@@ -26,7 +26,7 @@ from tanghulu.transfer_engine.topology.devices import Topology
 from tanghulu.transfer_engine.transports.onesided.link import OneSidedPeer
 from tanghulu.transfer_engine.transports.onesided.listener import OneSidedListener
 from tanghulu.transfer_engine.transports.rdma import verbs
-from tanghulu.transfer_engine.transports.rdma.devices import LocalDevices, Staging
+from tanghulu.transfer_engine.transports.rdma.devices import LocalDevices, StagingMemory
 from tanghulu.transfer_engine.transports.rdma.listener import RdmaEnds
 from tanghulu.transfer_engine.transports.rdma.mover import RdmaMover
 from tanghulu.transfer_engine.transports.rdma.wire import RDMA
@@ -79,7 +79,7 @@ class RdmaMovers:
 
     def __init__(self, devices: LocalDevices) -> None:
         self._devices = devices
-        self._staging: dict[str, Staging] = {}
+        self._staging: dict[str, StagingMemory] = {}
         devices.use()
 
     def make(self, path: Path, token: int, wake: Callable[[], None]) -> RdmaMover:
@@ -87,7 +87,7 @@ class RdmaMovers:
         name = path.local_device
         staging = self._staging.get(name)
         if staging is None:
-            staging = self._staging[name] = Staging(self._devices.device(name))
+            staging = self._staging[name] = StagingMemory(self._devices.device(name))
         return RdmaMover(self._devices, name, path.endpoint.device, staging, wake)
 
     def close(self) -> None:

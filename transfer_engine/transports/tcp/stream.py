@@ -308,7 +308,17 @@ class TcpStream:
     ) -> None:
         self._out.append(
             memoryview(
-                pack_head(op, slice_id, self._session_id, lease_id, self._generation, offset, length, verified, digest)
+                pack_head(
+                    op,
+                    slice_id,
+                    self._session_id,
+                    lease_id,
+                    self._generation,
+                    offset,
+                    length,
+                    verified=verified,
+                    digest=digest,
+                )  # fmt: skip
             )
         )
 

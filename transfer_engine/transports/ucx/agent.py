@@ -82,7 +82,7 @@ def _nixl() -> ModuleType:
         raise NodeUnavailable(f"NIXL is not here ({'; '.join(reasons)}); pip install --no-deps nixl-cu12")
 
 
-class Registration:
+class AgentRegistration:
     """Memory that one agent may use; ends by ``close``, or with this object."""
 
     def __init__(self, agent: Agent, described: Any) -> None:
@@ -112,7 +112,7 @@ class Agent:
         config.useProgThread, config.pthrDelay = serves, _PROGRESS_SLEEP_US
         config.syncMode = nixl.NIXL_THREAD_SYNC_STRICT
         self._agent: Any = None
-        self._offered: Registration | None = None
+        self._offered: AgentRegistration | None = None
         try:
             self._agent = nixl.nixlAgent(name, config)
             self._agent.createBackend("UCX", {"engine_config": _LANES})
@@ -125,17 +125,17 @@ class Agent:
         """Whether ``close`` was called."""
         return self._agent is None
 
-    def register(self, address: int, num_bytes: int) -> Registration:
+    def register(self, address: int, num_bytes: int) -> AgentRegistration:
         """Let the agent, and who knows its metadata, use the memory. Raises TransferFailed."""
         described = self._nixl.nixlRegDList(self._nixl.DRAM_SEG, [(address, num_bytes, 0, "")])
         try:
             self._agent.registerMem(described, [])
         except self._errors as error:
             raise TransferFailed(f"UCX does not register {num_bytes} bytes: {error}") from None
-        return Registration(self, described)
+        return AgentRegistration(self, described)
 
     def deregister(self, described: Any) -> None:
-        """Called by Registration; the memory of a closed agent is let go already."""
+        """Called by AgentRegistration; the memory of a closed agent is let go already."""
         if self._agent is not None:
             self._agent.deregisterMem(described, [])
 
