@@ -38,7 +38,7 @@ class FakeVerbs:
         self._functions = abi.POLL(self._poll), abi.NOTIFY(self._notify), abi.POST(self._post)
         poll, notify, post = (ctypes.cast(each, ctypes.c_void_p).value for each in self._functions)
         operations = abi._Operations(poll_cq=poll, req_notify_cq=notify, post_send=post)
-        self.context = ctypes.pointer(abi.Context(ops=operations))
+        self.context = ctypes.pointer(abi.VerbsContext(ops=operations))
         self._channel = abi.CompletionChannel(fd=os.eventfd(0))
         self._pair = abi.Pair(qp_num=0x1000007)
         self._regions: list[abi.Region] = []

@@ -26,7 +26,7 @@ LAYOUTS: dict[Any, dict[str, int]] = {
     abi.Region: {"lkey": 36, "rkey": 40, "sizeof": 48},
     abi.QueuePairStart: {"send_cq": 8, "recv_cq": 16, "cap": 32, "qp_type": 52, "sq_sig_all": 56, "sizeof": 64},
     abi.Pair: {"handle": 48, "qp_num": 52},
-    abi.Route: {"sgid_index": 20, "hop_limit": 21, "sizeof": 24},
+    abi.GlobalRoute: {"sgid_index": 20, "hop_limit": 21, "sizeof": 24},
     abi.AddressHandle: {"grh": 0, "dlid": 24, "is_global": 29, "port_num": 30, "sizeof": 32},
     abi.Attributes: {
         "path_mtu": 8, "rq_psn": 20, "sq_psn": 24, "dest_qp_num": 28, "qp_access_flags": 32, "cap": 36, "ah_attr": 56,
@@ -46,11 +46,11 @@ def test_structures_lie_as_the_library_s(structure: Any):
 
 
 def test_the_table_of_operations():
-    operations = abi.Context.ops.offset
+    operations = abi.VerbsContext.ops.offset
     assert operations + abi._Operations.poll_cq.offset == 96
     assert operations + abi._Operations.req_notify_cq.offset == 104
     assert operations + abi._Operations.post_send.offset == 208
-    assert abi.Context.cmd_fd.offset == 264
+    assert abi.VerbsContext.cmd_fd.offset == 264
 
 
 def test_a_chain_of_works():

@@ -58,7 +58,7 @@ class Rule:
 
 
 class Authorizer:
-    """Authorise the calls of the fast lane: ``authorize`` a service once all its methods are registered; ``watch`` it."""
+    """Authorises the fast lane's calls: ``authorize`` a service when all its methods are registered; ``watch`` revokes"""
 
     def __init__(self, tokens: TokensFile, rules: Mapping[int, Rule]) -> None:
         self._tokens = tokens

@@ -306,21 +306,11 @@ class TcpStream:
         verified: bool = False,
         digest: int = 0,
     ) -> None:
-        self._out.append(
-            memoryview(
-                pack_head(
-                    op,
-                    slice_id,
-                    self._session_id,
-                    lease_id,
-                    self._generation,
-                    offset,
-                    length,
-                    verified=verified,
-                    digest=digest,
-                )  # fmt: skip
-            )
-        )
+        head = pack_head(
+            op, slice_id, self._session_id, lease_id, self._generation, offset, length,
+            verified=verified, digest=digest,
+        )  # fmt: skip
+        self._out.append(memoryview(head))
 
     def _queue_control(self, op: Op, token: int, lease_id: int) -> None:
         self._queue_head(op, _HELLO_ID, lease_id, token, 0)
