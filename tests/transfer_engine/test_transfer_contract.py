@@ -14,7 +14,6 @@ from segment_process import HOST_ID, SEGMENT_BYTES, SegmentProcess, random_bytes
 
 from tanghulu.errors import NodeUnavailable
 from tanghulu.transfer_engine.engine import (
-    TRANSPORTS,
     EngineConfig,
     Opcode,
     RemoteSegment,
@@ -25,6 +24,7 @@ from tanghulu.transfer_engine.engine import (
     TransferState,
     TransportLimits,
 )
+from tanghulu.transfer_engine.transports.registry import TRANSPORTS
 
 READ, WRITE = Opcode.READ, Opcode.WRITE
 

@@ -58,7 +58,7 @@ class Rule:
 
 
 class Authorizer:
-    """Authorises the fast lane's calls: ``authorize`` a service when all its methods are registered; ``watch`` revokes"""
+    """Authorises the fast lane's calls: ``authorize`` a service with all its methods registered; ``watch`` revokes."""
 
     def __init__(self, tokens: TokensFile, rules: Mapping[int, Rule]) -> None:
         self._tokens = tokens
