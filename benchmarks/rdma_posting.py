@@ -41,12 +41,18 @@ from tanghulu.transfer_engine.engine import (
     TransferRequest,
     TransportLimits,
 )
-from tanghulu.transfer_engine.transports.onesided.wire import DoorAnswer
+from tanghulu.transfer_engine.transports.onesided.wire import ControlAnswer
 from tanghulu.transfer_engine.transports.rdma import abi
 from tanghulu.transfer_engine.transports.rdma.devices import LocalDevices
 from tanghulu.transfer_engine.transports.rdma.verbs import Device, DeviceInfo, MemoryRegion, QueuePair, probe
 from tanghulu.transfer_engine.transports.rdma.wire import RDMA, QueuePairAddress, SegmentKey, pack_granted
-from tanghulu.transfer_engine.transports.rdma.works import Completed, CompletionRing, PostRing, Work, which_tell
+from tanghulu.transfer_engine.transports.rdma.works import (
+    CompletionRing,
+    PostRing,
+    WorkCompletion,
+    WorkRequest,
+    which_tell,
+)
 
 CHAIN = 64
 NUM_DEVICES = 8
@@ -67,7 +73,7 @@ class NullPair(QueuePair):
         self._nothing = ctypes.create_string_buffer(8)
         self._pair_address, self._rejected = ctypes.addressof(self._nothing), ctypes.c_void_p()
         self._call_post = abi.POST(("strlen", ctypes.CDLL(None)))  # of an empty string: 0, as a device that took all
-        self._told: list[Completed] = []
+        self._told: list[WorkCompletion] = []
 
     @property
     def address(self) -> QueuePairAddress:
@@ -79,10 +85,10 @@ class NullPair(QueuePair):
     def post(self, works: Any, tell: Any) -> None:
         super().post(works, tell)
         self._told += [
-            Completed(work.work_id, "", False, False) for work, told in zip(works, tell, strict=True) if told
+            WorkCompletion(work.work_id, "", False, False) for work, told in zip(works, tell, strict=True) if told
         ]
 
-    def poll(self) -> list[Completed]:
+    def poll(self) -> list[WorkCompletion]:
         told, self._told = self._told, []
         return told
 
@@ -134,7 +140,7 @@ def answer(connection: socket.socket) -> None:
         while data := connection.recv(1 << 16):
             said += data
             while (request := RDMA.take_request(said)) is not None:
-                connection.sendall(RDMA.pack_answer(DoorAnswer(request.op, payload=granted)))
+                connection.sendall(RDMA.pack_answer(ControlAnswer(request.op, payload=granted)))
 
 
 def per_second(work: Callable[[], int], rounds: int = 7, enough_s: float = 0.1) -> float:
@@ -148,8 +154,10 @@ def per_second(work: Callable[[], int], rounds: int = 7, enough_s: float = 0.1) 
     return statistics.median(rates)
 
 
-def chain_of(length: int) -> list[Work]:
-    return [Work(n, Opcode.WRITE, (1 << 40) + n * length, 3, (1 << 41) + n * length, 4, length) for n in range(CHAIN)]
+def chain_of(length: int) -> list[WorkRequest]:
+    return [
+        WorkRequest(n, Opcode.WRITE, (1 << 40) + n * length, 3, (1 << 41) + n * length, 4, length) for n in range(CHAIN)
+    ]
 
 
 def measure_chain(slice_bytes: int) -> float:
@@ -185,7 +193,7 @@ def measure_engine(slice_bytes: int) -> float:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         doors = tuple(Endpoint("rdma", address, f"null{n}") for n in range(NUM_DEVICES))
         with TransferEngine(host_id="here", transports=["rdma"], config=EngineConfig(limits=limits)) as engine:
-            engine._rdma = NullDevices()  # where it would find the machine's
+            engine._shared.get("rdma", NullDevices, NullDevices.let_go)  # where it would find the machine's
             remote = engine.open_segment(SegmentDescriptor("null", size, "there", 1, doors))
             buffer = engine.register(memoryview(bytearray(1)).cast("B"))
             buffer.size_bytes = size  # nothing is touched
@@ -236,7 +244,8 @@ def device_rows() -> list[dict[str, Any]]:
     address = ctypes.addressof(area)
     region = device.register(address, len(area), remote=True)
     works = [
-        Work(n, Opcode.WRITE, address, region.local_key, address + n * 64, region.remote_key, 1) for n in range(CHAIN)
+        WorkRequest(n, Opcode.WRITE, address, region.local_key, address + n * 64, region.remote_key, 1)
+        for n in range(CHAIN)
     ]
     rows = []
     for name, chain in (("one", 1), ("chained", CHAIN)):
@@ -257,7 +266,7 @@ def device_row(how: str, post_s: float, loop_s: float) -> dict[str, Any]:
     return {"device": "soft-RoCE in a guest", "how": how, "post_in_bare_loop_steps": round(post_s / loop_s, 1)}
 
 
-def timed_post(pair: QueuePair, works: list[Work]) -> float:
+def timed_post(pair: QueuePair, works: list[WorkRequest]) -> float:
     """Seconds of the post alone; what was posted has ended on return."""
     start_s = time.perf_counter()
     pair.post(works, which_tell([work.length for work in works]))

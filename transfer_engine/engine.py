@@ -1,7 +1,8 @@
 """TransferEngine: the front of the transfer engine.
 
-Owns which segments are open and which threads drive asyncio callers' batches; opening picks the transport. Decisions
-about slices are ``transfer_run``'s and ``paths``'s, progress is ``handle``'s.
+Owns which segments are open and which threads drive asyncio callers' batches; opening picks the transport, from those
+that ``transports.registry`` lists. ``client.batch_state`` and ``core.paths`` decide about slices, ``client.handle``
+drives them.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from typing import Any
 
 from tanghulu.errors import ConfigError, InvalidRequest, NodeUnavailable, Overloaded, TanghuluError, VersionMismatch
 from tanghulu.runtime.clock import Clock, SystemClock
-from tanghulu.transfer_engine.client.batch_state import RunLimits, TransferRun
-from tanghulu.transfer_engine.client.fast_path import copy_directly, send_directly
-from tanghulu.transfer_engine.client.handle import TransferHandle, Workshop
+from tanghulu.transfer_engine.client.batch_state import BatchLimits, BatchState
+from tanghulu.transfer_engine.client.fast_path import copy_fast, send_fast
+from tanghulu.transfer_engine.client.handle import EngineResources, TransferHandle
 from tanghulu.transfer_engine.client.remote import RemoteSegment
 from tanghulu.transfer_engine.client.requests import (
     BatchResult,
-    RequestState,
     TransferBatch,
     TransferCancelled,
     TransferRequest,
+    TransferState,
     admit,
     admit_buffer,
     admit_deadline,
@@ -32,12 +33,11 @@ from tanghulu.transfer_engine.client.requests import (
 )
 from tanghulu.transfer_engine.core.buffers import Buffer
 from tanghulu.transfer_engine.core.config import EngineConfig, TransportLimits
-from tanghulu.transfer_engine.core.opcode import Opcode
 from tanghulu.transfer_engine.core.segment import SegmentDescriptor
-from tanghulu.transfer_engine.transports.rdma.devices import LocalDevices
+from tanghulu.transfer_engine.core.slices import Opcode
+from tanghulu.transfer_engine.core.transport import ConnectContext, SharedResources, TransportPeer
+from tanghulu.transfer_engine.transports.registry import TRANSPORTS
 from tanghulu.transfer_engine.transports.shm.long_copy import CopyHelper
-from tanghulu.transfer_engine.transports.shm.transport import ShmPeer
-from tanghulu.transfer_engine.transports.ucx import agent as ucx_agent
 
 __all__ = [
     "BatchResult",
@@ -45,16 +45,15 @@ __all__ = [
     "EngineConfig",
     "Opcode",
     "RemoteSegment",
-    "RequestState",
     "TransferBatch",
     "TransferCancelled",
     "TransferEngine",
     "TransferHandle",
     "TransferRequest",
+    "TransferState",
     "TransportLimits",
 ]
 
-TRANSPORTS = ("shm", "rdma", "ucx", "tcp")
 _Key = tuple[SegmentDescriptor, int, str | None]
 
 
@@ -74,7 +73,7 @@ class _Opening:
 class TransferEngine:
     """Moves bytes between this process's buffers and other processes' segments; one per process is enough.
 
-    ``transports`` in the order of preference; by default all that ``config`` has limits for.
+    ``transports`` in the order of preference; by default all that the registry knows.
     ``host_id`` is equal for processes that can share memory.
     Every method may be called from any thread. Use as a context manager, or call ``close()``.
     """
@@ -89,23 +88,24 @@ class TransferEngine:
     ) -> None:
         self.config = config or EngineConfig()
         if transports is None:
-            transports = [name for name in TRANSPORTS if name in self.config.limits]
-        unknown = [name for name in transports if name not in TRANSPORTS or name not in self.config.limits]
+            transports = list(TRANSPORTS)
+        unknown = [name for name in (*transports, *self.config.limits) if name not in TRANSPORTS]
         if unknown or not transports:
-            raise ConfigError(f"transports {list(transports)}: choose from {list(TRANSPORTS)}, each with limits")
+            raise ConfigError(f"transports {unknown or list(transports)}: choose from {list(TRANSPORTS)}")
         self.transports = tuple(transports)
         self.host_id = host_id
         self._clock = clock or SystemClock()
         self._lock = threading.Lock()
         self._segments: dict[_Key, _Opening] = {}
-        self._rdma: LocalDevices | None = None
+        self._shared = SharedResources()
         self._threads: ThreadPoolExecutor | None = None
         self._num_async = 0
         self._closed = False
-        self._workshop = Workshop(self._clock, threading.Lock(), self._executor)
+        self._resources = EngineResources(self._clock, threading.Lock(), self._executor)
         self._helper = CopyHelper(wanted=self.config.copy_helper)
-        self._slice_bytes = {name: limits.slice_bytes for name, limits in self.config.limits.items()}
-        self._run_limits = RunLimits(self.config.limits, self.config.retries_max, self.config.slice_deadline_s)
+        limits = {name: self.config.limits.get(name, each.LIMITS) for name, each in TRANSPORTS.items()}
+        self._slice_bytes = {name: each.slice_bytes for name, each in limits.items()}
+        self._batch_limits = BatchLimits(limits, self.config.retries_max, self.config.slice_deadline_s)
 
     # --- memory and segments
 
@@ -118,8 +118,8 @@ class TransferEngine:
     ) -> RemoteSegment:
         """Reach a peer's segment; the same object for the same arguments while it is open.
 
-        Takes shm when the peer is on this host and its door lets us in, else rdma or ucx where both have it, else tcp;
-        ``transport`` pins one.
+        Takes the first of the engine's transports by which the peer can be reached: shm where it is on this host and
+        lets this process in, else rdma or ucx where both have it, else tcp. ``transport`` pins one.
         ``session_id`` is the one that the owner opened for us (0 where it keeps no leases).
         Waits for the peer, at most ``connect_timeout_s`` per attempt. Raises NodeUnavailable, saying why for each
         transport (VersionMismatch if one of them failed for that), InvalidRequest for an unknown ``transport``.
@@ -170,13 +170,13 @@ class TransferEngine:
         buffers = [admit_buffer(request) for request in requests]
         refuse_overlaps(requests, buffers)
         admitted = [admit(request, buffer) for request, buffer in zip(requests, buffers, strict=True)]
-        return TransferHandle(self._workshop, TransferRun(admitted, self._run_limits), requests)
+        return TransferHandle(self._resources, BatchState(admitted, self._batch_limits), requests)
 
     def transfer(self, requests: Sequence[TransferRequest], deadline_s: float) -> None:
         """Move everything, in this thread; returns when all bytes have arrived, raises the first error otherwise."""
         admit_deadline(deadline_s)
         start_s = self._clock.now_s()
-        if copy_directly(requests, self.config.direct_bytes, self._workshop, self._helper):
+        if copy_fast(requests, self.config.fast_copy_bytes, self._resources, self._helper):
             return
         if len(requests) == 1 and self._sent_directly(requests[0], start_s, deadline_s):
             return
@@ -189,7 +189,7 @@ class TransferEngine:
         Raises Overloaded if ``max_async_batches`` are waiting already.
         """
         admit_deadline(deadline_s)
-        if copy_directly(requests, self.config.direct_async_bytes, self._workshop, self._helper):
+        if copy_fast(requests, self.config.fast_copy_async_bytes, self._resources, self._helper):
             return
         if self._num_async >= self.config.max_async_batches:
             raise Overloaded(f"{self._num_async} batches are waiting for the engine's threads")
@@ -209,7 +209,6 @@ class TransferEngine:
             openings = list(self._segments.values())
             self._segments.clear()
             threads, self._threads = self._threads, None
-            rdma, self._rdma = self._rdma, None
         for opening in openings:
             with opening.lock:
                 if opening.remote is not None:
@@ -217,8 +216,7 @@ class TransferEngine:
         self._helper.close()
         if threads is not None:
             threads.shutdown(wait=True)
-        if rdma is not None:
-            rdma.let_go()
+        self._shared.close()
 
     def __enter__(self) -> TransferEngine:
         return self
@@ -230,7 +228,7 @@ class TransferEngine:
         """Assert the invariants of everything that is open."""
         with self._lock:
             remotes = [opening.remote for opening in self._segments.values() if opening.remote is not None]
-        with self._workshop.lock:
+        with self._resources.lock:
             for remote in remotes:
                 remote.check()
 
@@ -256,65 +254,33 @@ class TransferEngine:
             return False
         if request.length > self._slice_bytes[target.transport]:
             return False
-        return send_directly(request, now_s, deadline_s, self.config.slice_deadline_s, self._workshop)
+        return send_fast(request, now_s, deadline_s, self.config.slice_deadline_s, self._resources)
 
     def _open(self, descriptor: SegmentDescriptor, session_id: int, pinned: str | None) -> RemoteSegment:
-        wanted = (pinned,) if pinned is not None else self.transports
-        usable: list[str] = []
+        """Reach the segment over every transport that can; the first whose owner answers is the preferred one."""
+        context = ConnectContext(descriptor, session_id, self.config, self.host_id, shared=self._shared)
+        peers: dict[str, TransportPeer] = {}
         reasons: list[TanghuluError] = []
-        shm: ShmPeer | None = None
-        for name in wanted:
-            if not descriptor.endpoints_of(name):
-                reasons.append(NodeUnavailable(f"{name}: the descriptor has no such endpoint"))
-            elif name == "tcp" or (name == "rdma" and self._find_rdma(reasons) is not None):
-                usable.append(name)
-            elif name == "rdma":
-                continue
-            elif name == "ucx":
-                reason = ucx_agent.probe()
-                usable += [] if reason else [name]
-                reasons += [NodeUnavailable(f"ucx: {reason}")] if reason else []
-            else:
-                shm = self._open_shm(descriptor, session_id, reasons)
-                usable += [name] if shm is not None else []
-        while usable:
-            remote = RemoteSegment(descriptor, session_id, usable, self.config, self._clock, shm, rdma=self._rdma)
-            if remote.transport == "shm":
-                return remote
+        for name in (pinned,) if pinned is not None else self.transports:
+            try:
+                if not context.endpoints(name):
+                    raise NodeUnavailable("the descriptor has no such endpoint")
+                peers[name] = TRANSPORTS[name].connect(context)
+            except TanghuluError as error:
+                reasons.append(_reason(name, error))
+        while peers:
+            remote = RemoteSegment(context, peers, self._clock)
             try:
                 remote.greet(self.config.connect_timeout_s, self._clock)
                 return remote
             except TanghuluError as error:
-                remote.close()
                 reasons.append(_reason(remote.transport, error))
-                usable = usable[1:] if shm is None else []  # closing it hung up at the shm door
+                peers.pop(remote.transport).close()
         told = "; ".join(each.message for each in reasons)
         of_version = any(isinstance(each, VersionMismatch) for each in reasons)
         raise (VersionMismatch if of_version else NodeUnavailable)(
             f"segment {descriptor.name!r} of generation {descriptor.generation} cannot be opened: {told}"
         )
-
-    def _find_rdma(self, reasons: list[TanghuluError]) -> LocalDevices | None:
-        """The devices of this process, looked for until there are some; None when there are none."""
-        try:
-            with self._lock:
-                if self._rdma is None:
-                    self._rdma = LocalDevices.find(self.config.rdma_devices)
-                return self._rdma
-        except NodeUnavailable as error:
-            reasons.append(_reason("rdma", error))
-            return None
-
-    def _open_shm(self, descriptor: SegmentDescriptor, session_id: int, reasons: list[TanghuluError]) -> ShmPeer | None:
-        if descriptor.host_id != self.host_id:
-            reasons.append(NodeUnavailable(f"shm: it is on host {descriptor.host_id!r}, we are on {self.host_id!r}"))
-            return None
-        for endpoint in descriptor.endpoints_of("shm"):
-            try:
-                return ShmPeer.open(descriptor, endpoint, session_id, self.config.connect_timeout_s)
-            except TanghuluError as error:
-                reasons.append(_reason("shm", error))
-        return None
 
     def _executor(self) -> Executor:
         with self._lock:

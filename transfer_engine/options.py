@@ -1,22 +1,21 @@
 """The transfer engine's options of a process: what its flags mean for the segment it serves and the engine it runs.
 
-One door for nodes and workers. Pure, but for ``topology_discovery`` where devices are asked for.
+Nodes and workers share them. Pure, but for ``topology.discovery`` where devices are asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from tanghulu.errors import ConfigError
 from tanghulu.runtime.busy_polling import MAX_SPIN_S, SPIN_S
 from tanghulu.runtime.config import option
-from tanghulu.transfer_engine.core.config import EngineConfig
+from tanghulu.transfer_engine.core.config import EngineConfig, ListenOptions, ServerLimits
+from tanghulu.transfer_engine.core.paths import NOTICE_TRANSPORT
 from tanghulu.transfer_engine.topology.devices import Topology
 from tanghulu.transfer_engine.topology.discovery import load
+from tanghulu.transfer_engine.transports.registry import TRANSPORTS
 
-_KNOWN = ("shm", "rdma", "ucx", "tcp")
 MAX_SPIN_US = round(MAX_SPIN_S * 1e6)
 _WILDCARDS = ("", "0.0.0.0", "::")
 
@@ -25,7 +24,7 @@ _WILDCARDS = ("", "0.0.0.0", "::")
 class TransferOptions:
     """Fields for the configuration of a process that offers a segment or opens others'."""
 
-    transports: str = option("shm,tcp", "how payloads may move, the best first: of shm, rdma, ucx and tcp")
+    transports: str = option("shm,tcp", f"how payloads may move, the best first: of {', '.join(TRANSPORTS)}")
     topology: str = option("", "spread tcp over network devices: auto, or a file as tanghulu topology --json prints it")
     tcp_devices: str = option("", "of these devices only, by name: eth1,eth2; default: all of --topology")
     rdma_devices: str = option("", "verbs devices for rdma, in the order of their rails; default: all that work")
@@ -37,24 +36,27 @@ class TransferOptions:
 
 @dataclass(frozen=True, slots=True)
 class TransferSettings:
-    """The options, checked: arguments of SegmentServer and TransferEngine.
+    """The options, checked: values for TransferEngine and SegmentServer.
 
-    ``served`` are the keyword arguments of SegmentServer about which endpoints to offer, and how to wait at them.
+    ``listen`` lacks what only the process knows, such as the path of its socket.
     """
 
     transports: tuple[str, ...]
     engine: EngineConfig
-    served: Mapping[str, Any]
+    listen: ListenOptions
+    limits: ServerLimits
 
 
 def transfer_settings(options: TransferOptions, host: str) -> TransferSettings:
     """What the flags ask for; ``host`` is what the process listens on. Raises ConfigError that names the flag."""
     transports = _names(options.transports)
-    unknown = [name for name in transports if name not in _KNOWN]
+    unknown = [name for name in transports if name not in TRANSPORTS]
     if unknown or len(set(transports)) != len(transports):
-        raise ConfigError(f"--transports {options.transports}: name some of {', '.join(_KNOWN)}, each once")
-    if "tcp" not in transports:
-        raise ConfigError(f"--transports {options.transports}: tcp must be among them, it carries control and notices")
+        raise ConfigError(f"--transports {options.transports}: name some of {', '.join(TRANSPORTS)}, each once")
+    if NOTICE_TRANSPORT not in transports:
+        raise ConfigError(
+            f"--transports {options.transports}: {NOTICE_TRANSPORT} must be among them, it carries control and notices"
+        )
     rdma = _names(options.rdma_devices)
     if rdma and "rdma" not in transports:
         raise ConfigError(f"--rdma-devices {options.rdma_devices}: rdma is not among --transports {options.transports}")
@@ -68,15 +70,15 @@ def transfer_settings(options: TransferOptions, host: str) -> TransferSettings:
     if topology is not None and host not in _WILDCARDS:
         raise ConfigError(f"--topology and --tcp-devices need --host 0.0.0.0; {host} is one device's address")
     near = [] if topology is None else topology.addresses(location)
-    served = {
-        "spin_s": spin_s,
-        "ucx": "ucx" in transports,
-        "rdma_devices": rdma if "rdma" in transports else None,
-        "tcp_devices": near,
-        "tcp_distances": {name: topology.distance(location, name) for name, _ in near} if topology is not None else {},
-    }
+    listen = ListenOptions(
+        transports=transports,
+        host=host,
+        rdma_devices=rdma,
+        tcp_devices=tuple(near),
+        tcp_distances={name: topology.distance(location, name) for name, _ in near} if topology is not None else {},
+    )
     engine = EngineConfig(topology=topology, location=location, rdma_devices=rdma, spin_s=spin_s)
-    return TransferSettings(transports, engine, served)
+    return TransferSettings(transports, engine, listen, ServerLimits(spin_s=spin_s))
 
 
 def _location(options: TransferOptions, topology: Topology | None) -> str:

@@ -26,7 +26,7 @@ from tanghulu.runtime.clock import ManualClock
 from tanghulu.transfer_engine.core.network import Poller, StreamSocket
 from tanghulu.transfer_engine.core.paths import Path
 from tanghulu.transfer_engine.sim_transport import Pipe, SimTransport
-from tanghulu.transfer_engine.transports.tcp.listener import TcpConnection, TcpDoor
+from tanghulu.transfer_engine.transports.tcp.listener import TcpAdmission, TcpConnection
 from tanghulu.types import Address
 
 _TICK_S = 1e-9  # the shortest wait: less than that is lost when it is added to the time
@@ -62,7 +62,7 @@ class SimNetwork:
         self.may_taint: Callable[[memoryview], bool] = lambda into: False
         self.cut_links: set[tuple[str, str]] = set()  # (host, device) that are partitioned from everybody
         self.stalled: set[str] = set()  # addresses whose process does not run
-        self.doors: dict[str, TcpDoor] = {}
+        self.doors: dict[str, TcpAdmission] = {}
         self.transports: dict[str, list[SimTransport]] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
@@ -110,7 +110,7 @@ class SimNetwork:
 
     # --- hosts
 
-    def listen(self, address: str, door: TcpDoor) -> None:
+    def listen(self, address: str, door: TcpAdmission) -> None:
         """A process answers at ``address`` from now on."""
         self.doors[address] = door
         self.transports[address] = []

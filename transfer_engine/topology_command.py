@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import click
 
 from tanghulu.errors import TanghuluError
 from tanghulu.runtime.config import command, option
-from tanghulu.transfer_engine.core.segment import MemorySegment, map_shared
+from tanghulu.transfer_engine.core.transport import Ability, Transport
 from tanghulu.transfer_engine.gpu import direct as gpu_direct
 from tanghulu.transfer_engine.options import TransferOptions
 from tanghulu.transfer_engine.topology.devices import Topology
 from tanghulu.transfer_engine.topology.discovery import load
-from tanghulu.transfer_engine.transports.rdma import verbs as rdma_verbs
-from tanghulu.transfer_engine.transports.shm.memory import may_trace
-from tanghulu.transfer_engine.transports.ucx import agent as ucx_agent
+from tanghulu.transfer_engine.transports.registry import TRANSPORTS
 
-_PROBE_BYTES = 4096
 _BY_DEFAULT = TransferOptions().transports.split(",")
 
 
@@ -34,21 +28,13 @@ class TopologyConfig:
     file: str = option("", "a topology file to show instead of what is discovered")
 
 
-class Ability(NamedTuple):
-    """Whether a transport works here, and what it would use or what it lacks."""
-
-    works: bool
-    note: str
-
-
 def abilities(topology: Topology) -> dict[str, Ability]:
     """Every transport with what was found by trying; nothing is left behind."""
-    return {
-        "shm": _tried(_shm),
-        "tcp": _tried(lambda: _tcp(topology)),
-        "rdma": _rdma(),
-        "ucx": _ucx(),
-    }
+    return {name: _tried(transport, topology) for name, transport in sorted(TRANSPORTS.items(), key=_by_default_first)}
+
+
+def _by_default_first(named: tuple[str, Transport]) -> bool:
+    return named[0] not in _BY_DEFAULT
 
 
 def gpu_memory() -> Ability:
@@ -65,48 +51,11 @@ def run(config: TopologyConfig) -> None:
     click.echo(_as_json(topology, found, gpus) if config.json else _as_text(topology, found, gpus))
 
 
-def _tried(attempt: Callable[[], Ability]) -> Ability:
+def _tried(transport: Transport, topology: Topology) -> Ability:
     try:
-        return attempt()
+        return transport.probe(topology)
     except (OSError, TanghuluError) as error:
         return Ability(False, str(error))
-
-
-def _shm() -> Ability:
-    segment = MemorySegment.create("probe", _PROBE_BYTES)
-    try:
-        map_shared(segment.fd, _PROBE_BYTES).close()
-    finally:
-        segment.close()
-    else_copied = ", or copied by the kernel where that fails" if may_trace(os.getppid()) else ""
-    return Ability(True, f"to processes of this user on this host: mapped memory{else_copied}")
-
-
-def _tcp(topology: Topology) -> Ability:
-    names = [each.name for each in topology.usable]
-    if not names:
-        return Ability(True, "over the loopback only: no other device is up and has an address")
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
-        for name in names:
-            try:
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, name.encode())
-            except OSError as error:
-                why = os.strerror(error.errno or 0)
-                return Ability(
-                    True, f"by the kernel's routes; --topology cannot spread it, {name} cannot be used: {why}"
-                )
-    return Ability(True, f"by the kernel's routes; --topology spreads it over {', '.join(names)}")
-
-
-def _rdma() -> Ability:
-    found = rdma_verbs.probe()
-    devices = ", ".join(f"{each.name} (mtu {each.mtu})" for each in found.devices)
-    return Ability(bool(found.devices), devices or found.reason)
-
-
-def _ucx() -> Ability:
-    reason = ucx_agent.probe()
-    return Ability(not reason, reason or "UCX through NIXL, over whatever network UCX finds")
 
 
 def _as_json(topology: Topology, found: dict[str, Ability], gpus: Ability) -> str:

@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -20,7 +21,7 @@ from tanghulu.errors import TanghuluError
 from tanghulu.protos import session_pb2, session_pb2_grpc
 from tanghulu.rpc import grpc_edge
 from tanghulu.rpc.fast_server import FastService
-from tanghulu.rpc.port_mux import Door
+from tanghulu.rpc.port_mux import PortMux
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.process import Process, host_id
 from tanghulu.transfer_engine.core.access import AccessTable
@@ -81,7 +82,7 @@ class WorkerServer:
         """Open the parts bottom up: memory, engine, its connections to the outside, and the port last."""
         process, config = self._process, self._config
         service = FastService()
-        port = Door(service, process.run_dir, "worker")
+        port = PortMux(service, process.run_dir, "worker")
         self.address = await port.bind(config.host, config.port, config.reachable_host)
         self.unix_path = port.unix_path
         self.instance_id = process.instance_id(self.address.port)
@@ -192,13 +193,15 @@ class WorkerServer:
         server = SegmentServer(
             self._segment,
             access,
-            host=self._config.host,
-            advertised_host=self._config.reachable_host,
-            unix_path=str(self._process.run_dir / "kv.sock") if "shm" in self._transport.transports else None,
             generation=self._process.generation,
             host_id=host_id(),
+            listen=replace(
+                self._transport.listen,
+                advertised_host=self._config.reachable_host,
+                unix_path=str(self._process.run_dir / "kv.sock"),
+            ),
+            limits=self._transport.limits,
             on_freed=self._peers.on_freed,
-            **self._transport.served,
         )
         self._process.registry.register(ServerCollector(server))
         await server.start()

@@ -57,6 +57,7 @@ class TanghuluOwner:
 
         import uvloop
 
+        from tanghulu.transfer_engine.core.config import ListenOptions
         from tanghulu.transfer_engine.core.segment import MemorySegment
         from tanghulu.transfer_engine.owner.server import SegmentServer
 
@@ -64,11 +65,9 @@ class TanghuluOwner:
         self.view = self._segment.view
         self._loop = uvloop.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        options: dict[str, Any] = {"ucx": True} if ucx else {}
-        self._server = SegmentServer(
-            self._segment, None, host="127.0.0.1", unix_path=os.path.join(folder, "door"), generation=1,
-            host_id="bench", **options,
-        )  # fmt: skip
+        transports = ("shm", "ucx", "tcp") if ucx else ("shm", "tcp")
+        listen = ListenOptions(transports=transports, host="127.0.0.1", unix_path=os.path.join(folder, "door"))
+        self._server = SegmentServer(self._segment, None, generation=1, host_id="bench", listen=listen)
         asyncio.run_coroutine_threadsafe(self._server.start(), self._loop).result(TIMEOUT_S)
 
     def offer(self) -> dict[str, Any]:

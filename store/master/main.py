@@ -12,10 +12,10 @@ from tanghulu.discovery.base import Instance
 from tanghulu.errors import ConfigError, InvalidRequest
 from tanghulu.masters import Masters
 from tanghulu.protos import directory_pb2_grpc, membership_pb2_grpc
-from tanghulu.rpc.authorizer import Gate, GrpcGate
+from tanghulu.rpc.authorizer import Authorizer, GrpcAuthorizer
 from tanghulu.rpc.fast_server import FastService
 from tanghulu.rpc.latency import LatencyCollector
-from tanghulu.rpc.port_mux import Door
+from tanghulu.rpc.port_mux import PortMux
 from tanghulu.runtime import process as processes
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.config import command, option
@@ -65,8 +65,8 @@ async def serve(process: Process, config: MasterConfig) -> None:
     service = FastService(max_connections=config.max_connections)
     process.registry.register(LatencyCollector(service.latencies))
     tokens = None if config.tokens is None else TokensFile(config.tokens)
-    interceptors = () if tokens is None else (GrpcGate(tokens, MASTER_GRPC_RULES),)
-    door = Door(service, process.run_dir, "master", interceptors, config.server_tls())
+    interceptors = () if tokens is None else (GrpcAuthorizer(tokens, MASTER_GRPC_RULES),)
+    door = PortMux(service, process.run_dir, "master", interceptors, config.server_tls())
     address = await door.bind(config.host, config.port, config.reachable_host)
     if config.etcd:
         shell.leadership = _leadership(process, config, address, shell)
@@ -76,8 +76,8 @@ async def serve(process: Process, config: MasterConfig) -> None:
     calls.serve(service)
     tasks: list[asyncio.Task[None]] = []
     if tokens is not None:
-        gate = Gate(tokens, MASTER_RULES)
-        gate.guard(service)
+        gate = Authorizer(tokens, MASTER_RULES)
+        gate.authorize(service)
         tasks.append(asyncio.create_task(gate.watch(service)))
     membership_pb2_grpc.add_MembershipServicer_to_server(MembershipService(shell), door.grpc_server)
     directory_pb2_grpc.add_DirectoryServicer_to_server(DirectoryService(shell, calls), door.grpc_server)

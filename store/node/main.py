@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,10 +21,10 @@ from tanghulu.discovery.masters import MasterFinder
 from tanghulu.errors import ConfigError
 from tanghulu.eviction import POLICIES
 from tanghulu.protos import store_pb2_grpc
-from tanghulu.rpc.authorizer import Gate, GrpcGate
+from tanghulu.rpc.authorizer import Authorizer, GrpcAuthorizer
 from tanghulu.rpc.fast_server import FastService
 from tanghulu.rpc.latency import LatencyCollector
-from tanghulu.rpc.port_mux import Door
+from tanghulu.rpc.port_mux import PortMux
 from tanghulu.runtime import process as processes
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.config import command, option
@@ -131,8 +131,8 @@ class Node:
         self._tokens = None if config.tokens is None else TokensFile(config.tokens)
         if self._tokens is not None:
             refuse_open_carriers(self._tokens.table, config.transports)
-        interceptors = () if self._tokens is None else (GrpcGate(self._tokens, NODE_GRPC_RULES),)
-        self._door = Door(self._service, process.run_dir, "node", interceptors, tls)
+        interceptors = () if self._tokens is None else (GrpcAuthorizer(self._tokens, NODE_GRPC_RULES),)
+        self._door = PortMux(self._service, process.run_dir, "node", interceptors, tls)
         book = None if self._tokens is None else TenantBook(self._tenants, config.memory)
         self._policies = Policies() if book is None else Policies.fair(book)
         self._memory = NodeMemory(config.memory, self._clock.now_s(), prefault=config.prefault)
@@ -165,7 +165,7 @@ class Node:
         self._sessions = Sessions(self.state, self._room_changed)
         self._copier = Copier(config.master, self._desk, self._announcer.copy_failed)
         self._registration: asyncio.Task[Registration] | None = None
-        self._gate: Gate | None = None
+        self._gate: Authorizer | None = None
         store_pb2_grpc.add_StoreNodeServicer_to_server(
             GrpcStoreNode(self.state, self._desk, self._traffic, self._promoter), self._door.grpc_server
         )
@@ -177,14 +177,16 @@ class Node:
         return SegmentServer(
             self._segment,
             access,
-            host=config.host,
-            advertised_host=config.reachable_host,
-            unix_path=str(self._process.run_dir / "segment.sock") if "shm" in settings.transports else None,
             generation=self._process.generation,
             host_id=processes.host_id(),
+            listen=replace(
+                settings.listen,
+                advertised_host=config.reachable_host,
+                unix_path=str(self._process.run_dir / "segment.sock"),
+                tls=None if tls is None else tls.context,
+            ),
+            limits=settings.limits,
             on_freed=self._freed,
-            tls=None if tls is None else tls.context,
-            **settings.served,
         )
 
     def _open_tier(self) -> SsdTier | None:
@@ -266,8 +268,8 @@ class Node:
         self._arrivals.serve(self._service)
         AdminService(self.state, self._desk, self._drain).serve(self._service)
         if self._tokens is not None:
-            self._gate = Gate(self._tokens, NODE_RULES)
-            self._gate.guard(self._service)
+            self._gate = Authorizer(self._tokens, NODE_RULES)
+            self._gate.authorize(self._service)
         return address
 
     def _tenants(self) -> Mapping[str, Tenant]:

@@ -1,4 +1,4 @@
-"""A worker that is real on the wire (gRPC behind a Door, real sockets) and a script behind it.
+"""A worker that is real on the wire (gRPC behind a PortMux, real sockets) and a script behind it.
 
 It says ``script`` token by token, one token of every request a step. A request that already has generated tokens
 goes on at the right place, so a moved request must give the same text as an unmoved one.
@@ -22,7 +22,7 @@ from tanghulu.hashing import TokenSequence, root_hash
 from tanghulu.protos import common_pb2, session_pb2_grpc
 from tanghulu.protos import session_pb2 as pb
 from tanghulu.rpc.fast_server import FastService
-from tanghulu.rpc.port_mux import Door
+from tanghulu.rpc.port_mux import PortMux
 from tanghulu.types import InstanceId, Role
 
 MODEL = "tiny"
@@ -96,7 +96,7 @@ class FakeWorker(session_pb2_grpc.WorkerServicer):
         self._go = asyncio.Event()
         self._permits: int | None = None
         self._exports = 100
-        self._door = Door(FastService(), run_dir, name)
+        self._door = PortMux(FastService(), run_dir, name)
         self._engine: asyncio.Task[None] | None = None
         self._registration: Any = None
         self._dead = False

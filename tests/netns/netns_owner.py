@@ -8,6 +8,7 @@ import sys
 
 import uvloop
 
+from tanghulu.transfer_engine.core.config import ListenOptions
 from tanghulu.transfer_engine.core.segment import MemorySegment
 from tanghulu.transfer_engine.owner.server import SegmentServer
 from tanghulu.transfer_engine.topology.discovery import discover
@@ -15,10 +16,8 @@ from tanghulu.transfer_engine.topology.discovery import discover
 
 async def serve(size_bytes: int) -> None:
     segment = MemorySegment.create("arena", size_bytes, prefault=True)
-    devices = discover().addresses()
-    server = SegmentServer(
-        segment, None, host="0.0.0.0", unix_path=None, generation=1, host_id="owner", tcp_devices=devices
-    )
+    listen = ListenOptions(host="0.0.0.0", tcp_devices=tuple(discover().addresses()))
+    server = SegmentServer(segment, None, generation=1, host_id="owner", listen=listen)
     await server.start()
     print(pickle.dumps(server.descriptor()).hex(), flush=True)
     await asyncio.to_thread(sys.stdin.read)

@@ -21,7 +21,7 @@ HOST, PORT = "10.77.2.2", 7007
 KEY = b"rdma guests"
 #: So long may the other guest take to boot.
 START_S = 90.0
-OPTIONS: dict[str, Any] = {"advertised_host": HOST, "host": "0.0.0.0", "rdma_devices": ()}
+OPTIONS: dict[str, Any] = {"advertised_host": HOST, "host": "0.0.0.0", "transports": ("shm", "rdma", "tcp")}
 
 
 class Agent:

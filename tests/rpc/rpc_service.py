@@ -17,7 +17,7 @@ from tanghulu.protos import directory_pb2_grpc, fastlane_pb2
 from tanghulu.rpc.fast_server import FastService, Later, Peer
 from tanghulu.rpc.frames import HEAD
 from tanghulu.rpc.grpc_edge import abort
-from tanghulu.rpc.port_mux import Door
+from tanghulu.rpc.port_mux import PortMux
 
 ECHO = fastlane_pb2.METHOD_GET
 SLOW = fastlane_pb2.METHOD_PUT
@@ -31,7 +31,7 @@ LATER = fastlane_pb2.METHOD_LOCATE
 
 @dataclass
 class Served:
-    door: Door
+    door: PortMux
     service: FastService
     gate: asyncio.Event
     most_waiting: int = 0
@@ -98,7 +98,7 @@ class Directory(directory_pb2_grpc.DirectoryServicer):
 async def serving() -> AsyncIterator[Served]:
     with tempfile.TemporaryDirectory(prefix="th-rpc-") as run_dir:
         service = FastService()
-        door = Door(service, Path(run_dir), "test")
+        door = PortMux(service, Path(run_dir), "test")
         made = Served(door, service, asyncio.Event())
         make_service(made)
         directory_pb2_grpc.add_DirectoryServicer_to_server(Directory(), door.grpc_server)

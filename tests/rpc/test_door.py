@@ -22,7 +22,7 @@ from tanghulu.protos import directory_pb2_grpc, fastlane_pb2
 from tanghulu.rpc.fast_server import FastService
 from tanghulu.rpc.frames import HEAD, PREAMBLE, encode_head
 from tanghulu.rpc.grpc_edge import channel, typed_errors
-from tanghulu.rpc.port_mux import Door
+from tanghulu.rpc.port_mux import PortMux
 from tanghulu.rpc.wire import error_of, raise_for, status_of
 from tanghulu.types import Address
 
@@ -96,7 +96,7 @@ async def test_a_dead_grpc_peer_is_unavailable_or_late() -> None:
 
 
 async def test_a_taken_port_refuses_to_start(served: Served, tmp_path) -> None:
-    other = Door(FastService(), tmp_path, "other")
+    other = PortMux(FastService(), tmp_path, "other")
     with pytest.raises(ConfigError, match="choose another --port"):
         await other.start("127.0.0.1", served.door.address.port)
     await other.close(0.0)
@@ -105,7 +105,7 @@ async def test_a_taken_port_refuses_to_start(served: Served, tmp_path) -> None:
 async def test_a_run_directory_that_is_too_long_refuses_to_start(tmp_path) -> None:
     deep = tmp_path / ("d" * 100)
     deep.mkdir()
-    door = Door(FastService(), deep, "x")
+    door = PortMux(FastService(), deep, "x")
     with pytest.raises(ConfigError, match="shorter --run-dir"):
         await door.start("127.0.0.1", 0)
     await door.close(0.0)

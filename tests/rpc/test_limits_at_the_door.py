@@ -18,7 +18,7 @@ from tanghulu.protos import directory_pb2 as pb
 from tanghulu.protos import directory_pb2_grpc, fastlane_pb2, store_pb2
 from tanghulu.rpc import fast_server
 from tanghulu.rpc import port_mux as door
-from tanghulu.rpc.authorizer import Gate, Rule
+from tanghulu.rpc.authorizer import Authorizer, Rule
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.frames import HEAD, PREAMBLE
@@ -66,7 +66,7 @@ async def guarded(served: Served, tmp_path: Path) -> Served:
         return store_pb2.HelloReply()
 
     served.service.register(fastlane_pb2.METHOD_HELLO, store_pb2.HelloRequest, hello)
-    Gate(TokensFile(file), {ECHO: Rule("echo", Right.READ)}).guard(served.service)
+    Authorizer(TokensFile(file), {ECHO: Rule("echo", Right.READ)}).authorize(served.service)
     return served
 
 

@@ -49,8 +49,8 @@ from tanghulu.transfer_engine.client.requests import TransferBatch, TransferRequ
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.buffers import Buffer
 from tanghulu.transfer_engine.core.leases import Freed
-from tanghulu.transfer_engine.core.opcode import Opcode
 from tanghulu.transfer_engine.core.segment import SegmentDescriptor
+from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.types import Address, ChunkKey, InstanceId, LeaseId, Place, Role
 
 MASTER = Address("master", 1)

@@ -167,7 +167,7 @@ class HereOwner:
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
         access = options.pop("access", False)
-        settings = {"unix_path": None, "generation": 1, "rdma_devices": ()} | options
+        settings = {"transports": ("rdma", "tcp"), "generation": 1} | options
         self.owner = Owner(80 << 20, access, settings)
         self._run(self.owner.server.start())
         self.descriptor = self.owner.server.descriptor()

@@ -22,9 +22,10 @@ import xxhash
 from tanghulu.auth.tls import ServerTls
 from tanghulu.runtime.clock import ManualClock
 from tanghulu.transfer_engine.core.access import AccessTable
+from tanghulu.transfer_engine.core.config import ListenOptions, ServerLimits
 from tanghulu.transfer_engine.core.leases import Freed
-from tanghulu.transfer_engine.core.opcode import Opcode
 from tanghulu.transfer_engine.core.segment import MemorySegment, SegmentDescriptor
+from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.owner.server import SegmentServer
 
 HOST_ID = "test-host"
@@ -58,13 +59,16 @@ class Owner:
         on_notice = self._on_notice if options.pop("notices", True) else None
         if "tls" in options:
             options["tls"] = ServerTls(options["tls"], mutual=True).context
+        generation, spin_s = options.pop("generation"), options.pop("spin_s", ServerLimits().spin_s)
         self.server = SegmentServer(
             self.segment,
             access,
+            generation=generation,
             host_id=HOST_ID,
+            listen=ListenOptions(**({"host": "127.0.0.1"} | options)),
+            limits=ServerLimits(spin_s=spin_s),
             on_freed=self._on_freed,
             on_notice=on_notice,
-            **({"host": "127.0.0.1"} | options),
         )
 
     def _on_notice(self, session_id: int, data: bytes) -> None:
@@ -116,11 +120,10 @@ class Owner:
         return freed
 
     async def hang_up_shm(self) -> None:
-        assert self.server._door is not None
-        await self.server._door.close()
+        await self.server._listeners["shm"].close()
 
     async def close_ucx(self) -> None:
-        self.server._one_sided["ucx"].close()
+        await self.server._listeners["ucx"].close()
 
     async def counters(self) -> dict[str, Any]:
         self.server.check()
@@ -175,6 +178,7 @@ class SegmentProcess:
         self._own_folder = folder is None
         self.folder = folder or Path(tempfile.mkdtemp(prefix="th-"))
         self._pipe, theirs = CONTEXT.Pipe()
+        options = {"transports": ("shm", "tcp")} | options
         options |= {"unix_path": str(self.folder / "door"), "generation": generation, "port": port}
         self.process = CONTEXT.Process(target=_main, args=(theirs, size_bytes, access, loop, options))
         self.process.start()

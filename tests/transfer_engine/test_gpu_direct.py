@@ -14,7 +14,7 @@ import pytest
 from tanghulu.errors import NodeUnavailable, TransferFailed
 from tanghulu.transfer_engine.gpu import direct as gpu_direct
 from tanghulu.transfer_engine.transports.rdma import verbs as rdma_verbs
-from tanghulu.transfer_engine.transports.rdma.verbs import DeviceInfo, Probe
+from tanghulu.transfer_engine.transports.rdma.verbs import DeviceInfo, DeviceProbe
 
 NIC = DeviceInfo("mlx5_0", "fe80::1", 0, 0, 5)
 
@@ -73,7 +73,7 @@ class Device:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
     monkeypatch.setattr(gpu_direct, "_Driver", lambda: driver)
-    monkeypatch.setattr(rdma_verbs, "probe", lambda: Probe((NIC,), ""))
+    monkeypatch.setattr(rdma_verbs, "probe", lambda: DeviceProbe((NIC,), ""))
     monkeypatch.setattr(rdma_verbs, "Device", Device)
     monkeypatch.setattr(Device, "refusal", "")
     return driver
@@ -97,7 +97,7 @@ def test_each_step_says_why_it_was_the_last(
     driver.has_dmabufs = step != "attribute"
     driver.fails_at = step
     if step == "nic":
-        monkeypatch.setattr(rdma_verbs, "probe", lambda: Probe((), "no RDMA device"))
+        monkeypatch.setattr(rdma_verbs, "probe", lambda: DeviceProbe((), "no RDMA device"))
     if step == "register":
         monkeypatch.setattr(Device, "refusal", "mlx5_0 takes no dmabuf: Operation not supported")
     found = gpu_direct.attempt()
@@ -109,7 +109,7 @@ def test_a_driver_that_crashes_takes_nobody_with_it(monkeypatch: pytest.MonkeyPa
     ended = subprocess.CompletedProcess[str]([], -11, "", "")
     monkeypatch.setattr(gpu_direct.subprocess, "run", lambda *given, **more: ended)
     monkeypatch.setattr(gpu_direct.ctypes, "CDLL", lambda name: object())
-    assert gpu_direct.probe() == gpu_direct.Finding((), "the attempt ended with status -11: no word")
+    assert gpu_direct.probe() == gpu_direct.GpuProbe((), "the attempt ended with status -11: no word")
 
 
 def test_what_the_process_prints_is_what_is_found(monkeypatch: pytest.MonkeyPatch):

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tanghulu.transfer_engine.core.buffers import Buffer
-from tanghulu.transfer_engine.core.opcode import Opcode
+from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.engine import EngineConfig, TransferEngine
 from tanghulu.transfer_engine.transports.shm.long_copy import PIECE_BYTES, CopyHelper, LongCopy
 

@@ -35,8 +35,6 @@ from test_transfer_contract import (  # noqa: F401 - pytest collects them from h
 )
 
 from tanghulu.errors import ChecksumMismatch, DeadlineExceeded, LeaseExpired, NodeUnavailable
-from tanghulu.transfer_engine import engine as engine_module
-from tanghulu.transfer_engine.client import remote as remote_module
 from tanghulu.transfer_engine.engine import (
     EngineConfig,
     Opcode,
@@ -45,8 +43,7 @@ from tanghulu.transfer_engine.engine import (
     TransferEngine,
     TransferRequest,
 )
-from tanghulu.transfer_engine.owner import server as server_module
-from tanghulu.transfer_engine.transports.onesided.link import OneSidedPeer
+from tanghulu.transfer_engine.transports.rdma import transport as rdma
 from tanghulu.transfer_engine.transports.rdma.devices import LocalDevices
 from tanghulu.transfer_engine.transports.rdma.verbs import DeviceInfo
 
@@ -72,15 +69,9 @@ def wires() -> Iterator[Wires]:
     """They stand where rdma's devices do."""
     wires, found = Wires(), LocalDevices([DeviceInfo(DEVICE, "::1", 0, 0, 5)])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server_module, "RdmaEnds", lambda segment, names: HereEnds(segment, wires))
-        patch.setattr(engine_module, "LocalDevices", type("Found", (), {"find": lambda wanted: found}))
-        patch.setattr(
-            remote_module,
-            "rdma_peer",
-            lambda descriptor, session_id, devices, fences: OneSidedPeer(
-                descriptor, session_id, fences, lambda: HereMovers(wires)
-            ),
-        )
+        patch.setattr(rdma, "RdmaEnds", lambda segment, names: HereEnds(segment, wires))
+        patch.setattr(rdma, "LocalDevices", type("Found", (), {"find": lambda wanted: found}))
+        patch.setattr(rdma, "RdmaMovers", lambda devices: HereMovers(wires))
         yield wires
 
 

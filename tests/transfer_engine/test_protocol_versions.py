@@ -17,44 +17,46 @@ import pytest
 from tanghulu.errors import NodeUnavailable, VersionMismatch, error_from_code
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.transfer_engine.core import wire
-from tanghulu.transfer_engine.core.admission import Reception
+from tanghulu.transfer_engine.core.admission import PeerAdmission
+from tanghulu.transfer_engine.core.config import ListenOptions, ServerLimits
 from tanghulu.transfer_engine.core.fences import Fences
 from tanghulu.transfer_engine.core.paths import Path
 from tanghulu.transfer_engine.core.segment import Endpoint, MemorySegment, SegmentDescriptor
-from tanghulu.transfer_engine.core.wire import DoorHello, Head, Op
+from tanghulu.transfer_engine.core.transport import ServeContext
+from tanghulu.transfer_engine.core.wire import Head, Op, ShmHello
 from tanghulu.transfer_engine.engine import EngineConfig, TransferEngine
 from tanghulu.transfer_engine.owner.server import SegmentServer
 from tanghulu.transfer_engine.transports.onesided.link import Movers, OneSidedLink
-from tanghulu.transfer_engine.transports.onesided.listener import OneSidedDoor, OneSidedServerConnection
-from tanghulu.transfer_engine.transports.onesided.wire import ANSWER_BYTES, DoorAnswer, DoorOp, DoorRequest
+from tanghulu.transfer_engine.transports.onesided.listener import OneSidedListener, OneSidedServerConnection
+from tanghulu.transfer_engine.transports.onesided.wire import ANSWER_BYTES, ControlAnswer, ControlOp, ControlRequest
 from tanghulu.transfer_engine.transports.rdma.listener import RdmaEnds
 from tanghulu.transfer_engine.transports.rdma.mover import RdmaMover
 from tanghulu.transfer_engine.transports.rdma.wire import RDMA, QueuePairAddress, pack_asked
 from tanghulu.transfer_engine.transports.ucx import listener as ucx_server
 from tanghulu.transfer_engine.transports.ucx import mover as ucx_mover
+from tanghulu.transfer_engine.transports.ucx.agent import UCX
 from tanghulu.transfer_engine.transports.ucx.transport import UcxMovers
-from tanghulu.transfer_engine.transports.ucx.wire import UCX
 from tanghulu.types import Address
 
 SEGMENT = "s"
 VERSION_AT = 4
 NO_ADDRESS = QueuePairAddress("::", 0, 0, 0, 0)
-CONNECT = DoorRequest(DoorOp.CONNECT, 77, 0, 3, wire.name_hash(SEGMENT))
+CONNECT = ControlRequest(ControlOp.CONNECT, 77, 0, 3, wire.name_hash(SEGMENT))
 HELLOS = {
     "tcp": Head(Op.HELLO, 0, 0, wire.name_hash(SEGMENT), 3, 77, 0).pack(),
-    "shm": DoorHello(SEGMENT, 3, 0).pack(),
+    "shm": ShmHello(SEGMENT, 3, 0).pack(),
     "rdma": RDMA.pack_request(CONNECT._replace(payload=pack_asked("mlx5_0", NO_ADDRESS))),
     "ucx": UCX.pack_request(CONNECT),
 }
 ANSWERS = {
     "tcp": wire.pack_reply(0, 0),
-    "shm": wire.pack_door_answer(1 << 16, 0),
-    "rdma": RDMA.pack_answer(DoorAnswer(DoorOp.CONNECT)),
-    "ucx": UCX.pack_answer(DoorAnswer(DoorOp.CONNECT)),
+    "shm": wire.pack_shm_answer(1 << 16, 0),
+    "rdma": RDMA.pack_answer(ControlAnswer(ControlOp.CONNECT)),
+    "ucx": UCX.pack_answer(ControlAnswer(ControlOp.CONNECT)),
 }
 VERSIONS = {"tcp": wire.VERSION, "shm": wire.VERSION, "rdma": RDMA.version, "ucx": UCX.version}
 #: Bytes of an answer of ours in front of a refusal's text.
-HEADS = {"tcp": wire.REPLY_BYTES, "shm": wire.DOOR_ANSWER_BYTES, "rdma": ANSWER_BYTES, "ucx": ANSWER_BYTES}
+HEADS = {"tcp": wire.REPLY_BYTES, "shm": wire.SHM_ANSWER_BYTES, "rdma": ANSWER_BYTES, "ucx": ANSWER_BYTES}
 
 
 def of_version(message: bytes, version: int) -> bytes:
@@ -73,24 +75,27 @@ class Owner:
 
     def __init__(self, folder: FilePath) -> None:
         self.segment = MemorySegment.create(SEGMENT, 1 << 16)
+        listen = ListenOptions(transports=("shm", "ucx", "tcp"), host="127.0.0.1", unix_path=str(folder / "door"))
         self.server = SegmentServer(
-            self.segment, None, host="127.0.0.1", unix_path=str(folder / "door"), ucx=True, generation=3, host_id="h",
-            stall_timeout_s=0.05,
-        )  # fmt: skip
+            self.segment, None, generation=3, host_id="h", listen=listen, limits=ServerLimits(stall_timeout_s=0.05)
+        )
         self._rdma: asyncio.Server | None = None
 
     async def start(self) -> None:
         await self.server.start()
-        door = OneSidedDoor(
-            RdmaEnds(self.segment, ()), None, self.reception, lambda freed: None, host="127.0.0.1",
-            advertised_host="127.0.0.1",
+        door = OneSidedListener(
+            RdmaEnds(self.segment, ()),
+            ServeContext(
+                segment=self.segment, access=None, generation=3, admission=self.reception, limits=ServerLimits(),
+                listen=ListenOptions(host="127.0.0.1"), on_freed=lambda freed: None, watch_process=lambda *_: None,
+            ),
         )  # fmt: skip
         loop = asyncio.get_running_loop()
         self._rdma = await loop.create_server(lambda: OneSidedServerConnection(door), "127.0.0.1", 0)
 
     @property
-    def reception(self) -> Reception:
-        return self.server._reception
+    def reception(self) -> PeerAdmission:
+        return self.server._admission
 
     async def knock(self, transport: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         if transport == "rdma":

@@ -9,7 +9,7 @@ import pytest
 
 from tanghulu.errors import NodeUnavailable
 from tanghulu.transfer_engine.transports.rdma.devices import LocalDevices
-from tanghulu.transfer_engine.transports.rdma.set_up import SetUp
+from tanghulu.transfer_engine.transports.rdma.mover import SetUp
 from tanghulu.transfer_engine.transports.rdma.wire import QueuePairAddress
 
 NO_ADDRESS = QueuePairAddress("::", 0, 0, 0, 0)

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 
 from tanghulu.errors import NodeUnavailable, TransferFailed
-from tanghulu.transfer_engine.core.opcode import Opcode
+from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.transports.rdma import abi
 from tanghulu.transfer_engine.transports.rdma import verbs as rdma_verbs
 from tanghulu.transfer_engine.transports.rdma.verbs import Device, DeviceInfo, QueuePair
 from tanghulu.transfer_engine.transports.rdma.wire import QueuePairAddress
-from tanghulu.transfer_engine.transports.rdma.works import Completed, Work
+from tanghulu.transfer_engine.transports.rdma.works import WorkCompletion, WorkRequest
 
 INFO = DeviceInfo("fake0", "::ffff:10.0.0.1", 1, 0, 5)
 PEER = QueuePairAddress("::ffff:10.0.0.2", 3, 77, 88, 4)
-WORKS = [Work(n, Opcode.WRITE, 4096 * n, 1, 8192 * n, 2, 10) for n in (1, 2, 3)]
+WORKS = [WorkRequest(n, Opcode.WRITE, 4096 * n, 1, 8192 * n, 2, 10) for n in (1, 2, 3)]
 
 
 class FakeVerbs:
@@ -38,7 +38,7 @@ class FakeVerbs:
         self._functions = abi.POLL(self._poll), abi.NOTIFY(self._notify), abi.POST(self._post)
         poll, notify, post = (ctypes.cast(each, ctypes.c_void_p).value for each in self._functions)
         operations = abi._Operations(poll_cq=poll, req_notify_cq=notify, post_send=post)
-        self.context = ctypes.pointer(abi.Context(ops=operations))
+        self.context = ctypes.pointer(abi.VerbsContext(ops=operations))
         self._channel = abi.CompletionChannel(fd=os.eventfd(0))
         self._pair = abi.Pair(qp_num=0x1000007)
         self._regions: list[abi.Region] = []
@@ -142,8 +142,8 @@ def test_works_and_their_ends(pair: QueuePair, verbs: FakeVerbs):
     assert verbs.chains == [[1, 2, 3], [1]]
     verbs.done = [(2, 0), (3, 12), (4, 5), (5, 5), (6, 5)]
     assert pair.poll() == [
-        Completed(2, "", False, False), Completed(3, "RETRY_EXC_ERR", False, False),
-        Completed(4, "WR_FLUSH_ERR", True, False), Completed(5, "WR_FLUSH_ERR", True, False),
+        WorkCompletion(2, "", False, False), WorkCompletion(3, "RETRY_EXC_ERR", False, False),
+        WorkCompletion(4, "WR_FLUSH_ERR", True, False), WorkCompletion(5, "WR_FLUSH_ERR", True, False),
     ]  # fmt: skip
     assert [each.work_id for each in pair.poll()] == [6]
     assert pair.poll() == []

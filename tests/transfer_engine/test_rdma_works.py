@@ -8,9 +8,15 @@ from typing import Any
 
 import pytest
 
-from tanghulu.transfer_engine.core.opcode import Opcode
+from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.transports.rdma import abi
-from tanghulu.transfer_engine.transports.rdma.works import Completed, CompletionRing, PostRing, Work, which_tell
+from tanghulu.transfer_engine.transports.rdma.works import (
+    CompletionRing,
+    PostRing,
+    WorkCompletion,
+    WorkRequest,
+    which_tell,
+)
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -20,7 +26,7 @@ LAYOUTS: dict[Any, dict[str, int]] = {
     abi.Region: {"lkey": 36, "rkey": 40, "sizeof": 48},
     abi.QueuePairStart: {"send_cq": 8, "recv_cq": 16, "cap": 32, "qp_type": 52, "sq_sig_all": 56, "sizeof": 64},
     abi.Pair: {"handle": 48, "qp_num": 52},
-    abi.Route: {"sgid_index": 20, "hop_limit": 21, "sizeof": 24},
+    abi.GlobalRoute: {"sgid_index": 20, "hop_limit": 21, "sizeof": 24},
     abi.AddressHandle: {"grh": 0, "dlid": 24, "is_global": 29, "port_num": 30, "sizeof": 32},
     abi.Attributes: {
         "path_mtu": 8, "rq_psn": 20, "sq_psn": 24, "dest_qp_num": 28, "qp_access_flags": 32, "cap": 36, "ah_attr": 56,
@@ -40,18 +46,18 @@ def test_structures_lie_as_the_library_s(structure: Any):
 
 
 def test_the_table_of_operations():
-    operations = abi.Context.ops.offset
+    operations = abi.VerbsContext.ops.offset
     assert operations + abi._Operations.poll_cq.offset == 96
     assert operations + abi._Operations.req_notify_cq.offset == 104
     assert operations + abi._Operations.post_send.offset == 208
-    assert abi.Context.cmd_fd.offset == 264
+    assert abi.VerbsContext.cmd_fd.offset == 264
 
 
 def test_a_chain_of_works():
     works = [
-        Work(1, Opcode.READ, 0x1000, 11, 0x9000, 21, 100),
-        Work(2, Opcode.WRITE, 0x2000, 12, 0xA000, 22, 200),
-        Work((1 << 64) - 1, Opcode.WRITE, 0x3000, 13, (1 << 64) - 4096, 0xFFFFFFFF, (1 << 32) - 1),
+        WorkRequest(1, Opcode.READ, 0x1000, 11, 0x9000, 21, 100),
+        WorkRequest(2, Opcode.WRITE, 0x2000, 12, 0xA000, 22, 200),
+        WorkRequest((1 << 64) - 1, Opcode.WRITE, 0x3000, 13, (1 << 64) - 4096, 0xFFFFFFFF, (1 << 32) - 1),
     ]
     ring = PostRing(4)
     ring.fill(works, [False, True, True])
@@ -61,7 +67,7 @@ def test_a_chain_of_works():
 
 
 def test_a_chain_as_long_as_the_ring():
-    works = [Work(n, Opcode.WRITE, n, n, n, n, n) for n in range(1, 257)]
+    works = [WorkRequest(n, Opcode.WRITE, n, n, n, n, n) for n in range(1, 257)]
     ring = PostRing(256)
     ring.fill(works, [True] * 256)
     assert [work for work, _ in follow(ring.address)] == works
@@ -88,24 +94,24 @@ def test_completions():
     entries = b"".join(struct.pack("<QiiII", 70 + n, status, 0, 0, 0) + bytes(24) for n, status in enumerate(statuses))
     ctypes.memmove(ring.address, entries, len(entries))
     assert ring.take(4) == [
-        Completed(70, "", False, False),
-        Completed(71, "WR_FLUSH_ERR", True, False),
-        Completed(72, "REM_ACCESS_ERR", False, True),
-        Completed(73, "status 99", False, False),
+        WorkCompletion(70, "", False, False),
+        WorkCompletion(71, "WR_FLUSH_ERR", True, False),
+        WorkCompletion(72, "REM_ACCESS_ERR", False, True),
+        WorkCompletion(73, "status 99", False, False),
     ]
-    assert ring.take(1) == [Completed(70, "", False, False)]
+    assert ring.take(1) == [WorkCompletion(70, "", False, False)]
 
 
-def follow(address: int) -> list[tuple[Work, bool]]:
+def follow(address: int) -> list[tuple[WorkRequest, bool]]:
     """The chain as a device reads it, from struct ibv_send_wr and struct ibv_sge."""
-    found: list[tuple[Work, bool]] = []
+    found: list[tuple[WorkRequest, bool]] = []
     while address:
         work_id, following, ranges, num_ranges, opcode, flags = struct.unpack("<QQQiiI", ctypes.string_at(address, 36))
         remote_address, remote_key = struct.unpack("<QI", ctypes.string_at(address + 40, 12))
         local_address, length, local_key = struct.unpack("<QII", ctypes.string_at(ranges, 16))
         assert num_ranges == 1
         kind = {4: Opcode.READ, 0: Opcode.WRITE}[opcode]
-        work = Work(work_id, kind, local_address, local_key, remote_address, remote_key, length)
+        work = WorkRequest(work_id, kind, local_address, local_key, remote_address, remote_key, length)
         found.append((work, bool(flags & 2)))
         address = following
     return found

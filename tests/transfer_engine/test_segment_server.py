@@ -18,6 +18,7 @@ from segment_process import HOST_ID, SegmentProcess, random_bytes
 from tanghulu.errors import InvalidRequest, LeaseExpired, TanghuluError
 from tanghulu.rpc.pacing import unpace_within_machine
 from tanghulu.transfer_engine.core import wire
+from tanghulu.transfer_engine.core.config import ListenOptions, ServerLimits
 from tanghulu.transfer_engine.core.descriptor_wire import from_proto, to_proto
 from tanghulu.transfer_engine.core.network import KernelNetwork
 from tanghulu.transfer_engine.core.paths import Path as TransferPath
@@ -74,10 +75,9 @@ class Bench:
 @pytest.fixture
 async def bench(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
     segment = MemorySegment.create("s", 1 << 20)
-    server = SegmentServer(
-        segment, None, host="127.0.0.1", unix_path=str(tmp_path / "door"), generation=3, host_id="h", name="s",
-        max_connections=3, stall_timeout_s=getattr(request, "param", 10.0),
-    )  # fmt: skip
+    listen = ListenOptions(transports=("shm", "tcp"), host="127.0.0.1", unix_path=str(tmp_path / "door"))
+    limits = ServerLimits(max_connections=3, stall_timeout_s=getattr(request, "param", 10.0))
+    server = SegmentServer(segment, None, generation=3, host_id="h", listen=listen, limits=limits)
     await server.start()
     bench = Bench(server, segment)
     yield bench
@@ -175,7 +175,8 @@ async def test_the_door_s_bounds(bench: Bench):
 async def test_a_living_owner_s_door_is_not_taken(bench: Bench):
     path = bench.server.descriptor().endpoints_of("shm")[0].address
     second = MemorySegment.create("s", 10)
-    server = SegmentServer(second, None, host="127.0.0.1", unix_path=path, generation=4, host_id="h", name="s")
+    listen = ListenOptions(transports=("shm", "tcp"), host="127.0.0.1", unix_path=path)
+    server = SegmentServer(second, None, generation=4, host_id="h", listen=listen)
     with pytest.raises(OSError):
         await server.start()
     await server.close()
@@ -266,7 +267,7 @@ async def test_the_owner_s_end_of_a_local_connection_is_not_paced(bench: Bench):
     peer = await bench.peer()
     peer.say(hello())
     assert await peer.reply() == (0, b"")
-    (connection,) = bench.server._reception.connections
+    (connection,) = bench.server._admission.connections
     sock = connection._transport.get_extra_info("socket")  # type: ignore[attr-defined]
     assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).startswith(b"reno\0")
 

@@ -16,19 +16,21 @@ from segment_process import random_bytes
 
 from tanghulu.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, TanghuluError
 from tanghulu.runtime.clock import ManualClock
-from tanghulu.transfer_engine.core.admission import Reception
+from tanghulu.transfer_engine.core.admission import PeerAdmission
 from tanghulu.transfer_engine.core.config import EngineConfig, TransportLimits
 from tanghulu.transfer_engine.core.segment import Endpoint, MemorySegment, SegmentDescriptor
+from tanghulu.transfer_engine.core.transport import ConnectContext
 from tanghulu.transfer_engine.engine import (
     Opcode,
     RemoteSegment,
-    RequestState,
     TransferBatch,
     TransferCancelled,
     TransferEngine,
     TransferRequest,
+    TransferState,
 )
 from tanghulu.transfer_engine.sim_network import SimNetwork, Weather
+from tanghulu.transfer_engine.transports.tcp import transport as tcp
 
 READ, WRITE = Opcode.READ, Opcode.WRITE
 ADDRESS = "owner:1"
@@ -44,7 +46,7 @@ class Wires:
         self.network = SimNetwork(self.clock, random.Random(seed), weather)
         self.segment = MemorySegment.create("sim", size_bytes)
         self.notices: list[bytes] = []
-        self.reception = Reception(
+        self.reception = PeerAdmission(
             self.segment,
             None,
             generation=1,
@@ -59,7 +61,8 @@ class Wires:
         config = replace(config or EngineConfig(slice_deadline_s=1.0), spin_s=0.0)
         self.engine = TransferEngine(host_id="client", clock=self.clock, config=config)
         host = self.network.host("client")
-        self.remote = RemoteSegment(descriptor, 0, ["tcp"], config, self.clock, None, host)
+        context = ConnectContext(descriptor, 0, config)
+        self.remote = RemoteSegment(context, {"tcp": tcp.connect(context, host)}, self.clock)
 
     def at_event(self, number: int, act: Callable[[], None]) -> None:
         """Do something behind the ``number``-th event of the network."""
@@ -210,7 +213,7 @@ def test_cancel_in_the_middle(number: int):
         for _ in range(number):
             handle.status()
             sim.network.run(sim.clock.now_s() + 0.001)
-        assert handle.status() == [RequestState.OPEN]
+        assert handle.status() == [TransferState.OPEN]
         handle.cancel()
         left = bytes(landing)
         assert isinstance(handle.wait(1).errors[0], TransferCancelled)

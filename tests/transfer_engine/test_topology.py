@@ -13,6 +13,7 @@ from tanghulu.runtime.clock import ManualClock
 from tanghulu.transfer_engine.client.remote import RemoteSegment
 from tanghulu.transfer_engine.core.config import EngineConfig
 from tanghulu.transfer_engine.core.segment import Endpoint, SegmentDescriptor
+from tanghulu.transfer_engine.core.transport import ConnectContext
 from tanghulu.transfer_engine.topology.devices import (
     Gpu,
     NetworkDevice,
@@ -24,6 +25,7 @@ from tanghulu.transfer_engine.topology.devices import (
 )
 from tanghulu.transfer_engine.topology.discovery import discover, load
 from tanghulu.transfer_engine.topology_command import COMMAND
+from tanghulu.transfer_engine.transports.tcp import transport as tcp
 
 ETH0 = NetworkDevice("eth0", "10.0.0.1/24", numa_node=0, speed_mbit_s=25_000)
 ETH1 = NetworkDevice("eth1", "10.0.1.1/24", numa_node=1, speed_mbit_s=100_000)
@@ -179,7 +181,8 @@ def test_addresses_to_tell_the_near_ones_first():
 def paths_of(topology: Topology, location: str, *hosts: str) -> list[tuple[str, str, int]]:
     endpoints = tuple(Endpoint("tcp", f"{host}:1", f"nic{n}") for n, host in enumerate(hosts))
     config = EngineConfig(topology=topology, location=location, streams_per_peer=1)
-    remote = RemoteSegment(SegmentDescriptor("s", 10, "h", 1, endpoints), 0, ["tcp"], config, ManualClock(), None)
+    context = ConnectContext(SegmentDescriptor("s", 10, "h", 1, endpoints), 0, config)
+    remote = RemoteSegment(context, {"tcp": tcp.connect(context)}, ManualClock())
     found = [(path.local_device, path.endpoint.device, path.rank) for path in remote.paths.paths]
     assert len(remote.path_stats()) == len(found)
     remote.close()

@@ -17,7 +17,7 @@ from segment_process import HOST_ID, SegmentProcess, random_bytes
 
 from tanghulu.errors import ChecksumMismatch, InvalidRequest, NodeUnavailable, Unauthorized
 from tanghulu.transfer_engine.core import wire
-from tanghulu.transfer_engine.core.paths import Cargo, Path, PathTable, PauseRule
+from tanghulu.transfer_engine.core.paths import Capability, Path, PathTable, PauseRule
 from tanghulu.transfer_engine.core.segment import Endpoint
 from tanghulu.transfer_engine.engine import (
     EngineConfig,
@@ -28,6 +28,7 @@ from tanghulu.transfer_engine.engine import (
     TransferRequest,
 )
 from tanghulu.transfer_engine.transports.shm.transport import ShmPeer
+from tanghulu.transfer_engine.transports.tcp import transport as tcp
 
 READ, WRITE = Opcode.READ, Opcode.WRITE
 SIZE = 3 << 20
@@ -133,16 +134,15 @@ class TestChangedBytes:
         rdma, tcp = (Path(Endpoint(name, "a:1"), "", 0, rank) for rank, name in enumerate(("rdma", "tcp")))
         rule = PauseRule(3, 1.0, 2.0)
         table = PathTable([rdma, tcp], rule)
-        assert [table.choose(0, (), lambda path: 0, cargo=cargo) for cargo in Cargo] == [rdma, tcp]
+        assert [table.choose(0, (), lambda path: 0, cargo=cargo) for cargo in Capability] == [rdma, tcp]
         told = replace(tcp, notices_only=True)
         table = PathTable([rdma, told], rule)
-        assert [table.carries(cargo) for cargo in Cargo] == [True, True]
+        assert [table.carries(cargo) for cargo in Capability] == [True, True]
         assert table.choose(0, [rdma], lambda path: 0) is rdma
-        assert not PathTable([rdma], rule).carries(Cargo.NOTICE)
+        assert not PathTable([rdma], rule).carries(Capability.NOTICE)
 
     def test_a_slice_that_is_too_long_to_verify_is_refused(self, owner: SegmentProcess):
-        defaults = EngineConfig().limits
-        limits = {"tcp": replace(defaults["tcp"], slice_bytes=1 << 30)}
+        limits = {"tcp": replace(tcp.LIMITS, slice_bytes=1 << 30)}
         length = wire.MAX_VERIFIED_BYTES + 1
         with TransferEngine(host_id=HOST_ID, config=EngineConfig(limits=limits)) as engine:
             remote = engine.open_segment(owner.descriptor, transport="tcp")

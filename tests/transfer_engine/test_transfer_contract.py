@@ -14,17 +14,17 @@ from segment_process import HOST_ID, SEGMENT_BYTES, SegmentProcess, random_bytes
 
 from tanghulu.errors import NodeUnavailable
 from tanghulu.transfer_engine.engine import (
-    TRANSPORTS,
     EngineConfig,
     Opcode,
     RemoteSegment,
-    RequestState,
     TransferBatch,
     TransferCancelled,
     TransferEngine,
     TransferRequest,
+    TransferState,
     TransportLimits,
 )
+from tanghulu.transfer_engine.transports.registry import TRANSPORTS
 
 READ, WRITE = Opcode.READ, Opcode.WRITE
 
@@ -87,7 +87,7 @@ def test_random_batches_against_a_model(
     owner: SegmentProcess, transport: str, batches: list[list[tuple[Opcode, int, int]]], seed: int
 ):
     limits = {name: TransportLimits(slice_bytes=512, window_bytes=1500, window_slices=3) for name in TRANSPORTS}
-    config = EngineConfig(limits=limits, direct_bytes=0)
+    config = EngineConfig(limits=limits, fast_copy_bytes=0)
     model = bytearray(14_000)
     with TransferEngine(host_id=HOST_ID, config=config) as engine:
         remote = engine.open_segment(owner.descriptor, transport=transport)
@@ -134,7 +134,7 @@ def test_eight_threads(engine: TransferEngine, remote: RemoteSegment):
 
 
 def test_more_threads_than_links(owner: SegmentProcess, transport: str):
-    config = EngineConfig(max_links_per_peer=2, direct_bytes=0)
+    config = EngineConfig(max_links_per_peer=2, fast_copy_bytes=0)
     with TransferEngine(host_id=HOST_ID, config=config) as engine:
         remote = engine.open_segment(owner.descriptor, transport=transport)
 
@@ -172,7 +172,7 @@ def test_one_batch_to_several_segments(engine: TransferEngine, remote: RemoteSeg
 
 def test_status_moves_a_batch_along(engine: TransferEngine, remote: RemoteSegment):
     handle = engine.submit(TransferBatch([TransferRequest(READ, bytearray(100), remote, 0, 100)]))
-    while handle.status() != [RequestState.COMPLETE]:
+    while handle.status() != [TransferState.COMPLETE]:
         handle.check()
     assert handle.done
     assert handle.done_bytes == 100

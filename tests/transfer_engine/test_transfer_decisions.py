@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tanghulu.errors import ConfigError, DeadlineExceeded, LeaseExpired, NodeUnavailable, TanghuluError, TransferFailed
-from tanghulu.transfer_engine.client.batch_state import Post, RunLimits, RunRequest, TransferRun
+from tanghulu.transfer_engine.client.batch_state import AdmittedRequest, BatchLimits, BatchState, Post
 from tanghulu.transfer_engine.core import paths as paths_module
 from tanghulu.transfer_engine.core import slices as slices_module
 from tanghulu.transfer_engine.core.buffers import Buffer
 from tanghulu.transfer_engine.core.config import EngineConfig, TransportLimits
-from tanghulu.transfer_engine.core.opcode import Opcode
 from tanghulu.transfer_engine.core.paths import (
     LATENCY_BOUNDS_S,
     Path,
@@ -27,12 +26,12 @@ from tanghulu.transfer_engine.core.paths import (
     PauseRule,
 )
 from tanghulu.transfer_engine.core.segment import Endpoint
-from tanghulu.transfer_engine.core.slices import Slice, SliceEvent, SliceState, cut
+from tanghulu.transfer_engine.core.slices import Opcode, Slice, SliceEvent, SliceState, cut
 
 RULE = PauseRule(after_errors=2, pause_s=1.0, pause_max_s=4.0)
 SHM = Path(Endpoint("shm", "/door"), "", 0, 0)
 FIRST, SECOND = (Path(Endpoint("tcp", "a:1"), "", stream, 1) for stream in range(2))
-LIMITS = RunLimits(
+LIMITS = BatchLimits(
     {"shm": TransportLimits(1000, 4000, 8), "tcp": TransportLimits(100, 250, 2)}, retries_max=2, slice_deadline_s=5.0
 )
 GONE = NodeUnavailable("gone")
@@ -50,10 +49,10 @@ def tcp_paths() -> PathTable:
     return PathTable([SECOND, FIRST], RULE)
 
 
-def run_of(*lengths: int, table: PathTable | None = None) -> TransferRun:
+def run_of(*lengths: int, table: PathTable | None = None) -> BatchState:
     table = table or tcp_paths()
     buffer = Buffer(bytearray(max(lengths)))
-    return TransferRun([RunRequest(Opcode.READ, buffer, 0, 0, length, 0, table) for length in lengths], LIMITS)
+    return BatchState([AdmittedRequest(Opcode.READ, buffer, 0, 0, length, 0, table) for length in lengths], LIMITS)
 
 
 class TestCutting:
@@ -248,7 +247,7 @@ class TestRun:
         assert run.give_up(DeadlineExceeded("late"), 2.0) == []
 
     def test_a_request_that_failed_at_the_door(self):
-        run = TransferRun([GONE], LIMITS)
+        run = BatchState([GONE], LIMITS)
         assert run.finished
         assert run.errors() == [GONE]
 

@@ -19,17 +19,18 @@ from segment_process import HOST_ID, SegmentProcess, random_bytes
 from tanghulu.errors import DeadlineExceeded, InvalidRequest, LeaseExpired, NodeUnavailable, Overloaded, TransferFailed
 from tanghulu.transfer_engine.core.fences import MAX_TOKENS, Fences
 from tanghulu.transfer_engine.core.segment import Endpoint, SegmentDescriptor
+from tanghulu.transfer_engine.core.transport import ConnectContext
 from tanghulu.transfer_engine.core.wire import Head, Op
 from tanghulu.transfer_engine.engine import (
     EngineConfig,
     Opcode,
-    RequestState,
     TransferBatch,
     TransferCancelled,
     TransferEngine,
     TransferRequest,
+    TransferState,
 )
-from tanghulu.transfer_engine.transports.tcp.transport import TcpPeer
+from tanghulu.transfer_engine.transports.tcp import transport as tcp
 
 READ, WRITE = Opcode.READ, Opcode.WRITE
 LARGE = 64 << 20
@@ -90,7 +91,7 @@ def test_a_stalled_owner_and_the_deadline(mortal: SegmentProcess, engine: Transf
     handle = engine.submit(TransferBatch(requests))
     result = handle.wait(0.2)
     assert [type(error) for error in result.errors] == [DeadlineExceeded, DeadlineExceeded]
-    assert handle.status() == [RequestState.FAILED, RequestState.FAILED]
+    assert handle.status() == [TransferState.FAILED, TransferState.FAILED]
     engine.transfer([TransferRequest(READ, bytearray(10), over_shm, 0, 10)], 5)
     mortal.signal(signal.SIGCONT)
     other = bytearray(5_000)
@@ -266,7 +267,7 @@ def test_a_write_in_progress_keeps_its_range(leasing: SegmentProcess, engine: Tr
     leasing.open_session(7, None)
     lease = leasing.grant(7, 0, 2 << 20, WRITE, False)
     remote = engine.open_segment(leasing.descriptor, session_id=7, transport="tcp")
-    link = TcpPeer(leasing.descriptor, 7).connect()
+    link = tcp.connect(ConnectContext(leasing.descriptor, 7, EngineConfig())).connect()
     link.greet(remote.paths.paths[0], 5, engine._clock)
     stream = link._connections[remote.paths.paths[0]]
     stream._sock.setblocking(True)

@@ -11,14 +11,17 @@ from prometheus_client.parser import text_string_to_metric_families
 from segment_process import HOST_ID, SegmentProcess
 
 from tanghulu.errors import ConfigError
+from tanghulu.runtime.clock import SystemClock
 from tanghulu.transfer_engine.client.remote import RemoteSegment
-from tanghulu.transfer_engine.core.config import SPIN_S, EngineConfig
+from tanghulu.transfer_engine.core.config import SPIN_S, EngineConfig, ListenOptions, ServerLimits
 from tanghulu.transfer_engine.core.segment import Endpoint, MemorySegment, SegmentDescriptor
+from tanghulu.transfer_engine.core.transport import ConnectContext
 from tanghulu.transfer_engine.engine import Opcode, TransferEngine, TransferRequest
 from tanghulu.transfer_engine.metrics import EngineCollector, ServerCollector
 from tanghulu.transfer_engine.options import TransferOptions, transfer_settings
 from tanghulu.transfer_engine.owner.server import SegmentServer
 from tanghulu.transfer_engine.topology.devices import NetworkDevice, Topology, matrix_of
+from tanghulu.transfer_engine.transports.tcp import transport as tcp
 
 DEVICES = (
     NetworkDevice("eth0", "10.0.0.1/24", 0, 25_000),
@@ -39,16 +42,15 @@ def test_the_defaults_offer_what_works_everywhere():
     settings = transfer_settings(TransferOptions(), "127.0.0.1")
     assert settings.transports == ("shm", "tcp")
     assert settings.engine == EngineConfig()
-    assert settings.served == {
-        "spin_s": SPIN_S, "ucx": False, "rdma_devices": None, "tcp_devices": [], "tcp_distances": {},
-    }  # fmt: skip
+    assert settings.listen == ListenOptions(transports=("shm", "tcp"), host="127.0.0.1")
+    assert settings.limits == ServerLimits(spin_s=SPIN_S)
 
 
 def test_both_ends_spin_as_long_as_they_are_told():
     settings = transfer_settings(TransferOptions(spin_us=0), "127.0.0.1")
-    assert settings.engine.spin_s == settings.served["spin_s"] == 0
+    assert settings.engine.spin_s == settings.limits.spin_s == 0
     settings = transfer_settings(TransferOptions(spin_us=250), "127.0.0.1")
-    assert settings.engine.spin_s == settings.served["spin_s"] == 250e-6
+    assert settings.engine.spin_s == settings.limits.spin_s == 250e-6
 
 
 def test_devices_near_the_memory_come_first(topology_file: str):
@@ -56,15 +58,16 @@ def test_devices_near_the_memory_come_first(topology_file: str):
         topology=topology_file, near="cpu:1", transports="rdma,tcp", rdma_devices="mlx5_1, mlx5_0"
     )
     settings = transfer_settings(options, "0.0.0.0")
-    assert settings.served["tcp_devices"] == [("eth1", "10.0.1.1"), ("eth2", "10.0.2.1"), ("eth0", "10.0.0.1")]
-    assert settings.served["tcp_distances"] == {"eth1": 0, "eth2": 0, "eth0": 1}
-    assert settings.served["rdma_devices"] == settings.engine.rdma_devices == ("mlx5_1", "mlx5_0")
+    assert settings.listen.tcp_devices == (("eth1", "10.0.1.1"), ("eth2", "10.0.2.1"), ("eth0", "10.0.0.1"))
+    assert settings.listen.tcp_distances == {"eth1": 0, "eth2": 0, "eth0": 1}
+    assert settings.listen.transports == ("rdma", "tcp")
+    assert settings.listen.rdma_devices == settings.engine.rdma_devices == ("mlx5_1", "mlx5_0")
     assert settings.engine.location == "cpu:1"
 
 
 def test_some_of_the_devices(topology_file: str):
     settings = transfer_settings(TransferOptions(topology=topology_file, tcp_devices="eth2,eth0"), "0.0.0.0")
-    assert {name for name, _ in settings.served["tcp_devices"]} == {"eth0", "eth2"}
+    assert {name for name, _ in settings.listen.tcp_devices} == {"eth0", "eth2"}
     assert settings.engine.topology is not None
     assert {each.name for each in settings.engine.topology.usable} == {"eth0", "eth2"}
 
@@ -90,13 +93,18 @@ def test_what_cannot_be_meant_names_its_flag(wrong: dict[str, Any], host: str, n
         transfer_settings(TransferOptions(**({"topology": topology_file} | wrong)), host)
 
 
+def remote_over_tcp(descriptor: SegmentDescriptor, config: EngineConfig) -> RemoteSegment:
+    context = ConnectContext(descriptor, 0, config)
+    return RemoteSegment(context, {"tcp": tcp.connect(context)}, SystemClock())
+
+
 def test_clients_prefer_what_the_owner_prefers(engine: TransferEngine):
     near, far = Endpoint("tcp", "10.0.0.1:1", "eth0"), Endpoint("tcp", "10.0.1.1:1", "eth1", distance=1)
     descriptor = SegmentDescriptor("s", 1, "elsewhere", 1, (far, near))
-    remote = RemoteSegment(descriptor, 0, ["tcp"], engine.config, engine._clock, None)
+    remote = remote_over_tcp(descriptor, engine.config)
     assert [path.endpoint for path in remote.paths.paths] == [near, near, far, far]
     topology = Topology((NetworkDevice("a", "10.0.0.9/24"), NetworkDevice("b", "10.0.1.9/24")))
-    remote = RemoteSegment(descriptor, 0, ["tcp"], EngineConfig(topology=topology), engine._clock, None)
+    remote = remote_over_tcp(descriptor, EngineConfig(topology=topology))
     assert [(path.local_device, path.rank) for path in remote.paths.paths] == [("a", 0), ("a", 0), ("b", 1), ("b", 1)]
     remote.close()
 
@@ -134,9 +142,8 @@ def test_what_paths_did_is_published(engine: TransferEngine, owner: SegmentProce
 
 async def test_what_peers_did_is_published():
     segment = MemorySegment.create("mine", 1 << 20)
-    server = SegmentServer(
-        segment, None, host="127.0.0.1", unix_path=None, generation=1, host_id=HOST_ID, on_notice=lambda *_: None
-    )
+    listen = ListenOptions(host="127.0.0.1")
+    server = SegmentServer(segment, None, generation=1, host_id=HOST_ID, listen=listen, on_notice=lambda *_: None)
     await server.start()
     with TransferEngine(host_id="elsewhere") as engine:
         remote = await engine.open_segment_async(server.descriptor())

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(bool(probe()), reason=f"extra: {probe()}")
 
 @pytest.fixture(scope="module")
 def owner() -> Iterator[SegmentProcess]:
-    with SegmentProcess(ucx=True) as process:
+    with SegmentProcess(transports=("shm", "ucx", "tcp")) as process:
         yield process
 
 
@@ -49,13 +49,13 @@ def transport() -> str:
 
 @pytest.fixture
 def mortal(no_descriptor_leaks: None) -> Iterator[SegmentProcess]:
-    with SegmentProcess(ucx=True) as process:
+    with SegmentProcess(transports=("shm", "ucx", "tcp")) as process:
         yield process
 
 
 @pytest.fixture
 def leasing(no_descriptor_leaks: None) -> Iterator[SegmentProcess]:
-    with SegmentProcess(ucx=True, access=True, size_bytes=4 << 20) as process:
+    with SegmentProcess(transports=("shm", "ucx", "tcp"), access=True, size_bytes=4 << 20) as process:
         yield process
 
 

@@ -14,22 +14,23 @@ from hypothesis import strategies as st
 from tanghulu.errors import LeaseExpired, NodeUnavailable, Overloaded, TransferFailed, Unauthorized
 from tanghulu.runtime.clock import ManualClock
 from tanghulu.transfer_engine.core.access import AccessTable
+from tanghulu.transfer_engine.core.config import ListenOptions
 from tanghulu.transfer_engine.core.leases import Freed
-from tanghulu.transfer_engine.core.opcode import Opcode
 from tanghulu.transfer_engine.core.segment import Endpoint, MemorySegment, SegmentDescriptor
+from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.core.wire import MalformedMessage, name_hash
 from tanghulu.transfer_engine.engine import TransferEngine
 from tanghulu.transfer_engine.owner.server import SegmentServer
 from tanghulu.transfer_engine.transports.onesided.wire import (
     MAX_ASKED_BYTES,
     REQUEST_BYTES,
-    DoorAnswer,
-    DoorOp,
-    DoorRequest,
+    ControlAnswer,
+    ControlOp,
+    ControlRequest,
 )
 from tanghulu.transfer_engine.transports.ucx import agent as ucx_agent
 from tanghulu.transfer_engine.transports.ucx import listener as ucx_server
-from tanghulu.transfer_engine.transports.ucx.wire import UCX, pack_granted, parse_granted
+from tanghulu.transfer_engine.transports.ucx.agent import UCX, pack_granted, parse_granted
 from tanghulu.types import Address
 
 U64 = st.integers(0, (1 << 64) - 1)
@@ -65,13 +66,13 @@ class Client:
         self._reader, self._writer = reader, writer
         self._data = bytearray()
 
-    def say(self, op: DoorOp, token: int, session_id: int = 7, name: str = "s", generation: int = 3) -> None:
-        self._writer.write(UCX.pack_request(DoorRequest(op, token, session_id, generation, name_hash(name))))
+    def say(self, op: ControlOp, token: int, session_id: int = 7, name: str = "s", generation: int = 3) -> None:
+        self._writer.write(UCX.pack_request(ControlRequest(op, token, session_id, generation, name_hash(name))))
 
     def say_bytes(self, data: bytes) -> None:
         self._writer.write(data)
 
-    async def answer(self) -> DoorAnswer | None:
+    async def answer(self) -> ControlAnswer | None:
         """None when the owner hung up."""
         async with asyncio.timeout(30):
             while (answer := UCX.take_answer(self._data)) is None:
@@ -84,7 +85,7 @@ class Client:
                 self._data += data
             return answer
 
-    async def ask(self, op: DoorOp, token: int, **more: int | str) -> DoorAnswer:
+    async def ask(self, op: ControlOp, token: int, **more: int | str) -> ControlAnswer:
         self.say(op, token, **more)  # type: ignore[arg-type]
         answer = await self.answer()
         assert answer is not None
@@ -96,6 +97,9 @@ class Client:
             await self._writer.wait_closed()
 
 
+LISTEN = ListenOptions(transports=("ucx", "tcp"), host="127.0.0.1")
+
+
 class Bench:
     def __init__(self) -> None:
         self.clock = ManualClock()
@@ -104,9 +108,8 @@ class Bench:
         self.segment = MemorySegment.create("s", 1 << 16)
         self.freed: list[Freed] = []
         self.server = SegmentServer(
-            self.segment, self.access, host="127.0.0.1", unix_path=None, ucx=True, generation=3, host_id="h",
-            on_freed=self.freed.extend,
-        )  # fmt: skip
+            self.segment, self.access, generation=3, host_id="h", listen=LISTEN, on_freed=self.freed.extend
+        )
         self.clients: list[Client] = []
 
     async def client(self) -> Client:
@@ -135,49 +138,49 @@ async def bench(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
 
 async def test_connect_close_and_what_is_refused(bench: Bench):
     client = await bench.client()
-    answer = await client.ask(DoorOp.CONNECT, 5)
+    answer = await client.ask(ControlOp.CONNECT, 5)
     address, metadata = parse_granted(answer.payload)
     assert (address, metadata) == (bench.segment.address, b"owner-5 65536")
     assert answer.leased
     assert not StillAgent.made[0].closed
-    assert (await client.ask(DoorOp.CLOSE, 5)).refusal is None
+    assert (await client.ask(ControlOp.CLOSE, 5)).refusal is None
     assert StillAgent.made[0].closed  # before it was answered
     wrong = [{"generation": 4}, {"name": "other"}, {"session_id": 8}]
     for number, each in enumerate(wrong):
-        refusal = (await (await bench.client()).ask(DoorOp.CONNECT, 50 + number, **each)).refusal
+        refusal = (await (await bench.client()).ask(ControlOp.CONNECT, 50 + number, **each)).refusal
         assert refusal is not None
     bench.server.check()
 
 
 async def test_a_fence_closes_the_agent_first_and_keeps_late_ones_out(bench: Bench):
     old, new, late = await bench.client(), await bench.client(), await bench.client()
-    await old.ask(DoorOp.CONNECT, 1)
-    await new.ask(DoorOp.CONNECT, 2)
-    await new.ask(DoorOp.FENCE, 1)
+    await old.ask(ControlOp.CONNECT, 1)
+    await new.ask(ControlOp.CONNECT, 2)
+    await new.ask(ControlOp.FENCE, 1)
     assert StillAgent.made[0].closed
     assert await old.answer() is None
-    await new.ask(DoorOp.FENCE, 9)
-    assert isinstance((await late.ask(DoorOp.CONNECT, 9)).refusal, Unauthorized)
+    await new.ask(ControlOp.FENCE, 9)
+    assert isinstance((await late.ask(ControlOp.CONNECT, 9)).refusal, Unauthorized)
     assert len(StillAgent.made) == 2
 
 
 async def test_requests_behind_a_connect_wait_for_its_agent(bench: Bench):
     StillAgent.may_make.clear()
     client = await bench.client()
-    client.say(DoorOp.CONNECT, 1)
-    client.say(DoorOp.FENCE, 77)
+    client.say(ControlOp.CONNECT, 1)
+    client.say(ControlOp.FENCE, 77)
     StillAgent.may_make.set()
     answers = [await client.answer(), await client.answer()]
-    assert [each.op for each in answers if each] == [DoorOp.CONNECT, DoorOp.FENCE]
+    assert [each.op for each in answers if each] == [ControlOp.CONNECT, ControlOp.FENCE]
 
 
 async def test_a_fence_while_the_agent_is_being_made(bench: Bench):
     StillAgent.may_make.clear()
     old, new = await bench.client(), await bench.client()
-    old.say(DoorOp.CONNECT, 1)
+    old.say(ControlOp.CONNECT, 1)
     StillAgent.may_make.set()
-    await new.ask(DoorOp.CONNECT, 2)
-    await new.ask(DoorOp.FENCE, 1)
+    await new.ask(ControlOp.CONNECT, 2)
+    await new.ask(ControlOp.FENCE, 1)
     while await old.answer() is not None:
         pass
     assert len([agent for agent in StillAgent.made if not agent.closed]) == 1
@@ -185,7 +188,7 @@ async def test_a_fence_while_the_agent_is_being_made(bench: Bench):
 
 async def test_an_agent_that_cannot_be_made(bench: Bench):
     StillAgent.fails = True
-    refusal = (await (await bench.client()).ask(DoorOp.CONNECT, 1)).refusal
+    refusal = (await (await bench.client()).ask(ControlOp.CONNECT, 1)).refusal
     assert isinstance(refusal, NodeUnavailable)
     assert refusal.message == "no lanes"
 
@@ -193,9 +196,9 @@ async def test_an_agent_that_cannot_be_made(bench: Bench):
 async def test_leases(bench: Bench):
     lease = bench.access.grant(7, 0, 100, Opcode.WRITE)
     client = await bench.client()
-    await client.ask(DoorOp.CONNECT, 1)
-    assert (await client.ask(DoorOp.ADMIT, lease)).refusal is None
-    assert isinstance((await client.ask(DoorOp.ADMIT, lease + 1)).refusal, LeaseExpired)
+    await client.ask(ControlOp.CONNECT, 1)
+    assert (await client.ask(ControlOp.ADMIT, lease)).refusal is None
+    assert isinstance((await client.ask(ControlOp.ADMIT, lease + 1)).refusal, LeaseExpired)
     bench.clock.advance(2.0)
     assert bench.access.expire(bench.clock.now_s()) == []  # its agent lives
     assert await client.answer() is None  # hung up on
@@ -205,16 +208,16 @@ async def test_leases(bench: Bench):
 
 
 async def test_agents_are_bounded(bench: Bench):
-    bench.server._one_sided["ucx"].ends.max_ends = 1
+    bench.server._listeners["ucx"].ends.max_ends = 1
     first, second = await bench.client(), await bench.client()
-    await first.ask(DoorOp.CONNECT, 1)
-    assert isinstance((await second.ask(DoorOp.CONNECT, 2)).refusal, Overloaded)
+    await first.ask(ControlOp.CONNECT, 1)
+    assert isinstance((await second.ask(ControlOp.CONNECT, 2)).refusal, Overloaded)
     await second.close()
 
 
-@pytest.mark.parametrize("said", [b"\0" * REQUEST_BYTES, UCX.pack_request(DoorRequest(DoorOp.CLOSE, 5)),
-                                  UCX.pack_request(DoorRequest(DoorOp.CONNECT, 0)),
-                                  UCX.pack_request(DoorRequest(DoorOp.CONNECT, 5, payload=b"?"))])  # fmt: skip
+@pytest.mark.parametrize("said", [b"\0" * REQUEST_BYTES, UCX.pack_request(ControlRequest(ControlOp.CLOSE, 5)),
+                                  UCX.pack_request(ControlRequest(ControlOp.CONNECT, 0)),
+                                  UCX.pack_request(ControlRequest(ControlOp.CONNECT, 5, payload=b"?"))])  # fmt: skip
 async def test_malformed_requests_close_the_connection(bench: Bench, said: bytes):
     client = await bench.client()
     client.say_bytes(said)
@@ -226,7 +229,7 @@ async def test_without_nixl(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ucx_agent, "_bindings", [])
     assert "pip install" in ucx_agent.probe()
     segment = MemorySegment.create("s", 100)
-    server = SegmentServer(segment, None, host="127.0.0.1", unix_path=None, ucx=True, generation=1, host_id="h")
+    server = SegmentServer(segment, None, generation=1, host_id="h", listen=LISTEN)
     with pytest.raises(NodeUnavailable, match="NIXL is not here"):
         await server.start()
     segment.close()
@@ -235,24 +238,24 @@ async def test_without_nixl(monkeypatch: pytest.MonkeyPatch):
         engine.open_segment(there)
 
 
-@given(op=st.sampled_from(list(DoorOp)), numbers=st.lists(U64, min_size=6, max_size=6),
+@given(op=st.sampled_from(list(ControlOp)), numbers=st.lists(U64, min_size=6, max_size=6),
        payload=st.binary(max_size=MAX_ASKED_BYTES), cut=st.integers(1, 20))  # fmt: skip
-def test_requests_survive_the_wire(op: DoorOp, numbers: list[int], payload: bytes, cut: int):
-    request = DoorRequest(op, *numbers, payload=payload)  # type: ignore[misc]
+def test_requests_survive_the_wire(op: ControlOp, numbers: list[int], payload: bytes, cut: int):
+    request = ControlRequest(op, *numbers, payload=payload)  # type: ignore[misc]
     data = bytearray(UCX.pack_request(request))
     assert UCX.take_request(data[:-cut]) is None
-    data += UCX.pack_request(DoorRequest(DoorOp.FENCE, 1))
+    data += UCX.pack_request(ControlRequest(ControlOp.FENCE, 1))
     assert UCX.take_request(data) == request
-    assert UCX.take_request(data) == DoorRequest(DoorOp.FENCE, 1)
+    assert UCX.take_request(data) == ControlRequest(ControlOp.FENCE, 1)
     assert not data
 
 
 @given(metadata=st.binary(max_size=300), address=U64, leased=st.booleans(), digest=U64, cut=st.integers(1, 20))
 def test_answers_survive_the_wire(metadata: bytes, address: int, leased: bool, digest: int, cut: int):
-    answer = DoorAnswer(DoorOp.CONNECT, None, pack_granted(address, metadata), digest, leased)
+    answer = ControlAnswer(ControlOp.CONNECT, None, pack_granted(address, metadata), digest, leased)
     data = bytearray(UCX.pack_answer(answer))
     assert UCX.take_answer(data[:-cut]) is None
-    data += UCX.pack_answer(DoorAnswer(DoorOp.CLOSE, TransferFailed("no")))
+    data += UCX.pack_answer(ControlAnswer(ControlOp.CLOSE, TransferFailed("no")))
     assert UCX.take_answer(data) == answer
     assert parse_granted(answer.payload) == (address, metadata)
     refused = UCX.take_answer(data)

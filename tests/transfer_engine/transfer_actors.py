@@ -22,11 +22,12 @@ from tanghulu.errors import (
     TransferFailed,
 )
 from tanghulu.transfer_engine.core.access import AccessTable
-from tanghulu.transfer_engine.core.admission import Reception
+from tanghulu.transfer_engine.core.admission import PeerAdmission
 from tanghulu.transfer_engine.core.config import EngineConfig, TransportLimits
 from tanghulu.transfer_engine.core.leases import Freed
-from tanghulu.transfer_engine.core.opcode import Opcode
 from tanghulu.transfer_engine.core.segment import Endpoint, MemorySegment, SegmentDescriptor
+from tanghulu.transfer_engine.core.slices import Opcode
+from tanghulu.transfer_engine.core.transport import ConnectContext
 from tanghulu.transfer_engine.engine import (
     RemoteSegment,
     TransferBatch,
@@ -35,6 +36,7 @@ from tanghulu.transfer_engine.engine import (
     TransferRequest,
 )
 from tanghulu.transfer_engine.sim_network import SimHost
+from tanghulu.transfer_engine.transports.tcp import transport as tcp
 
 if TYPE_CHECKING:
     from transfer_world import World
@@ -125,7 +127,7 @@ class SimNode:
         self.access = AccessTable(world.clock, 1000, 2 * SLOT_BYTES)
         self.slots = [Slot(index) for index in range(NUM_SLOTS)]
         self.newest_served: dict[str, int] = {}
-        self.reception = Reception(
+        self.reception = PeerAdmission(
             self.segment,
             self.access,
             generation=self.generation,
@@ -283,9 +285,8 @@ class SimClient:
         if key not in self.remotes:
             session_id = self.sessions[key] = self.world.next_number()
             node.access.open_session(session_id, None)
-            self.remotes[key] = RemoteSegment(
-                node.descriptor, session_id, ["tcp"], CONFIG, self.world.clock, None, self.host
-            )
+            context = ConnectContext(node.descriptor, session_id, CONFIG)
+            self.remotes[key] = RemoteSegment(context, {"tcp": tcp.connect(context, self.host)}, self.world.clock)
         return self.remotes[key], self.sessions[key]
 
     # --- operations: (requests, what to do at the end)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from tanghulu.transfer_engine.client import path_load
-from tanghulu.transfer_engine.client.batch_state import RunLimits, TransferRun
+from tanghulu.transfer_engine.client.batch_state import BatchLimits, BatchState
 from tanghulu.transfer_engine.client.handle import TransferHandle
 from tanghulu.transfer_engine.core import leases
 from tanghulu.transfer_engine.core.access import AccessTable
-from tanghulu.transfer_engine.core.admission import Reception
+from tanghulu.transfer_engine.core.admission import PeerAdmission
 from tanghulu.transfer_engine.core.fences import Fences
 from tanghulu.transfer_engine.core.leases import LeaseEvent, LeaseState
 from tanghulu.transfer_engine.core.transport import Arrived
@@ -28,7 +28,7 @@ def fences_are_not_told(patch: pytest.MonkeyPatch) -> None:
 
 
 def fences_are_ignored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Reception, "fence", lambda self, head: None)
+    patch.setattr(PeerAdmission, "fence", lambda self, head: None)
 
 
 def a_range_is_free_while_it_is_written(patch: pytest.MonkeyPatch) -> None:
@@ -53,7 +53,7 @@ def what_is_lost_counts_as_arrived(patch: pytest.MonkeyPatch) -> None:
         for slice_id in list(self._loads[path].slices):
             self.arrived(slice_id, now_s)
 
-    patch.setattr(TransferRun, "lost", lost)
+    patch.setattr(BatchState, "lost", lost)
 
 
 def a_refusal_counts_as_arrival(patch: pytest.MonkeyPatch) -> None:
@@ -61,12 +61,12 @@ def a_refusal_counts_as_arrival(patch: pytest.MonkeyPatch) -> None:
 
 
 def retries_have_no_end(patch: pytest.MonkeyPatch) -> None:
-    begin = TransferRun.__init__
+    begin = BatchState.__init__
 
-    def endless(self: Any, requests: Any, limits: RunLimits) -> None:
-        begin(self, requests, RunLimits(limits.limits, 1000, limits.slice_deadline_s))
+    def endless(self: Any, requests: Any, limits: BatchLimits) -> None:
+        begin(self, requests, BatchLimits(limits.limits, 1000, limits.slice_deadline_s))
 
-    patch.setattr(TransferRun, "__init__", endless)
+    patch.setattr(BatchState, "__init__", endless)
 
 
 def the_deadline_is_overslept(patch: pytest.MonkeyPatch) -> None:
@@ -97,7 +97,7 @@ def a_cut_closes_nothing(patch: pytest.MonkeyPatch) -> None:
 def a_lost_connection_keeps_its_transfer(patch: pytest.MonkeyPatch) -> None:
     def lost(self: Any, exc: Any) -> None:
         self._admitted = False
-        self._door.closed(self)
+        self._admission.closed(self)
         self._transport = None
 
     patch.setattr(TcpConnection, "connection_lost", lost)
@@ -105,31 +105,31 @@ def a_lost_connection_keeps_its_transfer(patch: pytest.MonkeyPatch) -> None:
 
 def checksums_of_slices_agree(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TcpStream, "_compared", lambda self, piece, landed: Arrived(piece.slice_id))
-    patch.setattr(Reception, "compare", lambda self, head: None)
+    patch.setattr(PeerAdmission, "compare", lambda self, head: None)
 
 
 def checksums_of_requests_agree(patch: pytest.MonkeyPatch) -> None:
-    checked = TransferRun.checked
+    checked = BatchState.checked
 
     def agree(self: Any, index: int, digest: int, now_s: float) -> None:
         checked(self, index, self._requests[index].given.checksum, now_s)
 
-    patch.setattr(TransferRun, "checked", agree)
+    patch.setattr(BatchState, "checked", agree)
 
 
 def notices_are_not_known_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Reception, "notice", lambda self, head, data: self._on_notice(head.session_id, data))
+    patch.setattr(PeerAdmission, "notice", lambda self, head, data: self._on_notice(head.session_id, data))
 
 
 def nobody_is_notified(patch: pytest.MonkeyPatch) -> None:
-    go_on = TransferRun._go_on
+    go_on = BatchState._go_on
 
     def silent(self: Any, index: int) -> None:
         given = self._requests[index].given
         self._requests[index].told = given is not None and given.notice is not None
         go_on(self, index)
 
-    patch.setattr(TransferRun, "_go_on", silent)
+    patch.setattr(BatchState, "_go_on", silent)
 
 
 MUTATIONS: tuple[Mutation, ...] = (

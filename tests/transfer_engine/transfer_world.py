@@ -1,6 +1,6 @@
 """A little cluster in virtual time on the production classes, and what must hold in it after every event.
 
-Nodes own segments through AccessTable and Reception; clients put and get through TransferEngine, RemoteSegment,
+Nodes own segments through AccessTable and PeerAdmission; clients put and get through TransferEngine, RemoteSegment,
 TransferHandle and the tcp transport, on a SimNetwork. One client waits for its batches (``TransferHandle.wait`` and
 ``TransferEngine.transfer`` as they are); the others are stepped, several batches at once; one maps memory and touches
 it whenever it likes. Everything is drawn from one seed.
@@ -28,7 +28,7 @@ from transfer_mapper import Mapper
 
 from tanghulu.errors import ChecksumMismatch, NodeUnavailable, TanghuluError
 from tanghulu.runtime.clock import ManualClock
-from tanghulu.transfer_engine.core.opcode import Opcode
+from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.engine import RemoteSegment, TransferBatch, TransferHandle, TransferRequest
 from tanghulu.transfer_engine.sim_network import SimNetwork, Weather
 from tanghulu.transfer_engine.sim_transport import SimTransport

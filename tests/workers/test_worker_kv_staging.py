@@ -22,9 +22,10 @@ from worker_tiny import BLOCK
 
 from tanghulu.errors import ConfigError, NodeUnavailable, Overloaded
 from tanghulu.rpc.fast_server import FastService
-from tanghulu.rpc.port_mux import Door
+from tanghulu.rpc.port_mux import PortMux
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.transfer_engine.core.access import AccessTable
+from tanghulu.transfer_engine.core.config import ListenOptions
 from tanghulu.transfer_engine.core.segment import MemorySegment
 from tanghulu.transfer_engine.engine import TransferEngine
 from tanghulu.transfer_engine.gpu.staging import HostCopier, StagingRing
@@ -223,16 +224,11 @@ class Holder:
         self.server = PeerServer(
             KvIdentity(InstanceId("w1"), 1, NAME), LAYOUT, self.window, access, clock, metrics, holder=self
         )
+        listen = ListenOptions(transports=("shm", "tcp"), host="127.0.0.1", unix_path=str(self._run_dir / "kv.sock"))
         offered = SegmentServer(
-            self._segment,
-            access,
-            host="127.0.0.1",
-            unix_path=str(self._run_dir / "kv.sock"),
-            generation=1,
-            host_id="here",
-            on_freed=self.server.on_freed,
+            self._segment, access, generation=1, host_id="here", listen=listen, on_freed=self.server.on_freed
         )
-        door = Door(service, self._run_dir, "worker")
+        door = PortMux(service, self._run_dir, "worker")
         self.address = await door.bind("127.0.0.1", 0)
         await offered.start()
         self.server.serve(service, offered.descriptor())

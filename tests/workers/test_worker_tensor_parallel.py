@@ -16,9 +16,10 @@ from worker_tiny import BLOCK, VOCAB, TinyModel, request, run_all, write_tiny
 from tanghulu.errors import ChecksumMismatch, ChunkNotFound, ConfigError, InvalidRequest
 from tanghulu.masters import Masters
 from tanghulu.rpc.fast_server import FastService
-from tanghulu.rpc.port_mux import Door
+from tanghulu.rpc.port_mux import PortMux
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.transfer_engine.core.access import AccessTable
+from tanghulu.transfer_engine.core.config import ListenOptions
 from tanghulu.transfer_engine.core.segment import MemorySegment
 from tanghulu.transfer_engine.engine import TransferEngine
 from tanghulu.transfer_engine.owner.server import SegmentServer
@@ -232,11 +233,10 @@ async def _peer(layout: KvLayout, name: Fingerprint, run_dir: Path) -> AsyncIter
     access, segment = AccessTable(clock, 1000, size), MemorySegment.create("kv", size)
     window = HostBlocks(KvMemory(layout, 2, segment.view))
     server = PeerServer(KvIdentity(InstanceId("w1"), 1, name), layout, window, access, clock, metrics, _HoldsNothing())
-    offered = SegmentServer(
-        segment, access, host="127.0.0.1", unix_path=str(run_dir / "kv.sock"), generation=1, host_id="here"
-    )
+    listen = ListenOptions(transports=("shm", "tcp"), host="127.0.0.1", unix_path=str(run_dir / "kv.sock"))
+    offered = SegmentServer(segment, access, generation=1, host_id="here", listen=listen)
     service = FastService()
-    door = Door(service, run_dir, "worker")
+    door = PortMux(service, run_dir, "worker")
     address = await door.bind("127.0.0.1", 0)
     await offered.start()
     server.serve(service, offered.descriptor())

@@ -1,6 +1,6 @@
 """One transfer batch from slices to results: pure decisions. Events and times go in, posts and drops come out.
 
-The shell (``handle``) performs a loop over one TransferRun:
+The shell (``handle``) performs a loop over one BatchState:
 
     posts = run.advance(now)         give each slice to its path's link
     arrived / corrupt / refused / lost   told from the links' completions
@@ -26,12 +26,11 @@ from tanghulu.errors import ChecksumMismatch, NodeUnavailable, TanghuluError, Tr
 from tanghulu.transfer_engine.client.path_load import PathLoad
 from tanghulu.transfer_engine.core.buffers import Buffer
 from tanghulu.transfer_engine.core.config import TransportLimits
-from tanghulu.transfer_engine.core.opcode import Opcode
 from tanghulu.transfer_engine.core.paths import Path, PathTable
-from tanghulu.transfer_engine.core.slices import Notice, Slice, SliceEvent, SliceState, cut
+from tanghulu.transfer_engine.core.slices import Notice, Opcode, Slice, SliceEvent, SliceState, cut
 
 
-class RunRequest(NamedTuple):
+class AdmittedRequest(NamedTuple):
     """One admitted request: offsets are in bounds, ``paths`` leads to its target."""
 
     opcode: Opcode
@@ -47,7 +46,7 @@ class RunRequest(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class RunLimits:
+class BatchLimits:
     """What a run keeps to."""
 
     limits: Mapping[str, TransportLimits]
@@ -71,7 +70,7 @@ class Check(NamedTuple):
 
 @dataclass(slots=True)
 class _Request:
-    given: RunRequest | None
+    given: AdmittedRequest | None
     slices: list[Slice]
     #: Slices that have not ended, and a check that is due.
     num_open: int
@@ -81,10 +80,10 @@ class _Request:
     told: bool = False
 
 
-class TransferRun:
+class BatchState:
     """The state of one batch in flight; a request that is an error has failed before it began."""
 
-    def __init__(self, requests: Sequence[RunRequest | TanghuluError], limits: RunLimits) -> None:
+    def __init__(self, requests: Sequence[AdmittedRequest | TanghuluError], limits: BatchLimits) -> None:
         self._limits = limits
         self._slices: dict[int, Slice] = {}
         self._waiting: dict[PathTable, deque[Slice]] = {}
@@ -286,7 +285,7 @@ class TransferRun:
 
     # --- inside
 
-    def _cut(self, index: int, request: RunRequest | TanghuluError) -> _Request:
+    def _cut(self, index: int, request: AdmittedRequest | TanghuluError) -> _Request:
         if isinstance(request, TanghuluError):
             return _Request(None, [], 0, request)
         waiting = self._waiting.setdefault(request.paths, deque())

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from tanghulu.errors import DeadlineExceeded, NodeUnavailable
 from tanghulu.runtime.busy_polling import Spinner
 from tanghulu.runtime.clock import Clock
-from tanghulu.transfer_engine.client.handle import Workshop
+from tanghulu.transfer_engine.client.handle import EngineResources
 from tanghulu.transfer_engine.client.link_pool import LinkPool
 from tanghulu.transfer_engine.client.remote import RemoteSegment
 from tanghulu.transfer_engine.client.requests import TransferRequest, admit_buffer, refuse_overlaps
@@ -22,20 +22,22 @@ from tanghulu.transfer_engine.core.slices import Slice
 from tanghulu.transfer_engine.core.transport import Arrived, Completion, Link, Refused
 from tanghulu.transfer_engine.transports.shm.long_copy import LONG_BYTES, CopyHelper
 from tanghulu.transfer_engine.transports.shm.transport import ShmPeer
-from tanghulu.transfer_engine.transports.tcp.answer import DIRECT_SLICE_ID
+from tanghulu.transfer_engine.transports.tcp.stream import FAST_SLICE_ID
 from tanghulu.transfer_engine.transports.tcp.transport import TcpLink
 
 #: Of a slice that was moved by an exchange: nothing else was under way on its link.
-_STRAIGHT = Arrived(DIRECT_SLICE_ID)
+_STRAIGHT = Arrived(FAST_SLICE_ID)
 
 
-def copy_directly(requests: Sequence[TransferRequest], max_bytes: int, workshop: Workshop, helper: CopyHelper) -> bool:
+def copy_fast(
+    requests: Sequence[TransferRequest], max_bytes: int, resources: EngineResources, helper: CopyHelper
+) -> bool:
     """Copy a batch that needs nothing but mapped memory; False when it needs more, or an owner is gone.
 
     Raises InvalidRequest, before anything was copied, as ``submit`` does.
     """
     if len(requests) == 1:
-        return _copy_one(requests[0], max_bytes, workshop, helper)
+        return _copy_one(requests[0], max_bytes, resources, helper)
     mapped: list[ShmPeer] = []
     for request in requests:
         shm = request.target.shm
@@ -49,12 +51,12 @@ def copy_directly(requests: Sequence[TransferRequest], max_bytes: int, workshop:
     if num_bytes > max_bytes:
         return False
     refuse_overlaps(requests, buffers)
-    clock = workshop.clock
+    clock = resources.clock
     start_s = clock.now_s()
     if not _copied(requests, buffers, mapped, helper):
         return False
     took_s = clock.now_s() - start_s
-    with workshop.lock:
+    with resources.lock:
         for request in requests:
             paths = request.target.paths
             paths.succeeded(paths.paths[0], request.length, took_s)
@@ -90,7 +92,7 @@ def _copy(request: TransferRequest, buffer: Buffer, shm: ShmPeer, helper: CopyHe
         shm.copy_shown(helper, request.opcode, buffer, at, to, length, digest)
 
 
-def _copy_one(request: TransferRequest, max_bytes: int, workshop: Workshop, helper: CopyHelper) -> bool:
+def _copy_one(request: TransferRequest, max_bytes: int, resources: EngineResources, helper: CopyHelper) -> bool:
     """The same for one request. A copy of 64 KiB takes 10 us, and what comes with it must not take as long."""
     target = request.target
     shm = target.shm
@@ -100,7 +102,7 @@ def _copy_one(request: TransferRequest, max_bytes: int, workshop: Workshop, help
     length = request.length
     if length > max_bytes:
         return False
-    clock = workshop.clock
+    clock = resources.clock
     start_s = clock.now_s()
     try:
         _copy(request, buffer, shm, helper)
@@ -112,12 +114,12 @@ def _copy_one(request: TransferRequest, max_bytes: int, workshop: Workshop, help
         return False
     took_s = clock.now_s() - start_s
     paths = target.paths
-    paths.succeeded_soon(paths.paths[0], length, took_s, workshop.lock)
+    paths.succeeded_soon(paths.paths[0], length, took_s, resources.lock)
     return True
 
 
-def send_directly(
-    request: TransferRequest, now_s: float, deadline_s: float, patience_s: float, workshop: Workshop
+def send_fast(
+    request: TransferRequest, now_s: float, deadline_s: float, patience_s: float, resources: EngineResources
 ) -> bool:
     """Move one slice over one stream, once, in this thread; False if that did not work within ``patience_s``.
 
@@ -129,8 +131,8 @@ def send_directly(
     target, length, at = request.target, request.length, request.source_offset
     if target.closed:
         return False
-    paths, clock, lock = target.paths, workshop.clock, workshop.lock
-    path, spinner = _set_out(target, now_s, length, workshop)
+    paths, clock, lock = target.paths, resources.clock, resources.lock
+    path, spinner = _set_out(target, now_s, length, resources)
     pool = target.pools[path]
     link: Link | None = None
     ended: Completion | None = None
@@ -149,7 +151,7 @@ def send_directly(
     finally:
         _let_go(link, pool, path, ended)
         with lock:
-            workshop.callers.num -= 1
+            resources.callers.num -= 1
             if isinstance(ended, Arrived):
                 paths.end_alone(path, length, clock.now_s() - now_s)
             else:
@@ -159,10 +161,12 @@ def send_directly(
     return link is not None and _failed(ended, paths, path, now_s + deadline_s, clock, lock)
 
 
-def _set_out(target: RemoteSegment, now_s: float, length: int, workshop: Workshop) -> tuple[Path, Spinner | None]:
+def _set_out(
+    target: RemoteSegment, now_s: float, length: int, resources: EngineResources
+) -> tuple[Path, Spinner | None]:
     """The path to take, and what to wait with if this caller is alone and it pays."""
-    callers, spinner = workshop.callers, target.spinner
-    with workshop.lock:
+    callers, spinner = resources.callers, target.spinner
+    with resources.lock:
         callers.num += 1
         return target.paths.begin_alone(now_s, length), spinner if callers.num == 1 else None
 
@@ -172,7 +176,7 @@ def _go_on(
 ) -> Completion | None:
     """What becomes of a slice that did not arrive at once; None when the time is up."""
     piece = Slice(
-        DIRECT_SLICE_ID, 0, request.opcode, buffer, request.source_offset, request.target_offset, request.length,
+        FAST_SLICE_ID, 0, request.opcode, buffer, request.source_offset, request.target_offset, request.length,
         request.lease_id,
     )  # fmt: skip
     if isinstance(link, TcpLink):

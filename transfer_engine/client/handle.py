@@ -1,4 +1,4 @@
-"""TransferHandle: the shell around one TransferRun. Performs its instructions, turns completions into its events.
+"""TransferHandle: the shell around one BatchState. Performs its instructions, turns completions into its events.
 
 The thread that waits drives: it posts, polls and applies, so a blocking caller never hops threads. One thread at a time
 has the turn. Links are borrowed by this batch alone, from the first post to the end; a batch to several peers borrows
@@ -20,13 +20,13 @@ from dataclasses import dataclass, field
 
 from tanghulu.errors import DeadlineExceeded, NodeUnavailable, Overloaded, TanghuluError
 from tanghulu.runtime.clock import Clock
-from tanghulu.transfer_engine.client.batch_state import Post, TransferRun
+from tanghulu.transfer_engine.client.batch_state import BatchState, Post
 from tanghulu.transfer_engine.client.remote import RemoteSegment
 from tanghulu.transfer_engine.client.requests import (
     BatchResult,
-    RequestState,
     TransferCancelled,
     TransferRequest,
+    TransferState,
     admit_deadline,
 )
 from tanghulu.transfer_engine.core.paths import Path, PathTable
@@ -46,7 +46,7 @@ class Callers:
 
 
 @dataclass(frozen=True, slots=True)
-class Workshop:
+class EngineResources:
     """What all handles of an engine share. ``lock`` guards the health of paths, and is held for decisions only.
 
     ``callers`` are the threads that are on the short way (see ``direct``); under the lock, too.
@@ -61,8 +61,8 @@ class Workshop:
 class TransferHandle:
     """One submitted batch. Ends by ``wait``, ``wait_async`` or ``cancel``; dropping it cancels it."""
 
-    def __init__(self, workshop: Workshop, run: TransferRun, requests: Sequence[TransferRequest]) -> None:
-        self._workshop = workshop
+    def __init__(self, resources: EngineResources, run: BatchState, requests: Sequence[TransferRequest]) -> None:
+        self._resources = resources
         self._run = run
         self._requests = requests
         self._targets: dict[PathTable, RemoteSegment] = {each.target.paths: each.target for each in requests}
@@ -81,7 +81,7 @@ class TransferHandle:
         """
         admit_deadline(deadline_s)
         deadline_s = min(deadline_s, LONGEST_WAIT_S)
-        return self._wait_until(self._workshop.clock.now_s() + deadline_s, deadline_s)
+        return self._wait_until(self._resources.clock.now_s() + deadline_s, deadline_s)
 
     async def wait_async(self, deadline_s: float) -> BatchResult:
         """The same for asyncio: one of the engine's threads drives. Cancelling the coroutine cancels the batch."""
@@ -89,9 +89,9 @@ class TransferHandle:
         if self._run.finished:
             return self._result()
         deadline_s = min(deadline_s, LONGEST_WAIT_S)
-        until_s = self._workshop.clock.now_s() + deadline_s
+        until_s = self._resources.clock.now_s() + deadline_s
         loop = asyncio.get_running_loop()
-        driving = loop.run_in_executor(self._workshop.executor(), self._wait_until, until_s, deadline_s)
+        driving = loop.run_in_executor(self._resources.executor(), self._wait_until, until_s, deadline_s)
         try:
             return await asyncio.shield(driving)
         except asyncio.CancelledError:
@@ -114,7 +114,7 @@ class TransferHandle:
         else:
             self._wake()
 
-    def status(self) -> list[RequestState]:
+    def status(self) -> list[TransferState]:
         """Where each request stands now. Moves what can be moved without waiting, unless another thread drives."""
         if not self._run.finished and self._turn.acquire(blocking=False):
             try:
@@ -162,7 +162,7 @@ class TransferHandle:
     # --- driving; the caller has the turn
 
     def _wait_until(self, until_s: float, deadline_s: float) -> BatchResult:
-        clock = self._workshop.clock
+        clock = self._resources.clock
         if not self._turn.acquire(timeout=max(0.0, until_s - clock.now_s())):  # another thread drives, for longer
             self._stop = self._stop or _expired(deadline_s)
             self._wake()
@@ -177,7 +177,7 @@ class TransferHandle:
         return self._result()
 
     def _drive(self, until_s: float, deadline_s: float) -> None:
-        run, clock = self._run, self._workshop.clock
+        run, clock = self._run, self._resources.clock
         if not run.finished and not self._borrow_all(until_s):
             self._finish(_expired(deadline_s, "all links to a peer are lent to other batches; "))
         while not run.finished:
@@ -189,22 +189,22 @@ class TransferHandle:
 
     def _advance_now(self) -> None:
         if self._borrow_all(None):
-            now_s = self._workshop.clock.now_s()
+            now_s = self._resources.clock.now_s()
             self._step(now_s, now_s)
         if self._run.finished:
             self._let_go()
 
     def _step(self, now_s: float, until_s: float) -> None:
         """Post, poll once (waiting until ``until_s`` at most), apply."""
-        run, lock = self._run, self._workshop.lock
+        run, lock = self._run, self._resources.lock
         with lock:
             posts = run.advance(now_s)
         for post in posts:
             self._perform(post)
         stall_s = run.next_stall_s()
-        wait_s = (until_s if stall_s is None else min(until_s, stall_s)) - self._workshop.clock.now_s()
+        wait_s = (until_s if stall_s is None else min(until_s, stall_s)) - self._resources.clock.now_s()
         completions = self._poll(0.0 if self._stop is not None else max(0.0, wait_s))
-        now_s = self._workshop.clock.now_s()
+        now_s = self._resources.clock.now_s()
         with lock:
             for completion in completions:
                 self._apply(completion, now_s)
@@ -220,8 +220,8 @@ class TransferHandle:
         try:
             link = self._link(self._tables[post.path], post.path.transport)
         except TanghuluError as error:
-            with self._workshop.lock:
-                self._run.lost(post.path, error, self._workshop.clock.now_s())
+            with self._resources.lock:
+                self._run.lost(post.path, error, self._resources.clock.now_s())
             return
         if post.piece.state is SliceState.POSTED:  # not lost together with an earlier post of this step
             link.post(post.piece, post.path)
@@ -253,7 +253,7 @@ class TransferHandle:
     def _finish(self, error: TanghuluError) -> None:
         """End what is unfinished with ``error``, close what it was on, and give the links back."""
         if not self._run.finished:
-            for path in self._run.give_up(error, self._workshop.clock.now_s()):
+            for path in self._run.give_up(error, self._resources.clock.now_s()):
                 self._cut(path)
         self._let_go()
 
@@ -305,11 +305,11 @@ class TransferHandle:
 
     # --- results
 
-    def _request_state(self, index: int) -> RequestState:
+    def _request_state(self, index: int) -> TransferState:
         ended, error = self._run.request_state(index)
         if not ended:
-            return RequestState.OPEN
-        return RequestState.COMPLETE if error is None else RequestState.FAILED
+            return TransferState.OPEN
+        return TransferState.COMPLETE if error is None else TransferState.FAILED
 
     def _result(self) -> BatchResult:
         errors = tuple(self._run.errors())

@@ -1,73 +1,49 @@
 """A segment of another process as this process reaches it: its paths, its links, its mapping.
 
-Owns what is opened per peer. Which path a slice takes is decided by ``paths``; who may use a RemoteSegment is the
-engine's business.
+Owns what is opened per peer. ``core.paths`` decides which path a slice takes, the engine who may use a RemoteSegment.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from tanghulu.errors import NodeUnavailable, TanghuluError
 from tanghulu.runtime.busy_polling import Spinner, paying_spin_s
 from tanghulu.runtime.clock import Clock
 from tanghulu.transfer_engine.client.link_pool import LinkPool
-from tanghulu.transfer_engine.core.config import EngineConfig
-from tanghulu.transfer_engine.core.links import WiredLink
-from tanghulu.transfer_engine.core.network import Network
-from tanghulu.transfer_engine.core.paths import Path, PathState, PathStats, PathTable, PauseRule
-from tanghulu.transfer_engine.core.segment import SegmentDescriptor
-from tanghulu.transfer_engine.core.transport import Link, Peer
-from tanghulu.transfer_engine.topology.devices import Topology, pair
-from tanghulu.transfer_engine.transports.rdma.devices import LocalDevices
-from tanghulu.transfer_engine.transports.rdma.transport import pair_devices, rdma_peer
+from tanghulu.transfer_engine.core.paths import NOTICE_TRANSPORT, Path, PathState, PathStats, PathTable, PauseRule
+from tanghulu.transfer_engine.core.transport import ConnectContext, Link, TransportPeer
+from tanghulu.transfer_engine.transports.registry import TRANSPORTS
 from tanghulu.transfer_engine.transports.shm.transport import ShmPeer
-from tanghulu.transfer_engine.transports.tcp.tls import TlsNetwork
-from tanghulu.transfer_engine.transports.tcp.transport import TcpPeer
-from tanghulu.transfer_engine.transports.ucx.transport import ucx_peer
-from tanghulu.types import Address
+
+#: A transport's paths take two ranks: the second for devices that are not preferred.
+_RANKS_EACH = 2
 
 
 class RemoteSegment:
     """An open segment; made by ``TransferEngine.open_segment``. Safe to use from several threads.
 
-    ``transport`` names the one that is preferred (and, if pinned, the only one).
+    ``transport`` names the one that is preferred (and, if pinned, the only one), the first of ``peers``.
     """
 
-    def __init__(
-        self,
-        descriptor: SegmentDescriptor,
-        session_id: int,
-        transports: Sequence[str],
-        config: EngineConfig,
-        clock: Clock,
-        shm: ShmPeer | None,
-        network: Network | None = None,
-        rdma: LocalDevices | None = None,
-    ) -> None:
-        assert transports, "a segment is reached over at least one transport"
-        self.descriptor = descriptor
-        self.session_id = session_id
-        self.size_bytes = descriptor.size_bytes
-        self.transport = transports[0]
-        self.shm = shm
-        self._peers: dict[str, Peer] = {}
-        if shm is not None:
-            self._peers["shm"] = shm
-        if network is None and config.tls:
-            network = TlsNetwork(config.tls)
-        self._tcp = TcpPeer(descriptor, session_id, network)
-        self._peers["tcp"] = self._tcp  # for notices, if for nothing else
-        if rdma is not None and "rdma" in transports:
-            self._peers["rdma"] = rdma_peer(descriptor, session_id, rdma, self._tcp.fences)
-        if "ucx" in transports:
-            self._peers["ucx"] = ucx_peer(descriptor, session_id, self._tcp.fences)
+    def __init__(self, context: ConnectContext, peers: Mapping[str, TransportPeer], clock: Clock) -> None:
+        """``peers`` are the same segment by transport, and this object's until ``close``."""
+        assert peers, "a segment is reached over at least one transport"
+        config = context.config
+        self.descriptor = context.descriptor
+        self.session_id = context.session_id
+        self.size_bytes = self.descriptor.size_bytes
+        self.transport = next(iter(peers))
+        #: Mapped memory, where that is one of the ways: the fast path copies without a link.
+        self.shm = next((each for each in peers.values() if isinstance(each, ShmPeer)), None)
+        self._peers = dict(peers)
+        if NOTICE_TRANSPORT not in peers:
+            self._peers[NOTICE_TRANSPORT] = TRANSPORTS[NOTICE_TRANSPORT].connect(context)
         self._pools = {
             name: LinkPool(peer.connect, config.max_links_per_peer, clock) for name, peer in self._peers.items()
         }
         rule = PauseRule(config.pause_after_errors, config.pause_s, config.pause_max_s)
-        self.paths = PathTable(_paths(descriptor, transports, config, () if rdma is None else rdma.names), rule)
+        self.paths = PathTable(_all_paths(context, peers), rule)
         #: The links that serve each path.
         self.pools = {path: self._pools[path.transport] for path in self.paths.paths}
         spin_s = paying_spin_s(config.spin_s)
@@ -102,7 +78,7 @@ class RemoteSegment:
         return not self.closed and (shm is None or shm.alive)
 
     def greet(self, timeout_s: float, clock: Clock) -> None:
-        """Make sure that an endpoint of the preferred transport (not shm) serves this segment.
+        """Make sure that an endpoint of the preferred transport serves this segment.
 
         Raises NodeUnavailable or its refusal.
         """
@@ -111,7 +87,6 @@ class RemoteSegment:
             if path.transport != self.transport or path.stream:
                 continue
             link = self._peers[path.transport].connect()
-            assert isinstance(link, WiredLink), "shm greets when it maps"
             try:
                 link.greet(path, timeout_s, clock)
             except TanghuluError as error:
@@ -157,41 +132,12 @@ class RemoteSegment:
         return f"RemoteSegment({self.name!r}, generation={self.descriptor.generation}, {self.transport}{closed})"
 
 
-def _paths(
-    descriptor: SegmentDescriptor, transports: Sequence[str], config: EngineConfig, rdma_devices: tuple[str, ...]
-) -> list[Path]:
-    """Every (local device, endpoint, stream), ranked by the order of ``transports``; tcp for notices in any case."""
+def _all_paths(context: ConnectContext, transports: Mapping[str, TransportPeer]) -> list[Path]:
+    """Every path of every transport, ranked by their order; those for notices alone behind all others."""
     paths: list[Path] = []
-    if "tcp" not in transports and "tcp" in config.limits:
-        paths = [Path(each, "", 0, 2 * len(transports), True) for each in descriptor.endpoints_of("tcp")]
-    for number, transport in enumerate(transports):
-        rank = 2 * number  # and the odd one behind it for devices that are not preferred
-        if transport == "rdma":
-            doors = descriptor.endpoints_of("rdma")
-            pairs = pair_devices(rdma_devices, len(doors))
-            paths += [Path(doors[remote], local, 0, rank) for local, remote in pairs]
-            continue
-        if transport == "tcp" and config.topology is not None:
-            paths += _tcp_paths(descriptor, config.topology, config, rank)
-            continue
-        devices = config.tcp_devices if transport == "tcp" else ("",)
-        streams = range(config.streams_per_peer if transport == "tcp" else 1)
-        endpoints = descriptor.endpoints_of(transport)
-        paths += [
-            Path(e, device, stream, rank + e.distance) for stream in streams for e in endpoints for device in devices
-        ]
+    if NOTICE_TRANSPORT not in transports:
+        last = _RANKS_EACH * len(transports)
+        paths = [Path(each, "", 0, last, notices_only=True) for each in context.endpoints(NOTICE_TRANSPORT)]
+    for number, peer in enumerate(transports.values()):
+        paths += peer.paths(_RANKS_EACH * number)
     return paths
-
-
-def _tcp_paths(descriptor: SegmentDescriptor, topology: Topology, config: EngineConfig, rank: int) -> list[Path]:
-    """Every (device, endpoint that it reaches, stream), the preferred devices in front; the kernel's choice if none."""
-    endpoints = descriptor.endpoints_of("tcp")
-    pairs = pair(topology.usable, [Address.parse(each.address).host for each in endpoints])
-    if not pairs:
-        pairs = [("", index) for index in range(len(endpoints))]
-    near = functools.partial(topology.distance, config.location)
-    return [
-        Path(endpoints[index], device, stream, rank + max(near(device), endpoints[index].distance))
-        for stream in range(config.streams_per_peer)
-        for device, index in pairs
-    ]

@@ -1,4 +1,4 @@
-"""What callers say and hear: transfer requests, batches, results. Also the door where bad input is turned away.
+"""What callers say and hear: transfer requests, batches, results. Turns bad input away.
 
 Owns no progress; nothing here blocks or touches a socket.
 """
@@ -14,12 +14,11 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from tanghulu.errors import InvalidRequest, NodeUnavailable, TanghuluError, TransferFailed
-from tanghulu.transfer_engine.client.batch_state import RunRequest
+from tanghulu.transfer_engine.client.batch_state import AdmittedRequest
 from tanghulu.transfer_engine.core.buffers import Buffer
-from tanghulu.transfer_engine.core.opcode import Opcode
-from tanghulu.transfer_engine.core.paths import Cargo
+from tanghulu.transfer_engine.core.paths import Capability
 from tanghulu.transfer_engine.core.segment import MAX_NAME_BYTES
-from tanghulu.transfer_engine.core.slices import Notice
+from tanghulu.transfer_engine.core.slices import Notice, Opcode
 from tanghulu.transfer_engine.core.wire import MAX_NOTICE_BYTES
 from tanghulu.transfer_engine.transports.shm.long_copy import Digest
 
@@ -77,7 +76,7 @@ class TransferBatch:
     requests: Sequence[TransferRequest] = field(default_factory=list)
 
 
-class RequestState(Enum):
+class TransferState(Enum):
     """Where one request of a batch stands."""
 
     OPEN = "open"
@@ -174,14 +173,14 @@ def _refuse_extras(request: TransferRequest) -> None:
         raise InvalidRequest(f"checksum {request.checksum} does not have 64 bits")
 
 
-def admit(request: TransferRequest, buffer: Buffer) -> RunRequest | TanghuluError:
+def admit(request: TransferRequest, buffer: Buffer) -> AdmittedRequest | TanghuluError:
     """The request as the run wants it, or why it fails already: its target is closed, or no path does what it asks."""
     target = request.target
     if target.closed:
         return NodeUnavailable(f"{target!r} was closed in this process; open it again")
-    if request.notify is not None and not target.paths.carries(Cargo.NOTICE):
+    if request.notify is not None and not target.paths.carries(Capability.NOTICE):
         return InvalidRequest(f"{target!r} has no tcp endpoint, so its owner cannot be notified")
-    return RunRequest(
+    return AdmittedRequest(
         request.opcode,
         buffer,
         request.source_offset,

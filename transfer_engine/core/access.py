@@ -11,7 +11,7 @@ The rule: time alone never frees a range that a peer may still read or write.
   capped; beyond the cap ``grant(shm=True)`` raises Overloaded and the caller serves that client copies.
 
 * A peer with queue pairs (rdma) reaches every range by itself, but can be stopped: its queue pairs belong to this
-  process. While ``direct`` says that a session has some, a lease that it loses stays open until ``end_direct`` says
+  process. While ``direct`` says that a session has some, a lease that it loses stays open until ``end_one_sided`` says
   that they are gone; ``on_revoke`` is called with the session's number, once, when they must be closed.
 
 Example: session 7 maps the memory, cap 100 bytes. It pins 60 bytes: granted. It pins 60 more: Overloaded (120 > 100),
@@ -34,7 +34,7 @@ from sortedcontainers import SortedSet
 from tanghulu.errors import InvalidRequest, LeaseExpired, Overloaded
 from tanghulu.runtime.clock import Clock
 from tanghulu.transfer_engine.core.leases import Freed, Lease, LeaseEvent, LeaseState
-from tanghulu.transfer_engine.core.opcode import Opcode
+from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.types import LeaseId
 
 __all__ = ["AccessTable", "Freed", "Lease", "LeaseState", "Opcode"]
@@ -49,7 +49,7 @@ class _Session:
     pid: int | None
     closed: bool = False
     mapped_bytes: int = 0
-    num_direct: int = 0
+    num_one_sided: int = 0
     #: Leases that were lost while queue pairs reached them; each counts one open transfer.
     revoked: list[LeaseId] = field(default_factory=list)
     leases: dict[LeaseId, Lease] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class AccessTable:
         if session is None:
             return []
         session.closed = True
-        copied = [lease for lease in session.leases.values() if session.num_direct and not lease.mapped]
+        copied = [lease for lease in session.leases.values() if session.num_one_sided and not lease.mapped]
         freed = self._lose(copied)  # what it had sent before may still be on the wire to our queue pairs
         for lease in list(session.leases.values()):
             self._step(lease, LeaseEvent.GIVEN_BACK, freed)
@@ -128,22 +128,22 @@ class AccessTable:
 
     # --- queue pairs, which reach every range without asking
 
-    def begin_direct(self, session_id: int) -> None:
+    def begin_one_sided(self, session_id: int) -> None:
         """A queue pair of the session works from now on. Raises InvalidRequest if the session is not open."""
-        self._open_session(session_id).num_direct += 1
+        self._open_session(session_id).num_one_sided += 1
 
-    def end_direct(self, session_id: int) -> list[Freed]:
+    def end_one_sided(self, session_id: int) -> list[Freed]:
         """One of the session's queue pairs is gone; with the last of them, what it was kept from is free."""
         session = self._sessions.get(session_id)
         assert session is not None, f"session {session_id} is unknown"
-        assert session.num_direct > 0, f"session {session_id} has no queue pair"
-        session.num_direct -= 1
+        assert session.num_one_sided > 0, f"session {session_id} has no queue pair"
+        session.num_one_sided -= 1
         freed: list[Freed] = []
-        if session.num_direct == 0:
+        if session.num_one_sided == 0:
             revoked, session.revoked = session.revoked, []
             for lease_id in revoked:
                 freed += self.end(lease_id)
-        return self._close_if_empty(session, freed) if session.closed and session.num_direct == 0 else freed
+        return self._close_if_empty(session, freed) if session.closed and session.num_one_sided == 0 else freed
 
     # --- leases
 
@@ -282,9 +282,9 @@ class AccessTable:
             assert lease.state is not LeaseState.ACTIVE or lease.lease_id in queued
             assert lease.length <= self._longest_bytes
         for session in self._sessions.values():
-            assert session.leases or session.num_direct or not session.closed
+            assert session.leases or session.num_one_sided or not session.closed
             assert set(session.revoked) <= set(session.leases)
-            assert session.num_direct or not session.revoked
+            assert session.num_one_sided or not session.revoked
             mapped = sum(each.length for each in session.leases.values() if each.mapped)
             assert mapped == session.mapped_bytes <= self.max_quarantined_bytes_per_session
 
@@ -344,7 +344,7 @@ class AccessTable:
     def _revoke(self, lease: Lease) -> None:
         """Keep the range of an active lease from being free while queue pairs reach it."""
         session = self._sessions[lease.session_id]
-        if session.num_direct == 0 or lease.mapped or lease.state is not LeaseState.ACTIVE:
+        if session.num_one_sided == 0 or lease.mapped or lease.state is not LeaseState.ACTIVE:
             return
         lease.num_open += 1
         session.revoked.append(lease.lease_id)
@@ -364,13 +364,13 @@ class AccessTable:
             self._longest_bytes = 0
         session.mapped_bytes -= lease.length if lease.mapped else 0
         freed.append(lease.freed())
-        if session.closed and not session.leases and session.num_direct == 0:
+        if session.closed and not session.leases and session.num_one_sided == 0:
             self._sessions.pop(session.session_id, None)
 
     def _close_if_empty(self, session: _Session, freed: list[Freed]) -> list[Freed]:
-        if session.num_direct and not session.revoked and self.on_revoke is not None:
+        if session.num_one_sided and not session.revoked and self.on_revoke is not None:
             self.on_revoke(session.session_id)
-        if not session.leases and session.num_direct == 0:
+        if not session.leases and session.num_one_sided == 0:
             self._sessions.pop(session.session_id, None)
         return freed
 

@@ -15,8 +15,8 @@ from tanghulu.errors import ChecksumMismatch, InvalidRequest, NodeUnavailable, T
 from tanghulu.runtime.busy_polling import LoopSpinner
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.leases import Freed
-from tanghulu.transfer_engine.core.opcode import Opcode
 from tanghulu.transfer_engine.core.segment import MemorySegment
+from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.core.wire import MAX_VERIFIED_BYTES, Head, Op, digest_of, name_hash
 from tanghulu.types import LeaseId
 
@@ -47,8 +47,8 @@ class Connection(Protocol):
 OnNotice = Callable[[int, bytes], None]
 
 
-class Reception:
-    """The TcpDoor of one segment of one generation.
+class PeerAdmission:
+    """The TcpAdmission of one segment of one generation.
 
     ``soon`` runs a callback behind the current event (the loop's ``call_soon``); ``on_freed`` is told which ranges
     became free because a transfer ended, ``on_emptied`` that the last connection has gone while it was not ``open``.
@@ -94,7 +94,7 @@ class Reception:
         self._by_token: dict[int, Connection] = {}
         self._fenced: OrderedDict[int, None] = OrderedDict()
 
-    # --- what a tcp connection asks (TcpDoor)
+    # --- what a tcp connection asks (TcpAdmission)
 
     def opened(self, connection: Connection) -> bool:
         """Whether there is room for one more connection."""
@@ -209,7 +209,7 @@ class Reception:
             self._access.check()
 
     def __repr__(self) -> str:
-        return f"Reception({self._segment!r}, generation={self._generation}, {len(self.connections)} connections)"
+        return f"PeerAdmission({self._segment!r}, generation={self._generation}, {len(self.connections)} connections)"
 
     # --- inside
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
@@ -28,27 +29,18 @@ class TransportLimits:
     window_slices: int
 
 
-_MAY_BE_ZERO = ("retries_max", "direct_bytes", "direct_async_bytes", "spin_s")
-
-
-def _default_limits() -> Mapping[str, TransportLimits]:
-    return {
-        "shm": TransportLimits(slice_bytes=16 * MIB, window_bytes=32 * MIB, window_slices=256),
-        "rdma": TransportLimits(slice_bytes=1 * MIB, window_bytes=16 * MIB, window_slices=64),
-        "ucx": TransportLimits(slice_bytes=4 * MIB, window_bytes=16 * MIB, window_slices=64),
-        "tcp": TransportLimits(slice_bytes=1 * MIB, window_bytes=8 * MIB, window_slices=64),
-    }
+_MAY_BE_ZERO = ("retries_max", "fast_copy_bytes", "fast_copy_async_bytes", "spin_s")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Settings of one TransferEngine; raises ConfigError where a value makes no sense.
 
-    ``limits`` by transport name. ``tcp_devices`` are the local network devices that tcp streams are bound to in turn;
-    the empty name leaves the choice to the kernel.
+    ``limits`` by transport name, where they are to differ from the transport's own. ``tcp_devices`` are the local
+    network devices that tcp streams are bound to in turn; the empty name leaves the choice to the kernel.
     """
 
-    limits: Mapping[str, TransportLimits] = field(default_factory=_default_limits)
+    limits: Mapping[str, TransportLimits] = field(default_factory=dict)
     #: tcp connections a batch may use to one peer (a small batch uses one).
     streams_per_peer: int = 2
     tcp_devices: tuple[str, ...] = ("",)
@@ -76,9 +68,9 @@ class EngineConfig:
     max_links_per_peer: int = 16
     max_requests_per_batch: int = 1 << 16
     #: Batches up to this size that need only shm are copied by the calling thread without any machinery.
-    direct_bytes: int = 64 * MIB
+    fast_copy_bytes: int = 64 * MIB
     #: The same for ``transfer_async``, where the copy holds up the event loop.
-    direct_async_bytes: int = 256 << 10
+    fast_copy_async_bytes: int = 256 << 10
     #: Whether a thread of the engine's helps callers with long copies (see ``long_copy``).
     copy_helper: bool = field(default_factory=_has_spare_core)
     #: Threads that drive the batches of asyncio callers, and how many batches may wait for one.
@@ -96,3 +88,51 @@ class EngineConfig:
         for name, limits in self.limits.items():
             if min(limits.slice_bytes, limits.window_bytes, limits.window_slices) < 1:
                 raise ConfigError(f"EngineConfig.limits[{name!r}] has a value below 1: {limits}")
+
+
+#: A slice without a byte of progress for this long has its connection closed, so that its range can be reused.
+STALL_TIMEOUT_S = 10.0
+MAX_CONNECTIONS = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListenOptions:
+    """Over which transports a segment is offered, and at which addresses.
+
+    ``advertised_host`` (by default ``host``) is what the descriptor tells peers. Each transport reads the fields that
+    carry its name; the others are for all that listen on a port.
+    """
+
+    #: Which transports to offer.
+    transports: tuple[str, ...] = ("tcp",)
+    host: str
+    #: Where tcp listens; 0 picks a free port.
+    port: int = 0
+    advertised_host: str = ""
+    #: Where shm listens.
+    unix_path: str | None = None
+    #: The verbs devices to offer, in the order of their rails; none: every usable one.
+    rdma_devices: tuple[str, ...] = ()
+    #: Pairs of a device's name and its address: the descriptor tells one tcp endpoint for each. ``host`` must let all
+    #: of them in. None: one endpoint, at ``advertised_host``.
+    tcp_devices: tuple[tuple[str, str], ...] = ()
+    #: Which of these devices are not the preferred ones (see ``Endpoint.distance``).
+    tcp_distances: Mapping[str, int] = field(default_factory=dict)
+    #: With a context tcp is encrypted; rdma and ucx are not.
+    tls: ssl.SSLContext | None = None
+
+    @property
+    def told_host(self) -> str:
+        """The host that peers are told."""
+        return self.advertised_host or self.host
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerLimits:
+    """What the owner of a segment bears with its peers: how many, and for how long."""
+
+    max_connections: int = MAX_CONNECTIONS
+    stall_timeout_s: float = STALL_TIMEOUT_S
+    #: For how long the event loop may ask again for a peer's next slice before it sleeps (see ``busy_polling``). 0:
+    #: never.
+    spin_s: float = SPIN_S

@@ -25,7 +25,7 @@ from enum import Enum
 from tanghulu.transfer_engine.core.segment import Endpoint
 
 
-class Cargo(Enum):
+class Capability(Enum):
     """What a slice asks of its path."""
 
     #: Any path moves bytes, and has their checksum compared.
@@ -34,8 +34,8 @@ class Cargo(Enum):
     NOTICE = "notice"
 
 
-#: Carries notices: rdma and ucx go past the owner's process, and a mapping has nobody to tell.
-_TELLS = "tcp"
+#: The transport that carries notices: rdma and ucx go past the owner's process, and a mapping has nobody to tell.
+NOTICE_TRANSPORT = "tcp"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,6 +61,11 @@ class Path:
         """For people: ``tcp 10.0.0.1:7411 #0``."""
         device = f" via {self.local_device}" if self.local_device else ""
         return f"{self.endpoint.transport} {self.endpoint.address}{device} #{self.stream}"
+
+
+def endpoint_paths(endpoints: Sequence[Endpoint], rank: int) -> list[Path]:
+    """One path to each endpoint, whatever local device it takes; ranked by the owner's preference."""
+    return [Path(each, "", 0, rank + each.distance) for each in endpoints]
 
 
 class PathState(Enum):
@@ -162,12 +167,12 @@ class PathTable:
         self.paths = tuple(sorted(paths, key=lambda path: (path.rank, path.stream)))
         self._rule = rule
         self._health = {path: _Health() for path in self.paths}
-        self._carriers = {cargo: tuple(filter(lambda path: _carries(path, cargo), self.paths)) for cargo in Cargo}
+        self._carriers = {cargo: tuple(filter(lambda path: _carries(path, cargo), self.paths)) for cargo in Capability}
         self._late: deque[tuple[Path, int, float]] = deque()  # slices to be counted by who holds the lock
         self._best: Path | None = None  # with nothing in flight and no path in trouble
         self._best_until_s = 0.0
 
-    def carries(self, cargo: Cargo) -> bool:
+    def carries(self, cargo: Capability) -> bool:
         """Whether there is a path for such slices."""
         return bool(self._carriers[cargo])
 
@@ -178,7 +183,7 @@ class PathTable:
         in_flight_bytes: Callable[[Path], int],
         length: int = 0,
         is_full: Callable[[Path], bool] = lambda path: False,
-        cargo: Cargo = Cargo.DATA,
+        cargo: Capability = Capability.DATA,
     ) -> Path | None:
         """The path for one slice of ``length`` bytes, or None when it shall wait for room.
 
@@ -359,10 +364,10 @@ class PathTable:
         health.usable_at_s = now_s + max(health.pause_s, self._rule.pause_s)  # others wait for the outcome
 
 
-def _carries(path: Path, cargo: Cargo) -> bool:
-    if cargo is Cargo.DATA:
+def _carries(path: Path, cargo: Capability) -> bool:
+    if cargo is Capability.DATA:
         return not path.notices_only
-    return path.transport == _TELLS
+    return path.transport == NOTICE_TRANSPORT
 
 
 def _nothing_in_flight(path: Path) -> int:

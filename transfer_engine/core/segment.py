@@ -26,9 +26,9 @@ class Endpoint:
     """One way to reach a segment.
 
     ``transport`` is ``"shm"`` (``address``: path of the Unix socket that passes the descriptor), ``"tcp"``, or
-    ``"rdma"`` or ``"ucx"`` (``address``: ``host:port``, of these two the door's). ``device`` names the remote device
-    (NIC) behind it, empty if it does not matter; ``distance`` is 0 when that is one of the owner's preferred devices
-    for this segment, 1 when it comes after those.
+    ``"rdma"`` or ``"ucx"`` (``address``: ``host:port``, of these two where their control connections go). ``device``
+    names the remote device (NIC) behind it, empty if it does not matter; ``distance`` is 0 when that is one of the
+    owner's preferred devices for this segment, 1 when it comes after those.
     """
 
     transport: str

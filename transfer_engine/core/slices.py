@@ -9,12 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, IntEnum
 from typing import NamedTuple
 
 from tanghulu.transfer_engine.core.buffers import Buffer
-from tanghulu.transfer_engine.core.opcode import Opcode
-from tanghulu.transfer_engine.core.paths import Cargo, Path
+from tanghulu.transfer_engine.core.paths import Capability, Path
+
+
+class Opcode(IntEnum):
+    """Direction of a transfer as the caller sees it; the value travels on the wire."""
+
+    #: From the segment into the caller's buffer.
+    READ = 1
+    #: From the caller's buffer into the segment.
+    WRITE = 2
 
 
 class SliceState(Enum):
@@ -101,9 +109,9 @@ class Slice:
         return following
 
     @property
-    def cargo(self) -> Cargo:
+    def cargo(self) -> Capability:
         """What it asks of its path."""
-        return Cargo.DATA if self.notice is None else Cargo.NOTICE
+        return Capability.DATA if self.notice is None else Capability.NOTICE
 
     def memory(self) -> memoryview:
         """The local bytes: a READ's destination, a WRITE's source."""

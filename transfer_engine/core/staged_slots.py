@@ -9,8 +9,7 @@ import ctypes
 import mmap
 
 from tanghulu.transfer_engine.core.buffers import Buffer
-from tanghulu.transfer_engine.core.opcode import Opcode
-from tanghulu.transfer_engine.core.slices import Slice
+from tanghulu.transfer_engine.core.slices import Opcode, Slice
 
 #: Buffers up to this size are copied through a slot.
 STAGED_BYTES = 64 << 10

@@ -1,17 +1,39 @@
-"""What a transport is to the engine: links that post and poll, and take no decision.
+"""What a transport is to the engine, at both ends. Owns the protocols that a transport fulfils, and no decision.
+
+A transport is a folder of ``transports/`` whose module ``transport`` offers what ``Transport`` lists; the registry
+there names it. The client asks it for a *peer* (a remote segment as that transport reaches it), the owner for a
+*listener*.
 
 A *link* is one set of connections to one peer, lent to one batch at a time (like a connection of an HTTP pool): so a
 batch that gives up closes its own connections and nobody else's, and no lock is held while bytes move. Several threads
-use a peer at once through several links. A link's own connections serve several paths (streams, devices).
+use a peer at once through several links. A link's own connections serve several paths (streams, devices). Links post
+and poll, and take no decision.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, TypeVar, cast
 
-from tanghulu.errors import TanghuluError
+from tanghulu.errors import NodeUnavailable, TanghuluError
+from tanghulu.runtime.clock import Clock
+from tanghulu.transfer_engine.core.access import AccessTable
+from tanghulu.transfer_engine.core.admission import PeerAdmission
+from tanghulu.transfer_engine.core.config import EngineConfig, ListenOptions, ServerLimits, TransportLimits
+from tanghulu.transfer_engine.core.fences import Fences
+from tanghulu.transfer_engine.core.leases import Freed
 from tanghulu.transfer_engine.core.paths import Path
+from tanghulu.transfer_engine.core.segment import Endpoint, MemorySegment, SegmentDescriptor
 from tanghulu.transfer_engine.core.slices import Slice
+from tanghulu.transfer_engine.topology.devices import Topology
+
+T = TypeVar("T")
+
+
+# --- what becomes of slices
 
 
 class Arrived(NamedTuple):
@@ -52,8 +74,18 @@ class ConnectionBroken(Exception):
         self.error = error
 
 
+# --- the client's end
+
+
 class Link(Protocol):
     """One batch's connections to one peer on one transport; used by one thread at a time, except ``wake``."""
+
+    def greet(self, path: Path, timeout_s: float, clock: Clock) -> None:
+        """Make sure, before any slice, that the owner serves the segment over ``path``.
+
+        Raises NodeUnavailable, also after ``timeout_s``, or what the owner refuses with.
+        """
+        ...
 
     def post(self, piece: Slice, path: Path) -> None:
         """Start moving the slice over ``path``. Never blocks on the peer and never raises: failures are completions."""
@@ -91,8 +123,12 @@ class Link(Protocol):
         ...
 
 
-class Peer(Protocol):
+class TransportPeer(Protocol):
     """A remote segment as one transport reaches it: makes links."""
+
+    def paths(self, rank: int) -> list[Path]:
+        """Every path of this transport to the segment; ``rank`` for the preferred ones, ``rank + 1`` for others."""
+        ...
 
     def connect(self) -> Link:
         """A new link; does not wait for the peer."""
@@ -100,4 +136,139 @@ class Peer(Protocol):
 
     def close(self) -> None:
         """Give up what all links share."""
+        ...
+
+
+class SharedResources:
+    """What an engine's transports keep from one segment to the next, such as open devices; ends with the engine.
+
+    Safe to use from several threads.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, object] = {}
+        self._ends = ExitStack()
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def get(self, name: str, make: Callable[[], T], end: Callable[[T], None]) -> T:
+        """What ``make`` gave when ``name`` was asked for first; ``end`` is called with it by ``close``.
+
+        Raises what ``make`` does, which is tried again by the next call; NodeUnavailable after ``close``.
+        """
+        with self._lock:
+            if self._closed:
+                raise NodeUnavailable("the transfer engine is closed")
+            if name not in self._kept:
+                made = self._kept[name] = make()
+                self._ends.callback(end, made)
+            return cast(T, self._kept[name])
+
+    def close(self) -> None:
+        """End everything that was made."""
+        with self._lock:
+            self._closed = True
+            self._kept.clear()
+            self._ends.close()
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectContext:
+    """A segment to be opened, and by whom: what a transport reaches it with.
+
+    ``fences`` are told over all transports to that segment. ``host_id`` is this process's.
+    """
+
+    descriptor: SegmentDescriptor
+    session_id: int
+    config: EngineConfig
+    host_id: str = ""
+    fences: Fences = field(default_factory=Fences)
+    shared: SharedResources = field(default_factory=SharedResources)
+
+    def endpoints(self, transport: str) -> Sequence[Endpoint]:
+        """The segment's endpoints of one transport."""
+        return self.descriptor.endpoints_of(transport)
+
+
+# --- the owner's end
+
+
+class Listener(Protocol):
+    """One transport's way into a segment, on the owner's event loop."""
+
+    async def start(self) -> None:
+        """Listen. Raises OSError where an address is taken, NodeUnavailable where the transport does not work here.
+
+        After an error nothing is left behind.
+        """
+        ...
+
+    def endpoints(self) -> Sequence[Endpoint]:
+        """What the descriptor tells peers; valid after ``start``."""
+        ...
+
+    @property
+    def num_connections(self) -> int:
+        """Peers' connections that are open."""
+        ...
+
+    async def close(self) -> None:
+        """Hang up on every peer; afterwards nothing lands in the segment through this transport."""
+        ...
+
+    def check(self) -> None:
+        """Assert the invariants of its connections."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeContext:
+    """A segment to be offered: what a transport serves it with.
+
+    ``access`` decides about every range; None: everybody may touch everything. ``admission`` lets connections in, and
+    cuts them when they stall. ``on_freed`` is told which ranges became free. ``watch_process`` is given a session's
+    number and a pidfd, which it owns from then on: the end of that process ends the session.
+    """
+
+    segment: MemorySegment
+    access: AccessTable | None
+    generation: int
+    admission: PeerAdmission
+    listen: ListenOptions
+    limits: ServerLimits
+    on_freed: Callable[[Sequence[Freed]], None]
+    watch_process: Callable[[int, int], None]
+
+
+# --- both
+
+
+class Ability(NamedTuple):
+    """Whether a transport works on this machine, and what it would use or what it lacks."""
+
+    works: bool
+    note: str
+
+
+class Transport(Protocol):
+    """A transport; the modules ``transports/*/transport.py`` are its instances."""
+
+    #: How it likes its work.
+    LIMITS: TransportLimits
+
+    def connect(self, context: ConnectContext) -> TransportPeer:
+        """Reach a segment whose descriptor has an endpoint of this transport.
+
+        Waits at most for as long as the configuration says. Raises NodeUnavailable where that is not possible from this
+        process, or what the owner refuses with.
+        """
+        ...
+
+    def serve(self, context: ServeContext) -> Listener:
+        """A listener that offers the segment; it begins with ``Listener.start``."""
+        ...
+
+    def probe(self, topology: Topology) -> Ability:
+        """Find out by trying what this machine can do; leaves nothing behind. Raises OSError, TanghuluError."""
         ...

@@ -1,4 +1,4 @@
-"""The bytes of the tcp transport and of the shm door's hello: pure encoding and decoding.
+"""The bytes of the tcp transport and of the shm transport's hello: pure encoding and decoding.
 
 A tcp connection carries, from the client, heads of HEAD_BYTES, a WRITE's followed by its payload; and from the server,
 in the order of the heads, replies of REPLY_BYTES, each followed by a READ's payload or by a refusal's text.
@@ -14,13 +14,13 @@ client has given up: the server cuts it, and refuses its hello if that comes lat
 followed by ``length`` bytes for the owner's program; ``offset`` is the notice's number (random, never 0), by which the
 owner knows one that comes a second time. A *verified* WRITE's head carries the xxh3_64 of its payload, with which the
 owner compares what has landed; a verified READ's reply carries that of the payload behind it. The client of an *awake*
-head spins until the answer is there (see ``spinning``); it is faster if the owner does, too. A head that is malformed
-closes the connection; one that is well-formed but not allowed is answered with a refusal.
+head polls until the answer is there (see ``busy_polling``); it is faster if the owner does, too. A head that is
+malformed closes the connection; one that is well-formed but not allowed is answered with a refusal.
 
-Every message of every version, here and at the rdma and ucx doors, begins with its magic and its version, and a refusal
-has its flag where it is now. An owner that is greeted in another version answers with a refusal in its own, as soon as
-it has these five bytes, and a client that reads another version in an answer knows it by them too: so both can name
-both versions, whatever else has changed.
+Every message of every version, here and on the control connections of rdma and ucx, begins with its magic and its
+version, and a refusal has its flag where it is now. An owner that is greeted in another version answers with a refusal
+in its own, as soon as it has these five bytes, and a client that reads another version in an answer knows it by them
+too: so both can name both versions, whatever else has changed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tanghulu.errors import TanghuluError, TransferFailed, VersionMismatch, erro
 VERSION = 3
 _HEAD_MAGIC = 0x7A6E6701
 _REPLY_MAGIC = 0x7A6E6702
-_DOOR_MAGIC = 0x7A6E6703
+_SHM_MAGIC = 0x7A6E6703
 _VERIFIED, _AWAKE = 1, 2
 _PREFIX = struct.Struct("<IB")
 _HEAD = struct.Struct("<IBBHQQQQQQQ")
@@ -125,7 +125,7 @@ class Head(NamedTuple):
 
     def pack(self) -> bytes:
         """HEAD_BYTES on the wire."""
-        return pack_head(*self)
+        return pack_head(*self[:7], verified=self.verified, digest=self.digest, awake=self.awake)
 
 
 def pack_head(
@@ -136,11 +136,12 @@ def pack_head(
     generation: int,
     offset: int,
     length: int,
+    *,
     verified: bool = False,
     digest: int = 0,
     awake: bool = False,
 ) -> bytes:
-    """HEAD_BYTES on the wire, without the detour over a Head."""
+    """HEAD_BYTES on the wire, without making a ``Head`` first."""
     flags = (_VERIFIED if verified else 0) | (_AWAKE if awake else 0)
     return _HEAD.pack(
         _HEAD_MAGIC, VERSION, op, flags, slice_id, session_id, lease_id, generation, offset, length, digest
@@ -216,56 +217,56 @@ def parse_error(text: bytes) -> TanghuluError:
     return error_from_code(code, message)
 
 
-# --- the shm door: one hello, one answer that carries the descriptor, then silence until one side hangs up
+# --- shm: one hello, one answer that carries the descriptor, then silence until one side hangs up
 
 _HELLO = struct.Struct("<IBBHQQ")
 _ANSWER = struct.Struct("<IBBHQQ")
-DOOR_HELLO_BYTES = _HELLO.size
-DOOR_ANSWER_BYTES = _ANSWER.size
+SHM_HELLO_BYTES = _HELLO.size
+SHM_ANSWER_BYTES = _ANSWER.size
 
 
 @dataclass(frozen=True, slots=True)
-class DoorHello:
-    """What a client of the shm door asks for."""
+class ShmHello:
+    """What a client asks for at the owner's Unix socket."""
 
     name: str
     generation: int
     session_id: int
 
     def pack(self) -> bytes:
-        """DOOR_HELLO_BYTES and the name."""
+        """SHM_HELLO_BYTES and the name."""
         name = self.name.encode()
-        return _HELLO.pack(_DOOR_MAGIC, VERSION, 0, len(name), self.generation, self.session_id) + name
+        return _HELLO.pack(_SHM_MAGIC, VERSION, 0, len(name), self.generation, self.session_id) + name
 
 
-def parse_door_hello(data: bytes) -> tuple[int, int, int]:
+def parse_shm_hello(data: bytes) -> tuple[int, int, int]:
     """(length of the name that follows, generation, session id); raises MalformedMessage."""
-    check_door_hello_version(data)
+    check_shm_hello_version(data)
     magic, version, zero, name_bytes, generation, session_id = _HELLO.unpack(data)
-    if magic != _DOOR_MAGIC or version != VERSION or zero:
+    if magic != _SHM_MAGIC or version != VERSION or zero:
         raise MalformedMessage(f"shm hello with magic {magic:#x}, version {version}")
     return name_bytes, generation, session_id
 
 
-def check_door_hello_version(data: bytes) -> None:
+def check_shm_hello_version(data: bytes) -> None:
     """Raise OtherVersion if a hello that begins so is of another."""
-    check_request_version(data, _DOOR_MAGIC, VERSION, "shm")
+    check_request_version(data, _SHM_MAGIC, VERSION, "shm")
 
 
-def check_door_answer_version(data: bytes) -> None:
+def check_shm_answer_version(data: bytes) -> None:
     """Raise OtherVersion if an answer that begins so is of another."""
-    check_answer_version(data, _DOOR_MAGIC, VERSION, "shm")
+    check_answer_version(data, _SHM_MAGIC, VERSION, "shm")
 
 
-def pack_door_answer(size_bytes: int, address: int = 0, error: TanghuluError | None = None) -> bytes:
+def pack_shm_answer(size_bytes: int, address: int = 0, error: TanghuluError | None = None) -> bytes:
     """The answer: the segment's size and where the owner has it (a descriptor travels beside it), or a refusal."""
     text = pack_error(error) if error is not None else b""
-    return _ANSWER.pack(_DOOR_MAGIC, VERSION, 1 if text else 0, len(text), size_bytes, address) + text
+    return _ANSWER.pack(_SHM_MAGIC, VERSION, 1 if text else 0, len(text), size_bytes, address) + text
 
 
-def parse_door_answer(data: bytes) -> tuple[int, int, int]:
+def parse_shm_answer(data: bytes) -> tuple[int, int, int]:
     """(bytes of refusal text that follow, size of the segment, its address); raises MalformedMessage."""
     magic, version, refused, text_bytes, size_bytes, address = _ANSWER.unpack(data)
-    if magic != _DOOR_MAGIC or version != VERSION or bool(refused) != bool(text_bytes) or text_bytes > MAX_TEXT_BYTES:
+    if magic != _SHM_MAGIC or version != VERSION or bool(refused) != bool(text_bytes) or text_bytes > MAX_TEXT_BYTES:
         raise MalformedMessage(f"shm answer with magic {magic:#x}, version {version}")
     return text_bytes, size_bytes, address

@@ -37,7 +37,7 @@ class GpuFinding:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class GpuProbe:
     """What was found: the GPUs, or why none was looked at."""
 
     gpus: tuple[GpuFinding, ...]
@@ -54,32 +54,32 @@ class Finding:
         return self.reason or "; ".join(f"{gpu.name}: {gpu.reason or 'registered by dmabuf'}" for gpu in self.gpus)
 
 
-def probe() -> Finding:
+def probe() -> GpuProbe:
     """Try it in a process of its own; never raises."""
     try:
         ctypes.CDLL(_DRIVER)
     except OSError as error:
-        return Finding((), f"no NVIDIA driver: {error}")
+        return GpuProbe((), f"no NVIDIA driver: {error}")
     try:
         ended = subprocess.run(
             [sys.executable, "-m", __name__], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Finding((), f"the attempt did not end: {error}")
+        return GpuProbe((), f"the attempt did not end: {error}")
     if ended.returncode != 0:
         last = (ended.stderr.strip().splitlines() or ["no word"])[-1]
-        return Finding((), f"the attempt ended with status {ended.returncode}: {last}")
+        return GpuProbe((), f"the attempt ended with status {ended.returncode}: {last}")
     read = json.loads(ended.stdout)
-    return Finding(tuple(GpuFinding(**gpu) for gpu in read["gpus"]), read["reason"])
+    return GpuProbe(tuple(GpuFinding(**gpu) for gpu in read["gpus"]), read["reason"])
 
 
-def attempt() -> Finding:
+def attempt() -> GpuProbe:
     """The attempt itself."""
     try:
         driver = _Driver()
-        return Finding(tuple(_try_gpu(driver, number) for number in range(driver.num_gpus())), "")
+        return GpuProbe(tuple(_try_gpu(driver, number) for number in range(driver.num_gpus())), "")
     except NodeUnavailable as error:
-        return Finding((), error.message)
+        return GpuProbe((), error.message)
 
 
 def _try_gpu(driver: _Driver, number: int) -> GpuFinding:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tanghulu.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable
 from tanghulu.runtime.clock import SystemClock
-from tanghulu.transfer_engine.core.opcode import Opcode
+from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.engine import TransferEngine, TransferRequest
 from tanghulu.transfer_engine.gpu.staging_plan import Piece, StagingEvent, StagingPlan
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 
 
-class Copier(Protocol):
+class DeviceCopier(Protocol):
     """Copies between a device's memory and the ring, behind the caller's back."""
 
     def copy(self, half: int, to: torch.Tensor, source: torch.Tensor) -> None:
@@ -79,7 +79,7 @@ class CudaCopier:
             stream.synchronize()
 
 
-def make_copier(device: torch.device, *, settled: bool = False) -> Copier:
+def make_copier(device: torch.device, *, settled: bool = False) -> DeviceCopier:
     """The copier for tensors on ``device``."""
     return HostCopier() if device.type == "cpu" else CudaCopier(settled=settled)
 
@@ -90,7 +90,7 @@ class StagingRing:
     On ``cpu`` it is not pinned: for tests, and for code that runs with and without a GPU. One caller at a time.
     """
 
-    def __init__(self, device: torch.device, ring_bytes: int, copier: Copier | None = None) -> None:
+    def __init__(self, device: torch.device, ring_bytes: int, copier: DeviceCopier | None = None) -> None:
         import torch
 
         if ring_bytes < 2:

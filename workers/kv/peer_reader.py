@@ -24,7 +24,7 @@ from tanghulu.runtime.process import host_id
 from tanghulu.transfer_engine.client.remote import RemoteSegment
 from tanghulu.transfer_engine.client.requests import TransferRequest
 from tanghulu.transfer_engine.core.descriptor_wire import from_proto
-from tanghulu.transfer_engine.core.opcode import Opcode
+from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.engine import TransferEngine
 from tanghulu.types import Address, BlockHash, Fingerprint
 from tanghulu.workers.engine.requests import PeerExport, PeerPrefix

@@ -23,8 +23,8 @@ from tanghulu.runtime.process import host_id
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.descriptor_wire import to_proto
 from tanghulu.transfer_engine.core.leases import Freed
-from tanghulu.transfer_engine.core.opcode import Opcode
 from tanghulu.transfer_engine.core.segment import SegmentDescriptor
+from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.types import BlockHash, Fingerprint, InstanceId, LeaseId, RequestId
 from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.engine.step_plan import KvExport

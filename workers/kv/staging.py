@@ -26,7 +26,7 @@ from enum import Enum
 import torch
 
 from tanghulu.errors import ConfigError, Overloaded
-from tanghulu.transfer_engine.gpu.staging import Copier, StagingRing, make_copier, pin
+from tanghulu.transfer_engine.gpu.staging import DeviceCopier, StagingRing, make_copier, pin
 from tanghulu.transfer_engine.gpu.staging_plan import Piece, StagingEvent
 from tanghulu.types import format_size
 from tanghulu.workers.compute.kv_cache import DeviceKvCache
@@ -199,7 +199,7 @@ class StagedWindow:
     The event loop takes and gives back, its threads show.
     """
 
-    def __init__(self, blocks: DeviceBlocks, segment: memoryview, copier: Copier) -> None:
+    def __init__(self, blocks: DeviceBlocks, segment: memoryview, copier: DeviceCopier) -> None:
         self._blocks = blocks
         self._copier = copier
         self._segment = segment

@@ -1,6 +1,6 @@
-"""Who is let through to a process's methods, on both carriers, where it was started with ``--tokens``.
+"""Who is let through to a process's methods, by the fast lane and by gRPC, where it was started with ``--tokens``.
 
-The gate stands between the wire and the handlers: it learns from HELLO (or from a gRPC call's metadata) who asks,
+An authorizer stands between the wire and the handlers: it learns from HELLO (or from a gRPC call's metadata) who asks,
 looks up the rule of the method, refuses what the token does not allow, and puts the tenant's scope in front of the keys
 of requests and takes it away from those of answers. Handlers know nothing of it, and a process without ``--tokens`` has
 none, so it costs nothing there. A method without a rule is refused.
@@ -57,15 +57,15 @@ class Rule:
         return answer if self.unscope is None or not identity.tenant else self.unscope(identity, answer)
 
 
-class Gate:
-    """The fast lane's side. ``guard`` a service once all its methods are registered; ``watch`` revokes."""
+class Authorizer:
+    """Authorises the fast lane's calls: ``authorize`` a service with all its methods registered; ``watch`` revokes."""
 
     def __init__(self, tokens: TokensFile, rules: Mapping[int, Rule]) -> None:
         self._tokens = tokens
         self._rules = rules
 
-    def guard(self, service: FastService) -> None:
-        """Put the gate in front of every method of ``service``."""
+    def authorize(self, service: FastService) -> None:
+        """Have every method of ``service`` ask this object first."""
         service.guarded = True
         for method, (parse, handler) in list(service.handlers.items()):
             guarded = self._greeting(handler) if method == _HELLO else self._guarded(method, handler)
@@ -105,11 +105,11 @@ class Gate:
             for peer in list(service.peers):
                 identity = peer.identity
                 if identity is not None and not self._tokens.table.still_stands(identity, now_unix_s):
-                    _log.warning("gate.revoked", peer=peer.name, token=identity.token_name)
+                    _log.warning("authorizer.revoked", peer=peer.name, token=identity.token_name)
                     peer.hang_up()
 
 
-class GrpcGate(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc's own types are not strict
+class GrpcAuthorizer(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc's own types are not strict
     """gRPC's side: an interceptor; ``rules`` by full method name (``/tanghulu.v1.Directory/Locate``)."""
 
     def __init__(self, tokens: TokensFile, rules: Mapping[str, Rule]) -> None:

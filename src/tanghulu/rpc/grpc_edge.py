@@ -41,7 +41,7 @@ _PING_MS = 10_000
 #: The least time between pings that a server allows.
 _MIN_PING_MS = 900
 
-#: Of every gRPC server behind a door.
+#: Of every gRPC server behind a ``PortMux``.
 SERVER_OPTIONS = [
     ("grpc.max_receive_message_length", _MESSAGE_BYTES),
     ("grpc.max_send_message_length", _MESSAGE_BYTES),
@@ -54,7 +54,7 @@ SERVER_OPTIONS = [
 def channel(
     address: Address | str, ping_ms: int = _PING_MS, silence_ms: int = 2 * _PING_MS, tls: TlsFiles = NO_TLS
 ) -> grpc.aio.Channel:
-    """An asyncio channel to a process's door, encrypted if ``tls`` names files. The caller closes it.
+    """An asyncio channel to a process's port, encrypted if ``tls`` names files. The caller closes it.
 
     A peer that is asked for a sign of life every ``ping_ms`` (at least 1000: servers hang up on those that ask more
     often) and gives none for ``silence_ms``, or does not answer a new connection for so long, is lost.

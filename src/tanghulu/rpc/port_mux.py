@@ -1,7 +1,7 @@
-"""One port, two carriers: the door looks at a connection's first bytes and lets it in.
+"""One port, two protocols: a connection's first bytes tell which one it speaks.
 
 The fast lane's preamble goes to the FastService in this process; an HTTP/2 preface ("PRI * HTTP/2.0") is
-relayed to the process's gRPC server, which listens on a Unix socket behind the door. So every process
+relayed to the process's gRPC server, which listens on a Unix socket of its own. So every process
 has one address to publish, and TLS ends in one place for both. The relay costs gRPC one hop over a
 Unix socket; gRPC carries control only. The same fast lane listens on a Unix socket (mode 0600) for local peers, and on
 one that those find who know nothing but the port (``nearby``).
@@ -41,7 +41,7 @@ _CERTIFICATES_S = 30.0
 _UCRED = struct.Struct("3i")
 
 
-class Door:
+class PortMux:
     """The listening side of a process. ``start`` opens it, ``close`` lets nobody in and ends what is open."""
 
     def __init__(
@@ -178,9 +178,9 @@ async def _follow_files(tls: ServerTls) -> None:
         await asyncio.sleep(_CERTIFICATES_S)
         try:
             if tls.refresh():
-                _log.info("door.certificates_replaced")
+                _log.info("port_mux.certificates_replaced")
         except ConfigError as error:
-            _log.error("door.certificates_not_replaced", error=error.message)
+            _log.error("port_mux.certificates_not_replaced", error=error.message)
 
 
 @contextlib.contextmanager
@@ -222,8 +222,8 @@ class _Relay(asyncio.Protocol):
 class _Sniffer(asyncio.Protocol):
     """Decides by the first eight bytes who takes the connection, then passes everything on to it."""
 
-    def __init__(self, door: Door) -> None:
-        self._door = door
+    def __init__(self, mux: PortMux) -> None:
+        self._mux = mux
         self._first = b""
         self._target: asyncio.Protocol | None = None
         self._transport: asyncio.Transport | None = None
@@ -233,16 +233,16 @@ class _Sniffer(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport = cast(asyncio.Transport, transport)  # uvloop has its own, which is no subclass
-        self._door.enter(transport)
-        if self._door.tls is not None and not _may_come_plain(transport):
+        self._mux.enter(transport)
+        if self._mux.tls is not None and not _may_come_plain(transport):
             transport.abort()
         self._timer = asyncio.get_running_loop().call_later(_FIRST_BYTES_DEADLINE_S, transport.close)
 
     def connection_lost(self, exc: Exception | None) -> None:
         assert self._transport is not None
-        self._door.leave(self._transport)
+        self._mux.leave(self._transport)
         if self._relays:
-            self._door.end_relay()
+            self._mux.end_relay()
         if self._timer is not None:
             self._timer.cancel()
         if self._task is not None:
@@ -270,26 +270,26 @@ class _Sniffer(asyncio.Protocol):
         assert self._transport is not None
         if self._timer is not None:
             self._timer.cancel()
-        self._door.decided(self._transport)
+        self._mux.decided(self._transport)
         if self._first.startswith(PREAMBLE):
             self._pass_on(self._transport)
         elif self._first.startswith(_HTTP2):
-            if not self._door.begin_relay():
-                _log.warning("door.too_many_grpc_connections", most=self._door.service.max_connections)
+            if not self._mux.begin_relay():
+                _log.warning("port_mux.too_many_grpc_connections", most=self._mux.service.max_connections)
                 self._transport.abort()
                 return
             self._relays = True
             self._transport.pause_reading()
             self._task = asyncio.ensure_future(self._connect_grpc(self._transport))
         else:
-            _log.warning("door.unknown_protocol", first_bytes=self._first[:16].hex())
+            _log.warning("port_mux.unknown_protocol", first_bytes=self._first[:16].hex())
             self._transport.close()
 
     def _pass_on(self, transport: asyncio.Transport) -> None:
         """From now on the fast lane's protocol hears of the connection itself."""
         peer = _peer(transport)
-        peer.on_close.append(lambda: self._door.leave(transport))
-        target = FastServerProtocol(self._door.service, peer)
+        peer.on_close.append(lambda: self._mux.leave(transport))
+        target = FastServerProtocol(self._mux.service, peer)
         transport.set_protocol(target)
         target.connection_made(transport)
         if len(self._first) > len(PREAMBLE):
@@ -297,9 +297,9 @@ class _Sniffer(asyncio.Protocol):
 
     async def _connect_grpc(self, transport: asyncio.Transport) -> None:
         try:
-            back = await self._door.relay_target(transport)
+            back = await self._mux.relay_target(transport)
         except OSError as error:
-            _log.warning("door.grpc_unreachable", error=str(error))
+            _log.warning("port_mux.grpc_unreachable", error=str(error))
             transport.close()
             return
         self._target = _Relay(back)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from tanghulu.errors import Overloaded, Unauthorized
 from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.state.waiters import Holder
-from tanghulu.transfer_engine.transports.shm.listener import ProcessWatch
+from tanghulu.transfer_engine.owner.process_watch import ProcessWatch
 
 MAX_SESSIONS = 4096
 _MAX_CLIENT_ID = 128

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tanghulu.errors import Overloaded
 from tanghulu.store.node.state.waiters import Holder
 from tanghulu.transfer_engine.core.access import AccessTable
-from tanghulu.transfer_engine.core.opcode import Opcode
+from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.types import LeaseId
 
 

@@ -30,7 +30,7 @@ from tanghulu.store.protocol.checksums import Checksums, validate
 from tanghulu.store.protocol.types import NewChunk, Pin
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.leases import Freed
-from tanghulu.transfer_engine.core.opcode import Opcode
+from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.types import ChunkKey, LeaseId
 
 

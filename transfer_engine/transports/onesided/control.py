@@ -1,4 +1,4 @@
-"""The client's tcp connection to the door of a transport that goes past the owner's process: what is asked, in order.
+"""The client's control connection of a transport that goes past the owner's process: what is asked, in order.
 
 Owns the socket, the connection's token, and which fences and leases were told. Raises ConnectionBroken when it cannot
 be used any more. Nothing here waits, but ``hear_closed`` for a bounded time.
@@ -17,13 +17,12 @@ from typing import NamedTuple
 
 from tanghulu.errors import NodeUnavailable, TanghuluError
 from tanghulu.transfer_engine.core.fences import Fences
-from tanghulu.transfer_engine.core.opcode import Opcode
 from tanghulu.transfer_engine.core.paths import Path
 from tanghulu.transfer_engine.core.segment import SegmentDescriptor
-from tanghulu.transfer_engine.core.slices import Slice
+from tanghulu.transfer_engine.core.slices import Opcode, Slice
 from tanghulu.transfer_engine.core.transport import ConnectionBroken
 from tanghulu.transfer_engine.core.wire import MalformedMessage, name_hash, typed_error
-from tanghulu.transfer_engine.transports.onesided.wire import Dialect, DoorAnswer, DoorOp, DoorRequest
+from tanghulu.transfer_engine.transports.onesided.wire import ControlAnswer, ControlOp, ControlRequest, Dialect
 from tanghulu.types import Address
 
 #: How long giving up waits for the owner's word that its end is closed too.
@@ -39,7 +38,7 @@ class Digested(NamedTuple):
 
 
 class _Asked(NamedTuple):
-    request: DoorRequest
+    request: ControlRequest
     piece: Slice | None = None
 
 
@@ -90,8 +89,8 @@ class Control:
     def connect(self, asked: bytes) -> None:
         """Ask for the owner's end; ``granted`` is there when it has answered."""
         self._ask(
-            DoorRequest(
-                DoorOp.CONNECT, self.token, self._session_id, self._descriptor.generation,
+            ControlRequest(
+                ControlOp.CONNECT, self.token, self._session_id, self._descriptor.generation,
                 name_hash(self._descriptor.name), payload=asked,
             )
         )  # fmt: skip
@@ -101,18 +100,18 @@ class Control:
         num_told, tokens = self._fences.since(self._num_fences)
         self._num_fences = num_told
         for token in tokens:
-            self._ask(DoorRequest(DoorOp.FENCE, token))
+            self._ask(ControlRequest(ControlOp.FENCE, token))
         if self._leased:
             for lease_id in {piece.lease_id for piece in pieces} - self.refusals.keys():
                 self.refusals[lease_id] = None
-                self._ask(DoorRequest(DoorOp.ADMIT, lease_id))
+                self._ask(ControlRequest(ControlOp.ADMIT, lease_id))
         self._send()
         return self._num_ahead == 0
 
     def ask_digest(self, piece: Slice) -> None:
         """Have the owner compute the checksum of the slice's range; ``take_digested`` tells it."""
-        op = DoorOp.READ if piece.opcode is Opcode.READ else DoorOp.WRITTEN
-        self._ask(DoorRequest(op, piece.lease_id, offset=piece.remote_offset, length=piece.length), piece)
+        op = ControlOp.READ if piece.opcode is Opcode.READ else ControlOp.WRITTEN
+        self._ask(ControlRequest(op, piece.lease_id, offset=piece.remote_offset, length=piece.length), piece)
         self._send()
 
     def take_digested(self) -> list[Digested]:
@@ -137,7 +136,7 @@ class Control:
     def hear_closed(self) -> bool:
         """Ask the owner to close its end; whether it said so in time."""
         until_s = time.monotonic() + CLOSE_WAIT_S
-        self._ask(DoorRequest(DoorOp.CLOSE, self.token))
+        self._ask(ControlRequest(ControlOp.CLOSE, self.token))
         waiter = select.poll()
         with contextlib.suppress(ConnectionBroken):
             while self._expected:
@@ -162,7 +161,7 @@ class Control:
 
     # --- inside
 
-    def _ask(self, request: DoorRequest, piece: Slice | None = None) -> None:
+    def _ask(self, request: ControlRequest, piece: Slice | None = None) -> None:
         self._expected.append(_Asked(request, piece))
         self._num_ahead += piece is None
         self._out += self._dialect.pack_request(request)
@@ -179,7 +178,7 @@ class Control:
         while (answer := self._dialect.take_answer(self._in)) is not None:
             self._answered(answer)
 
-    def _answered(self, answer: DoorAnswer) -> None:
+    def _answered(self, answer: ControlAnswer) -> None:
         if not self._expected or self._expected[0].request.op is not answer.op:
             raise MalformedMessage(f"an answer to {answer.op.name} that nobody asked")
         request, piece = self._expected.popleft()
@@ -187,11 +186,11 @@ class Control:
             self._digested.append(Digested(piece, answer.digest, answer.refusal))
             return
         self._num_ahead -= 1
-        if request.op is DoorOp.ADMIT:
+        if request.op is ControlOp.ADMIT:
             self.refusals[request.number] = answer.refusal
         elif answer.refusal is not None:
             raise ConnectionBroken(answer.refusal)
-        elif request.op is DoorOp.CONNECT:
+        elif request.op is ControlOp.CONNECT:
             self._leased, self.granted = answer.leased, answer.payload
 
 
@@ -202,7 +201,7 @@ def _start_connecting(protocol: str, address: Address) -> socket.socket:
             address.host, address.port, type=socket.SOCK_STREAM
         )[0]
     except OSError as error:
-        raise NodeUnavailable(f"{protocol} door {address}: {error}") from error
+        raise NodeUnavailable(f"{protocol} {address}: {error}") from error
     sock = socket.socket(family, kind, protocol_number)
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

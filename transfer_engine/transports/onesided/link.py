@@ -15,7 +15,7 @@ from tanghulu.transfer_engine.core.links import WiredLink
 from tanghulu.transfer_engine.core.paths import Path
 from tanghulu.transfer_engine.core.segment import SegmentDescriptor
 from tanghulu.transfer_engine.core.slices import Slice
-from tanghulu.transfer_engine.core.transport import Completion, ConnectionBroken
+from tanghulu.transfer_engine.core.transport import Completion, ConnectContext, ConnectionBroken
 from tanghulu.transfer_engine.transports.onesided.connection import Mover, OneSidedConnection
 from tanghulu.transfer_engine.transports.onesided.control import Control
 from tanghulu.transfer_engine.transports.onesided.wire import Dialect
@@ -40,20 +40,24 @@ class Movers(Protocol):
 
 
 class OneSidedPeer:
-    """A remote segment behind a door. ``fences`` are shared with the other transports to the same owner."""
+    """A remote segment behind a ``OneSidedListener``."""
 
     def __init__(
-        self, descriptor: SegmentDescriptor, session_id: int, fences: Fences, movers: Callable[[], Movers]
+        self, context: ConnectContext, movers: Callable[[], Movers], paths: Callable[[int], list[Path]]
     ) -> None:
-        """``movers`` is called once for each link."""
-        self._descriptor = descriptor
-        self._session_id = session_id
-        self._fences = fences
+        """``movers`` is called once for each link; ``paths`` is ``TransportPeer.paths``."""
+        self._context = context
         self._movers = movers
+        self._paths = paths
+
+    def paths(self, rank: int) -> list[Path]:
+        """Those that the transport makes."""
+        return self._paths(rank)
 
     def connect(self) -> OneSidedLink:
         """A new link; its movers are made when the first slice is posted on them."""
-        return OneSidedLink(self._descriptor, self._session_id, self._fences, self._movers())
+        context = self._context
+        return OneSidedLink(context.descriptor, context.session_id, context.fences, self._movers())
 
     def close(self) -> None:
         """Links share nothing."""

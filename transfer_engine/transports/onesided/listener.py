@@ -1,10 +1,10 @@
-"""The serving end of the transports that go past the owner's process: a door that makes an end for every connection.
+"""The serving end of the transports that go past the owner's process: an end is made for every control connection.
 
 Owns the listener and what lives as long as a connection; bytes move without it. An *end* is what the transport reaches
 the segment by, a queue pair or an agent (``FarEnds`` makes them). Who is admitted, and which connections their clients
-have given up, is ``reception``'s decision, the same as for tcp; which sessions' ends must go because a lease has run
+have given up, is ``admission``'s decision, the same as for tcp; which sessions' ends must go because a lease has run
 out is ``access``'s. An end is closed before anybody is told so: before a FENCE or CLOSE is answered, and before
-``end_direct`` frees a range.
+``end_one_sided`` frees a range.
 """
 
 from __future__ import annotations
@@ -14,18 +14,16 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, cast
 
 from tanghulu.errors import LeaseExpired, Overloaded, TanghuluError
-from tanghulu.transfer_engine.core.access import AccessTable
-from tanghulu.transfer_engine.core.admission import Reception
-from tanghulu.transfer_engine.core.leases import Freed
 from tanghulu.transfer_engine.core.segment import Endpoint
+from tanghulu.transfer_engine.core.transport import ServeContext
 from tanghulu.transfer_engine.core.wire import Head, MalformedMessage, Op, OtherVersion
-from tanghulu.transfer_engine.transports.onesided.wire import Dialect, DoorAnswer, DoorOp, DoorRequest
+from tanghulu.transfer_engine.transports.onesided.wire import ControlAnswer, ControlOp, ControlRequest, Dialect
 from tanghulu.types import Address, LeaseId
 
 _BACKLOG = 256
 #: What a client may have sent before its end stands: it has no more to ask than a few requests.
 _MAX_UNSERVED_BYTES = 8192
-_TOKEN_OPS = (DoorOp.CONNECT, DoorOp.FENCE, DoorOp.CLOSE)
+_TOKEN_OPS = (ControlOp.CONNECT, ControlOp.FENCE, ControlOp.CLOSE)
 
 
 class FarEnd(Protocol):
@@ -75,25 +73,16 @@ class FarEnds(Protocol):
         ...
 
 
-class OneSidedDoor:
-    """Serves a segment through ``ends``; everything but the making of ends happens on one event loop."""
+class OneSidedListener:
+    """Serve a segment through ``ends``; everything but the making of ends happens on one event loop."""
 
-    def __init__(
-        self,
-        ends: FarEnds,
-        access: AccessTable | None,
-        reception: Reception,
-        on_freed: Callable[[Sequence[Freed]], None],
-        *,
-        host: str,
-        advertised_host: str,
-    ) -> None:
+    def __init__(self, ends: FarEnds, context: ServeContext) -> None:
         self.ends = ends
         self.connections: set[OneSidedServerConnection] = set()
-        self.reception = reception
-        self._access = access
-        self._on_freed = on_freed
-        self._host, self._advertised_host = host, advertised_host
+        self.admission = context.admission
+        self._access = context.access
+        self._on_freed = context.on_freed
+        self._listen = context.listen
         self._listener: asyncio.Server | None = None
         self._also_revoke: Callable[[int], None] | None = None
         self._port = 0
@@ -106,7 +95,7 @@ class OneSidedDoor:
         loop = asyncio.get_running_loop()
         try:
             self._listener = await loop.create_server(
-                lambda: OneSidedServerConnection(self), self._host, 0, backlog=_BACKLOG
+                lambda: OneSidedServerConnection(self), self._listen.host, 0, backlog=_BACKLOG
             )
         except BaseException:  # a cancel, too: nobody else would let the devices go; it is raised on
             self.ends.close()
@@ -118,11 +107,16 @@ class OneSidedDoor:
 
     def endpoints(self) -> list[Endpoint]:
         """One a device, in the order of preference."""
-        address = str(Address(self._advertised_host, self._port))
+        address = str(Address(self._listen.told_host, self._port))
         return [Endpoint(self.ends.dialect.protocol, address, name) for name in self.ends.devices]
 
-    def close(self) -> None:
-        """Close every end, then let go of the memory and the devices."""
+    @property
+    def num_connections(self) -> int:
+        """Control connections that are open."""
+        return len(self.connections)
+
+    async def close(self) -> None:
+        """Close every end, then let go of the memory and the devices; all of it before anything else runs."""
         if self._listener is None:
             return
         self._listener.close()
@@ -140,30 +134,30 @@ class OneSidedDoor:
 
     # --- what a connection asks
 
-    def admit(self, connection: OneSidedServerConnection, request: DoorRequest) -> None:
+    def admit(self, connection: OneSidedServerConnection, request: ControlRequest) -> None:
         """Let the connection have an end; raises the typed refusal."""
         if len(self.connections) > self.ends.max_ends:
             name = self.ends.dialect.protocol
             raise Overloaded(f"{self.ends.max_ends} {name} connections are open; use another transport")
         self.ends.admit(request.payload)
         head = Head(Op.HELLO, 0, request.session_id, request.name_hash, request.generation, request.number, 0)
-        self.reception.hello(connection, head)
+        self.admission.hello(connection, head)
 
     def begun(self, session_id: int) -> None:
         """An end of the session serves from now on; ``ended`` follows. Raises InvalidRequest without the session."""
         if self._access is not None:
-            self._access.begin_direct(session_id)
+            self._access.begin_one_sided(session_id)
 
     def ended(self, session_id: int) -> None:
         """An end of the session is closed."""
         if self._access is not None:
-            freed = self._access.end_direct(session_id)
+            freed = self._access.end_one_sided(session_id)
             if freed:
                 self._on_freed(freed)
 
     def fence(self, token: int) -> None:
         """Cut the connection that its client gave up, also if it comes only later."""
-        self.reception.fence(Head(Op.FENCE, 0, 0, 0, 0, token, 0))
+        self.admission.fence(Head(Op.FENCE, 0, 0, 0, 0, token, 0))
 
     def admit_lease(self, session_id: int, lease_id: int) -> None:
         """Raises LeaseExpired if the session may not use the lease now; when it is lost later, ``_revoke`` follows."""
@@ -173,17 +167,17 @@ class OneSidedDoor:
         if lease is None or lease.session_id != session_id or not self._access.is_active(lease.lease_id):
             raise LeaseExpired(f"session {session_id} has no lease {lease_id} (any more); reserve or pin again")
 
-    def digest(self, connected: DoorRequest, request: DoorRequest) -> int:
+    def digest(self, connected: ControlRequest, request: ControlRequest) -> int:
         """The checksum of a range that the client of ``connected`` may read or has written; raises the refusal."""
-        op = Op.READ if request.op is DoorOp.READ else Op.WRITE
+        op = Op.READ if request.op is ControlOp.READ else Op.WRITE
         head = Head(
             op, 0, connected.session_id, request.number, connected.generation, request.offset, request.length, True
         )
-        self.reception.begin(head)
+        self.admission.begin(head)
         try:
-            return self.reception.digest(head)
+            return self.admission.digest(head)
         finally:
-            self.reception.end(head, 0)
+            self.admission.end(head, 0)
 
     @property
     def leased(self) -> bool:
@@ -206,12 +200,12 @@ class OneSidedDoor:
 class OneSidedServerConnection(asyncio.Protocol):
     """One client's control connection and the end that lives as long."""
 
-    def __init__(self, door: OneSidedDoor) -> None:
+    def __init__(self, listener: OneSidedListener) -> None:
         self.token = 0
         self.sweep_mark: object = None
-        self._door = door
-        self._dialect = door.ends.dialect
-        self._connected: DoorRequest | None = None
+        self._listener = listener
+        self._dialect = listener.ends.dialect
+        self._connected: ControlRequest | None = None
         self._end: FarEnd | None = None
         self._making: asyncio.Task[None] | None = None
         self._stranger = False  # told that it speaks another version; it is not listened to any more
@@ -229,9 +223,9 @@ class OneSidedServerConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Turn the peer away when the server is full."""
         self._transport = cast(asyncio.Transport, transport)
-        self._admitted = self._door.reception.opened(self)
+        self._admitted = self._listener.admission.opened(self)
         if self._admitted:
-            self._door.connections.add(self)
+            self._listener.connections.add(self)
         else:
             self._transport.abort()
 
@@ -241,8 +235,8 @@ class OneSidedServerConnection(asyncio.Protocol):
         self._close_end()
         if self._admitted:
             self._admitted = False
-            self._door.connections.discard(self)
-            self._door.reception.closed(self)
+            self._listener.connections.discard(self)
+            self._listener.admission.closed(self)
 
     def data_received(self, data: bytes) -> None:
         """Serve whole requests, in order; those behind a CONNECT wait for its end."""
@@ -263,7 +257,7 @@ class OneSidedServerConnection(asyncio.Protocol):
         except MalformedMessage as error:
             self._turn_away(error)
 
-    # --- what the reception may do
+    # --- what the admission may do
 
     @property
     def progress(self) -> tuple[int, int] | None:
@@ -283,29 +277,29 @@ class OneSidedServerConnection(asyncio.Protocol):
 
     # --- inside
 
-    def _serve(self, request: DoorRequest) -> None:
+    def _serve(self, request: ControlRequest) -> None:
         if request.number == 0 and request.op in _TOKEN_OPS:
             raise MalformedMessage("a token is not 0")
-        if (request.op is DoorOp.CONNECT) == (self.token != 0):
+        if (request.op is ControlOp.CONNECT) == (self.token != 0):
             raise MalformedMessage("a connection begins with one CONNECT")
         try:
-            if request.op is DoorOp.CONNECT:
+            if request.op is ControlOp.CONNECT:
                 self._connect(request)
             else:
-                self._write(DoorAnswer(request.op, digest=self._do(request)))
+                self._write(ControlAnswer(request.op, digest=self._do(request)))
         except TanghuluError as error:
-            self._write(DoorAnswer(request.op, error))
+            self._write(ControlAnswer(request.op, error))
 
-    def _do(self, request: DoorRequest) -> int:
+    def _do(self, request: ControlRequest) -> int:
         """What was asked of an admitted connection; the checksum, if it was that."""
         connected = self._connected
         assert connected is not None, "it has a token"
-        if request.op in (DoorOp.READ, DoorOp.WRITTEN):
-            return self._door.digest(connected, request)
-        if request.op is DoorOp.FENCE:
-            self._door.fence(request.number)
-        elif request.op is DoorOp.ADMIT:
-            self._door.admit_lease(connected.session_id, request.number)
+        if request.op in (ControlOp.READ, ControlOp.WRITTEN):
+            return self._listener.digest(connected, request)
+        if request.op is ControlOp.FENCE:
+            self._listener.fence(request.number)
+        elif request.op is ControlOp.ADMIT:
+            self._listener.admit_lease(connected.session_id, request.number)
         else:
             self._close_end()
         return 0
@@ -317,23 +311,23 @@ class OneSidedServerConnection(asyncio.Protocol):
             return
         self._stranger = True
         self._data.clear()
-        self._write(DoorAnswer(DoorOp.CONNECT, why.error))
+        self._write(ControlAnswer(ControlOp.CONNECT, why.error))
         self._transport.write_eof()
 
     @property
     def _open(self) -> bool:
         return self._transport is not None and not self._transport.is_closing()
 
-    def _connect(self, request: DoorRequest) -> None:
-        self._door.admit(self, request)
+    def _connect(self, request: ControlRequest) -> None:
+        self._listener.admit(self, request)
         self._connected = request
         self._making = asyncio.get_running_loop().create_task(self._make(request))
 
-    async def _make(self, request: DoorRequest) -> None:
+    async def _make(self, request: ControlRequest) -> None:
         try:
-            await self._door.ends.make(request.number, request.payload, self._take)
+            await self._listener.ends.make(request.number, request.payload, self._take)
         except TanghuluError as error:
-            self._write(DoorAnswer(DoorOp.CONNECT, error))
+            self._write(ControlAnswer(ControlOp.CONNECT, error))
         finally:
             self._making = None
         self._serve_whole()
@@ -344,19 +338,19 @@ class OneSidedServerConnection(asyncio.Protocol):
             grant.end.close()
             return
         try:
-            self._door.begun(self.session_id)
+            self._listener.begun(self.session_id)
         except TanghuluError:
             grant.end.close()
             raise
         self._end = grant.end
-        self._write(DoorAnswer(DoorOp.CONNECT, payload=grant.payload, leased=self._door.leased))
+        self._write(ControlAnswer(ControlOp.CONNECT, payload=grant.payload, leased=self._listener.leased))
 
     def _close_end(self) -> None:
         end, self._end = self._end, None
         if end is not None:
             end.close()
-            self._door.ended(self.session_id)
+            self._listener.ended(self.session_id)
 
-    def _write(self, answer: DoorAnswer) -> None:
+    def _write(self, answer: ControlAnswer) -> None:
         if self._transport is not None and self._open:
             self._transport.write(self._dialect.pack_answer(answer))

@@ -1,9 +1,9 @@
 """The bytes by which a client and the owner of a segment set up one-sided transfers: pure encoding and decoding.
 
 rdma and ucx move bytes past the owner's process; what the two processes have to say to each other goes over a tcp
-connection to the owner's door. It belongs to one *end* (a queue pair, an agent) on each side. The client says CONNECT
-once and gets what it needs in order to reach the owner's end, which was made for it alone; then it may send the others;
-each is answered, in order. When the connection ends for whatever reason the owner closes its end.
+*control connection* to the owner. It belongs to one *end* (a queue pair, an agent) on each side. The client says
+CONNECT once and gets what it needs in order to reach the owner's end, which was made for it alone; then it may send the
+others; each is answered, in order. When the connection ends for whatever reason the owner closes its end.
 
     request  magic u32 | version u8 | op u8 | payload's length u16 | number u64 | session id u64 | generation u64
              | hash of the segment's name u64 | offset u64 | length u64 | payload: CONNECT's, the transport's own
@@ -45,7 +45,7 @@ MAX_ASKED_BYTES = 1024
 MAX_GRANTED_BYTES = 1 << 20
 
 
-class DoorOp(IntEnum):
+class ControlOp(IntEnum):
     """What the client asks for."""
 
     CONNECT = 1
@@ -56,10 +56,10 @@ class DoorOp(IntEnum):
     WRITTEN = 6
 
 
-class DoorRequest(NamedTuple):
+class ControlRequest(NamedTuple):
     """One message of the client; the docstring of the module says who needs which field."""
 
-    op: DoorOp
+    op: ControlOp
     number: int
     session_id: int = 0
     generation: int = 0
@@ -69,10 +69,10 @@ class DoorRequest(NamedTuple):
     payload: bytes = b""
 
 
-class DoorAnswer(NamedTuple):
+class ControlAnswer(NamedTuple):
     """The owner's answer."""
 
-    op: DoorOp
+    op: ControlOp
     refusal: TanghuluError | None = None
     payload: bytes = b""
     digest: int = 0
@@ -88,12 +88,12 @@ class Dialect:
     request_magic: int
     answer_magic: int
 
-    def pack_request(self, request: DoorRequest) -> bytes:
+    def pack_request(self, request: ControlRequest) -> bytes:
         """A request on the wire."""
         op, *numbers, payload = request
         return _REQUEST.pack(self.request_magic, self.version, op, len(payload), *numbers) + payload
 
-    def pack_answer(self, answer: DoorAnswer) -> bytes:
+    def pack_answer(self, answer: ControlAnswer) -> bytes:
         """An answer on the wire."""
         refused = answer.refusal is not None
         payload = answer.payload if answer.refusal is None else pack_error(answer.refusal)
@@ -102,34 +102,34 @@ class Dialect:
         )
         return head + payload
 
-    def take_request(self, data: bytearray) -> DoorRequest | None:
+    def take_request(self, data: bytearray) -> ControlRequest | None:
         """Take one whole request off the front of ``data``; None if there is none yet. Raises MalformedMessage."""
         check_request_version(data, self.request_magic, self.version, self.protocol)
         if len(data) < REQUEST_BYTES:
             return None
         magic, _, op, num_bytes, number, session_id, generation, name, offset, length = _REQUEST.unpack_from(data)
-        if magic != self.request_magic or op not in DoorOp._value2member_map_ or num_bytes > MAX_ASKED_BYTES:
+        if magic != self.request_magic or op not in ControlOp._value2member_map_ or num_bytes > MAX_ASKED_BYTES:
             raise MalformedMessage(f"{self.protocol} request with magic {magic:#x}, op {op}, {num_bytes} bytes")
         payload = _take_payload(data, REQUEST_BYTES, num_bytes)
         if payload is None:
             return None
-        return DoorRequest(DoorOp(op), number, session_id, generation, name, offset, length, payload)
+        return ControlRequest(ControlOp(op), number, session_id, generation, name, offset, length, payload)
 
-    def take_answer(self, data: bytearray) -> DoorAnswer | None:
+    def take_answer(self, data: bytearray) -> ControlAnswer | None:
         """Take one whole answer off the front of ``data``; None if there is none yet. Raises MalformedMessage."""
         check_answer_version(data, self.answer_magic, self.version, self.protocol)
         if len(data) < ANSWER_BYTES:
             return None
         magic, _, op, refused, leased, num_bytes, digest = _ANSWER.unpack_from(data)
         longest = MAX_TEXT_BYTES if refused else MAX_GRANTED_BYTES
-        if magic != self.answer_magic or op not in DoorOp._value2member_map_ or num_bytes > longest:
+        if magic != self.answer_magic or op not in ControlOp._value2member_map_ or num_bytes > longest:
             raise MalformedMessage(f"{self.protocol} answer with magic {magic:#x}, op {op}, {num_bytes} bytes")
         payload = _take_payload(data, ANSWER_BYTES, num_bytes)
         if payload is None:
             return None
         if refused:
-            return DoorAnswer(DoorOp(op), parse_error(payload))
-        return DoorAnswer(DoorOp(op), None, payload, digest, bool(leased))
+            return ControlAnswer(ControlOp(op), parse_error(payload))
+        return ControlAnswer(ControlOp(op), None, payload, digest, bool(leased))
 
 
 def _take_payload(data: bytearray, head_bytes: int, num_bytes: int) -> bytes | None:

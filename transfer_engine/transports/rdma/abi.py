@@ -88,7 +88,7 @@ class Pair(ctypes.Structure):
     ]  # fmt: skip
 
 
-class Route(ctypes.Structure):
+class GlobalRoute(ctypes.Structure):
     """struct ibv_global_route."""
 
     _fields_ = [
@@ -101,7 +101,7 @@ class AddressHandle(ctypes.Structure):
     """struct ibv_ah_attr."""
 
     _fields_ = [
-        ("grh", Route), ("dlid", c_uint16), ("sl", c_uint8), ("src_path_bits", c_uint8), ("static_rate", c_uint8),
+        ("grh", GlobalRoute), ("dlid", c_uint16), ("sl", c_uint8), ("src_path_bits", c_uint8), ("static_rate", c_uint8),
         ("is_global", c_uint8), ("port_num", c_uint8),
     ]  # fmt: skip
 
@@ -148,7 +148,7 @@ class _Operations(ctypes.Structure):
     ]  # fmt: skip
 
 
-class Context(ctypes.Structure):
+class VerbsContext(ctypes.Structure):
     """The front of struct ibv_context."""
 
     _fields_ = [("device", c_void_p), ("ops", _Operations), ("cmd_fd", c_int), ("async_fd", c_int)]
@@ -163,17 +163,17 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ibv_get_device_list": (POINTER(c_void_p), POINTER(c_int)),
     "ibv_free_device_list": (None, POINTER(c_void_p)),
     "ibv_get_device_name": (c_char_p, c_void_p),
-    "ibv_open_device": (POINTER(Context), c_void_p),
-    "ibv_close_device": (c_int, POINTER(Context)),
-    "ibv_query_port": (c_int, POINTER(Context), c_uint8, POINTER(Port)),
-    "_ibv_query_gid_table": (c_ssize_t, POINTER(Context), POINTER(Gid), c_size_t, c_uint32, c_size_t),
-    "ibv_alloc_pd": (c_void_p, POINTER(Context)),
+    "ibv_open_device": (POINTER(VerbsContext), c_void_p),
+    "ibv_close_device": (c_int, POINTER(VerbsContext)),
+    "ibv_query_port": (c_int, POINTER(VerbsContext), c_uint8, POINTER(Port)),
+    "_ibv_query_gid_table": (c_ssize_t, POINTER(VerbsContext), POINTER(Gid), c_size_t, c_uint32, c_size_t),
+    "ibv_alloc_pd": (c_void_p, POINTER(VerbsContext)),
     "ibv_dealloc_pd": (c_int, c_void_p),
     "ibv_reg_mr": (POINTER(Region), c_void_p, c_void_p, c_size_t, c_int),
     "ibv_dereg_mr": (c_int, POINTER(Region)),
-    "ibv_create_comp_channel": (POINTER(CompletionChannel), POINTER(Context)),
+    "ibv_create_comp_channel": (POINTER(CompletionChannel), POINTER(VerbsContext)),
     "ibv_destroy_comp_channel": (c_int, POINTER(CompletionChannel)),
-    "ibv_create_cq": (c_void_p, POINTER(Context), c_int, c_void_p, POINTER(CompletionChannel), c_int),
+    "ibv_create_cq": (c_void_p, POINTER(VerbsContext), c_int, c_void_p, POINTER(CompletionChannel), c_int),
     "ibv_destroy_cq": (c_int, c_void_p),
     "ibv_get_cq_event": (c_int, POINTER(CompletionChannel), POINTER(c_void_p), POINTER(c_void_p)),
     "ibv_ack_cq_events": (None, c_void_p, c_uint32),

@@ -19,7 +19,7 @@ from tanghulu.transfer_engine.transports.rdma.verbs import Device, DeviceInfo, M
 NUM_SLOTS = 64
 
 
-class Staging:
+class StagingMemory:
     """Slots that are registered with a device; used by one thread at a time."""
 
     def __init__(self, device: Device) -> None:

@@ -5,18 +5,18 @@ Owns the pair and the order of what was posted. Nothing here waits, but ``close`
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from tanghulu.errors import InvalidRequest, NodeUnavailable, TransferFailed
-from tanghulu.transfer_engine.core.opcode import Opcode
-from tanghulu.transfer_engine.core.slices import Slice
+from tanghulu.errors import InvalidRequest, NodeUnavailable, TanghuluError, TransferFailed
+from tanghulu.transfer_engine.core.slices import Opcode, Slice
 from tanghulu.transfer_engine.core.transport import Completion, Refused
-from tanghulu.transfer_engine.transports.rdma.devices import LocalDevices, Staging
-from tanghulu.transfer_engine.transports.rdma.set_up import SetUp
-from tanghulu.transfer_engine.transports.rdma.wire import SegmentKey, pack_asked, parse_granted
-from tanghulu.transfer_engine.transports.rdma.works import Completed, Work, which_tell
+from tanghulu.transfer_engine.transports.rdma.devices import LocalDevices, StagingMemory
+from tanghulu.transfer_engine.transports.rdma.verbs import QueuePair
+from tanghulu.transfer_engine.transports.rdma.wire import QueuePairAddress, SegmentKey, pack_asked, parse_granted
+from tanghulu.transfer_engine.transports.rdma.works import WorkCompletion, WorkRequest, which_tell
 
 #: Works that a queue pair holds; the engine's windows are smaller.
 MAX_WORKS = 256
@@ -29,6 +29,46 @@ class _Posted(NamedTuple):
     slot: int | None
 
 
+class SetUp:
+    """Connect a queue pair in a thread of its own: the kernel may look for the peer's address for a second.
+
+    Owns the pair's end where nobody wants it any more before it is connected. Begins at once; ``wake`` is called when
+    it is done, unless it was abandoned before.
+    """
+
+    def __init__(
+        self, pair: QueuePair, peer: QueuePairAddress, devices: LocalDevices, wake: Callable[[], None]
+    ) -> None:
+        self.done = False
+        #: Why it failed; only when it is done.
+        self.error: TanghuluError | None = None
+        self._pair, self._peer, self._devices, self._wake = pair, peer, devices, wake
+        self._lock = threading.Lock()
+        self._abandoned = False
+        devices.use()
+        threading.Thread(target=self._run, name="tanghulu-rdma-set-up", daemon=True).start()
+
+    def abandon(self) -> None:
+        """Close the pair: now if its thread has ended, else when it ends. Nothing was ever posted on it."""
+        with self._lock:
+            self._abandoned = True
+            if self.done:
+                self._pair.close()
+
+    def _run(self) -> None:
+        try:
+            self._pair.connect(self._peer)
+        except TanghuluError as error:
+            self.error = error
+        with self._lock:
+            self.done = True
+            if self._abandoned:
+                self._pair.close()
+            else:
+                self._wake()
+        self._devices.let_go()
+
+
 class RdmaMover:
     """A queue pair of ``local_device``, to be connected to one of the owner's ``far_device``."""
 
@@ -37,7 +77,7 @@ class RdmaMover:
         devices: LocalDevices,
         local_device: str,
         far_device: str,
-        staging: Staging,
+        staging: StagingMemory,
         wake: Callable[[], None],
     ) -> None:
         """``wake`` is called from a thread when ``advance`` has something to do that no descriptor tells.
@@ -48,7 +88,7 @@ class RdmaMover:
         self._devices, self._local_device, self._staging, self._wake = devices, local_device, staging, wake
         self._set_up: SetUp | None = None
         self._segment = SegmentKey(0, 0)
-        self._chain: list[Work] = []
+        self._chain: list[WorkRequest] = []
         self._posted: deque[_Posted] = deque()
         self._pair = devices.device(local_device).queue_pair(MAX_WORKS)
         self.asked = pack_asked(far_device, self._pair.address)
@@ -83,7 +123,9 @@ class RdmaMover:
             address, key = self._staging.slots.address(slot), self._staging.key
         self._posted.append(_Posted(piece, slot))
         remote = self._segment.address + piece.remote_offset
-        self._chain.append(Work(piece.slice_id, piece.opcode, address, key, remote, self._segment.key, piece.length))
+        self._chain.append(
+            WorkRequest(piece.slice_id, piece.opcode, address, key, remote, self._segment.key, piece.length)
+        )
 
     def flush(self) -> None:
         """Hand the chain to the device."""
@@ -141,7 +183,7 @@ class RdmaMover:
 
     # --- inside
 
-    def _failed(self, completed: Completed, ended: list[Completion]) -> None:
+    def _failed(self, completed: WorkCompletion, ended: list[Completion]) -> None:
         """One operation failed, and with it the queue pair. A fault of the request is not tried again."""
         guilty = next((each for each in self._posted if each.piece.slice_id == completed.work_id), None)
         if completed.access and guilty is not None:

@@ -19,18 +19,48 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tanghulu.transfer_engine.core.fences import Fences
+from tanghulu.transfer_engine.core.config import MIB, TransportLimits
 from tanghulu.transfer_engine.core.paths import Path
-from tanghulu.transfer_engine.core.segment import SegmentDescriptor
+from tanghulu.transfer_engine.core.transport import Ability, ConnectContext, ServeContext
+from tanghulu.transfer_engine.topology.devices import Topology
 from tanghulu.transfer_engine.transports.onesided.link import OneSidedPeer
-from tanghulu.transfer_engine.transports.rdma.devices import LocalDevices, Staging
+from tanghulu.transfer_engine.transports.onesided.listener import OneSidedListener
+from tanghulu.transfer_engine.transports.rdma import verbs
+from tanghulu.transfer_engine.transports.rdma.devices import LocalDevices, StagingMemory
+from tanghulu.transfer_engine.transports.rdma.listener import RdmaEnds
 from tanghulu.transfer_engine.transports.rdma.mover import RdmaMover
 from tanghulu.transfer_engine.transports.rdma.wire import RDMA
 
+NAME = RDMA.protocol
+LIMITS = TransportLimits(slice_bytes=1 * MIB, window_bytes=16 * MIB, window_slices=64)
 
-def rdma_peer(descriptor: SegmentDescriptor, session_id: int, devices: LocalDevices, fences: Fences) -> OneSidedPeer:
-    """A remote segment behind one or more devices."""
-    return OneSidedPeer(descriptor, session_id, fences, lambda: RdmaMovers(devices))
+
+def connect(context: ConnectContext) -> OneSidedPeer:
+    """A remote segment behind one or more devices; raises NodeUnavailable without a device here.
+
+    The engine's devices are looked for until there are some.
+    """
+    devices = context.shared.get(
+        NAME, lambda: LocalDevices.find(context.config.rdma_devices), lambda found: found.let_go()
+    )
+    endpoints = context.endpoints(NAME)
+
+    def paths(rank: int) -> list[Path]:
+        return [Path(endpoints[far], near, 0, rank) for near, far in pair_devices(devices.names, len(endpoints))]
+
+    return OneSidedPeer(context, lambda: RdmaMovers(devices), paths)
+
+
+def serve(context: ServeContext) -> OneSidedListener:
+    """Queue pairs to the segment, on every device that was asked for."""
+    return OneSidedListener(RdmaEnds(context.segment, context.listen.rdma_devices), context)
+
+
+def probe(topology: Topology) -> Ability:
+    """The devices that work here."""
+    found = verbs.probe()
+    devices = ", ".join(f"{each.name} (mtu {each.mtu})" for each in found.devices)
+    return Ability(bool(found.devices), devices or found.reason)
 
 
 def pair_devices(names: Sequence[str], num_remote: int) -> list[tuple[str, int]]:
@@ -49,7 +79,7 @@ class RdmaMovers:
 
     def __init__(self, devices: LocalDevices) -> None:
         self._devices = devices
-        self._staging: dict[str, Staging] = {}
+        self._staging: dict[str, StagingMemory] = {}
         devices.use()
 
     def make(self, path: Path, token: int, wake: Callable[[], None]) -> RdmaMover:
@@ -57,7 +87,7 @@ class RdmaMovers:
         name = path.local_device
         staging = self._staging.get(name)
         if staging is None:
-            staging = self._staging[name] = Staging(self._devices.device(name))
+            staging = self._staging[name] = StagingMemory(self._devices.device(name))
         return RdmaMover(self._devices, name, path.endpoint.device, staging, wake)
 
     def close(self) -> None:

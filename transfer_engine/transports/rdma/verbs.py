@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from tanghulu.errors import NodeUnavailable, TransferFailed
 from tanghulu.transfer_engine.transports.rdma import abi
 from tanghulu.transfer_engine.transports.rdma.wire import QueuePairAddress
-from tanghulu.transfer_engine.transports.rdma.works import Completed, CompletionRing, PostRing, Work
+from tanghulu.transfer_engine.transports.rdma.works import CompletionRing, PostRing, WorkCompletion, WorkRequest
 
 ACK_TIMEOUT = 14
 RETRY_COUNT = 3
@@ -51,27 +51,27 @@ class DeviceInfo(NamedTuple):
     mtu: int
 
 
-class Probe(NamedTuple):
+class DeviceProbe(NamedTuple):
     """What rdma can do here: the usable devices by name, and if there are none, why."""
 
     devices: tuple[DeviceInfo, ...]
     reason: str
 
 
-def probe() -> Probe:
+def probe() -> DeviceProbe:
     """Look for the library and for devices; never raises. The kernel is asked anew each time."""
     found: list[DeviceInfo] = []
     reasons: list[str] = []
     try:
         names = _device_names()
     except OSError as error:
-        return Probe((), f"no RDMA device: {error}")
+        return DeviceProbe((), f"no RDMA device: {error}")
     for name in names:
         try:
             found.append(_describe(name))
         except NodeUnavailable as error:
             reasons.append(f"{name}: {error.message}")
-    return Probe(tuple(found), "" if found else "; ".join(reasons) or "no RDMA device")
+    return DeviceProbe(tuple(found), "" if found else "; ".join(reasons) or "no RDMA device")
 
 
 class Device:
@@ -225,7 +225,7 @@ class QueuePair:
             if fault:
                 raise NodeUnavailable(f"{self._info.name} cannot reach {peer.gid}: {os.strerror(fault)}")
 
-    def post(self, works: Sequence[Work], tell: Sequence[bool]) -> None:
+    def post(self, works: Sequence[WorkRequest], tell: Sequence[bool]) -> None:
         """Hand a chain to the device; those that ``tell`` says, and the last must be one, tell their end.
 
         Raises TransferFailed; then none, some or all of them were taken, and the pair is to be closed.
@@ -235,7 +235,7 @@ class QueuePair:
         if fault:
             raise TransferFailed(f"{self._info.name} takes no work: {os.strerror(abs(fault))}")
 
-    def poll(self) -> list[Completed]:
+    def poll(self) -> list[WorkCompletion]:
         """What ended since, in order; never waits. Unsignalled works appear only when they failed.
 
         Raises TransferFailed if the queue is broken.

@@ -1,6 +1,6 @@
 """What two processes tell each other about their queue pairs: pure encoding and decoding.
 
-The payloads of a CONNECT at the rdma door and of its answer (see ``onesided_wire``):
+The payloads of an rdma CONNECT and of its answer (see ``onesided.wire``):
 
     asked    device's name 64 bytes, padded by NUL | gid 16 bytes | lid u16 | queue pair's number u32 | first packet u32
              | mtu u8

@@ -1,4 +1,4 @@
-"""Work requests and completions: what the engine says, and the bytes that the device reads and writes.
+"""WorkRequest requests and completions: what the engine says, and the bytes that the device reads and writes.
 
 Pure but for the memory that it owns; ``rdma_verbs`` hands its addresses to the device.
 """
@@ -9,7 +9,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tanghulu.transfer_engine.core.opcode import Opcode
+from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.transports.rdma import abi
 
 #: After so many works or bytes one tells its end, and the last of every chain does: fewer completions to poll, none
@@ -19,7 +19,7 @@ SIGNAL_BYTES = 1 << 20
 _ACCESS_FAULTS = ("REM_ACCESS_ERR", "REM_INV_REQ_ERR", "LOC_PROT_ERR")
 
 
-class Work(NamedTuple):
+class WorkRequest(NamedTuple):
     """One one-sided operation. ``local_key`` covers the local range, ``remote_key`` the remote one."""
 
     work_id: int
@@ -31,7 +31,7 @@ class Work(NamedTuple):
     length: int
 
 
-class Completed(NamedTuple):
+class WorkCompletion(NamedTuple):
     """The end of one signalled operation; ``fault`` is empty when it succeeded, and then all before it did too."""
 
     work_id: int
@@ -67,7 +67,7 @@ class PostRing:
         self._places = [(n * size_bytes, self.address + n * size_bytes) for n in range(max_works)]
         self._size_bytes = size_bytes
 
-    def fill(self, works: Sequence[Work], tell: Sequence[bool]) -> None:
+    def fill(self, works: Sequence[WorkRequest], tell: Sequence[bool]) -> None:
         """Lay out the chain; works whose ``tell`` is true will tell their end."""
         pack, memory, size_bytes, last = abi.SEND_REQUEST.pack_into, self._memory, self._size_bytes, len(works) - 1
         read, write = abi.WR_RDMA_READ, abi.WR_RDMA_WRITE
@@ -88,13 +88,13 @@ class CompletionRing:
         self._view = memoryview(self._memory).cast("B")
         self.address = ctypes.addressof(self._memory)
 
-    def take(self, num: int) -> list[Completed]:
+    def take(self, num: int) -> list[WorkCompletion]:
         """The first ``num``, as the last poll left them."""
         return [_completed(*each) for each in abi.COMPLETION.iter_unpack(self._view[: num * abi.COMPLETION.size])]
 
 
-def _completed(work_id: int, status: int) -> Completed:
+def _completed(work_id: int, status: int) -> WorkCompletion:
     if status == 0:
-        return Completed(work_id, "", False, False)
+        return WorkCompletion(work_id, "", False, False)
     fault = abi.STATUS[status] if 0 < status < len(abi.STATUS) else f"status {status}"
-    return Completed(work_id, fault, fault == "WR_FLUSH_ERR", fault in _ACCESS_FAULTS)
+    return WorkCompletion(work_id, fault, fault == "WR_FLUSH_ERR", fault in _ACCESS_FAULTS)

@@ -1,9 +1,9 @@
 """The serving end of the shm transport: a Unix socket that hands the segment's descriptor to peers on this host.
 
-Owns the door's socket, its peers' connections and the watch over their processes (pidfd). A peer keeps its connection
-open while it uses the mapping; when it ends the mapping may live on, which is why leases of mapped ranges outlast it
-(see ``access``). Only processes of this user are let in, and, where leases are kept, only the process that opened the
-session.
+Owns the socket and its peers' connections; finds the peers' processes (pidfd), which others watch. A peer keeps its
+connection open while it uses the mapping; when it ends the mapping may live on, which is why leases of mapped ranges
+outlast it (see ``access``). Only processes of this user are let in, and, where leases are kept, only the process that
+opened the session.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import contextlib
 import os
 import socket
 import struct
-from collections.abc import Callable
 
 from tanghulu.errors import InvalidRequest, NodeUnavailable, Overloaded, TanghuluError, Unauthorized
 from tanghulu.transfer_engine.core.access import AccessTable
-from tanghulu.transfer_engine.core.segment import MAX_NAME_BYTES, MemorySegment
+from tanghulu.transfer_engine.core.segment import MAX_NAME_BYTES, Endpoint
+from tanghulu.transfer_engine.core.transport import ServeContext
 from tanghulu.transfer_engine.core.wire import (
-    DOOR_HELLO_BYTES,
     PREFIX_BYTES,
+    SHM_HELLO_BYTES,
     MalformedMessage,
     OtherVersion,
-    check_door_hello_version,
-    pack_door_answer,
-    parse_door_hello,
+    check_shm_hello_version,
+    pack_shm_answer,
+    parse_shm_hello,
 )
 
 _HELLO_TIMEOUT_S = 5.0
@@ -34,62 +34,19 @@ _SO_PEERPIDFD = 77  # Linux 6.5: the peer's pidfd, without a race against the pi
 _CREDENTIALS = struct.Struct("3i")
 
 
-class ProcessWatch:
-    """Tells, once per session, that a peer's process has exited."""
+class ShmListener:
+    """Serve the file descriptor of a segment, of one generation, at a Unix socket (mode 0600)."""
 
-    def __init__(self, on_exit: Callable[[int], None]) -> None:
-        self._on_exit = on_exit
-        self._pidfds: dict[int, int] = {}
-
-    def add(self, session_id: int, pidfd: int) -> None:
-        """Watch ``pidfd`` for the session and own it; a second one for the same session is closed."""
-        if session_id in self._pidfds:
-            os.close(pidfd)
-            return
-        self._pidfds[session_id] = pidfd
-        asyncio.get_running_loop().add_reader(pidfd, self._exited, session_id)
-
-    def forget(self, session_id: int) -> None:
-        """Stop watching; unknown sessions are fine."""
-        pidfd = self._pidfds.pop(session_id, None)
-        if pidfd is not None:
-            asyncio.get_running_loop().remove_reader(pidfd)
-            os.close(pidfd)
-
-    @property
-    def session_ids(self) -> list[int]:
-        """The sessions that are watched."""
-        return list(self._pidfds)
-
-    def close(self) -> None:
-        """Stop watching everything."""
-        for session_id in self.session_ids:
-            self.forget(session_id)
-
-    def _exited(self, session_id: int) -> None:
-        self.forget(session_id)
-        self._on_exit(session_id)
-
-
-class ShmDoor:
-    """Listens at ``path`` (mode 0600) and serves the descriptor of ``segment``, of one generation."""
-
-    def __init__(
-        self,
-        segment: MemorySegment,
-        access: AccessTable | None,
-        path: str,
-        generation: int,
-        watch: ProcessWatch,
-        max_connections: int,
-    ) -> None:
+    def __init__(self, context: ServeContext) -> None:
+        path = context.listen.unix_path
+        assert path is not None, "shm needs a path to listen at"
         self.num_refused = 0
-        self._segment = segment
-        self._access = access
+        self._segment = context.segment
+        self._access = context.access
         self._path = path
-        self._generation = generation
-        self._watch = watch
-        self._max_connections = max_connections
+        self._generation = context.generation
+        self._watch_process = context.watch_process
+        self._max_connections = context.limits.max_connections
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._peers: set[asyncio.Task[None]] = set()
@@ -98,6 +55,14 @@ class ShmDoor:
     def num_connections(self) -> int:
         """Peers whose connection is open."""
         return len(self._peers)
+
+    def endpoints(self) -> list[Endpoint]:
+        """The socket's path."""
+        return [Endpoint("shm", self._path)]
+
+    def check(self) -> None:
+        """Assert the invariants: while it listens, it accepts."""
+        assert self._listener is None or (self._accepting is not None and not self._accepting.done())
 
     async def start(self) -> None:
         """Bind (replacing a dead process's socket file) and listen; raises OSError if the path cannot be used."""
@@ -114,7 +79,7 @@ class ShmDoor:
             listener.close()
             raise
         self._listener = listener
-        self._accepting = asyncio.create_task(self._accept(listener), name=f"shm door {self._path}")
+        self._accepting = asyncio.create_task(self._accept(listener), name=f"shm listener {self._path}")
 
     async def close(self) -> None:
         """Hang up on every peer and unlink the socket file."""
@@ -153,7 +118,7 @@ class ShmDoor:
         """Read the hello and answer it; whether the peer was let in."""
         loop = asyncio.get_running_loop()
         try:
-            name_bytes, generation, session_id = parse_door_hello(await _receive_hello(peer))
+            name_bytes, generation, session_id = parse_shm_hello(await _receive_hello(peer))
         except OtherVersion as other:
             await self._refuse(peer, other.error)
             peer.shutdown(socket.SHUT_WR)
@@ -169,13 +134,13 @@ class ShmDoor:
             await self._refuse(peer, error)
             return False
         # A fresh stream socket has room for these few bytes, so sending without waiting cannot block.
-        answer = pack_door_answer(self._segment.size_bytes, self._segment.address)
+        answer = pack_shm_answer(self._segment.size_bytes, self._segment.address)
         socket.send_fds(peer, [answer], [self._segment.fd])
         return True
 
     async def _refuse(self, peer: socket.socket, error: TanghuluError) -> None:
         self.num_refused += 1
-        answer = pack_door_answer(self._segment.size_bytes, error=error)
+        answer = pack_shm_answer(self._segment.size_bytes, error=error)
         await asyncio.get_running_loop().sock_sendall(peer, answer)
 
     def _admit(self, peer: socket.socket, name: str, generation: int, session_id: int) -> None:
@@ -200,14 +165,14 @@ class ShmDoor:
             pidfd = _peer_pidfd(peer, pid)
         except OSError as error:
             raise InvalidRequest(f"process {pid} cannot be watched ({error}); use tcp") from error
-        self._watch.add(session_id, pidfd)
+        self._watch_process(session_id, pidfd)
 
 
 async def _receive_hello(peer: socket.socket) -> bytes:
-    """DOOR_HELLO_BYTES; raises OtherVersion as soon as they begin like another's, which may be shorter."""
+    """SHM_HELLO_BYTES; raises OtherVersion as soon as they begin like another's, which may be shorter."""
     begin = await _receive(peer, PREFIX_BYTES)
-    check_door_hello_version(begin)
-    return begin + await _receive(peer, DOOR_HELLO_BYTES - len(begin))
+    check_shm_hello_version(begin)
+    return begin + await _receive(peer, SHM_HELLO_BYTES - len(begin))
 
 
 async def _receive(peer: socket.socket, num_bytes: int) -> bytes:

@@ -19,7 +19,7 @@ from queue import SimpleQueue
 from typing import Protocol
 
 from tanghulu.transfer_engine.core.copying import Memory, copy
-from tanghulu.transfer_engine.core.opcode import Opcode
+from tanghulu.transfer_engine.core.slices import Opcode
 
 #: From here on a copy is cut. A helper needs some 50 us to wake, in which 400 KiB are copied.
 LONG_BYTES = 4 << 20

@@ -3,7 +3,7 @@
 ``ProcessMemory`` is for hosts where the pages cannot be had: the descriptor did not come through (no free descriptor, a
 sandbox between) or cannot be mapped (no address space left). process_vm_readv and process_vm_writev need neither, only
 the right to trace the owner: the same user, and no Yama or seccomp that forbids it. That is tried at once, by reading a
-byte. About half as fast as a mapping, and nobody gets a view. Should the owner end while its door's connection still
+byte. About half as fast as a mapping, and nobody gets a view. Should the owner end while its connection still
 seems open, its number could in theory be another process's already; the check before each copy leaves microseconds for
 the kernel to use up all its numbers.
 """
@@ -19,7 +19,7 @@ import numpy as np
 
 from tanghulu.errors import NodeUnavailable
 from tanghulu.transfer_engine.core.copying import Bytes, Memory, copy
-from tanghulu.transfer_engine.core.opcode import Opcode
+from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.core.wire import digest_of
 from tanghulu.transfer_engine.transports.shm.long_copy import CopyHelper, Digest
 from tanghulu.transfer_engine.transports.shm.page_touch import PageToucher

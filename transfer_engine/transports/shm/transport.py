@@ -1,10 +1,10 @@
 """The shm transport: the peer's memory is mapped here, and a slice is one memmove by the calling thread.
 
-Owns the door's connection and the memory that it leads to. The copy is done when ``post`` returns, so nothing can land
-later, in either memory: a failed WRITE leaves no duplicate behind. What an expired lease means for mapped memory is the
-owner's affair (it quarantines the range until this process exits or releases it).
+Owns the connection to the owner's Unix socket and the memory that it leads to. The copy is done when ``post`` returns,
+so nothing can land later, in either memory: a failed WRITE leaves no duplicate behind. What an expired lease means for
+mapped memory is the owner's affair (it quarantines the range until this process exits or releases it).
 
-A peer whose process is gone leaves the mapping readable. Whether its end of the door's connection is still open is
+A peer whose process is gone leaves the mapping readable. Whether its end of the connection is still open is
 therefore asked after every copy: bytes written into, or read from, a segment that nobody serves any more are not
 reported as arrived.
 """
@@ -18,27 +18,41 @@ import select
 import socket
 import struct
 
-from tanghulu.errors import ChecksumMismatch, InvalidRequest, NodeUnavailable
+from tanghulu.errors import ChecksumMismatch, InvalidRequest, NodeUnavailable, TanghuluError
+from tanghulu.runtime.clock import Clock
+from tanghulu.transfer_engine.core.config import MIB, TransportLimits
 from tanghulu.transfer_engine.core.copying import Memory
-from tanghulu.transfer_engine.core.opcode import Opcode
-from tanghulu.transfer_engine.core.paths import Path
-from tanghulu.transfer_engine.core.segment import Endpoint, SegmentDescriptor, map_shared
-from tanghulu.transfer_engine.core.slices import Slice
-from tanghulu.transfer_engine.core.transport import Arrived, Completion, Corrupt, Lost
+from tanghulu.transfer_engine.core.paths import Path, endpoint_paths
+from tanghulu.transfer_engine.core.segment import Endpoint, MemorySegment, SegmentDescriptor, map_shared
+from tanghulu.transfer_engine.core.slices import Opcode, Slice
+from tanghulu.transfer_engine.core.transport import (
+    Ability,
+    Arrived,
+    Completion,
+    ConnectContext,
+    Corrupt,
+    Lost,
+    ServeContext,
+)
 from tanghulu.transfer_engine.core.wire import (
-    DOOR_ANSWER_BYTES,
-    DoorHello,
+    SHM_ANSWER_BYTES,
     MalformedMessage,
     OtherVersion,
-    check_door_answer_version,
+    ShmHello,
+    check_shm_answer_version,
     digest_of,
-    parse_door_answer,
     parse_error,
+    parse_shm_answer,
     typed_error,
 )
+from tanghulu.transfer_engine.topology.devices import Topology
+from tanghulu.transfer_engine.transports.shm.listener import ShmListener
 from tanghulu.transfer_engine.transports.shm.long_copy import LONG_BYTES, CopyHelper, Digest
-from tanghulu.transfer_engine.transports.shm.memory import MappedMemory, ProcessMemory
+from tanghulu.transfer_engine.transports.shm.memory import MappedMemory, ProcessMemory, may_trace
 
+NAME = "shm"
+LIMITS = TransportLimits(slice_bytes=16 * MIB, window_bytes=32 * MIB, window_slices=256)
+_PROBE_BYTES = 4096
 _CREDENTIALS = struct.Struct("3i")
 #: Keeps the GIL (see ``copying``). Its arguments' types are not declared: to convert them takes longer than the call.
 _poll = ctypes.PyDLL(None).poll
@@ -48,8 +62,38 @@ class _Poll(ctypes.Structure):
     _fields_ = (("fd", ctypes.c_int), ("events", ctypes.c_short), ("revents", ctypes.c_short))
 
 
+def connect(context: ConnectContext) -> ShmPeer:
+    """The segment of another process on this host, mapped. Raises as ``ShmPeer.open``; NodeUnavailable elsewhere."""
+    descriptor = context.descriptor
+    if descriptor.host_id != context.host_id:
+        raise NodeUnavailable(f"it is on host {descriptor.host_id!r}, we are on {context.host_id!r}")
+    failure: TanghuluError | None = None
+    for endpoint in context.endpoints(NAME):
+        try:
+            return ShmPeer.open(descriptor, endpoint, context.session_id, context.config.connect_timeout_s)
+        except TanghuluError as error:
+            failure = error
+    raise failure or NodeUnavailable("the descriptor has no such endpoint")
+
+
+def serve(context: ServeContext) -> ShmListener:
+    """The Unix socket at which processes of this host and user get the segment's memory."""
+    return ShmListener(context)
+
+
+def probe(topology: Topology) -> Ability:
+    """Whether memory can be shared here, and whether it can be copied where it cannot be mapped."""
+    segment = MemorySegment.create("probe", _PROBE_BYTES)
+    try:
+        map_shared(segment.fd, _PROBE_BYTES).close()
+    finally:
+        segment.close()
+    else_copied = ", or copied by the kernel where that fails" if may_trace(os.getppid()) else ""
+    return Ability(True, f"to processes of this user on this host: mapped memory{else_copied}")
+
+
 class ShmPeer:
-    """A segment of this host: mapped, or where that fails reached by the kernel's copies (see ``shm_memory``).
+    """A segment of this host: mapped, or where that fails reached by the kernel's copies (see ``memory``).
 
     Safe to use from several threads. The pages are unmapped when the last reference to this object and to ``view`` is
     gone, never under a running copy.
@@ -60,13 +104,17 @@ class ShmPeer:
         self._memory = memory
         self._sock = sock
         self._endpoint = endpoint
-        self._door = _Poll(sock.fileno(), select.POLLIN)
-        self._door_pointer = ctypes.byref(self._door)
+        self._watched = _Poll(sock.fileno(), select.POLLIN)
+        self._watched_pointer = ctypes.byref(self._watched)
         self._closed = False
+
+    def paths(self, rank: int) -> list[Path]:
+        """The Unix socket through which the memory came."""
+        return endpoint_paths([self._endpoint], rank)
 
     @classmethod
     def open(cls, descriptor: SegmentDescriptor, endpoint: Endpoint, session_id: int, timeout_s: float) -> ShmPeer:
-        """Knock at the door and map the segment.
+        """Connect to the owner's Unix socket and map the segment.
 
         Raises NodeUnavailable if nobody answers within ``timeout_s`` or the memory cannot be reached, and what the
         owner refused with (Unauthorized, NodeUnavailable for another generation, Overloaded); VersionMismatch.
@@ -75,16 +123,16 @@ class ShmPeer:
         try:
             sock.settimeout(timeout_s)
             sock.connect(endpoint.address)
-            sock.sendall(DoorHello(descriptor.name, descriptor.generation, session_id).pack())
+            sock.sendall(ShmHello(descriptor.name, descriptor.generation, session_id).pack())
             memory = _receive_memory(sock, descriptor.size_bytes)
             sock.setblocking(False)
             return cls(sock, memory, endpoint)
         except BaseException as error:  # an interrupt, too: nobody else knows the socket; all is raised on
             sock.close()
             if isinstance(error, OtherVersion):
-                raise typed_error(error, f"shm door {endpoint.address}") from error
+                raise typed_error(error, f"shm socket {endpoint.address}") from error
             if isinstance(error, OSError | MalformedMessage):
-                raise NodeUnavailable(f"shm door {endpoint.address}: {error or type(error).__name__}") from error
+                raise NodeUnavailable(f"shm socket {endpoint.address}: {error or type(error).__name__}") from error
             raise
 
     @property
@@ -137,14 +185,14 @@ class ShmPeer:
         """
         if self._closed:
             return False
-        found = _poll(self._door_pointer, 1, 0)
+        found = _poll(self._watched_pointer, 1, 0)
         while found < 0:  # a signal came meanwhile
-            found = _poll(self._door_pointer, 1, 0)
+            found = _poll(self._watched_pointer, 1, 0)
         return bool(found == 0)
 
     def gone(self) -> NodeUnavailable:
         """The error to report when it is not."""
-        return NodeUnavailable(f"shm door {self._endpoint.address}: the owner of the segment hung up")
+        return NodeUnavailable(f"shm socket {self._endpoint.address}: the owner of the segment hung up")
 
     def connect(self) -> ShmLink:
         """A link; all share the mapping."""
@@ -163,6 +211,9 @@ class ShmLink:
     def __init__(self, peer: ShmPeer) -> None:
         self._peer = peer
         self._ended: list[Completion] = []
+
+    def greet(self, path: Path, timeout_s: float, clock: Clock) -> None:
+        """Return at once: the owner let this process in when the memory was mapped."""
 
     def post(self, piece: Slice, path: Path) -> None:
         """Copy the slice, unless the owner was found gone since the last poll: the slice is lost with the others."""
@@ -213,12 +264,12 @@ class ShmLink:
 
 
 def _receive_memory(sock: socket.socket, size_bytes: int) -> MappedMemory | ProcessMemory:
-    """Read the door's answer; maps the descriptor that came with it, and closes that."""
-    data, fds, _, _ = socket.recv_fds(sock, DOOR_ANSWER_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+    """Read the owner's answer; map the descriptor that came with it, and close that."""
+    data, fds, _, _ = socket.recv_fds(sock, SHM_ANSWER_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
     try:
-        check_door_answer_version(data)
-        data += _receive(sock, DOOR_ANSWER_BYTES - len(data))
-        text_bytes, actual_bytes, address = parse_door_answer(data)
+        check_shm_answer_version(data)
+        data += _receive(sock, SHM_ANSWER_BYTES - len(data))
+        text_bytes, actual_bytes, address = parse_shm_answer(data)
         if text_bytes:
             raise parse_error(_receive(sock, text_bytes))
         if len(fds) > 1 or actual_bytes != size_bytes:

@@ -1,8 +1,8 @@
-"""The serving end of the tcp transport: one protocol object a connection, straight into and out of the segment.
+"""The serving end of the tcp transport: a port, and one protocol object a connection, straight into the segment.
 
-Owns a connection's parsing and its flow control. What is allowed it asks its ``TcpDoor``; how the listener lives is
-the door's affair too. A connection works on one slice at a time, in order; it stops reading while a READ is being sent,
-so what a peer can make us hold is one head, one piece of payload and the kernel's buffers.
+Owns a connection's parsing and its flow control. What is allowed it asks its ``TcpAdmission``. A connection works on
+one slice at a time, in order; it stops reading while a READ is being sent, so what a peer can make us hold is one head,
+one piece of payload and the kernel's buffers.
 
 What is sent goes to the socket by a system call of this file while the transport holds nothing back, and through the
 transport otherwise; for 64 KiB that is a third of the work of a slice.
@@ -23,6 +23,8 @@ from typing import Protocol, cast
 from tanghulu.errors import TanghuluError
 from tanghulu.rpc.pacing import unpace_within_machine
 from tanghulu.runtime.busy_polling import LoopSpinner
+from tanghulu.transfer_engine.core.segment import Endpoint
+from tanghulu.transfer_engine.core.transport import ServeContext
 from tanghulu.transfer_engine.core.wire import (
     HEAD_BYTES,
     REPLY_BYTES,
@@ -35,7 +37,9 @@ from tanghulu.transfer_engine.core.wire import (
     pack_reply,
     parse_head,
 )
+from tanghulu.types import Address
 
+_BACKLOG = 1024
 #: A refused WRITE's payload is thrown away through a buffer of this size.
 _DISCARD_BYTES = 256 << 10
 
@@ -62,7 +66,7 @@ _HEAD, _PAYLOAD, _DISCARD, _NOTICE, _SEND, _STRANGER = _Phase
 _READ, _WRITE, _HELLO = Op.READ, Op.WRITE, Op.HELLO
 
 
-class TcpDoor(Protocol):
+class TcpAdmission(Protocol):
     """What a connection asks its server."""
 
     view: memoryview
@@ -109,14 +113,66 @@ class TcpDoor(Protocol):
         ...
 
 
+class TcpListener:
+    """Serve a segment at ``ServeContext.listen.host`` and ``port``."""
+
+    def __init__(self, context: ServeContext) -> None:
+        self._context = context
+        self._port = context.listen.port
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        """Listen. Raises OSError if the address is taken."""
+        context = self._context
+        tls = context.listen.tls
+        self._server = await asyncio.get_running_loop().create_server(
+            lambda: TcpConnection(context.admission, encrypted=tls is not None),
+            context.listen.host,
+            self._port,
+            backlog=_BACKLOG,
+            ssl=tls,
+            ssl_handshake_timeout=None if tls is None else context.limits.stall_timeout_s,
+        )
+        self._port = self._server.sockets[0].getsockname()[1]
+
+    def endpoints(self) -> list[Endpoint]:
+        """One a device, or one for all."""
+        listen = self._context.listen
+        devices = listen.tcp_devices or (("", listen.told_host),)
+        return [
+            Endpoint("tcp", str(Address(host, self._port)), device, listen.tcp_distances.get(device, 0))
+            for device, host in devices
+        ]
+
+    @property
+    def num_connections(self) -> int:
+        """Clients' connections that are open."""
+        return len(self._connections())
+
+    async def close(self) -> None:
+        """Stop listening and cut every connection; all of it before anything else runs."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        for connection in self._connections():
+            connection.cut()
+
+    def check(self) -> None:
+        """Assert the invariants: there is a port while it listens."""
+        assert self._server is None or self._port > 0
+
+    def _connections(self) -> list[TcpConnection]:
+        return [each for each in self._context.admission.connections if isinstance(each, TcpConnection)]
+
+
 class TcpConnection(asyncio.BufferedProtocol):
     """One client's stream of slices."""
 
-    def __init__(self, door: TcpDoor, *, encrypted: bool = False) -> None:
+    def __init__(self, admission: TcpAdmission, *, encrypted: bool = False) -> None:
         self._encrypted = encrypted
         self.token = 0
         self.sweep_mark: object = None  # the server's note of what it saw at its last sweep
-        self._door = door
+        self._admission = admission
         self._phase = _HEAD
         self._head = memoryview(bytearray(HEAD_BYTES))
         self._head_bytes = 0
@@ -128,7 +184,7 @@ class TcpConnection(asyncio.BufferedProtocol):
         self._fd = -1  # the transport's socket, where that is one, while it is open
         self._admitted = self._paused = False
         self._writable = True
-        self._spinner = door.spinner
+        self._spinner = admission.spinner
         self._peer_awake = False  # as its last head said
 
     # --- asyncio's calls
@@ -142,7 +198,7 @@ class TcpConnection(asyncio.BufferedProtocol):
         if sock is not None:
             self._fd = -1 if self._encrypted else sock.fileno()  # what goes there by itself is not encrypted
             unpace_within_machine(sock, transport.get_extra_info("peername") or ("",))
-        self._admitted = self._door.opened(self)
+        self._admitted = self._admission.opened(self)
         if not self._admitted:
             self._transport.abort()
 
@@ -150,12 +206,12 @@ class TcpConnection(asyncio.BufferedProtocol):
         """End the open slice. A READ's only behind this callback: uvloop closes the socket right after it."""
         self._fd = -1
         if self._phase is _SEND:
-            self._door.soon(self._finish)
+            self._admission.soon(self._finish)
         else:
             self._finish()
         if self._admitted:
             self._admitted = False
-            self._door.closed(self)
+            self._admission.closed(self)
         self._transport = None
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -164,7 +220,7 @@ class TcpConnection(asyncio.BufferedProtocol):
         if phase is _PAYLOAD:
             head = self._work
             assert head is not None
-            return self._door.view[head.offset + self._done_bytes : head.offset + head.length]
+            return self._admission.view[head.offset + self._done_bytes : head.offset + head.length]
         if phase is _HEAD or phase is _SEND:
             return self._head[self._head_bytes :] if self._head_bytes else self._head
         if phase is _NOTICE:
@@ -202,7 +258,7 @@ class TcpConnection(asyncio.BufferedProtocol):
         if self._phase is _SEND:
             self._send_on()
 
-    # --- what the door may do
+    # --- what the admission may do
 
     @property
     def progress(self) -> tuple[int, int] | None:
@@ -235,7 +291,7 @@ class TcpConnection(asyncio.BufferedProtocol):
         self._answered()
         try:
             if head.op is _READ and self.token:
-                self._door.begin(head)
+                self._admission.begin(head)
                 self._start_sending(head)
             else:
                 self._admit(head)
@@ -260,23 +316,23 @@ class TcpConnection(asyncio.BufferedProtocol):
             self._transport.write_eof()
 
     def _admit(self, head: Head) -> None:
-        op, door = head.op, self._door
+        op, admission = head.op, self._admission
         if self.token == 0 and op is not _HELLO:
             self.cut()
         elif op is _WRITE:
-            door.begin(head)
+            admission.begin(head)
             self._work, self._done_bytes = head, 0
             self._phase = _PAYLOAD
             self._wait()
         elif op is _HELLO:
-            door.hello(self, head)
+            admission.hello(self, head)
             self._write(pack_reply(head.slice_id, 0))
         elif op is Op.NOTICE:
             self._notice = memoryview(bytearray(HEAD_BYTES + head.length))
             self._notice[:HEAD_BYTES], self._done_bytes = self._head, HEAD_BYTES
             self._phase = _NOTICE
         else:
-            door.fence(head)
+            admission.fence(head)
             self._write(pack_reply(head.slice_id, 0))
 
     def _refuse(self, head: Head, error: TanghuluError) -> None:
@@ -295,7 +351,7 @@ class TcpConnection(asyncio.BufferedProtocol):
         reply = pack_reply(head.slice_id, 0)
         if head.verified:
             try:
-                self._door.compare(head)
+                self._admission.compare(head)
             except TanghuluError as error:
                 reply = pack_refusal(head.slice_id, error)
         self._answered()
@@ -311,7 +367,7 @@ class TcpConnection(asyncio.BufferedProtocol):
         self._phase = _HEAD
         reply = pack_reply(head.slice_id, 0)
         try:
-            self._door.notice(head, bytes(self._notice[HEAD_BYTES:]))
+            self._admission.notice(head, bytes(self._notice[HEAD_BYTES:]))
         except TanghuluError as error:
             reply = pack_refusal(head.slice_id, error)
         self._notice = memoryview(b"")
@@ -325,13 +381,13 @@ class TcpConnection(asyncio.BufferedProtocol):
 
     def _start_sending(self, head: Head) -> None:
         """The reply and the first piece, mostly all of it, by one call of the kernel."""
-        door, length = self._door, head.length
-        end = min(length, door.piece_bytes)
-        reply = pack_reply(head.slice_id, length, door.digest(head) if head.verified else 0)
-        pieces = reply, door.view[head.offset : head.offset + end]
+        admission, length = self._admission, head.length
+        end = min(length, admission.piece_bytes)
+        reply = pack_reply(head.slice_id, length, admission.digest(head) if head.verified else 0)
+        pieces = reply, admission.view[head.offset : head.offset + end]
         sent = self._send_now(pieces)
         if sent == REPLY_BYTES + length:
-            door.end(head, length)
+            admission.end(head, length)
             self._wait()
             return
         self._phase, self._work, self._done_bytes = _SEND, head, end
@@ -343,7 +399,7 @@ class TcpConnection(asyncio.BufferedProtocol):
 
     def _send_on(self) -> None:
         """Write pieces until the transport keeps one back; the slice ends when the last has left."""
-        transport, door = self._transport, self._door
+        transport, admission = self._transport, self._admission
         while self._writable and (head := self._work) is not None and transport is not None:
             if transport.is_closing():
                 return
@@ -353,14 +409,14 @@ class TcpConnection(asyncio.BufferedProtocol):
                 self._resume_reading()
                 self._wait()
                 return
-            end = self._done_bytes = min(done + door.piece_bytes, head.length)
-            self._write(door.view[head.offset + done : head.offset + end])
+            end = self._done_bytes = min(done + admission.piece_bytes, head.length)
+            self._write(admission.view[head.offset + done : head.offset + end])
 
     def _finish(self) -> None:
         head, self._work = self._work, None
         self._phase = _HEAD
         if head is not None:
-            self._door.end(head, self._done_bytes)
+            self._admission.end(head, self._done_bytes)
 
     def _write(self, data: bytes | memoryview) -> None:
         """Send now what the socket takes, the rest when it takes more. Nothing if the peer is gone."""

@@ -6,6 +6,7 @@ more; who uses it then and what is tried instead is decided elsewhere.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import secrets
@@ -13,16 +14,15 @@ import select
 import socket
 import struct
 from collections import deque
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from tanghulu.errors import ChecksumMismatch, NodeUnavailable, TanghuluError
 from tanghulu.runtime.busy_polling import Spinner
 from tanghulu.transfer_engine.core.network import StreamSocket
-from tanghulu.transfer_engine.core.opcode import Opcode
 from tanghulu.transfer_engine.core.paths import Path
 from tanghulu.transfer_engine.core.segment import SegmentDescriptor
-from tanghulu.transfer_engine.core.slices import Slice
+from tanghulu.transfer_engine.core.slices import Opcode, Slice
 from tanghulu.transfer_engine.core.transport import Arrived, Completion, ConnectionBroken, Corrupt, Refused
 from tanghulu.transfer_engine.core.wire import (
     HEAD_BYTES,
@@ -33,17 +33,22 @@ from tanghulu.transfer_engine.core.wire import (
     digest_of,
     name_hash,
     pack_head,
+    pack_reply,
     parse_error,
     parse_reply,
     typed_error,
 )
-from tanghulu.transfer_engine.transports.tcp.answer import DIRECT_SLICE_ID, AnswerTaker
 
 _MAX_IOVECS = 64
 _HELLO_ID = 0
 _DONTWAIT = socket.MSG_DONTWAIT
 _TIMEVAL = struct.Struct("ll")
 _READ = Opcode.READ
+#: The number of a slice that has the stream for itself.
+FAST_SLICE_ID = 1
+_ACKNOWLEDGEMENT = pack_reply(FAST_SLICE_ID, 0)
+#: More pieces of a payload are not asked for one by one: the wait for all of them has an end.
+_MAX_PIECES = 64
 
 
 class _Interrupted(NamedTuple):
@@ -53,6 +58,47 @@ class _Interrupted(NamedTuple):
     sent: int
     got: int
     error: OSError | None
+
+
+class AnswerTaker:
+    """Takes the answers that come over ``sock``; with a ``Spinner`` it may ask for a moment before it sleeps."""
+
+    def __init__(self, sock: StreamSocket) -> None:
+        self._sock = sock
+
+    def acknowledgement(self, head: memoryview, spinner: Spinner | None) -> tuple[bool, int]:
+        """(whether a WRITE was acknowledged, how many bytes came into ``head``)."""
+        got = _first(self._sock.recv_into, head, spinner)
+        return got == REPLY_BYTES and head == _ACKNOWLEDGEMENT, got
+
+    def payload(self, head: memoryview, memory: memoryview, spinner: Spinner | None) -> tuple[bool, int]:
+        """(whether all of a READ's payload is in ``memory``, how many bytes came, its reply's included)."""
+        got = _first(self._sock.recvmsg_into, (head, memory), spinner)[0]
+        num_bytes = len(memory)
+        if got < REPLY_BYTES or head != pack_reply(FAST_SLICE_ID, num_bytes):
+            return False, got
+        if got < REPLY_BYTES + num_bytes:
+            got += self._rest(memory[got - REPLY_BYTES :], spinner)
+        return got == REPLY_BYTES + num_bytes, got
+
+    def _rest(self, rest: memoryview, spinner: Spinner | None) -> int:
+        """How many bytes came of what a payload still lacks."""
+        got, receive = 0, self._sock.recv_into
+        for _ in range(_MAX_PIECES):
+            found: int | None = None if spinner is None else spinner.receive_more(receive, rest[got:])
+            if not found:
+                break
+            got += found
+            if got == len(rest):
+                return got
+        with contextlib.suppress(BlockingIOError):
+            got += receive(rest[got:], 0, socket.MSG_WAITALL)
+        return got
+
+
+def _first(receive: Callable[[Any, int, int], Any], into: object, spinner: Spinner | None) -> Any:
+    """What a receiving method gives first; waits for it."""
+    return receive(into, 0, 0) if spinner is None else spinner.receive(receive, into)
 
 
 class TcpStream:
@@ -194,7 +240,7 @@ class TcpStream:
             self._set_timeout(timeout_s)
         num_bytes, is_read = len(memory), opcode is _READ
         head = pack_head(
-            opcode, DIRECT_SLICE_ID, self._session_id, lease_id, self._generation, remote_offset, num_bytes,
+            opcode, FAST_SLICE_ID, self._session_id, lease_id, self._generation, remote_offset, num_bytes,
             awake=spinner is not None and spinner.trial.spins,
         )  # fmt: skip
         sent, got, error = 0, -1, None
@@ -260,11 +306,11 @@ class TcpStream:
         verified: bool = False,
         digest: int = 0,
     ) -> None:
-        self._out.append(
-            memoryview(
-                pack_head(op, slice_id, self._session_id, lease_id, self._generation, offset, length, verified, digest)
-            )
-        )
+        head = pack_head(
+            op, slice_id, self._session_id, lease_id, self._generation, offset, length,
+            verified=verified, digest=digest,
+        )  # fmt: skip
+        self._out.append(memoryview(head))
 
     def _queue_control(self, op: Op, token: int, lease_id: int) -> None:
         self._queue_head(op, _HELLO_ID, lease_id, token, 0)

@@ -14,36 +14,105 @@ A READ lands nothing after ``cut``: the socket is closed in this process.
 
 from __future__ import annotations
 
+import functools
+import os
 import select
+import socket
+from collections.abc import Sequence
 
 from tanghulu.runtime.busy_polling import Spinner
+from tanghulu.transfer_engine.core.config import MIB, EngineConfig, TransportLimits
 from tanghulu.transfer_engine.core.fences import Fences
 from tanghulu.transfer_engine.core.links import WiredLink
 from tanghulu.transfer_engine.core.network import KernelNetwork, Network
-from tanghulu.transfer_engine.core.opcode import Opcode
 from tanghulu.transfer_engine.core.paths import Path
-from tanghulu.transfer_engine.core.segment import SegmentDescriptor
-from tanghulu.transfer_engine.core.slices import Slice
-from tanghulu.transfer_engine.core.transport import Completion, ConnectionBroken
+from tanghulu.transfer_engine.core.segment import Endpoint, SegmentDescriptor
+from tanghulu.transfer_engine.core.slices import Opcode, Slice
+from tanghulu.transfer_engine.core.transport import (
+    Ability,
+    Completion,
+    ConnectContext,
+    ConnectionBroken,
+    ServeContext,
+)
+from tanghulu.transfer_engine.topology.devices import Topology, pair
+from tanghulu.transfer_engine.transports.tcp.listener import TcpListener
 from tanghulu.transfer_engine.transports.tcp.stream import TcpStream
+from tanghulu.transfer_engine.transports.tcp.tls import TlsNetwork
 from tanghulu.types import Address
+
+NAME = "tcp"
+LIMITS = TransportLimits(slice_bytes=1 * MIB, window_bytes=8 * MIB, window_slices=64)
+
+
+def connect(context: ConnectContext, network: Network | None = None) -> TcpPeer:
+    """A remote segment behind one or more ``host:port``; nothing is sent yet. ``network`` stands for the machine's."""
+    if network is None:
+        network = TlsNetwork(context.config.tls) if context.config.tls else KernelNetwork()
+    return TcpPeer(context, network)
+
+
+def serve(context: ServeContext) -> TcpListener:
+    """A port at which peers read and write, with TLS if the options say so."""
+    return TcpListener(context)
+
+
+def probe(topology: Topology) -> Ability:
+    """Whether connections can be bound to the devices of ``topology``."""
+    names = [each.name for each in topology.usable]
+    if not names:
+        return Ability(True, "over the loopback only: no other device is up and has an address")
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+        for name in names:
+            try:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, name.encode())
+            except OSError as error:
+                why = os.strerror(error.errno or 0)
+                return Ability(
+                    True, f"by the kernel's routes; --topology cannot spread it, {name} cannot be used: {why}"
+                )
+    return Ability(True, f"by the kernel's routes; --topology spreads it over {', '.join(names)}")
 
 
 class TcpPeer:
     """A remote segment behind one or more ``host:port``."""
 
-    def __init__(self, descriptor: SegmentDescriptor, session_id: int, network: Network | None = None) -> None:
-        self._descriptor = descriptor
-        self._session_id = session_id
-        self._network = network or KernelNetwork()
-        self.fences = Fences()
+    def __init__(self, context: ConnectContext, network: Network) -> None:
+        self._context = context
+        self._network = network
+
+    def paths(self, rank: int) -> list[Path]:
+        """Every (local device, endpoint, stream); with a topology, of devices that reach the endpoint."""
+        config, endpoints = self._context.config, self._context.endpoints(NAME)
+        if config.topology is not None:
+            return _paths_over(config.topology, endpoints, config, rank)
+        return [
+            Path(each, device, stream, rank + each.distance)
+            for stream in range(config.streams_per_peer)
+            for each in endpoints
+            for device in config.tcp_devices
+        ]
 
     def connect(self) -> TcpLink:
         """A new link; its streams connect when the first slice is posted on them."""
-        return TcpLink(self._descriptor, self._session_id, self.fences, self._network)
+        context = self._context
+        return TcpLink(context.descriptor, context.session_id, context.fences, self._network)
 
     def close(self) -> None:
         """Links share no connection."""
+
+
+def _paths_over(topology: Topology, endpoints: Sequence[Endpoint], config: EngineConfig, rank: int) -> list[Path]:
+    """Every (device, endpoint that it reaches, stream), the preferred devices in front; the kernel's choice if none."""
+    pairs = pair(topology.usable, [Address.parse(each.address).host for each in endpoints])
+    if not pairs:
+        pairs = [("", index) for index in range(len(endpoints))]
+    near = functools.partial(topology.distance, config.location)
+    return [
+        Path(endpoints[index], device, stream, rank + max(near(device), endpoints[index].distance))
+        for stream in range(config.streams_per_peer)
+        for device, index in pairs
+    ]
 
 
 class TcpLink(WiredLink[TcpStream]):

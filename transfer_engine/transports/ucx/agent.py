@@ -1,4 +1,4 @@
-"""The one file that touches NIXL: an agent with UCX behind it, as far as this engine needs it.
+"""The one file that touches NIXL: an agent with UCX behind it, and what two processes tell each other about theirs.
 
 Owns nothing but the translation: into NIXL's bindings (package ``nixl-cu12`` or ``nixl-cu13``, the extra ``ucx``), and
 its exceptions into typed errors. It is looked for when somebody first asks for ucx. The bindings and not NIXL's Python
@@ -7,6 +7,10 @@ wrapper, because the wrapper has its progress thread spin (a whole core per agen
 UCX's shared-memory lanes (cma, xpmem, posix and their like) are switched off: what a peer writes through them its
 kernel does by itself, whatever became of our agent, so nothing here could stop it. On one host ``shm`` serves. Through
 all other lanes an agent that is closed neither sends nor lets anything land: its sockets and queue pairs are gone.
+
+The CONNECT of a ucx connection (see ``onesided.wire``) has no payload; its answer's is
+
+    segment's address u64 | the metadata of the owner's agent
 
 Seen with NIXL 1.5.1: an agent takes 30 to 100 ms to make and 5 to 20 ms to close, some 15 descriptors, 5 MB and, where
 it serves, one sleeping thread.
@@ -17,13 +21,18 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import struct
 import threading
 from types import ModuleType
 from typing import Any
 
 from tanghulu.errors import NodeUnavailable, TransferFailed
-from tanghulu.transfer_engine.core.opcode import Opcode
+from tanghulu.transfer_engine.core.slices import Opcode
+from tanghulu.transfer_engine.core.wire import MalformedMessage
+from tanghulu.transfer_engine.transports.onesided.wire import Dialect
 
+UCX = Dialect("ucx", 2, 0x7A6E6706, 0x7A6E6707)
+_SEGMENT = struct.Struct("<Q")
 _MODULES = ("nixl_cu13._bindings", "nixl_cu12._bindings")
 #: UCX's own settings, as NIXL's backend takes them.
 _LANES = "TLS=^sm"
@@ -31,6 +40,18 @@ _LANES = "TLS=^sm"
 _PROGRESS_SLEEP_US = 1000
 _lock = threading.Lock()
 _bindings: list[ModuleType] = []
+
+
+def pack_granted(address: int, metadata: bytes) -> bytes:
+    """The segment's address, and what a peer needs in order to reach the agent."""
+    return _SEGMENT.pack(address) + metadata
+
+
+def parse_granted(payload: bytes) -> tuple[int, bytes]:
+    """The inverse of ``pack_granted``; raises MalformedMessage."""
+    if len(payload) < _SEGMENT.size:
+        raise MalformedMessage(f"a ucx CONNECT was granted with {len(payload)} bytes")
+    return _SEGMENT.unpack_from(payload)[0], payload[_SEGMENT.size :]
 
 
 def probe() -> str:
@@ -61,7 +82,7 @@ def _nixl() -> ModuleType:
         raise NodeUnavailable(f"NIXL is not here ({'; '.join(reasons)}); pip install --no-deps nixl-cu12")
 
 
-class Registration:
+class AgentRegistration:
     """Memory that one agent may use; ends by ``close``, or with this object."""
 
     def __init__(self, agent: Agent, described: Any) -> None:
@@ -91,7 +112,7 @@ class Agent:
         config.useProgThread, config.pthrDelay = serves, _PROGRESS_SLEEP_US
         config.syncMode = nixl.NIXL_THREAD_SYNC_STRICT
         self._agent: Any = None
-        self._offered: Registration | None = None
+        self._offered: AgentRegistration | None = None
         try:
             self._agent = nixl.nixlAgent(name, config)
             self._agent.createBackend("UCX", {"engine_config": _LANES})
@@ -104,17 +125,17 @@ class Agent:
         """Whether ``close`` was called."""
         return self._agent is None
 
-    def register(self, address: int, num_bytes: int) -> Registration:
+    def register(self, address: int, num_bytes: int) -> AgentRegistration:
         """Let the agent, and who knows its metadata, use the memory. Raises TransferFailed."""
         described = self._nixl.nixlRegDList(self._nixl.DRAM_SEG, [(address, num_bytes, 0, "")])
         try:
             self._agent.registerMem(described, [])
         except self._errors as error:
             raise TransferFailed(f"UCX does not register {num_bytes} bytes: {error}") from None
-        return Registration(self, described)
+        return AgentRegistration(self, described)
 
     def deregister(self, described: Any) -> None:
-        """Called by Registration; the memory of a closed agent is let go already."""
+        """Called by AgentRegistration; the memory of a closed agent is let go already."""
         if self._agent is not None:
             self._agent.deregisterMem(described, [])
 

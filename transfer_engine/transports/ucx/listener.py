@@ -14,8 +14,7 @@ from tanghulu.transfer_engine.core.buffers import Buffer
 from tanghulu.transfer_engine.core.segment import MemorySegment
 from tanghulu.transfer_engine.core.wire import MalformedMessage
 from tanghulu.transfer_engine.transports.onesided.listener import Grant
-from tanghulu.transfer_engine.transports.ucx.agent import Agent, probe
-from tanghulu.transfer_engine.transports.ucx.wire import UCX, pack_granted
+from tanghulu.transfer_engine.transports.ucx.agent import UCX, Agent, pack_granted, probe
 
 #: Agents at once; each has a thread, some 15 descriptors and 5 MB.
 MAX_AGENTS = 64

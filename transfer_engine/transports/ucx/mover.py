@@ -8,12 +8,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from tanghulu.transfer_engine.core.buffers import Buffer
-from tanghulu.transfer_engine.core.opcode import Opcode
-from tanghulu.transfer_engine.core.slices import Slice
+from tanghulu.transfer_engine.core.slices import Opcode, Slice
 from tanghulu.transfer_engine.core.staged_slots import StagedSlots
 from tanghulu.transfer_engine.core.transport import Completion
-from tanghulu.transfer_engine.transports.ucx.agent import Agent, Registration, Transfer
-from tanghulu.transfer_engine.transports.ucx.wire import parse_granted
+from tanghulu.transfer_engine.transports.ucx.agent import Agent, AgentRegistration, Transfer, parse_granted
 
 NUM_SLOTS = 16
 
@@ -116,6 +114,6 @@ class UcxMover:
         if self._token in buffer.regions:
             return
         for key, region in list(buffer.regions.items()):
-            if isinstance(region, Registration) and (region.agent is None or region.agent.closed):
+            if isinstance(region, AgentRegistration) and (region.agent is None or region.agent.closed):
                 buffer.regions.pop(key, None)
         buffer.regions[self._token] = self._agent.register(buffer.address, buffer.size_bytes)

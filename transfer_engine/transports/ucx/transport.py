@@ -19,23 +19,44 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tanghulu.transfer_engine.core.fences import Fences
-from tanghulu.transfer_engine.core.paths import Path
-from tanghulu.transfer_engine.core.segment import SegmentDescriptor
+from tanghulu.errors import NodeUnavailable
+from tanghulu.transfer_engine.core.config import MIB, TransportLimits
+from tanghulu.transfer_engine.core.paths import Path, endpoint_paths
+from tanghulu.transfer_engine.core.transport import Ability, ConnectContext, ServeContext
+from tanghulu.transfer_engine.topology.devices import Topology
 from tanghulu.transfer_engine.transports.onesided.link import OneSidedPeer
+from tanghulu.transfer_engine.transports.onesided.listener import OneSidedListener
+from tanghulu.transfer_engine.transports.ucx import agent
+from tanghulu.transfer_engine.transports.ucx.listener import UcxEnds
 from tanghulu.transfer_engine.transports.ucx.mover import UcxMover
-from tanghulu.transfer_engine.transports.ucx.wire import UCX
+
+NAME = agent.UCX.protocol
+LIMITS = TransportLimits(slice_bytes=4 * MIB, window_bytes=16 * MIB, window_slices=64)
 
 
-def ucx_peer(descriptor: SegmentDescriptor, session_id: int, fences: Fences) -> OneSidedPeer:
-    """A remote segment behind a ucx door."""
-    return OneSidedPeer(descriptor, session_id, fences, UcxMovers)
+def connect(context: ConnectContext) -> OneSidedPeer:
+    """A remote segment behind the owner's agents; raises NodeUnavailable without NIXL."""
+    reason = agent.probe()
+    if reason:
+        raise NodeUnavailable(reason)
+    return OneSidedPeer(context, UcxMovers, lambda rank: endpoint_paths(context.endpoints(NAME), rank))
+
+
+def serve(context: ServeContext) -> OneSidedListener:
+    """An agent with the segment for each client."""
+    return OneSidedListener(UcxEnds(context.segment), context)
+
+
+def probe(topology: Topology) -> Ability:
+    """Whether NIXL is installed."""
+    reason = agent.probe()
+    return Ability(not reason, reason or "UCX through NIXL, over whatever network UCX finds")
 
 
 class UcxMovers:
     """One link's agents, which share nothing."""
 
-    dialect = UCX
+    dialect = agent.UCX
 
     def make(self, path: Path, token: int, wake: Callable[[], None]) -> UcxMover:
         """An agent; raises NodeUnavailable if there is no NIXL, TransferFailed."""
