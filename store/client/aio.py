@@ -10,10 +10,19 @@ from tanghulu.auth.credentials import NOTHING_TO_SHOW, Credentials, TlsFiles
 from tanghulu.errors import TanghuluError
 from tanghulu.masters import Masters
 from tanghulu.store.client.chunk import Chunk
-from tanghulu.store.client.drivers.asynchronous import AsyncShell
+from tanghulu.store.client.drivers.asynchronous import AsyncioDriver
 from tanghulu.store.client.logic.operations import Operations
-from tanghulu.store.client.model import ChunkInfo, Evicted, KeyInfo, NodeView, PutItem, Status, TenantView, VerifiedPage
-from tanghulu.store.client.options import put_options
+from tanghulu.store.client.model import (
+    ChunkInfo,
+    Evicted,
+    KeyInfo,
+    NodeView,
+    PutItem,
+    Status,
+    TenantView,
+    VerifiedPage,
+    put_options,
+)
 from tanghulu.store.client.settings import DEFAULT_DEADLINE_S, Settings
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS, Checksums
 from tanghulu.transfer_engine.core.buffers import Buffer
@@ -77,10 +86,10 @@ class AsyncClient:
     """The store as one event loop sees it. Every method takes ``deadline_s``; None means the client's own."""
 
     def __init__(self, settings: Settings) -> None:
-        self._shell = AsyncShell(settings)
-        self._do = Operations(self._shell.context, self._shell.flush)
-        self._run = self._shell.run
-        self._deadline = self._shell.deadline
+        self._driver = AsyncioDriver(settings)
+        self._do = Operations(self._driver.context, self._driver.flush)
+        self._run = self._driver.run
+        self._deadline = self._driver.deadline
 
     # --- puts
 
@@ -302,11 +311,11 @@ class AsyncClient:
 
     def register(self, buffer: Any) -> Buffer:
         """Name local memory once, for many ``get_into`` and ``put`` calls; cheaper than naming it each time."""
-        return self._shell.register(buffer)
+        return self._driver.register(buffer)
 
     async def close(self) -> None:
         """Close every connection. Chunks that are still open keep their memory mapped but lose their lease."""
-        await self._shell.close()
+        await self._driver.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -317,4 +326,4 @@ class AsyncClient:
         await self.close()
 
     def __repr__(self) -> str:
-        return f"AsyncClient({self._shell.settings.master})"
+        return f"AsyncClient({self._driver.settings.master})"

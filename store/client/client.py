@@ -11,10 +11,19 @@ from tanghulu.errors import TanghuluError
 from tanghulu.masters import Masters
 from tanghulu.runtime.busy_polling import SPIN_S
 from tanghulu.store.client.chunk import Chunk
-from tanghulu.store.client.drivers.blocking import BlockingShell
+from tanghulu.store.client.drivers.blocking import BlockingDriver
 from tanghulu.store.client.logic.operations import Operations
-from tanghulu.store.client.model import ChunkInfo, Evicted, KeyInfo, NodeView, PutItem, Status, TenantView, VerifiedPage
-from tanghulu.store.client.options import put_options
+from tanghulu.store.client.model import (
+    ChunkInfo,
+    Evicted,
+    KeyInfo,
+    NodeView,
+    PutItem,
+    Status,
+    TenantView,
+    VerifiedPage,
+    put_options,
+)
 from tanghulu.store.client.settings import DEFAULT_DEADLINE_S, Settings
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS, Checksums
 from tanghulu.transfer_engine.core.buffers import Buffer
@@ -67,10 +76,10 @@ class Client:
     """The store as one process sees it. Every method takes ``deadline_s``; None means the client's own."""
 
     def __init__(self, settings: Settings) -> None:
-        self._shell = BlockingShell(settings)
-        self._do = Operations(self._shell.context, self._shell.flush)
-        self._run = self._shell.run
-        self._deadline = self._shell.deadline
+        self._driver = BlockingDriver(settings)
+        self._do = Operations(self._driver.context, self._driver.flush)
+        self._run = self._driver.run
+        self._deadline = self._driver.deadline
 
     # --- puts
 
@@ -293,12 +302,12 @@ class Client:
 
     def register(self, buffer: Any) -> Buffer:
         """Name local memory once, for many ``get_into`` and ``put`` calls; cheaper than naming it each time."""
-        return self._shell.register(buffer)
+        return self._driver.register(buffer)
 
     def close(self) -> None:
         """Close every connection. Chunks that are still open keep their memory mapped but lose their lease."""
-        self._shell.flush()
-        self._shell.close()
+        self._driver.flush()
+        self._driver.close()
 
     def __enter__(self) -> Self:
         return self
@@ -309,4 +318,4 @@ class Client:
         self.close()
 
     def __repr__(self) -> str:
-        return f"Client({self._shell.settings.master})"
+        return f"Client({self._driver.settings.master})"

@@ -11,8 +11,8 @@ from store_cluster import Cluster, eventually
 
 import tanghulu
 from tanghulu.errors import ChunkNotFound, DeadlineExceeded
+from tanghulu.store.client.logic.caches import REPORT_READS, Reads
 from tanghulu.store.client.logic.effects import PeerId
-from tanghulu.store.client.logic.reads import REPORT_READS, Reads
 from tanghulu.store.protocol.shared_index import (
     ENTRIES_PER_BUCKET,
     HEADER_BYTES,
