@@ -1,4 +1,7 @@
-"""The asyncio client, ``tanghulu.aio.connect``: the blocking one's methods as coroutines of one event loop."""
+"""The asyncio client, ``tanghulu.aio.connect``: the store's methods as coroutines of one event loop.
+
+The blocking client's methods are generated from these, see ``tools/generate_client.py``.
+"""
 
 from __future__ import annotations
 
@@ -236,7 +239,10 @@ class AsyncClient:
         return await self._run(self._do.nodes(deadline), deadline)
 
     async def tenants(self, *, deadline_s: float | None = None) -> list[TenantView]:
-        """What each tenant holds and does, over all nodes; a tenant's token tells of that tenant only."""
+        """What each tenant holds and does, over all nodes; a tenant's token tells of that tenant only.
+
+        Raises InvalidRequest where the nodes know no tenants.
+        """
         deadline = self._deadline(deadline_s)
         return await self._run(self._do.tenants(deadline), deadline)
 
@@ -307,11 +313,13 @@ class AsyncClient:
         deadline = self._deadline(deadline_s)
         return await self._run(self._do.remove_matching(deadline, pattern), deadline)
 
-    # --- life
+    # --- memory
 
     def register(self, buffer: Any) -> Buffer:
         """Name local memory once, for many ``get_into`` and ``put`` calls; cheaper than naming it each time."""
         return self._driver.register(buffer)
+
+    # --- life
 
     async def close(self) -> None:
         """Close every connection. Chunks that are still open keep their memory mapped but lose their lease."""

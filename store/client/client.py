@@ -1,4 +1,7 @@
-"""The blocking client: ``tanghulu.connect``. Safe to use from several threads."""
+"""The blocking client: ``tanghulu.connect``. Safe to use from several threads.
+
+Its methods are generated from those of the asyncio client, see ``tools/generate_client.py``.
+"""
 
 from __future__ import annotations
 
@@ -80,6 +83,8 @@ class Client:
         self._do = Operations(self._driver.context, self._driver.flush)
         self._run = self._driver.run
         self._deadline = self._driver.deadline
+
+    # --- generated from aio.py by tools/generate_client.py; do not edit
 
     # --- puts
 
@@ -298,11 +303,15 @@ class Client:
         deadline = self._deadline(deadline_s)
         return self._run(self._do.remove_matching(deadline, pattern), deadline)
 
-    # --- life
+    # --- memory
 
     def register(self, buffer: Any) -> Buffer:
         """Name local memory once, for many ``get_into`` and ``put`` calls; cheaper than naming it each time."""
         return self._driver.register(buffer)
+
+    # --- end of what is generated
+
+    # --- life
 
     def close(self) -> None:
         """Close every connection. Chunks that are still open keep their memory mapped but lose their lease."""
