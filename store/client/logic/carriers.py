@@ -25,12 +25,12 @@ from tanghulu.store.client.logic.effects import (
     Transfer,
     portions,
 )
-from tanghulu.store.client.logic.plan import Committer, Route, joint_committer
+from tanghulu.store.client.logic.plan import Access, Committer, Route, joint_committer
 from tanghulu.store.client.logic.write_buffers import MappedNode
 from tanghulu.store.client.model import PutOptions
 from tanghulu.store.protocol import checksums as sums
 from tanghulu.store.protocol.packed_node import Reservation
-from tanghulu.store.protocol.types import LastWord, Verdict
+from tanghulu.store.protocol.types import LastWord, NewChunk, Verdict
 from tanghulu.store.protocol.write_buffer import DeskWriter, Record
 from tanghulu.transfer_engine.engine import Opcode, TransferRequest
 
@@ -70,6 +70,7 @@ def put_in_buffer(context: Context, deadline: Deadline, node: PeerId, ops: Seque
     if mapped is None:
         return
     uses: list[_Use] = []
+    news: list[NewChunk] = []
     try:
         for op in ops:
             place = context.write_buffers.reserve(node, op.new.size_bytes)
@@ -81,9 +82,9 @@ def put_in_buffer(context: Context, deadline: Deadline, node: PeerId, ops: Seque
             uses.append(use)
             mapped.link.remote.touch(use.buffer.offset + use.place, op.new.size_bytes)
             use.buffer.fill(use.place, op.value)
+            news.append(op.new)
             (use.checksum,) = op.new.checksums.parts or op.checksums(0).parts
         if uses:
-            news = [use.op.new for use in uses]
             results = yield from commit_by_client(context, deadline, node, mapped.generation, news)
             _publish(context, node, mapped, uses, results)
     finally:
@@ -312,10 +313,10 @@ def _commit_ahead(context: Context, fillings: Sequence[Filling]) -> tuple[Commit
     """The call that commits all ``fillings`` at the master, and the generation of their node; (None, 0): nodes do."""
     node, num_nodes = fillings[0].node, len({each.node for each in fillings})
     mapped = context.mapped.get(node)
-    if mapped is None or not mapped.alive(context.clock.now_s()):
-        return None, 0
-    by_mapping = all(each.error is None and not each.reservation.copies_only for each in fillings)
-    if joint_committer([each.route for each in fillings], num_nodes, by_mapping=by_mapping) is Committer.NODE:
+    lives = context.access(node, context.clock.now_s()) is Access.MAPPED
+    by_mapping = lives and all(each.error is None and not each.reservation.copies_only for each in fillings)
+    committer = joint_committer([each.route for each in fillings], num_nodes, by_mapping=by_mapping)
+    if mapped is None or committer is Committer.NODE:
         return None, 0
     return CommitCall(node, mapped.generation, [each.op.new for each in fillings]), mapped.generation
 

@@ -32,7 +32,6 @@ class PutOp:
     placed: list[PeerId] = field(default_factory=list)
     over_quota: list[PeerId] = field(default_factory=list)  # nodes that may take it a little later
     existed: bool = False
-    retried: bool = False  # it was tried, and did not come to its end
     error: TanghuluError | None = None
     done: bool = False
     running: sums.RunningChecksums | None = None  # that has seen the beginning of the value

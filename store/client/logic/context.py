@@ -57,9 +57,9 @@ class Context:
     versions: Iterator[int] = field(default_factory=_versions)
 
     def access(self, node: PeerId, now_s: float) -> Access:
-        """How this client reaches the memory of ``node``."""
+        """How this client reaches the memory of ``node``; MAPPED only if it lives: its beat is recent, its end open."""
         mapped = self.mapped.get(node)
-        if mapped is not None and mapped.alive(now_s):
+        if mapped is not None and mapped.index.is_kept(now_s) and mapped.link.remote.alive:
             return Access.MAPPED
         if self.maps_memory and node in self.nodes.local_ids():
             return Access.NEAR
@@ -172,6 +172,3 @@ def _in_order(key: str, nodes: tuple[PeerId, ...], num_warm: int, local: frozens
         return nodes
     cold = set(nodes[num_warm:])
     return tuple(sorted(nodes, key=lambda node: (node not in local, node in cold, hash((node, key)))))
-
-
-__all__ = ["Context", "Deadline", "ask_master", "locate", "refresh_nodes", "tell_reads"]

@@ -11,8 +11,18 @@ the *carrier* that brings the bytes, and in the *committer* that tells the maste
     CLIENT    the client calls the master, while the bytes are on their way where it can
     NODE      the node tells the master when it has the bytes, and answers then
 
-Example: 200 KiB with two replicas over tcp: several nodes cannot share a stream, and 1 MiB fits into a message, so the
-value goes INLINE to each of them and the NODEs commit. With one replica it would be a STREAM committed by the CLIENT.
+The CLIENT commits what goes by BUFFER or STREAM, and the transfers marked with a star; the NODE all else.
+
+                                  up to 64 KiB    up to 1 MiB    larger
+    1 replica   memory mapped     BUFFER          BUFFER         TRANSFER*
+                to be mapped      INLINE          TRANSFER*      TRANSFER*
+                over tcp          INLINE          STREAM         TRANSFER
+                over UCX, verbs   INLINE          TRANSFER       TRANSFER
+    2 and more  over tcp          INLINE          INLINE         TRANSFER
+                all others        INLINE          TRANSFER       TRANSFER
+
+So 200 KiB with two replicas over tcp go INLINE to each node, and the nodes commit. What else excludes a way (pins, a
+preferred node, several items, an earlier try that failed ...) is said at its row in ``plan``.
 """
 
 from __future__ import annotations

@@ -65,10 +65,10 @@ def put_one(context: Context, deadline: Deadline, op: PutOp, options: PutOptions
 
 def _put_alone(context: Context, deadline: Deadline, op: PutOp, options: PutOptions) -> Logic[None]:
     """Put a single item at its first candidate; it stays open if that fails, or if it needs a transfer."""
-    node, others = op.candidates[0], op.candidates[1:]
+    node, others, in_pieces, tried = op.candidates[0], op.candidates[1:], bool(op.pieces), False
     while not op.done:
         access = context.access(node, context.clock.now_s())
-        carrier, committer = plan(op.new, options, access, in_round=op.retried, in_pieces=bool(op.pieces))
+        carrier, committer = plan(op.new, options, access, in_round=tried, in_pieces=in_pieces)
         if carrier is Carrier.TRANSFER:
             return
         if carrier is Carrier.BUFFER:
@@ -81,7 +81,7 @@ def _put_alone(context: Context, deadline: Deadline, op: PutOp, options: PutOpti
             take_results(context, node, (op,), answer)
             _conclude(op)
             return
-        op.retried = True
+        tried = True
 
 
 def put_all(context: Context, deadline: Deadline, ops: Sequence[PutOp], options: PutOptions) -> Logic[None]:
@@ -154,7 +154,6 @@ def _conclude(op: PutOp) -> None:
     final_error = op.error is not None and not isinstance(op.error, _ELSEWHERE)
     exhausted = not (op.candidates or (op.over_quota and not op.placed))
     op.done = op.existed or len(op.placed) >= op.new.replicas or final_error or exhausted
-    op.retried = True
 
 
 # --- choosing nodes

@@ -28,10 +28,6 @@ class MappedNode:
     index: IndexReader
     generation: int
 
-    def alive(self, now_s: float) -> bool:
-        """Whether the node has given a sign of life lately, and has not hung up."""
-        return self.index.is_kept(now_s) and self.link.remote.alive
-
 
 class WriteBuffers:
     """The open write buffers by node. Safe from any thread: every step is one operation of a dict."""
