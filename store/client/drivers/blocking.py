@@ -356,7 +356,9 @@ class BlockingDriver:
         if connection.closed:
             return
         with self._lock:
-            pool = self._idle.setdefault(peer, deque())
+            pool = self._idle.get(peer)
+            if pool is None:
+                pool = self._idle[peer] = deque()
             if not self._closed and len(pool) < MAX_IDLE:
                 pool.append(connection)
                 return

@@ -73,17 +73,19 @@ def put_in_buffer(context: Context, deadline: Deadline, node: PeerId, ops: Seque
     news: list[NewChunk] = []
     try:
         for op in ops:
-            place = context.write_buffers.reserve(node, op.new.size_bytes)
-            if place is None:
-                place = yield from _open_buffer(context, node, mapped.link, op.new.size_bytes, often=len(ops) > 1)
-                if place is None:
+            new = op.new
+            found = context.write_buffers.reserve(node, new.size_bytes)
+            if found is None:
+                found = yield from _open_buffer(context, node, mapped.link, new.size_bytes, often=len(ops) > 1)
+                if found is None:
                     break
-            use = _Use(op, *place)
+            buffer, place = found
+            use = _Use(op, buffer, place)
             uses.append(use)
-            mapped.link.remote.touch(use.buffer.offset + use.place, op.new.size_bytes)
-            use.buffer.fill(use.place, op.value)
-            news.append(op.new)
-            (use.checksum,) = op.new.checksums.parts or op.checksums(0).parts
+            news.append(new)
+            mapped.link.remote.touch(buffer.offset + place, new.size_bytes)
+            buffer.fill(place, op.value)
+            (use.checksum,) = new.checksums.parts or op.checksums(0).parts
         if uses:
             results = yield from commit_by_client(context, deadline, node, mapped.generation, news)
             _publish(context, node, mapped, uses, results)

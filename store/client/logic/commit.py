@@ -77,9 +77,11 @@ class CommitCall:
 
     def results(self, answer: messages.AnyReply | TanghuluError | None) -> list[Verdict]:
         """One for each item; ASK_NODE for all where there is no proper answer. None: the master was not called."""
-        results: list[Verdict] = []
-        if answer is not None and not isinstance(answer, TanghuluError):
-            results = [messages.verdict(answer)] if self._num_items == 1 else messages.verdicts(answer)
+        if answer is None or isinstance(answer, TanghuluError):
+            return [Verdict.ASK_NODE] * self._num_items
+        if self._num_items == 1:
+            return [messages.verdict(answer)]
+        results = messages.verdicts(answer)
         return results if len(results) == self._num_items else [Verdict.ASK_NODE] * self._num_items
 
 

@@ -119,11 +119,12 @@ class Deadline:
     """The end of one operation. ``now_s`` is the driver's clock, so that the logic itself owns no time."""
 
     until_s: float
-    now_s: Any
+    now_s: Callable[[], float]
 
     def remaining_s(self) -> float:
         """Seconds left, at least 0."""
-        return max(0.0, float(self.until_s - self.now_s()))
+        left_s = self.until_s - self.now_s()
+        return left_s if left_s > 0.0 else 0.0
 
     def remaining_ms(self) -> int:
         """What a peer is told: a little less than is left, so that its typed answer arrives in time."""

@@ -50,9 +50,10 @@ _ELSEWHERE = (NodeUnavailable, StoreFull, LeaseExpired, TransferFailed, Overload
 
 def put_one(context: Context, deadline: Deadline, op: PutOp, options: PutOptions) -> Logic[None]:
     """Put one item, the commonest call by far."""
-    if not context.nodes.is_fresh(context.clock.now_s()):
+    nodes, new = context.nodes, op.new
+    if not nodes.is_fresh(context.clock.now_s()):
         yield from common.refresh_nodes(context, deadline)
-    op.candidates = context.nodes.local_for(op.new.key, op.new.size_bytes)
+    op.candidates = nodes.local_for(new.key, new.size_bytes)
     if not op.candidates or options.replicas > 1 or options.prefer_node is not None:
         yield from _choose_nodes(context, (op,), options)
     if op.candidates and options.replicas == 1 and not op.done:
@@ -60,28 +61,35 @@ def put_one(context: Context, deadline: Deadline, op: PutOp, options: PutOptions
     if not op.done:
         yield from _finish(context, deadline, (op,), options)
     if op.placed:
-        context.locations.set(op.new.key, tuple(op.placed))
+        context.locations.set(new.key, tuple(op.placed))
 
 
 def _put_alone(context: Context, deadline: Deadline, op: PutOp, options: PutOptions) -> Logic[None]:
-    """Put a single item at its first candidate; it stays open if that fails, or if it needs a transfer."""
-    node, others, in_pieces, tried = op.candidates[0], op.candidates[1:], bool(op.pieces), False
+    """Put a single item at its first candidate; it stays open if that fails, or if it needs a transfer.
+
+    What a write buffer or a stream does not take goes to the node by another way, which tells what is wrong.
+    """
+    node, tried = op.candidates[0], False
     while not op.done:
         access = context.access(node, context.clock.now_s())
-        carrier, committer = plan(op.new, options, access, in_round=tried, in_pieces=in_pieces)
-        if carrier is Carrier.TRANSFER:
-            return
+        carrier, committer = plan(op.new, options, access, in_round=tried, in_pieces=bool(op.pieces))
+        tried = True
         if carrier is Carrier.BUFFER:
             yield from put_in_buffer(context, deadline, node, (op,))
         elif carrier is Carrier.STREAM:
             yield from put_by_stream(context, deadline, node, op, options, committer)
         else:
-            op.candidates = others
-            (answer,) = yield CallPeers(((node, _put_call((op,), options, _patience_ms(deadline, len(others)))),))
-            take_results(context, node, (op,), answer)
-            _conclude(op)
+            if carrier is Carrier.INLINE:
+                yield from _put_inline(context, deadline, op, options)
             return
-        tried = True
+
+
+def _put_inline(context: Context, deadline: Deadline, op: PutOp, options: PutOptions) -> Logic[None]:
+    node, *op.candidates = op.candidates
+    call = _put_call((op,), options, _patience_ms(deadline, len(op.candidates)))
+    (answer,) = yield CallPeers(((node, call),))
+    take_results(context, node, (op,), answer)
+    _conclude(op)
 
 
 def put_all(context: Context, deadline: Deadline, ops: Sequence[PutOp], options: PutOptions) -> Logic[None]:
