@@ -37,6 +37,7 @@ check: $(VENV)/.ready ## style, types, layers, generated code, figures in docs
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 	$(PY) protos/generate.py --check
+	$(PY) tools/generate_client.py --check
 	$(PY) benchmarks/doc_tables.py --check
 
 bench: $(VENV)/.ready ## measure, and keep the figures in benchmarks/results/
@@ -54,4 +55,7 @@ bench-gpu: $(VENV)/.ready ## a worker on a GPU (docs/workers.md, Devices); BENCH
 protos: $(VENV)/.ready ## regenerate the committed protobuf code
 	$(PY) protos/generate.py
 
-.PHONY: help up test test-slow test-rdma check bench bench-store bench-transfer bench-gpu protos
+client: $(VENV)/.ready ## regenerate the blocking client's methods from the asyncio client's
+	$(PY) tools/generate_client.py
+
+.PHONY: help up test test-slow test-rdma check bench bench-store bench-transfer bench-gpu protos client

@@ -1,4 +1,7 @@
-"""The asyncio client, ``tanghulu.aio.connect``: the blocking one's methods as coroutines of one event loop."""
+"""The asyncio client, ``tanghulu.aio.connect``: the store's methods as coroutines of one event loop.
+
+The blocking client's methods are generated from these, see ``tools/generate_client.py``.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,19 @@ from tanghulu.auth.credentials import NOTHING_TO_SHOW, Credentials, TlsFiles
 from tanghulu.errors import TanghuluError
 from tanghulu.masters import Masters
 from tanghulu.store.client.chunk import Chunk
-from tanghulu.store.client.drivers.asynchronous import AsyncShell
+from tanghulu.store.client.drivers.asynchronous import AsyncioDriver
 from tanghulu.store.client.logic.operations import Operations
-from tanghulu.store.client.model import ChunkInfo, Evicted, KeyInfo, NodeView, PutItem, Status, TenantView, VerifiedPage
-from tanghulu.store.client.options import put_options
+from tanghulu.store.client.model import (
+    ChunkInfo,
+    Evicted,
+    KeyInfo,
+    NodeView,
+    PutItem,
+    Status,
+    TenantView,
+    VerifiedPage,
+    put_options,
+)
 from tanghulu.store.client.settings import DEFAULT_DEADLINE_S, Settings
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS, Checksums
 from tanghulu.transfer_engine.core.buffers import Buffer
@@ -77,10 +89,10 @@ class AsyncClient:
     """The store as one event loop sees it. Every method takes ``deadline_s``; None means the client's own."""
 
     def __init__(self, settings: Settings) -> None:
-        self._shell = AsyncShell(settings)
-        self._do = Operations(self._shell.context, self._shell.flush)
-        self._run = self._shell.run
-        self._deadline = self._shell.deadline
+        self._driver = AsyncioDriver(settings)
+        self._do = Operations(self._driver.context, self._driver.flush)
+        self._run = self._driver.run
+        self._deadline = self._driver.deadline
 
     # --- puts
 
@@ -227,7 +239,10 @@ class AsyncClient:
         return await self._run(self._do.nodes(deadline), deadline)
 
     async def tenants(self, *, deadline_s: float | None = None) -> list[TenantView]:
-        """What each tenant holds and does, over all nodes; a tenant's token tells of that tenant only."""
+        """What each tenant holds and does, over all nodes; a tenant's token tells of that tenant only.
+
+        Raises InvalidRequest where the nodes know no tenants.
+        """
         deadline = self._deadline(deadline_s)
         return await self._run(self._do.tenants(deadline), deadline)
 
@@ -298,15 +313,17 @@ class AsyncClient:
         deadline = self._deadline(deadline_s)
         return await self._run(self._do.remove_matching(deadline, pattern), deadline)
 
-    # --- life
+    # --- memory
 
     def register(self, buffer: Any) -> Buffer:
         """Name local memory once, for many ``get_into`` and ``put`` calls; cheaper than naming it each time."""
-        return self._shell.register(buffer)
+        return self._driver.register(buffer)
+
+    # --- life
 
     async def close(self) -> None:
         """Close every connection. Chunks that are still open keep their memory mapped but lose their lease."""
-        await self._shell.close()
+        await self._driver.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -317,4 +334,4 @@ class AsyncClient:
         await self.close()
 
     def __repr__(self) -> str:
-        return f"AsyncClient({self._shell.settings.master})"
+        return f"AsyncClient({self._driver.settings.master})"

@@ -1,4 +1,7 @@
-"""The blocking client: ``tanghulu.connect``. Safe to use from several threads."""
+"""The blocking client: ``tanghulu.connect``. Safe to use from several threads.
+
+Its methods are generated from those of the asyncio client, see ``tools/generate_client.py``.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,19 @@ from tanghulu.errors import TanghuluError
 from tanghulu.masters import Masters
 from tanghulu.runtime.busy_polling import SPIN_S
 from tanghulu.store.client.chunk import Chunk
-from tanghulu.store.client.drivers.blocking import BlockingShell
+from tanghulu.store.client.drivers.blocking import BlockingDriver
 from tanghulu.store.client.logic.operations import Operations
-from tanghulu.store.client.model import ChunkInfo, Evicted, KeyInfo, NodeView, PutItem, Status, TenantView, VerifiedPage
-from tanghulu.store.client.options import put_options
+from tanghulu.store.client.model import (
+    ChunkInfo,
+    Evicted,
+    KeyInfo,
+    NodeView,
+    PutItem,
+    Status,
+    TenantView,
+    VerifiedPage,
+    put_options,
+)
 from tanghulu.store.client.settings import DEFAULT_DEADLINE_S, Settings
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS, Checksums
 from tanghulu.transfer_engine.core.buffers import Buffer
@@ -67,10 +79,12 @@ class Client:
     """The store as one process sees it. Every method takes ``deadline_s``; None means the client's own."""
 
     def __init__(self, settings: Settings) -> None:
-        self._shell = BlockingShell(settings)
-        self._do = Operations(self._shell.context, self._shell.flush)
-        self._run = self._shell.run
-        self._deadline = self._shell.deadline
+        self._driver = BlockingDriver(settings)
+        self._do = Operations(self._driver.context, self._driver.flush)
+        self._run = self._driver.run
+        self._deadline = self._driver.deadline
+
+    # --- generated from aio.py by tools/generate_client.py; do not edit
 
     # --- puts
 
@@ -289,16 +303,20 @@ class Client:
         deadline = self._deadline(deadline_s)
         return self._run(self._do.remove_matching(deadline, pattern), deadline)
 
-    # --- life
+    # --- memory
 
     def register(self, buffer: Any) -> Buffer:
         """Name local memory once, for many ``get_into`` and ``put`` calls; cheaper than naming it each time."""
-        return self._shell.register(buffer)
+        return self._driver.register(buffer)
+
+    # --- end of what is generated
+
+    # --- life
 
     def close(self) -> None:
         """Close every connection. Chunks that are still open keep their memory mapped but lose their lease."""
-        self._shell.flush()
-        self._shell.close()
+        self._driver.flush()
+        self._driver.close()
 
     def __enter__(self) -> Self:
         return self
@@ -309,4 +327,4 @@ class Client:
         self.close()
 
     def __repr__(self) -> str:
-        return f"Client({self._shell.settings.master})"
+        return f"Client({self._driver.settings.master})"

@@ -1,13 +1,17 @@
-"""What callers of the client say and hear: values without behaviour."""
+"""What callers of the client say and hear: values without behaviour, and the check of a put's options."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
-from tanghulu.errors import TanghuluError
+from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS, Checksums
 from tanghulu.store.protocol.types import Pin, Tier
+
+MAX_REPLICAS = 64
+MAX_TTL_S = 49 * 24 * 3600.0  # what 32 bits of milliseconds hold
 
 
 @dataclass(slots=True)  # not frozen: see Status
@@ -48,6 +52,20 @@ class PutOptions:
     prefer_node: str | None = None
     visible: bool = True
     part_bytes: int = 0
+
+
+@lru_cache(maxsize=256)
+def put_options(
+    replicas: int, pin: str, ttl_s: float | None, prefer_node: str | None, visible: bool, part_bytes: int
+) -> PutOptions:
+    """The options; raises InvalidRequest that names the bad one."""
+    if not 1 <= replicas <= MAX_REPLICAS:
+        raise InvalidRequest(f"replicas={replicas} is not within 1..{MAX_REPLICAS}")
+    if ttl_s is not None and not 0 < ttl_s <= MAX_TTL_S:
+        raise InvalidRequest(f"ttl_s={ttl_s} is not within 0..{MAX_TTL_S:.0f} seconds")
+    if part_bytes < 0:
+        raise InvalidRequest(f"part_bytes={part_bytes} is negative")
+    return PutOptions(replicas, Pin.parse(pin), ttl_s, prefer_node, visible, part_bytes)
 
 
 @dataclass(frozen=True, slots=True)

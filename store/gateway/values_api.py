@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from tanghulu.errors import InvalidRequest, NodeUnavailable
 from tanghulu.store.admin import rows
 from tanghulu.store.client.chunk import Chunk
-from tanghulu.store.client.options import put_options
+from tanghulu.store.client.model import put_options
 from tanghulu.store.gateway.bounds import read_into
 from tanghulu.store.gateway.client import GatewayClient
 from tanghulu.store.gateway.gateway import Gateway, key_of

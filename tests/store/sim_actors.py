@@ -350,21 +350,21 @@ class SimEngine:
 
 
 def open_client(world: Any, host: str, near: str, client_id: str) -> AsyncClient:
-    """A client of the production's asyncio shell on ``host``, which is that of the node ``near`` if one is named."""
+    """A client of the production's asyncio driver on ``host``, which is that of the node ``near`` if one is named."""
     master = Masters.parse(str(MASTER))
     if near:
         client = AsyncClient(Settings(master=master, client_id=client_id, host_id=near))
     else:
         client = AsyncClient(Settings(master=master, transport="tcp", client_id=client_id, host_id=host))
-    shell: Any = client._shell
-    shell._engine.close()
-    shell._engine = SimEngine(world, host, near)
+    driver: Any = client._driver
+    driver._engine.close()
+    driver._engine = SimEngine(world, host, near)
     return client
 
 
 def kill_writers(client: AsyncClient) -> None:
     """The client's process is killed: what its coroutines still do when they are cancelled reaches no memory."""
-    for writer in client._shell.context.desks._open.values():
+    for writer in client._driver.context.write_buffers._open.values():
         writer._words = memoryview(bytearray(HEAD_BYTES)).cast("Q")
         writer._range = memoryview(bytearray(writer._length))
         writer._records = memoryview(bytearray(len(writer._records)))

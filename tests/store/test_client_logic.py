@@ -1,4 +1,4 @@
-"""The client's logic without any I/O: a scripted cluster answers its instructions, in virtual time."""
+"""The client's logic without any I/O: a scripted cluster answers its effects, in virtual time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,17 @@ from tanghulu.protos.fastlane_pb2 import Method
 from tanghulu.rpc.fast_client import Call, Reply
 from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.client.logic.context import Context
-from tanghulu.store.client.logic.effects import MASTER, Ask, Deadline, Logic, Move, PeerId, Reach, Sleep, Tell
+from tanghulu.store.client.logic.effects import (
+    MASTER,
+    CallPeers,
+    Deadline,
+    Logic,
+    Notify,
+    OpenSegment,
+    PeerId,
+    Sleep,
+    Transfer,
+)
 from tanghulu.store.client.logic.get import MAX_PINNED_AGAIN
 from tanghulu.store.client.logic.operations import Operations
 from tanghulu.store.client.logic.placement import NodeTable
@@ -57,27 +67,27 @@ class FakeCluster:
 
     def run(self, logic: Logic[Any]) -> Any:
         try:
-            instruction = next(logic)
+            effect = next(logic)
             while True:
-                instruction = logic.send(self._perform(instruction))
+                effect = logic.send(self._perform(effect))
         except StopIteration as end:
             return end.value
 
-    def _perform(self, instruction: Any) -> Any:
-        if isinstance(instruction, Sleep):
-            self.clock.advance(instruction.seconds)
+    def _perform(self, effect: Any) -> Any:
+        if isinstance(effect, Sleep):
+            self.clock.advance(effect.seconds)
             return None
-        if isinstance(instruction, Reach):
+        if isinstance(effect, OpenSegment):
             return SimpleNamespace(remote=None, view=None)
-        if isinstance(instruction, Move):
+        if isinstance(effect, Transfer):
             self.num_moves += 1
             if self.num_moves <= self.num_expiring:
-                return [LeaseExpired("over") for _ in instruction.requests]
-            for request in instruction.requests:
+                return [LeaseExpired("over") for _ in effect.requests], None
+            for request in effect.requests:
                 request.source.view(0, request.length)[:] = b"right"
-            return [None for _ in instruction.requests]
-        assert isinstance(instruction, Ask | Tell), instruction
-        return [self._answer(peer, call) for peer, call in instruction.calls]
+            return [None for _ in effect.requests], None
+        assert isinstance(effect, CallPeers | Notify), effect
+        return [self._answer(peer, call) for peer, call in effect.calls]
 
     def _answer(self, peer: PeerId, call: Call[Any]) -> Reply[Any] | TanghuluError:
         if call.method != Method.METHOD_UNPIN:  # that is told, not asked

@@ -55,7 +55,7 @@ class Load:
         """One of those that were acknowledged, by a client that has not seen it."""
         if self.acknowledged:
             key = self.acknowledged[(7 * len(self.acknowledged)) // 11]
-            self.client._shell.context.locations.forget(key)
+            self.client._driver.context.locations.forget(key)
             assert read(self.client, key) == key.encode() * 50
 
 

@@ -11,8 +11,8 @@ from store_cluster import Cluster, eventually
 
 import tanghulu
 from tanghulu.errors import ChunkNotFound, DeadlineExceeded
+from tanghulu.store.client.logic.caches import REPORT_READS, Reads
 from tanghulu.store.client.logic.effects import PeerId
-from tanghulu.store.client.logic.reads import REPORT_READS, Reads
 from tanghulu.store.protocol.shared_index import (
     ENTRIES_PER_BUCKET,
     HEADER_BYTES,
@@ -137,7 +137,7 @@ def test_the_size_of_an_index() -> None:
 
 def test_reads_are_told_by_node_and_in_order() -> None:
     reads, odd, even = Reads(), PeerId("odd"), PeerId("even")
-    assert not reads
+    assert not reads.noted
     for i in range(REPORT_READS):
         assert not reads.due
         reads.note(odd if i % 2 else even, f"k{i}", 10)
@@ -145,7 +145,7 @@ def test_reads_are_told_by_node_and_in_order() -> None:
     taken = reads.take()
     assert taken[even][0][:2] == ["k0", "k2"]
     assert taken[odd][1] == 10 * REPORT_READS // 2
-    assert not reads
+    assert not reads.noted
     assert reads.take() == {}
 
 

@@ -166,7 +166,6 @@ def test_a_put_that_needs_the_whole_node_gets_the_desks_back(cluster: Cluster) -
 
 _USES = """
 from tanghulu.store.client.logic import messages
-from tanghulu.store.client.logic import write_buffers as desks
 from tanghulu.store.client.logic.effects import MASTER
 from tanghulu.store.protocol.write_buffer import Record, pack_record
 from tanghulu.store.protocol.types import Proclamation
@@ -178,9 +177,9 @@ def value(key):
 client = tanghulu.connect(sys.argv[1])
 for i in range(4):
     client.put(f"{sys.argv[3]}-before{i}", value(f"{sys.argv[3]}-before{i}"))
-shell = client._shell
-(node,) = shell.context.desks._open
-writer, key = shell.context.desks.get(node), sys.argv[3]
+driver = client._driver
+(node,) = driver.context.write_buffers._open
+writer, key = driver.context.write_buffers._open[node], sys.argv[3]
 data = value(key)
 place = writer.begin(len(data))
 record = Record(key, 77, place, len(data), xxhash.xxh3_64_intdigest(data))
@@ -189,9 +188,9 @@ def fill():
     writer.fill(place, memoryview(data))
 
 def proclaim():
-    generation = shell.context.desks.mapped(node).generation
+    generation = driver.context.mapped[node].generation
     call = messages.proclaim(Proclamation(node, generation, key, 77, len(data)))
-    (reply,) = shell._exchange(MASTER, [call], 1.0)
+    (reply,) = driver._exchange(MASTER, [call], 1.0)
     assert messages.verdict(reply).name == "ACCEPTED"
 
 def half_a_record():

@@ -79,12 +79,12 @@ from tanghulu.store.client.logic import messages
 from tanghulu.store.protocol.types import NewChunk
 with tanghulu.connect(sys.argv[1]) as client:
     client.put("warm", b"x" * MIB)
-    shell = client._shell
-    node = next(peer for peer in shell._idle if peer)
+    driver = client._driver
+    node = next(peer for peer in driver._idle if peer)
     call = messages.reserve([NewChunk("torn", 7, 4 * MIB)], 1000)
-    (reply,) = shell._exchange(node, [call], 1.0)
+    (reply,) = driver._exchange(node, [call], 1.0)
     (reservation,) = messages.reservations(reply)
-    view = shell._reach(node, False).view
+    view = driver._open_segment(node, False).view
     print("reserved", flush=True)
     sys.stdin.readline()
     view[reservation.offset : reservation.offset + 4 * MIB] = b"!" * (4 * MIB)

@@ -11,7 +11,7 @@ import tanghulu.aio
 from tanghulu.errors import ChunkNotFound, TanghuluError
 from tanghulu.rpc.fast_client import Reply
 from tanghulu.store.client import Client
-from tanghulu.store.client.logic.commit import Question
+from tanghulu.store.client.logic.commit import CommitCall
 from tanghulu.store.master.directory.pending_commits import PROMISE_S
 from tanghulu.store.protocol.packed_write_buffer import pack_verdict, pack_verdicts
 from tanghulu.store.protocol.types import RELIED_S, NewChunk, Verdict
@@ -22,7 +22,7 @@ SIZE = 6 * MIB
 _PUTTING = """
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.store.client.drivers import blocking
-from tanghulu.store.client.logic import put as puts, writes
+from tanghulu.store.client.logic import carriers, put
 
 def wait():
     print(sys.argv[2], flush=True)
@@ -41,10 +41,10 @@ def before(owner, name, number=1):
 client = tanghulu.connect(sys.argv[1], deadline_s=60)
 client.put("before", bytes(4096))
 before(*{
-    "reserved": (puts, "write_all"),  # the node has made room
+    "reserved": (put, "transfer_all"),  # the node has made room
     "asked": (blocking, "move"),  # the master has been asked
     "moved": (FastConnection, "end", 2),  # all bytes are there; the first answer is the node's
-    "accepted": (writes, "_commit"),  # the master's answer, too
+    "accepted": (carriers, "_commit_at_nodes"),  # the master's answer, too
 }[sys.argv[2]])
 client.put(sys.argv[3], random.Random(sys.argv[3]).randbytes(4096) * (6 * 256))
 print("done", flush=True)
@@ -126,10 +126,10 @@ def test_a_client_that_was_stopped_on_the_way_goes_on(cluster: Cluster, client: 
 
 def test_answers_of_the_master() -> None:
     items = [NewChunk(ChunkKey(f"k{n}"), n + 1, 100) for n in range(2)]
-    one, two = Question("n", 1, items[:1]), Question("n", 1, items)
+    one, two = CommitCall("n", 1, items[:1]), CommitCall("n", 1, items)
     accepted, exists = Verdict.ACCEPTED, Verdict.EXISTS
-    assert one.verdicts(Reply(pack_verdict(accepted), memoryview(b""))) == [accepted]
-    assert two.verdicts(Reply(pack_verdicts([accepted, exists]), memoryview(b""))) == [accepted, exists]
+    assert one.results(Reply(pack_verdict(accepted), memoryview(b""))) == [accepted]
+    assert two.results(Reply(pack_verdicts([accepted, exists]), memoryview(b""))) == [accepted, exists]
     for nothing in (None, TanghuluError("away"), Reply(pack_verdicts([accepted]), memoryview(b""))):
-        assert two.verdicts(nothing) == [Verdict.ASK_NODE] * 2
+        assert two.results(nothing) == [Verdict.ASK_NODE] * 2
     assert RELIED_S < PROMISE_S / 2

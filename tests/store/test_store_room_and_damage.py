@@ -86,10 +86,10 @@ def test_a_client_killed_between_reserve_and_commit_leaves_nothing(
 ) -> None:
     script = (
         "import sys, time, tanghulu\n"
-        "from tanghulu.store.client.logic import writes\n"
+        "from tanghulu.store.client.logic import carriers\n"
         "def stop(*args):\n"
         "    print('reserved', flush=True); time.sleep(60)\n"
-        "writes._commit = stop\n"
+        "carriers._commit_at_nodes = stop\n"
         "with tanghulu.connect(sys.argv[1], deadline_s=60, transport=sys.argv[2]) as c:\n"
         "    c.put('half', bytes(8 << 20))\n"
     )
@@ -112,9 +112,9 @@ def test_a_chunk_outlives_the_connection_it_came_by(cluster: Cluster, client: Cl
     client.put("kept", value)
     client.put("lost", value)
     kept, lost = client.get("kept"), client.get("lost")
-    (node,) = client._shell._idle.keys() - {""}
-    client._shell.context.leases.released(node, max(client._shell.context.leases.held(node)))
-    for connection in client._shell._idle[node]:
+    (node,) = client._driver._idle.keys() - {""}
+    client._driver.context.leases.released(node, max(client._driver.context.leases.held(node)))
+    for connection in client._driver._idle[node]:
         connection.close()
     eventually(lambda: cluster.nodes[0].metric("tanghulu_node_sessions") == 0)
     assert cluster.nodes[0].metric("tanghulu_node_leases") == 2, "mapped: in quarantine"
@@ -158,7 +158,7 @@ def test_a_corrupt_byte_is_found_and_the_chunk_dropped(cluster: Cluster, client:
     value = pattern(1 << 20)
     client.put("bad", value)
     chunk = client.get("bad")
-    link = next(iter(client._shell._links.values()))
+    link = next(iter(client._driver._sessions._links.values()))
     assert link.view is not None
     address = chunk.numpy().__array_interface__["data"][0] - link.address
     chunk.close()

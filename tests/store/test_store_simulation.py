@@ -14,8 +14,7 @@ import pytest
 from sim_plan import Plan
 from sim_world import World
 
-from tanghulu.store.client.logic import finding, messages
-from tanghulu.store.client.logic import write_buffers as client_desks
+from tanghulu.store.client.logic import carriers, get, messages
 from tanghulu.store.master.directory.directory import Directory
 from tanghulu.store.master.directory.pending_commits import Promises
 from tanghulu.store.master.directory.rebuild import Rebuild
@@ -156,11 +155,11 @@ def _accepts_and_forgets(original: Any) -> Any:
 
 
 def _publishes_without_proclaiming(original: Any) -> Any:
-    def proclaim(context: Any, deadline: Any, node: Any, mapped: Any, items: Any) -> Any:
+    def commit(context: Any, deadline: Any, node: Any, generation: Any, items: Any) -> Any:
         return [Verdict.ACCEPTED] * len(items)
         yield
 
-    return proclaim
+    return commit
 
 
 def _frees_what_is_still_coming(original: Any) -> Any:
@@ -198,13 +197,13 @@ MUTATIONS = [
     (Rebuild, "is_ready", _is_never_incomplete, _REBORN),
     (service, "after_drain", _answers_without_looking_at_desks, _TIDY),
     (messages, "verdict", _publishes_what_was_refused, _CALM),
-    (client_desks, "_proclaim", _publishes_without_proclaiming, _CALM),
+    (carriers, "commit_by_client", _publishes_without_proclaiming, _CALM),
     (Arrivals, "begin", _frees_what_is_still_coming, _STREAMING),
     (Directory, "proclaim", _accepts_and_forgets, _CALM_REMOTE),
     (messages, "verdicts", _publishes_all_that_was_refused, _CALM_MANY),
     (Promises, "broken", _keeps_promises_for_ever, _MURDEROUS),
     (Desks, "_free_range", _forgets_the_rest_of_a_desk, _MURDEROUS),
-    (finding, "LATE_S", _does_not_ask_again, _WAITING),
+    (get, "LATE_S", _does_not_ask_again, _WAITING),
 ]
 
 

@@ -17,7 +17,7 @@ from tanghulu.store.client import Client
 _MURDERED = """
 import signal
 from tanghulu.rpc.fast_client import FastConnection
-from tanghulu.store.client.logic import streams
+from tanghulu.store.client.logic.carriers import _StreamedPut
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGSTOP if sys.argv[4] == "stop" else signal.SIGKILL)
@@ -35,7 +35,7 @@ step = sys.argv[2]
 client = tanghulu.connect(sys.argv[1], transport="tcp", deadline_s=float(sys.argv[5]))
 client.put("before", bytes(MIB))
 if step == "head":  # the node has the head, the master has heard of nothing
-    streams._Putting.ask = after(streams._Putting.ask, 0)
+    _StreamedPut.commit_call = after(_StreamedPut.commit_call, 0)
 elif step == "asked":  # the master has been asked, the value is not sent
     FastConnection._send_all = after(FastConnection._send_all, 1)
 elif step == "half":
@@ -48,7 +48,7 @@ elif step == "half":
 elif step == "value":  # the value is sent, the master's answer has not been looked at
     FastConnection.end = after(FastConnection.end, 0)
 elif step == "proclaimed":  # the master has accepted, the node has not heard of that
-    streams._Putting.word = after(streams._Putting.word, 0)
+    _StreamedPut.end_call = after(_StreamedPut.end_call, 0)
 elif step == "settled":  # the last word is sent, the answer has not come
     FastConnection._receive = after(FastConnection._receive, 1)  # the first is the master's answer
 print("ready")

@@ -125,9 +125,9 @@ def test_what_a_dead_putter_has_promised_is_not_there(cluster: Cluster) -> None:
     """The master names its node for a while; a get says so after a second, and not only at its deadline."""
     with tanghulu.connect(cluster.address) as store:
         store.put("before", bytes(10))
-        ((node, mapped),) = store._shell.context.desks._mapped.items()
+        ((node, mapped),) = store._driver.context.mapped.items()
         said = Proclamation(node, mapped.generation, ChunkKey("promised"), 7, 100)
-        (answer,) = store._shell._ask([(MASTER, messages.proclaim(said))], 5.0)
+        (answer,) = store._driver._call_peers([(MASTER, messages.proclaim(said))], 5.0)
         assert messages.verdict(answer) is Verdict.ACCEPTED
         assert store.exists("promised")
         began = time.monotonic()

@@ -1,4 +1,4 @@
-"""The asyncio shell: drives the same logic with one multiplexed connection a peer. Belongs to one event loop."""
+"""The asyncio driver: runs the same logic with one multiplexed connection a peer. Belongs to one event loop."""
 
 from __future__ import annotations
 
@@ -12,27 +12,23 @@ from tanghulu.errors import InvalidRequest, MasterUnavailable, NodeUnavailable, 
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.greeting import show
 from tanghulu.runtime.clock import SystemClock
-from tanghulu.store.client.drivers.connections import Target, master_failure, target_of
+from tanghulu.store.client.drivers.connections import Sessions, Target, make_context, master_failure, target_of
 from tanghulu.store.client.drivers.transfers import move_async
-from tanghulu.store.client.logic import messages
-from tanghulu.store.client.logic.context import Context
 from tanghulu.store.client.logic.effects import (
     MASTER,
-    Ask,
+    CallPeers,
     Deadline,
-    Deliver,
-    Instruction,
+    Effect,
+    Link,
     Logic,
-    Move,
+    Notify,
+    OpenSegment,
     PeerId,
-    Reach,
     Sleep,
     Stream,
-    Tell,
+    Transfer,
 )
-from tanghulu.store.client.logic.link import Link
 from tanghulu.store.client.logic.messages import AnyCall, AnyReply, Welcome
-from tanghulu.store.client.logic.placement import NodeTable
 from tanghulu.store.client.settings import Settings
 from tanghulu.transfer_engine.core.config import EngineConfig
 from tanghulu.transfer_engine.engine import Buffer, TransferEngine
@@ -41,16 +37,13 @@ T = TypeVar("T")
 Outcome = AnyReply | TanghuluError
 
 
-class AsyncShell:
-    """Performs instructions on the loop that it was made on."""
+class AsyncioDriver:
+    """Performs effects on the loop that it was made on."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         clock = SystemClock()
-        nodes = NodeTable(settings.host_id)
-        self.context = Context(
-            settings.host_id, settings.place, clock, nodes, settings.uses_unix, settings.wait_s, settings.streams
-        )
+        self.context = make_context(settings, clock)
         self._loop = asyncio.get_running_loop()
         self._engine = TransferEngine(
             transports=settings.engine_transports,
@@ -61,8 +54,7 @@ class AsyncShell:
         self._masters = MasterFinder(settings.master)
         self._connections: dict[PeerId, AsyncFastConnection] = {}
         self._opening: dict[PeerId, asyncio.Lock] = {}
-        self._welcomes: dict[PeerId, Welcome] = {}
-        self._links: dict[tuple[int, bool], Link] = {}
+        self._sessions = Sessions(settings, self.context)
         self._flushing: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -70,12 +62,12 @@ class AsyncShell:
         """Drive ``logic`` to its end; returns its result or raises its error."""
         if self._closed:
             raise InvalidRequest("the client is closed")
-        if self.context.leases.has_dropped or self.context.reads.due:
+        if self.context.owes_notice:
             await self._give_back()
         try:
-            instruction = next(logic)
+            effect = next(logic)
             while True:
-                instruction = logic.send(await self._perform(instruction, deadline))
+                effect = logic.send(await self._perform(effect, deadline))
         except StopIteration as end:
             result: T = end.value
             return result
@@ -104,38 +96,36 @@ class AsyncShell:
         connections, self._connections = self._connections, {}
         for connection in connections.values():
             await connection.close()
-        self.context.desks.close()
-        self._links.clear()
+        self.context.close()
+        self._sessions.close()
         await self._loop.run_in_executor(None, self._engine.close)
 
-    # --- instructions
+    # --- effects
 
-    async def _perform(self, instruction: Instruction, deadline: Deadline) -> Any:
-        match instruction:
-            case Ask(calls, within_s, meanwhile):
+    async def _perform(self, effect: Effect, deadline: Deadline) -> Any:
+        match effect:
+            case CallPeers(calls, within_s, meanwhile):
                 left_s = deadline.remaining_s()
                 if meanwhile is not None:
-                    return [await self._ask_meanwhile(*calls[0], left_s, meanwhile)]
-                return await self._ask(calls, left_s if within_s is None else min(within_s, left_s))
+                    return [await self._call_meanwhile(*calls[0], left_s, meanwhile)]
+                return await self._call_peers(calls, left_s if within_s is None else min(within_s, left_s))
             case Stream():
-                return await self._stream(instruction, deadline.remaining_s())
-            case Tell(calls):
-                return await self._tell(calls, deadline.remaining_s())
-            case Move(requests):
-                return await move_async(self._engine, requests, deadline.remaining_s())
-            case Deliver():
-                return await self._deliver(instruction, deadline.remaining_s())
-            case Reach(node, copies):
-                return await self._reach(node, copies)
+                return await self._stream(effect, deadline.remaining_s())
+            case Notify(calls):
+                return await self._notify(calls, deadline.remaining_s())
+            case Transfer():
+                return await self._transfer(effect, deadline.remaining_s())
+            case OpenSegment(node, copies):
+                return await self._open_segment(node, copies)
             case Sleep(seconds):
                 return await asyncio.sleep(seconds)
 
-    async def _ask(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> list[Outcome]:
+    async def _call_peers(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> list[Outcome]:
         if len(calls) == 1:
             return [await self._exchange(*calls[0], deadline_s)]
         return await asyncio.gather(*(self._exchange(peer, call, deadline_s) for peer, call in calls))
 
-    async def _ask_meanwhile(
+    async def _call_meanwhile(
         self, node: PeerId, call: AnyCall, deadline_s: float, meanwhile: Callable[[], None]
     ) -> Outcome:
         asking = self._loop.create_task(self._exchange(node, call, deadline_s))
@@ -151,32 +141,35 @@ class AsyncShell:
 
         asking: asyncio.Task[Outcome] | None = None
 
-        async def word() -> AnyCall:
+        async def end() -> AnyCall:
             wanted.meanwhile()
-            return wanted.word(None if asking is None else await asking)
+            return wanted.end_call(None if asking is None else await asking)
 
         try:
             connection = await self._connected(wanted.node, deadline_s)
-            question = wanted.ask(self._welcomes[wanted.node].generation)
-            if question is not None:
-                asking = self._loop.create_task(self._exchange(MASTER, question, wanted.within_s))
+            welcome = self._sessions.welcome(wanted.node)
+            commit = wanted.commit_call(0 if welcome is None else welcome.generation)
+            if commit is not None:
+                asking = self._loop.create_task(self._exchange(MASTER, commit, wanted.within_s))
             left_s = max(until_s - self._loop.time(), 0.0)
-            return await connection.call_then(wanted.call, word, wanted.drop, deadline_s=left_s)
+            return await connection.call_then(wanted.call, end, wanted.drop_call, deadline_s=left_s)
         except TanghuluError as error:
             return error
         finally:
             if asking is not None:
                 asking.cancel()
 
-    async def _deliver(self, wanted: Deliver, deadline_s: float) -> tuple[list[TanghuluError | None], Outcome]:
-        asking = self._loop.create_task(self._exchange(MASTER, wanted.question, wanted.within_s))
+    async def _transfer(self, wanted: Transfer, deadline_s: float) -> tuple[list[TanghuluError | None], Outcome | None]:
+        if wanted.call is None:
+            return await move_async(self._engine, wanted.requests, deadline_s), None
+        asking = self._loop.create_task(self._exchange(MASTER, wanted.call, wanted.within_s))
         try:
             errors = await move_async(self._engine, wanted.requests, deadline_s)
             return errors, await asking
         finally:
             asking.cancel()
 
-    async def _tell(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> None:
+    async def _notify(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> None:
         for peer, call in calls:
             with contextlib.suppress(TanghuluError):
                 connection = self._connections.get(peer) or await self._open(peer, deadline_s)
@@ -264,45 +257,30 @@ class AsyncShell:
 
     async def _greet(self, peer: PeerId, connection: AsyncFastConnection, deadline_s: float) -> None:
         target = target_of(peer, self.settings, self.context.nodes)
-        call = target.hello(self.settings, self.context.leases.held(peer))
-        welcome = messages.welcome(
-            await connection.call(call.method, call.request, call.reply_type, deadline_s=deadline_s)
-        )
-        if welcome.instance_id != peer:
-            raise NodeUnavailable(f"{target.address} is {welcome.instance_id} now, not {peer}")
-        known = self._welcomes.get(peer)
-        if known is not None and known.session_id != welcome.session_id:
-            for copies in (False, True):
-                old = self._links.pop((known.session_id, copies), None)
-                if old is not None:
-                    old.remote.close()
-        self._welcomes[peer] = welcome
-        self.context.forget_index(peer)
+        call = self._sessions.hello(peer, target)
+        reply = await connection.call(call.method, call.request, call.reply_type, deadline_s=deadline_s)
+        welcome = self._sessions.greeted(peer, target, reply)
         if target.unix_path is not None:
-            link = await self._reach(peer, False)
+            link = await self._open_segment(peer, False)
             if isinstance(link, Link):
-                self.context.mapped(peer, link, welcome)
+                self.context.opened(peer, link, welcome)
 
-    async def _reach(self, node: PeerId, copies: bool) -> Link | TanghuluError:
-        welcome = self._welcomes.get(node)
-        if welcome is None:
-            return NodeUnavailable(f"the connection to {node} was lost")
-        link = self._links.get((welcome.session_id, copies))
-        if link is not None and link.remote.alive:
-            return link
-        transport = self.settings.carrier(copies)
+    async def _open_segment(self, node: PeerId, copies: bool) -> Link | TanghuluError:
+        known = self._sessions.link(node, copies)
+        if not isinstance(known, Welcome):
+            return known
+        carrier = self.settings.carrier(copies)
         try:
-            link = Link(await self._engine.open_segment_async(welcome.segment, welcome.session_id, transport))
+            remote = await self._engine.open_segment_async(known.segment, known.session_id, carrier)
         except TanghuluError as error:
             return error
-        self._links[welcome.session_id, copies] = link
-        return link
+        return self._sessions.opened(known, copies, remote)
 
     async def _give_back(self) -> None:
-        await self._tell(self.context.given_back(), self.settings.deadline_s)
+        await self._notify(self.context.given_back(), self.settings.deadline_s)
 
     def __repr__(self) -> str:
-        return f"AsyncShell({self.settings.master}{', closed' if self._closed else ''})"
+        return f"AsyncioDriver({self.settings.master}{', closed' if self._closed else ''})"
 
 
 def _nobody(outcome: Outcome) -> None:

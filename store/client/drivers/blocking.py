@@ -1,4 +1,4 @@
-"""The blocking shell: drives the client's logic with blocking sockets, in the caller's own thread.
+"""The blocking driver: runs the client's logic with blocking sockets, in the caller's own thread.
 
 Every thread that calls takes a connection of its own from the pool of its peer and puts it back, so threads do not
 wait for each other. Calls to one peer are pipelined; several peers are asked side by side, each by a thread.
@@ -20,27 +20,23 @@ from tanghulu.rpc.fast_client import Asking, FastConnection
 from tanghulu.rpc.greeting import show_blocking
 from tanghulu.runtime.busy_polling import Company
 from tanghulu.runtime.clock import SystemClock
-from tanghulu.store.client.drivers.connections import Target, master_failure, target_of
+from tanghulu.store.client.drivers.connections import Sessions, Target, make_context, master_failure, target_of
 from tanghulu.store.client.drivers.transfers import move
-from tanghulu.store.client.logic import messages
-from tanghulu.store.client.logic.context import Context
 from tanghulu.store.client.logic.effects import (
     MASTER,
-    Ask,
+    CallPeers,
     Deadline,
-    Deliver,
-    Instruction,
+    Effect,
+    Link,
     Logic,
-    Move,
+    Notify,
+    OpenSegment,
     PeerId,
-    Reach,
     Sleep,
     Stream,
-    Tell,
+    Transfer,
 )
-from tanghulu.store.client.logic.link import Link
 from tanghulu.store.client.logic.messages import AnyCall, AnyReply, Welcome
-from tanghulu.store.client.logic.placement import NodeTable
 from tanghulu.store.client.settings import Settings
 from tanghulu.transfer_engine.core.config import EngineConfig
 from tanghulu.transfer_engine.engine import Buffer, TransferEngine
@@ -55,16 +51,13 @@ _MAX_THREADS = 16
 MIN_CONNECT_S = 0.001
 
 
-class BlockingShell:
-    """Performs instructions. Every method may be called from any thread."""
+class BlockingDriver:
+    """Performs effects. Every method may be called from any thread."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         clock = SystemClock()
-        nodes = NodeTable(settings.host_id)
-        self.context = Context(
-            settings.host_id, settings.place, clock, nodes, settings.uses_unix, settings.wait_s, settings.streams
-        )
+        self.context = make_context(settings, clock)
         self._engine = TransferEngine(
             transports=settings.engine_transports,
             host_id=settings.host_id,
@@ -72,10 +65,10 @@ class BlockingShell:
             config=EngineConfig(tls=settings.master.credentials.tls, spin_s=settings.spin_s),
         )
         self._masters = MasterFinder(settings.master)
+        self._several = settings.master.several
         self._idle: dict[PeerId, deque[FastConnection]] = {}
         self._company = Company()
-        self._welcomes: dict[PeerId, Welcome] = {}
-        self._links: dict[tuple[int, bool], Link] = {}
+        self._sessions = Sessions(settings, self.context)
         self._lock = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
         self._closed = False
@@ -84,12 +77,12 @@ class BlockingShell:
         """Drive ``logic`` to its end; returns its result or raises its error."""
         if self._closed:
             raise InvalidRequest("the client is closed")
-        if self.context.leases.has_dropped or self.context.reads.due:
+        if self.context.owes_notice:
             self.flush(deadline.remaining_s())
         try:
-            instruction = next(logic)
+            effect = next(logic)
             while True:
-                instruction = logic.send(self._perform(instruction, deadline))
+                effect = logic.send(self._perform(effect, deadline))
         except StopIteration as end:
             result: T = end.value
             return result
@@ -101,7 +94,7 @@ class BlockingShell:
     def flush(self, deadline_s: float | None = None) -> None:
         """Give back the leases that nobody needs any more; nodes that cannot be told find out by themselves."""
         if not self._closed:
-            self._tell(self.context.given_back(), self.settings.deadline_s if deadline_s is None else deadline_s)
+            self._notify(self.context.given_back(), self.settings.deadline_s if deadline_s is None else deadline_s)
 
     def register(self, buffer: Any) -> Buffer:
         """See TransferEngine.register."""
@@ -109,7 +102,7 @@ class BlockingShell:
 
     def close(self) -> None:
         """Close all connections and segments."""
-        if self.context.reads:
+        if self.context.reads.noted:
             self.flush()
         with self._lock:
             if self._closed:
@@ -122,37 +115,36 @@ class BlockingShell:
             connection.close()
         if threads is not None:
             threads.shutdown(wait=True)
-        self.context.desks.close()
-        self._links.clear()
+        self.context.close()
+        self._sessions.close()
         self._engine.close()
 
-    # --- instructions
+    # --- effects
 
-    def _perform(self, instruction: Instruction, deadline: Deadline) -> Any:
-        if type(instruction) is Ask:
-            left_s, within_s = deadline.remaining_s(), instruction.within_s
-            if instruction.meanwhile is not None:
-                return [self._ask_meanwhile(*instruction.calls[0], left_s, instruction.meanwhile)]
-            return self._ask(instruction.calls, left_s if within_s is None else min(within_s, left_s))
-        match instruction:
+    def _perform(self, effect: Effect, deadline: Deadline) -> Any:
+        left_s = deadline.remaining_s()
+        if type(effect) is CallPeers:  # by far the commonest
+            within_s = effect.within_s
+            if effect.meanwhile is not None:
+                return [self._call_meanwhile(*effect.calls[0], left_s, effect.meanwhile)]
+            return self._call_peers(effect.calls, left_s if within_s is None else min(within_s, left_s))
+        match effect:
             case Stream():
-                return self._stream(instruction, deadline.remaining_s())
-            case Tell(calls):
-                return self._tell(calls, deadline.remaining_s())
-            case Move(requests):
-                return move(self._engine, requests, deadline.remaining_s())
-            case Deliver():
-                return self._deliver(instruction, deadline.remaining_s())
-            case Reach(node, copies):
-                return self._reach(node, copies)
+                return self._stream(effect, left_s)
+            case Notify(calls):
+                return self._notify(calls, left_s)
+            case Transfer():
+                return self._transfer(effect, left_s)
+            case OpenSegment(node, copies):
+                return self._open_segment(node, copies)
             case Sleep(seconds):
                 return time.sleep(seconds)
 
-    def _ask(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> list[Outcome]:
+    def _call_peers(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> list[Outcome]:
         if len(calls) == 1:
             peer, call = calls[0]
             pool = self._idle.get(peer)
-            if pool and (peer or not self._masters.several):  # the commonest case: on a connection that is open
+            if pool and (peer or not self._several):  # the commonest case: on a connection that is open
                 outcome = self._exchange_one(peer, pool, call, deadline_s)
                 if outcome is not None:
                     return [outcome]
@@ -166,7 +158,7 @@ class BlockingShell:
         outcomes = dict(zip(by_peer, map(iter, answers), strict=True))
         return [next(outcomes[peer]) for peer, _ in calls]
 
-    def _ask_meanwhile(self, node: PeerId, call: AnyCall, deadline_s: float, meanwhile: Callable[[], None]) -> Outcome:
+    def _call_meanwhile(self, node: PeerId, call: AnyCall, deadline_s: float, meanwhile: Callable[[], None]) -> Outcome:
         asking = self._begin(node, call, deadline_s)
         if isinstance(asking, TanghuluError):
             return asking
@@ -182,20 +174,20 @@ class BlockingShell:
             connection, _ = self._take(wanted.node, until_s, fresh=False)
         except TanghuluError as error:
             return error
-        welcome = self._welcomes.get(wanted.node)
+        welcome = self._sessions.welcome(wanted.node)
         asking: Asking[Any] | TanghuluError | None = None
 
         def ahead() -> None:
             nonlocal asking
-            question = wanted.ask(0 if welcome is None else welcome.generation)
-            asking = None if question is None else self._begin(MASTER, question, wanted.within_s)
+            commit = wanted.commit_call(0 if welcome is None else welcome.generation)
+            asking = None if commit is None else self._begin(MASTER, commit, wanted.within_s)
             wanted.meanwhile()
 
-        def word() -> AnyCall:
-            return wanted.word(asking.end() if isinstance(asking, Asking) else asking)
+        def end() -> AnyCall:
+            return wanted.end_call(asking.end() if isinstance(asking, Asking) else asking)
 
         try:
-            return connection.call_then(wanted.call, ahead, word, deadline_s=_left_s(until_s))
+            return connection.call_then(wanted.call, ahead, end, deadline_s=_left_s(until_s))
         except TanghuluError as error:
             return error
         finally:
@@ -220,15 +212,17 @@ class BlockingShell:
             asking.close()
             self._put_back(peer, asking.connection)
 
-    def _deliver(self, wanted: Deliver, deadline_s: float) -> tuple[list[TanghuluError | None], Outcome]:
-        asking = self._begin(MASTER, wanted.question, wanted.within_s)
+    def _transfer(self, wanted: Transfer, deadline_s: float) -> tuple[list[TanghuluError | None], Outcome | None]:
+        if wanted.call is None:
+            return move(self._engine, wanted.requests, deadline_s), None
+        asking = self._begin(MASTER, wanted.call, wanted.within_s)
         try:
             errors = move(self._engine, wanted.requests, deadline_s)
             return errors, asking.end() if isinstance(asking, Asking) else asking
         finally:
             self._asked(MASTER, asking)
 
-    def _tell(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> None:
+    def _notify(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> None:
         until_s = time.monotonic() + deadline_s
         for peer, call in calls:
             with contextlib.suppress(TanghuluError):
@@ -257,7 +251,7 @@ class BlockingShell:
             self._put_back(peer, connection)
 
     def _exchange(self, peer: PeerId, calls: list[AnyCall], deadline_s: float) -> list[Outcome]:
-        if peer == MASTER and self._masters.several:
+        if peer == MASTER and self._several:
             return self._seek(calls, time.monotonic() + deadline_s)
         until_s = time.monotonic() + deadline_s
         outcome = self._try_exchange(peer, calls, until_s, fresh=False)
@@ -298,20 +292,15 @@ class BlockingShell:
                 return [failure] * len(calls)
             time.sleep(SEEK_PAUSE_S)
 
-    def _reach(self, node: PeerId, copies: bool) -> Link | TanghuluError:
-        welcome = self._welcomes.get(node)
-        if welcome is None:
-            return NodeUnavailable(f"the connection to {node} was lost")
-        link = self._links.get((welcome.session_id, copies))
-        if link is not None and link.remote.alive:
-            return link
-        transport = self.settings.carrier(copies)
+    def _open_segment(self, node: PeerId, copies: bool) -> Link | TanghuluError:
+        known = self._sessions.link(node, copies)
+        if not isinstance(known, Welcome):
+            return known
         try:
-            link = Link(self._engine.open_segment(welcome.segment, welcome.session_id, transport))
+            remote = self._engine.open_segment(known.segment, known.session_id, self.settings.carrier(copies))
         except TanghuluError as error:
             return error
-        self._links[welcome.session_id, copies] = link
-        return link
+        return self._sessions.opened(known, copies, remote)
 
     # --- connections
 
@@ -355,29 +344,21 @@ class BlockingShell:
         return connection
 
     def _greet(self, peer: PeerId, target: Target, connection: FastConnection, deadline_s: float) -> None:
-        held = self.context.leases.held(peer)
-        call = target.hello(self.settings, held)
-        welcome = messages.welcome(connection.call(call.method, call.request, call.reply_type, deadline_s=deadline_s))
-        if welcome.instance_id != peer:
-            raise NodeUnavailable(f"{target.address} is {welcome.instance_id} now, not {peer}")
-        known = self._welcomes.get(peer)
-        if known is not None and known.session_id != welcome.session_id:
-            for copies in (False, True):
-                old = self._links.pop((known.session_id, copies), None)
-                if old is not None:
-                    old.remote.close()
-        self._welcomes[peer] = welcome
-        self.context.forget_index(peer)
+        call = self._sessions.hello(peer, target)
+        reply = connection.call(call.method, call.request, call.reply_type, deadline_s=deadline_s)
+        welcome = self._sessions.greeted(peer, target, reply)
         if target.unix_path is not None:
-            link = self._reach(peer, False)
+            link = self._open_segment(peer, False)
             if isinstance(link, Link):
-                self.context.mapped(peer, link, welcome)
+                self.context.opened(peer, link, welcome)
 
     def _put_back(self, peer: PeerId, connection: FastConnection) -> None:
         if connection.closed:
             return
         with self._lock:
-            pool = self._idle.setdefault(peer, deque())
+            pool = self._idle.get(peer)
+            if pool is None:
+                pool = self._idle[peer] = deque()
             if not self._closed and len(pool) < MAX_IDLE:
                 pool.append(connection)
                 return
@@ -392,7 +373,7 @@ class BlockingShell:
             return self._threads
 
     def __repr__(self) -> str:
-        return f"BlockingShell({self.settings.master}{', closed' if self._closed else ''})"
+        return f"BlockingDriver({self.settings.master}{', closed' if self._closed else ''})"
 
 
 def _left_s(until_s: float) -> float:

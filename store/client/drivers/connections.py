@@ -1,16 +1,19 @@
-"""How a peer is reached and greeted: pure choices that both shells share."""
+"""How a peer is reached and greeted, and what is known of nodes that were: what both drivers share, without I/O."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tanghulu.errors import DeadlineExceeded, MasterUnavailable, NodeUnavailable, TanghuluError
 from tanghulu.masters import Masters
+from tanghulu.runtime.clock import Clock
 from tanghulu.store.client.logic import messages
-from tanghulu.store.client.logic.effects import PeerId
+from tanghulu.store.client.logic.context import Context
+from tanghulu.store.client.logic.effects import Link, PeerId
+from tanghulu.store.client.logic.messages import Welcome
 from tanghulu.store.client.logic.placement import NodeTable
 from tanghulu.store.client.settings import Settings
+from tanghulu.transfer_engine.engine import RemoteSegment
 from tanghulu.types import Address
 
 
@@ -22,10 +25,56 @@ class Target:
     unix_path: str | None
     shortcut: bool = False
 
-    def hello(self, settings: Settings, held: Iterable[int]) -> messages.AnyCall:
-        """The first call on a connection to a node."""
-        wants_shm = self.unix_path is not None
+
+class Sessions:
+    """The nodes that one client has greeted: how each answered, and their open segments."""
+
+    def __init__(self, settings: Settings, context: Context) -> None:
+        self._settings, self._context = settings, context
+        self._welcomes: dict[PeerId, Welcome] = {}
+        self._links: dict[tuple[int, bool], Link] = {}  # by session, and whether it copies
+
+    def hello(self, peer: PeerId, target: Target) -> messages.AnyCall:
+        """The first call on a connection to the node ``peer``."""
+        settings, held = self._settings, self._context.leases.held(peer)
+        wants_shm = target.unix_path is not None
         return messages.hello(settings.client_id, settings.master.credentials, settings.host_id, wants_shm, held)
+
+    def greeted(self, peer: PeerId, target: Target, reply: messages.AnyReply) -> Welcome:
+        """The answer to ``hello``; raises NodeUnavailable if another node answered. A new session ends the old one."""
+        welcome = messages.welcome(reply)
+        if welcome.instance_id != peer:
+            raise NodeUnavailable(f"{target.address} is {welcome.instance_id} now, not {peer}")
+        known = self._welcomes.get(peer)
+        if known is not None and known.session_id != welcome.session_id:
+            for copies in (False, True):
+                old = self._links.pop((known.session_id, copies), None)
+                if old is not None:
+                    old.remote.close()
+        self._welcomes[peer] = welcome
+        self._context.forget(peer)
+        return welcome
+
+    def welcome(self, node: PeerId) -> Welcome | None:
+        """How ``node`` answered when it was greeted last."""
+        return self._welcomes.get(node)
+
+    def link(self, node: PeerId, copies: bool) -> Link | NodeUnavailable | Welcome:
+        """The open segment of ``node``, or what says where to open it."""
+        welcome = self._welcomes.get(node)
+        if welcome is None:
+            return NodeUnavailable(f"the connection to {node} was lost")
+        link = self._links.get((welcome.session_id, copies))
+        return link if link is not None and link.remote.alive else welcome
+
+    def opened(self, welcome: Welcome, copies: bool, remote: RemoteSegment) -> Link:
+        """The segment that ``welcome`` names is open."""
+        link = self._links[welcome.session_id, copies] = Link(remote)
+        return link
+
+    def close(self) -> None:
+        """The client is closed: forget all segments."""
+        self._links.clear()
 
 
 def target_of(peer: PeerId, settings: Settings, nodes: NodeTable) -> Target:
@@ -42,3 +91,11 @@ def master_failure(master: Masters, error: TanghuluError) -> TanghuluError:
     if isinstance(error, NodeUnavailable | DeadlineExceeded):
         return MasterUnavailable(f"no master answered at {master}: {error.message}")
     return error
+
+
+def make_context(settings: Settings, clock: Clock) -> Context:
+    """The memory of a client with these settings."""
+    nodes = NodeTable(settings.host_id)
+    return Context(
+        settings.host_id, settings.place, clock, nodes, settings.uses_unix, settings.wait_s, settings.streams
+    )

@@ -1,4 +1,4 @@
-"""Transfers of one instruction, by either shell: all at once, and where that fails what became of each request."""
+"""Transfers of one instruction, by either driver: all at once, and where that fails what became of each request."""
 
 from __future__ import annotations
 

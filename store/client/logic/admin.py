@@ -1,4 +1,4 @@
-"""What operators do to single nodes: drain, evict, verify. Pure logic for the shells, with its part of the wire."""
+"""What operators do to single nodes: drain, evict, verify. Pure logic for the drivers, with its part of the wire."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tanghulu.protos import directory_pb2, fastlane_pb2, store_pb2
 from tanghulu.rpc.fast_client import Call
 from tanghulu.store.client.logic import query as directory
 from tanghulu.store.client.logic.context import Context, ask_master
-from tanghulu.store.client.logic.effects import Ask, Logic, PeerId
+from tanghulu.store.client.logic.effects import CallPeers, Logic, PeerId
 from tanghulu.store.client.logic.query import ask_node
 from tanghulu.store.client.model import Evicted, TenantView, Verified, VerifiedPage
 from tanghulu.store.protocol.types import validate_keys
@@ -51,7 +51,7 @@ def tenants(context: Context) -> Logic[list[TenantView]]:
     """All tenants by name, summed over the nodes; a tenant hears of itself only. Raises what any node answered."""
     views = yield from directory.nodes(context)
     call = Call(fastlane_pb2.METHOD_TENANTS, store_pb2.TenantsRequest(), store_pb2.TenantsReply)
-    outcomes = yield Ask([(PeerId(view.id), call) for view in views])
+    outcomes = yield CallPeers([(PeerId(view.id), call) for view in views])
     told: dict[str, list[store_pb2.TenantUsage]] = {}
     for outcome in outcomes:
         if isinstance(outcome, TanghuluError):

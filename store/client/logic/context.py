@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tanghulu.errors import TanghuluError
 from tanghulu.runtime.clock import Clock
 from tanghulu.store.client.logic import messages
-from tanghulu.store.client.logic.caches import LocationCache
-from tanghulu.store.client.logic.effects import MASTER, Ask, Deadline, Logic, PeerId, Sleep, Tell
+from tanghulu.store.client.logic.caches import LocationCache, Reads
+from tanghulu.store.client.logic.effects import MASTER, CallPeers, Deadline, Link, Logic, Notify, PeerId, Sleep
 from tanghulu.store.client.logic.leases import Leases
-from tanghulu.store.client.logic.link import Link
 from tanghulu.store.client.logic.placement import NodeTable
-from tanghulu.store.client.logic.reads import Reads
+from tanghulu.store.client.logic.plan import Access
 from tanghulu.store.client.logic.receive_memory import ReceiveMemory
-from tanghulu.store.client.logic.write_buffers import ClientDesks, Mapped
+from tanghulu.store.client.logic.write_buffers import MappedNode, WriteBuffers
 from tanghulu.store.client.model import NodeView
-from tanghulu.store.protocol.shared_index import IndexReader
 from tanghulu.store.protocol.types import MAX_INLINE_BYTES, MAX_STREAMED_BYTES
 
 #: A new master is given so long to hear of a first node.
@@ -29,14 +27,15 @@ _NODELESS_PAUSE_S = 0.05
 KEYS_PER_LOCATE = 8192
 
 
-def _versions() -> itertools.count[int]:
-    # Random beginnings keep the versions of different clients apart; 2**20 puts per client fit before they could meet.
+def _versions() -> Iterator[int]:
+    # No two puts have the same. Random beginnings keep the versions of different clients apart; 2**20 puts per client
+    # fit before they could meet.
     return itertools.count(secrets.randbits(43) << 20 | 1)
 
 
 @dataclass
 class Context:
-    """One client's memory between operations. ``indexes``: of those nodes of this host whose memory is mapped.
+    """One client's memory between operations. ``mapped``: those nodes of this host whose memory is mapped.
 
     ``wait_s``: how long one call may wait at the master. ``streams``: values of up to 1 MiB travel
     inside messages where memory is not mapped; not if they are wanted to move by verbs or UCX.
@@ -53,30 +52,44 @@ class Context:
     leases: Leases = field(default_factory=Leases)
     reads: Reads = field(default_factory=Reads)
     memory: ReceiveMemory = field(default_factory=ReceiveMemory)
-    indexes: dict[PeerId, IndexReader] = field(default_factory=dict)
-    desks: ClientDesks = field(default_factory=ClientDesks)
-    _version: itertools.count[int] = field(default_factory=_versions)
+    mapped: dict[PeerId, MappedNode] = field(default_factory=dict)
+    write_buffers: WriteBuffers = field(default_factory=WriteBuffers)
+    versions: Iterator[int] = field(default_factory=_versions)
 
-    def new_version(self) -> int:
-        """A number that no other put has."""
-        return next(self._version)
+    def access(self, node: PeerId, now_s: float) -> Access:
+        """How this client reaches the memory of ``node``; MAPPED only if it lives: its beat is recent, its end open."""
+        mapped = self.mapped.get(node)
+        if mapped is not None and mapped.index.is_kept(now_s) and mapped.link.remote.alive:
+            return Access.MAPPED
+        if self.maps_memory and node in self.nodes.local_ids():
+            return Access.NEAR
+        return Access.MESSAGES if self.streams else Access.ENGINE
 
     def inline_bytes(self, node: PeerId) -> int:
         """Up to which size values of ``node`` should come inside its answers."""
         maps = self.maps_memory and node in self.nodes.local_ids()
         return MAX_STREAMED_BYTES if self.streams and not maps else MAX_INLINE_BYTES
 
-    def forget_index(self, node: PeerId) -> None:
+    def forget(self, node: PeerId) -> None:
         """The node's memory is not mapped any more, or another process took its place."""
-        self.indexes.pop(node, None)
-        self.desks.forget(node)
+        self.mapped.pop(node, None)
+        self.write_buffers.forget(node)
 
-    def mapped(self, node: PeerId, link: Link, welcome: messages.Welcome) -> None:
-        """The node's memory is open; where it is mapped, so are its index and its desks."""
+    def opened(self, node: PeerId, link: Link, welcome: messages.Welcome) -> None:
+        """The node's memory is open; where it is mapped, so is its index, and write buffers may be asked for."""
         index = link.index(welcome.index, welcome.key_scope)
         if index is not None:
-            self.indexes[node] = index
-            self.desks.map(node, Mapped(link, index, welcome.generation))
+            self.mapped[node] = MappedNode(link, index, welcome.generation)
+
+    def close(self) -> None:
+        """The client is closed: forget all mapped memory."""
+        self.mapped.clear()
+        self.write_buffers.close()
+
+    @property
+    def owes_notice(self) -> bool:
+        """Whether nodes should be told of leases or reads even if nothing else has to be said."""
+        return bool(self.leases.dropped) or (bool(self.reads.noted) and self.reads.due)
 
     def given_back(self) -> list[tuple[PeerId, messages.AnyCall]]:
         """Calls that tell the nodes which leases are not needed any more and what was read; counts as told."""
@@ -90,13 +103,13 @@ class Context:
 
 def tell_reads(context: Context) -> Logic[None]:
     """Let the nodes know what was read before something else is asked of them."""
-    if context.reads:
-        yield Tell(context.given_back())
+    if context.reads.noted:
+        yield Notify(context.given_back())
 
 
 def ask_master(call: messages.AnyCall) -> Logic[messages.AnyReply]:
     """One call to the master; raises its typed error."""
-    (outcome,) = yield Ask([(MASTER, call)])
+    (outcome,) = yield CallPeers([(MASTER, call)])
     if isinstance(outcome, TanghuluError):
         raise outcome
     reply: messages.AnyReply = outcome
@@ -112,7 +125,7 @@ def refresh_nodes(context: Context, deadline: Deadline | None = None, *, force: 
         return
     tries = itertools.repeat(None) if deadline is not None else itertools.repeat(None, _NODELESS_TRIES)
     for _ in tries:
-        (outcome,) = yield Ask([(MASTER, messages.nodes())])
+        (outcome,) = yield CallPeers([(MASTER, messages.nodes())])
         if isinstance(outcome, TanghuluError):
             if context.nodes.ids():
                 return
@@ -159,6 +172,3 @@ def _in_order(key: str, nodes: tuple[PeerId, ...], num_warm: int, local: frozens
         return nodes
     cold = set(nodes[num_warm:])
     return tuple(sorted(nodes, key=lambda node: (node not in local, node in cold, hash((node, key)))))
-
-
-__all__ = ["Context", "Deadline", "ask_master", "locate", "refresh_nodes", "tell_reads"]

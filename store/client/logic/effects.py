@@ -1,17 +1,20 @@
-"""What the client's logic asks its shell to do. The logic is a generator: it yields one of these, is sent the result.
+"""The effects that the client's logic asks its driver for. The logic is a generator: it yields one, is sent the result.
 
-The same logic is driven by a blocking shell (threads, blocking sockets) and by an asyncio shell; neither decides
+The same logic runs under a blocking driver (threads, blocking sockets) and under an asyncio driver; neither decides
 anything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NewType, TypeAlias, TypeVar
 
+import numpy as np
+
 from tanghulu.rpc.fast_client import Call
-from tanghulu.transfer_engine.engine import TransferRequest
+from tanghulu.store.protocol.shared_index import IndexPlace, IndexReader
+from tanghulu.transfer_engine.engine import RemoteSegment, TransferRequest
 
 #: Whom a call goes to: a node's instance id, or MASTER.
 PeerId = NewType("PeerId", str)
@@ -19,7 +22,7 @@ MASTER = PeerId("")
 
 
 @dataclass(slots=True)
-class Ask:
+class CallPeers:
     """Send every call, to one peer after the other or to several at once, and wait for all answers.
 
     Result: list[Reply | TanghuluError], one per call. A peer that cannot be reached is NodeUnavailable, or
@@ -34,26 +37,26 @@ class Ask:
 
 @dataclass(slots=True)
 class Stream:
-    """Send ``call`` to ``node``, asking the master meanwhile; then say the last word to the node.
+    """Send ``call`` with its payload to ``node`` and call the master meanwhile; then tell the node how the put ends.
 
-    ``ask`` gives the call to the master, if there is one, and is told which life of the node that is. ``meanwhile``
-    is work that has to be done before the last word: the head of ``call`` has left, the payload perhaps not.
-    ``word`` makes the last word of the master's answer (None: it was not asked), and ``drop`` is said when it comes
-    to none. Result: Reply | TanghuluError, the answer to ``call``. ``within_s``: what the master's call may take.
+    ``commit_call`` makes the call to the master (None: there is none); its argument is the node's generation.
+    ``meanwhile`` is work that has to be done before the end is told: the head of ``call`` has left, the payload perhaps
+    not. ``end_call`` makes the end of the master's answer (None: it was not called); ``drop_call`` is sent where no end
+    was made. Result: Reply | TanghuluError, the answer to ``call``. ``within_s``: what the master's call may take.
     """
 
     node: PeerId
     call: Call[Any]
-    ask: Callable[[int], Call[Any] | None]
+    commit_call: Callable[[int], Call[Any] | None]
     meanwhile: Callable[[], None]
-    word: Callable[[Any], Call[Any]]
-    drop: Call[Any]
+    end_call: Callable[[Any], Call[Any]]
+    drop_call: Call[Any]
     within_s: float
 
 
 @dataclass(slots=True)
-class Tell:
-    """Send every call and do not wait: nobody needs the answers, and a peer that cannot be told finds out by itself.
+class Notify:
+    """Send every call without waiting for its answer; a peer that cannot be reached finds out by itself.
 
     Calls that follow to the same peer are answered after it has heard these. Result: None.
     """
@@ -62,7 +65,7 @@ class Tell:
 
 
 @dataclass(slots=True)
-class Reach:
+class OpenSegment:
     """Open the node's segment. Result: Link | TanghuluError; ``copies`` wants one that does not use a mapping."""
 
     node: PeerId
@@ -70,22 +73,16 @@ class Reach:
 
 
 @dataclass(slots=True)
-class Move:
-    """Transfer everything. Result: list[TanghuluError | None], one per request."""
+class Transfer:
+    """Transfer everything, and meanwhile send ``call``, if there is one, to the master.
 
-    requests: Sequence[TransferRequest]
-
-
-@dataclass(slots=True)
-class Deliver:
-    """Transfer everything, and ask the master meanwhile. Result: (as ``Move``'s, Reply | TanghuluError).
-
+    Result: (list[TanghuluError | None], one per request; Reply | TanghuluError, or None without a call).
     ``within_s``: what the master's call may take.
     """
 
     requests: Sequence[TransferRequest]
-    question: Call[Any]
-    within_s: float
+    call: Call[Any] | None = None
+    within_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -95,10 +92,10 @@ class Sleep:
     seconds: float
 
 
-Instruction: TypeAlias = Ask | Stream | Tell | Reach | Move | Deliver | Sleep
+Effect: TypeAlias = CallPeers | Stream | Notify | OpenSegment | Transfer | Sleep
 T = TypeVar("T")
 #: A piece of the client's logic that ends with a T.
-Logic: TypeAlias = Generator[Instruction, Any, T]
+Logic: TypeAlias = Generator[Effect, Any, T]
 
 
 #: Copies through mapped memory come in portions of about this size, so that checksums find the bytes in the cache.
@@ -119,15 +116,35 @@ def portions(requests: Sequence[TransferRequest]) -> Iterator[tuple[int, Sequenc
 
 @dataclass(slots=True)
 class Deadline:
-    """The end of one operation. ``now_s`` is the shell's clock, so that the logic itself owns no time."""
+    """The end of one operation. ``now_s`` is the driver's clock, so that the logic itself owns no time."""
 
     until_s: float
-    now_s: Any
+    now_s: Callable[[], float]
 
     def remaining_s(self) -> float:
         """Seconds left, at least 0."""
-        return max(0.0, float(self.until_s - self.now_s()))
+        left_s = self.until_s - self.now_s()
+        return left_s if left_s > 0.0 else 0.0
 
     def remaining_ms(self) -> int:
         """What a peer is told: a little less than is left, so that its typed answer arrives in time."""
         return max(1, int(self.remaining_s() * 900))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Link:
+    """An open segment of a node. ``view`` is its memory if it is mapped here, at ``address``; else None."""
+
+    remote: RemoteSegment
+    view: memoryview | None = field(init=False)
+    address: int = field(init=False)
+
+    def index(self, place: IndexPlace | None, key_scope: str = "") -> IndexReader | None:
+        """The shared index at ``place``; None if there is none or the memory is not mapped."""
+        return None if self.view is None or place is None else IndexReader(self.view, place, key_scope)
+
+    def __post_init__(self) -> None:
+        view = self.remote.map()
+        address = 0 if view is None else np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+        object.__setattr__(self, "view", view)
+        object.__setattr__(self, "address", address)

@@ -1,6 +1,6 @@
 """How values are read: find a holder, get or pin there, move, verify, unpin; another holder if that fails.
 
-Pure logic for the shells. One *round* asks every node at most once: all keys are grouped by the holder to be tried
+Pure logic for the drivers. One *round* asks every node at most once: all keys are grouped by the holder to be tried
 next, all nodes are asked at once, all transfers move as one batch. What failed goes into the next round with its next
 holder; a key that has run out of cached holders is looked up at the master, once; then its error is final.
 """
@@ -16,22 +16,33 @@ from tanghulu.errors import (
     ChecksumMismatch,
     ChunkNotFound,
     DeadlineExceeded,
+    DirectoryIncomplete,
     LeaseExpired,
     NodeUnavailable,
     TanghuluError,
 )
 from tanghulu.store.client.chunk import Chunk
+from tanghulu.store.client.logic import context as common
 from tanghulu.store.client.logic import messages, ranges
 from tanghulu.store.client.logic.context import Context
-from tanghulu.store.client.logic.effects import Ask, Deadline, Logic, Move, PeerId, Reach, Tell, portions
-from tanghulu.store.client.logic.finding import find_holders
+from tanghulu.store.client.logic.effects import (
+    CallPeers,
+    Deadline,
+    Link,
+    Logic,
+    Notify,
+    OpenSegment,
+    PeerId,
+    Sleep,
+    Transfer,
+    portions,
+)
 from tanghulu.store.client.logic.leases import LeasedMemory
-from tanghulu.store.client.logic.link import Link
-from tanghulu.store.client.logic.wants import Want, mismatch, too_small
+from tanghulu.store.client.logic.ranges import GetOp, too_small
 from tanghulu.store.protocol import checksums as sums
 from tanghulu.store.protocol.packed_node import Found
 from tanghulu.store.protocol.shared_index import Entry, IndexReader
-from tanghulu.store.protocol.types import MAX_INLINE_BYTES
+from tanghulu.store.protocol.types import MAX_INLINE_BYTES, RELIED_S
 from tanghulu.transfer_engine.core.buffers import Buffer
 from tanghulu.transfer_engine.engine import Opcode, TransferRequest
 
@@ -41,13 +52,18 @@ KEYS_PER_GET = 1024
 MAX_COPIED_BYTES = MAX_INLINE_BYTES
 #: How often one get pins a key again whose lease ended before its bytes had come.
 MAX_PINNED_AGAIN = 3
+_REBUILDING_PAUSE_S = 0.05
+#: For how long holders that the master names are asked again when they have not got the chunk: as long as a putter may
+#: take from its word to the master until its node knows. Between two times are so many seconds, at first and at last.
+LATE_S = RELIED_S
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0002, 0.03
 
 
 @dataclass(slots=True)
 class _Pinned:
-    """One want with a lease on a node, or, without one, whose inline value was not what was put."""
+    """One get with a lease on a node, or, without one, whose inline value was not what was put."""
 
-    want: Want
+    op: GetOp
     node: PeerId
     found: Found
     begin: int = 0  # of the value, what is read: [begin, end)
@@ -65,108 +81,193 @@ class _Pinned:
         return sums.matches_from(self.arrived, self.found.checksums, self.begin)
 
 
-def fetch(context: Context, deadline: Deadline, wants: Sequence[Want], flush: Callable[[], None]) -> Logic[None]:
-    """Set every want's ``result``. ``flush`` is what a Chunk without a copy calls when it is closed."""
-    for want in wants:
-        _look_locally(context, want)
-    yield from _rounds(context, deadline, [want for want in wants if want.result is None], flush)
+def fetch(context: Context, deadline: Deadline, ops: Sequence[GetOp], flush: Callable[[], None]) -> Logic[None]:
+    """Set the ``result`` of all ``ops``. ``flush`` is what a Chunk without a copy calls when it is closed."""
+    for op in ops:
+        _look_locally(context, op)
+    yield from _rounds(context, deadline, [op for op in ops if op.result is None], flush)
 
 
-def fetch_one(context: Context, deadline: Deadline, want: Want, flush: Callable[[], None]) -> Logic[None]:
+def fetch_one(context: Context, deadline: Deadline, op: GetOp, flush: Callable[[], None]) -> Logic[None]:
     """``fetch`` for one key, the commonest call by far: with a likely holder it needs no grouping."""
-    _look_locally(context, want)
-    if want.result is not None:
+    _look_locally(context, op)
+    if op.result is not None:
         return
-    guessed = not want.holders
+    guessed = not op.holders
     if guessed:  # a node of this host is asked before the master, unless its index would have told
-        want.holders = [node for node in context.nodes.local_for(want.key, 0)[:1] if node not in context.indexes]
-    if want.holders:
-        node = want.holders[0]
-        alone = len(want.holders) == 1 and not guessed
-        call = messages.get((want.key,), context.inline_bytes(node), deadline.remaining_ms())
-        (outcome,) = yield Ask(((node, call),), None if alone else _patience_s(deadline))
-        pinned = _take_answer(context, deadline, node, (want,), outcome)
+        op.holders = [node for node in context.nodes.local_for(op.key, 0)[:1] if node not in context.mapped]
+    if op.holders:
+        node = op.holders[0]
+        alone = len(op.holders) == 1 and not guessed
+        call = messages.get((op.key,), context.inline_bytes(node), deadline.remaining_ms())
+        (outcome,) = yield CallPeers(((node, call),), None if alone else _patience_s(deadline))
+        pinned = _take_answer(context, deadline, node, (op,), outcome)
         if pinned:
             yield from _read_pinned(context, pinned, flush)
-    if want.result is None:
-        yield from _rounds(context, deadline, [want], flush)
+    if op.result is None:
+        yield from _rounds(context, deadline, [op], flush)
 
 
-def _rounds(context: Context, deadline: Deadline, open_wants: list[Want], flush: Callable[[], None]) -> Logic[None]:
-    while open_wants:
-        yield from find_holders(context, deadline, [w for w in open_wants if not w.holders])
-        groups: dict[PeerId, list[Want]] = {}
-        for want in open_wants:
-            if want.result is None and want.holders:
-                groups.setdefault(want.holders[0], []).append(want)
+def _rounds(context: Context, deadline: Deadline, open_ops: list[GetOp], flush: Callable[[], None]) -> Logic[None]:
+    while open_ops:
+        yield from find_holders(context, deadline, [op for op in open_ops if not op.holders])
+        groups: dict[PeerId, list[GetOp]] = {}
+        for op in open_ops:
+            if op.result is None and op.holders:
+                groups.setdefault(op.holders[0], []).append(op)
         if groups:
             yield from _round(context, deadline, groups, flush)
-        open_wants = [w for w in open_wants if w.result is None]
+        open_ops = [op for op in open_ops if op.result is None]
 
 
-# --- finding
+# --- finding a holder
 
 
-def _look_locally(context: Context, want: Want) -> None:
+def _look_locally(context: Context, op: GetOp) -> None:
     """Read the value by means of a shared index, or learn from it or from the cache who is likely to have it."""
-    indexes = context.indexes
-    if indexes:
+    all_mapped = context.mapped
+    if all_mapped:
         now_s = context.clock.now_s()
-        for node in indexes if len(context.nodes.local_ids()) < 2 else _nearest_first(context, want.key):
-            index = indexes.get(node)
-            if index is None:  # this client has not opened its memory: it is asked, and then opened
+        for node in all_mapped if len(context.nodes.local_ids()) < 2 else _nearest_first(context, op.key):
+            mapped = all_mapped.get(node)
+            if mapped is None:  # this client has not opened its memory: it is asked, and then opened
                 break
-            entry = index.find(want.key, now_s)
+            entry = mapped.index.find(op.key, now_s)
             if entry is None:
                 continue
-            if entry.size_bytes > MAX_COPIED_BYTES or not _copy(context, want, node, index, entry):
-                want.holders = [node]
+            if entry.size_bytes > MAX_COPIED_BYTES or not _copy(context, op, node, mapped.index, entry):
+                op.holders = [node]
             return
-    want.holders = list(context.locations.get(want.key))
+    op.holders = list(context.locations.get(op.key))
 
 
 def _nearest_first(context: Context, key: str) -> list[PeerId]:
     """All nodes of this host; the keys are shared among them as puts share them, so reads of replicas are too."""
     local = context.nodes.local_for(key, 0)
-    return local + [node for node in context.indexes if node not in local]
+    return local + [node for node in context.mapped if node not in local]
 
 
-def _copy(context: Context, want: Want, node: PeerId, index: IndexReader, entry: Entry) -> bool:
+def _copy(context: Context, op: GetOp, node: PeerId, index: IndexReader, entry: Entry) -> bool:
     """Copy the value that the index names; False if that was too late."""
-    buffer, size = want.buffer, entry.size_bytes
-    if buffer is None or want.part is not None:
+    buffer, size = op.buffer, entry.size_bytes
+    if buffer is None or op.part is not None:
         value = index.read(entry)
         if value is None:
             return False
-        if want.part is None:
-            want.result = Chunk(want.key, entry.version, value)
+        if op.part is None:
+            op.result = Chunk(op.key, entry.version, value)
         else:
-            ranges.deliver(want, entry.version, size, 0, value)
-    elif not too_small(want, size):
+            ranges.deliver(op, entry.version, size, 0, value)
+    elif not too_small(op, size):
         if not index.read_into(entry, buffer.view(0, size)):
             return False
-        want.result = size
-    context.reads.note(node, want.key, size)
+        op.result = size
+    context.reads.note(node, op.key, size)
     return True
+
+
+def find_holders(context: Context, deadline: Deadline, ops: list[GetOp]) -> Logic[None]:
+    """Give each of ``ops`` a holder that is still to be tried, or its final error."""
+    unknown = yield from _still_wanted(context, deadline, ops)
+    if not unknown:
+        return
+    try:
+        found, incomplete = yield from common.locate(context, [op.key for op in unknown])
+    except TanghuluError as error:
+        for op in unknown:
+            op.result = error
+        return
+    for op, nodes in zip(unknown, found, strict=True):
+        _take_located(context, op, nodes, incomplete=incomplete)
+    yield from _search_everywhere(context, deadline, [op for op in unknown if incomplete and not op.listed])
+
+
+def _take_located(context: Context, op: GetOp, nodes: Sequence[PeerId], *, incomplete: bool) -> None:
+    op.located, op.listed = True, bool(nodes)
+    op.holders = [node for node in nodes if node not in op.tried]
+    if nodes:
+        context.locations.set(op.key, tuple(nodes))
+    elif not incomplete:
+        context.locations.forget(op.key)
+        op.failure = None  # the holder that failed is none any more
+
+
+def _still_wanted(context: Context, deadline: Deadline, ops: list[GetOp]) -> Logic[list[GetOp]]:
+    """Those to look up, after a pause if all had been looked up before; the others have their final error."""
+    unknown: list[GetOp] = []
+    late: list[GetOp] = []
+    for op in ops:
+        if not op.located:
+            unknown.append(op)
+        elif _may_come(context, deadline, op):
+            late.append(op)
+        else:
+            op.result = op.failure or not_found(op.key)
+    if late:
+        yield Sleep(min(map(_pause_s, late)))
+    for op in late:
+        op.come_again()
+    return unknown + late
+
+
+def _may_come(context: Context, deadline: Deadline, op: GetOp) -> bool:
+    """Whether to ask the master and those it names once more: they had not got the chunk, and nothing else is wrong.
+
+    The master hears of a chunk before its node serves it, and of an evicted one after. So who was told that a key is
+    there may be faster than its putter; and what is gone the master will not name the next time.
+    """
+    now_s = context.clock.now_s()
+    if not op.num_late:
+        op.late_s = now_s
+    is_over = now_s - op.late_s > LATE_S or deadline.remaining_s() <= _pause_s(op)
+    return op.listed and not op.failure and not is_over
+
+
+def _pause_s(op: GetOp) -> float:
+    return min(_FIRST_PAUSE_S * (1 << op.num_late), _LAST_PAUSE_S)
+
+
+def _search_everywhere(context: Context, deadline: Deadline, ops: list[GetOp]) -> Logic[None]:
+    """The master is rebuilding and does not know these keys: ask all nodes, and after a pause the master again."""
+    if not ops:
+        return
+    yield from common.refresh_nodes(context)
+    fresh = [op for op in ops if not op.tried]
+    for op in fresh:
+        op.holders = context.nodes.ids()
+        op.located = False
+    waiting = [op for op in ops if not op.holders]
+    if not waiting:
+        return
+    if deadline.remaining_s() <= _REBUILDING_PAUSE_S:
+        for op in waiting:
+            op.result = DirectoryIncomplete(
+                f"the master is rebuilding its directory and no node has {op.key!r} yet; try again in a few seconds"
+            )
+        return
+    yield Sleep(_REBUILDING_PAUSE_S)
+    for op in waiting:
+        op.located = False
+        op.tried.clear()
 
 
 # --- one round
 
 
 def _round(
-    context: Context, deadline: Deadline, groups: dict[PeerId, list[Want]], flush: Callable[[], None]
+    context: Context, deadline: Deadline, groups: dict[PeerId, list[GetOp]], flush: Callable[[], None]
 ) -> Logic[None]:
-    asked = {node: wants[:KEYS_PER_GET] for node, wants in groups.items()}
+    asked = {node: ops[:KEYS_PER_GET] for node, ops in groups.items()}
     remaining_ms = deadline.remaining_ms()
     calls = [
-        (node, messages.get([w.key for w in wants], context.inline_bytes(node), remaining_ms))
-        for node, wants in asked.items()
+        (node, messages.get([op.key for op in ops], context.inline_bytes(node), remaining_ms))
+        for node, ops in asked.items()
     ]
-    others = any(len(want.holders) > 1 for wants in asked.values() for want in wants)
-    outcomes = yield Ask(calls, _patience_s(deadline) if others else None)
+    others = any(len(op.holders) > 1 for ops in asked.values() for op in ops)
+    outcomes = yield CallPeers(calls, _patience_s(deadline) if others else None)
     pinned: list[_Pinned] = []
-    for (node, wants), outcome in zip(asked.items(), outcomes, strict=True):
-        pinned += _take_answer(context, deadline, node, wants, outcome)
+    for (node, ops), outcome in zip(asked.items(), outcomes, strict=True):
+        pinned += _take_answer(context, deadline, node, ops, outcome)
     if pinned:
         yield from _read_pinned(context, pinned, flush)
 
@@ -180,64 +281,64 @@ def _take_answer(
     context: Context,
     deadline: Deadline,
     node: PeerId,
-    wants: Sequence[Want],
+    ops: Sequence[GetOp],
     outcome: messages.AnyReply | TanghuluError,
 ) -> list[_Pinned]:
-    """Inline values become results, failures send their want on; what the node pinned is still to be read."""
+    """Inline values become results, failures send their get on; what the node pinned is still to be read."""
     if isinstance(outcome, TanghuluError):
-        _node_failed(context, deadline, node, wants, outcome)
+        _node_failed(context, deadline, node, ops, outcome)
         return []
     pinned: list[_Pinned] = []
     answers = messages.found(outcome)
     if not answers:
-        _node_failed(context, deadline, node, wants, NodeUnavailable(f"{node} answered nothing"))
-    for want, answer in zip(wants, answers, strict=False):  # what it left out is asked for in the next round
+        _node_failed(context, deadline, node, ops, NodeUnavailable(f"{node} answered nothing"))
+    for op, answer in zip(ops, answers, strict=False):  # what it left out is asked for in the next round
         if isinstance(answer, TanghuluError):
-            _holder_failed(context, want, node, answer)
+            _holder_failed(context, op, node, answer)
             continue
         found, value = answer
         if value is not None:
-            if not _take_inline(want, found, value):  # the node is told, as if it had been pinned
-                pinned.append(_Pinned(want, node, found, error=mismatch(want.key, node, found)))
+            if not _take_inline(op, found, value):  # the node is told, as if it had been pinned
+                pinned.append(_Pinned(op, node, found, error=mismatch(op.key, node, found)))
         else:
             context.leases.hold(node, found.lease_id)
-            pinned.append(_Pinned(want, node, found))
+            pinned.append(_Pinned(op, node, found))
     return pinned
 
 
 def _node_failed(
-    context: Context, deadline: Deadline, node: PeerId, wants: Sequence[Want], error: TanghuluError
+    context: Context, deadline: Deadline, node: PeerId, ops: Sequence[GetOp], error: TanghuluError
 ) -> None:
     if isinstance(error, NodeUnavailable):
         context.nodes.expire()
     is_over = isinstance(error, DeadlineExceeded) and deadline.remaining_s() <= 0
-    for want in wants:
+    for op in ops:
         if is_over:
-            want.result = error
+            op.result = error
         else:
-            _holder_failed(context, want, node, error)
+            _holder_failed(context, op, node, error)
 
 
-def _holder_failed(context: Context, want: Want, node: PeerId, error: TanghuluError) -> None:
+def _holder_failed(context: Context, op: GetOp, node: PeerId, error: TanghuluError) -> None:
     """Try the next holder; the last one's error stays, unless it only said that it has not got the key."""
-    want.tried.add(node)
-    want.holders.remove(node)
-    context.locations.discard(want.key, node)
+    op.tried.add(node)
+    op.holders.remove(node)
+    context.locations.discard(op.key, node)
     if not isinstance(error, ChunkNotFound):
-        want.failure = error
+        op.failure = error
 
 
-def _take_inline(want: Want, found: Found, value: memoryview) -> bool:
+def _take_inline(op: GetOp, found: Found, value: memoryview) -> bool:
     """The value that came is the result; False if it is not what was put."""
     if not sums.matches(value, found.checksums):
         return False
-    if want.part is not None:
-        ranges.deliver(want, found.version, found.size_bytes, 0, value)
-    elif want.buffer is None:
-        want.result = Chunk(want.key, found.version, value)
-    elif not too_small(want, found.size_bytes):
-        want.buffer.view(0, found.size_bytes)[:] = value
-        want.result = found.size_bytes
+    if op.part is not None:
+        ranges.deliver(op, found.version, found.size_bytes, 0, value)
+    elif op.buffer is None:
+        op.result = Chunk(op.key, found.version, value)
+    elif not too_small(op, found.size_bytes):
+        op.buffer.view(0, found.size_bytes)[:] = value
+        op.result = found.size_bytes
     return True
 
 
@@ -253,22 +354,22 @@ def _read_pinned(context: Context, pinned: list[_Pinned], flush: Callable[[], No
             continue
         where = (each.node, each.found.copies_only)
         if where not in links:
-            links[where] = yield Reach(*where)
+            links[where] = yield OpenSegment(*where)
         link = links[where]
         if isinstance(link, TanghuluError):
             each.error = link
             continue
-        span = ranges.covering_span(each.want, each.found.size_bytes, each.found.checksums)
+        span = ranges.covering_span(each.op, each.found.size_bytes, each.found.checksums)
         if span is None:
             continue
         each.begin, each.end = span
-        if each.want.buffer is None and link.view is not None:
+        if each.op.buffer is None and link.view is not None:
             _look_at(context, each, link, flush)
         else:
             requests.append(_request(context, each, link))
             moving.append(each)
     for start, part in portions(requests):
-        errors = yield Move(part)
+        errors, _ = yield Transfer(part)
         for each, error in zip(moving[start : start + len(part)], errors, strict=True):
             each.error = error
             if error is None:
@@ -282,21 +383,21 @@ def _look_at(context: Context, each: _Pinned, link: Link, flush: Callable[[], No
     assert link.view is not None
     covered = link.view[found.offset + each.begin : found.offset + each.end]
     if not sums.matches_from(covered, found.checksums, each.begin):
-        each.error = mismatch(each.want.key, node, found)
+        each.error = mismatch(each.op.key, node, found)
         return
-    span = ranges.wanted_span(each.want, found.size_bytes)
+    span = ranges.wanted_span(each.op, found.size_bytes)
     assert span is not None, "it was within before"
     leases, lease_id = context.leases, found.lease_id
     address, length = link.address + found.offset + span[0], span[1] - span[0]
     memory = LeasedMemory(address, length, link.view, lambda: leases.drop(node, lease_id))
-    each.want.result = Chunk(each.want.key, found.version, np.asarray(memory), flush)
+    each.op.result = Chunk(each.op.key, found.version, np.asarray(memory), flush)
     each.keeps_lease = True
 
 
 def _request(context: Context, each: _Pinned, link: Link) -> TransferRequest:
-    want, found, length = each.want, each.found, each.end - each.begin
-    fits = ranges.wanted_span(want, found.size_bytes) == (each.begin, each.end)
-    buffer = want.buffer if want.buffer is not None and fits else Buffer(context.memory.take(length))
+    op, found, length = each.op, each.found, each.end - each.begin
+    fits = ranges.wanted_span(op, found.size_bytes) == (each.begin, each.end)
+    buffer = op.buffer if op.buffer is not None and fits else Buffer(context.memory.take(length))
     each.arrived = buffer.view(0, length)
     if found.checksums.parts:
         each.running = sums.RunningChecksums(length, found.checksums.part_bytes)
@@ -306,23 +407,23 @@ def _request(context: Context, each: _Pinned, link: Link) -> TransferRequest:
 
 def _take_moved(each: _Pinned) -> None:
     assert each.arrived is not None
-    want, found = each.want, each.found
+    op, found = each.op, each.found
     if not each.matches():
-        each.error = mismatch(want.key, each.node, found)
-    elif want.buffer is not None and each.arrived.obj is want.buffer.memory.obj:
-        want.result = len(each.arrived)
+        each.error = mismatch(op.key, each.node, found)
+    elif op.buffer is not None and each.arrived.obj is op.buffer.memory.obj:
+        op.result = len(each.arrived)
     else:
-        ranges.deliver(want, found.version, found.size_bytes, each.begin, each.arrived.toreadonly())
+        ranges.deliver(op, found.version, found.size_bytes, each.begin, each.arrived.toreadonly())
 
 
 def _finish(
     context: Context, pinned: list[_Pinned], links: dict[tuple[PeerId, bool], Link | TanghuluError]
 ) -> Logic[None]:
-    """Give back the leases, report corrupt chunks, send failed wants on to their next holder."""
+    """Give back the leases, report corrupt chunks, send failed gets on to their next holder."""
     calls: list[tuple[PeerId, messages.AnyCall]] = []
     for node in dict.fromkeys(each.node for each in pinned):
         own = [each for each in pinned if each.node == node]
-        corrupt = [each.want.key for each in own if isinstance(each.error, ChecksumMismatch)]
+        corrupt = [each.op.key for each in own if isinstance(each.error, ChecksumMismatch)]
         leases = [each.found.lease_id for each in own if each.found.lease_id and not each.keeps_lease]
         link = links.get((node, own[0].found.copies_only))
         by_mapping = isinstance(link, Link) and link.view is not None
@@ -332,9 +433,19 @@ def _finish(
             for lease_id in leases:
                 context.leases.released(node, lease_id)
         for each in own:
-            if isinstance(each.error, LeaseExpired) and each.want.num_expired < MAX_PINNED_AGAIN:
-                each.want.num_expired += 1  # too slow, or the connection broke in between: the holder still has it
+            if isinstance(each.error, LeaseExpired) and each.op.num_expired < MAX_PINNED_AGAIN:
+                each.op.num_expired += 1  # too slow, or the connection broke in between: the holder still has it
             elif each.error is not None:
-                _holder_failed(context, each.want, node, each.error)
+                _holder_failed(context, each.op, node, each.error)
     if calls:
-        yield Tell(calls)
+        yield Notify(calls)
+
+
+def not_found(key: str) -> ChunkNotFound:
+    """Nobody who lives has it."""
+    return ChunkNotFound(f"no live node holds {key!r}")
+
+
+def mismatch(key: str, node: PeerId, found: Found) -> ChecksumMismatch:
+    """The bytes changed on the way, or at their holder."""
+    return ChecksumMismatch(f"the {found.size_bytes} bytes of {key!r} that arrived from {node} are not what was put")

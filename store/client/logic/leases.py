@@ -15,11 +15,14 @@ from tanghulu.store.client.logic.effects import PeerId
 
 
 class Leases:
-    """Who holds what. Every step is one operation of a dict or deque: safe from any thread and from GC."""
+    """The leases on all nodes; ``dropped`` are to be given back.
+
+    Every step is one operation of a dict or deque: safe from any thread and from GC.
+    """
 
     def __init__(self) -> None:
         self._held: dict[PeerId, dict[int, None]] = {}
-        self._dropped: deque[tuple[PeerId, int]] = deque()
+        self.dropped: deque[tuple[PeerId, int]] = deque()
 
     def hold(self, node: PeerId, lease_id: int) -> None:
         """The node granted a lease."""
@@ -31,19 +34,14 @@ class Leases:
 
     def drop(self, node: PeerId, lease_id: int) -> None:
         """The lease is not needed any more and is to be given back soon."""
-        self._dropped.append((node, lease_id))
-
-    @property
-    def has_dropped(self) -> bool:
-        """Whether there is something to give back."""
-        return bool(self._dropped)
+        self.dropped.append((node, lease_id))
 
     def take_dropped(self) -> dict[PeerId, list[int]]:
         """What is to be given back now, by node; counts as released."""
         taken: dict[PeerId, list[int]] = {}
-        while self._dropped:
+        while self.dropped:
             try:
-                node, lease_id = self._dropped.popleft()
+                node, lease_id = self.dropped.popleft()
             except IndexError:  # another thread was faster
                 break
             taken.setdefault(node, []).append(lease_id)

@@ -1,6 +1,6 @@
 """Every operation of the client as a piece of logic: arguments checked, defaults filled in, results unpacked.
 
-The two clients (blocking, asyncio) are this file with a shell around it.
+The two clients (blocking, asyncio) are this file with a driver around it.
 """
 
 from __future__ import annotations
@@ -8,18 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from tanghulu.errors import InvalidRequest, TanghuluError
+from tanghulu.store.client import tensors
 from tanghulu.store.client.chunk import Chunk
-from tanghulu.store.client.logic import admin, ranges, waiting
+from tanghulu.store.client.logic import admin, ranges
 from tanghulu.store.client.logic import context as common
 from tanghulu.store.client.logic import get as gets
 from tanghulu.store.client.logic import put as puts
 from tanghulu.store.client.logic import query as directory
+from tanghulu.store.client.logic.commit import PutOp
 from tanghulu.store.client.logic.context import Context
 from tanghulu.store.client.logic.effects import Deadline, Logic
-from tanghulu.store.client.logic.putting import Putting
-from tanghulu.store.client.logic.values import readable, readable_pieces, writable
-from tanghulu.store.client.logic.wants import Want
+from tanghulu.store.client.logic.ranges import GetOp
 from tanghulu.store.client.model import (
     ChunkInfo,
     Evicted,
@@ -33,6 +35,10 @@ from tanghulu.store.client.model import (
 )
 from tanghulu.store.protocol import checksums as sums
 from tanghulu.store.protocol.types import MAX_INLINE_BYTES, NewChunk, validate_key
+from tanghulu.transfer_engine.core.buffers import Buffer
+
+#: Buffers that may make one value.
+MAX_PIECES = 4096
 
 
 class Operations:
@@ -44,11 +50,11 @@ class Operations:
 
     def put(self, deadline: Deadline, item: PutItem, options: PutOptions) -> Logic[Status]:
         """One value; raises its error."""
-        putting = self._putting(item, options)
-        if self._context.reads:
+        op = self._put_op(item, options)
+        if self._context.reads.noted:
             yield from common.tell_reads(self._context)
-        yield from puts.put_one(self._context, deadline, putting, options)
-        status = putting.status()
+        yield from puts.put_one(self._context, deadline, op, options)
+        status = op.status()
         if status.error is not None:
             raise status.error
         return status
@@ -57,20 +63,20 @@ class Operations:
         self, deadline: Deadline, items: Iterable[PutItem | tuple[str, Any]], options: PutOptions
     ) -> Logic[list[Status]]:
         """Many values, a Status each; malformed items get theirs without disturbing the others."""
-        statuses: list[Status | Putting] = []
+        statuses: list[Status | PutOp] = []
         for each in items:
             item = each if isinstance(each, PutItem) else PutItem(*each)
             try:
-                statuses.append(self._putting(item, options))
+                statuses.append(self._put_op(item, options))
             except InvalidRequest as error:
                 statuses.append(Status(item.key, error=error))
-        putting = [each for each in statuses if isinstance(each, Putting)]
-        if putting:
+        ops = [each for each in statuses if isinstance(each, PutOp)]
+        if ops:
             yield from common.tell_reads(self._context)
-            yield from puts.put_all(self._context, deadline, putting, options)
-        return [each.status() if isinstance(each, Putting) else each for each in statuses]
+            yield from puts.put_all(self._context, deadline, ops, options)
+        return [each.status() if isinstance(each, PutOp) else each for each in statuses]
 
-    def _putting(self, item: PutItem, options: PutOptions) -> Putting:
+    def _put_op(self, item: PutItem, options: PutOptions) -> PutOp:
         pieces = readable_pieces(item.value) if isinstance(item.value, list | tuple) else ()
         size = sum(map(len, pieces))
         if size > MAX_INLINE_BYTES:
@@ -87,38 +93,38 @@ class Operations:
             sums.part_length(size, options.part_bytes)  # too many parts are refused before anything is sent
         new = NewChunk(
             validate_key(item.key),
-            self._context.new_version(),
+            next(self._context.versions),
             size,
             given,
             options.pin,
             options.ttl_s,
             options.replicas,
         )
-        return Putting(new, value, options.replicas, pieces)
+        return PutOp(new, value, pieces)
 
     def get(self, deadline: Deadline, key: str) -> Logic[Chunk]:
         """One chunk; raises its error."""
-        want = Want(validate_key(key))
-        yield from gets.fetch_one(self._context, deadline, want, self._flush)
-        assert isinstance(want.result, Chunk | TanghuluError)
-        if isinstance(want.result, TanghuluError):
-            raise want.result
-        return want.result
+        op = GetOp(validate_key(key))
+        yield from gets.fetch_one(self._context, deadline, op, self._flush)
+        assert isinstance(op.result, Chunk | TanghuluError)
+        if isinstance(op.result, TanghuluError):
+            raise op.result
+        return op.result
 
     def get_many(self, deadline: Deadline, keys: Sequence[str]) -> Logic[list[Chunk | TanghuluError]]:
         """A chunk or an error for each key."""
-        wants = [Want(validate_key(key)) for key in keys]
-        yield from gets.fetch(self._context, deadline, wants, self._flush)
-        return [want.result for want in wants]  # type: ignore[misc]  # no buffers: no sizes
+        ops = [GetOp(validate_key(key)) for key in keys]
+        yield from gets.fetch(self._context, deadline, ops, self._flush)
+        return [op.result for op in ops]  # type: ignore[misc]  # no buffers: no sizes
 
     def get_range(self, deadline: Deadline, key: str, offset: int, length: int | None) -> Logic[Chunk]:
         """A part of one chunk; raises its error."""
-        want = Want(validate_key(key), part=ranges.make_range(offset, length))
-        yield from gets.fetch_one(self._context, deadline, want, self._flush)
-        assert isinstance(want.result, Chunk | TanghuluError)
-        if isinstance(want.result, TanghuluError):
-            raise want.result
-        return want.result
+        op = GetOp(validate_key(key), part=ranges.make_range(offset, length))
+        yield from gets.fetch_one(self._context, deadline, op, self._flush)
+        assert isinstance(op.result, Chunk | TanghuluError)
+        if isinstance(op.result, TanghuluError):
+            raise op.result
+        return op.result
 
     def get_into(
         self, deadline: Deadline, key: str, buffer: Any, offset: int = 0, length: int | None = None
@@ -129,12 +135,12 @@ class Operations:
             chunk = yield from self.get_range(deadline, key, offset, length)
             with chunk:
                 return ranges.scatter(chunk, buffers)
-        want = Want(validate_key(key), writable(buffer), ranges.make_range(offset, length))
-        yield from gets.fetch_one(self._context, deadline, want, self._flush)
-        assert isinstance(want.result, int | TanghuluError)
-        if isinstance(want.result, TanghuluError):
-            raise want.result
-        return want.result
+        op = GetOp(validate_key(key), writable(buffer), ranges.make_range(offset, length))
+        yield from gets.fetch_one(self._context, deadline, op, self._flush)
+        assert isinstance(op.result, int | TanghuluError)
+        if isinstance(op.result, TanghuluError):
+            raise op.result
+        return op.result
 
     def get_many_into(
         self, deadline: Deadline, keys: Sequence[str], buffers: Sequence[Any]
@@ -142,9 +148,9 @@ class Operations:
         """A size or an error for each key."""
         if len(keys) != len(buffers):
             raise InvalidRequest(f"{len(keys)} keys and {len(buffers)} buffers do not belong together")
-        wants = [Want(validate_key(k), writable(b)) for k, b in zip(keys, buffers, strict=True)]
-        yield from gets.fetch(self._context, deadline, wants, self._flush)
-        return [want.result for want in wants]  # type: ignore[misc]  # buffers: no chunks
+        ops = [GetOp(validate_key(k), writable(b)) for k, b in zip(keys, buffers, strict=True)]
+        yield from gets.fetch(self._context, deadline, ops, self._flush)
+        return [op.result for op in ops]  # type: ignore[misc]  # buffers: no chunks
 
     def exists(self, deadline: Deadline, key: str) -> Logic[bool]:
         """Whether a live node holds the key."""
@@ -161,12 +167,12 @@ class Operations:
 
     def wait_for(self, deadline: Deadline, key: str) -> Logic[bool]:
         """Wait until the key is stored; whether it is."""
-        (found,) = yield from waiting.wait_for(self._context, deadline, [key])
+        (found,) = yield from directory.wait_for(self._context, deadline, [key])
         return found
 
     def wait_for_many(self, deadline: Deadline, keys: Sequence[str]) -> Logic[list[bool]]:
         """The same for many: until all are."""
-        return (yield from waiting.wait_for(self._context, deadline, keys))
+        return (yield from directory.wait_for(self._context, deadline, keys))
 
     def remove(self, deadline: Deadline, key: str) -> Logic[bool]:
         """Drop one chunk; whether there was one. Raises what kept a holder from it."""
@@ -228,3 +234,54 @@ class Operations:
     def list_keys(self, deadline: Deadline, prefix: str, limit: int | None, after: str) -> Logic[list[KeyInfo]]:
         """Keys in order."""
         return (yield from directory.list_keys(prefix, limit, after))
+
+
+# --- callers' values and buffers as memory of format ``B``
+
+
+def readable(value: Any) -> memoryview:
+    """The bytes of ``value`` (bytes-like, numpy array, torch tensor, Buffer), without a copy.
+
+    Raises InvalidRequest for anything else, for memory that is not C-contiguous, and for an empty value.
+    """
+    if type(value) is bytes:
+        view = memoryview(value)
+    elif isinstance(value, Buffer):
+        view = value.view(0, value.size_bytes)
+    elif tensors.is_tensor(value):
+        view = tensors.as_array(value).data
+    else:
+        view = _contiguous(value)
+    if not view.nbytes:
+        raise InvalidRequest("the value is empty; a chunk has at least one byte")
+    return view
+
+
+def readable_pieces(values: Sequence[Any]) -> tuple[memoryview, ...]:
+    """The bytes of each of ``values``, which make one value together; raises InvalidRequest as ``readable``."""
+    if not 0 < len(values) <= MAX_PIECES:
+        raise InvalidRequest(f"a value in {len(values)} pieces; 1 to {MAX_PIECES} are allowed")
+    return tuple(readable(value) for value in values)
+
+
+def _contiguous(value: Any) -> memoryview:
+    if isinstance(value, np.ndarray):
+        if not value.flags.c_contiguous:
+            raise InvalidRequest("an array that is not C-contiguous is no value; copy it with numpy.ascontiguousarray")
+        return value.reshape(-1).view(np.uint8).data
+    try:
+        view = memoryview(value)
+        return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"{type(value).__name__} is no contiguous buffer of bytes: {error}") from None
+
+
+def writable(buffer: Any) -> Buffer:
+    """``buffer`` as the destination of a transfer. Raises InvalidRequest if it is read-only or not contiguous."""
+    if isinstance(buffer, Buffer):
+        named = buffer
+    else:
+        named = Buffer(tensors.as_array(buffer) if tensors.is_tensor(buffer) else buffer)
+    if named.read_only:
+        raise InvalidRequest("the buffer to read into is read-only")
+    return named

@@ -87,11 +87,12 @@ class NodeTable:
         if len(local) > 1:
             digest = xxhash.xxh3_64_intdigest(key.encode())
             local = sorted(local, key=lambda entry: _mix(entry[1] ^ digest), reverse=True)
-        return [node_id for node_id, _ in local if self._fits(node_id, size_bytes)]
-
-    def _fits(self, node_id: PeerId, size_bytes: int) -> bool:
-        node = self._nodes.get(node_id)
-        return node is not None and (node.capacity_bytes == 0 or size_bytes <= node.capacity_bytes)
+        fitting = []
+        for node_id, _ in local:
+            node = self._nodes.get(node_id)
+            if node is not None and (node.capacity_bytes == 0 or size_bytes <= node.capacity_bytes):
+                fitting.append(node_id)
+        return fitting
 
     def spread(self, candidates: Sequence[PeerId]) -> list[PeerId]:
         """The same nodes for several replicas: after the first, one on a new rack goes before one on a new host only.

@@ -1,15 +1,29 @@
-"""What is asked of the directory: exists, prefixes, listings, removal, stat. Pure logic for the shells."""
+"""What is asked of the directory: exists, prefixes, waiting, listings, removal, stat. Pure logic for the drivers.
+
+Whoever waits for keys that others will put is answered by the master when they have been committed, so nothing is
+polled. A call waits for a part of the time only; that, a master that restarts, and another one that leads are all met
+by calling again.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 
-from tanghulu.errors import ChunkNotFound, DirectoryIncomplete, InvalidRequest, TanghuluError
+from tanghulu.errors import (
+    ChunkNotFound,
+    DirectoryIncomplete,
+    InvalidRequest,
+    MasterUnavailable,
+    Overloaded,
+    TanghuluError,
+)
+from tanghulu.protos import directory_pb2, fastlane_pb2
+from tanghulu.rpc.fast_client import Call
 from tanghulu.store.client.logic import context as common
 from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic.context import Context
-from tanghulu.store.client.logic.effects import Ask, Deadline, Logic, PeerId, Sleep
+from tanghulu.store.client.logic.effects import MASTER, CallPeers, Deadline, Logic, PeerId, Sleep
 from tanghulu.store.client.model import ChunkInfo, KeyInfo, NodeView
 from tanghulu.store.protocol.types import validate_key, validate_keys
 
@@ -18,6 +32,10 @@ KEYS_PER_CALL = 8192
 #: match_prefix asks this many keys first, then doubles: short matches stay cheap.
 _FIRST_PREFIX_STEP = 1024
 _REBUILDING_PAUSE_S = 0.05
+#: What is left of a waiting call's time for its answer to come back; the master counts its time in steps of 0.05 s.
+_SLACK_S = 0.1
+#: Between two tries while no master answers, or while too many wait there.
+_WAIT_PAUSE_S = 0.1
 
 
 def exists(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[list[bool]]:
@@ -47,7 +65,7 @@ def _exist(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[l
 
 
 def _ask_nodes(context: Context, keys: Sequence[str]) -> Logic[set[str]]:
-    outcomes = yield Ask([(node, messages.node_exists(keys)) for node in context.nodes.ids()])
+    outcomes = yield CallPeers([(node, messages.node_exists(keys)) for node in context.nodes.ids()])
     here: set[str] = set()
     for outcome in outcomes:
         if not isinstance(outcome, TanghuluError):
@@ -66,6 +84,41 @@ def match_prefix(context: Context, deadline: Deadline, keys: Sequence[str]) -> L
         matched += len(part)
         step = min(2 * step, KEYS_PER_CALL)
     return matched
+
+
+def wait_for(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[list[bool]]:
+    """Wait until all of ``keys`` are stored, or until the deadline; for each whether it is there.
+
+    Raises MasterUnavailable or Overloaded if it was never answered.
+    """
+    validate_keys(keys)
+    yield from common.tell_reads(context)
+    found: list[bool] = []
+    for start in range(0, len(keys), KEYS_PER_CALL):
+        found += yield from _wait(context, deadline, keys[start : start + KEYS_PER_CALL])
+    return found
+
+
+def _wait(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[list[bool]]:
+    found: list[bool] | None = None
+    while True:
+        call_s = min(deadline.remaining_s(), context.wait_s)
+        waiting_s = max(call_s - _SLACK_S, 0.0)
+        request = directory_pb2.WaitRequest(keys=keys, deadline_ms=int(waiting_s * 1000))
+        (outcome,) = yield CallPeers([(MASTER, Call(fastlane_pb2.METHOD_WAIT, request, directory_pb2.WaitReply))])
+        failure = outcome if isinstance(outcome, TanghuluError) else None
+        if failure is not None and not isinstance(failure, MasterUnavailable | Overloaded):
+            raise failure
+        if failure is None:
+            found = [byte == 1 for byte in outcome.message.found]
+            if all(found):
+                return found
+        if deadline.remaining_s() <= _SLACK_S:
+            if found is None and failure is not None:
+                raise failure
+            return found or [False] * len(keys)
+        if failure is not None:
+            yield Sleep(_WAIT_PAUSE_S)
 
 
 def list_keys(prefix: str, limit: int | None = None, after: str = "") -> Logic[list[KeyInfo]]:
@@ -99,7 +152,7 @@ def _remove(context: Context, keys: Sequence[str]) -> Logic[list[bool | Tanghulu
         context.locations.forget(keys[index])
         for node in nodes or (context.nodes.ids() if incomplete else ()):
             by_node.setdefault(node, []).append(index)
-    outcomes = yield Ask([(node, messages.remove([keys[i] for i in own])) for node, own in by_node.items()])
+    outcomes = yield CallPeers([(node, messages.remove([keys[i] for i in own])) for node, own in by_node.items()])
     removed: list[bool | TanghuluError] = [False] * len(keys)
     for own, outcome in zip(by_node.values(), outcomes, strict=True):
         for position, index in enumerate(own):
@@ -130,7 +183,7 @@ def stat(context: Context, key: str) -> Logic[ChunkInfo]:
     (nodes,), incomplete = yield from common.locate(context, [validate_key(key)])
     failure: TanghuluError | None = None
     for node in nodes or (tuple(context.nodes.ids()) if incomplete else ()):
-        (outcome,) = yield Ask([(node, messages.node_stat([key]))])
+        (outcome,) = yield CallPeers([(node, messages.node_stat([key]))])
         if isinstance(outcome, TanghuluError):
             failure = outcome
             continue
@@ -144,7 +197,7 @@ def stat(context: Context, key: str) -> Logic[ChunkInfo]:
 
 def stat_at(key: str, node: str) -> Logic[ChunkInfo]:
     """What ``node`` knows of the chunk; raises ChunkNotFound, or why it cannot be asked."""
-    (outcome,) = yield Ask([(PeerId(node), messages.node_stat([validate_key(key)]))])
+    (outcome,) = yield CallPeers([(PeerId(node), messages.node_stat([validate_key(key)]))])
     if isinstance(outcome, TanghuluError):
         raise outcome
     info = messages.chunk_info(key, (node,), outcome)
@@ -165,7 +218,7 @@ def ask_node(context: Context, node: str, call: messages.AnyCall) -> Logic[messa
         known = yield from nodes(context)
         if all(view.id != node for view in known):
             raise InvalidRequest(f"no node is called {node!r}; there are: {', '.join(v.id for v in known) or 'none'}")
-    (outcome,) = yield Ask([(PeerId(node), call)])
+    (outcome,) = yield CallPeers([(PeerId(node), call)])
     if isinstance(outcome, TanghuluError):
         raise outcome
     reply: messages.AnyReply = outcome

@@ -1,4 +1,4 @@
-"""Parts of values: what has to be read so that a range can be verified, and what of it the caller gets. Pure.
+"""What one get asks for: a key, a part of its value, and where it goes; and what has to be read for that. Pure.
 
 Checksums cover runs of ``part_bytes``. So a range is read with the parts around it, which are verified; a value with a
 single checksum is read whole. Example: parts of 4 bytes, bytes [5, 7) are wanted: [4, 8) is read and compared with the
@@ -8,15 +8,62 @@ second checksum, and the caller gets the middle of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
-from tanghulu.errors import InvalidRequest
+from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.store.client.chunk import Chunk
-from tanghulu.store.client.logic.wants import Range, Want, too_small
+from tanghulu.store.client.logic.effects import PeerId
 from tanghulu.store.protocol import checksums as sums
 from tanghulu.store.protocol.checksums import Checksums
 from tanghulu.transfer_engine.core.buffers import Buffer
+
+
+class Range(NamedTuple):
+    """A part of a value; ``length`` None: up to its end."""
+
+    offset: int
+    length: int | None
+
+
+@dataclass(slots=True)
+class GetOp:
+    """One key to read: into ``buffer``, or into a Chunk where that is None. Done when ``result`` is set.
+
+    ``part`` None: all of the value.
+    """
+
+    key: str
+    buffer: Buffer | None = None
+    part: Range | None = None
+    holders: list[PeerId] = field(default_factory=list)
+    tried: set[PeerId] = field(default_factory=set)
+    located: bool = False
+    listed: bool = False  # the master named holders when it was asked last
+    num_late: int = 0  # how often they had not got it yet
+    late_s: float = 0.0  # when that was so first
+    num_expired: int = 0
+    failure: TanghuluError | None = None
+    result: Chunk | int | TanghuluError | None = None
+
+    def come_again(self) -> None:
+        """The holders that the master names had not got the key; the master is asked once more."""
+        self.located = False
+        self.num_late += 1
+        self.tried.clear()
+
+
+def too_small(op: GetOp, size_bytes: int) -> bool:
+    """Whether the caller's buffer cannot take the value; that is then the result."""
+    assert op.buffer is not None
+    if size_bytes <= op.buffer.size_bytes:
+        return False
+    op.result = InvalidRequest(
+        f"{op.key!r} has {size_bytes} bytes, the buffer to read into only {op.buffer.size_bytes}"
+    )
+    return True
 
 
 def make_range(offset: int, length: int | None) -> Range | None:
@@ -26,38 +73,38 @@ def make_range(offset: int, length: int | None) -> Range | None:
     return None if offset == 0 and length is None else Range(offset, length)
 
 
-def wanted_span(want: Want, size_bytes: int) -> tuple[int, int] | None:
+def wanted_span(op: GetOp, size_bytes: int) -> tuple[int, int] | None:
     """(begin, end) of what the caller gets of a value of that size; None: nothing, the result says why."""
-    if want.part is None:
+    if op.part is None:
         begin, end = 0, size_bytes
     else:
-        begin = want.part.offset
-        end = size_bytes if want.part.length is None else begin + want.part.length
+        begin = op.part.offset
+        end = size_bytes if op.part.length is None else begin + op.part.length
     if not begin < end <= size_bytes:
-        want.result = InvalidRequest(f"{want.key!r} has {size_bytes} bytes; [{begin}, {end}) is not within")
+        op.result = InvalidRequest(f"{op.key!r} has {size_bytes} bytes; [{begin}, {end}) is not within")
         return None
-    if want.buffer is not None and too_small(want, end - begin):
+    if op.buffer is not None and too_small(op, end - begin):
         return None
     return begin, end
 
 
-def covering_span(want: Want, size_bytes: int, checksums: Checksums) -> tuple[int, int] | None:
+def covering_span(op: GetOp, size_bytes: int, checksums: Checksums) -> tuple[int, int] | None:
     """(begin, end) of what has to be read for it."""
-    span = wanted_span(want, size_bytes)
+    span = wanted_span(op, size_bytes)
     return None if span is None else sums.covering(checksums, size_bytes, *span)
 
 
-def deliver(want: Want, version: int, size_bytes: int, begin: int, value: bytes | memoryview) -> None:
+def deliver(op: GetOp, version: int, size_bytes: int, begin: int, value: bytes | memoryview) -> None:
     """``value``, verified, is the part of the chunk that begins at ``begin``: give the caller what it wants of it."""
-    span = wanted_span(want, size_bytes)
+    span = wanted_span(op, size_bytes)
     if span is None:
         return
     memory = value[span[0] - begin : span[1] - begin]
-    if want.buffer is None:
-        want.result = Chunk(want.key, version, memory)
+    if op.buffer is None:
+        op.result = Chunk(op.key, version, memory)
     else:
-        want.buffer.view(0, len(memory))[:] = memory
-        want.result = len(memory)
+        op.buffer.view(0, len(memory))[:] = memory
+        op.result = len(memory)
 
 
 def scatter(chunk: Chunk, buffers: Sequence[Buffer]) -> int:

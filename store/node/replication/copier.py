@@ -15,7 +15,7 @@ import structlog
 from tanghulu.errors import ChunkNotFound, TanghuluError
 from tanghulu.masters import Masters
 from tanghulu.store.client.chunk import Chunk as ReadChunk
-from tanghulu.store.client.drivers.asynchronous import AsyncShell
+from tanghulu.store.client.drivers.asynchronous import AsyncioDriver
 from tanghulu.store.client.logic.effects import Deadline, Logic, PeerId
 from tanghulu.store.client.logic.operations import Operations
 from tanghulu.store.client.model import ChunkInfo
@@ -41,7 +41,7 @@ class Copier:
         self._desk = desk
         self._on_failed = on_failed
         self._orders: asyncio.Queue[CopyOrder] = asyncio.Queue(MAX_WAITING)
-        self._shell: AsyncShell | None = None
+        self._shell: AsyncioDriver | None = None
         self.num_copied = 0
         self.num_failed = 0
 
@@ -58,7 +58,7 @@ class Copier:
 
     async def run(self) -> None:
         """Work off the orders until cancelled."""
-        self._shell = AsyncShell(self._settings)
+        self._shell = AsyncioDriver(self._settings)
         workers = [asyncio.create_task(self._work(self._shell)) for _ in range(MAX_AT_ONCE)]
         try:
             await asyncio.gather(*workers)
@@ -70,7 +70,7 @@ class Copier:
             with contextlib.suppress(TanghuluError):
                 await shell.close()
 
-    async def _work(self, shell: AsyncShell) -> None:
+    async def _work(self, shell: AsyncioDriver) -> None:
         while True:
             order = await self._orders.get()
             try:
@@ -80,7 +80,7 @@ class Copier:
             else:
                 self.num_copied += 1
 
-    async def _copy(self, shell: AsyncShell, order: CopyOrder) -> None:
+    async def _copy(self, shell: AsyncioDriver, order: CopyOrder) -> None:
         deadline = shell.deadline(COPY_DEADLINE_S)
         info, chunk = await shell.run(_pull(shell, deadline, order), deadline)
         with chunk:
@@ -102,7 +102,7 @@ class Copier:
         self._on_failed(order.key)
 
 
-def _pull(shell: AsyncShell, deadline: Deadline, order: CopyOrder) -> Logic[tuple[ChunkInfo, ReadChunk]]:
+def _pull(shell: AsyncioDriver, deadline: Deadline, order: CopyOrder) -> Logic[tuple[ChunkInfo, ReadChunk]]:
     """What the source knows of the chunk, and its bytes, verified."""
     operations = Operations(shell.context, shell.flush)
     shell.context.locations.set(order.key, (PeerId(order.source),))

@@ -1,0 +1,349 @@
+"""The carriers of a put: write buffer, stream and transfer, each reserve, fill and commit. Pure logic for the drivers.
+
+Which of them a put takes, ``store.client.logic.plan`` says. In none of them a chunk is committed by the client that the
+master did not accept: the node is told, or finds the record, only afterwards.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from tanghulu.errors import TanghuluError
+from tanghulu.store.client.logic import messages
+from tanghulu.store.client.logic.commit import CommitCall, PutOp, commit_by_client, take_results
+from tanghulu.store.client.logic.context import Context
+from tanghulu.store.client.logic.effects import (
+    CallPeers,
+    Deadline,
+    Link,
+    Logic,
+    OpenSegment,
+    PeerId,
+    Stream,
+    Transfer,
+    portions,
+)
+from tanghulu.store.client.logic.plan import Access, Committer, Route, joint_committer
+from tanghulu.store.client.logic.write_buffers import MappedNode
+from tanghulu.store.client.model import PutOptions
+from tanghulu.store.protocol import checksums as sums
+from tanghulu.store.protocol.packed_node import Reservation
+from tanghulu.store.protocol.types import LastWord, NewChunk, Verdict
+from tanghulu.store.protocol.write_buffer import DeskWriter, Record
+from tanghulu.transfer_engine.engine import Opcode, TransferRequest
+
+#: Of a value, what its checksum has seen before the node has made room: as much as fits into that time.
+AHEAD_BYTES = 4 << 20
+
+_STREAM_ENDS = {
+    Verdict.ACCEPTED: LastWord.PROCLAIMED,
+    Verdict.EXISTS: LastWord.DROP,
+    Verdict.ASK_NODE: LastWord.ANNOUNCE,
+}
+_stream_ids = itertools.count(1)
+
+
+# --- write buffer
+#
+#     value and checksum into the write buffer -> commit at the master -> accepted: publish the record -> done
+#
+# In this order a record is never published that the master did not accept, so the node may make a chunk of it whenever
+# it comes by. Whatever is not as usual goes another way: the master does not lead, or is rebuilding, or knows the key
+# as the node's own; there is no write buffer, or no room in it.
+
+
+@dataclass(slots=True)
+class _Use:
+    """One value in a write buffer; ends when its record is published, or is abandoned."""
+
+    op: PutOp
+    buffer: DeskWriter
+    place: int
+    checksum: int = 0
+
+
+def put_in_buffer(context: Context, deadline: Deadline, node: PeerId, ops: Sequence[PutOp]) -> Logic[None]:
+    """Put ``ops`` by a write buffer at ``node``, as many of the first as there is room for; the others stay open."""
+    mapped = context.mapped.get(node)
+    if mapped is None:
+        return
+    uses: list[_Use] = []
+    news: list[NewChunk] = []
+    try:
+        for op in ops:
+            new = op.new
+            found = context.write_buffers.reserve(node, new.size_bytes)
+            if found is None:
+                found = yield from _open_buffer(context, node, mapped.link, new.size_bytes, often=len(ops) > 1)
+                if found is None:
+                    break
+            buffer, place = found
+            use = _Use(op, buffer, place)
+            uses.append(use)
+            news.append(new)
+            mapped.link.remote.touch(buffer.offset + place, new.size_bytes)
+            buffer.fill(place, op.value)
+            (use.checksum,) = new.checksums.parts or op.checksums(0).parts
+        if uses:
+            results = yield from commit_by_client(context, deadline, node, mapped.generation, news)
+            _publish(context, node, mapped, uses, results)
+    finally:
+        for use in reversed(uses):
+            if not use.op.placed:
+                use.buffer.abandon(use.place, use.op.new.size_bytes)
+
+
+def _publish(
+    context: Context, node: PeerId, mapped: MappedNode, uses: Sequence[_Use], results: Sequence[Verdict]
+) -> None:
+    """End the uses whose chunks the master accepted with a record for the node."""
+    for use, result in zip(uses, results, strict=True):
+        op = use.op
+        if result is Verdict.ACCEPTED:
+            key, version, size_bytes, _, pin, ttl_s, _ = op.new
+            ttl_ms = 0 if ttl_s is None else max(1, round(ttl_s * 1000))
+            use.buffer.publish(Record(key, version, use.place, size_bytes, use.checksum, pin, ttl_ms))
+            op.placed.append(node)
+            op.done = True
+        elif result is Verdict.EXISTS:
+            op.existed = op.done = True
+        elif mapped.index.find(op.new.key, context.clock.now_s()) is not None:
+            context.reads.note(node, op.new.key, 0)  # a hit counts for the order of evictions
+            op.existed = op.done = True
+
+
+def _open_buffer(
+    context: Context, node: PeerId, link: Link, size_bytes: int, *, often: bool
+) -> Logic[tuple[DeskWriter, int] | None]:
+    """Ask ``node`` for a write buffer if that pays now; it, and the place for the value in it."""
+    buffers, now_s = context.write_buffers, context.clock.now_s()
+    if not buffers.may_ask(node, size_bytes, now_s, often=often):
+        return None
+    (answer,) = yield CallPeers(((node, messages.desk(size_bytes)),))
+    given = None if isinstance(answer, TanghuluError) else messages.desk_place(answer)
+    if given is None:
+        buffers.refused(node, size_bytes, now_s)
+        return None
+    buffers.opened(node, link, given)
+    return buffers.reserve(node, size_bytes)
+
+
+# --- stream
+#
+#     STREAM to the node: the head           (the node wakes, and makes room where the value will lie)
+#     commit at the master                   (whose answer is not waited for yet)
+#     checksum
+#     the value, which the node receives in place
+#     the master's answer
+#     SETTLE to the node, on the same connection: checksum and answer -> the node answers STREAM
+#
+# Neither checksum nor commit is waited for after the last byte, and the node copies nothing: that its head comes ahead
+# of everything saves it 0.1 ms, and a copy of what else it would find behind the head. If the client dies in between,
+# the node's connection ends and the value is dropped, and the master takes back its pending commit.
+
+
+class _StreamedPut:
+    """What the driver asks for while it streams one value."""
+
+    def __init__(self, node: PeerId, op: PutOp, options: PutOptions, committer: Committer) -> None:
+        self.stream_id = next(_stream_ids)
+        self._node, self._op, self._part_bytes, self._committer = node, op, options.part_bytes, committer
+        self._checksums = op.new.checksums
+        self._generation = 0
+        self._commit: CommitCall | None = None
+
+    def commit_call(self, generation: int) -> messages.AnyCall | None:
+        """The call to the master; None where the node commits."""
+        self._generation = generation
+        if self._committer is Committer.NODE:
+            return None
+        self._commit = CommitCall(self._node, generation, (self._op.new,))
+        return self._commit.call
+
+    def meanwhile(self) -> None:
+        """The node makes room: compute the checksum, which also brings the value near."""
+        self._checksums = self._op.checksums(self._part_bytes)
+
+    def end_call(self, answer: messages.AnyReply | TanghuluError | None) -> messages.AnyCall:
+        """The end of the stream, after what the master answered."""
+        (result,) = (Verdict.ASK_NODE,) if self._commit is None else self._commit.results(answer)
+        return messages.settle(self.stream_id, _STREAM_ENDS[result], self._generation, self._checksums)
+
+
+def put_by_stream(
+    context: Context, deadline: Deadline, node: PeerId, op: PutOp, options: PutOptions, committer: Committer
+) -> Logic[None]:
+    """Put ``op`` at ``node`` by a stream; it stays open where that fails, and another way tells what is wrong."""
+    streamed = _StreamedPut(node, op, options, committer)
+    new, pieces = op.new._replace(checksums=sums.NO_CHECKSUMS), op.pieces or (op.value,)
+    answer = yield Stream(
+        node,
+        messages.stream(streamed.stream_id, new, pieces, options.visible, deadline.remaining_ms()),
+        streamed.commit_call,
+        streamed.meanwhile,
+        streamed.end_call,
+        messages.settle(streamed.stream_id, LastWord.DROP, 0, sums.NO_CHECKSUMS),
+        deadline.remaining_s() / 2,
+    )
+    if isinstance(answer, TanghuluError):
+        return
+    (result,) = messages.put_results(answer)
+    if not isinstance(result, TanghuluError):
+        op.take_result(node, result)
+        op.done = True
+
+
+# --- transfer
+#
+#     RESERVE at the node; and meanwhile the checksum of the value's beginning, which brings that near
+#     transfer, with the checksum behind it; and meanwhile the commit at the master, if the client commits
+#     COMMIT at the node: checksum, and whether the master has accepted it
+#
+# What moves together is added to the checksums right behind its move; a transfer through mapped memory does that by
+# itself, piece by piece (see ``transfer_engine.transports.shm.long_copy``).
+
+
+@dataclass(slots=True)
+class Filling:
+    """One item on its way into the range that one node has reserved for it."""
+
+    op: PutOp
+    node: PeerId
+    route: Route
+    reservation: Reservation
+    error: TanghuluError | None = None
+    result: Verdict = Verdict.ASK_NODE
+    rest: sums.Rest | None = None  # the checksums, of what they have not seen yet
+    _num_moved: int = 0
+
+    def begin_checksum(self, part_bytes: int) -> None:
+        """The value begins to move."""
+        if not self.op.new.checksums.parts:
+            running, self.op.running = self.op.running, None
+            self.rest = sums.Rest(running or sums.RunningChecksums(self.op.new.size_bytes, part_bytes))
+
+    def moved(self, request: TransferRequest, error: TanghuluError | None) -> None:
+        """The next request of the value has moved, or has not."""
+        self.error = self.error or error
+        if self.error is None and self.rest is not None:
+            if self.rest.num_shown == self._num_moved:  # not by the transfer itself
+                self.rest.add(request.source)
+            self._num_moved += request.length
+
+    def checksums(self, part_bytes: int) -> sums.Checksums:
+        """Of the value, all of which has moved."""
+        if self.rest is not None and self.rest.running.complete:
+            return self.rest.running.end()
+        return self.op.checksums(part_bytes)
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether it is to be committed."""
+        return self.error is None and self.result is not Verdict.EXISTS
+
+
+def begin_ahead(ops: Sequence[PutOp], options: PutOptions) -> Callable[[], None] | None:
+    """What can be done while a node makes room for ``ops``; raises InvalidRequest for too many parts."""
+    op = ops[0]
+    if len(ops) > 1 or op.pieces or op.new.checksums.parts:
+        return None
+    running = op.running = sums.RunningChecksums(op.new.size_bytes, options.part_bytes)
+    return lambda: running.add(op.value[:AHEAD_BYTES])
+
+
+def take_reservations(
+    context: Context,
+    node: PeerId,
+    ops: Sequence[tuple[PutOp, Route]],
+    answer: messages.AnyReply | TanghuluError,
+) -> list[Filling]:
+    """The node's answer to RESERVE: what is to be filled now; the other items know why not."""
+    if isinstance(answer, TanghuluError):
+        take_results(context, node, [op for op, _ in ops], answer)
+        return []
+    fillings: list[Filling] = []
+    for (op, route), reservation in zip(ops, messages.reservations(answer), strict=True):
+        if reservation is None or isinstance(reservation, TanghuluError):
+            op.take_result(node, True if reservation is None else reservation)
+        else:
+            context.leases.hold(node, reservation.lease_id)
+            fillings.append(Filling(op, node, route, reservation))
+    return fillings
+
+
+def transfer_all(context: Context, deadline: Deadline, fillings: list[Filling], options: PutOptions) -> Logic[None]:
+    """Move every value to its range and commit it; the items then know what became of them."""
+    requests: list[TransferRequest] = []
+    moving: list[Filling] = []
+    links: dict[tuple[PeerId, bool], Link | TanghuluError] = {}
+    for each in fillings:
+        where = (each.node, each.reservation.copies_only)
+        if where not in links:
+            links[where] = yield OpenSegment(*where)
+        link = links[where]
+        if isinstance(link, TanghuluError):
+            each.error = link
+            continue
+        each.begin_checksum(options.part_bytes)
+        own = list(_requests(each, link))
+        requests += own
+        moving += [each] * len(own)
+    commit, generation = _commit_ahead(context, fillings)
+    for start, part in portions(requests):
+        if commit is not None and not start:
+            errors, answer = yield Transfer(part, commit.call, deadline.remaining_s() / 2)
+            for each, result in zip(fillings, commit.results(answer), strict=True):
+                each.result = result
+        else:
+            errors, _ = yield Transfer(part)
+        for each, request, error in zip(moving[start : start + len(part)], part, errors, strict=True):
+            each.moved(request, error)
+    yield from _commit_at_nodes(context, deadline, fillings, options, generation)
+
+
+def _requests(filling: Filling, link: Link) -> Iterator[TransferRequest]:
+    """What moves the value to its range."""
+    offset, lease_id = filling.reservation.offset, filling.reservation.lease_id
+    for piece in filling.op.pieces or (filling.op.value,):
+        yield TransferRequest(Opcode.WRITE, piece, link.remote, offset, len(piece), 0, lease_id, digest=filling.rest)
+        offset += len(piece)
+
+
+def _commit_ahead(context: Context, fillings: Sequence[Filling]) -> tuple[CommitCall | None, int]:
+    """The call that commits all ``fillings`` at the master, and the generation of their node; (None, 0): nodes do."""
+    node, num_nodes = fillings[0].node, len({each.node for each in fillings})
+    mapped = context.mapped.get(node)
+    lives = context.access(node, context.clock.now_s()) is Access.MAPPED
+    by_mapping = lives and all(each.error is None and not each.reservation.copies_only for each in fillings)
+    committer = joint_committer([each.route for each in fillings], num_nodes, by_mapping=by_mapping)
+    if mapped is None or committer is Committer.NODE:
+        return None, 0
+    return CommitCall(node, mapped.generation, [each.op.new for each in fillings]), mapped.generation
+
+
+def _commit_at_nodes(
+    context: Context, deadline: Deadline, fillings: list[Filling], options: PutOptions, generation: int
+) -> Logic[None]:
+    calls: list[tuple[PeerId, messages.AnyCall]] = []
+    committed: list[list[Filling]] = []
+    for node in dict.fromkeys(each.node for each in fillings):
+        own = [each for each in fillings if each.node == node]
+        filled = sorted((each for each in own if each.is_filled), key=lambda each: each.result is not Verdict.ACCEPTED)
+        aborted = [each.reservation.lease_id for each in own if not each.is_filled]
+        items = [(each.reservation.lease_id, each.checksums(options.part_bytes)) for each in filled]
+        num_accepted = sum(each.result is Verdict.ACCEPTED for each in filled)
+        remaining_ms = deadline.remaining_ms()
+        call = messages.commit(items, aborted, options.visible, remaining_ms, num_accepted, generation)
+        calls.append((node, call))
+        committed.append(filled)
+    answers = yield CallPeers(calls)
+    for (node, _), filled, answer in zip(calls, committed, answers, strict=True):
+        take_results(context, node, [each.op for each in filled], answer)
+    for each in fillings:
+        context.leases.released(each.node, each.reservation.lease_id)
+        if each.error is not None:
+            each.op.error = each.error
+        elif each.result is Verdict.EXISTS:
+            each.op.existed = True

@@ -1,0 +1,155 @@
+"""Which way a put takes: the one table of carriers and committers. Pure.
+
+Every put is the same three steps: reserve memory at a node, fill it, commit the chunk at the master. A way differs in
+the *carrier* that brings the bytes, and in the *committer* that tells the master:
+
+    BUFFER    reserved in advance: the client copies the value into its write buffer in the node's memory
+    INLINE    all three steps in one message: the value travels inside the request, up to the size of a message
+    STREAM    the value follows its request over the same socket, and the node receives it in place
+    TRANSFER  the node reserves a range, the transfer engine fills it, another message commits it
+
+    CLIENT    the client calls the master, while the bytes are on their way where it can
+    NODE      the node tells the master when it has the bytes, and answers then
+
+The CLIENT commits what goes by BUFFER or STREAM, and the transfers marked with a star; the NODE all else.
+
+                                  up to 64 KiB    up to 1 MiB    larger
+    1 replica   memory mapped     BUFFER          BUFFER         TRANSFER*
+                to be mapped      INLINE          TRANSFER*      TRANSFER*
+                over tcp          INLINE          STREAM         TRANSFER
+                over UCX, verbs   INLINE          TRANSFER       TRANSFER
+    2 and more  over tcp          INLINE          INLINE         TRANSFER
+                all others        INLINE          TRANSFER       TRANSFER
+
+So 200 KiB with two replicas over tcp go INLINE to each node, and the nodes commit. What else excludes a way (pins, a
+preferred node, several items, an earlier try that failed ...) is said at its row in ``plan``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from enum import Enum
+from typing import NamedTuple
+
+from tanghulu.store.client.model import PutOptions
+from tanghulu.store.protocol import write_buffer
+from tanghulu.store.protocol.types import MAX_INLINE_BYTES, MAX_STREAMED_BYTES, NewChunk, Pin
+
+#: Larger values do not go into write buffers: a range of their own wastes less.
+MAX_BUFFERED_BYTES = 1 << 20
+#: A longer time to live does not fit into the record of a write buffer.
+MAX_BUFFERED_TTL_S = 1e6
+
+
+class Carrier(Enum):
+    """What brings the bytes of a value to its node."""
+
+    INLINE = "inline"
+    BUFFER = "buffer"
+    STREAM = "stream"
+    TRANSFER = "transfer"
+
+    __hash__ = object.__hash__  # members are single objects; Enum's own hash is a Python call for every look-up
+
+
+class Committer(Enum):
+    """Who tells the master of the chunk."""
+
+    CLIENT = "client"
+    NODE = "node"
+
+    __hash__ = object.__hash__  # see Carrier
+
+
+class Access(Enum):
+    """How this client reaches a node's memory."""
+
+    MAPPED = "mapped"  # it is mapped here, and the node lives
+    NEAR = "near"  # the node is on this host; its memory is mapped with the first message
+    MESSAGES = "messages"  # over tcp: values up to 1 MiB may travel inside messages
+    ENGINE = "engine"  # over UCX or verbs, which larger values are wanted to move by
+
+    __hash__ = object.__hash__  # see Carrier
+
+
+class Route(NamedTuple):
+    """The way of one value to one node."""
+
+    carrier: Carrier
+    committer: Committer
+
+
+BUFFER = Route(Carrier.BUFFER, Committer.CLIENT)
+INLINE = Route(Carrier.INLINE, Committer.NODE)
+STREAM, UNSEEN_STREAM = Route(Carrier.STREAM, Committer.CLIENT), Route(Carrier.STREAM, Committer.NODE)
+TRANSFER, PLAIN_TRANSFER = Route(Carrier.TRANSFER, Committer.CLIENT), Route(Carrier.TRANSFER, Committer.NODE)
+
+
+def plan(
+    new: NewChunk,
+    options: PutOptions,
+    access: Access,
+    *,
+    several: bool = False,
+    in_round: bool = False,
+    in_pieces: bool = False,
+) -> Route:
+    """The route of ``new`` to a node with that ``access``; the first row that fits.
+
+    ``several``: other items of the same put travel with it. ``in_round``: it travels in a round of the put, with others
+    or after a first try that failed. ``in_pieces``: the value does not lie in one piece.
+    """
+    size, alone = new.size_bytes, new.replicas == 1
+    # A small value goes into the write buffer: no process but the master's has to wake. There is one value, of one
+    # replica, that all see; a node that the caller prefers is asked itself.
+    if (
+        access is Access.MAPPED
+        and size <= MAX_BUFFERED_BYTES
+        and alone
+        and options.visible
+        and options.prefer_node is None
+        and not in_round
+        and not in_pieces
+        and fits_record(new, options.part_bytes)
+    ):
+        return BUFFER
+    # A small value goes inside the request: one round trip, and the node copies little.
+    if size <= MAX_INLINE_BYTES:
+        return INLINE
+    # Up to 1 MiB a socket brings the value sooner than a reservation, a transfer and a commit do. Several values go
+    # together by the transfer engine, which moves all of them at once and has them committed by one call.
+    if access is Access.MESSAGES and size <= MAX_STREAMED_BYTES and not several:
+        if in_round or not alone:  # the node's own answer tells what is wrong; a stream goes to one node
+            return INLINE
+        return STREAM if options.visible else UNSEEN_STREAM
+    # Through mapped memory the bytes arrive within some milliseconds unless the node has ended, and then its pending
+    # commits end, too: the client may commit ahead (see ``joint_committer``). Of replicas each node tells for itself.
+    if access in (Access.MAPPED, Access.NEAR) and alone and options.visible:
+        return TRANSFER
+    return PLAIN_TRANSFER
+
+
+def fits_record(new: NewChunk, part_bytes: int) -> bool:
+    """Whether the record of a write buffer can say all of ``new``; ``part_bytes``: of its checksums to come.
+
+    A hard pin needs the node's consent, a value in parts has more checksums than a record, and its key is bounded.
+    """
+    key, _, _, sums, pin, ttl_s, _ = new
+    return (
+        pin is not Pin.HARD
+        and len(sums.parts) <= 1
+        and not (sums.part_bytes or part_bytes)
+        and (ttl_s is None or ttl_s < MAX_BUFFERED_TTL_S)
+        and (len(key) <= write_buffer.MAX_KEY_BYTES // 4 or len(key.encode()) <= write_buffer.MAX_KEY_BYTES)
+    )
+
+
+def joint_committer(routes: Collection[Route], num_nodes: int, *, by_mapping: bool) -> Committer:
+    """Who commits values that are transferred together, now that their ranges are reserved.
+
+    The client does if it may for every one of them, since one call speaks of one node and of all or none.
+    ``by_mapping``: all go through the mapped memory of a node that lives; a node may want its mapping left alone, and
+    bytes that come through a socket may take long.
+    """
+    may = num_nodes == 1 and by_mapping and all(route.committer is Committer.CLIENT for route in routes)
+    return Committer.CLIENT if may else Committer.NODE
