@@ -9,18 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
+from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from tanghulu.conductor import garbage
 from tanghulu.conductor.dispatch.admission import Admission
 from tanghulu.conductor.dispatch.dispatcher import Dispatcher, Limits
 from tanghulu.conductor.dispatch.queue import ORDERS, QueueOrder
-from tanghulu.conductor.http.app import make_app
+from tanghulu.conductor.http import admin_api, openai_api, sglang_api
 from tanghulu.conductor.http.service import DEFAULT_BODY_BYTES, Service
 from tanghulu.conductor.index.shards import DEFAULT_SHARDS
 from tanghulu.conductor.metrics import ConductorMetrics
 from tanghulu.conductor.peers import group
-from tanghulu.conductor.replicating import AskForCopies, Replicator
+from tanghulu.conductor.replicating import AskForCopies, CopyRequester, Replicator
 from tanghulu.conductor.routing.overrides import Policies, parse_weights
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES
 from tanghulu.conductor.routing.profiles import read_profiles
@@ -32,8 +33,9 @@ from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.config import command, option
 from tanghulu.runtime.master_options import MasterOptions
 from tanghulu.runtime.process import Process, ProcessConfig, run
-from tanghulu.store.copy_requests import CopyRequester
 from tanghulu.types import Address, Role
+from tanghulu.version import __version__
+from tanghulu.web import errors
 from tanghulu.web.server import HttpServer, address_of, listen
 
 _log = structlog.get_logger(__name__)
@@ -180,6 +182,16 @@ class Conductor:
         while True:
             self.dispatcher.observe()
             await asyncio.sleep(_OBSERVE_S)
+
+
+def make_app(service: Service) -> FastAPI:
+    """Build the HTTP application: all routes of the conductor, on ``service``."""
+    app = FastAPI(title="tanghulu conductor", version=__version__, redirect_slashes=False)
+    errors.install(app, "the conductor")
+    app.include_router(openai_api.router(service))
+    app.include_router(sglang_api.router(service))
+    app.include_router(admin_api.router(service))
+    return app
 
 
 async def _collect_garbage(dispatcher: Dispatcher) -> None:

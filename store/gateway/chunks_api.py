@@ -12,7 +12,7 @@ from tanghulu.store.admin import orders
 from tanghulu.store.admin.orders import Removal
 from tanghulu.store.admin.rows import plain
 from tanghulu.store.admin.steps import perform_async
-from tanghulu.store.gateway.client import KEYS_PER_PAGE, GatewayClient
+from tanghulu.store.gateway.clients import KEYS_PER_PAGE, GatewayClient
 from tanghulu.store.gateway.gateway import Gateway, Patience, key_of
 from tanghulu.store.gateway.matching import matching
 

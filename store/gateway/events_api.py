@@ -18,7 +18,7 @@ from tanghulu.errors import Unauthorized
 from tanghulu.store.admin import rows
 from tanghulu.store.admin.rows import Beginning
 from tanghulu.store.directory_feed import DirectoryEvent, follow_directory
-from tanghulu.store.gateway.client import GatewayClient
+from tanghulu.store.gateway.clients import GatewayClient
 from tanghulu.store.gateway.gateway import Gateway
 from tanghulu.store.gateway.metrics import EVENTS_ROUTE
 

@@ -14,8 +14,7 @@ from starlette.convertors import Convertor, register_url_convertor
 from tanghulu.auth.credentials import TENANT, Credentials
 from tanghulu.errors import DeadlineExceeded, Forbidden, InvalidRequest, Unauthorized
 from tanghulu.store.gateway.bounds import InFlight
-from tanghulu.store.gateway.client import GatewayClient
-from tanghulu.store.gateway.clients import Clients
+from tanghulu.store.gateway.clients import Clients, GatewayClient
 from tanghulu.store.gateway.config import GatewayConfig
 from tanghulu.store.gateway.metrics import GatewayMetrics
 

@@ -15,7 +15,7 @@ from tanghulu.store.admin.check import check
 from tanghulu.store.admin.rows import plain
 from tanghulu.store.admin.steps import Order, perform_async
 from tanghulu.store.client.options import MAX_REPLICAS, MAX_TTL_S
-from tanghulu.store.gateway.client import KEYS_PER_PAGE
+from tanghulu.store.gateway.clients import KEYS_PER_PAGE
 from tanghulu.store.gateway.gateway import Gateway
 from tanghulu.types import MAX_VALUE_BYTES, parse_size
 

@@ -14,7 +14,7 @@ from tanghulu.store.admin import rows
 from tanghulu.store.client.chunk import Chunk
 from tanghulu.store.client.options import put_options
 from tanghulu.store.gateway.bounds import read_into
-from tanghulu.store.gateway.client import GatewayClient
+from tanghulu.store.gateway.clients import GatewayClient
 from tanghulu.store.gateway.gateway import Gateway, key_of
 from tanghulu.store.gateway.ranges import ByteRange, RangeNotSatisfiable, asks_for_part, names_tag, part_of
 from tanghulu.store.protocol.types import validate_key

@@ -6,6 +6,7 @@ shell around it (service, main) carries calls in, ticks, and wakes the followers
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
 from random import Random
 
 from tanghulu.discovery.base import Instance, InstanceEvent
@@ -16,7 +17,6 @@ from tanghulu.store.master.directory.directory import Directory
 from tanghulu.store.master.directory.events import EventRing
 from tanghulu.store.master.directory.rebuild import REBUILD_S, RebuildEvent
 from tanghulu.store.master.replication.planner import CopyPlanner
-from tanghulu.store.master.tenant_totals import TenantTotals
 from tanghulu.types import Role
 
 #: Changes of instances that are kept for watchers.
@@ -27,6 +27,33 @@ COPY_RATE_BYTES_S = float(256 << 20)
 LOST_GRACE_S = 1.0
 #: A tick that comes this much too late means that the master stood still, not that everybody else died.
 STALL_S = 0.5
+#: Tenants that one node may name.
+MAX_TENANTS = 4096
+
+
+class TenantTotals:
+    """What tenants with a quota for the whole cluster hold on which node, as the nodes say once a second.
+
+    The nodes keep the quota; the master only adds up what each node has to know of the others. This is soft state: a
+    new master knows it within a second, and what a node held that is gone counts no more.
+    """
+
+    def __init__(self) -> None:
+        self._by_node: dict[str, dict[str, int]] = {}
+
+    def told(self, node_id: str, held: Mapping[str, int]) -> None:
+        """Replace what ``node_id`` holds; tenants that are not in ``held`` hold nothing there."""
+        self._by_node[node_id] = dict(list(held.items())[:MAX_TENANTS])
+
+    def elsewhere(self, node_id: str, alive: Container[str]) -> dict[str, int]:
+        """What the tenants of ``node_id`` hold on the other nodes that are ``alive``; the rest is forgotten."""
+        for gone in [each for each in self._by_node if each not in alive]:
+            del self._by_node[gone]
+        others = [held for each, held in self._by_node.items() if each != node_id]
+        return {tenant: sum(held.get(tenant, 0) for held in others) for tenant in self._by_node.get(node_id, ())}
+
+    def __repr__(self) -> str:
+        return f"TenantTotals({len(self._by_node)} nodes)"
 
 
 class Master:

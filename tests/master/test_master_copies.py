@@ -13,9 +13,7 @@ from tanghulu.store.master.directory.announcement import Announcement, ChunkEntr
 from tanghulu.store.master.directory.copy_orders import Copy, Drop, Reason
 from tanghulu.store.master.directory.directory import Directory
 from tanghulu.store.master.replication import planner as copy_planner
-from tanghulu.store.master.replication.asked_copies import MAX_KEYS as MAX_ASKED_KEYS
-from tanghulu.store.master.replication.asked_copies import AskedCopies
-from tanghulu.store.master.replication.demand import MAX_KEYS, TAU_S, Heat
+from tanghulu.store.master.replication.demand import MAX_HOT_KEYS, MAX_REQUESTED_KEYS, TAU_S, HotKeys, ReplicaRequests
 from tanghulu.store.master.replication.planner import GRACE_S, CopyPlanner
 from tanghulu.types import Address, InstanceId, Place, Role
 
@@ -265,23 +263,23 @@ def test_what_is_asked_for_is_bounded() -> None:
         world.planner.ask(["k0001"], 0, 1.0, world.now_s)
     with pytest.raises(InvalidRequest, match="at most 3600 s"):
         world.planner.ask(["k0001"], 2, 1e9, world.now_s)
-    asked = AskedCopies()
-    assert asked.ask(map(str, range(MAX_ASKED_KEYS + 10)), 2, 1.0, 0.0) == MAX_ASKED_KEYS
-    assert asked.keys(2.0) == []
-    asked.check()
+    requests = ReplicaRequests()
+    assert requests.ask(map(str, range(MAX_REQUESTED_KEYS + 10)), 2, 1.0, 0.0) == MAX_REQUESTED_KEYS
+    assert requests.keys(2.0) == []
+    requests.check()
 
 
-def test_heat_settles_at_the_rate_and_decays() -> None:
-    heat = Heat()
+def test_hot_keys_settle_at_the_rate_and_decays() -> None:
+    hot_keys = HotKeys()
     now_s = 0.0
     for _ in range(60):
         now_s += 1.0
-        heat.add([("k", 500)], now_s)
-    assert 450 < heat.rate("k", now_s) < 600
-    assert heat.rate("k", now_s + TAU_S) == pytest.approx(heat.rate("k", now_s) / 2.718, rel=0.01)
-    heat.add([(f"x{i}", 1) for i in range(2 * MAX_KEYS)], now_s)
-    heat.check()
-    assert heat.keys(now_s)[0] == "k", "many cold keys do not push a hot one out"
+        hot_keys.add([("k", 500)], now_s)
+    assert 450 < hot_keys.rate("k", now_s) < 600
+    assert hot_keys.rate("k", now_s + TAU_S) == pytest.approx(hot_keys.rate("k", now_s) / 2.718, rel=0.01)
+    hot_keys.add([(f"x{i}", 1) for i in range(2 * MAX_HOT_KEYS)], now_s)
+    hot_keys.check()
+    assert hot_keys.keys(now_s)[0] == "k", "many cold keys do not push a hot one out"
 
 
 def test_copies_that_fail_are_tried_again_after_a_pause() -> None:

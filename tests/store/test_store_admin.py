@@ -18,11 +18,11 @@ import tanghulu
 from tanghulu.cli.main import EXIT_CODES
 from tanghulu.cli.store import COMMAND
 from tanghulu.cli.store_check import Disagreement
+from tanghulu.conductor.replicating import CopyRequester
 from tanghulu.errors import ChecksumMismatch, DeadlineExceeded, InvalidRequest, MasterUnavailable, TanghuluError
 from tanghulu.store.admin.check import Finding, Kind, compare
 from tanghulu.store.client import Client
 from tanghulu.store.client.model import KeyInfo, Verified
-from tanghulu.store.copy_requests import CopyRequester
 
 KIB = 1 << 10
 MIB = 1 << 20

@@ -28,10 +28,9 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from tanghulu.errors import ConfigError, TanghuluError
-from tanghulu.runtime import log
 from tanghulu.runtime.config import describe, option
 from tanghulu.runtime.master_options import MasterOptions
-from tanghulu.runtime.metrics import MetricsServer, new_registry
+from tanghulu.runtime.telemetry import LOG_LEVELS, MetricsServer, configure_log, new_registry
 from tanghulu.types import Address, InstanceId, Place, Role
 
 _log = structlog.get_logger(__name__)
@@ -47,7 +46,7 @@ class ProcessConfig:
     place: Place = option(Place(), "where this process stands, zone/rack/host")
     namespace: str = option("default", "instances see each other within one namespace")
     run_dir: Path | None = option(None, "directory for Unix sockets; default: a private temporary one")
-    log_level: str = option("info", "least level that is logged", choices=log.LEVELS)
+    log_level: str = option("info", "least level that is logged", choices=LOG_LEVELS)
     status_fd: int = option(-1, "file descriptor of the supervisor's status stream")
 
     @property
@@ -139,7 +138,7 @@ def host_id() -> str:
 
 def run(role: Role, config: P, serve: Serve[P]) -> None:
     """Run ``serve`` until SIGTERM, SIGINT or the supervisor's end; exits 1 with the message of a typed error."""
-    log.configure(role.value, config.log_level)
+    configure_log(role.value, config.log_level)
     _log.info("process.starting", **describe(config))
     import uvloop
 

@@ -29,8 +29,7 @@ from tanghulu.store.master.directory.chunk_table import Found
 from tanghulu.store.master.directory.copy_orders import Copy, CopyOrders, Drop, Reason
 from tanghulu.store.master.directory.directory import Directory
 from tanghulu.store.master.directory.placement import Candidate, place_copy
-from tanghulu.store.master.replication.asked_copies import AskedCopies
-from tanghulu.store.master.replication.demand import Heat
+from tanghulu.store.master.replication.demand import HotKeys, ReplicaRequests
 
 #: How long a chunk must have too few holders before it is restored.
 GRACE_S = 3.0
@@ -51,7 +50,7 @@ COOL_RATE = 50.0
 MAX_HOT_HOLDERS = 4
 MAX_EXTRA_KEYS = 16384
 COOL_S = 10.0
-HEAT_PERIOD_S = 1.0
+HOT_KEYS_PERIOD_S = 1.0
 
 
 class Progress(NamedTuple):
@@ -84,8 +83,8 @@ class CopyPlanner:
 
     def __init__(self, directory: Directory, rate_bytes_s: float, rng: Random, now_s: float) -> None:
         self.orders = CopyOrders(rate_bytes_s)
-        self.heat = Heat()
-        self.asked = AskedCopies()
+        self.hot_keys = HotKeys()
+        self.requests = ReplicaRequests()
         self._directory = directory
         self._rng = rng
         self._wanted: dict[str, int] = {}
@@ -100,7 +99,7 @@ class CopyPlanner:
         self._walk_began_s = now_s
         self._wanted_walk: list[str] = []
         self._next_walk_s = now_s
-        self._next_heat_s = now_s
+        self._next_hot_keys_s = now_s
 
     # --- what nodes say
 
@@ -140,7 +139,7 @@ class CopyPlanner:
         drain = self._drains.get(node_id)
         if drain is not None:
             drain.quiet_since_s = (drain.quiet_since_s or now_s) if announcement.quiet else None
-        self.heat.add(announcement.hot, now_s)
+        self.hot_keys.add(announcement.hot, now_s)
         return self.orders.take(node_id, now_s)
 
     def _drop_removed(self) -> None:
@@ -168,10 +167,10 @@ class CopyPlanner:
     def ask(self, keys: Sequence[str], holders: int, for_s: float, now_s: float) -> int:
         """``holders`` nodes (MAX_HOT_HOLDERS at most) shall hold ``keys`` for ``for_s``; how many of these are known.
 
-        Raises InvalidRequest; see AskedCopies.
+        Raises InvalidRequest; see ReplicaRequests.
         """
         known = [key for key, held in zip(keys, self._directory.holds(keys), strict=True) if held]
-        return self.asked.ask(known, min(holders, MAX_HOT_HOLDERS), for_s, now_s)
+        return self.requests.ask(known, min(holders, MAX_HOT_HOLDERS), for_s, now_s)
 
     def progress(self, node_id: str) -> Progress:
         """How far the draining ``node_id`` is."""
@@ -187,10 +186,10 @@ class CopyPlanner:
         nodes = self._directory.candidates()
         self.orders.expire(now_s)
         self._notice(nodes, now_s)
-        if now_s >= self._next_heat_s:
-            self._next_heat_s = now_s + HEAT_PERIOD_S
-            self._heat_up(nodes, now_s)
-            self._copy_asked(nodes, now_s)
+        if now_s >= self._next_hot_keys_s:
+            self._next_hot_keys_s = now_s + HOT_KEYS_PERIOD_S
+            self._copy_hot(nodes, now_s)
+            self._copy_requested(nodes, now_s)
             self._cool_down(nodes, now_s)
         if self._drains or self._filling:
             self._walk_all(nodes, now_s, num_keys)
@@ -312,19 +311,19 @@ class CopyPlanner:
 
     # --- hot chunks
 
-    def _heat_up(self, nodes: dict[str, Candidate], now_s: float) -> None:
+    def _copy_hot(self, nodes: dict[str, Candidate], now_s: float) -> None:
         most = min(MAX_HOT_HOLDERS, self._num_takers)
-        for key in self.heat.keys(now_s):
+        for key in self.hot_keys.keys(now_s):
             found = self._directory.find(key)
             if found is None or self.orders.targets_of(key) or len(found.node_ids) >= most:
                 continue
-            is_hot = self.heat.rate(key, now_s) >= HOT_RATE * len(found.node_ids)
+            is_hot = self.hot_keys.rate(key, now_s) >= HOT_RATE * len(found.node_ids)
             if is_hot and (key in self._extra or len(self._extra) < MAX_EXTRA_KEYS):
                 self._copy(key, found, nodes, Reason.HOT, now_s)
 
-    def _copy_asked(self, nodes: dict[str, Candidate], now_s: float) -> None:
-        for key in self.asked.keys(now_s):
-            found, wanted = self._directory.find(key), min(self.asked.wanted(key), self._num_takers)
+    def _copy_requested(self, nodes: dict[str, Candidate], now_s: float) -> None:
+        for key in self.requests.keys(now_s):
+            found, wanted = self._directory.find(key), min(self.requests.wanted(key), self._num_takers)
             if found is None or self.orders.targets_of(key) or len(found.node_ids) >= wanted:
                 continue
             if not self._failed_just_now(key, now_s) and not self._copy(key, found, nodes, Reason.HOT, now_s):
@@ -339,8 +338,8 @@ class CopyPlanner:
                 del self._extra[key]
             elif (
                 now_s >= extra.changed_s + COOL_S
-                and len(holders) > max(self._wanted.get(key, 1), self.asked.wanted(key))
-                and self.heat.rate(key, now_s) < COOL_RATE * len(holders)
+                and len(holders) > max(self._wanted.get(key, 1), self.requests.wanted(key))
+                and self.hot_keys.rate(key, now_s) < COOL_RATE * len(holders)
             ):
                 self.orders.drop(extra.node_ids.pop(), Drop(key, found.version))
                 extra.changed_s = now_s
@@ -348,8 +347,8 @@ class CopyPlanner:
     def check(self) -> None:
         """The parts are sound, and everything is bounded."""
         self.orders.check()
-        self.heat.check()
-        self.asked.check()
+        self.hot_keys.check()
+        self.requests.check()
         assert all(count > 1 for count in self._wanted.values())
         assert len(self._lacking) <= MAX_LACKING
         assert len(self._extra) <= MAX_EXTRA_KEYS
