@@ -22,7 +22,7 @@ from tanghulu.conductor.index.shards import DEFAULT_SHARDS
 from tanghulu.conductor.metrics import ConductorMetrics
 from tanghulu.conductor.peers import group
 from tanghulu.conductor.replicating import AskForCopies, CopyRequester, Replicator
-from tanghulu.conductor.routing.overrides import Policies, parse_weights
+from tanghulu.conductor.routing.overrides import RoutingPolicies, parse_weights
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES
 from tanghulu.conductor.routing.profiles import read_profiles
 from tanghulu.discovery.base import Discovery, Instance
@@ -114,7 +114,7 @@ class Conductor:
         metrics = ConductorMetrics(registry)
         self.dispatcher = Dispatcher(
             conductor_id,
-            Policies(config.policy, parse_weights(config.policy_weights)),
+            RoutingPolicies(config.policy, parse_weights(config.policy_weights)),
             metrics,
             limits,
             SystemClock(),

@@ -15,19 +15,19 @@ import structlog
 from tanghulu.conductor.dispatch.admission import Admission, forecast
 from tanghulu.conductor.dispatch.lifecycle import (
     AbortAt,
-    Deliver,
+    DeliverTokens,
     End,
     Flight,
+    FlightState,
     Instruction,
     PickDecode,
     Release,
     Requeue,
-    State,
     SubmitTo,
 )
 from tanghulu.conductor.dispatch.queue import QueueOrder, WaitingQueue
-from tanghulu.conductor.dispatch.registry import Registry, SessionFactory, Worker
-from tanghulu.conductor.dispatch.router import Route, Router
+from tanghulu.conductor.dispatch.registry import RegisteredWorker, Registry, SessionFactory
+from tanghulu.conductor.dispatch.router import RoutedRequest, Router
 from tanghulu.conductor.dispatch.token_stream import TokenStream
 from tanghulu.conductor.dispatch.worker_session import WorkerSession
 from tanghulu.conductor.index.events import CacheMirror
@@ -36,9 +36,9 @@ from tanghulu.conductor.index.shards import DEFAULT_SHARDS
 from tanghulu.conductor.metrics import ConductorMetrics
 from tanghulu.conductor.peers.inbox import PeerRequests
 from tanghulu.conductor.peers.outbox import NOBODY, Begun, OwnRequests
-from tanghulu.conductor.routing.overrides import Policies
+from tanghulu.conductor.routing.overrides import RoutingPolicies
 from tanghulu.conductor.routing.profiles import ProfileFile
-from tanghulu.conductor.routing.requests import GenerationRequest, PrefixHolder, Step, Welcome
+from tanghulu.conductor.routing.requests import GenerationRequest, PrefixSource, SessionWelcome, Step
 from tanghulu.conductor.routing.worker_state import LoadTracker
 from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.errors import NodeUnavailable, Overloaded, TanghuluError
@@ -74,9 +74,9 @@ class _Entry:
     last_token_s: float = 0.0
     wire_id: str = ""
     rest_tokens: int = 0
-    holder: PrefixHolder | None = None
+    holder: PrefixSource | None = None
     num_blocks: int = 0
-    promised: InstanceId | None = None
+    reserved: InstanceId | None = None
     deadline: asyncio.TimerHandle | None = None
 
 
@@ -86,7 +86,7 @@ class Dispatcher:
     def __init__(
         self,
         conductor_id: str,
-        policies: Policies,
+        policies: RoutingPolicies,
         metrics: ConductorMetrics,
         limits: Limits,
         clock: Clock,
@@ -118,7 +118,7 @@ class Dispatcher:
         Raises Overloaded if the queue is full, InvalidRequest for a wish that nobody can fulfil.
         """
         assert request.id not in self._entries, f"request id {request.id} is in use"
-        self.router.check_wish(request.routing)
+        self.router.check_overrides(request.routing)
         entry = _Entry(Flight(request, self._limits.max_redispatches), model, TokenStream(), self._clock.now_s())
         if len(self._queue) >= self._limits.max_queued:
             error = Overloaded(f"{len(self._queue)} requests are waiting already; try again later")
@@ -153,13 +153,13 @@ class Dispatcher:
 
     # --- what workers tell (WorkerListener)
 
-    def worker_up(self, worker: Worker, welcome: Welcome) -> None:
+    def worker_up(self, worker: RegisteredWorker, welcome: SessionWelcome) -> None:
         """A worker may be used: perhaps somebody waits for it."""
         self.mirror.welcome(worker.id, welcome)
         self._metrics.workers.labels(worker.role.value).inc()
         self._pump()
 
-    def worker_step(self, worker: Worker, step: Step) -> None:
+    def worker_step(self, worker: RegisteredWorker, step: Step) -> None:
         """Hand each request its part."""
         now_s = self._clock.now_s()
         for output in step.outputs:
@@ -179,11 +179,11 @@ class Dispatcher:
         if self._queue:
             self._pump()
 
-    def worker_snapshot(self, worker: Worker, welcome: Welcome) -> None:
+    def worker_snapshot(self, worker: RegisteredWorker, welcome: SessionWelcome) -> None:
         """Put right what is known of its cache."""
         self.mirror.snapshot(worker.id, welcome)
 
-    def worker_lost(self, worker: Worker, error: TanghuluError) -> None:
+    def worker_lost(self, worker: RegisteredWorker, error: TanghuluError) -> None:
         """Move all that the worker had to others."""
         self._metrics.workers.labels(worker.role.value).dec()
         self.mirror.worker_gone(worker.id)
@@ -191,7 +191,7 @@ class Dispatcher:
             self._perform(entry, entry.flight.on_worker_lost(error))
         self._pump()
 
-    def has_requests(self, worker: Worker) -> bool:
+    def has_requests(self, worker: RegisteredWorker) -> bool:
         """Whether requests are under way at the worker."""
         return any(e.flight.worker == worker.id for e in self._submissions.values())
 
@@ -201,7 +201,7 @@ class Dispatcher:
             entry.flight.check()
             assert entry.flight.request.id == request_id
             assert not entry.flight.ended
-            assert (request_id in self._queue) == (entry.flight.state is State.QUEUED)
+            assert (request_id in self._queue) == (entry.flight.state is FlightState.QUEUED)
             assert (entry.deadline is not None) == (request_id in self._queue)
         live = {e.flight.wire_id: e for e in self._entries.values() if e.flight.wire_id}
         assert live == self._submissions
@@ -252,7 +252,7 @@ class Dispatcher:
         for entry in self._queue:
             if len(self._submissions) >= self._limits.max_in_flight:
                 return
-            if entry.flight.state is State.QUEUED:
+            if entry.flight.state is FlightState.QUEUED:
                 self._dispatch(entry)
 
     def _dispatch(self, entry: _Entry) -> None:
@@ -272,11 +272,11 @@ class Dispatcher:
         entry.holder = self.router.holder_of(route)
         self.router.note_fetch(route, flight, entry.model, self._clock.now_s())
         if decode != prefill:
-            self.registry.workers[decode].load.promise(flight.request.id, entry.num_blocks)
-            entry.promised = decode
+            self.registry.workers[decode].load.reserve_decode(flight.request.id, entry.num_blocks)
+            entry.reserved = decode
         self._perform(entry, flight.submit(prefill, decode))
 
-    def _objection(self, entry: _Entry, route: Route) -> str:
+    def _objection(self, entry: _Entry, route: RoutedRequest) -> str:
         """Why a request that was not begun yet is refused rather than sent; "" if it is not."""
         assert route.decision is not None
         seen = forecast(route.request, route.workers, route.decision)
@@ -287,7 +287,7 @@ class Dispatcher:
     def _perform(self, entry: _Entry, instructions: Sequence[Instruction]) -> None:
         for instruction in instructions:
             match instruction:
-                case Deliver():
+                case DeliverTokens():
                     entry.stream.deliver(instruction)
                 case SubmitTo():
                     self._submit_to(entry, instruction)
@@ -310,7 +310,7 @@ class Dispatcher:
         entry.wire_id = to.wire_id
         worker.load.sent(to.wire_id, entry.rest_tokens, entry.num_blocks)
         hashes = self.router.sent(to.wire_id, worker, flight, entry.model, to.hand_over)
-        decode = entry.promised or NOBODY
+        decode = entry.reserved or NOBODY
         self.own.began(Begun(to.wire_id, worker.id, entry.rest_tokens, entry.num_blocks, hashes, decode))
         try:
             holder = entry.holder if to.source is None else None
@@ -364,10 +364,10 @@ class Dispatcher:
 
     def _withdraw(self, entry: _Entry) -> None:
         """The decode worker that was foreseen is chosen anew, or not needed."""
-        worker = self.registry.workers.get(entry.promised) if entry.promised is not None else None
+        worker = self.registry.workers.get(entry.reserved) if entry.reserved is not None else None
         if worker is not None:
             worker.load.withdraw(entry.flight.request.id)
-        entry.promised = None
+        entry.reserved = None
 
     def _untrack(self, entry: _Entry) -> None:
         self._submissions.pop(entry.wire_id, None)

@@ -33,7 +33,7 @@ from tanghulu.hashing import Tokens, TokenSequence
 from tanghulu.types import InstanceId
 
 
-class State(Enum):
+class FlightState(Enum):
     """Where a request is."""
 
     RECEIVED = "parsed and valid; not yet counted"
@@ -46,7 +46,7 @@ class State(Enum):
     ABORTED = "ended by the client"
 
 
-class Event(Enum):
+class RequestEvent(Enum):
     """What can happen to a request."""
 
     ADMITTED = "the queue has room for it"
@@ -60,9 +60,9 @@ class Event(Enum):
     ABORT = "the client hung up or asked for its end"
 
 
-_S, _E = State, Event
+_S, _E = FlightState, RequestEvent
 _LIVE = (_S.PREFILLING, _S.HANDING_OVER, _S.DECODING)
-TRANSITIONS: dict[tuple[State, Event], State] = {
+TRANSITIONS: dict[tuple[FlightState, RequestEvent], FlightState] = {
     (_S.RECEIVED, _E.ADMITTED): _S.QUEUED,
     (_S.RECEIVED, _E.REFUSED): _S.FAILED,
     (_S.QUEUED, _E.SUBMITTED): _S.PREFILLING,
@@ -76,10 +76,10 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     **{(state, _E.GIVE_UP): _S.FAILED for state in _LIVE},
     **{(state, _E.ABORT): _S.ABORTED for state in _LIVE},
 }
-ENDED = frozenset({State.FINISHED, State.FAILED, State.ABORTED})
+ENDED = frozenset({FlightState.FINISHED, FlightState.FAILED, FlightState.ABORTED})
 
 
-def next_state(state: State, event: Event) -> State:
+def next_state(state: FlightState, event: RequestEvent) -> FlightState:
     """The state behind ``event``; an unknown pair is a programmer's error and asserts."""
     assert (state, event) in TRANSITIONS, f"{event.name} cannot happen to a request that is {state.name}"
     return TRANSITIONS[state, event]
@@ -124,7 +124,7 @@ class Requeue:
 
 
 @dataclass(frozen=True, slots=True)
-class Deliver:
+class DeliverTokens:
     """New tokens for the client. With ``ends_in_stop_token`` the last one counts but is not text."""
 
     tokens: Sequence[int]
@@ -141,7 +141,7 @@ class End:
     stop_token: int | None = None
 
 
-Instruction = SubmitTo | AbortAt | Release | PickDecode | Requeue | Deliver | End
+Instruction = SubmitTo | AbortAt | Release | PickDecode | Requeue | DeliverTokens | End
 
 
 class Flight:
@@ -149,7 +149,7 @@ class Flight:
 
     def __init__(self, request: GenerationRequest, max_redispatches: int) -> None:
         self.request = request
-        self.state = State.RECEIVED
+        self.state = FlightState.RECEIVED
         self.generated: list[int] = []
         self.worker: InstanceId | None = None
         self.wire_id = ""
@@ -192,23 +192,23 @@ class Flight:
 
     def admit(self) -> None:
         """The queue has room."""
-        self._step(Event.ADMITTED)
+        self._step(RequestEvent.ADMITTED)
 
     def refuse(self, error: TanghuluError) -> list[Instruction]:
         """The queue has none."""
-        self._step(Event.REFUSED)
+        self._step(RequestEvent.REFUSED)
         return [End(None, error)]
 
     def submit(self, prefill: InstanceId, decode: InstanceId) -> list[Instruction]:
         """Two workers were chosen; one and the same does the whole. A single missing token needs no hand-over."""
-        self._step(Event.SUBMITTED)
+        self._step(RequestEvent.SUBMITTED)
         remaining = self.request.stop.max_new_tokens - len(self.generated)
         self._hand_over = prefill != decode and remaining > 1
         return [self._submit_to(prefill, self._hand_over, None)]
 
     def decode_at(self, worker: InstanceId) -> list[Instruction]:
         """The decode worker was chosen; the worker that prefilled can decode from its own cache."""
-        assert self.state is State.HANDING_OVER
+        assert self.state is FlightState.HANDING_OVER
         assert self.source is not None
         source, own = self.source, self.source.instance_id == worker
         release: list[Instruction] = self._release() if own else []
@@ -226,8 +226,8 @@ class Flight:
         instructions = self._take(output)
         if kind is OutputKind.HANDED_OVER:
             return instructions + self._on_handed_over(output)
-        if output.tokens and self.state is not State.DECODING and not self._hand_over:
-            self._step(Event.FIRST_TOKEN)
+        if output.tokens and self.state is not FlightState.DECODING and not self._hand_over:
+            self._step(RequestEvent.FIRST_TOKEN)
             self.source = None
         if kind is not OutputKind.TOKENS:
             return [*instructions, *self._release(), self._finish(kind, output.stop_token)]
@@ -235,15 +235,15 @@ class Flight:
 
     def on_stop_string(self) -> list[Instruction]:
         """The text holds a stop string: the worker need not go on."""
-        return self._end_from_here(Event.FINISH, FinishReason.STOP)
+        return self._end_from_here(RequestEvent.FINISH, FinishReason.STOP)
 
     def abort(self) -> list[Instruction]:
         """The client is gone."""
-        return self._end_from_here(Event.ABORT, FinishReason.ABORTED)
+        return self._end_from_here(RequestEvent.ABORT, FinishReason.ABORTED)
 
     def fail(self, error: TanghuluError) -> list[Instruction]:
         """It cannot be helped: waited too long, or the conductor ends."""
-        return [*self._leave(), self._end(Event.GIVE_UP, None, error)]
+        return [*self._leave(), self._end(RequestEvent.GIVE_UP, None, error)]
 
     def on_worker_lost(self, error: TanghuluError) -> list[Instruction]:
         """The current worker is gone, or cannot go on with this request: try another, a bounded number of times."""
@@ -252,24 +252,24 @@ class Flight:
             self.avoid = self.avoid | {self.worker}
         self.worker, self.wire_id, self._hand_over = None, "", False
         if len(self.generated) >= self.request.stop.max_new_tokens:
-            return [*release, self._end(Event.FINISH, FinishReason.LENGTH)]
+            return [*release, self._end(RequestEvent.FINISH, FinishReason.LENGTH)]
         if self.num_redispatches >= self._max_redispatches:
             message = f"the request was moved {self.num_redispatches} times and failed again: {error.message}"
-            return [*release, self._end(Event.GIVE_UP, None, NodeUnavailable(message))]
+            return [*release, self._end(RequestEvent.GIVE_UP, None, NodeUnavailable(message))]
         self.num_redispatches += 1
-        self._step(Event.WORKER_LOST)
+        self._step(RequestEvent.WORKER_LOST)
         return [*release, Requeue(error)]
 
     def check(self) -> None:
         """Invariants that hold between any two events."""
         assert (self.worker is not None) == (self.state in _LIVE), self
         assert (self.wire_id != "") == (self.worker is not None), self
-        assert self.source is None or self.state is State.HANDING_OVER, self
+        assert self.source is None or self.state is FlightState.HANDING_OVER, self
         assert len(self.generated) <= self.request.stop.max_new_tokens, self
         assert self.num_redispatches <= self._max_redispatches, self
-        assert not self._hand_over or self.state is State.PREFILLING, self
+        assert not self._hand_over or self.state is FlightState.PREFILLING, self
 
-    def _step(self, event: Event) -> None:
+    def _step(self, event: RequestEvent) -> None:
         self.state = next_state(self.state, event)
 
     def _submit_to(self, worker: InstanceId, hand_over: bool, source: KvSource | None) -> SubmitTo:
@@ -283,11 +283,11 @@ class Flight:
             return []
         self.generated.extend(output.tokens)
         hidden = output.kind is OutputKind.STOP and output.tokens[-1] == output.stop_token
-        return [Deliver(output.tokens, output.logprobs, hidden)]
+        return [DeliverTokens(output.tokens, output.logprobs, hidden)]
 
     def _on_handed_over(self, output: Output) -> list[Instruction]:
         assert output.source is not None, "the edge refuses a hand-over without a source"
-        self._step(Event.HANDED_OVER)
+        self._step(RequestEvent.HANDED_OVER)
         self.source, self._hand_over = output.source, False
         return [PickDecode()]
 
@@ -296,7 +296,7 @@ class Flight:
         if error.retryable:
             return self.on_worker_lost(error)
         release = self._release()
-        return [*release, self._end(Event.GIVE_UP, None, error)]
+        return [*release, self._end(RequestEvent.GIVE_UP, None, error)]
 
     def _release(self) -> list[Instruction]:
         source, self.source = self.source, None
@@ -307,17 +307,17 @@ class Flight:
         told: list[Instruction] = [AbortAt(self.worker, self.wire_id)] if self.worker is not None else []
         return told + self._release()
 
-    def _end_from_here(self, event: Event, reason: FinishReason) -> list[Instruction]:
+    def _end_from_here(self, event: RequestEvent, reason: FinishReason) -> list[Instruction]:
         return [] if self.ended else [*self._leave(), self._end(event, reason)]
 
     def _finish(self, kind: OutputKind, stop_token: int) -> End:
         if kind is OutputKind.STOP:
-            return self._end(Event.FINISH, FinishReason.STOP, stop_token=stop_token)
-        return self._end(Event.FINISH, FinishReason.LENGTH)
+            return self._end(RequestEvent.FINISH, FinishReason.STOP, stop_token=stop_token)
+        return self._end(RequestEvent.FINISH, FinishReason.LENGTH)
 
     def _end(
         self,
-        event: Event,
+        event: RequestEvent,
         reason: FinishReason | None,
         error: TanghuluError | None = None,
         stop_token: int | None = None,

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tanghulu.conductor.dispatch.lifecycle import Flight
-from tanghulu.conductor.dispatch.registry import Registry, Worker
+from tanghulu.conductor.dispatch.registry import RegisteredWorker, Registry
 from tanghulu.conductor.index.events import CacheMirror, Hits
 from tanghulu.conductor.index.hot_prefixes import HotPrefixes
 from tanghulu.conductor.routing.expected_blocks import ExpectedBlocks
 from tanghulu.conductor.routing.in_flight import InFlightBlocks
 from tanghulu.conductor.routing.links import LinkSpeeds
 from tanghulu.conductor.routing.output_length import OutputEstimate
-from tanghulu.conductor.routing.overrides import Policies, RoutingWish, restricted
-from tanghulu.conductor.routing.policies.base import Decision, Policy, RequestView, Shown, WorkerView
+from tanghulu.conductor.routing.overrides import RoutingOverrides, RoutingPolicies, restricted
+from tanghulu.conductor.routing.policies.base import Decision, RequestView, RoutingPolicy, Shown, WorkerView
 from tanghulu.conductor.routing.policies.registry import decides_fetch
-from tanghulu.conductor.routing.requests import GenerationRequest, PeerRead, PrefixHolder
+from tanghulu.conductor.routing.requests import GenerationRequest, MeasuredRead, PrefixSource
 from tanghulu.conductor.routing.shortlist import views_of
 from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.errors import InvalidRequest
@@ -25,7 +25,7 @@ from tanghulu.types import BlockHash, InstanceId, Place
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class RoutedRequest:
     """A decision with what it was made from. ``rest_tokens``: what the prefill worker will have to compute.
 
     ``workers`` are as they were until the next decision, or a worker's report.
@@ -76,7 +76,7 @@ class Router:
         self,
         registry: Registry,
         mirror: CacheMirror,
-        policies: Policies,
+        policies: RoutingPolicies,
         place: Place,
         hot: HotPrefixes[BlockHash] = _NOTHING_HOT,
     ) -> None:
@@ -90,16 +90,16 @@ class Router:
         self._place = place
         self._mirror = mirror
 
-    def choose(self, flight: Flight, model: ServedModel) -> Route:
+    def choose(self, flight: Flight, model: ServedModel) -> RoutedRequest:
         """Workers for both phases of ``flight`` with all its tokens so far."""
         return self._route(self.policies.of(flight.request.routing), flight, model)
 
-    def explain(self, request: GenerationRequest, model: ServedModel) -> Route:
+    def explain(self, request: GenerationRequest, model: ServedModel) -> RoutedRequest:
         """Where ``request`` would go now; changes nothing, not even whose turn it is."""
         return self._route(copy.deepcopy(self.policies.of(request.routing)), Flight(request, 0), model)
 
     def sent(
-        self, wire_id: str, worker: Worker, flight: Flight, model: ServedModel, hand_over: bool
+        self, wire_id: str, worker: RegisteredWorker, flight: Flight, model: ServedModel, hand_over: bool
     ) -> Sequence[BlockHash]:
         """``flight`` was sent to ``worker``, which computes its blocks, returned here, until it is heard of.
 
@@ -123,7 +123,7 @@ class Router:
         self.in_flight.end(wire_id)
         self.expected.end(wire_id)
 
-    def note_fetch(self, route: Route, flight: Flight, model: ServedModel, now_s: float) -> None:
+    def note_fetch(self, route: RoutedRequest, flight: Flight, model: ServedModel, now_s: float) -> None:
         """``flight`` goes where ``route`` says: count what its prefill worker will read from the store."""
         in_store = route.hits.store
         if route.decision is None or not in_store:
@@ -134,11 +134,11 @@ class Router:
             sequence = flight.sequence(lambda: model.empty_sequence(flight.request.salt))
             self.hot.fetched(model.card.fingerprint, sequence.block_hashes, own, in_store, now_s)
 
-    def holder_of(self, route: Route) -> PrefixHolder | None:
+    def holder_of(self, route: RoutedRequest) -> PrefixSource | None:
         """Where the prefill worker shall read what it lacks of the prompt, and how much of it is there."""
         if route.holder is None or (worker := self._registry.workers.get(route.holder[0])) is None:
             return None
-        return PrefixHolder(str(worker.instance.address), worker.instance.unix_path, route.holder[1])
+        return PrefixSource(str(worker.instance.address), worker.instance.unix_path, route.holder[1])
 
     def choose_decode(self, flight: Flight, model: ServedModel) -> InstanceId | None:
         """A worker that goes on with the KV that ``flight`` has at its prefill worker."""
@@ -149,16 +149,16 @@ class Router:
             request = replace(request, kv_place=holder.place)
         return policy.choose_decode(request, workers)
 
-    def note_reads(self, reader: Worker, reads: Sequence[PeerRead]) -> None:
+    def note_reads(self, reader: RegisteredWorker, reads: Sequence[MeasuredRead]) -> None:
         """``reader`` has read KV from other workers: that is how fast the links between their places are."""
         for read in reads:
             source = next((w for w in self._registry.workers.values() if str(w.instance.address) == read.address), None)
             if source is not None:
                 self.links.observe(source.place, reader.place, read.num_bytes, read.seconds)
 
-    def check_wish(self, wish: RoutingWish) -> None:
+    def check_overrides(self, overrides: RoutingOverrides) -> None:
         """Raises InvalidRequest for a worker that is not there, so that nobody waits for it."""
-        for worker in filter(None, (wish.prefill, wish.decode)):
+        for worker in filter(None, (overrides.prefill, overrides.decode)):
             if worker not in self._registry.workers:
                 there = ", ".join(self._registry.workers) or "none"
                 raise InvalidRequest(f"worker {worker!r}, wished for by the request, is not there; there is {there}")
@@ -177,13 +177,13 @@ class Router:
         self.links.check()
         self.expected.check()
 
-    def _route(self, policy: Policy, flight: Flight, model: ServedModel) -> Route:
+    def _route(self, policy: RoutingPolicy, flight: Flight, model: ServedModel) -> RoutedRequest:
         request, workers, hits = self._views(policy, flight, model)
         decision = policy.choose(request, workers) if workers else None
-        return Route(decision, request, workers, hits, policy.name)
+        return RoutedRequest(decision, request, workers, hits, policy.name)
 
     def _views(
-        self, policy: Policy, flight: Flight, model: ServedModel
+        self, policy: RoutingPolicy, flight: Flight, model: ServedModel
     ) -> tuple[RequestView, Sequence[WorkerView], Hits]:
         sequence = flight.sequence(lambda: model.empty_sequence(flight.request.salt))
         hits = self._mirror.hits(sequence.block_hashes)
@@ -200,10 +200,11 @@ class Router:
             links=self.links if self.links else None,
         )
         coming = self.in_flight.match(sequence.block_hashes)
-        wish = flight.request.routing
-        roster, ranks = self._registry.roster(model.card.model), policy.ranks and not (wish.prefill or wish.decode)
-        shown = views_of(roster, flight.avoid, ranks, hits.workers, coming)
-        return request, restricted(with_both_phases(shown), wish), hits
+        overrides = flight.request.routing
+        worker_views = self._registry.views(model.card.model)
+        ranks = policy.ranks and not (overrides.prefill or overrides.decode)
+        shown = views_of(worker_views, flight.avoid, ranks, hits.workers, coming)
+        return request, restricted(with_both_phases(shown), overrides), hits
 
 
 def _most_output(flight: Flight) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from tanghulu.conductor.dispatch.lifecycle import Deliver, End
+from tanghulu.conductor.dispatch.lifecycle import DeliverTokens, End
 from tanghulu.conductor.routing.requests import FinishReason, TokenLogprobs
 
 
@@ -33,7 +33,7 @@ class TokenStream:
         self._end: End | None = None
         self._waiter: asyncio.Future[None] | None = None
 
-    def deliver(self, tokens: Deliver) -> None:
+    def deliver(self, tokens: DeliverTokens) -> None:
         """New tokens."""
         self._delta.tokens.extend(tokens.tokens)
         self._delta.logprobs.extend(tokens.logprobs)

@@ -18,14 +18,14 @@ from tanghulu.conductor.routing.requests import (
     GenerationRequest,
     KvChange,
     KvSource,
+    MeasuredRead,
     ModelCard,
     Output,
     OutputKind,
-    PeerRead,
-    PrefixHolder,
+    PrefixSource,
+    SessionWelcome,
     Step,
     TokenLogprobs,
-    Welcome,
     WorkerLoad,
 )
 from tanghulu.errors import DeadlineExceeded, NodeUnavailable, Overloaded
@@ -67,7 +67,7 @@ class WorkerSession:
         async with grpc_edge.typed_errors(f"worker {self.address}"):
             return _card(await self._stub.Describe(pb.DescribeRequest(), timeout=CALL_DEADLINE_S))
 
-    async def connect(self) -> Welcome:
+    async def connect(self) -> SessionWelcome:
         """Open the stream; returns the worker's welcome. Raises NodeUnavailable or DeadlineExceeded."""
         self._call = self._stub.Session()
         async with grpc_edge.typed_errors(f"worker {self.address}"):
@@ -88,7 +88,7 @@ class WorkerSession:
         """Ask for everything that is cached there; it comes among the steps. Raises Overloaded."""
         self._send(pb.ToWorker(hello=self._hello()))
 
-    async def steps(self) -> AsyncGenerator[Step | Welcome, None]:
+    async def steps(self) -> AsyncGenerator[Step | SessionWelcome, None]:
         """The worker's steps, and snapshots that were asked for; ends by NodeUnavailable, however the stream ends."""
         async with grpc_edge.typed_errors(f"worker {self.address}"):
             while (message := await self._call.read()) is not grpc.aio.EOF:
@@ -105,7 +105,7 @@ class WorkerSession:
         tokens: Tokens,
         hand_over: bool,
         source: KvSource | None,
-        holder: PrefixHolder | None = None,
+        holder: PrefixSource | None = None,
     ) -> None:
         """Send the request with ``tokens`` (prompt and generated so far). Raises Overloaded."""
         message = _submit(request, wire_id, tokens, hand_over, source)
@@ -179,8 +179,8 @@ def _card(card: pb.ModelCard) -> ModelCard:
     )
 
 
-def _welcome(welcome: pb.SessionWelcome) -> Welcome:
-    return Welcome(
+def _welcome(welcome: pb.SessionWelcome) -> SessionWelcome:
+    return SessionWelcome(
         InstanceId(welcome.instance_id),
         welcome.generation,
         tuple(BlockHash(h) for h in welcome.cached_blocks),
@@ -208,7 +208,7 @@ def _load(load: pb.Load) -> WorkerLoad:
         load.peer_bytes_per_s,
         prefill,
         decode,
-        tuple(PeerRead(r.address, r.num_bytes, r.seconds) for r in load.reads) if load.reads else (),
+        tuple(MeasuredRead(r.address, r.num_bytes, r.seconds) for r in load.reads) if load.reads else (),
     )
 
 

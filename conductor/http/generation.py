@@ -95,7 +95,7 @@ class Generation:
         return TextDelta(text, delta.tokens[:num_tokens], delta.logprobs[:num_tokens], FinishReason.STOP)
 
 
-class Call:
+class GenerationCall:
     """The sequences of one client request. ``prompts``: how many distinct prompts they continue."""
 
     def __init__(self, call_id: str, model: ServedModel) -> None:

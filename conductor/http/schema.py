@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from tanghulu.conductor.routing.overrides import WEIGHTS, RoutingWish
+from tanghulu.conductor.routing.overrides import WEIGHTS, RoutingOverrides
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES
 from tanghulu.conductor.text.stop_strings import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from tanghulu.types import InstanceId
@@ -118,11 +118,11 @@ class RoutingFields(Body):
                 raise ValueError(f"weight {name!r} is unknown; there is {', '.join(WEIGHTS)}")
         return self
 
-    def wish(self) -> RoutingWish:
+    def overrides(self) -> RoutingOverrides:
         """As routing takes it. ``worker`` stands for both phases where none is named for one."""
         prefill, decode = self.prefill_worker or self.worker or "", self.decode_worker or self.worker or ""
         weights = tuple(sorted(self.weights.items()))
-        return RoutingWish(self.policy or "", InstanceId(prefill), InstanceId(decode), weights)
+        return RoutingOverrides(self.policy or "", InstanceId(prefill), InstanceId(decode), weights)
 
 
 class OpenAIBody(SamplingFields):

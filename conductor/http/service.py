@@ -10,9 +10,9 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from tanghulu.conductor.dispatch.dispatcher import Dispatcher
-from tanghulu.conductor.dispatch.registry import Worker
-from tanghulu.conductor.http.generation import Call, Generation
-from tanghulu.conductor.http.preprocess import Wish
+from tanghulu.conductor.dispatch.registry import RegisteredWorker
+from tanghulu.conductor.http.generation import Generation, GenerationCall
+from tanghulu.conductor.http.preprocess import ParsedRequest
 from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.errors import TanghuluError
 from tanghulu.web.errors import BadField
@@ -28,7 +28,7 @@ class Service:
     metrics: CollectorRegistry
     max_body_bytes: int = DEFAULT_BODY_BYTES
     first_model_timeout_s: float = 30.0
-    calls: dict[str, Call] = field(default_factory=dict)
+    calls: dict[str, GenerationCall] = field(default_factory=dict)
     stopping: bool = False
 
     async def find_model(self, name: str | None) -> ServedModel:
@@ -39,22 +39,22 @@ class Service:
                 await asyncio.wait_for(registry.model_known.wait(), self.first_model_timeout_s)
         return registry.find_model(name)
 
-    def start(self, call_id: str, wish: Wish) -> Call:
-        """Begin all sequences of ``wish``. Raises Overloaded; then none is begun."""
+    def start(self, call_id: str, parsed: ParsedRequest) -> GenerationCall:
+        """Begin all sequences of ``parsed``. Raises Overloaded; then none is begun."""
         if call_id in self.calls:
             raise BadField(f"the request id {call_id!r} is in use", "rid")
-        call = Call(call_id, wish.model)
-        call.num_choices = wish.num_choices
+        call = GenerationCall(call_id, parsed.model)
+        call.num_choices = parsed.num_choices
         try:
-            for request in wish.requests:
-                call.generations.append(Generation(self.dispatcher, request, wish.model, wish.stop_strings))
+            for request in parsed.requests:
+                call.generations.append(Generation(self.dispatcher, request, parsed.model, parsed.stop_strings))
         except TanghuluError:
             call.abort()
             raise
         self.calls[call_id] = call
         return call
 
-    def forget(self, call: Call) -> None:
+    def forget(self, call: GenerationCall) -> None:
         """The call has ended."""
         self.calls.pop(call.id, None)
 
@@ -87,7 +87,7 @@ class Service:
         ]
 
 
-async def _probed(worker: Worker, deadline_s: float) -> dict[str, Any]:
+async def _probed(worker: RegisteredWorker, deadline_s: float) -> dict[str, Any]:
     named = {"id": worker.id, "role": worker.role.value}
     if worker.session is None:
         return named | {"healthy": False, "error": worker.last_error or "not connected"}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tanghulu.conductor.index.prefix_index import Cleared, PrefixEvent, PrefixIndex, Removed, Stored
 from tanghulu.conductor.index.shards import DEFAULT_SHARDS, EventShards
-from tanghulu.conductor.routing.requests import KvChange, Welcome
+from tanghulu.conductor.routing.requests import KvChange, SessionWelcome
 from tanghulu.errors import NodeUnavailable
 from tanghulu.masters import Masters
 from tanghulu.store.directory_feed import DirectoryEvent, DirectoryEventKind, follow_directory
@@ -52,13 +52,13 @@ class CacheMirror:
         """Chunks that the store has of one block of the model: one for each tensor-parallel rank."""
         return self._num_parts.get(fingerprint[:8].hex(), 1)
 
-    def welcome(self, worker: InstanceId, welcome: Welcome) -> None:
+    def welcome(self, worker: InstanceId, welcome: SessionWelcome) -> None:
         """A session began: its snapshot replaces what was known of the worker."""
         self._put(Cleared(worker))
         self._put(Stored(worker, welcome.cached_blocks))
         self._next_sequence[worker] = welcome.event_sequence
 
-    def snapshot(self, worker: InstanceId, welcome: Welcome) -> None:
+    def snapshot(self, worker: InstanceId, welcome: SessionWelcome) -> None:
         """A session that goes on told everything anew: what differs from what is known is put right."""
         known, told = self.workers.blocks_of(worker), set(welcome.cached_blocks)
         self._put(Removed(worker, list(known - told)))

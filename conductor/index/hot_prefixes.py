@@ -83,7 +83,7 @@ class HotPrefixes(Generic[H]):
 
         What was asked for is asked for again after AGAIN_S as long as it is hot, whoever holds it by then.
         """
-        wishes: list[WantedCopies[H]] = []
+        copies: list[WantedCopies[H]] = []
         covered: dict[H, int] = {}
         left = MAX_ASKED_BLOCKS
         for prefix in sorted(self._hot(now_s), key=lambda each: -each.num_blocks):
@@ -96,8 +96,8 @@ class HotPrefixes(Generic[H]):
             if prefix.asked_s > -math.inf or num_holders(prefix.blocks) < wanted:
                 prefix.asked_s = now_s
                 left -= prefix.num_blocks
-                wishes.append(WantedCopies(prefix.fingerprint, prefix.blocks, wanted))
-        return wishes
+                copies.append(WantedCopies(prefix.fingerprint, prefix.blocks, wanted))
+        return copies
 
     def check(self) -> None:
         """It is bounded; what is kept of a prefix is all of it."""

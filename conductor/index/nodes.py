@@ -48,7 +48,7 @@ def ranges(bits: int) -> Iterator[tuple[int, int]]:
         bits &= (1 << start) - 1
 
 
-class Node:
+class IndexNode:
     """Blocks in order with their holders. Nobody holds none of them, and each is held by somebody."""
 
     __slots__ = ("_runs", "answer", "blocks", "chained", "full", "partial", "touched")
@@ -112,7 +112,7 @@ class Node:
         self._changed()
         return gone
 
-    def num_partial_if(self, behind: Node) -> int:
+    def num_partial_if(self, behind: IndexNode) -> int:
         """How many holders would have a bitmap if ``behind`` were joined."""
         return ((self.holders | behind.holders) & ~(self.full & behind.full)).bit_count()
 
@@ -185,9 +185,9 @@ class Node:
         self._settle()
         return gone
 
-    def take(self, start: int, stop: int) -> Node:
+    def take(self, start: int, stop: int) -> IndexNode:
         """Cut ``blocks[start:stop]`` out into a node of its own; this one keeps the rest, which is not empty."""
-        taken = Node(self.blocks[start:stop], self.full, max(1, min(self.chained, stop) - start))
+        taken = IndexNode(self.blocks[start:stop], self.full, max(1, min(self.chained, stop) - start))
         taken.partial = {slot: bits >> start & taken.all_bits for slot, bits in self.partial.items()}
         taken.touched = self.touched
         self._close_gap(start, stop)
@@ -195,7 +195,7 @@ class Node:
         taken._settle()
         return taken
 
-    def join(self, behind: Node) -> None:
+    def join(self, behind: IndexNode) -> None:
         """Put the blocks of ``behind`` behind the own ones, all of which are proven. ``behind`` is of no use then."""
         num, full = len(self), self.full & behind.full
         partial = {
@@ -207,7 +207,7 @@ class Node:
         self._changed()
         self.touched |= behind.touched
 
-    def trade(self, other: Node) -> None:
+    def trade(self, other: IndexNode) -> None:
         """Swap everything with ``other``: the larger content stays with the object that most hashes lead to."""
         for name in self.__slots__:
             mine, theirs = getattr(self, name), getattr(other, name)

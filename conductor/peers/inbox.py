@@ -68,7 +68,7 @@ class PeerRequests:
             if worker is not None:
                 worker.sent(key, begun.prefill_tokens, begun.num_blocks)
         if decode is not None:
-            decode.promise(key, begun.num_blocks)
+            decode.reserve_decode(key, begun.num_blocks)
 
     def _prefilled(self, key: str, begun: Begun) -> None:
         self._in_flight.end(key)

@@ -31,7 +31,7 @@ _log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterConfig(MasterOptions, ProcessConfig):
+class GlobalRouterConfig(MasterOptions, ProcessConfig):
     """The global router's options."""
 
     port: int = option(8100, "port of the HTTP API; 0 picks one")
@@ -56,7 +56,7 @@ class RouterConfig(MasterOptions, ProcessConfig):
 class GlobalRouter:
     """The global router without its process."""
 
-    def __init__(self, config: RouterConfig, pools: PoolMap, registry: CollectorRegistry) -> None:
+    def __init__(self, config: GlobalRouterConfig, pools: PoolMap, registry: CollectorRegistry) -> None:
         self.config = config
         self.forwarder = Forwarder(pools, SystemClock(), PoolMetrics(registry))
         self.address = Address("", 0)
@@ -97,7 +97,7 @@ class GlobalRouter:
             self.apply(pool, event)
 
 
-async def serve(process: Process, config: RouterConfig) -> None:
+async def serve(process: Process, config: GlobalRouterConfig) -> None:
     """Run until the process is to stop."""
     router = GlobalRouter(config, config.read_pools(), process.registry)
     async with contextlib.AsyncExitStack() as stack:

@@ -44,7 +44,7 @@ class DecodeInstance:
         """Sequences that decode, wait, or are on their way."""
         return self.batch + self.num_coming
 
-    def promise(self, job: Job) -> None:
+    def reserve(self, job: Job) -> None:
         """The job will come here when its prefill has ended."""
         self.num_coming += 1
         self.promised_tokens += job.expected_tokens

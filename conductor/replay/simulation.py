@@ -23,7 +23,7 @@ from tanghulu.conductor.replay.prefill import BlockCache, PrefillInstance
 from tanghulu.conductor.replay.trace import BLOCK_TOKENS, TraceRequest
 from tanghulu.conductor.replay.views import ClusterView
 from tanghulu.conductor.routing.output_length import OutputEstimate
-from tanghulu.conductor.routing.policies.base import PeerFetch, Policy
+from tanghulu.conductor.routing.policies.base import PeerFetch, RoutingPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class ClusterConfig:
 class Simulation:
     """One run. ``run`` may be called once."""
 
-    def __init__(self, config: ClusterConfig, policy: Policy, check: bool = False) -> None:
+    def __init__(self, config: ClusterConfig, policy: RoutingPolicy, check: bool = False) -> None:
         self.now_s = 0.0
         self.fetched_blocks = self.copied_blocks = 0
         self._hot: HotPrefixes[int] = HotPrefixes(config.hot_prefix_rate)
@@ -117,7 +117,7 @@ class Simulation:
         job.queued_tokens = request.num_tokens - min(request.num_tokens, match * BLOCK_TOKENS)
         job.expected_tokens = request.num_tokens + self._output.tokens
         target.enqueue(job)
-        self.decodes[job.decode].promise(job)
+        self.decodes[job.decode].reserve(job)
         self._copy_ahead()
         if target.current is None:
             self._start(target)
@@ -158,12 +158,12 @@ class Simulation:
 
         The least busy of those that lack one get it, each from the holder whose NIC is free first.
         """
-        for wish in self._hot.wanted(self.now_s, lambda blocks: len(self.prefills) - len(self._lacking(blocks))):
-            lacking = sorted(self._lacking(wish.blocks), key=lambda worker: worker.waiting_s(self.now_s))
-            holders = [w for w in self.prefills if w.cache.leading(wish.blocks) == len(wish.blocks)]
-            num_missing = wish.num_holders - (len(self.prefills) - len(lacking))
+        for copies in self._hot.wanted(self.now_s, lambda blocks: len(self.prefills) - len(self._lacking(blocks))):
+            lacking = sorted(self._lacking(copies.blocks), key=lambda worker: worker.waiting_s(self.now_s))
+            holders = [w for w in self.prefills if w.cache.leading(copies.blocks) == len(copies.blocks)]
+            num_missing = copies.num_holders - (len(self.prefills) - len(lacking))
             for target in lacking[: max(0, num_missing)] if holders else ():
-                self._copy(wish.blocks, min(holders, key=lambda worker: worker.send_free_s), target)
+                self._copy(copies.blocks, min(holders, key=lambda worker: worker.send_free_s), target)
 
     def _copy(self, blocks: Sequence[int], source: PrefillInstance, target: PrefillInstance) -> None:
         begin_s = max(self.now_s, source.send_free_s, target.receive_free_s)

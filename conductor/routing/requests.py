@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from tanghulu.conductor.routing.cost import DecodeProfile, PrefillProfile
-from tanghulu.conductor.routing.overrides import NO_WISH, RoutingWish
+from tanghulu.conductor.routing.overrides import NO_OVERRIDES, RoutingOverrides
 from tanghulu.errors import TanghuluError
 from tanghulu.hashing import Tokens
 from tanghulu.types import BlockHash, Fingerprint, InstanceId, RequestId
@@ -56,7 +56,7 @@ class GenerationRequest:
     salt: bytes = b""
     priority: int = 0
     session: str = ""
-    routing: RoutingWish = NO_WISH
+    routing: RoutingOverrides = NO_OVERRIDES
 
 
 class FinishReason(Enum):
@@ -90,7 +90,7 @@ class KvSource:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixHolder:
+class PrefixSource:
     """A worker that has the first ``num_blocks`` blocks of a prompt in its cache, as far as is known."""
 
     address: str
@@ -121,7 +121,7 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerRead:
+class MeasuredRead:
     """KV that a worker has read from the one at ``address``."""
 
     address: str
@@ -148,7 +148,7 @@ class WorkerLoad:
     peer_bytes_per_s: float = 0.0
     prefill: PrefillProfile | None = None
     decode: DecodeProfile | None = None
-    reads: tuple[PeerRead, ...] = ()
+    reads: tuple[MeasuredRead, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ class KvChange:
 
 
 @dataclass(frozen=True, slots=True)
-class Welcome:
+class SessionWelcome:
     """A session's first message: who the worker is, and the snapshot that its events go on from.
 
     ``event_sequence`` is the number that the first event behind the snapshot will carry.

@@ -76,7 +76,7 @@ class LoadTracker:
         self._changed()
         self._refresh(self._stale[1])
 
-    def promise(self, key: str, num_blocks: int) -> None:
+    def reserve_decode(self, key: str, num_blocks: int) -> None:
         """A request that is prefilled elsewhere will decode here and need so many blocks."""
         self._promised[key] = num_blocks
         self._changed()

@@ -22,7 +22,7 @@ from tanghulu.types import InstanceId
 W = TypeVar("W", bound=Viewed)
 
 
-class Roster(Generic[W]):
+class WorkerViews(Generic[W]):
     """Some workers in a fixed order and in fixed roles. A worker is on one roster at a time: the latest one made."""
 
     def __init__(self, workers: Sequence[W]) -> None:

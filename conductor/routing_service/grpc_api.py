@@ -11,7 +11,7 @@ import grpc.aio
 from tanghulu.conductor.routing.requests import KvChange, WorkerLoad
 from tanghulu.conductor.routing_service import types as words
 from tanghulu.conductor.routing_service.generate import Generator
-from tanghulu.conductor.routing_service.service import Question, RoutingService
+from tanghulu.conductor.routing_service.service import RoutingQuery, RoutingService
 from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.hashing import as_tokens
 from tanghulu.protos import router_pb2 as pb
@@ -157,8 +157,8 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         for event in list(self._service.dump_events()):
             yield pb.RouterEvents(worker=event.holder, stored=list(event.blocks))
 
-    def _question(self, message: pb.RouterQuestion) -> Question:
-        wish = words.wish_of(message.policy, message.weights, message.prefill_worker, message.decode_worker)
+    def _question(self, message: pb.RouterQuestion) -> RoutingQuery:
+        overrides = words.overrides_of(message.policy, message.weights, message.prefill_worker, message.decode_worker)
         tokens = as_tokens(message.tokens) if message.tokens else None
         hashes = words.checked_hashes(message.block_hashes)
-        return words.question(self._hasher, hashes, tokens, message.num_tokens, wish, message.session)
+        return words.question(self._hasher, hashes, tokens, message.num_tokens, overrides, message.session)

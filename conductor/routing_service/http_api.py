@@ -13,8 +13,8 @@ from starlette.types import Receive, Scope, Send
 from tanghulu.conductor.http.reply import parse, read_body
 from tanghulu.conductor.routing.requests import KvChange, WorkerLoad
 from tanghulu.conductor.routing_service import types as words
-from tanghulu.conductor.routing_service.generate import Generation, Generator
-from tanghulu.conductor.routing_service.service import Question, RoutingService
+from tanghulu.conductor.routing_service.generate import ForwardedAnswer, Generator
+from tanghulu.conductor.routing_service.service import RoutingQuery, RoutingService
 from tanghulu.errors import InvalidRequest
 from tanghulu.hashing import as_tokens
 from tanghulu.runtime.clock import Clock
@@ -31,13 +31,13 @@ Hash = (
 Hashes = Annotated[list[Hash], Field(fail_fast=True)]
 
 
-class Strict(BaseModel):
+class StrictBody(BaseModel):
     """Bodies are checked to the letter: a misspelt field would silently do nothing."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
 
-class WorkerBody(Strict):
+class WorkerBody(StrictBody):
     """PUT /workers."""
 
     worker: Name
@@ -46,7 +46,7 @@ class WorkerBody(Strict):
     url: str = ""
 
 
-class LoadBody(Strict):
+class LoadBody(StrictBody):
     """POST /report_load."""
 
     worker: Name
@@ -60,7 +60,7 @@ class LoadBody(Strict):
     store_bytes_per_s: Speed = 0.0
 
 
-class EventsBody(Strict):
+class EventsBody(StrictBody):
     """POST /publish_events; ``cleared`` comes before ``stored``."""
 
     worker: Name
@@ -69,7 +69,7 @@ class EventsBody(Strict):
     cleared: bool = False
 
 
-class QuestionBody(Strict):
+class QuestionBody(StrictBody):
     """POST /best_worker, /overlaps, /potential_loads."""
 
     block_hashes: Hashes = Field(default_factory=list)
@@ -84,7 +84,7 @@ class QuestionBody(Strict):
     explain: bool = False
 
 
-class RequestBody(Strict):
+class RequestBody(StrictBody):
     """POST /prefill_completed and /free."""
 
     request_id: Name
@@ -128,7 +128,7 @@ def make_app(
 class _Passed(StreamingResponse):
     """A worker's answer; whether it was read to its end or not, the request is freed."""
 
-    def __init__(self, begun: Generation) -> None:
+    def __init__(self, begun: ForwardedAnswer) -> None:
         super().__init__(begun.pieces, begun.status, dict(begun.headers))
         self._begun = begun
 
@@ -192,12 +192,12 @@ def _add_workers(app: FastAPI, service: RoutingService, max_body_bytes: int) -> 
 def _add_requests(
     app: FastAPI, service: RoutingService, hasher: words.Hasher, clock: Clock, max_body_bytes: int
 ) -> None:
-    async def asked(request: Request) -> tuple[QuestionBody, Question]:
+    async def asked(request: Request) -> tuple[QuestionBody, RoutingQuery]:
         body = parse(QuestionBody, await read_body(request, max_body_bytes))
-        wish = words.wish_of(body.policy, body.weights, body.prefill_worker, body.decode_worker)
+        overrides = words.overrides_of(body.policy, body.weights, body.prefill_worker, body.decode_worker)
         tokens = None if body.tokens is None else as_tokens(body.tokens)
         hashes = _hashes(body.block_hashes)
-        return body, words.question(hasher, hashes, tokens, body.num_tokens, wish, body.session)
+        return body, words.question(hasher, hashes, tokens, body.num_tokens, overrides, body.session)
 
     @app.post("/best_worker")
     async def best_worker(request: Request) -> dict[str, Any]:

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tanghulu.conductor.index.hash_cache import HashCache
-from tanghulu.conductor.routing.overrides import WEIGHTS, RoutingWish
+from tanghulu.conductor.routing.overrides import WEIGHTS, RoutingOverrides
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES
-from tanghulu.conductor.routing_service.service import Question
+from tanghulu.conductor.routing_service.service import RoutingQuery
 from tanghulu.errors import InvalidRequest
 from tanghulu.hashing import Tokens
 from tanghulu.types import BlockHash, InstanceId, Place, Role
@@ -41,17 +41,22 @@ def checked_hashes(values: Iterable[bytes]) -> list[BlockHash]:
 
 
 def question(
-    hasher: Hasher, hashes: Sequence[BlockHash], tokens: Tokens | None, num_tokens: int, wish: RoutingWish, session: str
-) -> Question:
+    hasher: Hasher,
+    hashes: Sequence[BlockHash],
+    tokens: Tokens | None,
+    num_tokens: int,
+    overrides: RoutingOverrides,
+    session: str,
+) -> RoutingQuery:
     """A question with either hashes or tokens. Raises InvalidRequest for both."""
     if tokens is None or not len(tokens):
-        return Question(hashes, num_tokens, wish, session)
+        return RoutingQuery(hashes, num_tokens, overrides, session)
     if hashes:
         raise InvalidRequest("give either block hashes or tokens")
-    return Question(hasher.hashes(tokens), len(tokens), wish, session)
+    return RoutingQuery(hasher.hashes(tokens), len(tokens), overrides, session)
 
 
-def wish_of(policy: str, weights: Mapping[str, float], prefill: str, decode: str) -> RoutingWish:
+def overrides_of(policy: str, weights: Mapping[str, float], prefill: str, decode: str) -> RoutingOverrides:
     """What a request wishes. Raises InvalidRequest for an unknown policy or weight."""
     if policy and policy not in POLICY_NAMES:
         raise InvalidRequest(f"policy {policy!r} is unknown; there is {', '.join(POLICY_NAMES)}")
@@ -60,7 +65,7 @@ def wish_of(policy: str, weights: Mapping[str, float], prefill: str, decode: str
             raise InvalidRequest(f"weight {name!r} is unknown; there is {', '.join(WEIGHTS)}")
         if not 0 <= value < float("inf"):
             raise InvalidRequest(f"weight {name!r} is {value}; it must be at least 0")
-    return RoutingWish(policy, InstanceId(prefill), InstanceId(decode), tuple(sorted(weights.items())))
+    return RoutingOverrides(policy, InstanceId(prefill), InstanceId(decode), tuple(sorted(weights.items())))
 
 
 def role_of(name: str) -> Role:

@@ -1,4 +1,4 @@
-"""Routes for chunks without their bytes: listing, what is known of one, removal."""
+"""Routes for chunks without their bytes: listing, description, removal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tanghulu.store.gateway.gateway import Gateway, Patience, key_of
 from tanghulu.store.gateway.matching import matching
 
 Row = dict[str, Any]
-#: A pattern that is longer at a page of keys is one of those that never end.
+#: A pattern that takes longer for a page of keys is one of those that never end.
 _MATCH_S = 3.0
 
 

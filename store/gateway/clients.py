@@ -1,8 +1,8 @@
 """The gateway's connections to the store: a client for each token, opened when it is first shown.
 
-Whoever asks is somebody at the store itself, by his own token: the gateway knows no tokens and no rights. A token is
-shown to the master again every second while it is used, so one that is revoked ends here as soon as there; what the
-client has mapped of a node's memory would go on answering otherwise.
+The store itself authenticates each caller by the caller's own token: the gateway knows no tokens and no rights. A token
+is shown to the master again every second while it is used, so a revoked one ends here as soon as there; otherwise the
+memory of nodes that the client has mapped would go on answering.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class ClientCache(Generic[K, V]):
         return closing
 
     def give_back(self, key: K, value: V, now_s: float) -> list[V]:
-        """``value`` is not used any more by one who took it."""
+        """Note that a user of ``value`` is done with it."""
         entry = self._leaving.get(id(value)) or self._entries[key]
         assert entry.value is value
         entry.num_uses -= 1
@@ -112,7 +112,7 @@ class ClientCache(Generic[K, V]):
         return []
 
     def drop(self, key: K, value: V) -> list[V]:
-        """Nobody may take ``value`` any more; it is to be closed when its last user gives it back."""
+        """Let nobody take ``value`` any more; it is to be closed when its last user gives it back."""
         entry = self._entries.get(key)
         if entry is None or entry.value is not value:
             return []
@@ -124,7 +124,7 @@ class ClientCache(Generic[K, V]):
         return []
 
     def is_due(self, key: K, value: V, now_s: float) -> bool:
-        """Whether it is time to ask whether the key still stands; counts as done, so that one asks."""
+        """Whether it is time to verify the key again; counts as done, so that one caller does it."""
         entry = self._entries.get(key)
         if entry is None or entry.value is not value or now_s - entry.verified_s < self._verify_s:
             return False
@@ -132,12 +132,12 @@ class ClientCache(Generic[K, V]):
         return True
 
     def expire(self, now_s: float) -> list[V]:
-        """What nobody has used for a while."""
+        """Remove and return the values that nobody has used for a while."""
         gone = [k for k, e in self._entries.items() if not e.num_uses and now_s - e.used_s >= self._idle_s]
         return [self._entries.pop(key).value for key in gone]
 
     def clear(self) -> list[V]:
-        """Everything, in use or not."""
+        """Remove and return all values, in use or not."""
         every = [entry.value for entry in (*self._entries.values(), *self._leaving.values())]
         self._entries.clear()
         self._leaving.clear()
@@ -181,7 +181,7 @@ class Clients:
             self._close(self._cache.give_back(credentials, client, time.monotonic()))
 
     async def verify(self, credentials: Credentials, client: GatewayClient) -> None:
-        """Raise Unauthorized if the token does not stand any more, as far as a master that answers knows."""
+        """Raise Unauthorized if the token is not valid any more, as far as a master that answers knows."""
         if not self._cache.is_due(credentials, client, time.monotonic()):
             return
         try:
@@ -193,7 +193,7 @@ class Clients:
             _log.debug("gateway.not_verified", error=error.message)
 
     async def _taken(self, credentials: Credentials) -> GatewayClient:
-        """A client in use. The first who needs it has it opened while others wait; only who is let in has a place."""
+        """Take a client into use. The first caller has it opened, others wait; only a client that is let in is kept."""
         while True:
             client = self._cache.take(credentials, time.monotonic())
             if client is not None:

@@ -14,7 +14,7 @@ from tanghulu.types import is_loopback
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayConfig(MasterOptions, ProcessConfig):
-    """What the gateway listens on, whom it lets in, and its bounds."""
+    """The gateway's address, its conditions for callers, and its bounds."""
 
     port: int = option(7480, "port of the HTTP API; 0 picks one")
     tls_mutual: bool = option(False, "let in only who shows a certificate that --tls-ca has signed")
@@ -42,10 +42,10 @@ class GatewayConfig(MasterOptions, ProcessConfig):
         if self.max_clients < 2:
             raise ConfigError(f"--max-clients is {self.max_clients}; it must be at least 2")
         if not self.insecure and not is_loopback(self.host):
-            self._refuse_open_doors()
+            self._refuse_open_port()
 
-    def _refuse_open_doors(self) -> None:
-        """Other hosts can reach it: tokens and values must be encrypted, and everybody must say who it is."""
+    def _refuse_open_port(self) -> None:
+        """Raise ConfigError unless values are encrypted and every caller is known: other hosts can connect."""
         if not self.tls_cert:
             raise ConfigError(f"--host {self.host} is in the open: say --tls-cert and --tls-key, or --insecure")
         if not (self.require_token or self.tls_mutual):
@@ -55,7 +55,7 @@ class GatewayConfig(MasterOptions, ProcessConfig):
             )
 
     def server_tls(self) -> ServerTls | None:
-        """What to listen with; None without a certificate. Raises ConfigError."""
+        """The TLS context to listen with; None without a certificate. Raises ConfigError."""
         if not (self.tls_cert or self.tls_key or self.tls_mutual):
             return None
         return ServerTls(self.tls, mutual=self.tls_mutual)

@@ -33,7 +33,7 @@ in paths percent-encoded. Errors are `{"error": {"message", "type", "code", "par
 
 
 async def serve(process: Process, config: GatewayConfig) -> None:
-    """Run until the process is to stop. A master that is not there yet is waited for by nobody: /ready tells."""
+    """Run until the process is to stop. A master that is not there yet is not waited for: /ready tells."""
     async with _serving(process, config) as address:
         process.ready(process.instance_id(address.port), address)
         await process.stopping.wait()

@@ -24,13 +24,13 @@ Perform = Callable[[Request, Order[Any]], Awaitable[Any]]
 Keys = Annotated[list[str], Field(max_length=KEYS_PER_PAGE)]
 
 
-class Strict(BaseModel):
-    """A misspelt field would silently do nothing."""
+class CheckedBody(BaseModel):
+    """A body whose unknown fields are refused: a misspelt field would silently do nothing."""
 
     model_config = ConfigDict(extra="forbid")
 
 
-class EvictBody(Strict):
+class EvictBody(CheckedBody):
     """What to evict: keys, or so many bytes in the policy's order. Sizes may have a unit: "64MiB"."""
 
     keys: Keys = Field(default_factory=list)
@@ -44,14 +44,14 @@ class EvictBody(Strict):
         return self.keys, num_bytes
 
 
-class PolicyBody(Strict):
+class PolicyBody(CheckedBody):
     """The eviction policy to switch to."""
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
     node: str = ""
 
 
-class ReplicateBody(Strict):
+class ReplicateBody(CheckedBody):
     """What to copy ahead of demand."""
 
     keys: Annotated[list[str], Field(min_length=1, max_length=KEYS_PER_PAGE)]

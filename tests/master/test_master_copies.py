@@ -9,7 +9,7 @@ import pytest
 
 from tanghulu.discovery.base import Instance
 from tanghulu.errors import InvalidRequest
-from tanghulu.store.master.directory.announcement import Announcement, ChunkEntry, Report
+from tanghulu.store.master.directory.announcement import ChunkEntry, NodeAnnouncement, ReportPart
 from tanghulu.store.master.directory.copy_orders import Copy, Drop, Reason
 from tanghulu.store.master.directory.directory import Directory
 from tanghulu.store.master.replication import planner as copy_planner
@@ -46,7 +46,7 @@ class World:
     def join(self, name: str) -> None:
         self.directory.node_registered(self.instance(name), self.now_s)
         self.chunks[name] = set()
-        for report in (Report.BEGIN, Report.END):
+        for report in (ReportPart.BEGIN, ReportPart.END):
             self.say(name, report=report)
 
     def die(self, name: str) -> None:
@@ -67,7 +67,7 @@ class World:
         added: list[str] | None = None,
         removed: list[str] | None = None,
         replicas: int = 1,
-        report: Report = Report.NONE,
+        report: ReportPart = ReportPart.NONE,
         hot: list[tuple[str, int]] | None = None,
         failed: list[str] | None = None,
         cold: bool = False,
@@ -75,7 +75,7 @@ class World:
         added, removed = added or [], removed or []
         self.chunks[name] |= set(added)
         self.chunks[name] -= set(removed)
-        announcement = Announcement(
+        announcement = NodeAnnouncement(
             name,
             1,
             [ChunkEntry(key, 7, SIZE, cold) for key in added],
@@ -337,7 +337,7 @@ def test_a_node_that_is_told_to_drop_what_it_removes_itself_is_not_waited_for() 
     world.put("a", "b")
 
     def heard(name: str, *deleted: str) -> list[Drop]:
-        announcement = Announcement(name, 1, deleted=deleted)
+        announcement = NodeAnnouncement(name, 1, deleted=deleted)
         world.directory.announce(announcement, world.now_s)
         return world.planner.heard(announcement, world.now_s)[1]
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 
 from tanghulu.errors import DeadlineExceeded, NodeUnavailable
-from tanghulu.runtime.busy_polling import Spinner
+from tanghulu.runtime.busy_polling import BusyPoller
 from tanghulu.runtime.clock import Clock
 from tanghulu.transfer_engine.client.handle import Workshop
 from tanghulu.transfer_engine.client.link_pool import LinkPool
@@ -159,7 +159,7 @@ def send_directly(
     return link is not None and _failed(ended, paths, path, now_s + deadline_s, clock, lock)
 
 
-def _set_out(target: RemoteSegment, now_s: float, length: int, workshop: Workshop) -> tuple[Path, Spinner | None]:
+def _set_out(target: RemoteSegment, now_s: float, length: int, workshop: Workshop) -> tuple[Path, BusyPoller | None]:
     """The path to take, and what to wait with if this caller is alone and it pays."""
     callers, spinner = workshop.callers, target.spinner
     with workshop.lock:

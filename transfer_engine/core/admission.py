@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tanghulu.errors import ChecksumMismatch, InvalidRequest, NodeUnavailable, TanghuluError, Unauthorized
-from tanghulu.runtime.busy_polling import LoopSpinner
+from tanghulu.runtime.busy_polling import LoopPoller
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.leases import Freed
 from tanghulu.transfer_engine.core.opcode import Opcode
@@ -67,7 +67,7 @@ class Reception:
         on_freed: Callable[[Sequence[Freed]], None] | None = None,
         on_emptied: Callable[[], None] | None = None,
         on_notice: OnNotice | None = None,
-        spinner: LoopSpinner | None = None,
+        spinner: LoopPoller | None = None,
     ) -> None:
         self.view = segment.view
         self.piece_bytes = _PIECE_BYTES

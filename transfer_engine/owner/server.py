@@ -10,7 +10,7 @@ import asyncio
 import ssl
 from collections.abc import Callable, Mapping, Sequence
 
-from tanghulu.runtime.busy_polling import SPIN_S, LoopSpinner, SpinBudget, paying_spin_s
+from tanghulu.runtime.busy_polling import SPIN_S, LoopPoller, PollBudget, paying_spin_s
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.admission import OnNotice, Reception
@@ -101,7 +101,7 @@ class SegmentServer:
             on_freed=self._tell,
             on_emptied=self._emptied.set,
             on_notice=on_notice,
-            spinner=LoopSpinner(SpinBudget(spin_s), SystemClock(), _soon) if spin_s > 0 else None,
+            spinner=LoopPoller(PollBudget(spin_s), SystemClock(), _soon) if spin_s > 0 else None,
         )
 
     # --- life

@@ -205,7 +205,7 @@ class Decision:
         return self.explain()
 
 
-class Policy(Protocol):
+class RoutingPolicy(Protocol):
     """A routing policy. ``ranks``: it takes the best, so that of very many workers a shortlist of the best-matching and
     the least loaded ones may be shown to it (``conductor/routing/shortlist.py``).
     """

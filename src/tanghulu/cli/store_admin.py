@@ -1,4 +1,4 @@
-"""``tanghulu store drain | undrain | evict | replicate | watch``: what operators do to a running store."""
+"""``tanghulu store drain | undrain | evict | replicate | watch``: operations on a running store."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def drain(node: str, wait: bool, timeout_s: float | None, master: Masters, as_js
 
 
 def _drain(store: Client, node: str, wait: bool, timeout_s: float | None, *, show: bool) -> Row:
-    """The order, with a bar that shows how far it is."""
+    """Carry out the order, with a bar that shows its progress."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     most = 0
@@ -81,7 +81,7 @@ def _size(context: click.Context, parameter: click.Parameter, value: str) -> int
 @click.option("--node", "node_id", default="", help="on this node only (its id); default: on all")
 @store_options
 def evict(keys: tuple[str, ...], num_bytes: int, node_id: str, master: Masters, as_json: bool) -> None:
-    """Evict KEYS, or the chunks that would go next; unlike rm, they may be put again at once by whoever has them.
+    """Evict KEYS, or the chunks that would go next; unlike after rm, any client may put them again at once.
 
     What is being read or pinned hard stays. With an SSD tier evicted chunks go down to it.
     """

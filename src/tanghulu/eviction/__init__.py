@@ -1,4 +1,4 @@
-"""Eviction policies: who goes first when room is needed."""
+"""Eviction policies: which chunks go first when room is needed."""
 
 from tanghulu.eviction.base import Policy
 from tanghulu.eviction.ordered import Lru

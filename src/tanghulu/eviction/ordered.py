@@ -18,11 +18,11 @@ class Ordered:
 
     @property
     def num_ghosts(self) -> int:
-        """None is remembered."""
+        """No evicted key is remembered: 0."""
         return 0
 
     def begin_batch(self) -> None:
-        """Requests mean nothing here beyond the order of their keys."""
+        """Ignore the hint: only the order of keys matters here."""
 
     def add(self, key: ChunkKey, size_bytes: int) -> None:
         """Enter ``key`` as the last to go."""
@@ -44,7 +44,7 @@ class Ordered:
         return key in self._order
 
     def check(self) -> None:
-        """Nothing beyond what the dictionary keeps by itself."""
+        """Nothing to assert beyond what the dictionary keeps by itself."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self._order)} keys)"
@@ -59,7 +59,7 @@ class Fifo(Ordered):
     name = "fifo"
 
     def touch(self, key: ChunkKey) -> None:
-        """Reads change nothing."""
+        """Ignore the read."""
 
 
 class Lru(Ordered):

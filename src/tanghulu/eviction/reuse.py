@@ -65,7 +65,7 @@ class _Entry:
 
 
 class Reuse:
-    """See the module. Every call is O(1), amortised; the fits in between cost about a millisecond each."""
+    """The reuse-time policy. Every call is O(1), amortised; the fits in between cost about a millisecond each."""
 
     name = "reuse"
 
@@ -114,7 +114,7 @@ class Reuse:
         self._pend(entry)
 
     def touch(self, key: ChunkKey) -> None:
-        """``key`` was used again; what that teaches is noted."""
+        """Note that ``key`` was used again, and learn from its age."""
         entry = self._entries.get(key)
         if entry is None:
             return
@@ -169,7 +169,7 @@ class Reuse:
             self._offer(parent)
 
     def _offer(self, entry: _Entry) -> None:
-        """Put a classified leaf where victims are taken from."""
+        """Enter a classified leaf into the queues that victims are taken from."""
         group = entry.group
         if group is not None and entry.num_children == 0 and entry.alive:
             group.keys[entry.key] = None
@@ -199,7 +199,7 @@ class Reuse:
                 self._offer(entry)
 
     def _link(self, batch: list[_Entry]) -> None:
-        """Each key stands on the one that follows it in the batch, as far as it does not stand on one already."""
+        """Make each key of a batch stand on the one that follows it, unless it stands on one already."""
         for entry, parent in itertools.pairwise(batch):
             has_parent = entry.parent is not None and entry.parent.alive
             if not has_parent and (not entry.num_children or not _stands_on(parent, entry)):

@@ -25,7 +25,7 @@ from tanghulu.rpc.dialling import CONNECT_TIMEOUT_S, dial
 from tanghulu.rpc.frames import HEAD, PREAMBLE, Frame, call_id_of, decode_head, encode_head
 from tanghulu.rpc.tls_socket import TlsSocket
 from tanghulu.rpc.wire import decode, error_of
-from tanghulu.runtime.busy_polling import Spinner
+from tanghulu.runtime.busy_polling import BusyPoller
 from tanghulu.types import Address
 
 R = TypeVar("R", bound=Message | bytes)
@@ -86,7 +86,7 @@ class FastConnection:
         *,
         shortcut: bool = False,
         tls: TlsFiles = NO_TLS,
-        spinner: Spinner | None = None,
+        spinner: BusyPoller | None = None,
     ) -> None:
         self.peer = unix_path or str(address)
         self._socket = dial(address, unix_path, timeout_s, shortcut=shortcut, tls=tls)
@@ -377,7 +377,7 @@ def _stray(peer: str, frame: Frame) -> TanghuluError:
     return InvalidRequest(f"{peer} answered call {frame.call_id}, which nobody made")
 
 
-def _waits(sock: socket.socket | TlsSocket, spinner: Spinner | None) -> tuple[Wait, Wait]:
+def _waits(sock: socket.socket | TlsSocket, spinner: BusyPoller | None) -> tuple[Wait, Wait]:
     """Two ways to the next bytes of ``sock``: asleep, and spinning first; what is encrypted can only be slept for."""
     sleep = partial(sock.recv, _RECEIVE_BYTES)
     if spinner is None or isinstance(sock, TlsSocket):

@@ -1,4 +1,4 @@
-"""What a process tells of itself: its structured log and its Prometheus metrics.
+"""The structured log and the Prometheus metrics of a process.
 
 The log has one line a lifecycle event, JSON in files and pipes, coloured text on a terminal. The metrics are one
 registry a process, served over HTTP on its --metrics-port; each component holds its metric names in one file of its own

@@ -18,7 +18,7 @@ from tanghulu.discovery.masters import ATTEMPT_S, SEEK_PAUSE_S, MasterFinder
 from tanghulu.errors import InvalidRequest, MasterUnavailable, NodeUnavailable, TanghuluError
 from tanghulu.rpc.fast_client import Asking, FastConnection
 from tanghulu.rpc.greeting import show_blocking
-from tanghulu.runtime.busy_polling import Company
+from tanghulu.runtime.busy_polling import Waiters
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.store.client.drivers.connections import Target, master_failure, target_of
 from tanghulu.store.client.drivers.transfers import move
@@ -73,7 +73,7 @@ class BlockingShell:
         )
         self._masters = MasterFinder(settings.master)
         self._idle: dict[PeerId, deque[FastConnection]] = {}
-        self._company = Company()
+        self._company = Waiters()
         self._welcomes: dict[PeerId, Welcome] = {}
         self._links: dict[tuple[int, bool], Link] = {}
         self._lock = threading.Lock()

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from tanghulu.runtime.busy_polling import Spinner
+from tanghulu.runtime.busy_polling import BusyPoller
 from tanghulu.transfer_engine.core.network import StreamSocket
 from tanghulu.transfer_engine.core.wire import REPLY_BYTES, pack_reply
 
@@ -22,17 +22,17 @@ _MAX_PIECES = 64
 
 
 class AnswerTaker:
-    """Takes the answers that come over ``sock``; with a ``Spinner`` it may ask for a moment before it sleeps."""
+    """Takes the answers that come over ``sock``; with a ``BusyPoller`` it may ask for a moment before it sleeps."""
 
     def __init__(self, sock: StreamSocket) -> None:
         self._sock = sock
 
-    def acknowledgement(self, head: memoryview, spinner: Spinner | None) -> tuple[bool, int]:
+    def acknowledgement(self, head: memoryview, spinner: BusyPoller | None) -> tuple[bool, int]:
         """(whether a WRITE was acknowledged, how many bytes came into ``head``)."""
         got = _first(self._sock.recv_into, head, spinner)
         return got == REPLY_BYTES and head == _ACKNOWLEDGEMENT, got
 
-    def payload(self, head: memoryview, memory: memoryview, spinner: Spinner | None) -> tuple[bool, int]:
+    def payload(self, head: memoryview, memory: memoryview, spinner: BusyPoller | None) -> tuple[bool, int]:
         """(whether all of a READ's payload is in ``memory``, how many bytes came, its reply's included)."""
         got = _first(self._sock.recvmsg_into, (head, memory), spinner)[0]
         num_bytes = len(memory)
@@ -42,7 +42,7 @@ class AnswerTaker:
             got += self._rest(memory[got - REPLY_BYTES :], spinner)
         return got == REPLY_BYTES + num_bytes, got
 
-    def _rest(self, rest: memoryview, spinner: Spinner | None) -> int:
+    def _rest(self, rest: memoryview, spinner: BusyPoller | None) -> int:
         """How many bytes came of what a payload still lacks."""
         got, receive = 0, self._sock.recv_into
         for _ in range(_MAX_PIECES):
@@ -57,6 +57,6 @@ class AnswerTaker:
         return got
 
 
-def _first(receive: Callable[[Any, int, int], Any], into: object, spinner: Spinner | None) -> Any:
+def _first(receive: Callable[[Any, int, int], Any], into: object, spinner: BusyPoller | None) -> Any:
     """What a receiving method gives first; waits for it."""
     return receive(into, 0, 0) if spinner is None else spinner.receive(receive, into)

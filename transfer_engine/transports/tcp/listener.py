@@ -22,7 +22,7 @@ from typing import Protocol, cast
 
 from tanghulu.errors import TanghuluError
 from tanghulu.rpc.pacing import unpace_within_machine
-from tanghulu.runtime.busy_polling import LoopSpinner
+from tanghulu.runtime.busy_polling import LoopPoller
 from tanghulu.transfer_engine.core.wire import (
     HEAD_BYTES,
     REPLY_BYTES,
@@ -70,7 +70,7 @@ class TcpDoor(Protocol):
     #: Runs a callback behind the current event, in order (the loop's ``call_soon``).
     soon: Callable[[Callable[[], None]], object]
     #: Told when something of a slice has come, and when more is waited for.
-    spinner: LoopSpinner | None
+    spinner: LoopPoller | None
 
     def opened(self, connection: TcpConnection) -> bool:
         """Whether there is room for one more connection."""

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tanghulu.errors import ChecksumMismatch, NodeUnavailable, TanghuluError
-from tanghulu.runtime.busy_polling import Spinner
+from tanghulu.runtime.busy_polling import BusyPoller
 from tanghulu.transfer_engine.core.network import StreamSocket
 from tanghulu.transfer_engine.core.opcode import Opcode
 from tanghulu.transfer_engine.core.paths import Path
@@ -179,7 +179,7 @@ class TcpStream:
         lease_id: int,
         remote_offset: int,
         timeout_s: float,
-        spinner: Spinner | None,
+        spinner: BusyPoller | None,
     ) -> bool:
         """Move one plain slice, if the stream is idle; whether all of it has arrived. False: call ``resume`` next.
 

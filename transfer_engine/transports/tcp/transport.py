@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import select
 
-from tanghulu.runtime.busy_polling import Spinner
+from tanghulu.runtime.busy_polling import BusyPoller
 from tanghulu.transfer_engine.core.fences import Fences
 from tanghulu.transfer_engine.core.links import WiredLink
 from tanghulu.transfer_engine.core.network import KernelNetwork, Network
@@ -74,7 +74,7 @@ class TcpLink(WiredLink[TcpStream]):
         lease_id: int,
         remote_offset: int,
         timeout_s: float,
-        spinner: Spinner | None,
+        spinner: BusyPoller | None,
     ) -> bool:
         """Move one plain slice, fast where the path's stream is idle; whether it has arrived. False: ``resume``."""
         stream = self._connections.get(path)
