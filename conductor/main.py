@@ -160,7 +160,7 @@ class Conductor:
             listener.close()
 
     def replicator(self, ask: AskForCopies) -> Replicator:
-        """What has hot prefixes copied ahead, by ``ask``; to be run beside."""
+        """The task that has hot prefixes copied ahead, by ``ask``."""
         dispatcher, count = self.dispatcher, self.metrics.hot_chunks.inc
         return Replicator(dispatcher.router.hot, dispatcher.mirror, ask, SystemClock(), count)
 
@@ -195,7 +195,7 @@ def make_app(service: Service) -> FastAPI:
 
 
 async def _collect_garbage(dispatcher: Dispatcher) -> None:
-    """Full collections, when nobody waits."""
+    """Make full garbage collections, when nobody waits."""
     clock = SystemClock()
     garbage.begin()
     pacer = garbage.CollectionPacer(clock.now_s())

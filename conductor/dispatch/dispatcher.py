@@ -1,4 +1,4 @@
-"""The shell around lifecycle and policy: performs their instructions at the workers, and feeds back what happens.
+"""The driver of lifecycle and policy: performs their instructions at the workers, and feeds back what happens.
 
 Owns the requests under way: the queue, which submission belongs to which request, the deadline of the queue. Plain
 calls only; everything runs in the event loop between two awaits, so no state is ever seen half changed.
@@ -50,7 +50,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much the conductor takes on; ``profiles`` are what that is taken to cost until workers say."""
+    """The bounds on the conductor's load; ``profiles`` are the assumed costs until workers report theirs."""
 
     max_in_flight: int = 1024
     max_queued: int = 1024
@@ -65,7 +65,7 @@ class Limits:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A request under way, with what only the shell needs."""
+    """A request under way, with the data that only the dispatcher needs."""
 
     flight: Flight
     model: ServedModel
@@ -115,7 +115,7 @@ class Dispatcher:
     def submit(self, request: GenerationRequest, model: ServedModel) -> TokenStream:
         """Take ``request``; its tokens come through the stream.
 
-        Raises Overloaded if the queue is full, InvalidRequest for a wish that nobody can fulfil.
+        Raises Overloaded if the queue is full, InvalidRequest for routing overrides that cannot be met.
         """
         assert request.id not in self._entries, f"request id {request.id} is in use"
         self.router.check_overrides(request.routing)
@@ -131,7 +131,7 @@ class Dispatcher:
         return entry.stream
 
     def abort(self, request_id: RequestId) -> bool:
-        """End a request from outside; False if it is not under way (any more)."""
+        """End a request on demand; False if it is not under way (any more)."""
         entry = self._entries.get(request_id)
         if entry is None:
             return False
@@ -140,7 +140,7 @@ class Dispatcher:
         return True
 
     def finish_at_stop_string(self, request_id: RequestId) -> None:
-        """The text holds a stop string; the request may have ended by itself meanwhile."""
+        """End a request whose text holds a stop string; it may have ended by itself meanwhile."""
         entry = self._entries.get(request_id)
         if entry is not None:
             self._perform(entry, entry.flight.on_stop_string())
@@ -154,13 +154,13 @@ class Dispatcher:
     # --- what workers tell (WorkerListener)
 
     def worker_up(self, worker: RegisteredWorker, welcome: SessionWelcome) -> None:
-        """A worker may be used: perhaps somebody waits for it."""
+        """Take note of a usable worker, and send requests that waited for it."""
         self.mirror.welcome(worker.id, welcome)
         self._metrics.workers.labels(worker.role.value).inc()
         self._pump()
 
     def worker_step(self, worker: RegisteredWorker, step: Step) -> None:
-        """Hand each request its part."""
+        """Hand each request its part of the step."""
         now_s = self._clock.now_s()
         for output in step.outputs:
             worker.load.heard_of(output.wire_id)
@@ -180,11 +180,11 @@ class Dispatcher:
             self._pump()
 
     def worker_snapshot(self, worker: RegisteredWorker, welcome: SessionWelcome) -> None:
-        """Put right what is known of its cache."""
+        """Correct the mirror of the worker's cache."""
         self.mirror.snapshot(worker.id, welcome)
 
     def worker_lost(self, worker: RegisteredWorker, error: TanghuluError) -> None:
-        """Move all that the worker had to others."""
+        """Move all requests of the worker to others."""
         self._metrics.workers.labels(worker.role.value).dec()
         self.mirror.worker_gone(worker.id)
         for entry in [e for e in self._submissions.values() if e.flight.worker == worker.id]:
@@ -196,7 +196,7 @@ class Dispatcher:
         return any(e.flight.worker == worker.id for e in self._submissions.values())
 
     def check(self) -> None:
-        """Each entry is queued, or has exactly its current submission."""
+        """Assert that each entry is queued, or has exactly its current submission."""
         for request_id, entry in self._entries.items():
             entry.flight.check()
             assert entry.flight.request.id == request_id
@@ -216,7 +216,7 @@ class Dispatcher:
         assert len(self.router.in_flight) <= len(self._submissions) + len(self.peers)
 
     def observe(self) -> None:
-        """Set the gauges that are sizes of something."""
+        """Set the gauges of sizes."""
         self._metrics.index_blocks.labels("workers").set(self.mirror.workers.num_blocks)
         self._metrics.index_blocks.labels("store").set(self.mirror.store.num_blocks)
         self._metrics.index_lag.set(self.mirror.events.waiting_blocks)
@@ -277,7 +277,7 @@ class Dispatcher:
         self._perform(entry, flight.submit(prefill, decode))
 
     def _objection(self, entry: _Entry, route: RoutedRequest) -> str:
-        """Why a request that was not begun yet is refused rather than sent; "" if it is not."""
+        """The reason to refuse a request that was not begun yet; "" if it may be sent."""
         assert route.decision is not None
         seen = forecast(route.request, route.workers, route.decision)
         return self._limits.admission.objection(seen, self._clock.now_s() - entry.arrived_s)
@@ -363,10 +363,10 @@ class Dispatcher:
         entry.stream.end(end)
 
     def _withdraw(self, entry: _Entry) -> None:
-        """The decode worker that was foreseen is chosen anew, or not needed."""
+        """Release the decode slot that is reserved for the request: its worker is chosen anew, or not needed."""
         worker = self.registry.workers.get(entry.reserved) if entry.reserved is not None else None
         if worker is not None:
-            worker.load.withdraw(entry.flight.request.id)
+            worker.load.release_decode(entry.flight.request.id)
         entry.reserved = None
 
     def _untrack(self, entry: _Entry) -> None:

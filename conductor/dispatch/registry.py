@@ -1,4 +1,4 @@
-"""The workers that are alive: found by Discovery, connected by a session each, described once.
+"""The live workers: found by Discovery, connected by a session each, described once.
 
 Owns one task a worker: describe, connect, hand every step to the listener, and when the stream breaks say so and
 connect again while the worker is registered. Decides nothing about requests.
@@ -54,42 +54,42 @@ class RegisteredWorker:
 
     @property
     def id(self) -> InstanceId:
-        """Its identity in the cluster."""
+        """The worker's identity in the cluster."""
         return self.instance.id
 
     @property
     def role(self) -> Role:
-        """What it does."""
+        """The phases that the worker serves."""
         return self.instance.role
 
     @property
     def place(self) -> Place:
-        """Where it stands."""
+        """The place of the worker's host."""
         return self.instance.place
 
     @property
     def usable(self) -> bool:
-        """Whether new requests may be sent to it."""
+        """Whether new requests may be sent to the worker."""
         return self.session is not None and not self.leaving
 
 
 class WorkerListener(Protocol):
-    """Who hears of the workers. All calls are plain and come from the event loop."""
+    """The listener to the workers' events. All calls are plain and come from the event loop."""
 
     def worker_up(self, worker: RegisteredWorker, welcome: SessionWelcome) -> None:
-        """A session is open and the worker may be used."""
+        """Take a worker whose session is open, so that it may be used."""
         ...
 
     def worker_step(self, worker: RegisteredWorker, step: Step) -> None:
-        """The worker said something. Raises NodeUnavailable to have the session replaced."""
+        """Take a step of the worker. Raises NodeUnavailable to have the session replaced."""
         ...
 
     def worker_snapshot(self, worker: RegisteredWorker, welcome: SessionWelcome) -> None:
-        """The worker told everything anew, as it was asked."""
+        """Take a snapshot that the worker was asked for."""
         ...
 
     def worker_lost(self, worker: RegisteredWorker, error: TanghuluError) -> None:
-        """Its session ended; whatever it had under way is gone. A new session may follow."""
+        """Take the end of a session: all requests under way there are gone. A new session may follow."""
         ...
 
     def has_requests(self, worker: RegisteredWorker) -> bool:
@@ -164,7 +164,7 @@ class Registry:
         return sum(await asyncio.gather(*(session.drop_cache() for session in sessions)))
 
     def ask_snapshots(self) -> None:
-        """Have every connected worker tell anew what it has cached."""
+        """Ask every connected worker for a snapshot of its cache."""
         for worker in self.workers.values():
             if worker.session is not None:
                 with contextlib.suppress(Overloaded):  # it takes no messages now: the next time will do
@@ -245,7 +245,7 @@ class Registry:
             worker.silence = None
 
     def _end(self, worker: RegisteredWorker) -> None:
-        """Forget the worker; its task says so to the listener on its way out."""
+        """Forget the worker; its task tells the listener at its end."""
         self._calm(worker)
         worker.leaving = True
         self.workers.pop(worker.id, None)
@@ -322,7 +322,7 @@ class Registry:
         worker.load.known, worker.load.block_tokens = self._profiles.of(card.model), card.block_tokens
 
     def _refuse_mixture(self, worker: RegisteredWorker, card: ModelCard) -> None:
-        """Under one name there is one fingerprint: KV and text of another model must never be mixed in."""
+        """Refuse another fingerprint under a known name: KV and text of two models must never be mixed."""
         others = self.usable(card.model)
         if others and self.models[card.model].card.fingerprint != card.fingerprint:
             raise NodeUnavailable(

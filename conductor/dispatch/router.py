@@ -1,4 +1,4 @@
-"""What a policy is shown: the views of workers and request, built from registry, cache mirror and own dispatches."""
+"""Routing of live requests: builds the views of workers and request, and asks the policy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tanghulu.types import BlockHash, InstanceId, Place
 
 @dataclass(frozen=True, slots=True)
 class RoutedRequest:
-    """A decision with what it was made from. ``rest_tokens``: what the prefill worker will have to compute.
+    """A decision with the views that it was made from. ``rest_tokens``: what the prefill worker will compute.
 
     ``workers`` are as they were until the next decision, or a worker's report.
     """
@@ -41,7 +41,7 @@ class RoutedRequest:
     def holder(self) -> tuple[InstanceId, int] | None:
         """The worker from which the chosen one shall fetch a prefix, and how many leading blocks.
 
-        What the policy decided; of one that does not decide it, the worker that has most, if that is more than the
+        The policy's decision; if the policy does not decide it, the worker that has most, if that is more than the
         chosen one and the store have.
         """
         if self.decision is None or not self.hits.workers:
@@ -70,7 +70,7 @@ _NOTHING_HOT: HotPrefixes[BlockHash] = HotPrefixes(0.0)
 
 
 class Router:
-    """Asks the policy."""
+    """Asks the policy for workers, and remembers what is under way where."""
 
     def __init__(
         self,
@@ -95,13 +95,13 @@ class Router:
         return self._route(self.policies.of(flight.request.routing), flight, model)
 
     def explain(self, request: GenerationRequest, model: ServedModel) -> RoutedRequest:
-        """Where ``request`` would go now; changes nothing, not even whose turn it is."""
+        """The workers that ``request`` would be sent to now; changes nothing, not even a policy's turn."""
         return self._route(copy.deepcopy(self.policies.of(request.routing)), Flight(request, 0), model)
 
     def sent(
         self, wire_id: str, worker: RegisteredWorker, flight: Flight, model: ServedModel, hand_over: bool
     ) -> Sequence[BlockHash]:
-        """``flight`` was sent to ``worker``, which computes its blocks, returned here, until it is heard of.
+        """Note that ``flight`` was sent to ``worker``, which computes its blocks; returns these.
 
         Where it is not to ``hand_over``, it decodes there too.
         """
@@ -114,17 +114,17 @@ class Router:
         return hashes
 
     def heard(self, wire_id: str, num_tokens: int) -> None:
-        """The worker has prefilled the submission and said ``num_tokens`` of its answer."""
+        """Note that the worker has prefilled the submission and sent ``num_tokens`` of its answer."""
         self.in_flight.end(wire_id)
         self.expected.came(wire_id, num_tokens)
 
     def ended(self, wire_id: str) -> None:
-        """The submission is over; no error if that is known."""
+        """Note that the submission is over; no error if that is known."""
         self.in_flight.end(wire_id)
         self.expected.end(wire_id)
 
     def note_fetch(self, route: RoutedRequest, flight: Flight, model: ServedModel, now_s: float) -> None:
-        """``flight`` goes where ``route`` says: count what its prefill worker will read from the store."""
+        """Count the blocks that the prefill worker of ``flight`` will read from the store."""
         in_store = route.hits.store
         if route.decision is None or not in_store:
             return
@@ -135,7 +135,7 @@ class Router:
             self.hot.fetched(model.card.fingerprint, sequence.block_hashes, own, in_store, now_s)
 
     def holder_of(self, route: RoutedRequest) -> PrefixSource | None:
-        """Where the prefill worker shall read what it lacks of the prompt, and how much of it is there."""
+        """The worker from which the prefill worker shall read the prefix that it lacks, and its length."""
         if route.holder is None or (worker := self._registry.workers.get(route.holder[0])) is None:
             return None
         return PrefixSource(str(worker.instance.address), worker.instance.unix_path, route.holder[1])
@@ -150,14 +150,14 @@ class Router:
         return policy.choose_decode(request, workers)
 
     def note_reads(self, reader: RegisteredWorker, reads: Sequence[MeasuredRead]) -> None:
-        """``reader`` has read KV from other workers: that is how fast the links between their places are."""
+        """Learn the speed of links from KV that ``reader`` has read from other workers."""
         for read in reads:
             source = next((w for w in self._registry.workers.values() if str(w.instance.address) == read.address), None)
             if source is not None:
                 self.links.observe(source.place, reader.place, read.num_bytes, read.seconds)
 
     def check_overrides(self, overrides: RoutingOverrides) -> None:
-        """Raises InvalidRequest for a worker that is not there, so that nobody waits for it."""
+        """Raise InvalidRequest if the overrides name a worker that is not there, so that nobody waits for it."""
         for worker in filter(None, (overrides.prefill, overrides.decode)):
             if worker not in self._registry.workers:
                 there = ", ".join(self._registry.workers) or "none"
@@ -170,7 +170,7 @@ class Router:
         return min([w.prefill_s(request, hit_blocks) for w in workers], default=0.0)
 
     def check(self) -> None:
-        """All that is remembered of requests holds."""
+        """Assert the invariants of all that is remembered of requests."""
         self.policies.check()
         self.in_flight.check()
         self.hot.check()
@@ -212,7 +212,7 @@ def _most_output(flight: Flight) -> int:
 
 
 def with_both_phases(shown: list[WorkerView]) -> list[WorkerView]:
-    """With one kind of worker alone alive, it does the other phase too: every worker can do both."""
+    """Let one kind of worker do both phases if no other kind is alive: every worker can do both."""
     if isinstance(shown, Shown) and shown.prefill and shown.decode:
         return shown
     if not any(v.can_prefill for v in shown):

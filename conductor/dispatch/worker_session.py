@@ -1,4 +1,4 @@
-"""The edge to one worker: its card, one Session stream, and the cache command. Protobuf stays in this file.
+"""The connection to one worker: its card, one Session stream, the cache command. Protobuf stays in this file.
 
 A session writes through one bounded queue (gRPC allows one write at a time), so sending is a plain call. It ends when
 the stream ends, when the worker breaks the protocol, or when it is closed; it is never repaired, but replaced.
@@ -63,7 +63,7 @@ class WorkerSession:
         self._writer: asyncio.Task[None] | None = None
 
     async def describe(self) -> ModelCard:
-        """What the worker serves. Raises NodeUnavailable or DeadlineExceeded."""
+        """The card of the model that the worker serves. Raises NodeUnavailable or DeadlineExceeded."""
         async with grpc_edge.typed_errors(f"worker {self.address}"):
             return _card(await self._stub.Describe(pb.DescribeRequest(), timeout=CALL_DEADLINE_S))
 
@@ -85,7 +85,7 @@ class WorkerSession:
         return _welcome(first.welcome)
 
     def ask_snapshot(self) -> None:
-        """Ask for everything that is cached there; it comes among the steps. Raises Overloaded."""
+        """Ask for a snapshot of the worker's cache; it comes among the steps. Raises Overloaded."""
         self._send(pb.ToWorker(hello=self._hello()))
 
     async def steps(self) -> AsyncGenerator[Step | SessionWelcome, None]:
@@ -115,11 +115,11 @@ class WorkerSession:
         self._send(pb.ToWorker(submit=message))
 
     def abort(self, wire_id: str) -> None:
-        """Nobody wants ``wire_id`` any more. Raises Overloaded."""
+        """Have the worker end ``wire_id``. Raises Overloaded."""
         self._send(pb.ToWorker(abort=pb.Abort(request_id=wire_id)))
 
     def release(self, export_id: int) -> None:
-        """Nobody will fetch this export. Raises Overloaded."""
+        """Tell the worker that nobody will fetch this export. Raises Overloaded."""
         self._send(pb.ToWorker(release=pb.ReleaseExport(export_id=export_id)))
 
     async def probe(self, deadline_s: float) -> float:

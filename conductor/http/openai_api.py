@@ -122,7 +122,7 @@ class _Reader:
         return writer.text(index, self._echo(index)) if self._echo(index) else b""
 
     def _chunks(self, writer: shape.ChunkWriter, index: int, delta: TextDelta) -> bytes:
-        """Text that is held back keeps its log probabilities back too."""
+        """Yield the chunks of a stream; log probabilities wait for their text while it is held back."""
         values = self._with_waiting(index, delta) if self._logprobs is not None else []
         piece = b""
         if delta.text or values:

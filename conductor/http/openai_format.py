@@ -133,7 +133,7 @@ class CompletionLogprobs:
         self._offset = offset
 
     def of(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """Those of the next tokens."""
+        """The log probabilities of the next tokens."""
         out: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for one in logprobs:
             texts = [self._model.detokenizers.token_bytes(t).decode(errors="replace") for t in one.token_ids]

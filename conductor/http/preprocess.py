@@ -1,4 +1,4 @@
-"""A checked body to the sequences it asks for: chat template, tokens, sampling, stop rules.
+"""From a checked body to the sequences it asks for: chat template, tokens, sampling, stop rules.
 
 Owns the defaults. Everything that can be wrong with a request beyond its shape is found here, before any work starts.
 """
@@ -42,7 +42,7 @@ class ParsedRequest:
 
 
 async def parse_chat(body: ChatBody, model: ServedModel) -> ParsedRequest:
-    """The sequences of a chat completion."""
+    """Make the sequences of a chat completion."""
     messages = [message.for_template() for message in body.messages]
     variables = {**(body.chat_template_kwargs or {}), "add_generation_prompt": body.add_generation_prompt}
     text = model.render_chat(messages, tools=body.tools, **variables)
@@ -53,14 +53,14 @@ async def parse_chat(body: ChatBody, model: ServedModel) -> ParsedRequest:
 
 
 async def parse_completion(body: CompletionBody, model: ServedModel) -> ParsedRequest:
-    """The sequences of a text completion."""
+    """Make the sequences of a text completion."""
     prompts = await _tokenised(model, body.prompt)
     wanted = body.max_tokens or DEFAULT_COMPLETION_TOKENS
     return _parsed(model, prompts, body, wanted, body.logprobs, body)
 
 
 async def parse_generate(body: GenerateBody, model: ServedModel) -> ParsedRequest:
-    """The sequences of SGLang's /generate."""
+    """Make the sequences of SGLang's /generate."""
     prompts = await _tokenised(model, body.prompts)
     sampling = body.sampling_params
     changed = {"min_tokens": sampling.min_new_tokens or sampling.min_tokens}
@@ -143,7 +143,7 @@ def _sampling(
 
 
 def _schema_of(fields: SamplingFields, body: OpenAIBody | GenerateBody) -> str | None:
-    """The JSON schema that is asked for, by whichever name; at most one grammar may be."""
+    """The JSON schema that the body asks for under any of its names; refuses more than one grammar."""
     wanted = body.response_format if isinstance(body, OpenAIBody) else None
     given = {"response_format": wanted.schema_text if wanted else None, "json_schema": fields.json_schema}
     named = [name for name, text in {**given, "regex": fields.regex}.items() if text is not None]
@@ -153,7 +153,7 @@ def _schema_of(fields: SamplingFields, body: OpenAIBody | GenerateBody) -> str |
 
 
 def _seed(given: int | None, choice: int) -> int:
-    """Each choice has its own random stream, always a named one: so it goes on when the request is moved."""
+    """The seed of a choice's own random stream; never left open, so that it goes on when the request moves."""
     return secrets.randbits(64) if given is None else (given + choice) & _SEED_MASK
 
 

@@ -67,7 +67,7 @@ async def _hung_up(receive: Receive) -> None:
 
 
 class _Watched(Response, ABC):
-    """A reply with a watch on the client's end of the connection; ``done`` is told when it is over."""
+    """A reply that watches for the client's disconnect; calls ``done`` when it is over."""
 
     def __init__(self, call: GenerationCall, done: Callable[[GenerationCall], None]) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class _Watched(Response, ABC):
 
     @abstractmethod
     async def answer(self, send: Send) -> None:
-        """What to send."""
+        """Produce the answer."""
 
 
 class EventStream(_Watched):

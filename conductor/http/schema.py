@@ -37,7 +37,7 @@ Prompts = str | Texts | TokenIds | TokenIdLists
 
 
 class Body(BaseModel):
-    """What all bodies have in common."""
+    """The base of all bodies."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -77,7 +77,7 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """What the text must be: anything, JSON, or JSON that a schema accepts."""
+    """The format of the text: free, JSON, or JSON that a schema accepts."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -119,14 +119,14 @@ class RoutingFields(Body):
         return self
 
     def overrides(self) -> RoutingOverrides:
-        """As routing takes it. ``worker`` stands for both phases where none is named for one."""
+        """The overrides as routing takes them. ``worker`` stands for each phase for which none is named."""
         prefill, decode = self.prefill_worker or self.worker or "", self.decode_worker or self.worker or ""
         weights = tuple(sorted(self.weights.items()))
         return RoutingOverrides(self.policy or "", InstanceId(prefill), InstanceId(decode), weights)
 
 
 class OpenAIBody(SamplingFields):
-    """What chat and text completions share."""
+    """The fields that chat and text completions share."""
 
     model: str | None = None
     stream: bool | None = False
@@ -225,7 +225,7 @@ class GenerateBody(Body):
 
     @property
     def prompts(self) -> Prompts:
-        """Whichever was given."""
+        """The text or the token ids, as given."""
         prompts = self.text if self.text is not None else self.input_ids
         assert prompts is not None
         return prompts

@@ -1,4 +1,4 @@
-"""What the HTTP routes share: the dispatcher, the calls under way by the id that clients know, and the limits."""
+"""The state that the HTTP routes share: the dispatcher, the calls under way by their client's id, the limits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEFAULT_BODY_BYTES = 32 << 20
 
 @dataclass(eq=False)
 class Service:
-    """Behind all routes."""
+    """The state behind all routes."""
 
     dispatcher: Dispatcher
     metrics: CollectorRegistry
@@ -40,7 +40,7 @@ class Service:
         return registry.find_model(name)
 
     def start(self, call_id: str, parsed: ParsedRequest) -> GenerationCall:
-        """Begin all sequences of ``parsed``. Raises Overloaded; then none is begun."""
+        """Begin all sequences of ``parsed``. Raises Overloaded, and then begins none."""
         if call_id in self.calls:
             raise BadField(f"the request id {call_id!r} is in use", "rid")
         call = GenerationCall(call_id, parsed.model)
@@ -55,11 +55,11 @@ class Service:
         return call
 
     def forget(self, call: GenerationCall) -> None:
-        """The call has ended."""
+        """Forget a call that has ended."""
         self.calls.pop(call.id, None)
 
     def abort(self, call_id: str) -> bool:
-        """End a call from outside; False if there is none of that id."""
+        """End a call on demand; False if there is none of that id."""
         call = self.calls.get(call_id)
         if call is not None:
             call.abort()
@@ -70,7 +70,7 @@ class Service:
         return list(await asyncio.gather(*(_probed(w, deadline_s) for w in self.dispatcher.registry.workers.values())))
 
     def missing(self) -> list[str]:
-        """What is missing before a request would be served; empty when nothing is."""
+        """The reasons why a request would not be served yet; empty if it would."""
         registry = self.dispatcher.registry
         if self.stopping:
             return ["the conductor is stopping"]

@@ -1,10 +1,10 @@
-"""Who holds which block: the mirror of workers' caches and of the store's directory.
+"""The prefix index, block -> holders: the mirror of workers' caches and of the store's directory.
 
 Owns the mapping block hash -> holders. Does not know how events travel, what a holder is (a worker's or a store node's
 id, or a request that computes), or what a hit is worth.
 
 Hashes are chained, so a block can only be of use where all blocks in front of it are: a holder's hit is its *leading
-run*. The index keeps blocks in nodes (index_node.py): stretches that were told together, or that a prompt has shown to
+run*. The index keeps blocks in nodes (nodes.py): stretches that were told together, or that a prompt has shown to
 follow each other. One dict leads from each hash to its node; a node has a bitmap for each holder. So a look-up hops
 over nodes, not blocks: with 512 blocks in one node it asks the dict for the first, compares the last, and counts the
 trailing ones of as many bitmaps as there are holders that lack something.
@@ -93,12 +93,12 @@ class PrefixIndex:
 
     @property
     def num_blocks(self) -> int:
-        """Distinct blocks that somebody holds."""
+        """Number of distinct blocks with a holder."""
         return len(self._node_of)
 
     @property
     def holders(self) -> list[InstanceId]:
-        """All who hold at least one block."""
+        """All holders of at least one block."""
         return self._slots.holders
 
     def num_blocks_of(self, holder: InstanceId) -> int:
@@ -169,7 +169,7 @@ class PrefixIndex:
         return {block for blocks, bits in held if bits for place, block in enumerate(blocks) if bits >> place & 1}
 
     def check(self) -> None:
-        """Every hash leads to the node that has it and no other; nodes hold; counts and bounds are kept."""
+        """Assert that every hash leads to its node and no other, that nodes are sound, and the counts and bounds."""
         held: dict[int, int] = {}
         for node in self._nodes:
             node.check()

@@ -1,4 +1,4 @@
-"""The global router's configuration, start and orderly end; ``router.main`` has the command."""
+"""The global router's configuration, start and orderly end; ``routing_service.main`` has the command."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class GlobalRouter:
             listener.close()
 
     def apply(self, pool: str, event: InstanceEvent) -> None:
-        """Discovery told something of the conductors of ``pool``."""
+        """Take an event of Discovery on the conductors of ``pool``."""
         instance, members = event.instance, self.forwarder.members[pool]
         if instance is not None and event.kind is EventKind.PUT:
             members.add(instance.id, f"http://{instance.address}")

@@ -156,7 +156,7 @@ class ReplayConfig:
 
     @property
     def policy_options(self) -> PolicyOptions:
-        """What of it concerns policies."""
+        """The options that concern policies."""
         return PolicyOptions(**self._same(PolicyOptions))
 
     @property
@@ -196,7 +196,7 @@ def replay(config: ReplayConfig, progress: Progress | None = None) -> Iterator[R
 
 @contextlib.contextmanager
 def _bar(progress: Progress | None, title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """What is called with how many are done."""
+    """A callback that shows how many are done."""
     if progress is None:
         yield lambda done: None
         return
@@ -231,7 +231,7 @@ def _live_one(
 
 
 def _run(config: ReplayConfig) -> None:
-    """Interrupted, it still tells what was done and then ends with the shell's code for that."""
+    """Run the replay; an interrupted one still reports what was done, and exits with the code of Ctrl-C."""
     if config.plot:
         check_plot(Path(config.plot))
     found: list[ReplayReport] = []

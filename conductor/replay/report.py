@@ -1,4 +1,4 @@
-"""What a replay found: TTFT, TBT, goodput, hit ratio and balance, by requests and by tokens."""
+"""The report of a replay: TTFT, TBT, goodput, hit ratio and balance, by requests and by tokens."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class Simulation:
         return jobs
 
     def check(self) -> None:
-        """Every instance holds its invariants."""
+        """Assert the invariants of every instance."""
         for prefill in self.prefills:
             prefill.check()
         for decode in self.decodes:
@@ -127,7 +127,7 @@ class Simulation:
         return worker.match(request.blocks, hit_blocks) if self._config.in_flight else hit_blocks
 
     def _fetch_that_pays(self, target: PrefillInstance, match: int, request: TraceRequest) -> PeerFetch | None:
-        """What a worker does by itself with the best remote prefix: it fetches it if that shortens TTFT."""
+        """The fetch of the best remote prefix that a worker makes by itself, if that shortens TTFT."""
         held = [worker.cache.leading(request.blocks) for worker in self.prefills]
         most = max(held)
         holders = [worker for worker in self.prefills if held[worker.index] == most]
@@ -154,9 +154,9 @@ class Simulation:
     # --- hot prefixes
 
     def _copy_ahead(self) -> None:
-        """What the store does live: hot prefixes get more holders, while nothing waits for them.
+        """Copy hot prefixes to more holders, as the store does live, while nothing waits for them.
 
-        The least busy of those that lack one get it, each from the holder whose NIC is free first.
+        The least busy of the workers that lack one get it, each from the holder whose NIC is free first.
         """
         for copies in self._hot.wanted(self.now_s, lambda blocks: len(self.prefills) - len(self._lacking(blocks))):
             lacking = sorted(self._lacking(copies.blocks), key=lambda worker: worker.waiting_s(self.now_s))
@@ -205,7 +205,7 @@ class Simulation:
         return left.index(min(left))
 
     def _factor(self) -> float:
-        """Drawn for each request in the trace's order, so that all policies meet the same luck."""
+        """A factor drawn for each request in the trace's order, so that all policies meet the same luck."""
         sigma = self._config.noise
         return math.exp(self._random.gauss(-sigma * sigma / 2, sigma)) if sigma else 1.0
 
@@ -214,7 +214,7 @@ class Simulation:
         job.first_s, job.ttft_s = self.now_s, self.now_s - job.request.arrival_s
         decode = self.decodes[job.decode]
         if job.num_decode_steps == 0:
-            decode.withdraw(job)
+            decode.release(job)
             self._output.ended(1)
         else:
             left_s = self._model.hand_over_s(job.request.num_tokens, job.prefill_s)

@@ -1,6 +1,6 @@
-"""What is asked of a worker, and what a worker is and says, as plain values.
+"""Requests to workers, and the workers' descriptions, reports and outputs, as plain values.
 
-The words that the conductor's parts share. Knows nothing of HTTP, protobuf or text.
+The conductor's parts share them. Knows nothing of HTTP, protobuf or text.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class GenerationRequest:
 
 
 class FinishReason(Enum):
-    """Why a sequence ended, as the client hears it."""
+    """The reason why a sequence ended, as the client is told."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -68,7 +68,7 @@ class FinishReason(Enum):
 
 
 class OutputKind(Enum):
-    """What a worker says of a request in one step."""
+    """The kinds of output that a worker gives of a request in one step."""
 
     TOKENS = "goes on"
     STOP = "ended at an end-of-sequence or stop token"
@@ -80,7 +80,7 @@ class OutputKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class KvSource:
-    """Where a worker holds a request's KV for another worker."""
+    """The export in which a worker holds a request's KV for another worker."""
 
     instance_id: InstanceId
     address: str
@@ -162,7 +162,7 @@ class KvChange:
 
 @dataclass(frozen=True, slots=True)
 class SessionWelcome:
-    """A session's first message: who the worker is, and the snapshot that its events go on from.
+    """A session's first message: the worker's identity, and the snapshot that its events go on from.
 
     ``event_sequence`` is the number that the first event behind the snapshot will carry.
     """
@@ -176,7 +176,7 @@ class SessionWelcome:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """All that one engine step has to say. ``event_sequence`` numbers the first of ``kv_events``."""
+    """The outputs and events of one engine step. ``event_sequence`` numbers the first of ``kv_events``."""
 
     outputs: Sequence[Output]
     event_sequence: int
@@ -186,7 +186,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """What a worker serves. ``tokenizer_json`` is zlib-compressed."""
+    """The model that a worker serves. ``tokenizer_json`` is zlib-compressed."""
 
     model: str
     fingerprint: Fingerprint

@@ -1,4 +1,4 @@
-"""Which workers are worth a policy's look when there are very many.
+"""A shortlist of the workers that are worth a policy's look when there are very many.
 
 Pure. A view and a score cost about a microsecond; with a thousand workers that is a millisecond a request. But only
 three kinds can win: those that hold much of the prompt, those that are computing much of it, and those that have
@@ -19,33 +19,33 @@ from tanghulu.conductor.routing.worker_state import Viewed, views
 from tanghulu.conductor.routing.worker_views import WorkerViews
 from tanghulu.types import InstanceId, Role
 
-#: Up to so many workers a policy is shown all.
+#: Most workers of which a policy is shown all.
 LIMIT = 256
 _pressure = operator.attrgetter("load.pressure")
 
 
 class Load(Protocol):
-    """What is compared."""
+    """The figures of a load that are compared."""
 
     pressure: float
 
 
 class Loaded(Protocol):
-    """What the choice looks at."""
+    """A worker, as the choice looks at it."""
 
     @property
     def id(self) -> InstanceId:
-        """Its identity."""
+        """The worker's identity."""
         ...
 
     @property
     def role(self) -> Role:
-        """What it does."""
+        """The phases that the worker serves."""
         ...
 
     @property
     def load(self) -> Load:
-        """Its load."""
+        """The worker's load."""
         ...
 
 

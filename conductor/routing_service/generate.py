@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 
 from tanghulu.conductor.routing.overrides import RoutingOverrides
-from tanghulu.conductor.routing_service import types as words
+from tanghulu.conductor.routing_service import types
 from tanghulu.conductor.routing_service.service import RoutableWorker, RoutingQuery, RoutingService
 from tanghulu.errors import InvalidRequest, NodeUnavailable
 from tanghulu.hashing import as_tokens
@@ -55,7 +55,7 @@ class _Asked:
 class Generator:
     """Forwards to the workers of ``service`` that have a URL."""
 
-    def __init__(self, service: RoutingService, hasher: words.Hasher, clock: Clock) -> None:
+    def __init__(self, service: RoutingService, hasher: types.Hasher, clock: Clock) -> None:
         self._service, self._hasher, self._clock = service, hasher, clock
         timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
@@ -68,7 +68,7 @@ class Generator:
         await self._http.aclose()
 
     async def generate(self, body: bytes) -> ForwardedAnswer:
-        """Send ``body`` (JSON) to the best worker. Raises InvalidRequest for what it is not, NodeUnavailable."""
+        """Send ``body`` (JSON) to the best worker. Raises InvalidRequest for a malformed body, NodeUnavailable."""
         asked = self._read(body)
         tried: list[str] = []
         while True:
@@ -109,7 +109,7 @@ class Generator:
             self._service.prefill_completed(request_id, self._clock.now_s())
 
     def _end(self, request_id: str, response: httpx.Response) -> None:
-        """Free at once; the connection is closed behind it, also where whoever read was cancelled."""
+        """Free the request at once, then close the connection, also where the reader was cancelled."""
         self._service.free(request_id)
         closing = asyncio.create_task(response.aclose())
         self._closing.add(closing)
@@ -148,7 +148,7 @@ class Generator:
         overrides = _overrides(told.pop("routing", {}))
         rid = told.get("rid")
         request_id = rid if isinstance(rid, str) and rid else uuid.uuid4().hex
-        question = words.question(self._hasher, [], as_tokens(ids), 0, overrides, str(told.get("session", "")))
+        question = types.query_of(self._hasher, [], as_tokens(ids), 0, overrides, str(told.get("session", "")))
         return _Asked(request_id, question, json.dumps(told).encode())
 
 
@@ -158,4 +158,4 @@ def _overrides(told: Any) -> RoutingOverrides:
     weights, worker = told.get("weights", {}), str(told.get("worker", ""))
     if not isinstance(weights, dict) or not all(isinstance(value, int | float) for value in weights.values()):
         raise InvalidRequest("routing.weights are numbers by name")
-    return words.overrides_of(str(told.get("policy", "")), weights, worker, worker)
+    return types.overrides_of(str(told.get("policy", "")), weights, worker, worker)

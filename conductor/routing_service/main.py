@@ -64,7 +64,7 @@ class RouterConfig(pools_main.GlobalRouterConfig):
         self.hasher()
 
     def hasher(self) -> Hasher:
-        """How prompts that come as tokens are hashed. Raises ConfigError for a root that is not hex."""
+        """The hasher of prompts that come as tokens. Raises ConfigError for a root that is not hex."""
         try:
             root = BlockHash(bytes.fromhex(self.root_hash))
         except ValueError:
@@ -121,7 +121,7 @@ class RouterServer:
             listener.close()
 
     def _follower(self, source: EventSource) -> VllmFollower:
-        """The worker is there from the start; who registers it later may say its role and place."""
+        """Register the worker of ``source`` and follow its events; a later registration may give its role and place."""
         self.service.put_worker(source.worker, Role.BOTH)
 
         def apply(change: KvChange) -> None:

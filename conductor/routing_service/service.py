@@ -35,7 +35,7 @@ UNKNOWN_ROOM = 1 << 40
 
 @dataclass(frozen=True, slots=True)
 class RoutingQuery:
-    """A prompt: the hashes of its full blocks, its length, and what the request wishes."""
+    """A prompt to route: the hashes of its full blocks, its length, and the request's overrides."""
 
     hashes: Sequence[BlockHash]
     num_tokens: int
@@ -45,7 +45,7 @@ class RoutingQuery:
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """Where a request should go, how many leading blocks are or will be at its prefill worker, and why."""
+    """The workers for a request, the leading blocks that are or will be at its prefill worker, and the reasons."""
 
     prefill: InstanceId
     decode: InstanceId
@@ -55,7 +55,7 @@ class Best:
 
 @dataclass(frozen=True, slots=True)
 class PotentialLoad:
-    """What a worker would have to do if it got the request as well."""
+    """The load of a worker if it got the request as well."""
 
     worker: InstanceId
     prefill_tokens: int
@@ -88,7 +88,7 @@ class _Added:
 
 
 class RoutingService:
-    """See the module. ``block_tokens`` and ``block_bytes`` are those of the one model that is served."""
+    """Routing as a service. ``block_tokens`` and ``block_bytes`` are those of the one model that is served."""
 
     def __init__(
         self, policies: RoutingPolicies, block_tokens: int, block_bytes: int, assumed: AssumedBlocks | None = None
@@ -114,7 +114,7 @@ class RoutingService:
     # --- workers
 
     def put_worker(self, worker: InstanceId, role: Role, place: Place = Place(), url: str = "") -> None:
-        """A worker is there, or is another than it was.
+        """Enter a worker, or its changed registration.
 
         Raises InvalidRequest for a role that neither prefills nor decodes or a url that is none, Overloaded beyond
         MAX_WORKERS.
@@ -136,7 +136,7 @@ class RoutingService:
         self.report(worker, WorkerLoad())
 
     def remove_worker(self, worker: InstanceId) -> None:
-        """It is gone with all it held; requests that were added to it are forgotten. Unknown ones are no error."""
+        """Forget a worker, its blocks and the requests that were added to it; an unknown one is no error."""
         target = self._targets.pop(worker, None)
         if target is None:
             return
@@ -148,7 +148,7 @@ class RoutingService:
             self.free(request_id)
 
     def report(self, worker: InstanceId, load: WorkerLoad) -> None:
-        """A worker's own figures. Raises InvalidRequest for an unknown worker.
+        """Take a worker's own figures. Raises InvalidRequest for an unknown worker.
 
         One that does not tell how many blocks it has is taken to have room.
         """
@@ -157,7 +157,7 @@ class RoutingService:
         self._target(worker).load.report(load)
 
     def kv_event(self, worker: InstanceId, change: KvChange) -> None:
-        """What a worker's cache gained and lost. Raises InvalidRequest for an unknown worker."""
+        """Take an event of a worker's cache. Raises InvalidRequest for an unknown worker."""
         self._target(worker)
         if change.cleared:
             self.index.apply(Cleared(worker))
@@ -173,7 +173,7 @@ class RoutingService:
     # --- requests
 
     def best(self, question: RoutingQuery, now_s: float, request_id: str = "", explain: bool = False) -> Best:
-        """Where it should go; with ``request_id`` it is added there, with ``explain`` all candidates are told.
+        """Choose the workers for a request; with ``request_id`` it is added there, ``explain`` gives all candidates.
 
         Raises NodeUnavailable if nobody can take it, InvalidRequest for a request id that is in use.
         """
@@ -192,7 +192,7 @@ class RoutingService:
         return Best(decision.prefill, decision.decode, chosen.match_blocks, candidates)
 
     def best_of(self, targets: Sequence[RoutableWorker], question: RoutingQuery, now_s: float) -> RoutableWorker | None:
-        """Which of ``targets``, all of which do both phases, should do the whole of it; None if there are none."""
+        """The best of ``targets``, all of which do both phases, for the whole request; None if there are none."""
         hits, coming = self._overlaps(question.hashes, now_s)
         shown = restricted(views(targets, hits, coming), question.overrides)
         policy = self._policies.of(question.overrides)
@@ -200,19 +200,19 @@ class RoutingService:
         return self._targets[decision.prefill] if decision is not None else None
 
     def has_request(self, request_id: str) -> bool:
-        """Whether it was added and not freed."""
+        """Whether the request was added and not freed."""
         return request_id in self._added
 
     def add_request(
         self, request_id: str, question: RoutingQuery, prefill: InstanceId, decode: InstanceId, now_s: float
     ) -> None:
-        """A gateway decided by itself. Raises InvalidRequest for unknown workers and for a request id in use."""
+        """Add a request that a gateway has routed. Raises InvalidRequest for unknown workers and a used id."""
         hits, coming = self._overlaps(question.hashes, now_s)
         view = views([self._target(prefill)], hits, coming)[0]
         self._add(request_id, question, view, self._target(decode))
 
     def prefill_completed(self, request_id: str, now_s: float) -> None:
-        """The first token has come. Raises InvalidRequest for an unknown request; the second time says nothing new."""
+        """Note the first token of a request; a second call changes nothing. Raises InvalidRequest if it is unknown."""
         added = self._added.get(request_id)
         if added is None:
             raise InvalidRequest(f"request {request_id!r} is not under way")
@@ -221,7 +221,7 @@ class RoutingService:
         added.prefilled = True
         self._in_flight.end(request_id)
         added.prefill.load.heard_of(request_id)
-        added.decode.load.withdraw(request_id)
+        added.decode.load.release_decode(request_id)
         added.decode.load.sent(request_id, 0, added.num_blocks)
         if self._assumed is not None:
             for worker in {added.prefill.id, added.decode.id}:
@@ -229,26 +229,26 @@ class RoutingService:
                     self.index.apply(event)
 
     def free(self, request_id: str) -> bool:
-        """It has ended, however. False if it was not under way."""
+        """Free a request that has ended; False if it was not under way."""
         added = self._added.pop(request_id, None)
         if added is None:
             return False
         self._in_flight.end(request_id)
         for target in {added.prefill, added.decode}:
             target.load.heard_of(request_id)
-            target.load.withdraw(request_id)
+            target.load.release_decode(request_id)
             target.num_blocks -= added.num_blocks
         return True
 
     # --- questions
 
     def overlaps(self, hashes: Sequence[BlockHash], now_s: float) -> dict[InstanceId, int]:
-        """Leading blocks that each worker holds or is computing; those without one are left out."""
+        """The leading blocks that each worker holds or is computing; workers without one are left out."""
         hits, coming = self._overlaps(hashes, now_s)
         return {worker: max(hits.get(worker, 0), coming.get(worker, 0)) for worker in hits.keys() | coming.keys()}
 
     def potential_loads(self, question: RoutingQuery, now_s: float) -> list[PotentialLoad]:
-        """What each worker would have to do with the request."""
+        """The load that each worker would have with the request."""
         request = self._request(question)
         hits, coming = self._overlaps(question.hashes, now_s)
         return [
@@ -262,7 +262,7 @@ class RoutingService:
         ]
 
     def check(self) -> None:
-        """Every request is counted at its workers; only known workers hold anything."""
+        """Assert that every request is counted at its workers, and that only known workers hold anything."""
         self.index.check()
         self._worker_views.check()
         assert self._worker_views.workers == self.workers

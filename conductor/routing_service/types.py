@@ -1,4 +1,4 @@
-"""What both edges of the routing service, HTTP and gRPC, make of hashes, tokens and roles."""
+"""Conversions that both APIs of the routing service, HTTP and gRPC, share: hashes, tokens, roles, places."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_HASH_BYTES = 32
 
 @dataclass(eq=False)
 class Hasher:
-    """Tokens to block hashes. ``root`` is what the engine's hashes grow from."""
+    """Hashes tokens to block hashes. ``root`` is the root of the engine's hash chain."""
 
     root: BlockHash
     block_tokens: int
@@ -33,14 +33,14 @@ class Hasher:
 
 
 def checked_hashes(values: Iterable[bytes]) -> list[BlockHash]:
-    """Block hashes as they came; raises InvalidRequest for an empty or an overlong one."""
+    """The block hashes of a message; raises InvalidRequest for an empty or an overlong one."""
     hashes = [BlockHash(value) for value in values]
     if any(not 0 < len(h) <= MAX_HASH_BYTES for h in hashes):
         raise InvalidRequest(f"a block hash has 1 to {MAX_HASH_BYTES} bytes")
     return hashes
 
 
-def question(
+def query_of(
     hasher: Hasher,
     hashes: Sequence[BlockHash],
     tokens: Tokens | None,
@@ -48,7 +48,7 @@ def question(
     overrides: RoutingOverrides,
     session: str,
 ) -> RoutingQuery:
-    """A question with either hashes or tokens. Raises InvalidRequest for both."""
+    """A query with either hashes or tokens. Raises InvalidRequest for both."""
     if tokens is None or not len(tokens):
         return RoutingQuery(hashes, num_tokens, overrides, session)
     if hashes:
@@ -57,7 +57,7 @@ def question(
 
 
 def overrides_of(policy: str, weights: Mapping[str, float], prefill: str, decode: str) -> RoutingOverrides:
-    """What a request wishes. Raises InvalidRequest for an unknown policy or weight."""
+    """The overrides of a request. Raises InvalidRequest for an unknown policy or weight."""
     if policy and policy not in POLICY_NAMES:
         raise InvalidRequest(f"policy {policy!r} is unknown; there is {', '.join(POLICY_NAMES)}")
     for name, value in weights.items():

@@ -1,7 +1,7 @@
 """The tree of typed errors: failures that the world causes. A programmer's error asserts instead.
 
 Every error has a stable ``code``; it travels by that code in both carriers and is mapped to gRPC
-statuses, HTTP statuses and exit codes by the edges alone (``rpc``, the conductor's HTTP app, ``cli``).
+statuses, HTTP statuses and exit codes by the outermost layers alone (``rpc``, the conductor's HTTP app, ``cli``).
 A message says what was asked, what is there, and what to do.
 """
 

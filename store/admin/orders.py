@@ -31,7 +31,7 @@ def _chosen(node: str) -> Order[list[str]]:
 
 
 def evict(node: str, keys: Sequence[str], num_bytes: int) -> Order[Row]:
-    """Evict ``keys``, and so many bytes by the policy, on one node or (``node`` "") on each; node -> what went."""
+    """Evict ``keys``, and ``num_bytes`` by the policy, on one node or (``node`` "") on each; node -> what went."""
     chosen = yield from _chosen(node)
     evicted = {}
     for each in chosen:

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Let so much time pass."""
+    """An instruction to let ``seconds`` pass."""
 
     seconds: float
 

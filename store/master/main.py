@@ -41,7 +41,7 @@ class MasterConfig(DoorOptions, ProcessConfig):
     copy_rate: int = option(256 << 20, "bytes a second that copies may move through one node", size=True)
     etcd: str = option("", "elect the leader of several masters in this etcd", metavar="HOST:PORT[,HOST:PORT...]")
     election_ttl_s: float = option(3.0, "a leader that is lost is replaced after so long; etcd counts whole seconds")
-    tokens: Path | None = option(None, "let in only whoever shows one of the tokens in this file")
+    tokens: Path | None = option(None, "let in only callers that show one of the tokens in this file")
     seed: int = option(0, "seed of placement's random choices; 0: a different one each start")
 
     def __post_init__(self) -> None:
@@ -66,8 +66,8 @@ async def serve(process: Process, config: MasterConfig) -> None:
     process.registry.register(LatencyCollector(service.latencies))
     tokens = None if config.tokens is None else TokensFile(config.tokens)
     interceptors = () if tokens is None else (GrpcGate(tokens, MASTER_GRPC_RULES),)
-    door = Door(service, process.run_dir, "master", interceptors, config.server_tls())
-    address = await door.bind(config.host, config.port, config.reachable_host)
+    port_mux = Door(service, process.run_dir, "master", interceptors, config.server_tls())
+    address = await port_mux.bind(config.host, config.port, config.reachable_host)
     if config.etcd:
         server.leadership = _leadership(process, config, address, server)
         metrics.observe_leadership(server.leadership)
@@ -79,9 +79,9 @@ async def serve(process: Process, config: MasterConfig) -> None:
         gate = Gate(tokens, MASTER_RULES)
         gate.guard(service)
         tasks.append(asyncio.create_task(gate.watch(service)))
-    membership_pb2_grpc.add_MembershipServicer_to_server(MembershipService(server), door.grpc_server)
-    directory_pb2_grpc.add_DirectoryServicer_to_server(DirectoryService(server, calls), door.grpc_server)
-    await door.open()
+    membership_pb2_grpc.add_MembershipServicer_to_server(MembershipService(server), port_mux.grpc_server)
+    directory_pb2_grpc.add_DirectoryServicer_to_server(DirectoryService(server, calls), port_mux.grpc_server)
+    await port_mux.open()
     tasks.append(asyncio.create_task(server.run()))
     if server.leadership is not None:
         tasks.append(asyncio.create_task(server.leadership.run()))
@@ -92,7 +92,7 @@ async def serve(process: Process, config: MasterConfig) -> None:
         for task in tasks:  # resigning first: the others elect while this one says good-bye
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await door.close(grace_s=0.2)
+        await port_mux.close(grace_s=0.2)
 
 
 def _leadership(process: Process, config: MasterConfig, address: Address, server: MasterServer) -> Leadership:

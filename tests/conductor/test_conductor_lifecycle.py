@@ -11,10 +11,10 @@ from tanghulu.conductor.dispatch.lifecycle import (
     DeliverTokens,
     End,
     Flight,
+    FlightEvent,
     FlightState,
     PickDecode,
     Release,
-    RequestEvent,
     Requeue,
     SubmitTo,
     next_state,
@@ -52,7 +52,7 @@ def say(flight: Flight, *tokens: int, kind: OutputKind = OutputKind.TOKENS, **mo
 
 
 @pytest.mark.parametrize("state", FlightState)
-@pytest.mark.parametrize("event", RequestEvent)
+@pytest.mark.parametrize("event", FlightEvent)
 def test_every_pair_of_state_and_event_is_in_the_table_or_asserts(state, event):
     if (state, event) in TRANSITIONS:
         assert next_state(state, event) is TRANSITIONS[state, event]
@@ -69,8 +69,8 @@ def test_the_table_is_sound():
         edge = {to for (at, _), to in TRANSITIONS.items() if at in edge} - reachable
     assert reachable == set(FlightState)
     for state in set(FlightState) - ENDED - {FlightState.RECEIVED}:
-        assert (state, RequestEvent.ABORT) in TRANSITIONS
-        assert (state, RequestEvent.GIVE_UP) in TRANSITIONS
+        assert (state, FlightEvent.ABORT) in TRANSITIONS
+        assert (state, FlightEvent.GIVE_UP) in TRANSITIONS
 
 
 def test_one_worker_does_the_whole():

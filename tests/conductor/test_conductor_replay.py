@@ -99,7 +99,7 @@ class TestDecode:
         assert worker.leave(0.4) == ([first], None)
         assert first.tbt_s == pytest.approx(0.02)
         worker.check()
-        assert (worker.num_jobs, worker.promised_tokens) == (0, 0)
+        assert (worker.num_jobs, worker.reserved_tokens) == (0, 0)
 
     def test_a_full_worker_lets_wait(self):
         worker = DecodeInstance(0, LatencyModel(kv_tokens=1000))

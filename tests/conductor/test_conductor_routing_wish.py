@@ -127,8 +127,8 @@ def test_reservations_take_room_until_they_are_withdrawn():
     load.reserve_decode("r", 20)
     view = load.view(InstanceId("d"), Role.DECODE, 0)
     assert (view.num_requests, view.coming_requests, view.blocks_free) == (4, 1, 30)
-    load.withdraw("r")
-    load.withdraw("r")
+    load.release_decode("r")
+    load.release_decode("r")
     view = load.view(InstanceId("d"), Role.DECODE, 0)
     assert (view.num_requests, view.coming_requests, view.blocks_free) == (3, 0, 50)
 

@@ -13,7 +13,13 @@ from tanghulu.store.master.directory.announcement import ChunkEntry, NodeAnnounc
 from tanghulu.store.master.directory.copy_orders import Copy, Drop, Reason
 from tanghulu.store.master.directory.directory import Directory
 from tanghulu.store.master.replication import planner as copy_planner
-from tanghulu.store.master.replication.demand import MAX_HOT_KEYS, MAX_REQUESTED_KEYS, TAU_S, HotKeys, ReplicaRequests
+from tanghulu.store.master.replication.demand import (
+    MAX_HOT_KEYS,
+    MAX_REQUESTED_KEYS,
+    TAU_S,
+    HotKeyRates,
+    ReplicaRequests,
+)
 from tanghulu.store.master.replication.planner import GRACE_S, CopyPlanner
 from tanghulu.types import Address, InstanceId, Place, Role
 
@@ -270,7 +276,7 @@ def test_what_is_asked_for_is_bounded() -> None:
 
 
 def test_hot_keys_settle_at_the_rate_and_decays() -> None:
-    hot_keys = HotKeys()
+    hot_keys = HotKeyRates()
     now_s = 0.0
     for _ in range(60):
         now_s += 1.0

@@ -16,7 +16,7 @@ from tanghulu.conductor.routing.policies.ttft_min import TtftMin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyOptions:
-    """What the policies can be told; each takes what concerns it. See the policies' modules."""
+    """The options of all policies; each takes those that concern it. See the policies' modules."""
 
     replica_weight: float = 1.0
     load_weight: float = 6.0

@@ -1,9 +1,9 @@
 """Tenants, the rights of tokens, and the part of the key space that belongs to each tenant. Pure.
 
-Inside the store a tenant's keys carry its scope, ``@tenant/``; edges put it in front of what the tenant says and take
-it away from what it hears, so nobody has a way to name another tenant's chunk. Example: tenant acme puts ``doc``. The
-store holds ``@acme/doc``; tenant initech, asking for ``@acme/doc``, asks for ``@initech/@acme/doc``. An operator's
-token belongs to no tenant, has the scope "" and so sees every key as it is.
+Inside the store a tenant's keys carry its scope, ``@tenant/``; the calls add it to the keys that a tenant sends and
+take it from those that it receives, so nobody has a way to name another tenant's chunk. Example: tenant acme puts
+``doc``. The store holds ``@acme/doc``; tenant initech, asking for ``@acme/doc``, asks for ``@initech/@acme/doc``. An
+operator's token belongs to no tenant, has the scope "" and so sees every key as it is.
 
 Tokens are secrets of 256 random bits, so one round of SHA-256 hides them well enough: there is nothing to try out.
 """

@@ -71,7 +71,7 @@ def counters_in(text: str) -> dict[str, float]:
 
 
 def row(before: Sample | None, now: Sample) -> Row:
-    """What happened between two samples of one node."""
+    """The row of one node between two samples."""
     view = now.view
     rates: dict[str, float | None] = dict.fromkeys(_COUNTERS)
     if before is not None and before.counters is not None and now.counters is not None and now.at_s > before.at_s:
@@ -103,7 +103,7 @@ def _table(rows: list[Row]) -> Table:
 
 
 class _View:
-    """The samples of last time."""
+    """The samples of the last call."""
 
     def __init__(self, store: Client) -> None:
         self._store = store

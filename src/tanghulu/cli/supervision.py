@@ -1,4 +1,4 @@
-"""When to start, restart and end the processes of the embedded cluster: decisions only, no process in sight.
+"""Supervision of the embedded cluster: when to start, restart and end its processes. Decisions only.
 
     WAITING --(what it needs is ready)--> STARTING --ready--> READY
     STARTING, READY --exited--> BACKOFF --(delay is over)--> STARTING     at most MAX_RESTARTS times
@@ -19,7 +19,7 @@ STABLE_S = 60.0
 
 
 class ChildState(Enum):
-    """Where a child stands."""
+    """The states of a child."""
 
     WAITING = "waiting"  # for a child it needs
     STARTING = "starting"  # spawned, not yet ready
@@ -30,7 +30,7 @@ class ChildState(Enum):
 
 
 class ChildEvent(Enum):
-    """What happens to a child."""
+    """The events of a child."""
 
     START = "start"
     READY = "ready"
@@ -89,7 +89,7 @@ class Supervision:
     children: dict[str, Child] = field(default_factory=dict)
 
     def add(self, name: str, needs: Sequence[str] = ()) -> None:
-        """A child that may start once all of ``needs`` are ready (for the first time)."""
+        """Add a child that may start once all of ``needs`` are ready (for the first time)."""
         assert name not in self.children, name
         assert all(needed in self.children for needed in needs), needs
         self.children[name] = Child(name, tuple(needs))
@@ -108,18 +108,18 @@ class Supervision:
         return child.state is ChildState.WAITING and all(s is ChildState.READY for s in needed)
 
     def next_tick_s(self) -> float | None:
-        """When the next delayed start is due; None if none is."""
+        """The time of the next delayed start; None if there is none."""
         due = [c.start_at_s for c in self.children.values() if c.state is ChildState.BACKOFF]
         return min(due) if due else None
 
     def ready(self, name: str, now_s: float) -> None:
-        """The child serves."""
+        """Note that the child serves."""
         child = self.children[name]
         child.on(ChildEvent.READY)
         child.ready_since_s = now_s
 
     def exited(self, name: str, code: int, now_s: float) -> list[EndAll]:
-        """The child's process ended though nobody asked it to; plans its restart, or the cluster's end."""
+        """Plan the restart of a child whose process ended unasked, or the cluster's end."""
         child = self.children[name]
         if child.state is ChildState.READY and now_s - child.ready_since_s >= STABLE_S:
             child.num_restarts = 0
@@ -132,12 +132,12 @@ class Supervision:
         return []
 
     def refused(self, name: str, message: str) -> list[EndAll]:
-        """The child refused its configuration: starting it again would end the same way."""
+        """Plan the cluster's end: the child refused its configuration, and would refuse it again."""
         self.children[name].on(ChildEvent.GIVEN_UP)
         return [EndAll(f"{name}: {message}")]
 
     def stop(self) -> None:
-        """The cluster ends."""
+        """Plan no more starts: the cluster ends."""
         for child in self.children.values():
             if child.state is not ChildState.DEAD:
                 child.on(ChildEvent.STOP)

@@ -26,7 +26,7 @@ from tanghulu.eviction.duel import Duel
 from tanghulu.eviction.reuse_times import ReuseTimes
 from tanghulu.types import ChunkKey
 
-#: Ghosts: so many for each resident key, and at least so many in all.
+#: Most ghosts: for each resident key, and at least in all.
 GHOSTS_PER_KEY = 8
 MIN_GHOSTS = 16384
 #: A batch that goes on longer is cut, so that its keys get their class.
@@ -40,7 +40,7 @@ _END_KEYS = 2
 #: What was learned is fitted after so many uses, then whenever it is half as much again, and at least so often.
 _FIRST_FIT = 512
 _FIT_STEP = 8192
-#: One eviction in so many is judged.
+#: One eviction in this number is judged.
 _DUEL_STEP = 4
 #: How far a prefix is followed to see that a new link makes no circle.
 _MAX_DEPTH = 4096

@@ -101,7 +101,7 @@ class DirectoryTable:
             self._states[slot], self._owners[slot] = TableSlotState.LIVE, node_id
             return Slot(slot)
         if len(self._states) >= MAX_SLOTS:
-            raise Overloaded(f"more than {MAX_SLOTS} lives of nodes are in the directory")
+            raise Overloaded(f"more than {MAX_SLOTS} generations of nodes are in the directory")
         self._states.append(TableSlotState.LIVE)
         self._owners.append(node_id)
         self._counts.append(0)

@@ -18,7 +18,7 @@ MAX_REQUESTED_KEYS = 8192
 MAX_REQUEST_S = 3600.0
 
 
-class HotKeys:
+class HotKeyRates:
     """Decayed counts of reads, of a bounded number of keys.
 
     Nodes tell how often their most-read chunks were read since they last announced. A key's count decays with the time
@@ -65,7 +65,7 @@ class HotKeys:
         assert len(self._counts) <= MAX_HOT_KEYS
 
     def __repr__(self) -> str:
-        return f"HotKeys({len(self._counts)} keys)"
+        return f"HotKeyRates({len(self._counts)} keys)"
 
 
 class ReplicaRequests:

@@ -29,7 +29,7 @@ from tanghulu.store.master.directory.chunk_table import FoundChunk
 from tanghulu.store.master.directory.copy_orders import Copy, CopyOrders, Drop, Reason
 from tanghulu.store.master.directory.directory import Directory
 from tanghulu.store.master.directory.placement import PlacementCandidate, place_copy
-from tanghulu.store.master.replication.demand import HotKeys, ReplicaRequests
+from tanghulu.store.master.replication.demand import HotKeyRates, ReplicaRequests
 
 #: How long a chunk must have too few holders before it is restored.
 GRACE_S = 3.0
@@ -83,7 +83,7 @@ class CopyPlanner:
 
     def __init__(self, directory: Directory, rate_bytes_s: float, rng: Random, now_s: float) -> None:
         self.orders = CopyOrders(rate_bytes_s)
-        self.hot_keys = HotKeys()
+        self.hot_keys = HotKeyRates()
         self.requests = ReplicaRequests()
         self._directory = directory
         self._rng = rng

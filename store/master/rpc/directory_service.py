@@ -1,4 +1,4 @@
-"""The edge of the directory: one implementation of its calls, behind the fast lane and behind gRPC."""
+"""The calls of the directory: one implementation behind the fast lane and behind gRPC."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class DirectoryCalls:
     def place(self, request: pb.PlaceRequest) -> pb.PlaceReply:
         """Where to put a new chunk. Raises NodeUnavailable without nodes, StoreFull if none can hold it."""
         directory = self._master.directory
-        nodes = directory.place(wire.wish_from_wire(request), self._shell.rng)
+        nodes = directory.place(wire.placement_from_wire(request), self._shell.rng)
         if not nodes and not directory.num_nodes:
             raise NodeUnavailable("no store node is registered at this master; start one with `tanghulu node`")
         if not nodes:

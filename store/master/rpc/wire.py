@@ -1,4 +1,4 @@
-"""The edge between the directory's values and their messages."""
+"""Conversion between the directory's values and their protobuf messages."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def locate_to_wire(found: Iterable[FoundChunk | None], *, incomplete: bool) -> p
     return reply
 
 
-def wish_from_wire(request: pb.PlaceRequest) -> PlacementRequest:
+def placement_from_wire(request: pb.PlaceRequest) -> PlacementRequest:
     """What is to be placed; raises InvalidRequest for a place that is none."""
     client_place = Place.parse(request.client_place) if request.client_place else None
     return PlacementRequest(request.size_bytes, request.replicas or 1, request.prefer_node, client_place)
