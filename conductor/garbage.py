@@ -1,10 +1,10 @@
 """Garbage collection of the conductor's process: when to look for garbage in cycles.
 
-CPython looks through *all* objects that may be in cycles whenever those that grew old have become a quarter more, and
-meanwhile nobody's token goes on: with a prefix index of a million blocks that takes some 50 ms on a quiet core, in the
-midst of decisions that take one. So what is there at the start is set aside for good, automatic collections are kept to
-young objects, and a full one is made when nobody waits: once in IDLE_S while no request is under way, and after MOST_S
-in any case, so that cycles cannot grow without bound.
+Nearly all objects go by themselves, when the last reference does. CPython looks through *all* objects that may be in
+cycles whenever the old ones have become a quarter more, and meanwhile no token goes on: with a prefix index of a
+million blocks that takes some 50 ms on a quiet core, in the midst of decisions that take one. So what is there at the
+start is set aside for good, automatic collections are kept to young objects, and a full one is made when nobody waits:
+once in IDLE_S while no request is under way, and after MOST_S in any case, so that cycles cannot grow without bound.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reading bodies and sending answers: the size bound, and replies that notice when the client hangs up.
+"""Reading bodies and sending answers: the bound on size, and replies that notice when the client hangs up.
 
 An answer that waits for tokens runs beside a task that waits for the client's disconnect; when that comes first, the
 call is aborted, the workers are told, and the reply ends by itself. So nothing is cancelled from outside.

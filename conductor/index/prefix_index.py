@@ -32,7 +32,7 @@ DEFAULT_MAX_BLOCKS = 8_000_000
 #: Blocks of one event that go into one node, and the largest node that joining makes.
 MAX_TOLD_BLOCKS = 512
 MAX_NODE_BLOCKS = 4096
-#: An event with up to so many new blocks is put behind the holder's last one, so that small events make no small nodes.
+#: Most new blocks of an event that are put behind the holder's last one, so that small events make no small nodes.
 SMALL_EVENT_BLOCKS = 32
 #: Nodes are not joined where more holders than this would have a part alone: a system prompt that a thousand workers
 #: hold stays apart from the conversations behind it, so that each look-up takes the thousand at once.

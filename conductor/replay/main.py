@@ -81,7 +81,7 @@ class ReplayConfig:
     warmup: str = option("0.5", "share of the time span, or a trace, that is replayed first without being counted")
     noise: float = option(0.0, "sigma of the lognormal factor between expected and real prefill time")
     seed: int = option(0, "seed of everything that is drawn")
-    limit: int = option(0, "replay only so many requests; 0: all")
+    limit: int = option(0, "replay only this many requests; 0: all")
     fetch: bool = option(True, "workers can fetch prefixes from each other")
     in_flight: bool = option(True, "match blocks that are still being computed as well")
     shared_cache: bool = option(False, "the idealised pool: one cache for all at no cost")

@@ -1,4 +1,4 @@
-"""How fast KV travels between places, fitted from what workers measured when they read from each other. Pure.
+"""The speed of KV transfers between places, fitted from the reads that workers measured. Pure.
 
 A read tells of one link, from the host of the worker that held the KV to the host of the one that read it. It also
 tells something of all links between these racks, of all between these zones, and of all links as long: within a host, a

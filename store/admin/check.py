@@ -1,7 +1,7 @@
-"""A check of the store: are the bytes what was put, and do the directory and the nodes agree?
+"""A check of the store: whether the bytes are those that were put, and whether directory and nodes agree.
 
-Every node compares its chunks with their checksums and names them; that is laid beside the master's listing. Chunks
-come and go meanwhile, so what does not agree is looked at a second time before it is said.
+Every node compares its chunks with their checksums and lists them; the lists are compared with the master's. Chunks
+come and go meanwhile, so a difference is looked at a second time before it is reported.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CheckFinding:
 _PAGE_DEADLINE_S = 10.0
 
 
-#: Is told (nodes looked at, nodes in all).
+#: A callback that gets the number of nodes looked at, and of all nodes.
 Progress = Callable[[int, int], None]
 
 
@@ -80,7 +80,7 @@ def check(*, with_repair: bool, progress: Progress | None = None) -> Order[Check
 
 
 def find(progress: Progress | None = None) -> Order[tuple[list[CheckFinding], int]]:
-    """(what is wrong twice in a row, number of chunks looked at)."""
+    """The findings that two looks in a row have in common, and the number of chunks looked at."""
     first, num_chunks = yield from _look(progress)
     if not first:
         return [], num_chunks
@@ -90,7 +90,7 @@ def find(progress: Progress | None = None) -> Order[tuple[list[CheckFinding], in
 
 
 def _repair() -> Order[list[CheckFinding]]:
-    """Drop corrupt chunks and have the nodes tell the master again what they hold; what is wrong after that."""
+    """Drop corrupt chunks and have the nodes report to the master again; returns the findings after that."""
     yield from _look(None, drop_corrupt=True, report=True)
     left, _ = yield from find()
     return left

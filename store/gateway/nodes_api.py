@@ -31,7 +31,7 @@ class CheckedBody(BaseModel):
 
 
 class EvictBody(CheckedBody):
-    """What to evict: keys, or so many bytes in the policy's order. Sizes may have a unit: "64MiB"."""
+    """What to evict: keys, or a number of bytes in the policy's order. Sizes may have a unit: "64MiB"."""
 
     keys: Keys = Field(default_factory=list)
     bytes: Annotated[int, Field(ge=0, le=MAX_VALUE_BYTES)] | Annotated[str, Field(max_length=24)] = 0
@@ -97,7 +97,7 @@ def _orders_to_one(api: APIRouter, gateway: Gateway, perform: Perform) -> None:
 
     @api.post("/v1/nodes/{node}/evict", summary="Let chunks of one node go", tags=["nodes"])
     async def evict(request: Request, node: str, body: EvictBody) -> Row:
-        """By key, or so many bytes in the policy's order; what is being read or pinned hard stays."""
+        """By key, or a number of bytes in the policy's order; what is being read or pinned hard stays."""
         row: Row = await perform(request, orders.evict(node, *body.wanted()))
         return row
 

@@ -12,10 +12,10 @@ from random import Random
 from tanghulu.discovery.base import Instance, InstanceEvent
 from tanghulu.discovery.leases import LeaseTable
 from tanghulu.store.master.directory.announcement import Announced, NodeAnnouncement
-from tanghulu.store.master.directory.copy_orders import Copy, Drop
 from tanghulu.store.master.directory.directory import Directory
 from tanghulu.store.master.directory.events import EventRing
 from tanghulu.store.master.directory.rebuild import REBUILD_S, RebuildEvent
+from tanghulu.store.master.replication.orders import Copy, Drop
 from tanghulu.store.master.replication.planner import CopyPlanner
 from tanghulu.types import Role
 

@@ -126,5 +126,5 @@ class MasterServer:
     async def _forget_gone_nodes(self, leadership: Leadership) -> None:
         """Take nodes that are gone out of the admitted ones, once it is known which nodes are there."""
         directory = self.master.directory
-        if directory.rebuild.is_ready and leadership.num_admitted > directory.num_nodes:
-            await leadership.keep_admitted(frozenset(directory.candidates()))
+        if directory.rebuild.is_ready and len(leadership.admitted) > directory.num_nodes:
+            await leadership.admitted.keep(frozenset(directory.candidates()))

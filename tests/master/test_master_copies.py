@@ -10,7 +10,6 @@ import pytest
 from tanghulu.discovery.base import Instance
 from tanghulu.errors import InvalidRequest
 from tanghulu.store.master.directory.announcement import ChunkEntry, NodeAnnouncement, ReportPart
-from tanghulu.store.master.directory.copy_orders import Copy, Drop, Reason
 from tanghulu.store.master.directory.directory import Directory
 from tanghulu.store.master.replication import planner as copy_planner
 from tanghulu.store.master.replication.demand import (
@@ -20,6 +19,7 @@ from tanghulu.store.master.replication.demand import (
     HotKeyRates,
     ReplicaRequests,
 )
+from tanghulu.store.master.replication.orders import Copy, Drop, Reason
 from tanghulu.store.master.replication.planner import GRACE_S, CopyPlanner
 from tanghulu.types import Address, InstanceId, Place, Role
 

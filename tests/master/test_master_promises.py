@@ -6,7 +6,7 @@ import pytest
 from running_master import instance
 
 from tanghulu.store.master.directory import pending_commits
-from tanghulu.store.master.directory.announcement import ChunkEntry, NodeAnnouncement, ReportPart, Withdrawal
+from tanghulu.store.master.directory.announcement import ChunkEntry, NodeAnnouncement, ReportPart, Retraction
 from tanghulu.store.master.directory.directory import Directory
 from tanghulu.store.master.directory.pending_commits import PENDING_S, PendingCommits
 from tanghulu.store.master.directory.rebuild import ALONE_S
@@ -62,12 +62,12 @@ def test_a_put_that_came_to_nothing_is_withdrawn_by_its_node() -> None:
     assert directory.announce(added("b", "k", version=6), 10.0).undecided == [0]
     last = directory.log.last
     for node, version in (("a", 4), ("b", 5)):  # another put, another node
-        directory.announce(NodeAnnouncement(node, 1, withdrawn=[Withdrawal("k", version)]), 10.1)
+        directory.announce(NodeAnnouncement(node, 1, retracted=[Retraction("k", version)]), 10.1)
         assert holders(directory, "k") == ("a",)
-    directory.announce(NodeAnnouncement("a", 1, withdrawn=[Withdrawal("k", 5)]), 10.1)
+    directory.announce(NodeAnnouncement("a", 1, retracted=[Retraction("k", 5)]), 10.1)
     assert holders(directory, "k") == ()
     assert not directory.pending_commits
-    assert directory.pending_commits.num_withdrawn == 1
+    assert directory.pending_commits.num_retracted == 1
     assert [event.kind.name for _, event in directory.log.read(last, 100)] == ["REMOVED"]
     assert directory.announce(added("b", "k", version=6), 10.2).accepted == [True], "who asked again comes next"
 
@@ -77,9 +77,9 @@ def test_what_is_announced_is_not_withdrawn() -> None:
     directory = ready("a")
     assert directory.proclaim(said("a", "k", version=5), 10.0) is Verdict.ACCEPTED
     directory.announce(added("a", "k", version=5), 10.1)
-    directory.announce(NodeAnnouncement("a", 1, withdrawn=[Withdrawal("k", 5)]), 10.2)
+    directory.announce(NodeAnnouncement("a", 1, retracted=[Retraction("k", 5)]), 10.2)
     assert holders(directory, "k") == ("a",)
-    both = NodeAnnouncement("a", 1, added=[ChunkEntry("n", 7, 107)], withdrawn=[Withdrawal("n", 7)])
+    both = NodeAnnouncement("a", 1, added=[ChunkEntry("n", 7, 107)], retracted=[Retraction("n", 7)])
     assert directory.proclaim(said("a", "n", version=7), 10.3) is Verdict.ACCEPTED
     directory.announce(both, 10.3)
     assert holders(directory, "n") == ("a",)

@@ -120,7 +120,7 @@ class _View:
 @click.command("top", short_help="Show live what the nodes hold and do.")
 @click.option("--interval-s", type=click.FloatRange(min=0.1), default=2.0, show_default=True, help="between two looks")
 @click.option(
-    "--count", type=click.IntRange(min=1), help="end after so many looks; default on a terminal: Ctrl-C, else 1"
+    "--count", type=click.IntRange(min=1), help="end after this many looks; default on a terminal: Ctrl-C, else 1"
 )
 @store_options
 def COMMAND(interval_s: float, count: int | None, master: Masters, as_json: bool) -> None:

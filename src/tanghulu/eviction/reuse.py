@@ -37,7 +37,7 @@ _MAX_TURN = 2
 _NUM_CLASSES = (_MAX_USES + 1) * (_MAX_TURN + 1) * 2
 #: How many of a batch's keys count as its end: the last whole block and the partial one behind it.
 _END_KEYS = 2
-#: What was learned is fitted after so many uses, then whenever it is half as much again, and at least so often.
+#: Uses after which the histograms are first fitted, and most uses between fits; else after half as many again.
 _FIRST_FIT = 512
 _FIT_STEP = 8192
 #: One eviction in this number is judged.

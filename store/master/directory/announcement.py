@@ -28,9 +28,17 @@ class ReportPart(Enum):
     __hash__ = object.__hash__  # members are single objects; Enum's own hash is a Python call for every look-up
 
 
-class Withdrawal(NamedTuple):
+class Retraction(NamedTuple):
     """A put that the node aborted before its value was whole: its client died, or gave up."""
 
+    key: str
+    version: int
+
+
+class StaleHolder(NamedTuple):
+    """A node that still holds a chunk which was removed at another node."""
+
+    node_id: str
     key: str
     version: int
 
@@ -41,7 +49,7 @@ class NodeAnnouncement:
 
     ``capacity_bytes`` 0 says nothing of capacity and use. The next four are for the copy planner: wanted replicas of
     added chunks that want several, whether a draining node has nothing under way, the most-read keys with the number of
-    gets, and ordered copies that failed. ``withdrawn``: puts that failed, even if their clients proclaimed them.
+    gets, and ordered copies that failed. ``retracted``: puts that failed, even if their clients proclaimed them.
     """
 
     node_id: str
@@ -58,7 +66,7 @@ class NodeAnnouncement:
     quiet: bool = False
     hot: Sequence[tuple[str, int]] = ()
     failed_copies: Sequence[str] = ()
-    withdrawn: Sequence[Withdrawal] = ()
+    retracted: Sequence[Retraction] = ()
 
 
 class Announced(NamedTuple):

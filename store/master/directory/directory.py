@@ -10,7 +10,7 @@ Rules of an announcement, which comes from a registered node and carries its gen
   and drop their copy; the same version on another node is a replica;
 - a deleted version leaves a tombstone: a node that was cut off and comes back with it gets accepted=False;
 - what a client has proclaimed (see pending_commits) counts as announced till its node speaks; others ask again till
-  then. The node withdraws that version only, and only while its commit is pending;
+  then. The node retracts that version only, and only while its commit is pending;
 - REPORT BEGIN opens a new slot, the pieces and all later announcements go into it, and at END what only the older slots
   hold is gone. Until END nothing is forgotten. END without its BEGIN (the master restarted in between) proves nothing.
 """
@@ -25,9 +25,14 @@ from random import Random
 from tanghulu.discovery.base import Instance
 from tanghulu.errors import InvalidRequest, LeaseExpired
 from tanghulu.store.master.directory import listing as key_pages
-from tanghulu.store.master.directory.announcement import Announced, ChunkEntry, NodeAnnouncement, ReportPart
+from tanghulu.store.master.directory.announcement import (
+    Announced,
+    ChunkEntry,
+    NodeAnnouncement,
+    ReportPart,
+    StaleHolder,
+)
 from tanghulu.store.master.directory.chunk_table import DirectoryTable, FoundChunk, Outcome, Slot, TableSlotState
-from tanghulu.store.master.directory.copy_orders import StaleHolder
 from tanghulu.store.master.directory.events import EventRing
 from tanghulu.store.master.directory.listing import KeyListing
 from tanghulu.store.master.directory.pending_commits import PendingCommits
@@ -186,8 +191,8 @@ class Directory:
         return node
 
     def _take_out(self, announcement: NodeAnnouncement, changes: dict[str, bool]) -> None:
-        for key, version in announcement.withdrawn:
-            if self.pending_commits.withdraw(key, announcement.node_id, version):
+        for key, version in announcement.retracted:
+            if self.pending_commits.retract(key, announcement.node_id, version):
                 self._take_back(key, announcement.node_id, version)
         for key in announcement.deleted:
             self._bury(key, announcement.node_id)
@@ -254,7 +259,7 @@ class Directory:
         return Verdict.ACCEPTED
 
     def _take_back(self, key: str, node_id: str, version: int) -> None:
-        """Remove a chunk whose pending commit the node has not confirmed, or has withdrawn."""
+        """Remove a chunk whose pending commit the node has not confirmed, or has retracted."""
         found = self._table.find(key)
         if found is not None and found.version == version and self._table.remove(node_id, key):
             self._log(DirectoryEventKind.REMOVED, node_id, (key,))

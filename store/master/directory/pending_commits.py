@@ -3,7 +3,7 @@
 A client that writes a value into its write buffer or a reserved range commits it at the master by itself, and the node
 announces it again, a little later and with others. Until then the commit is pending: the client may have died before it
 told the node, and then no node will ever announce that chunk. So a commit that no node has confirmed for ``PENDING_S``
-is taken back. A node that knows of the put, because it had reserved a range for it, withdraws the commit as soon as the
+is taken back. A node that knows of the put, because it had reserved a range for it, retracts the commit as soon as the
 put has failed.
 
 Example: at 10.0 s k is committed for node A; at 10.05 A announces k: the commit is confirmed, and forgotten here. At
@@ -35,7 +35,7 @@ class PendingCommits:
 
     def __init__(self) -> None:
         self._by_key: OrderedDict[str, PendingCommit] = OrderedDict()
-        self.num_withdrawn = 0
+        self.num_retracted = 0
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -59,13 +59,13 @@ class PendingCommits:
         if pending is not None and pending.node_id == node_id:
             del self._by_key[key]
 
-    def withdraw(self, key: str, node_id: str, version: int) -> bool:
+    def retract(self, key: str, node_id: str, version: int) -> bool:
         """Forget the commit of a put that failed at its node; returns whether it was pending."""
         pending = self._by_key.get(key)
         if pending is None or (pending.node_id, pending.version) != (node_id, version):
             return False
         del self._by_key[key]
-        self.num_withdrawn += 1
+        self.num_retracted += 1
         return True
 
     def of(self, node_id: str) -> list[tuple[str, PendingCommit]]:

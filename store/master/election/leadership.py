@@ -1,9 +1,4 @@
-"""The driver of Election: talks to etcd, and lets the master answer only while it leads.
-
-Also keeps the *admitted nodes* in etcd: the ids of the nodes that the leader has let in. They are written before a
-node's registration is answered, so the next leader knows which nodes may hold acknowledged chunks, and its directory is
-complete as soon as all of them have reported.
-"""
+"""The driver of Election: talks to etcd, and lets the master answer only while it leads."""
 
 from __future__ import annotations
 
@@ -20,6 +15,7 @@ from tanghulu.discovery.masters import leader_in, leader_key
 from tanghulu.errors import MasterUnavailable, NotLeader
 from tanghulu.protos import etcd_pb2
 from tanghulu.runtime.clock import Clock
+from tanghulu.store.master.election.admitted_nodes import AdmittedNodes
 from tanghulu.store.master.election.election import (
     Apply,
     Campaign,
@@ -42,11 +38,6 @@ _RETRY_S = 0.2
 _RESIGN_S = 1.0
 
 
-def admitted_nodes_key(namespace: str) -> bytes:
-    """The key in etcd whose value lists the ids of the admitted nodes, one a line."""
-    return f"/tanghulu-masters/{namespace}/nodes".encode()
-
-
 class Leadership:
     """This master's part among several. Calls ``on_lead(term, known nodes or None)`` and ``on_step_down()``."""
 
@@ -64,14 +55,12 @@ class Leadership:
         self._client = EtcdClient(tuple(addresses), _CALL_DEADLINE_S)
         self._instance = instance
         self._key = leader_key(instance.namespace)
-        self._admitted_key = admitted_nodes_key(instance.namespace)
         self._ttl_s = ttl_s
         self._clock = clock
         self._on_lead = on_lead
         self._on_step_down = on_step_down
         self._known: frozenset[str] | None = None
-        self._admitted: set[str] = set()
-        self._admitted_lock = asyncio.Lock()
+        self.admitted = AdmittedNodes(self._client, instance.namespace, self._key, self.election, lambda: self.leads)
         self._calls: set[asyncio.Task[None]] = set()
 
     # --- questions of the calls
@@ -99,37 +88,10 @@ class Leadership:
             self._perform(self.election.outranked(term, self._clock.now_s()))
             self.require()
 
-    @property
-    def num_admitted(self) -> int:
-        """Number of admitted nodes."""
-        return len(self._admitted)
-
     async def admit(self, node_id: str) -> None:
         """Admit ``node_id``. Raises MasterUnavailable or NotLeader; then the node must not be let in."""
-        async with self._admitted_lock:
-            if node_id not in self._admitted:
-                await self._write_admitted(self._admitted | {node_id})
+        await self.admitted.admit(node_id)
         self.require()
-
-    async def keep_admitted(self, node_ids: frozenset[str]) -> None:
-        """Forget the admitted nodes that are not in ``node_ids``; the next call makes a failure good."""
-        async with self._admitted_lock:
-            if self.leads and self._admitted - node_ids:
-                with contextlib.suppress(MasterUnavailable):
-                    await self._write_admitted(self._admitted & node_ids)
-
-    async def _write_admitted(self, node_ids: set[str]) -> None:
-        mine = etcd_pb2.Compare(
-            result=etcd_pb2.Compare.EQUAL,
-            target=etcd_pb2.Compare.CREATE,
-            key=self._key,
-            create_revision=self.election.term,
-        )
-        put = etcd_pb2.PutRequest(key=self._admitted_key, value="\n".join(sorted(node_ids)).encode())
-        request = etcd_pb2.TxnRequest(compare=[mine], success=[etcd_pb2.RequestOp(request_put=put)])
-        if not (await self._client.transact(request)).succeeded:
-            raise NotLeader.naming("")
-        self._admitted = node_ids
 
     # --- taking part
 
@@ -182,7 +144,7 @@ class Leadership:
             match instruction:
                 case Lead(term):
                     _log.info("master.leads", term=term, known_nodes=len(self._known or ()))
-                    self._admitted = set(self._known or ())
+                    self.admitted.begin_term(self._known)
                     self._on_lead(term, self._known)
                 case StepDown():
                     _log.warning("master.stepped_down", term=self.election.term, leader=self.election.leader)
@@ -216,10 +178,9 @@ class Leadership:
         )
         value = instance_to_proto(self._instance).SerializeToString()
         put = etcd_pb2.PutRequest(key=self._key, value=value, lease=lease)
-        admitted = etcd_pb2.RequestOp(request_range=etcd_pb2.RangeRequest(key=self._admitted_key))
         leader = etcd_pb2.RequestOp(request_range=etcd_pb2.RangeRequest(key=self._key))
         request = etcd_pb2.TxnRequest(
-            compare=[free], success=[etcd_pb2.RequestOp(request_put=put), admitted], failure=[leader]
+            compare=[free], success=[etcd_pb2.RequestOp(request_put=put), self.admitted.reading], failure=[leader]
         )
         try:
             reply = await self._client.transact(request)
@@ -228,8 +189,7 @@ class Leadership:
             return
         revision, now_s = reply.header.revision, self._clock.now_s()
         if reply.succeeded:
-            known = reply.responses[1].response_range.kvs
-            self._known = frozenset(known[0].value.decode().split()) if known else None
+            self._known = AdmittedNodes.read(reply.responses[1])
             holder = KeyHolder(str(self._instance.address), revision)
         else:
             holder = _holder(reply.responses[0].response_range.kvs[0])

@@ -1,6 +1,6 @@
 """All copying between nodes, decided in one place. Pure: announcements and the time in, orders out.
 
-Four reasons (see copy_orders): a chunk that lost a holder is *restored*; a *draining* node's chunks go elsewhere before
+Four reasons (see orders): a chunk that lost a holder is *restored*; a *draining* node's chunks go elsewhere before
 it is stopped; a node that is much emptier than the others is *filled*; a *hot* chunk, or one that somebody asked more
 holders for, gets them, and loses them when it cools. Orders ride on the answers to announcements, because nodes
 announce at least once a second anyway, and a finished copy is announced like any other chunk, so the directory stays
@@ -26,10 +26,10 @@ from typing import NamedTuple
 
 from tanghulu.store.master.directory.announcement import NodeAnnouncement
 from tanghulu.store.master.directory.chunk_table import FoundChunk
-from tanghulu.store.master.directory.copy_orders import Copy, CopyOrders, Drop, Reason
 from tanghulu.store.master.directory.directory import Directory
 from tanghulu.store.master.directory.placement import PlacementCandidate, place_copy
 from tanghulu.store.master.replication.demand import HotKeyRates, ReplicaRequests
+from tanghulu.store.master.replication.orders import Copy, CopyOrders, Drop, Reason
 
 #: How long a chunk must have too few holders before it is restored.
 GRACE_S = 3.0

@@ -56,7 +56,7 @@ class DirectoryCalls:
         counts.accepted += num_accepted
         counts.refused += len(answer.accepted) - num_accepted - len(answer.undecided)
         counts.removed += len(announcement.removed) + len(announcement.deleted)
-        counts.withdrawn = self._master.directory.pending_commits.num_withdrawn
+        counts.withdrawn = self._master.directory.pending_commits.num_retracted
         reply = pb.AnnounceReply(
             accepted=answer.accepted, report_wanted=answer.report_wanted, undecided=answer.undecided
         )

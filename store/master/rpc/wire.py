@@ -9,12 +9,12 @@ from tanghulu.discovery.instance_wire import instance_to_proto
 from tanghulu.errors import InvalidRequest
 from tanghulu.protos import common_pb2
 from tanghulu.protos import directory_pb2 as pb
-from tanghulu.store.master.directory.announcement import ChunkEntry, NodeAnnouncement, ReportPart, Withdrawal
+from tanghulu.store.master.directory.announcement import ChunkEntry, NodeAnnouncement, ReportPart, Retraction
 from tanghulu.store.master.directory.chunk_table import FoundChunk
-from tanghulu.store.master.directory.copy_orders import Copy, Drop
 from tanghulu.store.master.directory.directory import NodeSummary
 from tanghulu.store.master.directory.listing import KeyListing
 from tanghulu.store.master.directory.placement import MAX_REPLICAS, PlacementRequest
+from tanghulu.store.master.replication.orders import Copy, Drop
 from tanghulu.store.master.replication.planner import Progress
 from tanghulu.store.protocol.directory_events import DirectoryEvent, DirectoryEventKind
 from tanghulu.types import MAX_KEY_BYTES, MAX_VALUE_BYTES, Place
@@ -42,7 +42,7 @@ def announcement_from_wire(request: pb.AnnounceRequest) -> NodeAnnouncement:
         added=[_entry(chunk) for chunk in request.added],
         removed=request.removed,
         deleted=request.deleted,
-        withdrawn=[Withdrawal(each.key, each.version) for each in request.withdrawn],
+        retracted=[Retraction(each.key, each.version) for each in request.withdrawn],
         report=_REPORTS.get(request.report, ReportPart.NONE),
         capacity_bytes=request.capacity_bytes,
         used_bytes=request.used_bytes,

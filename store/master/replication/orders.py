@@ -53,14 +53,6 @@ class Drop(NamedTuple):
     version: int
 
 
-class StaleHolder(NamedTuple):
-    """A node that still holds a chunk which was removed at another node."""
-
-    node_id: str
-    key: str
-    version: int
-
-
 class _Budget:
     """A token bucket of one second's worth."""
 
