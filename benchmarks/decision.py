@@ -34,7 +34,7 @@ from tanghulu.conductor.routing.policies.base import RequestView
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES, make_policy
 from tanghulu.conductor.routing.requests import WorkerLoad
 from tanghulu.conductor.routing.worker_state import LoadTracker
-from tanghulu.conductor.routing.worker_views import Roster
+from tanghulu.conductor.routing.worker_views import WorkerViews
 from tanghulu.hashing import Tokens, TokenSequence, root_hash
 from tanghulu.types import BlockHash, Fingerprint, InstanceId, Place, Role
 
@@ -65,7 +65,7 @@ class Scene:
         self._mirror = CacheMirror()
         names = [(f"{role.value}-{n:03}", role) for role in (Role.PREFILL, Role.DECODE) for n in range(num_workers)]
         self._workers = [Member(InstanceId(name), role, self._load()) for name, role in names]
-        self._roster = Roster(self._workers)
+        self._worker_views = WorkerViews(self._workers)
         self._hashes = HashCache()
         self._system = self._random_tokens(SYSTEM_TOKENS)
         for worker in self._workers[:16]:
@@ -93,7 +93,7 @@ class Scene:
         hits = self._mirror.hits(sequence.block_hashes)
         times.append(time.perf_counter())
         request = RequestView(len(sequence), BLOCK_TOKENS, BLOCK_BYTES, hits.store)
-        shown = self._roster.views(hits.workers, {})
+        shown = self._worker_views.views(hits.workers, {})
         times.append(time.perf_counter())
         decision = self._policy.choose(request, shown)
         times.append(time.perf_counter())

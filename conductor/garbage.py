@@ -1,10 +1,10 @@
-"""When the conductor's process looks for garbage in cycles. Nearly all goes by itself, once nobody refers to it.
+"""Garbage collection of the conductor's process: when to look for garbage in cycles.
 
-CPython looks through *all* objects that may be in cycles whenever those that grew old have become a quarter more, and
-meanwhile nobody's token goes on: with a prefix index of a million blocks that takes some 50 ms on a quiet core, in the
-midst of decisions that take one. So what is there at the start is set aside for good, automatic collections are kept to
-young objects, and a full one is made when nobody waits: once in IDLE_S while no request is under way, and after MOST_S
-in any case, so that cycles cannot grow without bound.
+Nearly all objects go by themselves, when the last reference does. CPython looks through *all* objects that may be in
+cycles whenever the old ones have become a quarter more, and meanwhile no token goes on: with a prefix index of a
+million blocks that takes some 50 ms on a quiet core, in the midst of decisions that take one. So what is there at the
+start is set aside for good, automatic collections are kept to young objects, and a full one is made when nobody waits:
+once in IDLE_S while no request is under way, and after MOST_S in any case, so that cycles cannot grow without bound.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class CollectionPacer:
         self._last_s = now_s
 
     def due(self, now_s: float, busy: bool) -> bool:
-        """Whether one should be made now, which is then taken for made."""
+        """Whether a collection should be made now; a True counts as made."""
         if now_s - self._last_s < (MOST_S if busy else IDLE_S):
             return False
         self._last_s = now_s
@@ -32,12 +32,12 @@ class CollectionPacer:
 
 
 def begin() -> None:
-    """To be called once when the process is ready: what is there now stays."""
+    """Set all present objects aside for good, and keep automatic collections to young ones; called once."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_THRESHOLDS)
 
 
 def collect() -> int:
-    """A full collection, of all but what was there at ``begin``; returns how many objects it freed."""
+    """Collect everything but the objects that ``begin`` set aside; returns how many objects were freed."""
     return gc.collect()

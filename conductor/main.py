@@ -9,19 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
+from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from tanghulu.conductor import garbage
 from tanghulu.conductor.dispatch.admission import Admission
 from tanghulu.conductor.dispatch.dispatcher import Dispatcher, Limits
 from tanghulu.conductor.dispatch.queue import ORDERS, QueueOrder
-from tanghulu.conductor.http.app import make_app
+from tanghulu.conductor.http import admin_api, openai_api, sglang_api
 from tanghulu.conductor.http.service import DEFAULT_BODY_BYTES, Service
 from tanghulu.conductor.index.shards import DEFAULT_SHARDS
 from tanghulu.conductor.metrics import ConductorMetrics
 from tanghulu.conductor.peers import group
-from tanghulu.conductor.replicating import AskForCopies, Replicator
-from tanghulu.conductor.routing.overrides import Policies, parse_weights
+from tanghulu.conductor.replicating import AskForCopies, CopyRequester, Replicator
+from tanghulu.conductor.routing.overrides import RoutingPolicies, parse_weights
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES
 from tanghulu.conductor.routing.profiles import read_profiles
 from tanghulu.discovery.base import Discovery, Instance
@@ -32,8 +33,9 @@ from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.config import command, option
 from tanghulu.runtime.master_options import MasterOptions
 from tanghulu.runtime.process import Process, ProcessConfig, run
-from tanghulu.store.copy_requests import CopyRequester
 from tanghulu.types import Address, Role
+from tanghulu.version import __version__
+from tanghulu.web import errors
 from tanghulu.web.server import HttpServer, address_of, listen
 
 _log = structlog.get_logger(__name__)
@@ -112,7 +114,7 @@ class Conductor:
         metrics = ConductorMetrics(registry)
         self.dispatcher = Dispatcher(
             conductor_id,
-            Policies(config.policy, parse_weights(config.policy_weights)),
+            RoutingPolicies(config.policy, parse_weights(config.policy_weights)),
             metrics,
             limits,
             SystemClock(),
@@ -158,7 +160,7 @@ class Conductor:
             listener.close()
 
     def replicator(self, ask: AskForCopies) -> Replicator:
-        """What has hot prefixes copied ahead, by ``ask``; to be run beside."""
+        """The task that has hot prefixes copied ahead, by ``ask``."""
         dispatcher, count = self.dispatcher, self.metrics.hot_chunks.inc
         return Replicator(dispatcher.router.hot, dispatcher.mirror, ask, SystemClock(), count)
 
@@ -182,8 +184,18 @@ class Conductor:
             await asyncio.sleep(_OBSERVE_S)
 
 
+def make_app(service: Service) -> FastAPI:
+    """Build the HTTP application: all routes of the conductor, on ``service``."""
+    app = FastAPI(title="tanghulu conductor", version=__version__, redirect_slashes=False)
+    errors.install(app, "the conductor")
+    app.include_router(openai_api.router(service))
+    app.include_router(sglang_api.router(service))
+    app.include_router(admin_api.router(service))
+    return app
+
+
 async def _collect_garbage(dispatcher: Dispatcher) -> None:
-    """Full collections, when nobody waits."""
+    """Make full garbage collections, when nobody waits."""
     clock = SystemClock()
     garbage.begin()
     pacer = garbage.CollectionPacer(clock.now_s())

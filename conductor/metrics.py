@@ -9,7 +9,7 @@ _PREFIX = "tanghulu_conductor_"
 
 
 class ConductorMetrics:
-    """Counters that the dispatcher and the HTTP layer move."""
+    """Metrics that the dispatcher and the HTTP layer update."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def counter(name: str, text: str, *labels: str) -> Counter:

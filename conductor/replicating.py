@@ -1,6 +1,7 @@
-"""The shell around HotPrefixes: asks the store to copy ahead what it finds hot.
+"""The driver of HotPrefixes: asks the master to have hot prefixes copied to more nodes.
 
-A wish that fails is said in the log and comes again while the prefix is hot.
+A request that fails is logged, and made again while the prefix is hot. The conductor is no client of the store: it
+sends the request to the master over gRPC.
 """
 
 from __future__ import annotations
@@ -12,20 +13,26 @@ import structlog
 
 from tanghulu.conductor.index.events import CacheMirror
 from tanghulu.conductor.index.hot_prefixes import ASK_S, HotPrefixes
-from tanghulu.errors import TanghuluError
+from tanghulu.discovery.masters import MasterFinder
+from tanghulu.errors import MasterUnavailable, TanghuluError
+from tanghulu.masters import Masters
+from tanghulu.protos import directory_pb2 as pb
+from tanghulu.protos import directory_pb2_grpc
+from tanghulu.rpc.grpc_edge import channel, typed_errors
 from tanghulu.runtime.clock import Clock
-from tanghulu.types import BlockHash, Fingerprint, kv_chunk_key
+from tanghulu.types import Address, BlockHash, Fingerprint, kv_chunk_key
 
 _log = structlog.get_logger(__name__)
 #: Between two looks at what is hot.
 PERIOD_S = 1.0
+_DEADLINE_S = 5.0
 
 #: (keys, holders, seconds) -> how many keys the store took.
 AskForCopies = Callable[[Sequence[str], int, float], Awaitable[int]]
 
 
 class Replicator:
-    """``look`` once, or ``run`` until cancelled."""
+    """Asks for copies of hot prefixes: ``look`` once, or ``run`` until cancelled."""
 
     def __init__(
         self,
@@ -44,19 +51,46 @@ class Replicator:
             await self.look()
 
     async def look(self) -> None:
-        """Ask for what is wanted now. ``count`` is told how many chunks the store took."""
-        for wish in self._hot.wanted(self._clock.now_s(), self._num_holders):
-            fingerprint = Fingerprint(wish.fingerprint)
+        """Ask for the copies that are wanted now, and tell ``count`` how many chunks the store took."""
+        for copies in self._hot.wanted(self._clock.now_s(), self._num_holders):
+            fingerprint = Fingerprint(copies.fingerprint)
             parts = range(self._mirror.num_parts(fingerprint))
-            keys = [kv_chunk_key(fingerprint, block, part) for block in wish.blocks for part in parts]
+            keys = [kv_chunk_key(fingerprint, block, part) for block in copies.blocks for part in parts]
             try:
-                num_taken = await self._ask(keys, wish.num_holders, ASK_S)
+                num_taken = await self._ask(keys, copies.num_holders, ASK_S)
             except TanghuluError as error:
                 _log.warning("hot_prefix.not_copied", code=error.code, error=error.message)
                 continue
             self._count(num_taken)
-            _log.info("hot_prefix.asked_for", blocks=len(wish.blocks), holders=wish.num_holders, taken=num_taken)
+            _log.info("hot_prefix.asked_for", blocks=len(copies.blocks), holders=copies.num_holders, taken=num_taken)
 
     def _num_holders(self, blocks: Sequence[BlockHash]) -> int:
         """Nodes that hold all of ``blocks``."""
         return sum(num == len(blocks) for num in self._mirror.store.match(blocks).values())
+
+
+class CopyRequester:
+    """Asks the master for copies; opens a connection for each request, because requests are few."""
+
+    def __init__(self, masters: Masters | Address | str) -> None:
+        self._finder = MasterFinder(masters)
+
+    async def ask(self, keys: Sequence[str], holders: int, for_s: float) -> int:
+        """Have ``holders`` nodes hold ``keys`` for ``for_s`` seconds; returns how many keys the master took.
+
+        Raises MasterUnavailable, Forbidden without the right to write, or InvalidRequest.
+        """
+        address = await self._finder.find()
+        credentials = self._finder.masters.credentials
+        request = pb.ReplicateRequest(keys=keys, holders=holders, for_s=for_s)
+        try:
+            async with (
+                channel(address, tls=credentials.tls) as connection,
+                typed_errors(f"master at {address}", MasterUnavailable),
+            ):
+                stub = directory_pb2_grpc.DirectoryStub(connection)
+                reply = await stub.Replicate(request, timeout=_DEADLINE_S, metadata=credentials.metadata)
+        except TanghuluError as error:
+            self._finder.failed(address, error)
+            raise
+        return int(reply.num_taken)

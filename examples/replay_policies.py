@@ -17,7 +17,7 @@ from rich.console import Console
 from tanghulu.conductor.replay.report import make_report, table
 from tanghulu.conductor.replay.simulation import ClusterConfig, Simulation
 from tanghulu.conductor.replay.trace import TraceRequest, read_trace
-from tanghulu.conductor.routing.policies.base import Decision, Policy, RequestView, WorkerView
+from tanghulu.conductor.routing.policies.base import Decision, RoutingPolicy, RequestView, WorkerView
 from tanghulu.conductor.routing.policies.registry import PolicyOptions, make_policy
 from tanghulu.types import InstanceId
 
@@ -54,7 +54,7 @@ def conversations(count: int) -> list[TraceRequest]:
 def main(trace: str) -> None:
     requests = read_trace(Path(trace), 0.45, "0.3") if trace else conversations(1500)
     title, reports = Path(trace).name or "conversations", []
-    policies: list[Policy] = [Greedy(), *(make_policy(name, PolicyOptions()) for name in ("random", "ttft-min"))]
+    policies: list[RoutingPolicy] = [Greedy(), *(make_policy(name, PolicyOptions()) for name in ("random", "ttft-min"))]
     for policy in policies:
         simulation = Simulation(ClusterConfig(num_prefill=4, num_decode=4, blocks=700), policy)
         jobs = simulation.run(requests)

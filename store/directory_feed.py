@@ -1,4 +1,4 @@
-"""Following the directory from outside: what the master's event stream says, as values, over restarts and losses.
+"""Following the directory from outside: the master's event stream as values, over restarts and losses.
 
 ``async for batch in follow_directory(address, "kv/")`` gives lists of DirectoryEvent. The first is RESET: forget
 everything; then STORED events up to SYNCED; then changes. After an interruption it goes on where it stopped, if the
@@ -26,7 +26,7 @@ __all__ = ["DirectoryEvent", "DirectoryEventKind", "EventCursor", "follow_direct
 
 _log = structlog.get_logger(__name__)
 _RETRY_S = 0.2
-#: Until a token that was refused is shown again: somebody has to do something first.
+#: Time until a token that was refused is shown again: somebody has to do something first.
 _REFUSED_S = 5.0
 _KINDS = {
     pb.DirectoryEvent.STORED: DirectoryEventKind.STORED,
@@ -38,7 +38,7 @@ _KINDS = {
 
 
 class EventCursor:
-    """Up to where a follower knows everything. Pure."""
+    """The event up to which a follower knows everything. Pure."""
 
     def __init__(self) -> None:
         self.master_generation = 0
@@ -71,7 +71,7 @@ class EventCursor:
 async def follow_directory(
     masters: Masters | Address | str, key_prefix: str = ""
 ) -> AsyncIterator[list[DirectoryEvent]]:
-    """The directory's events for keys that begin with ``key_prefix``, without end; waits for a master that is away.
+    """Yield the directory's events for keys that begin with ``key_prefix``, without end; waits for an absent master.
 
     Close the generator (or cancel its task) to stop. A new master gives its snapshot when it is complete, up
     to 3 s after its start; until then nothing comes.

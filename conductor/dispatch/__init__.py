@@ -1,1 +1,1 @@
-"""A request's way from acceptance to its last token: queue, admission, workers' sessions, moves."""
+"""Dispatch: a request's way from acceptance to its last token: queue, admission, workers' sessions, moves."""

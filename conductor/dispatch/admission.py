@@ -1,7 +1,7 @@
 """Early rejection: a request that will miss its SLO is refused before work is spent on it.
 
-Pure. Under overload a queue without a door serves everybody late and so nobody in time; what is refused at once can be
-sent elsewhere. (Mooncake, FAST'25, section 5: rejection by the load predicted for the time when the prefill ends.
+Pure. Under overload a queue without admission serves all requests late; a request that is refused at once can be sent
+elsewhere. (Mooncake, FAST'25, section 5: rejection by the load predicted for the time when the prefill ends.
 Judging by the load of now makes the cluster swing: while many prefills are under way decode looks idle and all are
 admitted, and when they arrive it looks full and none is.) So everybody on the way to the decode worker counts, and of
 those who decode there now the share that will have ended by then does not: with ages spread evenly over an answer's
@@ -30,7 +30,7 @@ from tanghulu.conductor.routing.policies.fetching import best_source, best_start
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What a request will meet, in seconds from now."""
+    """The expected latencies of a request, in seconds from now."""
 
     ttft_s: float
     tbt_s: float
@@ -45,13 +45,13 @@ def forecast(request: RequestView, workers: Sequence[WorkerView], decision: Deci
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """The bounds; 0 means that nothing is bounded."""
+    """The bounds on TTFT and TBT; 0 means no bound."""
 
     ttft_slo_s: float = 0.0
     tbt_slo_s: float = 0.0
 
     def objection(self, seen: Forecast, waited_s: float = 0.0) -> str:
-        """Why the request is refused, for people; "" if it is admitted. ``waited_s``: how long it is here already."""
+        """The reason to refuse the request, for people; "" if it is admitted. ``waited_s``: its wait so far."""
         ttft_s = waited_s + seen.ttft_s
         if 0 < self.ttft_slo_s < ttft_s:
             return f"the first token would come after {ttft_s:.2f} s, later than {self.ttft_slo_s:g} s"
@@ -61,7 +61,7 @@ class Admission:
 
 
 def _tbt_s(request: RequestView, worker: WorkerView, ttft_s: float) -> float:
-    """A step of ``worker`` when the request joins, ``ttft_s`` from now."""
+    """Seconds of a step of ``worker`` when the request joins, ``ttft_s`` from now."""
     now = worker.num_requests - worker.coming_requests
     step_s = worker.decode_step_s or ASSUMED_DECODE_STEP_S
     life_s = request.expected_output * step_s

@@ -1,4 +1,4 @@
-"""The shell around lifecycle and policy: performs their instructions at the workers, and feeds back what happens.
+"""The driver of lifecycle and policy: performs their instructions at the workers, and feeds back what happens.
 
 Owns the requests under way: the queue, which submission belongs to which request, the deadline of the queue. Plain
 calls only; everything runs in the event loop between two awaits, so no state is ever seen half changed.
@@ -15,19 +15,19 @@ import structlog
 from tanghulu.conductor.dispatch.admission import Admission, forecast
 from tanghulu.conductor.dispatch.lifecycle import (
     AbortAt,
-    Deliver,
+    DeliverTokens,
     End,
     Flight,
+    FlightState,
     Instruction,
     PickDecode,
     Release,
     Requeue,
-    State,
     SubmitTo,
 )
 from tanghulu.conductor.dispatch.queue import QueueOrder, WaitingQueue
-from tanghulu.conductor.dispatch.registry import Registry, SessionFactory, Worker
-from tanghulu.conductor.dispatch.router import Route, Router
+from tanghulu.conductor.dispatch.registry import RegisteredWorker, Registry, SessionFactory
+from tanghulu.conductor.dispatch.router import RoutedRequest, Router
 from tanghulu.conductor.dispatch.token_stream import TokenStream
 from tanghulu.conductor.dispatch.worker_session import WorkerSession
 from tanghulu.conductor.index.events import CacheMirror
@@ -36,9 +36,9 @@ from tanghulu.conductor.index.shards import DEFAULT_SHARDS
 from tanghulu.conductor.metrics import ConductorMetrics
 from tanghulu.conductor.peers.inbox import PeerRequests
 from tanghulu.conductor.peers.outbox import NOBODY, Begun, OwnRequests
-from tanghulu.conductor.routing.overrides import Policies
+from tanghulu.conductor.routing.overrides import RoutingPolicies
 from tanghulu.conductor.routing.profiles import ProfileFile
-from tanghulu.conductor.routing.requests import GenerationRequest, PrefixHolder, Step, Welcome
+from tanghulu.conductor.routing.requests import GenerationRequest, PrefixSource, SessionWelcome, Step
 from tanghulu.conductor.routing.worker_state import LoadTracker
 from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.errors import NodeUnavailable, Overloaded, TanghuluError
@@ -50,7 +50,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much the conductor takes on; ``profiles`` are what that is taken to cost until workers say."""
+    """The bounds on the conductor's load; ``profiles`` are the assumed costs until workers report theirs."""
 
     max_in_flight: int = 1024
     max_queued: int = 1024
@@ -65,7 +65,7 @@ class Limits:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A request under way, with what only the shell needs."""
+    """A request under way, with the data that only the dispatcher needs."""
 
     flight: Flight
     model: ServedModel
@@ -74,9 +74,9 @@ class _Entry:
     last_token_s: float = 0.0
     wire_id: str = ""
     rest_tokens: int = 0
-    holder: PrefixHolder | None = None
+    holder: PrefixSource | None = None
     num_blocks: int = 0
-    promised: InstanceId | None = None
+    reserved: InstanceId | None = None
     deadline: asyncio.TimerHandle | None = None
 
 
@@ -86,7 +86,7 @@ class Dispatcher:
     def __init__(
         self,
         conductor_id: str,
-        policies: Policies,
+        policies: RoutingPolicies,
         metrics: ConductorMetrics,
         limits: Limits,
         clock: Clock,
@@ -115,10 +115,10 @@ class Dispatcher:
     def submit(self, request: GenerationRequest, model: ServedModel) -> TokenStream:
         """Take ``request``; its tokens come through the stream.
 
-        Raises Overloaded if the queue is full, InvalidRequest for a wish that nobody can fulfil.
+        Raises Overloaded if the queue is full, InvalidRequest for routing overrides that cannot be met.
         """
         assert request.id not in self._entries, f"request id {request.id} is in use"
-        self.router.check_wish(request.routing)
+        self.router.check_overrides(request.routing)
         entry = _Entry(Flight(request, self._limits.max_redispatches), model, TokenStream(), self._clock.now_s())
         if len(self._queue) >= self._limits.max_queued:
             error = Overloaded(f"{len(self._queue)} requests are waiting already; try again later")
@@ -131,7 +131,7 @@ class Dispatcher:
         return entry.stream
 
     def abort(self, request_id: RequestId) -> bool:
-        """End a request from outside; False if it is not under way (any more)."""
+        """End a request on demand; False if it is not under way (any more)."""
         entry = self._entries.get(request_id)
         if entry is None:
             return False
@@ -140,7 +140,7 @@ class Dispatcher:
         return True
 
     def finish_at_stop_string(self, request_id: RequestId) -> None:
-        """The text holds a stop string; the request may have ended by itself meanwhile."""
+        """End a request whose text holds a stop string; it may have ended by itself meanwhile."""
         entry = self._entries.get(request_id)
         if entry is not None:
             self._perform(entry, entry.flight.on_stop_string())
@@ -153,14 +153,14 @@ class Dispatcher:
 
     # --- what workers tell (WorkerListener)
 
-    def worker_up(self, worker: Worker, welcome: Welcome) -> None:
-        """A worker may be used: perhaps somebody waits for it."""
+    def worker_up(self, worker: RegisteredWorker, welcome: SessionWelcome) -> None:
+        """Take note of a usable worker, and send requests that waited for it."""
         self.mirror.welcome(worker.id, welcome)
         self._metrics.workers.labels(worker.role.value).inc()
         self._pump()
 
-    def worker_step(self, worker: Worker, step: Step) -> None:
-        """Hand each request its part."""
+    def worker_step(self, worker: RegisteredWorker, step: Step) -> None:
+        """Hand each request its part of the step."""
         now_s = self._clock.now_s()
         for output in step.outputs:
             worker.load.heard_of(output.wire_id)
@@ -179,29 +179,29 @@ class Dispatcher:
         if self._queue:
             self._pump()
 
-    def worker_snapshot(self, worker: Worker, welcome: Welcome) -> None:
-        """Put right what is known of its cache."""
+    def worker_snapshot(self, worker: RegisteredWorker, welcome: SessionWelcome) -> None:
+        """Correct the mirror of the worker's cache."""
         self.mirror.snapshot(worker.id, welcome)
 
-    def worker_lost(self, worker: Worker, error: TanghuluError) -> None:
-        """Move all that the worker had to others."""
+    def worker_lost(self, worker: RegisteredWorker, error: TanghuluError) -> None:
+        """Move all requests of the worker to others."""
         self._metrics.workers.labels(worker.role.value).dec()
         self.mirror.worker_gone(worker.id)
         for entry in [e for e in self._submissions.values() if e.flight.worker == worker.id]:
             self._perform(entry, entry.flight.on_worker_lost(error))
         self._pump()
 
-    def has_requests(self, worker: Worker) -> bool:
+    def has_requests(self, worker: RegisteredWorker) -> bool:
         """Whether requests are under way at the worker."""
         return any(e.flight.worker == worker.id for e in self._submissions.values())
 
     def check(self) -> None:
-        """Each entry is queued, or has exactly its current submission."""
+        """Assert that each entry is queued, or has exactly its current submission."""
         for request_id, entry in self._entries.items():
             entry.flight.check()
             assert entry.flight.request.id == request_id
             assert not entry.flight.ended
-            assert (request_id in self._queue) == (entry.flight.state is State.QUEUED)
+            assert (request_id in self._queue) == (entry.flight.state is FlightState.QUEUED)
             assert (entry.deadline is not None) == (request_id in self._queue)
         live = {e.flight.wire_id: e for e in self._entries.values() if e.flight.wire_id}
         assert live == self._submissions
@@ -216,7 +216,7 @@ class Dispatcher:
         assert len(self.router.in_flight) <= len(self._submissions) + len(self.peers)
 
     def observe(self) -> None:
-        """Set the gauges that are sizes of something."""
+        """Set the gauges of sizes."""
         self._metrics.index_blocks.labels("workers").set(self.mirror.workers.num_blocks)
         self._metrics.index_blocks.labels("store").set(self.mirror.store.num_blocks)
         self._metrics.index_lag.set(self.mirror.events.waiting_blocks)
@@ -252,7 +252,7 @@ class Dispatcher:
         for entry in self._queue:
             if len(self._submissions) >= self._limits.max_in_flight:
                 return
-            if entry.flight.state is State.QUEUED:
+            if entry.flight.state is FlightState.QUEUED:
                 self._dispatch(entry)
 
     def _dispatch(self, entry: _Entry) -> None:
@@ -272,12 +272,12 @@ class Dispatcher:
         entry.holder = self.router.holder_of(route)
         self.router.note_fetch(route, flight, entry.model, self._clock.now_s())
         if decode != prefill:
-            self.registry.workers[decode].load.promise(flight.request.id, entry.num_blocks)
-            entry.promised = decode
+            self.registry.workers[decode].load.reserve_decode(flight.request.id, entry.num_blocks)
+            entry.reserved = decode
         self._perform(entry, flight.submit(prefill, decode))
 
-    def _objection(self, entry: _Entry, route: Route) -> str:
-        """Why a request that was not begun yet is refused rather than sent; "" if it is not."""
+    def _objection(self, entry: _Entry, route: RoutedRequest) -> str:
+        """The reason to refuse a request that was not begun yet; "" if it may be sent."""
         assert route.decision is not None
         seen = forecast(route.request, route.workers, route.decision)
         return self._limits.admission.objection(seen, self._clock.now_s() - entry.arrived_s)
@@ -287,7 +287,7 @@ class Dispatcher:
     def _perform(self, entry: _Entry, instructions: Sequence[Instruction]) -> None:
         for instruction in instructions:
             match instruction:
-                case Deliver():
+                case DeliverTokens():
                     entry.stream.deliver(instruction)
                 case SubmitTo():
                     self._submit_to(entry, instruction)
@@ -310,7 +310,7 @@ class Dispatcher:
         entry.wire_id = to.wire_id
         worker.load.sent(to.wire_id, entry.rest_tokens, entry.num_blocks)
         hashes = self.router.sent(to.wire_id, worker, flight, entry.model, to.hand_over)
-        decode = entry.promised or NOBODY
+        decode = entry.reserved or NOBODY
         self.own.began(Begun(to.wire_id, worker.id, entry.rest_tokens, entry.num_blocks, hashes, decode))
         try:
             holder = entry.holder if to.source is None else None
@@ -363,11 +363,11 @@ class Dispatcher:
         entry.stream.end(end)
 
     def _withdraw(self, entry: _Entry) -> None:
-        """The decode worker that was foreseen is chosen anew, or not needed."""
-        worker = self.registry.workers.get(entry.promised) if entry.promised is not None else None
+        """Release the decode slot that is reserved for the request: its worker is chosen anew, or not needed."""
+        worker = self.registry.workers.get(entry.reserved) if entry.reserved is not None else None
         if worker is not None:
-            worker.load.withdraw(entry.flight.request.id)
-        entry.promised = None
+            worker.load.release_decode(entry.flight.request.id)
+        entry.reserved = None
 
     def _untrack(self, entry: _Entry) -> None:
         self._submissions.pop(entry.wire_id, None)

@@ -6,10 +6,11 @@
                           '------------------------- worker lost -------------------------'
 
 A request carries its tokens so far. When its worker is lost it goes back to QUEUED and is submitted elsewhere with
-prompt + generated tokens, where the store gives most of the KV back; so the client sees one unbroken stream. Example:
-a prompt of 100 tokens has 7 generated ones when its decode worker dies. The next submission has 107 tokens with
-``num_prompt_tokens`` 100, so ``max_new_tokens``, counted from 100 on, still ends it at the same place, and its
-usage is still 100 + n. Submissions are numbered (``<request>.<n>``) so that a late word of an old worker is nobody's.
+prompt + generated tokens, where the store gives most of the KV back; so the client sees one unbroken stream. Example: a
+prompt of 100 tokens has 7 generated ones when its decode worker dies. The next submission has 107 tokens with
+``num_prompt_tokens`` 100, so ``max_new_tokens``, counted from 100 on, still ends it at the same place, and its usage is
+still 100 + n. Submissions are numbered (``<request>.<n>``) so that a late output of an old worker belongs to no
+request.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from tanghulu.hashing import Tokens, TokenSequence
 from tanghulu.types import InstanceId
 
 
-class State(Enum):
-    """Where a request is."""
+class FlightState(Enum):
+    """The states of a request."""
 
     RECEIVED = "parsed and valid; not yet counted"
     QUEUED = "waits for a free place and a living worker; holds nothing at any worker"
@@ -46,8 +47,8 @@ class State(Enum):
     ABORTED = "ended by the client"
 
 
-class Event(Enum):
-    """What can happen to a request."""
+class FlightEvent(Enum):
+    """The events of a request."""
 
     ADMITTED = "the queue has room for it"
     REFUSED = "the queue is full"
@@ -60,9 +61,9 @@ class Event(Enum):
     ABORT = "the client hung up or asked for its end"
 
 
-_S, _E = State, Event
+_S, _E = FlightState, FlightEvent
 _LIVE = (_S.PREFILLING, _S.HANDING_OVER, _S.DECODING)
-TRANSITIONS: dict[tuple[State, Event], State] = {
+TRANSITIONS: dict[tuple[FlightState, FlightEvent], FlightState] = {
     (_S.RECEIVED, _E.ADMITTED): _S.QUEUED,
     (_S.RECEIVED, _E.REFUSED): _S.FAILED,
     (_S.QUEUED, _E.SUBMITTED): _S.PREFILLING,
@@ -76,11 +77,11 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     **{(state, _E.GIVE_UP): _S.FAILED for state in _LIVE},
     **{(state, _E.ABORT): _S.ABORTED for state in _LIVE},
 }
-ENDED = frozenset({State.FINISHED, State.FAILED, State.ABORTED})
+ENDED = frozenset({FlightState.FINISHED, FlightState.FAILED, FlightState.ABORTED})
 
 
-def next_state(state: State, event: Event) -> State:
-    """The state behind ``event``; an unknown pair is a programmer's error and asserts."""
+def next_state(state: FlightState, event: FlightEvent) -> FlightState:
+    """The state after ``event``; an unknown pair is a programmer's error and asserts."""
     assert (state, event) in TRANSITIONS, f"{event.name} cannot happen to a request that is {state.name}"
     return TRANSITIONS[state, event]
 
@@ -97,7 +98,7 @@ class SubmitTo:
 
 @dataclass(frozen=True, slots=True)
 class AbortAt:
-    """Tell ``worker`` that nobody wants ``wire_id`` any more."""
+    """Tell ``worker`` to end ``wire_id``."""
 
     worker: InstanceId
     wire_id: str
@@ -124,7 +125,7 @@ class Requeue:
 
 
 @dataclass(frozen=True, slots=True)
-class Deliver:
+class DeliverTokens:
     """New tokens for the client. With ``ends_in_stop_token`` the last one counts but is not text."""
 
     tokens: Sequence[int]
@@ -141,15 +142,15 @@ class End:
     stop_token: int | None = None
 
 
-Instruction = SubmitTo | AbortAt | Release | PickDecode | Requeue | Deliver | End
+Instruction = SubmitTo | AbortAt | Release | PickDecode | Requeue | DeliverTokens | End
 
 
 class Flight:
-    """One request under way: its state, its tokens, and where it is."""
+    """One request under way: its state, its tokens, and its workers."""
 
     def __init__(self, request: GenerationRequest, max_redispatches: int) -> None:
         self.request = request
-        self.state = State.RECEIVED
+        self.state = FlightState.RECEIVED
         self.generated: list[int] = []
         self.worker: InstanceId | None = None
         self.wire_id = ""
@@ -167,7 +168,7 @@ class Flight:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will happen to it."""
+        """Whether the request is over."""
         return self.state in ENDED
 
     @property
@@ -176,7 +177,7 @@ class Flight:
         return len(self.request.prompt) + len(self.generated)
 
     def all_tokens(self) -> Tokens:
-        """Prompt and generated tokens: what a new worker must be told."""
+        """Prompt and generated tokens, which a new worker must be given."""
         if not self.generated:
             return self.request.prompt
         return np.concatenate((self.request.prompt, np.asarray(self.generated, dtype=np.uint32)))
@@ -191,31 +192,31 @@ class Flight:
         return self._sequence
 
     def admit(self) -> None:
-        """The queue has room."""
-        self._step(Event.ADMITTED)
+        """Enter the queue, which has room."""
+        self._step(FlightEvent.ADMITTED)
 
     def refuse(self, error: TanghuluError) -> list[Instruction]:
-        """The queue has none."""
-        self._step(Event.REFUSED)
+        """End the request: the queue is full."""
+        self._step(FlightEvent.REFUSED)
         return [End(None, error)]
 
     def submit(self, prefill: InstanceId, decode: InstanceId) -> list[Instruction]:
-        """Two workers were chosen; one and the same does the whole. A single missing token needs no hand-over."""
-        self._step(Event.SUBMITTED)
+        """Send the request to the workers chosen for its phases, maybe one. A single token needs no hand-over."""
+        self._step(FlightEvent.SUBMITTED)
         remaining = self.request.stop.max_new_tokens - len(self.generated)
         self._hand_over = prefill != decode and remaining > 1
         return [self._submit_to(prefill, self._hand_over, None)]
 
     def decode_at(self, worker: InstanceId) -> list[Instruction]:
-        """The decode worker was chosen; the worker that prefilled can decode from its own cache."""
-        assert self.state is State.HANDING_OVER
+        """Send the request to its decode worker; the worker that prefilled can decode from its own cache."""
+        assert self.state is FlightState.HANDING_OVER
         assert self.source is not None
         source, own = self.source, self.source.instance_id == worker
         release: list[Instruction] = self._release() if own else []
         return [self._submit_to(worker, False, None if own else source), *release]
 
     def on_output(self, output: Output) -> list[Instruction]:
-        """The worker of the current submission said something."""
+        """Take an output of the current submission's worker."""
         assert output.wire_id == self.wire_id
         assert self.state in _LIVE
         kind = output.kind
@@ -226,50 +227,50 @@ class Flight:
         instructions = self._take(output)
         if kind is OutputKind.HANDED_OVER:
             return instructions + self._on_handed_over(output)
-        if output.tokens and self.state is not State.DECODING and not self._hand_over:
-            self._step(Event.FIRST_TOKEN)
+        if output.tokens and self.state is not FlightState.DECODING and not self._hand_over:
+            self._step(FlightEvent.FIRST_TOKEN)
             self.source = None
         if kind is not OutputKind.TOKENS:
             return [*instructions, *self._release(), self._finish(kind, output.stop_token)]
         return instructions
 
     def on_stop_string(self) -> list[Instruction]:
-        """The text holds a stop string: the worker need not go on."""
-        return self._end_from_here(Event.FINISH, FinishReason.STOP)
+        """End the request, whose text holds a stop string."""
+        return self._end_from_here(FlightEvent.FINISH, FinishReason.STOP)
 
     def abort(self) -> list[Instruction]:
-        """The client is gone."""
-        return self._end_from_here(Event.ABORT, FinishReason.ABORTED)
+        """End the request of a client that is gone."""
+        return self._end_from_here(FlightEvent.ABORT, FinishReason.ABORTED)
 
     def fail(self, error: TanghuluError) -> list[Instruction]:
-        """It cannot be helped: waited too long, or the conductor ends."""
-        return [*self._leave(), self._end(Event.GIVE_UP, None, error)]
+        """End the request with an error: it waited too long, or the conductor ends."""
+        return [*self._leave(), self._end(FlightEvent.GIVE_UP, None, error)]
 
     def on_worker_lost(self, error: TanghuluError) -> list[Instruction]:
-        """The current worker is gone, or cannot go on with this request: try another, a bounded number of times."""
+        """Try another worker, a bounded number of times: the current one is gone, or cannot go on."""
         release = self._release()
         if self.worker is not None:
             self.avoid = self.avoid | {self.worker}
         self.worker, self.wire_id, self._hand_over = None, "", False
         if len(self.generated) >= self.request.stop.max_new_tokens:
-            return [*release, self._end(Event.FINISH, FinishReason.LENGTH)]
+            return [*release, self._end(FlightEvent.FINISH, FinishReason.LENGTH)]
         if self.num_redispatches >= self._max_redispatches:
             message = f"the request was moved {self.num_redispatches} times and failed again: {error.message}"
-            return [*release, self._end(Event.GIVE_UP, None, NodeUnavailable(message))]
+            return [*release, self._end(FlightEvent.GIVE_UP, None, NodeUnavailable(message))]
         self.num_redispatches += 1
-        self._step(Event.WORKER_LOST)
+        self._step(FlightEvent.WORKER_LOST)
         return [*release, Requeue(error)]
 
     def check(self) -> None:
-        """Invariants that hold between any two events."""
+        """Assert the invariants that hold between any two events."""
         assert (self.worker is not None) == (self.state in _LIVE), self
         assert (self.wire_id != "") == (self.worker is not None), self
-        assert self.source is None or self.state is State.HANDING_OVER, self
+        assert self.source is None or self.state is FlightState.HANDING_OVER, self
         assert len(self.generated) <= self.request.stop.max_new_tokens, self
         assert self.num_redispatches <= self._max_redispatches, self
-        assert not self._hand_over or self.state is State.PREFILLING, self
+        assert not self._hand_over or self.state is FlightState.PREFILLING, self
 
-    def _step(self, event: Event) -> None:
+    def _step(self, event: FlightEvent) -> None:
         self.state = next_state(self.state, event)
 
     def _submit_to(self, worker: InstanceId, hand_over: bool, source: KvSource | None) -> SubmitTo:
@@ -283,11 +284,11 @@ class Flight:
             return []
         self.generated.extend(output.tokens)
         hidden = output.kind is OutputKind.STOP and output.tokens[-1] == output.stop_token
-        return [Deliver(output.tokens, output.logprobs, hidden)]
+        return [DeliverTokens(output.tokens, output.logprobs, hidden)]
 
     def _on_handed_over(self, output: Output) -> list[Instruction]:
         assert output.source is not None, "the edge refuses a hand-over without a source"
-        self._step(Event.HANDED_OVER)
+        self._step(FlightEvent.HANDED_OVER)
         self.source, self._hand_over = output.source, False
         return [PickDecode()]
 
@@ -296,28 +297,28 @@ class Flight:
         if error.retryable:
             return self.on_worker_lost(error)
         release = self._release()
-        return [*release, self._end(Event.GIVE_UP, None, error)]
+        return [*release, self._end(FlightEvent.GIVE_UP, None, error)]
 
     def _release(self) -> list[Instruction]:
         source, self.source = self.source, None
         return [Release(source.instance_id, source.export_id)] if source is not None else []
 
     def _leave(self) -> list[Instruction]:
-        """Give back what the request holds at workers."""
+        """Release everything that the request holds at workers."""
         told: list[Instruction] = [AbortAt(self.worker, self.wire_id)] if self.worker is not None else []
         return told + self._release()
 
-    def _end_from_here(self, event: Event, reason: FinishReason) -> list[Instruction]:
+    def _end_from_here(self, event: FlightEvent, reason: FinishReason) -> list[Instruction]:
         return [] if self.ended else [*self._leave(), self._end(event, reason)]
 
     def _finish(self, kind: OutputKind, stop_token: int) -> End:
         if kind is OutputKind.STOP:
-            return self._end(Event.FINISH, FinishReason.STOP, stop_token=stop_token)
-        return self._end(Event.FINISH, FinishReason.LENGTH)
+            return self._end(FlightEvent.FINISH, FinishReason.STOP, stop_token=stop_token)
+        return self._end(FlightEvent.FINISH, FinishReason.LENGTH)
 
     def _end(
         self,
-        event: Event,
+        event: FlightEvent,
         reason: FinishReason | None,
         error: TanghuluError | None = None,
         stop_token: int | None = None,

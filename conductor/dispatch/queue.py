@@ -1,4 +1,4 @@
-"""The conductor's own queue: who is sent next when a place becomes free.
+"""The conductor's own queue: the order in which waiting requests are sent.
 
 Pure. Priorities come first (higher is sooner, as in the body's ``priority``). Within one, the queue is first come first
 served, or shortest first with ageing: each second of waiting makes a request count as ``ageing`` seconds shorter, so
@@ -9,7 +9,7 @@ that a long one is overtaken for a bounded time only. With
 the order never changes while requests wait, as the clock is the same for all. Example, ageing 0.1: a prompt of 3 s that
 came at 0 has rank 3.0; one of 0.5 s goes ahead of it if it comes before second 25, later ones do not.
 
-What was moved because its worker was lost goes in front of everybody: it has waited already.
+A request that was moved because its worker was lost goes in front of all others: it has waited already.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class QueueOrder:
-    """``name`` is one of ORDERS; ``ageing`` in seconds of prefill a second of waiting."""
+    """The order of the queue: ``name`` is one of ORDERS; ``ageing`` in seconds of prefill a second of waiting."""
 
     name: str = "fcfs"
     ageing: float = 0.1
 
     def rank_s(self, prefill_s: float, now_s: float) -> float:
-        """What requests of one priority are ordered by; equal ones in the order of arrival."""
+        """The rank by which requests of one priority are ordered; equal ones go in the order of arrival."""
         return prefill_s + self.ageing * now_s if self.name == "sjf" else 0.0
 
 
@@ -54,7 +54,7 @@ class WaitingQueue(Generic[T]):
         return request_id in self._items
 
     def __iter__(self) -> Iterator[T]:
-        """In order; the queue may be changed meanwhile."""
+        """Iterate in order; the queue may be changed meanwhile."""
         return iter([self._items[request_id][1] for _, request_id in self._ranks])
 
     def push(
@@ -77,11 +77,11 @@ class WaitingQueue(Generic[T]):
         bisect.insort(self._ranks, (rank, request_id))
 
     def discard(self, request_id: RequestId) -> None:
-        """It waits no more; no error if it did not."""
+        """Remove ``item``; no error if it does not wait."""
         found = self._items.pop(request_id, None)
         if found is not None:
             del self._ranks[bisect.bisect_left(self._ranks, (found[0], request_id))]
 
     def check(self) -> None:
-        """Both sides say the same, in order."""
+        """Assert that order and index agree."""
         assert self._ranks == sorted((rank, request_id) for request_id, (rank, _) in self._items.items())

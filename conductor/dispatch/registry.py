@@ -1,4 +1,4 @@
-"""The workers that are alive: found by Discovery, connected by a session each, described once.
+"""The live workers: found by Discovery, connected by a session each, described once.
 
 Owns one task a worker: describe, connect, hand every step to the listener, and when the stream breaks say so and
 connect again while the worker is registered. Decides nothing about requests.
@@ -18,9 +18,9 @@ import structlog
 
 from tanghulu.conductor.dispatch.worker_session import WorkerSession
 from tanghulu.conductor.routing.profiles import NO_FILE, ProfileFile
-from tanghulu.conductor.routing.requests import ModelCard, Step, Welcome
+from tanghulu.conductor.routing.requests import ModelCard, SessionWelcome, Step
 from tanghulu.conductor.routing.worker_state import LoadTracker
-from tanghulu.conductor.routing.worker_views import Roster
+from tanghulu.conductor.routing.worker_views import WorkerViews
 from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.discovery.base import Discovery, EventKind, Instance, InstanceEvent
 from tanghulu.errors import ModelNotFound, NodeUnavailable, Overloaded, TanghuluError
@@ -34,7 +34,7 @@ _RETRY_MOST_S = 1.0
 SessionFactory = Callable[[Address, str], WorkerSession]
 
 
-class Worker:
+class RegisteredWorker:
     """One registered worker. ``session`` is None while it is not connected."""
 
     def __init__(self, instance: Instance) -> None:
@@ -54,45 +54,45 @@ class Worker:
 
     @property
     def id(self) -> InstanceId:
-        """Its identity in the cluster."""
+        """The worker's identity in the cluster."""
         return self.instance.id
 
     @property
     def role(self) -> Role:
-        """What it does."""
+        """The phases that the worker serves."""
         return self.instance.role
 
     @property
     def place(self) -> Place:
-        """Where it stands."""
+        """The place of the worker's host."""
         return self.instance.place
 
     @property
     def usable(self) -> bool:
-        """Whether new requests may be sent to it."""
+        """Whether new requests may be sent to the worker."""
         return self.session is not None and not self.leaving
 
 
 class WorkerListener(Protocol):
-    """Who hears of the workers. All calls are plain and come from the event loop."""
+    """The listener to the workers' events. All calls are plain and come from the event loop."""
 
-    def worker_up(self, worker: Worker, welcome: Welcome) -> None:
-        """A session is open and the worker may be used."""
+    def worker_up(self, worker: RegisteredWorker, welcome: SessionWelcome) -> None:
+        """Take a worker whose session is open, so that it may be used."""
         ...
 
-    def worker_step(self, worker: Worker, step: Step) -> None:
-        """The worker said something. Raises NodeUnavailable to have the session replaced."""
+    def worker_step(self, worker: RegisteredWorker, step: Step) -> None:
+        """Take a step of the worker. Raises NodeUnavailable to have the session replaced."""
         ...
 
-    def worker_snapshot(self, worker: Worker, welcome: Welcome) -> None:
-        """The worker told everything anew, as it was asked."""
+    def worker_snapshot(self, worker: RegisteredWorker, welcome: SessionWelcome) -> None:
+        """Take a snapshot that the worker was asked for."""
         ...
 
-    def worker_lost(self, worker: Worker, error: TanghuluError) -> None:
-        """Its session ended; whatever it had under way is gone. A new session may follow."""
+    def worker_lost(self, worker: RegisteredWorker, error: TanghuluError) -> None:
+        """Take the end of a session: all requests under way there are gone. A new session may follow."""
         ...
 
-    def has_requests(self, worker: Worker) -> bool:
+    def has_requests(self, worker: RegisteredWorker) -> bool:
         """Whether requests are under way at the worker."""
         ...
 
@@ -107,7 +107,7 @@ class Registry:
         connect: SessionFactory = WorkerSession,
         profiles: ProfileFile = NO_FILE,
     ) -> None:
-        self.workers: dict[InstanceId, Worker] = {}
+        self.workers: dict[InstanceId, RegisteredWorker] = {}
         self.models: dict[str, ServedModel] = {}
         self.model_known = asyncio.Event()
         self.synced = False
@@ -116,7 +116,7 @@ class Registry:
         self._connect = connect
         self._profiles = profiles
         self._ending: set[asyncio.Task[None]] = set()
-        self._rosters: dict[str, Roster[Worker]] = {}
+        self._views: dict[str, WorkerViews[RegisteredWorker]] = {}
 
     async def follow(self, discovery: Discovery, namespace: str) -> None:
         """Follow the workers' comings and goings until cancelled."""
@@ -132,18 +132,18 @@ class Registry:
         elif event.instance is not None:
             self._leave(event.instance.id)
 
-    def usable(self, model: str) -> Sequence[Worker]:
+    def usable(self, model: str) -> Sequence[RegisteredWorker]:
         """Workers that serve ``model`` and may be sent requests; all of them have one fingerprint."""
-        return self.roster(model).workers
+        return self.views(model).workers
 
-    def roster(self, model: str) -> Roster[Worker]:
+    def views(self, model: str) -> WorkerViews[RegisteredWorker]:
         """``usable`` with their views; the same object until a worker comes or goes, as it is asked for every time."""
-        roster = self._rosters.get(model)
-        if roster is None:
-            roster = Roster(self._find_usable(model))
+        views = self._views.get(model)
+        if views is None:
+            views = WorkerViews(self._find_usable(model))
             if model in self.models:
-                self._rosters[model] = roster
-        return roster
+                self._views[model] = views
+        return views
 
     def find_model(self, name: str | None) -> ServedModel:
         """The model called ``name``, or the first one if None.
@@ -164,7 +164,7 @@ class Registry:
         return sum(await asyncio.gather(*(session.drop_cache() for session in sessions)))
 
     def ask_snapshots(self) -> None:
-        """Have every connected worker tell anew what it has cached."""
+        """Ask every connected worker for a snapshot of its cache."""
         for worker in self.workers.values():
             if worker.session is not None:
                 with contextlib.suppress(Overloaded):  # it takes no messages now: the next time will do
@@ -176,22 +176,22 @@ class Registry:
         for worker in self.workers.values():
             self._calm(worker)
         self.workers.clear()
-        self._rosters.clear()
+        self._views.clear()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def check(self) -> None:
-        """Every connected worker is described; every usable one's model is known; rosters are what they should be."""
-        for model, roster in self._rosters.items():
-            assert roster.workers == self._find_usable(model)
-            roster.check()
+        """Every connected worker is described; every usable one's model is known; views are what they should be."""
+        for model, views in self._views.items():
+            assert views.workers == self._find_usable(model)
+            views.check()
         for worker_id, worker in self.workers.items():
             assert worker.id == worker_id
             assert worker.session is None or (worker.card is not None and worker.card.model in self.models)
             worker.load.check()
 
-    def _find_usable(self, model: str) -> list[Worker]:
+    def _find_usable(self, model: str) -> list[RegisteredWorker]:
         served = self.models.get(model)
         if served is None:
             return []
@@ -208,12 +208,12 @@ class Registry:
                 _log.info("worker.registered_again", worker=instance.id)
             known.instance, known.leaving = instance, False
             known.load.renew()
-            self._rosters.clear()
+            self._views.clear()
             self._calm(known)
             return
         if known is not None:
             self._end(known)
-        worker = self.workers[instance.id] = Worker(instance)
+        worker = self.workers[instance.id] = RegisteredWorker(instance)
         worker.task = asyncio.create_task(self._serve(worker), name=f"worker {instance.id}")
 
     def _leave(self, worker_id: InstanceId) -> None:
@@ -225,31 +225,31 @@ class Registry:
             return
         _log.info("worker.leaving", worker=worker_id)
         worker.leaving, worker.heard = True, False
-        self._rosters.clear()
+        self._views.clear()
         self._watch_silence(worker)
 
-    def _watch_silence(self, worker: Worker) -> None:
+    def _watch_silence(self, worker: RegisteredWorker) -> None:
         self._calm(worker)
         worker.silence = asyncio.get_running_loop().call_later(SILENCE_S, self._after_silence, worker)
 
-    def _after_silence(self, worker: Worker) -> None:
+    def _after_silence(self, worker: RegisteredWorker) -> None:
         if worker.heard and self._listener.has_requests(worker):
             worker.heard = False
             self._watch_silence(worker)
         else:
             self._end(worker)
 
-    def _calm(self, worker: Worker) -> None:
+    def _calm(self, worker: RegisteredWorker) -> None:
         if worker.silence is not None:
             worker.silence.cancel()
             worker.silence = None
 
-    def _end(self, worker: Worker) -> None:
-        """Forget the worker; its task says so to the listener on its way out."""
+    def _end(self, worker: RegisteredWorker) -> None:
+        """Forget the worker; its task tells the listener at its end."""
         self._calm(worker)
         worker.leaving = True
         self.workers.pop(worker.id, None)
-        self._rosters.clear()
+        self._views.clear()
         if worker.task is not None:
             self._ending.add(worker.task)
             worker.task.add_done_callback(self._ending.discard)
@@ -257,7 +257,7 @@ class Registry:
 
     # --- one worker's task
 
-    async def _serve(self, worker: Worker) -> None:
+    async def _serve(self, worker: RegisteredWorker) -> None:
         retry_s = _RETRY_FIRST_S
         while True:
             error = await self._one_session(worker)
@@ -272,7 +272,7 @@ class Registry:
                 return
             await asyncio.sleep(retry_s)
 
-    async def _one_session(self, worker: Worker) -> TanghuluError:
+    async def _one_session(self, worker: RegisteredWorker) -> TanghuluError:
         """Connect and listen until the session ends; returns why."""
         session = self._connect(worker.instance.address, self._conductor_id)
         error: TanghuluError = NodeUnavailable(f"worker {worker.id} is no longer registered")
@@ -284,7 +284,7 @@ class Registry:
             async with contextlib.aclosing(session.steps()) as steps:
                 async for said in steps:
                     worker.heard = True
-                    if isinstance(said, Welcome):
+                    if isinstance(said, SessionWelcome):
                         self._listener.worker_snapshot(worker, said)
                     else:
                         self._listener.worker_step(worker, said)
@@ -293,21 +293,21 @@ class Registry:
         finally:
             if worker.session is not None:
                 worker.session = None
-                self._rosters.clear()
+                self._views.clear()
                 self._listener.worker_lost(worker, error)
             await session.close()
         return error
 
-    def _begin(self, worker: Worker, session: WorkerSession, welcome: Welcome) -> None:
+    def _begin(self, worker: RegisteredWorker, session: WorkerSession, welcome: SessionWelcome) -> None:
         if welcome.instance_id != worker.id:
             raise NodeUnavailable(f"at {worker.instance.address} answers {welcome.instance_id}, not {worker.id}")
         worker.session, worker.last_error = session, ""
-        self._rosters.clear()
+        self._views.clear()
         worker.load.reset(welcome.load)
         _log.info("worker.connected", worker=worker.id, role=worker.role.value, blocks=len(welcome.cached_blocks))
         self._listener.worker_up(worker, welcome)
 
-    async def _describe(self, worker: Worker, session: WorkerSession) -> None:
+    async def _describe(self, worker: RegisteredWorker, session: WorkerSession) -> None:
         card = await session.describe()
         known = self.models.get(card.model)
         if known is None or known.card.fingerprint != card.fingerprint:
@@ -316,13 +316,13 @@ class Registry:
             model = await asyncio.to_thread(ServedModel, card)
             self._refuse_mixture(worker, card)
             self.models[card.model] = model
-            self._rosters.clear()
+            self._views.clear()
             self.model_known.set()
         worker.card = card
         worker.load.known, worker.load.block_tokens = self._profiles.of(card.model), card.block_tokens
 
-    def _refuse_mixture(self, worker: Worker, card: ModelCard) -> None:
-        """Under one name there is one fingerprint: KV and text of another model must never be mixed in."""
+    def _refuse_mixture(self, worker: RegisteredWorker, card: ModelCard) -> None:
+        """Refuse another fingerprint under a known name: KV and text of two models must never be mixed."""
         others = self.usable(card.model)
         if others and self.models[card.model].card.fingerprint != card.fingerprint:
             raise NodeUnavailable(

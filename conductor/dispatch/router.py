@@ -1,4 +1,4 @@
-"""What a policy is shown: the views of workers and request, built from registry, cache mirror and own dispatches."""
+"""Routing of live requests: builds the views of workers and request, and asks the policy."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tanghulu.conductor.dispatch.lifecycle import Flight
-from tanghulu.conductor.dispatch.registry import Registry, Worker
+from tanghulu.conductor.dispatch.registry import RegisteredWorker, Registry
 from tanghulu.conductor.index.events import CacheMirror, Hits
 from tanghulu.conductor.index.hot_prefixes import HotPrefixes
 from tanghulu.conductor.routing.expected_blocks import ExpectedBlocks
 from tanghulu.conductor.routing.in_flight import InFlightBlocks
 from tanghulu.conductor.routing.links import LinkSpeeds
 from tanghulu.conductor.routing.output_length import OutputEstimate
-from tanghulu.conductor.routing.overrides import Policies, RoutingWish, restricted
-from tanghulu.conductor.routing.policies.base import Decision, Policy, RequestView, Shown, WorkerView
+from tanghulu.conductor.routing.overrides import RoutingOverrides, RoutingPolicies, restricted
+from tanghulu.conductor.routing.policies.base import Decision, RequestView, RoutingPolicy, Shown, WorkerView
 from tanghulu.conductor.routing.policies.registry import decides_fetch
-from tanghulu.conductor.routing.requests import GenerationRequest, PeerRead, PrefixHolder
+from tanghulu.conductor.routing.requests import GenerationRequest, MeasuredRead, PrefixSource
 from tanghulu.conductor.routing.shortlist import views_of
 from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.errors import InvalidRequest
@@ -25,8 +25,8 @@ from tanghulu.types import BlockHash, InstanceId, Place
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
-    """A decision with what it was made from. ``rest_tokens``: what the prefill worker will have to compute.
+class RoutedRequest:
+    """A decision with the views that it was made from. ``rest_tokens``: what the prefill worker will compute.
 
     ``workers`` are as they were until the next decision, or a worker's report.
     """
@@ -41,7 +41,7 @@ class Route:
     def holder(self) -> tuple[InstanceId, int] | None:
         """The worker from which the chosen one shall fetch a prefix, and how many leading blocks.
 
-        What the policy decided; of one that does not decide it, the worker that has most, if that is more than the
+        The policy's decision; if the policy does not decide it, the worker that has most, if that is more than the
         chosen one and the store have.
         """
         if self.decision is None or not self.hits.workers:
@@ -70,13 +70,13 @@ _NOTHING_HOT: HotPrefixes[BlockHash] = HotPrefixes(0.0)
 
 
 class Router:
-    """Asks the policy."""
+    """Asks the policy for workers, and remembers what is under way where."""
 
     def __init__(
         self,
         registry: Registry,
         mirror: CacheMirror,
-        policies: Policies,
+        policies: RoutingPolicies,
         place: Place,
         hot: HotPrefixes[BlockHash] = _NOTHING_HOT,
     ) -> None:
@@ -90,18 +90,18 @@ class Router:
         self._place = place
         self._mirror = mirror
 
-    def choose(self, flight: Flight, model: ServedModel) -> Route:
+    def choose(self, flight: Flight, model: ServedModel) -> RoutedRequest:
         """Workers for both phases of ``flight`` with all its tokens so far."""
         return self._route(self.policies.of(flight.request.routing), flight, model)
 
-    def explain(self, request: GenerationRequest, model: ServedModel) -> Route:
-        """Where ``request`` would go now; changes nothing, not even whose turn it is."""
+    def explain(self, request: GenerationRequest, model: ServedModel) -> RoutedRequest:
+        """The workers that ``request`` would be sent to now; changes nothing, not even a policy's turn."""
         return self._route(copy.deepcopy(self.policies.of(request.routing)), Flight(request, 0), model)
 
     def sent(
-        self, wire_id: str, worker: Worker, flight: Flight, model: ServedModel, hand_over: bool
+        self, wire_id: str, worker: RegisteredWorker, flight: Flight, model: ServedModel, hand_over: bool
     ) -> Sequence[BlockHash]:
-        """``flight`` was sent to ``worker``, which computes its blocks, returned here, until it is heard of.
+        """Note that ``flight`` was sent to ``worker``, which computes its blocks; returns these.
 
         Where it is not to ``hand_over``, it decodes there too.
         """
@@ -114,17 +114,17 @@ class Router:
         return hashes
 
     def heard(self, wire_id: str, num_tokens: int) -> None:
-        """The worker has prefilled the submission and said ``num_tokens`` of its answer."""
+        """Note that the worker has prefilled the submission and sent ``num_tokens`` of its answer."""
         self.in_flight.end(wire_id)
         self.expected.came(wire_id, num_tokens)
 
     def ended(self, wire_id: str) -> None:
-        """The submission is over; no error if that is known."""
+        """Note that the submission is over; no error if that is known."""
         self.in_flight.end(wire_id)
         self.expected.end(wire_id)
 
-    def note_fetch(self, route: Route, flight: Flight, model: ServedModel, now_s: float) -> None:
-        """``flight`` goes where ``route`` says: count what its prefill worker will read from the store."""
+    def note_fetch(self, route: RoutedRequest, flight: Flight, model: ServedModel, now_s: float) -> None:
+        """Count the blocks that the prefill worker of ``flight`` will read from the store."""
         in_store = route.hits.store
         if route.decision is None or not in_store:
             return
@@ -134,11 +134,11 @@ class Router:
             sequence = flight.sequence(lambda: model.empty_sequence(flight.request.salt))
             self.hot.fetched(model.card.fingerprint, sequence.block_hashes, own, in_store, now_s)
 
-    def holder_of(self, route: Route) -> PrefixHolder | None:
-        """Where the prefill worker shall read what it lacks of the prompt, and how much of it is there."""
+    def holder_of(self, route: RoutedRequest) -> PrefixSource | None:
+        """The worker from which the prefill worker shall read the prefix that it lacks, and its length."""
         if route.holder is None or (worker := self._registry.workers.get(route.holder[0])) is None:
             return None
-        return PrefixHolder(str(worker.instance.address), worker.instance.unix_path, route.holder[1])
+        return PrefixSource(str(worker.instance.address), worker.instance.unix_path, route.holder[1])
 
     def choose_decode(self, flight: Flight, model: ServedModel) -> InstanceId | None:
         """A worker that goes on with the KV that ``flight`` has at its prefill worker."""
@@ -149,16 +149,16 @@ class Router:
             request = replace(request, kv_place=holder.place)
         return policy.choose_decode(request, workers)
 
-    def note_reads(self, reader: Worker, reads: Sequence[PeerRead]) -> None:
-        """``reader`` has read KV from other workers: that is how fast the links between their places are."""
+    def note_reads(self, reader: RegisteredWorker, reads: Sequence[MeasuredRead]) -> None:
+        """Learn the speed of links from KV that ``reader`` has read from other workers."""
         for read in reads:
             source = next((w for w in self._registry.workers.values() if str(w.instance.address) == read.address), None)
             if source is not None:
                 self.links.observe(source.place, reader.place, read.num_bytes, read.seconds)
 
-    def check_wish(self, wish: RoutingWish) -> None:
-        """Raises InvalidRequest for a worker that is not there, so that nobody waits for it."""
-        for worker in filter(None, (wish.prefill, wish.decode)):
+    def check_overrides(self, overrides: RoutingOverrides) -> None:
+        """Raise InvalidRequest if the overrides name a worker that is not there, so that nobody waits for it."""
+        for worker in filter(None, (overrides.prefill, overrides.decode)):
             if worker not in self._registry.workers:
                 there = ", ".join(self._registry.workers) or "none"
                 raise InvalidRequest(f"worker {worker!r}, wished for by the request, is not there; there is {there}")
@@ -170,20 +170,20 @@ class Router:
         return min([w.prefill_s(request, hit_blocks) for w in workers], default=0.0)
 
     def check(self) -> None:
-        """All that is remembered of requests holds."""
+        """Assert the invariants of all that is remembered of requests."""
         self.policies.check()
         self.in_flight.check()
         self.hot.check()
         self.links.check()
         self.expected.check()
 
-    def _route(self, policy: Policy, flight: Flight, model: ServedModel) -> Route:
+    def _route(self, policy: RoutingPolicy, flight: Flight, model: ServedModel) -> RoutedRequest:
         request, workers, hits = self._views(policy, flight, model)
         decision = policy.choose(request, workers) if workers else None
-        return Route(decision, request, workers, hits, policy.name)
+        return RoutedRequest(decision, request, workers, hits, policy.name)
 
     def _views(
-        self, policy: Policy, flight: Flight, model: ServedModel
+        self, policy: RoutingPolicy, flight: Flight, model: ServedModel
     ) -> tuple[RequestView, Sequence[WorkerView], Hits]:
         sequence = flight.sequence(lambda: model.empty_sequence(flight.request.salt))
         hits = self._mirror.hits(sequence.block_hashes)
@@ -200,10 +200,11 @@ class Router:
             links=self.links if self.links else None,
         )
         coming = self.in_flight.match(sequence.block_hashes)
-        wish = flight.request.routing
-        roster, ranks = self._registry.roster(model.card.model), policy.ranks and not (wish.prefill or wish.decode)
-        shown = views_of(roster, flight.avoid, ranks, hits.workers, coming)
-        return request, restricted(with_both_phases(shown), wish), hits
+        overrides = flight.request.routing
+        worker_views = self._registry.views(model.card.model)
+        ranks = policy.ranks and not (overrides.prefill or overrides.decode)
+        shown = views_of(worker_views, flight.avoid, ranks, hits.workers, coming)
+        return request, restricted(with_both_phases(shown), overrides), hits
 
 
 def _most_output(flight: Flight) -> int:
@@ -211,7 +212,7 @@ def _most_output(flight: Flight) -> int:
 
 
 def with_both_phases(shown: list[WorkerView]) -> list[WorkerView]:
-    """With one kind of worker alone alive, it does the other phase too: every worker can do both."""
+    """Let one kind of worker do both phases if no other kind is alive: every worker can do both."""
     if isinstance(shown, Shown) and shown.prefill and shown.decode:
         return shown
     if not any(v.can_prefill for v in shown):

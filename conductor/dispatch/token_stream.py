@@ -1,4 +1,4 @@
-"""The tokens of one sequence on their way from the dispatcher to the one who asked.
+"""The tokens of one sequence on their way from the dispatcher to the request's handler.
 
 A single reader. Tokens that arrive while the reader is busy (a slow client) are merged; their number is bounded by the
 request's max_new_tokens.
@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from tanghulu.conductor.dispatch.lifecycle import Deliver, End
+from tanghulu.conductor.dispatch.lifecycle import DeliverTokens, End
 from tanghulu.conductor.routing.requests import FinishReason, TokenLogprobs
 
 
 @dataclass(slots=True)
 class Delta:
-    """What came since the last read. ``finish`` is set with the last one; ``ends_in_stop_token`` as in Deliver."""
+    """The tokens since the last read. ``finish`` is set with the last; ``ends_in_stop_token`` as in DeliverTokens."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -33,20 +33,20 @@ class TokenStream:
         self._end: End | None = None
         self._waiter: asyncio.Future[None] | None = None
 
-    def deliver(self, tokens: Deliver) -> None:
-        """New tokens."""
+    def deliver(self, tokens: DeliverTokens) -> None:
+        """Add new tokens."""
         self._delta.tokens.extend(tokens.tokens)
         self._delta.logprobs.extend(tokens.logprobs)
         self._delta.ends_in_stop_token = tokens.ends_in_stop_token
         self._wake()
 
     def end(self, end: End) -> None:
-        """There will be no more."""
+        """End the stream."""
         self._end = end
         self._wake()
 
     async def read(self) -> Delta:
-        """What came since the last read, at least something. Raises the typed error of a request that failed.
+        """Wait for tokens that came since the last read. Raises the typed error of a request that failed.
 
         Not to be called again behind a delta with ``finish``.
         """

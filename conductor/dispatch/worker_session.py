@@ -1,4 +1,4 @@
-"""The edge to one worker: its card, one Session stream, and the cache command. Protobuf stays in this file.
+"""The connection to one worker: its card, one Session stream, the cache command. Protobuf stays in this file.
 
 A session writes through one bounded queue (gRPC allows one write at a time), so sending is a plain call. It ends when
 the stream ends, when the worker breaks the protocol, or when it is closed; it is never repaired, but replaced.
@@ -18,14 +18,14 @@ from tanghulu.conductor.routing.requests import (
     GenerationRequest,
     KvChange,
     KvSource,
+    MeasuredRead,
     ModelCard,
     Output,
     OutputKind,
-    PeerRead,
-    PrefixHolder,
+    PrefixSource,
+    SessionWelcome,
     Step,
     TokenLogprobs,
-    Welcome,
     WorkerLoad,
 )
 from tanghulu.errors import DeadlineExceeded, NodeUnavailable, Overloaded
@@ -63,11 +63,11 @@ class WorkerSession:
         self._writer: asyncio.Task[None] | None = None
 
     async def describe(self) -> ModelCard:
-        """What the worker serves. Raises NodeUnavailable or DeadlineExceeded."""
+        """The card of the model that the worker serves. Raises NodeUnavailable or DeadlineExceeded."""
         async with grpc_edge.typed_errors(f"worker {self.address}"):
             return _card(await self._stub.Describe(pb.DescribeRequest(), timeout=CALL_DEADLINE_S))
 
-    async def connect(self) -> Welcome:
+    async def connect(self) -> SessionWelcome:
         """Open the stream; returns the worker's welcome. Raises NodeUnavailable or DeadlineExceeded."""
         self._call = self._stub.Session()
         async with grpc_edge.typed_errors(f"worker {self.address}"):
@@ -85,10 +85,10 @@ class WorkerSession:
         return _welcome(first.welcome)
 
     def ask_snapshot(self) -> None:
-        """Ask for everything that is cached there; it comes among the steps. Raises Overloaded."""
+        """Ask for a snapshot of the worker's cache; it comes among the steps. Raises Overloaded."""
         self._send(pb.ToWorker(hello=self._hello()))
 
-    async def steps(self) -> AsyncGenerator[Step | Welcome, None]:
+    async def steps(self) -> AsyncGenerator[Step | SessionWelcome, None]:
         """The worker's steps, and snapshots that were asked for; ends by NodeUnavailable, however the stream ends."""
         async with grpc_edge.typed_errors(f"worker {self.address}"):
             while (message := await self._call.read()) is not grpc.aio.EOF:
@@ -105,7 +105,7 @@ class WorkerSession:
         tokens: Tokens,
         hand_over: bool,
         source: KvSource | None,
-        holder: PrefixHolder | None = None,
+        holder: PrefixSource | None = None,
     ) -> None:
         """Send the request with ``tokens`` (prompt and generated so far). Raises Overloaded."""
         message = _submit(request, wire_id, tokens, hand_over, source)
@@ -115,11 +115,11 @@ class WorkerSession:
         self._send(pb.ToWorker(submit=message))
 
     def abort(self, wire_id: str) -> None:
-        """Nobody wants ``wire_id`` any more. Raises Overloaded."""
+        """Have the worker end ``wire_id``. Raises Overloaded."""
         self._send(pb.ToWorker(abort=pb.Abort(request_id=wire_id)))
 
     def release(self, export_id: int) -> None:
-        """Nobody will fetch this export. Raises Overloaded."""
+        """Tell the worker that nobody will fetch this export. Raises Overloaded."""
         self._send(pb.ToWorker(release=pb.ReleaseExport(export_id=export_id)))
 
     async def probe(self, deadline_s: float) -> float:
@@ -179,8 +179,8 @@ def _card(card: pb.ModelCard) -> ModelCard:
     )
 
 
-def _welcome(welcome: pb.SessionWelcome) -> Welcome:
-    return Welcome(
+def _welcome(welcome: pb.SessionWelcome) -> SessionWelcome:
+    return SessionWelcome(
         InstanceId(welcome.instance_id),
         welcome.generation,
         tuple(BlockHash(h) for h in welcome.cached_blocks),
@@ -208,7 +208,7 @@ def _load(load: pb.Load) -> WorkerLoad:
         load.peer_bytes_per_s,
         prefill,
         decode,
-        tuple(PeerRead(r.address, r.num_bytes, r.seconds) for r in load.reads) if load.reads else (),
+        tuple(MeasuredRead(r.address, r.num_bytes, r.seconds) for r in load.reads) if load.reads else (),
     )
 
 

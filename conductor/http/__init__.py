@@ -1,1 +1,1 @@
-"""The HTTP side of the conductor: OpenAI's API, SGLang's /generate, administration."""
+"""The HTTP API of the conductor: OpenAI's routes, SGLang's /generate, administration."""

@@ -9,8 +9,8 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
 
-from tanghulu.conductor.dispatch.router import Route
-from tanghulu.conductor.http.preprocess import Wish, chat_wish, completion_wish
+from tanghulu.conductor.dispatch.router import RoutedRequest
+from tanghulu.conductor.http.preprocess import ParsedRequest, parse_chat, parse_completion
 from tanghulu.conductor.http.reply import dumps, parse, read_body
 from tanghulu.conductor.http.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from tanghulu.conductor.http.service import Service
@@ -48,9 +48,11 @@ def router(service: Service) -> APIRouter:
     @api.api_route("/route", methods=["GET", "POST"])
     async def route(request: Request) -> dict[str, Any]:
         """Where a completion or chat with this body would go now, and why. GET takes ?prompt=&model= as well."""
-        wish = await _wish(service, await read_body(request, service.max_body_bytes), dict(request.query_params))
-        found = service.dispatcher.router.explain(wish.requests[0], wish.model)
-        return _explanation(wish, found)
+        parsed = await _parse_body(
+            service, await read_body(request, service.max_body_bytes), dict(request.query_params)
+        )
+        found = service.dispatcher.router.explain(parsed.requests[0], parsed.model)
+        return _explanation(parsed, found)
 
     @api.post("/tokenize")
     async def tokenize(request: Request) -> dict[str, Any]:
@@ -79,22 +81,22 @@ def router(service: Service) -> APIRouter:
     return api
 
 
-async def _wish(service: Service, body: bytes, query: dict[str, str]) -> Wish:
+async def _parse_body(service: Service, body: bytes, query: dict[str, str]) -> ParsedRequest:
     if not body and "prompt" in query:
         body = dumps({key: query[key] for key in ("prompt", "model") if key in query}).encode()
     if not body:
         raise BadField("send a body like a completion's or a chat's, or ?prompt=", "prompt")
     if b'"messages"' in body:
         chat = parse(ChatBody, body)
-        return await chat_wish(chat, await service.find_model(chat.model))
+        return await parse_chat(chat, await service.find_model(chat.model))
     completion = parse(CompletionBody, body)
-    return await completion_wish(completion, await service.find_model(completion.model))
+    return await parse_completion(completion, await service.find_model(completion.model))
 
 
-def _explanation(wish: Wish, route: Route) -> dict[str, Any]:
+def _explanation(parsed: ParsedRequest, route: RoutedRequest) -> dict[str, Any]:
     decision = route.decision
     return {
-        "model": wish.model.card.model,
+        "model": parsed.model.card.model,
         "policy": route.policy,
         "num_prompt_tokens": route.request.num_tokens,
         "num_blocks": route.request.num_blocks,

@@ -1,7 +1,7 @@
 """One sequence as text: the dispatcher's tokens through detokenizer and stop strings.
 
-Owns the text side of a sequence and tells the dispatcher when a stop string ends it. `Call` groups the sequences of one
-client request (n choices, lists of prompts), which live and die together.
+Owns the text side of a sequence and tells the dispatcher when a stop string ends it. `GenerationCall` groups the
+sequences of one client request (n choices, lists of prompts), which live and die together.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tanghulu.conductor.text.stop_strings import StopMatcher
 
 @dataclass(slots=True)
 class TextDelta:
-    """What a sequence gained: text (may be empty), its tokens' log probabilities, and how it ended if it did."""
+    """The next piece of a sequence: text (may be empty), its tokens' log probabilities, and how it ended if it did."""
 
     text: str
     tokens: list[int]
@@ -60,7 +60,7 @@ class Generation:
         return self._until_stop(delta, self._stops)
 
     def abort(self) -> None:
-        """Nobody wants it any more; a read that waits gets a last delta."""
+        """End the sequence on demand; a read that waits gets a last delta."""
         self._dispatcher.abort(self.request.id)
 
     def _plain(self, delta: Delta) -> TextDelta:
@@ -73,7 +73,7 @@ class Generation:
         return TextDelta(text, delta.tokens, delta.logprobs, delta.finish)
 
     def _until_stop(self, delta: Delta, stops: StopMatcher) -> TextDelta:
-        """Token by token, so that what is counted does not depend on how the tokens were bundled."""
+        """Go on token by token, so that the count does not depend on how the tokens were bundled."""
         text = ""
         last = len(delta.tokens) - 1
         for position, token in enumerate(delta.tokens):
@@ -95,7 +95,7 @@ class Generation:
         return TextDelta(text, delta.tokens[:num_tokens], delta.logprobs[:num_tokens], FinishReason.STOP)
 
 
-class Call:
+class GenerationCall:
     """The sequences of one client request. ``prompts``: how many distinct prompts they continue."""
 
     def __init__(self, call_id: str, model: ServedModel) -> None:
@@ -120,12 +120,12 @@ class Call:
         return sum(g.cached_tokens for g in self.generations[:: self.num_choices])
 
     def abort(self) -> None:
-        """End all that has not ended."""
+        """End all sequences that have not ended."""
         for generation in self.generations:
             generation.abort()
 
     async def deltas(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
-        """(index, delta) of all sequences as they come. Raises the first error; then all are ended, as when closed."""
+        """Yield (index, delta) of all sequences as they come. Raises the first error, and ends all, as on close."""
         try:
             if len(self.generations) == 1:
                 async for delta in _read_all(self.generations[0]):

@@ -11,8 +11,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from tanghulu.conductor.http import openai_format as shape
-from tanghulu.conductor.http.generation import Call, TextDelta
-from tanghulu.conductor.http.preprocess import chat_wish, completion_wish
+from tanghulu.conductor.http.generation import GenerationCall, TextDelta
+from tanghulu.conductor.http.preprocess import parse_chat, parse_completion
 from tanghulu.conductor.http.reply import DONE, EventStream, JsonWhenDone, parse, read_body
 from tanghulu.conductor.http.schema import ChatBody, CompletionBody
 from tanghulu.conductor.http.service import Service
@@ -32,8 +32,8 @@ def router(service: Service) -> APIRouter:
         """A chat completion."""
         body = parse(ChatBody, await read_body(request, service.max_body_bytes))
         model = await service.find_model(body.model)
-        wish = await chat_wish(body, model)
-        call = service.start(f"chatcmpl-{uuid.uuid4().hex}", wish)
+        parsed = await parse_chat(body, model)
+        call = service.start(f"chatcmpl-{uuid.uuid4().hex}", parsed)
         num_top = body.top_logprobs or 0
 
         def logprobs(_: int, values: Sequence[TokenLogprobs]) -> Any:
@@ -50,10 +50,10 @@ def router(service: Service) -> APIRouter:
         """A text completion."""
         body = parse(CompletionBody, await read_body(request, service.max_body_bytes))
         model = await service.find_model(body.model)
-        wish = await completion_wish(body, model)
-        echoes = [model.decode(r.prompt.tolist()) for r in wish.requests] if body.echo else []
-        by_choice = [shape.CompletionLogprobs(model) for _ in wish.requests]
-        call = service.start(f"cmpl-{uuid.uuid4().hex}", wish)
+        parsed = await parse_completion(body, model)
+        echoes = [model.decode(r.prompt.tolist()) for r in parsed.requests] if body.echo else []
+        by_choice = [shape.CompletionLogprobs(model) for _ in parsed.requests]
+        call = service.start(f"cmpl-{uuid.uuid4().hex}", parsed)
         wanted = body.logprobs is not None
         reader = _Reader(call, (lambda i, values: by_choice[i].of(values)) if wanted else None, echoes)
         if body.stream:
@@ -78,7 +78,7 @@ def router(service: Service) -> APIRouter:
 class _Reader:
     """Reads a call to its end, as a stream or as a whole."""
 
-    def __init__(self, call: Call, logprobs: Logprobs | None, echoes: Sequence[str] = ()) -> None:
+    def __init__(self, call: GenerationCall, logprobs: Logprobs | None, echoes: Sequence[str] = ()) -> None:
         self._call = call
         self._logprobs = logprobs
         self._echoes = echoes
@@ -99,7 +99,7 @@ class _Reader:
         yield (writer.usage(self._call) if include_usage else b"") + DONE
 
     async def whole(
-        self, form: Callable[[Call, Sequence[tuple[str, Any, FinishReason]]], dict[str, Any]]
+        self, form: Callable[[GenerationCall, Sequence[tuple[str, Any, FinishReason]]], dict[str, Any]]
     ) -> dict[str, Any]:
         """The whole answer, when all sequences have ended."""
         count = len(self._call.generations)
@@ -122,7 +122,7 @@ class _Reader:
         return writer.text(index, self._echo(index)) if self._echo(index) else b""
 
     def _chunks(self, writer: shape.ChunkWriter, index: int, delta: TextDelta) -> bytes:
-        """Text that is held back keeps its log probabilities back too."""
+        """Yield the chunks of a stream; log probabilities wait for their text while it is held back."""
         values = self._with_waiting(index, delta) if self._logprobs is not None else []
         piece = b""
         if delta.text or values:

@@ -10,13 +10,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from tanghulu.conductor.http.generation import Call
+from tanghulu.conductor.http.generation import GenerationCall
 from tanghulu.conductor.http.reply import dumps, event
 from tanghulu.conductor.routing.requests import FinishReason, TokenLogprobs
 from tanghulu.conductor.text.served_model import ServedModel
 
 
-def usage(call: Call) -> dict[str, Any]:
+def usage(call: GenerationCall) -> dict[str, Any]:
     """The usage of all sequences of ``call`` so far."""
     prompt, generated = call.num_prompt_tokens, call.num_generated
     return {
@@ -30,7 +30,7 @@ def usage(call: Call) -> dict[str, Any]:
 class ChunkWriter:
     """The chunks of one stream. ``delta`` says whether text goes into ``{"delta": {"content"}}`` or ``{"text"}``."""
 
-    def __init__(self, call: Call, is_chat: bool, include_usage: bool) -> None:
+    def __init__(self, call: GenerationCall, is_chat: bool, include_usage: bool) -> None:
         kind = "chat.completion.chunk" if is_chat else "text_completion"
         head = {"id": call.id, "object": kind, "created": int(time.time()), "model": call.model.card.model}
         self._head = dumps(head)[:-1] + ',"choices":['
@@ -51,7 +51,7 @@ class ChunkWriter:
         """The last chunk of a choice."""
         return self._chunk(index, '"delta":{}' if self._is_chat else '"text":""', None, finish)
 
-    def usage(self, call: Call) -> bytes:
+    def usage(self, call: GenerationCall) -> bytes:
         """The last chunk of a stream that was asked for usage."""
         return event(f'{self._head}],"usage":{dumps(usage(call))}}}')
 
@@ -63,7 +63,7 @@ class ChunkWriter:
         )
 
 
-def whole_chat(call: Call, choices: Sequence[tuple[str, Any, FinishReason]]) -> dict[str, Any]:
+def whole_chat(call: GenerationCall, choices: Sequence[tuple[str, Any, FinishReason]]) -> dict[str, Any]:
     """A chat.completion of (text, logprobs, reason) for each choice."""
     return {
         "id": call.id,
@@ -83,7 +83,7 @@ def whole_chat(call: Call, choices: Sequence[tuple[str, Any, FinishReason]]) -> 
     }
 
 
-def whole_completion(call: Call, choices: Sequence[tuple[str, Any, FinishReason]]) -> dict[str, Any]:
+def whole_completion(call: GenerationCall, choices: Sequence[tuple[str, Any, FinishReason]]) -> dict[str, Any]:
     """A text_completion of (text, logprobs, reason) for each choice."""
     return {
         "id": call.id,
@@ -133,7 +133,7 @@ class CompletionLogprobs:
         self._offset = offset
 
     def of(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """Those of the next tokens."""
+        """The log probabilities of the next tokens."""
         out: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for one in logprobs:
             texts = [self._model.detokenizers.token_bytes(t).decode(errors="replace") for t in one.token_ids]

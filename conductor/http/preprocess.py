@@ -1,4 +1,4 @@
-"""A checked body to the sequences it asks for: chat template, tokens, sampling, stop rules.
+"""From a checked body to the sequences it asks for: chat template, tokens, sampling, stop rules.
 
 Owns the defaults. Everything that can be wrong with a request beyond its shape is found here, before any work starts.
 """
@@ -20,7 +20,7 @@ from tanghulu.conductor.http.schema import (
     Prompts,
     SamplingFields,
 )
-from tanghulu.conductor.routing.overrides import NO_WISH
+from tanghulu.conductor.routing.overrides import NO_OVERRIDES
 from tanghulu.conductor.routing.requests import GenerationRequest, Sampling, StopRule
 from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.hashing import Tokens
@@ -32,8 +32,8 @@ _SEED_MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """What is asked, made ready: sequences (prompt major, choices minor) and what their text stops at."""
+class ParsedRequest:
+    """A checked body made ready: its sequences (prompt major, choices minor) and what their text stops at."""
 
     model: ServedModel
     requests: list[GenerationRequest]
@@ -41,32 +41,32 @@ class Wish:
     num_choices: int
 
 
-async def chat_wish(body: ChatBody, model: ServedModel) -> Wish:
-    """The sequences of a chat completion."""
+async def parse_chat(body: ChatBody, model: ServedModel) -> ParsedRequest:
+    """Make the sequences of a chat completion."""
     messages = [message.for_template() for message in body.messages]
     variables = {**(body.chat_template_kwargs or {}), "add_generation_prompt": body.add_generation_prompt}
     text = model.render_chat(messages, tools=body.tools, **variables)
     prompt = await model.encode(text, add_special_tokens=False)
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     wanted = body.max_completion_tokens or body.max_tokens
-    return _wish(model, [prompt], body, wanted, num_logprobs, body)
+    return _parsed(model, [prompt], body, wanted, num_logprobs, body)
 
 
-async def completion_wish(body: CompletionBody, model: ServedModel) -> Wish:
-    """The sequences of a text completion."""
+async def parse_completion(body: CompletionBody, model: ServedModel) -> ParsedRequest:
+    """Make the sequences of a text completion."""
     prompts = await _tokenised(model, body.prompt)
     wanted = body.max_tokens or DEFAULT_COMPLETION_TOKENS
-    return _wish(model, prompts, body, wanted, body.logprobs, body)
+    return _parsed(model, prompts, body, wanted, body.logprobs, body)
 
 
-async def generate_wish(body: GenerateBody, model: ServedModel) -> Wish:
-    """The sequences of SGLang's /generate."""
+async def parse_generate(body: GenerateBody, model: ServedModel) -> ParsedRequest:
+    """Make the sequences of SGLang's /generate."""
     prompts = await _tokenised(model, body.prompts)
     sampling = body.sampling_params
     changed = {"min_tokens": sampling.min_new_tokens or sampling.min_tokens}
     seed = sampling.sampling_seed if sampling.sampling_seed is not None else sampling.seed
     fields = sampling.model_copy(update={**changed, "seed": seed})
-    return _wish(model, prompts, fields, sampling.max_new_tokens, None, body)
+    return _parsed(model, prompts, fields, sampling.max_new_tokens, None, body)
 
 
 async def _tokenised(model: ServedModel, prompts: Prompts) -> list[Tokens]:
@@ -86,14 +86,14 @@ async def _tokenised(model: ServedModel, prompts: Prompts) -> list[Tokens]:
     return ready
 
 
-def _wish(
+def _parsed(
     model: ServedModel,
     prompts: Sequence[Tokens],
     fields: SamplingFields,
     wanted: int | None,
     num_logprobs: int | None,
     body: OpenAIBody | GenerateBody,
-) -> Wish:
+) -> ParsedRequest:
     num_choices = fields.n or 1
     if len(prompts) * num_choices > MAX_SEQUENCES:
         raise BadField(
@@ -102,7 +102,7 @@ def _wish(
             "n",
         )
     salt = (body.cache_salt or "").encode()
-    routing = body.routing.wish() if body.routing is not None else NO_WISH
+    routing = body.routing.overrides() if body.routing is not None else NO_OVERRIDES
     schema = _schema_of(fields, body)
     requests = [
         GenerationRequest(
@@ -119,7 +119,7 @@ def _wish(
         for prompt in prompts
         for choice in range(num_choices)
     ]
-    return Wish(model, requests, _stop_strings(fields), num_choices)
+    return ParsedRequest(model, requests, _stop_strings(fields), num_choices)
 
 
 def _sampling(
@@ -143,7 +143,7 @@ def _sampling(
 
 
 def _schema_of(fields: SamplingFields, body: OpenAIBody | GenerateBody) -> str | None:
-    """The JSON schema that is asked for, by whichever name; at most one grammar may be."""
+    """The JSON schema that the body asks for under any of its names; refuses more than one grammar."""
     wanted = body.response_format if isinstance(body, OpenAIBody) else None
     given = {"response_format": wanted.schema_text if wanted else None, "json_schema": fields.json_schema}
     named = [name for name, text in {**given, "regex": fields.regex}.items() if text is not None]
@@ -153,7 +153,7 @@ def _schema_of(fields: SamplingFields, body: OpenAIBody | GenerateBody) -> str |
 
 
 def _seed(given: int | None, choice: int) -> int:
-    """Each choice has its own random stream, always a named one: so it goes on when the request is moved."""
+    """The seed of a choice's own random stream; never left open, so that it goes on when the request moves."""
     return secrets.randbits(64) if given is None else (given + choice) & _SEED_MASK
 
 

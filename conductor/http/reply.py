@@ -1,4 +1,4 @@
-"""Reading bodies and sending answers: the size bound, and replies that notice when the client hangs up.
+"""Reading bodies and sending answers: the bound on size, and replies that notice when the client hangs up.
 
 An answer that waits for tokens runs beside a task that waits for the client's disconnect; when that comes first, the
 call is aborted, the workers are told, and the reply ends by itself. So nothing is cancelled from outside.
@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tanghulu.conductor.http.generation import Call
+from tanghulu.conductor.http.generation import GenerationCall
 from tanghulu.errors import TanghuluError
 from tanghulu.web.errors import BodyTooLarge, body_of, from_validation
 
@@ -67,9 +67,9 @@ async def _hung_up(receive: Receive) -> None:
 
 
 class _Watched(Response, ABC):
-    """A reply with a watch on the client's end of the connection; ``done`` is told when it is over."""
+    """A reply that watches for the client's disconnect; calls ``done`` when it is over."""
 
-    def __init__(self, call: Call, done: Callable[[Call], None]) -> None:
+    def __init__(self, call: GenerationCall, done: Callable[[GenerationCall], None]) -> None:
         super().__init__()
         self._call = call
         self._done = done
@@ -87,13 +87,15 @@ class _Watched(Response, ABC):
 
     @abstractmethod
     async def answer(self, send: Send) -> None:
-        """What to send."""
+        """Produce the answer."""
 
 
 class EventStream(_Watched):
     """Server-sent events. An error before the first one becomes an HTTP error, a later one an event."""
 
-    def __init__(self, call: Call, done: Callable[[Call], None], chunks: AsyncGenerator[bytes, None]) -> None:
+    def __init__(
+        self, call: GenerationCall, done: Callable[[GenerationCall], None], chunks: AsyncGenerator[bytes, None]
+    ) -> None:
         super().__init__(call, done)
         self._chunks = chunks
 
@@ -117,7 +119,9 @@ class EventStream(_Watched):
 class JsonWhenDone(_Watched):
     """A JSON body that is computed while the client waits."""
 
-    def __init__(self, call: Call, done: Callable[[Call], None], compute: Callable[[], Awaitable[Any]]) -> None:
+    def __init__(
+        self, call: GenerationCall, done: Callable[[GenerationCall], None], compute: Callable[[], Awaitable[Any]]
+    ) -> None:
         super().__init__(call, done)
         self._compute = compute
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from tanghulu.conductor.routing.overrides import WEIGHTS, RoutingWish
+from tanghulu.conductor.routing.overrides import WEIGHTS, RoutingOverrides
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES
 from tanghulu.conductor.text.stop_strings import MAX_STOP_CHARACTERS, MAX_STOP_STRINGS
 from tanghulu.types import InstanceId
@@ -37,7 +37,7 @@ Prompts = str | Texts | TokenIds | TokenIdLists
 
 
 class Body(BaseModel):
-    """What all bodies have in common."""
+    """The base of all bodies."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -77,7 +77,7 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """What the text must be: anything, JSON, or JSON that a schema accepts."""
+    """The format of the text: free, JSON, or JSON that a schema accepts."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -118,15 +118,15 @@ class RoutingFields(Body):
                 raise ValueError(f"weight {name!r} is unknown; there is {', '.join(WEIGHTS)}")
         return self
 
-    def wish(self) -> RoutingWish:
-        """As routing takes it. ``worker`` stands for both phases where none is named for one."""
+    def overrides(self) -> RoutingOverrides:
+        """The overrides as routing takes them. ``worker`` stands for each phase for which none is named."""
         prefill, decode = self.prefill_worker or self.worker or "", self.decode_worker or self.worker or ""
         weights = tuple(sorted(self.weights.items()))
-        return RoutingWish(self.policy or "", InstanceId(prefill), InstanceId(decode), weights)
+        return RoutingOverrides(self.policy or "", InstanceId(prefill), InstanceId(decode), weights)
 
 
 class OpenAIBody(SamplingFields):
-    """What chat and text completions share."""
+    """The fields that chat and text completions share."""
 
     model: str | None = None
     stream: bool | None = False
@@ -225,7 +225,7 @@ class GenerateBody(Body):
 
     @property
     def prompts(self) -> Prompts:
-        """Whichever was given."""
+        """The text or the token ids, as given."""
         prompts = self.text if self.text is not None else self.input_ids
         assert prompts is not None
         return prompts

@@ -1,4 +1,4 @@
-"""What the HTTP routes share: the dispatcher, the calls under way by the id that clients know, and the limits."""
+"""The state that the HTTP routes share: the dispatcher, the calls under way by their client's id, the limits."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from tanghulu.conductor.dispatch.dispatcher import Dispatcher
-from tanghulu.conductor.dispatch.registry import Worker
-from tanghulu.conductor.http.generation import Call, Generation
-from tanghulu.conductor.http.preprocess import Wish
+from tanghulu.conductor.dispatch.registry import RegisteredWorker
+from tanghulu.conductor.http.generation import Generation, GenerationCall
+from tanghulu.conductor.http.preprocess import ParsedRequest
 from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.errors import TanghuluError
 from tanghulu.web.errors import BadField
@@ -22,13 +22,13 @@ DEFAULT_BODY_BYTES = 32 << 20
 
 @dataclass(eq=False)
 class Service:
-    """Behind all routes."""
+    """The state behind all routes."""
 
     dispatcher: Dispatcher
     metrics: CollectorRegistry
     max_body_bytes: int = DEFAULT_BODY_BYTES
     first_model_timeout_s: float = 30.0
-    calls: dict[str, Call] = field(default_factory=dict)
+    calls: dict[str, GenerationCall] = field(default_factory=dict)
     stopping: bool = False
 
     async def find_model(self, name: str | None) -> ServedModel:
@@ -39,27 +39,27 @@ class Service:
                 await asyncio.wait_for(registry.model_known.wait(), self.first_model_timeout_s)
         return registry.find_model(name)
 
-    def start(self, call_id: str, wish: Wish) -> Call:
-        """Begin all sequences of ``wish``. Raises Overloaded; then none is begun."""
+    def start(self, call_id: str, parsed: ParsedRequest) -> GenerationCall:
+        """Begin all sequences of ``parsed``. Raises Overloaded, and then begins none."""
         if call_id in self.calls:
             raise BadField(f"the request id {call_id!r} is in use", "rid")
-        call = Call(call_id, wish.model)
-        call.num_choices = wish.num_choices
+        call = GenerationCall(call_id, parsed.model)
+        call.num_choices = parsed.num_choices
         try:
-            for request in wish.requests:
-                call.generations.append(Generation(self.dispatcher, request, wish.model, wish.stop_strings))
+            for request in parsed.requests:
+                call.generations.append(Generation(self.dispatcher, request, parsed.model, parsed.stop_strings))
         except TanghuluError:
             call.abort()
             raise
         self.calls[call_id] = call
         return call
 
-    def forget(self, call: Call) -> None:
-        """The call has ended."""
+    def forget(self, call: GenerationCall) -> None:
+        """Forget a call that has ended."""
         self.calls.pop(call.id, None)
 
     def abort(self, call_id: str) -> bool:
-        """End a call from outside; False if there is none of that id."""
+        """End a call on demand; False if there is none of that id."""
         call = self.calls.get(call_id)
         if call is not None:
             call.abort()
@@ -70,7 +70,7 @@ class Service:
         return list(await asyncio.gather(*(_probed(w, deadline_s) for w in self.dispatcher.registry.workers.values())))
 
     def missing(self) -> list[str]:
-        """What is missing before a request would be served; empty when nothing is."""
+        """The reasons why a request would not be served yet; empty if it would."""
         registry = self.dispatcher.registry
         if self.stopping:
             return ["the conductor is stopping"]
@@ -87,7 +87,7 @@ class Service:
         ]
 
 
-async def _probed(worker: Worker, deadline_s: float) -> dict[str, Any]:
+async def _probed(worker: RegisteredWorker, deadline_s: float) -> dict[str, Any]:
     named = {"id": worker.id, "role": worker.role.value}
     if worker.session is None:
         return named | {"healthy": False, "error": worker.last_error or "not connected"}

@@ -10,8 +10,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from tanghulu.conductor.http.generation import Call, Generation
-from tanghulu.conductor.http.preprocess import generate_wish
+from tanghulu.conductor.http.generation import Generation, GenerationCall
+from tanghulu.conductor.http.preprocess import parse_generate
 from tanghulu.conductor.http.reply import DONE, EventStream, JsonWhenDone, dumps, event, parse, read_body
 from tanghulu.conductor.http.schema import AbortBody, GenerateBody
 from tanghulu.conductor.http.service import Service
@@ -27,9 +27,9 @@ def router(service: Service) -> APIRouter:
         """Continue a text or token ids."""
         body = parse(GenerateBody, await read_body(request, service.max_body_bytes))
         model = await service.find_model(body.model)
-        wish = await generate_wish(body, model)
-        call = service.start(body.rid or uuid.uuid4().hex, wish)
-        reader = _Reader(call, body.is_batch or wish.num_choices > 1)
+        parsed = await parse_generate(body, model)
+        call = service.start(body.rid or uuid.uuid4().hex, parsed)
+        reader = _Reader(call, body.is_batch or parsed.num_choices > 1)
         if body.stream:
             return EventStream(call, service.forget, reader.stream())
         return JsonWhenDone(call, service.forget, reader.whole)
@@ -52,7 +52,7 @@ def router(service: Service) -> APIRouter:
 class _Reader:
     """Reads a call to its end. Texts in a stream are cumulative, as SGLang's are."""
 
-    def __init__(self, call: Call, is_batch: bool) -> None:
+    def __init__(self, call: GenerationCall, is_batch: bool) -> None:
         self._call = call
         self._is_batch = is_batch
         self._started_s = time.monotonic()

@@ -1,1 +1,1 @@
-"""Which holder has which prefix: the prefix index and the events that feed it."""
+"""The prefix index, which knows the holders of each prefix, and the events that feed it."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tanghulu.conductor.index.prefix_index import Cleared, PrefixEvent, PrefixIndex, Removed, Stored
 from tanghulu.conductor.index.shards import DEFAULT_SHARDS, EventShards
-from tanghulu.conductor.routing.requests import KvChange, Welcome
+from tanghulu.conductor.routing.requests import KvChange, SessionWelcome
 from tanghulu.errors import NodeUnavailable
 from tanghulu.masters import Masters
 from tanghulu.store.directory_feed import DirectoryEvent, DirectoryEventKind, follow_directory
@@ -26,14 +26,14 @@ MAX_MODELS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """Where a prompt's blocks are: hit blocks of each worker, and of the store as a whole."""
+    """The holders of a prompt's blocks: hit blocks of each worker, and of the store as a whole."""
 
     workers: dict[InstanceId, int]
     store: int
 
 
 class CacheMirror:
-    """Who holds which block, as told by workers and by the master."""
+    """The mirror of all caches: the blocks of each worker and of each store node."""
 
     def __init__(self, num_shards: int = DEFAULT_SHARDS) -> None:
         self.workers = PrefixIndex()
@@ -49,24 +49,24 @@ class CacheMirror:
         return Hits(self.workers.match(block_hashes), self.store.leading_blocks(block_hashes))
 
     def num_parts(self, fingerprint: Fingerprint) -> int:
-        """Chunks that the store has of one block of the model: one for each tensor-parallel rank."""
+        """Number of chunks that the store has of one block of the model: one for each tensor-parallel rank."""
         return self._num_parts.get(fingerprint[:8].hex(), 1)
 
-    def welcome(self, worker: InstanceId, welcome: Welcome) -> None:
-        """A session began: its snapshot replaces what was known of the worker."""
+    def welcome(self, worker: InstanceId, welcome: SessionWelcome) -> None:
+        """Begin a session: its snapshot replaces all that was known of the worker."""
         self._put(Cleared(worker))
         self._put(Stored(worker, welcome.cached_blocks))
         self._next_sequence[worker] = welcome.event_sequence
 
-    def snapshot(self, worker: InstanceId, welcome: Welcome) -> None:
-        """A session that goes on told everything anew: what differs from what is known is put right."""
+    def snapshot(self, worker: InstanceId, welcome: SessionWelcome) -> None:
+        """Correct the mirror by a snapshot of a session that goes on."""
         known, told = self.workers.blocks_of(worker), set(welcome.cached_blocks)
         self._put(Removed(worker, list(known - told)))
         self._put(Stored(worker, [block for block in welcome.cached_blocks if block not in known]))
         self._next_sequence[worker] = welcome.event_sequence
 
     def worker_events(self, worker: InstanceId, first_sequence: int, changes: Sequence[KvChange]) -> None:
-        """Events of one step; raises NodeUnavailable if events in front of them were lost."""
+        """Take the events of one step; raises NodeUnavailable if events in front of them were lost."""
         expected = self._next_sequence[worker]
         if first_sequence != expected:
             raise NodeUnavailable(
@@ -83,12 +83,12 @@ class CacheMirror:
                 self._put(Stored(worker, change.stored))
 
     def worker_gone(self, worker: InstanceId) -> None:
-        """The worker's session ended."""
+        """Forget a worker whose session ended."""
         self._put(Cleared(worker))
         self._next_sequence.pop(worker, None)
 
     async def apply_events(self) -> None:
-        """Until cancelled: apply what waits, a slice at a time, between whatever else the loop has to do."""
+        """Apply waiting events until cancelled, a slice at a time, so that the loop's other work gets its turn."""
         while True:
             await self._waiting.wait()
             self._waiting.clear()
@@ -96,7 +96,7 @@ class CacheMirror:
                 await asyncio.sleep(0)
 
     def directory_event(self, event: DirectoryEvent) -> None:
-        """One event of the master's directory; holders are store nodes."""
+        """Take one event of the master's directory; holders are store nodes."""
         holder = InstanceId(event.node_id)
         match event.kind:
             case DirectoryEventKind.RESET:
@@ -118,7 +118,7 @@ class CacheMirror:
                 self.directory_event(event)
 
     def check(self) -> None:
-        """Both indexes hold; only workers with a session have blocks."""
+        """Assert that both indexes are sound and only workers with a session have blocks."""
         self.workers.check()
         self.store.check()
         self.events.check()

@@ -1,4 +1,4 @@
-"""Block hashes of prompts that were seen before: the next turn of a session is not hashed block by block again.
+"""A cache of block hashes of earlier prompts: the next turn of a session is not hashed block by block again.
 
 Owns a bounded table: run of RUN_BLOCKS blocks behind a parent -> their hashes, the least recently used ones forgotten.
 A run's key is its parent with *one* hash over all its tokens, of the same function as the block hashes, so a wrong
@@ -25,7 +25,7 @@ _Key = tuple[BlockHash, BlockHash, int, str]
 
 
 class HashCache:
-    """Give ``chain`` to a TokenSequence. One cache serves all tenants and block sizes."""
+    """The cache; give its ``chain`` to a TokenSequence. One cache serves all tenants and block sizes."""
 
     def __init__(self, max_runs: int = DEFAULT_MAX_RUNS) -> None:
         assert max_runs > 0
@@ -36,7 +36,7 @@ class HashCache:
         return len(self._runs)
 
     def chain(self, parent: BlockHash, tokens: Tokens, block_tokens: int, algorithm: str) -> list[BlockHash]:
-        """The same as ``hashing.chain_hashes``."""
+        """Hash as ``hashing.chain_hashes`` does."""
         run_tokens = RUN_BLOCKS * block_tokens
         if len(tokens) < run_tokens:
             return chain_hashes(parent, tokens, block_tokens, algorithm)
@@ -57,7 +57,7 @@ class HashCache:
         return hashes + chain_hashes(parent, tokens[len(hashes) * block_tokens :], block_tokens, algorithm)
 
     def check(self) -> None:
-        """The bound is kept, and every run is whole."""
+        """Assert the bound, and that every run is whole."""
         assert len(self._runs) <= self._max_runs
         assert all(len(hashes) == RUN_BLOCKS for hashes in self._runs.values())
 

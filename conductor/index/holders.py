@@ -1,4 +1,4 @@
-"""Holders as small numbers, so that a set of holders is an int, with what each holds counted.
+"""Holders as small numbers, so that a set of holders is an int, with the number of blocks that each holds.
 
 Owns the mapping holder <-> slot and the counts. A slot is free again when its holder holds nothing; the lowest free
 one is given next, so that sets stay small ints while workers come and go. With workers a, b, c in slots 0, 1, 2 the
@@ -28,7 +28,7 @@ class HolderSlots:
 
     @property
     def holders(self) -> list[InstanceId]:
-        """All who hold at least one block."""
+        """All holders of at least one block."""
         return list(self._slot_of)
 
     def find(self, holder: InstanceId) -> int | None:

@@ -2,7 +2,7 @@
 
 A request that is sent to a worker which lacks a prefix fetches it. Counted are the prefixes of certain lengths (4, 6,
 8, 12, 16, 24 … blocks, each by its last hash, which stands for all in front) that end in what it fetches; counts halve
-in HALF_LIFE_S. One that is fetched ``rate_per_holder`` times a second and more shall have so many holders that each
+in HALF_LIFE_S. A prefix that is fetched ``rate_per_holder`` times a second and more shall have enough holders that each
 serves no more than that, MAX_HOLDERS at most. Of hot prefixes of one chain the longest is asked for, and a shorter one
 only where it needs more holders.
 
@@ -28,7 +28,7 @@ _COUNT_S = HALF_LIFE_S / math.log(2)
 MAX_PREFIXES = 4096
 MAX_HOLDERS = 4
 FIRST_BLOCKS, MAX_BLOCKS = 4, 4096
-#: Copies are asked for that long, and again so much later while they are wanted.
+#: Seconds for which copies are asked for, and after which they are asked for again while they are wanted.
 ASK_S, AGAIN_S = 30.0, 10.0
 #: Blocks that one round asks for at most.
 MAX_ASKED_BLOCKS = 8192
@@ -38,7 +38,7 @@ _LENGTHS = sorted({n for k in range(2, 12) for n in (1 << k, 3 << k - 1) if FIRS
 
 @dataclass(frozen=True, slots=True)
 class WantedCopies(Generic[H]):
-    """``num_holders`` nodes shall hold ``blocks``, which are of the model with this fingerprint."""
+    """A request for copies: ``num_holders`` nodes shall hold ``blocks``, of the model with this fingerprint."""
 
     fingerprint: bytes
     blocks: tuple[H, ...]
@@ -56,7 +56,7 @@ class _Prefix(Generic[H]):
 
 
 class HotPrefixes(Generic[H]):
-    """See the module. A ``rate_per_holder`` of 0 counts nothing."""
+    """Counts fetches of prefixes and finds the hot ones. A ``rate_per_holder`` of 0 counts nothing."""
 
     def __init__(self, rate_per_holder: float) -> None:
         assert rate_per_holder >= 0
@@ -67,7 +67,7 @@ class HotPrefixes(Generic[H]):
         return len(self._prefixes)
 
     def fetched(self, fingerprint: bytes, hashes: Sequence[H], first: int, stop: int, now_s: float) -> None:
-        """A request is about to fetch ``hashes[first:stop]`` of its prompt."""
+        """Count a request that is about to fetch ``hashes[first:stop]`` of its prompt."""
         if not self._rate:
             return
         for length in _LENGTHS:
@@ -79,11 +79,11 @@ class HotPrefixes(Generic[H]):
             self._prefixes.popitem(last=False)
 
     def wanted(self, now_s: float, num_holders: Callable[[Sequence[H]], int]) -> list[WantedCopies[H]]:
-        """What shall be copied now; ``num_holders`` tells how many nodes hold all of some blocks.
+        """The copies to ask for now; ``num_holders`` tells how many nodes hold all of some blocks.
 
-        What was asked for is asked for again after AGAIN_S as long as it is hot, whoever holds it by then.
+        A prefix is asked for again after AGAIN_S as long as it is hot, whichever nodes hold it by then.
         """
-        wishes: list[WantedCopies[H]] = []
+        copies: list[WantedCopies[H]] = []
         covered: dict[H, int] = {}
         left = MAX_ASKED_BLOCKS
         for prefix in sorted(self._hot(now_s), key=lambda each: -each.num_blocks):
@@ -96,11 +96,11 @@ class HotPrefixes(Generic[H]):
             if prefix.asked_s > -math.inf or num_holders(prefix.blocks) < wanted:
                 prefix.asked_s = now_s
                 left -= prefix.num_blocks
-                wishes.append(WantedCopies(prefix.fingerprint, prefix.blocks, wanted))
-        return wishes
+                copies.append(WantedCopies(prefix.fingerprint, prefix.blocks, wanted))
+        return copies
 
     def check(self) -> None:
-        """It is bounded; what is kept of a prefix is all of it."""
+        """Assert the bounds, and that a kept prefix is whole."""
         assert len(self._prefixes) <= MAX_PREFIXES
         for last, prefix in self._prefixes.items():
             assert not prefix.blocks or (len(prefix.blocks) == prefix.num_blocks and prefix.blocks[-1] == last)
@@ -125,7 +125,7 @@ class HotPrefixes(Generic[H]):
         return hot
 
     def _rate_of(self, prefix: _Prefix[H], now_s: float) -> float:
-        """Fetches a second."""
+        """The fetches of a prefix a second."""
         return self._count_of(prefix, now_s) / _COUNT_S
 
     def _count_of(self, prefix: _Prefix[H], now_s: float) -> float:

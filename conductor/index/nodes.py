@@ -48,8 +48,8 @@ def ranges(bits: int) -> Iterator[tuple[int, int]]:
         bits &= (1 << start) - 1
 
 
-class Node:
-    """Blocks in order with their holders. Nobody holds none of them, and each is held by somebody."""
+class IndexNode:
+    """A stretch of blocks in order, with their holders. Each holder holds at least one, and each block has a holder."""
 
     __slots__ = ("_runs", "answer", "blocks", "chained", "full", "partial", "touched")
 
@@ -73,12 +73,12 @@ class Node:
 
     @property
     def all_bits(self) -> int:
-        """The bitmap of one who holds everything."""
+        """The bitmap of a holder of all blocks."""
         return (1 << len(self.blocks)) - 1
 
     @property
     def holders(self) -> int:
-        """All who hold at least one block."""
+        """All holders of at least one block."""
         mask = self.full
         for slot in self.partial:
             mask |= 1 << slot
@@ -101,18 +101,18 @@ class Node:
         return self.chained == num <= len(chain) and chain[num - 1] == self.blocks[-1]
 
     def ends_backwards(self, blocks: list[BlockHash]) -> bool:
-        """Whether nobody has a part only, and the node ends with ``blocks``, the last one first."""
+        """Whether every holder has the whole node, and it ends with ``blocks``, the last one first."""
         return not self.partial and self.blocks[: -len(blocks) - 1 : -1] == blocks
 
     def shorten(self, num_blocks: int) -> list[BlockHash]:
-        """Take the last ``num_blocks`` out, which are not all, of a node without parts; returns them."""
+        """Take the last ``num_blocks`` (not all) out of a node that every holder has whole; returns them."""
         gone = self.blocks[-num_blocks:]
         del self.blocks[-num_blocks:]
         self.chained = min(self.chained, len(self.blocks))
         self._changed()
         return gone
 
-    def num_partial_if(self, behind: Node) -> int:
+    def num_partial_if(self, behind: IndexNode) -> int:
         """How many holders would have a bitmap if ``behind`` were joined."""
         return ((self.holders | behind.holders) & ~(self.full & behind.full)).bit_count()
 
@@ -147,13 +147,13 @@ class Node:
         return bits
 
     def hold(self, slot: int, bits: int) -> int:
-        """``slot`` has ``bits`` too now; returns how many of them are new."""
+        """Add ``bits`` to the blocks of ``slot``; returns how many of them are new."""
         before = self.bits(slot)
         self._set(slot, before | bits)
         return (bits & ~before).bit_count()
 
     def release(self, slot: int, bits: int) -> tuple[int, int]:
-        """``slot`` has ``bits`` no more; returns how many it had, and the bitmap of those that nobody has now."""
+        """Take ``bits`` from ``slot``; returns how many it had, and the bitmap of those without a holder now."""
         before = self.bits(slot)
         lost = before & bits
         if not lost:
@@ -166,7 +166,7 @@ class Node:
         return lost.bit_count(), orphans
 
     def extend(self, slot: int, blocks: list[BlockHash]) -> None:
-        """``slot`` has ``blocks`` besides, and nobody else; they were told right behind the last one."""
+        """Append ``blocks``, which ``slot`` alone has; they were told right behind the last one."""
         others = self.full & ~(1 << slot)
         for other in slots(others):
             self.partial[other] = self.all_bits
@@ -177,7 +177,7 @@ class Node:
         self._set(slot, bits)
 
     def delete(self, bits: int) -> list[BlockHash]:
-        """Take the blocks at ``bits`` out, whoever holds them; returns them."""
+        """Take the blocks at ``bits`` out of the node, with all their holders; returns them."""
         gone: list[BlockHash] = []
         for start, stop in ranges(bits):
             gone += self.blocks[start:stop]
@@ -185,9 +185,9 @@ class Node:
         self._settle()
         return gone
 
-    def take(self, start: int, stop: int) -> Node:
+    def take(self, start: int, stop: int) -> IndexNode:
         """Cut ``blocks[start:stop]`` out into a node of its own; this one keeps the rest, which is not empty."""
-        taken = Node(self.blocks[start:stop], self.full, max(1, min(self.chained, stop) - start))
+        taken = IndexNode(self.blocks[start:stop], self.full, max(1, min(self.chained, stop) - start))
         taken.partial = {slot: bits >> start & taken.all_bits for slot, bits in self.partial.items()}
         taken.touched = self.touched
         self._close_gap(start, stop)
@@ -195,7 +195,7 @@ class Node:
         taken._settle()
         return taken
 
-    def join(self, behind: Node) -> None:
+    def join(self, behind: IndexNode) -> None:
         """Put the blocks of ``behind`` behind the own ones, all of which are proven. ``behind`` is of no use then."""
         num, full = len(self), self.full & behind.full
         partial = {
@@ -207,7 +207,7 @@ class Node:
         self._changed()
         self.touched |= behind.touched
 
-    def trade(self, other: Node) -> None:
+    def trade(self, other: IndexNode) -> None:
         """Swap everything with ``other``: the larger content stays with the object that most hashes lead to."""
         for name in self.__slots__:
             mine, theirs = getattr(self, name), getattr(other, name)
@@ -262,13 +262,13 @@ class Node:
             self.partial[slot] = bits
 
     def _settle(self) -> None:
-        """After a change of length a bitmap may be empty or full."""
+        """Drop bitmaps that a change of length has made empty or full."""
         if self.partial:
             for slot, bits in list(self.partial.items()):
                 self._set(slot, bits)
 
     def check(self) -> None:
-        """Bitmaps are neither empty nor full, and every block is held by somebody."""
+        """Assert that bitmaps are neither empty nor full, and that every block has a holder."""
         assert 1 <= self.chained <= len(self.blocks), self
         union = self.all_bits if self.full else 0
         for slot, bits in self.partial.items():

@@ -1,10 +1,10 @@
-"""Who holds which block: the mirror of workers' caches and of the store's directory.
+"""The prefix index, block -> holders: the mirror of workers' caches and of the store's directory.
 
 Owns the mapping block hash -> holders. Does not know how events travel, what a holder is (a worker's or a store node's
 id, or a request that computes), or what a hit is worth.
 
 Hashes are chained, so a block can only be of use where all blocks in front of it are: a holder's hit is its *leading
-run*. The index keeps blocks in nodes (index_node.py): stretches that were told together, or that a prompt has shown to
+run*. The index keeps blocks in nodes (nodes.py): stretches that were told together, or that a prompt has shown to
 follow each other. One dict leads from each hash to its node; a node has a bitmap for each holder. So a look-up hops
 over nodes, not blocks: with 512 blocks in one node it asks the dict for the first, compares the last, and counts the
 trailing ones of as many bitmaps as there are holders that lack something.
@@ -24,7 +24,7 @@ from itertools import repeat
 from typing import TypeVar
 
 from tanghulu.conductor.index.holders import HolderSlots
-from tanghulu.conductor.index.nodes import Node, num_equal, slots
+from tanghulu.conductor.index.nodes import IndexNode, num_equal, slots
 from tanghulu.types import BlockHash, InstanceId
 
 #: Blocks that the index keeps, about 1 GB; beyond it those that no prompt asked for lately are forgotten.
@@ -32,7 +32,7 @@ DEFAULT_MAX_BLOCKS = 8_000_000
 #: Blocks of one event that go into one node, and the largest node that joining makes.
 MAX_TOLD_BLOCKS = 512
 MAX_NODE_BLOCKS = 4096
-#: An event with up to so many new blocks is put behind the holder's last one, so that small events make no small nodes.
+#: Most new blocks of an event that are put behind the holder's last one, so that small events make no small nodes.
 SMALL_EVENT_BLOCKS = 32
 #: Nodes are not joined where more holders than this would have a part alone: a system prompt that a thousand workers
 #: hold stays apart from the conversations behind it, so that each look-up takes the thousand at once.
@@ -70,7 +70,7 @@ class Cleared:
 
 
 PrefixEvent = Stored | Removed | Cleared
-NodeT = TypeVar("NodeT", Node, Node | None)
+NodeT = TypeVar("NodeT", IndexNode, IndexNode | None)
 
 
 class PrefixIndex:
@@ -82,9 +82,9 @@ class PrefixIndex:
 
     def __init__(self, max_blocks: int = DEFAULT_MAX_BLOCKS) -> None:
         self.max_blocks = max_blocks
-        self._node_of: dict[BlockHash, Node] = {}
-        self._nodes: OrderedDict[Node, None] = OrderedDict()
-        self._open: dict[int, Node] = {}
+        self._node_of: dict[BlockHash, IndexNode] = {}
+        self._nodes: OrderedDict[IndexNode, None] = OrderedDict()
+        self._open: dict[int, IndexNode] = {}
         self._slots = HolderSlots()
         self._most_blocks = 0
 
@@ -93,12 +93,12 @@ class PrefixIndex:
 
     @property
     def num_blocks(self) -> int:
-        """Distinct blocks that somebody holds."""
+        """Number of distinct blocks with a holder."""
         return len(self._node_of)
 
     @property
     def holders(self) -> list[InstanceId]:
-        """All who hold at least one block."""
+        """All holders of at least one block."""
         return self._slots.holders
 
     def num_blocks_of(self, holder: InstanceId) -> int:
@@ -169,7 +169,7 @@ class PrefixIndex:
         return {block for blocks, bits in held if bits for place, block in enumerate(blocks) if bits >> place & 1}
 
     def check(self) -> None:
-        """Every hash leads to the node that has it and no other; nodes hold; counts and bounds are kept."""
+        """Assert that every hash leads to its node and no other, that nodes are sound, and the counts and bounds."""
         held: dict[int, int] = {}
         for node in self._nodes:
             node.check()
@@ -194,21 +194,21 @@ class PrefixIndex:
             hits.update(dict.fromkeys(self._slots.names(alive), depth))
         return hits
 
-    def _first(self, node: Node, num: int) -> tuple[dict[InstanceId, int], int]:
+    def _first(self, node: IndexNode, num: int) -> tuple[dict[InstanceId, int], int]:
         """The runs that end in the first node of a prompt, which shares ``num`` blocks of it, and who goes on."""
         if num < len(node):
             hits: dict[InstanceId, int] = {}
             return hits, self._staying(node.holders, node, num, 0, hits)
         return self._answer(node).copy(), node.full
 
-    def _answer(self, node: Node) -> dict[InstanceId, int]:
+    def _answer(self, node: IndexNode) -> dict[InstanceId, int]:
         """The hits of a prompt that begins with ``node`` and ends with it; kept there."""
         if node.answer is None:
             node.answer = {self._slots.at(slot): run for slot, _, run in node.runs if run}
             node.answer.update(dict.fromkeys(self._slots.names(node.full), len(node)))
         return node.answer
 
-    def _staying(self, alive: int, node: Node, num: int, depth: int, hits: dict[InstanceId, int]) -> int:
+    def _staying(self, alive: int, node: IndexNode, num: int, depth: int, hits: dict[InstanceId, int]) -> int:
         """Who of ``alive`` has the first ``num`` blocks of ``node``, at ``depth``; the others' runs go to ``hits``."""
         staying, leaving = alive & node.full, alive & ~node.full
         at = self._slots.at
@@ -223,7 +223,7 @@ class PrefixIndex:
             hits.update(dict.fromkeys(self._slots.names(leaving), depth))
         return staying
 
-    def _walk(self, chain: list[BlockHash]) -> Iterator[tuple[Node, int]]:
+    def _walk(self, chain: list[BlockHash]) -> Iterator[tuple[IndexNode, int]]:
         """The nodes that a prompt leads through, with how many leading blocks of each; tidies them up on the way."""
         depth, front = 0, None
         while depth < len(chain):
@@ -243,14 +243,14 @@ class PrefixIndex:
                 node = self._join(front, node)
             front = node if covered else None
 
-    def _cut_where_told_wrong(self, node: Node, chain: list[BlockHash], depth: int) -> Node:
+    def _cut_where_told_wrong(self, node: IndexNode, chain: list[BlockHash], depth: int) -> IndexNode:
         """A prompt came into the middle of ``node``: what it shares from there on becomes a node of its own."""
         start = node.blocks.index(chain[depth])
         span = min(len(node) - start, len(chain) - depth)
         num = num_equal(node.blocks[start : start + span], chain[depth : depth + span])
         return self._cut(node, start, len(node) if depth + num == len(chain) else start + num)
 
-    def _cut(self, node: Node, start: int, stop: int) -> Node:
+    def _cut(self, node: IndexNode, start: int, stop: int) -> IndexNode:
         """A node of ``node``'s blocks from ``start`` to ``stop`` alone."""
         taken = node.take(start, stop)
         if len(taken) <= len(node):
@@ -260,11 +260,11 @@ class PrefixIndex:
         self._adopt(taken)
         return node
 
-    def _may_join(self, front: Node, behind: Node) -> bool:
+    def _may_join(self, front: IndexNode, behind: IndexNode) -> bool:
         num_blocks = len(front) + len(behind)
         return num_blocks <= MAX_NODE_BLOCKS and front.num_partial_if(behind) <= MAX_PARTIAL_HOLDERS
 
-    def _join(self, front: Node, behind: Node) -> Node:
+    def _join(self, front: IndexNode, behind: IndexNode) -> IndexNode:
         """One node of both; ``behind`` follows ``front``, all of which is proven."""
         num_front, num_behind = len(front), len(behind)
         moved = behind.blocks
@@ -277,7 +277,7 @@ class PrefixIndex:
         self._node_of.update(dict.fromkeys(moved, front))
         return front
 
-    def _adopt(self, node: Node) -> None:
+    def _adopt(self, node: IndexNode) -> None:
         self._nodes[node] = None
         self._node_of.update(dict.fromkeys(node.blocks, node))
 
@@ -295,9 +295,9 @@ class PrefixIndex:
             self._most_blocks = max(self._most_blocks, len(self._node_of))
             self._forget_beyond_cap()
 
-    def _store_one_by_one(self, slot: int, blocks: list[BlockHash], front: Node | None, consecutive: bool) -> None:
+    def _store_one_by_one(self, slot: int, blocks: list[BlockHash], front: IndexNode | None, consecutive: bool) -> None:
         """``front``: the node, if any, right behind the end of which ``blocks`` were told."""
-        fresh, num_before = Node(blocks, 1 << slot), len(self._node_of)
+        fresh, num_before = IndexNode(blocks, 1 << slot), len(self._node_of)
         found = list(map(self._node_of.setdefault, blocks, repeat(fresh)))
         num_new = len(self._node_of) - num_before
         self._count(slot, num_new)
@@ -313,7 +313,7 @@ class PrefixIndex:
             fresh.chained = num_new if consecutive and fresh.blocks == blocks[-num_new:] else 1
             self._admit(slot, fresh, front)
 
-    def _admit(self, slot: int, fresh: Node, front: Node | None) -> None:
+    def _admit(self, slot: int, fresh: IndexNode, front: IndexNode | None) -> None:
         """Take a node into the index, or put its blocks behind ``front``, or few ones behind what was told before."""
         last = self._open.get(slot) if front is None and len(fresh) <= SMALL_EVENT_BLOCKS else front
         alone = last is front or (last is not None and last.full == fresh.full and not last.partial)
@@ -338,7 +338,7 @@ class PrefixIndex:
             if node is not None:
                 self._release(node, slot, node.stretch(known) or node.positions(known))
 
-    def _release(self, node: Node, slot: int, bits: int) -> None:
+    def _release(self, node: IndexNode, slot: int, bits: int) -> None:
         num, orphans = node.release(slot, bits)
         self._count(slot, -num)
         if orphans == node.all_bits:
@@ -347,7 +347,7 @@ class PrefixIndex:
             for block in node.delete(orphans):
                 del self._node_of[block]
 
-    def _release_tail(self, node: Node, slot: int, num_blocks: int) -> None:
+    def _release_tail(self, node: IndexNode, slot: int, num_blocks: int) -> None:
         """The last ``num_blocks`` of a node that ``slot`` alone holds go: what eviction mostly is."""
         self._count(slot, -num_blocks)
         if num_blocks == len(node):
@@ -357,7 +357,7 @@ class PrefixIndex:
         for block in node.shorten(num_blocks):
             del node_of[block]
 
-    def _drop(self, node: Node) -> None:
+    def _drop(self, node: IndexNode) -> None:
         del self._nodes[node]
         for block in node.blocks:
             del self._node_of[block]

@@ -2,7 +2,7 @@
 
 Pure. A worker that connects tells all that it has cached, hundreds of thousands of blocks, which the index takes at a
 few million a second: every request that comes meanwhile would wait for the whole. So an event of more than
-``SLICE_BLOCKS`` is cut and queued, and whoever runs the event loop applies a slice at a time (``apply_some``). Holders
+``SLICE_BLOCKS`` is cut and queued, and a task of the event loop applies a slice at a time (``apply_some``). Holders
 are shared out over ``num_shards`` queues that are served in turn: behind one holder's snapshot only the holders of its
 own shard wait. What finds its queue empty and is small is applied at once, which is nearly everything.
 
@@ -28,7 +28,7 @@ DEFAULT_SHARDS = 4
 
 
 class EventShards:
-    """``put`` events, ``apply_some`` while there are any; ``apply`` takes them, those of one holder in order."""
+    """The queues: ``put`` events, ``apply_some`` while there are any. ``apply`` gets those of one holder in order."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class EventShards:
         return any(self._shards)
 
     def waiting_holders(self) -> set[InstanceId]:
-        """Those of whom something is queued."""
+        """The holders with queued events."""
         return {event.holder for shard in self._shards for event in shard}
 
     def apply_some(self) -> bool:
@@ -79,7 +79,7 @@ class EventShards:
         return self.waits
 
     def check(self) -> None:
-        """What waits is counted, and bounded."""
+        """Assert the count of waiting blocks, and its bound."""
         assert self.waiting_blocks == sum(_size(event) for shard in self._shards for event in shard)
         assert self.waiting_blocks <= self._max_waiting_blocks
 

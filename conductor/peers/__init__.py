@@ -1,1 +1,1 @@
-"""Conductors side by side: what each tells the others of its requests."""
+"""Conductors side by side: each tells the others of its requests."""

@@ -40,7 +40,7 @@ class _Peer:
 
 
 class PeerGroup:
-    """``start`` tells, ``follow`` listens; ``close`` ends both."""
+    """The peers of a conductor: ``start`` tells them, ``follow`` listens to them; ``close`` ends both."""
 
     def __init__(self, conductor_id: str, own: OwnRequests, heard: PeerRequests, credentials: Credentials) -> None:
         self._conductor_id, self._own, self._heard, self._credentials = conductor_id, own, heard, credentials
@@ -50,7 +50,7 @@ class PeerGroup:
 
     @property
     def num_peers(self) -> int:
-        """Conductors that are told of and followed, or being connected to."""
+        """Number of conductors that are followed, or being connected to."""
         return len(self._peers)
 
     async def start(self, host: str, port: int, reachable_host: str) -> None:
@@ -82,7 +82,7 @@ class PeerGroup:
             self._gone(event.instance.id)
 
     async def close(self) -> None:
-        """Forget all peers and tell nobody any more."""
+        """Forget all peers and stop telling them."""
         tasks = [peer.task for peer in self._peers.values() if peer.task is not None]
         for peer_id in list(self._peers):
             self._gone(peer_id)

@@ -1,4 +1,4 @@
-"""What peers told of their requests, counted where this conductor decides.
+"""Requests of peers, counted where this conductor decides.
 
 Pure. A peer's request counts as an own one does: its prefill tokens until its worker's reports hold them, its blocks as
 coming until its first token, its decode worker's room until it is there. It is never forgotten by age, only when its
@@ -21,7 +21,7 @@ LoadOf = Callable[[InstanceId], LoadTracker | None]
 
 
 class PeerRequests:
-    """The requests of all peers. ``load_of`` gives a worker's tracker, None for one that is not known here."""
+    """The requests of all peers. ``load_of`` gives a worker's tracker, None for a worker that is not known here."""
 
     def __init__(self, in_flight: InFlightBlocks, load_of: LoadOf) -> None:
         self._in_flight, self._load_of = in_flight, load_of
@@ -32,11 +32,11 @@ class PeerRequests:
 
     @property
     def peers(self) -> list[InstanceId]:
-        """Who has told something."""
+        """The peers that have told something."""
         return list(self._of_peer)
 
     def hear(self, peer: InstanceId, news: News) -> None:
-        """``peer`` told something."""
+        """Take the news of ``peer``."""
         if news.snapshot:
             self.forget(peer)
         requests = self._of_peer.setdefault(peer, {})
@@ -53,12 +53,12 @@ class PeerRequests:
                 self._free(_key(peer, request_id), begun_or_none)
 
     def forget(self, peer: InstanceId) -> None:
-        """``peer`` is gone, and its requests with it."""
+        """Forget ``peer``, which is gone, and its requests."""
         for request_id, begun in self._of_peer.pop(peer, {}).items():
             self._free(_key(peer, request_id), begun)
 
     def check(self) -> None:
-        """The bound is kept."""
+        """Assert the bound."""
         assert all(len(requests) <= MAX_REQUESTS_OF_A_PEER for requests in self._of_peer.values())
 
     def _begin(self, key: str, begun: Begun) -> None:
@@ -68,7 +68,7 @@ class PeerRequests:
             if worker is not None:
                 worker.sent(key, begun.prefill_tokens, begun.num_blocks)
         if decode is not None:
-            decode.promise(key, begun.num_blocks)
+            decode.reserve_decode(key, begun.num_blocks)
 
     def _prefilled(self, key: str, begun: Begun) -> None:
         self._in_flight.end(key)
@@ -80,9 +80,9 @@ class PeerRequests:
         self._prefilled(key, begun)
         decode = self._load_of(begun.decode) if begun.decode else None
         if decode is not None:
-            decode.withdraw(key)
+            decode.release_decode(key)
 
 
 def _key(peer: InstanceId, request_id: str) -> str:
-    """Other than any own request's."""
+    """The key of a peer's request, which no own request has."""
     return f"{peer}/{request_id}"

@@ -1,4 +1,4 @@
-"""What a conductor tells its peers of its own requests.
+"""A conductor's news of its own requests, for its peers.
 
 Pure. The table of what is under way is the truth, an outbox for each peer holds what has changed since that peer was
 told last. Changes are merged while they wait: a request that began and was freed in between is never spoken of. An
@@ -24,7 +24,7 @@ NOBODY = InstanceId("")
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """One submission to one worker, as a peer needs it. ``decode`` is promised to go on; "" where that is the same."""
+    """One submission to one worker, for a peer. ``decode`` has a slot reserved; "" if that is the same worker."""
 
     request_id: str
     worker: InstanceId
@@ -37,7 +37,7 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What changed; with ``snapshot`` everything that was told before is void."""
+    """Changes of requests; with ``snapshot`` everything that was told before is void."""
 
     snapshot: bool = False
     begun: Sequence[Begun] = ()
@@ -50,7 +50,7 @@ class News:
 
 @dataclass(eq=False)
 class Outbox:
-    """What one peer has not been told yet. ``wake`` is called when there is something."""
+    """The changes that one peer has not been told yet. ``wake`` is called when there is one."""
 
     wake: Callable[[], None]
     all_anew: bool = True
@@ -62,7 +62,7 @@ class Outbox:
         return len(self.begun) + len(self.prefilled) + len(self.freed)
 
     def clear(self) -> None:
-        """Nothing waits."""
+        """Drop all that waits."""
         self.begun, self.prefilled, self.freed = {}, [], []
 
 
@@ -79,11 +79,11 @@ class OwnRequests:
 
     @property
     def num_followers(self) -> int:
-        """Peers that are told."""
+        """Number of peers that are told."""
         return len(self._outboxes)
 
     def follow(self, wake: Callable[[], None]) -> Outbox | None:
-        """A new peer, to be told everything first; None if there are MAX_PEERS already."""
+        """Open the outbox of a new peer, to be told everything first; None if there are MAX_PEERS already."""
         if len(self._outboxes) >= MAX_PEERS:
             return None
         outbox = Outbox(wake)
@@ -91,11 +91,11 @@ class OwnRequests:
         return outbox
 
     def unfollow(self, outbox: Outbox) -> None:
-        """It is told no more."""
+        """Close an outbox: its peer is told no more."""
         self._outboxes.remove(outbox)
 
     def began(self, begun: Begun) -> None:
-        """A request was sent to a worker."""
+        """Note that a request was sent to a worker."""
         self._live[begun.request_id] = begun
         for outbox in self._outboxes:
             if not outbox.all_anew:
@@ -103,7 +103,7 @@ class OwnRequests:
             self._changed(outbox)
 
     def prefilled(self, request_id: str) -> None:
-        """Its worker spoke of it for the first time; no error if it is not under way or that is known."""
+        """Note the first output of a request's worker; no error if it is not under way or that is known."""
         begun = self._live.get(request_id)
         if begun is None or begun.prefilled:
             return
@@ -116,7 +116,7 @@ class OwnRequests:
             self._changed(outbox)
 
     def freed(self, request_id: str) -> None:
-        """It has left its worker; no error if that is known."""
+        """Note that a request has left its worker; no error if that is known."""
         if self._live.pop(request_id, None) is None:
             return
         for outbox in self._outboxes:
@@ -125,7 +125,7 @@ class OwnRequests:
             self._changed(outbox)
 
     def take(self, outbox: Outbox) -> News:
-        """What ``outbox`` holds, which is empty then."""
+        """Empty ``outbox``; returns what it held."""
         if outbox.all_anew:
             news = News(True, list(self._live.values()))
             outbox.all_anew = False
@@ -135,7 +135,7 @@ class OwnRequests:
         return news
 
     def check(self) -> None:
-        """Outboxes are bounded and only speak of what is under way or was freed."""
+        """Assert that outboxes are bounded and only speak of requests that are under way or were freed."""
         assert len(self._outboxes) <= MAX_PEERS
         for outbox in self._outboxes:
             assert len(outbox) <= self._max_changes

@@ -1,4 +1,4 @@
-"""The edge between conductors: one gRPC server that tells, and a stream from each peer that is followed.
+"""The connections between conductors: one gRPC server that tells, and a stream from each peer that is followed.
 
 Protobuf stays in this file. Where a conductor has a token to show to its master, its peers must show the same one;
 where it has a certificate (--tls-cert), their streams are encrypted, and with --tls-ca both sides show theirs.
@@ -38,7 +38,7 @@ class PeerServicer(conductor_pb2_grpc.ConductorPeerServicer):
         self._own, self._token = own, credentials.token
 
     async def Follow(self, request: pb.PeerFollow, context: Context) -> AsyncIterator[pb.PeerNews]:
-        """All that is under way, then changes."""
+        """Stream all that is under way, then changes."""
         changed = asyncio.Event()
         try:
             self._admit(request, context)
@@ -87,7 +87,7 @@ async def follow(address: Address, conductor_id: str, credentials: Credentials) 
 
 
 def tls_between(credentials: Credentials) -> TlsFiles:
-    """What conductors encrypt their streams with: a certificate of their own, or nothing."""
+    """The TLS files of the streams between conductors: a certificate of their own, or nothing."""
     return credentials.tls if credentials.tls.cert else NO_TLS
 
 

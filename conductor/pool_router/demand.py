@@ -1,4 +1,4 @@
-"""A request's body to what it demands of the pools: its length in tokens, as good as can be told without a tokenizer.
+"""The demand of a request's body on the pools: its length in tokens, estimated without a tokenizer.
 
 Pure. Token ids are counted; texts are estimated by their characters, since the router serves several models and has no
 tokenizer. Targets stand in ``"slo": {"ttft_s": 1.0, "tbt_s": 0.05}`` of the body; a conductor ignores that field.
@@ -28,7 +28,7 @@ def parse_body(body: bytes) -> dict[str, Any]:
 
 
 def demand_of(data: Mapping[str, Any], characters_per_token: float) -> Demand:
-    """What a completion, a chat or a /generate body needs. Raises InvalidRequest for targets that are none."""
+    """The demand of a completion, a chat or a /generate body. Raises InvalidRequest for malformed targets."""
     prompt = data.get("messages", data.get("prompt", data.get("input_ids", data.get("text"))))
     tokens = _tokens(prompt, characters_per_token)
     slo = data.get("slo", {})

@@ -79,7 +79,7 @@ class Forwarder:
         return replace(asked, more={"x-tanghulu-prefill-pool": prefilled, "x-tanghulu-pool": asked.pool})
 
     async def anywhere(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> Asked:
-        """Forward what any pool can answer. Raises NodeUnavailable if none can be reached."""
+        """Forward a request that any pool can answer. Raises NodeUnavailable if none can be reached."""
         for name in self.pools.pools:
             asked = await self._ask(name, method, path, body, headers)
             if asked is not None:
@@ -99,7 +99,7 @@ class Forwarder:
         return answers
 
     async def end(self, asked: Asked) -> None:
-        """The answer was passed on, or nobody wants it any more."""
+        """End a forwarded request: its answer was passed on, or its client is gone."""
         if asked.content is None:
             asked.member.open_requests -= 1
             await asked.response.aclose()
@@ -146,7 +146,7 @@ class Forwarder:
         return response
 
     async def _finish(self, asked: Asked) -> bytes:
-        """Read to the end and close; what came."""
+        """Read the answer to its end and close; returns its content."""
         content = b"" if asked.content is None else asked.content
         try:
             if asked.content is None:

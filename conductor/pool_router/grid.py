@@ -55,7 +55,7 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a request needs. Targets are None where the request has none."""
+    """The length of a request and its targets, None where it has none."""
 
     prompt_tokens: int
     context_tokens: int

@@ -1,4 +1,4 @@
-"""The global router's configuration, start and orderly end; ``router.main`` has the command."""
+"""The global router's configuration, start and orderly end; ``routing_service.main`` has the command."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterConfig(MasterOptions, ProcessConfig):
+class GlobalRouterConfig(MasterOptions, ProcessConfig):
     """The global router's options."""
 
     port: int = option(8100, "port of the HTTP API; 0 picks one")
@@ -56,7 +56,7 @@ class RouterConfig(MasterOptions, ProcessConfig):
 class GlobalRouter:
     """The global router without its process."""
 
-    def __init__(self, config: RouterConfig, pools: PoolMap, registry: CollectorRegistry) -> None:
+    def __init__(self, config: GlobalRouterConfig, pools: PoolMap, registry: CollectorRegistry) -> None:
         self.config = config
         self.forwarder = Forwarder(pools, SystemClock(), PoolMetrics(registry))
         self.address = Address("", 0)
@@ -85,7 +85,7 @@ class GlobalRouter:
             listener.close()
 
     def apply(self, pool: str, event: InstanceEvent) -> None:
-        """Discovery told something of the conductors of ``pool``."""
+        """Take an event of Discovery on the conductors of ``pool``."""
         instance, members = event.instance, self.forwarder.members[pool]
         if instance is not None and event.kind is EventKind.PUT:
             members.add(instance.id, f"http://{instance.address}")
@@ -97,7 +97,7 @@ class GlobalRouter:
             self.apply(pool, event)
 
 
-async def serve(process: Process, config: RouterConfig) -> None:
+async def serve(process: Process, config: GlobalRouterConfig) -> None:
     """Run until the process is to stop."""
     router = GlobalRouter(config, config.read_pools(), process.registry)
     async with contextlib.AsyncExitStack() as stack:

@@ -1,4 +1,4 @@
-"""The conductors of each pool, and which of them is asked next.
+"""The conductors of each pool, and the order in which they are asked.
 
 Pure: times go in. The one with the fewest open requests is asked first. One that failed is left alone for a while that
 doubles with each failure in a row, and is asked all the same where no other is left. Example: after one failure it
@@ -26,12 +26,12 @@ class Member:
     rests_until_s: float = 0.0
 
     def failed(self, now_s: float) -> None:
-        """It could not be reached, or said that it cannot serve."""
+        """Note that the conductor could not be reached, or answered that it cannot serve."""
         self.num_failures += 1
         self.rests_until_s = now_s + min(MOST_REST_S, FIRST_REST_S * 2 ** min(10, self.num_failures - 1))
 
     def served(self) -> None:
-        """It answered."""
+        """Note that the conductor answered."""
         self.num_failures, self.rests_until_s = 0, 0.0
 
 
@@ -46,16 +46,16 @@ class Members:
         return len(self._fixed) + len(self._found)
 
     def add(self, instance: InstanceId, url: str) -> None:
-        """Discovery knows of a conductor; of one at a known address there is nothing new."""
+        """Add a conductor that Discovery has found; a known address adds nothing."""
         known = self._found.get(instance)
         if known is None or known.url != url:
             self._found[instance] = Member(url)
 
     def remove(self, instance: InstanceId) -> None:
-        """It is gone; what was forwarded to it goes on or fails by itself."""
+        """Remove a conductor that is gone; requests forwarded to it go on or fail by themselves."""
         self._found.pop(instance, None)
 
     def in_order(self, now_s: float) -> list[Member]:
-        """All, in the order in which they should be asked; each address once."""
+        """All conductors in the order in which they should be asked; each address once."""
         by_url = {member.url: member for member in [*self._found.values(), *self._fixed]}
         return sorted(by_url.values(), key=lambda m: (max(m.rests_until_s, now_s), m.open_requests))

@@ -8,7 +8,7 @@ _PREFIX = "tanghulu_router_"
 
 
 class PoolMetrics:
-    """Counters that forwarding moves."""
+    """Counters of forwarded requests."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def counter(name: str, text: str, *labels: str) -> Counter:

@@ -27,7 +27,7 @@ _NOT_FORWARDED = frozenset(("connection", "transfer-encoding", "keep-alive"))
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """An answer that has begun, and who gives it.
+    """An answer that has begun, and the conductor that gives it.
 
     ``content``: all of it, where it was read already. ``more``: headers to add.
     """
@@ -40,7 +40,7 @@ class Asked:
 
 
 class Streamed(Response):
-    """Waits for ``ask`` and passes the answer on; ``end`` is told when that is over, whatever happened.
+    """Waits for ``ask`` and passes the answer on; calls ``end`` when that is over, also after a failure.
 
     A typed error of ``ask`` is raised, to be answered as any other.
     """

@@ -21,7 +21,7 @@ WORST_SHARE = 0.1
 
 
 class DecodeInstance:
-    """One decode worker. ``promised`` is what requests on their way to it will need, in tokens of context."""
+    """One decode worker. ``reserved_tokens``: tokens of context that requests on their way to it will need."""
 
     def __init__(self, index: int, model: LatencyModel) -> None:
         self.index = index
@@ -29,7 +29,7 @@ class DecodeInstance:
         self.batch = 0
         self.context_tokens = 0.0
         self.num_coming = 0
-        self.promised_tokens = 0.0
+        self.reserved_tokens = 0.0
         self.version = 0
         self._model = model
         self._step = 0.0
@@ -44,18 +44,18 @@ class DecodeInstance:
         """Sequences that decode, wait, or are on their way."""
         return self.batch + self.num_coming
 
-    def promise(self, job: Job) -> None:
-        """The job will come here when its prefill has ended."""
+    def reserve(self, job: Job) -> None:
+        """Reserve room for a job that will come when its prefill has ended."""
         self.num_coming += 1
-        self.promised_tokens += job.expected_tokens
+        self.reserved_tokens += job.expected_tokens
 
-    def withdraw(self, job: Job) -> None:
-        """The job ended with its first token."""
+    def release(self, job: Job) -> None:
+        """Release the room of a job that ended with its first token."""
         self.num_coming -= 1
-        self.promised_tokens -= job.expected_tokens
+        self.reserved_tokens -= job.expected_tokens
 
     def arrive(self, now_s: float, job: Job) -> float | None:
-        """The job's KV is here; returns when the next sequence leaves."""
+        """Take a job whose KV has arrived; returns the time at which the next sequence leaves."""
         self._advance(now_s)
         self._waiting.append(job)
         self._admit()
@@ -70,7 +70,7 @@ class DecodeInstance:
             job = heapq.heappop(self._leaving)[2]
             self.batch -= 1
             self.context_tokens -= job.request.num_tokens + job.num_decode_steps
-            self.promised_tokens -= job.expected_tokens
+            self.reserved_tokens -= job.expected_tokens
             self._judge(job)
             ended.append(job)
         self._admit()

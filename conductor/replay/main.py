@@ -19,7 +19,7 @@ from rich.progress import Progress
 from tanghulu.conductor.replay.live import LiveConfig, replay_live
 from tanghulu.conductor.replay.model import LatencyModel
 from tanghulu.conductor.replay.plot import check_plot, write_plot
-from tanghulu.conductor.replay.report import Report, make_report, table
+from tanghulu.conductor.replay.report import ReplayReport, make_report, table
 from tanghulu.conductor.replay.simulation import ClusterConfig, Simulation
 from tanghulu.conductor.replay.trace import BLOCK_TOKENS, TraceRequest, read_trace
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES, PolicyOptions, make_policy
@@ -81,7 +81,7 @@ class ReplayConfig:
     warmup: str = option("0.5", "share of the time span, or a trace, that is replayed first without being counted")
     noise: float = option(0.0, "sigma of the lognormal factor between expected and real prefill time")
     seed: int = option(0, "seed of everything that is drawn")
-    limit: int = option(0, "replay only so many requests; 0: all")
+    limit: int = option(0, "replay only this many requests; 0: all")
     fetch: bool = option(True, "workers can fetch prefixes from each other")
     in_flight: bool = option(True, "match blocks that are still being computed as well")
     shared_cache: bool = option(False, "the idealised pool: one cache for all at no cost")
@@ -156,7 +156,7 @@ class ReplayConfig:
 
     @property
     def policy_options(self) -> PolicyOptions:
-        """What of it concerns policies."""
+        """The options that concern policies."""
         return PolicyOptions(**self._same(PolicyOptions))
 
     @property
@@ -184,7 +184,7 @@ class ReplayConfig:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(other) if hasattr(self, f.name)}
 
 
-def replay(config: ReplayConfig, progress: Progress | None = None) -> Iterator[Report]:
+def replay(config: ReplayConfig, progress: Progress | None = None) -> Iterator[ReplayReport]:
     """A report for each trace and policy. Raises InvalidRequest for a trace that cannot be read."""
     one = _live_one if config.live else _replay_one
     for path in config.traces:
@@ -196,7 +196,7 @@ def replay(config: ReplayConfig, progress: Progress | None = None) -> Iterator[R
 
 @contextlib.contextmanager
 def _bar(progress: Progress | None, title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """What is called with how many are done."""
+    """A callback that shows how many are done."""
     if progress is None:
         yield lambda done: None
         return
@@ -211,7 +211,7 @@ def _name(trace: Path) -> str:
 
 def _replay_one(
     config: ReplayConfig, path: Path, policy: str, requests: list[TraceRequest], advance: Callable[[int], None]
-) -> Iterator[Report]:
+) -> Iterator[ReplayReport]:
     simulation = Simulation(config.cluster, make_policy(policy, config.policy_options))
     jobs = simulation.run(requests, advance)
     busy_s = [worker.busy_s for worker in simulation.prefills]
@@ -220,7 +220,7 @@ def _replay_one(
 
 def _live_one(
     config: ReplayConfig, path: Path, policy: str, requests: list[TraceRequest], advance: Callable[[int], None]
-) -> Iterator[Report]:
+) -> Iterator[ReplayReport]:
     live = LiveConfig(
         url=config.live, policy=policy, scale=config.scale, seed=config.seed, connections=config.connections
     )
@@ -231,10 +231,10 @@ def _live_one(
 
 
 def _run(config: ReplayConfig) -> None:
-    """Interrupted, it still tells what was done and then ends with the shell's code for that."""
+    """Run the replay; an interrupted one still reports what was done, and exits with the code of Ctrl-C."""
     if config.plot:
         check_plot(Path(config.plot))
-    found: list[Report] = []
+    found: list[ReplayReport] = []
     interrupted = False
     with Progress(console=Console(stderr=True), transient=True, disable=config.json) as progress:
         try:
@@ -252,7 +252,7 @@ def _run(config: ReplayConfig) -> None:
         click.get_current_context().exit(_INTERRUPTED)
 
 
-def _print_tables(reports: Sequence[Report]) -> None:
+def _print_tables(reports: Sequence[ReplayReport]) -> None:
     console = Console()
     console.width = max(console.width, _LEAST_WIDTH)
     for _, rows in itertools.groupby(reports, key=lambda report: report.trace):

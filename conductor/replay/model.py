@@ -61,6 +61,6 @@ class LatencyModel:
         return num_blocks * BLOCK_TOKENS * self.kv_token_bytes / self.nic
 
     def hand_over_s(self, num_tokens: int, prefill_s: float) -> float:
-        """What is left of the move to the decode worker when prefill ends: it streams layer by layer behind it."""
+        """The rest of the move to the decode worker when prefill ends: KV streams layer by layer behind it."""
         whole_s = num_tokens * self.kv_token_bytes / self.nic
         return max(whole_s / self.layers, whole_s - prefill_s)

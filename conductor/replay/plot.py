@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tanghulu.conductor.replay.report import Report
+from tanghulu.conductor.replay.report import ReplayReport
 from tanghulu.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def check_plot(path: Path) -> None:
         raise ConfigError(f"--plot needs matplotlib ({error}): pip install 'tanghulu[plot]'") from error
 
 
-def write_plot(path: Path, reports: Sequence[Report]) -> None:
+def write_plot(path: Path, reports: Sequence[ReplayReport]) -> None:
     """Draw ``reports`` (those of one trace stand together) into ``path``, PNG or HTML by its suffix."""
     check_plot(path)
     figure = _figure(reports)
@@ -64,7 +64,7 @@ def write_plot(path: Path, reports: Sequence[Report]) -> None:
         path.write_text(_page(figure, reports), encoding="utf-8")
 
 
-def _figure(reports: Sequence[Report]) -> Figure:
+def _figure(reports: Sequence[ReplayReport]) -> Figure:
     from matplotlib.figure import Figure
 
     groups = [(trace, list(rows)) for trace, rows in itertools.groupby(reports, key=lambda report: report.trace)]
@@ -101,7 +101,7 @@ def _logarithmic(axes: Axes) -> None:
     axes.tick_params(axis="x", which="both", labelsize=7)
 
 
-def _bars(axes: Axes, title: str, reports: Sequence[Report], figures: Sequence[tuple[str, str]]) -> None:
+def _bars(axes: Axes, title: str, reports: Sequence[ReplayReport], figures: Sequence[tuple[str, str]]) -> None:
     axes.set(title=title)
     if all(math.isnan(getattr(report, name)) for report in reports for name, _ in figures):
         axes.set_axis_off()
@@ -118,7 +118,7 @@ def _bars(axes: Axes, title: str, reports: Sequence[Report], figures: Sequence[t
     axes.legend()
 
 
-def _page(figure: Figure, reports: Sequence[Report]) -> str:
+def _page(figure: Figure, reports: Sequence[ReplayReport]) -> str:
     from matplotlib import rc_context
 
     drawing = io.StringIO()

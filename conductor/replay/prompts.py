@@ -1,4 +1,4 @@
-"""What a live replay sends for a trace's requests: lengths by a scale, where models are small, and tokens for ids.
+"""The prompts of a live replay: lengths by a scale, where models are small, and tokens for a trace's ids.
 
 Traces name the blocks of their prompts by ids and hold no text. Equal ids become equal tokens, so prompts share exactly
 the prefixes that they shared when the trace was taken: with ids (7, 8, 9) and 1,100 tokens a prompt is the 512 tokens

@@ -1,4 +1,4 @@
-"""What a replay found: TTFT, TBT, goodput, hit ratio and balance, by requests and by tokens."""
+"""The report of a replay: TTFT, TBT, goodput, hit ratio and balance, by requests and by tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tanghulu.conductor.replay.job import Job
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ReplayReport:
     """Figures of one run over the requests that count. Times in seconds, shares of 1; NaN where nobody is left.
 
     ``good``: TTFT and TBT (the mean of a request's longest tenth of gaps) within the SLOs. ``ttft_s`` and ``tbt_s`` are
@@ -55,7 +55,7 @@ def make_report(
     busy_s: Sequence[float],
     fetched_blocks: int,
     slo_s: tuple[float, float],
-) -> Report:
+) -> ReplayReport:
     """The report over ``jobs``; ``slo_s`` are the bounds on TTFT and TBT, ``busy_s`` empty where nobody knows it."""
     counted = [job for job in jobs if job.request.counted]
     done = [job for job in counted if job.ttft_s is not None]
@@ -64,7 +64,7 @@ def make_report(
     good = [job for job in done if (job.ttft_s or 0.0) <= slo_s[0] and job.worst_tbt_s <= slo_s[1]]
     end_s = max((job.first_s for job in done), default=1.0) or 1.0
     tokens = sum(job.request.num_tokens for job in counted)
-    return Report(
+    return ReplayReport(
         trace=trace,
         policy=policy,
         num_requests=len(counted),
@@ -89,7 +89,7 @@ def make_report(
     )
 
 
-def table(reports: Sequence[Report]) -> Table:
+def table(reports: Sequence[ReplayReport]) -> Table:
     """The reports of one trace for people, a row each."""
     caption = "times in s; good (within the SLOs), hit, rejected and failed in % of requests / of tokens"
     found = Table(title=f"{reports[0].trace}, {reports[0].num_requests} requests", caption=caption, box=SIMPLE)

@@ -23,7 +23,7 @@ from tanghulu.conductor.replay.prefill import BlockCache, PrefillInstance
 from tanghulu.conductor.replay.trace import BLOCK_TOKENS, TraceRequest
 from tanghulu.conductor.replay.views import ClusterView
 from tanghulu.conductor.routing.output_length import OutputEstimate
-from tanghulu.conductor.routing.policies.base import PeerFetch, Policy
+from tanghulu.conductor.routing.policies.base import PeerFetch, RoutingPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class ClusterConfig:
 class Simulation:
     """One run. ``run`` may be called once."""
 
-    def __init__(self, config: ClusterConfig, policy: Policy, check: bool = False) -> None:
+    def __init__(self, config: ClusterConfig, policy: RoutingPolicy, check: bool = False) -> None:
         self.now_s = 0.0
         self.fetched_blocks = self.copied_blocks = 0
         self._hot: HotPrefixes[int] = HotPrefixes(config.hot_prefix_rate)
@@ -82,7 +82,7 @@ class Simulation:
         return jobs
 
     def check(self) -> None:
-        """Every instance holds its invariants."""
+        """Assert the invariants of every instance."""
         for prefill in self.prefills:
             prefill.check()
         for decode in self.decodes:
@@ -117,7 +117,7 @@ class Simulation:
         job.queued_tokens = request.num_tokens - min(request.num_tokens, match * BLOCK_TOKENS)
         job.expected_tokens = request.num_tokens + self._output.tokens
         target.enqueue(job)
-        self.decodes[job.decode].promise(job)
+        self.decodes[job.decode].reserve(job)
         self._copy_ahead()
         if target.current is None:
             self._start(target)
@@ -127,7 +127,7 @@ class Simulation:
         return worker.match(request.blocks, hit_blocks) if self._config.in_flight else hit_blocks
 
     def _fetch_that_pays(self, target: PrefillInstance, match: int, request: TraceRequest) -> PeerFetch | None:
-        """What a worker does by itself with the best remote prefix: it fetches it if that shortens TTFT."""
+        """The fetch of the best remote prefix that a worker makes by itself, if that shortens TTFT."""
         held = [worker.cache.leading(request.blocks) for worker in self.prefills]
         most = max(held)
         holders = [worker for worker in self.prefills if held[worker.index] == most]
@@ -154,16 +154,16 @@ class Simulation:
     # --- hot prefixes
 
     def _copy_ahead(self) -> None:
-        """What the store does live: hot prefixes get more holders, while nothing waits for them.
+        """Copy hot prefixes to more holders, as the store does live, while nothing waits for them.
 
-        The least busy of those that lack one get it, each from the holder whose NIC is free first.
+        The least busy of the workers that lack one get it, each from the holder whose NIC is free first.
         """
-        for wish in self._hot.wanted(self.now_s, lambda blocks: len(self.prefills) - len(self._lacking(blocks))):
-            lacking = sorted(self._lacking(wish.blocks), key=lambda worker: worker.waiting_s(self.now_s))
-            holders = [w for w in self.prefills if w.cache.leading(wish.blocks) == len(wish.blocks)]
-            num_missing = wish.num_holders - (len(self.prefills) - len(lacking))
+        for copies in self._hot.wanted(self.now_s, lambda blocks: len(self.prefills) - len(self._lacking(blocks))):
+            lacking = sorted(self._lacking(copies.blocks), key=lambda worker: worker.waiting_s(self.now_s))
+            holders = [w for w in self.prefills if w.cache.leading(copies.blocks) == len(copies.blocks)]
+            num_missing = copies.num_holders - (len(self.prefills) - len(lacking))
             for target in lacking[: max(0, num_missing)] if holders else ():
-                self._copy(wish.blocks, min(holders, key=lambda worker: worker.send_free_s), target)
+                self._copy(copies.blocks, min(holders, key=lambda worker: worker.send_free_s), target)
 
     def _copy(self, blocks: Sequence[int], source: PrefillInstance, target: PrefillInstance) -> None:
         begin_s = max(self.now_s, source.send_free_s, target.receive_free_s)
@@ -205,7 +205,7 @@ class Simulation:
         return left.index(min(left))
 
     def _factor(self) -> float:
-        """Drawn for each request in the trace's order, so that all policies meet the same luck."""
+        """A factor drawn for each request in the trace's order, so that all policies meet the same luck."""
         sigma = self._config.noise
         return math.exp(self._random.gauss(-sigma * sigma / 2, sigma)) if sigma else 1.0
 
@@ -214,7 +214,7 @@ class Simulation:
         job.first_s, job.ttft_s = self.now_s, self.now_s - job.request.arrival_s
         decode = self.decodes[job.decode]
         if job.num_decode_steps == 0:
-            decode.withdraw(job)
+            decode.release(job)
             self._output.ended(1)
         else:
             left_s = self._model.hand_over_s(job.request.num_tokens, job.prefill_s)

@@ -1,6 +1,6 @@
-"""What the conductor sees of the simulated cluster: the same views that a policy gets live, and nothing more.
+"""The conductor's views of the simulated cluster: the same that a policy gets live, and nothing more.
 
-In particular not how long an answer will be: that is taken to be the mean of the answers that have ended
+In particular the length of an answer is not known: it is taken to be the mean of the answers that have ended
 (``OutputEstimate``).
 """
 
@@ -88,9 +88,9 @@ class ClusterView:
             can_decode=True,
             num_requests=worker.num_jobs,
             coming_requests=worker.num_coming,
-            blocks_free=max(0, total - int(worker.promised_tokens) // BLOCK_TOKENS),
+            blocks_free=max(0, total - int(worker.reserved_tokens) // BLOCK_TOKENS),
             blocks_total=total,
             decode_step_s=worker.step_length_s,
             decode_profile=self._decode_profile,
-            context_tokens=int(worker.promised_tokens),
+            context_tokens=int(worker.reserved_tokens),
         )

@@ -1,1 +1,1 @@
-"""What a policy is shown and what it costs: requests, workers, links, profiles."""
+"""Routing: views of requests, workers and links, the costs of their work, and the policies that choose."""

@@ -1,4 +1,4 @@
-"""What prefill and decode cost on one worker, as small pure formulas that policies and replay share.
+"""The costs of prefill and decode on one worker, as small pure formulas that policies and replay share.
 
     prefill(n, p) = max(fixed + token * (n - p) + pair * (n^2 - p^2),  load * p)
 

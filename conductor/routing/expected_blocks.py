@@ -27,7 +27,7 @@ class _Answer:
 
 
 class ExpectedBlocks:
-    """One entry for each submission that will decode where it was sent; the dispatcher bounds them."""
+    """The expected blocks, an entry for each submission that decodes where it was sent; the dispatcher bounds them."""
 
     def __init__(self) -> None:
         self._answers: dict[str, _Answer] = {}
@@ -36,13 +36,13 @@ class ExpectedBlocks:
         return len(self._answers)
 
     def begin(self, wire_id: str, load: LoadTracker, block_tokens: int, num_tokens: float) -> None:
-        """A submission to the worker with that load is expected to give ``num_tokens`` more."""
+        """Expect ``num_tokens`` more of a submission to the worker with that load."""
         assert wire_id not in self._answers
         answer = self._answers[wire_id] = _Answer(load, block_tokens, num_tokens)
         load.expect(answer.num_blocks)
 
     def came(self, wire_id: str, num_tokens: int) -> None:
-        """So many of them have come; no error for a submission that nothing is expected of."""
+        """Note that ``num_tokens`` of them have come; no error for a submission that nothing is expected of."""
         answer = self._answers.get(wire_id)
         if answer is not None and answer.left_tokens > 0:
             before = answer.num_blocks
@@ -51,13 +51,13 @@ class ExpectedBlocks:
                 answer.load.expect(answer.num_blocks - before)
 
     def end(self, wire_id: str) -> None:
-        """No more will come; no error if that is known."""
+        """Expect no more of a submission; no error if that is known."""
         answer = self._answers.pop(wire_id, None)
         if answer is not None:
             answer.load.expect(-answer.num_blocks)
 
     def check(self) -> None:
-        """Each load has what is expected there."""
+        """Assert that each load has what is expected there."""
         sums: dict[int, int] = {}
         for answer in self._answers.values():
             sums[id(answer.load)] = sums.get(id(answer.load), 0) + answer.num_blocks

@@ -20,7 +20,7 @@ class _Sent:
 
 
 class InFlightBlocks:
-    """What is being computed where. Memory: one entry for each submission under way, which the dispatcher bounds."""
+    """The prompts that are being computed, by worker. One entry a submission under way, which the dispatcher bounds."""
 
     def __init__(self) -> None:
         self._sent: dict[str, _Sent] = {}
@@ -30,14 +30,14 @@ class InFlightBlocks:
         return len(self._sent)
 
     def begin(self, wire_id: str, worker: InstanceId, hashes: Sequence[BlockHash]) -> None:
-        """``worker`` was sent a prompt with these full blocks; ``hashes`` is not changed by the caller afterwards."""
+        """Note a prompt with these full blocks that ``worker`` was sent; ``hashes`` must not change afterwards."""
         assert wire_id not in self._sent
         if hashes:
             sent = self._sent[wire_id] = _Sent(worker, hashes)
             self._by_first.setdefault(hashes[0], {})[wire_id] = sent
 
     def end(self, wire_id: str) -> None:
-        """The first token came, or the submission ended; no error if that is known."""
+        """Forget a submission whose first token came, or that ended; no error if that is known."""
         sent = self._sent.pop(wire_id, None)
         if sent is None:
             return
@@ -58,7 +58,7 @@ class InFlightBlocks:
         return found
 
     def check(self) -> None:
-        """The two directions say the same."""
+        """Assert that the two directions agree."""
         listed = {wire_id: sent for alike in self._by_first.values() for wire_id, sent in alike.items()}
         assert listed == self._sent
         assert all(self._by_first.values())

@@ -1,4 +1,4 @@
-"""How fast KV travels between places, fitted from what workers measured when they read from each other. Pure.
+"""The speed of KV transfers between places, fitted from the reads that workers measured. Pure.
 
 A read tells of one link, from the host of the worker that held the KV to the host of the one that read it. It also
 tells something of all links between these racks, of all between these zones, and of all links as long: within a host, a
@@ -35,7 +35,7 @@ class _Rate:
 
 
 class LinkSpeeds:
-    """``observe`` reads, ask for ``bytes_per_s``."""
+    """The fitted speeds: ``observe`` reads, ask for ``bytes_per_s``."""
 
     def __init__(self) -> None:
         self._rates: OrderedDict[Hashable, _Rate] = OrderedDict()
@@ -55,7 +55,7 @@ class LinkSpeeds:
             self._rates.popitem(last=False)
 
     def bytes_per_s(self, source: Place, target: Place) -> float:
-        """What is expected between them; 0 if nothing like it was ever measured."""
+        """The expected speed between two places; 0 if nothing like it was ever measured."""
         rates = self._rates
         for link in _links(source, target):
             rate = rates.get(link)
@@ -64,13 +64,13 @@ class LinkSpeeds:
         return 0.0
 
     def check(self) -> None:
-        """It is bounded, and every speed is one."""
+        """Assert the bound, and that every speed is finite and positive."""
         assert len(self._rates) <= MAX_LINKS
         assert all(rate.num_bytes > 0 and rate.seconds > 0 for rate in self._rates.values())
 
 
 def _links(source: Place, target: Place) -> Iterator[Hashable]:
-    """From the narrowest to the widest that a read between these places tells of."""
+    """The links that a read between these places tells of, from the narrowest to the widest."""
     yield source, target
     if (source.zone, source.rack) == (target.zone, target.rack):
         yield "within", source.zone, source.rack, source.host == target.host

@@ -1,4 +1,4 @@
-"""How long answers are expected to be: a decaying mean of those that have ended.
+"""The expected length of answers: a decaying mean of those that have ended.
 
 Pure. Nobody knows a request's output before its end, so load that lies in the future (who will still decode when a
 prefill ends) is estimated with this.
@@ -18,5 +18,5 @@ class OutputEstimate:
         self.tokens = FIRST_EXPECTED_OUTPUT
 
     def ended(self, num_tokens: int) -> None:
-        """An answer of ``num_tokens`` has ended."""
+        """Count an answer of ``num_tokens`` that has ended."""
         self.tokens += _WEIGHT * (num_tokens - self.tokens)

@@ -1,8 +1,8 @@
-"""What a request may ask of routing for itself, and the policies that serve such wishes.
+"""What a request may ask of routing for itself, and the policies that serve such overrides.
 
-A wish names another policy, other weights, or workers. Policies stay as they are: each combination that is asked for
-is a policy object of its own, kept while it is used (the latest MAX_POLICIES of them). A named worker is taken while it
-is there; when a request has to move because that worker was lost, it goes where the policy says.
+A request may name another policy, other weights, or workers. Each combination of policy and weights is a policy object
+of its own, kept while it is used (the latest MAX_POLICIES of them). A named worker is taken while it is there; when a
+request has to move because that worker was lost, it goes where the policy says.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tanghulu.conductor.routing.policies.base import Policy, WorkerView
+from tanghulu.conductor.routing.policies.base import RoutingPolicy, WorkerView
 from tanghulu.conductor.routing.policies.registry import PolicyOptions, make_policy
 from tanghulu.errors import ConfigError
 from tanghulu.types import InstanceId
@@ -27,8 +27,11 @@ _ANYBODY = InstanceId("")
 
 
 @dataclass(frozen=True, slots=True)
-class RoutingWish:
-    """``policy`` is one of POLICY_NAMES or "" for the conductor's; ``weights`` name fields of PolicyOptions."""
+class RoutingOverrides:
+    """What one request asks of routing: a policy, weights of it, the workers for both phases; "" where it asks nothing.
+
+    ``policy`` is one of POLICY_NAMES; ``weights`` name fields of PolicyOptions.
+    """
 
     policy: str = ""
     prefill: InstanceId = _ANYBODY
@@ -36,38 +39,38 @@ class RoutingWish:
     weights: tuple[tuple[str, float], ...] = ()
 
 
-NO_WISH = RoutingWish()
+NO_OVERRIDES = RoutingOverrides()
 
 
-class Policies:
-    """The conductor's policy, and those that requests wish for."""
+class RoutingPolicies:
+    """The conductor's policy, and those that requests ask for."""
 
     def __init__(self, name: str, options: PolicyOptions) -> None:
         self.default = make_policy(name, options)
         self._name, self._options = name, options
-        self._wished: OrderedDict[tuple[str, tuple[tuple[str, float], ...]], Policy] = OrderedDict()
+        self._overridden: OrderedDict[tuple[str, tuple[tuple[str, float], ...]], RoutingPolicy] = OrderedDict()
 
-    def of(self, wish: RoutingWish) -> Policy:
-        """The policy for ``wish``; the same one again for the same wish."""
-        if not wish.policy and not wish.weights:
+    def of(self, overrides: RoutingOverrides) -> RoutingPolicy:
+        """The policy for ``overrides``; equal overrides give the same object."""
+        if not overrides.policy and not overrides.weights:
             return self.default
-        key = (wish.policy or self._name, wish.weights)
-        policy = self._wished.get(key)
+        key = (overrides.policy or self._name, overrides.weights)
+        policy = self._overridden.get(key)
         if policy is None:
-            policy = self._wished[key] = make_policy(key[0], replace(self._options, **dict(wish.weights)))  # type: ignore[arg-type]
-            if len(self._wished) > MAX_POLICIES:
-                self._wished.popitem(last=False)
-        self._wished.move_to_end(key)
+            policy = self._overridden[key] = make_policy(key[0], replace(self._options, **dict(overrides.weights)))  # type: ignore[arg-type]
+            if len(self._overridden) > MAX_POLICIES:
+                self._overridden.popitem(last=False)
+        self._overridden.move_to_end(key)
         return policy
 
     def check(self) -> None:
         """The bound is kept."""
-        assert len(self._wished) <= MAX_POLICIES
+        assert len(self._overridden) <= MAX_POLICIES
 
 
-def restricted(shown: Sequence[WorkerView], wish: RoutingWish) -> Sequence[WorkerView]:
-    """``shown`` with only the wished workers able to do a phase; a wished worker that is not among them is ignored."""
-    for phase, wanted in (("can_prefill", wish.prefill), ("can_decode", wish.decode)):
+def restricted(shown: Sequence[WorkerView], overrides: RoutingOverrides) -> Sequence[WorkerView]:
+    """``shown`` with only the named workers able to do a phase; a named worker that is not among them is ignored."""
+    for phase, wanted in (("can_prefill", overrides.prefill), ("can_decode", overrides.decode)):
         if wanted and any(w.id == wanted for w in shown):
             shown = [replace(w, **{phase: w.id == wanted}) for w in shown]  # type: ignore[arg-type]
     return shown

@@ -1,4 +1,4 @@
-"""The profile file: what prefill and decode cost on a model's workers, until they report what they have measured.
+"""The profile file: costs of prefill and decode on a model's workers, until they report what they have measured.
 
     {"smollm2": {"prefill": {"fixed_s": 0.02, "token_s": 9.5e-5, "pair_s": 2.1e-9, "load_s": 0},
                  "decode": {"fixed_s": 0.02, "sequence_s": 1e-4, "token_s": 2.9e-8}},
@@ -27,7 +27,7 @@ P = TypeVar("P", PrefillProfile, DecodeProfile)
 
 @dataclass(frozen=True, slots=True)
 class Profiles:
-    """What one worker's work is taken to cost; None where nothing is known."""
+    """The assumed costs of one worker's work; None where nothing is known."""
 
     prefill: PrefillProfile | None = None
     decode: DecodeProfile | None = None
@@ -43,7 +43,7 @@ class ProfileFile:
     by_model: Mapping[str, Profiles] = field(default_factory=dict)
 
     def of(self, model: str) -> Profiles:
-        """Those of ``model``, or of any model, or nothing."""
+        """The profiles of ``model``, or of any model, or none."""
         return self.by_model.get(model) or self.by_model.get(ANY_MODEL, NOTHING_KNOWN)
 
 

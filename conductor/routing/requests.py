@@ -1,6 +1,6 @@
-"""What is asked of a worker, and what a worker is and says, as plain values.
+"""Requests to workers, and the workers' descriptions, reports and outputs, as plain values.
 
-The words that the conductor's parts share. Knows nothing of HTTP, protobuf or text.
+The conductor's parts share them. Knows nothing of HTTP, protobuf or text.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from tanghulu.conductor.routing.cost import DecodeProfile, PrefillProfile
-from tanghulu.conductor.routing.overrides import NO_WISH, RoutingWish
+from tanghulu.conductor.routing.overrides import NO_OVERRIDES, RoutingOverrides
 from tanghulu.errors import TanghuluError
 from tanghulu.hashing import Tokens
 from tanghulu.types import BlockHash, Fingerprint, InstanceId, RequestId
@@ -56,11 +56,11 @@ class GenerationRequest:
     salt: bytes = b""
     priority: int = 0
     session: str = ""
-    routing: RoutingWish = NO_WISH
+    routing: RoutingOverrides = NO_OVERRIDES
 
 
 class FinishReason(Enum):
-    """Why a sequence ended, as the client hears it."""
+    """The reason why a sequence ended, as the client is told."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -68,7 +68,7 @@ class FinishReason(Enum):
 
 
 class OutputKind(Enum):
-    """What a worker says of a request in one step."""
+    """The kinds of output that a worker gives of a request in one step."""
 
     TOKENS = "goes on"
     STOP = "ended at an end-of-sequence or stop token"
@@ -80,7 +80,7 @@ class OutputKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class KvSource:
-    """Where a worker holds a request's KV for another worker."""
+    """The export in which a worker holds a request's KV for another worker."""
 
     instance_id: InstanceId
     address: str
@@ -90,7 +90,7 @@ class KvSource:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixHolder:
+class PrefixSource:
     """A worker that has the first ``num_blocks`` blocks of a prompt in its cache, as far as is known."""
 
     address: str
@@ -121,7 +121,7 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerRead:
+class MeasuredRead:
     """KV that a worker has read from the one at ``address``."""
 
     address: str
@@ -148,7 +148,7 @@ class WorkerLoad:
     peer_bytes_per_s: float = 0.0
     prefill: PrefillProfile | None = None
     decode: DecodeProfile | None = None
-    reads: tuple[PeerRead, ...] = ()
+    reads: tuple[MeasuredRead, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +161,8 @@ class KvChange:
 
 
 @dataclass(frozen=True, slots=True)
-class Welcome:
-    """A session's first message: who the worker is, and the snapshot that its events go on from.
+class SessionWelcome:
+    """A session's first message: the worker's identity, and the snapshot that its events go on from.
 
     ``event_sequence`` is the number that the first event behind the snapshot will carry.
     """
@@ -176,7 +176,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """All that one engine step has to say. ``event_sequence`` numbers the first of ``kv_events``."""
+    """The outputs and events of one engine step. ``event_sequence`` numbers the first of ``kv_events``."""
 
     outputs: Sequence[Output]
     event_sequence: int
@@ -186,7 +186,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """What a worker serves. ``tokenizer_json`` is zlib-compressed."""
+    """The model that a worker serves. ``tokenizer_json`` is zlib-compressed."""
 
     model: str
     fingerprint: Fingerprint

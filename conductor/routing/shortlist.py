@@ -1,4 +1,4 @@
-"""Which workers are worth a policy's look when there are very many.
+"""A shortlist of the workers that are worth a policy's look when there are very many.
 
 Pure. A view and a score cost about a microsecond; with a thousand workers that is a millisecond a request. But only
 three kinds can win: those that hold much of the prompt, those that are computing much of it, and those that have
@@ -16,36 +16,36 @@ from typing import Protocol, TypeVar
 
 from tanghulu.conductor.routing.policies.base import WorkerView
 from tanghulu.conductor.routing.worker_state import Viewed, views
-from tanghulu.conductor.routing.worker_views import Roster
+from tanghulu.conductor.routing.worker_views import WorkerViews
 from tanghulu.types import InstanceId, Role
 
-#: Up to so many workers a policy is shown all.
+#: Most workers of which a policy is shown all.
 LIMIT = 256
 _pressure = operator.attrgetter("load.pressure")
 
 
 class Load(Protocol):
-    """What is compared."""
+    """The figures of a load that are compared."""
 
     pressure: float
 
 
 class Loaded(Protocol):
-    """What the choice looks at."""
+    """A worker, as the choice looks at it."""
 
     @property
     def id(self) -> InstanceId:
-        """Its identity."""
+        """The worker's identity."""
         ...
 
     @property
     def role(self) -> Role:
-        """What it does."""
+        """The phases that the worker serves."""
         ...
 
     @property
     def load(self) -> Load:
-        """Its load."""
+        """The worker's load."""
         ...
 
 
@@ -78,18 +78,19 @@ V = TypeVar("V", bound=Viewed)
 
 
 def views_of(
-    roster: Roster[V],
+    worker_views: WorkerViews[V],
     avoid: Set[InstanceId],
     ranks: bool,
     hits: Mapping[InstanceId, int],
     coming: Mapping[InstanceId, int],
 ) -> list[WorkerView]:
-    """Views of the workers on ``roster``: without those in ``avoid`` unless there are no others, and of very many only
-    the shortlist if the policy ``ranks`` workers.
+    """The views of ``worker_views``, without the workers in ``avoid`` unless there are no others.
+
+    Of very many workers only the shortlist is viewed, if the policy ``ranks`` workers.
     """
-    kept: Sequence[V] = roster.workers
+    kept: Sequence[V] = worker_views.workers
     if avoid:
         kept = [w for w in kept if w.id not in avoid] or kept
     if ranks and len(kept) > LIMIT:
         kept = shortlist(kept, hits, coming)
-    return roster.views(hits, coming) if kept is roster.workers else views(kept, hits, coming)
+    return worker_views.views(hits, coming) if kept is worker_views.workers else views(kept, hits, coming)

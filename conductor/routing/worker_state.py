@@ -1,9 +1,9 @@
-"""What the conductor knows of one worker's load: its last report, and what that cannot tell yet.
+"""The load of one worker as the conductor knows it: its last report, and what the report cannot include yet.
 
 Pure. A submission counts as load from the moment it is sent until the worker has surely seen it: at the first word
-about that submission, or at the second report behind it (the first may have crossed it on the wire). What is prefilled
-elsewhere and was promised to this worker counts until it comes or is withdrawn. What answers under way will still fill
-is not in use, but not free either (expected_blocks.py).
+about that submission, or at the second report behind it (the first may have crossed it on the wire). A decode slot that
+is reserved for a request which is prefilled elsewhere counts until the request comes or is withdrawn. Blocks that
+answers under way will still fill are not in use, but not free either (expected_blocks.py).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class _Unreported:
 
 
 def _nobody(number: int) -> None:
-    """Nobody watches."""
+    """Ignore the change: nobody watches."""
 
 
 class LoadTracker:
-    """One worker's load as routing should see it."""
+    """One worker's load, as routing should see it."""
 
     def __init__(self) -> None:
         self.reported = WorkerLoad()
@@ -45,7 +45,7 @@ class LoadTracker:
         #: What answers under way are still expected to fill.
         self.expected_blocks = 0
         self._unreported: dict[str, _Unreported] = {}
-        self._promised: dict[str, int] = {}
+        self._reserved: dict[str, int] = {}
         #: Order of workers by load: waiting tokens, then requests. An attribute, because thousands are sorted by it.
         self.pressure = 0.0
         self._queue_tokens = self._num_requests = self._blocks_free = 0
@@ -57,17 +57,17 @@ class LoadTracker:
         self._refresh: Callable[[int], None] = _nobody
 
     def sent(self, wire_id: str, prefill_tokens: int, num_blocks: int) -> None:
-        """A submission was sent; ``prefill_tokens`` of it are expected to be computed there."""
+        """Count a submission that was sent; ``prefill_tokens`` of it are expected to be computed there."""
         self._unreported[wire_id] = _Unreported(prefill_tokens, num_blocks)
         self._changed()
 
     def heard_of(self, wire_id: str) -> None:
-        """The worker spoke of the submission, or it was taken back."""
+        """Count a submission no more: the worker spoke of it, or it was taken back."""
         if self._unreported.pop(wire_id, None) is not None:
             self._changed()
 
     def report(self, load: WorkerLoad) -> None:
-        """The worker's own report."""
+        """Take the worker's own report."""
         self.reported = load
         for wire_id, entry in list(self._unreported.items()):
             entry.reports_left -= 1
@@ -76,33 +76,33 @@ class LoadTracker:
         self._changed()
         self._refresh(self._stale[1])
 
-    def promise(self, key: str, num_blocks: int) -> None:
-        """A request that is prefilled elsewhere will decode here and need so many blocks."""
-        self._promised[key] = num_blocks
+    def reserve_decode(self, key: str, num_blocks: int) -> None:
+        """Reserve a decode slot and ``num_blocks`` for a request that is prefilled elsewhere."""
+        self._reserved[key] = num_blocks
         self._changed()
 
-    def withdraw(self, key: str) -> None:
-        """It came, or will not come; no error if that is known."""
-        if self._promised.pop(key, None) is not None:
+    def release_decode(self, key: str) -> None:
+        """End a reservation: the request came, or will not come; no error if that is known."""
+        if self._reserved.pop(key, None) is not None:
             self._changed()
 
     def expect(self, num_blocks: int) -> None:
-        """Answers will fill so many blocks more than was expected, or less if negative."""
+        """Expect answers to fill ``num_blocks`` more than before, or less if negative."""
         if num_blocks:
             self.expected_blocks += num_blocks
             self.renew()
 
     def reset(self, load: WorkerLoad) -> None:
-        """A new session began: nothing is under way."""
+        """Begin anew, with nothing under way: the worker has a new session."""
         self._unreported.clear()
-        self._promised.clear()
+        self._reserved.clear()
         self.reported = load
         self._changed()
 
     def view(
         self, worker: InstanceId, role: Role, hit_blocks: int, coming_blocks: int = 0, place: Place = Place()
     ) -> WorkerView:
-        """What a policy sees. Views are kept until a change: many prompts share a system prompt, or nothing."""
+        """The view for a policy. Views are kept until a change: many prompts share a system prompt, or nothing."""
         if role is not self._role or place is not self._place:
             self.renew()
             self._role, self._place, self._phases = role, place, (role.prefills, role.decodes)
@@ -143,7 +143,7 @@ class LoadTracker:
         view.profile, view.decode_profile = load.prefill or self.known.prefill, load.decode or self.known.decode
         view.active_blocks = max(0, load.blocks_total - self._blocks_free)
         view.context_tokens = view.active_blocks * self.block_tokens
-        view.coming_requests = len(self._promised)
+        view.coming_requests = len(self._reserved)
         view.settle()
 
     def _view(self, worker: InstanceId, hit_blocks: int, coming_blocks: int) -> WorkerView:
@@ -162,14 +162,14 @@ class LoadTracker:
             self._queue_tokens += sum([e.prefill_tokens for e in own])
             self._blocks_free = max(0, load.blocks_free - sum([e.num_blocks for e in own]))
             self._num_requests += len(own)
-        if self._promised:
-            self._blocks_free = max(0, self._blocks_free - sum(self._promised.values()))
-            self._num_requests += len(self._promised)
+        if self._reserved:
+            self._blocks_free = max(0, self._blocks_free - sum(self._reserved.values()))
+            self._num_requests += len(self._reserved)
         self.pressure = self._queue_tokens + self._num_requests / 1024
         self.renew()
 
     def check(self) -> None:
-        """Nothing stays unreported for ever; the sums are right."""
+        """Assert that nothing stays unreported for ever, and the sums."""
         expected = self.reported.prefill_tokens_waiting + sum(e.prefill_tokens for e in self._unreported.values())
         assert self._queue_tokens == expected
         assert len(self._views) <= MAX_VIEWS
@@ -178,26 +178,26 @@ class LoadTracker:
 
 
 class Viewed(Protocol):
-    """A worker as ``views`` needs it."""
+    """A worker, as ``views`` needs it."""
 
     @property
     def id(self) -> InstanceId:
-        """Its identity."""
+        """The worker's identity."""
         ...
 
     @property
     def role(self) -> Role:
-        """What it does."""
+        """The phases that the worker serves."""
         ...
 
     @property
     def place(self) -> Place:
-        """Where it stands."""
+        """The place of the worker's host."""
         ...
 
     @property
     def load(self) -> LoadTracker:
-        """Its load."""
+        """The worker's load."""
         ...
 
 

@@ -1,11 +1,11 @@
 """The workers that routing may choose from, with their views kept from one decision to the next.
 
 Pure. Most of what a policy is shown has not changed since the last decision: of 128 workers a few have reported since
-then, a few hold part of the prompt. So a roster has one view of each worker and writes into it what has changed; a
-tracker whose load changes leaves its number in a set, and only these are brought up to date: after a report at once, so
-that no request waits for it, else by the next decision. Example: 128 workers, a prompt that one worker holds, another
-request was sent to one just now: its load is written, what is held of the prompt in one view, and in the one that held
-the prompt before; the other 125 are not even touched.
+then, a few hold part of the prompt. So ``WorkerViews`` keeps one view of each worker and writes into it what has
+changed; a tracker whose load changes leaves its number in a set, and only these are brought up to date: after a report
+at once, so that no request waits for it, else by the next decision. Example: 128 workers, a prompt that one worker
+holds, another request was sent to one just now: its load is written, what is held of the prompt in one view, and in the
+one that held the prompt before; the other 125 are not even touched.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tanghulu.types import InstanceId
 W = TypeVar("W", bound=Viewed)
 
 
-class Roster(Generic[W]):
-    """Some workers in a fixed order and in fixed roles. A worker is on one roster at a time: the latest one made."""
+class WorkerViews(Generic[W]):
+    """Workers in a fixed order and roles, with their views. A worker is in one WorkerViews: the latest made."""
 
     def __init__(self, workers: Sequence[W]) -> None:
         self.workers = list(workers)
@@ -40,7 +40,7 @@ class Roster(Generic[W]):
     def views(self, hits: Mapping[InstanceId, int], coming: Mapping[InstanceId, int]) -> Shown:
         """A view of each, with the blocks of a prompt that it has and that are coming to it.
 
-        It is the roster's own list: it must not be changed, and is as it was until the next call or a worker's report.
+        It is the kept list: it must not be changed, and stays as it is until the next call or a worker's report.
         """
         number_of, shown = self._number_of, self._shown
         for number in list(self._stale):
@@ -67,7 +67,7 @@ class Roster(Generic[W]):
             ranked.loaded(place)
 
     def _forget_prompt(self) -> None:
-        """Nobody holds anything of the next prompt until that is said."""
+        """Clear what the workers hold of the last prompt."""
         for view in self._found:
             view.found(0, 0)
         self._found.clear()
@@ -78,7 +78,7 @@ class Roster(Generic[W]):
             ranked.longest = 0
 
     def check(self) -> None:
-        """What is kept is what would be made now, but for those that are marked."""
+        """Assert that kept views are those that would be made now, but for the marked ones."""
         fresh, shown = views(self.workers, {}, {}), self._shown
         assert all(0 <= number < len(self.workers) for number in self._stale)
         for number, view in enumerate(fresh):

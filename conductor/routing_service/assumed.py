@@ -20,7 +20,7 @@ DEFAULT_MAX_BLOCKS = 100_000
 
 
 class AssumedBlocks:
-    """What workers are taken to hold; says so as events for the index."""
+    """The blocks that workers are taken to hold, told as events for the index."""
 
     def __init__(self, keep_s: float, max_blocks: int = DEFAULT_MAX_BLOCKS) -> None:
         assert keep_s > 0
@@ -29,7 +29,7 @@ class AssumedBlocks:
         self._until_s: dict[InstanceId, OrderedDict[BlockHash, float]] = {}
 
     def used(self, worker: InstanceId, blocks: Sequence[BlockHash], now_s: float) -> list[PrefixEvent]:
-        """``worker`` has prefilled a prompt of these blocks. The tail is touched first, and so forgotten first."""
+        """Note that ``worker`` has prefilled a prompt of ``blocks``. The tail is touched, and so forgotten, first."""
         until_s = self._until_s.setdefault(worker, OrderedDict())
         for block in reversed(blocks):
             until_s[block] = now_s + self._keep_s
@@ -41,7 +41,7 @@ class AssumedBlocks:
         return [*events, Removed(worker, too_many)] if too_many else events
 
     def sweep(self, now_s: float) -> list[PrefixEvent]:
-        """Forget what was not used for too long."""
+        """Forget blocks that were not used for too long."""
         events: list[PrefixEvent] = []
         for worker, until_s in self._until_s.items():
             gone = []
@@ -52,11 +52,11 @@ class AssumedBlocks:
         return events
 
     def forget(self, worker: InstanceId) -> None:
-        """The worker is gone."""
+        """Forget a worker that is gone."""
         self._until_s.pop(worker, None)
 
     def check(self) -> None:
-        """The bound is kept, and each worker's blocks are in the order in which they run out."""
+        """Assert the bound, and that each worker's blocks are in the order in which they run out."""
         for until_s in self._until_s.values():
             assert len(until_s) <= self._max_blocks
             assert list(until_s.values()) == sorted(until_s.values())

@@ -19,9 +19,9 @@ from typing import Any
 
 import httpx
 
-from tanghulu.conductor.routing.overrides import RoutingWish
-from tanghulu.conductor.routing_service import types as words
-from tanghulu.conductor.routing_service.service import Question, RoutingService, Target
+from tanghulu.conductor.routing.overrides import RoutingOverrides
+from tanghulu.conductor.routing_service import types
+from tanghulu.conductor.routing_service.service import RoutableWorker, RoutingQuery, RoutingService
 from tanghulu.errors import InvalidRequest, NodeUnavailable
 from tanghulu.hashing import as_tokens
 from tanghulu.runtime.clock import Clock
@@ -35,7 +35,7 @@ _WISHES = ("policy", "weights", "worker")
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class ForwardedAnswer:
     """An answer that has begun. ``end`` must be called in the end, however far ``pieces`` were read."""
 
     worker: InstanceId
@@ -48,14 +48,14 @@ class Generation:
 @dataclass(frozen=True, slots=True)
 class _Asked:
     request_id: str
-    question: Question
+    question: RoutingQuery
     body: bytes
 
 
 class Generator:
     """Forwards to the workers of ``service`` that have a URL."""
 
-    def __init__(self, service: RoutingService, hasher: words.Hasher, clock: Clock) -> None:
+    def __init__(self, service: RoutingService, hasher: types.Hasher, clock: Clock) -> None:
         self._service, self._hasher, self._clock = service, hasher, clock
         timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
@@ -67,8 +67,8 @@ class Generator:
         await asyncio.gather(*self._closing, return_exceptions=True)
         await self._http.aclose()
 
-    async def generate(self, body: bytes) -> Generation:
-        """Send ``body`` (JSON) to the best worker. Raises InvalidRequest for what it is not, NodeUnavailable."""
+    async def generate(self, body: bytes) -> ForwardedAnswer:
+        """Send ``body`` (JSON) to the best worker. Raises InvalidRequest for a malformed body, NodeUnavailable."""
         asked = self._read(body)
         tried: list[str] = []
         while True:
@@ -89,7 +89,9 @@ class Generator:
             headers = {k: v for k, v in response.headers.items() if k.lower() not in _NOT_PASSED_ON}
             headers["x-tanghulu-worker"] = target.id
             end = functools.partial(self._end, asked.request_id, response)
-            return Generation(target.id, response.status_code, headers, self._pieces(asked.request_id, response), end)
+            return ForwardedAnswer(
+                target.id, response.status_code, headers, self._pieces(asked.request_id, response), end
+            )
 
     async def _pieces(self, request_id: str, response: httpx.Response) -> AsyncIterator[bytes]:
         began = False
@@ -107,18 +109,18 @@ class Generator:
             self._service.prefill_completed(request_id, self._clock.now_s())
 
     def _end(self, request_id: str, response: httpx.Response) -> None:
-        """Free at once; the connection is closed behind it, also where whoever read was cancelled."""
+        """Free the request at once, then close the connection, also where the reader was cancelled."""
         self._service.free(request_id)
         closing = asyncio.create_task(response.aclose())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 
-    async def _send(self, target: Target, body: bytes) -> httpx.Response:
+    async def _send(self, target: RoutableWorker, body: bytes) -> httpx.Response:
         headers = {"content-type": "application/json"}
         request = self._http.build_request("POST", f"{target.url}/generate", content=body, headers=headers)
         return await self._http.send(request, stream=True)
 
-    def _pick(self, question: Question, tried: list[str]) -> Target:
+    def _pick(self, question: RoutingQuery, tried: list[str]) -> RoutableWorker:
         passed_over = {line.partition(":")[0] for line in tried}
         if len(tried) < MAX_ATTEMPTS:
             best = self._service.best_of(self._with_urls(passed_over), question, self._clock.now_s())
@@ -127,10 +129,10 @@ class Generator:
         said = "; ".join(tried) or "none has a url and does both phases"
         raise NodeUnavailable(f"no worker took the request: {said}")
 
-    def _others(self, tried: list[str], target: Target) -> bool:
+    def _others(self, tried: list[str], target: RoutableWorker) -> bool:
         return bool(self._with_urls({line.partition(":")[0] for line in tried} | {target.id}))
 
-    def _with_urls(self, passed_over: set[str]) -> list[Target]:
+    def _with_urls(self, passed_over: set[str]) -> list[RoutableWorker]:
         return [
             t for t in self._service.workers if t.url and t.role.prefills and t.role.decodes and t.id not in passed_over
         ]
@@ -143,17 +145,17 @@ class Generator:
         ids = told.get("input_ids") if isinstance(told, dict) else None
         if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < 1 << 32 for i in ids):
             raise InvalidRequest("generate needs input_ids, a list of token ids: the router has no tokenizer")
-        wish = _wish(told.pop("routing", {}))
+        overrides = _overrides(told.pop("routing", {}))
         rid = told.get("rid")
         request_id = rid if isinstance(rid, str) and rid else uuid.uuid4().hex
-        question = words.question(self._hasher, [], as_tokens(ids), 0, wish, str(told.get("session", "")))
+        question = types.query_of(self._hasher, [], as_tokens(ids), 0, overrides, str(told.get("session", "")))
         return _Asked(request_id, question, json.dumps(told).encode())
 
 
-def _wish(told: Any) -> RoutingWish:
+def _overrides(told: Any) -> RoutingOverrides:
     if not isinstance(told, dict) or not told.keys() <= set(_WISHES):
         raise InvalidRequest(f"routing has other fields than {', '.join(_WISHES)}")
     weights, worker = told.get("weights", {}), str(told.get("worker", ""))
     if not isinstance(weights, dict) or not all(isinstance(value, int | float) for value in weights.values()):
         raise InvalidRequest("routing.weights are numbers by name")
-    return words.wish_of(str(told.get("policy", "")), weights, worker, worker)
+    return types.overrides_of(str(told.get("policy", "")), weights, worker, worker)

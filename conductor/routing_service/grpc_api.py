@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 import grpc.aio
 
 from tanghulu.conductor.routing.requests import KvChange, WorkerLoad
-from tanghulu.conductor.routing_service import types as words
+from tanghulu.conductor.routing_service import types
 from tanghulu.conductor.routing_service.generate import Generator
-from tanghulu.conductor.routing_service.service import Question, RoutingService
+from tanghulu.conductor.routing_service.service import RoutingQuery, RoutingService
 from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.hashing import as_tokens
 from tanghulu.protos import router_pb2 as pb
@@ -40,25 +40,25 @@ def _typed(method: Callable[[Any, Any], Any]) -> Method:
 class RouterServicer(router_pb2_grpc.RouterServicer):
     """See protos/router.proto."""
 
-    def __init__(self, service: RoutingService, hasher: words.Hasher, clock: Clock, generator: Generator) -> None:
+    def __init__(self, service: RoutingService, hasher: types.Hasher, clock: Clock, generator: Generator) -> None:
         self._service, self._hasher, self._clock, self._generator = service, hasher, clock, generator
 
     @_typed
     def PutWorker(self, message: pb.RouterWorker) -> pb.RouterDone:
-        """A worker is there."""
-        role, place = words.role_of(message.role), words.place_of(message.place)
+        """Enter a worker."""
+        role, place = types.role_of(message.role), types.place_of(message.place)
         self._service.put_worker(InstanceId(message.worker), role, place, message.url)
         return pb.RouterDone()
 
     @_typed
     def RemoveWorker(self, message: pb.RouterWorkerName) -> pb.RouterDone:
-        """It is gone."""
+        """Forget a worker."""
         self._service.remove_worker(InstanceId(message.worker))
         return pb.RouterDone()
 
     @_typed
     def ReportLoad(self, message: pb.RouterLoad) -> pb.RouterDone:
-        """A worker's own figures."""
+        """Take a worker's own figures."""
         load = WorkerLoad(
             message.num_running,
             message.num_waiting,
@@ -74,14 +74,14 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
 
     @_typed
     def PublishEvents(self, message: pb.RouterEvents) -> pb.RouterDone:
-        """What a worker's cache gained and lost."""
-        stored, removed = words.checked_hashes(message.stored), words.checked_hashes(message.removed)
+        """Take events of a worker's cache."""
+        stored, removed = types.checked_hashes(message.stored), types.checked_hashes(message.removed)
         self._service.kv_event(InstanceId(message.worker), KvChange(tuple(stored), tuple(removed), message.cleared))
         return pb.RouterDone()
 
     @_typed
     def BestWorker(self, message: pb.RouterQuestion) -> pb.RouterBest:
-        """Where a request should go; with request_id it is added there."""
+        """Choose the workers for a request; with request_id it is added there."""
         best = self._service.best(self._question(message), self._clock.now_s(), message.request_id, message.explain)
         candidates = [
             pb.RouterCandidate(worker=c.worker, phase=c.phase, score=c.score, terms=dict(c.terms))
@@ -96,7 +96,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
 
     @_typed
     def AddRequest(self, message: pb.RouterAddRequest) -> pb.RouterDone:
-        """The gateway has decided by itself."""
+        """Add a request that a gateway has routed by itself."""
         if not message.question.request_id:
             raise InvalidRequest("AddRequest needs a request_id")
         prefill, decode = message.prefill_worker, message.decode_worker or message.prefill_worker
@@ -106,25 +106,25 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
 
     @_typed
     def PrefillCompleted(self, message: pb.RouterRequestName) -> pb.RouterDone:
-        """The first token has come."""
+        """Note the first token of a request."""
         self._service.prefill_completed(message.request_id, self._clock.now_s())
         return pb.RouterDone()
 
     @_typed
     def Free(self, message: pb.RouterRequestName) -> pb.RouterDone:
-        """The request has ended."""
+        """Free a request that has ended."""
         self._service.free(message.request_id)
         return pb.RouterDone()
 
     @_typed
     def Overlaps(self, message: pb.RouterQuestion) -> pb.RouterOverlaps:
-        """Leading blocks that each worker has or is computing."""
+        """The leading blocks that each worker has or is computing."""
         found = self._service.overlaps(self._question(message).hashes, self._clock.now_s())
         return pb.RouterOverlaps(overlaps=[pb.RouterOverlap(worker=w, num_blocks=n) for w, n in found.items()])
 
     @_typed
     def PotentialLoads(self, message: pb.RouterQuestion) -> pb.RouterPotentialLoads:
-        """What each worker would have to do with the request."""
+        """The load that each worker would have with the request."""
         loads = self._service.potential_loads(self._question(message), self._clock.now_s())
         return pb.RouterPotentialLoads(
             loads=[
@@ -139,7 +139,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         )
 
     async def Generate(self, message: pb.RouterGenerate, context: Context) -> AsyncIterator[pb.RouterPiece]:
-        """Sent to the best worker; its answer as it comes."""
+        """Send the request to the best worker; stream its answer."""
         begun = None
         try:
             begun = await self._generator.generate(message.body)
@@ -153,12 +153,12 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
                 begun.end()
 
     async def DumpEvents(self, message: pb.RouterDumpRequest, context: Context) -> AsyncIterator[pb.RouterEvents]:
-        """Events from which an empty index would become this one: as of now, whatever comes while they are sent."""
+        """Stream events from which an empty index would become this one, as of now."""
         for event in list(self._service.dump_events()):
             yield pb.RouterEvents(worker=event.holder, stored=list(event.blocks))
 
-    def _question(self, message: pb.RouterQuestion) -> Question:
-        wish = words.wish_of(message.policy, message.weights, message.prefill_worker, message.decode_worker)
+    def _question(self, message: pb.RouterQuestion) -> RoutingQuery:
+        overrides = types.overrides_of(message.policy, message.weights, message.prefill_worker, message.decode_worker)
         tokens = as_tokens(message.tokens) if message.tokens else None
-        hashes = words.checked_hashes(message.block_hashes)
-        return words.question(self._hasher, hashes, tokens, message.num_tokens, wish, message.session)
+        hashes = types.checked_hashes(message.block_hashes)
+        return types.query_of(self._hasher, hashes, tokens, message.num_tokens, overrides, message.session)

@@ -12,9 +12,9 @@ from starlette.types import Receive, Scope, Send
 
 from tanghulu.conductor.http.reply import parse, read_body
 from tanghulu.conductor.routing.requests import KvChange, WorkerLoad
-from tanghulu.conductor.routing_service import types as words
-from tanghulu.conductor.routing_service.generate import Generation, Generator
-from tanghulu.conductor.routing_service.service import Question, RoutingService
+from tanghulu.conductor.routing_service import types
+from tanghulu.conductor.routing_service.generate import ForwardedAnswer, Generator
+from tanghulu.conductor.routing_service.service import RoutingQuery, RoutingService
 from tanghulu.errors import InvalidRequest
 from tanghulu.hashing import as_tokens
 from tanghulu.runtime.clock import Clock
@@ -26,18 +26,18 @@ Name = Annotated[str, Field(min_length=1, max_length=256)]
 Count = Annotated[int, Field(ge=0, lt=1 << 32)]
 Speed = Annotated[float, Field(ge=0)]
 Hash = (
-    Annotated[int, Field(ge=0, lt=1 << 64)] | Annotated[str, Field(min_length=2, max_length=2 * words.MAX_HASH_BYTES)]
+    Annotated[int, Field(ge=0, lt=1 << 64)] | Annotated[str, Field(min_length=2, max_length=2 * types.MAX_HASH_BYTES)]
 )
 Hashes = Annotated[list[Hash], Field(fail_fast=True)]
 
 
-class Strict(BaseModel):
-    """Bodies are checked to the letter: a misspelt field would silently do nothing."""
+class StrictBody(BaseModel):
+    """A body whose types are strict and unknown fields refused: a misspelt field would silently do nothing."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
 
-class WorkerBody(Strict):
+class WorkerBody(StrictBody):
     """PUT /workers."""
 
     worker: Name
@@ -46,7 +46,7 @@ class WorkerBody(Strict):
     url: str = ""
 
 
-class LoadBody(Strict):
+class LoadBody(StrictBody):
     """POST /report_load."""
 
     worker: Name
@@ -60,7 +60,7 @@ class LoadBody(Strict):
     store_bytes_per_s: Speed = 0.0
 
 
-class EventsBody(Strict):
+class EventsBody(StrictBody):
     """POST /publish_events; ``cleared`` comes before ``stored``."""
 
     worker: Name
@@ -69,7 +69,7 @@ class EventsBody(Strict):
     cleared: bool = False
 
 
-class QuestionBody(Strict):
+class QuestionBody(StrictBody):
     """POST /best_worker, /overlaps, /potential_loads."""
 
     block_hashes: Hashes = Field(default_factory=list)
@@ -84,7 +84,7 @@ class QuestionBody(Strict):
     explain: bool = False
 
 
-class RequestBody(Strict):
+class RequestBody(StrictBody):
     """POST /prefill_completed and /free."""
 
     request_id: Name
@@ -92,7 +92,7 @@ class RequestBody(Strict):
 
 def make_app(
     service: RoutingService,
-    hasher: words.Hasher,
+    hasher: types.Hasher,
     clock: Clock,
     registry: CollectorRegistry,
     max_body_bytes: int,
@@ -126,9 +126,9 @@ def make_app(
 
 
 class _Passed(StreamingResponse):
-    """A worker's answer; whether it was read to its end or not, the request is freed."""
+    """A worker's answer on its way; frees the request at its end, read to the end or not."""
 
-    def __init__(self, begun: Generation) -> None:
+    def __init__(self, begun: ForwardedAnswer) -> None:
         super().__init__(begun.pieces, begun.status, dict(begun.headers))
         self._begun = begun
 
@@ -159,7 +159,7 @@ def _add_workers(app: FastAPI, service: RoutingService, max_body_bytes: int) -> 
     async def put_worker(request: Request) -> dict[str, Any]:
         """A worker is there."""
         body = parse(WorkerBody, await read_body(request, max_body_bytes))
-        service.put_worker(InstanceId(body.worker), words.role_of(body.role), words.place_of(body.place), body.url)
+        service.put_worker(InstanceId(body.worker), types.role_of(body.role), types.place_of(body.place), body.url)
         return {}
 
     @app.delete("/workers/{worker}")
@@ -190,14 +190,14 @@ def _add_workers(app: FastAPI, service: RoutingService, max_body_bytes: int) -> 
 
 
 def _add_requests(
-    app: FastAPI, service: RoutingService, hasher: words.Hasher, clock: Clock, max_body_bytes: int
+    app: FastAPI, service: RoutingService, hasher: types.Hasher, clock: Clock, max_body_bytes: int
 ) -> None:
-    async def asked(request: Request) -> tuple[QuestionBody, Question]:
+    async def asked(request: Request) -> tuple[QuestionBody, RoutingQuery]:
         body = parse(QuestionBody, await read_body(request, max_body_bytes))
-        wish = words.wish_of(body.policy, body.weights, body.prefill_worker, body.decode_worker)
+        overrides = types.overrides_of(body.policy, body.weights, body.prefill_worker, body.decode_worker)
         tokens = None if body.tokens is None else as_tokens(body.tokens)
         hashes = _hashes(body.block_hashes)
-        return body, words.question(hasher, hashes, tokens, body.num_tokens, wish, body.session)
+        return body, types.query_of(hasher, hashes, tokens, body.num_tokens, overrides, body.session)
 
     @app.post("/best_worker")
     async def best_worker(request: Request) -> dict[str, Any]:
@@ -260,6 +260,6 @@ def _add_requests(
 
 def _hashes(values: list[int | str]) -> list[BlockHash]:
     try:
-        return words.checked_hashes(v.to_bytes(8, "big") if isinstance(v, int) else bytes.fromhex(v) for v in values)
+        return types.checked_hashes(v.to_bytes(8, "big") if isinstance(v, int) else bytes.fromhex(v) for v in values)
     except ValueError as error:
         raise InvalidRequest(f"a block hash is not hex: {error}") from None

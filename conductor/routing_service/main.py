@@ -11,7 +11,7 @@ import grpc.aio
 from prometheus_client import CollectorRegistry
 
 from tanghulu.conductor.pool_router import main as pools_main
-from tanghulu.conductor.routing.overrides import Policies, parse_weights
+from tanghulu.conductor.routing.overrides import RoutingPolicies, parse_weights
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES
 from tanghulu.conductor.routing.requests import KvChange
 from tanghulu.conductor.routing_service.assumed import DEFAULT_MAX_BLOCKS, AssumedBlocks
@@ -34,7 +34,7 @@ from tanghulu.web.server import HttpServer, address_of, listen
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterConfig(pools_main.RouterConfig):
+class RouterConfig(pools_main.GlobalRouterConfig):
     """The options of both kinds of router; those below concern the service, without --pools."""
 
     grpc_port: int = option(8101, "service: port of its gRPC API; 0 picks one")
@@ -64,7 +64,7 @@ class RouterConfig(pools_main.RouterConfig):
         self.hasher()
 
     def hasher(self) -> Hasher:
-        """How prompts that come as tokens are hashed. Raises ConfigError for a root that is not hex."""
+        """The hasher of prompts that come as tokens. Raises ConfigError for a root that is not hex."""
         try:
             root = BlockHash(bytes.fromhex(self.root_hash))
         except ValueError:
@@ -81,7 +81,7 @@ class RouterServer:
 
     def __init__(self, config: RouterConfig, registry: CollectorRegistry) -> None:
         self.config = config
-        policies = Policies(config.policy, parse_weights(config.policy_weights))
+        policies = RoutingPolicies(config.policy, parse_weights(config.policy_weights))
         self.service = RoutingService(policies, config.block_tokens, config.block_bytes, config.assumed())
         self.address = self.grpc_address = Address("", 0)
         self._registry, self._hasher, self._clock = registry, config.hasher(), SystemClock()
@@ -121,7 +121,7 @@ class RouterServer:
             listener.close()
 
     def _follower(self, source: EventSource) -> VllmFollower:
-        """The worker is there from the start; who registers it later may say its role and place."""
+        """Register the worker of ``source`` and follow its events; a later registration may give its role and place."""
         self.service.put_worker(source.worker, Role.BOTH)
 
         def apply(change: KvChange) -> None:

@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 from tanghulu.conductor.dispatch.router import with_both_phases
 from tanghulu.conductor.index.prefix_index import Cleared, PrefixIndex, Removed, Stored
 from tanghulu.conductor.routing.in_flight import InFlightBlocks
-from tanghulu.conductor.routing.overrides import NO_WISH, Policies, RoutingWish, restricted
+from tanghulu.conductor.routing.overrides import NO_OVERRIDES, RoutingOverrides, RoutingPolicies, restricted
 from tanghulu.conductor.routing.policies.base import Candidate, RequestView, WorkerView
 from tanghulu.conductor.routing.requests import KvChange, WorkerLoad
 from tanghulu.conductor.routing.shortlist import views_of
 from tanghulu.conductor.routing.worker_state import LoadTracker, views
-from tanghulu.conductor.routing.worker_views import Roster
+from tanghulu.conductor.routing.worker_views import WorkerViews
 from tanghulu.conductor.routing_service.assumed import AssumedBlocks
 from tanghulu.errors import InvalidRequest, NodeUnavailable, Overloaded
 from tanghulu.types import BlockHash, InstanceId, Place, Role
@@ -34,18 +34,18 @@ UNKNOWN_ROOM = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """A prompt: the hashes of its full blocks, its length, and what the request wishes."""
+class RoutingQuery:
+    """A prompt to route: the hashes of its full blocks, its length, and the request's overrides."""
 
     hashes: Sequence[BlockHash]
     num_tokens: int
-    wish: RoutingWish = NO_WISH
+    overrides: RoutingOverrides = NO_OVERRIDES
     session: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """Where a request should go, how many leading blocks are or will be at its prefill worker, and why."""
+    """The workers for a request, the leading blocks that are or will be at its prefill worker, and the reasons."""
 
     prefill: InstanceId
     decode: InstanceId
@@ -55,7 +55,7 @@ class Best:
 
 @dataclass(frozen=True, slots=True)
 class PotentialLoad:
-    """What a worker would have to do if it got the request as well."""
+    """The load of a worker if it got the request as well."""
 
     worker: InstanceId
     prefill_tokens: int
@@ -64,7 +64,7 @@ class PotentialLoad:
 
 
 @dataclass(eq=False)
-class Target:
+class RoutableWorker:
     """A worker that requests can be sent to. ``num_blocks`` are used by requests under way that were added here.
 
     ``url`` is that of its HTTP API, "" where it is not known.
@@ -80,25 +80,25 @@ class Target:
 
 @dataclass(eq=False)
 class _Added:
-    prefill: Target
-    decode: Target
+    prefill: RoutableWorker
+    decode: RoutableWorker
     hashes: Sequence[BlockHash]
     num_blocks: int
     prefilled: bool = False
 
 
 class RoutingService:
-    """See the module. ``block_tokens`` and ``block_bytes`` are those of the one model that is served."""
+    """Routing as a service. ``block_tokens`` and ``block_bytes`` are those of the one model that is served."""
 
     def __init__(
-        self, policies: Policies, block_tokens: int, block_bytes: int, assumed: AssumedBlocks | None = None
+        self, policies: RoutingPolicies, block_tokens: int, block_bytes: int, assumed: AssumedBlocks | None = None
     ) -> None:
         self.block_tokens = block_tokens
         self.index = PrefixIndex()
         self._policies, self._block_bytes, self._assumed = policies, block_bytes, assumed
         self._in_flight = InFlightBlocks()
-        self._targets: dict[InstanceId, Target] = {}
-        self._roster: Roster[Target] = Roster([])
+        self._targets: dict[InstanceId, RoutableWorker] = {}
+        self._worker_views: WorkerViews[RoutableWorker] = WorkerViews([])
         self._added: dict[str, _Added] = {}
 
     @property
@@ -107,14 +107,14 @@ class RoutingService:
         return len(self._added)
 
     @property
-    def workers(self) -> list[Target]:
+    def workers(self) -> list[RoutableWorker]:
         """All workers."""
         return list(self._targets.values())
 
     # --- workers
 
     def put_worker(self, worker: InstanceId, role: Role, place: Place = Place(), url: str = "") -> None:
-        """A worker is there, or is another than it was.
+        """Enter a worker, or its changed registration.
 
         Raises InvalidRequest for a role that neither prefills nor decodes or a url that is none, Overloaded beyond
         MAX_WORKERS.
@@ -127,20 +127,20 @@ class RoutingService:
         if known is not None:
             known.role, known.place, known.url = role, place, url
             known.load.renew()
-            self._roster = Roster(self.workers)
+            self._worker_views = WorkerViews(self.workers)
             return
         if len(self._targets) >= MAX_WORKERS:
             raise Overloaded(f"there are {MAX_WORKERS} workers already")
-        self._targets[worker] = Target(worker, role, place, LoadTracker(), url=url)
-        self._roster = Roster(self.workers)
+        self._targets[worker] = RoutableWorker(worker, role, place, LoadTracker(), url=url)
+        self._worker_views = WorkerViews(self.workers)
         self.report(worker, WorkerLoad())
 
     def remove_worker(self, worker: InstanceId) -> None:
-        """It is gone with all it held; requests that were added to it are forgotten. Unknown ones are no error."""
+        """Forget a worker, its blocks and the requests that were added to it; an unknown one is no error."""
         target = self._targets.pop(worker, None)
         if target is None:
             return
-        self._roster = Roster(self.workers)
+        self._worker_views = WorkerViews(self.workers)
         self.index.remove_holder(worker)
         if self._assumed is not None:
             self._assumed.forget(worker)
@@ -148,7 +148,7 @@ class RoutingService:
             self.free(request_id)
 
     def report(self, worker: InstanceId, load: WorkerLoad) -> None:
-        """A worker's own figures. Raises InvalidRequest for an unknown worker.
+        """Take a worker's own figures. Raises InvalidRequest for an unknown worker.
 
         One that does not tell how many blocks it has is taken to have room.
         """
@@ -157,7 +157,7 @@ class RoutingService:
         self._target(worker).load.report(load)
 
     def kv_event(self, worker: InstanceId, change: KvChange) -> None:
-        """What a worker's cache gained and lost. Raises InvalidRequest for an unknown worker."""
+        """Take an event of a worker's cache. Raises InvalidRequest for an unknown worker."""
         self._target(worker)
         if change.cleared:
             self.index.apply(Cleared(worker))
@@ -172,16 +172,16 @@ class RoutingService:
 
     # --- requests
 
-    def best(self, question: Question, now_s: float, request_id: str = "", explain: bool = False) -> Best:
-        """Where it should go; with ``request_id`` it is added there, with ``explain`` all candidates are told.
+    def best(self, question: RoutingQuery, now_s: float, request_id: str = "", explain: bool = False) -> Best:
+        """Choose the workers for a request; with ``request_id`` it is added there, ``explain`` gives all candidates.
 
         Raises NodeUnavailable if nobody can take it, InvalidRequest for a request id that is in use.
         """
-        policy, request = self._policies.of(question.wish), self._request(question)
+        policy, request = self._policies.of(question.overrides), self._request(question)
         hits, coming = self._overlaps(question.hashes, now_s)
-        ranks = policy.ranks and not (question.wish.prefill or question.wish.decode)
-        every = with_both_phases(views_of(self._roster, frozenset(), ranks, hits, coming))
-        shown = restricted(every, question.wish)
+        ranks = policy.ranks and not (question.overrides.prefill or question.overrides.decode)
+        every = with_both_phases(views_of(self._worker_views, frozenset(), ranks, hits, coming))
+        shown = restricted(every, question.overrides)
         decision = policy.choose(request, shown) if shown else None
         if decision is None:
             raise NodeUnavailable("no worker is registered that could take the request")
@@ -191,28 +191,28 @@ class RoutingService:
             self._add(request_id, question, chosen, self._targets[decision.decode])
         return Best(decision.prefill, decision.decode, chosen.match_blocks, candidates)
 
-    def best_of(self, targets: Sequence[Target], question: Question, now_s: float) -> Target | None:
-        """Which of ``targets``, all of which do both phases, should do the whole of it; None if there are none."""
+    def best_of(self, targets: Sequence[RoutableWorker], question: RoutingQuery, now_s: float) -> RoutableWorker | None:
+        """The best of ``targets``, all of which do both phases, for the whole request; None if there are none."""
         hits, coming = self._overlaps(question.hashes, now_s)
-        shown = restricted(views(targets, hits, coming), question.wish)
-        policy = self._policies.of(question.wish)
+        shown = restricted(views(targets, hits, coming), question.overrides)
+        policy = self._policies.of(question.overrides)
         decision = policy.choose(self._request(question), shown) if shown else None
         return self._targets[decision.prefill] if decision is not None else None
 
     def has_request(self, request_id: str) -> bool:
-        """Whether it was added and not freed."""
+        """Whether the request was added and not freed."""
         return request_id in self._added
 
     def add_request(
-        self, request_id: str, question: Question, prefill: InstanceId, decode: InstanceId, now_s: float
+        self, request_id: str, question: RoutingQuery, prefill: InstanceId, decode: InstanceId, now_s: float
     ) -> None:
-        """A gateway decided by itself. Raises InvalidRequest for unknown workers and for a request id in use."""
+        """Add a request that a gateway has routed. Raises InvalidRequest for unknown workers and a used id."""
         hits, coming = self._overlaps(question.hashes, now_s)
         view = views([self._target(prefill)], hits, coming)[0]
         self._add(request_id, question, view, self._target(decode))
 
     def prefill_completed(self, request_id: str, now_s: float) -> None:
-        """The first token has come. Raises InvalidRequest for an unknown request; the second time says nothing new."""
+        """Note the first token of a request; a second call changes nothing. Raises InvalidRequest if it is unknown."""
         added = self._added.get(request_id)
         if added is None:
             raise InvalidRequest(f"request {request_id!r} is not under way")
@@ -221,7 +221,7 @@ class RoutingService:
         added.prefilled = True
         self._in_flight.end(request_id)
         added.prefill.load.heard_of(request_id)
-        added.decode.load.withdraw(request_id)
+        added.decode.load.release_decode(request_id)
         added.decode.load.sent(request_id, 0, added.num_blocks)
         if self._assumed is not None:
             for worker in {added.prefill.id, added.decode.id}:
@@ -229,26 +229,26 @@ class RoutingService:
                     self.index.apply(event)
 
     def free(self, request_id: str) -> bool:
-        """It has ended, however. False if it was not under way."""
+        """Free a request that has ended; False if it was not under way."""
         added = self._added.pop(request_id, None)
         if added is None:
             return False
         self._in_flight.end(request_id)
         for target in {added.prefill, added.decode}:
             target.load.heard_of(request_id)
-            target.load.withdraw(request_id)
+            target.load.release_decode(request_id)
             target.num_blocks -= added.num_blocks
         return True
 
     # --- questions
 
     def overlaps(self, hashes: Sequence[BlockHash], now_s: float) -> dict[InstanceId, int]:
-        """Leading blocks that each worker holds or is computing; those without one are left out."""
+        """The leading blocks that each worker holds or is computing; workers without one are left out."""
         hits, coming = self._overlaps(hashes, now_s)
         return {worker: max(hits.get(worker, 0), coming.get(worker, 0)) for worker in hits.keys() | coming.keys()}
 
-    def potential_loads(self, question: Question, now_s: float) -> list[PotentialLoad]:
-        """What each worker would have to do with the request."""
+    def potential_loads(self, question: RoutingQuery, now_s: float) -> list[PotentialLoad]:
+        """The load that each worker would have with the request."""
         request = self._request(question)
         hits, coming = self._overlaps(question.hashes, now_s)
         return [
@@ -258,14 +258,14 @@ class RoutingService:
                 target.num_blocks + request.num_blocks,
                 view.num_requests + 1,
             )
-            for target, view in zip(self._roster.workers, self._roster.views(hits, coming), strict=True)
+            for target, view in zip(self._worker_views.workers, self._worker_views.views(hits, coming), strict=True)
         ]
 
     def check(self) -> None:
-        """Every request is counted at its workers; only known workers hold anything."""
+        """Assert that every request is counted at its workers, and that only known workers hold anything."""
         self.index.check()
-        self._roster.check()
-        assert self._roster.workers == self.workers
+        self._worker_views.check()
+        assert self._worker_views.workers == self.workers
         self._in_flight.check()
         used = dict.fromkeys(self._targets.values(), 0)
         for added in self._added.values():
@@ -279,13 +279,13 @@ class RoutingService:
 
     # --- parts
 
-    def _target(self, worker: InstanceId) -> Target:
+    def _target(self, worker: InstanceId) -> RoutableWorker:
         target = self._targets.get(worker)
         if target is None:
             raise InvalidRequest(f"worker {worker!r} is unknown; there is {', '.join(self._targets) or 'none'}")
         return target
 
-    def _request(self, question: Question) -> RequestView:
+    def _request(self, question: RoutingQuery) -> RequestView:
         num_tokens = max(1, question.num_tokens, len(question.hashes) * self.block_tokens)
         named = len(question.hashes)
         return RequestView(
@@ -300,7 +300,7 @@ class RoutingService:
                 self.index.apply(event)
         return self.index.match(hashes), self._in_flight.match(hashes)
 
-    def _add(self, request_id: str, question: Question, prefill: WorkerView, decode: Target) -> None:
+    def _add(self, request_id: str, question: RoutingQuery, prefill: WorkerView, decode: RoutableWorker) -> None:
         if request_id in self._added:
             raise InvalidRequest(f"request {request_id!r} is under way already")
         if len(self._added) >= MAX_REQUESTS:
@@ -313,4 +313,4 @@ class RoutingService:
         for each in {target, decode}:
             each.num_blocks += request.num_blocks
         if decode is not target:
-            decode.load.promise(request_id, request.num_blocks)
+            decode.load.reserve_decode(request_id, request.num_blocks)

@@ -1,4 +1,4 @@
-"""What both edges of the routing service, HTTP and gRPC, make of hashes, tokens and roles."""
+"""Conversions that both APIs of the routing service, HTTP and gRPC, share: hashes, tokens, roles, places."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tanghulu.conductor.index.hash_cache import HashCache
-from tanghulu.conductor.routing.overrides import WEIGHTS, RoutingWish
+from tanghulu.conductor.routing.overrides import WEIGHTS, RoutingOverrides
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES
-from tanghulu.conductor.routing_service.service import Question
+from tanghulu.conductor.routing_service.service import RoutingQuery
 from tanghulu.errors import InvalidRequest
 from tanghulu.hashing import Tokens
 from tanghulu.types import BlockHash, InstanceId, Place, Role
@@ -18,7 +18,7 @@ MAX_HASH_BYTES = 32
 
 @dataclass(eq=False)
 class Hasher:
-    """Tokens to block hashes. ``root`` is what the engine's hashes grow from."""
+    """Hashes tokens to block hashes. ``root`` is the root of the engine's hash chain."""
 
     root: BlockHash
     block_tokens: int
@@ -33,26 +33,31 @@ class Hasher:
 
 
 def checked_hashes(values: Iterable[bytes]) -> list[BlockHash]:
-    """Block hashes as they came; raises InvalidRequest for an empty or an overlong one."""
+    """The block hashes of a message; raises InvalidRequest for an empty or an overlong one."""
     hashes = [BlockHash(value) for value in values]
     if any(not 0 < len(h) <= MAX_HASH_BYTES for h in hashes):
         raise InvalidRequest(f"a block hash has 1 to {MAX_HASH_BYTES} bytes")
     return hashes
 
 
-def question(
-    hasher: Hasher, hashes: Sequence[BlockHash], tokens: Tokens | None, num_tokens: int, wish: RoutingWish, session: str
-) -> Question:
-    """A question with either hashes or tokens. Raises InvalidRequest for both."""
+def query_of(
+    hasher: Hasher,
+    hashes: Sequence[BlockHash],
+    tokens: Tokens | None,
+    num_tokens: int,
+    overrides: RoutingOverrides,
+    session: str,
+) -> RoutingQuery:
+    """A query with either hashes or tokens. Raises InvalidRequest for both."""
     if tokens is None or not len(tokens):
-        return Question(hashes, num_tokens, wish, session)
+        return RoutingQuery(hashes, num_tokens, overrides, session)
     if hashes:
         raise InvalidRequest("give either block hashes or tokens")
-    return Question(hasher.hashes(tokens), len(tokens), wish, session)
+    return RoutingQuery(hasher.hashes(tokens), len(tokens), overrides, session)
 
 
-def wish_of(policy: str, weights: Mapping[str, float], prefill: str, decode: str) -> RoutingWish:
-    """What a request wishes. Raises InvalidRequest for an unknown policy or weight."""
+def overrides_of(policy: str, weights: Mapping[str, float], prefill: str, decode: str) -> RoutingOverrides:
+    """The overrides of a request. Raises InvalidRequest for an unknown policy or weight."""
     if policy and policy not in POLICY_NAMES:
         raise InvalidRequest(f"policy {policy!r} is unknown; there is {', '.join(POLICY_NAMES)}")
     for name, value in weights.items():
@@ -60,7 +65,7 @@ def wish_of(policy: str, weights: Mapping[str, float], prefill: str, decode: str
             raise InvalidRequest(f"weight {name!r} is unknown; there is {', '.join(WEIGHTS)}")
         if not 0 <= value < float("inf"):
             raise InvalidRequest(f"weight {name!r} is {value}; it must be at least 0")
-    return RoutingWish(policy, InstanceId(prefill), InstanceId(decode), tuple(sorted(weights.items())))
+    return RoutingOverrides(policy, InstanceId(prefill), InstanceId(decode), tuple(sorted(weights.items())))
 
 
 def role_of(name: str) -> Role:

@@ -1,4 +1,4 @@
-"""vLLM's KV events to changes of the index: the payload's format, and the sequence numbers.
+"""From vLLM's KV events to changes of the index: the payload's format, and the sequence numbers.
 
 Pure. A publisher numbers its messages from 0; a message is msgpack of [time, events, data-parallel rank]. An event is a
 map in newer versions (seen with 0.32), an array with its name in front in older ones:
@@ -30,7 +30,7 @@ _MEDIUM_AT = {"BlockStored": 6, "BlockRemoved": 2}
 
 @dataclass(frozen=True, slots=True)
 class EventSource:
-    """Where a worker tells its events, and where it repeats them ("": nowhere), as ZeroMQ addresses."""
+    """The ZeroMQ addresses at which a worker tells its events and repeats them ("": it does not)."""
 
     worker: InstanceId
     events: str
@@ -50,7 +50,7 @@ def parse_sources(text: str) -> tuple[EventSource, ...]:
 
 
 class Numbers:
-    """The numbers of one publisher's messages."""
+    """The sequence numbers of one publisher's messages."""
 
     def __init__(self) -> None:
         self.next: int | None = None
@@ -71,7 +71,7 @@ class Numbers:
         return self.next is not None and number < self.next
 
     def took(self, number: int) -> None:
-        """The message was applied."""
+        """Note that the message was applied."""
         self.next = number + 1
 
 

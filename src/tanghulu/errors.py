@@ -1,7 +1,7 @@
-"""The tree of what the world can do to us. A programmer's error asserts instead.
+"""The tree of typed errors: failures that the world causes. A programmer's error asserts instead.
 
 Every error has a stable ``code``; it travels by that code in both carriers and is mapped to gRPC
-statuses, HTTP statuses and exit codes by the edges alone (``rpc``, the conductor's HTTP app, ``cli``).
+statuses, HTTP statuses and exit codes by the outermost layers alone (``rpc``, the conductor's HTTP app, ``cli``).
 A message says what was asked, what is there, and what to do.
 """
 
@@ -50,7 +50,7 @@ class MasterUnavailable(TanghuluError):
 
 
 class NotLeader(MasterUnavailable):
-    """One of several masters was asked that does not lead; ``leader`` is where to ask instead, "" if it knows none."""
+    """A master was asked that does not lead; ``leader`` is the one to ask instead, "" if it knows none."""
 
     code = "NOT_LEADER"
 
@@ -77,7 +77,7 @@ class DirectoryIncomplete(TanghuluError):
 
 
 class StoreFull(TanghuluError):
-    """Nothing that could be evicted makes room for the value before the deadline."""
+    """No eviction could make room for the value before the deadline."""
 
     code = "STORE_FULL"
     retryable = True
@@ -117,25 +117,25 @@ class InvalidRequest(TanghuluError):
 
 
 class NodeNotFound(InvalidRequest):
-    """No store node is called so."""
+    """No store node has the given id."""
 
     code = "NODE_NOT_FOUND"
 
 
 class Conflict(InvalidRequest):
-    """As things stand it cannot be done; the message says what has to be otherwise."""
+    """The current state forbids the request; the message says what has to change first."""
 
     code = "CONFLICT"
 
 
 class Unauthorized(TanghuluError):
-    """Nobody knows who asks: no token, an unknown one, or one of another tenant."""
+    """The caller is not known: no token, an unknown one, or one of another tenant."""
 
     code = "UNAUTHORIZED"
 
 
 class Forbidden(Unauthorized):
-    """It is known who asks, and the token does not give this right."""
+    """The caller is known, and its token does not give this right."""
 
     code = "FORBIDDEN"
 

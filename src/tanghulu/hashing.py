@@ -186,7 +186,7 @@ def _cbor_head(major: int, number: int) -> bytes:
 
 
 def vllm_root_hash(seed: str = DEFAULT_VLLM_SEED) -> BlockHash:
-    """What vLLM's first block has in place of a parent."""
+    """The hash that vLLM's first block has in place of a parent."""
     return BlockHash(hashlib.sha256(cbor(seed)).digest())
 
 

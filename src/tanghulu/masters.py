@@ -1,4 +1,4 @@
-"""Where the masters of a store are, and what they are shown: one address, several, or those that etcd names."""
+"""The masters of a store: one address, several, or those that etcd names; and the credentials to show them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tanghulu.types import Address
 
 @dataclass(frozen=True, slots=True)
 class Masters:
-    """Where the master is: its address, those of several of which one leads, or the etcd in which they elect it.
+    """The address of the master, those of several of which one leads, or the etcd in which they elect the leader.
 
     Written ``host:port``, ``host:port,host:port``, or ``etcd://host:port[,host:port][/namespace]``. ``credentials``
-    are what to show there, and to the nodes that it names.
+    are shown to the master, and to the nodes that it names.
     """
 
     addresses: tuple[Address, ...]
@@ -24,7 +24,7 @@ class Masters:
 
     @classmethod
     def parse(cls, text: str) -> Masters:
-        """Read what the user wrote; raises InvalidRequest with the part that was wrong."""
+        """Read the text that a user wrote; raises InvalidRequest with the part that was wrong."""
         in_etcd = text.startswith("etcd://")
         listed, _, namespace = text.removeprefix("etcd://").partition("/")
         addresses = tuple(Address.parse(part.strip()) for part in listed.split(","))

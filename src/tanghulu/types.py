@@ -1,4 +1,4 @@
-"""The words of the house as types: ids, hashes and small value classes that every component shares.
+"""Types that every component shares: ids, hashes and small value classes.
 
 Owns no behaviour beyond parsing and printing. Knows nothing of sockets, protobuf or torch.
 """
@@ -31,7 +31,7 @@ MAX_VALUE_BYTES = 1 << 40
 
 
 class Role(Enum):
-    """What an instance does; the value is the ``component`` under which it registers."""
+    """The role of an instance; the value is the ``component`` under which it registers."""
 
     MASTER = "master"
     NODE = "node"
@@ -55,7 +55,7 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a process stands: ``zone/rack/host``. Equal hosts share memory; equal racks are near."""
+    """The place of a process: ``zone/rack/host``. Equal hosts share memory; equal racks are near."""
 
     zone: str = "local"
     rack: str = "local"

@@ -1,1 +1,1 @@
-"""What operators ask of a store and tell it, written once for the command line and for HTTP."""
+"""Administration of a store, written once for the command line and for HTTP: orders, checks, rows of answers."""

@@ -1,7 +1,7 @@
-"""A check of the store: are the bytes what was put, and do the directory and the nodes agree?
+"""A check of the store: whether the bytes are those that were put, and whether directory and nodes agree.
 
-Every node compares its chunks with their checksums and names them; that is laid beside the master's listing. Chunks
-come and go meanwhile, so what does not agree is looked at a second time before it is said.
+Every node compares its chunks with their checksums and lists them; the lists are compared with the master's. Chunks
+come and go meanwhile, so a difference is looked at a second time before it is reported.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tanghulu.store.client.model import KeyInfo, NodeView, Verified, VerifiedPag
 
 
 class Kind(Enum):
-    """What is wrong."""
+    """The kinds of damage that a check finds."""
 
     CORRUPT = "corrupt"  # the bytes are not what the checksums say
     MISSING = "missing"  # the directory says that the node holds it, the node does not
@@ -26,8 +26,8 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """One chunk on one node with which something is wrong; ``key`` "": the node as a whole."""
+class CheckFinding:
+    """Something that is wrong with one chunk on one node; ``key`` "": with the node as a whole."""
 
     kind: Kind
     node: str
@@ -38,49 +38,49 @@ class Finding:
 _PAGE_DEADLINE_S = 10.0
 
 
-#: Is told (nodes looked at, nodes in all).
+#: A callback that gets the number of nodes looked at, and of all nodes.
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What was found, in ``num_chunks`` chunks, and what of it is ``left`` after a repair."""
+class CheckReport:
+    """The findings of a check of ``num_chunks`` chunks, and those that are ``left`` after a repair."""
 
     num_chunks: int
-    findings: tuple[Finding, ...]
-    left: tuple[Finding, ...]
+    findings: tuple[CheckFinding, ...]
+    left: tuple[CheckFinding, ...]
 
     def row(self) -> Row:
-        """What programs are told."""
+        """The report as an object for JSON."""
         return {"num_chunks": self.num_chunks, "findings": plain(self.findings), "left": plain(self.left)}
 
 
-def compare(listing: Iterable[KeyInfo], held: Mapping[str, Mapping[str, Verified]]) -> list[Finding]:
-    """Where the master's listing and what the nodes hold (node -> key -> chunk) differ, and what is corrupt."""
+def compare(listing: Iterable[KeyInfo], held: Mapping[str, Mapping[str, Verified]]) -> list[CheckFinding]:
+    """The differences between the master's listing and the nodes (node -> key -> chunk), and the corrupt chunks."""
     listed = {(node, info.key): info.version for info in listing for node in info.nodes if node in held}
     findings = [
-        Finding(Kind.MISSING, node, key)
+        CheckFinding(Kind.MISSING, node, key)
         for (node, key), version in listed.items()
         if key not in held[node] or held[node][key].version != version
     ]
     for node, chunks in held.items():
         for key, chunk in chunks.items():
             if chunk.corrupt:
-                findings.append(Finding(Kind.CORRUPT, node, key))
+                findings.append(CheckFinding(Kind.CORRUPT, node, key))
             elif listed.get((node, key)) != chunk.version:
-                findings.append(Finding(Kind.UNLISTED, node, key))
+                findings.append(CheckFinding(Kind.UNLISTED, node, key))
     return findings
 
 
-def check(*, with_repair: bool, progress: Progress | None = None) -> Order[Report]:
+def check(*, with_repair: bool, progress: Progress | None = None) -> Order[CheckReport]:
     """Verify the bytes of all chunks in memory and compare directory and nodes; repair what is found if so asked."""
     findings, num_chunks = yield from find(progress)
     left = (yield from _repair()) if findings and with_repair else findings
-    return Report(num_chunks, tuple(findings), tuple(left))
+    return CheckReport(num_chunks, tuple(findings), tuple(left))
 
 
-def find(progress: Progress | None = None) -> Order[tuple[list[Finding], int]]:
-    """(what is wrong twice in a row, number of chunks looked at)."""
+def find(progress: Progress | None = None) -> Order[tuple[list[CheckFinding], int]]:
+    """The findings that two looks in a row have in common, and the number of chunks looked at."""
     first, num_chunks = yield from _look(progress)
     if not first:
         return [], num_chunks
@@ -89,8 +89,8 @@ def find(progress: Progress | None = None) -> Order[tuple[list[Finding], int]]:
     return [finding for finding in first if finding in stands], num_chunks
 
 
-def _repair() -> Order[list[Finding]]:
-    """Drop corrupt chunks and have the nodes tell the master again what they hold; what is wrong after that."""
+def _repair() -> Order[list[CheckFinding]]:
+    """Drop corrupt chunks and have the nodes report to the master again; returns the findings after that."""
     yield from _look(None, drop_corrupt=True, report=True)
     left, _ = yield from find()
     return left
@@ -98,17 +98,17 @@ def _repair() -> Order[list[Finding]]:
 
 def _look(
     progress: Progress | None, *, drop_corrupt: bool = False, report: bool = False
-) -> Order[tuple[list[Finding], int]]:
+) -> Order[tuple[list[CheckFinding], int]]:
     views: list[NodeView] = yield asking("nodes")
     held: dict[str, dict[str, Verified]] = {}
-    silent: list[Finding] = []
+    silent: list[CheckFinding] = []
     for number, view in enumerate(views):
         if progress is not None:
             progress(number, len(views))
         try:
             held[view.id] = yield from _held_by(view.id, drop_corrupt=drop_corrupt, report=report)
         except (NodeUnavailable, DeadlineExceeded):  # it stands still, or has just gone
-            silent.append(Finding(Kind.SILENT, view.id, ""))
+            silent.append(CheckFinding(Kind.SILENT, view.id, ""))
     listing: list[KeyInfo] = yield asking("list_keys")
     return silent + compare(listing, held), sum(map(len, held.values()))
 

@@ -1,4 +1,4 @@
-"""What operators tell the store, as orders of ``steps``; results are what programs are told."""
+"""The operations of operators, as orders of ``steps``; results are values for JSON."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _chosen(node: str) -> Order[list[str]]:
 
 
 def evict(node: str, keys: Sequence[str], num_bytes: int) -> Order[Row]:
-    """Evict ``keys``, and so many bytes by the policy, on one node or (``node`` "") on each; node -> what went."""
+    """Evict ``keys``, and ``num_bytes`` by the policy, on one node or (``node`` "") on each; node -> what went."""
     chosen = yield from _chosen(node)
     evicted = {}
     for each in chosen:
@@ -56,23 +56,23 @@ def replicate(keys: Sequence[str], holders: int, for_s: float) -> Order[Row]:
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """What became of the removal of several keys; ``failure``: the first reason why one could not be removed."""
+    """The result of removing several keys; ``failure``: the first reason why one could not be removed."""
 
     num_removed: int
     missing: tuple[str, ...] = ()
     failure: TanghuluError | None = None
 
     def row(self) -> Row:
-        """What programs are told."""
+        """The result as an object for JSON."""
         return {"num_removed": self.num_removed, "missing": list(self.missing)}
 
     def plus(self, other: Removal) -> Removal:
-        """Both together."""
+        """The sum of two removals."""
         num_removed = self.num_removed + other.num_removed
         return Removal(num_removed, self.missing + other.missing, self.failure or other.failure)
 
     def complain(self) -> None:
-        """Raise what kept a chunk, or ChunkNotFound for keys that were not there."""
+        """Raise the failure, if there is one, or ChunkNotFound for keys that were not there."""
         if self.failure is not None:
             raise self.failure
         if self.missing:
@@ -115,7 +115,7 @@ def drain(
 def _until_drained(
     node: str, began_s: float, timeout_s: float | None, told: Callable[[NodeView], None]
 ) -> Generator[Question | Pause, Any, int]:
-    """Until it may be stopped; returns how many chunks it holds, all of which others hold too."""
+    """Wait until the node may be stopped; returns the number of its chunks, all of which others hold too."""
     was_draining = False
     while True:
         views: list[NodeView] = yield asking("nodes")

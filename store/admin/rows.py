@@ -1,4 +1,4 @@
-"""What programs are told of the store: the rows of ``--json`` and of the HTTP answers. Pure."""
+"""The rows of ``--json`` and of the HTTP answers. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Row = dict[str, Any]
 
 
 def plain(value: Any) -> Any:
-    """Dataclasses, enums, mappings and (named) tuples as what JSON has."""
+    """Convert dataclasses, enums, mappings and (named) tuples to JSON's types."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Enum):
@@ -39,7 +39,7 @@ def totals(nodes: Sequence[NodeView]) -> dict[str, int]:
 
 
 def put(status: Status) -> Row:
-    """What became of a put."""
+    """The result of a put."""
     return {"key": status.key, "existed": status.existed, "num_replicas": status.num_replicas}
 
 
@@ -51,7 +51,7 @@ def events(event: DirectoryEvent) -> Iterator[Row]:
 
 
 class Beginning:
-    """Which events a follower is shown who may not want what there was already, only what changes."""
+    """Decides which events a follower is shown that may want only changes, not what is there already."""
 
     def __init__(self, *, snapshot: bool) -> None:
         self._snapshot = snapshot

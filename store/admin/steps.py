@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Let so much time pass."""
+    """An instruction to let ``seconds`` pass."""
 
     seconds: float
 
@@ -55,7 +55,7 @@ def _answer(store: Client, step: Question | Pause) -> Any:
 
 
 async def perform_async(store: AsyncClient, order: Order[T]) -> T:
-    """The same with the asyncio client."""
+    """Drive ``order`` with the asyncio client; returns its result or raises its error."""
     try:
         step = next(order)
         while True:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from tanghulu.discovery.masters import ATTEMPT_S
 from tanghulu.errors import InvalidRequest
 from tanghulu.masters import Masters
-from tanghulu.runtime.busy_polling import MAX_SPIN_S, SPIN_S, Company, LoneSpinner, Spinner, paying_spin_s
+from tanghulu.runtime.busy_polling import MAX_SPIN_S, SPIN_S, BusyPoller, LonePoller, Waiters, paying_spin_s
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.process import host_id
 from tanghulu.store.client.logic.effects import MASTER
@@ -45,13 +45,13 @@ class Settings:
                 f"spin_s={self.spin_s}: from 0 (never) to {MAX_SPIN_S}; it is for waits of microseconds"
             )
 
-    def spinner_for(self, peer: str, company: Company) -> Spinner | None:
-        """How the answers of one connection are waited for; None: asleep. ``company``: that of the client's threads.
+    def poller_for(self, peer: str, waiters: Waiters) -> BusyPoller | None:
+        """How the answers of one connection are waited for; None: asleep. ``waiters``: that of the client's threads.
 
         Only the master's are so short that to wake is most of it.
         """
         spin_s = paying_spin_s(self.spin_s) if peer == MASTER else 0.0
-        return LoneSpinner(spin_s, SystemClock(), _SPIN_GAIN, company) if spin_s else None
+        return LonePoller(spin_s, SystemClock(), _SPIN_GAIN, waiters) if spin_s else None
 
     @property
     def uses_unix(self) -> bool:

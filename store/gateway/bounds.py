@@ -1,4 +1,4 @@
-"""How much is under way at one time, and what happens beyond it. ``InFlight`` decides; ``Bounded`` stands in front."""
+"""The bounds on what is under way at one time. ``InFlight`` decides; ``Bounded``, a middleware, applies it."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from tanghulu.web.errors import REQUEST_TIMEOUT, BodyTooLarge, BodyTooSlow, answ
 _log = structlog.get_logger(__name__)
 _ALWAYS = ("/health", "/live")
 VALUES = "/v1/values/"
-#: Of a body that is not a value: some thousands of keys.
+#: Longest body that is not a value: some thousands of keys.
 _MAX_TAKEN_BYTES = 2 << 20
-#: What is left of a refused body is read and dropped up to this size, so that the answer arrives; beyond it the
-#: connection ends with the answer.
+#: The rest of a refused body is read and dropped up to this size, so that the answer arrives; beyond it the connection
+#: ends with the answer.
 _MAX_DROPPED_BYTES = 16 << 20
 
 
 class InFlight:
-    """Counts of one kind of thing (requests, bytes, streams), with a bound. Pure."""
+    """The count of one kind of thing (requests, bytes, streams) that is under way, with a bound. Pure."""
 
     def __init__(self, what: str, most: int) -> None:
         self._what = what
@@ -44,7 +44,7 @@ class InFlight:
 
     @contextlib.contextmanager
     def holding_bytes(self, size_bytes: int) -> Iterator[None]:
-        """The same for bytes; one value that is above the bound has room when there is nothing else."""
+        """Count ``size_bytes`` inside the block; one value above the bound has room when nothing else is under way."""
         if self.now and self.now + size_bytes > self._most:
             raise Overloaded(
                 f"{self._what} under way here have {format_size(self.now)}, and {format_size(size_bytes)} more would "
@@ -70,7 +70,7 @@ class InFlight:
 
 
 class _Stalled(Exception):
-    """The client takes nothing any more."""
+    """Raised when the client takes nothing of its answer any more."""
 
 
 class Bounded:
@@ -86,7 +86,7 @@ class Bounded:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Serve one request within the bounds."""
         if scope["type"] != "http" or scope["path"] in _ALWAYS:
             await self._app(scope, receive, send)
             return
@@ -107,7 +107,7 @@ class Bounded:
 
 
 class _Exchange:
-    """One request's body coming and its answer going."""
+    """The incoming body and the outgoing answer of one request, both with a time limit."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, stall_s: float) -> None:
         self.status = 0
@@ -136,7 +136,7 @@ class _Exchange:
         self._taken = {"type": "http.request", "body": bytes(body), "more_body": False}
 
     async def receive(self) -> Message:
-        """The next piece of the body; behind it, whatever the server says. Raises BodyTooSlow when no piece comes."""
+        """The next piece of the body; behind its end, the server's messages. Raises BodyTooSlow when no piece comes."""
         if self._taken is not None:
             message, self._taken = self._taken, None
             return message
@@ -153,7 +153,7 @@ class _Exchange:
         return message
 
     async def send(self, message: Message) -> None:
-        """The next piece of the answer; raises _Stalled when it does not go."""
+        """Send the next piece of the answer; raises _Stalled when the client does not take it."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             left = 0 if self._complete else self._length - self._come

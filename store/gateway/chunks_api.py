@@ -1,4 +1,4 @@
-"""Routes for chunks without their bytes: listing, what is known of one, removal."""
+"""Routes for chunks without their bytes: listing, description, removal."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tanghulu.store.admin import orders
 from tanghulu.store.admin.orders import Removal
 from tanghulu.store.admin.rows import plain
 from tanghulu.store.admin.steps import perform_async
-from tanghulu.store.gateway.client import KEYS_PER_PAGE, GatewayClient
+from tanghulu.store.gateway.clients import KEYS_PER_PAGE, GatewayClient
 from tanghulu.store.gateway.gateway import Gateway, Patience, key_of
 from tanghulu.store.gateway.matching import matching
 
 Row = dict[str, Any]
-#: A pattern that is longer at a page of keys is one of those that never end.
+#: A pattern that takes longer for a page of keys is one of those that never end.
 _MATCH_S = 3.0
 
 

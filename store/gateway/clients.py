@@ -1,8 +1,8 @@
 """The gateway's connections to the store: a client for each token, opened when it is first shown.
 
-Whoever asks is somebody at the store itself, by his own token: the gateway knows no tokens and no rights. A token is
-shown to the master again every second while it is used, so one that is revoked ends here as soon as there; what the
-client has mapped of a node's memory would go on answering otherwise.
+The store itself authenticates each caller by the caller's own token: the gateway knows no tokens and no rights. A token
+is shown to the master again every second while it is used, so a revoked one ends here as soon as there; otherwise the
+memory of nodes that the client has mapped would go on answering.
 """
 
 from __future__ import annotations
@@ -10,21 +10,151 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Hashable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import structlog
 
 from tanghulu.auth.credentials import Credentials
-from tanghulu.errors import TanghuluError, Unauthorized
+from tanghulu.errors import Overloaded, TanghuluError, Unauthorized
 from tanghulu.masters import Masters
+from tanghulu.store.client.aio import AsyncClient
+from tanghulu.store.client.logic import context, messages
+from tanghulu.store.client.logic.effects import Logic
+from tanghulu.store.client.model import KeyInfo
 from tanghulu.store.client.settings import Settings
-from tanghulu.store.gateway.client import GatewayClient
-from tanghulu.store.gateway.client_book import ClientBook
+from tanghulu.store.protocol.types import validate_key
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
 
 _log = structlog.get_logger(__name__)
+#: Keys that are asked for, or removed, in one call.
+KEYS_PER_PAGE = 8192
 _VERIFY_S = 1.0
 _VERIFY_DEADLINE_S = 1.0
 _SWEEP_S = 5.0
+
+
+class GatewayClient(AsyncClient):
+    """A client of the store for one token."""
+
+    async def key_page(self, prefix: str, after: str, limit: int = KEYS_PER_PAGE) -> tuple[list[KeyInfo], bool]:
+        """Up to ``limit`` keys with ``prefix``, in order behind the key ``after``; whether there are more."""
+        if after:
+            validate_key(after)
+        return await self._run(_key_page(prefix, after, limit), self._deadline(None))
+
+
+def _key_page(prefix: str, after: str, limit: int) -> Logic[tuple[list[KeyInfo], bool]]:
+    reply = yield from context.ask_master(messages.list_keys(prefix, after, limit))
+    return messages.key_page(reply)
+
+
+@dataclass(slots=True)
+class _Entry(Generic[V]):
+    value: V
+    used_s: float
+    verified_s: float
+    num_uses: int = 0
+    dropped: bool = False
+
+
+class ClientCache(Generic[K, V]):
+    """The clients to keep: one for each token, the least recently used goes first. Pure.
+
+    An entry in use is never closed. A method that makes values superfluous returns those to close.
+
+    Example with two places: A and B are entered and given back, C is entered: A goes. Were A and B in use, C would be
+    refused, since to wait for a place is the caller's business.
+    """
+
+    def __init__(self, max_entries: int, idle_s: float, verify_s: float) -> None:
+        self._max_entries = max_entries
+        self._idle_s = idle_s
+        self._verify_s = verify_s
+        self._entries: OrderedDict[K, _Entry[V]] = OrderedDict()  # least recently used first
+        self._leaving: dict[int, _Entry[V]] = {}  # dropped, and still in use
+
+    def take(self, key: K, now_s: float) -> V | None:
+        """The value of ``key``, in use from now on; None if there is none."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        self._entries.move_to_end(key)
+        entry.used_s = now_s
+        entry.num_uses += 1
+        return entry.value
+
+    def enter(self, key: K, value: V, now_s: float) -> list[V]:
+        """Add ``value``, not in use, just verified. Raises Overloaded if all places are in use."""
+        assert key not in self._entries
+        closing: list[V] = []
+        if len(self._entries) >= self._max_entries:
+            oldest = next((key for key, entry in self._entries.items() if not entry.num_uses), None)
+            if oldest is None:
+                raise Overloaded(f"{self._max_entries} tokens are in use at this gateway; try again in a moment")
+            closing.append(self._entries.pop(oldest).value)
+        self._entries[key] = _Entry(value, now_s, now_s)
+        return closing
+
+    def give_back(self, key: K, value: V, now_s: float) -> list[V]:
+        """Note that a user of ``value`` is done with it."""
+        entry = self._leaving.get(id(value)) or self._entries[key]
+        assert entry.value is value
+        entry.num_uses -= 1
+        entry.used_s = now_s
+        if entry.dropped and not entry.num_uses:
+            del self._leaving[id(value)]
+            return [value]
+        return []
+
+    def drop(self, key: K, value: V) -> list[V]:
+        """Let nobody take ``value`` any more; it is to be closed when its last user gives it back."""
+        entry = self._entries.get(key)
+        if entry is None or entry.value is not value:
+            return []
+        del self._entries[key]
+        if not entry.num_uses:
+            return [value]
+        entry.dropped = True
+        self._leaving[id(value)] = entry
+        return []
+
+    def is_due(self, key: K, value: V, now_s: float) -> bool:
+        """Whether it is time to verify the key again; counts as done, so that one caller does it."""
+        entry = self._entries.get(key)
+        if entry is None or entry.value is not value or now_s - entry.verified_s < self._verify_s:
+            return False
+        entry.verified_s = now_s
+        return True
+
+    def expire(self, now_s: float) -> list[V]:
+        """Remove and return the values that nobody has used for a while."""
+        gone = [k for k, e in self._entries.items() if not e.num_uses and now_s - e.used_s >= self._idle_s]
+        return [self._entries.pop(key).value for key in gone]
+
+    def clear(self) -> list[V]:
+        """Remove and return all values, in use or not."""
+        every = [entry.value for entry in (*self._entries.values(), *self._leaving.values())]
+        self._entries.clear()
+        self._leaving.clear()
+        return every
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def check(self) -> None:
+        """Assert the bound, and that what leaves is in use and stands in one place only."""
+        assert len(self._entries) <= self._max_entries
+        assert all(entry.num_uses >= 0 and not entry.dropped for entry in self._entries.values())
+        assert all(entry.num_uses > 0 and entry.dropped for entry in self._leaving.values())
+        assert not {id(entry.value) for entry in self._entries.values()} & set(self._leaving)
+
+    def __repr__(self) -> str:
+        return f"ClientCache({len(self._entries)} of {self._max_entries}, {len(self._leaving)} leaving)"
 
 
 class Clients:
@@ -33,7 +163,7 @@ class Clients:
     def __init__(self, masters: Masters, deadline_s: float, max_clients: int, idle_s: float) -> None:
         self.masters = masters
         self._deadline_s = deadline_s
-        self._book: ClientBook[Credentials, GatewayClient] = ClientBook(max_clients, idle_s, _VERIFY_S)
+        self._cache: ClientCache[Credentials, GatewayClient] = ClientCache(max_clients, idle_s, _VERIFY_S)
         self._opening: dict[Credentials, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -48,24 +178,24 @@ class Clients:
             await self.verify(credentials, client)
             yield client
         finally:
-            self._close(self._book.give_back(credentials, client, time.monotonic()))
+            self._close(self._cache.give_back(credentials, client, time.monotonic()))
 
     async def verify(self, credentials: Credentials, client: GatewayClient) -> None:
-        """Raise Unauthorized if the token does not stand any more, as far as a master that answers knows."""
-        if not self._book.is_due(credentials, client, time.monotonic()):
+        """Raise Unauthorized if the token is not valid any more, as far as a master that answers knows."""
+        if not self._cache.is_due(credentials, client, time.monotonic()):
             return
         try:
             await client.nodes(deadline_s=min(_VERIFY_DEADLINE_S, self._deadline_s))
         except Unauthorized:
-            self._close(self._book.drop(credentials, client))
+            self._close(self._cache.drop(credentials, client))
             raise
         except TanghuluError as error:  # reads of what is known where go on without a master
             _log.debug("gateway.not_verified", error=error.message)
 
     async def _taken(self, credentials: Credentials) -> GatewayClient:
-        """A client in use. The first who needs it has it opened while others wait; only who is let in has a place."""
+        """Take a client into use. The first caller has it opened, others wait; only a client that is let in is kept."""
         while True:
-            client = self._book.take(credentials, time.monotonic())
+            client = self._cache.take(credentials, time.monotonic())
             if client is not None:
                 return client
             opening = self._opening.get(credentials)
@@ -83,7 +213,7 @@ class Clients:
         client = GatewayClient(Settings(master=self.masters.showing(credentials), deadline_s=self._deadline_s))
         try:
             await client.nodes()
-            self._close(self._book.enter(credentials, client, time.monotonic()))
+            self._close(self._cache.enter(credentials, client, time.monotonic()))
         except (TanghuluError, asyncio.CancelledError):
             self._close([client])
             raise
@@ -98,19 +228,19 @@ class Clients:
         """Close what is idle, until cancelled."""
         while True:
             await asyncio.sleep(_SWEEP_S)
-            self._close(self._book.expire(time.monotonic()))
+            self._close(self._cache.expire(time.monotonic()))
 
     async def close(self) -> None:
         """Close every client."""
         for opening in list(self._opening.values()):
             opening.cancel()
         await asyncio.gather(*self._opening.values(), return_exceptions=True)
-        self._close(self._book.clear())
+        self._close(self._cache.clear())
         await asyncio.gather(*self._closing)
 
     def __len__(self) -> int:
-        return len(self._book)
+        return len(self._cache)
 
     def check(self) -> None:
-        """See ClientBook.check."""
-        self._book.check()
+        """See ClientCache.check."""
+        self._cache.check()

@@ -14,22 +14,22 @@ from tanghulu.types import is_loopback
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayConfig(MasterOptions, ProcessConfig):
-    """What the gateway listens on, whom it lets in, and its bounds."""
+    """The gateway's address, its conditions for callers, and its bounds."""
 
     port: int = option(7480, "port of the HTTP API; 0 picks one")
-    tls_mutual: bool = option(False, "let in only who shows a certificate that --tls-ca has signed")
+    tls_mutual: bool = option(False, "let in only clients with a certificate that --tls-ca has signed")
     require_token: bool = option(False, "refuse requests without a token, instead of using the gateway's own")
     insecure: bool = option(False, "listen on other than loopback even in plain, or open to everybody")
     deadline_s: float = option(10.0, "what one call of the store may take")
     request_s: float = option(300.0, "what one request may take that is many calls: checks, removals by pattern")
-    stall_s: float = option(30.0, "hang up on a client that neither sends nor takes anything for so long")
+    stall_s: float = option(30.0, "hang up on a client that neither sends nor takes anything for this long")
     max_value: int = option(4 << 30, "longest value that is taken; the nodes' memory bounds it too", size=True)
     max_in_flight_bytes: int = option(8 << 30, "values that are under way at one time, all together", size=True)
     max_requests: int = option(256, "requests under way at one time")
     max_streams: int = option(64, "followers of /v1/events at one time")
     max_connections: int = option(1024, "connections that are let in")
     max_clients: int = option(64, "tokens that are kept connected at one time")
-    idle_s: float = option(300.0, "forget a token that was not used for so long")
+    idle_s: float = option(300.0, "forget a token that was not used for this long")
     grace_s: float = option(5.0, "what open requests have left when the process ends")
 
     def __post_init__(self) -> None:
@@ -42,10 +42,10 @@ class GatewayConfig(MasterOptions, ProcessConfig):
         if self.max_clients < 2:
             raise ConfigError(f"--max-clients is {self.max_clients}; it must be at least 2")
         if not self.insecure and not is_loopback(self.host):
-            self._refuse_open_doors()
+            self._refuse_open_port()
 
-    def _refuse_open_doors(self) -> None:
-        """Other hosts can reach it: tokens and values must be encrypted, and everybody must say who it is."""
+    def _refuse_open_port(self) -> None:
+        """Raise ConfigError unless values are encrypted and every caller is known: other hosts can connect."""
         if not self.tls_cert:
             raise ConfigError(f"--host {self.host} is in the open: say --tls-cert and --tls-key, or --insecure")
         if not (self.require_token or self.tls_mutual):
@@ -55,7 +55,7 @@ class GatewayConfig(MasterOptions, ProcessConfig):
             )
 
     def server_tls(self) -> ServerTls | None:
-        """What to listen with; None without a certificate. Raises ConfigError."""
+        """The TLS context to listen with; None without a certificate. Raises ConfigError."""
         if not (self.tls_cert or self.tls_key or self.tls_mutual):
             return None
         return ServerTls(self.tls, mutual=self.tls_mutual)

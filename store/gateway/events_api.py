@@ -18,14 +18,14 @@ from tanghulu.errors import Unauthorized
 from tanghulu.store.admin import rows
 from tanghulu.store.admin.rows import Beginning
 from tanghulu.store.directory_feed import DirectoryEvent, follow_directory
-from tanghulu.store.gateway.client import GatewayClient
+from tanghulu.store.gateway.clients import GatewayClient
 from tanghulu.store.gateway.gateway import Gateway
 from tanghulu.store.gateway.metrics import EVENTS_ROUTE
 
 _log = structlog.get_logger(__name__)
 _BEAT_S = 15.0
 _BEAT = ": beat\n\n"
-#: Any key will do to learn whether the token may read.
+#: The key that is asked for to learn whether the token may read; any key will do.
 _PROBE = "events"
 _SCHEMA = {200: {"content": {"text/event-stream": {}}, "description": "events without end"}}
 
@@ -56,7 +56,7 @@ def router(gateway: Gateway) -> APIRouter:
 
 
 class _EventsReply(Response):
-    """The stream; ends with the client, the process, or the token."""
+    """The event stream; ends with the client, the process, or the token."""
 
     def __init__(self, gateway: Gateway, request: Request, prefix: str, snapshot: bool) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class _EventsReply(Response):
         self._beginning = Beginning(snapshot=snapshot)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Follow."""
+        """Send the stream (ASGI)."""
         credentials = self._gateway.credentials_of(self._request)
         with self._gateway.streams.holding():
             async with self._gateway.clients.of(credentials) as client:

@@ -1,4 +1,4 @@
-"""What all routes share: who asks, the bounds, and the keys in paths."""
+"""The state that all routes share: the callers' clients, the bounds, and the keys in paths."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from starlette.convertors import Convertor, register_url_convertor
 from tanghulu.auth.credentials import TENANT, Credentials
 from tanghulu.errors import DeadlineExceeded, Forbidden, InvalidRequest, Unauthorized
 from tanghulu.store.gateway.bounds import InFlight
-from tanghulu.store.gateway.client import GatewayClient
-from tanghulu.store.gateway.clients import Clients
+from tanghulu.store.gateway.clients import Clients, GatewayClient
 from tanghulu.store.gateway.config import GatewayConfig
 from tanghulu.store.gateway.metrics import GatewayMetrics
 
@@ -24,16 +23,16 @@ _SAFE = ("GET", "HEAD", "OPTIONS")
 
 
 class _KeyConvertor(Convertor[str]):
-    """A path's rest whatever it is made of; Starlette's own ``path`` ends at a line's end."""
+    """Matches the whole rest of a path; Starlette's own ``path`` ends at a line's end."""
 
     regex = r"[\s\S]*"
 
     def convert(self, value: str) -> str:
-        """From the path."""
+        """The key, as it is in the path."""
         return value
 
     def to_string(self, value: str) -> str:
-        """Into a path."""
+        """The path of a key."""
         return value
 
 
@@ -59,7 +58,7 @@ class Gateway:
         metrics.gauge("clients", "Tokens that are connected to the store", lambda: len(self.clients))
 
     def credentials_of(self, request: Request) -> Credentials:
-        """Whom the request is done for: what it shows, or the gateway's own; raises Unauthorized."""
+        """The credentials that the request is done with: those it shows, or the gateway's own; raises Unauthorized."""
         own = self.config.master.credentials
         shown = request.headers.get("authorization")
         tenant = request.headers.get(TENANT, "")
@@ -77,7 +76,7 @@ class Gateway:
 
     @contextlib.asynccontextmanager
     async def store(self, request: Request) -> AsyncIterator[GatewayClient]:
-        """The store as the one sees it who asks. Raises Unauthorized, MasterUnavailable, Overloaded."""
+        """The store as the caller of ``request`` sees it. Raises Unauthorized, MasterUnavailable, Overloaded."""
         async with self.clients.of(self.credentials_of(request)) as client:
             yield client
 
@@ -102,14 +101,14 @@ def _refuse_other_sites(request: Request) -> None:
 
 
 class Patience:
-    """Looks at the clock between the calls of one request."""
+    """The deadline of a request that is many calls, looked at between them."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._until_s = time.monotonic() + seconds
 
     def left_s(self) -> float:
-        """What is left; raises DeadlineExceeded if it is nothing."""
+        """Seconds that are left; raises DeadlineExceeded if there are none."""
         left_s = self._until_s - time.monotonic()
         if left_s <= 0:
             raise DeadlineExceeded(f"it is not done after {self._seconds:g} s; what was done stays done")

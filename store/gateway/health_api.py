@@ -1,4 +1,4 @@
-"""Routes for orchestrators: is the process alive, does the store answer, what does the gateway count."""
+"""Routes for orchestrators: whether the process lives, whether the store would serve, the gateway's metrics."""
 
 from __future__ import annotations
 

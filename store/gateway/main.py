@@ -7,24 +7,33 @@ import contextlib
 from collections.abc import AsyncIterator
 
 import structlog
+from fastapi import FastAPI, Request
+from starlette.responses import Response
 
 from tanghulu.auth.tls import ServerTls
 from tanghulu.errors import ConfigError
 from tanghulu.runtime.process import Process
-from tanghulu.store.gateway.app import make_app
+from tanghulu.store.gateway import chunks_api, events_api, health_api, nodes_api, values_api
+from tanghulu.store.gateway.bounds import Bounded
 from tanghulu.store.gateway.config import GatewayConfig
 from tanghulu.store.gateway.gateway import Gateway
 from tanghulu.store.gateway.metrics import GatewayMetrics
+from tanghulu.store.gateway.ranges import RangeNotSatisfiable
 from tanghulu.types import Address
+from tanghulu.version import __version__
+from tanghulu.web import errors
 from tanghulu.web.server import HttpServer, address_of, listen
 
 _log = structlog.get_logger(__name__)
 _TLS_REFRESH_S = 60.0
 _HTTP = "http/1.1"
+_ABOUT = """The store of tanghulu for curl, dashboards and orchestrators. Requests are done in the name of the token in
+`Authorization: Bearer TOKEN`, with its rights; an operator's token acts for the tenant in `Tanghulu-Tenant`. Keys stand
+in paths percent-encoded. Errors are `{"error": {"message", "type", "code", "param"}}`."""
 
 
 async def serve(process: Process, config: GatewayConfig) -> None:
-    """Run until the process is to stop. A master that is not there yet is waited for by nobody: /ready tells."""
+    """Run until the process is to stop. A master that is not there yet is not waited for: /ready tells."""
     async with _serving(process, config) as address:
         process.ready(process.instance_id(address.port), address)
         await process.stopping.wait()
@@ -60,6 +69,22 @@ async def _serving(process: Process, config: GatewayConfig) -> AsyncIterator[Add
         await asyncio.gather(serving, *keeping, return_exceptions=True)
         await gateway.clients.close()
         listener.close()
+
+
+def make_app(gateway: Gateway) -> FastAPI:
+    """Build the HTTP application: all routes on ``gateway``, the bounds in front of them, errors as answers."""
+    app = FastAPI(title="tanghulu store", description=_ABOUT, version=__version__, redirect_slashes=False)
+    errors.install(app, "the gateway")
+
+    async def unsatisfiable(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RangeNotSatisfiable)
+        return values_api.unsatisfiable(error)
+
+    app.add_exception_handler(RangeNotSatisfiable, unsatisfiable)
+    app.add_middleware(Bounded, requests=gateway.requests, stall_s=gateway.config.stall_s, metrics=gateway.metrics)
+    for api in (health_api, values_api, chunks_api, nodes_api, events_api):
+        app.include_router(api.router(gateway))
+    return app
 
 
 async def _follow_files(tls: ServerTls) -> None:

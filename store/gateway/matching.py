@@ -1,7 +1,7 @@
-"""Which keys a regular expression is found in, tried in a process of its own.
+"""Matching keys against a regular expression, in a process of its own.
 
 An expression such as ``(a+)+$`` can take longer than the universe is old, and nothing in a Python process can interrupt
-it: the gateway would stand still for everybody. So it is tried where it can be ended.
+it: the gateway would stand still for everybody. So the expression is tried in a process that can be ended.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ json.dump(told, sys.stdout)
 
 
 async def matching(pattern: str, keys: Sequence[str], within_s: float) -> list[str]:
-    """Those of ``keys`` that ``pattern`` is found in.
+    """The ``keys`` that ``pattern`` is found in.
 
-    Raises InvalidRequest for what is no regular expression, or takes longer than ``within_s``.
+    Raises InvalidRequest for a pattern that is no regular expression, or takes longer than ``within_s``.
     """
     if len(pattern) > MAX_PATTERN:
         raise InvalidRequest(f"a pattern of {len(pattern)} characters is longer than {MAX_PATTERN}")

@@ -14,7 +14,7 @@ _PREFIX = "tanghulu_gateway_"
 
 
 class GatewayMetrics:
-    """Counters that the gateway moves, and gauges that ask it."""
+    """The gateway's counters, and gauges that read its state."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
@@ -35,7 +35,7 @@ class GatewayMetrics:
         self.written_bytes = Counter(_PREFIX + "written_bytes", "Bytes of values that were put", registry=registry)
 
     def note(self, scope: Scope, status: int, seconds: float) -> None:
-        """A request was answered; ``status`` 0: the client had gone."""
+        """Count a request that was answered; ``status`` 0: the client had gone."""
         method = scope["method"] if scope["method"] in _METHODS else "other"
         route = getattr(scope.get("route"), "path", "none")
         self.requests.labels(method, route, str(status)).inc()
@@ -43,5 +43,5 @@ class GatewayMetrics:
             self.seconds.labels(method, route).observe(seconds)
 
     def gauge(self, name: str, text: str, ask: Callable[[], float]) -> None:
-        """A gauge that asks when it is read."""
+        """Add a gauge whose value ``ask`` gives when it is read."""
         Gauge(_PREFIX + name, text, registry=self.registry).set_function(ask)

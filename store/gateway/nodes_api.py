@@ -15,7 +15,7 @@ from tanghulu.store.admin.check import check
 from tanghulu.store.admin.rows import plain
 from tanghulu.store.admin.steps import Order, perform_async
 from tanghulu.store.client.model import MAX_REPLICAS, MAX_TTL_S
-from tanghulu.store.gateway.client import KEYS_PER_PAGE
+from tanghulu.store.gateway.clients import KEYS_PER_PAGE
 from tanghulu.store.gateway.gateway import Gateway
 from tanghulu.types import MAX_VALUE_BYTES, parse_size
 
@@ -24,14 +24,14 @@ Perform = Callable[[Request, Order[Any]], Awaitable[Any]]
 Keys = Annotated[list[str], Field(max_length=KEYS_PER_PAGE)]
 
 
-class Strict(BaseModel):
-    """A misspelt field would silently do nothing."""
+class CheckedBody(BaseModel):
+    """A body whose unknown fields are refused: a misspelt field would silently do nothing."""
 
     model_config = ConfigDict(extra="forbid")
 
 
-class EvictBody(Strict):
-    """What to evict: keys, or so many bytes in the policy's order. Sizes may have a unit: "64MiB"."""
+class EvictBody(CheckedBody):
+    """What to evict: keys, or a number of bytes in the policy's order. Sizes may have a unit: "64MiB"."""
 
     keys: Keys = Field(default_factory=list)
     bytes: Annotated[int, Field(ge=0, le=MAX_VALUE_BYTES)] | Annotated[str, Field(max_length=24)] = 0
@@ -44,14 +44,14 @@ class EvictBody(Strict):
         return self.keys, num_bytes
 
 
-class PolicyBody(Strict):
+class PolicyBody(CheckedBody):
     """The eviction policy to switch to."""
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
     node: str = ""
 
 
-class ReplicateBody(Strict):
+class ReplicateBody(CheckedBody):
     """What to copy ahead of demand."""
 
     keys: Annotated[list[str], Field(min_length=1, max_length=KEYS_PER_PAGE)]
@@ -97,7 +97,7 @@ def _orders_to_one(api: APIRouter, gateway: Gateway, perform: Perform) -> None:
 
     @api.post("/v1/nodes/{node}/evict", summary="Let chunks of one node go", tags=["nodes"])
     async def evict(request: Request, node: str, body: EvictBody) -> Row:
-        """By key, or so many bytes in the policy's order; what is being read or pinned hard stays."""
+        """By key, or a number of bytes in the policy's order; what is being read or pinned hard stays."""
         row: Row = await perform(request, orders.evict(node, *body.wanted()))
         return row
 

@@ -48,7 +48,7 @@ def names_tag(header: str | None, tag: str) -> bool:
 
 
 def part_of(header: str, size_bytes: int) -> ByteRange:
-    """What ``header``, of which ``asks_for_part`` is true, means for a value of so many bytes.
+    """The range that ``header``, of which ``asks_for_part`` is true, means for a value of ``size_bytes``.
 
     Example of 10 bytes: ``bytes=2-4`` is (2, 3), ``bytes=8-`` (8, 2), ``bytes=-3`` (7, 3), ``bytes=5-99`` (5, 5).
     Raises RangeNotSatisfiable for ``bytes=10-`` and ``bytes=-0``.

@@ -14,7 +14,7 @@ from tanghulu.store.admin import rows
 from tanghulu.store.client.chunk import Chunk
 from tanghulu.store.client.model import put_options
 from tanghulu.store.gateway.bounds import read_into
-from tanghulu.store.gateway.client import GatewayClient
+from tanghulu.store.gateway.clients import GatewayClient
 from tanghulu.store.gateway.gateway import Gateway, key_of
 from tanghulu.store.gateway.ranges import ByteRange, RangeNotSatisfiable, asks_for_part, names_tag, part_of
 from tanghulu.store.protocol.types import validate_key
@@ -98,7 +98,7 @@ def _length(request: Request) -> int:
 
 
 async def _refuse_too_large(gateway: Gateway, store: GatewayClient, size_bytes: int) -> None:
-    """Raise BodyTooLarge for what no node can ever hold, before it is sent."""
+    """Raise BodyTooLarge for a value that no node can ever hold, before it is sent."""
     views = await store.nodes()
     largest = max((view.capacity_bytes for view in views), default=size_bytes)
     most = min(largest, gateway.config.max_value, gateway.config.max_in_flight_bytes)
@@ -131,7 +131,7 @@ class _ValueReply(Response):
                 await self._send(send, chunk, part, size_bytes)
 
     async def _known(self, store: GatewayClient) -> int | None:
-        """The version of what is there, if the client has it already; nothing is read then."""
+        """The version of the chunk if the client has it already; then nothing is read."""
         condition = self._request.headers.get("if-none-match")
         if condition is None:
             return None
@@ -178,7 +178,7 @@ async def _begin(send: Send, status: int, headers: dict[str, str]) -> None:
 
 
 def unsatisfiable(error: RangeNotSatisfiable) -> Response:
-    """The answer to a range of which the value has nothing."""
+    """The answer to a range of which the value has no byte."""
     answer = answer_to(error)
     answer.headers["content-range"] = f"bytes */{error.size_bytes}"
     return answer

@@ -1,32 +1,59 @@
 """The master's two memories as one: instances under leases, and the directory of the nodes among them. Pure.
 
 Every call takes the time; changes wait in two rings (``members`` and ``directory.log``) for their followers. The
-shell around it (service, main) carries calls in, ticks, and wakes the followers.
+driver around it (``MasterServer`` and the calls in ``rpc``) carries calls in, ticks, and wakes the followers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
 from random import Random
 
 from tanghulu.discovery.base import Instance, InstanceEvent
 from tanghulu.discovery.leases import LeaseTable
-from tanghulu.store.master.directory.announcement import Announced, Announcement
-from tanghulu.store.master.directory.copy_orders import Copy, Drop
+from tanghulu.store.master.directory.announcement import Announced, NodeAnnouncement
 from tanghulu.store.master.directory.directory import Directory
 from tanghulu.store.master.directory.events import EventRing
 from tanghulu.store.master.directory.rebuild import REBUILD_S, RebuildEvent
+from tanghulu.store.master.replication.orders import Copy, Drop
 from tanghulu.store.master.replication.planner import CopyPlanner
-from tanghulu.store.master.tenant_totals import TenantTotals
 from tanghulu.types import Role
 
 #: Changes of instances that are kept for watchers.
 MEMBERS_WEIGHT = 1 << 13
-#: What copies may move through one node.
+#: Rate at which copies may move through one node.
 COPY_RATE_BYTES_S = float(256 << 20)
-#: A node whose connection broke, and that in this time neither connects nor renews its lease, is gone.
+#: A node is gone if its connection broke and it neither connects nor renews its lease within this time.
 LOST_GRACE_S = 1.0
-#: A tick that comes this much too late means that the master stood still, not that everybody else died.
+#: A tick that comes so late means that the master stood still, not that everybody else died.
 STALL_S = 0.5
+#: Tenants that one node may name.
+MAX_TENANTS = 4096
+
+
+class TenantTotals:
+    """What tenants with a quota for the whole cluster hold on which node, as the nodes say once a second.
+
+    The nodes keep the quota; the master only adds up what each node has to know of the others. This is soft state: a
+    new master knows it within a second, and what a node held that is gone counts no more.
+    """
+
+    def __init__(self) -> None:
+        self._by_node: dict[str, dict[str, int]] = {}
+
+    def told(self, node_id: str, held: Mapping[str, int]) -> None:
+        """Replace what ``node_id`` holds; tenants that are not in ``held`` hold nothing there."""
+        self._by_node[node_id] = dict(list(held.items())[:MAX_TENANTS])
+
+    def elsewhere(self, node_id: str, alive: Container[str]) -> dict[str, int]:
+        """What the tenants of ``node_id`` hold on the other nodes that are ``alive``; the rest is forgotten."""
+        for gone in [each for each in self._by_node if each not in alive]:
+            del self._by_node[gone]
+        others = [held for each, held in self._by_node.items() if each != node_id]
+        return {tenant: sum(held.get(tenant, 0) for held in others) for tenant in self._by_node.get(node_id, ())}
+
+    def __repr__(self) -> str:
+        return f"TenantTotals({len(self._by_node)} nodes)"
 
 
 class Master:
@@ -88,29 +115,29 @@ class Master:
         return True
 
     def connection_made(self, node_id: str, now_s: float) -> None:
-        """A node announced over a new connection, so it lives, and may have missed an answer over the last."""
+        """Note that a node lives: it announced over a new connection, and may have missed an answer over the last."""
         self.leases.prolong(node_id, now_s)
         self.copies.orders.tell_again(node_id)
 
     def connection_lost(self, node_id: str, now_s: float) -> None:
-        """A node's connection for announcements broke: it has little time to show that it lives."""
+        """Shorten the lease of a node whose connection for announcements broke: it must soon show that it lives."""
         self.leases.shorten(node_id, now_s + LOST_GRACE_S)
 
-    def announce(self, announcement: Announcement, now_s: float) -> Announced:
-        """Take what a node says (see Directory.announce); ``orders_for`` then has what it is to do."""
+    def announce(self, announcement: NodeAnnouncement, now_s: float) -> Announced:
+        """Take a node's announcement (see Directory.announce); ``orders_for`` then has what the node is to do."""
         return self.directory.announce(announcement, now_s)
 
-    def orders_for(self, announcement: Announcement, now_s: float) -> tuple[list[Copy], list[Drop]] | None:
-        """What the node that announced is to copy and to drop; None is the usual answer."""
+    def orders_for(self, announcement: NodeAnnouncement, now_s: float) -> tuple[list[Copy], list[Drop]] | None:
+        """The orders for the node that announced: what to copy and what to drop. None, mostly, if there is nothing."""
         return self.copies.heard(announcement, now_s) if self.copies.concerns(announcement) else None
 
     def plan(self, now_s: float, num_keys: int) -> None:
-        """Look at some keys for copies that should be made; only a complete directory can tell."""
+        """Look at ``num_keys`` keys for copies that should be made; does nothing before the directory is complete."""
         if self.directory.rebuild.is_ready:
             self.copies.walk(now_s, num_keys)
 
     def tick(self, now_s: float, period_s: float) -> list[Instance]:
-        """To be called every ``period_s``: end leases and waits; returns the instances whose lease ran out."""
+        """End leases and waits that are over; returns the instances whose lease ran out. Called every ``period_s``."""
         late_s = now_s - self._last_tick_s - period_s
         self._last_tick_s = now_s
         if late_s > STALL_S:
@@ -127,7 +154,7 @@ class Master:
             self.members.append(event)
 
     def check(self) -> None:
-        """Both parts are sound, and the directory's nodes are the leases' nodes."""
+        """Assert that both parts are sound, and that the directory's nodes are those with a lease."""
         self.leases.check()
         self.directory.check()
         self.members.check()

@@ -1,4 +1,4 @@
-"""``tanghulu master``: the process. Opens the door, registers both edges, ticks, closes cleanly."""
+"""``tanghulu master``: the process. Opens the port, registers the calls of both protocols, ticks, closes cleanly."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tanghulu.store.master.election.leadership import Leadership
 from tanghulu.store.master.metrics import MasterMetrics
 from tanghulu.store.master.rpc.directory_service import DirectoryCalls, DirectoryService
 from tanghulu.store.master.rpc.membership_service import MembershipService
-from tanghulu.store.master.server import Shell
+from tanghulu.store.master.server import MasterServer
 from tanghulu.store.protocol.access_rules import MASTER_GRPC_RULES, MASTER_RULES
 from tanghulu.types import Address, Role
 
@@ -41,7 +41,7 @@ class MasterConfig(DoorOptions, ProcessConfig):
     copy_rate: int = option(256 << 20, "bytes a second that copies may move through one node", size=True)
     etcd: str = option("", "elect the leader of several masters in this etcd", metavar="HOST:PORT[,HOST:PORT...]")
     election_ttl_s: float = option(3.0, "a leader that is lost is replaced after so long; etcd counts whole seconds")
-    tokens: Path | None = option(None, "let in only whoever shows one of the tokens in this file")
+    tokens: Path | None = option(None, "let in only callers that show one of the tokens in this file")
     seed: int = option(0, "seed of placement's random choices; 0: a different one each start")
 
     def __post_init__(self) -> None:
@@ -61,30 +61,30 @@ async def serve(process: Process, config: MasterConfig) -> None:
     master = Master(process.generation, clock.now_s(), config.rebuild_s, config.copy_rate, rng)
     metrics = MasterMetrics(process.registry)
     metrics.observe(master)
-    shell = Shell(master, clock, metrics, rng)
+    server = MasterServer(master, clock, metrics, rng)
     service = FastService(max_connections=config.max_connections)
     process.registry.register(LatencyCollector(service.latencies))
     tokens = None if config.tokens is None else TokensFile(config.tokens)
     interceptors = () if tokens is None else (GrpcAuthorizer(tokens, MASTER_GRPC_RULES),)
-    door = PortMux(service, process.run_dir, "master", interceptors, config.server_tls())
-    address = await door.bind(config.host, config.port, config.reachable_host)
+    port_mux = PortMux(service, process.run_dir, "master", interceptors, config.server_tls())
+    address = await port_mux.bind(config.host, config.port, config.reachable_host)
     if config.etcd:
-        shell.leadership = _leadership(process, config, address, shell)
-        metrics.observe_leadership(shell.leadership)
-    calls = DirectoryCalls(shell)
+        server.leadership = _leadership(process, config, address, server)
+        metrics.observe_leadership(server.leadership)
+    calls = DirectoryCalls(server)
     metrics.observe_waits(calls.waiting.board)
     calls.serve(service)
     tasks: list[asyncio.Task[None]] = []
     if tokens is not None:
-        gate = Authorizer(tokens, MASTER_RULES)
-        gate.authorize(service)
-        tasks.append(asyncio.create_task(gate.watch(service)))
-    membership_pb2_grpc.add_MembershipServicer_to_server(MembershipService(shell), door.grpc_server)
-    directory_pb2_grpc.add_DirectoryServicer_to_server(DirectoryService(shell, calls), door.grpc_server)
-    await door.open()
-    tasks.append(asyncio.create_task(shell.run()))
-    if shell.leadership is not None:
-        tasks.append(asyncio.create_task(shell.leadership.run()))
+        authorizer = Authorizer(tokens, MASTER_RULES)
+        authorizer.authorize(service)
+        tasks.append(asyncio.create_task(authorizer.watch(service)))
+    membership_pb2_grpc.add_MembershipServicer_to_server(MembershipService(server), port_mux.grpc_server)
+    directory_pb2_grpc.add_DirectoryServicer_to_server(DirectoryService(server, calls), port_mux.grpc_server)
+    await port_mux.open()
+    tasks.append(asyncio.create_task(server.run()))
+    if server.leadership is not None:
+        tasks.append(asyncio.create_task(server.leadership.run()))
     process.ready(process.instance_id(address.port), address)
     try:
         await _first(process.stopping, tasks)
@@ -92,10 +92,10 @@ async def serve(process: Process, config: MasterConfig) -> None:
         for task in tasks:  # resigning first: the others elect while this one says good-bye
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await door.close(grace_s=0.2)
+        await port_mux.close(grace_s=0.2)
 
 
-def _leadership(process: Process, config: MasterConfig, address: Address, shell: Shell) -> Leadership:
+def _leadership(process: Process, config: MasterConfig, address: Address, server: MasterServer) -> Leadership:
     instance = Instance(
         id=process.instance_id(address.port),
         role=Role.MASTER,
@@ -109,11 +109,11 @@ def _leadership(process: Process, config: MasterConfig, address: Address, shell:
         etcd = Masters.parse(config.etcd.removeprefix("etcd://")).addresses
     except InvalidRequest as error:
         raise ConfigError(f"--etcd: {error.message}") from None
-    return Leadership(etcd, instance, config.election_ttl_s, shell.clock, shell.begin_term, shell.step_down)
+    return Leadership(etcd, instance, config.election_ttl_s, server.clock, server.begin_term, server.step_down)
 
 
 async def _first(stopping: asyncio.Event, tasks: list[asyncio.Task[None]]) -> None:
-    """Until the process is to stop, or a task fails: a master that ends no leases must not live on."""
+    """Wait until the process is to stop, or a task fails: a master that ends no leases must not live on."""
     waiting = asyncio.create_task(stopping.wait())
     done, _ = await asyncio.wait({waiting, *tasks}, return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()

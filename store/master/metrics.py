@@ -1,4 +1,4 @@
-"""The master's metric names. Gauges read the state when they are scraped; the edge counts calls."""
+"""The master's metric names. Gauges read the state when they are scraped; the calls count themselves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from tanghulu.store.master.core import Master
-from tanghulu.store.master.directory.announcement import Report
+from tanghulu.store.master.directory.announcement import ReportPart
 from tanghulu.store.master.directory.waiters import WaitBoard
 from tanghulu.store.master.election.leadership import Leadership
 from tanghulu.types import Role
@@ -18,9 +18,9 @@ from tanghulu.types import Role
 
 @dataclass
 class CallCounts:
-    """What the calls count: plain numbers, because a Counter's own adding costs more than many a call."""
+    """Counts of the directory's calls, as plain numbers: adding to a Counter costs more than many a call."""
 
-    announcements: dict[Report, int] = field(default_factory=lambda: dict.fromkeys(Report, 0))
+    announcements: dict[ReportPart, int] = field(default_factory=lambda: dict.fromkeys(ReportPart, 0))
     accepted: int = 0
     proclaimed: int = 0
     refused: int = 0
@@ -38,7 +38,7 @@ class _CallCollector(Collector):
         self._counts = counts
 
     def collect(self) -> Iterator[Metric]:
-        """The counters of the directory's calls."""
+        """Yield the counters of the directory's calls."""
         counts = self._counts
         reports = {report.name.lower(): num for report, num in counts.announcements.items()}
         chunks = {
@@ -68,7 +68,7 @@ class _CopyCollector(Collector):
         self._master = master
 
     def collect(self) -> Iterator[Metric]:
-        """By reason and outcome, and the bytes of those that were made."""
+        """Yield the copies by reason and outcome, and the bytes of those that were made."""
         orders = self._master.copies.orders
         copies = CounterMetricFamily(
             "tanghulu_master_copies", "Copies that nodes were told to make.", labels=["reason", "outcome"]
@@ -88,7 +88,7 @@ def _family(name: str, text: str, label: str, values: dict[str, int]) -> Counter
 
 
 class MasterMetrics:
-    """What a master shows on /metrics."""
+    """The metrics of a master, as /metrics shows them."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -111,7 +111,7 @@ class MasterMetrics:
         self._gauge("nodes", "Registered store nodes.", lambda: master.directory.num_nodes)
         self._gauge("rebuilding", "1 until the directory is complete.", lambda: not master.directory.rebuild.is_ready)
         self._gauge(
-            "promises", "Keys proclaimed that no node has confirmed yet.", lambda: len(master.directory.promises)
+            "promises", "Keys proclaimed that no node has confirmed yet.", lambda: len(master.directory.pending_commits)
         )
         self._gauge("event_sequence", "Number of the newest directory event.", lambda: master.directory.log.last)
         self._observe_copies(master)
@@ -127,7 +127,7 @@ class MasterMetrics:
         self._gauge("waiting_calls", "Calls that wait for keys to be stored.", lambda: len(board))
 
     def observe_leadership(self, leadership: Leadership) -> None:
-        """Show how this one of several masters stands; called once."""
+        """Show whether this one of several masters leads, and its term; called once."""
         self._gauge("leading", "1 while this master leads.", lambda: leadership.leads)
         self._gauge("term", "The term that this master leads, or led last.", lambda: leadership.term)
 

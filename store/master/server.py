@@ -1,4 +1,4 @@
-"""The asyncio side of the master that both edges stand on: the clock, the wake-up of followers, the ticking."""
+"""The driver of the master, under the calls of both protocols: the clock, the ticking, the wake-up of followers."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ WALK_KEYS = 1000
 
 
 class Signal:
-    """Wakes everybody who waits. A waiter looks at the state first, then waits, without an await in between."""
+    """Wakes all who wait. A waiter looks at the state first, then waits, without an await in between."""
 
     def __init__(self) -> None:
         self._event: asyncio.Event | None = None
 
     def fire(self) -> None:
-        """Wake those who wait now."""
+        """Wake all who wait now."""
         event, self._event = self._event, None
         if event is not None:
             event.set()
 
     async def wait(self) -> None:
-        """Until the next ``fire``."""
+        """Wait until the next ``fire``."""
         if self._event is None:
             self._event = asyncio.Event()
         await self._event.wait()
 
 
 @dataclass(eq=False)
-class Shell:
-    """The master and what moves it. Edges call ``master`` and then ``changed()``."""
+class MasterServer:
+    """The master with its clock, metrics and leadership. Calls change ``master`` and then call ``changed()``."""
 
     master: Master
     clock: Clock
@@ -58,7 +58,7 @@ class Shell:
 
     @property
     def now_s(self) -> float:
-        """The time to pass into the master."""
+        """The time that every call of the master is given."""
         return self.clock.now_s()
 
     def require_leadership(self) -> None:
@@ -73,13 +73,13 @@ class Shell:
             raise NotLeader.naming("")
 
     def begin_term(self, term: int, known_nodes: frozenset[str] | None) -> None:
-        """This master leads from now on."""
+        """Lead from now on, with empty memories."""
         self.master.begin(term, self.now_s, known_nodes)
         self.metrics.elections.inc()
         self._changed.fire()
 
     def step_down(self) -> None:
-        """This master leads no longer: forget everything and end all streams."""
+        """Lead no longer: forget everything and end all streams."""
         self.master.begin(0, self.now_s)
         for callback in self.on_step_down:
             callback()
@@ -94,7 +94,7 @@ class Shell:
             self._changed.fire()
 
     async def news(self) -> None:
-        """Until something changed: a new event in either ring, or the directory is complete.
+        """Wait until something changed: a new event in either ring, or the directory is complete.
 
         Raises NotLeader when this master has stepped down meanwhile.
         """
@@ -117,14 +117,14 @@ class Shell:
                 callback()
             self.changed()
             if self.leadership is not None and self.leadership.leads:
-                await self._keep_roster(self.leadership)
+                await self._forget_gone_nodes(self.leadership)
             while self.master.directory.sweep(SWEEP_KEYS):
                 self.changed()
                 await asyncio.sleep(0)
             self.changed()
 
-    async def _keep_roster(self, leadership: Leadership) -> None:
-        """Forget nodes that are gone, once it is known which are there."""
+    async def _forget_gone_nodes(self, leadership: Leadership) -> None:
+        """Take nodes that are gone out of the admitted ones, once it is known which nodes are there."""
         directory = self.master.directory
-        if directory.rebuild.is_ready and leadership.num_enrolled > directory.num_nodes:
-            await leadership.keep_roster(frozenset(directory.candidates()))
+        if directory.rebuild.is_ready and len(leadership.admitted) > directory.num_nodes:
+            await leadership.admitted.keep(frozenset(directory.candidates()))

@@ -9,7 +9,7 @@ import pytest
 
 from tanghulu.cli.store_check import Disagreement, _complain
 from tanghulu.errors import ChecksumMismatch, DeadlineExceeded, NodeUnavailable
-from tanghulu.store.admin.check import Finding, Kind, find
+from tanghulu.store.admin.check import CheckFinding, Kind, find
 from tanghulu.store.admin.steps import perform
 from tanghulu.store.client import Client
 from tanghulu.store.client.model import KeyInfo, NodeView, Verified, VerifiedPage
@@ -41,7 +41,7 @@ class Store:
 
 def test_a_node_that_stands_still_is_named_and_the_others_are_looked_at() -> None:
     findings, num_chunks = perform(cast("Client", Store("b", 2)), find())
-    assert findings == [Finding(Kind.SILENT, "b", "")], "no word of its chunks: nobody has looked at them"
+    assert findings == [CheckFinding(Kind.SILENT, "b", "")], "no word of its chunks: nobody has looked at them"
     assert num_chunks == 1
 
 

@@ -14,7 +14,7 @@ from tanghulu.conductor.index import shards as event_shards
 from tanghulu.conductor.index.events import CacheMirror
 from tanghulu.conductor.index.prefix_index import Cleared, PrefixIndex, Removed, Stored
 from tanghulu.conductor.index.shards import SLICE_BLOCKS, EventShards
-from tanghulu.conductor.routing.requests import KvChange, Welcome, WorkerLoad
+from tanghulu.conductor.routing.requests import KvChange, SessionWelcome, WorkerLoad
 from tanghulu.types import BlockHash, InstanceId
 
 HOLDERS = [InstanceId(name) for name in "abcd"]
@@ -63,8 +63,8 @@ async def test_a_snapshot_does_not_hold_others_up():
     applying = asyncio.create_task(mirror.apply_events())
     await asyncio.sleep(0)
     big, small = InstanceId("big"), InstanceId("small")
-    mirror.welcome(small, Welcome(small, 1, (), 1, WorkerLoad()))
-    mirror.welcome(big, Welcome(big, 1, tuple(snapshot), 1, WorkerLoad()))
+    mirror.welcome(small, SessionWelcome(small, 1, (), 1, WorkerLoad()))
+    mirror.welcome(big, SessionWelcome(big, 1, tuple(snapshot), 1, WorkerLoad()))
     assert mirror.events.waiting_blocks == 500_000
     mirror.worker_events(small, 1, [KvChange(stored=tuple(few))])
     assert mirror.hits(few).workers == {small: 64}

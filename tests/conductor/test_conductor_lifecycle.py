@@ -8,14 +8,14 @@ from tanghulu.conductor.dispatch.lifecycle import (
     ENDED,
     TRANSITIONS,
     AbortAt,
-    Deliver,
+    DeliverTokens,
     End,
-    Event,
     Flight,
+    FlightEvent,
+    FlightState,
     PickDecode,
     Release,
     Requeue,
-    State,
     SubmitTo,
     next_state,
 )
@@ -51,8 +51,8 @@ def say(flight: Flight, *tokens: int, kind: OutputKind = OutputKind.TOKENS, **mo
     return out
 
 
-@pytest.mark.parametrize("state", State)
-@pytest.mark.parametrize("event", Event)
+@pytest.mark.parametrize("state", FlightState)
+@pytest.mark.parametrize("event", FlightEvent)
 def test_every_pair_of_state_and_event_is_in_the_table_or_asserts(state, event):
     if (state, event) in TRANSITIONS:
         assert next_state(state, event) is TRANSITIONS[state, event]
@@ -63,44 +63,44 @@ def test_every_pair_of_state_and_event_is_in_the_table_or_asserts(state, event):
 
 def test_the_table_is_sound():
     assert not [pair for pair in TRANSITIONS if pair[0] in ENDED]
-    reachable, edge = set(), {State.RECEIVED}
+    reachable, edge = set(), {FlightState.RECEIVED}
     while edge:
         reachable |= edge
         edge = {to for (at, _), to in TRANSITIONS.items() if at in edge} - reachable
-    assert reachable == set(State)
-    for state in set(State) - ENDED - {State.RECEIVED}:
-        assert (state, Event.ABORT) in TRANSITIONS
-        assert (state, Event.GIVE_UP) in TRANSITIONS
+    assert reachable == set(FlightState)
+    for state in set(FlightState) - ENDED - {FlightState.RECEIVED}:
+        assert (state, FlightEvent.ABORT) in TRANSITIONS
+        assert (state, FlightEvent.GIVE_UP) in TRANSITIONS
 
 
 def test_one_worker_does_the_whole():
     flight = make()
     assert flight.submit(P, P) == [SubmitTo(P, "r.1", False)]
-    assert say(flight, 11, cached_tokens=4) == [Deliver((11,))]
-    assert flight.state is State.DECODING
-    assert say(flight, 12) == [Deliver((12,))]
+    assert say(flight, 11, cached_tokens=4) == [DeliverTokens((11,))]
+    assert flight.state is FlightState.DECODING
+    assert say(flight, 12) == [DeliverTokens((12,))]
     done = say(flight, 13, kind=OutputKind.STOP, stop_token=13)
-    assert done == [Deliver((13,), (), True), End(FinishReason.STOP, None, 13)]
-    assert (flight.state, flight.cached_tokens, flight.generated) == (State.FINISHED, 4, [11, 12, 13])
+    assert done == [DeliverTokens((13,), (), True), End(FinishReason.STOP, None, 13)]
+    assert (flight.state, flight.cached_tokens, flight.generated) == (FlightState.FINISHED, 4, [11, 12, 13])
 
 
 def test_kv_is_handed_over():
     flight = make()
     assert flight.submit(P, D) == [SubmitTo(P, "r.1", True)]
-    assert say(flight, 11, kind=OutputKind.HANDED_OVER, source=SOURCE) == [Deliver((11,)), PickDecode()]
-    assert flight.state is State.HANDING_OVER
+    assert say(flight, 11, kind=OutputKind.HANDED_OVER, source=SOURCE) == [DeliverTokens((11,)), PickDecode()]
+    assert flight.state is FlightState.HANDING_OVER
     assert flight.decode_at(D) == [SubmitTo(D, "r.2", False, SOURCE)]
     assert flight.all_tokens().tolist() == [1, 2, 3, 4, 5, 11]
-    assert say(flight, 12) == [Deliver((12,))]
-    assert flight.state is State.DECODING
+    assert say(flight, 12) == [DeliverTokens((12,))]
+    assert flight.state is FlightState.DECODING
     assert say(flight, kind=OutputKind.LENGTH) == [End(FinishReason.LENGTH)]
 
 
 def test_the_token_of_a_hand_over_may_come_before_it():
     flight = make()
     flight.submit(P, D)
-    assert say(flight, 11) == [Deliver((11,))]
-    assert flight.state is State.PREFILLING
+    assert say(flight, 11) == [DeliverTokens((11,))]
+    assert flight.state is FlightState.PREFILLING
     assert say(flight, kind=OutputKind.HANDED_OVER, source=SOURCE) == [PickDecode()]
 
 
@@ -125,7 +125,7 @@ def test_a_failed_decode_submission_releases_the_export_and_starts_again(error):
     release, requeue = say(flight, kind=kind, error=error)
     assert release == Release(P, 7)
     assert isinstance(requeue, Requeue)
-    assert (flight.state, flight.avoid) == (State.QUEUED, {D})
+    assert (flight.state, flight.avoid) == (FlightState.QUEUED, {D})
     assert flight.submit(P, P) == [SubmitTo(P, "r.3", False)]
     assert flight.all_tokens().tolist() == [1, 2, 3, 4, 5, 11]
 
@@ -148,7 +148,7 @@ def test_a_lost_worker_costs_nothing_but_time_until_it_is_too_often():
     (end,) = flight.on_worker_lost(GONE)
     assert isinstance(end.error, NodeUnavailable)
     assert "moved 2 times" in end.error.message
-    assert flight.state is State.FAILED
+    assert flight.state is FlightState.FAILED
     assert flight.generated == [20, 21]
 
 
@@ -202,7 +202,7 @@ def test_any_history_keeps_the_invariants_and_ends_once(history):
     for what in history:
         if flight.ended:
             break
-        if flight.state is State.QUEUED:
+        if flight.state is FlightState.QUEUED:
             flight.submit(P, D)
         ends += sum(isinstance(i, End) for i in _happen(flight, what))
         flight.check()

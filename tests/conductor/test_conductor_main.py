@@ -24,7 +24,7 @@ from tanghulu.errors import ConfigError
 from tanghulu.hashing import TokenSequence, root_hash
 from tanghulu.protos import directory_pb2, directory_pb2_grpc
 from tanghulu.rpc.grpc_edge import channel
-from tanghulu.runtime.process import Process, Status
+from tanghulu.runtime.process import Process, SupervisorLine
 from tanghulu.store.master import main as master_main
 from tanghulu.store.master.main import MasterConfig
 from tanghulu.types import Address, InstanceId, Role, kv_chunk_key
@@ -48,7 +48,7 @@ class _Process(Process):
 @contextlib.asynccontextmanager
 async def _serving(serve: Any, role: Role, config: Any, run_dir: Path) -> AsyncIterator[tuple[_Process, Address]]:
     os.mkdir(run_dir)
-    status = Status(-1, lambda: None)
+    status = SupervisorLine(-1, lambda: None)
     process = _Process(role, config, run_dir, status, CollectorRegistry(), "127.0.0.1:1", 7 + len(role.value))
     started = asyncio.create_task(process.started())
     await asyncio.sleep(0)

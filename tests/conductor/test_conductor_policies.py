@@ -14,7 +14,7 @@ from tanghulu.conductor.dispatch.router import with_both_phases
 from tanghulu.conductor.routing.policies.affinity import SessionAffinity
 from tanghulu.conductor.routing.policies.base import PeerFetch, RequestView, WorkerView, nearness, place_of_least
 from tanghulu.conductor.routing.policies.dynamo import Dynamo
-from tanghulu.conductor.routing.policies.linear import Linear
+from tanghulu.conductor.routing.policies.linear import LinearPolicy
 from tanghulu.conductor.routing.policies.mooncake import Mooncake
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES, PolicyOptions, make_policy
 from tanghulu.conductor.routing.policies.simple import LeastLoaded, Random, RoundRobin
@@ -263,16 +263,16 @@ class TestLinear:
 
     def test_weights(self):
         a, b = worker("a", hit_blocks=60, queue_tokens=1000), worker("b", queue_tokens=500)
-        assert Linear().choose(REQUEST, [a, b]).prefill == "a"
-        assert Linear(alpha=0.2, beta=0.8).choose(REQUEST, [a, b]).prefill == "b"
+        assert LinearPolicy().choose(REQUEST, [a, b]).prefill == "a"
+        assert LinearPolicy(alpha=0.2, beta=0.8).choose(REQUEST, [a, b]).prefill == "b"
 
     def test_of_two_racks_the_near_one_is_chosen_when_equally_loaded(self):
         request = replace(REQUEST, place=Place("z", "rack-1", "conductor"))
         far, near = worker("a", queue_tokens=500, place=self.FAR), worker("b", queue_tokens=500, place=self.NEAR)
-        assert Linear().choose(request, [far, near]).prefill == "b"
-        assert Linear().choose(replace(request, place=self.FAR), [far, near]).prefill == "a"
-        assert Linear().choose(request, [replace(far, hit_blocks=50), near]).prefill == "a"
-        assert Linear().choose(request, [replace(far, queue_tokens=100), near]).prefill == "a"
+        assert LinearPolicy().choose(request, [far, near]).prefill == "b"
+        assert LinearPolicy().choose(replace(request, place=self.FAR), [far, near]).prefill == "a"
+        assert LinearPolicy().choose(request, [replace(far, hit_blocks=50), near]).prefill == "a"
+        assert LinearPolicy().choose(request, [replace(far, queue_tokens=100), near]).prefill == "a"
 
     def test_nearness(self):
         places = [self.NEAR, Place("z", "rack-1", "h2"), self.FAR, Place("y", "rack-1", "h1")]

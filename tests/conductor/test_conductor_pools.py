@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from tanghulu.conductor.pool_router.demand import demand_of, prefill_only
 from tanghulu.conductor.pool_router.grid import Demand, parse_pools, read_pools
-from tanghulu.conductor.pool_router.main import GlobalRouter, RouterConfig
+from tanghulu.conductor.pool_router.main import GlobalRouter, GlobalRouterConfig
 from tanghulu.conductor.pool_router.members import Members
 from tanghulu.discovery.base import EventKind, Instance, InstanceEvent
 from tanghulu.discovery.memory import MemoryDiscovery, MemoryRegistry
@@ -108,7 +108,7 @@ class TestGrid:
             with pytest.raises(ConfigError, match=path.name):
                 read_pools(path)
         with pytest.raises(ConfigError, match="--pools"):
-            RouterConfig().read_pools()
+            GlobalRouterConfig().read_pools()
 
 
 class TestDemand:
@@ -190,7 +190,7 @@ async def running_pools(tmp_path: Path, fallback: list[str], **options: Any) -> 
             prefill={"ttft_s": [1.0, 9.0], "prompt_tokens": [20, 99], "pools": [["short", "long"], ["short", "short"]]},
             decode={"tbt_s": [1.0], "context_tokens": [30, 99], "pools": [["short", "long"]]},
         )
-        config = RouterConfig(port=0, grace_s=0.0)
+        config = GlobalRouterConfig(port=0, grace_s=0.0)
         router = GlobalRouter(config, parse_pools(data), CollectorRegistry())
         async with router.running(None):
             async with httpx.AsyncClient(base_url=f"http://{router.address}", timeout=60, trust_env=False) as http:
@@ -279,7 +279,9 @@ async def test_a_client_that_hangs_up_is_heard_of_at_the_worker(tmp_path):
 
 
 async def test_conductors_are_found_by_discovery_in_their_namespace(tmp_path):
-    router = GlobalRouter(RouterConfig(port=0, grace_s=0.0), parse_pools(tomllib.loads(FILE)), CollectorRegistry())
+    router = GlobalRouter(
+        GlobalRouterConfig(port=0, grace_s=0.0), parse_pools(tomllib.loads(FILE)), CollectorRegistry()
+    )
     async with MemoryDiscovery(MemoryRegistry()) as discovery, router.running(discovery):
         instance = Instance(InstanceId("c-1"), Role.CONDUCTOR, Address("127.0.0.1", 8001), namespace="long")
         registration = await discovery.register(instance)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tanghulu.conductor.index.events import CacheMirror
 from tanghulu.conductor.index.prefix_index import Cleared, PrefixIndex, Removed, Stored
-from tanghulu.conductor.routing.requests import KvChange, Welcome, WorkerLoad
+from tanghulu.conductor.routing.requests import KvChange, SessionWelcome, WorkerLoad
 from tanghulu.errors import NodeUnavailable
 from tanghulu.store.directory_feed import DirectoryEvent, DirectoryEventKind
 from tanghulu.types import BlockHash, Fingerprint, InstanceId, kv_chunk_key
@@ -93,8 +93,8 @@ def test_a_long_prompt_is_matched_fast():
     assert index.match(chain)[InstanceId("w7")] == 2000
 
 
-def _welcome(*numbers: int, sequence: int = 1) -> Welcome:
-    return Welcome(A, 1, tuple(blocks(*numbers)), sequence, WorkerLoad())
+def _welcome(*numbers: int, sequence: int = 1) -> SessionWelcome:
+    return SessionWelcome(A, 1, tuple(blocks(*numbers)), sequence, WorkerLoad())
 
 
 def test_worker_events_go_on_from_the_snapshot_and_a_gap_is_noticed():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tanghulu.conductor.index import nodes as index_node
 from tanghulu.conductor.index import prefix_index
-from tanghulu.conductor.index.nodes import Node, leading_ones, ranges, slots
+from tanghulu.conductor.index.nodes import IndexNode, leading_ones, ranges, slots
 from tanghulu.conductor.index.prefix_index import Cleared, PrefixIndex, Removed, Stored
 from tanghulu.hashing import as_tokens, chain_hashes, root_hash
 from tanghulu.types import BlockHash, Fingerprint, InstanceId
@@ -249,7 +249,7 @@ def test_bitmaps():
 @given(st.lists(st.integers(0, 255), min_size=1, max_size=4), st.integers(1, 7))
 def test_a_node_cut_and_joined_again_is_what_it_was(bitmaps, cut):
     blocks = chain_of(list(range(8)))
-    node = Node(list(blocks), full=1 << 20, chained=8)
+    node = IndexNode(list(blocks), full=1 << 20, chained=8)
     for slot, bits in enumerate(bitmaps):
         node.hold(slot, bits)
     before = {slot: node.bits(slot) for slot in range(21)}
@@ -267,7 +267,7 @@ def test_a_node_cut_and_joined_again_is_what_it_was(bitmaps, cut):
 def test_a_stretch_is_found_wherever_its_holder_ends(bounds, held):
     """What a holder has last is only where to look first."""
     chain = chain_of(list(range(8)))
-    node = Node(list(chain), full=1)
+    node = IndexNode(list(chain), full=1)
     assert node.stretch(chain[3:1:-1], held) == 0b1100
     assert node.stretch(chain[1:4], held) == 0b1110
     assert node.stretch([chain[3], chain[1]], held) == 0

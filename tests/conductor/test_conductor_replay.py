@@ -90,7 +90,7 @@ class TestDecode:
         worker = DecodeInstance(0, model)
         first, second = Job(request(0, 100, 21), 0), Job(request(0, 100, 11), 1)
         for job in (first, second):
-            worker.promise(job)
+            worker.reserve(job)
         assert worker.arrive(0.0, first) == pytest.approx(0.4)
         assert worker.arrive(0.1, second) == pytest.approx(0.3)  # step 5 + 10 = step 15
         ended, next_s = worker.leave(0.3)
@@ -99,13 +99,13 @@ class TestDecode:
         assert worker.leave(0.4) == ([first], None)
         assert first.tbt_s == pytest.approx(0.02)
         worker.check()
-        assert (worker.num_jobs, worker.promised_tokens) == (0, 0)
+        assert (worker.num_jobs, worker.reserved_tokens) == (0, 0)
 
     def test_a_full_worker_lets_wait(self):
         worker = DecodeInstance(0, LatencyModel(kv_tokens=1000))
         jobs = [Job(request(0, 600, 11), n) for n in range(2)]
         for job in jobs:
-            worker.promise(job)
+            worker.reserve(job)
             worker.arrive(0.0, job)
             worker.check()
         assert (worker.batch, worker.num_jobs) == (1, 2)

@@ -1,4 +1,4 @@
-"""A roster's views are those made anew, whatever happened; what is decided on them is what the plain way decides."""
+"""The kept views are those made anew, whatever happened; what is decided on them is what the plain way decides."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tanghulu.conductor.routing.policies.registry import POLICY_NAMES, make_poli
 from tanghulu.conductor.routing.policies.ttft_min import TtftMin
 from tanghulu.conductor.routing.requests import WorkerLoad
 from tanghulu.conductor.routing.worker_state import LoadTracker, views
-from tanghulu.conductor.routing.worker_views import Roster
+from tanghulu.conductor.routing.worker_views import WorkerViews
 from tanghulu.types import InstanceId, Place, Role
 
 
@@ -47,7 +47,7 @@ NUMBERS = st.integers(0, 9)
 EVENTS = st.one_of(
     st.tuples(st.just("report"), NUMBERS, LOADS),
     st.tuples(st.just("sent"), NUMBERS, st.sampled_from([10, 5000])),
-    st.tuples(st.just("promise"), NUMBERS, st.just(30)),
+    st.tuples(st.just("reserve_decode"), NUMBERS, st.just(30)),
     st.tuples(st.just("place"), NUMBERS, st.sampled_from(["r1", "r2"])),
 )
 OVERLAPS = st.dictionaries(st.sampled_from([*IDS, InstanceId("nobody")]), st.sampled_from([1, 30, 99]), max_size=6)
@@ -69,8 +69,8 @@ def happen(members: list[Member], event: tuple[str, int, object], number: int) -
         member.load.report(value)
     elif what == "sent":
         member.load.sent(f"r{number}", value, 40)
-    elif what == "promise":
-        member.load.promise(f"p{number}", value)
+    elif what == "reserve_decode":
+        member.load.reserve_decode(f"p{number}", value)
     else:
         member.place = Place(rack=value)
         member.load.renew()
@@ -83,15 +83,15 @@ def happen(members: list[Member], event: tuple[str, int, object], number: int) -
 )
 def test_kept_views_are_made_views_and_lead_to_the_same_decisions(roles, rounds):
     members = [Member(*each) for each in zip(IDS, roles, strict=True)]
-    roster = Roster(members)
+    worker_views = WorkerViews(members)
     by_name = {name: (make_policy(name), make_policy(name)) for name in POLICY_NAMES}
     for number, (events, hits, coming, request) in enumerate(rounds):
         for event in events:
             happen(members, event, number)
         plain = views(members, hits, coming)
-        shown = roster.views(hits, coming)
+        shown = worker_views.views(hits, coming)
         assert shown == plain
-        roster.check()
+        worker_views.check()
         for name, (one, other) in by_name.items():
             decision, expected = one.choose(request, shown), other.choose(request, plain)
             assert decision == expected, name
@@ -101,10 +101,10 @@ def test_kept_views_are_made_views_and_lead_to_the_same_decisions(roles, rounds)
 
 def test_a_later_prompt_shows_nothing_of_the_one_before():
     members = [Member(id, Role.BOTH) for id in IDS]
-    roster = Roster(members)
-    assert [w.id for w in roster.views({IDS[3]: 7}, {IDS[4]: 2}) if w.match_blocks] == [IDS[3], IDS[4]]
-    assert roster.views({}, {}).prefill.holders == []
-    assert roster.views({IDS[3]: 7}, {})[3].hit_blocks == 7
+    worker_views = WorkerViews(members)
+    assert [w.id for w in worker_views.views({IDS[3]: 7}, {IDS[4]: 2}) if w.match_blocks] == [IDS[3], IDS[4]]
+    assert worker_views.views({}, {}).prefill.holders == []
+    assert worker_views.views({IDS[3]: 7}, {})[3].hit_blocks == 7
 
 
 PEERS = st.lists(
@@ -147,7 +147,7 @@ def test_of_many_workers_few_are_looked_at():
         waiting, speed = chance.randrange(20_000), chance.uniform(9500, 10_500)
         member.load.report(WorkerLoad(chance.randrange(32), 0, 8192, 4096, waiting, speed, 0.02, 2e9))
     request, policy = RequestView(8448, 64, 2 << 20), TtftMin()
-    shown = Roster(members).views({members[70].id: 128}, {})
+    shown = WorkerViews(members).views({members[70].id: 128}, {})
     able, deciders = prefillers(shown), decoders(shown)
     scores = policy._scores(request, best_source(shown)).that_could_win(able)
     assert sum(map(math.isfinite, scores)) < 8

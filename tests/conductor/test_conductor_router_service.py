@@ -15,12 +15,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from prometheus_client import CollectorRegistry
 
 from tanghulu.conductor.index.prefix_index import PrefixIndex
-from tanghulu.conductor.routing.overrides import NO_WISH, Policies, RoutingWish
+from tanghulu.conductor.routing.overrides import NO_OVERRIDES, RoutingOverrides, RoutingPolicies
 from tanghulu.conductor.routing.policies.registry import PolicyOptions
 from tanghulu.conductor.routing.requests import KvChange, WorkerLoad
 from tanghulu.conductor.routing_service.assumed import AssumedBlocks
 from tanghulu.conductor.routing_service.main import RouterConfig, RouterServer
-from tanghulu.conductor.routing_service.service import Question, RoutingService
+from tanghulu.conductor.routing_service.service import RoutingQuery, RoutingService
 from tanghulu.errors import ConfigError, InvalidRequest, NodeUnavailable
 from tanghulu.hashing import chain_hashes
 from tanghulu.protos import router_pb2 as pb
@@ -35,12 +35,12 @@ def chain(text: str) -> list[BlockHash]:
     return [BlockHash(text[: i + 1].encode()) for i in range(len(text))]
 
 
-def asks(text: str, wish: RoutingWish = NO_WISH) -> Question:
-    return Question(chain(text), 4 * len(text), wish)
+def asks(text: str, overrides: RoutingOverrides = NO_OVERRIDES) -> RoutingQuery:
+    return RoutingQuery(chain(text), 4 * len(text), overrides)
 
 
 def a_service(assumed: AssumedBlocks | None = None, **workers: Role) -> RoutingService:
-    service = RoutingService(Policies("ttft-min", PolicyOptions()), 4, 1024, assumed)
+    service = RoutingService(RoutingPolicies("ttft-min", PolicyOptions()), 4, 1024, assumed)
     for name, role in workers.items():
         service.put_worker(InstanceId(name), role)
     return service
@@ -97,8 +97,8 @@ class TestService:
         service = a_service(a=Role.BOTH, b=Role.BOTH)
         service.add_request("r1", asks("mnop"), B, B, 0.0)
         assert service.overlaps(chain("mn"), 0.0) == {B: 2}
-        wish = RoutingWish(prefill=A)
-        assert service.best(asks("mnop", wish), 0.0).prefill == A
+        overrides = RoutingOverrides(prefill=A)
+        assert service.best(asks("mnop", overrides), 0.0).prefill == A
         for wrong in (
             lambda: service.add_request("r1", asks("x"), A, A, 0.0),
             lambda: service.best(asks("x"), 0.0, "r1"),

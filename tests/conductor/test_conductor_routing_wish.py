@@ -1,4 +1,4 @@
-"""What a request may ask of routing for itself: a policy, weights, workers; and what is promised to decode workers."""
+"""What a request may ask of routing for itself: a policy, weights, workers; and what is reserved at decode workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ import pytest
 from tanghulu.conductor.dispatch.admission import forecast
 from tanghulu.conductor.main import ConductorConfig
 from tanghulu.conductor.routing.output_length import FIRST_EXPECTED_OUTPUT
-from tanghulu.conductor.routing.overrides import MAX_POLICIES, Policies, RoutingWish, parse_weights, restricted
+from tanghulu.conductor.routing.overrides import (
+    MAX_POLICIES,
+    RoutingOverrides,
+    RoutingPolicies,
+    parse_weights,
+    restricted,
+)
 from tanghulu.conductor.routing.policies.base import Decision, RequestView, WorkerView
 from tanghulu.conductor.routing.policies.registry import PolicyOptions
 from tanghulu.conductor.routing.requests import WorkerLoad
@@ -25,18 +31,18 @@ class TestPolicies:
     """A wished combination has a policy of its own."""
 
     def test_the_same_wish_has_the_same_policy(self):
-        policies = Policies("ttft-min", PolicyOptions(alpha=0.9))
-        assert policies.of(RoutingWish()) is policies.default
-        wish = RoutingWish("linear", weights=(("beta", 0.1),))
-        assert policies.of(wish) is policies.of(wish)
-        assert policies.of(wish).name == "linear"
-        assert (policies.of(wish)._alpha, policies.of(wish)._beta) == (0.9, 0.1)
-        assert policies.of(RoutingWish(weights=(("alpha", 0.2),))).name == "ttft-min"
+        policies = RoutingPolicies("ttft-min", PolicyOptions(alpha=0.9))
+        assert policies.of(RoutingOverrides()) is policies.default
+        overrides = RoutingOverrides("linear", weights=(("beta", 0.1),))
+        assert policies.of(overrides) is policies.of(overrides)
+        assert policies.of(overrides).name == "linear"
+        assert (policies.of(overrides)._alpha, policies.of(overrides)._beta) == (0.9, 0.1)
+        assert policies.of(RoutingOverrides(weights=(("alpha", 0.2),))).name == "ttft-min"
 
     def test_their_number_is_bounded(self):
-        policies = Policies("linear", PolicyOptions())
+        policies = RoutingPolicies("linear", PolicyOptions())
         for number in range(3 * MAX_POLICIES):
-            policies.of(RoutingWish(weights=(("alpha", float(number)),)))
+            policies.of(RoutingOverrides(weights=(("alpha", float(number)),)))
             policies.check()
 
     @pytest.mark.parametrize("text", ["speed=1", "alpha", "alpha=x", "alpha=-1", "alpha=inf"])
@@ -53,9 +59,9 @@ class TestPolicies:
 
 def test_only_the_wished_workers_are_able():
     shown = [WorkerView(InstanceId(n), True, True) for n in "abc"]
-    able = restricted(shown, RoutingWish(prefill=InstanceId("a"), decode=InstanceId("b")))
+    able = restricted(shown, RoutingOverrides(prefill=InstanceId("a"), decode=InstanceId("b")))
     assert [(w.can_prefill, w.can_decode) for w in able] == [(True, False), (False, True), (False, False)]
-    assert restricted(shown, RoutingWish(prefill=InstanceId("gone"))) == shown
+    assert restricted(shown, RoutingOverrides(prefill=InstanceId("gone"))) == shown
 
 
 async def test_a_request_chooses_workers_policy_and_weights(cluster):
@@ -115,14 +121,14 @@ async def test_a_request_on_its_way_counts_at_the_decode_worker_it_will_go_to(cl
     assert cluster.dispatcher.router.output.tokens == pytest.approx(FIRST_EXPECTED_OUTPUT + 0.02 * (2 - 256))
 
 
-def test_promises_take_room_until_they_are_withdrawn():
+def test_reservations_take_room_until_they_are_withdrawn():
     load = LoadTracker()
     load.report(WorkerLoad(num_running=3, blocks_free=50))
-    load.promise("r", 20)
+    load.reserve_decode("r", 20)
     view = load.view(InstanceId("d"), Role.DECODE, 0)
     assert (view.num_requests, view.coming_requests, view.blocks_free) == (4, 1, 30)
-    load.withdraw("r")
-    load.withdraw("r")
+    load.release_decode("r")
+    load.release_decode("r")
     view = load.view(InstanceId("d"), Role.DECODE, 0)
     assert (view.num_requests, view.coming_requests, view.blocks_free) == (3, 0, 50)
 

@@ -44,7 +44,7 @@ def test_blocks_of_requests_under_way_are_active():
     tracker = LoadTracker()
     tracker.report(WorkerLoad(blocks_total=100, blocks_free=70))
     tracker.sent("r", 10, 5)
-    tracker.promise("q", 8)
+    tracker.reserve_decode("q", 8)
     assert _view(tracker).active_blocks == 43
     busy, idle = replace(_view(tracker), id=InstanceId("a")), replace(_view(tracker), active_blocks=0)
     assert make_policy("dynamo").choose(RequestView(640, 64, 1024), with_both_phases([busy, idle])).prefill == WORKER

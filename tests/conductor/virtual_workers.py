@@ -11,10 +11,10 @@ from fake_worker import TOKENIZER
 from prometheus_client import CollectorRegistry
 
 from tanghulu.conductor.dispatch.dispatcher import Dispatcher, Limits
-from tanghulu.conductor.dispatch.registry import Worker
+from tanghulu.conductor.dispatch.registry import RegisteredWorker
 from tanghulu.conductor.metrics import ConductorMetrics
 from tanghulu.conductor.routing.cost import DecodeProfile, PrefillProfile
-from tanghulu.conductor.routing.overrides import Policies, parse_weights
+from tanghulu.conductor.routing.overrides import RoutingPolicies, parse_weights
 from tanghulu.conductor.routing.requests import (
     GenerationRequest,
     KvChange,
@@ -23,9 +23,9 @@ from tanghulu.conductor.routing.requests import (
     Output,
     OutputKind,
     Sampling,
+    SessionWelcome,
     Step,
     StopRule,
-    Welcome,
     WorkerLoad,
 )
 from tanghulu.conductor.text.served_model import ServedModel
@@ -107,7 +107,7 @@ class VirtualWorker:
         self._busy, self._sequence = False, 0
         self._exports: dict[int, RequestId] = {}
         address = Address(name, 1)
-        self.registered = Worker(Instance(InstanceId(name), Role.BOTH, address))
+        self.registered = RegisteredWorker(Instance(InstanceId(name), Role.BOTH, address))
         self.registered.card, self.registered.session = _CARD, self
         self.registered.load.block_tokens = BLOCK_TOKENS
         self.registered.load.reset(self._load())
@@ -225,14 +225,14 @@ class VirtualCluster:
     def __init__(self, policy: str, num_workers: int, num_blocks: int) -> None:
         self.time = VirtualTime()
         metrics = ConductorMetrics(CollectorRegistry())
-        policies = Policies(policy, parse_weights(""))
+        policies = RoutingPolicies(policy, parse_weights(""))
         self.dispatcher = Dispatcher("conductor", policies, metrics, Limits(), self.time)
         self.model = self.dispatcher.registry.models["mock"] = ServedModel(_CARD)
         self.workers = [VirtualWorker(f"worker-{n}", num_blocks, self) for n in range(num_workers)]
         self.by_address = {str(worker.registered.instance.address): worker for worker in self.workers}
         for worker in self.workers:
             self.dispatcher.registry.workers[worker.registered.id] = worker.registered
-            self.dispatcher.worker_up(worker.registered, Welcome(worker.registered.id, 1, (), 0, WorkerLoad()))
+            self.dispatcher.worker_up(worker.registered, SessionWelcome(worker.registered.id, 1, (), 0, WorkerLoad()))
 
     def ask(self, number: int, prompt: Tokens, num_tokens: int, ended: Callable[[int], None]) -> None:
         """Submit a prompt; ``ended`` hears how many of its tokens were cached."""

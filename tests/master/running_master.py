@@ -24,8 +24,8 @@ from tanghulu.protos import directory_pb2 as pb
 from tanghulu.protos import directory_pb2_grpc, fastlane_pb2
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.grpc_edge import channel
-from tanghulu.runtime.process import Process, Status
-from tanghulu.store.master.directory.chunk_table import Found
+from tanghulu.runtime.process import Process, SupervisorLine
+from tanghulu.store.master.directory.chunk_table import FoundChunk
 from tanghulu.store.master.main import MasterConfig, serve
 from tanghulu.store.master.rpc import wire as master_wire
 from tanghulu.store.protocol import packed_directory
@@ -47,7 +47,13 @@ async def master_here(**options: Any) -> AsyncIterator[InProcess]:
     with tempfile.TemporaryDirectory(prefix="th-master-") as run_dir:
         config = MasterConfig(port=0, **{"rebuild_s": 0.2, **options})
         process = InProcess(
-            Role.MASTER, config, Path(run_dir), Status(-1, lambda: None), CollectorRegistry(), "", secrets.randbits(48)
+            Role.MASTER,
+            config,
+            Path(run_dir),
+            SupervisorLine(-1, lambda: None),
+            CollectorRegistry(),
+            "",
+            secrets.randbits(48),
         )
         process.address = asyncio.get_running_loop().create_future()
         serving = asyncio.create_task(serve(process, config))
@@ -133,7 +139,7 @@ async def ask_packed(connection: AsyncFastConnection, message: Any) -> Any:
     located, incomplete = packed_directory.unpack_located(reply)
     return master_wire.locate_to_wire(
         (
-            Found(each.version, each.size_bytes, each.node_ids, each.num_warm) if each.node_ids else None
+            FoundChunk(each.version, each.size_bytes, each.node_ids, each.num_warm) if each.node_ids else None
             for each in located
         ),
         incomplete=incomplete,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tanghulu.store.master.directory.copy_orders import MAX_OPEN, ORDER_S, Copy, CopyOrders, Drop, Reason
+from tanghulu.store.master.replication.orders import MAX_OPEN, ORDER_S, Copy, CopyOrders, Drop, Reason
 
 SIZE = 1000
 

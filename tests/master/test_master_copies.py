@@ -9,13 +9,17 @@ import pytest
 
 from tanghulu.discovery.base import Instance
 from tanghulu.errors import InvalidRequest
-from tanghulu.store.master.directory.announcement import Announcement, ChunkEntry, Report
-from tanghulu.store.master.directory.copy_orders import Copy, Drop, Reason
+from tanghulu.store.master.directory.announcement import ChunkEntry, NodeAnnouncement, ReportPart
 from tanghulu.store.master.directory.directory import Directory
 from tanghulu.store.master.replication import planner as copy_planner
-from tanghulu.store.master.replication.asked_copies import MAX_KEYS as MAX_ASKED_KEYS
-from tanghulu.store.master.replication.asked_copies import AskedCopies
-from tanghulu.store.master.replication.demand import MAX_KEYS, TAU_S, Heat
+from tanghulu.store.master.replication.demand import (
+    MAX_HOT_KEYS,
+    MAX_REQUESTED_KEYS,
+    TAU_S,
+    HotKeyRates,
+    ReplicaRequests,
+)
+from tanghulu.store.master.replication.orders import Copy, Drop, Reason
 from tanghulu.store.master.replication.planner import GRACE_S, CopyPlanner
 from tanghulu.types import Address, InstanceId, Place, Role
 
@@ -48,7 +52,7 @@ class World:
     def join(self, name: str) -> None:
         self.directory.node_registered(self.instance(name), self.now_s)
         self.chunks[name] = set()
-        for report in (Report.BEGIN, Report.END):
+        for report in (ReportPart.BEGIN, ReportPart.END):
             self.say(name, report=report)
 
     def die(self, name: str) -> None:
@@ -69,7 +73,7 @@ class World:
         added: list[str] | None = None,
         removed: list[str] | None = None,
         replicas: int = 1,
-        report: Report = Report.NONE,
+        report: ReportPart = ReportPart.NONE,
         hot: list[tuple[str, int]] | None = None,
         failed: list[str] | None = None,
         cold: bool = False,
@@ -77,7 +81,7 @@ class World:
         added, removed = added or [], removed or []
         self.chunks[name] |= set(added)
         self.chunks[name] -= set(removed)
-        announcement = Announcement(
+        announcement = NodeAnnouncement(
             name,
             1,
             [ChunkEntry(key, 7, SIZE, cold) for key in added],
@@ -265,23 +269,23 @@ def test_what_is_asked_for_is_bounded() -> None:
         world.planner.ask(["k0001"], 0, 1.0, world.now_s)
     with pytest.raises(InvalidRequest, match="at most 3600 s"):
         world.planner.ask(["k0001"], 2, 1e9, world.now_s)
-    asked = AskedCopies()
-    assert asked.ask(map(str, range(MAX_ASKED_KEYS + 10)), 2, 1.0, 0.0) == MAX_ASKED_KEYS
-    assert asked.keys(2.0) == []
-    asked.check()
+    requests = ReplicaRequests()
+    assert requests.ask(map(str, range(MAX_REQUESTED_KEYS + 10)), 2, 1.0, 0.0) == MAX_REQUESTED_KEYS
+    assert requests.keys(2.0) == []
+    requests.check()
 
 
-def test_heat_settles_at_the_rate_and_decays() -> None:
-    heat = Heat()
+def test_hot_keys_settle_at_the_rate_and_decays() -> None:
+    hot_keys = HotKeyRates()
     now_s = 0.0
     for _ in range(60):
         now_s += 1.0
-        heat.add([("k", 500)], now_s)
-    assert 450 < heat.rate("k", now_s) < 600
-    assert heat.rate("k", now_s + TAU_S) == pytest.approx(heat.rate("k", now_s) / 2.718, rel=0.01)
-    heat.add([(f"x{i}", 1) for i in range(2 * MAX_KEYS)], now_s)
-    heat.check()
-    assert heat.keys(now_s)[0] == "k", "many cold keys do not push a hot one out"
+        hot_keys.add([("k", 500)], now_s)
+    assert 450 < hot_keys.rate("k", now_s) < 600
+    assert hot_keys.rate("k", now_s + TAU_S) == pytest.approx(hot_keys.rate("k", now_s) / 2.718, rel=0.01)
+    hot_keys.add([(f"x{i}", 1) for i in range(2 * MAX_HOT_KEYS)], now_s)
+    hot_keys.check()
+    assert hot_keys.keys(now_s)[0] == "k", "many cold keys do not push a hot one out"
 
 
 def test_copies_that_fail_are_tried_again_after_a_pause() -> None:
@@ -339,7 +343,7 @@ def test_a_node_that_is_told_to_drop_what_it_removes_itself_is_not_waited_for() 
     world.put("a", "b")
 
     def heard(name: str, *deleted: str) -> list[Drop]:
-        announcement = Announcement(name, 1, deleted=deleted)
+        announcement = NodeAnnouncement(name, 1, deleted=deleted)
         world.directory.announce(announcement, world.now_s)
         return world.planner.heard(announcement, world.now_s)[1]
 

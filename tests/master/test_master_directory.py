@@ -12,16 +12,16 @@ from running_master import instance
 
 from tanghulu.errors import InvalidRequest, LeaseExpired
 from tanghulu.store.master.directory import directory as directory_module
-from tanghulu.store.master.directory.announcement import Announcement, ChunkEntry, Report
-from tanghulu.store.master.directory.chunk_table import ChunkTable
+from tanghulu.store.master.directory.announcement import ChunkEntry, NodeAnnouncement, ReportPart
+from tanghulu.store.master.directory.chunk_table import DirectoryTable
 from tanghulu.store.master.directory.directory import Directory
-from tanghulu.store.master.directory.placement import Wish
+from tanghulu.store.master.directory.placement import PlacementRequest
 from tanghulu.store.protocol.directory_events import DirectoryEventKind
 
 NAMES = st.sampled_from(["a", "b", "c"])
 KEYS = st.sampled_from(["kv/0", "kv/1", "kv/2", "z"])
 VERSIONS = st.sampled_from([1, 1, 1, 2])
-REPORTS = st.sampled_from([Report.NONE, Report.NONE, Report.BEGIN, Report.PIECE, Report.END])
+REPORTS = st.sampled_from([ReportPart.NONE, ReportPart.NONE, ReportPart.BEGIN, ReportPart.PIECE, ReportPart.END])
 
 
 def size_of(version: int) -> int:
@@ -80,7 +80,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     )
     def announce(self, name, added, removed, deleted, report) -> None:
         node = self.nodes.get(name)
-        announcement = Announcement(
+        announcement = NodeAnnouncement(
             name,
             node.generation if node else 1,
             [ChunkEntry(key, version, size_of(version), cold) for key, version, cold in added],
@@ -97,17 +97,17 @@ class DirectoryMachine(RuleBasedStateMachine):
         assert answer.accepted == self.expect(name, node, announcement)
         assert answer.report_wanted == (not node.reported and not node.reporting)
 
-    def expect(self, name: str, node: ModelNode, announcement: Announcement) -> list[bool]:
-        if announcement.report is Report.BEGIN:
+    def expect(self, name: str, node: ModelNode, announcement: NodeAnnouncement) -> list[bool]:
+        if announcement.report is ReportPart.BEGIN:
             node.before, node.said, node.reporting = node.holds, {}, True
-        bereft = set()
+        stale = set()
         for key in announcement.deleted:
             for version in self.versions(key):
                 self.graves[key] = version
-                bereft |= {(n, key, version) for n, other in self.nodes.items() if n != name and key in other.holds}
+                stale |= {(n, key, version) for n, other in self.nodes.items() if n != name and key in other.holds}
             for other in self.nodes.values():
                 other.drop(key)
-        assert set(self.directory.take_bereft()) == bereft
+        assert set(self.directory.take_stale_holders()) == stale
         for key in (*announcement.removed, *announcement.deleted):
             node.drop(key)
         accepted = []
@@ -117,7 +117,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             accepted.append(self.graves.get(key) != version and others <= {version})
             if accepted[-1]:
                 node.said[key], node.cold[key] = version, cold
-        if announcement.report is Report.END and node.reporting:
+        if announcement.report is ReportPart.END and node.reporting:
             node.before, node.reporting, node.reported = {}, False, True
         return accepted
 
@@ -125,7 +125,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     def zombie(self, name: str) -> None:
         if name in self.nodes:
             with pytest.raises(InvalidRequest, match="another process took its place"):
-                self.directory.announce(Announcement(name, 99, [ChunkEntry("k", 1, 1)]), 0.0)
+                self.directory.announce(NodeAnnouncement(name, 99, [ChunkEntry("k", 1, 1)]), 0.0)
 
     @rule(num_keys=st.integers(1, 3))
     def sweep(self, num_keys: int) -> None:
@@ -201,7 +201,7 @@ def test_a_long_seeded_run(seed: int) -> None:
     machine = DirectoryMachine()
     machine.start()
     names, keys = ["a", "b", "c"], ["kv/0", "kv/1", "kv/2", "z"]
-    reports = [Report.NONE, Report.NONE, Report.BEGIN, Report.PIECE, Report.END]
+    reports = [ReportPart.NONE, ReportPart.NONE, ReportPart.BEGIN, ReportPart.PIECE, ReportPart.END]
 
     def some(most: int) -> list[str]:
         return rng.choices(keys, k=rng.randint(0, most))
@@ -234,7 +234,7 @@ def make(*names: str, **values) -> Directory:
 
 def say(directory: Directory, name: str, *added: tuple[str, int], **values) -> list[bool]:
     entries = [ChunkEntry(key, version, 10) for key, version in added]
-    accepted = directory.announce(Announcement(name, 7, entries, **values), 0.0).accepted
+    accepted = directory.announce(NodeAnnouncement(name, 7, entries, **values), 0.0).accepted
     directory.check()
     return accepted
 
@@ -262,9 +262,9 @@ def test_what_is_removed_at_one_holder_is_removed_at_all() -> None:
         say(directory, name, ("k", 1))
     say(directory, "a", deleted=["k"])
     assert holders(directory, "k") == ()
-    assert directory.has_bereft
-    assert directory.take_bereft() == [("b", "k", 1)]
-    assert not directory.has_bereft
+    assert directory.has_stale_holders
+    assert directory.take_stale_holders() == [("b", "k", 1)]
+    assert not directory.has_stale_holders
     assert say(directory, "b", ("k", 1)) == [False]
 
 
@@ -285,13 +285,13 @@ def test_a_deleted_version_does_not_come_back(monkeypatch) -> None:
 def test_a_report_replaces_what_was_said_and_forgets_nothing_before_its_end() -> None:
     directory = make("a")
     say(directory, "a", ("old", 1), ("kept", 1))
-    answer = directory.announce(Announcement("a", 7, report=Report.BEGIN), 0.0)
+    answer = directory.announce(NodeAnnouncement("a", 7, report=ReportPart.BEGIN), 0.0)
     assert not answer.report_wanted
     assert holders(directory, "old") == ("a",)
-    say(directory, "a", ("kept", 1), ("new", 1), report=Report.PIECE)
+    say(directory, "a", ("kept", 1), ("new", 1), report=ReportPart.PIECE)
     say(directory, "a", ("put meanwhile", 1))
     last = directory.log.last
-    say(directory, "a", report=Report.END)
+    say(directory, "a", report=ReportPart.END)
     assert [bool(holders(directory, key)) for key in ("old", "kept", "new", "put meanwhile")] == [
         False,
         True,
@@ -307,7 +307,7 @@ def test_a_report_replaces_what_was_said_and_forgets_nothing_before_its_end() ->
 
 def test_an_end_without_its_begin_proves_nothing() -> None:
     directory = make("a")
-    answer = directory.announce(Announcement("a", 7, [ChunkEntry("k", 1, 1)], report=Report.END), 0.0)
+    answer = directory.announce(NodeAnnouncement("a", 7, [ChunkEntry("k", 1, 1)], report=ReportPart.END), 0.0)
     assert answer.accepted == [True]
     assert answer.report_wanted
     assert not directory.rebuild.is_ready
@@ -315,15 +315,15 @@ def test_an_end_without_its_begin_proves_nothing() -> None:
 
 def test_a_report_that_begins_again_counts_from_there() -> None:
     directory = make("a")
-    say(directory, "a", ("x", 1), report=Report.BEGIN)
-    say(directory, "a", ("y", 1), report=Report.BEGIN)
-    say(directory, "a", report=Report.END)
+    say(directory, "a", ("x", 1), report=ReportPart.BEGIN)
+    say(directory, "a", ("y", 1), report=ReportPart.BEGIN)
+    say(directory, "a", report=ReportPart.END)
     assert holders(directory, "x") == ()
     assert holders(directory, "y") == ("a",)
 
 
 def test_losing_a_node_takes_no_time_and_its_slot_is_used_again() -> None:
-    table = ChunkTable()
+    table = DirectoryTable()
     slot = table.open_slot("a")
     for n in range(5000):
         table.add(slot, f"k{n}", 1, 1)
@@ -347,8 +347,8 @@ def test_placement_asks_only_nodes_that_can_hold_it() -> None:
     for number, name in enumerate("abc"):
         attributes = {"draining": "true"} if name == "c" else {}
         directory.node_registered(instance(name, attributes=attributes), 0.0)
-        directory.announce(Announcement(name, 7, capacity_bytes=100 * (number + 1)), 0.0)
+        directory.announce(NodeAnnouncement(name, 7, capacity_bytes=100 * (number + 1)), 0.0)
     rng = random.Random(1)
-    assert [view.instance.id for view in directory.place(Wish(150), rng)] == ["b"]
-    assert {view.instance.id for view in directory.place(Wish(50), rng)} == {"a", "b"}
-    assert directory.place(Wish(250), rng) == []
+    assert [view.instance.id for view in directory.place(PlacementRequest(150), rng)] == ["b"]
+    assert {view.instance.id for view in directory.place(PlacementRequest(50), rng)} == {"a", "b"}
+    assert directory.place(PlacementRequest(250), rng) == []

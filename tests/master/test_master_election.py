@@ -14,12 +14,12 @@ from tanghulu.store.master.election.election import (
     Apply,
     Campaign,
     Election,
-    Holder,
+    ElectionState,
     Instruction,
+    KeyHolder,
     Lead,
     Renew,
     Revoke,
-    Standing,
     StepDown,
 )
 
@@ -31,14 +31,14 @@ def leading(term: int = 7, asked_s: float = 10.0) -> Election:
     assert election.seen(None, 1) == []
     assert election.tick(asked_s) == [Apply()]
     assert election.lease_granted(5, asked_s) == [Campaign(5)]
-    assert election.campaigned(Holder("me:1", term), term, won=True, now_s=asked_s + 0.2) == [Lead(term)]
+    assert election.campaigned(KeyHolder("me:1", term), term, won=True, now_s=asked_s + 0.2) == [Lead(term)]
     return election
 
 
 def test_a_vacant_key_is_campaigned_for_and_kept() -> None:
     election = leading()
     assert (election.leader, election.term) == ("me:1", 7)
-    assert election.seen(Holder("me:1", 7), 7) == [], "its own key"
+    assert election.seen(KeyHolder("me:1", 7), 7) == [], "its own key"
     assert election.leads(12.69)
     assert not election.leads(12.7), "counted from before it asked, with a margin"
     assert election.tick(10.5) == [Renew(5)]
@@ -51,7 +51,7 @@ def test_a_vacant_key_is_campaigned_for_and_kept() -> None:
 def test_a_leader_that_stood_still_steps_down_by_its_own_clock() -> None:
     election = leading()
     assert election.tick(99.0) == [StepDown(), Revoke(5)]
-    assert election.standing is Standing.FOLLOWING, "its key may still be there; etcd tells when it goes"
+    assert election.state is ElectionState.FOLLOWING, "its key may still be there; etcd tells when it goes"
     assert election.renewed(5, 10.5, known=True) == [], "an answer that comes too late changes nothing"
     assert election.seen(None, 9) == []
     assert election.tick(99.0 + RETRY_S) == [Apply()]
@@ -62,7 +62,7 @@ def test_what_deposes_a_leader(how: str) -> None:
     election = leading()
     match how:
         case "taken":
-            instructions = election.seen(Holder("other:1", 9), 9)
+            instructions = election.seen(KeyHolder("other:1", 9), 9)
         case "deleted":
             instructions = election.seen(None, 9)
         case "lease gone":
@@ -81,8 +81,8 @@ def test_a_lost_campaign_gives_the_lease_back_and_follows() -> None:
     election.seen(None, 1)
     election.tick(0.0)
     election.lease_granted(5, 0.0)
-    assert election.campaigned(Holder("other:1", 3), 4, won=False, now_s=0.1) == [Revoke(5)]
-    assert (election.standing, election.leader) == (Standing.FOLLOWING, "other:1")
+    assert election.campaigned(KeyHolder("other:1", 3), 4, won=False, now_s=0.1) == [Revoke(5)]
+    assert (election.state, election.leader) == (ElectionState.FOLLOWING, "other:1")
 
 
 def test_a_winner_that_is_gone_before_the_answer_is_not_followed_for_ever() -> None:
@@ -91,8 +91,8 @@ def test_a_winner_that_is_gone_before_the_answer_is_not_followed_for_ever() -> N
     election.tick(0.0)
     election.lease_granted(5, 0.0)
     assert election.seen(None, 6) == [], "the watch is ahead of the answer"
-    assert election.campaigned(Holder("other:1", 3), 4, won=False, now_s=0.1) == [Revoke(5)]
-    assert election.standing is Standing.VACANT
+    assert election.campaigned(KeyHolder("other:1", 3), 4, won=False, now_s=0.1) == [Revoke(5)]
+    assert election.state is ElectionState.VACANT
     assert election.tick(0.1) == [Apply()]
 
 
@@ -102,7 +102,7 @@ def test_an_answer_that_does_not_come_gives_the_lease_back() -> None:
     election.tick(0.0)
     election.lease_granted(5, 0.0)
     assert election.failed(1.0) == [Revoke(5)]
-    assert election.campaigned(Holder("me:1", 3), 3, won=True, now_s=1.1) == [], "it was given up"
+    assert election.campaigned(KeyHolder("me:1", 3), 3, won=True, now_s=1.1) == [], "it was given up"
     assert election.tick(1.0) == []
     assert election.tick(1.0 + RETRY_S) == [Apply()]
 
@@ -113,7 +113,7 @@ def test_a_campaign_won_too_late_is_no_win() -> None:
     election.tick(0.0)
     election.lease_granted(5, 0.0)
     late_s = TTL_S - MARGIN_S
-    assert election.campaigned(Holder("me:1", 3), 3, won=True, now_s=late_s) == [Revoke(5)]
+    assert election.campaigned(KeyHolder("me:1", 3), 3, won=True, now_s=late_s) == [Revoke(5)]
 
 
 def test_who_resigns_campaigns_no_more() -> None:
@@ -121,12 +121,12 @@ def test_who_resigns_campaigns_no_more() -> None:
     assert election.resign() == [StepDown(), Revoke(5)]
     assert election.seen(None, 9) == []
     assert election.tick(50.0) == []
-    assert election.standing is Standing.RESIGNED
+    assert election.state is ElectionState.RESIGNED
 
 
 def test_the_table_leaves_every_state_and_enters_every_state() -> None:
-    assert {state for state, _ in TRANSITIONS} == set(Standing)
-    assert {*TRANSITIONS.values()} == set(Standing)
+    assert {state for state, _ in TRANSITIONS} == set(ElectionState)
+    assert {*TRANSITIONS.values()} == set(ElectionState)
 
 
 class World:
@@ -136,7 +136,7 @@ class World:
         self.rng = Random(seed)
         self.now_s = 0.0
         self.revision = 1
-        self.key: Holder | None = None
+        self.key: KeyHolder | None = None
         self.key_lease = 0
         self.leases: dict[int, float] = {}
         self.numbers = itertools.count(1)
@@ -150,10 +150,10 @@ class World:
     def deliver(self, index: int, answer: object) -> None:
         self.inbox[index].append((self.now_s + self.rng.expovariate(20.0), answer))
 
-    def set_key(self, holder: Holder | None, lease: int) -> None:
+    def set_key(self, holder: KeyHolder | None, lease: int) -> None:
         self.revision += 1
         revision = self.revision
-        self.key, self.key_lease = holder if holder is None else Holder(holder.address, revision), lease
+        self.key, self.key_lease = holder if holder is None else KeyHolder(holder.address, revision), lease
         for index in range(len(self.masters)):
             self.deliver(index, lambda m, key=self.key: m.seen(key, revision))
 
@@ -176,8 +176,8 @@ class World:
             case Campaign(lease):
                 won = self.key is None and lease in self.leases
                 if won:
-                    self.set_key(Holder(f"m:{index}", 0), lease)
-                holder, revision = self.key or Holder("gone:1", self.revision), self.revision
+                    self.set_key(KeyHolder(f"m:{index}", 0), lease)
+                holder, revision = self.key or KeyHolder("gone:1", self.revision), self.revision
                 self.answer(index, lambda m: m.campaigned(holder, revision, won=won, now_s=self.now_s), lost=lost)
             case Renew(lease) if not lost:
                 known = lease in self.leases

@@ -15,28 +15,28 @@ from tanghulu.protos import directory_pb2 as pb
 from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.directory_feed import DirectoryEventKind
 from tanghulu.store.master.core import Master
-from tanghulu.store.master.directory.announcement import Announcement, ChunkEntry, Report
+from tanghulu.store.master.directory.announcement import ChunkEntry, NodeAnnouncement, ReportPart
 from tanghulu.store.master.directory.events import EventRing
 from tanghulu.store.master.directory.rebuild import ALONE_S
 from tanghulu.store.master.metrics import MasterMetrics
 from tanghulu.store.master.rpc.followers import follow
-from tanghulu.store.master.server import Shell
+from tanghulu.store.master.server import MasterServer
 
 K = DirectoryEventKind
 
 
-def make_shell() -> Shell:
+def make_shell() -> MasterServer:
     master = Master(3, 0.0)
-    shell = Shell(master, ManualClock(), MasterMetrics(CollectorRegistry()), random.Random(0))
+    shell = MasterServer(master, ManualClock(), MasterMetrics(CollectorRegistry()), random.Random(0))
     master.register(instance("n1"), 3.0, 0.0)
-    for report in (Report.BEGIN, Report.END):
-        master.announce(Announcement("n1", 7, [ChunkEntry("k", 1, 1)], report=report), 0.0)
+    for report in (ReportPart.BEGIN, ReportPart.END):
+        master.announce(NodeAnnouncement("n1", 7, [ChunkEntry("k", 1, 1)], report=report), 0.0)
     master.tick(ALONE_S, ALONE_S)
     return shell
 
 
-def store(shell: Shell, *keys: str) -> None:
-    shell.master.announce(Announcement("n1", 7, [ChunkEntry(key, 1, 1) for key in keys]), 0.0)
+def store(shell: MasterServer, *keys: str) -> None:
+    shell.master.announce(NodeAnnouncement("n1", 7, [ChunkEntry(key, 1, 1) for key in keys]), 0.0)
     shell.changed()
 
 

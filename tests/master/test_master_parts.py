@@ -12,30 +12,30 @@ from running_master import instance
 
 from tanghulu.store.directory_feed import EventCursor
 from tanghulu.store.master.core import Master
-from tanghulu.store.master.directory.announcement import Announcement, ChunkEntry
+from tanghulu.store.master.directory.announcement import ChunkEntry, NodeAnnouncement
 from tanghulu.store.master.directory.events import EventRing, Lagged
-from tanghulu.store.master.directory.placement import NUM_SPARES, Candidate, Wish, place
+from tanghulu.store.master.directory.placement import NUM_SPARES, PlacementCandidate, PlacementRequest, place
 from tanghulu.store.protocol.directory_events import DirectoryEvent, DirectoryEventKind
 from tanghulu.types import Place, Role
 
 
 def candidate(
     name: str, where: str = "z/r/h", capacity: int = 1000, used: int = 0, draining: bool = False
-) -> Candidate:
-    return Candidate(name, Place.parse(where), capacity, used, draining)
+) -> PlacementCandidate:
+    return PlacementCandidate(name, Place.parse(where), capacity, used, draining)
 
 
-def ids(chosen: list[Candidate]) -> list[str]:
+def ids(chosen: list[PlacementCandidate]) -> list[str]:
     return [c.node_id for c in chosen]
 
 
 def test_preferred_then_local_then_others() -> None:
     nodes = [candidate("far", "z/r/h2"), candidate("near", "z/r/h1", used=900), candidate("near2", "z/r/h1", used=100)]
     client = Place.parse("z/r/h1")
-    assert ids(place(nodes, Wish(1, 1, "far", client), random.Random(0)))[0] == "far"
-    assert ids(place(nodes, Wish(1, 1, "", client), random.Random(0)))[0] == "near2"
-    assert ids(place(nodes, Wish(1, 1, "gone", client), random.Random(0)))[0] == "near2"
-    assert len(place(nodes, Wish(1, 1), random.Random(0))) == 3
+    assert ids(place(nodes, PlacementRequest(1, 1, "far", client), random.Random(0)))[0] == "far"
+    assert ids(place(nodes, PlacementRequest(1, 1, "", client), random.Random(0)))[0] == "near2"
+    assert ids(place(nodes, PlacementRequest(1, 1, "gone", client), random.Random(0)))[0] == "near2"
+    assert len(place(nodes, PlacementRequest(1, 1), random.Random(0))) == 3
 
 
 def test_the_worked_example() -> None:
@@ -46,14 +46,14 @@ def test_the_worked_example() -> None:
         candidate("D", "z/r2/h3"),
     ]
     for seed in range(20):
-        wish = Wish(1, 2, client_place=Place.parse("z/r1/h1"))
-        assert ids(place(nodes, wish, random.Random(seed))) == ["A", "D", "C", "B"]
+        request = PlacementRequest(1, 2, client_place=Place.parse("z/r1/h1"))
+        assert ids(place(nodes, request, random.Random(seed))) == ["A", "D", "C", "B"]
 
 
 def test_two_choices_prefer_the_emptier_without_herding() -> None:
     nodes = [candidate(f"n{n}", f"z/r/h{n}", used=100 * n) for n in range(8)]
     rng = random.Random(7)
-    firsts = Counter(ids(place(nodes, Wish(1), rng))[0] for _ in range(4000))
+    firsts = Counter(ids(place(nodes, PlacementRequest(1), rng))[0] for _ in range(4000))
     assert firsts["n7"] == 0, "the fullest loses every pairing"
     assert 0.2 < firsts["n0"] / 4000 < 0.3, "the emptiest wins those that it is drawn in: 7 of 28"
 
@@ -68,7 +68,7 @@ def test_two_choices_prefer_the_emptier_without_herding() -> None:
 )
 def test_placement_always(nodes, size, replicas, seed) -> None:
     candidates = [candidate(str(n), where, cap, cap, drain) for n, (where, cap, drain) in enumerate(nodes)]
-    chosen = place(candidates, Wish(size, replicas, "3", Place.parse("z/r1/h1")), random.Random(seed))
+    chosen = place(candidates, PlacementRequest(size, replicas, "3", Place.parse("z/r1/h1")), random.Random(seed))
     able = [c for c in candidates if not c.draining and c.capacity_bytes >= max(size, 1)]
     assert len(set(ids(chosen))) == len(chosen) == min(len(able), replicas + NUM_SPARES)
     assert all(c in able for c in chosen)
@@ -105,7 +105,7 @@ def test_leases_and_directory_keep_in_step() -> None:
     master = Master(1, now_s=0.0)
     lease = master.register(instance("n"), 1.0, 0.0)
     master.register(instance("w", Role.BOTH), 9.0, 0.0)
-    master.announce(Announcement("n", 7, [ChunkEntry("k", 1, 1)]), 0.5)
+    master.announce(NodeAnnouncement("n", 7, [ChunkEntry("k", 1, 1)]), 0.5)
     master.check()
     assert master.keep_alive("n", lease, 0.9)
     assert master.tick(1.8, 1.8) == []

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from running_master import instance
 
-from tanghulu.store.master.directory import pending_commits as promises
-from tanghulu.store.master.directory.announcement import Announcement, ChunkEntry, Report, Withdrawal
+from tanghulu.store.master.directory import pending_commits
+from tanghulu.store.master.directory.announcement import ChunkEntry, NodeAnnouncement, ReportPart, Retraction
 from tanghulu.store.master.directory.directory import Directory
-from tanghulu.store.master.directory.pending_commits import PROMISE_S, Promises
+from tanghulu.store.master.directory.pending_commits import PENDING_S, PendingCommits
 from tanghulu.store.master.directory.rebuild import ALONE_S
 from tanghulu.store.protocol.types import Proclamation, Verdict
 from tanghulu.types import ChunkKey
@@ -20,8 +20,8 @@ def ready(*names: str, now_s: float = 0.0) -> Directory:
     for name in names:
         directory.node_registered(instance(name, generation=1), now_s)
     for name in names:
-        for report in (Report.BEGIN, Report.END):
-            directory.announce(Announcement(name, 1, report=report), now_s)
+        for report in (ReportPart.BEGIN, ReportPart.END):
+            directory.announce(NodeAnnouncement(name, 1, report=report), now_s)
     directory.tick(now_s + ALONE_S)
     assert directory.rebuild.is_ready
     return directory
@@ -31,8 +31,8 @@ def said(node: str, key: str, version: int = 1, generation: int = 1) -> Proclama
     return Proclamation(node, generation, ChunkKey(key), version, 100 + version)
 
 
-def added(node: str, key: str, version: int = 1) -> Announcement:
-    return Announcement(node, 1, added=[ChunkEntry(key, version, 100 + version)])
+def added(node: str, key: str, version: int = 1) -> NodeAnnouncement:
+    return NodeAnnouncement(node, 1, added=[ChunkEntry(key, version, 100 + version)])
 
 
 def holders(directory: Directory, key: str) -> tuple[str, ...]:
@@ -47,11 +47,11 @@ def test_what_is_proclaimed_is_found_until_its_time_is_over() -> None:
     assert directory.proclaim(said("a", "k"), 10.0) is Verdict.ACCEPTED
     assert holders(directory, "k") == ("a",)
     assert directory.holds(["k"]) == b"\1"
-    directory.tick(10.0 + PROMISE_S - 0.01)
+    directory.tick(10.0 + PENDING_S - 0.01)
     assert holders(directory, "k") == ("a",)
-    directory.tick(10.0 + PROMISE_S)
+    directory.tick(10.0 + PENDING_S)
     assert holders(directory, "k") == ()
-    assert not directory.promises
+    assert not directory.pending_commits
     events = [event for _, event in directory.log.read(last, 100)]
     assert [(event.kind.name, event.keys) for event in events] == [("STORED", ("k",)), ("REMOVED", ("k",))]
 
@@ -62,12 +62,12 @@ def test_a_put_that_came_to_nothing_is_withdrawn_by_its_node() -> None:
     assert directory.announce(added("b", "k", version=6), 10.0).undecided == [0]
     last = directory.log.last
     for node, version in (("a", 4), ("b", 5)):  # another put, another node
-        directory.announce(Announcement(node, 1, withdrawn=[Withdrawal("k", version)]), 10.1)
+        directory.announce(NodeAnnouncement(node, 1, retracted=[Retraction("k", version)]), 10.1)
         assert holders(directory, "k") == ("a",)
-    directory.announce(Announcement("a", 1, withdrawn=[Withdrawal("k", 5)]), 10.1)
+    directory.announce(NodeAnnouncement("a", 1, retracted=[Retraction("k", 5)]), 10.1)
     assert holders(directory, "k") == ()
-    assert not directory.promises
-    assert directory.promises.num_withdrawn == 1
+    assert not directory.pending_commits
+    assert directory.pending_commits.num_retracted == 1
     assert [event.kind.name for _, event in directory.log.read(last, 100)] == ["REMOVED"]
     assert directory.announce(added("b", "k", version=6), 10.2).accepted == [True], "who asked again comes next"
 
@@ -77,9 +77,9 @@ def test_what_is_announced_is_not_withdrawn() -> None:
     directory = ready("a")
     assert directory.proclaim(said("a", "k", version=5), 10.0) is Verdict.ACCEPTED
     directory.announce(added("a", "k", version=5), 10.1)
-    directory.announce(Announcement("a", 1, withdrawn=[Withdrawal("k", 5)]), 10.2)
+    directory.announce(NodeAnnouncement("a", 1, retracted=[Retraction("k", 5)]), 10.2)
     assert holders(directory, "k") == ("a",)
-    both = Announcement("a", 1, added=[ChunkEntry("n", 7, 107)], withdrawn=[Withdrawal("n", 7)])
+    both = NodeAnnouncement("a", 1, added=[ChunkEntry("n", 7, 107)], retracted=[Retraction("n", 7)])
     assert directory.proclaim(said("a", "n", version=7), 10.3) is Verdict.ACCEPTED
     directory.announce(both, 10.3)
     assert holders(directory, "n") == ("a",)
@@ -96,15 +96,15 @@ def test_the_nodes_own_word_keeps_it() -> None:
 def test_the_nodes_removal_ends_it() -> None:
     directory = ready("a")
     directory.proclaim(said("a", "k"), 10.0)
-    directory.announce(Announcement("a", 1, removed=["k"]), 10.1)
+    directory.announce(NodeAnnouncement("a", 1, removed=["k"]), 10.1)
     assert holders(directory, "k") == ()
-    assert not directory.promises
+    assert not directory.pending_commits
 
 
 def test_a_removal_by_a_client_is_final() -> None:
     directory = ready("a", "b")
     directory.proclaim(said("a", "k"), 10.0)
-    directory.announce(Announcement("b", 1, deleted=["k"]), 10.1)  # asked to remove what it did not hold
+    directory.announce(NodeAnnouncement("b", 1, deleted=["k"]), 10.1)  # asked to remove what it did not hold
     assert holders(directory, "k") == ()
     assert directory.announce(added("a", "k"), 10.2).accepted == [False], "its tombstone"
     assert directory.proclaim(said("a", "k"), 10.3) is Verdict.ASK_NODE
@@ -146,9 +146,9 @@ def test_a_directory_that_is_not_complete_takes_no_clients_word() -> None:
 def test_a_report_does_not_swallow_what_its_node_has_not_read_yet() -> None:
     directory = ready("a")
     directory.proclaim(said("a", "before"), 10.0)
-    directory.announce(Announcement("a", 1, report=Report.BEGIN), 10.0)
+    directory.announce(NodeAnnouncement("a", 1, report=ReportPart.BEGIN), 10.0)
     directory.proclaim(said("a", "during"), 10.0)
-    directory.announce(Announcement("a", 1, report=Report.END), 10.1)
+    directory.announce(NodeAnnouncement("a", 1, report=ReportPart.END), 10.1)
     while directory.sweep(100):
         pass
     assert holders(directory, "before") == ("a",)
@@ -157,12 +157,12 @@ def test_a_report_does_not_swallow_what_its_node_has_not_read_yet() -> None:
     assert holders(directory, "before") == holders(directory, "during") == ()
 
 
-def test_a_node_that_is_gone_takes_its_promises_along() -> None:
+def test_a_node_that_is_gone_takes_its_pending_commits_along() -> None:
     directory = ready("a", "b")
     directory.proclaim(said("a", "k"), 10.0)
     directory.node_gone("a")
     assert holders(directory, "k") == ()
-    assert not directory.promises
+    assert not directory.pending_commits
     assert directory.proclaim(said("b", "k", version=2), 10.1) is Verdict.ACCEPTED
     directory.announce(added("b", "k", version=2), 10.2)
     directory.tick(20.0)
@@ -183,32 +183,34 @@ def test_who_comes_second_to_a_promise_hears_what_became_of_it() -> None:
     directory = ready("a", "b")
     directory.proclaim(said("a", "broken", version=1), 10.0)
     directory.proclaim(said("a", "kept", version=1), 10.0)
-    both = Announcement("b", 1, added=[ChunkEntry("own", 1, 9), ChunkEntry("broken", 2, 9), ChunkEntry("kept", 2, 9)])
+    both = NodeAnnouncement(
+        "b", 1, added=[ChunkEntry("own", 1, 9), ChunkEntry("broken", 2, 9), ChunkEntry("kept", 2, 9)]
+    )
     answer = directory.announce(both, 10.1)
     assert answer.accepted[0]
     assert answer.undecided == [1, 2]
     assert directory.announce(added("a", "kept", version=1), 10.2).accepted == [True]
-    directory.tick(10.0 + PROMISE_S)
+    directory.tick(10.0 + PENDING_S)
     answer = directory.announce(both, 14.0)
     assert (answer.accepted, answer.undecided) == ([True, True, False], [])
     assert (holders(directory, "broken"), holders(directory, "kept")) == (("b",), ("a",))
 
 
-def test_promises_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(promises, "MAX_PROMISES", 3)
+def test_pending_commits_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pending_commits, "MAX_PENDING", 3)
     directory = ready("a")
     verdicts = [directory.proclaim(said("a", f"k{i}"), 10.0) for i in range(4)]
     assert verdicts == [Verdict.ACCEPTED] * 3 + [Verdict.ASK_NODE]
 
 
 def test_the_books() -> None:
-    kept = Promises()
+    kept = PendingCommits()
     kept.make("k", "a", 1, 10, 0.0)
     kept.make("m", "b", 1, 10, 1.0)
     kept.settle("k", "b")
     assert "k" in kept, "another node has spoken"
     kept.make("k", "b", 2, 10, 2.0)
     assert [key for key, _ in kept.of("b")] == ["m", "k"]
-    assert kept.broken(0.0 + PROMISE_S) == []
-    assert [key for key, _ in kept.broken(1.0 + PROMISE_S)] == ["m"]
+    assert kept.expired(0.0 + PENDING_S) == []
+    assert [key for key, _ in kept.expired(1.0 + PENDING_S)] == ["m"]
     kept.check()

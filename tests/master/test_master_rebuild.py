@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from running_master import instance
 
-from tanghulu.store.master.directory.announcement import Announcement, Report
+from tanghulu.store.master.directory.announcement import NodeAnnouncement, ReportPart
 from tanghulu.store.master.directory.directory import Directory
 from tanghulu.store.master.directory.rebuild import ALONE_S, TRANSITIONS, Knowledge, RebuildEvent
 
@@ -18,8 +18,8 @@ def make(*names: str, **values) -> Directory:
 
 
 def report(directory: Directory, name: str) -> None:
-    for part in (Report.BEGIN, Report.END):
-        directory.announce(Announcement(name, 7, report=part), 0.0)
+    for part in (ReportPart.BEGIN, ReportPart.END):
+        directory.announce(NodeAnnouncement(name, 7, report=part), 0.0)
     directory.check()
 
 

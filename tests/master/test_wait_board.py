@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tanghulu.errors import Overloaded
 from tanghulu.store.master.directory import waiters as waits
-from tanghulu.store.master.directory.waiters import WaitBoard, Waiter
+from tanghulu.store.master.directory.waiters import WaitBoard, WaitingCall
 
 
 def test_the_example_of_the_module() -> None:
@@ -67,7 +67,7 @@ STEP = st.one_of(
 def test_any_sequence(steps: list[tuple[object, ...]]) -> None:
     """Against a model: a waiter is over exactly once, when its last key is seen, its time is up or its owner leaves."""
     board = WaitBoard()
-    model: dict[Waiter, tuple[int, set[str], int]] = {}
+    model: dict[WaitingCall, tuple[int, set[str], int]] = {}
     for step in steps:
         if step[0] == "join":
             _, owner, keys, until = step

@@ -20,7 +20,7 @@ from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Call, FastConnection
 from tanghulu.rpc.fast_server import MAX_CALLS_IN_FLIGHT
 from tanghulu.rpc.frames import HEAD, MAX_ATTACHMENT_BYTES, PREAMBLE, encode_head
-from tanghulu.runtime.busy_polling import Spinner, SpinTrial
+from tanghulu.runtime.busy_polling import BusyPoller, PollTrial
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.types import Address
 
@@ -48,7 +48,7 @@ class BlockingClient:
         self.connection.close()
 
 
-class AlwaysSpins(SpinTrial):
+class AlwaysSpins(PollTrial):
     """A trial that knows already."""
 
     def __init__(self) -> None:
@@ -59,8 +59,8 @@ class AlwaysSpins(SpinTrial):
         assert seconds > 0
 
 
-def spinner() -> Spinner:
-    made = Spinner(300e-6, SystemClock())
+def poller() -> BusyPoller:
+    made = BusyPoller(300e-6, SystemClock())
     made.trial = AlwaysSpins()
     return made
 
@@ -70,8 +70,8 @@ async def client(request: pytest.FixtureRequest, served: Served):
     kind, _, carrier = request.param.partition("-")
     path = served.door.unix_path if carrier == "unix" else None
     if kind != "aio":
-        waits = spinner() if kind == "spinning" else None
-        connect = partial(FastConnection, served.door.address, path, spinner=waits)
+        waits = poller() if kind == "spinning" else None
+        connect = partial(FastConnection, served.door.address, path, poller=waits)
         made: Any = BlockingClient(await asyncio.to_thread(connect))
     else:
         made = await AsyncFastConnection.connect(served.door.address, path)

@@ -32,7 +32,7 @@ from tanghulu.store.client.settings import Settings
 from tanghulu.store.master.core import Master
 from tanghulu.store.master.metrics import MasterMetrics
 from tanghulu.store.master.rpc.directory_service import DirectoryCalls
-from tanghulu.store.master.server import Shell
+from tanghulu.store.master.server import MasterServer
 from tanghulu.store.node.reporting.copy_wire import Orders
 from tanghulu.store.node.reporting.reporter import Announcer
 from tanghulu.store.node.rpc.metrics import TrafficCounters
@@ -124,7 +124,7 @@ class SimMaster(SimProcess):
         super().__init__("master", network)
         clock = SystemClock()
         self.core = Master(generation, clock.now_s(), rng=rng)
-        self.shell = Shell(self.core, clock, MasterMetrics(CollectorRegistry()), rng)
+        self.shell = MasterServer(self.core, clock, MasterMetrics(CollectorRegistry()), rng)
         service = FastService()
         DirectoryCalls(self.shell).serve(service)
         HOST.set(self.host)

@@ -8,14 +8,14 @@ from contextlib import contextmanager
 import httpx
 from store_cluster import Process
 
-SERVE = "tanghulu.cli.store_serve"
+STORE = "tanghulu.cli.store"
 
 
 class Gateway(Process):
     """A gateway to the master at ``address``; ``asks`` it, with a token or without."""
 
     def __init__(self, address: str, *flags: str) -> None:
-        super().__init__(SERVE, "--port", "0", "--master", address, *flags)
+        super().__init__(STORE, "serve", "--port", "0", "--master", address, *flags)
         self.scheme = "https" if "--tls-cert" in flags else "http"
 
     @property

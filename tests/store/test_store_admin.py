@@ -18,11 +18,11 @@ import tanghulu
 from tanghulu.cli.main import EXIT_CODES
 from tanghulu.cli.store import COMMAND
 from tanghulu.cli.store_check import Disagreement
+from tanghulu.conductor.replicating import CopyRequester
 from tanghulu.errors import ChecksumMismatch, DeadlineExceeded, InvalidRequest, MasterUnavailable, TanghuluError
-from tanghulu.store.admin.check import Finding, Kind, compare
+from tanghulu.store.admin.check import CheckFinding, Kind, compare
 from tanghulu.store.client import Client
 from tanghulu.store.client.model import KeyInfo, Verified
-from tanghulu.store.copy_requests import CopyRequester
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -237,11 +237,11 @@ def test_check_compares_the_listing_with_what_nodes_hold() -> None:
         "n2": {"x": chunk("x", 1)},
     }
     assert set(compare(listing, held)) == {
-        Finding(Kind.CORRUPT, "n1", "a"),
-        Finding(Kind.MISSING, "n1", "b"),
-        Finding(Kind.UNLISTED, "n1", "b"),
-        Finding(Kind.MISSING, "n2", "a"),
-        Finding(Kind.UNLISTED, "n2", "x"),
+        CheckFinding(Kind.CORRUPT, "n1", "a"),
+        CheckFinding(Kind.MISSING, "n1", "b"),
+        CheckFinding(Kind.UNLISTED, "n1", "b"),
+        CheckFinding(Kind.MISSING, "n2", "a"),
+        CheckFinding(Kind.UNLISTED, "n2", "x"),
     }
     assert EXIT_CODES.get(Disagreement.code, 1) == 1
 

@@ -15,7 +15,7 @@ from store_gateway import Gateway, error_of, serving
 from test_store_tls import Encrypted
 from test_tenants import TOKENS, Secured, write_tokens
 
-from tanghulu.cli.store_serve import COMMAND
+from tanghulu.cli.store import SERVE
 from tanghulu.errors import ConfigError
 from tanghulu.store.gateway.config import GatewayConfig
 
@@ -195,5 +195,5 @@ def test_where_it_listens(options: dict[str, object]) -> None:
 
 
 def test_a_refusal_reaches_the_command_line() -> None:
-    done = CliRunner().invoke(COMMAND, ["--host", "0.0.0.0"])
+    done = CliRunner().invoke(SERVE, ["--host", "0.0.0.0"])
     assert isinstance(done.exception, ConfigError)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tanghulu.errors import InvalidRequest, Overloaded
 from tanghulu.store.gateway.bounds import InFlight
-from tanghulu.store.gateway.client_book import ClientBook
+from tanghulu.store.gateway.clients import ClientCache
 from tanghulu.store.gateway.matching import MAX_PATTERN, matching
 from tanghulu.store.gateway.ranges import RangeNotSatisfiable, asks_for_part, part_of
 
@@ -17,8 +17,8 @@ class Value:
     """What a book keeps."""
 
 
-def book() -> ClientBook[str, Value]:
-    return ClientBook(2, idle_s=10.0, verify_s=1.0)
+def book() -> ClientCache[str, Value]:
+    return ClientCache(2, idle_s=10.0, verify_s=1.0)
 
 
 def test_the_least_recently_used_goes_first() -> None:

@@ -12,7 +12,7 @@ from tanghulu.errors import ChunkNotFound, TanghuluError
 from tanghulu.rpc.fast_client import Reply
 from tanghulu.store.client import Client
 from tanghulu.store.client.logic.commit import CommitCall
-from tanghulu.store.master.directory.pending_commits import PROMISE_S
+from tanghulu.store.master.directory.pending_commits import PENDING_S
 from tanghulu.store.protocol.packed_write_buffer import pack_verdict, pack_verdicts
 from tanghulu.store.protocol.types import RELIED_S, NewChunk, Verdict
 from tanghulu.types import ChunkKey
@@ -132,4 +132,4 @@ def test_answers_of_the_master() -> None:
     assert two.results(Reply(pack_verdicts([accepted, exists]), memoryview(b""))) == [accepted, exists]
     for nothing in (None, TanghuluError("away"), Reply(pack_verdicts([accepted]), memoryview(b""))):
         assert two.results(nothing) == [Verdict.ASK_NODE] * 2
-    assert RELIED_S < PROMISE_S / 2
+    assert RELIED_S < PENDING_S / 2

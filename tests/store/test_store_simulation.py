@@ -16,7 +16,7 @@ from sim_world import World
 
 from tanghulu.store.client.logic import carriers, get, messages
 from tanghulu.store.master.directory.directory import Directory
-from tanghulu.store.master.directory.pending_commits import Promises
+from tanghulu.store.master.directory.pending_commits import PendingCommits
 from tanghulu.store.master.directory.rebuild import Rebuild
 from tanghulu.store.node.rpc import service
 from tanghulu.store.node.state.allocator import OffsetAllocator
@@ -173,7 +173,7 @@ def _frees_what_is_still_coming(original: Any) -> Any:
     return begin
 
 
-def _keeps_promises_for_ever(original: Any) -> Any:
+def _keeps_pending_commits_for_ever(original: Any) -> Any:
     return lambda self, now_s: []
 
 
@@ -201,7 +201,7 @@ MUTATIONS = [
     (Arrivals, "begin", _frees_what_is_still_coming, _STREAMING),
     (Directory, "proclaim", _accepts_and_forgets, _CALM_REMOTE),
     (messages, "verdicts", _publishes_all_that_was_refused, _CALM_MANY),
-    (Promises, "broken", _keeps_promises_for_ever, _MURDEROUS),
+    (PendingCommits, "expired", _keeps_pending_commits_for_ever, _MURDEROUS),
     (Desks, "_free_range", _forgets_the_rest_of_a_desk, _MURDEROUS),
     (get, "LATE_S", _does_not_ask_again, _WAITING),
 ]

@@ -11,7 +11,7 @@ from tanghulu.auth.tenants import Tenant
 from tanghulu.errors import InvalidRequest, QuotaExceeded
 from tanghulu.eviction import POLICIES, Policy, make_policy
 from tanghulu.eviction.fair import Fair
-from tanghulu.store.master.tenant_totals import TenantTotals
+from tanghulu.store.master.core import TenantTotals
 from tanghulu.store.node.rpc.tenant_metrics import MAX_LABELS, NONE, OTHERS, labelled
 from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.state.tenant_usage import Policies, TenantBook, TenantUsage, trim

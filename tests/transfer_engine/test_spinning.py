@@ -24,13 +24,13 @@ from tanghulu.runtime.busy_polling import (
     PURSE_SPINS,
     REWARD,
     TRY_WAITS,
-    Company,
-    LoneSpinner,
-    LoopSpinner,
-    SpinBudget,
-    Spinner,
-    SpinTrial,
+    BusyPoller,
+    LonePoller,
+    LoopPoller,
+    PollBudget,
+    PollTrial,
     TrialState,
+    Waiters,
 )
 from tanghulu.runtime.clock import ManualClock, SystemClock
 from tanghulu.store.client.logic.effects import MASTER
@@ -44,7 +44,7 @@ SPIN_S = 100e-6
 # --- the trial
 
 
-def wait(trial: SpinTrial, asleep_s: float, spinning_s: float) -> bool:
+def wait(trial: PollTrial, asleep_s: float, spinning_s: float) -> bool:
     """One wait in the way that the trial wants; whether that was spinning."""
     spun = trial.spins
     trial.took(spinning_s if spun else asleep_s)
@@ -58,7 +58,7 @@ def runs(spun: list[bool]) -> list[tuple[bool, int]]:
 
 def test_the_better_way_is_kept_and_tried_again_more_rarely():
     """The docstring's example."""
-    trial = SpinTrial()
+    trial = PollTrial()
     spun = [wait(trial, 90e-6, 30e-6) for _ in range(20_000)]
     kept = [length - TRY_WAITS for spins, length in runs(spun)[:-1] if spins]
     assert kept[:8] == [32, 64, 128, 256, 512, 1024, 2048, 2048]
@@ -67,14 +67,14 @@ def test_the_better_way_is_kept_and_tried_again_more_rarely():
 
 def test_spinning_that_does_not_pay_is_left():
     for asleep_s, spinning_s in ((50e-6, 48e-6), (100e-6, 140e-6), (300e-6, 300e-6)):
-        trial = SpinTrial()
+        trial = PollTrial()
         spun = [wait(trial, asleep_s, spinning_s) for _ in range(20_000)]
         assert max(length for spins, length in runs(spun) if spins) <= TRY_WAITS
         assert sum(spun) < 0.04 * len(spun)
 
 
 def test_a_peer_that_becomes_slow_or_quick_is_noticed():
-    trial = SpinTrial()
+    trial = PollTrial()
     for _ in range(20_000):
         wait(trial, 90e-6, 30e-6)
     spun = [wait(trial, 90e-6, 120e-6) for _ in range(20_000)]
@@ -86,21 +86,21 @@ def test_a_peer_that_becomes_slow_or_quick_is_noticed():
 
 def test_the_first_waits_of_a_try_are_those_before_it():
     """A peer that slept has to be woken once before it spins, too."""
-    trial = SpinTrial()
+    trial = PollTrial()
     for number in range(2 * TRY_WAITS):
         trial.took(0.9 if number == TRY_WAITS else 30e-6 if trial.spins else 90e-6)
     assert trial.spins
 
 
 def test_a_try_ends_as_soon_as_it_cannot_pay():
-    trial = SpinTrial()
+    trial = PollTrial()
     spun = [wait(trial, 90e-6, 5e-3) for _ in range(1000)]
     assert max(length for spins, length in runs(spun) if spins) <= 12
 
 
 def test_a_few_long_waits_do_not_decide():
     """Another machine had the core for a while."""
-    trial, longs = SpinTrial(), {10, TRY_WAITS + 10, TRY_WAITS + 20}
+    trial, longs = PollTrial(), {10, TRY_WAITS + 10, TRY_WAITS + 20}
     for number in range(2 * TRY_WAITS):
         trial.took(0.02 if number in longs else 30e-6 if trial.spins else 90e-6)
     assert trial.spins
@@ -108,7 +108,7 @@ def test_a_few_long_waits_do_not_decide():
 
 def test_a_choice_by_bad_luck_does_not_last():
     """While the waits asleep were tried something else took the core; spinning is the slower way for all that."""
-    trial = SpinTrial()
+    trial = PollTrial()
     for _ in range(TRY_WAITS):
         trial.took(500e-6)
     spun = [wait(trial, 90e-6, 400e-6) for _ in range(1000)]
@@ -118,7 +118,7 @@ def test_a_choice_by_bad_luck_does_not_last():
 
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=3000))
 def test_every_state_comes_and_ends(waits: list[float]):
-    trial, states = SpinTrial(), [TrialState.SLEEPS]
+    trial, states = PollTrial(), [TrialState.SLEEPS]
     for seconds in waits:
         trial.took(seconds)
         trial.check()
@@ -134,7 +134,7 @@ def test_every_state_comes_and_ends(waits: list[float]):
 @given(st.lists(st.tuples(st.floats(0, 0.01), st.booleans(), st.floats(0, 0.005)), max_size=200))
 def test_what_is_spent_in_vain_is_bounded(waits: list[tuple[float, bool, float]]):
     """By the share of the time, by what answers earned, by the purse, and by one overrun."""
-    budget, clock, vain_s, earned_s, longest_s = SpinBudget(SPIN_S), ManualClock(), 0.0, 0.0, 0.0
+    budget, clock, vain_s, earned_s, longest_s = PollBudget(SPIN_S), ManualClock(), 0.0, 0.0, 0.0
     for idle_s, answered, took_s in waits:
         clock.advance(idle_s)
         if budget.begin(clock.now_s()):
@@ -150,7 +150,7 @@ def test_what_is_spent_in_vain_is_bounded(waits: list[tuple[float, bool, float]]
 
 
 def test_four_of_five_heads_in_time_pay_for_the_fifth():
-    budget, clock = SpinBudget(SPIN_S), ManualClock(5.0)
+    budget, clock = PollBudget(SPIN_S), ManualClock(5.0)
     for number in range(1000):
         assert budget.begin(clock.now_s())
         clock.advance(SPIN_S if number % 5 == 0 else 30e-6)
@@ -160,7 +160,7 @@ def test_four_of_five_heads_in_time_pay_for_the_fifth():
 
 def test_clients_that_do_not_come_back_are_not_waited_for():
     """The docstring's example: 64 spins, then a rest of 128 ms."""
-    budget, clock = SpinBudget(SPIN_S), ManualClock(5.0)
+    budget, clock = PollBudget(SPIN_S), ManualClock(5.0)
     spun = []
     for _ in range(600):
         spun.append(budget.begin(clock.now_s()))
@@ -192,43 +192,43 @@ class Answers:
         return into
 
 
-def spinner_that_spins(clock: ManualClock) -> Spinner:
-    spinner = Spinner(SPIN_S, clock)
-    while not spinner.trial.spins:
-        spinner.trial.took(500e-6)
-    return spinner
+def spinner_that_spins(clock: ManualClock) -> BusyPoller:
+    poller = BusyPoller(SPIN_S, clock)
+    while not poller.trial.spins:
+        poller.trial.took(500e-6)
+    return poller
 
 
 def test_a_thread_asks_until_the_answer_is_there():
     clock = ManualClock()
-    spinner, answers = spinner_that_spins(clock), Answers(clock, 5)
-    assert spinner.receive(answers, "into") == "into"
+    poller, answers = spinner_that_spins(clock), Answers(clock, 5)
+    assert poller.receive(answers, "into") == "into"
     assert answers.num_asked == 6
 
 
 def test_a_thread_sleeps_when_it_has_asked_for_long_enough():
     clock = ManualClock()
-    spinner, answers = spinner_that_spins(clock), Answers(clock, 1 << 30)
-    assert spinner.receive(answers, "into") == "into"
+    poller, answers = spinner_that_spins(clock), Answers(clock, 1 << 30)
+    assert poller.receive(answers, "into") == "into"
     assert answers.num_asked == 10 * CLIENT_SPINS + 1
-    assert spinner.receive_more(answers, "into") is None
+    assert poller.receive_more(answers, "into") is None
 
 
 def test_a_thread_that_does_not_spin_sleeps_at_once():
     clock = ManualClock()
-    spinner, answers = Spinner(SPIN_S, clock), Answers(clock, 0)
-    assert spinner.receive(answers, "into") == "into"
+    poller, answers = BusyPoller(SPIN_S, clock), Answers(clock, 0)
+    assert poller.receive(answers, "into") == "into"
     assert answers.num_asked == 1
-    assert spinner.receive_more(answers, "into") is None
+    assert poller.receive_more(answers, "into") is None
 
 
 def test_a_thread_finds_out_by_itself():
     clock = ManualClock()
-    spinner = Spinner(SPIN_S, clock)
+    poller = BusyPoller(SPIN_S, clock)
     for _ in range(2 * TRY_WAITS):
-        spinner.receive(Answers(clock, 2), "into")
-    assert spinner.trial.spins
-    assert spinner.trial.state is TrialState.KEEPS
+        poller.receive(Answers(clock, 2), "into")
+    assert poller.trial.spins
+    assert poller.trial.state is TrialState.KEEPS
 
 
 def test_a_clock_that_stands_still_ends_it():
@@ -241,28 +241,28 @@ def test_a_clock_that_stands_still_ends_it():
 
 
 def test_in_company_a_thread_sleeps_and_learns_nothing():
-    clock, company = ManualClock(), Company()
-    spinner = LoneSpinner(SPIN_S, clock, 0.1, company)
+    clock, company = ManualClock(), Waiters()
+    poller = LonePoller(SPIN_S, clock, 0.1, company)
     for _ in range(2 * TRY_WAITS):
-        spinner.receive(Answers(clock, 2), "into")
-    assert spinner.trial.spins
-    before = repr(spinner.trial)
+        poller.receive(Answers(clock, 2), "into")
+    assert poller.trial.spins
+    before = repr(poller.trial)
     with company:
         answers = Answers(clock, 0)
-        assert spinner.receive(answers, "into") == "into"
+        assert poller.receive(answers, "into") == "into"
         assert answers.num_asked == 1
-    assert repr(spinner.trial) == before
+    assert repr(poller.trial) == before
     asked = Answers(clock, 2)
-    assert spinner.receive(asked, "into") == "into"
+    assert poller.receive(asked, "into") == "into"
     assert asked.num_asked == 3
     assert company.num_waiting == 0
 
 
 def test_who_spins_sleeps_when_company_comes():
-    clock, company = ManualClock(), Company()
-    spinner = LoneSpinner(SPIN_S, clock, 0.1, company)
-    while not spinner.trial.spins:
-        spinner.trial.took(500e-6)
+    clock, company = ManualClock(), Waiters()
+    poller = LonePoller(SPIN_S, clock, 0.1, company)
+    while not poller.trial.spins:
+        poller.trial.took(500e-6)
 
     def joined(into: object, number: int, flags: int) -> str:
         company.__enter__()
@@ -270,15 +270,15 @@ def test_who_spins_sleeps_when_company_comes():
             raise BlockingIOError
         return "slept"
 
-    assert spinner.receive(joined, "into") == "slept"
+    assert poller.receive(joined, "into") == "slept"
     assert company.num_waiting == 2, "one asking, one sleep"
 
 
 def test_a_client_may_be_told_not_to():
     settings = Settings(master=Masters.of("host:1"))
-    assert (settings.spinner_for(MASTER, Company()) is None) == (spinning.num_cores() < 2)
-    assert settings.spinner_for("node", Company()) is None
-    assert dataclasses.replace(settings, spin_s=0.0).spinner_for(MASTER, Company()) is None
+    assert (settings.poller_for(MASTER, Waiters()) is None) == (spinning.num_cores() < 2)
+    assert settings.poller_for("node", Waiters()) is None
+    assert dataclasses.replace(settings, spin_s=0.0).poller_for(MASTER, Waiters()) is None
     for seconds in (-1e-6, 1.0, float("nan")):
         with pytest.raises(InvalidRequest, match="spin_s"):
             dataclasses.replace(settings, spin_s=seconds)
@@ -293,7 +293,7 @@ class Loop:
     def __init__(self) -> None:
         self.clock = ManualClock()
         self.queue: deque[Callable[[], None]] = deque()
-        self.spinner = LoopSpinner(SpinBudget(SPIN_S), self.clock, self.queue.append)
+        self.poller = LoopPoller(PollBudget(SPIN_S), self.clock, self.queue.append)
 
     def go_round(self) -> bool:
         """Whether there was something to do, so that it did not sleep."""
@@ -307,19 +307,19 @@ class Loop:
 def test_a_loop_stays_awake_for_a_moment():
     loop = Loop()
     assert not loop.go_round()
-    loop.spinner.wait()
+    loop.poller.wait()
     assert sum(loop.go_round() for _ in range(50)) == 11
 
 
 def test_a_loop_stays_awake_while_messages_come():
     loop = Loop()
-    loop.spinner.wait()
+    loop.poller.wait()
     for _ in range(200):
         assert all(loop.go_round() for _ in range(5))
-        loop.spinner.answered()
-        loop.spinner.wait()
+        loop.poller.answered()
+        loop.poller.wait()
         assert len(loop.queue) == 1, "one round of ours at a time"
-    loop.spinner.answered()
+    loop.poller.answered()
     assert sum(loop.go_round() for _ in range(5)) == 1
 
 
@@ -327,21 +327,21 @@ def test_messages_that_come_late_let_it_sleep():
     loop = Loop()
     slept = 0
     for _ in range(200):
-        loop.spinner.wait()
+        loop.poller.wait()
         slept += sum(not loop.go_round() for _ in range(100))
-        loop.spinner.answered()
+        loop.poller.answered()
     assert slept > 0.9 * 200 * 100
 
 
 async def test_a_real_loop_serves_others_meanwhile():
     loop = asyncio.get_running_loop()
-    spinner = LoopSpinner(SpinBudget(5.0), SystemClock(), loop.call_soon)
-    spinner.wait()
+    poller = LoopPoller(PollBudget(5.0), SystemClock(), loop.call_soon)
+    poller.wait()
     await asyncio.sleep(0.01)
     for _ in range(100):
         await asyncio.sleep(0)
     assert await asyncio.to_thread(lambda: 7) == 7
-    spinner.answered()
+    poller.answered()
 
 
 # --- both ends
@@ -370,13 +370,13 @@ def test_transfers_with_and_without(spin_s: float, length: int, monkeypatch: pyt
         TransferEngine(host_id=HOST_ID, config=EngineConfig(spin_s=spin_s)) as engine,
     ):
         remote = engine.open_segment(owner.descriptor, transport="tcp")
-        assert (remote.spinner is not None) is (spin_s > 0)
+        assert (remote.poller is not None) is (spin_s > 0)
         num_spun = 0
         for number in range(TRY_WAITS + 3):
             landing = bytearray(length)
             engine.transfer([TransferRequest(Opcode.WRITE, payload, remote, 0, length)], 10)
             engine.transfer([TransferRequest(Opcode.READ, landing, remote, 0, length)], 10)
-            num_spun += remote.spinner is not None and remote.spinner.trial.spins
+            num_spun += remote.poller is not None and remote.poller.trial.spins
             assert landing == payload.tobytes(), number
         assert (num_spun > 0) is (spin_s > 0)
         engine.check()

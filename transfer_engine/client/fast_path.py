@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 
 from tanghulu.errors import DeadlineExceeded, NodeUnavailable
-from tanghulu.runtime.busy_polling import Spinner
+from tanghulu.runtime.busy_polling import BusyPoller
 from tanghulu.runtime.clock import Clock
 from tanghulu.transfer_engine.client.handle import EngineResources
 from tanghulu.transfer_engine.client.link_pool import LinkPool
@@ -132,7 +132,7 @@ def send_fast(
     if target.closed:
         return False
     paths, clock, lock = target.paths, resources.clock, resources.lock
-    path, spinner = _set_out(target, now_s, length, resources)
+    path, poller = _set_out(target, now_s, length, resources)
     pool = target.pools[path]
     link: Link | None = None
     ended: Completion | None = None
@@ -141,7 +141,7 @@ def send_fast(
         link = pool.borrow(None)
         # Half the time, because two calls of the kernel may wait so long.
         if type(link) is TcpLink and link.exchange(
-            path, request.opcode, memory, request.lease_id, request.target_offset, timeout_s / 2, spinner
+            path, request.opcode, memory, request.lease_id, request.target_offset, timeout_s / 2, poller
         ):
             ended = _STRAIGHT
         elif link is not None:
@@ -163,12 +163,12 @@ def send_fast(
 
 def _set_out(
     target: RemoteSegment, now_s: float, length: int, resources: EngineResources
-) -> tuple[Path, Spinner | None]:
+) -> tuple[Path, BusyPoller | None]:
     """The path to take, and what to wait with if this caller is alone and it pays."""
-    callers, spinner = resources.callers, target.spinner
+    callers, poller = resources.callers, target.poller
     with resources.lock:
         callers.num += 1
-        return target.paths.begin_alone(now_s, length), spinner if callers.num == 1 else None
+        return target.paths.begin_alone(now_s, length), poller if callers.num == 1 else None
 
 
 def _go_on(

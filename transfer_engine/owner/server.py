@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from tanghulu.runtime.busy_polling import LoopSpinner, SpinBudget, paying_spin_s
+from tanghulu.runtime.busy_polling import LoopPoller, PollBudget, paying_spin_s
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.admission import OnNotice, PeerAdmission
@@ -67,7 +67,7 @@ class SegmentServer:
             on_freed=self._tell,
             on_emptied=self._emptied.set,
             on_notice=on_notice,
-            spinner=LoopSpinner(SpinBudget(spin_s), SystemClock(), _soon) if spin_s > 0 else None,
+            poller=LoopPoller(PollBudget(spin_s), SystemClock(), _soon) if spin_s > 0 else None,
         )
         context = ServeContext(
             segment=segment,

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tanghulu.conductor.routing.policies.base import Decision, Policy, RequestView, WorkerView, prefillers
+from tanghulu.conductor.routing.policies.base import Decision, RequestView, RoutingPolicy, WorkerView, prefillers
 from tanghulu.types import InstanceId
 
 MAX_SESSIONS = 65_536
@@ -20,7 +20,7 @@ MAX_SESSIONS = 65_536
 class SessionAffinity:
     """Remembers each session's worker; asks ``inner`` for everything else."""
 
-    def __init__(self, inner: Policy, patience_s: float = 2.0, max_sessions: int = MAX_SESSIONS) -> None:
+    def __init__(self, inner: RoutingPolicy, patience_s: float = 2.0, max_sessions: int = MAX_SESSIONS) -> None:
         assert max_sessions > 0
         self.ranks = False
         self.name = f"{inner.name}+session-affinity"

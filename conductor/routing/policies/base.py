@@ -26,7 +26,7 @@ ASSUMED_STORE_BYTES_PER_S = 1e9
 ASSUMED_DECODE_STEP_S = 0.02
 #: A sequence more in a batch slows its step by this share (attention and sampling; weights are read once anyway).
 STEP_SHARE_OF_A_SEQUENCE = 1 / 16
-#: A decode choice is judged over so many coming tokens, or over the answer if that is shorter.
+#: Coming tokens over which a decode choice is judged, or the answer's if that is shorter.
 JUDGED_TOKENS = 64
 #: And by at least this share where what it costs was measured: equals are still told apart by their company.
 LEAST_SHARE_OF_A_SEQUENCE = 1 / 64
@@ -42,7 +42,7 @@ _profile_of_speed = functools.lru_cache(maxsize=4096)(PrefillProfile.of_speed)
 class WorkerView:
     """A worker as routing sees it: its last report plus what was sent to it since. Speeds are 0 while unknown.
 
-    Nobody changes a view but the roster that keeps it (roster.py), between two decisions.
+    Only the WorkerViews that keeps a view (worker_views.py) changes it, between two decisions.
 
     ``hit_blocks`` lead the prompt and are there; ``coming_blocks`` lead it and are there or being computed there for
     requests in front (0 where that is not tracked). ``active_blocks`` are used by requests under way, and
@@ -54,7 +54,7 @@ class WorkerView:
 
     Made from these: ``match_blocks``, the leading blocks that a request sent here now will find when its turn comes;
     ``wait_s``, the estimated time until a new request's prefill would begin; ``cost``, the profile or what is assumed;
-    ``company_s``, what those who are there add to a new request's decoding over JUDGED_TOKENS.
+    ``company_s``, the seconds that present sequences add to a new request's decoding over JUDGED_TOKENS.
     """
 
     id: InstanceId
@@ -90,12 +90,12 @@ class WorkerView:
         self.settle()
 
     def found(self, hit_blocks: int, coming_blocks: int) -> None:
-        """So many leading blocks of the prompt are there, and are there or coming."""
+        """Set the leading blocks of the prompt that are there, and those that are there or coming."""
         self.hit_blocks, self.coming_blocks = hit_blocks, coming_blocks
         self.match_blocks = hit_blocks if hit_blocks > coming_blocks else coming_blocks
 
     def settle(self) -> None:
-        """Work out what is made of load and speeds, which were set."""
+        """Compute the fields that are derived from load and speeds, after these were set."""
         profile = self.profile
         speed = self.prefill_tokens_per_s
         if not speed:
@@ -110,7 +110,7 @@ class WorkerView:
             self.company_s = JUDGED_TOKENS * self._measured_company_s(step_s, self.decode_profile)
 
     def _measured_company_s(self, step_s: float, decode: DecodeProfile) -> float:
-        """What those who are there add to a step."""
+        """Seconds that the present sequences add to a step."""
         added_s = decode.sequence_s * self.num_requests + decode.token_s * self.context_tokens
         return max(added_s, LEAST_SHARE_OF_A_SEQUENCE * step_s * self.num_requests)
 
@@ -144,7 +144,7 @@ class RequestView:
 
     @property
     def judged_share(self) -> float:
-        """How much of JUDGED_TOKENS there will be: an answer of 8 tokens has company for 8 steps."""
+        """The share of JUDGED_TOKENS that the answer will have: one of 8 tokens shares its steps for 8 steps."""
         expected, most = self.expected_output, self.most_output
         tokens = min(expected, most) if expected and most else expected or most
         return min(1.0, tokens / JUDGED_TOKENS) if tokens else 1.0
@@ -155,7 +155,7 @@ class RequestView:
         return -(-self.num_tokens // self.block_tokens)
 
     def link_bytes_per_s(self, source: Place | None, target: Place) -> float:
-        """As measured between these places; 0 where nothing is known."""
+        """The speed that was measured between these places; 0 where nothing is known."""
         return self.links.bytes_per_s(source, target) if self.links is not None and source is not None else 0.0
 
     def rest_tokens(self, hit_blocks: int) -> int:
@@ -165,7 +165,7 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What a policy thought of one worker for one phase; ``terms`` are for people. The lowest score wins."""
+    """A policy's judgement of one worker for one phase; ``terms`` are for people. The lowest score wins."""
 
     worker: InstanceId
     phase: str
@@ -175,7 +175,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class PeerFetch:
-    """Before it computes, the prefill worker fetches the leading ``num_blocks`` that it lacks from ``source``."""
+    """A fetch that the prefill worker makes first: the leading ``num_blocks`` that it lacks, from ``source``."""
 
     source: InstanceId
     num_blocks: int
@@ -201,13 +201,15 @@ class Decision:
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
-        """What was thought of each worker for each phase; () of a policy that does not score."""
+        """The judgements of each worker for each phase; () of a policy that does not score."""
         return self.explain()
 
 
-class Policy(Protocol):
-    """A routing policy. ``ranks``: it takes the best, so that of very many workers a shortlist of the best-matching and
-    the least loaded ones may be shown to it (``conductor/routing/shortlist.py``).
+class RoutingPolicy(Protocol):
+    """A routing policy.
+
+    ``ranks``: it takes the best worker, so that of very many workers a shortlist of the best-matching and the least
+    loaded ones may be shown to it (``conductor/routing/shortlist.py``).
     """
 
     name: str
@@ -243,7 +245,7 @@ class Ranked(list[WorkerView]):
         self.place_of = {w.id: place for place, w in enumerate(self)}
 
     def loaded(self, place: int) -> None:
-        """The load or speed of the worker at ``place`` has changed. Whether it is one of the holders has not."""
+        """Take the changed load or speed of the worker at ``place``; the holders are unchanged."""
         worker = self[place]
         self.waits[place], self.companies[place] = worker.wait_s, worker.company_s
         self.token_times[place] = worker.cost.token_s
@@ -253,7 +255,7 @@ class Ranked(list[WorkerView]):
 
 
 class Shown(list[WorkerView]):
-    """All workers, and those of each phase already sorted out, as a roster keeps them from decision to decision.
+    """All workers, and those of each phase already sorted out, as WorkerViews keeps them from decision to decision.
 
     ``holders``: the places, ascending, of those that have or will have some of the prompt.
     """
@@ -266,17 +268,17 @@ class Shown(list[WorkerView]):
 
 
 def prefillers(workers: Sequence[WorkerView]) -> Ranked:
-    """Those that may prefill."""
+    """The workers that may prefill."""
     return workers.prefill if isinstance(workers, Shown) else Ranked(w for w in workers if w.can_prefill)
 
 
 def decoders(workers: Sequence[WorkerView]) -> Ranked:
-    """Those that may decode."""
+    """The workers that may decode."""
     return workers.decode if isinstance(workers, Shown) else Ranked(w for w in workers if w.can_decode)
 
 
 def place_of_least(scores: Sequence[float] | Sequence[tuple[float, ...]], ties: random.Random) -> int:
-    """Where the least score stands. Of equal ones the least draw: conductors side by side do not all take the same.
+    """The place of the least score. Of equal ones the least draw: conductors side by side do not all take the same.
 
     Every score has a draw, needed or not, so that the luck of later requests does not depend on earlier scores.
     ``scores`` is not empty.

@@ -1,4 +1,4 @@
-"""Which worker decodes: the rule that all policies share which look at KV at all; and both phases in one decision.
+"""The choice of the decode worker, which all policies share that look at KV at all; and both phases in one decision.
 
 The cost is moving the KV that a worker lacks, plus what every running sequence adds to the steps of this answer (as far
 as its length is known), plus a fine where its free blocks do not suffice. The worker that prefills moves nothing. A
@@ -69,7 +69,7 @@ def decide(
 
 
 def decode_costs(request: RequestView, able: Sequence[WorkerView], prefill: InstanceId | None) -> list[float]:
-    """What each of ``able`` would cost; ``prefill`` names the one that will have the KV, if any of them."""
+    """The cost of each of ``able``; ``prefill`` names the one that will have the KV, if any of them."""
     num_blocks, block_bytes, judged = request.num_blocks, request.block_bytes, request.judged_share
     costs = []
     for worker in able:
@@ -86,7 +86,7 @@ def decode_costs(request: RequestView, able: Sequence[WorkerView], prefill: Inst
 
 
 def place_of_least_cost(request: RequestView, able: Ranked, prefill: InstanceId | None, ties: Ties) -> int:
-    """Where in ``able`` the least of ``decode_costs`` stands, or any of the least."""
+    """The place in ``able`` of the least of ``decode_costs``, or of any of the least."""
     near = near_places(request, able, prefill)
     return near[any_of_least(decode_costs(request, [able[at] for at in near], prefill), ties.decode)]
 
@@ -111,13 +111,13 @@ def near_places(request: RequestView, able: Ranked, prefill: InstanceId | None) 
 
 
 def _move_bytes_per_s(request: RequestView, worker: WorkerView) -> float:
-    """From where the KV is: as measured between the places, else as fast as the worker loads anything."""
+    """The speed from the KV's place: as measured between the places, else as fast as the worker loads anything."""
     measured = request.link_bytes_per_s(request.kv_place, worker.place)
     return measured or worker.store_bytes_per_s or ASSUMED_STORE_BYTES_PER_S
 
 
 def _copy_s(request: RequestView, worker: WorkerView) -> float:
-    """What a copy displaces at a worker whose cache serves prefills: taken to be as much computing as it saved."""
+    """The cost of what a copy displaces at a worker whose cache serves prefills: taken to be the computing it saved."""
     return worker.prefill_s(request, worker.hit_blocks) if worker.can_prefill else 0.0
 
 

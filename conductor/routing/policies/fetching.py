@@ -1,4 +1,4 @@
-"""How a worker could come by a longer prefix than its own: from the store, or from the worker that holds most.
+"""The ways in which a worker could get a longer prefix than its own: from the store, or from the best holder.
 
 Pure arithmetic for policies. A fetch runs while the request waits in the queue, so it costs only what outlasts the
 wait; nothing is fetched that would be computed sooner.
@@ -24,7 +24,7 @@ _ttft_s = operator.attrgetter("ttft_s")
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How a prefill could begin: seconds until it can, then seconds of computing, with ``hit_blocks`` reused."""
+    """A way to begin a prefill: seconds until it can, then seconds of computing, with ``hit_blocks`` reused."""
 
     wait_s: float
     compute_s: float
@@ -59,7 +59,7 @@ def peer_fetch_s(request: RequestView, source: WorkerView, target: WorkerView) -
 
 
 def nearest_source(request: RequestView, workers: Sequence[WorkerView], target: WorkerView) -> WorkerView | None:
-    """As ``best_source``, but of those that hold equally much the one from which ``target`` has it soonest."""
+    """As ``best_source``, but of equally good holders the one from which ``target`` has the prefix soonest."""
     best = best_source(workers)
     if best is None or request.links is None or not can_fetch(best, target):
         return best
@@ -76,7 +76,7 @@ def can_fetch(source: WorkerView | None, target: WorkerView) -> bool:
 
 
 def own_start(request: RequestView, worker: WorkerView) -> Start:
-    """With what is at the worker, or will be when its turn comes."""
+    """The start with the blocks at the worker, or that will be there when its turn comes."""
     hit_blocks = worker.match_blocks
     return Start(worker.wait_s, worker.prefill_s(request, hit_blocks), hit_blocks)
 

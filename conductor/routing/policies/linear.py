@@ -19,7 +19,7 @@ _LEAST_S = 1e-9
 _TERMS = ("hit", "load", "nearness")
 
 
-class Linear:
+class LinearPolicy:
     """The linear score. A candidate's ``score`` is its negative, as the lowest score wins."""
 
     name = "linear"

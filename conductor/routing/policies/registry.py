@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tanghulu.conductor.routing.policies.affinity import SessionAffinity
-from tanghulu.conductor.routing.policies.base import Policy
+from tanghulu.conductor.routing.policies.base import RoutingPolicy
 from tanghulu.conductor.routing.policies.dynamo import Dynamo
-from tanghulu.conductor.routing.policies.linear import Linear
+from tanghulu.conductor.routing.policies.linear import LinearPolicy
 from tanghulu.conductor.routing.policies.mooncake import Mooncake
 from tanghulu.conductor.routing.policies.simple import LeastLoaded, PowerOfTwo, Random, RoundRobin
 from tanghulu.conductor.routing.policies.ttft_min import TtftMin
@@ -16,7 +16,7 @@ from tanghulu.conductor.routing.policies.ttft_min import TtftMin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyOptions:
-    """What the policies can be told; each takes what concerns it. See the policies' modules."""
+    """The options of all policies; each takes those that concern it. See the policies' modules."""
 
     replica_weight: float = 1.0
     load_weight: float = 6.0
@@ -31,11 +31,11 @@ class PolicyOptions:
     seed: int = 0
 
 
-POLICIES: dict[str, Callable[[PolicyOptions], Policy]] = {
+POLICIES: dict[str, Callable[[PolicyOptions], RoutingPolicy]] = {
     TtftMin.name: lambda o: TtftMin(o.replica_weight, o.seed, o.load_weight),
     Mooncake.name: lambda o: Mooncake(o.balance_threshold, o.seed),
     Dynamo.name: lambda o: Dynamo(o.overlap_weight, o.temperature, o.store_credit, o.seed),
-    Linear.name: lambda o: Linear(o.alpha, o.beta, o.gamma, o.seed),
+    LinearPolicy.name: lambda o: LinearPolicy(o.alpha, o.beta, o.gamma, o.seed),
     LeastLoaded.name: lambda o: LeastLoaded(o.seed),
     RoundRobin.name: lambda o: RoundRobin(),
     Random.name: lambda o: Random(o.seed),
@@ -49,7 +49,7 @@ _FETCHING = (TtftMin.name, Mooncake.name)
 _DEFAULTS = PolicyOptions()
 
 
-def make_policy(name: str, options: PolicyOptions = _DEFAULTS) -> Policy:
+def make_policy(name: str, options: PolicyOptions = _DEFAULTS) -> RoutingPolicy:
     """A fresh policy; ``name`` is one of POLICY_NAMES (the configuration has checked it)."""
     policy = POLICIES[name.removesuffix(AFFINITY)](options)
     return SessionAffinity(policy, options.patience_s) if name.endswith(AFFINITY) else policy

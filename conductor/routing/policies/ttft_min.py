@@ -65,7 +65,7 @@ class _Scores:
         self._most = source.hit_blocks if source is not None else 0
 
     def of(self, worker: WorkerView) -> float:
-        """The score of one."""
+        """The score of one worker."""
         request, match, wait_s, load_weight = self._request, worker.match_blocks, worker.wait_s, self._load_weight
         own_s = worker.prefill_s(request, match)
         least_s, charge_s = wait_s + own_s, load_weight * own_s
@@ -86,7 +86,7 @@ class _Scores:
         return score + NO_ROOM_FINE_S if worker.blocks_free < self._num_blocks - worker.hit_blocks else score
 
     def that_could_win(self, able: Ranked) -> list[float]:
-        """The scores; infinity for those that wait so long that they cannot have the least.
+        """The scores; infinity for workers that wait so long that they cannot have the least.
 
         The idlest worker is looked at first, then holders, then any other. Of them all only those that wait less than
         the least score so far by what computing costs them at least: a holder with the longest prefix that anybody has
@@ -108,8 +108,9 @@ class _Scores:
         return scores
 
     def _least_compute_s(self, hit_blocks: int) -> float:
-        """What computing and its charge are at least, for each second that a token takes; a little less, for rounding's
-        sake. ``hit_blocks`` of the prompt, or more if the store has more, need not be computed.
+        """A lower bound on computing and its charge, for each second that a token takes, rounded down.
+
+        ``hit_blocks`` of the prompt, or more if the store has more, need not be computed.
         """
         rest_tokens = self._request.rest_tokens(max(hit_blocks, self._in_store))
         return _SLACK * (1 + self._load_weight) * rest_tokens

@@ -1,1 +1,1 @@
-"""Who may do what, and how it is shown: credentials, tenants and the rights of tokens, TLS."""
+"""Authentication and authorisation: credentials, tenants and the rights of tokens, TLS."""

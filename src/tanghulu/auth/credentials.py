@@ -1,7 +1,7 @@
-"""What a process shows to those it connects to: which tenant it acts for, and the token that proves it.
+"""The credentials that a process shows to its peers: the tenant it acts for, and the token that proves it.
 
-Credentials travel with the address of the master (``types.Masters``), because whoever knows where to ask also has to
-know what to show there. Empty ones are shown to nobody.
+Credentials travel with the address of the master (``types.Masters``), because a caller
+needs both. Empty credentials are not sent.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NO_TLS = TlsFiles()
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """``tenant`` may stay empty: a tenant's own token says whose it is; an operator's token then acts for nobody.
+    """A tenant and its token. A tenant's own token needs no ``tenant``; an operator's without one acts for nobody.
 
     ``tls`` without any file: connections are not encrypted.
     """
@@ -44,12 +44,12 @@ class Credentials:
 
     @property
     def shown(self) -> bool:
-        """Whether there is anything to show."""
+        """Whether the credentials are not empty."""
         return bool(self.token)
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """The same for a gRPC call."""
+        """The credentials as the metadata of a gRPC call."""
         if not self.token:
             return ()
         shown = ((AUTHORIZATION, _BEARER + self.token),)
@@ -57,7 +57,7 @@ class Credentials:
 
 
 def from_metadata(metadata: tuple[tuple[str, str | bytes], ...]) -> Credentials:
-    """The credentials that a gRPC caller showed; empty ones where there are none."""
+    """The credentials that a gRPC caller showed; empty ones if it showed none."""
     given = {key: value for key, value in metadata if isinstance(value, str)}
     authorization = given.get(AUTHORIZATION, "")
     token = authorization.removeprefix(_BEARER) if authorization.startswith(_BEARER) else ""
@@ -65,7 +65,7 @@ def from_metadata(metadata: tuple[tuple[str, str | bytes], ...]) -> Credentials:
 
 
 def read_token(text: str) -> str:
-    """``text``, or what stands in the file FILE if it is ``@FILE``; raises ConfigError."""
+    """The token in ``text``, or in the file FILE if ``text`` is ``@FILE``; raises ConfigError."""
     if not text.startswith("@"):
         return text
     path = Path(text[1:])

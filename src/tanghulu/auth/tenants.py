@@ -1,9 +1,9 @@
-"""Who may do what: tenants, the rights of tokens, and the part of the key space that belongs to each tenant. Pure.
+"""Tenants, the rights of tokens, and the part of the key space that belongs to each tenant. Pure.
 
-Inside the store a tenant's keys carry its scope, ``@tenant/``; edges put it in front of what the tenant says and take
-it away from what it hears, so nobody has a way to name another tenant's chunk. Example: tenant acme puts ``doc``. The
-store holds ``@acme/doc``; tenant initech, asking for ``@acme/doc``, asks for ``@initech/@acme/doc``. An operator's
-token belongs to no tenant, has the scope "" and so sees every key as it is.
+Inside the store a tenant's keys carry its scope, ``@tenant/``; the calls add it to the keys that a tenant sends and
+take it from those that it receives, so nobody has a way to name another tenant's chunk. Example: tenant acme puts
+``doc``. The store holds ``@acme/doc``; tenant initech, asking for ``@acme/doc``, asks for ``@initech/@acme/doc``. An
+operator's token belongs to no tenant, has the scope "" and so sees every key as it is.
 
 Tokens are secrets of 256 random bits, so one round of SHA-256 hides them well enough: there is nothing to try out.
 """
@@ -64,7 +64,7 @@ class TokenEntry:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who asks, as a token has shown. ``tenant`` "" is an operator who acts for nobody."""
+    """The caller, as its token has shown. ``tenant`` "" is an operator who acts for nobody."""
 
     token_name: str
     rights: frozenset[Right]
@@ -74,15 +74,15 @@ class Identity:
 
     @property
     def scope(self) -> str:
-        """What stands in front of all its keys."""
+        """The prefix of all keys of this caller."""
         return scope_of(self.tenant)
 
     def may(self, right: Right) -> bool:
-        """Whether it has ``right``."""
+        """Whether the token gives ``right``."""
         return right in self.rights or Right.ADMIN in self.rights
 
     def require(self, right: Right, what: str) -> None:
-        """Raise Forbidden unless it has ``right``; ``what`` names the call."""
+        """Raise Forbidden unless the token gives ``right``; ``what`` names the call."""
         if not self.may(right):
             has = ", ".join(sorted(each.value for each in self.rights)) or "no right"
             raise Forbidden(f"{what} needs the right {right.value!r}; token {self.token_name!r} has {has}")
@@ -101,12 +101,12 @@ class Identity:
 
 
 def scope_of(tenant: str) -> str:
-    """What stands in front of all keys of ``tenant``; of nobody: nothing."""
+    """The prefix of all keys of ``tenant``; "" for the tenant ""."""
     return f"@{tenant}/" if tenant else ""
 
 
 def tenant_of(key: str) -> str:
-    """Whose chunk ``key`` names, as the store names it; "" if it belongs to no tenant."""
+    """The tenant that owns ``key``, as the store names it; "" if it belongs to no tenant."""
     if not key.startswith("@"):
         return ""
     name, slash, _ = key[1:].partition("/")
@@ -119,7 +119,7 @@ def new_token() -> str:
 
 
 def hash_of(token: str) -> str:
-    """What a tokens file says of ``token``: SHA-256 in hex."""
+    """The hash of ``token`` that a tokens file holds: SHA-256 in hex."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 
@@ -156,7 +156,7 @@ class TokenTable:
         return list(self._by_hash.values())
 
     def authenticate(self, credentials: Credentials, now_unix_s: float | None = None) -> Identity:
-        """Who shows ``credentials``; raises Unauthorized that says what is missing."""
+        """The identity that ``credentials`` prove; raises Unauthorized that says what is missing."""
         if not credentials.token:
             raise Unauthorized("a token is needed here: say token=..., --token or TANGHULU_TOKEN")
         entry = self._by_hash.get(hash_of(credentials.token))
@@ -201,7 +201,7 @@ class TokenTable:
 
 
 def validate_tenant(name: str) -> str:
-    """``name``; raises ConfigError unless it is a proper tenant's."""
+    """``name``, if it is a valid tenant's name; else raises ConfigError."""
     if not _NAME.fullmatch(name):
         raise ConfigError(f"tenant {name!r}: a name has 1 to 63 of a-z 0-9 _ . - and begins with a letter or digit")
     return name

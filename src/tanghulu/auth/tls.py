@@ -1,6 +1,6 @@
-"""TLS for connections between hosts: which files, and the contexts made of them. Unix sockets stay plain.
+"""TLS for connections between hosts: the files, and the contexts made of them. Unix sockets stay plain.
 
-A process that listens shows ``cert`` (its chain) and proves it by ``key``; whoever connects verifies it, the host's
+A process that listens shows ``cert`` (its chain) and proves it by ``key``; a client verifies it, the host's
 name or address included, by the authorities in ``ca``, or by the system's. With ``mutual`` those who connect show a
 certificate too, which the same ``ca`` must have signed. Files that were replaced are read again for new connections.
 """
@@ -18,7 +18,7 @@ _HTTP2 = "h2"
 
 
 class ServerTls:
-    """The listening side's context. ``refresh`` reads replaced files again; connections that stand stay."""
+    """The listening side's context. ``refresh`` reads replaced files again; open connections stay."""
 
     def __init__(self, files: TlsFiles, *, mutual: bool) -> None:
         if not (files.cert and files.key):
@@ -34,7 +34,7 @@ class ServerTls:
             self.context.verify_mode = ssl.CERT_REQUIRED
 
     def refresh(self) -> bool:
-        """Whether the files had changed and are in use now; raises ConfigError if they are broken."""
+        """Read files that have changed; returns whether any had. Raises ConfigError if they are broken."""
         stamps = _stamps(self._files)
         if stamps == self._stamps:
             return False
@@ -44,12 +44,12 @@ class ServerTls:
 
 
 def client_context(files: TlsFiles) -> ssl.SSLContext:
-    """For connections that this process opens; raises ConfigError for files that do not fit."""
+    """The context for connections that this process opens; raises ConfigError for files that do not fit."""
     return _client_context(files, _stamps(files))
 
 
 def _stamps(files: TlsFiles) -> tuple[int, ...]:
-    """What changes when a file is replaced; raises ConfigError if one is missing."""
+    """A value of the files that changes when one is replaced; raises ConfigError if one is missing."""
     try:
         return tuple(Path(path).stat().st_mtime_ns if path else 0 for path in (files.cert, files.key, files.ca))
     except OSError as error:

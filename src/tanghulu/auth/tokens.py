@@ -1,4 +1,4 @@
-"""The tokens file: what ``--tokens FILE`` reads, and reads again when it changes.
+"""The tokens file, ``--tokens FILE``, which is read again when it changes.
 
     [tenants.acme]                  # needed only for what differs from the defaults
     quota = "64GiB"                 # most bytes on one node; default: no bound
@@ -43,7 +43,7 @@ def load(path: Path) -> TokenTable:
 
 
 def _read(path: Path) -> tuple[tuple[int, int, int], bytes]:
-    """(what changes when the file does, its bytes)."""
+    """A pair: a stamp that changes when the file does, and the file's bytes."""
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
@@ -123,7 +123,7 @@ def _unix_s(name: str, value: Any) -> float | None:
 
 
 class TokensFile:
-    """The table of a file, as it was when it was last looked at and well-formed."""
+    """The table of a tokens file, as it was when last looked at and well-formed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -131,7 +131,7 @@ class TokensFile:
         self.table = _parse(path, data)
 
     def refresh(self) -> bool:
-        """Look at the file; whether there is another table now. A broken file is logged and ignored."""
+        """Look at the file; returns whether the table has changed. A broken file is logged and ignored."""
         try:
             stamp, data = _read(self._path)
             if stamp == self._stamp:

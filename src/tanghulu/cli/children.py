@@ -1,4 +1,4 @@
-"""Child processes of the embedded cluster: spawned with a status stream, a log file, and ended without remains."""
+"""Child processes of the embedded cluster: spawned with a status stream and a log file, ended without remains."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class ChildProcess:
         on_status(self.name, {"event": "exited", "code": code})
 
     def _keep_port(self, address: str) -> None:
-        """A restarted child comes back at the address under which others know it."""
+        """Have a restarted child come back at the address under which others know it."""
         position = self.arguments.index("--port") + 1
         self.arguments[position] = address.rpartition(":")[2]
 

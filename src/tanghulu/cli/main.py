@@ -24,11 +24,7 @@ _COMMANDS = {
     "master": ("tanghulu.store.master.main", "COMMAND", "Run a master."),
     "node": ("tanghulu.store.node.main", "COMMAND", "Run a store node."),
     "conductor": ("tanghulu.conductor.main", "COMMAND", "Run a conductor (the HTTP API)."),
-    "router": (
-        "tanghulu.conductor.routing_service.main",
-        "COMMAND",
-        "Route over pools, or as a service.",
-    ),
+    "router": ("tanghulu.conductor.routing_service.main", "COMMAND", "Route over pools, or as a service."),
     "prefill": ("tanghulu.workers.main", "PREFILL", "Run a prefill worker."),
     "decode": ("tanghulu.workers.main", "DECODE", "Run a decode worker."),
     "worker": ("tanghulu.workers.main", "WORKER", "Run a worker that prefills and decodes (--role)."),

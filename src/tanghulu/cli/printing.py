@@ -1,4 +1,4 @@
-"""What the commands of ``tanghulu store`` share: their common options, tables for people, JSON for programs."""
+"""Shared parts of the commands of ``tanghulu store``: options, tables for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="print JSON for pro
 
 
 def store_options(function: Callable[..., None]) -> Callable[..., None]:
-    """The options that every command of the group has; ``master`` comes as Masters with credentials."""
+    """Add the options that every command of the group has; ``master`` comes as Masters with credentials."""
 
     @functools.wraps(function)
     def command(
@@ -57,7 +57,7 @@ def counted(number: int, what: str) -> str:
 
 
 def wide_console() -> Console:
-    """Where tables go: as wide as the terminal, or as wide as they like where there is none."""
+    """The console for tables: as wide as the terminal, or unbounded where there is none."""
     console = Console()
     return console if console.is_terminal else Console(width=_PIPED_WIDTH)
 

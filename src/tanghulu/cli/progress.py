@@ -1,4 +1,4 @@
-"""What ``tanghulu up`` shows: a line a process while it starts, then what to try.
+"""The display of ``tanghulu up``: a line a process while it starts, then what to try.
 
 On a terminal it is a live display; elsewhere (a pipe, CI) plain lines, one a change.
 """
@@ -51,11 +51,11 @@ class Board:
         self._progress.stop()
 
     def add(self, name: str) -> None:
-        """A process that is going to start."""
+        """Add the line of a process that is going to start."""
         self._tasks[name] = self._progress.add_task(name, total=1.0, text="waiting")
 
     def show(self, name: str, message: dict[str, Any]) -> None:
-        """What a process's status line says."""
+        """Show a status message of a process."""
         text, fraction = _describe(message)
         self._progress.update(self._tasks[name], text=text, completed=fraction)
         if not self._live and message["event"] != "loading":

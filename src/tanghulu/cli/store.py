@@ -10,17 +10,20 @@ from typing import Any
 
 import click
 
-from tanghulu.cli import store_admin, store_check, store_serve, store_tenants, store_top
+from tanghulu.cli import store_admin, store_check, store_tenants, store_top
 from tanghulu.cli.printing import counted, print_json, print_table, store_options
 from tanghulu.masters import Masters
+from tanghulu.runtime.config import command
+from tanghulu.runtime.process import run
 from tanghulu.store.admin import orders, rows
 from tanghulu.store.admin.orders import Removal
 from tanghulu.store.admin.rows import plain
 from tanghulu.store.admin.steps import perform
 from tanghulu.store.client import Client, connect
 from tanghulu.store.client.model import ChunkInfo, NodeView
+from tanghulu.store.gateway.config import GatewayConfig
 from tanghulu.store.protocol.types import Tier
-from tanghulu.types import format_size
+from tanghulu.types import Role, format_size
 
 _DEFAULT_LIMIT = 1000
 
@@ -212,11 +215,25 @@ def policy(name: str | None, node_id: str, master: Masters, as_json: bool) -> No
     print_table(("node", "policy"), policies.items())
 
 
+def _serve(config: GatewayConfig) -> None:
+    from tanghulu.store.gateway.main import serve  # here, so that the other commands do not pay for FastAPI
+
+    run(Role.GATEWAY, config, serve)
+
+
+SERVE = command(
+    "serve",
+    GatewayConfig,
+    _serve,
+    "Serve the store over HTTP: values, listings, administration, events. Requests act by the token that they bring.",
+)
+SERVE.short_help = "Serve the store over HTTP."
+
 for _each in (
     *store_admin.COMMANDS,
     *store_tenants.COMMANDS,
     store_check.COMMAND,
-    store_serve.COMMAND,
+    SERVE,
     store_top.COMMAND,
 ):
     COMMAND.add_command(_each)

@@ -1,4 +1,4 @@
-"""``tanghulu store drain | undrain | evict | replicate | watch``: what operators do to a running store."""
+"""``tanghulu store drain | undrain | evict | replicate | watch``: operations on a running store."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def drain(node: str, wait: bool, timeout_s: float | None, master: Masters, as_js
 
 
 def _drain(store: Client, node: str, wait: bool, timeout_s: float | None, *, show: bool) -> Row:
-    """The order, with a bar that shows how far it is."""
+    """Carry out the order, with a bar that shows its progress."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     most = 0
@@ -77,11 +77,11 @@ def _size(context: click.Context, parameter: click.Parameter, value: str) -> int
 
 @click.command(short_help="Let chunks go by key or by the policy.")
 @click.argument("keys", nargs=-1)
-@click.option("--bytes", "num_bytes", default="0", callback=_size, help="evict so much on each node, by its policy")
+@click.option("--bytes", "num_bytes", default="0", callback=_size, help="bytes to evict on each node, by its policy")
 @click.option("--node", "node_id", default="", help="on this node only (its id); default: on all")
 @store_options
 def evict(keys: tuple[str, ...], num_bytes: int, node_id: str, master: Masters, as_json: bool) -> None:
-    """Evict KEYS, or the chunks that would go next; unlike rm, they may be put again at once by whoever has them.
+    """Evict KEYS, or the chunks that would go next; unlike after rm, any client may put them again at once.
 
     What is being read or pinned hard stays. With an SSD tier evicted chunks go down to it.
     """
@@ -106,7 +106,7 @@ def evict(keys: tuple[str, ...], num_bytes: int, node_id: str, master: Masters, 
     type=click.FloatRange(min=0),
     default=60.0,
     show_default=True,
-    help="for so many seconds; copies that nobody reads go afterwards",
+    help="seconds for which they are wanted; copies that nobody reads go afterwards",
 )
 @store_options
 def replicate(keys: tuple[str, ...], holders: int, for_s: float, master: Masters, as_json: bool) -> None:
@@ -122,7 +122,7 @@ def replicate(keys: tuple[str, ...], holders: int, for_s: float, master: Masters
 @click.command(short_help="Follow what is stored and removed.")
 @click.argument("prefix", default="")
 @click.option("--snapshot/--no-snapshot", default=True, help="begin with what there is already")
-@click.option("--count", type=click.IntRange(min=1), help="end after so many lines")
+@click.option("--count", type=click.IntRange(min=1), help="end after this many lines")
 @store_options
 def watch(prefix: str, snapshot: bool, count: int | None, master: Masters, as_json: bool) -> None:
     """Follow what is stored and removed, and nodes that go, one line each (--json: an object each), until Ctrl-C.

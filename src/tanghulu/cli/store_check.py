@@ -1,4 +1,4 @@
-"""``tanghulu store check``: what ``store.admin.check`` found, as a table, and the exit codes."""
+"""``tanghulu store check``: the findings of ``store.admin.check`` as a table, and the exit codes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.progress import Progress
 from tanghulu.cli.printing import counted, print_json, print_table, store_options
 from tanghulu.errors import ChecksumMismatch, NodeUnavailable, TanghuluError
 from tanghulu.masters import Masters
-from tanghulu.store.admin.check import Kind, Report, check
+from tanghulu.store.admin.check import CheckReport, Kind, check
 from tanghulu.store.admin.steps import perform
 from tanghulu.store.client import connect
 
@@ -45,7 +45,7 @@ def COMMAND(with_repair: bool, master: Masters, as_json: bool) -> None:
     _complain(Counter(each.kind for each in report.left))
 
 
-def _checked(master: Masters, with_repair: bool, *, show: bool) -> Report:
+def _checked(master: Masters, with_repair: bool, *, show: bool) -> CheckReport:
     console = Console(stderr=True)
     with connect(master) as store, Progress(console=console, disable=not (show and console.is_terminal)) as progress:
         task = progress.add_task("verifying", total=None)
@@ -57,7 +57,7 @@ def _checked(master: Masters, with_repair: bool, *, show: bool) -> Report:
 
 
 def _complain(left: Counter[Kind]) -> None:
-    """Raise the worst that is left."""
+    """Raise an error for the worst finding that is left."""
     if left[Kind.CORRUPT]:
         raise ChecksumMismatch(f"{counted(left[Kind.CORRUPT], 'corrupt chunk')}; see --repair")
     if left[Kind.SILENT]:

@@ -1,4 +1,4 @@
-"""``tanghulu store tenants | token``: what tenants hold, and tokens for the tokens file."""
+"""``tanghulu store tenants | token``: usage by tenant, and tokens for the tokens file."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _quota(tenant: TenantView) -> str:
 def token(name: str, tenant: str, rights: tuple[str, ...], as_json: bool) -> None:
     """Make a token and the lines about it for the tokens file, which keeps its hash only. Nothing is stored.
 
-    NAME stands in logs and messages. Give the token to whoever shall use it: it cannot be shown again.
+    NAME stands in logs and messages. Give the token to its user now: it cannot be shown again.
     """
     if tenant:
         validate_tenant(tenant)

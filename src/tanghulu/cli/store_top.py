@@ -71,7 +71,7 @@ def counters_in(text: str) -> dict[str, float]:
 
 
 def row(before: Sample | None, now: Sample) -> Row:
-    """What happened between two samples of one node."""
+    """The row of one node between two samples."""
     view = now.view
     rates: dict[str, float | None] = dict.fromkeys(_COUNTERS)
     if before is not None and before.counters is not None and now.counters is not None and now.at_s > before.at_s:
@@ -103,7 +103,7 @@ def _table(rows: list[Row]) -> Table:
 
 
 class _View:
-    """The samples of last time."""
+    """The samples of the last call."""
 
     def __init__(self, store: Client) -> None:
         self._store = store
@@ -120,7 +120,7 @@ class _View:
 @click.command("top", short_help="Show live what the nodes hold and do.")
 @click.option("--interval-s", type=click.FloatRange(min=0.1), default=2.0, show_default=True, help="between two looks")
 @click.option(
-    "--count", type=click.IntRange(min=1), help="end after so many looks; default on a terminal: Ctrl-C, else 1"
+    "--count", type=click.IntRange(min=1), help="end after this many looks; default on a terminal: Ctrl-C, else 1"
 )
 @store_options
 def COMMAND(interval_s: float, count: int | None, master: Masters, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""When to start, restart and end the processes of the embedded cluster: decisions only, no process in sight.
+"""Supervision of the embedded cluster: when to start, restart and end its processes. Decisions only.
 
     WAITING --(what it needs is ready)--> STARTING --ready--> READY
     STARTING, READY --exited--> BACKOFF --(delay is over)--> STARTING     at most MAX_RESTARTS times
@@ -19,7 +19,7 @@ STABLE_S = 60.0
 
 
 class ChildState(Enum):
-    """Where a child stands."""
+    """The states of a child."""
 
     WAITING = "waiting"  # for a child it needs
     STARTING = "starting"  # spawned, not yet ready
@@ -29,8 +29,8 @@ class ChildState(Enum):
     STOPPED = "stopped"  # ended because the cluster ends
 
 
-class Event(Enum):
-    """What happens to a child."""
+class ChildEvent(Enum):
+    """The events of a child."""
 
     START = "start"
     READY = "ready"
@@ -39,15 +39,15 @@ class Event(Enum):
     STOP = "stop"
 
 
-_TABLE: dict[tuple[ChildState, Event], ChildState] = {
-    (ChildState.WAITING, Event.START): ChildState.STARTING,
-    (ChildState.BACKOFF, Event.START): ChildState.STARTING,
-    (ChildState.STARTING, Event.READY): ChildState.READY,
-    (ChildState.STARTING, Event.EXITED): ChildState.BACKOFF,
-    (ChildState.READY, Event.EXITED): ChildState.BACKOFF,
-    (ChildState.STARTING, Event.GIVEN_UP): ChildState.DEAD,
-    (ChildState.READY, Event.GIVEN_UP): ChildState.DEAD,
-} | {(state, Event.STOP): ChildState.STOPPED for state in ChildState if state is not ChildState.DEAD}
+_TABLE: dict[tuple[ChildState, ChildEvent], ChildState] = {
+    (ChildState.WAITING, ChildEvent.START): ChildState.STARTING,
+    (ChildState.BACKOFF, ChildEvent.START): ChildState.STARTING,
+    (ChildState.STARTING, ChildEvent.READY): ChildState.READY,
+    (ChildState.STARTING, ChildEvent.EXITED): ChildState.BACKOFF,
+    (ChildState.READY, ChildEvent.EXITED): ChildState.BACKOFF,
+    (ChildState.STARTING, ChildEvent.GIVEN_UP): ChildState.DEAD,
+    (ChildState.READY, ChildEvent.GIVEN_UP): ChildState.DEAD,
+} | {(state, ChildEvent.STOP): ChildState.STOPPED for state in ChildState if state is not ChildState.DEAD}
 
 
 @dataclass(eq=False)
@@ -61,7 +61,7 @@ class Child:
     ready_since_s: float = 0.0
     start_at_s: float = 0.0
 
-    def on(self, event: Event) -> None:
+    def on(self, event: ChildEvent) -> None:
         """Move along the table; an unknown pair is a programmer's error."""
         key = (self.state, event)
         assert key in _TABLE, f"{self.name}: {event} in {self.state}"
@@ -89,7 +89,7 @@ class Supervision:
     children: dict[str, Child] = field(default_factory=dict)
 
     def add(self, name: str, needs: Sequence[str] = ()) -> None:
-        """A child that may start once all of ``needs`` are ready (for the first time)."""
+        """Add a child that may start once all of ``needs`` are ready (for the first time)."""
         assert name not in self.children, name
         assert all(needed in self.children for needed in needs), needs
         self.children[name] = Child(name, tuple(needs))
@@ -98,7 +98,7 @@ class Supervision:
         """The children to start now."""
         due = [c for c in self.children.values() if self._may_start(c, now_s)]
         for child in due:
-            child.on(Event.START)
+            child.on(ChildEvent.START)
         return [Spawn(child.name) for child in due]
 
     def _may_start(self, child: Child, now_s: float) -> bool:
@@ -108,39 +108,39 @@ class Supervision:
         return child.state is ChildState.WAITING and all(s is ChildState.READY for s in needed)
 
     def next_tick_s(self) -> float | None:
-        """When the next delayed start is due; None if none is."""
+        """The time of the next delayed start; None if there is none."""
         due = [c.start_at_s for c in self.children.values() if c.state is ChildState.BACKOFF]
         return min(due) if due else None
 
     def ready(self, name: str, now_s: float) -> None:
-        """The child serves."""
+        """Note that the child serves."""
         child = self.children[name]
-        child.on(Event.READY)
+        child.on(ChildEvent.READY)
         child.ready_since_s = now_s
 
     def exited(self, name: str, code: int, now_s: float) -> list[EndAll]:
-        """The child's process ended though nobody asked it to; plans its restart, or the cluster's end."""
+        """Plan the restart of a child whose process ended unasked, or the cluster's end."""
         child = self.children[name]
         if child.state is ChildState.READY and now_s - child.ready_since_s >= STABLE_S:
             child.num_restarts = 0
         if child.num_restarts >= MAX_RESTARTS:
-            child.on(Event.GIVEN_UP)
+            child.on(ChildEvent.GIVEN_UP)
             return [EndAll(f"{name} exited with {code} and was restarted {MAX_RESTARTS} times before")]
-        child.on(Event.EXITED)
+        child.on(ChildEvent.EXITED)
         child.start_at_s = now_s + FIRST_BACKOFF_S * 2**child.num_restarts
         child.num_restarts += 1
         return []
 
     def refused(self, name: str, message: str) -> list[EndAll]:
-        """The child refused its configuration: starting it again would end the same way."""
-        self.children[name].on(Event.GIVEN_UP)
+        """Plan the cluster's end: the child refused its configuration, and would refuse it again."""
+        self.children[name].on(ChildEvent.GIVEN_UP)
         return [EndAll(f"{name}: {message}")]
 
     def stop(self) -> None:
-        """The cluster ends."""
+        """Plan no more starts: the cluster ends."""
         for child in self.children.values():
             if child.state is not ChildState.DEAD:
-                child.on(Event.STOP)
+                child.on(ChildEvent.STOP)
 
     @property
     def all_ready(self) -> bool:

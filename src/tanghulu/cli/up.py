@@ -118,7 +118,7 @@ class Cluster:
         self._add("master", "master", self._config.master_port)
 
     def _add_others(self, master: str) -> None:
-        """Everything else needs the master's address, which port 0 leaves open until it is ready."""
+        """Add all other processes: they need the master's address, which port 0 leaves open until it is ready."""
         config, at = self._config, ("--master", master)
         base = config.master_port
         for i in range(config.nodes):
@@ -183,7 +183,7 @@ class Cluster:
         self._wake.clear()
 
     async def _stop_children(self) -> None:
-        """Workers and conductor first, so that they can say goodbye to the master."""
+        """Stop the children, workers and conductor first, so that they can deregister at the master."""
         order = [c for c in self._children.values() if c.role not in ("master", "node")]
         await asyncio.gather(*(c.stop() for c in order))
         for role in ("node", "master"):

@@ -1,1 +1,1 @@
-"""Who is alive and where: instances under leases, behind one interface with several carriers."""
+"""Discovery: the live instances and their addresses, under leases, behind one interface with several carriers."""

@@ -21,7 +21,7 @@ CALL_DEADLINE_S = 3.0
 
 
 class EtcdClient:
-    """Every call raises MasterUnavailable when etcd does not answer in time."""
+    """A client of etcd. Every call raises MasterUnavailable when etcd does not answer in time."""
 
     def __init__(self, addresses: Sequence[Address], call_deadline_s: float = CALL_DEADLINE_S) -> None:
         self._addresses = tuple(addresses)
@@ -31,7 +31,7 @@ class EtcdClient:
 
     @property
     def peer(self) -> str:
-        """The endpoint that is asked now, for messages."""
+        """The endpoint that is asked now, for error messages."""
         return f"etcd at {self._addresses[self._index]}"
 
     async def close(self) -> None:

@@ -6,7 +6,7 @@ Files appear by rename, so a reader never sees half of one, and a writer that is
 Writers touch their file every third of the lease. A reader believes a file for ``ttl_s`` after it has seen its
 mtime move, by its own monotonic clock; the wall clock decides only about a file seen for the first time. So clocks of
 hosts that share the directory may differ: then a crashed process may be seen for one lease, a living one is missed
-for a third of one. Files that nobody has touched for long are deleted by whoever sees them.
+for a third of one. Files that nobody has touched for long are deleted by any process that sees them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def encode(instance: Instance, ttl_s: float) -> bytes:
 
 
 def decode(data: bytes) -> tuple[Instance, float]:
-    """The instance and its ttl_s; raises InvalidRequest for what is none."""
+    """The instance and its ttl_s; raises InvalidRequest for contents that are no instance."""
     try:
         values: dict[str, Any] = json.loads(data)
         instance = Instance(
@@ -122,7 +122,7 @@ class _Sighting:
 
 
 class _Reader:
-    """What one watcher has seen of one namespace's files; ``scan`` runs in a thread."""
+    """The files of one namespace as one watcher has seen them; ``scan`` runs in a thread."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -207,7 +207,7 @@ class FileDiscovery:
 
 
 def _stats(directory: Path) -> dict[str, os.stat_result]:
-    """What stands in ``directory`` now; litter of killed writers is deleted on the way."""
+    """The files in ``directory`` now; litter of killed writers is deleted on the way."""
     found: dict[str, os.stat_result] = {}
     with contextlib.suppress(FileNotFoundError):  # nobody has registered yet
         with os.scandir(directory) as entries:

@@ -1,4 +1,4 @@
-"""The edge between Instance and its message on the wire."""
+"""Conversion between Instance and its protobuf message."""
 
 from __future__ import annotations
 

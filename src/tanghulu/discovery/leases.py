@@ -1,6 +1,6 @@
 """Instances under leases, as a plain table: events and a time in, changes out. Pure.
 
-Whoever serves Discovery from one place (the master, a MemoryRegistry) keeps one of these. A lease is a number and a
+A process that serves Discovery (the master, a MemoryRegistry) keeps one of these. A lease is a number and a
 deadline; a new registration of the same instance id takes the old one's place, and the old lease is void.
 """
 
@@ -20,8 +20,8 @@ MAX_TTL_S = 3600.0
 
 
 @dataclass(slots=True)
-class Lease:
-    """One registered instance and until when it is believed to live."""
+class InstanceLease:
+    """A registered instance, and the time until which it is taken for alive."""
 
     lease_id: int
     instance: Instance
@@ -31,10 +31,10 @@ class Lease:
 
 
 class LeaseTable:
-    """Who is registered. Changes since the last ``take_events`` wait there, in order."""
+    """The registered instances. Changes wait in order until ``take_events``."""
 
     def __init__(self) -> None:
-        self._leases: dict[str, Lease] = {}
+        self._leases: dict[str, InstanceLease] = {}
         self._deadlines: list[tuple[float, str]] = []  # a heap; stale entries are dropped when they come up
         self._last_lease_id = 0
         self._events: list[InstanceEvent] = []
@@ -62,7 +62,7 @@ class LeaseTable:
         wake_s = expires_s if before is None else min(before.wake_s, expires_s)
         if before is None or wake_s < before.wake_s:
             heapq.heappush(self._deadlines, (wake_s, instance.id))
-        self._leases[instance.id] = Lease(self._last_lease_id, instance, ttl_s, expires_s, wake_s)
+        self._leases[instance.id] = InstanceLease(self._last_lease_id, instance, ttl_s, expires_s, wake_s)
         if before is not None:
             self.num_by_role[before.instance.role] -= 1
         self.num_by_role[instance.role] += 1
@@ -79,7 +79,7 @@ class LeaseTable:
         return True
 
     def prolong(self, instance_id: str, now_s: float) -> None:
-        """The instance showed that it lives, otherwise than by renewing."""
+        """Prolong the lease of an instance that showed otherwise than by renewing that it lives."""
         lease = self._leases.get(instance_id)
         if lease is not None:
             lease.expires_s = max(lease.expires_s, now_s + lease.ttl_s)
@@ -123,7 +123,7 @@ class LeaseTable:
             lease.expires_s += seconds
 
     def next_deadline_s(self) -> float | None:
-        """When ``expire`` may have something to do; None without leases."""
+        """The time at which ``expire`` may have something to do; None without leases."""
         return self._deadlines[0][0] if self._deadlines else None
 
     def take_events(self) -> list[InstanceEvent]:
@@ -131,7 +131,7 @@ class LeaseTable:
         events, self._events = self._events, []
         return events
 
-    def _delete(self, lease: Lease) -> None:
+    def _delete(self, lease: InstanceLease) -> None:
         del self._leases[lease.instance.id]
         self.num_by_role[lease.instance.role] -= 1
         self._events.append(InstanceEvent(EventKind.DELETE, lease.instance))

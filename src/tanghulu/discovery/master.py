@@ -104,7 +104,7 @@ class MasterDiscovery:
     it registered.
 
     ``on_reregistered(master_generation)`` is called whenever an instance had to be registered again: a node then
-    sends its report, because that master's directory has forgotten it. ``finder`` is shared with whoever else asks
+    sends its report, because that master's directory has forgotten it. ``finder`` may be shared with other callers of
     the master in this process.
     """
 
@@ -140,11 +140,11 @@ class MasterDiscovery:
         return self._finder.current or self._finder.masters.addresses[0]
 
     def poke(self) -> None:
-        """Renew all registrations now: somebody heard that the master does not know them."""
+        """Renew all registrations now: a caller has learnt that the master does not know them."""
         self._poked.set()
 
     async def pause(self, seconds: float) -> None:
-        """Until the next renewal is due, or ``poke``."""
+        """Wait until the next renewal is due, or ``poke``."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._poked.wait(), seconds)
             self._poked.clear()
@@ -259,7 +259,7 @@ class MasterDiscovery:
     async def _ask(
         self, ask: Callable[[membership_pb2_grpc.MembershipStub, float], Awaitable[T]], deadline_s: float
     ) -> T:
-        """``ask`` the master with a time-out; of several, one after the other until the leader has answered."""
+        """Call ``ask`` of the master with a time-out; of several, one after the other until the leader has answered."""
         seeking = Seeking(self._finder, deadline_s)
         while True:
             asked: Address | None = None
@@ -280,7 +280,7 @@ class MasterDiscovery:
         return membership_pb2_grpc.MembershipStub(link)
 
     def reregistered(self, instance: Instance) -> None:
-        """An instance had to be registered again."""
+        """Note that an instance had to be registered again."""
         _log.info("discovery.reregistered", instance=instance.id, master_generation=self.master_generation)
         if self._on_reregistered is not None:
             self._on_reregistered(self.master_generation)

@@ -1,8 +1,8 @@
 """Which of several masters a process asks: a guess that is corrected by what the masters answer.
 
 One that does not lead names the leader (NotLeader); one that does not answer is passed over for the next; with an
-``etcd://`` the election's key tells. The guess may be shared by everything in a process that asks the master, so that
-whoever finds the new leader first finds it for all. With a single master there is nothing to guess.
+``etcd://`` the election's key tells. All callers in a process may share one guess, so that the first to
+find the new leader finds it for all. With a single master there is nothing to guess.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ETCD_DEADLINE_S = 1.0
 
 
 def leader_key(namespace: str) -> bytes:
-    """Where the leader of ``namespace`` stands in etcd, as an Instance message under its lease."""
+    """The key in etcd that holds the leader of ``namespace``, as an Instance message under its lease."""
     return f"/tanghulu-masters/{namespace}/leader".encode()
 
 
@@ -36,7 +36,7 @@ def leader_in(value: bytes | None) -> Address | None:
 
 
 class MasterFinder:
-    """Where to ask now. Safe to share between threads: each step is one assignment."""
+    """Finds the master to ask now. Safe to share between threads: each step is one assignment."""
 
     def __init__(self, masters: Masters | Address | str) -> None:
         self.masters = Masters.of(masters)
@@ -44,16 +44,16 @@ class MasterFinder:
 
     @property
     def several(self) -> bool:
-        """Whether there is anything to find."""
+        """Whether there are several masters, so that the leader has to be found."""
         return self.masters.several
 
     @property
     def current(self) -> Address | None:
-        """The master to ask; None: unknown, look it up."""
+        """The master to ask; None if it is unknown and has to be looked up."""
         return self._current
 
     def failed(self, asked: Address, error: TanghuluError) -> None:
-        """``asked`` did not answer as the leader; others may have found that out before."""
+        """Note that ``asked`` did not answer as the leader; another caller may have noted that before."""
         if asked != self._current or not self.several:
             return
         named = error.leader if isinstance(error, NotLeader) else ""
@@ -102,7 +102,7 @@ class Seeking:
 
     @property
     def attempt_s(self) -> float:
-        """How long the next try may take."""
+        """Seconds that the next try may take."""
         left_s = max(self._until_s - asyncio.get_running_loop().time(), 0.0)
         return min(left_s, ATTEMPT_S) if self._finder.several else left_s
 

@@ -23,7 +23,7 @@ MAX_UNREAD_EVENTS = 1 << 16
 
 
 class MemoryRegistry:
-    """Who is registered, and the queues of those who watch."""
+    """The registered instances, and the queues of their watchers."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self.clock = clock or SystemClock()
@@ -47,12 +47,12 @@ class MemoryRegistry:
             self._tell()
 
     def abandon(self, lease_id: int) -> None:
-        """Nobody renews this lease from now on."""
+        """Renew this lease no more: its process has crashed."""
         self.tick()
         self._alive.pop(lease_id, None)
 
     def tick(self) -> None:
-        """Renew the leases of those who live, end the others whose time is over."""
+        """Renew the leases of live processes, end the others whose time is over."""
         now_s = self.clock.now_s()
         for lease_id, instance in self._alive.items():
             self._leases.keep_alive(instance.id, lease_id, now_s)
@@ -60,7 +60,7 @@ class MemoryRegistry:
         self._tell()
 
     def attach(self) -> tuple[list[Instance], asyncio.Queue[InstanceEvent]]:
-        """Who is there now, and a queue of what happens from now on (to be detached)."""
+        """The instances now, and a queue of all later changes (to be detached)."""
         self.tick()
         queue: asyncio.Queue[InstanceEvent] = asyncio.Queue(MAX_UNREAD_EVENTS)
         self._watchers.add(queue)
@@ -149,7 +149,7 @@ class MemoryDiscovery:
             self.registry.detach(queue)
 
     def crash(self) -> None:
-        """What a killed process does: nothing any more. Its instances vanish at their leases' ends."""
+        """Behave as a killed process: stop without a word. The instances vanish when their leases end."""
         self._crashed = True
         for registration in self.registrations:
             self.registry.abandon(registration.lease_id)

@@ -1,4 +1,4 @@
-"""What a watcher knows of the instances, and what it must tell when its source comes back. Pure.
+"""A watcher's knowledge of the instances, and the changes to tell when its source comes back. Pure.
 
 A source that was away, or another in its place, gives a fresh snapshot; only the differences are told. An instance that
 is missing from it is not gone yet: a master that has just restarted knows nobody until each has registered again
@@ -11,7 +11,7 @@ from tanghulu.discovery.base import EventKind, Instance, InstanceEvent
 
 
 class InstanceMirror:
-    """Snapshots, changes and a time go in; the events to tell come out."""
+    """The known instances: snapshots, changes and a time go in; the events to tell come out."""
 
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
@@ -21,12 +21,12 @@ class InstanceMirror:
         self._synced = False
 
     def begin(self) -> None:
-        """A snapshot begins; who is missing from it is doubted anew."""
+        """Begin a snapshot; instances that are missing from it are doubted anew."""
         self._seen = set()
         self._doubted.clear()
 
     def put(self, instance: Instance) -> list[InstanceEvent]:
-        """``instance`` is there, in the snapshot or as a change."""
+        """Enter ``instance``, from the snapshot or as a change."""
         if self._seen is not None:
             self._seen.add(instance.id)
         self._doubted.pop(instance.id, None)
@@ -36,7 +36,7 @@ class InstanceMirror:
         return [InstanceEvent(EventKind.PUT, instance)]
 
     def delete(self, instance_id: str) -> list[InstanceEvent]:
-        """The source says that the instance is gone."""
+        """Remove the instance, as the source says."""
         self._doubted.pop(instance_id, None)
         instance = self._known.pop(instance_id, None)
         return [InstanceEvent(EventKind.DELETE, instance)] if instance is not None else []
@@ -53,16 +53,16 @@ class InstanceMirror:
         return [InstanceEvent(EventKind.SYNCED)]
 
     def expire(self, now_s: float) -> list[InstanceEvent]:
-        """The doubted whose grace is over."""
+        """Remove the doubted instances whose grace is over; returns the events to tell."""
         gone = sorted(instance_id for instance_id, at_s in self._doubted.items() if at_s <= now_s)
         return [event for instance_id in gone for event in self.delete(instance_id)]
 
     def next_deadline_s(self) -> float | None:
-        """When ``expire`` has something to tell, if nothing happens before."""
+        """The time at which ``expire`` has something to tell, if nothing happens before."""
         return min(self._doubted.values(), default=None)
 
     def check(self) -> None:
-        """Only the known are doubted."""
+        """Assert that only known instances are doubted."""
         assert self._doubted.keys() <= self._known.keys()
         assert all(instance.id == key for key, instance in self._known.items())
 

@@ -1,4 +1,4 @@
-"""Which Discovery a process uses, by the one option that says so."""
+"""The Discovery that a process uses, as its option ``--discovery`` names it."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from tanghulu.types import ChunkKey
 
 #: Groups are looked through for their age after this many uses.
 AGEING_STEP = 32
-#: Keys of a class share a group if they were used within so many uses of each other, and at most so many keys.
+#: Keys of a class share a group if they were used close together: most uses between them, and most keys of a group.
 _GROUP_SPAN = 32
 _GROUP_KEYS = 512
 

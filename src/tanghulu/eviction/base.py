@@ -31,15 +31,15 @@ class Policy(Protocol):
         ...
 
     def add(self, key: ChunkKey, size_bytes: int) -> None:
-        """A chunk became evictable in principle; asserts that the key is new."""
+        """Enter a chunk that can be evicted in principle; asserts that the key is new."""
         ...
 
     def touch(self, key: ChunkKey) -> None:
-        """The chunk was read; unknown keys are ignored."""
+        """Note that the chunk was read; unknown keys are ignored."""
         ...
 
     def remove(self, key: ChunkKey, *, evicted: bool) -> None:
-        """The chunk is gone: ``evicted`` by this policy's choice, or for another reason. KeyError if it is unknown."""
+        """Forget a chunk: ``evicted`` by this policy's choice, or gone otherwise. KeyError if it is unknown."""
         ...
 
     def victims(self) -> Iterator[ChunkKey]:

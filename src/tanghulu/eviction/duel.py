@@ -1,4 +1,4 @@
-"""Which of two eviction orders has been right lately? Decided by what is used again first, as Belady would have asked.
+"""A duel of two eviction orders: which has been right lately, judged by what is used again first, as Belady's rule.
 
 When both orders name a victim and they differ, the pair is remembered. If the key that A would have evicted is used
 before the one that B would have evicted, A was wrong, whatever was really done with them. A pair of which neither comes
@@ -20,7 +20,7 @@ _TAKE_ABOVE = 0.0
 
 
 class Duel:
-    """``challenger_leads`` says whose order to follow: the challenger's until it has lost enough."""
+    """The duel. ``challenger_leads`` names the order to follow: the challenger's until it has lost enough."""
 
     def __init__(self) -> None:
         self._pairs: OrderedDict[int, tuple[ChunkKey, ChunkKey]] = OrderedDict()
@@ -33,7 +33,7 @@ class Duel:
         return len(self._pairs)
 
     def pose(self, champions: ChunkKey, challengers: ChunkKey) -> None:
-        """The two victims named at the same moment; ignored if one of them is in another pair, or both are one."""
+        """Remember the two victims named at one moment; ignored if one is in another pair, or both are the same."""
         if champions == challengers or champions in self._by_key or challengers in self._by_key:
             return
         self._next += 1
@@ -45,7 +45,7 @@ class Duel:
                 del self._by_key[key]
 
     def used(self, key: ChunkKey) -> None:
-        """``key`` was used: if it is in a pair, whoever would have evicted it was wrong."""
+        """Note that ``key`` was used: if it is in a pair, the order that would have evicted it was wrong."""
         number = self._by_key.get(key)
         if number is None:
             return

@@ -1,4 +1,4 @@
-"""Fair eviction between tenants: each has an order of its own, and whoever holds most for its share goes first.
+"""Fair eviction between tenants: each has an order of its own, and the one that holds most for its share goes first.
 
 A tenant's share is its weight (its quota, where it has one). The next victim is always the first in the order of the
 tenant with the most bytes for its weight: weighted max-min fairness, as in fair queueing, over memory instead of time.
@@ -42,11 +42,11 @@ class Fair:
 
     @property
     def num_ghosts(self) -> int:
-        """Of all tenants; each order bounds its own."""
+        """Ghosts of all tenants; each order bounds its own."""
         return sum(order.num_ghosts for order in self._orders.values())
 
     def begin_batch(self) -> None:
-        """What follows came in one request."""
+        """Begin a batch in every tenant's order."""
         self._told.clear()
 
     def add(self, key: ChunkKey, size_bytes: int) -> None:
@@ -57,7 +57,7 @@ class Fair:
         self._bytes[tenant] = self._bytes.get(tenant, 0) + size_bytes
 
     def touch(self, key: ChunkKey) -> None:
-        """The chunk was read."""
+        """Note in the tenant's order that the chunk was read."""
         if key in self._sizes:
             self._order(tenant_of(key)).touch(key)
 
@@ -71,7 +71,7 @@ class Fair:
             self._on_evicted(tenant, size_bytes)
 
     def victims(self) -> Iterator[ChunkKey]:
-        """All keys; the share of a tenant shrinks as its keys are yielded."""
+        """Yield all keys, the first to evict first; a tenant's share shrinks as its keys are yielded."""
         weights = {tenant: self._weight_of(tenant) for tenant in self._orders}
         left = dict(self._bytes)
         heap = [

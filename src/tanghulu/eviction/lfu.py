@@ -26,11 +26,11 @@ class Lfu:
 
     @property
     def num_ghosts(self) -> int:
-        """None is remembered."""
+        """No evicted key is remembered: 0."""
         return 0
 
     def begin_batch(self) -> None:
-        """Requests mean nothing here beyond the order of their keys."""
+        """Ignore the hint: only the order of keys matters here."""
 
     def add(self, key: ChunkKey, size_bytes: int) -> None:
         """Enter ``key`` with no reads."""
@@ -40,7 +40,7 @@ class Lfu:
         self._lowest = 0
 
     def touch(self, key: ChunkKey) -> None:
-        """One read more."""
+        """Count one more read."""
         count = self._counts.get(key)
         if count is None:
             return

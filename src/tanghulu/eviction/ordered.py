@@ -1,4 +1,4 @@
-"""What the simple policies share: an ordered dictionary whose order is the order of eviction, or part of it."""
+"""The two simple policies, FIFO and LRU: an ordered dictionary whose order is the order of eviction."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Ordered:
 
     @property
     def num_ghosts(self) -> int:
-        """None is remembered."""
+        """No evicted key is remembered: 0."""
         return 0
 
     def begin_batch(self) -> None:
-        """Requests mean nothing here beyond the order of their keys."""
+        """Ignore the hint: only the order of keys matters here."""
 
     def add(self, key: ChunkKey, size_bytes: int) -> None:
         """Enter ``key`` as the last to go."""
@@ -44,7 +44,33 @@ class Ordered:
         return key in self._order
 
     def check(self) -> None:
-        """Nothing beyond what the dictionary keeps by itself."""
+        """Nothing to assert beyond what the dictionary keeps by itself."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self._order)} keys)"
+
+
+class Fifo(Ordered):
+    """First in, first out: evicts what was added longest ago.
+
+    The cheapest order, blind to reads. Useful where every chunk is read about once.
+    """
+
+    name = "fifo"
+
+    def touch(self, key: ChunkKey) -> None:
+        """Ignore the read."""
+
+
+class Lru(Ordered):
+    """Least recently used: evicts what was added or touched longest ago.
+
+    With a request's blocks touched tail first it evicts leaves before the prefix they stand on.
+    """
+
+    name = "lru"
+
+    def touch(self, key: ChunkKey) -> None:
+        """Make ``key`` the most recently used."""
+        if key in self._order:
+            self._order.move_to_end(key)

@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 from tanghulu.errors import InvalidRequest
 from tanghulu.eviction.base import Policy
-from tanghulu.eviction.fifo import Fifo
 from tanghulu.eviction.lfu import Lfu
-from tanghulu.eviction.lru import Lru
+from tanghulu.eviction.ordered import Fifo, Lru
 from tanghulu.eviction.reuse import Reuse
 from tanghulu.eviction.s3fifo import S3Fifo
 from tanghulu.eviction.sieve import Sieve

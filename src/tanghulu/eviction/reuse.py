@@ -26,7 +26,7 @@ from tanghulu.eviction.duel import Duel
 from tanghulu.eviction.reuse_times import ReuseTimes
 from tanghulu.types import ChunkKey
 
-#: Ghosts: so many for each resident key, and at least so many in all.
+#: Most ghosts: for each resident key, and at least in all.
 GHOSTS_PER_KEY = 8
 MIN_GHOSTS = 16384
 #: A batch that goes on longer is cut, so that its keys get their class.
@@ -37,10 +37,10 @@ _MAX_TURN = 2
 _NUM_CLASSES = (_MAX_USES + 1) * (_MAX_TURN + 1) * 2
 #: How many of a batch's keys count as its end: the last whole block and the partial one behind it.
 _END_KEYS = 2
-#: What was learned is fitted after so many uses, then whenever it is half as much again, and at least so often.
+#: Uses after which the histograms are first fitted, and most uses between fits; else after half as many again.
 _FIRST_FIT = 512
 _FIT_STEP = 8192
-#: One eviction in so many is judged.
+#: One eviction in this number is judged.
 _DUEL_STEP = 4
 #: How far a prefix is followed to see that a new link makes no circle.
 _MAX_DEPTH = 4096
@@ -65,7 +65,7 @@ class _Entry:
 
 
 class Reuse:
-    """See the module. Every call is O(1), amortised; the fits in between cost about a millisecond each."""
+    """The reuse-time policy. Every call is O(1), amortised; the fits in between cost about a millisecond each."""
 
     name = "reuse"
 
@@ -114,7 +114,7 @@ class Reuse:
         self._pend(entry)
 
     def touch(self, key: ChunkKey) -> None:
-        """``key`` was used again; what that teaches is noted."""
+        """Note that ``key`` was used again, and learn from its age."""
         entry = self._entries.get(key)
         if entry is None:
             return
@@ -169,7 +169,7 @@ class Reuse:
             self._offer(parent)
 
     def _offer(self, entry: _Entry) -> None:
-        """Put a classified leaf where victims are taken from."""
+        """Enter a classified leaf into the queues that victims are taken from."""
         group = entry.group
         if group is not None and entry.num_children == 0 and entry.alive:
             group.keys[entry.key] = None
@@ -199,7 +199,7 @@ class Reuse:
                 self._offer(entry)
 
     def _link(self, batch: list[_Entry]) -> None:
-        """Each key stands on the one that follows it in the batch, as far as it does not stand on one already."""
+        """Make each key of a batch stand on the one that follows it, unless it stands on one already."""
         for entry, parent in itertools.pairwise(batch):
             has_parent = entry.parent is not None and entry.parent.alive
             if not has_parent and (not entry.num_children or not _stands_on(parent, entry)):

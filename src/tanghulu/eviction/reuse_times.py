@@ -1,4 +1,4 @@
-"""When do chunks of each class come back? Learns it from the ages at which they did, and ranks classes at any age.
+"""Reuse times: learns the ages at which chunks of each class come back, and ranks the classes at any age.
 
 Ages are counted in adds and touches since the last use. Their bins are half octaves. For each class (what is known of a
 chunk when it is used) there is the number of chunks that entered it and a histogram of the ages at which they were used
@@ -53,11 +53,11 @@ class ReuseTimes:
         self._widths = [(first_age(b + 2) - first_age(b)) / 2 for b in range(NUM_BINS)]
 
     def entered(self, class_: int) -> None:
-        """A chunk was used and belongs to ``class_`` from now on."""
+        """Count a chunk that was used and belongs to ``class_`` from now on."""
         self._entered[class_] += 1
 
     def reused(self, class_: int, age: int) -> None:
-        """A chunk of ``class_`` was used again at ``age``, resident or not."""
+        """Count a chunk of ``class_`` that was used again at ``age``, resident or not."""
         self._reused[class_][bin_of(age)] += 1
 
     def fit(self) -> None:

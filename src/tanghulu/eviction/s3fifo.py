@@ -23,7 +23,7 @@ SMALL_SHARE = 10
 
 
 class S3Fifo:
-    """Evicts newcomers that nobody reads, soon; what was read gets more time."""
+    """Evicts newcomers that nobody reads soon; gives keys that were read more time."""
 
     name = "s3-fifo"
 
@@ -38,7 +38,7 @@ class S3Fifo:
         return len(self._ghosts)
 
     def begin_batch(self) -> None:
-        """Requests mean nothing here beyond the order of their keys."""
+        """Ignore the hint: only the order of keys matters here."""
 
     def add(self, key: ChunkKey, size_bytes: int) -> None:
         """Enter ``key``: into the main queue if it went lately, else into the small one."""
@@ -50,7 +50,7 @@ class S3Fifo:
             self._small[key] = 0
 
     def touch(self, key: ChunkKey) -> None:
-        """One life more, up to three."""
+        """Give ``key`` one more life, up to three."""
         queue = self._small if key in self._small else self._main
         lives = queue.get(key)
         if lives is not None and lives < MAX_LIVES:
@@ -76,7 +76,7 @@ class S3Fifo:
             self._ghosts.popitem(last=False)
 
     def _promote_before(self, key: ChunkKey) -> None:
-        """What was read and stands before ``key`` in the small queue moves on; unread keys before it were leased."""
+        """Move keys on that were read and stand before ``key`` in the small queue; unread ones there were leased."""
         passed = []
         for each, lives in self._small.items():
             if each == key:
@@ -110,7 +110,7 @@ class S3Fifo:
         return max(1, len(self) // SMALL_SHARE)
 
     def victims(self) -> Iterator[ChunkKey]:
-        """What the small queue has too many of and nobody read, then the main queue by lives, then the rest."""
+        """Yield the small queue's unread surplus, then the main queue by lives, then the rest."""
         excess = len(self._small) - self._small_target() if self._main else len(self._small)
         promoted: list[ChunkKey] = []
         rest: list[ChunkKey] = []

@@ -31,11 +31,11 @@ class Sieve:
 
     @property
     def num_ghosts(self) -> int:
-        """None is remembered."""
+        """No evicted key is remembered: 0."""
         return 0
 
     def begin_batch(self) -> None:
-        """Requests mean nothing here beyond the order of their keys."""
+        """Ignore the hint: only the order of keys matters here."""
 
     def add(self, key: ChunkKey, size_bytes: int) -> None:
         """Enter ``key`` as the newest, unmarked."""

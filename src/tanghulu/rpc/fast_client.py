@@ -25,7 +25,7 @@ from tanghulu.rpc.dialling import CONNECT_TIMEOUT_S, dial
 from tanghulu.rpc.frames import HEAD, PREAMBLE, Frame, call_id_of, decode_head, encode_head
 from tanghulu.rpc.tls_socket import TlsSocket
 from tanghulu.rpc.wire import decode, error_of
-from tanghulu.runtime.busy_polling import Spinner
+from tanghulu.runtime.busy_polling import BusyPoller
 from tanghulu.types import Address
 
 R = TypeVar("R", bound=Message | bytes)
@@ -75,7 +75,7 @@ class Reply(Generic[R]):
 class FastConnection:
     """One open connection. Broken by the first failure or missed deadline, and then closed for good.
 
-    With a ``spinner``, its own, it asks for the answer to a single call for a moment before it sleeps, where that pays.
+    With a ``poller``, its own, it asks for the answer to a single call for a moment before it sleeps, where that pays.
     """
 
     def __init__(
@@ -86,11 +86,11 @@ class FastConnection:
         *,
         shortcut: bool = False,
         tls: TlsFiles = NO_TLS,
-        spinner: Spinner | None = None,
+        poller: BusyPoller | None = None,
     ) -> None:
         self.peer = unix_path or str(address)
         self._socket = dial(address, unix_path, timeout_s, shortcut=shortcut, tls=tls)
-        self._sleep, self._spin = _waits(self._socket, spinner)
+        self._sleep, self._spin = _waits(self._socket, poller)
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._closed = False
@@ -377,12 +377,12 @@ def _stray(peer: str, frame: Frame) -> TanghuluError:
     return InvalidRequest(f"{peer} answered call {frame.call_id}, which nobody made")
 
 
-def _waits(sock: socket.socket | TlsSocket, spinner: Spinner | None) -> tuple[Wait, Wait]:
+def _waits(sock: socket.socket | TlsSocket, poller: BusyPoller | None) -> tuple[Wait, Wait]:
     """Two ways to the next bytes of ``sock``: asleep, and spinning first; what is encrypted can only be slept for."""
     sleep = partial(sock.recv, _RECEIVE_BYTES)
-    if spinner is None or isinstance(sock, TlsSocket):
+    if poller is None or isinstance(sock, TlsSocket):
         return sleep, sleep
-    return sleep, partial(spinner.receive, lambda _into, _num_bytes, flags: sock.recv(_RECEIVE_BYTES, flags), None)
+    return sleep, partial(poller.receive, lambda _into, _num_bytes, flags: sock.recv(_RECEIVE_BYTES, flags), None)
 
 
 def outcome_of(reply_type: type[R], frame: Frame) -> Reply[R] | TanghuluError:

@@ -1,1 +1,1 @@
-"""What every process stands on: its configuration, log, metrics, clock, event loop and adaptive busy polling."""
+"""The runtime of every process: configuration, log, metrics, clock, event loop, adaptive busy polling."""

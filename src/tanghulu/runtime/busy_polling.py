@@ -1,12 +1,13 @@
-"""Ask again and again for a moment before sleeping: when it pays, and the two shells that do it.
+"""Adaptive busy polling: when it pays to ask again for a moment before sleeping, and the drivers that do it.
 
-To wake a core that sleeps takes longer than a small transfer, above all on a virtual one, where it costs a way through
-the hypervisor (100 us and more were seen, for an answer of 30). Who keeps asking instead has the answer at once. But
-the other end must be awake as well, and asking may as well cost time: the peer works on the same core (Linux likes to
-put there whom a process wakes before it sleeps itself, and there a switch between the two is cheap), other processes
-want the core and get it for longer later, other threads want the interpreter, or the peer is in another town. None of
-that can be known, so it is tried: ``SpinTrial``, at the client, compares. In each head it says whether it
-spins, and only then does the owner. ``SpinBudget`` bounds what the owner may spend on clients that do not come back.
+To wake a core that sleeps takes longer than a small transfer, above all on a virtual machine, where it costs a way
+through the hypervisor (100 us and more were seen, for an answer of 30). A caller that keeps asking instead has its
+answer at once. But the other end must be awake as well, and asking may cost time too: the peer works on the same core
+(Linux likes to place a process there that another one wakes before it sleeps itself, and there a switch between the two
+is cheap), other processes want the core and get it for longer later, other threads want the interpreter, or the peer is
+in another town. None of that can be known in advance, so it is tried: ``PollTrial``, at the client, compares both ways.
+The client says in each head whether it polls, and the owner polls for such clients only. ``PollBudget`` bounds what the
+owner may spend on clients that do not come back.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ from typing import Any
 
 from tanghulu.runtime.clock import Clock
 
-#: So long who answers asks for the next words before sleeping, by default, and at most.
+#: How long an owner asks for a client's next words before it sleeps: by default, and at most.
 SPIN_S, MAX_SPIN_S = 100e-6, 0.01
 #: Waits of one try; the first of them belong to the way of waiting before it, and are not compared.
 TRY_WAITS = 32
 _FIRST_WAITS = 4
 #: A transfer counts as no longer than this: what takes longer has other reasons, and a few such must not decide.
 LONGEST_S = 5e-4
-#: Spinning must be shorter by this share: it costs a core, and less may be chance.
+#: Share by which polling must be shorter than sleeping: it costs a core, and less may be chance.
 GAIN = 0.2
-#: What was found is kept for so many waits, twice as many each time that it is found again, and so many at most.
+#: Waits for which a finding is kept: at first, doubled each time that it is found again, and at most.
 KEPT_WAITS, KEPT_WAITS_MAX = TRY_WAITS, 64 * TRY_WAITS
-#: A client asks so many times ``spin_s`` long: its answer may have to wait until the owner has woken.
+#: A client polls for this multiple of ``spin_s``: its answer may have to wait until the owner has woken.
 CLIENT_SPINS = 3
-#: Share of the time that an owner may spend in vain, and what a head in time earns of one spin.
+#: Share of the time that an owner may poll without success, and the part of a spin that a head in time earns.
 INCOME, REWARD = 0.05, 0.25
-#: So many times its ``spin_s`` an owner saves up before it spins, and may spend in vain in a row.
+#: Multiple of its ``spin_s`` that an owner saves up before it polls, and may spend without success in a row.
 PURSE_SPINS = 2 * TRY_WAITS
 #: Ends a spin under a clock that stands still.
 _MAX_ASKS = 10_000
@@ -44,7 +45,7 @@ _CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 class TrialState(Enum):
-    """What a trial is at."""
+    """The phases of a trial."""
 
     #: Waits asleep, to see how long that takes.
     SLEEPS = "sleeps"
@@ -54,7 +55,7 @@ class TrialState(Enum):
     KEEPS = "keeps"
 
 
-#: When the waits of a state are over.
+#: The state that follows when the waits of a state are over.
 TRANSITIONS = {
     TrialState.SLEEPS: TrialState.SPINS,
     TrialState.SPINS: TrialState.KEEPS,
@@ -62,16 +63,16 @@ TRANSITIONS = {
 }
 
 
-class SpinTrial:
-    """Whether to spin, by what it takes with and without; pure. For one waiting thread at a time.
+class PollTrial:
+    """Decides whether the next wait polls, by comparing the time with and without; pure. For one thread at a time.
 
-    What counts is the time from one answer to the next, all of it: a peer that spins on the caller's core makes waits
-    short and all else long. Who takes his time between transfers finds no difference, and sleeps.
+    The trial compares the whole time from one answer to the next: a peer that polls on the caller's core makes waits
+    short and all else long. A caller that takes its time between transfers finds no difference, and sleeps.
 
     Example: 32 transfers asleep take 190 us on average, the next 32 spinning 90 us. So the next 32 spin, then both are
     tried again, and if that says the same the next 64 spin, and so on up to 2,048; but should some of them take as
-    long as 32 did asleep, that is the end of it. Where they take 100 and 96 us it sleeps, because 4 % are not worth
-    a core. Before long the worse way is tried for 2 % of them.
+    long as 32 did asleep, polling ends at once. Where transfers take 100 and 96 us the caller sleeps, because 4 % are
+    not worth a core. Before long the worse way is tried for 2 % of the waits.
     """
 
     def __init__(self, gain: float = GAIN) -> None:
@@ -86,7 +87,7 @@ class SpinTrial:
         self._kept_waits = KEPT_WAITS
 
     def took(self, seconds: float) -> None:
-        """A wait is over, so long after the one before it."""
+        """Take note that a wait ended ``seconds`` after the one before it."""
         self._num_left -= 1
         left = self._num_left % TRY_WAITS
         if left < TRY_WAITS - _FIRST_WAITS:
@@ -103,7 +104,7 @@ class SpinTrial:
         assert self.state is TrialState.KEEPS or self.spins is (self.state is TrialState.SPINS)
 
     def __repr__(self) -> str:
-        return f"SpinTrial({self.state.value}, {'spins' if self.spins else 'sleeps'}, {self._num_left} waits left)"
+        return f"PollTrial({self.state.value}, {'spins' if self.spins else 'sleeps'}, {self._num_left} waits left)"
 
     def _is_better(self, spinning_s: float) -> bool:
         return spinning_s < self._asleep_s * self._share
@@ -123,11 +124,11 @@ class SpinTrial:
             self.spins = False
 
 
-class SpinBudget:
-    """Whether the owner may spin once more for a client that says it does; pure.
+class PollBudget:
+    """Decides whether the owner may poll once more for a client that says it polls; pure.
 
-    Example with ``spin_s`` 100 us: the purse holds 6.4 ms. Sixty-four waits in vain empty it; then 128 ms pass without
-    spinning, and it is full again. If four of five heads come in time, they earn what the fifth costs.
+    Example with ``spin_s`` 100 us: the purse holds 6.4 ms. Sixty-four waits without success empty it; then 128 ms pass
+    without polling, and it is full again. If four of five heads come in time, they earn what the fifth costs.
     """
 
     def __init__(self, spin_s: float) -> None:
@@ -138,7 +139,7 @@ class SpinBudget:
         self._begun_s = 0.0
 
     def begin(self, now_s: float) -> bool:
-        """Something is waited for; whether to spin, for ``spin_s`` at most. Then ``end`` comes when that is over."""
+        """Return whether to poll now, for ``spin_s`` at most; the caller calls ``end`` when that is over."""
         if now_s < self._rests_until_s:
             return False
         self._purse_s = min(self._purse_s + (now_s - self._counted_at_s) * INCOME, self._full_s)
@@ -146,7 +147,7 @@ class SpinBudget:
         return True
 
     def end(self, now_s: float, answered: bool) -> None:
-        """The spin is over; what took longer than ``spin_s`` was in vain, whoever took the thread's time."""
+        """Account for polling that is over; longer than ``spin_s`` counts as a failure, whatever took the time."""
         took_s = now_s - self._begun_s
         if answered and took_s <= self.spin_s:
             self._purse_s += self.spin_s * REWARD  # more than full is cut off when the next begins
@@ -156,28 +157,28 @@ class SpinBudget:
             self._rests_until_s = now_s + (self._full_s - self._purse_s) / INCOME
 
     def check(self) -> None:
-        """Assert the invariants: while it may spin there is something to spend."""
+        """Assert that there is something to spend while the owner may poll."""
         assert self._purse_s >= self.spin_s or self._rests_until_s > self._begun_s
 
     def __repr__(self) -> str:
-        return f"SpinBudget({self._purse_s * 1e6:.0f} us, rests until {self._rests_until_s:g} s)"
+        return f"PollBudget({self._purse_s * 1e6:.0f} us, rests until {self._rests_until_s:g} s)"
 
 
-class Spinner:
-    """How one caller at a time waits for the answers of a peer: spinning first, where that pays.
+class BusyPoller:
+    """Waits for the answers of a peer, for one caller at a time: polls first, where that pays.
 
-    It must be awake when an owner that slept answers, or it would come back too late to find that one awake. ``gain``:
-    the share by which spinning must be shorter.
+    The caller must be awake when an owner that slept answers, or its next head would find the owner asleep again.
+    ``gain`` is the share by which polling must be shorter.
     """
 
     def __init__(self, spin_s: float, clock: Clock, gain: float = GAIN) -> None:
-        self.trial = SpinTrial(gain)
+        self.trial = PollTrial(gain)
         self._spin_s = spin_s * CLIENT_SPINS
         self._now_s = clock.now_s
         self._ended_s = 0.0  # the wait before
 
     def receive(self, call: Callable[[Any, int, int], Any], into: object) -> Any:
-        """What ``call(into, 0, flags)`` gives first, a receiving method of a socket that may wait."""
+        """Return what ``call(into, 0, flags)``, a receiving method of a socket that may wait, gives first."""
         found = self._ask(self._now_s(), call, into) if self.trial.spins else None
         if found is None:
             found = call(into, 0, 0)
@@ -187,7 +188,7 @@ class Spinner:
         return found
 
     def receive_more(self, call: Callable[[Any, int, int], Any], into: object) -> Any:
-        """What it gives without sleeping, or None."""
+        """Return what ``call`` gives without sleeping, or None."""
         return self._ask(self._now_s(), call, into) if self.trial.spins else None
 
     def _ask(self, now_s: float, call: Callable[[Any, int, int], Any], into: object) -> Any:
@@ -204,15 +205,15 @@ class Spinner:
         return self._now_s() >= until_s
 
 
-class Company:
-    """The threads of one process that wait with spinners of their own, counted."""
+class Waiters:
+    """Counts the threads of one process that wait with pollers of their own."""
 
     def __init__(self) -> None:
         self.num_waiting = 0
         self._lock = threading.Lock()
 
     def __enter__(self) -> int:
-        """One more waits: so many do now."""
+        """Count one more thread; returns how many wait now."""
         with self._lock:
             self.num_waiting += 1
             return self.num_waiting
@@ -222,16 +223,16 @@ class Company:
             self.num_waiting -= 1
 
 
-class LoneSpinner(Spinner):
-    """Spins only while nobody else in ``company`` waits: each asking gives the interpreter to another thread."""
+class LonePoller(BusyPoller):
+    """Polls only while no other thread among ``waiters`` waits: each asking gives the interpreter to another thread."""
 
-    def __init__(self, spin_s: float, clock: Clock, gain: float, company: Company) -> None:
+    def __init__(self, spin_s: float, clock: Clock, gain: float, waiters: Waiters) -> None:
         super().__init__(spin_s, clock, gain)
-        self._company = company
+        self._waiters = waiters
 
     def receive(self, call: Callable[[Any, int, int], Any], into: object) -> Any:
-        """As Spinner's; a wait in company says nothing of what spinning takes."""
-        with self._company as num_waiting:
+        """As BusyPoller's; a wait beside other threads says nothing of what polling takes, and is not compared."""
+        with self._waiters as num_waiting:
             if num_waiting == 1:
                 return super().receive(call, into)
             found = call(into, 0, 0)
@@ -239,16 +240,16 @@ class LoneSpinner(Spinner):
             return found
 
     def _is_over(self, until_s: float) -> bool:
-        return self._company.num_waiting > 1 or super()._is_over(until_s)
+        return self._waiters.num_waiting > 1 or super()._is_over(until_s)
 
 
-class LoopSpinner:
+class LoopPoller:
     """Keeps an owner's event loop awake for a moment when a client's next words may come soon.
 
     The loop does not wait here: it goes round, and serves whatever else is ready. ``soon`` is its ``call_soon``.
     """
 
-    def __init__(self, budget: SpinBudget, clock: Clock, soon: Callable[[Callable[[], None]], object]) -> None:
+    def __init__(self, budget: PollBudget, clock: Clock, soon: Callable[[Callable[[], None]], object]) -> None:
         self._budget = budget
         self._now_s = clock.now_s
         self._soon = soon
@@ -257,7 +258,7 @@ class LoopSpinner:
         self._queued = False  # a round of ours is in the loop's queue
 
     def wait(self) -> None:
-        """Something is waited for."""
+        """Keep the loop awake, if the budget allows it: something is waited for."""
         if self._spinning or not self._budget.begin(now_s := self._now_s()):
             return
         self._spinning, self._until_s = True, now_s + self._budget.spin_s
@@ -266,7 +267,7 @@ class LoopSpinner:
             self._soon(self._round)
 
     def answered(self) -> None:
-        """Something has come."""
+        """Let the loop sleep: what was waited for has come."""
         if self._spinning:
             self._spinning = False
             self._budget.end(self._now_s(), True)
@@ -281,7 +282,7 @@ class LoopSpinner:
 
 
 def paying_spin_s(spin_s: float) -> float:
-    """``spin_s`` where a second core runs the peer meanwhile, else 0."""
+    """Return ``spin_s`` where a second core can run the peer meanwhile, else 0."""
     return spin_s if num_cores() >= 2 else 0.0
 
 

@@ -1,4 +1,4 @@
-"""The one door of configuration: a frozen dataclass a process, filled from flags, variables and TOML.
+"""All configuration: a frozen dataclass a process, filled from flags, variables and TOML.
 
 A field ``node_memory`` of a config class is the flag ``--node-memory``, the variable ``TANGHULU_NODE_MEMORY`` and the
 TOML key ``node_memory`` (in the table of the command, or at the top for all commands), in this order of
@@ -33,7 +33,7 @@ def option(default: Any, help: str, *, size: bool = False, choices: tuple[str, .
 
 
 class _Typed(click.ParamType[Any]):
-    """A click type from one of our parsers, so that a bad value names its flag."""
+    """A click type made of one of our parsers, so that a bad value names its flag."""
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
         self.name = name

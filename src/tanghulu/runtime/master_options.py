@@ -22,7 +22,7 @@ TOKEN_HELP = "what to show to a master and nodes with --tokens; @FILE reads it f
 
 @dataclass(frozen=True, kw_only=True)
 class TlsOptions:
-    """Which files TLS stands on; without any there is none."""
+    """The options that name TLS files; without any, connections are not encrypted."""
 
     tls_cert: str = option("", TLS_CERT_HELP, metavar="FILE")
     tls_key: str = option("", TLS_KEY_HELP, metavar="FILE")
@@ -30,13 +30,13 @@ class TlsOptions:
 
     @property
     def tls(self) -> TlsFiles:
-        """The files."""
+        """The files as one value."""
         return TlsFiles(self.tls_cert, self.tls_key, self.tls_ca)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoorOptions(TlsOptions):
-    """What a master or a node lets in: with TLS or without, and how many."""
+    """The options of a port that a master or a node listens on: TLS, and the number of connections."""
 
     max_connections: int = option(4096, "connections of the fast lane, and as many of gRPC, that are let in")
     tls_mutual: bool = option(False, "let in only who shows a certificate that --tls-ca has signed")
@@ -46,7 +46,7 @@ class DoorOptions(TlsOptions):
             raise ConfigError(f"--max-connections {self.max_connections} lets nobody in")
 
     def server_tls(self) -> ServerTls | None:
-        """What to listen with; None without files. Raises ConfigError."""
+        """The TLS context to listen with; None without files. Raises ConfigError."""
         return ServerTls(self.tls, mutual=self.tls_mutual) if self.tls or self.tls_mutual else None
 
 
@@ -60,5 +60,5 @@ class MasterOptions(TlsOptions):
 
     @property
     def credentials(self) -> Credentials:
-        """What the options say; raises ConfigError for a file that cannot be read."""
+        """The credentials to show to the master; raises ConfigError for a file that cannot be read."""
         return Credentials(self.tenant, read_token(self.token), self.tls)

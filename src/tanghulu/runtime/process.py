@@ -1,4 +1,4 @@
-"""What every long-running process has: event loop, signals, a run directory, metrics, a line to its supervisor.
+"""The frame of every long-running process: event loop, signals, run directory, metrics, a line to its supervisor.
 
 A component's ``serve(process, config)`` does the rest: it starts, calls ``process.ready(...)``, waits for
 ``process.stopping`` and closes what it opened. The supervisor of ``tanghulu up`` gives a child one end of a socket
@@ -28,10 +28,9 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from tanghulu.errors import ConfigError, TanghuluError
-from tanghulu.runtime import log
 from tanghulu.runtime.config import describe, option
 from tanghulu.runtime.master_options import MasterOptions
-from tanghulu.runtime.metrics import MetricsServer, new_registry
+from tanghulu.runtime.telemetry import LOG_LEVELS, MetricsServer, configure_log, new_registry
 from tanghulu.types import Address, InstanceId, Place, Role
 
 _log = structlog.get_logger(__name__)
@@ -47,12 +46,12 @@ class ProcessConfig:
     place: Place = option(Place(), "where this process stands, zone/rack/host")
     namespace: str = option("default", "instances see each other within one namespace")
     run_dir: Path | None = option(None, "directory for Unix sockets; default: a private temporary one")
-    log_level: str = option("info", "least level that is logged", choices=log.LEVELS)
+    log_level: str = option("info", "least level that is logged", choices=LOG_LEVELS)
     status_fd: int = option(-1, "file descriptor of the supervisor's status stream")
 
     @property
     def reachable_host(self) -> str:
-        """What to publish: a wildcard that is listened on is nobody's address, so then it is this machine's own."""
+        """The host to publish; where the process listens on a wildcard, this machine's own address."""
         if self.advertise_host:
             return self.advertise_host
         return _own_address() if self.host in ("", "0.0.0.0", "::") else self.host
@@ -65,8 +64,8 @@ def _own_address() -> str:
         raise ConfigError(f"this machine's name has no address ({error}): say --advertise-host") from error
 
 
-class Status:
-    """The line to the supervisor; says nothing where there is none."""
+class SupervisorLine:
+    """The line to the supervisor; silent where there is none."""
 
     def __init__(self, fd: int, on_orphaned: Callable[[], None]) -> None:
         self._socket = socket.socket(fileno=fd) if fd >= 0 else None
@@ -107,22 +106,22 @@ class Process:
     role: Role
     config: ProcessConfig
     run_dir: Path
-    status: Status
+    status: SupervisorLine
     registry: CollectorRegistry
     metrics_address: str
     generation: int
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
     def instance_id(self, port: int) -> InstanceId:
-        """This process's identity, readable and never reused: ``node-7410-9f3c21``."""
+        """The identity of this process, readable and never reused: ``node-7410-9f3c21``."""
         return InstanceId(f"{self.role.value}-{port}-{self.generation & 0xFFFFFF:06x}")
 
     def progress(self, what: str, fraction: float) -> None:
-        """Say how far a long start has come (0..1)."""
+        """Tell the supervisor how far a long start has come (0..1)."""
         self.status.send("loading", what=what, fraction=round(fraction, 3))
 
     def ready(self, instance_id: str, address: Address) -> None:
-        """Say that the process serves; to be called once."""
+        """Tell the supervisor that the process serves; called once."""
         self.status.send("ready", name=instance_id, address=str(address), metrics_address=self.metrics_address)
         _log.info("process.ready", instance=instance_id, address=str(address), metrics=self.metrics_address)
 
@@ -132,14 +131,14 @@ Serve = Callable[[Process, P], Awaitable[None]]
 
 
 def host_id() -> str:
-    """Equal for processes that can share memory: the kernel's boot and its IPC namespace."""
+    """The kernel's boot and its IPC namespace: equal for processes that can share memory."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}:{os.stat('/proc/self/ns/ipc').st_ino}"
 
 
 def run(role: Role, config: P, serve: Serve[P]) -> None:
     """Run ``serve`` until SIGTERM, SIGINT or the supervisor's end; exits 1 with the message of a typed error."""
-    log.configure(role.value, config.log_level)
+    configure_log(role.value, config.log_level)
     _log.info("process.starting", **describe(config))
     import uvloop
 
@@ -152,7 +151,7 @@ def run(role: Role, config: P, serve: Serve[P]) -> None:
 
 
 def _with_credentials(config: P) -> P:
-    """The configuration of a process that asks a master, with what to show there beside the master's address."""
+    """Join the credentials that ``config`` names to its master's address, if it has one."""
     if not isinstance(config, MasterOptions):
         return config
     shown = dataclasses.replace(config, master=config.master.showing(config.credentials))
@@ -162,7 +161,7 @@ def _with_credentials(config: P) -> P:
 async def _run(role: Role, config: P, serve: Serve[P]) -> None:
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
-    status = Status(config.status_fd, stopping.set)
+    status = SupervisorLine(config.status_fd, stopping.set)
     status.watch(loop)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)

@@ -1,1 +1,1 @@
-"""What the HTTP edges share: the server inside a process's event loop, and typed errors as answers."""
+"""Shared parts of the HTTP APIs: the server inside a process's event loop, and typed errors as answers."""

@@ -82,13 +82,13 @@ class LengthRequired(InvalidRequest):
 
 
 def from_validation(error: ValidationError) -> BadField:
-    """The first thing that is wrong with a body, in one sentence."""
+    """The first fault of a body, in one sentence."""
     first = error.errors(include_url=False, include_input=False)[0]
     return _bad_field(first["type"], first["msg"], tuple(first["loc"]))
 
 
 def _from_request(error: RequestValidationError) -> BadField:
-    """The same of a parameter or body that FastAPI has checked; it says first in what of the request it is."""
+    """The first fault of a parameter or body that FastAPI has checked, with its place in the request."""
     first = error.errors()[0]
     return _bad_field(first["type"], first["msg"], tuple(first["loc"][1:]))
 
@@ -127,7 +127,7 @@ def answer_to(error: TanghuluError) -> JSONResponse:
 
 
 def install(app: FastAPI, process: str) -> None:
-    """Answer every error of ``app`` in one shape; ``process`` is whose log a bug's trace is in."""
+    """Answer every error of ``app`` in one shape; ``process`` names the process whose log has a bug's trace."""
 
     async def typed(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, TanghuluError)

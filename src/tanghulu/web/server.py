@@ -35,7 +35,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def address_of(listener: socket.socket) -> Address:
-    """Where ``listener`` listens."""
+    """The address that ``listener`` listens on."""
     host, port = listener.getsockname()[:2]
     return Address(host, port)
 
@@ -47,7 +47,7 @@ class _Connection(HttpToolsProtocol):
     _waiting: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        """A client is there."""
+        """Start the time that the client has for a request's header."""
         super().connection_made(transport)
         self._wait()
 
@@ -65,7 +65,7 @@ class _Connection(HttpToolsProtocol):
         self._wait_no_more()
 
     def _wait(self) -> None:
-        """From the first piece of a header on: those that follow give no more time."""
+        """Start the time limit at the first piece of a header; later pieces do not prolong it."""
         if self._waiting is None and not self.transport.is_closing():
             self._waiting = asyncio.get_running_loop().call_later(self.header_s, self.transport.close)
 
@@ -118,10 +118,10 @@ class HttpServer(uvicorn.Server):
         self._stopping.set()
 
     async def main_loop(self) -> None:
-        """Wait for ``stop``; there is nothing to do meanwhile."""
+        """Wait for ``stop``."""
         await self._stopping.wait()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave the signals alone."""
+        """Leave the signals to the process."""
         yield

@@ -18,7 +18,7 @@ from tanghulu.discovery.masters import ATTEMPT_S, SEEK_PAUSE_S, MasterFinder
 from tanghulu.errors import InvalidRequest, MasterUnavailable, NodeUnavailable, TanghuluError
 from tanghulu.rpc.fast_client import Asking, FastConnection
 from tanghulu.rpc.greeting import show_blocking
-from tanghulu.runtime.busy_polling import Company
+from tanghulu.runtime.busy_polling import Waiters
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.store.client.drivers.connections import Sessions, Target, make_context, master_failure, target_of
 from tanghulu.store.client.drivers.transfers import move
@@ -67,7 +67,7 @@ class BlockingDriver:
         self._masters = MasterFinder(settings.master)
         self._several = settings.master.several
         self._idle: dict[PeerId, deque[FastConnection]] = {}
-        self._company = Company()
+        self._waiters = Waiters()
         self._sessions = Sessions(settings, self.context)
         self._lock = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
@@ -324,9 +324,9 @@ class BlockingDriver:
     def _connect(self, peer: PeerId, target: Target, until_s: float) -> FastConnection:
         try:
             timeout_s = max(_left_s(until_s), MIN_CONNECT_S)
-            tls, spinner = self.settings.master.credentials.tls, self.settings.spinner_for(peer, self._company)
+            tls, poller = self.settings.master.credentials.tls, self.settings.poller_for(peer, self._waiters)
             connection = FastConnection(
-                target.address, target.unix_path, timeout_s, shortcut=target.shortcut, tls=tls, spinner=spinner
+                target.address, target.unix_path, timeout_s, shortcut=target.shortcut, tls=tls, poller=poller
             )
             if peer == MASTER:
                 show_blocking(connection, self.settings.master.credentials, timeout_s)

@@ -1,4 +1,4 @@
-"""What a node says to the directory, and the answer. Values only; the rules are ``directory``'s."""
+"""The announcement of a node to the directory, and the answer. Values only; the rules are ``directory``'s."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class ChunkEntry(NamedTuple):
     cold: bool = False
 
 
-class Report(Enum):
-    """Which part of a report an announcement is."""
+class ReportPart(Enum):
+    """The part of a complete report that an announcement is."""
 
     NONE = 0
     BEGIN = 1
@@ -28,20 +28,28 @@ class Report(Enum):
     __hash__ = object.__hash__  # members are single objects; Enum's own hash is a Python call for every look-up
 
 
-class Withdrawal(NamedTuple):
-    """A put that ended at the node before its value was whole: its client died, or gave up."""
+class Retraction(NamedTuple):
+    """A put that the node aborted before its value was whole: its client died, or gave up."""
 
     key: str
     version: int
 
 
+class StaleHolder(NamedTuple):
+    """A node that still holds a chunk which was removed at another node."""
+
+    node_id: str
+    key: str
+    version: int
+
+
 @dataclass(slots=True)
-class Announcement:
-    """What a node holds now or no longer; ``deleted`` like ``removed``, but the version must not come back.
+class NodeAnnouncement:
+    """The chunks that a node holds now or no longer; ``deleted`` is ``removed``, and the version must not come back.
 
     ``capacity_bytes`` 0 says nothing of capacity and use. The next four are for the copy planner: wanted replicas of
     added chunks that want several, whether a draining node has nothing under way, the most-read keys with the number of
-    gets, and ordered copies that failed. ``withdrawn``: puts that came to nothing, whatever their clients proclaimed.
+    gets, and ordered copies that failed. ``retracted``: puts that failed, even if their clients proclaimed them.
     """
 
     node_id: str
@@ -49,7 +57,7 @@ class Announcement:
     added: Sequence[ChunkEntry] = ()
     removed: Sequence[str] = ()
     deleted: Sequence[str] = ()
-    report: Report = Report.NONE
+    report: ReportPart = ReportPart.NONE
     capacity_bytes: int = 0
     used_bytes: int = 0
     ssd_capacity_bytes: int = 0
@@ -58,7 +66,7 @@ class Announcement:
     quiet: bool = False
     hot: Sequence[tuple[str, int]] = ()
     failed_copies: Sequence[str] = ()
-    withdrawn: Sequence[Withdrawal] = ()
+    retracted: Sequence[Retraction] = ()
 
 
 class Announced(NamedTuple):

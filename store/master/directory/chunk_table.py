@@ -1,11 +1,11 @@
 """Key -> version, size and holders, for many million keys. Pure data; knows nothing of leases, time or the wire.
 
-What makes it lean. A key with one holder costs its string, one dict entry, one int and eight bytes of the sorted index:
-the int packs ``version (64 bits) | size (44) | holder (21)``. A *slot* is a small number for one life of a node's
-contents (20 bits); a *holder* is a slot and whether the chunk lies in its memory or, colder, on its SSD. Further
+Why it is small. A key with one holder costs its string, one dict entry, one int and eight bytes of the sorted index:
+the int packs ``version (64 bits) | size (44) | holder (21)``. A *slot* is a small number for one generation of a
+node's contents (20 bits); a *holder* is a slot and whether the chunk lies in its memory or, colder, on its SSD. Further
 holders of a key stand in a second dict that holds replicated keys only.
 
-What makes it never stand still. Losing a node with a million chunks, or replacing what it said by a new report, marks
+Why it never stands still. Losing a node with a million chunks, or replacing what it said by a new report, marks
 one slot dead: O(1), and from then on no lookup sees it. The dead slot's traces are swept in slices, walking along the
 sorted index, which is a cursor that insertions and removals do not disturb. A slot is used again only after a
 whole sweep that began after its death.
@@ -42,8 +42,8 @@ _VERSION_SHIFT = _HOLDER_BITS + _SIZE_BITS
 MAX_SLOTS = 1 << _SLOT_BITS
 
 
-class SlotState(Enum):
-    """The life of a slot: LIVE -> REPLACED or GONE -> (swept) FREE -> LIVE of another node."""
+class TableSlotState(Enum):
+    """The states of a slot: LIVE -> REPLACED or GONE -> (swept) FREE -> LIVE of another node."""
 
     FREE = "nobody's"
     LIVE = "its node says that it holds these chunks"
@@ -52,7 +52,7 @@ class SlotState(Enum):
 
 
 class Outcome(Enum):
-    """What became of an announced chunk."""
+    """The result of announcing a chunk."""
 
     STORED = "the node is a new holder"
     KEPT = "the node was known as a holder of this version"
@@ -60,7 +60,7 @@ class Outcome(Enum):
     REFUSED_LOST = "refused, and the node also lost the version it was known to hold"
 
 
-class Found(NamedTuple):
+class FoundChunk(NamedTuple):
     """One key: its version, its size in bytes and the ids of the live nodes that hold it.
 
     The first ``num_warm`` of them have it in memory, the others on their SSD; of each the first holder first.
@@ -72,7 +72,7 @@ class Found(NamedTuple):
     num_warm: int
 
 
-class ChunkTable:
+class DirectoryTable:
     """Which slots hold which key. Callers own the slots: ``open_slot`` ... ``kill_slot``."""
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class ChunkTable:
         self._more: dict[str, tuple[int, ...]] = {}
         self._sorted: SortedList = SortedList()
         self._unsorted: list[str] = []  # new keys that the sorted index has yet to take in
-        self._states: list[SlotState] = []
+        self._states: list[TableSlotState] = []
         self._owners: list[str] = []
         self._counts: list[int] = []
         self._free: list[int] = []
@@ -98,35 +98,35 @@ class ChunkTable:
         """A LIVE slot of ``node_id``; raises Overloaded beyond MAX_SLOTS."""
         if self._free:
             slot = self._free.pop()
-            self._states[slot], self._owners[slot] = SlotState.LIVE, node_id
+            self._states[slot], self._owners[slot] = TableSlotState.LIVE, node_id
             return Slot(slot)
         if len(self._states) >= MAX_SLOTS:
-            raise Overloaded(f"more than {MAX_SLOTS} lives of nodes are in the directory")
-        self._states.append(SlotState.LIVE)
+            raise Overloaded(f"more than {MAX_SLOTS} generations of nodes are in the directory")
+        self._states.append(TableSlotState.LIVE)
         self._owners.append(node_id)
         self._counts.append(0)
         return Slot(len(self._states) - 1)
 
-    def kill_slot(self, slot: Slot, state: SlotState) -> None:
-        """From now on nobody finds anything in ``slot``; an empty one is free at once. REPLACED may become GONE."""
-        assert state in (SlotState.REPLACED, SlotState.GONE)
-        assert self._states[slot] in (SlotState.LIVE, SlotState.REPLACED)
+    def kill_slot(self, slot: Slot, state: TableSlotState) -> None:
+        """Make ``slot`` invisible to all lookups; an empty one is free at once. REPLACED may become GONE."""
+        assert state in (TableSlotState.REPLACED, TableSlotState.GONE)
+        assert self._states[slot] in (TableSlotState.LIVE, TableSlotState.REPLACED)
         if not self._counts[slot] and slot not in self._dying | self._sweeping:
-            self._states[slot], self._owners[slot] = SlotState.FREE, ""
+            self._states[slot], self._owners[slot] = TableSlotState.FREE, ""
             self._free.append(slot)
             return
-        if self._states[slot] is SlotState.LIVE:
+        if self._states[slot] is TableSlotState.LIVE:
             self._dying.add(slot)
         self._states[slot] = state
 
     def forget_owner(self, node_id: str) -> None:
         """Kill all slots of ``node_id`` as GONE."""
         for index, owner in enumerate(self._owners):
-            if owner == node_id and self._states[index] in (SlotState.LIVE, SlotState.REPLACED):
-                self.kill_slot(Slot(index), SlotState.GONE)
+            if owner == node_id and self._states[index] in (TableSlotState.LIVE, TableSlotState.REPLACED):
+                self.kill_slot(Slot(index), TableSlotState.GONE)
 
     def owner(self, slot: Slot) -> str:
-        """Whose slot it is; "" if it is free."""
+        """The node that ``slot`` belongs to; "" if it is free."""
         return self._owners[slot]
 
     def count(self, slot: Slot) -> int:
@@ -136,7 +136,7 @@ class ChunkTable:
     # --- chunks
 
     def add(self, slot: Slot, key: str, version: int, size_bytes: int, *, cold: bool = False) -> Outcome:
-        """``slot``'s node says that it holds ``key`` at ``version``; the first version that lives wins.
+        """Enter that ``slot``'s node holds ``key`` at ``version``; the first version that lives wins.
 
         ``cold``: on its SSD, and not in its memory.
         """
@@ -156,12 +156,12 @@ class ChunkTable:
     def _join(self, holder: int, key: str, entry: int, version: int, size_bytes: int) -> Outcome:
         owner, holders = self._owner(holder), self._holders(key, entry)
         # Traces of other nodes' REPLACED slots stay, dead as they are: the sweep has yet to tell the followers.
-        others = [h for h in holders if self._owner(h) != owner and self._state(h) is not SlotState.GONE]
-        mine = any(self._state(h) is SlotState.LIVE and self._owner(h) == owner for h in holders)
+        others = [h for h in holders if self._owner(h) != owner and self._state(h) is not TableSlotState.GONE]
+        mine = any(self._state(h) is TableSlotState.LIVE and self._owner(h) == owner for h in holders)
         old_version, old_size = entry >> _VERSION_SHIFT, (entry >> _HOLDER_BITS) & _SIZE_MASK
         if old_version == version:
             self._rewrite(key, version, old_size, holders, [*others, holder])
-        elif any(self._state(h) is SlotState.LIVE for h in others):
+        elif any(self._state(h) is TableSlotState.LIVE for h in others):
             if mine:
                 self._rewrite(key, old_version, old_size, holders, others)
             return Outcome.REFUSED_LOST if mine else Outcome.REFUSED
@@ -170,7 +170,7 @@ class ChunkTable:
         return Outcome.KEPT if mine else Outcome.STORED
 
     def remove(self, node_id: str, key: str) -> bool:
-        """``node_id`` holds ``key`` no longer; returns whether a follower may have thought that it does."""
+        """Enter that ``node_id`` holds ``key`` no longer; returns whether a follower may believe that it does."""
         entry = self._entries.get(key)
         if entry is None:
             return False
@@ -178,29 +178,29 @@ class ChunkTable:
         rest = [h for h in holders if self._owner(h) != node_id]
         if len(rest) == len(holders):
             return False
-        told = any(self._owner(h) == node_id and self._state(h) is not SlotState.GONE for h in holders)
+        told = any(self._owner(h) == node_id and self._state(h) is not TableSlotState.GONE for h in holders)
         self._rewrite(key, entry >> _VERSION_SHIFT, (entry >> _HOLDER_BITS) & _SIZE_MASK, holders, rest)
         return told
 
-    def find(self, key: str) -> Found | None:
+    def find(self, key: str) -> FoundChunk | None:
         """The chunk and its live holders; None if there are none."""
         entry = self._entries.get(key)
         if entry is None:
             return None
         states, owners = self._states, self._owners
-        slot, live = entry & _SLOT_MASK, SlotState.LIVE
+        slot, live = entry & _SLOT_MASK, TableSlotState.LIVE
         version, size_bytes = entry >> _VERSION_SHIFT, (entry >> _HOLDER_BITS) & _SIZE_MASK
         if key not in self._more:
             num_warm = 0 if entry & _COLD else 1
-            return Found(version, size_bytes, (owners[slot],), num_warm) if states[slot] is live else None
+            return FoundChunk(version, size_bytes, (owners[slot],), num_warm) if states[slot] is live else None
         holders = [h for h in self._holders(key, entry) if states[h & _SLOT_MASK] is live]
         warm = [owners[h] for h in holders if not h & _COLD]
         node_ids = (*warm, *(owners[h & _SLOT_MASK] for h in holders if h & _COLD))
-        return Found(version, size_bytes, node_ids, len(warm)) if node_ids else None
+        return FoundChunk(version, size_bytes, node_ids, len(warm)) if node_ids else None
 
     def holds(self, keys: Iterable[str]) -> bytes:
         """For each key 1 if a live node holds it, else 0."""
-        entries, more, states, live = self._entries.get, self._more, self._states, SlotState.LIVE
+        entries, more, states, live = self._entries.get, self._more, self._states, TableSlotState.LIVE
         if not self.needs_sweep:  # whatever is known is held
             known = list(map(entries, keys))
             return bytes([entry is not None for entry in known]) if None in known else b"\1" * len(known)
@@ -213,7 +213,7 @@ class ChunkTable:
         )
 
     def settle(self) -> None:
-        """Take new keys into the sorted index: 2 us each, which no put has to wait for. To be called now and then."""
+        """Take new keys into the sorted index: 2 us each, which no put has to wait for. Called at every tick."""
         if self._unsorted:
             self._sorted.update(self._unsorted)
             self._unsorted.clear()
@@ -227,7 +227,7 @@ class ChunkTable:
 
     @property
     def needs_sweep(self) -> bool:
-        """Whether dead slots wait."""
+        """Whether dead slots wait to be swept."""
         return bool(self._dying or self._sweeping)
 
     def sweep(self, num_keys: int) -> list[tuple[str, str]]:
@@ -245,7 +245,7 @@ class ChunkTable:
             return removed
         for slot in self._sweeping:
             assert self._counts[slot] == 0
-            self._states[slot], self._owners[slot] = SlotState.FREE, ""
+            self._states[slot], self._owners[slot] = TableSlotState.FREE, ""
         self._free.extend(self._sweeping)
         self._sweeping, self._cursor = set(), None
         return removed
@@ -253,11 +253,11 @@ class ChunkTable:
     def _clean(self, key: str) -> Iterable[str]:
         entry = self._entries[key]
         holders = self._holders(key, entry)
-        dead = [h for h in holders if self._state(h) is not SlotState.LIVE]
+        dead = [h for h in holders if self._state(h) is not TableSlotState.LIVE]
         if not dead:
             return ()
-        live = [h for h in holders if self._state(h) is SlotState.LIVE]
-        told = {self._owner(h) for h in dead if self._state(h) is SlotState.REPLACED}
+        live = [h for h in holders if self._state(h) is TableSlotState.LIVE]
+        told = {self._owner(h) for h in dead if self._state(h) is TableSlotState.REPLACED}
         self._rewrite(key, entry >> _VERSION_SHIFT, (entry >> _HOLDER_BITS) & _SIZE_MASK, holders, live)
         return told
 
@@ -269,7 +269,7 @@ class ChunkTable:
     def _owner(self, holder: int) -> str:
         return self._owners[holder & _SLOT_MASK]
 
-    def _state(self, holder: int) -> SlotState:
+    def _state(self, holder: int) -> TableSlotState:
         return self._states[holder & _SLOT_MASK]
 
     def _rewrite(self, key: str, version: int, size_bytes: int, before: tuple[int, ...], after: list[int]) -> None:
@@ -292,7 +292,7 @@ class ChunkTable:
             self._more.pop(key, None)
 
     def check(self) -> None:
-        """Index and entries agree, counts are the truth, no key stands in a free slot, one slot an owner where live."""
+        """Assert that index, entries and counts agree, and that no key is in a free slot or held twice by one node."""
         self.settle()
         assert list(self._sorted) == sorted(self._entries)
         assert self._more.keys() <= self._entries.keys()
@@ -300,15 +300,15 @@ class ChunkTable:
         for key, entry in self._entries.items():
             slots = [holder & _SLOT_MASK for holder in self._holders(key, entry)]
             assert len(set(slots)) == len(slots)
-            owners = [self._owners[s] for s in slots if self._states[s] is not SlotState.GONE]
+            owners = [self._owners[s] for s in slots if self._states[s] is not TableSlotState.GONE]
             assert len(set(owners)) == len(owners), f"{key!r} is held twice by one node"
             for slot in slots:
-                assert self._states[slot] is not SlotState.FREE
+                assert self._states[slot] is not TableSlotState.FREE
                 counts[slot] += 1
         assert counts == self._counts
-        assert sorted(self._free) == [i for i, state in enumerate(self._states) if state is SlotState.FREE]
-        dead = {i for i, s in enumerate(self._states) if s in (SlotState.REPLACED, SlotState.GONE)}
+        assert sorted(self._free) == [i for i, state in enumerate(self._states) if state is TableSlotState.FREE]
+        dead = {i for i, s in enumerate(self._states) if s in (TableSlotState.REPLACED, TableSlotState.GONE)}
         assert dead == self._dying | self._sweeping
 
     def __repr__(self) -> str:
-        return f"ChunkTable({len(self._entries)} keys, {len(self._more)} replicated, {len(self._states)} slots)"
+        return f"DirectoryTable({len(self._entries)} keys, {len(self._more)} replicated, {len(self._states)} slots)"

@@ -1,7 +1,7 @@
 """A bounded log of numbered events from which any number of followers read, each with its own cursor. Pure.
 
-One ring is the bounded queue of all followers at once: who falls behind its oldest event is cut off (``Lagged``)
-and begins again with a snapshot. Weights bound the memory where events differ in size.
+One ring is the bounded queue of all followers at once: a follower that falls behind the oldest event is cut off
+(``Lagged``) and begins again with a snapshot. Weights bound the memory where events differ in size.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class EventRing(Generic[E]):
         return taken
 
     def check(self) -> None:
-        """The weight is the sum of what is kept, and within bounds."""
+        """Assert that the weight is the sum of what is kept, and within bounds."""
         assert self._weight == sum(weight for weight, _ in self._events)
         assert self._weight <= self._max_weight or len(self._events) == 1
         assert len(self._events) <= self._last

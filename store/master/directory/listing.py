@@ -5,17 +5,17 @@ from __future__ import annotations
 from itertools import islice
 from typing import NamedTuple
 
-from tanghulu.store.master.directory.chunk_table import ChunkTable, Found
+from tanghulu.store.master.directory.chunk_table import DirectoryTable, FoundChunk
 
 
 class KeyListing(NamedTuple):
     """One key of a listing."""
 
     key: str
-    found: Found
+    found: FoundChunk
 
 
-def list_keys(table: ChunkTable, prefix: str, after: str, limit: int) -> tuple[list[KeyListing], bool]:
+def list_keys(table: DirectoryTable, prefix: str, after: str, limit: int) -> tuple[list[KeyListing], bool]:
     """Up to ``limit`` keys that begin with ``prefix``, in order, behind ``after``; and whether there are more."""
     assert limit > 0
     listing: list[KeyListing] = []
@@ -31,7 +31,7 @@ def list_keys(table: ChunkTable, prefix: str, after: str, limit: int) -> tuple[l
     return listing, False
 
 
-def snapshot(table: ChunkTable, prefix: str, after: str, num_keys: int) -> tuple[dict[str, list[str]], str | None]:
+def snapshot(table: DirectoryTable, prefix: str, after: str, num_keys: int) -> tuple[dict[str, list[str]], str | None]:
     """A page of a snapshot for followers: node id -> keys, and where to go on (None: that was all).
 
     Pages may be taken at different times, if all changes since before the first are applied after the last:

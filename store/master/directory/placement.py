@@ -1,4 +1,4 @@
-"""Which nodes a new chunk should go to. Pure: the nodes, the wish and a random generator in, an order out.
+"""Which nodes a new chunk should go to. Pure: the nodes, the request and a random generator in, an order out.
 
 Near first: the node the caller prefers, then those on its own host (a copy there moves at memory speed). The
 rest by two random choices, the one with more free bytes wins: as good as the emptiest for balance, without sending
@@ -24,7 +24,7 @@ NUM_SPARES = 2
 MAX_REPLICAS = 16
 
 
-class Candidate(NamedTuple):
+class PlacementCandidate(NamedTuple):
     """A node as placement sees it."""
 
     node_id: str
@@ -40,8 +40,8 @@ class Candidate(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """What is to be placed: a value of ``size_bytes`` on ``replicas`` nodes, from a client at ``client_place``."""
+class PlacementRequest:
+    """A value of ``size_bytes`` that is to be placed on ``replicas`` nodes, from a client at ``client_place``."""
 
     size_bytes: int
     replicas: int = 1
@@ -49,16 +49,16 @@ class Wish:
     client_place: Place | None = None
 
 
-def place(candidates: Sequence[Candidate], wish: Wish, rng: Random) -> list[Candidate]:
-    """The nodes for ``wish``, best first: ``replicas`` of them and spares, fewer where fewer could ever hold the value.
+def place(candidates: Sequence[PlacementCandidate], request: PlacementRequest, rng: Random) -> list[PlacementCandidate]:
+    """The nodes for ``request``, best first: ``replicas`` of them and spares, fewer where fewer could hold the value.
 
     Draining nodes are never named. A replica count beyond MAX_REPLICAS is cut to it.
     """
-    rest = [c for c in candidates if not c.draining and c.capacity_bytes >= max(wish.size_bytes, 1)]
-    wanted = min(max(wish.replicas, 1), MAX_REPLICAS) + NUM_SPARES
-    chosen: list[Candidate] = []
+    rest = [c for c in candidates if not c.draining and c.capacity_bytes >= max(request.size_bytes, 1)]
+    wanted = min(max(request.replicas, 1), MAX_REPLICAS) + NUM_SPARES
+    chosen: list[PlacementCandidate] = []
     while rest and len(chosen) < wanted:
-        pick = _first(rest, wish) if not chosen else None
+        pick = _first(rest, request) if not chosen else None
         if pick is None:
             pick = _two_choices(_farthest(rest, chosen), rng)
         rest.remove(pick)
@@ -67,8 +67,8 @@ def place(candidates: Sequence[Candidate], wish: Wish, rng: Random) -> list[Cand
 
 
 def place_copy(
-    candidates: Sequence[Candidate], holders: Sequence[Candidate], size_bytes: int, rng: Random
-) -> Candidate | None:
+    candidates: Sequence[PlacementCandidate], holders: Sequence[PlacementCandidate], size_bytes: int, rng: Random
+) -> PlacementCandidate | None:
     """The node for one more copy of a chunk that ``holders`` have, far from all of them; None if there is none."""
     taken = {holder.node_id for holder in holders}
     rest = [
@@ -77,17 +77,19 @@ def place_copy(
     return _two_choices(_farthest(rest, holders), rng) if rest else None
 
 
-def _first(nodes: Sequence[Candidate], wish: Wish) -> Candidate | None:
+def _first(nodes: Sequence[PlacementCandidate], request: PlacementRequest) -> PlacementCandidate | None:
     for node in nodes:
-        if node.node_id == wish.prefer_node:
+        if node.node_id == request.prefer_node:
             return node
-    if wish.client_place is None:
+    if request.client_place is None:
         return None
-    local = [n for n in nodes if n.place == wish.client_place]
+    local = [n for n in nodes if n.place == request.client_place]
     return max(local, key=lambda n: (n.free_bytes, n.node_id), default=None)
 
 
-def _farthest(nodes: Sequence[Candidate], chosen: Sequence[Candidate]) -> Sequence[Candidate]:
+def _farthest(
+    nodes: Sequence[PlacementCandidate], chosen: Sequence[PlacementCandidate]
+) -> Sequence[PlacementCandidate]:
     if not chosen:
         return nodes
     racks = {(c.place.zone, c.place.rack) for c in chosen}
@@ -96,7 +98,7 @@ def _farthest(nodes: Sequence[Candidate], chosen: Sequence[Candidate]) -> Sequen
     return other_racks or [n for n in nodes if n.place not in hosts] or nodes
 
 
-def _two_choices(nodes: Sequence[Candidate], rng: Random) -> Candidate:
+def _two_choices(nodes: Sequence[PlacementCandidate], rng: Random) -> PlacementCandidate:
     if len(nodes) == 1:
         return nodes[0]
     one, other = rng.sample(range(len(nodes)), 2)

@@ -1,7 +1,7 @@
-"""Whether the directory may say "not found": the states of a master that knows nothing yet. Pure.
+"""Whether the directory may answer "not found": the states of a master that knows nothing yet. Pure.
 
-The master keeps no log; what it knows, nodes told it. So a new master must not take its ignorance for an answer until
-the nodes have reported. It cannot know how many there are. A first start and a restart look alike until
+The master keeps no log; all its knowledge comes from the nodes. So a new master must not take its ignorance for an
+answer until the nodes have reported. It cannot know how many there are. A first start and a restart look alike until
 somebody renews a lease that this master never gave: then there was a predecessor, more of its nodes may
 come at any moment (each notices within a third of its lease), and only the deadline ends the wait. The first to
 come may be a node as new as the master, with nothing in it; so for ``ALONE_S`` no report is taken for everybody's.
@@ -33,7 +33,7 @@ class Knowledge(Enum):
 
 
 class RebuildEvent(Enum):
-    """What moves it on."""
+    """The events that change what the master knows."""
 
     ALL_REPORTED = "each registered node, at least one, has sent a complete report"
     ALONE = "ALONE_S have passed"
@@ -62,7 +62,7 @@ TRANSITIONS: dict[tuple[Knowledge, RebuildEvent], Knowledge] = {
 
 
 class Rebuild:
-    """Where this master stands between its start and READY."""
+    """The state of this master between its start and READY."""
 
     def __init__(self, now_s: float, rebuild_s: float = REBUILD_S, *, counted: bool = False) -> None:
         self.state = Knowledge.COUNTED if counted else Knowledge.FRESH
@@ -79,7 +79,7 @@ class Rebuild:
         self.state = TRANSITIONS[self.state, event]
 
     def tick(self, now_s: float) -> None:
-        """Notice what time has brought."""
+        """Let the deadlines pass that are over at ``now_s``."""
         if now_s >= self._alone_s:
             self.handle(RebuildEvent.ALONE)
         if now_s >= self._deadline_s:

@@ -1,6 +1,7 @@
-"""Who waits for which keys to be stored: a bounded board. Pure.
+"""The calls that wait for keys to be stored: a bounded board. Pure.
 
-A waiter names its keys and is over when each of them has been seen stored, when its time is up, or when it leaves.
+A waiting call names its keys and is over when each of them has been seen stored, when its time is up, or when its owner
+leaves.
 Example: w1 waits for a, b; w2 for b. b is stored: w2 is over. a is stored: w1 is over.
 """
 
@@ -13,13 +14,13 @@ from collections.abc import Iterable
 from tanghulu.errors import Overloaded
 
 MAX_WAITERS = 8192
-#: Of one connection: far below its calls in flight, so that other calls get through.
+#: Waiting calls of one connection: far below its calls in flight, so that other calls get through.
 MAX_WAITERS_PER_OWNER = 128
-#: Of all waiters together.
+#: Keys of all waiting calls together.
 MAX_KEYS = 1 << 20
 
 
-class Waiter:
+class WaitingCall:
     """One call that waits; ``missing`` are those of its keys that have not been seen yet."""
 
     __slots__ = ("missing", "owner", "until_s")
@@ -30,16 +31,16 @@ class Waiter:
         self.until_s = until_s
 
     def __repr__(self) -> str:
-        return f"Waiter({len(self.missing)} keys until {self.until_s:g})"
+        return f"WaitingCall({len(self.missing)} keys until {self.until_s:g})"
 
 
 class WaitBoard:
-    """See the module. ``until_s`` and ``now_s`` are of one clock; owners are compared by identity."""
+    """All waiting calls. ``until_s`` and ``now_s`` are of one clock; owners are compared by identity."""
 
     def __init__(self) -> None:
-        self._by_key: dict[str, dict[Waiter, None]] = {}
-        self._by_owner: dict[object, dict[Waiter, None]] = {}
-        self._ends: list[tuple[float, int, Waiter]] = []
+        self._by_key: dict[str, dict[WaitingCall, None]] = {}
+        self._by_owner: dict[object, dict[WaitingCall, None]] = {}
+        self._ends: list[tuple[float, int, WaitingCall]] = []
         self._numbers = itertools.count()
         self._num_waiters = 0
         self._num_keys = 0
@@ -47,9 +48,9 @@ class WaitBoard:
     def __len__(self) -> int:
         return self._num_waiters
 
-    def join(self, owner: object, missing: Iterable[str], until_s: float) -> Waiter:
+    def join(self, owner: object, missing: Iterable[str], until_s: float) -> WaitingCall:
         """Wait for ``missing``, at least one; raises Overloaded if too many wait already."""
-        waiter = Waiter(owner, set(missing), until_s)
+        waiter = WaitingCall(owner, set(missing), until_s)
         assert waiter.missing, "there is something to wait for"
         own = self._by_owner.get(owner, {})
         if self._num_waiters >= MAX_WAITERS or self._num_keys + len(waiter.missing) > MAX_KEYS:
@@ -64,9 +65,9 @@ class WaitBoard:
         heapq.heappush(self._ends, (until_s, next(self._numbers), waiter))
         return waiter
 
-    def stored(self, keys: Iterable[str]) -> list[Waiter]:
-        """``keys`` are there now; the waiters that are over by that."""
-        over: list[Waiter] = []
+    def stored(self, keys: Iterable[str]) -> list[WaitingCall]:
+        """Note that ``keys`` are stored; returns the waiting calls that are over by that."""
+        over: list[WaitingCall] = []
         for key in keys:
             for waiter in self._by_key.pop(key, ()):
                 waiter.missing.discard(key)
@@ -77,9 +78,9 @@ class WaitBoard:
             self._forget(waiter)
         return over
 
-    def expire(self, now_s: float) -> list[Waiter]:
-        """The waiters whose time is up."""
-        over: list[Waiter] = []
+    def expire(self, now_s: float) -> list[WaitingCall]:
+        """Remove and return the waiting calls whose time is up."""
+        over: list[WaitingCall] = []
         while self._ends and self._ends[0][0] <= now_s:
             waiter = heapq.heappop(self._ends)[2]
             if waiter in self._by_owner.get(waiter.owner, ()):
@@ -87,18 +88,18 @@ class WaitBoard:
                 self._forget(waiter)
         return over
 
-    def leave(self, owner: object) -> list[Waiter]:
-        """All waiters of ``owner``, who is gone."""
+    def leave(self, owner: object) -> list[WaitingCall]:
+        """Remove and return all waiting calls of ``owner``, which is gone."""
         over = list(self._by_owner.get(owner, ()))
         for waiter in over:
             self._forget(waiter)
         return over
 
-    def clear(self) -> list[Waiter]:
-        """All waiters: nobody here will see their keys."""
+    def clear(self) -> list[WaitingCall]:
+        """Remove and return all waiting calls: this master will not see their keys stored."""
         return [waiter for owner in list(self._by_owner) for waiter in self.leave(owner)]
 
-    def _forget(self, waiter: Waiter) -> None:
+    def _forget(self, waiter: WaitingCall) -> None:
         own = self._by_owner[waiter.owner]
         del own[waiter]
         if not own:

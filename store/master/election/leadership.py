@@ -1,9 +1,4 @@
-"""The shell around Election: talks to etcd, and lets the master's edges answer only while it leads.
-
-Also keeps the *roster* in etcd: the ids of the nodes that the leader has let in. It is written before a node's
-registration is answered, so whoever leads next knows which nodes may hold acknowledged chunks, and its directory is
-complete as soon as all of them have reported.
-"""
+"""The driver of Election: talks to etcd, and lets the master answer only while it leads."""
 
 from __future__ import annotations
 
@@ -20,12 +15,13 @@ from tanghulu.discovery.masters import leader_in, leader_key
 from tanghulu.errors import MasterUnavailable, NotLeader
 from tanghulu.protos import etcd_pb2
 from tanghulu.runtime.clock import Clock
+from tanghulu.store.master.election.admitted_nodes import AdmittedNodes
 from tanghulu.store.master.election.election import (
     Apply,
     Campaign,
     Election,
-    Holder,
     Instruction,
+    KeyHolder,
     Lead,
     Renew,
     Revoke,
@@ -42,13 +38,8 @@ _RETRY_S = 0.2
 _RESIGN_S = 1.0
 
 
-def roster_key(namespace: str) -> bytes:
-    """Where the ids of the known nodes stand, one a line."""
-    return f"/tanghulu-masters/{namespace}/nodes".encode()
-
-
 class Leadership:
-    """``on_lead(term, known nodes or None)`` and ``on_step_down()`` are called in the event loop."""
+    """This master's part among several. Calls ``on_lead(term, known nodes or None)`` and ``on_step_down()``."""
 
     def __init__(
         self,
@@ -64,17 +55,15 @@ class Leadership:
         self._client = EtcdClient(tuple(addresses), _CALL_DEADLINE_S)
         self._instance = instance
         self._key = leader_key(instance.namespace)
-        self._roster_key = roster_key(instance.namespace)
         self._ttl_s = ttl_s
         self._clock = clock
         self._on_lead = on_lead
         self._on_step_down = on_step_down
         self._known: frozenset[str] | None = None
-        self._roster: set[str] = set()
-        self._roster_lock = asyncio.Lock()
+        self.admitted = AdmittedNodes(self._client, instance.namespace, self._key, self.election, lambda: self.leads)
         self._calls: set[asyncio.Task[None]] = set()
 
-    # --- what the edges ask
+    # --- questions of the calls
 
     @property
     def leads(self) -> bool:
@@ -83,7 +72,7 @@ class Leadership:
 
     @property
     def term(self) -> int:
-        """Of this master, while it leads."""
+        """The term of this master, while it leads."""
         return self.election.term
 
     def require(self) -> None:
@@ -93,45 +82,18 @@ class Leadership:
             raise NotLeader.naming("" if leader == str(self._instance.address) else leader)
 
     def heard_of(self, term: int, term_of: int) -> None:
-        """A node has obeyed a master of ``term``; raises NotLeader if that is later than this one's."""
+        """Take note that a node has obeyed a master of ``term``; raises NotLeader if that is later than this one's."""
         if term > self.election.term and term_of == self.cluster:
             _log.warning("master.outranked", own_term=self.election.term, term=term)
             self._perform(self.election.outranked(term, self._clock.now_s()))
             self.require()
 
-    @property
-    def num_enrolled(self) -> int:
-        """Nodes in the roster."""
-        return len(self._roster)
-
-    async def enrol(self, node_id: str) -> None:
-        """Have ``node_id`` in the roster. Raises MasterUnavailable or NotLeader; then the node must not be let in."""
-        async with self._roster_lock:
-            if node_id not in self._roster:
-                await self._write_roster(self._roster | {node_id})
+    async def admit(self, node_id: str) -> None:
+        """Admit ``node_id``. Raises MasterUnavailable or NotLeader; then the node must not be let in."""
+        await self.admitted.admit(node_id)
         self.require()
 
-    async def keep_roster(self, node_ids: frozenset[str]) -> None:
-        """Forget the nodes that are gone; a failure is made good by the next call."""
-        async with self._roster_lock:
-            if self.leads and self._roster - node_ids:
-                with contextlib.suppress(MasterUnavailable):
-                    await self._write_roster(self._roster & node_ids)
-
-    async def _write_roster(self, node_ids: set[str]) -> None:
-        mine = etcd_pb2.Compare(
-            result=etcd_pb2.Compare.EQUAL,
-            target=etcd_pb2.Compare.CREATE,
-            key=self._key,
-            create_revision=self.election.term,
-        )
-        put = etcd_pb2.PutRequest(key=self._roster_key, value="\n".join(sorted(node_ids)).encode())
-        request = etcd_pb2.TxnRequest(compare=[mine], success=[etcd_pb2.RequestOp(request_put=put)])
-        if not (await self._client.transact(request)).succeeded:
-            raise NotLeader.naming("")
-        self._roster = node_ids
-
-    # --- life
+    # --- taking part
 
     async def run(self) -> None:
         """Take part in the election until cancelled; then resign."""
@@ -152,7 +114,7 @@ class Leadership:
             await self._client.close()
 
     async def _watch(self) -> None:
-        """Tell the election how the key stands, now and whenever it changes."""
+        """Tell the election who holds the key, now and whenever that changes."""
         while True:
             try:
                 await self._observe()
@@ -169,7 +131,7 @@ class Leadership:
                 gone = change.type == etcd_pb2.Event.DELETE
                 self._see(None if gone else _holder(change.kv), change.kv.mod_revision)
 
-    def _see(self, holder: Holder | None, revision: int) -> None:
+    def _see(self, holder: KeyHolder | None, revision: int) -> None:
         before = self.election.leader
         self._perform(self.election.seen(holder, revision))
         if self.election.leader not in ("", before):
@@ -182,7 +144,7 @@ class Leadership:
             match instruction:
                 case Lead(term):
                     _log.info("master.leads", term=term, known_nodes=len(self._known or ()))
-                    self._roster = set(self._known or ())
+                    self.admitted.begin_term(self._known)
                     self._on_lead(term, self._known)
                 case StepDown():
                     _log.warning("master.stepped_down", term=self.election.term, leader=self.election.leader)
@@ -216,10 +178,9 @@ class Leadership:
         )
         value = instance_to_proto(self._instance).SerializeToString()
         put = etcd_pb2.PutRequest(key=self._key, value=value, lease=lease)
-        roster = etcd_pb2.RequestOp(request_range=etcd_pb2.RangeRequest(key=self._roster_key))
         leader = etcd_pb2.RequestOp(request_range=etcd_pb2.RangeRequest(key=self._key))
         request = etcd_pb2.TxnRequest(
-            compare=[free], success=[etcd_pb2.RequestOp(request_put=put), roster], failure=[leader]
+            compare=[free], success=[etcd_pb2.RequestOp(request_put=put), self.admitted.reading], failure=[leader]
         )
         try:
             reply = await self._client.transact(request)
@@ -228,9 +189,8 @@ class Leadership:
             return
         revision, now_s = reply.header.revision, self._clock.now_s()
         if reply.succeeded:
-            known = reply.responses[1].response_range.kvs
-            self._known = frozenset(known[0].value.decode().split()) if known else None
-            holder = Holder(str(self._instance.address), revision)
+            self._known = AdmittedNodes.read(reply.responses[1])
+            holder = KeyHolder(str(self._instance.address), revision)
         else:
             holder = _holder(reply.responses[0].response_range.kvs[0])
         self._perform(self.election.campaigned(holder, revision, won=reply.succeeded, now_s=now_s))
@@ -246,5 +206,5 @@ class Leadership:
             await self._client.revoke(lease)
 
 
-def _holder(kv: etcd_pb2.KeyValue) -> Holder:
-    return Holder(str(leader_in(kv.value)), kv.create_revision)
+def _holder(kv: etcd_pb2.KeyValue) -> KeyHolder:
+    return KeyHolder(str(leader_in(kv.value)), kv.create_revision)

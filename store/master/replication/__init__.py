@@ -1,1 +1,1 @@
-"""Which chunks should be held by more nodes or by fewer, decided without I/O."""
+"""Replication: which chunks should be held by more nodes or by fewer, decided without I/O."""

@@ -1,26 +1,33 @@
-"""Which chunks are read so often that more nodes should hold them: decayed counts of a bounded number of keys. Pure.
-
-Nodes tell how often their most-read chunks were read since they last announced. A key's count decays with the time
-constant ``TAU_S``, so count / TAU_S is its rate in gets a second. Beyond ``MAX_KEYS`` the coolest key makes place and
-the new one inherits its count (space-saving, Metwally et al. 2005): a key that stays hot cannot be missed.
-
-Example: 500 gets are told each second: the count settles at 500 * 5 = 2500 and the rate at 500 gets a second; 5 s
-after the last of them it is 184.
-"""
+"""Which chunks more nodes should hold: keys that are read very often, and keys for which somebody asked. Pure."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from math import exp
 
-MAX_KEYS = 1024
+from tanghulu.errors import InvalidRequest
+
+#: Keys of which reads are counted.
+MAX_HOT_KEYS = 1024
 TAU_S = 5.0
-#: Cooler than this a key is forgotten.
+#: Gets a second below which a key is forgotten.
 MIN_RATE = 1.0
+#: Keys with a request at one time.
+MAX_REQUESTED_KEYS = 8192
+#: Longest time for which one call can ask.
+MAX_REQUEST_S = 3600.0
 
 
-class Heat:
-    """See the module."""
+class HotKeyRates:
+    """Decayed counts of reads, of a bounded number of keys.
+
+    Nodes tell how often their most-read chunks were read since they last announced. A key's count decays with the time
+    constant ``TAU_S``, so count / TAU_S is its rate in gets a second. Beyond ``MAX_HOT_KEYS`` the new key replaces the
+    coolest one and inherits its count (space-saving, Metwally et al. 2005): a key that stays hot cannot be missed.
+
+    Example: 500 gets are told each second: the count settles at 500 * 5 = 2500 and the rate at 500 gets a second; 5 s
+    after the last of them it is 184.
+    """
 
     def __init__(self) -> None:
         self._counts: dict[str, tuple[float, float]] = {}  # key -> (count, at)
@@ -29,10 +36,10 @@ class Heat:
         return len(self._counts)
 
     def add(self, gets: Iterable[tuple[str, int]], now_s: float) -> None:
-        """``gets``: (key, how often it was read)."""
+        """Count ``gets``: pairs of a key and how often it was read."""
         for key, num_gets in gets:
             inherited = 0.0
-            if key not in self._counts and len(self._counts) >= MAX_KEYS:
+            if key not in self._counts and len(self._counts) >= MAX_HOT_KEYS:
                 coolest = min(self._counts, key=lambda k: self._count(k, now_s))
                 inherited = self._count(coolest, now_s)
                 del self._counts[coolest]
@@ -40,22 +47,74 @@ class Heat:
 
     def _count(self, key: str, now_s: float) -> float:
         count, at_s = self._counts.get(key, (0.0, now_s))
-        return count * exp((at_s - now_s) / TAU_S)
+        return count * math.exp((at_s - now_s) / TAU_S)
 
     def rate(self, key: str, now_s: float) -> float:
-        """Gets a second."""
+        """The gets of ``key`` a second."""
         return self._count(key, now_s) / TAU_S
 
     def keys(self, now_s: float) -> list[str]:
-        """The keys that are warm, hottest first; cold ones are forgotten."""
+        """The keys that are read at least ``MIN_RATE`` times a second, hottest first; forget the others."""
         rates = {key: self.rate(key, now_s) for key in self._counts}
         for key in [key for key, rate in rates.items() if rate < MIN_RATE]:
             del self._counts[key], rates[key]
         return sorted(rates, key=lambda k: rates[k], reverse=True)
 
     def check(self) -> None:
-        """It is bounded."""
-        assert len(self._counts) <= MAX_KEYS
+        """Assert the bound."""
+        assert len(self._counts) <= MAX_HOT_KEYS
 
     def __repr__(self) -> str:
-        return f"Heat({len(self._counts)} keys)"
+        return f"HotKeyRates({len(self._counts)} keys)"
+
+
+class ReplicaRequests:
+    """Chunks that somebody asked to be held by more nodes, and until when; CopyPlanner orders the copies.
+
+    Example: a conductor sees that a document's prefix is about to be read from everywhere and asks for two holders of
+    its 100 chunks for 30 s. It asks again while that lasts; a request that is over is forgotten here, and the copies go
+    when nobody reads them (CopyPlanner's cooling).
+    """
+
+    def __init__(self) -> None:
+        self._asked: dict[str, tuple[int, float]] = {}  # key -> (wanted holders, until)
+
+    def __len__(self) -> int:
+        return len(self._asked)
+
+    def ask(self, keys: Iterable[str], holders: int, for_s: float, now_s: float) -> int:
+        """Have ``holders`` nodes hold each of ``keys`` for ``for_s`` seconds; returns how many keys were taken.
+
+        Beyond MAX_REQUESTED_KEYS no new key is taken. Raises InvalidRequest for less than one holder or a time outside
+        of 0 to MAX_REQUEST_S.
+        """
+        if holders < 1:
+            raise InvalidRequest(f"{holders} holders were asked for; at least one node holds a chunk")
+        if not (math.isfinite(for_s) and 0 < for_s <= MAX_REQUEST_S):
+            raise InvalidRequest(
+                f"copies were asked for {for_s:g} s; it must be above 0 and at most {MAX_REQUEST_S:g} s"
+            )
+        num_taken = 0
+        for key in keys:
+            if key in self._asked or len(self._asked) < MAX_REQUESTED_KEYS:
+                self._asked[key] = (holders, now_s + for_s)
+                num_taken += 1
+        return num_taken
+
+    def wanted(self, key: str) -> int:
+        """The number of nodes that shall hold ``key``; 1 without a request."""
+        return self._asked[key][0] if key in self._asked else 1
+
+    def keys(self, now_s: float) -> list[str]:
+        """The keys with a request that is not over; forget the others."""
+        for key in [key for key, (_, until_s) in self._asked.items() if until_s <= now_s]:
+            del self._asked[key]
+        return list(self._asked)
+
+    def check(self) -> None:
+        """Assert the bounds."""
+        assert len(self._asked) <= MAX_REQUESTED_KEYS
+        assert all(holders >= 1 for holders, _ in self._asked.values())
+
+    def __repr__(self) -> str:
+        return f"ReplicaRequests({len(self._asked)} keys)"

@@ -1,6 +1,6 @@
-"""All copying between nodes, decided in one place. Pure: what nodes announce and the time in, orders out.
+"""All copying between nodes, decided in one place. Pure: announcements and the time in, orders out.
 
-Four reasons (see copy_orders): a chunk that lost a holder is *restored*; a *draining* node's chunks go elsewhere before
+Four reasons (see orders): a chunk that lost a holder is *restored*; a *draining* node's chunks go elsewhere before
 it is stopped; a node that is much emptier than the others is *filled*; a *hot* chunk, or one that somebody asked more
 holders for, gets them, and loses them when it cools. Orders ride on the answers to announcements, because nodes
 announce at least once a second anyway, and a finished copy is announced like any other chunk, so the directory stays
@@ -24,24 +24,23 @@ from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
-from tanghulu.store.master.directory.announcement import Announcement
-from tanghulu.store.master.directory.chunk_table import Found
-from tanghulu.store.master.directory.copy_orders import Copy, CopyOrders, Drop, Reason
+from tanghulu.store.master.directory.announcement import NodeAnnouncement
+from tanghulu.store.master.directory.chunk_table import FoundChunk
 from tanghulu.store.master.directory.directory import Directory
-from tanghulu.store.master.directory.placement import Candidate, place_copy
-from tanghulu.store.master.replication.asked_copies import AskedCopies
-from tanghulu.store.master.replication.demand import Heat
+from tanghulu.store.master.directory.placement import PlacementCandidate, place_copy
+from tanghulu.store.master.replication.demand import HotKeyRates, ReplicaRequests
+from tanghulu.store.master.replication.orders import Copy, CopyOrders, Drop, Reason
 
 #: How long a chunk must have too few holders before it is restored.
 GRACE_S = 3.0
 #: Keys that wait for their grace; the others are found by the next walk.
 MAX_LACKING = 1 << 16
-#: A chunk whose copy failed is left alone for so long.
+#: How long a chunk whose copy failed is left alone.
 FAILED_PAUSE_S = 2.0
 MAX_FAILED = 1 << 14
-#: A walk over wanted replicas begins so long after the last.
+#: Time between two walks over wanted replicas.
 WALK_PAUSE_S = 0.5
-#: A node is filled while the others are at least so full on average, from below half their mean up to just under it.
+#: A node is filled while the others' mean fullness is at least FILL_FULL: from below half that mean to just under it.
 FILL_FULL = 0.5
 FILL_BELOW = 0.5
 FILL_MARGIN = 0.05
@@ -51,11 +50,11 @@ COOL_RATE = 50.0
 MAX_HOT_HOLDERS = 4
 MAX_EXTRA_KEYS = 16384
 COOL_S = 10.0
-HEAT_PERIOD_S = 1.0
+HOT_KEYS_PERIOD_S = 1.0
 
 
 class Progress(NamedTuple):
-    """How far a draining node is: chunks that nobody else holds, and whether it may be stopped."""
+    """The progress of a draining node: chunks that no other node holds, and whether it may be stopped."""
 
     num_unsafe: int
     drained: bool
@@ -73,19 +72,19 @@ class _Drain:
 
 @dataclass(slots=True)
 class _Extra:
-    """Copies that were made of a hot chunk, and when that last changed."""
+    """The extra copies that were made of a hot chunk, and when they last changed."""
 
     node_ids: list[str]
     changed_s: float
 
 
 class CopyPlanner:
-    """See the module. One for each life of a Directory."""
+    """Decides all copying; see the module. One planner for each generation of a Directory."""
 
     def __init__(self, directory: Directory, rate_bytes_s: float, rng: Random, now_s: float) -> None:
         self.orders = CopyOrders(rate_bytes_s)
-        self.heat = Heat()
-        self.asked = AskedCopies()
+        self.hot_keys = HotKeyRates()
+        self.requests = ReplicaRequests()
         self._directory = directory
         self._rng = rng
         self._wanted: dict[str, int] = {}
@@ -100,12 +99,12 @@ class CopyPlanner:
         self._walk_began_s = now_s
         self._wanted_walk: list[str] = []
         self._next_walk_s = now_s
-        self._next_heat_s = now_s
+        self._next_hot_keys_s = now_s
 
-    # --- what nodes say
+    # --- announcements of nodes
 
-    def concerns(self, announcement: Announcement) -> bool:
-        """Whether ``heard`` has anything to do with it."""
+    def concerns(self, announcement: NodeAnnouncement) -> bool:
+        """Whether ``heard`` has anything to do with ``announcement``."""
         return bool(
             announcement.replicated
             or announcement.hot
@@ -113,12 +112,12 @@ class CopyPlanner:
             or announcement.quiet
             or self._drains
             or self.orders.active
-            or self._directory.has_bereft
+            or self._directory.has_stale_holders
             or (self._wanted and (announcement.removed or announcement.deleted))
         )
 
-    def heard(self, announcement: Announcement, now_s: float) -> tuple[list[Copy], list[Drop]]:
-        """Take what concerns copies, after the directory has; returns what the node is to do."""
+    def heard(self, announcement: NodeAnnouncement, now_s: float) -> tuple[list[Copy], list[Drop]]:
+        """Take what concerns copies, after the directory has taken its part; returns the orders for the node."""
         node_id = announcement.node_id
         self._wanted.update(announcement.replicated)
         for key in announcement.removed:
@@ -140,12 +139,12 @@ class CopyPlanner:
         drain = self._drains.get(node_id)
         if drain is not None:
             drain.quiet_since_s = (drain.quiet_since_s or now_s) if announcement.quiet else None
-        self.heat.add(announcement.hot, now_s)
+        self.hot_keys.add(announcement.hot, now_s)
         return self.orders.take(node_id, now_s)
 
     def _drop_removed(self) -> None:
-        """Holders of what was removed elsewhere let go of it too."""
-        for node_id, key, version in self._directory.take_bereft():
+        """Order the stale holders of removed chunks to drop them."""
+        for node_id, key, version in self._directory.take_stale_holders():
             self.orders.drop(node_id, Drop(key, version))
 
     def _let_go(self, key: str) -> None:
@@ -166,39 +165,39 @@ class CopyPlanner:
             drain.num_unsafe = max(drain.num_unsafe - 1, 0)
 
     def ask(self, keys: Sequence[str], holders: int, for_s: float, now_s: float) -> int:
-        """``holders`` nodes (MAX_HOT_HOLDERS at most) shall hold ``keys`` for ``for_s``; how many of these are known.
+        """Have ``holders`` nodes (MAX_HOT_HOLDERS at most) hold ``keys`` for ``for_s``; returns how many are known.
 
-        Raises InvalidRequest; see AskedCopies.
+        Raises InvalidRequest; see ReplicaRequests.
         """
         known = [key for key, held in zip(keys, self._directory.holds(keys), strict=True) if held]
-        return self.asked.ask(known, min(holders, MAX_HOT_HOLDERS), for_s, now_s)
+        return self.requests.ask(known, min(holders, MAX_HOT_HOLDERS), for_s, now_s)
 
     def progress(self, node_id: str) -> Progress:
-        """How far the draining ``node_id`` is."""
+        """The progress of the draining ``node_id``."""
         drain = self._drains.get(node_id)
         if drain is None:  # it began this moment
             return Progress(self._directory.num_chunks(node_id), drained=False)
         return Progress(drain.num_unsafe, drain.drained)
 
-    # --- what there is to copy
+    # --- the walks
 
     def walk(self, now_s: float, num_keys: int) -> None:
-        """Look at the next ``num_keys`` keys; to be called often, once the directory is complete."""
+        """Look at the next ``num_keys`` keys; called at every tick, once the directory is complete."""
         nodes = self._directory.candidates()
         self.orders.expire(now_s)
         self._notice(nodes, now_s)
-        if now_s >= self._next_heat_s:
-            self._next_heat_s = now_s + HEAT_PERIOD_S
-            self._heat_up(nodes, now_s)
-            self._copy_asked(nodes, now_s)
+        if now_s >= self._next_hot_keys_s:
+            self._next_hot_keys_s = now_s + HOT_KEYS_PERIOD_S
+            self._copy_hot(nodes, now_s)
+            self._copy_requested(nodes, now_s)
             self._cool_down(nodes, now_s)
         if self._drains or self._filling:
             self._walk_all(nodes, now_s, num_keys)
         elif self._wanted:
             self._walk_wanted(nodes, now_s, num_keys)
 
-    def _notice(self, nodes: dict[str, Candidate], now_s: float) -> None:
-        """Nodes that came, went, began or ended to drain, are much emptier than the others."""
+    def _notice(self, nodes: dict[str, PlacementCandidate], now_s: float) -> None:
+        """Notice nodes that came, went, began or ended to drain, or are much emptier than the others."""
         self.orders.forget_nodes(nodes)
         draining = {node_id for node_id, node in nodes.items() if node.draining}
         for node_id in self._drains.keys() - draining:
@@ -210,7 +209,7 @@ class CopyPlanner:
         self._total_fullness, self._num_takers = sum(map(_fullness, takers)), len(takers)
         self._filling = {node.node_id for node in takers if self._is_to_fill(node)}
 
-    def _is_to_fill(self, node: Candidate) -> bool:
+    def _is_to_fill(self, node: PlacementCandidate) -> bool:
         if self._num_takers < 2 or not node.capacity_bytes:
             return False
         mean = (self._total_fullness - _fullness(node)) / (self._num_takers - 1)  # of the others
@@ -223,7 +222,7 @@ class CopyPlanner:
         for drain in self._drains.values():
             drain.walked_unsafe = 0
 
-    def _walk_all(self, nodes: dict[str, Candidate], now_s: float, num_keys: int) -> None:
+    def _walk_all(self, nodes: dict[str, PlacementCandidate], now_s: float, num_keys: int) -> None:
         listing, more = self._directory.list_keys("", self._after, num_keys)
         for key, found in listing:
             if not self._examine(key, found, nodes, now_s):
@@ -242,7 +241,7 @@ class CopyPlanner:
             drain.drained = was_quiet and not drain.num_unsafe
         self._begin_walk(now_s)
 
-    def _walk_wanted(self, nodes: dict[str, Candidate], now_s: float, num_keys: int) -> None:
+    def _walk_wanted(self, nodes: dict[str, PlacementCandidate], now_s: float, num_keys: int) -> None:
         if not self._wanted_walk and now_s >= self._next_walk_s:
             self._wanted_walk = list(self._wanted)
             self._next_walk_s = now_s + WALK_PAUSE_S
@@ -256,7 +255,7 @@ class CopyPlanner:
                 self._wanted_walk.append(key)
                 return
 
-    def _examine(self, key: str, found: Found, nodes: dict[str, Candidate], now_s: float) -> bool:
+    def _examine(self, key: str, found: FoundChunk, nodes: dict[str, PlacementCandidate], now_s: float) -> bool:
         """Order what ``key`` lacks; False if there was no room for that now."""
         on_its_way = self.orders.targets_of(key)
         safe = {node_id for node_id in found.node_ids if node_id not in self._drains} | on_its_way
@@ -281,7 +280,9 @@ class CopyPlanner:
             return False
         return now_s - self._lacking.setdefault(key, now_s) >= GRACE_S
 
-    def _copy(self, key: str, found: Found, nodes: dict[str, Candidate], reason: Reason, now_s: float) -> bool:
+    def _copy(
+        self, key: str, found: FoundChunk, nodes: dict[str, PlacementCandidate], reason: Reason, now_s: float
+    ) -> bool:
         """Order one more copy; True also if no node could ever take it, which a later walk finds again."""
         holding = [nodes[node_id] for node_id in {*found.node_ids, *self.orders.targets_of(key)} if node_id in nodes]
         target = place_copy(list(nodes.values()), holding, found.size_bytes, self._rng)
@@ -295,7 +296,7 @@ class CopyPlanner:
         self.orders.order(Copy(key, found.version, found.size_bytes, source, target.node_id, reason), now_s)
         return True
 
-    def _fill_with(self, key: str, found: Found, nodes: dict[str, Candidate], now_s: float) -> None:
+    def _fill_with(self, key: str, found: FoundChunk, nodes: dict[str, PlacementCandidate], now_s: float) -> None:
         """Move the chunk to a node that is being filled, if one lacks it and its fullest holder is fuller."""
         if not self._filling or self.orders.targets_of(key):
             return
@@ -312,25 +313,25 @@ class CopyPlanner:
 
     # --- hot chunks
 
-    def _heat_up(self, nodes: dict[str, Candidate], now_s: float) -> None:
+    def _copy_hot(self, nodes: dict[str, PlacementCandidate], now_s: float) -> None:
         most = min(MAX_HOT_HOLDERS, self._num_takers)
-        for key in self.heat.keys(now_s):
+        for key in self.hot_keys.keys(now_s):
             found = self._directory.find(key)
             if found is None or self.orders.targets_of(key) or len(found.node_ids) >= most:
                 continue
-            is_hot = self.heat.rate(key, now_s) >= HOT_RATE * len(found.node_ids)
+            is_hot = self.hot_keys.rate(key, now_s) >= HOT_RATE * len(found.node_ids)
             if is_hot and (key in self._extra or len(self._extra) < MAX_EXTRA_KEYS):
                 self._copy(key, found, nodes, Reason.HOT, now_s)
 
-    def _copy_asked(self, nodes: dict[str, Candidate], now_s: float) -> None:
-        for key in self.asked.keys(now_s):
-            found, wanted = self._directory.find(key), min(self.asked.wanted(key), self._num_takers)
+    def _copy_requested(self, nodes: dict[str, PlacementCandidate], now_s: float) -> None:
+        for key in self.requests.keys(now_s):
+            found, wanted = self._directory.find(key), min(self.requests.wanted(key), self._num_takers)
             if found is None or self.orders.targets_of(key) or len(found.node_ids) >= wanted:
                 continue
             if not self._failed_just_now(key, now_s) and not self._copy(key, found, nodes, Reason.HOT, now_s):
                 return  # no room for more orders now
 
-    def _cool_down(self, nodes: dict[str, Candidate], now_s: float) -> None:
+    def _cool_down(self, nodes: dict[str, PlacementCandidate], now_s: float) -> None:
         for key, extra in list(self._extra.items()):
             found = self._directory.find(key)
             holders = found.node_ids if found is not None else ()
@@ -339,17 +340,17 @@ class CopyPlanner:
                 del self._extra[key]
             elif (
                 now_s >= extra.changed_s + COOL_S
-                and len(holders) > max(self._wanted.get(key, 1), self.asked.wanted(key))
-                and self.heat.rate(key, now_s) < COOL_RATE * len(holders)
+                and len(holders) > max(self._wanted.get(key, 1), self.requests.wanted(key))
+                and self.hot_keys.rate(key, now_s) < COOL_RATE * len(holders)
             ):
                 self.orders.drop(extra.node_ids.pop(), Drop(key, found.version))
                 extra.changed_s = now_s
 
     def check(self) -> None:
-        """The parts are sound, and everything is bounded."""
+        """Assert that the parts are sound, and the bounds."""
         self.orders.check()
-        self.heat.check()
-        self.asked.check()
+        self.hot_keys.check()
+        self.requests.check()
         assert all(count > 1 for count in self._wanted.values())
         assert len(self._lacking) <= MAX_LACKING
         assert len(self._extra) <= MAX_EXTRA_KEYS
@@ -360,5 +361,5 @@ class CopyPlanner:
         return f"CopyPlanner({len(self._wanted)} wanted, {list(self._drains)} draining, {self.orders!r})"
 
 
-def _fullness(node: Candidate) -> float:
+def _fullness(node: PlacementCandidate) -> float:
     return node.used_bytes / node.capacity_bytes if node.capacity_bytes else 1.0

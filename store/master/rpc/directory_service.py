@@ -1,4 +1,4 @@
-"""The edge of the directory: one implementation of its calls, behind the fast lane and behind gRPC."""
+"""The calls of the directory: one implementation behind the fast lane and behind gRPC."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tanghulu.protos import directory_pb2 as pb
 from tanghulu.protos import directory_pb2_grpc, fastlane_pb2, store_pb2
 from tanghulu.rpc.fast_server import FastService, Peer
 from tanghulu.rpc.grpc_edge import abort
-from tanghulu.store.master.directory.chunk_table import Found
+from tanghulu.store.master.directory.chunk_table import FoundChunk
 from tanghulu.store.master.rpc import wire
 from tanghulu.store.master.rpc.followers import follow
-from tanghulu.store.master.rpc.waiting import Waiting
-from tanghulu.store.master.server import Shell
+from tanghulu.store.master.rpc.waiting import WaitCalls
+from tanghulu.store.master.server import MasterServer
 from tanghulu.store.protocol import packed_directory
 from tanghulu.store.protocol import packed_write_buffer as packed_desk
 from tanghulu.store.protocol.packed_directory import LocateRequest, Location
@@ -33,11 +33,11 @@ A = TypeVar("A")
 class DirectoryCalls:
     """The unary calls: message in, message out, typed errors raised. None of them waits."""
 
-    def __init__(self, shell: Shell) -> None:
+    def __init__(self, shell: MasterServer) -> None:
         self._shell = shell
         self._master = shell.master
         self._metrics = shell.metrics
-        self.waiting = Waiting(shell)
+        self.waiting = WaitCalls(shell)
 
     def announce(self, request: pb.AnnounceRequest) -> pb.AnnounceReply:
         """Take what a node says."""
@@ -56,7 +56,7 @@ class DirectoryCalls:
         counts.accepted += num_accepted
         counts.refused += len(answer.accepted) - num_accepted - len(answer.undecided)
         counts.removed += len(announcement.removed) + len(announcement.deleted)
-        counts.withdrawn = self._master.directory.promises.num_withdrawn
+        counts.withdrawn = self._master.directory.pending_commits.num_retracted
         reply = pb.AnnounceReply(
             accepted=answer.accepted, report_wanted=answer.report_wanted, undecided=answer.undecided
         )
@@ -127,7 +127,7 @@ class DirectoryCalls:
         self._count(len(keys), held.count(0))
         return held
 
-    def holders(self, keys: Sequence[str]) -> list[Found | None]:
+    def holders(self, keys: Sequence[str]) -> list[FoundChunk | None]:
         """Who holds these keys."""
         wire.check_count(len(keys))
         found = self._master.directory.locate(keys)
@@ -160,7 +160,7 @@ class DirectoryCalls:
     def place(self, request: pb.PlaceRequest) -> pb.PlaceReply:
         """Where to put a new chunk. Raises NodeUnavailable without nodes, StoreFull if none can hold it."""
         directory = self._master.directory
-        nodes = directory.place(wire.wish_from_wire(request), self._shell.rng)
+        nodes = directory.place(wire.placement_from_wire(request), self._shell.rng)
         if not nodes and not directory.num_nodes:
             raise NodeUnavailable("no store node is registered at this master; start one with `tanghulu node`")
         if not nodes:
@@ -221,7 +221,7 @@ class DirectoryCalls:
 class DirectoryService(directory_pb2_grpc.DirectoryServicer):
     """The same calls over gRPC, and the event stream."""
 
-    def __init__(self, shell: Shell, calls: DirectoryCalls) -> None:
+    def __init__(self, shell: MasterServer, calls: DirectoryCalls) -> None:
         self._shell = shell
         self._calls = calls
 

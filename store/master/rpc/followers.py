@@ -9,37 +9,37 @@ from tanghulu.errors import Overloaded
 from tanghulu.protos import directory_pb2 as pb
 from tanghulu.store.master.directory.events import Lagged
 from tanghulu.store.master.rpc.wire import event_to_wire
-from tanghulu.store.master.server import Shell
+from tanghulu.store.master.server import MasterServer
 from tanghulu.store.protocol.directory_events import DirectoryEvent, DirectoryEventKind
 
 #: Keys and events of one message.
 BATCH_WEIGHT = 8192
 SNAPSHOT_KEYS = 2048
-#: A follower gets what happened in this time as one message: a message costs more than the delay is worth.
+#: Events of this time go to a follower as one message: a message costs more than the delay is worth.
 COALESCE_S = 0.005
 
 
-async def follow(shell: Shell, request: pb.EventsRequest) -> AsyncIterator[pb.EventBatch]:
+async def follow(server: MasterServer, request: pb.EventsRequest) -> AsyncIterator[pb.EventBatch]:
     """The batches for one follower, without end. Raises Overloaded when it lags behind the log.
 
     While the directory is incomplete no snapshot is given: a follower of the master's predecessor keeps what it
     knows until there is something better.
     """
-    log = shell.master.directory.log
-    generation = shell.master.generation
+    log = server.master.directory.log
+    generation = server.master.generation
     cursor = request.after_sequence
     if not (request.master_generation == generation and 0 < cursor <= log.last and log.first <= cursor + 1):
-        while not shell.master.directory.rebuild.is_ready:
-            await shell.news()
+        while not server.master.directory.rebuild.is_ready:
+            await server.news()
         cursor = log.last
-        async for batch in _snapshot(shell, request.key_prefix, cursor):
+        async for batch in _snapshot(server, request.key_prefix, cursor):
             yield batch
-    async for batch in _changes(shell, request.key_prefix, cursor):
+    async for batch in _changes(server, request.key_prefix, cursor):
         yield batch
 
 
-async def _snapshot(shell: Shell, prefix: str, sequence: int) -> AsyncIterator[pb.EventBatch]:
-    generation = shell.master.generation
+async def _snapshot(server: MasterServer, prefix: str, sequence: int) -> AsyncIterator[pb.EventBatch]:
+    generation = server.master.generation
 
     def batch(*events: DirectoryEvent) -> pb.EventBatch:
         return pb.EventBatch(master_generation=generation, events=map(event_to_wire, events))
@@ -47,25 +47,25 @@ async def _snapshot(shell: Shell, prefix: str, sequence: int) -> AsyncIterator[p
     yield batch(DirectoryEvent(sequence, DirectoryEventKind.RESET))
     after: str | None = ""
     while after is not None:
-        shell.require_generation(generation)
-        page, after = shell.master.directory.snapshot(prefix, after, SNAPSHOT_KEYS)
+        server.require_generation(generation)
+        page, after = server.master.directory.snapshot(prefix, after, SNAPSHOT_KEYS)
         stored = DirectoryEventKind.STORED
         yield batch(*(DirectoryEvent(sequence, stored, node_id, tuple(keys)) for node_id, keys in page.items()))
     yield batch(DirectoryEvent(sequence, DirectoryEventKind.SYNCED))
 
 
-async def _changes(shell: Shell, prefix: str, sent: int) -> AsyncIterator[pb.EventBatch]:
-    log, generation = shell.master.directory.log, shell.master.generation
+async def _changes(server: MasterServer, prefix: str, sent: int) -> AsyncIterator[pb.EventBatch]:
+    log, generation = server.master.directory.log, server.master.generation
     cursor = sent
     while True:
-        shell.require_generation(generation)
+        server.require_generation(generation)
         try:
             numbered = log.read(cursor, BATCH_WEIGHT)
         except Lagged:
-            shell.metrics.cut_off_followers.inc()
+            server.metrics.cut_off_followers.inc()
             raise Overloaded(f"this follower fell behind event {log.first}; subscribe again") from None
         if not numbered:
-            await shell.news()
+            await server.news()
             await asyncio.sleep(COALESCE_S)
             continue
         cursor = numbered[-1][0]

@@ -1,4 +1,4 @@
-"""The edge of Membership: gRPC calls to the lease table, and the stream of who comes and goes."""
+"""The Membership service: gRPC calls to the lease table, and the stream of instances that come and go."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tanghulu.protos import membership_pb2 as pb
 from tanghulu.protos import membership_pb2_grpc
 from tanghulu.rpc.grpc_edge import abort
 from tanghulu.store.master.directory.events import Lagged
-from tanghulu.store.master.server import Shell
+from tanghulu.store.master.server import MasterServer
 from tanghulu.types import Role
 
 _log = structlog.get_logger(__name__)
@@ -25,53 +25,53 @@ Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 
 class MembershipService(membership_pb2_grpc.MembershipServicer):
-    """Discovery as the master serves it."""
+    """Discovery, as the master serves it."""
 
-    def __init__(self, shell: Shell) -> None:
-        self._shell = shell
-        self._master = shell.master
+    def __init__(self, server: MasterServer) -> None:
+        self._server = server
+        self._master = server.master
 
     async def Register(self, request: pb.RegisterRequest, context: Context) -> pb.RegisterReply:
         """Enter or replace an instance."""
         try:
-            self._shell.require_leadership()
+            self._server.require_leadership()
             instance = instance_from_proto(request.instance)
-            if self._shell.leadership is not None and instance.role is Role.NODE:
-                await self._shell.leadership.enrol(instance.id)
-            lease_id = self._master.register(instance, request.ttl_ms / 1000, self._shell.now_s)
+            if self._server.leadership is not None and instance.role is Role.NODE:
+                await self._server.leadership.admit(instance.id)
+            lease_id = self._master.register(instance, request.ttl_ms / 1000, self._server.now_s)
         except TanghuluError as error:
             await abort(context, error)
             raise
-        self._shell.changed()
+        self._server.changed()
         _log.info("instance.registered", instance=instance.id, lease_id=lease_id, address=str(instance.address))
         return pb.RegisterReply(lease_id=lease_id, master_generation=self._master.generation)
 
     async def KeepAlive(self, request: pb.KeepAliveRequest, context: Context) -> pb.KeepAliveReply:
         """Renew a lease."""
         await self._require(context)
-        known = self._master.keep_alive(request.instance_id, request.lease_id, self._shell.now_s)
+        known = self._master.keep_alive(request.instance_id, request.lease_id, self._server.now_s)
         return pb.KeepAliveReply(known=known, master_generation=self._master.generation)
 
     async def Deregister(self, request: pb.DeregisterRequest, context: Context) -> pb.DeregisterReply:
-        """End a lease; one that is gone already is no error."""
+        """End a lease; a lease that is gone already is no error."""
         await self._require(context)
         if self._master.deregister(request.instance_id, request.lease_id):
             _log.info("instance.deregistered", instance=request.instance_id)
-            self._shell.changed()
+            self._server.changed()
         return pb.DeregisterReply()
 
     async def _require(self, context: Context) -> None:
         try:
-            self._shell.require_leadership()
+            self._server.require_leadership()
         except TanghuluError as error:
             await abort(context, error)
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.InstanceEvent]:
-        """Every live instance, SYNCED, then changes."""
-        open_streams = self._shell.metrics.followers.labels("membership")
+        """Stream every live instance, then SYNCED, then changes."""
+        open_streams = self._server.metrics.followers.labels("membership")
         open_streams.inc()
         try:
-            self._shell.require_leadership()
+            self._server.require_leadership()
             roles = frozenset(role_of(component) for component in request.components)
             async for event in self._watch(roles, request.namespace or "default"):
                 yield event
@@ -94,10 +94,10 @@ class MembershipService(membership_pb2_grpc.MembershipServicer):
             try:
                 events = ring.read(cursor, _EVENTS_AT_ONCE)
             except Lagged:
-                self._shell.metrics.cut_off_followers.inc()
+                self._server.metrics.cut_off_followers.inc()
                 raise Overloaded(f"this watch fell behind change {ring.first}; watch again") from None
             if not events:
-                await self._shell.news()
+                await self._server.news()
             for number, event in events:
                 cursor = number
                 if event.instance is not None and wanted(event.instance):

@@ -1,4 +1,4 @@
-"""The edge between the directory's values and their messages."""
+"""Conversion between the directory's values and their protobuf messages."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from tanghulu.discovery.instance_wire import instance_to_proto
 from tanghulu.errors import InvalidRequest
 from tanghulu.protos import common_pb2
 from tanghulu.protos import directory_pb2 as pb
-from tanghulu.store.master.directory.announcement import Announcement, ChunkEntry, Report, Withdrawal
-from tanghulu.store.master.directory.chunk_table import Found
-from tanghulu.store.master.directory.copy_orders import Copy, Drop
-from tanghulu.store.master.directory.directory import NodeView
+from tanghulu.store.master.directory.announcement import ChunkEntry, NodeAnnouncement, ReportPart, Retraction
+from tanghulu.store.master.directory.chunk_table import FoundChunk
+from tanghulu.store.master.directory.directory import NodeSummary
 from tanghulu.store.master.directory.listing import KeyListing
-from tanghulu.store.master.directory.placement import MAX_REPLICAS, Wish
+from tanghulu.store.master.directory.placement import MAX_REPLICAS, PlacementRequest
+from tanghulu.store.master.replication.orders import Copy, Drop
 from tanghulu.store.master.replication.planner import Progress
 from tanghulu.store.protocol.directory_events import DirectoryEvent, DirectoryEventKind
 from tanghulu.types import MAX_KEY_BYTES, MAX_VALUE_BYTES, Place
@@ -23,7 +23,7 @@ MAX_KEYS_PER_CALL = 1 << 16
 DEFAULT_LIST_LIMIT = 1000
 MAX_LIST_LIMIT = 10_000
 
-_REPORTS = {report.value: report for report in Report}
+_REPORTS = {report.value: report for report in ReportPart}
 _KINDS = {
     DirectoryEventKind.STORED: pb.DirectoryEvent.STORED,
     DirectoryEventKind.REMOVED: pb.DirectoryEvent.REMOVED,
@@ -33,17 +33,17 @@ _KINDS = {
 }
 
 
-def announcement_from_wire(request: pb.AnnounceRequest) -> Announcement:
+def announcement_from_wire(request: pb.AnnounceRequest) -> NodeAnnouncement:
     """What a node says; raises InvalidRequest for a key or size out of bounds."""
     check_count(len(request.added) + len(request.removed) + len(request.deleted) + len(request.withdrawn))
-    announcement = Announcement(
+    announcement = NodeAnnouncement(
         node_id=request.node_id,
         generation=request.generation,
         added=[_entry(chunk) for chunk in request.added],
         removed=request.removed,
         deleted=request.deleted,
-        withdrawn=[Withdrawal(each.key, each.version) for each in request.withdrawn],
-        report=_REPORTS.get(request.report, Report.NONE),
+        retracted=[Retraction(each.key, each.version) for each in request.withdrawn],
+        report=_REPORTS.get(request.report, ReportPart.NONE),
         capacity_bytes=request.capacity_bytes,
         used_bytes=request.used_bytes,
         ssd_capacity_bytes=request.ssd_capacity_bytes,
@@ -88,7 +88,7 @@ def check_count(num_keys: int) -> None:
         raise InvalidRequest(f"{num_keys} keys in one call are more than {MAX_KEYS_PER_CALL}; send them in several")
 
 
-def locate_to_wire(found: Iterable[Found | None], *, incomplete: bool) -> pb.LocateReply:
+def locate_to_wire(found: Iterable[FoundChunk | None], *, incomplete: bool) -> pb.LocateReply:
     """The answer to LOCATE: node ids once, locations by their index."""
     reply = pb.LocateReply(incomplete=incomplete)
     indexes: dict[str, int] = {}
@@ -104,14 +104,14 @@ def locate_to_wire(found: Iterable[Found | None], *, incomplete: bool) -> pb.Loc
     return reply
 
 
-def wish_from_wire(request: pb.PlaceRequest) -> Wish:
+def placement_from_wire(request: pb.PlaceRequest) -> PlacementRequest:
     """What is to be placed; raises InvalidRequest for a place that is none."""
     client_place = Place.parse(request.client_place) if request.client_place else None
-    return Wish(request.size_bytes, request.replicas or 1, request.prefer_node, client_place)
+    return PlacementRequest(request.size_bytes, request.replicas or 1, request.prefer_node, client_place)
 
 
 def nodes_to_wire(
-    nodes: Iterable[NodeView], now_s: float, progress: Callable[[str], Progress] | None = None
+    nodes: Iterable[NodeSummary], now_s: float, progress: Callable[[str], Progress] | None = None
 ) -> list[pb.NodeInfo]:
     """Nodes as messages; ``last_seen_s`` becomes an age. ``progress`` tells of the draining ones."""
     messages: list[pb.NodeInfo] = []

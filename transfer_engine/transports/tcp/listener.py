@@ -22,7 +22,7 @@ from typing import Protocol, cast
 
 from tanghulu.errors import TanghuluError
 from tanghulu.rpc.pacing import unpace_within_machine
-from tanghulu.runtime.busy_polling import LoopSpinner
+from tanghulu.runtime.busy_polling import LoopPoller
 from tanghulu.transfer_engine.core.segment import Endpoint
 from tanghulu.transfer_engine.core.transport import ServeContext
 from tanghulu.transfer_engine.core.wire import (
@@ -74,7 +74,7 @@ class TcpAdmission(Protocol):
     #: Runs a callback behind the current event, in order (the loop's ``call_soon``).
     soon: Callable[[Callable[[], None]], object]
     #: Told when something of a slice has come, and when more is waited for.
-    spinner: LoopSpinner | None
+    poller: LoopPoller | None
 
     def opened(self, connection: TcpConnection) -> bool:
         """Whether there is room for one more connection."""
@@ -184,7 +184,7 @@ class TcpConnection(asyncio.BufferedProtocol):
         self._fd = -1  # the transport's socket, where that is one, while it is open
         self._admitted = self._paused = False
         self._writable = True
-        self._spinner = admission.spinner
+        self._spinner = admission.poller
         self._peer_awake = False  # as its last head said
 
     # --- asyncio's calls

@@ -25,7 +25,7 @@ ORDER_S = 30.0
 
 
 class Reason(Enum):
-    """Why a chunk is copied."""
+    """The reason for which a chunk is copied."""
 
     RESTORE = "fewer nodes hold it than shall"
     DRAIN = "its node is going to be stopped"
@@ -47,16 +47,8 @@ class Copy(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """A node lets go of its copy."""
+    """An order to a node: let go of your copy."""
 
-    key: str
-    version: int
-
-
-class Bereft(NamedTuple):
-    """A holder of a chunk that was removed at another one."""
-
-    node_id: str
     key: str
     version: int
 
@@ -79,7 +71,7 @@ class _Budget:
 
 
 class CopyOrders:
-    """The open orders. ``num_done`` counts by reason and outcome (done, failed, expired)."""
+    """The open orders of all nodes. ``num_done`` counts by reason and outcome (done, failed, expired)."""
 
     def __init__(self, rate_bytes_s: float) -> None:
         self._rate = rate_bytes_s
@@ -109,15 +101,15 @@ class CopyOrders:
         return self._load[node_id]
 
     def incoming_bytes(self, node_id: str) -> int:
-        """What is on its way to ``node_id``."""
+        """Bytes of the copies that are on their way to ``node_id``."""
         return self._incoming_bytes[node_id]
 
     def targets_of(self, key: str) -> frozenset[str]:
-        """Where ``key`` is being copied to."""
+        """The nodes that ``key`` is being copied to."""
         return frozenset(self._targets.get(key, ()))
 
     def order(self, copy: Copy, now_s: float) -> None:
-        """Open an order, for which there ``has_room`` at both nodes."""
+        """Open an order; the caller has checked that there ``has_room`` at both nodes."""
         assert copy.target != copy.source
         assert (copy.key, copy.target) not in self._open, f"{copy.key!r} is on its way to {copy.target}"
         self._open[copy.key, copy.target] = (copy, now_s + ORDER_S)
@@ -135,7 +127,7 @@ class CopyOrders:
             waiting[drop.key] = drop
 
     def take(self, node_id: str, now_s: float) -> tuple[list[Copy], list[Drop]]:
-        """What to tell ``node_id`` now."""
+        """The orders to tell ``node_id`` now, each once."""
         waiting = self._waiting.get(node_id)
         copies = [waiting.popleft() for _ in range(min(len(waiting), MAX_TAKEN))] if waiting else []
         copies = [copy for copy in copies if (copy.key, node_id) in self._open]
@@ -146,21 +138,21 @@ class CopyOrders:
         return copies, drops
 
     def tell_again(self, node_id: str) -> None:
-        """``node_id`` announces over a new connection: the last answer over the old one may not have reached it."""
+        """Repeat the drops to ``node_id``, which has a new connection: the last answer over the old one may be lost."""
         for (told, _), (drop, _) in self._told.items():
             if told == node_id:
                 self.drop(node_id, drop)
 
     def was_told_to_drop(self, node_id: str, key: str) -> bool:
-        """Whether the removal of ``key`` that ``node_id`` announces was ordered; says so once."""
+        """Whether the removal of ``key`` that ``node_id`` announces was ordered; True once for each order."""
         return self._told.pop((node_id, key), None) is not None
 
     def done(self, key: str, target: str) -> Copy | None:
-        """``target`` announced ``key``; the order that this fulfils."""
+        """Close the order that ``target`` fulfilled by announcing ``key``; returns it."""
         return self._close(key, target, "done")
 
     def failed(self, key: str, target: str) -> None:
-        """``target`` could not get ``key``."""
+        """Close the order of ``target``, which could not get ``key``."""
         self._close(key, target, "failed")
 
     def expire(self, now_s: float) -> None:
@@ -202,7 +194,7 @@ class CopyOrders:
         return copy
 
     def check(self) -> None:
-        """Counts are what is open, and nobody has too much."""
+        """Assert that the counts are those of the open orders, and the bounds."""
         load: Counter[str] = Counter()
         incoming: Counter[str] = Counter()
         for (key, target), (copy, _) in self._open.items():
