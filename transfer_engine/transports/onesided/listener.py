@@ -35,7 +35,7 @@ class FarEnd(Protocol):
 
 
 class Grant(NamedTuple):
-    """An end that was made for one client, and what that has to be told (see ``onesided_wire``)."""
+    """An end that was made for one client, and what that has to be told (see ``wire``)."""
 
     end: FarEnd
     payload: bytes
