@@ -184,7 +184,7 @@ class TransferEngine:
         self._prepare(requests).wait(max(0.0, left_s)).raise_first()
 
     async def transfer_async(self, requests: Sequence[TransferRequest], deadline_s: float) -> None:
-        """The same for asyncio; small copies over shm happen at once, all else in one of the engine's threads.
+        """``transfer`` for asyncio; small copies over shm happen at once, all else in one of the engine's threads.
 
         Raises Overloaded if ``max_async_batches`` are waiting already.
         """
@@ -248,7 +248,7 @@ class TransferEngine:
             self._segments[key] = opening
 
     def _sent_fast(self, request: TransferRequest, now_s: float, deadline_s: float) -> bool:
-        """Whether it has arrived as one slice on a transport that moves bytes by itself; not if it needs more."""
+        """Whether the request was moved as one slice on the fast path; False if it needs more than that."""
         target = request.target
         if target.shm is not None or not request.plain or type(request.length) is not int:
             return False

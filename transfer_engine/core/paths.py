@@ -243,7 +243,7 @@ class PathTable:
         stats.in_flight_slices += 1
 
     def ended(self, path: Path, num_bytes: int) -> None:
-        """It is not under way any more, for whatever reason."""
+        """The slice is not under way any more, for whatever reason."""
         stats = self._health[path].stats
         stats.in_flight_bytes -= num_bytes
         stats.in_flight_slices -= 1
@@ -280,7 +280,7 @@ class PathTable:
         self._health[path].stats.num_mismatches += 1
 
     def measured(self, path: Path, bytes_per_s: float, now_s: float) -> None:
-        """A busy time of ``path`` went at this rate."""
+        """Count a rate that was measured on ``path`` while it was busy."""
         health = self._health[path]
         known = health.stats.bytes_per_s
         fresh = known > 0 and now_s - health.measured_at_s < RATE_MEMORY_S
@@ -327,7 +327,7 @@ class PathTable:
         return health.state is PathState.UP or now_s >= health.usable_at_s
 
     def _usable_paths(self, avoid: Collection[Path], now_s: float, paths: Sequence[Path]) -> list[Path]:
-        """Those of the best rank that has any."""
+        """The usable paths of the best rank that has any."""
         found: list[Path] = []
         for path in paths:
             if found and path.rank != found[0].rank:
@@ -354,7 +354,7 @@ class PathTable:
         return health.stats.bytes_per_s if now_s - health.measured_at_s < RATE_MEMORY_S else 0.0
 
     def _least_bad(self, avoid: Collection[Path], paths: Sequence[Path]) -> Path:
-        """No path that was not tried yet is usable: the one of them whose pause ends first, or of all."""
+        """Where no untried path is usable: the untried one whose pause ends first, else the one of all."""
         candidates = [path for path in paths if path not in avoid] or paths
         return min(candidates, key=lambda path: self._health[path].usable_at_s)
 
