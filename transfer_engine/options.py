@@ -48,7 +48,7 @@ class TransferSettings:
 
 
 def transfer_settings(options: TransferOptions, host: str) -> TransferSettings:
-    """The settings that the flags ask for, at ``host``, where the process listens. Raises ConfigError that names the flag."""
+    """The settings that the flags ask for; the process listens at ``host``. Raises ConfigError that names the flag."""
     transports = _names(options.transports)
     unknown = [name for name in transports if name not in TRANSPORTS]
     if unknown or len(set(transports)) != len(transports):

@@ -236,7 +236,7 @@ class QueuePair:
             raise TransferFailed(f"{self._info.name} takes no work: {os.strerror(abs(fault))}")
 
     def poll(self) -> list[WorkCompletion]:
-        """The operations that ended since the last call, in order; never waits. Unsignalled ones appear only if they failed.
+        """The operations that ended since the last call, in order; never waits. Of unsignalled ones only failed ones.
 
         Raises TransferFailed if the queue is broken.
         """
