@@ -17,7 +17,7 @@ from rich.console import Console
 from tanghulu.conductor.replay.report import make_report, table
 from tanghulu.conductor.replay.simulation import ClusterConfig, Simulation
 from tanghulu.conductor.replay.trace import TraceRequest, read_trace
-from tanghulu.conductor.routing.policies.base import Decision, RoutingPolicy, RequestView, WorkerView
+from tanghulu.conductor.routing.policies.base import Decision, RequestView, RoutingPolicy, WorkerView
 from tanghulu.conductor.routing.policies.registry import PolicyOptions, make_policy
 from tanghulu.types import InstanceId
 

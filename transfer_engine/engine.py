@@ -178,13 +178,13 @@ class TransferEngine:
         start_s = self._clock.now_s()
         if copy_fast(requests, self.config.fast_copy_bytes, self._resources, self._helper):
             return
-        if len(requests) == 1 and self._sent_directly(requests[0], start_s, deadline_s):
+        if len(requests) == 1 and self._sent_fast(requests[0], start_s, deadline_s):
             return
         left_s = deadline_s - (self._clock.now_s() - start_s)
         self._prepare(requests).wait(max(0.0, left_s)).raise_first()
 
     async def transfer_async(self, requests: Sequence[TransferRequest], deadline_s: float) -> None:
-        """The same for asyncio; small copies over shm happen at once, all else in one of the engine's threads.
+        """``transfer`` for asyncio; small copies over shm happen at once, all else in one of the engine's threads.
 
         Raises Overloaded if ``max_async_batches`` are waiting already.
         """
@@ -247,8 +247,8 @@ class TransferEngine:
                 del self._segments[stale]
             self._segments[key] = opening
 
-    def _sent_directly(self, request: TransferRequest, now_s: float, deadline_s: float) -> bool:
-        """Whether it has arrived as one slice on a transport that moves bytes by itself; not if it needs more."""
+    def _sent_fast(self, request: TransferRequest, now_s: float, deadline_s: float) -> bool:
+        """Whether the request was moved as one slice on the fast path; False if it needs more than that."""
         target = request.target
         if target.shm is not None or not request.plain or type(request.length) is not int:
             return False

@@ -1,4 +1,4 @@
-"""The transfer engine's metric names, read off its objects when they are scraped; in whichever process has them."""
+"""The transfer engine's metrics, read off its objects when they are scraped, in every process that has such objects."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _BOUNDS = [*(f"{bound:g}" for bound in LATENCY_BOUNDS_S), "+Inf"]
 
 
 class EngineCollector(Collector):
-    """What a process's TransferEngine does, by path, while the segment is open."""
+    """Publishes what a process's TransferEngine does, by path, while the segment is open."""
 
     def __init__(self, engine: TransferEngine) -> None:
         self._engine = engine
@@ -67,7 +67,7 @@ class EngineCollector(Collector):
 
 
 class ServerCollector(Collector):
-    """What peers do at a process's SegmentServer."""
+    """Publishes what peers do at a process's SegmentServer."""
 
     def __init__(self, server: SegmentServer) -> None:
         self._server = server

@@ -48,7 +48,7 @@ class TransferSettings:
 
 
 def transfer_settings(options: TransferOptions, host: str) -> TransferSettings:
-    """What the flags ask for; ``host`` is what the process listens on. Raises ConfigError that names the flag."""
+    """The settings that the flags ask for; the process listens at ``host``. Raises ConfigError that names the flag."""
     transports = _names(options.transports)
     unknown = [name for name in transports if name not in TRANSPORTS]
     if unknown or len(set(transports)) != len(transports):

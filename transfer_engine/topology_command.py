@@ -29,7 +29,7 @@ class TopologyConfig:
 
 
 def abilities(topology: Topology) -> dict[str, Ability]:
-    """Every transport with what was found by trying; nothing is left behind."""
+    """What each transport can do here, found by trying; nothing is left behind."""
     return {name: _tried(transport, topology) for name, transport in sorted(TRANSPORTS.items(), key=_by_default_first)}
 
 
@@ -44,7 +44,7 @@ def gpu_memory() -> Ability:
 
 
 def run(config: TopologyConfig) -> None:
-    """Print it. Raises ConfigError if the file is bad."""
+    """Print devices, matrix and abilities. Raises ConfigError if the file is bad."""
     topology = load(config.file)
     found = abilities(topology)
     gpus = gpu_memory()
@@ -87,7 +87,7 @@ def _device_lines(topology: Topology) -> list[str]:
 
 
 def _named(names: Sequence[str], usable: Collection[str]) -> str:
-    """Those that carry anything now; a device that is down, or has no address, does not."""
+    """The names of devices that carry anything now; one that is down, or has no address, does not."""
     return ", ".join(name for name in names if name in usable) or "none"
 
 

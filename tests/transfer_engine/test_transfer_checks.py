@@ -134,10 +134,10 @@ class TestChangedBytes:
         rdma, tcp = (Path(Endpoint(name, "a:1"), "", 0, rank) for rank, name in enumerate(("rdma", "tcp")))
         rule = PauseRule(3, 1.0, 2.0)
         table = PathTable([rdma, tcp], rule)
-        assert [table.choose(0, (), lambda path: 0, cargo=cargo) for cargo in Capability] == [rdma, tcp]
+        assert [table.choose(0, (), lambda path: 0, needs=needed) for needed in Capability] == [rdma, tcp]
         told = replace(tcp, notices_only=True)
         table = PathTable([rdma, told], rule)
-        assert [table.carries(cargo) for cargo in Capability] == [True, True]
+        assert [table.carries(needed) for needed in Capability] == [True, True]
         assert table.choose(0, [rdma], lambda path: 0) is rdma
         assert not PathTable([rdma], rule).carries(Capability.NOTICE)
 

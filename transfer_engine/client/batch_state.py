@@ -1,12 +1,12 @@
-"""One transfer batch from slices to results: pure decisions. Events and times go in, posts and drops come out.
+"""The state of one transfer batch, from slices to results: pure decisions. Events and times go in, posts come out.
 
-The shell (``handle``) performs a loop over one BatchState:
+``handle`` performs a loop over one BatchState:
 
-    posts = run.advance(now)         give each slice to its path's link
+    posts = batch.advance(now)         give each slice to its path's link
     arrived / corrupt / refused / lost   told from the links' completions
-    for check in run.take_checks()   compute its checksum, tell it by checked(); further posts may follow
-    paths = run.stalled(now)         cut these; what was on them is tried elsewhere
-    paths = run.give_up(now, error)  deadline or cancel: cut these, nothing may land any more
+    for check in batch.take_checks()   compute its checksum, tell it by checked(); further posts may follow
+    paths = batch.stalled(now)         cut these; what was on them is tried elsewhere
+    paths = batch.give_up(now, error)  deadline or cancel: cut these, nothing may land any more
 
 A slice that its path lost is tried on another, at most ``retries_max`` times more; one that the peer refused by a typed
 error is not tried again. What arrived with a wrong checksum, a slice or a whole request, is moved once more, over other
@@ -47,7 +47,7 @@ class AdmittedRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """What a run keeps to."""
+    """The bounds of one batch; ``limits`` by transport."""
 
     limits: Mapping[str, TransportLimits]
     retries_max: int
@@ -81,7 +81,7 @@ class _Request:
 
 
 class BatchState:
-    """The state of one batch in flight; a request that is an error has failed before it began."""
+    """One batch in flight; a request that is an error has failed before it began."""
 
     def __init__(self, requests: Sequence[AdmittedRequest | TanghuluError], limits: BatchLimits) -> None:
         self._limits = limits
@@ -103,7 +103,7 @@ class BatchState:
             while waiting:
                 piece = waiting[0]
                 path = table.choose(
-                    now_s, piece.lost_on, self._in_flight_bytes, piece.length, self._is_full, piece.cargo
+                    now_s, piece.lost_on, self._in_flight_bytes, piece.length, self._is_full, piece.needs
                 )
                 if path is None:
                     break
@@ -149,7 +149,7 @@ class BatchState:
         return checks
 
     def checked(self, index: int, digest: int, now_s: float) -> None:
-        """The request's bytes have this checksum. One that was given up meanwhile is let be."""
+        """The request's bytes have this checksum; does nothing for a request that was given up meanwhile."""
         request = self._requests[index]
         given = request.given
         assert given is not None
@@ -242,7 +242,7 @@ class BatchState:
         return self._num_posted == 0 and self._num_waiting == 0 and self._num_checking == 0
 
     def errors(self) -> list[TanghuluError | None]:
-        """By request: None when all its bytes have arrived. Only of a finished run."""
+        """By request: None when all its bytes have arrived. Only of a finished batch."""
         assert self.finished, "slices are still on their way"
         return [request.error for request in self._requests]
 

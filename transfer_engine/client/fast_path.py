@@ -1,7 +1,7 @@
-"""Short cuts for the smallest batches: one copy through the mapping, or one slice on one stream.
+"""The fast path of the smallest batches: one copy through the mapping, or one slice on one stream.
 
-They use the same buffers, paths and links as every batch, but no run and no handle: with one slice and one attempt
-there is nothing to decide but the path. Whatever does not go well at once is left to the long way, which tries again.
+It uses the same buffers, paths and links as every batch, but no BatchState and no handle: with one slice and one
+attempt there is nothing to decide but the path. What does not go well at once is left to them, and tried again.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def copy_fast(
 def _copied(
     requests: Sequence[TransferRequest], buffers: Sequence[Buffer], mapped: Sequence[ShmPeer], helper: CopyHelper
 ) -> bool:
-    """Whether all was copied while its owners lived; if not, what was shown to digests is void."""
+    """Whether all was copied while the segments' owners lived; if not, what was shown to digests is void."""
     try:
         for request, buffer, shm in zip(requests, buffers, mapped, strict=True):
             _copy(request, buffer, shm, helper)
@@ -93,7 +93,7 @@ def _copy(request: TransferRequest, buffer: Buffer, shm: ShmPeer, helper: CopyHe
 
 
 def _copy_one(request: TransferRequest, max_bytes: int, resources: EngineResources, helper: CopyHelper) -> bool:
-    """The same for one request. A copy of 64 KiB takes 10 us, and what comes with it must not take as long."""
+    """``copy_fast`` for one request. A copy of 64 KiB takes 10 us, and what comes with it must not take as long."""
     target = request.target
     shm = target.shm
     if shm is None or not request.plain:
@@ -201,7 +201,7 @@ def _let_go(link: Link | None, pool: LinkPool, path: Path, ended: Completion | N
 def _failed(
     ended: Completion | None, paths: PathTable, path: Path, until_s: float, clock: Clock, lock: threading.Lock
 ) -> bool:
-    """Tell the path's health; False: try the long way. Raises what the peer refused with, or DeadlineExceeded."""
+    """Tell the path's health; False: leave it to a handle. Raises what the peer refused with, or DeadlineExceeded."""
     with lock:
         if isinstance(ended, Refused):
             paths.succeeded(path)

@@ -1,4 +1,4 @@
-"""TransferHandle: the shell around one BatchState. Performs its instructions, turns completions into its events.
+"""TransferHandle drives one BatchState: it performs the instructions, and turns completions into events.
 
 The thread that waits drives: it posts, polls and applies, so a blocking caller never hops threads. One thread at a time
 has the turn. Links are borrowed by this batch alone, from the first post to the end; a batch to several peers borrows
@@ -49,7 +49,7 @@ class Callers:
 class EngineResources:
     """What all handles of an engine share. ``lock`` guards the health of paths, and is held for decisions only.
 
-    ``callers`` are the threads that are on the short way (see ``direct``); under the lock, too.
+    ``callers`` are the threads that are on the fast path (see ``fast_path``); under the lock, too.
     """
 
     clock: Clock
@@ -61,9 +61,9 @@ class EngineResources:
 class TransferHandle:
     """One submitted batch. Ends by ``wait``, ``wait_async`` or ``cancel``; dropping it cancels it."""
 
-    def __init__(self, resources: EngineResources, run: BatchState, requests: Sequence[TransferRequest]) -> None:
+    def __init__(self, resources: EngineResources, batch: BatchState, requests: Sequence[TransferRequest]) -> None:
         self._resources = resources
-        self._run = run
+        self._batch = batch
         self._requests = requests
         self._targets: dict[PathTable, RemoteSegment] = {each.target.paths: each.target for each in requests}
         self._tables = {path: table for table in self._targets for path in table.paths}
@@ -86,7 +86,7 @@ class TransferHandle:
     async def wait_async(self, deadline_s: float) -> BatchResult:
         """The same for asyncio: one of the engine's threads drives. Cancelling the coroutine cancels the batch."""
         admit_deadline(deadline_s)
-        if self._run.finished:
+        if self._batch.finished:
             return self._result()
         deadline_s = min(deadline_s, LONGEST_WAIT_S)
         until_s = self._resources.clock.now_s() + deadline_s
@@ -116,7 +116,7 @@ class TransferHandle:
 
     def status(self) -> list[TransferState]:
         """Where each request stands now. Moves what can be moved without waiting, unless another thread drives."""
-        if not self._run.finished and self._turn.acquire(blocking=False):
+        if not self._batch.finished and self._turn.acquire(blocking=False):
             try:
                 self._advance_now()
             finally:
@@ -126,25 +126,25 @@ class TransferHandle:
     @property
     def done(self) -> bool:
         """Whether every request has ended."""
-        return self._run.finished
+        return self._batch.finished
 
     @property
     def done_bytes(self) -> int:
         """Bytes of slices that have arrived, those of unfinished requests included."""
-        return self._run.done_bytes
+        return self._batch.done_bytes
 
     def story(self, index: int) -> list[str]:
         """What happened to the slices of one request, for people who debug."""
-        return self._run.story(index)
+        return self._batch.story(index)
 
     def check(self) -> None:
         """Assert the invariants; links are held only while something is under way."""
         with self._turn:
-            self._run.check()
-            assert not (self._run.finished and self._links)
+            self._batch.check()
+            assert not (self._batch.finished and self._links)
 
     def __del__(self) -> None:
-        if not self._run.finished:
+        if not self._batch.finished:
             self._finish(TransferCancelled("the batch's handle was dropped"))
 
     def __repr__(self) -> str:
@@ -170,17 +170,17 @@ class TransferHandle:
         try:
             self._drive(until_s, deadline_s)
         finally:
-            if not self._run.finished:
+            if not self._batch.finished:
                 self._finish(TransferCancelled("the thread that drove the batch was interrupted"))
             self._let_go()
             self._turn.release()
         return self._result()
 
     def _drive(self, until_s: float, deadline_s: float) -> None:
-        run, clock = self._run, self._resources.clock
-        if not run.finished and not self._borrow_all(until_s):
+        batch, clock = self._batch, self._resources.clock
+        if not batch.finished and not self._borrow_all(until_s):
             self._finish(_expired(deadline_s, "all links to a peer are lent to other batches; "))
-        while not run.finished:
+        while not batch.finished:
             now_s = clock.now_s()
             if self._stop is not None or now_s >= until_s:
                 self._finish(self._stop or _expired(deadline_s))
@@ -191,50 +191,50 @@ class TransferHandle:
         if self._borrow_all(None):
             now_s = self._resources.clock.now_s()
             self._step(now_s, now_s)
-        if self._run.finished:
+        if self._batch.finished:
             self._let_go()
 
     def _step(self, now_s: float, until_s: float) -> None:
         """Post, poll once (waiting until ``until_s`` at most), apply."""
-        run, lock = self._run, self._resources.lock
+        batch, lock = self._batch, self._resources.lock
         with lock:
-            posts = run.advance(now_s)
+            posts = batch.advance(now_s)
         for post in posts:
             self._perform(post)
-        stall_s = run.next_stall_s()
+        stall_s = batch.next_stall_s()
         wait_s = (until_s if stall_s is None else min(until_s, stall_s)) - self._resources.clock.now_s()
         completions = self._poll(0.0 if self._stop is not None else max(0.0, wait_s))
         now_s = self._resources.clock.now_s()
         with lock:
             for completion in completions:
                 self._apply(completion, now_s)
-            stalled = run.stalled(now_s)
+            stalled = batch.stalled(now_s)
         for path in stalled:
             self._cut(path)
-        for check in run.take_checks():
+        for check in batch.take_checks():
             digest = digest_of(check.memory)
             with lock:
-                run.checked(check.request_index, digest, now_s)
+                batch.checked(check.request_index, digest, now_s)
 
     def _perform(self, post: Post) -> None:
         try:
             link = self._link(self._tables[post.path], post.path.transport)
         except TanghuluError as error:
             with self._resources.lock:
-                self._run.lost(post.path, error, self._resources.clock.now_s())
+                self._batch.lost(post.path, error, self._resources.clock.now_s())
             return
         if post.piece.state is SliceState.POSTED:  # not lost together with an earlier post of this step
             link.post(post.piece, post.path)
 
     def _apply(self, completion: Completion, now_s: float) -> None:
         if isinstance(completion, Arrived):
-            self._run.arrived(completion.slice_id, now_s)
+            self._batch.arrived(completion.slice_id, now_s)
         elif isinstance(completion, Lost):
-            self._run.lost(completion.path, completion.error, now_s)
+            self._batch.lost(completion.path, completion.error, now_s)
         elif isinstance(completion, Corrupt):
-            self._run.corrupt(completion.slice_id, completion.error, now_s)
+            self._batch.corrupt(completion.slice_id, completion.error, now_s)
         else:
-            self._run.refused(completion.slice_id, completion.error, now_s)
+            self._batch.refused(completion.slice_id, completion.error, now_s)
 
     def _poll(self, timeout_s: float) -> list[Completion]:
         links = list(self._links.values())
@@ -252,8 +252,8 @@ class TransferHandle:
 
     def _finish(self, error: TanghuluError) -> None:
         """End what is unfinished with ``error``, close what it was on, and give the links back."""
-        if not self._run.finished:
-            for path in self._run.give_up(error, self._resources.clock.now_s()):
+        if not self._batch.finished:
+            for path in self._batch.give_up(error, self._resources.clock.now_s()):
                 self._cut(path)
         self._let_go()
 
@@ -306,13 +306,13 @@ class TransferHandle:
     # --- results
 
     def _request_state(self, index: int) -> TransferState:
-        ended, error = self._run.request_state(index)
+        ended, error = self._batch.request_state(index)
         if not ended:
             return TransferState.OPEN
         return TransferState.COMPLETE if error is None else TransferState.FAILED
 
     def _result(self) -> BatchResult:
-        errors = tuple(self._run.errors())
+        errors = tuple(self._batch.errors())
         done = sum(each.length for each, error in zip(self._requests, errors, strict=True) if error is None)
         return BatchResult(errors, done)
 

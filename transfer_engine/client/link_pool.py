@@ -107,7 +107,7 @@ class LinkPool:
             raise
 
     def _forget(self) -> None:
-        """One link is less: another may be made."""
+        """Count one link less: another may be made."""
         with self._lock:
             self._num_links -= 1
             self._changed.notify()

@@ -1,4 +1,4 @@
-"""What one batch has under way on one path: its window, its progress, its rate. Pure."""
+"""The slices of one batch under way on one path: window, progress, measured rate. Pure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PathLoad:
         return self.num_bytes >= self.limits.window_bytes or len(self.slices) >= self.limits.window_slices
 
     def add(self, piece: Slice, now_s: float) -> None:
-        """The slice is posted on the path."""
+        """Count a slice that was posted on the path."""
         if not self.slices:
             self.progress_s = self.busy_from_s = now_s
             self.busy_bytes = 0
@@ -41,7 +41,7 @@ class PathLoad:
         self.table.begun(self.path, piece.length)
 
     def remove(self, piece: Slice, now_s: float) -> None:
-        """It has ended there, in whatever way."""
+        """Count a slice that has ended there, in whatever way."""
         del self.slices[piece.slice_id]
         self.num_bytes -= piece.length
         self.progress_s = now_s

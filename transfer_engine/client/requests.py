@@ -1,4 +1,4 @@
-"""What callers say and hear: transfer requests, batches, results. Turns bad input away.
+"""Transfer requests, batches and results as callers see them. Turns bad input away.
 
 Owns no progress; nothing here blocks or touches a socket.
 """
@@ -145,7 +145,7 @@ def _take_numbers(request: TransferRequest) -> tuple[int, int, int, int]:
 
 
 def admit_deadline(deadline_s: float) -> None:
-    """Raise InvalidRequest if it is no number; one that is over already is DeadlineExceeded's affair."""
+    """Raise InvalidRequest if it is no number; a deadline that has passed is answered by DeadlineExceeded later."""
     if deadline_s != deadline_s:
         raise InvalidRequest(f"a deadline of {deadline_s} s is no time")
 
@@ -174,7 +174,7 @@ def _refuse_extras(request: TransferRequest) -> None:
 
 
 def admit(request: TransferRequest, buffer: Buffer) -> AdmittedRequest | TanghuluError:
-    """The request as the run wants it, or why it fails already: its target is closed, or no path does what it asks."""
+    """The request as BatchState wants it, or why it fails already: a closed target, no path that does what it asks."""
     target = request.target
     if target.closed:
         return NodeUnavailable(f"{target!r} was closed in this process; open it again")

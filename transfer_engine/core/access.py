@@ -11,8 +11,9 @@ The rule: time alone never frees a range that a peer may still read or write.
   capped; beyond the cap ``grant(shm=True)`` raises Overloaded and the caller serves that client copies.
 
 * A peer with queue pairs (rdma) reaches every range by itself, but can be stopped: its queue pairs belong to this
-  process. While ``direct`` says that a session has some, a lease that it loses stays open until ``end_one_sided`` says
-  that they are gone; ``on_revoke`` is called with the session's number, once, when they must be closed.
+  process. While ``begin_one_sided`` says that a session has some, a lease that it loses stays open until
+  ``end_one_sided`` says that they are gone; ``on_revoke`` is called with the session's number, once, when they must be
+  closed.
 
 Example: session 7 maps the memory, cap 100 bytes. It pins 60 bytes: granted. It pins 60 more: Overloaded (120 > 100),
 so the caller grants them with ``shm=False`` and the client reads over TCP. Its connection breaks: the 60 mapped bytes

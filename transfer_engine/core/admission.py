@@ -1,7 +1,7 @@
-"""What a segment's owner decides about its tcp peers: pure, no socket and no loop.
+"""What a segment's owner decides about its peers' connections: pure, no socket and no loop.
 
-Owns the connections' tokens, the fences, the counters, and which connections made no progress. ``server`` listens and
-sweeps; ``tcp_server`` moves the bytes and asks here; what a peer may touch is ``access``'s decision. The simulation
+Owns the connections' tokens, the fences, the counters, and which connections made no progress. ``owner.server``
+sweeps; the transports' listeners move the bytes and ask here; ``access`` decides what a peer may touch. The simulation
 drives this class as it stands.
 """
 
@@ -28,7 +28,7 @@ _READ, _WRITE, _READ_HEAD = Opcode.READ, Opcode.WRITE, Op.READ
 
 
 class Connection(Protocol):
-    """A peer's connection, of tcp or of rdma: what is asked of it here."""
+    """What is asked of a peer's connection, of whatever transport but shm."""
 
     token: int
     sweep_mark: object
@@ -48,7 +48,7 @@ OnNotice = Callable[[int, bytes], None]
 
 
 class PeerAdmission:
-    """The TcpAdmission of one segment of one generation.
+    """Admission of peers, and of their slices, to one segment of one generation; a ``TcpAdmission``.
 
     ``soon`` runs a callback behind the current event (the loop's ``call_soon``); ``on_freed`` is told which ranges
     became free because a transfer ended, ``on_emptied`` that the last connection has gone while it was not ``open``.

@@ -19,7 +19,7 @@ class Buffer:
 
     Registering it once spares every transfer the look-up of its address (and, on transports with registered memory,
     the registration). This object keeps the underlying one alive and, for a bytearray, unresizable. A torch tensor in
-    main memory is taken as it lies there; one on a GPU goes through ``gpu_staging``.
+    main memory is taken as it lies there; one on a GPU goes through ``gpu.staging``.
     """
 
     __slots__ = ("address", "array", "memory", "read_only", "regions", "registered", "size_bytes")
@@ -58,7 +58,7 @@ def _bytes_of(source: Any) -> Bytes:
     if not hasattr(source, "data_ptr"):
         return np.frombuffer(source, dtype=np.uint8)
     if source.device.type != "cpu":
-        raise TypeError(f"it lies on {source.device}; move it by gpu_staging.GpuStaging(engine).transfer")
+        raise TypeError(f"it lies on {source.device}; move it by gpu.staging.GpuStaging(engine).transfer")
     if not source.is_contiguous() or source.nbytes == 0:
         raise ValueError(f"a tensor of shape {tuple(source.shape)} with strides {source.stride()}")
     memory = (ctypes.c_uint8 * source.nbytes).from_address(source.data_ptr())

@@ -1,4 +1,4 @@
-"""What can be tuned about the engine; a value that is checked once and passed in. Owns no decision."""
+"""What can be tuned about an engine and a segment server: values that are checked once and passed in."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _has_spare_core() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TransportLimits:
-    """How one transport likes its work: slices of about ``slice_bytes``, at most so much in flight on one path."""
+    """The slices that suit one transport: about ``slice_bytes`` long, and how much may be in flight on one path."""
 
     slice_bytes: int
     window_bytes: int
@@ -58,7 +58,7 @@ class EngineConfig:
     slice_deadline_s: float = 5.0
     connect_timeout_s: float = 3.0
     #: Before it sleeps, a thread that waits for a small transfer over tcp asks again for up to three times this long,
-    #: where that pays (see ``spinning``). 0: never.
+    #: where that pays (see ``busy_polling``). 0: never.
     spin_s: float = SPIN_S
     #: Errors in a row that pause a path, and for how long (doubled by each failed probe up to the maximum).
     pause_after_errors: int = 3
@@ -71,7 +71,7 @@ class EngineConfig:
     fast_copy_bytes: int = 64 * MIB
     #: The same for ``transfer_async``, where the copy holds up the event loop.
     fast_copy_async_bytes: int = 256 << 10
-    #: Whether a thread of the engine's helps callers with long copies (see ``long_copy``).
+    #: Whether a thread of the engine's helps callers with long copies (see ``transports.shm.long_copy``).
     copy_helper: bool = field(default_factory=_has_spare_core)
     #: Threads that drive the batches of asyncio callers, and how many batches may wait for one.
     async_threads: int = 8
@@ -114,7 +114,7 @@ class ListenOptions:
     #: The verbs devices to offer, in the order of their rails; none: every usable one.
     rdma_devices: tuple[str, ...] = ()
     #: Pairs of a device's name and its address: the descriptor tells one tcp endpoint for each. ``host`` must let all
-    #: of them in. None: one endpoint, at ``advertised_host``.
+    #: of them in. Empty: one endpoint, at ``advertised_host``.
     tcp_devices: tuple[tuple[str, str], ...] = ()
     #: Which of these devices are not the preferred ones (see ``Endpoint.distance``).
     tcp_distances: Mapping[str, int] = field(default_factory=dict)

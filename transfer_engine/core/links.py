@@ -1,4 +1,4 @@
-"""What links of connections have in common, tcp's and those of the one-sided transports: a connection for each path.
+"""The common part of links that consist of connections (tcp, rdma, ucx): one connection for each path.
 
 Owns the connections' life and the poller that watches them; decides nothing. A connection that breaks is cut, and what
 was on it is told as one Lost by the next poll.
@@ -170,7 +170,7 @@ class WiredLink(ABC, Generic[C]):
         self._poller.register(fd, events)
 
     def _serve_ready(self, timeout_s: float) -> bool:
-        """Serve what is ready, waiting ``timeout_s`` for something; whether somebody woke us."""
+        """Serve what is ready, waiting ``timeout_s`` for something; whether ``wake`` was called."""
         woken = False
         for fd, events in self._poller.poll(timeout_s):
             ready = self._by_fd.get(fd)

@@ -1,4 +1,4 @@
-"""What the tcp transport asks of the machine: connections, and which of them are ready. The simulation puts its own.
+"""The machine's network as the tcp transport sees it: connections, and which are ready. The simulation has its own.
 
 Owns socket options and nothing else.
 """
@@ -30,7 +30,7 @@ class StreamSocket(Protocol):
         ...
 
     def setsockopt(self, level: int, option: int, value: bytes, /) -> None:
-        """Of SO_RCVTIMEO alone."""
+        """Called with SO_RCVTIMEO alone."""
         ...
 
     def send(self, data: bytes, flags: int, /) -> int:
@@ -72,7 +72,7 @@ class Poller(Protocol):
         ...
 
     def unregister(self, fd: int, /) -> None:
-        """Watch it no more."""
+        """Watch a descriptor no more."""
         ...
 
     def poll(self, timeout: float | None, /) -> list[tuple[int, int]]:
@@ -89,7 +89,7 @@ class Poller(Protocol):
 
 
 class Network(Protocol):
-    """Makes both."""
+    """Makes connections and pollers."""
 
     def connect(self, path: Path, address: Address) -> StreamSocket:
         """A socket that has begun to connect without waiting for it, over the path's local device.
@@ -104,7 +104,7 @@ class Network(Protocol):
 
 
 class KernelNetwork:
-    """The machine's own."""
+    """The machine's own network."""
 
     def connect(self, path: Path, address: Address) -> socket.socket:
         """A TCP socket without Nagle's delay, bound to the path's local device if it names one."""

@@ -26,7 +26,7 @@ from tanghulu.transfer_engine.core.segment import Endpoint
 
 
 class Capability(Enum):
-    """What a slice asks of its path."""
+    """What a path can carry, and a slice needs."""
 
     #: Any path moves bytes, and has their checksum compared.
     DATA = "data"
@@ -167,14 +167,14 @@ class PathTable:
         self.paths = tuple(sorted(paths, key=lambda path: (path.rank, path.stream)))
         self._rule = rule
         self._health = {path: _Health() for path in self.paths}
-        self._carriers = {cargo: tuple(filter(lambda path: _carries(path, cargo), self.paths)) for cargo in Capability}
+        self._carriers = {each: tuple(filter(lambda path: _carries(path, each), self.paths)) for each in Capability}
         self._late: deque[tuple[Path, int, float]] = deque()  # slices to be counted by who holds the lock
         self._best: Path | None = None  # with nothing in flight and no path in trouble
         self._best_until_s = 0.0
 
-    def carries(self, cargo: Capability) -> bool:
+    def carries(self, capability: Capability) -> bool:
         """Whether there is a path for such slices."""
-        return bool(self._carriers[cargo])
+        return bool(self._carriers[capability])
 
     def choose(
         self,
@@ -183,19 +183,19 @@ class PathTable:
         in_flight_bytes: Callable[[Path], int],
         length: int = 0,
         is_full: Callable[[Path], bool] = lambda path: False,
-        cargo: Capability = Capability.DATA,
+        needs: Capability = Capability.DATA,
     ) -> Path | None:
         """The path for one slice of ``length`` bytes, or None when it shall wait for room.
 
         ``avoid``: paths that lost this slice before; they are taken again only when there is no other.
         ``in_flight_bytes(path)``: bytes on it now; ``is_full(path)``: whether its window is full. Only of paths that
-        carry the ``cargo``, of which there must be one (see ``carries``).
+        have the capability that the slice ``needs``, of which there must be one (see ``carries``).
         """
-        usable = self._usable_paths(avoid, now_s, self._carriers[cargo])
+        usable = self._usable_paths(avoid, now_s, self._carriers[needs])
         if usable:
             best = usable[0] if len(usable) == 1 else self._soonest(usable, now_s, in_flight_bytes, length)
         else:
-            best = self._least_bad(avoid, self._carriers[cargo])
+            best = self._least_bad(avoid, self._carriers[needs])
         if is_full(best):
             return None
         if self._health[best].state is not PathState.UP:
@@ -243,7 +243,7 @@ class PathTable:
         stats.in_flight_slices += 1
 
     def ended(self, path: Path, num_bytes: int) -> None:
-        """It is not under way any more, for whatever reason."""
+        """The slice is not under way any more, for whatever reason."""
         stats = self._health[path].stats
         stats.in_flight_bytes -= num_bytes
         stats.in_flight_slices -= 1
@@ -280,7 +280,7 @@ class PathTable:
         self._health[path].stats.num_mismatches += 1
 
     def measured(self, path: Path, bytes_per_s: float, now_s: float) -> None:
-        """A busy time of ``path`` went at this rate."""
+        """Count a rate that was measured on ``path`` while it was busy."""
         health = self._health[path]
         known = health.stats.bytes_per_s
         fresh = known > 0 and now_s - health.measured_at_s < RATE_MEMORY_S
@@ -327,7 +327,7 @@ class PathTable:
         return health.state is PathState.UP or now_s >= health.usable_at_s
 
     def _usable_paths(self, avoid: Collection[Path], now_s: float, paths: Sequence[Path]) -> list[Path]:
-        """Those of the best rank that has any."""
+        """The usable paths of the best rank that has any."""
         found: list[Path] = []
         for path in paths:
             if found and path.rank != found[0].rank:
@@ -354,7 +354,7 @@ class PathTable:
         return health.stats.bytes_per_s if now_s - health.measured_at_s < RATE_MEMORY_S else 0.0
 
     def _least_bad(self, avoid: Collection[Path], paths: Sequence[Path]) -> Path:
-        """No path that was not tried yet is usable: the one of them whose pause ends first, or of all."""
+        """Where no untried path is usable: the untried one whose pause ends first, else the one of all."""
         candidates = [path for path in paths if path not in avoid] or paths
         return min(candidates, key=lambda path: self._health[path].usable_at_s)
 
@@ -364,8 +364,8 @@ class PathTable:
         health.usable_at_s = now_s + max(health.pause_s, self._rule.pause_s)  # others wait for the outcome
 
 
-def _carries(path: Path, cargo: Capability) -> bool:
-    if cargo is Capability.DATA:
+def _carries(path: Path, capability: Capability) -> bool:
+    if capability is Capability.DATA:
         return not path.notices_only
     return path.transport == NOTICE_TRANSPORT
 

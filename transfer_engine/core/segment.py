@@ -1,4 +1,4 @@
-"""Memory that a process offers to its peers, and the words by which peers find it.
+"""Memory that a process offers to its peers, and the descriptor by which peers find it.
 
 Owns the shared mapping's life (create, seal, unmap) and the descriptor's meaning. Knows nothing of
 sockets, leases or protobuf (see ``descriptor_wire`` for the latter).
@@ -103,7 +103,7 @@ class MemorySegment:
 
     @property
     def address(self) -> int:
-        """Where it is in this process."""
+        """The memory's address in this process."""
         return int(np.frombuffer(self.view, np.uint8).__array_interface__["data"][0])
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Slices: the unit that the engine posts to one path. Pure: cutting, states, and what happened to each.
+"""Slices, the unit that the engine posts to one path: how they are cut, their states, what happened to each. Pure.
 
 A request of ``length`` bytes is cut into pieces of the transport's ``slice_bytes``; a last piece shorter than half of
 that is merged into the one before it, because a short slice costs a whole reply. Example with 1 MiB: 2.25 MiB -> 1 +
@@ -109,8 +109,8 @@ class Slice:
         return following
 
     @property
-    def cargo(self) -> Capability:
-        """What it asks of its path."""
+    def needs(self) -> Capability:
+        """What the slice asks of its path."""
         return Capability.DATA if self.notice is None else Capability.NOTICE
 
     def memory(self) -> memoryview:

@@ -1,4 +1,4 @@
-"""Memory that is registered already, through which small buffers are copied: registering them would cost more.
+"""Memory that is registered in advance, through which small buffers are copied: to register them would cost more.
 
 Owns the memory and which of its slots are free; registering it is the transport's affair.
 """
@@ -43,7 +43,7 @@ class StagedSlots:
         self._free.append(slot)
 
     def address(self, slot: int) -> int:
-        """Where the slot begins."""
+        """The address at which the slot begins."""
         return self.memory.address + slot * STAGED_BYTES
 
     def check(self) -> None:

@@ -165,12 +165,12 @@ def parse_head(data: memoryview | bytes | bytearray) -> Head:
 
 
 def check_head_version(data: memoryview | bytes | bytearray) -> None:
-    """Raise OtherVersion if a head that begins so is of another."""
+    """Raise OtherVersion if a head that begins so is of another version."""
     check_request_version(data, _HEAD_MAGIC, VERSION, "tcp transfer")
 
 
 def check_reply_version(data: memoryview | bytes | bytearray) -> None:
-    """Raise OtherVersion if a reply that begins so is of another."""
+    """Raise OtherVersion if a reply that begins so is of another version."""
     check_answer_version(data, _REPLY_MAGIC, VERSION, "tcp transfer")
 
 
@@ -249,12 +249,12 @@ def parse_shm_hello(data: bytes) -> tuple[int, int, int]:
 
 
 def check_shm_hello_version(data: bytes) -> None:
-    """Raise OtherVersion if a hello that begins so is of another."""
+    """Raise OtherVersion if a hello that begins so is of another version."""
     check_request_version(data, _SHM_MAGIC, VERSION, "shm")
 
 
 def check_shm_answer_version(data: bytes) -> None:
-    """Raise OtherVersion if an answer that begins so is of another."""
+    """Raise OtherVersion if an answer that begins so is of another version."""
     check_answer_version(data, _SHM_MAGIC, VERSION, "shm")
 
 

@@ -38,7 +38,7 @@ class GpuFinding:
 
 @dataclass(frozen=True, slots=True)
 class GpuProbe:
-    """What was found: the GPUs, or why none was looked at."""
+    """The GPUs that were tried, or why none was."""
 
     gpus: tuple[GpuFinding, ...]
     reason: str
@@ -55,7 +55,7 @@ class GpuProbe:
 
 
 def probe() -> GpuProbe:
-    """Try it in a process of its own; never raises."""
+    """Try to register GPU memory, in a process of its own; never raises."""
     try:
         ctypes.CDLL(_DRIVER)
     except OSError as error:
@@ -130,7 +130,7 @@ class _Driver:
         self._call("cuInit", ctypes.c_uint(0))
 
     def num_gpus(self) -> int:
-        """How many there are; raises NodeUnavailable if none."""
+        """How many GPUs there are; raises NodeUnavailable if none."""
         count = ctypes.c_int()
         self._call("cuDeviceGetCount", ctypes.byref(count))
         if count.value == 0:
@@ -144,7 +144,7 @@ class _Driver:
         return gpu
 
     def name(self, gpu: ctypes.c_int) -> str:
-        """What it is sold as."""
+        """The GPU's product name."""
         text = ctypes.create_string_buffer(128)
         self._call("cuDeviceGetName", text, ctypes.c_int(len(text)), gpu)
         return text.value.decode(errors="replace")

@@ -1,4 +1,4 @@
-"""GPU memory through a pinned ring in main memory: works with every transport, and with every GPU that torch knows.
+"""Transfers of GPU memory through a pinned ring in main memory: for every transport, and every GPU that torch knows.
 
 Owns the ring and the copy streams; what is where when is ``staging_plan``'s decision. The one file of the transfer
 engine that imports torch, and only when a ring is made.
@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 
 class DeviceCopier(Protocol):
-    """Copies between a device's memory and the ring, behind the caller's back."""
+    """Copies between a device's memory and the ring; a copy goes on after the call that starts it."""
 
     def copy(self, half: int, to: torch.Tensor, source: torch.Tensor) -> None:
         """Start a copy."""
@@ -39,7 +39,7 @@ Copies = Callable[[StagingEvent, Piece], Iterable[tuple["torch.Tensor", "torch.T
 
 
 class HostCopier:
-    """For tensors in main memory: a copy is done at once."""
+    """Copies tensors in main memory: a copy is done at once."""
 
     def copy(self, half: int, to: torch.Tensor, source: torch.Tensor) -> None:
         """Copy."""
@@ -50,7 +50,7 @@ class HostCopier:
 
 
 class CudaCopier:
-    """A stream for each half and GPU.
+    """Copies tensors on GPUs, on a stream for each half of the ring and GPU.
 
     The tensors' producers on the caller's current stream are waited for, as torch asks; not with ``settled``, for
     tensors that nobody computes any more and whose readers are done.

@@ -1,4 +1,4 @@
-"""The watch over peers' processes: says when one has exited. Owns their pidfds; what follows is others' decision."""
+"""The watch over peers' processes: says when one has exited. Owns their pidfds; the caller decides what follows."""
 
 from __future__ import annotations
 

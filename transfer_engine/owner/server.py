@@ -131,12 +131,12 @@ class SegmentServer:
 
     @property
     def bytes_read(self) -> dict[str, int]:
-        """By transport, from the client's point of view."""
+        """Payload bytes by transport, from the client's point of view."""
         return {"shm": 0, "tcp": self._admission.bytes_read}
 
     @property
     def bytes_written(self) -> dict[str, int]:
-        """By transport, from the client's point of view."""
+        """Payload bytes by transport, from the client's point of view."""
         return {"shm": 0, "tcp": self._admission.bytes_written}
 
     @property

@@ -3,7 +3,7 @@
 A *location* is where memory lies: ``cpu:N`` for NUMA node N, ``gpu:N`` for the N-th GPU by its PCI address. The matrix
 says for each location which devices are preferred and which come after them: those of a NUMA node, or of no known one,
 before the others; those nearest to a GPU by PCIe before the others. A file may replace what was discovered. Pure, but
-for ``topology_discovery``, which reads the system.
+for ``discovery``, which reads the system.
 
 The file, all of it optional but the names:
 

@@ -1,4 +1,4 @@
-"""Reads the machine's network devices and GPUs from /sys and the kernel. Owns no decision; see ``topology``."""
+"""Reads the machine's network devices and GPUs from /sys and the kernel. Owns no decision; see ``devices``."""
 
 from __future__ import annotations
 

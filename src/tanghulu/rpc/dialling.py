@@ -1,4 +1,4 @@
-"""How a blocking connection of the fast lane is opened: by a Unix socket, by TCP, or by TLS."""
+"""Opens blocking connections of the fast lane: by a Unix socket, by TCP, or by TLS."""
 
 from __future__ import annotations
 

@@ -117,11 +117,11 @@ class AsyncFastConnection(asyncio.Protocol):
             on_reply(NodeUnavailable(f"connection to {self.peer} was lost: {reason}"))
 
     def pause_writing(self) -> None:
-        """The peer reads slowly: calls wait before they send."""
+        """Have calls wait before they send: the peer reads slowly."""
         self._writable.clear()
 
     def resume_writing(self) -> None:
-        """The peer reads again."""
+        """Let calls send again."""
         self._writable.set()
 
     async def call(

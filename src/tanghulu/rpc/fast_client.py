@@ -126,7 +126,7 @@ class FastConnection:
         return outcome
 
     def call_one(self, call: Call[R], *, deadline_s: float = 5.0) -> Reply[R] | TanghuluError:
-        """As ``call_many`` for one call, with as little work as it takes: what everybody waits for."""
+        """``call_many`` for one call, with as little work as that takes."""
         return self._alone(self._exchange_one, call, deadline_s)
 
     def call_many(self, calls: Sequence[Call[R]], *, deadline_s: float = 5.0) -> list[Reply[R] | TanghuluError]:
@@ -371,7 +371,7 @@ class Asking(Generic[R]):
 
 
 def _stray(peer: str, frame: Frame) -> TanghuluError:
-    """What a reply to no call means: with id 0 the peer says why it ends the connection."""
+    """The meaning of a reply to no call: with id 0 the peer says why it ends the connection."""
     if frame.call_id == 0 and frame.method == fastlane_pb2.METHOD_ERROR:
         return error_of(decode(common_pb2.Status, frame.body)) or InvalidRequest(f"{peer} ended the connection")
     return InvalidRequest(f"{peer} answered call {frame.call_id}, which nobody made")

@@ -85,7 +85,7 @@ class PartialFrame:
         return self._size - self._filled
 
     def filled(self, count: int) -> None:
-        """So many bytes have come into ``rest``."""
+        """Count bytes that have come into ``rest``."""
         self._filled += count
         if self._filled == len(self._memory) < self._size:
             larger = memoryview(bytearray(min(2 * self._filled, self._size)))
@@ -131,7 +131,7 @@ class PlacedFrame:
         return len(self._view) - self._filled
 
     def filled(self, count: int) -> None:
-        """So many bytes have come into ``rest``."""
+        """Count bytes that have come into ``rest``."""
         self._filled += count
 
     def take(self, data: memoryview) -> int:

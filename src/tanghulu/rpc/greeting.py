@@ -1,4 +1,4 @@
-"""HELLO as those say it that have only credentials to show: no session, no memory."""
+"""HELLO of callers that have only credentials to show: no session, no memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tanghulu.rpc.frames import PROTOCOL_VERSION
 
 
 async def show(connection: AsyncFastConnection, credentials: Credentials, deadline_s: float) -> None:
-    """Let the master at the other end know who asks, if there is anything to show; raises Unauthorized."""
+    """Show the credentials, if there are any, to the master at the other end; raises Unauthorized."""
     if credentials.shown:
         call = hello(credentials)
         await connection.call(call.method, call.request, call.reply_type, deadline_s=deadline_s)

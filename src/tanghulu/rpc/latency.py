@@ -1,4 +1,4 @@
-"""How long things take: histograms for ``/metrics``. First of all how long a process takes to answer, by method."""
+"""Latency histograms for ``/metrics``, above all of the time that a process takes to answer, by method."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Latencies(Generic[K]):
         self.sums_s: dict[K, float] = dict.fromkeys(self.counts, 0.0)
 
     def took(self, kind: K, seconds: float) -> None:
-        """One of ``kind`` took so long; of a call, by an error too, from its last byte to its answer."""
+        """Count one of ``kind`` that took ``seconds``; a call's, from its last byte to its answer or error."""
         counts = self.counts.get(kind)
         if counts is None:
             counts = self.counts[kind] = [0] * (NUM_BUCKETS + 1)
@@ -36,7 +36,7 @@ class Latencies(Generic[K]):
 
 
 class HistogramCollector(Collector, Generic[K]):
-    """Publishes them as one histogram, with the name of each kind as ``label``."""
+    """Publishes latencies as one histogram, with the name of each kind as ``label``."""
 
     def __init__(self, latencies: Latencies[K], name: str, text: str, label: str, name_of: Callable[[K], str]) -> None:
         self._latencies = latencies
@@ -57,7 +57,7 @@ class HistogramCollector(Collector, Generic[K]):
 
 
 class LatencyCollector(HistogramCollector[int]):
-    """Those of the fast lane's calls."""
+    """Publishes the latencies of the fast lane's calls."""
 
     def __init__(self, latencies: Latencies[int]) -> None:
         text = "from the last byte of a fast-lane call to its answer"

@@ -1,4 +1,4 @@
-"""A shorter way to a process of this host that is known by its TCP address: a Unix socket named after the port.
+"""A shortcut to a process of this host that is known by its TCP address: a Unix socket named after the port.
 
 A small call over the loopback costs several microseconds more each way than over a Unix socket, and a put waits for
 four of them. Whoever serves a port on the loopback also listens on the abstract Unix socket of that name; abstract

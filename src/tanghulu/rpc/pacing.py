@@ -1,4 +1,4 @@
-"""Connections that never leave the machine are not paced. Owns one socket option and nothing else."""
+"""Takes congestion control from connections that never leave the machine. Owns one socket option and nothing else."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ _UCRED = struct.Struct("3i")
 
 
 class PortMux:
-    """The listening side of a process. ``start`` opens it, ``close`` lets nobody in and ends what is open."""
+    """Listens at a process's one port. ``start`` opens it; ``close`` stops listening and ends what is open."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class PortMux:
                 os.unlink(path)
 
     def enter(self, transport: asyncio.Transport) -> None:
-        """A connection came in. Of those that have not said what they want, the oldest has to go if they are many."""
+        """Count a new connection; if too many have not said what they want, the oldest of those is closed."""
         self._transports.add(transport)
         self._empty.clear()
         self._undecided[transport] = None
@@ -144,22 +144,22 @@ class PortMux:
             oldest.abort()
 
     def decided(self, transport: asyncio.Transport) -> None:
-        """It has said what it wants."""
+        """Count a connection that has said what it wants."""
         self._undecided.pop(transport, None)
 
     def begin_relay(self) -> bool:
-        """One more connection wants gRPC; False: there are as many as may be."""
+        """Admit one more connection to gRPC; False: there are as many as may be."""
         if self._num_relays >= self.service.max_connections:
             return False
         self._num_relays += 1
         return True
 
     def end_relay(self) -> None:
-        """One of them has ended."""
+        """Count a gRPC connection that has ended."""
         self._num_relays -= 1
 
     def leave(self, transport: asyncio.Transport) -> None:
-        """A connection ended."""
+        """Forget a connection that has ended."""
         self._transports.discard(transport)
         self._undecided.pop(transport, None)
         if not self._transports:

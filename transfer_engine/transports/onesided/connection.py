@@ -1,4 +1,4 @@
-"""One end of the client's and the control connection that belongs to it: set up, posted to, polled, given up.
+"""One mover of the client's and its control connection: they are set up, posted to, polled and given up together.
 
 Owns the order of what happens to a slice: it waits until the owner's end is reached, fences are told and its lease was
 asked for; it is posted; it lands; and where it is verified the owner is asked what its range holds, and both sides are
@@ -36,11 +36,11 @@ class Mover(Protocol):
         ...
 
     def advance(self) -> None:
-        """Take note of what happened meanwhile to the connecting."""
+        """Go on with connecting."""
         ...
 
     def has_room_for(self, piece: Slice) -> bool:
-        """Whether it can be posted now."""
+        """Whether the slice can be posted now."""
         ...
 
     def post(self, piece: Slice) -> None:

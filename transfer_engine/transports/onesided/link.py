@@ -1,4 +1,4 @@
-"""Links of the transports that go past the owner's process: rdma and ucx differ in the movers that they make.
+"""Links of the one-sided transports, which go past the owner's process: rdma and ucx differ in their movers.
 
 Owns a link's connections, decides nothing. ``rdma`` and ``ucx`` say how it is assured that no WRITE lands late.
 """
@@ -26,7 +26,7 @@ _PAUSE_S = 50e-6
 
 
 class Movers(Protocol):
-    """One link's movers, and what they share."""
+    """Makes one link's movers, and owns what they share."""
 
     dialect: Dialect
 
@@ -51,7 +51,7 @@ class OneSidedPeer:
         self._paths = paths
 
     def paths(self, rank: int) -> list[Path]:
-        """Those that the transport makes."""
+        """Every path, as the transport pairs devices and endpoints."""
         return self._paths(rank)
 
     def connect(self) -> OneSidedLink:

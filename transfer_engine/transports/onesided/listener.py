@@ -27,7 +27,7 @@ _TOKEN_OPS = (ControlOp.CONNECT, ControlOp.FENCE, ControlOp.CLOSE)
 
 
 class FarEnd(Protocol):
-    """What a client reaches the segment through, while it is open."""
+    """The owner's end of one client's connection: bytes reach the segment through it while it is open."""
 
     def close(self) -> None:
         """Nothing lands and nothing is sent through it any more when this returns."""
@@ -35,7 +35,7 @@ class FarEnd(Protocol):
 
 
 class Grant(NamedTuple):
-    """An end that was made for one client, and what that has to be told (see ``onesided_wire``)."""
+    """An end that was made for one client, and what that has to be told (see ``wire``)."""
 
     end: FarEnd
     payload: bytes
@@ -74,7 +74,7 @@ class FarEnds(Protocol):
 
 
 class OneSidedListener:
-    """Serve a segment through ``ends``; everything but the making of ends happens on one event loop."""
+    """Serves a segment through ``ends``; everything but the making of ends happens on one event loop."""
 
     def __init__(self, ends: FarEnds, context: ServeContext) -> None:
         self.ends = ends
@@ -144,7 +144,7 @@ class OneSidedListener:
         self.admission.hello(connection, head)
 
     def begun(self, session_id: int) -> None:
-        """An end of the session serves from now on; ``ended`` follows. Raises InvalidRequest without the session."""
+        """Count an end of the session that serves from now on; ``ended`` follows. Raises InvalidRequest."""
         if self._access is not None:
             self._access.begin_one_sided(session_id)
 
@@ -215,7 +215,7 @@ class OneSidedServerConnection(asyncio.Protocol):
 
     @property
     def session_id(self) -> int:
-        """Whose it is, once it is admitted."""
+        """The session of the client, once it is admitted."""
         return 0 if self._connected is None else self._connected.session_id
 
     # --- asyncio's calls

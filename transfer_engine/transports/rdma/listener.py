@@ -1,7 +1,7 @@
 """The owner's ends of rdma: the segment registered with every device, and a queue pair for each client.
 
-Owns the devices and the memory regions. It takes no part in transfers; who gets a queue pair, and when it must go, is
-``onesided_server``'s affair.
+Owns the devices and the memory regions. It takes no part in transfers; ``onesided.listener`` decides who gets a
+queue pair, and when it must go.
 """
 
 from __future__ import annotations

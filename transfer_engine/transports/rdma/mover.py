@@ -101,7 +101,7 @@ class RdmaMover:
         self._set_up = SetUp(self._pair, address, self._devices, self._wake)
 
     def advance(self) -> None:
-        """See whether the thread is done."""
+        """Take the outcome of the connecting thread, once it is there."""
         if self._set_up is None or not self._set_up.done:
             return
         if self._set_up.error is not None:

@@ -204,7 +204,7 @@ class QueuePair:
         return QueuePairAddress(info.gid, info.lid, number, number & 0xFFFFFF, info.mtu)
 
     def connect(self, peer: QueuePairAddress) -> None:
-        """Make it ready to receive and to send; raises NodeUnavailable if the device knows no way to the peer.
+        """Make the pair ready to receive and to send; raises NodeUnavailable if the device knows no way to the peer.
 
         The kernel looks for the peer's link address, up to a second; other threads run meanwhile.
         """
@@ -236,7 +236,7 @@ class QueuePair:
             raise TransferFailed(f"{self._info.name} takes no work: {os.strerror(abs(fault))}")
 
     def poll(self) -> list[WorkCompletion]:
-        """What ended since, in order; never waits. Unsignalled works appear only when they failed.
+        """The operations that ended since the last call, in order; never waits. Of unsignalled ones only failed ones.
 
         Raises TransferFailed if the queue is broken.
         """
@@ -282,7 +282,7 @@ class QueuePair:
                 self.woken()
 
     def close(self) -> None:
-        """Destroy it: when this returns, the device touches no memory through it any more."""
+        """Destroy the pair: when this returns, the device touches no memory through it any more."""
         pair, self._pair = self._pair, None
         queue, self._queue = self._queue, None
         channel, self._channel = self._channel, None

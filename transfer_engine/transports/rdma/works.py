@@ -1,6 +1,6 @@
-"""WorkRequest requests and completions: what the engine says, and the bytes that the device reads and writes.
+"""Work requests and completions: as the engine says them, and as the bytes that the device reads and writes.
 
-Pure but for the memory that it owns; ``rdma_verbs`` hands its addresses to the device.
+Pure but for the memory that it owns; ``verbs`` hands its addresses to the device.
 """
 
 from __future__ import annotations

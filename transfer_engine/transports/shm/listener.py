@@ -35,7 +35,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class ShmListener:
-    """Serve the file descriptor of a segment, of one generation, at a Unix socket (mode 0600)."""
+    """Serves the file descriptor of a segment, of one generation, at a Unix socket (mode 0600)."""
 
     def __init__(self, context: ServeContext) -> None:
         path = context.listen.unix_path

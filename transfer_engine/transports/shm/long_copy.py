@@ -30,17 +30,17 @@ _HALF, _MOST = 1 / 2, 3 / 4
 
 
 class Digest(Protocol):
-    """Computes something of bytes that it is shown in order, as ``store.protocol.checksums.RunningChecksums`` does."""
+    """Computes something of bytes, shown to it in order, as ``store.protocol.checksums.RunningChecksums`` does."""
 
     def add(self, piece: memoryview) -> None:
-        """What follows."""
+        """Show it the next bytes."""
 
     def void(self) -> None:
-        """What was shown may have been overwritten since, or was not all: forget it."""
+        """Forget the bytes that were shown: they may have been overwritten since, or are not all."""
 
 
 class LongCopy:
-    """One copy, in parts that caller and helper take; its bounds were checked by the caller."""
+    """One copy in parts, of which caller and helper each take some; the caller has checked its bounds."""
 
     def __init__(
         self, to: Memory, to_offset: int, source: Memory, source_offset: int, length: int, share: float
@@ -92,7 +92,7 @@ class LongCopy:
 
 
 def _pass(guard: threading.Lock) -> None:
-    """Wait until its holder is done, even if a signal's handler raises meanwhile; that is raised on."""
+    """Wait until the holder of ``guard`` is done, even if a signal's handler raises meanwhile; that is raised on."""
     try:
         guard.acquire()
     except BaseException:  # Ctrl-C, too: memory must not be given back under a copy; all is raised on
@@ -140,7 +140,7 @@ class CopyHelper:
                 self._num_callers -= 1
 
     def _copy(self, work: LongCopy, *, helped: bool) -> None:
-        """In few calls: after each the interpreter is waited for."""
+        """Copy in few calls: after each the interpreter is waited for."""
         try:
             share = _HALF if helped and self._recruit(work) else 1.0
             while work.copy_front(share) is not None:
@@ -149,7 +149,7 @@ class CopyHelper:
             work.end()
 
     def _copy_shown(self, work: LongCopy, opcode: Opcode, shown: memoryview, digest: Digest, *, helped: bool) -> None:
-        """In pieces, which the digest finds in the cache."""
+        """Copy in pieces, which the digest finds in the cache."""
         position, length = 0, len(shown)
         try:
             if helped:

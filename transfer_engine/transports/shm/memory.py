@@ -55,7 +55,7 @@ class MappedMemory:
         length: int,
         digest: Digest | None,
     ) -> None:
-        """``copy`` with its help."""
+        """``copy`` with the help of ``helper``."""
         if opcode is _READ:
             helper.copy(opcode, local, local_offset, self, remote_offset, length, digest)
         else:
@@ -107,7 +107,7 @@ class ProcessMemory:
         self._move(opcode, local.address + local_offset, remote_offset, length)
 
     def touch(self, offset: int, length: int) -> None:
-        """There are no pages here."""
+        """Do nothing: no pages are mapped."""
 
     def digest(self, offset: int, length: int) -> int:
         """The xxh3_64 of a range, which is copied for it."""

@@ -1,4 +1,4 @@
-"""Pages of a peer's segment are mapped many at a time, before the first long write touches them.
+"""Maps pages of a peer's segment, many at a time, before the first long write touches them.
 
 Each process that maps a segment has page tables of its own, empty at first: a write to a page that it has not touched
 costs a fault, and a segment of gigabytes has millions of pages. A read's fault maps the pages around it as well, and
@@ -50,7 +50,7 @@ class PageToucher:
         self._units: TouchedUnits | None = TouchedUnits(len(area))
 
     def touch(self, offset: int, length: int) -> None:
-        """The range is about to be written. Short ones are left to the faults, which are as cheap for few pages."""
+        """Map a range that is about to be written. Short ones are left to the faults, as cheap for few pages."""
         units = self._units
         if length < UNIT_BYTES or units is None:
             return

@@ -169,7 +169,7 @@ class ShmPeer:
             digest.add(local.array[local_offset : local_offset + length].data)
 
     def touch(self, offset: int, length: int) -> None:
-        """The caller is about to write to that range of ``view``: map its pages in one go."""
+        """Map the pages of a range of ``view``, to which the caller is about to write, in one go."""
         self._memory.touch(offset, length)
 
     def digest(self, offset: int, length: int) -> int:
@@ -191,7 +191,7 @@ class ShmPeer:
         return bool(found == 0)
 
     def gone(self) -> NodeUnavailable:
-        """The error to report when it is not."""
+        """The error to report when the owner is not ``alive``."""
         return NodeUnavailable(f"shm socket {self._endpoint.address}: the owner of the segment hung up")
 
     def connect(self) -> ShmLink:

@@ -67,7 +67,7 @@ _READ, _WRITE, _HELLO = Op.READ, Op.WRITE, Op.HELLO
 
 
 class TcpAdmission(Protocol):
-    """What a connection asks its server."""
+    """What a connection asks of its segment's admission; ``PeerAdmission``, and the simulation's."""
 
     view: memoryview
     piece_bytes: int
@@ -114,7 +114,7 @@ class TcpAdmission(Protocol):
 
 
 class TcpListener:
-    """Serve a segment at ``ServeContext.listen.host`` and ``port``."""
+    """Serves a segment at the host and port of its ``ListenOptions``."""
 
     def __init__(self, context: ServeContext) -> None:
         self._context = context
@@ -442,7 +442,7 @@ class TcpConnection(asyncio.BufferedProtocol):
             self._transport.writelines(left)
 
     def _wait(self) -> None:
-        """Its next words may come at once."""
+        """The client's next head may come at once."""
         if self._peer_awake and self._spinner is not None:
             self._spinner.wait()
 

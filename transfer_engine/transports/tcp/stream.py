@@ -61,7 +61,11 @@ class _Interrupted(NamedTuple):
 
 
 class AnswerTaker:
-    """Takes the answers that come over ``sock``; with a ``BusyPoller`` it may ask for a moment before it sleeps."""
+    """Waits for the answer to a plain slice that has its connection for itself, in as few system calls as can be.
+
+    With a ``BusyPoller`` it may ask for a moment before it sleeps. What becomes of an answer that is not as hoped is the
+    stream's decision.
+    """
 
     def __init__(self, sock: StreamSocket) -> None:
         self._sock = sock
@@ -82,7 +86,7 @@ class AnswerTaker:
         return got == REPLY_BYTES + num_bytes, got
 
     def _rest(self, rest: memoryview, poller: BusyPoller | None) -> int:
-        """How many bytes came of what a payload still lacks."""
+        """Receive what a payload still lacks; how many bytes came."""
         got, receive = 0, self._sock.recv_into
         for _ in range(_MAX_PIECES):
             found: int | None = None if poller is None else poller.receive_more(receive, rest[got:])
@@ -97,7 +101,7 @@ class AnswerTaker:
 
 
 def _first(receive: Callable[[Any, int, int], Any], into: object, poller: BusyPoller | None) -> Any:
-    """What a receiving method gives first; waits for it."""
+    """What the receiving method ``receive`` gives first; waits for it."""
     return receive(into, 0, 0) if poller is None else poller.receive(receive, into)
 
 

@@ -1,6 +1,6 @@
 """The owner's ends of ucx: an agent of its own for each client, with the segment registered.
 
-UCX moves the bytes in the agents' threads; who gets an agent, and when it must go, is ``onesided_server``'s affair.
+UCX moves the bytes in the agents' threads; ``onesided.listener`` decides who gets an agent, and when it must go.
 Closing one takes some milliseconds on the event loop; making one takes longer and is done in a thread.
 """
 

@@ -23,7 +23,7 @@ class _Posted(NamedTuple):
 
 
 class UcxMover:
-    """An agent that is no other link's; ``token`` is its name, and the key of what it registers."""
+    """An agent of one connection alone; ``token`` is its name, and the key of what it registers."""
 
     asked = b""
 

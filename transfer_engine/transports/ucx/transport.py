@@ -10,7 +10,7 @@ in time the pair's token becomes a fence: every connection to that owner, over u
 posts no slice before the owner has answered that the old end is closed. A retry therefore always lands behind its
 predecessor's end, and so does every later batch. For everybody else the lease is the guard: the owner closes a
 session's agents before it reuses a range whose lease has run out (see ``access``). UCX's shared-memory lanes, which
-would need no agent at the owner, are switched off (see ``ucx_agent``).
+would need no agent at the owner, are switched off (see ``agent``).
 
 Within the segment a session is trusted, as under shm and rdma: UCX checks the segment's bounds, not leases.
 """
