@@ -63,8 +63,8 @@ class _Interrupted(NamedTuple):
 class AnswerTaker:
     """Waits for the answer to a plain slice that has its connection for itself, in as few system calls as can be.
 
-    With a ``BusyPoller`` it may ask for a moment before it sleeps. What becomes of an answer that is not as hoped is the
-    stream's decision.
+    With a ``BusyPoller`` it may ask for a moment before it sleeps. What becomes of an answer that is not as hoped is
+    the stream's decision.
     """
 
     def __init__(self, sock: StreamSocket) -> None:
