@@ -14,7 +14,7 @@ from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.node.ssd.admission import TierAdmission, Verdict
 from tanghulu.store.node.ssd.file import TierFile
 from tanghulu.store.node.ssd.state import Instruction, Lost, TierState, Wipe, Write
-from tanghulu.store.node.state.ssd_chunk import TRANSITIONS, EntryEvent, EntryState, TierEntry
+from tanghulu.store.node.state.ssd_chunk import TRANSITIONS, SsdChunk, SsdChunkEvent, SsdChunkState
 from tanghulu.store.node.state.ssd_record import UNIT, Record, decode_head, encode_head
 from tanghulu.store.protocol import checksums as sums
 from tanghulu.store.protocol.checksums import Checksums
@@ -35,13 +35,13 @@ def record(key: str, size: int = 100, version: int = 1, value: bytes | None = No
     return Record(ChunkKey(key), version, len(value) if value is not None else size, checksums, **more)  # type: ignore[arg-type]
 
 
-def evict(state: TierState, each: Record, expires_s: float | None = None) -> tuple[TierEntry | None, list[Instruction]]:
+def evict(state: TierState, each: Record, expires_s: float | None = None) -> tuple[SsdChunk | None, list[Instruction]]:
     entry, instructions = state.evicted(each, expires_s, 0, QUEUE)
     state.check()
     return entry, instructions
 
 
-def store(state: TierState, each: Record, expires_s: float | None = None) -> TierEntry:
+def store(state: TierState, each: Record, expires_s: float | None = None) -> SsdChunk:
     entry, _ = evict(state, each, expires_s)
     assert entry is not None
     assert state.written(entry, ok=True) == []
@@ -53,11 +53,11 @@ def store(state: TierState, each: Record, expires_s: float | None = None) -> Tie
 
 
 def test_unknown_transitions_raise() -> None:
-    for state in EntryState:
-        for event in EntryEvent:
+    for state in SsdChunkState:
+        for event in SsdChunkEvent:
             if (state, event) not in TRANSITIONS:
                 with pytest.raises(AssertionError):
-                    TierEntry(record("k"), 0, None, state).step(event)
+                    SsdChunk(record("k"), 0, None, state).step(event)
 
 
 def test_the_wipe_of_a_victim_comes_before_the_write_that_reuses_its_range() -> None:
@@ -79,7 +79,7 @@ def test_a_range_that_is_being_read_is_not_used_again() -> None:
     state.begin_read(entry)
     assert [type(each) for each in state.drop(entry)] == [Wipe, Lost]
     state.check()
-    assert entry.state is EntryState.DOOMED
+    assert entry.state is SsdChunkState.DOOMED
     for i in range(200):
         other, _ = evict(state, record(f"n{i}"))
         assert other is None or other.offset != entry.offset
@@ -87,7 +87,7 @@ def test_a_range_that_is_being_read_is_not_used_again() -> None:
             state.written(other, ok=True)
     state.end_read(entry)
     state.check()
-    assert entry.state is EntryState.GONE
+    assert entry.state is SsdChunkState.GONE
 
 
 def test_a_chunk_that_is_there_already_is_not_written_again() -> None:
@@ -162,10 +162,10 @@ def test_every_policy_orders_the_tier(policy: str) -> None:
     for _ in range(400):
         evicted = record(f"k{rng.randrange(120)}", rng.choice((100, 5000, 9000)))
         entry, _ = evict(state, evicted)
-        if entry is not None and entry.state is EntryState.WRITING:
+        if entry is not None and entry.state is SsdChunkState.WRITING:
             state.written(entry, ok=True)
         hit = state.find(ChunkKey(f"k{rng.randrange(120)}"))
-        if hit is not None and hit.state is EntryState.STORED:
+        if hit is not None and hit.state is SsdChunkState.STORED:
             state.begin_read(hit)
             state.promoted(hit)
             state.end_read(hit)
@@ -236,7 +236,7 @@ class Disk:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.values: dict[TierEntry, bytes] = {}
+        self.values: dict[SsdChunk, bytes] = {}
         self.queue: list[Write | Wipe] = []
         self.buffer = mmap.mmap(-1, QUEUE)
         self.open()
@@ -261,7 +261,7 @@ class Disk:
         if state is not None:
             state.written(entry, ok=True)
 
-    def read(self, entry: TierEntry) -> bytes | None:
+    def read(self, entry: SsdChunk) -> bytes | None:
         with memoryview(self.buffer)[: entry.range_bytes] as view:
             try:
                 self.file.read(entry.offset, view)
@@ -309,7 +309,7 @@ def test_a_life_with_crashes_returns_no_wrong_byte_and_nothing_removed(seed: int
             disk.perform(state)
         elif action < 0.9:
             entry = state.find(ChunkKey(key))
-            if entry is not None and entry.state is EntryState.STORED:
+            if entry is not None and entry.state is SsdChunkState.STORED:
                 value = disk.read(entry)
                 num_found += value is not None
                 assert value is None or value == truth[key, entry.version]

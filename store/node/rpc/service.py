@@ -23,10 +23,9 @@ from tanghulu.store.node.rpc.stats import check_count, stat_reply
 from tanghulu.store.node.ssd.promotion import Promoter
 from tanghulu.store.node.state.chunk import Chunk
 from tanghulu.store.node.state.node_state import NodeState
-from tanghulu.store.node.state.outcomes import Existed, Reserved
-from tanghulu.store.node.state.proclaimed import is_relied_on
+from tanghulu.store.node.state.outcomes import Committer, Existed, Reserved
 from tanghulu.store.node.state.tenant_usage import Policies
-from tanghulu.store.node.writes.puts import PutDesk, PutOutcome, Written, remaining_s
+from tanghulu.store.node.writes.puts import PutOutcome, PutService, Written, remaining_s
 from tanghulu.store.node.writes.write_buffers import after_drain
 from tanghulu.store.protocol import packed_node
 from tanghulu.store.protocol import packed_write_buffer as packed_desk
@@ -66,7 +65,7 @@ class NodeService:
         self,
         identity: NodeIdentity,
         state: NodeState,
-        desk: PutDesk,
+        puts: PutService,
         sessions: Sessions,
         traffic: TrafficCounters,
         promoter: Promoter | None = None,
@@ -75,7 +74,7 @@ class NodeService:
         self._policies = policies
         self._identity = identity
         self._state = state
-        self._desk = desk
+        self._puts = puts
         self._sessions = sessions
         self._traffic = traffic
         self._promoter = promoter
@@ -135,8 +134,8 @@ class NodeService:
         session = session_of(peer)
         scope = "" if peer.identity is None else peer.identity.scope
         maps = session.holder.maps
-        place = self._state.desks.grant(session.session_id, value_bytes, scope) if maps else None
-        self._desk.room_changed()
+        place = self._state.grant_buffer(session.session_id, value_bytes, scope) if maps else None
+        self._puts.room_changed()
         return packed_desk.pack_desk(place)
 
     def put(self, peer: Peer, request: PutRequest, attachment: memoryview) -> Pending:
@@ -145,8 +144,8 @@ class NodeService:
         items = cut_values(request.items, attachment)
         self._traffic.bytes_written["inline"] += len(attachment)
         until_s = self._until(request.deadline_ms)
-        written = self._desk.write_at_once(items, visible=request.visible)
-        self._desk.room_changed()
+        written = self._puts.write_at_once(items, visible=request.visible)
+        self._puts.room_changed()
         if len(written) < len(items):
             return self._put_rest(items, written, request.visible, until_s)
         return self._settle(written, request.visible, until_s)
@@ -154,15 +153,15 @@ class NodeService:
     async def _put_rest(
         self, items: list[tuple[NewChunk, memoryview]], written: list[Written], visible: bool, until_s: float
     ) -> Answer:
-        written = await self._desk.write_rest(items, written, visible=visible, until_s=until_s)
-        return packed_node.pack_outcomes(await self._desk.settled(written, visible=visible, until_s=until_s))
+        written = await self._puts.write_rest(items, written, visible=visible, until_s=until_s)
+        return packed_node.pack_outcomes(await self._puts.settled(written, visible=visible, until_s=until_s))
 
     def reserve(self, peer: Peer, request: PutRequest, attachment: memoryview) -> Answer | Coroutine[Any, Any, Answer]:
         """Reserve ranges that the client will write."""
         check_count(len(request.items))
         session = session_of(peer)
         items = request.items
-        reserved = self._desk.reserve_at_once(items, session.holder)
+        reserved = self._puts.reserve_at_once(items, session.holder)
         wipes = peer.identity is not None and not peer.identity.shared_memory
         if len(reserved) < len(items):
             return self._reserve_rest(items, reserved, session, self._until(request.deadline_ms), wipes)
@@ -171,13 +170,13 @@ class NodeService:
     async def _reserve_rest(
         self, items: list[NewChunk], reserved: list[Written], session: Session, until_s: float, wipes: bool
     ) -> Answer:
-        return self._reserved(await self._desk.reserve_rest(items, reserved, session.holder, until_s), wipes)
+        return self._reserved(await self._puts.reserve_rest(items, reserved, session.holder, until_s), wipes)
 
     def _reserved(self, reserved: Sequence[Written], wipes: bool) -> bytes:
         """The answer. ``wipes``: the client must not find in its ranges what was another tenant's."""
         for outcome in reserved if wipes else ():
             if isinstance(outcome, Reserved):
-                self._desk.wipe(outcome.chunk)
+                self._puts.wipe(outcome.chunk)
         return _reserve_reply(reserved)
 
     def commit(self, peer: Peer, request: CommitRequest, attachment: memoryview) -> Pending:
@@ -186,27 +185,24 @@ class NodeService:
         session = session_of(peer)
         if request.aborted:
             self._state.unpin(request.aborted, session.owned)
-        num_told = request.num_proclaimed if self._is_relied(request) else 0
+        num_told = request.num_proclaimed if self._is_commit_valid(request) else 0
         written: list[Written] = []
         for place, (lease_id, checksums) in enumerate(request.items):
             lease = self._state.access.lease(LeaseId(lease_id))
             try:
-                outcome = self._desk.commit(
-                    lease_id, session.session_id, checksums, visible=request.visible, proclaimed=place < num_told
-                )
-                written.append(outcome)
+                by = Committer.CLIENT if place < num_told else Committer.node(visible=request.visible)
+                written.append(self._puts.commit(lease_id, session.session_id, checksums, by))
                 if lease is not None and lease.mapped:
                     self._traffic.bytes_written["shm"] += lease.length
             except TanghuluError as error:
                 written.append(error)
-        self._desk.room_changed()
+        self._puts.room_changed()
         return self._settle(written, request.visible, self._until(request.deadline_ms), num_told)
 
-    def _is_relied(self, request: CommitRequest) -> bool:
-        """Whether what was proclaimed was so for this life, and stands."""
-        reserved = [self._state.table.leased(LeaseId(lease_id)) for lease_id, _ in request.items]
-        stands = all(is_relied_on(self._state, chunk) for chunk in reserved if chunk is not None)
-        return stands and request.generation == self._identity.generation
+    def _is_commit_valid(self, request: CommitRequest) -> bool:
+        """Whether what the client has committed at the master still holds, all of it."""
+        reserved = [self._state.leased(lease_id) for lease_id, _ in request.items]
+        return all(self._state.is_commit_valid(each, request.generation) for each in reserved if each is not None)
 
     def _settle(self, written: Sequence[Written], visible: bool, until_s: float, num_told: int = 0) -> Later:
         later = Later()
@@ -214,7 +210,7 @@ class NodeService:
         def done(outcomes: list[PutOutcome]) -> None:
             later.set(packed_node.pack_outcomes(outcomes))
 
-        self._desk.settle(written, visible=visible, until_s=until_s, done=done, num_told=num_told)
+        self._puts.settle(written, visible=visible, until_s=until_s, done=done, num_told=num_told)
         return later
 
     # --- gets
@@ -269,7 +265,7 @@ class NodeService:
                 continue
             touched.append(chunk)
             if pinned is None:
-                values.append(bytes(self._desk.bytes_of(chunk)))
+                values.append(bytes(self._puts.bytes_of(chunk)))
                 budget -= chunk.size_bytes
                 items.append(Found(chunk.size_bytes, chunk.version, chunk.checksums, 0, 0, False))
             else:
@@ -291,7 +287,7 @@ class NodeService:
         chunk = self._state.look_up(ChunkKey(key))
         if chunk is None:
             raise ChunkNotFound(f"{key!r} is not on {self._identity.instance_id}")
-        if verify and not self._desk.verify(chunk):
+        if verify and not self._puts.verify(chunk):
             raise ChecksumMismatch(f"the bytes of {key!r} on {self._identity.instance_id} were corrupt and are dropped")
         return chunk
 
@@ -301,13 +297,13 @@ class NodeService:
         for key in request.corrupt:
             chunk = self._state.find(ChunkKey(key))
             if chunk is not None:
-                self._desk.verify(chunk)
+                self._puts.verify(chunk)
         if request.read:
             found = (self._state.look_up(ChunkKey(key)) for key in request.read)
             self._state.touch([chunk for chunk in found if chunk is not None])
         self._state.unpin(request.lease_ids, session.owned)
         self._traffic.bytes_read["shm"] += request.bytes_read
-        self._desk.room_changed()
+        self._puts.room_changed()
         return b""
 
     # --- questions
@@ -324,12 +320,12 @@ class NodeService:
         """Drop chunks; one byte a key."""
         check_count(len(request.keys))
         removed = bytes(self._state.remove(ChunkKey(key)) for key in request.keys)
-        self._desk.room_changed()
+        self._puts.room_changed()
         return self._removed(removed)
 
     async def _removed(self, removed: bytes) -> Answer:
         until_s = asyncio.get_running_loop().time() + DEFAULT_DEADLINE_S
-        await self._desk.told_removals(until_s)
+        await self._puts.told_removals(until_s)
         if self._promoter is not None:
             await self._promoter.settled(until_s)
         return store_pb2.RemoveReply(removed=removed)
@@ -341,13 +337,12 @@ class NodeService:
     def eviction(self, peer: Peer, request: store_pb2.EvictionRequest, attachment: memoryview) -> Answer:
         """Name the eviction policy, after switching to another if one is named."""
         session_of(peer)
-        room, wanted = self._state.room, request.policy
-        if wanted and wanted != room.policy_name:
+        wanted = request.policy
+        if wanted and wanted != self._state.eviction_policy:
             self._policies.memory(wanted)  # raises for an unknown name before anything changes
-            room.switch_policy(lambda: self._policies.memory(wanted))
-            self._state.tier.switch_policy(lambda: self._policies.tier(wanted))
+            self._state.switch_policies(lambda: self._policies.memory(wanted), lambda: self._policies.tier(wanted))
             _log.info("node.eviction_policy", policy=wanted)
-        return store_pb2.EvictionReply(policy=room.policy_name)
+        return store_pb2.EvictionReply(policy=self._state.eviction_policy)
 
     def _until(self, deadline_ms: int) -> float:
         return asyncio.get_running_loop().time() + remaining_s(deadline_ms, DEFAULT_DEADLINE_S)

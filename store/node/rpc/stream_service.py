@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 from tanghulu.errors import InvalidRequest, Overloaded
 from tanghulu.protos import fastlane_pb2
 from tanghulu.rpc.fast_server import NO_ANSWER, Answer, FastService, Landing, Later, Peer
 from tanghulu.store.node.rpc.metrics import TrafficCounters
 from tanghulu.store.node.rpc.service import session_of
-from tanghulu.store.node.state.holdings import Holding
 from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.state.outcomes import Existed
-from tanghulu.store.node.writes.puts import PutDesk, remaining_s
-from tanghulu.store.node.writes.streams import Arrival, ArrivalEvent, Arrivals
+from tanghulu.store.node.writes.puts import PutService, remaining_s
+from tanghulu.store.node.writes.streams import IncomingPut, IncomingPuts
 from tanghulu.store.node.writes.write_buffers import after_drain
 from tanghulu.store.protocol import packed_stream
 from tanghulu.store.protocol.packed_node import pack_outcomes
@@ -22,25 +20,18 @@ from tanghulu.store.protocol.packed_stream import SettleRequest, StreamRequest
 from tanghulu.types import format_size
 
 #: The putter's last word comes so soon at the latest, or less if it says so: as long as a reservation lasts.
-MAX_ARRIVAL_S = 10.0
+MAX_INCOMING_S = 10.0
 
 
-class ArrivalService:
+class StreamService:
     """Registers its handlers by ``serve``; ``tick`` ends what takes too long."""
 
-    def __init__(
-        self,
-        generation: int,
-        state: NodeState,
-        desk: PutDesk,
-        traffic: TrafficCounters,
-        on_displaced: Callable[[Holding], None],
-    ) -> None:
-        self.arrivals = Arrivals(state, generation, on_displaced)
+    def __init__(self, state: NodeState, puts: PutService, traffic: TrafficCounters) -> None:
+        self.incoming = IncomingPuts(state)
         self._state = state
-        self._desk = desk
+        self._puts = puts
         self._traffic = traffic
-        self._answers: dict[Arrival, Later] = {}
+        self._answers: dict[IncomingPut, Later] = {}
 
     def serve(self, service: FastService) -> None:
         """Answer the two methods."""
@@ -55,20 +46,20 @@ class ArrivalService:
         stream_id, new, visible, deadline_ms = request
         if payload_bytes != new.size_bytes:
             raise InvalidRequest(f"the value of {new.key!r} has {new.size_bytes} bytes, {payload_bytes} come")
-        self._state.desks.drain()
-        is_first = not self.arrivals.knows(peer)
-        until_s = asyncio.get_running_loop().time() + remaining_s(deadline_ms, MAX_ARRIVAL_S)
-        arrival = self.arrivals.begin(peer, stream_id, new, visible, until_s)
-        if arrival is None:
+        self._state.drain_buffers()
+        is_first = not self.incoming.knows(peer)
+        until_s = asyncio.get_running_loop().time() + remaining_s(deadline_ms, MAX_INCOMING_S)
+        incoming = self.incoming.begin(peer, stream_id, new, visible, until_s)
+        if incoming is None:
             return None
         if is_first:
             peer.on_close.append(lambda: self._gone(peer))
-        return Landing(self._desk.bytes_of(arrival.chunk), lambda: self._landed(arrival))
+        return Landing(self._puts.bytes_of(incoming.chunk), lambda: self._landed(incoming))
 
-    def _landed(self, arrival: Arrival) -> Later:
-        arrival.step(ArrivalEvent.LANDED)
-        self._traffic.bytes_written["stream"] += arrival.chunk.size_bytes
-        later = self._answers[arrival] = Later()
+    def _landed(self, incoming: IncomingPut) -> Later:
+        incoming.land()
+        self._traffic.bytes_written["stream"] += incoming.chunk.size_bytes
+        later = self._answers[incoming] = Later()
         return later
 
     def stream(self, peer: Peer, request: StreamRequest, attachment: memoryview) -> Answer | Later:
@@ -79,7 +70,7 @@ class ArrivalService:
             landed = landing.landed()
             assert isinstance(landed, Later)
             return landed
-        if self._state.standing_anywhere(request.item.key) is not None:
+        if self._state.current_anywhere(request.item.key) is not None:
             outcome = self._state.reserve_at_once(request.item, None)
             if isinstance(outcome, Existed):
                 return pack_outcomes([True])
@@ -91,28 +82,28 @@ class ArrivalService:
     def settle(self, peer: Peer, said: SettleRequest, attachment: memoryview) -> Later:
         """The putter's last word; STREAM is answered now, or when the master knows the key."""
         session_of(peer)
-        settled = self.arrivals.settle(peer, said)
+        settled = self.incoming.settle(peer, said)
         if settled is None:
             return NO_ANSWER
-        arrival, written, told = settled
-        later = self._answers.pop(arrival)
+        incoming, written, told = settled
+        later = self._answers.pop(incoming)
         if written is None:
             later.set(pack_outcomes([True]))
         else:
-            visible = arrival.visible and not told
-            self._desk.settle(
-                [written], visible=visible, until_s=arrival.until_s, done=lambda each: later.set(pack_outcomes(each))
+            visible = incoming.visible and not told
+            self._puts.settle(
+                [written], visible=visible, until_s=incoming.until_s, done=lambda each: later.set(pack_outcomes(each))
             )
-        self._desk.room_changed()
+        self._puts.room_changed()
         return NO_ANSWER
 
     def tick(self) -> None:
         """Hang up on those who have begun a value and do not end it."""
-        for peer in self.arrivals.overdue(asyncio.get_running_loop().time()):
+        for peer in self.incoming.overdue(asyncio.get_running_loop().time()):
             assert isinstance(peer, Peer)
             peer.hang_up()
 
     def _gone(self, peer: Peer) -> None:
-        self.arrivals.gone(peer)
-        self._answers = {arrival: later for arrival, later in self._answers.items() if not arrival.ended}
-        self._desk.room_changed()
+        self.incoming.gone(peer)
+        self._answers = {incoming: later for incoming, later in self._answers.items() if not incoming.ended}
+        self._puts.room_changed()

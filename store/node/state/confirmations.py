@@ -1,4 +1,4 @@
-"""Who waits for the master's word on which chunks, and until when: pure bookkeeping for the announcer.
+"""Who waits for the master's word on which chunks, and until when: pure bookkeeping for the reporter.
 
 A put of several chunks is one confirmation; it is done when each of its chunks has an outcome, and its ``done`` is
 called in that step. Several confirmations may wait for one chunk (a second put of the key).
