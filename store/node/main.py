@@ -48,14 +48,13 @@ from tanghulu.store.node.ssd.metrics import TierCollector
 from tanghulu.store.node.ssd.opening import MIN_SSD_BYTES, SsdPlace, open_tier
 from tanghulu.store.node.ssd.promotion import Promoter
 from tanghulu.store.node.ssd.tier import QUEUE_BYTES, SsdTier
-from tanghulu.store.node.state.allocator import OffsetAllocator
 from tanghulu.store.node.state.chunk_table import Published
 from tanghulu.store.node.state.limits import Watermarks
 from tanghulu.store.node.state.node_state import NodeState, make_node_state
 from tanghulu.store.node.state.ssd_chunk import SsdChunk
 from tanghulu.store.node.state.tenant_usage import Policies, TenantUsage
+from tanghulu.store.node.state.write_buffers import AREA_BYTES
 from tanghulu.store.node.writes.puts import PutService
-from tanghulu.store.node.writes.write_buffers import AREA_BYTES, WriteBuffers
 from tanghulu.store.protocol.access_rules import NODE_GRPC_RULES, NODE_RULES, refuse_open_carriers
 from tanghulu.store.protocol.shared_index import IndexPlace, IndexWriter, index_bytes, num_buckets_for
 from tanghulu.store.protocol.types import MAX_INLINE_BYTES
@@ -192,13 +191,9 @@ class Node:
             max_value_bytes=min(config.max_value or config.memory, config.memory),
             published=self._memory.published,
             tenants=tenants,
-            make_buffers=self._make_buffers,
+            buffer_memory=(self._segment.view, self._memory.buffers_begin),
             make_tier=None if config.ssd_path is None else partial(self._open_tier, config.ssd_path),
         )
-
-    def _make_buffers(self, allocator: OffsetAllocator) -> WriteBuffers:
-        self._buffers = WriteBuffers(self._segment.view, self._memory.buffers_begin, allocator, self._clock)
-        return self._buffers
 
     def _make_segment_server(self, access: AccessTable, tls: ServerTls | None) -> SegmentServer:
         config = self._config
@@ -318,7 +313,7 @@ class Node:
 
     async def _drain(self, draining: bool) -> None:
         """Take no new chunks, or take them again, and have the master know. Raises MasterUnavailable; it follows."""
-        self.state.draining = draining
+        self.state.drain(draining)
         self._room_changed()
         if self._registration is not None:
             registration = await asyncio.shield(self._registration)
@@ -348,7 +343,7 @@ class Node:
     def _all_traffic(self) -> TrafficCounters:
         traffic = self._traffic
         traffic.bytes_read["tcp"] = self._segment_server.bytes_read["tcp"]
-        traffic.bytes_written["desk"] = self._buffers.bytes_taken
+        traffic.bytes_written["desk"] = self.state.buffers.bytes_taken
         traffic.bytes_written["tcp"] = self._segment_server.bytes_written["tcp"]
         return traffic
 
@@ -370,7 +365,6 @@ class Node:
                 if self._tier is not None:
                     self._tier.check()
                 self._sessions.check()
-                self._buffers.check()
                 self._streams.incoming.check()
 
     def _drain_buffers(self) -> None:

@@ -8,9 +8,8 @@ import xxhash
 
 from tanghulu.eviction import make_policy
 from tanghulu.runtime.clock import ManualClock
-from tanghulu.store.node.state.allocator import OffsetAllocator
 from tanghulu.store.node.state.node_state import make_node_state
-from tanghulu.store.node.writes.write_buffers import AREA_BYTES, WriteBuffers
+from tanghulu.store.node.state.write_buffers import AREA_BYTES
 from tanghulu.store.protocol.types import Pin
 from tanghulu.store.protocol.write_buffer import DeskWriter, Record
 from tanghulu.transfer_engine.core.access import AccessTable
@@ -32,12 +31,13 @@ class Rig:
         access.open_session(SESSION, 4242)
         self.memory = memoryview(bytearray(self.capacity_bytes + AREA_BYTES))
         self.state = make_node_state(
-            self.capacity_bytes, access, lambda: make_policy("lru"), self.clock, make_buffers=self._make_buffers
+            self.capacity_bytes,
+            access,
+            lambda: make_policy("lru"),
+            self.clock,
+            buffer_memory=(self.memory, self.capacity_bytes),
         )
-
-    def _make_buffers(self, allocator: OffsetAllocator) -> WriteBuffers:
-        self.buffers = WriteBuffers(self.memory, self.capacity_bytes, allocator, self.clock)
-        return self.buffers
+        self.buffers = self.state.buffers
 
     def open(self, value_bytes: int = 64, session_id: int = SESSION) -> DeskWriter:
         place = self.state.grant_buffer(session_id, value_bytes)
@@ -63,4 +63,3 @@ class Rig:
 
     def check(self) -> None:
         self.state.check()
-        self.buffers.check()

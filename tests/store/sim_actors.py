@@ -39,11 +39,10 @@ from tanghulu.store.node.rpc.metrics import TrafficCounters
 from tanghulu.store.node.rpc.service import NodeIdentity, NodeService
 from tanghulu.store.node.rpc.sessions import Sessions
 from tanghulu.store.node.rpc.stream_service import StreamService
-from tanghulu.store.node.state.allocator import OffsetAllocator
 from tanghulu.store.node.state.chunk_table import Published
 from tanghulu.store.node.state.node_state import make_node_state
+from tanghulu.store.node.state.write_buffers import AREA_BYTES
 from tanghulu.store.node.writes.puts import PutService
-from tanghulu.store.node.writes.write_buffers import AREA_BYTES, WriteBuffers
 from tanghulu.store.protocol.shared_index import IndexPlace, IndexWriter, index_bytes, num_buckets_for
 from tanghulu.store.protocol.write_buffer import HEAD_BYTES
 from tanghulu.transfer_engine.client.requests import TransferBatch, TransferRequest
@@ -154,11 +153,6 @@ class SimNode(SimProcess):
         clock = SystemClock()
         self.access = AccessTable(clock, LEASE_MS, capacity_bytes)
         self.published = Published(IndexWriter(view[capacity_bytes:heads], generation, clock.now_s()))
-
-        def make_buffers(allocator: OffsetAllocator) -> WriteBuffers:
-            self.buffers = WriteBuffers(view, heads, allocator, clock)
-            return self.buffers
-
         self.state = make_node_state(
             capacity_bytes,
             self.access,
@@ -166,7 +160,7 @@ class SimNode(SimProcess):
             clock,
             generation=generation,
             published=self.published,
-            make_buffers=make_buffers,
+            buffer_memory=(view, heads),
         )
         self.reporter = Reporter(
             self.state, MasterFinder(MASTER), generation, self._changed, self._not_registered, self._ordered
@@ -265,7 +259,6 @@ class SimNode(SimProcess):
         """Assert the invariants of all parts."""
         self.state.check()
         self.sessions.check()
-        self.buffers.check()
         self.streams.incoming.check()
 
 

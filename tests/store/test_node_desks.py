@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from node_rig import new
 
+from tanghulu.store.node.state import write_buffers as desks
 from tanghulu.store.node.state.chunk import ChunkState
 from tanghulu.store.node.state.confirmations import Word
 from tanghulu.store.node.state.outcomes import Committer
-from tanghulu.store.node.writes import write_buffers as desks
 from tanghulu.store.protocol.types import Pin
 from tanghulu.store.protocol.write_buffer import DeskWriter, Record
 from tanghulu.types import ChunkKey

@@ -23,8 +23,8 @@ from tanghulu.store.node.rpc import service
 from tanghulu.store.node.state.allocator import OffsetAllocator
 from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.state.report_queue import ReportQueue
+from tanghulu.store.node.state.write_buffers import WriteBuffers
 from tanghulu.store.node.writes.streams import IncomingPuts
-from tanghulu.store.node.writes.write_buffers import WriteBuffers
 from tanghulu.store.protocol.types import Verdict
 
 #: Seeds that once failed.

@@ -13,12 +13,11 @@ import structlog
 from tanghulu.errors import InvalidRequest, Unauthorized
 from tanghulu.protos import fastlane_pb2, store_pb2
 from tanghulu.rpc.fast_server import Answer, FastService, Peer
-from tanghulu.store.node.rpc.sessions import Session
+from tanghulu.store.node.rpc.sessions import Session, after_drain
 from tanghulu.store.node.state.chunk import Chunk
 from tanghulu.store.node.state.counters import EvictionReason
 from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.writes.puts import PutService
-from tanghulu.store.node.writes.write_buffers import after_drain
 from tanghulu.store.protocol import checksums as sums
 from tanghulu.types import ChunkKey
 

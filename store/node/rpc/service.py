@@ -18,7 +18,7 @@ from tanghulu.protos import fastlane_pb2, store_pb2
 from tanghulu.rpc.fast_server import Answer, FastService, Handler, Later, Peer
 from tanghulu.rpc.frames import PROTOCOL_VERSION
 from tanghulu.store.node.rpc.metrics import TrafficCounters
-from tanghulu.store.node.rpc.sessions import Greeting, Session, Sessions, as_set
+from tanghulu.store.node.rpc.sessions import Greeting, Session, Sessions, after_drain, as_set
 from tanghulu.store.node.rpc.stats import check_count, stat_reply
 from tanghulu.store.node.ssd.promotion import Promoter
 from tanghulu.store.node.state.chunk import Chunk
@@ -26,7 +26,6 @@ from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.state.outcomes import Committer, Existed, Reserved
 from tanghulu.store.node.state.tenant_usage import Policies
 from tanghulu.store.node.writes.puts import PutOutcome, PutService, Written, remaining_s
-from tanghulu.store.node.writes.write_buffers import after_drain
 from tanghulu.store.protocol import packed_node
 from tanghulu.store.protocol import packed_write_buffer as packed_desk
 from tanghulu.store.protocol.packed_node import CommitRequest, Found, GetRequest, PutRequest, UnpinRequest

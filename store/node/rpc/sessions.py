@@ -12,8 +12,10 @@ import os
 import secrets
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from tanghulu.errors import Overloaded, Unauthorized
+from tanghulu.rpc.fast_server import Handler
 from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.state.outcomes import Holder
 from tanghulu.transfer_engine.transports.shm.listener import ProcessWatch
@@ -144,3 +146,13 @@ class Sessions:
 def as_set(lease_ids: Iterable[int]) -> frozenset[int]:
     """Lease ids of a message as a value."""
     return frozenset(lease_ids)
+
+
+def after_drain(state: NodeState, handler: Handler) -> Handler:
+    """``handler``, of a node whose answers depend on what it holds: what clients wrote into buffers counts as held."""
+
+    def handled(peer: Any, request: Any, attachment: memoryview) -> Any:
+        state.drain_buffers()
+        return handler(peer, request, attachment)
+
+    return handled

@@ -9,11 +9,11 @@ from tanghulu.protos import fastlane_pb2
 from tanghulu.rpc.fast_server import NO_ANSWER, Answer, FastService, Landing, Later, Peer
 from tanghulu.store.node.rpc.metrics import TrafficCounters
 from tanghulu.store.node.rpc.service import session_of
+from tanghulu.store.node.rpc.sessions import after_drain
 from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.state.outcomes import Existed
 from tanghulu.store.node.writes.puts import PutService, remaining_s
 from tanghulu.store.node.writes.streams import IncomingPut, IncomingPuts
-from tanghulu.store.node.writes.write_buffers import after_drain
 from tanghulu.store.protocol import packed_stream
 from tanghulu.store.protocol.packed_node import pack_outcomes
 from tanghulu.store.protocol.packed_stream import SettleRequest, StreamRequest

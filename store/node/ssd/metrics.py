@@ -34,7 +34,7 @@ class TierCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """All metrics of the tier."""
-        tier, counters = self._tier, self._tier.state.counters
+        tier, counters = self._tier, self._tier.counters
         for name, (metric, text) in _COUNTERS.items():
             yield CounterMetricFamily(metric, text, value=getattr(counters, name))
         hits = CounterMetricFamily("tanghulu_node_tier_hits", "chunks that a get found, by tier", labels=["tier"])

@@ -65,7 +65,7 @@ class Promoter:
                 continue
             try:
                 await self.chunk(ChunkKey(key), until_s)
-                self._tier.state.counters.hits += 1
+                self._tier.counters.hits += 1
                 yield key, None
             except ChunkNotFound:
                 yield key, None
@@ -154,7 +154,7 @@ class Promoter:
             chunk = await self._room_for(entry, until_s)
             self._view[chunk.offset : chunk.offset + chunk.size_bytes] = value
             live = self._state.promote(chunk, entry)
-            self._tier.state.promoted(entry)
+            self._tier.promoted(entry)
             return live
 
     async def _room_for(self, entry: SsdChunk, until_s: float) -> Chunk:

@@ -2,7 +2,7 @@
 
 Down: an evicted chunk's bytes are copied into a buffer in the step that evicts it, so its range in memory is free at
 once; one thread writes and wipes in the order of the decisions. When the buffers are used up the chunk is dropped, and
-counted: a put never waits for the disk. Up: see ``tier_promotion``. Belongs to the node's event loop.
+counted: a put never waits for the disk. Up: see ``promotion``. Belongs to the node's event loop.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import structlog
 from tanghulu.errors import ChunkNotFound, DeadlineExceeded, NodeUnavailable
 from tanghulu.eviction.base import Policy
 from tanghulu.store.node.ssd.file import Arena, Buffer, TierFile
-from tanghulu.store.node.ssd.state import Instruction, Lost, TierState, Wipe, Write
+from tanghulu.store.node.ssd.state import Instruction, Lost, TierCounters, TierState, Wipe, Write
 from tanghulu.store.node.state.chunk import Chunk
 from tanghulu.store.node.state.ssd_chunk import SsdChunk, SsdChunkState
 from tanghulu.store.node.state.ssd_record import Record, decode_head, encode_head
@@ -112,6 +112,15 @@ class SsdTier:
     def touch(self, entry: SsdChunk) -> None:
         """Somebody put the key again."""
         self.state.touch(entry)
+
+    @property
+    def counters(self) -> TierCounters:
+        """What has happened since the start."""
+        return self.state.counters
+
+    def promoted(self, entry: SsdChunk) -> None:
+        """The chunk went up."""
+        self.state.promoted(entry)
 
     def demote(self, chunk: Chunk, left_s: float | None) -> SsdChunk | None:
         """``chunk`` is leaving memory, where its bytes still lie: keep it here. None if it is dropped."""

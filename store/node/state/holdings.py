@@ -1,14 +1,13 @@
-"""What a node's decisions hold and ask: a key's chunk in either tier, the tier below, and the write buffers."""
+"""What a node holds of a key, be it in memory or in the tier below, and how the decisions see that tier."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
 from tanghulu.eviction.base import Policy
 from tanghulu.store.node.state.chunk import Chunk
 from tanghulu.store.node.state.ssd_chunk import SsdChunk
-from tanghulu.store.protocol.write_buffer import DeskPlace
 from tanghulu.types import ChunkKey
 
 #: A chunk to be reported: key, version, size, tier, and whether it is still held.
@@ -94,95 +93,3 @@ class NoTier:
 
     def expire(self, now_s: float) -> None:
         """Nothing ends."""
-
-
-class WriteBufferHoldings(Protocol):
-    """Ranges that clients write chunks into by themselves; ``writes.write_buffers.WriteBuffers`` has them.
-
-    Chunks that are returned were committed by their clients at the master, and are not in the node's table yet.
-    """
-
-    @property
-    def num_open(self) -> int:
-        """Write buffers that may bring chunks yet."""
-        ...
-
-    @property
-    def num_heads(self) -> int:
-        """Write buffers that clients may still look at."""
-        ...
-
-    @property
-    def num_taken(self) -> int:
-        """Chunks so far."""
-        ...
-
-    def drain(self) -> Sequence[Chunk]:
-        """What was committed since the last call."""
-        ...
-
-    def tick(self, now_s: float, *, unwanted: bool) -> Sequence[Chunk]:
-        """The same; close what is idle or left, all if ``unwanted``, and free what is quiet."""
-        ...
-
-    def wanted(self, session_id: int, value_bytes: int) -> tuple[int, int] | None:
-        """(bytes, bytes at least) of a write buffer for values of about that size; None: the session gets none."""
-        ...
-
-    def open(self, session_id: int, offset: int, length: int, key_scope: str) -> DeskPlace:
-        """Lend a range that is taken from the allocator."""
-        ...
-
-    def knows(self, session_id: int) -> bool:
-        """Whether something still depends on the end of the session's process."""
-        ...
-
-    def session_closed(self, session_id: int) -> Sequence[Chunk]:
-        """The session's connections are gone."""
-        ...
-
-    def session_exited(self, session_id: int) -> Sequence[Chunk]:
-        """The session's process has ended."""
-        ...
-
-    def ranges(self) -> Iterator[tuple[int, int]]:
-        """(offset, bytes) of what is neither free nor a chunk's."""
-        ...
-
-
-class NoWriteBuffers:
-    """A node whose memory nobody maps."""
-
-    num_open = num_heads = num_taken = 0
-
-    def drain(self) -> Sequence[Chunk]:
-        """Nothing."""
-        return ()
-
-    def tick(self, now_s: float, *, unwanted: bool) -> Sequence[Chunk]:
-        """Nothing."""
-        return ()
-
-    def wanted(self, session_id: int, value_bytes: int) -> tuple[int, int] | None:
-        """None is given."""
-        return None
-
-    def open(self, session_id: int, offset: int, length: int, key_scope: str) -> DeskPlace:
-        """None is wanted."""
-        raise AssertionError("a node without write buffers lends no range")
-
-    def knows(self, session_id: int) -> bool:
-        """No session has one."""
-        return False
-
-    def session_closed(self, session_id: int) -> Sequence[Chunk]:
-        """Nothing."""
-        return ()
-
-    def session_exited(self, session_id: int) -> Sequence[Chunk]:
-        """Nothing."""
-        return ()
-
-    def ranges(self) -> Iterator[tuple[int, int]]:
-        """Nothing."""
-        return iter(())

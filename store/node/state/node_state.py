@@ -7,6 +7,8 @@ Every put is a reservation that is filled and then committed. ``reserve`` gives 
 a client under a lease, the socket of a streamed value); a write buffer is a range that was reserved in advance, and
 what its client has written there comes in with ``drain_buffers``. ``commit`` makes a chunk of any of them,
 ``abort_reservation`` lets it go.
+
+The file is long because its parts keep to themselves: every decision that needs two of them is made here.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from tanghulu.store.node.state.allocator import OffsetAllocator
 from tanghulu.store.node.state.chunk import Chunk, ChunkEvent, ChunkState, compact
 from tanghulu.store.node.state.chunk_table import ChunkTable, Published
 from tanghulu.store.node.state.counters import EvictionReason, HotKeys, NodeCounters
-from tanghulu.store.node.state.holdings import Holding, LowerTier, NoTier, NoWriteBuffers, WriteBufferHoldings
+from tanghulu.store.node.state.holdings import Holding, LowerTier, NoTier
 from tanghulu.store.node.state.limits import may_pin_hard, no_room, refuse_impossible, refuse_while
 from tanghulu.store.node.state.outcomes import (
     Committer,
@@ -37,6 +39,7 @@ from tanghulu.store.node.state.report_queue import ReportQueue
 from tanghulu.store.node.state.space import Space
 from tanghulu.store.node.state.ssd_chunk import SsdChunk
 from tanghulu.store.node.state.tenant_usage import TenantUsage
+from tanghulu.store.node.state.write_buffers import WriteBuffers
 from tanghulu.store.protocol.checksums import Checksums, validate
 from tanghulu.store.protocol.types import RELIED_S, NewChunk, Pin
 from tanghulu.store.protocol.write_buffer import DeskPlace
@@ -58,7 +61,7 @@ class NodeState:
         table: ChunkTable,
         space: Space[Chunk],
         reports: ReportQueue,
-        buffers: WriteBufferHoldings,
+        buffers: WriteBuffers,
         tier: LowerTier,
         tenants: TenantUsage | None,
         *,
@@ -76,7 +79,7 @@ class NodeState:
         self.access = access
         self.waiters = WaitQueue()
         self.counters, self.hot = NodeCounters(), HotKeys()
-        self.draining = False  # takes no new chunks
+        self.draining = False
         self._clock = clock
         self._generation = generation
         self._max_value_bytes = max_value_bytes
@@ -409,6 +412,10 @@ class NodeState:
             self.tier.touch(chunk)
         return Existed(chunk)
 
+    def drain(self, draining: bool) -> None:
+        """Take no new chunks from now on, or take them again."""
+        self.draining = draining
+
     # --- sessions and leases
 
     def open_session(self, session_id: int, pid: int | None) -> None:
@@ -641,6 +648,7 @@ class NodeState:
         self.access.check()
         self.reports.check()
         self.hot.check()
+        self.buffers.check()
         if self.tenants is not None:
             self.tenants.check(self.table)
         self.space.allocator.check_tiles([*((c.offset, c.size_bytes) for c in self.table), *self.buffers.ranges()])
@@ -661,17 +669,18 @@ def make_node_state(
     max_value_bytes: int = 0,
     published: Published | None = None,
     tenants: TenantUsage | None = None,
-    make_buffers: Callable[[OffsetAllocator], WriteBufferHoldings] | None = None,
+    buffer_memory: tuple[memoryview, int | None] = (memoryview(b""), None),
     make_tier: Callable[[Callable[[SsdChunk], None]], LowerTier] | None = None,
 ) -> NodeState:
     """A node's decisions over ``capacity_bytes`` of memory, with its parts wired together.
 
-    ``max_value_bytes`` 0: what fits into the memory. ``make_buffers`` is given the allocator, ``make_tier`` a function
-    that the tier calls for every chunk that it has let go; without them there are no write buffers and no tier.
+    ``max_value_bytes`` 0: what fits into the memory. ``buffer_memory``: the memory, and where it has AREA_BYTES for the
+    heads and records of write buffers; without it there are none. ``make_tier`` is given a function that the tier calls
+    for every chunk that it has let go.
     """
     allocator = OffsetAllocator(capacity_bytes)
     table, reports = ChunkTable(published), ReportQueue()
-    buffers = NoWriteBuffers() if make_buffers is None else make_buffers(allocator)
+    buffers = WriteBuffers(allocator, clock, *buffer_memory)
 
     def lost_below(entry: SsdChunk) -> None:
         if table.find(entry.key) is None:

@@ -21,7 +21,6 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -39,10 +38,6 @@ from tanghulu.store.protocol.write_buffer import (
     DeskReader,
     Record,
 )
-
-if TYPE_CHECKING:
-    from tanghulu.rpc.fast_server import Handler
-    from tanghulu.store.node.state.node_state import NodeState
 
 _log = structlog.get_logger(__name__)
 
@@ -137,14 +132,19 @@ class _WriteBuffer:
 
 
 class WriteBuffers:
-    """See the module. ``memory`` has AREA_BYTES for heads and records at ``area``; ``allocator`` is the node's."""
+    """See the module. ``allocator`` is the node's.
 
-    def __init__(self, memory: memoryview, area: int, allocator: OffsetAllocator, clock: Clock) -> None:
-        self._memory = memory
-        self._free_heads = [area + number * HEAD_BYTES for number in range(NUM_HEADS - 1, -1, -1)]
-        rings = area + NUM_HEADS * HEAD_BYTES
-        self._free_rings = [rings + number * RING_BYTES for number in range(MAX_BUFFERS - 1, -1, -1)]
+    ``area``: where ``memory`` has AREA_BYTES for heads and records; None: nobody maps it, so nobody gets a buffer.
+    """
+
+    def __init__(self, allocator: OffsetAllocator, clock: Clock, memory: memoryview, area: int | None) -> None:
         self._allocator = allocator
+        self._memory = memory
+        self._num_heads, num_rings = (0, 0) if area is None else (NUM_HEADS, MAX_BUFFERS)
+        heads = area or 0
+        self._free_heads = [heads + number * HEAD_BYTES for number in range(self._num_heads - 1, -1, -1)]
+        rings = heads + NUM_HEADS * HEAD_BYTES
+        self._free_rings = [rings + number * RING_BYTES for number in range(num_rings - 1, -1, -1)]
         self._clock = clock
         self._open: list[_WriteBuffer] = []  # OPEN and CLOSING ones
         self._closed: list[_WriteBuffer] = []
@@ -159,14 +159,14 @@ class WriteBuffers:
     @property
     def num_heads(self) -> int:
         """Write buffers that clients may still look at."""
-        return NUM_HEADS - len(self._free_heads)
+        return self._num_heads - len(self._free_heads)
 
     # --- giving
 
     def wanted(self, session_id: int, value_bytes: int) -> tuple[int, int] | None:
         """(bytes, bytes at least) of a write buffer for values of about that size; None: the session gets none."""
         num_mine = sum(1 for each in (*self._open, *self._closed) if each.session_id == session_id)
-        if not self._free_heads or num_mine >= MAX_PER_SESSION or len(self._open) >= MAX_BUFFERS:
+        if not (self._free_heads and self._free_rings) or num_mine >= MAX_PER_SESSION:
             return None
         capacity_bytes, one_value = self._allocator.capacity_bytes, _rounded(value_bytes)
         wanted = min(max(VALUES_PER_BUFFER * one_value, USUAL_BYTES), int(capacity_bytes * ONE_FRACTION))
@@ -280,8 +280,8 @@ class WriteBuffers:
 
     def check(self) -> None:
         """Assert that heads and bytes are counted, and that parts lie inside their buffers."""
-        assert len(self._free_heads) + len(self._open) + len(self._closed) == NUM_HEADS
-        assert len(self._free_rings) + len(self._open) == MAX_BUFFERS
+        assert len(self._free_heads) + len(self._open) + len(self._closed) == self._num_heads
+        assert len(self._free_rings) + len(self._open) == (MAX_BUFFERS if self._num_heads else 0)
         assert self._bytes == sum(buffer.place.length for buffer in self._open)
         assert self._bytes <= self._allocator.capacity_bytes * ALL_FRACTION
         for buffer in self._open:
@@ -311,13 +311,3 @@ def _cut(buffer: _WriteBuffer, record: Record, now_s: float) -> Chunk | None:
         return None
     insort(buffer.taken, (offset, end))
     return Chunk(name, version, offset, size, checksum, pin, now_s, now_s + ttl_ms / 1000 if ttl_ms else None)
-
-
-def after_drain(state: NodeState, handler: Handler) -> Handler:
-    """``handler``, of a node whose answers depend on what it holds: what was published counts as held."""
-
-    def handled(peer: Any, request: Any, attachment: memoryview) -> Any:
-        state.drain_buffers()
-        return handler(peer, request, attachment)
-
-    return handled
