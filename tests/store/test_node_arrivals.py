@@ -8,7 +8,7 @@ from node_rig import CAPACITY, GENERATION, SUM, make_state, new, put
 from tanghulu.errors import InvalidRequest
 from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.node.state.chunk import ChunkState
-from tanghulu.store.node.state.confirmations import Word
+from tanghulu.store.node.state.confirmations import ReportOutcome
 from tanghulu.store.node.state.outcomes import Existed, Reserved
 from tanghulu.store.node.writes.streams import MAX_FRACTION, IncomingPut, IncomingPuts, Settled
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS, Checksums
@@ -24,7 +24,7 @@ class Rig:
     def __init__(self) -> None:
         self.state = make_state(ManualClock())
         self.arrivals = IncomingPuts(self.state)
-        self.words: list[list[Word]] = []  # of the master, that somebody waits for
+        self.words: list[list[ReportOutcome]] = []  # of the master, that somebody waits for
 
     def begin(
         self, key: str, stream_id: int = 1, owner: str = OWNER, size: int = 64, version: int = 1

@@ -12,7 +12,7 @@ from node_rig import new
 
 from tanghulu.store.node.state import write_buffers as desks
 from tanghulu.store.node.state.chunk import ChunkState
-from tanghulu.store.node.state.confirmations import Word
+from tanghulu.store.node.state.confirmations import ReportOutcome
 from tanghulu.store.node.state.outcomes import Committer
 from tanghulu.store.protocol.types import Pin
 from tanghulu.store.protocol.write_buffer import DeskWriter, Record
@@ -221,7 +221,7 @@ def test_more_records_than_there_are_close_the_desk() -> None:
 def test_it_displaces_what_the_master_has_not_confirmed() -> None:
     rig = Rig()
     writer = rig.open()
-    words: list[list[Word]] = []  # of the master, that somebody waits for
+    words: list[list[ReportOutcome]] = []  # of the master, that somebody waits for
     for key, confirmed in (("mine", False), ("theirs", True)):
         reserved = rig.state.reserve_at_once(new(key, version=1), None)
         assert reserved is not None

@@ -17,7 +17,7 @@ from tanghulu.store.node.state.chunk import Chunk
 from tanghulu.store.node.state.node_state import NodeState, make_node_state
 from tanghulu.store.node.state.outcomes import Committer, Existed, Reserved
 from tanghulu.store.node.state.ssd_chunk import SsdChunk, SsdChunkState
-from tanghulu.store.node.state.ssd_record import UNIT, Record
+from tanghulu.store.node.state.ssd_record import UNIT, SsdRecord
 from tanghulu.store.protocol.checksums import Checksums
 from tanghulu.store.protocol.types import NewChunk, Pin, Tier
 from tanghulu.transfer_engine.core.access import AccessTable
@@ -39,7 +39,7 @@ class InstantTier:
         self._on_lost = on_lost
 
     def demote(self, chunk: Chunk, left_s: float | None) -> SsdChunk | None:
-        record = Record(chunk.key, chunk.version, chunk.size_bytes, chunk.checksums, chunk.pin)
+        record = SsdRecord(chunk.key, chunk.version, chunk.size_bytes, chunk.checksums, chunk.pin)
         entry, instructions = self.state.evicted(record, chunk.expires_s, chunk.num_hits, UNIT)
         self._perform(instructions)
         if entry is not None and entry.state is SsdChunkState.WRITING:

@@ -20,7 +20,7 @@ from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Reply
 from tanghulu.rpc.greeting import show
 from tanghulu.store.node.reporting.copy_wire import Orders, orders_from_wire
-from tanghulu.store.node.state.confirmations import Done, Word
+from tanghulu.store.node.state.confirmations import Done
 from tanghulu.store.node.state.holdings import Holding
 from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.state.report_queue import FullReport, ReportMessage
@@ -68,7 +68,7 @@ class TermFence:
 
 
 class Reporter:
-    """``run`` keeps it connected, ``tick`` keeps its times; ``on_change`` is called after answers changed chunks.
+    """``run`` stays connected, ``tick`` keeps the times; ``on_change`` is called after answers changed chunks.
 
     ``on_unregistered`` is called when the master does not know this node: it is new, or another leads. ``on_orders``
     is told what the master wants copied or dropped.
@@ -122,18 +122,12 @@ class Reporter:
         """Call ``done`` with the master's word on each chunk: whether this put was the first of its key.
 
         MasterUnavailable comes in the place of those that it did not confirm until ``until_s`` (the loop's time);
-        they stay and are announced later.
+        they stay and are reported later.
         """
         if self._queue.confirm(chunks, until_s, done):
             if self._timer is None or self._timer.when() > until_s:
                 self._set_timer(until_s)
             self.kick()
-
-    async def confirmed(self, chunks: Sequence[Holding], until_s: float) -> list[Word]:
-        """``confirm`` for coroutines."""
-        future: asyncio.Future[list[Word]] = asyncio.get_running_loop().create_future()
-        self.confirm(chunks, until_s, lambda words: None if future.done() else future.set_result(words))
-        return await future
 
     async def flushed(self, until_s: float) -> None:
         """Wait until the master knows everything that was removed before; raises MasterUnavailable at ``until_s``."""
@@ -182,7 +176,7 @@ class Reporter:
     # --- the connection
 
     async def run(self, instance_id: InstanceId) -> None:
-        """Announce as ``instance_id`` until cancelled; the first message begins a report."""
+        """Report as ``instance_id`` until cancelled; the first message begins a full report."""
         self._instance_id = instance_id
         self._state.report_all()
         try:

@@ -88,7 +88,7 @@ class AdminService:
         _require_session(peer)
         if request.report:
             self._state.report_all()
-            self._puts.announce()
+            self._puts.report()
         return self._verified(request)
 
     async def _verified(self, request: store_pb2.VerifyRequest) -> Answer:

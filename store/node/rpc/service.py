@@ -18,7 +18,7 @@ from tanghulu.protos import fastlane_pb2, store_pb2
 from tanghulu.rpc.fast_server import Answer, FastService, Handler, Later, Peer
 from tanghulu.rpc.frames import PROTOCOL_VERSION
 from tanghulu.store.node.rpc.metrics import TrafficCounters
-from tanghulu.store.node.rpc.sessions import Greeting, Session, Sessions, after_drain, as_set
+from tanghulu.store.node.rpc.sessions import Greeting, Session, Sessions, after_drain
 from tanghulu.store.node.rpc.stats import check_count, stat_reply
 from tanghulu.store.node.ssd.promotion import Promoter
 from tanghulu.store.node.state.chunk import Chunk
@@ -112,7 +112,7 @@ class NodeService:
         may_map = who is None or who.shared_memory
         shm = may_map and request.wants_shm and request.host_id == self._identity.segment.host_id
         client_id = request.client_id if who is None else who.scope + request.client_id
-        greeting = Greeting(client_id, peer.pid if may_map else None, shm, as_set(request.held_lease_ids))
+        greeting = Greeting(client_id, peer.pid if may_map else None, shm, frozenset(request.held_lease_ids))
         session = self._sessions.open(greeting)
         peer.state = session
         peer.on_close.append(lambda: self._sessions.leave(session))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,11 +141,6 @@ class Sessions:
             assert (session.client_id, session.pid) == (client_id, pid)
             assert session.num_connections > 0
             assert self._state.access.has_session(session.session_id)
-
-
-def as_set(lease_ids: Iterable[int]) -> frozenset[int]:
-    """Lease ids of a message as a value."""
-    return frozenset(lease_ids)
 
 
 def after_drain(state: NodeState, handler: Handler) -> Handler:

@@ -17,11 +17,11 @@ from typing import TypeAlias
 
 from tanghulu.eviction.base import Policy
 from tanghulu.runtime.clock import Clock
-from tanghulu.store.node.ssd.admission import Evicted, TierAdmission, Verdict
+from tanghulu.store.node.ssd.admission import Demotion, Evicted, TierAdmission
 from tanghulu.store.node.state.allocator import OffsetAllocator
 from tanghulu.store.node.state.space import Space
 from tanghulu.store.node.state.ssd_chunk import SsdChunk, SsdChunkEvent, SsdChunkState
-from tanghulu.store.node.state.ssd_record import UNIT, Record
+from tanghulu.store.node.state.ssd_record import UNIT, SsdRecord
 from tanghulu.store.protocol.types import Pin
 from tanghulu.types import ChunkKey
 
@@ -52,9 +52,9 @@ Instruction: TypeAlias = Write | Wipe | Lost
 
 @dataclass(slots=True)
 class TierCounters:
-    """What has happened since the start; ``metrics`` publishes it. ``verdicts``: what became of evicted chunks."""
+    """What has happened since the start; ``metrics`` publishes it. ``admissions``: what became of evicted chunks."""
 
-    verdicts: dict[Verdict, int] = field(default_factory=lambda: dict.fromkeys(Verdict, 0))
+    admissions: dict[Demotion, int] = field(default_factory=lambda: dict.fromkeys(Demotion, 0))
     already_there: int = 0
     written: int = 0
     written_bytes: int = 0
@@ -113,7 +113,7 @@ class TierState:
     # --- down
 
     def evicted(
-        self, record: Record, expires_s: float | None, num_hits: int, queue_bytes: int
+        self, record: SsdRecord, expires_s: float | None, num_hits: int, queue_bytes: int
     ) -> tuple[SsdChunk | None, list[Instruction]]:
         """A chunk leaves memory. Its entry here, if it stays to be had, and what is to be done.
 
@@ -128,16 +128,16 @@ class TierState:
         left_s = None if expires_s is None else expires_s - now_s
         hard = record.pin is Pin.HARD
         chunk = Evicted(record.key, record.record_bytes, num_hits, left_s, queue_bytes, pinned=hard)
-        verdict = self.admission.decide(chunk, now_s)
+        outcome = self.admission.decide(chunk, now_s)
         entry = None
-        if verdict is Verdict.ADMIT:
+        if outcome is Demotion.ADMIT:
             entry, more = self._place(record, expires_s)
             instructions += more
-            verdict = Verdict.ADMIT if entry is not None else Verdict.NO_ROOM
-        self.counters.verdicts[verdict] += 1
+            outcome = Demotion.ADMIT if entry is not None else Demotion.NO_ROOM
+        self.counters.admissions[outcome] += 1
         return entry, instructions
 
-    def _place(self, record: Record, expires_s: float | None) -> tuple[SsdChunk | None, list[Instruction]]:
+    def _place(self, record: SsdRecord, expires_s: float | None) -> tuple[SsdChunk | None, list[Instruction]]:
         instructions: list[Instruction] = []
 
         def evict(victim: SsdChunk) -> None:
@@ -250,7 +250,7 @@ class TierState:
 
     # --- a new start
 
-    def recover(self, record: Record, offset: int, now_unix_s: float) -> bool:
+    def recover(self, record: SsdRecord, offset: int, now_unix_s: float) -> bool:
         """Enter what the scan found; False if it is over, does not fit, or its key is there already: wipe it.
 
         The wall clock may have jumped: a chunk lives no longer than it had left when it was written.

@@ -26,7 +26,7 @@ from tanghulu.store.node.ssd.file import Arena, Buffer, TierFile
 from tanghulu.store.node.ssd.state import Instruction, Lost, TierCounters, TierState, Wipe, Write
 from tanghulu.store.node.state.chunk import Chunk
 from tanghulu.store.node.state.ssd_chunk import SsdChunk, SsdChunkState
-from tanghulu.store.node.state.ssd_record import Record, decode_head, encode_head
+from tanghulu.store.node.state.ssd_record import SsdRecord, decode_head, encode_head
 from tanghulu.store.protocol import checksums as sums
 from tanghulu.types import ChunkKey
 
@@ -125,7 +125,7 @@ class SsdTier:
     def demote(self, chunk: Chunk, left_s: float | None) -> SsdChunk | None:
         """``chunk`` is leaving memory, where its bytes still lie: keep it here. None if it is dropped."""
         ends_unix_s = None if left_s is None else unix_time_s() + left_s
-        record = Record(
+        record = SsdRecord(
             chunk.key,
             chunk.version,
             chunk.size_bytes,
@@ -363,7 +363,7 @@ def _write_all(file: TierFile, batch: Sequence[_Pending], sync: bool) -> list[_O
     return outcomes
 
 
-def _read_one(file: TierFile, record: Record, offset: int, view: memoryview) -> bool:
+def _read_one(file: TierFile, record: SsdRecord, offset: int, view: memoryview) -> bool:
     """In a thread: read the record and tell whether head and value are what was put."""
     file.read(offset, view)
     found = decode_head(view[: record.head_bytes], offset, file.file_id)

@@ -1,4 +1,4 @@
-"""What a node counts: what has happened since its start, and which chunks were read most of late. Pure."""
+"""What a node counts: what has happened since its start, and which chunks were read most. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import Enum
 from tanghulu.store.node.state.chunk import Chunk
 from tanghulu.types import ChunkKey
 
-#: A chunk's every so many-th read is counted by key.
+#: Every 16th read of a chunk is counted by key.
 SAMPLE = 16
 MAX_KEYS = 64
 #: Told at once, most-read first.

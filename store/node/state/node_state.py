@@ -163,7 +163,7 @@ class NodeState:
             self.abort_reservation(reserved.chunk)
 
     def _try_reserve(self, new: NewChunk, holder: Holder | None, *, sparing: bool) -> Reserved | None:
-        """A range for ``new``, whatever else has its key and whoever waits; None if leases leave no room."""
+        """A range for ``new``, even if its key has a chunk or other puts wait; None if leases leave no room."""
         offset = self._take_range(new, sparing=sparing)
         if offset is None:
             return None
@@ -260,7 +260,7 @@ class NodeState:
         self.counters.puts += 1
 
     def _supersede(self, chunk: Holding) -> None:
-        """The master has chosen another put of the key: drop ``chunk``, and have whoever waits for it hear so."""
+        """Drop ``chunk``, because the master has chosen another put of its key; putters that wait for it hear so."""
         self.reports.forget(chunk)
         self.drop_both(chunk.key)
         self.reports.settle(chunk, stands=False)

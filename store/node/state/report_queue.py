@@ -28,7 +28,7 @@ from tanghulu.types import ChunkKey
 
 MAX_ADDED = 4096
 MAX_REMOVED = 4096
-#: Of puts that came to nothing, between two messages; and so many are remembered.
+#: Retractions told in one message, and those that are remembered.
 MAX_RETRACTED = 4096
 
 
@@ -63,11 +63,11 @@ class ReportMessage:
 class ReportQueue:
     """Collects additions and removals; ``take`` makes a message, ``done`` or ``requeue`` ends it.
 
-    Knows who waits for the master's word on what it tells: ``confirm`` begins that, ``settle`` or ``expire`` ends it.
+    Knows who waits for the master's answer on a chunk: ``confirm`` begins the wait, ``settle`` or ``expire`` ends it.
     """
 
-    def __init__(self, confirmations: Confirmations | None = None) -> None:
-        self._confirmations = confirmations or Confirmations()
+    def __init__(self) -> None:
+        self._confirmations = Confirmations()
         self._added: dict[ChunkKey, Holding] = {}
         self._patient: dict[ChunkKey, Holding] = {}  # added, and nobody waits for it
         self._removed: dict[ChunkKey, None] = {}
@@ -89,7 +89,7 @@ class ReportQueue:
         (self._deleted if deleted else self._removed)[chunk.key] = None
 
     def retract(self, key: ChunkKey, version: int) -> None:
-        """This put came to nothing here."""
+        """Take back what a client may have told the master of a put that failed here."""
         if len(self._retracted) < MAX_RETRACTED:
             self._retracted.append((key, version))
             self._void[key, version] = None
@@ -117,10 +117,10 @@ class ReportQueue:
         waits = self._added.get(chunk.key) is chunk or self._patient.get(chunk.key) is chunk
         return waits or (under_way is not None and chunk in under_way.added)
 
-    # --- who waits for the master's word
+    # --- who waits for the master's answer
 
     def confirm(self, chunks: Sequence[Holding], until_s: float, done: Done) -> bool:
-        """Call ``done`` with the master's word on each of ``chunks``; returns whether any has yet to be reported.
+        """Call ``done`` with the master's answer on each of ``chunks``; returns whether any has yet to be reported.
 
         See Confirmations; those that nobody waited for so far are reported without delay from now on.
         """
@@ -132,7 +132,7 @@ class ReportQueue:
         return bool(pending)
 
     def settle(self, chunk: Holding, stands: bool) -> None:
-        """The master has answered: whoever waits for its word on ``chunk`` hears it."""
+        """Tell the putters that wait for the master's answer on ``chunk`` whether it ``stands``."""
         self._confirmations.settle(chunk, stands)
 
     def expire(self, now_s: float, error: TanghuluError) -> list[Holding]:

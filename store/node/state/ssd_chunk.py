@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar
 
-from tanghulu.store.node.state.ssd_record import Record
+from tanghulu.store.node.state.ssd_record import SsdRecord
 from tanghulu.store.protocol.checksums import Checksums
 from tanghulu.store.protocol.types import Pin, Tier
 from tanghulu.types import ChunkKey
@@ -60,7 +60,7 @@ class SsdChunk:
 
     tier: ClassVar[Tier] = Tier.SSD
 
-    record: Record
+    record: SsdRecord
     offset: int
     expires_s: float | None
     state: SsdChunkState = SsdChunkState.WRITING

@@ -17,7 +17,7 @@ from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.rpc.latency import Latencies
 from tanghulu.store.node.reporting.reporter import Reporter
 from tanghulu.store.node.state.chunk import Chunk, ChunkState
-from tanghulu.store.node.state.confirmations import Word
+from tanghulu.store.node.state.confirmations import ReportOutcome
 from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.state.outcomes import Committer, Existed, Holder, Reserved, Waiter
 from tanghulu.store.protocol import checksums as sums
@@ -182,7 +182,7 @@ class PutService:
         asked = [(i, each) for i, each in enumerate(written) if i >= num_told and not isinstance(each, TanghuluError)]
         places, chunks = [i for i, _ in asked], [each.chunk for _, each in asked]
 
-        def told(words: list[Word]) -> None:
+        def told(words: list[ReportOutcome]) -> None:
             for place, word in zip(places, words, strict=True):
                 outcomes[place] = word if isinstance(word, TanghuluError) else outcomes[place] or not word
             done(outcomes)
@@ -204,7 +204,7 @@ class PutService:
         """Wait until the master knows what was removed; raises MasterUnavailable."""
         await self._reporter.flushed(until_s)
 
-    def announce(self) -> None:
+    def report(self) -> None:
         """Something waits to be told to the master."""
         self._reporter.kick()
 
