@@ -365,7 +365,7 @@ class Node:
                 if self._tier is not None:
                     self._tier.check()
                 self._sessions.check()
-                self._streams.incoming.check()
+                self._streams.arrivals.check()
 
     def _drain_buffers(self) -> None:
         """At every tick, and while clients put, much more often: it keeps what a get has to wait for short."""

@@ -64,7 +64,7 @@ class NodeService:
         self,
         identity: NodeIdentity,
         state: NodeState,
-        puts: PutService,
+        desk: PutService,
         sessions: Sessions,
         traffic: TrafficCounters,
         promoter: Promoter | None = None,
@@ -73,7 +73,7 @@ class NodeService:
         self._policies = policies
         self._identity = identity
         self._state = state
-        self._puts = puts
+        self._desk = desk
         self._sessions = sessions
         self._traffic = traffic
         self._promoter = promoter
@@ -134,7 +134,7 @@ class NodeService:
         scope = "" if peer.identity is None else peer.identity.scope
         maps = session.holder.maps
         place = self._state.grant_buffer(session.session_id, value_bytes, scope) if maps else None
-        self._puts.room_changed()
+        self._desk.room_changed()
         return packed_desk.pack_desk(place)
 
     def put(self, peer: Peer, request: PutRequest, attachment: memoryview) -> Pending:
@@ -143,8 +143,8 @@ class NodeService:
         items = cut_values(request.items, attachment)
         self._traffic.bytes_written["inline"] += len(attachment)
         until_s = self._until(request.deadline_ms)
-        written = self._puts.write_at_once(items, visible=request.visible)
-        self._puts.room_changed()
+        written = self._desk.write_at_once(items, visible=request.visible)
+        self._desk.room_changed()
         if len(written) < len(items):
             return self._put_rest(items, written, request.visible, until_s)
         return self._settle(written, request.visible, until_s)
@@ -152,15 +152,15 @@ class NodeService:
     async def _put_rest(
         self, items: list[tuple[NewChunk, memoryview]], written: list[Written], visible: bool, until_s: float
     ) -> Answer:
-        written = await self._puts.write_rest(items, written, visible=visible, until_s=until_s)
-        return packed_node.pack_outcomes(await self._puts.settled(written, visible=visible, until_s=until_s))
+        written = await self._desk.write_rest(items, written, visible=visible, until_s=until_s)
+        return packed_node.pack_outcomes(await self._desk.settled(written, visible=visible, until_s=until_s))
 
     def reserve(self, peer: Peer, request: PutRequest, attachment: memoryview) -> Answer | Coroutine[Any, Any, Answer]:
         """Reserve ranges that the client will write."""
         check_count(len(request.items))
         session = session_of(peer)
         items = request.items
-        reserved = self._puts.reserve_at_once(items, session.holder)
+        reserved = self._desk.reserve_at_once(items, session.holder)
         wipes = peer.identity is not None and not peer.identity.shared_memory
         if len(reserved) < len(items):
             return self._reserve_rest(items, reserved, session, self._until(request.deadline_ms), wipes)
@@ -169,13 +169,13 @@ class NodeService:
     async def _reserve_rest(
         self, items: list[NewChunk], reserved: list[Written], session: Session, until_s: float, wipes: bool
     ) -> Answer:
-        return self._reserved(await self._puts.reserve_rest(items, reserved, session.holder, until_s), wipes)
+        return self._reserved(await self._desk.reserve_rest(items, reserved, session.holder, until_s), wipes)
 
     def _reserved(self, reserved: Sequence[Written], wipes: bool) -> bytes:
         """The answer. ``wipes``: the client must not find in its ranges what was another tenant's."""
         for outcome in reserved if wipes else ():
             if isinstance(outcome, Reserved):
-                self._puts.wipe(outcome.chunk)
+                self._desk.wipe(outcome.chunk)
         return _reserve_reply(reserved)
 
     def commit(self, peer: Peer, request: CommitRequest, attachment: memoryview) -> Pending:
@@ -190,12 +190,12 @@ class NodeService:
             lease = self._state.access.lease(LeaseId(lease_id))
             try:
                 by = Committer.CLIENT if place < num_told else Committer.node(visible=request.visible)
-                written.append(self._puts.commit(lease_id, session.session_id, checksums, by))
+                written.append(self._desk.commit(lease_id, session.session_id, checksums, by))
                 if lease is not None and lease.mapped:
                     self._traffic.bytes_written["shm"] += lease.length
             except TanghuluError as error:
                 written.append(error)
-        self._puts.room_changed()
+        self._desk.room_changed()
         return self._settle(written, request.visible, self._until(request.deadline_ms), num_told)
 
     def _is_commit_valid(self, request: CommitRequest) -> bool:
@@ -209,7 +209,7 @@ class NodeService:
         def done(outcomes: list[PutOutcome]) -> None:
             later.set(packed_node.pack_outcomes(outcomes))
 
-        self._puts.settle(written, visible=visible, until_s=until_s, done=done, num_told=num_told)
+        self._desk.settle(written, visible=visible, until_s=until_s, done=done, num_told=num_told)
         return later
 
     # --- gets
@@ -264,7 +264,7 @@ class NodeService:
                 continue
             touched.append(chunk)
             if pinned is None:
-                values.append(bytes(self._puts.bytes_of(chunk)))
+                values.append(bytes(self._desk.bytes_of(chunk)))
                 budget -= chunk.size_bytes
                 items.append(Found(chunk.size_bytes, chunk.version, chunk.checksums, 0, 0, False))
             else:
@@ -286,7 +286,7 @@ class NodeService:
         chunk = self._state.look_up(ChunkKey(key))
         if chunk is None:
             raise ChunkNotFound(f"{key!r} is not on {self._identity.instance_id}")
-        if verify and not self._puts.verify(chunk):
+        if verify and not self._desk.verify(chunk):
             raise ChecksumMismatch(f"the bytes of {key!r} on {self._identity.instance_id} were corrupt and are dropped")
         return chunk
 
@@ -296,13 +296,13 @@ class NodeService:
         for key in request.corrupt:
             chunk = self._state.find(ChunkKey(key))
             if chunk is not None:
-                self._puts.verify(chunk)
+                self._desk.verify(chunk)
         if request.read:
             found = (self._state.look_up(ChunkKey(key)) for key in request.read)
             self._state.touch([chunk for chunk in found if chunk is not None])
         self._state.unpin(request.lease_ids, session.owned)
         self._traffic.bytes_read["shm"] += request.bytes_read
-        self._puts.room_changed()
+        self._desk.room_changed()
         return b""
 
     # --- questions
@@ -319,12 +319,12 @@ class NodeService:
         """Drop chunks; one byte a key."""
         check_count(len(request.keys))
         removed = bytes(self._state.remove(ChunkKey(key)) for key in request.keys)
-        self._puts.room_changed()
+        self._desk.room_changed()
         return self._removed(removed)
 
     async def _removed(self, removed: bytes) -> Answer:
         until_s = asyncio.get_running_loop().time() + DEFAULT_DEADLINE_S
-        await self._puts.told_removals(until_s)
+        await self._desk.told_removals(until_s)
         if self._promoter is not None:
             await self._promoter.settled(until_s)
         return store_pb2.RemoveReply(removed=removed)

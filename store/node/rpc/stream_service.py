@@ -26,10 +26,10 @@ MAX_INCOMING_S = 10.0
 class StreamService:
     """Registers its handlers by ``serve``; ``tick`` ends what takes too long."""
 
-    def __init__(self, state: NodeState, puts: PutService, traffic: TrafficCounters) -> None:
-        self.incoming = IncomingPuts(state)
+    def __init__(self, state: NodeState, desk: PutService, traffic: TrafficCounters) -> None:
+        self.arrivals = IncomingPuts(state)
         self._state = state
-        self._puts = puts
+        self._desk = desk
         self._traffic = traffic
         self._answers: dict[IncomingPut, Later] = {}
 
@@ -47,19 +47,19 @@ class StreamService:
         if payload_bytes != new.size_bytes:
             raise InvalidRequest(f"the value of {new.key!r} has {new.size_bytes} bytes, {payload_bytes} come")
         self._state.drain_buffers()
-        is_first = not self.incoming.knows(peer)
+        is_first = not self.arrivals.knows(peer)
         until_s = asyncio.get_running_loop().time() + remaining_s(deadline_ms, MAX_INCOMING_S)
-        incoming = self.incoming.begin(peer, stream_id, new, visible, until_s)
-        if incoming is None:
+        arrival = self.arrivals.begin(peer, stream_id, new, visible, until_s)
+        if arrival is None:
             return None
         if is_first:
             peer.on_close.append(lambda: self._gone(peer))
-        return Landing(self._puts.bytes_of(incoming.chunk), lambda: self._landed(incoming))
+        return Landing(self._desk.bytes_of(arrival.chunk), lambda: self._landed(arrival))
 
-    def _landed(self, incoming: IncomingPut) -> Later:
-        incoming.land()
-        self._traffic.bytes_written["stream"] += incoming.chunk.size_bytes
-        later = self._answers[incoming] = Later()
+    def _landed(self, arrival: IncomingPut) -> Later:
+        arrival.land()
+        self._traffic.bytes_written["stream"] += arrival.chunk.size_bytes
+        later = self._answers[arrival] = Later()
         return later
 
     def stream(self, peer: Peer, request: StreamRequest, attachment: memoryview) -> Answer | Later:
@@ -82,28 +82,28 @@ class StreamService:
     def settle(self, peer: Peer, said: SettleRequest, attachment: memoryview) -> Later:
         """The putter's last word; STREAM is answered now, or when the master knows the key."""
         session_of(peer)
-        settled = self.incoming.settle(peer, said)
+        settled = self.arrivals.settle(peer, said)
         if settled is None:
             return NO_ANSWER
-        incoming, written, told = settled
-        later = self._answers.pop(incoming)
+        arrival, written, told = settled
+        later = self._answers.pop(arrival)
         if written is None:
             later.set(pack_outcomes([True]))
         else:
-            visible = incoming.visible and not told
-            self._puts.settle(
-                [written], visible=visible, until_s=incoming.until_s, done=lambda each: later.set(pack_outcomes(each))
+            visible = arrival.visible and not told
+            self._desk.settle(
+                [written], visible=visible, until_s=arrival.until_s, done=lambda each: later.set(pack_outcomes(each))
             )
-        self._puts.room_changed()
+        self._desk.room_changed()
         return NO_ANSWER
 
     def tick(self) -> None:
         """Hang up on those who have begun a value and do not end it."""
-        for peer in self.incoming.overdue(asyncio.get_running_loop().time()):
+        for peer in self.arrivals.overdue(asyncio.get_running_loop().time()):
             assert isinstance(peer, Peer)
             peer.hang_up()
 
     def _gone(self, peer: Peer) -> None:
-        self.incoming.gone(peer)
-        self._answers = {incoming: later for incoming, later in self._answers.items() if not incoming.ended}
-        self._puts.room_changed()
+        self.arrivals.gone(peer)
+        self._answers = {arrival: later for arrival, later in self._answers.items() if not arrival.ended}
+        self._desk.room_changed()
