@@ -1,10 +1,11 @@
-"""``tanghulu node``: the process. Opens segment and door, registers, announces, ends leases, closes cleanly."""
+"""``tanghulu node``: the process. Opens segment and door, registers, reports, ends leases, closes cleanly."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,34 +31,36 @@ from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.config import command, option
 from tanghulu.runtime.master_options import DoorOptions, MasterOptions
 from tanghulu.runtime.process import Process, ProcessConfig
-from tanghulu.store.node.node_memory import NodeMemory
 from tanghulu.store.node.replication.copier import Copier
 from tanghulu.store.node.reporting import registration as registering
 from tanghulu.store.node.reporting.copy_wire import Orders
-from tanghulu.store.node.reporting.reporter import Announcer
+from tanghulu.store.node.reporting.reporter import Reporter
 from tanghulu.store.node.rpc import metrics
 from tanghulu.store.node.rpc.admin_service import AdminService
 from tanghulu.store.node.rpc.grpc_service import GrpcStoreNode
 from tanghulu.store.node.rpc.metrics import NodeCollector, TrafficCounters
 from tanghulu.store.node.rpc.service import NodeIdentity, NodeService
 from tanghulu.store.node.rpc.sessions import Sessions
-from tanghulu.store.node.rpc.stream_service import ArrivalService
+from tanghulu.store.node.rpc.stream_service import StreamService
 from tanghulu.store.node.rpc.tenant_metrics import TenantCollector
 from tanghulu.store.node.ssd.admission import MODES, TierAdmission
 from tanghulu.store.node.ssd.metrics import TierCollector
-from tanghulu.store.node.ssd.opening import MIN_SSD_BYTES, SsdPlace, open_tier, send_down
+from tanghulu.store.node.ssd.opening import MIN_SSD_BYTES, SsdPlace, open_tier
 from tanghulu.store.node.ssd.promotion import Promoter
 from tanghulu.store.node.ssd.tier import QUEUE_BYTES, SsdTier
+from tanghulu.store.node.state.chunk_table import Published
 from tanghulu.store.node.state.limits import Watermarks
-from tanghulu.store.node.state.node_state import NodeState
-from tanghulu.store.node.state.outcomes import EvictionReason
-from tanghulu.store.node.state.tenant_usage import Policies, TenantBook, trim
-from tanghulu.store.node.writes.puts import PutDesk
-from tanghulu.store.node.writes.write_buffers import Desks
+from tanghulu.store.node.state.node_state import NodeState, make_node_state
+from tanghulu.store.node.state.ssd_chunk import SsdChunk
+from tanghulu.store.node.state.tenant_usage import Policies, TenantUsage
+from tanghulu.store.node.state.write_buffers import AREA_BYTES
+from tanghulu.store.node.writes.puts import PutService
 from tanghulu.store.protocol.access_rules import NODE_GRPC_RULES, NODE_RULES, refuse_open_carriers
+from tanghulu.store.protocol.shared_index import IndexPlace, IndexWriter, index_bytes, num_buckets_for
 from tanghulu.store.protocol.types import MAX_INLINE_BYTES
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.leases import Freed
+from tanghulu.transfer_engine.core.segment import MemorySegment
 from tanghulu.transfer_engine.metrics import ServerCollector
 from tanghulu.transfer_engine.options import TransferOptions, transfer_settings
 from tanghulu.transfer_engine.owner.server import SegmentServer
@@ -65,7 +68,7 @@ from tanghulu.types import Address, ChunkKey, Role, format_size
 
 _log = structlog.get_logger(__name__)
 _TICK_S = 0.05
-#: How often desks are looked at while they are used.
+#: How often write buffers are looked at while they are used.
 _POLL_S = 0.002
 #: How long a start waits for the master before it serves without it.
 _FIRST_CONTACT_S = 2.0
@@ -119,6 +122,21 @@ class NodeConfig(TransferOptions, MasterOptions, DoorOptions, ProcessConfig):
         return self.low_watermark or high - 0.05, high
 
 
+class NodeMemory:
+    """The memory that a node offers, and what lies where in it. ``prefault`` touches all of it now.
+
+    values, ``memory_bytes`` | the shared index, which clients read | heads and records of write buffers
+    """
+
+    def __init__(self, memory_bytes: int, now_s: float, *, prefault: bool) -> None:
+        begin = -(-memory_bytes // 64) * 64
+        self.index = IndexPlace(begin, num_buckets_for(memory_bytes), secrets.randbits(64))
+        self.buffers_begin = begin + index_bytes(self.index.num_buckets)
+        self.segment = MemorySegment.create("store", self.buffers_begin + AREA_BYTES, prefault=prefault)
+        view = self.segment.view[begin : self.buffers_begin]
+        self.published = Published(IndexWriter(view, self.index.seed, now_s))
+
+
 class Node:
     """All parts of one node, wired together."""
 
@@ -132,44 +150,50 @@ class Node:
         if self._tokens is not None:
             refuse_open_carriers(self._tokens.table, config.transports)
         interceptors = () if self._tokens is None else (GrpcAuthorizer(self._tokens, NODE_GRPC_RULES),)
-        self._door = PortMux(self._service, process.run_dir, "node", interceptors, tls)
-        book = None if self._tokens is None else TenantBook(self._tenants, config.memory)
-        self._policies = Policies() if book is None else Policies.fair(book)
+        self._port = PortMux(self._service, process.run_dir, "node", interceptors, tls)
+        tenants = None if self._tokens is None else TenantUsage(self._tenants, config.memory)
+        self._policies = Policies() if tenants is None else Policies.fair(tenants)
         self._memory = NodeMemory(config.memory, self._clock.now_s(), prefault=config.prefault)
         self._segment = self._memory.segment
         access = AccessTable(self._clock, config.lease_ms, int(config.memory * _MAX_MAPPED_FRACTION))
-        self.state = NodeState(config.memory, access, lambda: self._policies.memory(config.eviction), self._clock)
-        self.state.table.book = book
-        self.state.max_value_bytes = min(config.max_value or config.memory, config.memory)
-        self.state.table.published = self._memory.published
+        self._tier: SsdTier | None = None
+        self.state = self._make_state(access, tenants)
         self._segment_server = self._make_segment_server(access, tls)
-        self._tier = self._open_tier()
         self._promoter = None if self._tier is None else Promoter(self.state, self._tier, self._segment.view)
         low, high = config.watermarks
         self._watermarks = Watermarks(config.memory, high, low)
         self._traffic = TrafficCounters()
         self._masters = MasterFinder(config.master)
         self._discovery: MasterDiscovery | None = None
-        self._announcer = Announcer(
+        self._reporter = Reporter(
             self.state, self._masters, process.generation, self._room_changed, self._not_registered, self._ordered
         )
-        self._desks = Desks(
-            self.state, self._segment.view, self._memory.desks_begin, self._clock.now_s, self._announcer.displaced
-        )
-        self.state.desks = self._desks
         self._polling: asyncio.TimerHandle | None = None
-        self._desk = PutDesk(self.state, self._segment.view, self._announcer)
-        self._arrivals = ArrivalService(
-            process.generation, self.state, self._desk, self._traffic, self._announcer.displaced
-        )
+        self._puts = PutService(self.state, self._segment.view, self._reporter)
+        self._streams = StreamService(self.state, self._puts, self._traffic)
         self._sessions = Sessions(self.state, self._room_changed)
-        self._copier = Copier(config.master, self._desk, self._announcer.copy_failed)
+        self._copier = Copier(config.master, self._puts, self._reporter.copy_failed)
         self._registration: asyncio.Task[Registration] | None = None
-        self._gate: Authorizer | None = None
+        self._authorizer: Authorizer | None = None
         store_pb2_grpc.add_StoreNodeServicer_to_server(
-            GrpcStoreNode(self.state, self._desk, self._traffic, self._promoter), self._door.grpc_server
+            GrpcStoreNode(self.state, self._puts, self._traffic, self._promoter), self._port.grpc_server
         )
-        self._register_metrics(process.registry, book)
+        self._register_metrics(process.registry, tenants)
+
+    def _make_state(self, access: AccessTable, tenants: TenantUsage | None) -> NodeState:
+        config = self._config
+        return make_node_state(
+            config.memory,
+            access,
+            partial(self._policies.memory, config.eviction),
+            self._clock,
+            generation=self._process.generation,
+            max_value_bytes=min(config.max_value or config.memory, config.memory),
+            published=self._memory.published,
+            tenants=tenants,
+            buffer_memory=(self._segment.view, self._memory.buffers_begin),
+            make_tier=None if config.ssd_path is None else partial(self._open_tier, config.ssd_path),
+        )
 
     def _make_segment_server(self, access: AccessTable, tls: ServerTls | None) -> SegmentServer:
         config = self._config
@@ -189,23 +213,22 @@ class Node:
             on_freed=self._freed,
         )
 
-    def _open_tier(self) -> SsdTier | None:
+    def _open_tier(self, path: Path, on_lost: Callable[[SsdChunk], None]) -> SsdTier:
         config = self._config
-        if config.ssd_path is None:
-            return None
-        place = SsdPlace(config.ssd_path, config.ssd_size, config.port)
+        place = SsdPlace(path, config.ssd_size, config.port)
         admission = TierAdmission(config.ssd_admission, QUEUE_BYTES, config.ssd_write_rate)
         policy = partial(self._policies.tier, config.eviction)
-        return open_tier(place, self.state, self._segment.view, admission, policy, self._clock)
+        self._tier = open_tier(place, self._segment.view, admission, policy, self._clock, on_lost)
+        return self._tier
 
-    def _register_metrics(self, registry: CollectorRegistry, book: TenantBook | None) -> None:
+    def _register_metrics(self, registry: CollectorRegistry, tenants: TenantUsage | None) -> None:
         if self._tier is not None:
             registry.register(TierCollector(self.state, self._tier))
-        if book is not None:
-            registry.register(TenantCollector(book.usage))
+        if tenants is not None:
+            registry.register(TenantCollector(tenants.usage))
         registry.register(ServerCollector(self._segment_server))
         registry.register(LatencyCollector(self._service.latencies))
-        registry.register(metrics.wait_collector(self._desk.waits))
+        registry.register(metrics.wait_collector(self._puts.waits))
         metrics.register(registry, NodeCollector(self.state, self._all_traffic, lambda: len(self._sessions)))
 
     async def run(self) -> None:
@@ -224,12 +247,12 @@ class Node:
                 await asyncio.wait([entering], timeout=_FIRST_CONTACT_S)
                 registering.raise_refusal(entering)
                 instance_id = self._process.instance_id(address.port)
-                running = [self._announcer.run(instance_id), self._tick(), self._copier.run()]
-                if self._gate is not None:
-                    running.append(self._gate.watch(self._service))
+                running = [self._reporter.run(instance_id), self._tick(), self._copier.run()]
+                if self._authorizer is not None:
+                    running.append(self._authorizer.watch(self._service))
                 tasks += [asyncio.create_task(each) for each in running]
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._announcer.connected.wait(), _FIRST_CONTACT_S)
+                    await asyncio.wait_for(self._reporter.connected.wait(), _FIRST_CONTACT_S)
                 self._process.ready(instance_id, address)
                 await _until_stopping(self._process.stopping, tasks)
                 await registering.unregister(entering)
@@ -239,14 +262,14 @@ class Node:
             await asyncio.gather(*tasks, return_exceptions=True)
             if self._polling is not None:
                 self._polling.cancel()
-            await self._door.close(grace_s=0.2)
+            await self._port.close(grace_s=0.2)
             await self._segment_server.close()
             self._sessions.close()
-            self._desks.drain()
-            self.state.table.published.close()
+            self.state.drain_buffers()
+            self._memory.published.close()
             if self._promoter is not None and self._tier is not None:
                 await self._promoter.close()
-                await send_down(self.state, self._tier)
+                await self._promoter.send_down()
                 await self._tier.close()
             self._segment.close()
 
@@ -255,7 +278,7 @@ class Node:
             await self._segment_server.start()
         except OSError as error:
             raise ConfigError(f"cannot serve the segment on {self._config.host}: {error}") from error
-        address = await self._door.start(self._config.host, self._config.port, self._config.reachable_host)
+        address = await self._port.start(self._config.host, self._config.port, self._config.reachable_host)
         identity = NodeIdentity(
             self._process.instance_id(address.port),
             self._process.generation,
@@ -263,13 +286,13 @@ class Node:
             self._memory.index,
         )
         NodeService(
-            identity, self.state, self._desk, self._sessions, self._traffic, self._promoter, self._policies
+            identity, self.state, self._puts, self._sessions, self._traffic, self._promoter, self._policies
         ).serve(self._service)
-        self._arrivals.serve(self._service)
-        AdminService(self.state, self._desk, self._drain).serve(self._service)
+        self._streams.serve(self._service)
+        AdminService(self.state, self._puts, self._drain).serve(self._service)
         if self._tokens is not None:
-            self._gate = Authorizer(self._tokens, NODE_RULES)
-            self._gate.authorize(self._service)
+            self._authorizer = Authorizer(self._tokens, NODE_RULES)
+            self._authorizer.authorize(self._service)
         return address
 
     def _tenants(self) -> Mapping[str, Tenant]:
@@ -285,22 +308,22 @@ class Node:
             metrics_address=self._process.metrics_address,
             place=self._config.place,
             generation=self._process.generation,
-            unix_path=self._door.unix_path,
+            unix_path=self._port.unix_path,
             attributes={"memory_bytes": str(self._config.memory), "host_id": processes.host_id()}
             | ({"draining": "true"} if self.state.draining else {}),
         )
 
     async def _drain(self, draining: bool) -> None:
         """Take no new chunks, or take them again, and have the master know. Raises MasterUnavailable; it follows."""
-        self.state.draining = draining
+        self.state.drain(draining)
         self._room_changed()
         if self._registration is not None:
             registration = await asyncio.shield(self._registration)
-            await registration.update(self._instance(self._door.address))
+            await registration.update(self._instance(self._port.address))
 
     def _ordered(self, orders: Orders) -> None:
         """The master wants chunks copied here, or dropped because others hold them now."""
-        self._desks.drain()
+        self.state.drain_buffers()
         self._copier.order(orders)
         for key, version in orders.drops:
             self.state.let_go(ChunkKey(key), version)
@@ -315,14 +338,14 @@ class Node:
             self._discovery.poke()
 
     def _room_changed(self) -> None:
-        self._desk.room_changed()
+        self._puts.room_changed()
         if self._promoter is not None:
             self._promoter.room_changed()
 
     def _all_traffic(self) -> TrafficCounters:
         traffic = self._traffic
         traffic.bytes_read["tcp"] = self._segment_server.bytes_read["tcp"]
-        traffic.bytes_written["desk"] = self._desks.bytes_taken
+        traffic.bytes_written["desk"] = self.state.buffers.bytes_taken
         traffic.bytes_written["tcp"] = self._segment_server.bytes_written["tcp"]
         return traffic
 
@@ -330,40 +353,36 @@ class Node:
         while True:
             await asyncio.sleep(_TICK_S)
             self.state.expire(self._clock.now_s())
-            self.state.table.published.beat(self._clock.now_s())
+            self._memory.published.beat(self._clock.now_s())
             self._sessions.forget_ended()
-            self._arrivals.tick()
-            self._empty_desks()
-            trim(self.state)
+            self._streams.tick()
+            self._drain_buffers()
+            self.state.trim_tenants()
             self._evict_ahead()
             self._room_changed()
-            self._announcer.tick()
+            self._reporter.tick()
             if self._config.debug_checks:
                 self.state.check()
                 self._watermarks.check()
                 if self._tier is not None:
                     self._tier.check()
                 self._sessions.check()
-                self._desks.check()
-                self._arrivals.arrivals.check()
-                self._announcer.check()
+                self._streams.arrivals.check()
 
-    def _empty_desks(self) -> None:
+    def _drain_buffers(self) -> None:
         """At every tick, and while clients put, much more often: it keeps what a get has to wait for short."""
-        busy = self._desks.tick(self._clock.now_s())
+        busy = self.state.tick_buffers(self._clock.now_s())
         if busy and self._polling is None:
-            self._polling = asyncio.get_running_loop().call_later(_POLL_S, self._poll_desks)
+            self._polling = asyncio.get_running_loop().call_later(_POLL_S, self._poll_buffers)
 
-    def _poll_desks(self) -> None:
+    def _poll_buffers(self) -> None:
         self._polling = None
-        self._empty_desks()
-        self.state.table.published.flush()
+        self._drain_buffers()
+        self._memory.published.flush()
 
     def _evict_ahead(self) -> None:
         budget = _EVICT_AHEAD_BYTES if self._tier is None else self._tier.free_queue_bytes
-        wanted = self._watermarks.wanted(self.state.used_bytes, budget)
-        for chunk in self.state.room.oldest(wanted):
-            self.state.evict(chunk, EvictionReason.WATERMARK)
+        self.state.evict_ahead(self._watermarks.wanted(self.state.used_bytes, budget))
 
 
 async def _until_stopping(stopping: asyncio.Event, tasks: list[asyncio.Task[None]]) -> None:

@@ -7,7 +7,7 @@ import pytest
 from tanghulu.discovery.masters import MasterFinder
 from tanghulu.errors import InvalidRequest, MasterUnavailable, NodeUnavailable, NotLeader, error_from_code
 from tanghulu.masters import Masters
-from tanghulu.store.node.reporting.fence import Fence
+from tanghulu.store.node.reporting.reporter import TermFence
 from tanghulu.types import Address
 
 A, B, C = (Address("h", port) for port in (1, 2, 3))
@@ -73,7 +73,7 @@ def test_with_an_etcd_it_is_asked_again() -> None:
 
 
 def test_a_node_refuses_older_terms_of_the_same_etcd() -> None:
-    fence = Fence()
+    fence = TermFence()
     assert fence.admits(0, 0), "a single master has no term"
     assert fence.admits(9, 1)
     assert not fence.admits(7, 1)

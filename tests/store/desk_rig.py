@@ -1,4 +1,4 @@
-"""A node's decisions with desks and one client, over plain memory."""
+"""A node's decisions with write buffers and one client, over plain memory."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ import xxhash
 
 from tanghulu.eviction import make_policy
 from tanghulu.runtime.clock import ManualClock
-from tanghulu.store.node.state.holdings import Holding
-from tanghulu.store.node.state.node_state import NodeState
-from tanghulu.store.node.writes import write_buffers as desks
-from tanghulu.store.node.writes.write_buffers import Desks
+from tanghulu.store.node.state.node_state import make_node_state
+from tanghulu.store.node.state.write_buffers import AREA_BYTES
 from tanghulu.store.protocol.types import Pin
 from tanghulu.store.protocol.write_buffer import DeskWriter, Record
 from tanghulu.transfer_engine.core.access import AccessTable
@@ -23,23 +21,27 @@ SESSION = 7
 
 @dataclass
 class Rig:
-    """A node's decisions with desks, its memory, and one client."""
+    """A node's decisions with write buffers, its memory, and one client."""
 
     capacity_bytes: int = CAPACITY
     clock: ManualClock = field(default_factory=ManualClock)
-    displaced: list[Holding] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         access = AccessTable(self.clock, 1000, self.capacity_bytes)
         access.open_session(SESSION, 4242)
-        self.state = NodeState(self.capacity_bytes, access, lambda: make_policy("lru"), self.clock)
-        self.memory = memoryview(bytearray(self.capacity_bytes + desks.AREA_BYTES))
-        self.desks = Desks(self.state, self.memory, self.capacity_bytes, self.clock.now_s, self.displaced.append)
-        self.state.desks = self.desks
+        self.memory = memoryview(bytearray(self.capacity_bytes + AREA_BYTES))
+        self.state = make_node_state(
+            self.capacity_bytes,
+            access,
+            lambda: make_policy("lru"),
+            self.clock,
+            buffer_memory=(self.memory, self.capacity_bytes),
+        )
+        self.buffers = self.state.buffers
 
     def open(self, value_bytes: int = 64, session_id: int = SESSION) -> DeskWriter:
-        place = self.desks.grant(session_id, value_bytes)
-        assert place is not None, "no desk"
+        place = self.state.grant_buffer(session_id, value_bytes)
+        assert place is not None, "no write buffer"
         return DeskWriter(self.memory, place)
 
     def put(
@@ -56,9 +58,8 @@ class Rig:
 
     def later(self, seconds: float) -> None:
         self.clock.advance(seconds)
-        self.desks.tick(self.clock.now_s())
+        self.state.tick_buffers(self.clock.now_s())
         self.check()
 
     def check(self) -> None:
         self.state.check()
-        self.desks.check()

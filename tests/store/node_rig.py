@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tanghulu.eviction import make_policy
 from tanghulu.runtime.clock import ManualClock
-from tanghulu.store.node.state.node_state import NodeState
-from tanghulu.store.node.state.outcomes import Existed, Reserved
-from tanghulu.store.node.state.waiters import Holder, Waiter
+from tanghulu.store.node.state.node_state import NodeState, make_node_state
+from tanghulu.store.node.state.outcomes import Committer, Existed, Holder, Reserved, Waiter
+from tanghulu.store.node.state.tenant_usage import TenantUsage
 from tanghulu.store.protocol.checksums import Checksums
 from tanghulu.store.protocol.types import NewChunk, Pin
 from tanghulu.transfer_engine.core.access import AccessTable
@@ -14,16 +14,19 @@ from tanghulu.types import ChunkKey, LeaseId
 
 CAPACITY = 64 * 64
 LEASE_MS = 1000
+GENERATION = 9
 COPIES, MAPS = Holder(1, False), Holder(2, True)
 SUM = Checksums(0, (1,))
 
 
-def make_state(clock: ManualClock | None = None, mapped_bytes: int = CAPACITY) -> NodeState:
+def make_state(
+    clock: ManualClock | None = None, mapped_bytes: int = CAPACITY, tenants: TenantUsage | None = None
+) -> NodeState:
     clock = clock or ManualClock()
     access = AccessTable(clock, LEASE_MS, mapped_bytes)
     access.open_session(1, None)
     access.open_session(2, 4242)
-    return NodeState(CAPACITY, access, lambda: make_policy("lru"), clock)
+    return make_node_state(CAPACITY, access, lambda: make_policy("lru"), clock, generation=GENERATION, tenants=tenants)
 
 
 def new(key: str, size: int = 64, version: int = 1, pin: Pin = Pin.NONE, ttl_s: float | None = None) -> NewChunk:
@@ -35,13 +38,13 @@ def put(state: NodeState, item: NewChunk) -> Reserved | Existed:
     assert not isinstance(outcome, Waiter), "no room"
     if isinstance(outcome, Existed):
         return outcome
-    return state.commit_written(outcome.chunk, item.checksums, visible=False)
+    return state.commit(outcome.chunk, item.checksums, Committer.NODE_UNAWAITED)
 
 
 def commit(
     state: NodeState, lease_id: LeaseId, session_id: int, sums: Checksums, *, visible: bool
 ) -> Reserved | Existed:
-    return state.commit_written(state.end_writing(lease_id, session_id), sums, visible=visible)
+    return state.commit(state.end_writing(lease_id, session_id), sums, Committer.node(visible=visible))
 
 
 def keys(state: NodeState) -> list[str]:

@@ -34,15 +34,15 @@ from tanghulu.store.master.metrics import MasterMetrics
 from tanghulu.store.master.rpc.directory_service import DirectoryCalls
 from tanghulu.store.master.server import MasterServer
 from tanghulu.store.node.reporting.copy_wire import Orders
-from tanghulu.store.node.reporting.reporter import Announcer
+from tanghulu.store.node.reporting.reporter import Reporter
 from tanghulu.store.node.rpc.metrics import TrafficCounters
 from tanghulu.store.node.rpc.service import NodeIdentity, NodeService
 from tanghulu.store.node.rpc.sessions import Sessions
-from tanghulu.store.node.rpc.stream_service import ArrivalService
-from tanghulu.store.node.state.node_state import NodeState
-from tanghulu.store.node.state.published import Published
-from tanghulu.store.node.writes.puts import PutDesk
-from tanghulu.store.node.writes.write_buffers import AREA_BYTES, Desks
+from tanghulu.store.node.rpc.stream_service import StreamService
+from tanghulu.store.node.state.chunk_table import Published
+from tanghulu.store.node.state.node_state import make_node_state
+from tanghulu.store.node.state.write_buffers import AREA_BYTES
+from tanghulu.store.node.writes.puts import PutService
 from tanghulu.store.protocol.shared_index import IndexPlace, IndexWriter, index_bytes, num_buckets_for
 from tanghulu.store.protocol.write_buffer import HEAD_BYTES
 from tanghulu.transfer_engine.client.requests import TransferBatch, TransferRequest
@@ -152,39 +152,44 @@ class SimNode(SimProcess):
         view = memoryview(self.memory)
         clock = SystemClock()
         self.access = AccessTable(clock, LEASE_MS, capacity_bytes)
-        self.state = NodeState(capacity_bytes, self.access, lambda: make_policy("lru"), clock)
-        index = IndexWriter(view[capacity_bytes:heads], generation, clock.now_s())
-        self.state.table.published = Published(index)
-        self.announcer = Announcer(
+        self.published = Published(IndexWriter(view[capacity_bytes:heads], generation, clock.now_s()))
+        self.state = make_node_state(
+            capacity_bytes,
+            self.access,
+            lambda: make_policy("lru"),
+            clock,
+            generation=generation,
+            published=self.published,
+            buffer_memory=(view, heads),
+        )
+        self.reporter = Reporter(
             self.state, MasterFinder(MASTER), generation, self._changed, self._not_registered, self._ordered
         )
-        self.desks = Desks(self.state, view, heads, clock.now_s, self.announcer.displaced)
-        self.state.desks = self.desks
-        self.desk = PutDesk(self.state, view, self.announcer)
+        self.puts = PutService(self.state, view, self.reporter)
         self.sessions = _SimSessions(self.state, self._changed)
         service = FastService()
         descriptor = SegmentDescriptor("store", len(self.memory), self.host, generation, ())
         identity = NodeIdentity(self.id, generation, descriptor, place)
         self.traffic = traffic = TrafficCounters()
-        NodeService(identity, self.state, self.desk, self.sessions, traffic).serve(service)
-        self.arrivals = ArrivalService(generation, self.state, self.desk, traffic, self.announcer.displaced)
-        self.arrivals.serve(service)
+        NodeService(identity, self.state, self.puts, self.sessions, traffic).serve(service)
+        self.streams = StreamService(self.state, self.puts, traffic)
+        self.streams.serve(service)
         self._register_now = asyncio.Event()
         HOST.set(self.host)
         network.listen(str(self.address), functools.partial(_Server, service))
-        for coroutine in (self._stay_registered(), self.announcer.run(self.id)):
+        for coroutine in (self._stay_registered(), self.reporter.run(self.id)):
             self.spawn(coroutine)
         network.loop.call_later(TICK_S, self._tick)
 
     def _changed(self) -> None:
-        self.desk.room_changed()
+        self.puts.room_changed()
 
     def _not_registered(self) -> None:
         self._register_now.set()
 
     def _ordered(self, orders: Orders) -> None:
         for copy in orders.copies:
-            self.announcer.copy_failed(copy.key)
+            self.reporter.copy_failed(copy.key)
         for key, version in orders.drops:
             self.state.let_go(ChunkKey(key), version)
 
@@ -224,12 +229,12 @@ class SimNode(SimProcess):
             return
         now_s = SystemClock().now_s()
         self.state.expire(now_s)
-        self.state.table.published.beat(now_s)
+        self.published.beat(now_s)
         self.sessions.forget_ended()
-        self.arrivals.tick()
-        self.desks.tick(now_s)
+        self.streams.tick()
+        self.state.tick_buffers(now_s)
         self._changed()
-        self.announcer.tick()
+        self.reporter.tick()
         self.network.loop.call_later(TICK_S, self._tick)
 
     def client_exited(self, pid: int) -> None:
@@ -253,10 +258,8 @@ class SimNode(SimProcess):
     def check(self) -> None:
         """Assert the invariants of all parts."""
         self.state.check()
-        self.announcer.check()
         self.sessions.check()
-        self.desks.check()
-        self.arrivals.arrivals.check()
+        self.streams.arrivals.check()
 
 
 def _bytes_of(request: TransferRequest) -> memoryview:

@@ -11,16 +11,16 @@ from tanghulu.eviction import POLICIES, make_policy
 from tanghulu.store.node.state.allocator import OffsetAllocator
 from tanghulu.store.node.state.chunk import Chunk, ChunkEvent
 from tanghulu.store.node.state.chunk_table import ChunkTable
-from tanghulu.store.node.state.space import Room
+from tanghulu.store.node.state.space import Space
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS
 from tanghulu.store.protocol.types import Pin
 from tanghulu.types import ChunkKey
 
 
-def full_room(policy: str, pins: list[Pin]) -> tuple[Room, list[Chunk]]:
+def full_room(policy: str, pins: list[Pin]) -> tuple[Space, list[Chunk]]:
     """A room with a LIVE chunk for each of ``pins``, all put by one call."""
     table = ChunkTable()
-    room = Room(OffsetAllocator(1 << 20), table, lambda: make_policy(policy))
+    room = Space(OffsetAllocator(1 << 20), table, lambda: make_policy(policy))
     chunks = []
     for i, pin in enumerate(pins):
         offset = room.allocator.allocate(4096)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import pytest
-from node_rig import CAPACITY, SUM, make_state, new, put
+from node_rig import CAPACITY, GENERATION, SUM, make_state, new, put
 
 from tanghulu.errors import InvalidRequest
 from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.node.state.chunk import ChunkState
-from tanghulu.store.node.state.holdings import Holding
+from tanghulu.store.node.state.confirmations import ReportOutcome
 from tanghulu.store.node.state.outcomes import Existed, Reserved
-from tanghulu.store.node.writes.streams import MAX_FRACTION, Arrival, ArrivalEvent, Arrivals, Settled
+from tanghulu.store.node.writes.streams import MAX_FRACTION, IncomingPut, IncomingPuts, Settled
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS, Checksums
 from tanghulu.store.protocol.packed_stream import SettleRequest
 from tanghulu.store.protocol.types import LastWord
 
-GENERATION = 9
 OWNER, OTHER = "connection", "another"
 
 
@@ -23,22 +22,22 @@ class Rig:
     """A node of 4 KiB that values arrive at."""
 
     def __init__(self) -> None:
-        self.displaced: list[Holding] = []
         self.state = make_state(ManualClock())
-        self.arrivals = Arrivals(self.state, GENERATION, self.displaced.append)
+        self.arrivals = IncomingPuts(self.state)
+        self.words: list[list[ReportOutcome]] = []  # of the master, that somebody waits for
 
     def begin(
         self, key: str, stream_id: int = 1, owner: str = OWNER, size: int = 64, version: int = 1
-    ) -> Arrival | None:
+    ) -> IncomingPut | None:
         item = new(key, size, version)._replace(checksums=NO_CHECKSUMS)
         arrival = self.arrivals.begin(owner, stream_id, item, True, until_s=5.0)
         self.check()
         return arrival
 
-    def here(self, key: str, stream_id: int = 1, owner: str = OWNER, version: int = 1) -> Arrival:
+    def here(self, key: str, stream_id: int = 1, owner: str = OWNER, version: int = 1) -> IncomingPut:
         arrival = self.begin(key, stream_id, owner, version=version)
         assert arrival is not None
-        arrival.step(ArrivalEvent.LANDED)
+        arrival.land()
         return arrival
 
     def say(
@@ -66,8 +65,8 @@ def test_a_proclaimed_value_is_live_at_once_and_announced_with_the_next_message(
     assert isinstance(settled.written, Reserved)
     assert arrival.chunk.state is ChunkState.LIVE
     assert arrival.chunk.checksums == SUM
-    assert not rig.state.announcements.urgent
-    assert rig.state.announcements.take().added == [arrival.chunk]
+    assert not rig.state.reports.urgent
+    assert rig.state.reports.take().added == [arrival.chunk]
 
 
 @pytest.mark.parametrize(("word", "generation"), [(LastWord.ANNOUNCE, GENERATION), (LastWord.PROCLAIMED, 8)])
@@ -76,7 +75,7 @@ def test_what_was_not_proclaimed_for_this_life_waits_for_the_master(rig: Rig, wo
     settled = rig.say(word, generation=generation)
     assert not settled.told
     assert arrival.chunk.state is ChunkState.ANNOUNCING
-    assert rig.state.announcements.urgent
+    assert rig.state.reports.urgent
 
 
 def test_a_dropped_value_leaves_nothing(rig: Rig) -> None:
@@ -133,9 +132,10 @@ def test_a_second_put_of_the_key_that_ends_first_wins_unless_the_master_has_chos
     mine = rig.here("k", 1, version=1)
     theirs = put(rig.state, new("k", version=2))
     assert isinstance(theirs, Reserved)  # announced to the master, who has not answered
+    rig.state.reports.confirm([theirs.chunk], 9.0, rig.words.append)
     settled = rig.say(LastWord.PROCLAIMED)
     assert isinstance(settled.written, Reserved)
-    assert rig.displaced == [theirs.chunk]
+    assert rig.words == [[False]]
     assert rig.state.find(mine.chunk.key) is mine.chunk
 
 
@@ -143,11 +143,12 @@ def test_a_proclaimed_value_whose_key_the_master_has_confirmed_otherwise_is_a_hi
     rig.here("k", 1, version=1)
     theirs = put(rig.state, new("k", version=2))
     assert isinstance(theirs, Reserved)
-    rig.state.announcements.take()
-    rig.state.announcements.done()
-    rig.state.announced(theirs.chunk, accepted=True)
+    rig.state.reports.confirm([theirs.chunk], 9.0, rig.words.append)
+    rig.state.reports.take()
+    rig.state.reports.done()
+    rig.state.reported(theirs.chunk, accepted=True)
     assert isinstance(rig.say(LastWord.PROCLAIMED).written, Existed)
-    assert rig.displaced == []
+    assert rig.words == [[True]]
 
 
 def test_those_who_do_not_end_what_they_began_are_named(rig: Rig) -> None:

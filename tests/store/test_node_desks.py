@@ -1,4 +1,4 @@
-"""Desks at their node: what it makes of them, and when memory and heads are free again."""
+"""WriteBuffers at their node: what it makes of them, and when memory and heads are free again."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from node_rig import new
 
+from tanghulu.store.node.state import write_buffers as desks
 from tanghulu.store.node.state.chunk import ChunkState
-from tanghulu.store.node.writes import write_buffers as desks
+from tanghulu.store.node.state.confirmations import ReportOutcome
+from tanghulu.store.node.state.outcomes import Committer
 from tanghulu.store.protocol.types import Pin
 from tanghulu.store.protocol.write_buffer import DeskWriter, Record
 from tanghulu.types import ChunkKey
@@ -23,26 +25,26 @@ def test_what_is_published_becomes_a_chunk_where_it_lies() -> None:
     rig.put(writer, "a", b"abc" * 20)
     rig.put(writer, "b", b"d" * 100, pin=Pin.SOFT)
     assert rig.state.find(ChunkKey("a")) is None
-    assert rig.desks.drain() == 2
-    assert rig.desks.drain() == 0
+    assert rig.state.drain_buffers() == 2
+    assert rig.state.drain_buffers() == 0
     assert rig.held("a") == b"abc" * 20
     found = rig.state.find(ChunkKey("b"))
     assert found is not None
     assert found.pin is Pin.SOFT
-    assert [chunk.key for chunk in rig.state.announcements.take().added] == ["a", "b"]
+    assert [chunk.key for chunk in rig.state.reports.take().added] == ["a", "b"]
     rig.check()
 
 
 def test_a_message_does_not_leave_for_them_alone() -> None:
     rig = Rig()
     rig.put(rig.open(), "a")
-    rig.desks.drain()
-    queue = rig.state.announcements
+    rig.state.drain_buffers()
+    queue = rig.state.reports
     assert not queue.urgent
     assert not queue.empty
     chunk = rig.state.find(ChunkKey("a"))
     assert chunk is not None
-    queue.hasten(chunk)
+    queue.confirm([chunk], 9.0, lambda words: None)
     assert queue.urgent
     rig.state.remove(ChunkKey("a"))
     assert not queue.urgent
@@ -61,11 +63,11 @@ def test_an_idle_desk_is_closed_and_its_rest_is_free_while_its_head_is_not() -> 
     rig.later(0.01)
     assert rig.state.used_bytes == 64
     assert rig.held("a") == b"a" * 64
-    assert rig.desks.knows(SESSION), "the client may still look at the head"
+    assert rig.buffers.knows(SESSION), "the client may still look at the head"
     assert writer.begin(64) is None
     writer.leave()
     rig.later(0.01)
-    assert not rig.desks.knows(SESSION)
+    assert not rig.buffers.knows(SESSION)
 
 
 def test_a_desk_that_was_left_makes_room_for_the_next_at_once() -> None:
@@ -75,7 +77,7 @@ def test_a_desk_that_was_left_makes_room_for_the_next_at_once() -> None:
         rig.put(writer, f"k{i}", b"k" * 64)
         writer.leave()
     rig.check()
-    assert rig.desks.num_open == 1
+    assert rig.buffers.num_open == 1
     assert rig.held("k98") == b"k" * 64
 
 
@@ -85,7 +87,7 @@ def test_a_writer_that_nobody_refers_to_has_left() -> None:
     rig.put(writer, "k", b"k" * 64)
     del writer
     rig.later(0.01)
-    assert not rig.desks.knows(SESSION)
+    assert not rig.buffers.knows(SESSION)
     assert rig.held("k") == b"k" * 64
 
 
@@ -116,7 +118,7 @@ def test_a_process_that_has_ended_leaves_what_it_published(closed: bool) -> None
     rig.check()
     assert rig.held("a") == b"a" * 64
     assert rig.state.used_bytes == 64
-    assert not rig.desks.knows(SESSION)
+    assert not rig.buffers.knows(SESSION)
 
 
 def test_a_lost_session_keeps_its_memory_until_it_is_quiet() -> None:
@@ -135,14 +137,14 @@ def test_no_desk_while_others_wait_for_room_or_the_node_drains() -> None:
     rig = Rig()
     writer = rig.open()
     rig.state.draining = True
-    assert rig.desks.grant(SESSION, 64) is None
+    assert rig.state.grant_buffer(SESSION, 64) is None
     rig.later(0.01)
     assert writer.closed
     rig = Rig()
     writer = rig.open()
     assert rig.state.reserve_at_once(new("big", CAPACITY), None) is None
     rig.state.wait_for_room(new("big", CAPACITY), None)
-    assert rig.desks.grant(SESSION, 64) is None
+    assert rig.state.grant_buffer(SESSION, 64) is None
     rig.later(0.01)
     rig.later(0.01)
     served = rig.state.admit_waiters()
@@ -155,11 +157,11 @@ def test_desks_take_a_bounded_part_and_evict_for_it() -> None:
     for i, key in enumerate(fill):
         reserved = rig.state.reserve_at_once(new(key, CAPACITY // 64, version=i), None)
         assert reserved is not None
-        rig.state.commit_written(reserved.chunk, new(key).checksums, visible=False)  # type: ignore[arg-type]
-        rig.state.room.end_batch()
+        rig.state.commit(reserved.chunk, new(key).checksums, Committer.NODE_UNAWAITED)  # type: ignore[arg-type]
+        rig.state.space.end_batch()
     given = []
     for session in range(100):
-        place = rig.desks.grant(session, 64)
+        place = rig.state.grant_buffer(session, 64)
         if place is None:
             break
         given.append(place)
@@ -168,7 +170,7 @@ def test_desks_take_a_bounded_part_and_evict_for_it() -> None:
     gone = [key for key in fill if rig.state.find(ChunkKey(key)) is None]
     assert gone == fill[: len(gone)], "the oldest"
     assert len(gone) == 8
-    assert Rig(64 * 64).desks.grant(SESSION, 4096) is None, "too little memory for any"
+    assert Rig(64 * 64).state.grant_buffer(SESSION, 4096) is None, "too little memory for any"
 
 
 @pytest.mark.parametrize(
@@ -187,7 +189,7 @@ def test_a_record_that_no_client_writes_closes_the_desk(record: Record) -> None:
     rig.put(writer, "before")
     writer.begin(64)
     writer.publish(record)
-    rig.desks.drain()
+    rig.state.drain_buffers()
     assert writer.closed
     assert rig.held("before") is not None
     rig.later(0.1)
@@ -202,7 +204,7 @@ def test_a_part_of_a_desk_becomes_one_chunk_only() -> None:
     writer.publish(Record("k", 1, place, 128, 0))
     writer.begin(64)
     writer.publish(Record("again", 2, place + 64, 64, 0))
-    rig.desks.drain()
+    rig.state.drain_buffers()
     rig.check()
     assert rig.held("again") is None
     assert writer.closed
@@ -212,30 +214,32 @@ def test_more_records_than_there_are_close_the_desk() -> None:
     rig = Rig()
     writer = rig.open()
     writer._words[2] = 1 << 40
-    rig.desks.drain()
+    rig.state.drain_buffers()
     assert writer.closed
 
 
 def test_it_displaces_what_the_master_has_not_confirmed() -> None:
     rig = Rig()
     writer = rig.open()
+    words: list[list[ReportOutcome]] = []  # of the master, that somebody waits for
     for key, confirmed in (("mine", False), ("theirs", True)):
         reserved = rig.state.reserve_at_once(new(key, version=1), None)
         assert reserved is not None
-        rig.state.commit_written(reserved.chunk, new(key).checksums, visible=True)  # type: ignore[arg-type]
+        rig.state.commit(reserved.chunk, new(key).checksums, Committer.NODE)  # type: ignore[arg-type]
+        rig.state.reports.confirm([reserved.chunk], 9.0, words.append)
         if confirmed:
-            message = rig.state.announcements.take()
+            message = rig.state.reports.take()
             for chunk in message.added:
-                rig.state.announced(chunk, accepted=True)
-            rig.state.announcements.done()
+                rig.state.reported(chunk, accepted=True)
+            rig.state.reports.done()
         rig.put(writer, key, version=2)
-        rig.desks.drain()
+        rig.state.drain_buffers()
         rig.check()
         found = rig.state.table.find(ChunkKey(key))
         assert found is not None
         assert found.version == (1 if confirmed else 2)
         assert found.state is ChunkState.LIVE
-    assert [chunk.key for chunk in rig.displaced] == ["mine"]
+    assert words == [[False], [True]]
 
 
 def test_a_record_of_a_chunk_that_stands_already_frees_its_part() -> None:
@@ -243,14 +247,14 @@ def test_a_record_of_a_chunk_that_stands_already_frees_its_part() -> None:
     writer = rig.open()
     rig.put(writer, "k", version=5)
     rig.put(writer, "k", version=5)
-    rig.desks.drain()
+    rig.state.drain_buffers()
     writer.leave()
     rig.later(0.1)
     rig.later(0.1)
     assert rig.state.used_bytes == 64
 
 
-class AnyDesks(RuleBasedStateMachine):
+class AnyWriteBuffers(RuleBasedStateMachine):
     """Writers, evictions, exits and time in any order: the books balance, and published values are whole."""
 
     def __init__(self) -> None:
@@ -264,7 +268,7 @@ class AnyDesks(RuleBasedStateMachine):
     @rule(size=st.sampled_from([10, 300, 1000]))
     def ask(self, size: int) -> None:
         self.sessions += 1
-        place = self.rig.desks.grant(self.sessions, size)
+        place = self.rig.state.grant_buffer(self.sessions, size)
         if place is not None:
             self.writers[self.sessions] = DeskWriter(self.rig.memory, place)
 
@@ -308,11 +312,11 @@ class AnyDesks(RuleBasedStateMachine):
         if outcome is not None and hasattr(outcome, "lease_id"):
             offset = outcome.chunk.offset
             self.rig.memory[offset : offset + size] = bytes([ord(key)]) * size
-            self.rig.state.commit_written(outcome.chunk, new(key).checksums, visible=False)
+            self.rig.state.commit(outcome.chunk, new(key).checksums, Committer.NODE_UNAWAITED)
 
     @rule(key=st.sampled_from("abcdefgh"))
     def remove(self, key: str) -> None:
-        self.rig.desks.drain()
+        self.rig.state.drain_buffers()
         self.rig.state.remove(ChunkKey(key))
 
     @rule(seconds=st.sampled_from([0.001, 0.01, 3.0]))
@@ -327,5 +331,5 @@ class AnyDesks(RuleBasedStateMachine):
             assert value is None or set(value) == {ord(key)}, f"{key} was overwritten"
 
 
-TestAnyDesks = AnyDesks.TestCase
-TestAnyDesks.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAnyWriteBuffers = AnyWriteBuffers.TestCase
+TestAnyWriteBuffers.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tanghulu.store.node.state.hot_keys import MAX_KEYS, MAX_TOLD, SAMPLE, HotKeys
+from tanghulu.store.node.state.counters import MAX_KEYS, MAX_TOLD, SAMPLE, HotKeys
 from tanghulu.types import ChunkKey
 
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from node_rig import CAPACITY, COPIES, LEASE_MS, MAPS, SUM, commit, keys, make_state, new, put
+from node_rig import CAPACITY, COPIES, GENERATION, LEASE_MS, MAPS, SUM, commit, keys, make_state, new, put
 
 from tanghulu.errors import InvalidRequest, LeaseExpired, StoreFull
 from tanghulu.runtime.clock import ManualClock
-from tanghulu.store.node.rpc.sessions import release_unheld
 from tanghulu.store.node.state.chunk import TRANSITIONS, Chunk, ChunkEvent, ChunkState, compact
-from tanghulu.store.node.state.outcomes import Existed, Reserved
-from tanghulu.store.node.state.proclaimed import is_relied_on
-from tanghulu.store.node.state.report_queue import MAX_WITHDRAWN, AnnouncementQueue, Report
-from tanghulu.store.node.state.waiters import Waiter
+from tanghulu.store.node.state.outcomes import Existed, Reserved, Waiter
+from tanghulu.store.node.state.report_queue import MAX_RETRACTED, FullReport, ReportQueue
 from tanghulu.store.protocol.checksums import Checksums
 from tanghulu.store.protocol.types import Pin
 from tanghulu.types import ChunkKey
@@ -39,10 +36,10 @@ def test_a_chunk_is_served_once_the_master_took_it() -> None:
     assert state.find(ChunkKey("a")) is None
     commit(state, outcome.lease_id, 1, SUM, visible=True)
     assert state.find(ChunkKey("a")) is None, "announcing"
-    message = state.announcements.take()
+    message = state.reports.take()
     assert [c.key for c in message.added] == ["a"]
-    state.announced(message.added[0], accepted=True)
-    state.announcements.done()
+    state.reported(message.added[0], accepted=True)
+    state.reports.done()
     assert state.find(ChunkKey("a")) is not None
     state.check()
 
@@ -52,7 +49,7 @@ def test_the_loser_of_concurrent_puts_drops_its_copy() -> None:
     outcome = state.reserve(new("a"), COPIES)
     assert isinstance(outcome, Reserved)
     commit(state, outcome.lease_id, 1, SUM, visible=True)
-    state.announced(outcome.chunk, accepted=False)
+    state.reported(outcome.chunk, accepted=False)
     assert state.used_bytes == 0
     assert outcome.chunk.state is ChunkState.GONE
     state.check()
@@ -221,7 +218,7 @@ def test_a_client_that_came_back_keeps_what_it_says_it_holds() -> None:
     leases = [state.pin(chunk, MAPS).lease_id for key in "ab" if (chunk := state.find(ChunkKey(key))) is not None]
     state.close_session(2)
     assert state.access.num_leases == 2, "quarantined"
-    release_unheld(state, {2}, {leases[1]})
+    state.release_unheld({2}, {leases[1]})
     assert state.access.num_leases == 1
     state.unpin([leases[1]], {2})
     assert state.access.num_leases == 0
@@ -249,7 +246,7 @@ def test_a_failed_message_is_told_again_unless_it_is_outdated() -> None:
     state = make_state()
     put(state, new("a"))
     put(state, new("b"))
-    queue = state.announcements
+    queue = state.reports
     assert {c.key for c in queue.take().added} == {"a", "b"}
     state.remove(ChunkKey("a"))
     put(state, new("c"))
@@ -264,7 +261,7 @@ def test_a_failed_message_is_told_again_unless_it_is_outdated() -> None:
 def test_puts_that_came_to_nothing_are_withdrawn_once() -> None:
     """Whichever way: given back, its lease ended, its checksums wrong, or after a put of the key that was faster."""
     state = make_state()
-    queue = state.announcements
+    queue = state.reports
     back, ended, wrong, late = (state.reserve(new(key), COPIES) for key in "abcd")
     assert isinstance(back, Reserved)
     assert isinstance(ended, Reserved)
@@ -277,49 +274,49 @@ def test_puts_that_came_to_nothing_are_withdrawn_once() -> None:
     assert isinstance(commit(state, late.lease_id, 1, SUM, visible=True), Existed)
     state.freed(state.access.release(ended.lease_id))
     message = queue.take()
-    assert sorted(message.withdrawn) == [("a", 1), ("b", 1), ("c", 1), ("d", 1)]
+    assert sorted(message.retracted) == [("a", 1), ("b", 1), ("c", 1), ("d", 1)]
     queue.requeue()
-    assert queue.take().withdrawn == []
+    assert queue.take().retracted == []
     queue.done()
     again, other = state.reserve(new("a"), COPIES), state.reserve(new("a", version=2), COPIES)
     assert isinstance(again, Reserved)
     assert isinstance(other, Reserved)
-    assert not is_relied_on(state, again.chunk), "the withdrawal may arrive behind what its client proclaims now"
-    assert is_relied_on(state, other.chunk)
+    assert not state.is_commit_valid(again.chunk, GENERATION), "the retraction may arrive behind the commit"
+    assert state.is_commit_valid(other.chunk, GENERATION)
     # a second try of a put: what the first one left must not end it
     first, second = state.reserve(new("e"), COPIES), state.reserve(new("e"), COPIES)
     assert isinstance(first, Reserved)
     assert isinstance(second, Reserved)
     commit(state, second.lease_id, 1, SUM, visible=True)
     state.unpin([first.lease_id], {1})
-    assert queue.take().withdrawn == []
+    assert queue.take().retracted == []
     state.check()
 
 
 def test_withdrawals_are_bounded() -> None:
-    queue = AnnouncementQueue()
-    for version in range(MAX_WITHDRAWN + 10):
-        queue.withdraw(ChunkKey("k"), version)
-    assert len(queue.take().withdrawn) == MAX_WITHDRAWN
+    queue = ReportQueue()
+    for version in range(MAX_RETRACTED + 10):
+        queue.retract(ChunkKey("k"), version)
+    assert len(queue.take().retracted) == MAX_RETRACTED
     queue.done()
-    queue.withdraw(ChunkKey("k"), 10**6)
-    assert queue.has_withdrawn(ChunkKey("k"), 10**6)
-    assert not queue.has_withdrawn(ChunkKey("k"), 0)
+    queue.retract(ChunkKey("k"), 10**6)
+    assert queue.has_retracted(ChunkKey("k"), 10**6)
+    assert not queue.has_retracted(ChunkKey("k"), 0)
     queue.check()
 
 
 def test_a_report_comes_in_pieces() -> None:
     state = make_state()
     put(state, new("a"))
-    queue = state.announcements
+    queue = state.reports
     queue.take()
     queue.done()
     queue.begin_report(state.live_chunks())
     begin = queue.take()
-    assert (begin.report, [c.key for c in begin.added]) == (Report.BEGIN, ["a"])
+    assert (begin.report, [c.key for c in begin.added]) == (FullReport.BEGIN, ["a"])
     assert queue.requeue(), "a report that broke has to begin again"
     queue.begin_report(state.live_chunks())
-    for expected in (Report.BEGIN, Report.END):
+    for expected in (FullReport.BEGIN, FullReport.END):
         assert queue.take().report is expected
         queue.done()
     assert not queue.urgent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -10,14 +11,13 @@ from tanghulu.errors import ChunkNotFound
 from tanghulu.eviction import make_policy
 from tanghulu.eviction.base import Policy
 from tanghulu.runtime.clock import ManualClock
-from tanghulu.store.node.ssd import ascent as tier_ascent
 from tanghulu.store.node.ssd.admission import TierAdmission
 from tanghulu.store.node.ssd.state import Instruction, Lost, TierState
 from tanghulu.store.node.state.chunk import Chunk
-from tanghulu.store.node.state.node_state import NodeState
-from tanghulu.store.node.state.outcomes import Existed, Reserved
-from tanghulu.store.node.state.ssd_chunk import EntryState, TierEntry
-from tanghulu.store.node.state.ssd_record import UNIT, Record
+from tanghulu.store.node.state.node_state import NodeState, make_node_state
+from tanghulu.store.node.state.outcomes import Committer, Existed, Reserved
+from tanghulu.store.node.state.ssd_chunk import SsdChunk, SsdChunkState
+from tanghulu.store.node.state.ssd_record import UNIT, SsdRecord
 from tanghulu.store.protocol.checksums import Checksums
 from tanghulu.store.protocol.types import NewChunk, Pin, Tier
 from tanghulu.transfer_engine.core.access import AccessTable
@@ -29,24 +29,24 @@ NUM_IN_MEMORY, NUM_BELOW = 8, 16
 class InstantTier:
     """A LowerTier whose writes succeed at once."""
 
-    def __init__(self, node: NodeState, clock: ManualClock) -> None:
+    def __init__(self, clock: ManualClock, on_lost: Callable[[SsdChunk], None]) -> None:
         self.state = TierState(
             NUM_BELOW * UNIT, lambda: make_policy("lru"), TierAdmission("all", NUM_BELOW * UNIT), clock
         )
         self.capacity_bytes, self.used_bytes = self.state.capacity_bytes, 0
         self.free_queue_bytes = NUM_BELOW * UNIT
         self.find, self.entries, self.touch = self.state.find, self.state.entries, self.state.touch
-        self._node = node
+        self._on_lost = on_lost
 
-    def demote(self, chunk: Chunk, left_s: float | None) -> TierEntry | None:
-        record = Record(chunk.key, chunk.version, chunk.size_bytes, chunk.checksums, chunk.pin)
+    def demote(self, chunk: Chunk, left_s: float | None) -> SsdChunk | None:
+        record = SsdRecord(chunk.key, chunk.version, chunk.size_bytes, chunk.checksums, chunk.pin)
         entry, instructions = self.state.evicted(record, chunk.expires_s, chunk.num_hits, UNIT)
         self._perform(instructions)
-        if entry is not None and entry.state is EntryState.WRITING:
+        if entry is not None and entry.state is SsdChunkState.WRITING:
             self.state.written(entry, ok=True)
         return entry
 
-    def drop(self, entry: TierEntry) -> None:
+    def drop(self, entry: SsdChunk) -> None:
         self._perform(self.state.drop(entry))
 
     def expire(self, now_s: float) -> None:
@@ -58,7 +58,7 @@ class InstantTier:
     def _perform(self, instructions: list[Instruction]) -> None:
         for each in instructions:
             if isinstance(each, Lost):
-                self._node.tier_lost(each.entry)
+                self._on_lost(each.entry)
 
 
 @pytest.fixture
@@ -69,9 +69,8 @@ def clock() -> ManualClock:
 @pytest.fixture
 def node(clock: ManualClock) -> NodeState:
     access = AccessTable(clock, 1000, 0)
-    node = NodeState(NUM_IN_MEMORY * 64, access, lambda: make_policy("lru"), clock)
-    node.tier = InstantTier(node, clock)
-    return node
+    make_tier = partial(InstantTier, clock)
+    return make_node_state(NUM_IN_MEMORY * 64, access, lambda: make_policy("lru"), clock, make_tier=make_tier)
 
 
 def put(
@@ -80,7 +79,7 @@ def put(
     new = NewChunk(ChunkKey(key), version, 64, Checksums(0, (1,)), pin, ttl_s=ttl_s)
     outcome = node.reserve(new, None)
     if isinstance(outcome, Reserved):
-        outcome = node.commit_written(outcome.chunk, new.checksums, visible=False)
+        outcome = node.commit(outcome.chunk, new.checksums, Committer.NODE_UNAWAITED)
     assert isinstance(outcome, Reserved | Existed)
     node.check()
     return outcome
@@ -88,21 +87,21 @@ def put(
 
 def told(node: NodeState) -> tuple[dict[str, Tier], set[str], set[str]]:
     """What the master hears next: (added with their tiers, removed, deleted)."""
-    message = node.announcements.take()
-    node.announcements.done()
+    message = node.reports.take()
+    node.reports.done()
     return {str(c.key): c.tier for c in message.added}, set(map(str, message.removed)), set(map(str, message.deleted))
 
 
-def below(node: NodeState, key: str) -> TierEntry:
+def below(node: NodeState, key: str) -> SsdChunk:
     entry = node.tier.find(ChunkKey(key))
     assert entry is not None
     return entry
 
 
-def promote(node: NodeState, entry: TierEntry) -> Chunk:
-    chunk = tier_ascent.reserve(node, entry, sparing=False)
+def promote(node: NodeState, entry: SsdChunk) -> Chunk:
+    chunk = node.reserve_promotion(entry, sparing=False)
     assert chunk is not None
-    live = tier_ascent.commit(node, chunk, entry)
+    live = node.promote(chunk, entry)
     node.check()
     return live
 
@@ -170,11 +169,11 @@ def test_what_is_removed_on_its_way_up_stays_away(node: NodeState) -> None:
     for i in range(NUM_IN_MEMORY + 1):
         put(node, f"k{i}")
     entry = below(node, "k0")
-    chunk = tier_ascent.reserve(node, entry, sparing=False)
+    chunk = node.reserve_promotion(entry, sparing=False)
     assert chunk is not None
     assert node.remove(ChunkKey("k0"))
     with pytest.raises(ChunkNotFound):
-        tier_ascent.commit(node, chunk, entry)
+        node.promote(chunk, entry)
     node.check()
     assert not node.holds(ChunkKey("k0"))
     assert "k0" in told(node)[2]
@@ -190,7 +189,7 @@ def test_removal_refusal_and_time_end_both_copies(node: NodeState, clock: Manual
     assert node.remove(ChunkKey("k0"))
     refused = node.find(ChunkKey("k1"))
     assert refused is not None
-    node.announced(refused, accepted=False)
+    node.reported(refused, accepted=False)
     clock.advance(10.0)
     node.expire(clock.now_s())
     node.check()

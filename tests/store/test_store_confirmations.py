@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tanghulu.errors import MasterUnavailable
 from tanghulu.store.node.state.chunk import Chunk
-from tanghulu.store.node.state.confirmations import Confirmations, Word
+from tanghulu.store.node.state.confirmations import Confirmations, ReportOutcome
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS
 from tanghulu.store.protocol.types import Pin
 from tanghulu.types import ChunkKey
@@ -17,7 +17,7 @@ def chunk(key: str) -> Chunk:
 
 
 def test_a_put_is_done_when_its_last_chunk_has_a_word() -> None:
-    confirmations, heard = Confirmations(), list[list[Word]]()
+    confirmations, heard = Confirmations(), list[list[ReportOutcome]]()
     a, b, c = chunk("a"), chunk("b"), chunk("c")
     confirmations.expect([a, b, c], [a, c], 5.0, heard.append)
     assert confirmations.next_s == 5.0
@@ -31,13 +31,13 @@ def test_a_put_is_done_when_its_last_chunk_has_a_word() -> None:
 
 
 def test_what_stands_already_is_not_waited_for() -> None:
-    confirmations, heard = Confirmations(), list[list[Word]]()
+    confirmations, heard = Confirmations(), list[list[ReportOutcome]]()
     confirmations.expect([chunk("a")], [], 5.0, heard.append)
     assert heard == [[True]]
 
 
 def test_a_deadline_ends_one_put_and_leaves_the_chunk_to_those_who_wait_longer() -> None:
-    confirmations, heard = Confirmations(), list[tuple[str, list[Word]]]()
+    confirmations, heard = Confirmations(), list[tuple[str, list[ReportOutcome]]]()
     a, b = chunk("a"), chunk("b")
     confirmations.expect([a, b], [a, b], 1.0, lambda words: heard.append(("early", words)))
     confirmations.expect([b], [b], 2.0, lambda words: heard.append(("late", words)))

@@ -21,9 +21,9 @@ from tanghulu.store.master.directory.rebuild import Rebuild
 from tanghulu.store.node.rpc import service
 from tanghulu.store.node.state.allocator import OffsetAllocator
 from tanghulu.store.node.state.node_state import NodeState
-from tanghulu.store.node.state.report_queue import AnnouncementQueue
-from tanghulu.store.node.writes.streams import Arrivals
-from tanghulu.store.node.writes.write_buffers import Desks
+from tanghulu.store.node.state.report_queue import ReportQueue
+from tanghulu.store.node.state.write_buffers import WriteBuffers
+from tanghulu.store.node.writes.streams import IncomingPuts
 from tanghulu.store.protocol.types import Verdict
 
 #: Seeds that once failed.
@@ -107,7 +107,7 @@ def test_new_seeds() -> None:
 
 
 def _forgets_to_announce(original: Callable[..., Any]) -> Callable[..., Any]:
-    def requeue(self: AnnouncementQueue) -> bool:
+    def requeue(self: ReportQueue) -> bool:
         self._under_way = None  # a message that failed is thought to have arrived
         return False
 
@@ -163,10 +163,10 @@ def _publishes_without_proclaiming(original: Any) -> Any:
 
 
 def _frees_what_is_still_coming(original: Any) -> Any:
-    def begin(self: Arrivals, *arguments: Any) -> Any:
+    def begin(self: IncomingPuts, *arguments: Any) -> Any:
         arrival = original(self, *arguments)
         if arrival is not None:  # as if time alone freed a range
-            chunk, allocator = arrival.chunk, self._state.room.allocator
+            chunk, allocator = arrival.chunk, self._state.space.allocator
             allocator.free(chunk.offset, chunk.size_bytes)
         return arrival
 
@@ -178,9 +178,9 @@ def _keeps_pending_commits_for_ever(original: Any) -> Any:
 
 
 def _forgets_the_rest_of_a_desk(original: Any) -> Any:
-    def free(self: Desks, desk: Any) -> None:
-        desk.taken[-1:] = []  # what became a chunk last is freed with the rest
-        original(self, desk)
+    def free(self: WriteBuffers, buffer: Any) -> None:
+        buffer.taken[-1:] = []  # what became a chunk last is freed with the rest
+        original(self, buffer)
 
     return free
 
@@ -190,7 +190,7 @@ def _does_not_ask_again(original: Any) -> Any:
 
 
 MUTATIONS = [
-    (AnnouncementQueue, "requeue", _forgets_to_announce, _STORMY),
+    (ReportQueue, "requeue", _forgets_to_announce, _STORMY),
     (NodeState, "_drop", _frees_what_is_leased, _CROWDED),
     (OffsetAllocator, "free", _hands_out_too_much, _CROWDED),
     (Directory, "_bury", _lets_removed_chunks_return, _LONELY),
@@ -198,11 +198,11 @@ MUTATIONS = [
     (service, "after_drain", _answers_without_looking_at_desks, _TIDY),
     (messages, "verdict", _publishes_what_was_refused, _CALM),
     (carriers, "commit_by_client", _publishes_without_proclaiming, _CALM),
-    (Arrivals, "begin", _frees_what_is_still_coming, _STREAMING),
+    (IncomingPuts, "begin", _frees_what_is_still_coming, _STREAMING),
     (Directory, "proclaim", _accepts_and_forgets, _CALM_REMOTE),
     (messages, "verdicts", _publishes_all_that_was_refused, _CALM_MANY),
     (PendingCommits, "expired", _keeps_pending_commits_for_ever, _MURDEROUS),
-    (Desks, "_free_range", _forgets_the_rest_of_a_desk, _MURDEROUS),
+    (WriteBuffers, "_free_range", _forgets_the_rest_of_a_desk, _MURDEROUS),
     (get, "LATE_S", _does_not_ask_again, _WAITING),
 ]
 

@@ -14,7 +14,7 @@ from tanghulu.eviction.fair import Fair
 from tanghulu.store.master.core import TenantTotals
 from tanghulu.store.node.rpc.tenant_metrics import MAX_LABELS, NONE, OTHERS, labelled
 from tanghulu.store.node.state.node_state import NodeState
-from tanghulu.store.node.state.tenant_usage import Policies, TenantBook, TenantUsage, trim
+from tanghulu.store.node.state.tenant_usage import Policies, TenantFigures, TenantUsage
 from tanghulu.store.protocol.types import Pin
 from tanghulu.types import ChunkKey
 
@@ -82,12 +82,11 @@ def test_any_sequence_keeps_the_contract(name: str, steps: list[tuple[str, str, 
         policy.check()
 
 
-def make_node(**quotas: int) -> tuple[NodeState, TenantBook]:
+def make_node(**quotas: int) -> tuple[NodeState, TenantUsage]:
     tenants = {name: Tenant(name, quota) for name, quota in quotas.items()}
-    state = make_state()
-    book = TenantBook(lambda: tenants, CAPACITY)
-    state.table.book = book
-    state.room.switch_policy(lambda: Policies.fair(book).memory("lru"))
+    book = TenantUsage(lambda: tenants, CAPACITY)
+    state = make_state(tenants=book)
+    state.space.switch_policy(lambda: Policies.fair(book).memory("lru"))
     return state, book
 
 
@@ -95,7 +94,7 @@ def held(state: NodeState, tenant: str) -> int:
     return sum(chunk.key.startswith(f"@{tenant}/") for chunk in state.table)
 
 
-def usage(book: TenantBook, tenant: str) -> TenantUsage:
+def usage(book: TenantUsage, tenant: str) -> TenantFigures:
     (found,) = (each for each in book.usage() if each.tenant == tenant)
     return found
 
@@ -131,13 +130,13 @@ def test_a_quota_for_all_nodes_is_kept_in_parts() -> None:
     put(state, new("@free/1"))
     book.heard({"a": 2 * SIZE}, 3)
     assert book.overdrawn() == [("a", 2 * SIZE)]
-    trim(state)
+    state.trim_tenants()
     state.check()
     assert (held(state, "a"), held(state, "free")) == (7, 1)
     assert state.find(ChunkKey("@a/11")) is not None
     assert book.overdrawn() == []
     book.heard({"a": 100 * SIZE}, 3)  # B: others hold everything, and it has a third of it nevertheless
-    trim(state)
+    state.trim_tenants()
     assert held(state, "a") == 3
     put(state, new("@a/more"))
     assert held(state, "a") == 3
@@ -205,8 +204,8 @@ def test_hits_and_misses_are_counted_for_known_tenants() -> None:
 
 
 def test_labels_are_bounded() -> None:
-    rows = labelled([TenantUsage(f"t{i}", used_bytes=i, hits=1) for i in range(MAX_LABELS + 5)] + [TenantUsage("")])
+    rows = labelled([TenantFigures(f"t{i}", used_bytes=i, hits=1) for i in range(MAX_LABELS + 5)] + [TenantFigures("")])
     assert len(rows) == MAX_LABELS + 1
     assert rows[OTHERS].hits == 5
     assert rows[OTHERS].used_bytes == 0 + 1 + 2 + 3 + 4
-    assert set(labelled([TenantUsage("")])) == {NONE}
+    assert set(labelled([TenantFigures("")])) == {NONE}

@@ -11,11 +11,11 @@ import pytest
 from tanghulu.errors import ConfigError
 from tanghulu.eviction import POLICIES, make_policy
 from tanghulu.runtime.clock import ManualClock
-from tanghulu.store.node.ssd.admission import TierAdmission, Verdict
+from tanghulu.store.node.ssd.admission import Demotion, TierAdmission
 from tanghulu.store.node.ssd.file import TierFile
 from tanghulu.store.node.ssd.state import Instruction, Lost, TierState, Wipe, Write
-from tanghulu.store.node.state.ssd_chunk import TRANSITIONS, EntryEvent, EntryState, TierEntry
-from tanghulu.store.node.state.ssd_record import UNIT, Record, decode_head, encode_head
+from tanghulu.store.node.state.ssd_chunk import TRANSITIONS, SsdChunk, SsdChunkEvent, SsdChunkState
+from tanghulu.store.node.state.ssd_record import UNIT, SsdRecord, decode_head, encode_head
 from tanghulu.store.protocol import checksums as sums
 from tanghulu.store.protocol.checksums import Checksums
 from tanghulu.store.protocol.types import Pin
@@ -30,18 +30,20 @@ def make_state(clock: ManualClock | None = None, policy: str = "lru", capacity: 
     return TierState(capacity, lambda: make_policy(policy), admission, clock or ManualClock())
 
 
-def record(key: str, size: int = 100, version: int = 1, value: bytes | None = None, **more: object) -> Record:
+def record(key: str, size: int = 100, version: int = 1, value: bytes | None = None, **more: object) -> SsdRecord:
     checksums = sums.compute(value if value is not None else bytes(size))
-    return Record(ChunkKey(key), version, len(value) if value is not None else size, checksums, **more)  # type: ignore[arg-type]
+    return SsdRecord(ChunkKey(key), version, len(value) if value is not None else size, checksums, **more)  # type: ignore[arg-type]
 
 
-def evict(state: TierState, each: Record, expires_s: float | None = None) -> tuple[TierEntry | None, list[Instruction]]:
+def evict(
+    state: TierState, each: SsdRecord, expires_s: float | None = None
+) -> tuple[SsdChunk | None, list[Instruction]]:
     entry, instructions = state.evicted(each, expires_s, 0, QUEUE)
     state.check()
     return entry, instructions
 
 
-def store(state: TierState, each: Record, expires_s: float | None = None) -> TierEntry:
+def store(state: TierState, each: SsdRecord, expires_s: float | None = None) -> SsdChunk:
     entry, _ = evict(state, each, expires_s)
     assert entry is not None
     assert state.written(entry, ok=True) == []
@@ -53,11 +55,11 @@ def store(state: TierState, each: Record, expires_s: float | None = None) -> Tie
 
 
 def test_unknown_transitions_raise() -> None:
-    for state in EntryState:
-        for event in EntryEvent:
+    for state in SsdChunkState:
+        for event in SsdChunkEvent:
             if (state, event) not in TRANSITIONS:
                 with pytest.raises(AssertionError):
-                    TierEntry(record("k"), 0, None, state).step(event)
+                    SsdChunk(record("k"), 0, None, state).step(event)
 
 
 def test_the_wipe_of_a_victim_comes_before_the_write_that_reuses_its_range() -> None:
@@ -79,7 +81,7 @@ def test_a_range_that_is_being_read_is_not_used_again() -> None:
     state.begin_read(entry)
     assert [type(each) for each in state.drop(entry)] == [Wipe, Lost]
     state.check()
-    assert entry.state is EntryState.DOOMED
+    assert entry.state is SsdChunkState.DOOMED
     for i in range(200):
         other, _ = evict(state, record(f"n{i}"))
         assert other is None or other.offset != entry.offset
@@ -87,7 +89,7 @@ def test_a_range_that_is_being_read_is_not_used_again() -> None:
             state.written(other, ok=True)
     state.end_read(entry)
     state.check()
-    assert entry.state is EntryState.GONE
+    assert entry.state is SsdChunkState.GONE
 
 
 def test_a_chunk_that_is_there_already_is_not_written_again() -> None:
@@ -109,7 +111,7 @@ def test_a_failed_write_loses_the_chunk_and_pauses() -> None:
     state.check()
     assert state.find(ChunkKey("k")) is None
     assert evict(state, record("l")) == (None, [])
-    assert state.counters.verdicts[Verdict.PAUSED] == 1
+    assert state.counters.admissions[Demotion.PAUSED] == 1
     clock.advance(1.0)
     assert evict(state, record("m"))[0] is not None
 
@@ -162,10 +164,10 @@ def test_every_policy_orders_the_tier(policy: str) -> None:
     for _ in range(400):
         evicted = record(f"k{rng.randrange(120)}", rng.choice((100, 5000, 9000)))
         entry, _ = evict(state, evicted)
-        if entry is not None and entry.state is EntryState.WRITING:
+        if entry is not None and entry.state is SsdChunkState.WRITING:
             state.written(entry, ok=True)
         hit = state.find(ChunkKey(f"k{rng.randrange(120)}"))
-        if hit is not None and hit.state is EntryState.STORED:
+        if hit is not None and hit.state is SsdChunkState.STORED:
             state.begin_read(hit)
             state.promoted(hit)
             state.end_read(hit)
@@ -180,7 +182,7 @@ def test_wall_clock_jumps_never_lengthen_a_life() -> None:
     for jump_s, left_s in ((0.0, 60.0), (-1e9, 100.0), (30.0, 30.0)):
         clock = ManualClock(7.0)
         state = make_state(clock)
-        ends = Record(ChunkKey("k"), 1, 100, Checksums(0, (1,)), Pin.NONE, 1_000_100.0, 100.0)
+        ends = SsdRecord(ChunkKey("k"), 1, 100, Checksums(0, (1,)), Pin.NONE, 1_000_100.0, 100.0)
         assert state.recover(ends, 0, 1_000_040.0 + jump_s)
         entry = state.find(ChunkKey("k"))
         assert entry is not None
@@ -197,7 +199,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_heads_are_of_their_file_and_place() -> None:
-    each = Record(ChunkKey("ключ"), 7, 5000, Checksums(4096, (1, 2)), Pin.SOFT, 12.5, 2.0)
+    each = SsdRecord(ChunkKey("ключ"), 7, 5000, Checksums(4096, (1, 2)), Pin.SOFT, 12.5, 2.0)
     head = encode_head(each, 3 * UNIT, b"i" * 16)
     assert decode_head(head + b"rest", 3 * UNIT, b"i" * 16) == each
     assert decode_head(head, 4 * UNIT, b"i" * 16) is None
@@ -236,7 +238,7 @@ class Disk:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.values: dict[TierEntry, bytes] = {}
+        self.values: dict[SsdChunk, bytes] = {}
         self.queue: list[Write | Wipe] = []
         self.buffer = mmap.mmap(-1, QUEUE)
         self.open()
@@ -261,7 +263,7 @@ class Disk:
         if state is not None:
             state.written(entry, ok=True)
 
-    def read(self, entry: TierEntry) -> bytes | None:
+    def read(self, entry: SsdChunk) -> bytes | None:
         with memoryview(self.buffer)[: entry.range_bytes] as view:
             try:
                 self.file.read(entry.offset, view)
@@ -309,7 +311,7 @@ def test_a_life_with_crashes_returns_no_wrong_byte_and_nothing_removed(seed: int
             disk.perform(state)
         elif action < 0.9:
             entry = state.find(ChunkKey(key))
-            if entry is not None and entry.state is EntryState.STORED:
+            if entry is not None and entry.state is SsdChunkState.STORED:
                 value = disk.read(entry)
                 num_found += value is not None
                 assert value is None or value == truth[key, entry.version]
@@ -363,13 +365,13 @@ def test_the_scan_reads_long_heads_and_jumps_over_long_records(path: Path) -> No
     """Heads of several units behind records of every length, at every place in the scan's windows."""
     file = TierFile(path, 64 << 20)
     rng, place = random.Random(4), 0
-    written: list[tuple[int, Record]] = []
+    written: list[tuple[int, SsdRecord]] = []
     while place < 24 << 20:
         parts = rng.choice((1, 1, 1, 300, 1200, 4000))
         size = max(rng.choice((100, 5000, 70_000, 300_000, 2_000_000)), parts)
         part_bytes = 0 if parts == 1 else -(-size // parts)
         num_parts = 1 if parts == 1 else -(-size // part_bytes)
-        each = Record(ChunkKey(f"k{place}"), place, size, Checksums(part_bytes, (7,) * num_parts))
+        each = SsdRecord(ChunkKey(f"k{place}"), place, size, Checksums(part_bytes, (7,) * num_parts))
         with mmap.mmap(-1, each.record_bytes) as area, memoryview(area) as view:
             view[: each.head_bytes] = encode_head(each, place, file.file_id)
             file.write(place, view)

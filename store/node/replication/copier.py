@@ -21,7 +21,7 @@ from tanghulu.store.client.logic.operations import Operations
 from tanghulu.store.client.model import ChunkInfo
 from tanghulu.store.client.settings import Settings
 from tanghulu.store.node.reporting.copy_wire import CopyOrder, Orders
-from tanghulu.store.node.writes.puts import PutDesk
+from tanghulu.store.node.writes.puts import PutService
 from tanghulu.store.protocol.types import NewChunk
 from tanghulu.types import ChunkKey
 
@@ -36,9 +36,9 @@ COPY_DEADLINE_S = 20.0
 class Copier:
     """``run`` until cancelled; ``on_failed`` is told of every order that came to nothing."""
 
-    def __init__(self, masters: Masters, desk: PutDesk, on_failed: Callable[[str], None]) -> None:
+    def __init__(self, masters: Masters, puts: PutService, on_failed: Callable[[str], None]) -> None:
         self._settings = Settings(master=masters)
-        self._desk = desk
+        self._puts = puts
         self._on_failed = on_failed
         self._orders: asyncio.Queue[CopyOrder] = asyncio.Queue(MAX_WAITING)
         self._shell: AsyncioDriver | None = None
@@ -89,7 +89,7 @@ class Copier:
             )
             until_s = asyncio.get_running_loop().time() + deadline.remaining_s()
             value = chunk.numpy().data.cast("B")
-            (outcome,) = await self._desk.put_all([(new, value)], visible=True, until_s=until_s)
+            (outcome,) = await self._puts.put_all([(new, value)], visible=True, until_s=until_s)
             del value
         if isinstance(outcome, TanghuluError):
             raise outcome

@@ -1,4 +1,4 @@
-"""The edge between the master's orders in the answer to an announcement and the node's words for them."""
+"""The edge between the master's orders in the answer to a report and the node's words for them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Tells the master what the node holds: the shell around AnnouncementQueue and Confirmations.
+"""Tells the master what the node holds: the connection, the time and the messages around ReportQueue.
 
-One message is under way at a time. A put's announcement leaves in the same step of the event loop that kicked it, and
+One message is under way at a time. A put's report leaves in the same step of the event loop that kicked it, and
 the master's answer reaches the put's client in the step in which it arrives; puts that come meanwhile share the next
 message. Without a master the queue waits and the connection is tried again; a put's own deadline then ends its wait,
 the chunk stays.
@@ -20,11 +20,10 @@ from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Reply
 from tanghulu.rpc.greeting import show
 from tanghulu.store.node.reporting.copy_wire import Orders, orders_from_wire
-from tanghulu.store.node.reporting.fence import Fence
-from tanghulu.store.node.state.confirmations import Confirmations, Done, Word
+from tanghulu.store.node.state.confirmations import Done
 from tanghulu.store.node.state.holdings import Holding
 from tanghulu.store.node.state.node_state import NodeState
-from tanghulu.store.node.state.report_queue import Announcement, Report
+from tanghulu.store.node.state.report_queue import FullReport, ReportMessage
 from tanghulu.store.protocol.types import Tier
 from tanghulu.types import Address, InstanceId
 
@@ -34,15 +33,42 @@ HEARTBEAT_S = 1.0
 CALL_DEADLINE_S = 3.0
 _RETRY_S = (0.05, 0.1, 0.2, 0.5)
 _REPORTS = {
-    Report.NONE: directory_pb2.AnnounceRequest.NONE,
-    Report.BEGIN: directory_pb2.AnnounceRequest.BEGIN,
-    Report.PIECE: directory_pb2.AnnounceRequest.PIECE,
-    Report.END: directory_pb2.AnnounceRequest.END,
+    FullReport.NONE: directory_pb2.AnnounceRequest.NONE,
+    FullReport.BEGIN: directory_pb2.AnnounceRequest.BEGIN,
+    FullReport.PIECE: directory_pb2.AnnounceRequest.PIECE,
+    FullReport.END: directory_pb2.AnnounceRequest.END,
 }
 
 
-class Announcer:
-    """``run`` keeps it connected, ``tick`` keeps its times; ``on_change`` is called after answers changed chunks.
+class TermFence:
+    """Which masters a node still obeys: none whose term is over. Pure.
+
+    Each election of a master has a term, a number that only grows (the revision at which etcd wrote the leader's key).
+    A node that has heard of term 9 refuses what a master of term 7 says, be it ever so alive: it stood still while it
+    was deposed, and its successor has given its word on other things since. Terms are compared within one etcd
+    (``term_of``) only, so that an etcd that is set up anew does not lose against the memory of its forerunner. A master
+    that was not elected says term 0 and is obeyed: there is only one.
+    """
+
+    def __init__(self) -> None:
+        self.term = 0
+        self.term_of = 0
+
+    def admits(self, term: int, term_of: int) -> bool:
+        """Whether to obey a master of ``term``; remembers it if it is the newest."""
+        if not term:
+            return True
+        if term_of == self.term_of and term < self.term:
+            return False
+        self.term, self.term_of = term, term_of
+        return True
+
+    def __repr__(self) -> str:
+        return f"TermFence({self.term} of {self.term_of:x})"
+
+
+class Reporter:
+    """``run`` stays connected, ``tick`` keeps the times; ``on_change`` is called after answers changed chunks.
 
     ``on_unregistered`` is called when the master does not know this node: it is new, or another leads. ``on_orders``
     is told what the master wants copied or dropped.
@@ -58,10 +84,10 @@ class Announcer:
         on_orders: Callable[[Orders], None],
     ) -> None:
         self._state = state
-        self._queue = state.announcements
+        self._queue = state.reports
         self._masters = masters
         self._master: Address | None = None  # that is connected, or was last
-        self._fence = Fence()
+        self._fence = TermFence()
         self._on_unregistered = on_unregistered
         self._on_orders = on_orders
         self._failed_copies: list[str] = []
@@ -72,11 +98,10 @@ class Announcer:
         self._connection: AsyncFastConnection | None = None
         self._broken: asyncio.Future[None] | None = None
         self._free = False  # connected, and no message under way
-        self._message = Announcement()
+        self._message = ReportMessage()
         self._sent_s = 0.0
         self._hot_told_s = 0.0
         self._failures = 0
-        self._confirmations = Confirmations()
         self._timer: asyncio.TimerHandle | None = None
         self._flushes: list[asyncio.Future[None]] = []
         self._flushing: list[asyncio.Future[None]] = []
@@ -97,26 +122,12 @@ class Announcer:
         """Call ``done`` with the master's word on each chunk: whether this put was the first of its key.
 
         MasterUnavailable comes in the place of those that it did not confirm until ``until_s`` (the loop's time);
-        they stay and are announced later.
+        they stay and are reported later.
         """
-        pending = [chunk for chunk in chunks if self._queue.is_pending(chunk)]
-        self._confirmations.expect(chunks, pending, until_s, done)
-        if pending:
-            for chunk in pending:
-                self._queue.hasten(chunk)
+        if self._queue.confirm(chunks, until_s, done):
             if self._timer is None or self._timer.when() > until_s:
                 self._set_timer(until_s)
             self.kick()
-
-    def displaced(self, chunk: Holding) -> None:
-        """The master has chosen another put of the key: whoever waits for its word on ``chunk`` hears so."""
-        self._confirmations.settle(chunk, False)
-
-    async def confirmed(self, chunks: Sequence[Holding], until_s: float) -> list[Word]:
-        """``confirm`` for coroutines."""
-        future: asyncio.Future[list[Word]] = asyncio.get_running_loop().create_future()
-        self.confirm(chunks, until_s, lambda words: None if future.done() else future.set_result(words))
-        return await future
 
     async def flushed(self, until_s: float) -> None:
         """Wait until the master knows everything that was removed before; raises MasterUnavailable at ``until_s``."""
@@ -150,9 +161,9 @@ class Announcer:
 
     def _time_is_up(self) -> None:
         self._timer = None
-        for chunk in self._confirmations.expire(asyncio.get_running_loop().time(), self._no_answer()):
+        for chunk in self._queue.expire(asyncio.get_running_loop().time(), self._no_answer()):
             self._state.gave_up(chunk)
-        if (next_s := self._confirmations.next_s) is not None:
+        if (next_s := self._queue.next_expiry_s) is not None:
             self._set_timer(next_s)
         self._on_change()
 
@@ -165,9 +176,9 @@ class Announcer:
     # --- the connection
 
     async def run(self, instance_id: InstanceId) -> None:
-        """Announce as ``instance_id`` until cancelled; the first message begins a report."""
+        """Report as ``instance_id`` until cancelled; the first message begins a full report."""
         self._instance_id = instance_id
-        self._queue.begin_report(self._state.live_chunks())
+        self._state.report_all()
         try:
             while True:
                 try:
@@ -191,7 +202,7 @@ class Announcer:
 
     async def _failed(self, error: TanghuluError) -> None:
         if self._failures == 0:
-            _log.warning("announcer.failed", master=str(self._master), code=error.code, error=error.message)
+            _log.warning("reporter.failed", master=str(self._master), code=error.code, error=error.message)
         self.connected.clear()
         await self._disconnect()
         if isinstance(error, LeaseExpired):
@@ -229,7 +240,7 @@ class Announcer:
             term=self._fence.term,
             term_of=self._fence.term_of,
         )
-        for key, version in message.withdrawn:
+        for key, version in message.retracted:
             request.withdrawn.add(key=key, version=version)
         for chunk in message.added:
             entry = request.added.add(key=chunk.key, version=chunk.version, size_bytes=chunk.size_bytes)
@@ -249,15 +260,14 @@ class Announcer:
         if self._failed_copies:
             request.news.failed.extend(self._failed_copies)
             self._failed_copies = []
-        writing = state.table.writing or state.desks.num_open
-        if state.draining and not (writing or request.added or request.report or not self._queue.empty):
+        if state.draining and not (state.has_writers or request.added or request.report or not self._queue.empty):
             request.news.quiet = True
         if self._sent_s >= self._hot_told_s + HEARTBEAT_S:
             self._hot_told_s = self._sent_s
             for key, num_gets in state.hot.take():
                 request.news.hot.add(key=key, num_gets=num_gets)
-            if state.table.book is not None:
-                for tenant, num_bytes in state.table.book.bounded():
+            if state.tenants is not None:
+                for tenant, num_bytes in state.tenants.bounded():
                     request.tenants.add(tenant=tenant, num_bytes=num_bytes)
 
     def _replied(self, outcome: Reply[directory_pb2.AnnounceReply] | TanghuluError) -> None:
@@ -274,8 +284,8 @@ class Announcer:
         self._free = True
         self._failures = 0
         reply = outcome.message
-        if reply.num_nodes and self._state.table.book is not None:
-            self._state.table.book.heard({each.tenant: each.num_bytes for each in reply.elsewhere}, reply.num_nodes)
+        if reply.num_nodes and self._state.tenants is not None:
+            self._state.tenants.heard({each.tenant: each.num_bytes for each in reply.elsewhere}, reply.num_nodes)
         self._answered(message, reply)
         orders = orders_from_wire(reply)
         if orders is not None:
@@ -284,33 +294,28 @@ class Announcer:
 
     def _break(self, error: TanghuluError) -> None:
         if self._queue.requeue():
-            self._queue.begin_report(self._state.live_chunks())
+            self._state.report_all()
         if self._broken is not None and not self._broken.done():
             self._broken.set_exception(error)
 
-    def _answered(self, message: Announcement, reply: directory_pb2.AnnounceReply) -> None:
+    def _answered(self, message: ReportMessage, reply: directory_pb2.AnnounceReply) -> None:
         self._queue.done()
         if not self.connected.is_set():
             self.connected.set()
-            _log.info("announcer.connected", master=str(self._master))
+            _log.info("reporter.connected", master=str(self._master))
         undecided = set(reply.undecided)
         for index, (chunk, stands) in enumerate(zip(message.added, reply.accepted, strict=True)):
             if index in undecided:
                 self._queue.again(chunk)
                 continue
-            self._state.announced(chunk, accepted=stands)
-            self._confirmations.settle(chunk, stands)
+            self._state.reported(chunk, accepted=stands)
         if self._queue.removals_told:
             for future in self._flushing:
                 if not future.done():
                     future.set_result(None)
             self._flushing.clear()
         if reply.report_wanted:
-            _log.info("announcer.report", num_chunks=len(self._state.table))
-            self._queue.begin_report(self._state.live_chunks())
+            _log.info("reporter.full_report", num_chunks=self._state.num_chunks)
+            self._state.report_all()
         if message.added:  # the puts' clients are answered first
             asyncio.get_running_loop().call_soon(self._on_change)
-
-    def check(self) -> None:
-        """Assert that the waiting puts are counted."""
-        self._confirmations.check()

@@ -13,12 +13,11 @@ import structlog
 from tanghulu.errors import InvalidRequest, Unauthorized
 from tanghulu.protos import fastlane_pb2, store_pb2
 from tanghulu.rpc.fast_server import Answer, FastService, Peer
-from tanghulu.store.node.rpc.sessions import Session
+from tanghulu.store.node.rpc.sessions import Session, after_drain
 from tanghulu.store.node.state.chunk import Chunk
+from tanghulu.store.node.state.counters import EvictionReason
 from tanghulu.store.node.state.node_state import NodeState
-from tanghulu.store.node.state.outcomes import EvictionReason
-from tanghulu.store.node.writes.puts import PutDesk
-from tanghulu.store.node.writes.write_buffers import after_drain
+from tanghulu.store.node.writes.puts import PutService
 from tanghulu.store.protocol import checksums as sums
 from tanghulu.types import ChunkKey
 
@@ -33,7 +32,7 @@ _SLICE_BYTES = 32 << 20
 class AdminService:
     """Registers its handlers by ``serve``. ``drain`` is awaited with whether the node shall be draining."""
 
-    def __init__(self, state: NodeState, desk: PutDesk, drain: Callable[[bool], Coroutine[Any, Any, None]]) -> None:
+    def __init__(self, state: NodeState, desk: PutService, drain: Callable[[bool], Coroutine[Any, Any, None]]) -> None:
         self._state = state
         self._desk = desk
         self._drain = drain
@@ -62,7 +61,7 @@ class AdminService:
         sizes = [self._evict(chunk) for chunk in named if chunk is not None and chunk.evictable]
         if request.num_bytes:
             wanted = request.num_bytes
-            for chunk in list(self._state.room.victims()):
+            for chunk in self._state.victims():
                 if wanted <= 0:
                     break
                 sizes.append(self._evict(chunk))
@@ -77,10 +76,10 @@ class AdminService:
     def tenants(self, peer: Peer, request: store_pb2.TenantsRequest, attachment: memoryview) -> Answer:
         """What each tenant holds and does here."""
         _require_session(peer)
-        book = self._state.table.book
-        if book is None:
+        tenants = self._state.tenants
+        if tenants is None:
             raise InvalidRequest("this node knows no tenants; start it with --tokens")
-        return store_pb2.TenantsReply(tenants=[store_pb2.TenantUsage(**asdict(usage)) for usage in book.usage()])
+        return store_pb2.TenantsReply(tenants=[store_pb2.TenantUsage(**asdict(usage)) for usage in tenants.usage()])
 
     def verify(
         self, peer: Peer, request: store_pb2.VerifyRequest, attachment: memoryview
@@ -88,14 +87,13 @@ class AdminService:
         """A page of the chunks here, in order of their keys, each compared with its checksums."""
         _require_session(peer)
         if request.report:
-            self._state.announcements.begin_report(self._state.live_chunks())
-            self._desk.announce()
+            self._state.report_all()
+            self._desk.report()
         return self._verified(request)
 
     async def _verified(self, request: store_pb2.VerifyRequest) -> Answer:
         limit = min(request.limit or MAX_VERIFIED, MAX_VERIFIED)
-        known = {*self._state.table.keys(), *(entry.key for entry in self._state.tier.entries())}
-        keys = heapq.nsmallest(limit + 1, (key for key in known if key > request.after))
+        keys = heapq.nsmallest(limit + 1, (key for key in self._state.all_keys() if key > request.after))
         reply = store_pb2.VerifyReply(more=len(keys) > limit)
         num_bytes = slice_bytes = 0
         for key in keys[:limit]:
@@ -119,7 +117,7 @@ class AdminService:
 
     def _add_below(self, reply: store_pb2.VerifyReply, key: ChunkKey) -> None:
         """A chunk on the SSD is named only: its bytes are verified whenever they are read."""
-        entry = self._state.tier.find(key)
+        entry = self._state.find_below(key)
         if entry is not None:
             reply.chunks.add(key=key, version=entry.version, size_bytes=entry.size_bytes)
 

@@ -17,7 +17,7 @@ from tanghulu.store.node.rpc.stats import stat_reply
 from tanghulu.store.node.ssd.promotion import Promoter
 from tanghulu.store.node.state.chunk import Chunk
 from tanghulu.store.node.state.node_state import NodeState
-from tanghulu.store.node.writes.puts import PutDesk, PutOutcome, remaining_s
+from tanghulu.store.node.writes.puts import PutOutcome, PutService, remaining_s
 from tanghulu.store.protocol.wire import checksums_to_wire, new_chunk_from_wire, set_error
 from tanghulu.types import ChunkKey
 
@@ -30,11 +30,11 @@ class GrpcStoreNode(store_pb2_grpc.StoreNodeServicer):
     """Put, Get, Exists, Remove and Stat over gRPC; larger values than a message can hold need the fast lane."""
 
     def __init__(
-        self, state: NodeState, desk: PutDesk, traffic: TrafficCounters, promoter: Promoter | None = None
+        self, state: NodeState, puts: PutService, traffic: TrafficCounters, promoter: Promoter | None = None
     ) -> None:
         self._promoter = promoter
         self._state = state
-        self._desk = desk
+        self._puts = puts
         self._traffic = traffic
 
     async def Put(self, request: store_pb2.PutRequest, context: _Context) -> store_pb2.PutReply:
@@ -45,15 +45,15 @@ class GrpcStoreNode(store_pb2_grpc.StoreNodeServicer):
         except TanghuluError as error:
             await grpc_edge.abort(context, error)
             raise AssertionError("abort raises") from error
-        self._state.desks.drain()
-        outcomes = await self._desk.put_all(items, visible=request.visible, until_s=until_s)
-        self._desk.room_changed()
+        self._state.drain_buffers()
+        outcomes = await self._puts.put_all(items, visible=request.visible, until_s=until_s)
+        self._puts.room_changed()
         self._traffic.bytes_written["grpc"] += len(request.inline_data)
         return store_pb2.PutReply(results=[_put_result(outcome) for outcome in outcomes])
 
     async def Get(self, request: store_pb2.GetRequest, context: _Context) -> store_pb2.GetReply:
         """The values of all keys, one behind the other in ``inline_data``."""
-        self._state.desks.drain()
+        self._state.drain_buffers()
         reply = store_pb2.GetReply()
         values: list[bytes] = []
         touched: list[Chunk] = []
@@ -64,7 +64,7 @@ class GrpcStoreNode(store_pb2_grpc.StoreNodeServicer):
                 set_error(item.status, error)
                 continue
             chunk = self._state.look_up(ChunkKey(key))
-            if chunk is not None and request.verify and not self._desk.verify(chunk):
+            if chunk is not None and request.verify and not self._puts.verify(chunk):
                 chunk = None
             if chunk is None:
                 set_error(item.status, ChunkNotFound(f"{key!r} is not on this node"))
@@ -77,7 +77,7 @@ class GrpcStoreNode(store_pb2_grpc.StoreNodeServicer):
                 continue
             item.size_bytes, item.version = chunk.size_bytes, chunk.version
             item.checksums.CopyFrom(checksums_to_wire(chunk.checksums))
-            values.append(bytes(self._desk.bytes_of(chunk)))
+            values.append(bytes(self._puts.bytes_of(chunk)))
             touched.append(chunk)
         self._state.touch(touched)
         reply.inline_data = b"".join(values)
@@ -96,18 +96,18 @@ class GrpcStoreNode(store_pb2_grpc.StoreNodeServicer):
 
     async def Exists(self, request: store_pb2.ExistsRequest, context: _Context) -> store_pb2.ExistsReply:
         """One byte a key."""
-        self._state.desks.drain()
+        self._state.drain_buffers()
         found = (self._state.holds(ChunkKey(key)) for key in request.keys)
         return store_pb2.ExistsReply(found=bytes(found))
 
     async def Remove(self, request: store_pb2.RemoveRequest, context: _Context) -> store_pb2.RemoveReply:
         """Drop chunks; one byte a key."""
-        self._state.desks.drain()
+        self._state.drain_buffers()
         removed = bytes(self._state.remove(ChunkKey(key)) for key in request.keys)
-        self._desk.room_changed()
+        self._puts.room_changed()
         try:
             until_s = asyncio.get_running_loop().time() + DEFAULT_DEADLINE_S
-            await self._desk.told_removals(until_s)
+            await self._puts.told_removals(until_s)
             if self._promoter is not None:
                 await self._promoter.settled(until_s)
         except TanghuluError as error:
@@ -116,7 +116,7 @@ class GrpcStoreNode(store_pb2_grpc.StoreNodeServicer):
 
     async def Stat(self, request: store_pb2.StatRequest, context: _Context) -> store_pb2.StatReply:
         """What the node knows of each chunk."""
-        self._state.desks.drain()
+        self._state.drain_buffers()
         return stat_reply(self._state, request)
 
 

@@ -52,7 +52,7 @@ class NodeCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """All metrics of the node."""
-        state = self._state
+        state, buffers = self._state, self._state.buffers
         for name, (metric, text) in _COUNTERS.items():
             yield CounterMetricFamily(metric, text, value=getattr(state.counters, name))
         evictions = CounterMetricFamily(
@@ -63,15 +63,13 @@ class NodeCollector(Collector):
         yield evictions
         yield GaugeMetricFamily("tanghulu_node_capacity_bytes", "bytes the node can hold", state.capacity_bytes)
         yield GaugeMetricFamily("tanghulu_node_used_bytes", "bytes that are not free", state.used_bytes)
-        yield GaugeMetricFamily("tanghulu_node_chunks", "chunks that can be found", len(state.table))
+        yield GaugeMetricFamily("tanghulu_node_chunks", "chunks that can be found", state.num_chunks)
         yield GaugeMetricFamily("tanghulu_node_leases", "leases that are not over", state.access.num_leases)
         yield GaugeMetricFamily("tanghulu_node_waiting_puts", "puts that wait for room", len(state.waiters))
         yield GaugeMetricFamily("tanghulu_node_sessions", "connected clients", self._num_sessions())
-        yield GaugeMetricFamily("tanghulu_node_desks", "desks that clients write into", state.desks.num_open)
-        yield GaugeMetricFamily(
-            "tanghulu_node_desk_heads", "desks that clients may still look at", state.desks.num_heads
-        )
-        yield CounterMetricFamily("tanghulu_node_desk_puts", "chunks that came by a desk", value=state.desks.num_taken)
+        yield GaugeMetricFamily("tanghulu_node_desks", "desks that clients write into", buffers.num_open)
+        yield GaugeMetricFamily("tanghulu_node_desk_heads", "desks that clients may still look at", buffers.num_heads)
+        yield CounterMetricFamily("tanghulu_node_desk_puts", "chunks that came by a desk", value=buffers.num_taken)
         traffic = self._traffic()
         yield _by_transport("tanghulu_node_read_bytes", "payload bytes read by clients", traffic.bytes_read)
         yield _by_transport("tanghulu_node_written_bytes", "payload bytes written by clients", traffic.bytes_written)

@@ -18,16 +18,14 @@ from tanghulu.protos import fastlane_pb2, store_pb2
 from tanghulu.rpc.fast_server import Answer, FastService, Handler, Later, Peer
 from tanghulu.rpc.frames import PROTOCOL_VERSION
 from tanghulu.store.node.rpc.metrics import TrafficCounters
-from tanghulu.store.node.rpc.sessions import Greeting, Session, Sessions, as_set
+from tanghulu.store.node.rpc.sessions import Greeting, Session, Sessions, after_drain
 from tanghulu.store.node.rpc.stats import check_count, stat_reply
 from tanghulu.store.node.ssd.promotion import Promoter
 from tanghulu.store.node.state.chunk import Chunk
 from tanghulu.store.node.state.node_state import NodeState
-from tanghulu.store.node.state.outcomes import Existed, Reserved
-from tanghulu.store.node.state.proclaimed import is_relied_on
+from tanghulu.store.node.state.outcomes import Committer, Existed, Reserved
 from tanghulu.store.node.state.tenant_usage import Policies
-from tanghulu.store.node.writes.puts import PutDesk, PutOutcome, Written, remaining_s
-from tanghulu.store.node.writes.write_buffers import after_drain
+from tanghulu.store.node.writes.puts import PutOutcome, PutService, Written, remaining_s
 from tanghulu.store.protocol import packed_node
 from tanghulu.store.protocol import packed_write_buffer as packed_desk
 from tanghulu.store.protocol.packed_node import CommitRequest, Found, GetRequest, PutRequest, UnpinRequest
@@ -66,7 +64,7 @@ class NodeService:
         self,
         identity: NodeIdentity,
         state: NodeState,
-        desk: PutDesk,
+        desk: PutService,
         sessions: Sessions,
         traffic: TrafficCounters,
         promoter: Promoter | None = None,
@@ -114,7 +112,7 @@ class NodeService:
         may_map = who is None or who.shared_memory
         shm = may_map and request.wants_shm and request.host_id == self._identity.segment.host_id
         client_id = request.client_id if who is None else who.scope + request.client_id
-        greeting = Greeting(client_id, peer.pid if may_map else None, shm, as_set(request.held_lease_ids))
+        greeting = Greeting(client_id, peer.pid if may_map else None, shm, frozenset(request.held_lease_ids))
         session = self._sessions.open(greeting)
         peer.state = session
         peer.on_close.append(lambda: self._sessions.leave(session))
@@ -135,7 +133,7 @@ class NodeService:
         session = session_of(peer)
         scope = "" if peer.identity is None else peer.identity.scope
         maps = session.holder.maps
-        place = self._state.desks.grant(session.session_id, value_bytes, scope) if maps else None
+        place = self._state.grant_buffer(session.session_id, value_bytes, scope) if maps else None
         self._desk.room_changed()
         return packed_desk.pack_desk(place)
 
@@ -186,15 +184,13 @@ class NodeService:
         session = session_of(peer)
         if request.aborted:
             self._state.unpin(request.aborted, session.owned)
-        num_told = request.num_proclaimed if self._is_relied(request) else 0
+        num_told = request.num_proclaimed if self._is_commit_valid(request) else 0
         written: list[Written] = []
         for place, (lease_id, checksums) in enumerate(request.items):
             lease = self._state.access.lease(LeaseId(lease_id))
             try:
-                outcome = self._desk.commit(
-                    lease_id, session.session_id, checksums, visible=request.visible, proclaimed=place < num_told
-                )
-                written.append(outcome)
+                by = Committer.CLIENT if place < num_told else Committer.node(visible=request.visible)
+                written.append(self._desk.commit(lease_id, session.session_id, checksums, by))
                 if lease is not None and lease.mapped:
                     self._traffic.bytes_written["shm"] += lease.length
             except TanghuluError as error:
@@ -202,11 +198,10 @@ class NodeService:
         self._desk.room_changed()
         return self._settle(written, request.visible, self._until(request.deadline_ms), num_told)
 
-    def _is_relied(self, request: CommitRequest) -> bool:
-        """Whether what was proclaimed was so for this life, and stands."""
-        reserved = [self._state.table.leased(LeaseId(lease_id)) for lease_id, _ in request.items]
-        stands = all(is_relied_on(self._state, chunk) for chunk in reserved if chunk is not None)
-        return stands and request.generation == self._identity.generation
+    def _is_commit_valid(self, request: CommitRequest) -> bool:
+        """Whether what the client has committed at the master still holds, all of it."""
+        reserved = [self._state.leased(lease_id) for lease_id, _ in request.items]
+        return all(self._state.is_commit_valid(each, request.generation) for each in reserved if each is not None)
 
     def _settle(self, written: Sequence[Written], visible: bool, until_s: float, num_told: int = 0) -> Later:
         later = Later()
@@ -341,13 +336,12 @@ class NodeService:
     def eviction(self, peer: Peer, request: store_pb2.EvictionRequest, attachment: memoryview) -> Answer:
         """Name the eviction policy, after switching to another if one is named."""
         session_of(peer)
-        room, wanted = self._state.room, request.policy
-        if wanted and wanted != room.policy_name:
+        wanted = request.policy
+        if wanted and wanted != self._state.eviction_policy:
             self._policies.memory(wanted)  # raises for an unknown name before anything changes
-            room.switch_policy(lambda: self._policies.memory(wanted))
-            self._state.tier.switch_policy(lambda: self._policies.tier(wanted))
+            self._state.switch_policies(lambda: self._policies.memory(wanted), lambda: self._policies.tier(wanted))
             _log.info("node.eviction_policy", policy=wanted)
-        return store_pb2.EvictionReply(policy=room.policy_name)
+        return store_pb2.EvictionReply(policy=self._state.eviction_policy)
 
     def _until(self, deadline_ms: int) -> float:
         return asyncio.get_running_loop().time() + remaining_s(deadline_ms, DEFAULT_DEADLINE_S)

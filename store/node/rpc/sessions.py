@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
+from typing import Any
 
 from tanghulu.errors import Overloaded, Unauthorized
+from tanghulu.rpc.fast_server import Handler
 from tanghulu.store.node.state.node_state import NodeState
-from tanghulu.store.node.state.waiters import Holder
+from tanghulu.store.node.state.outcomes import Holder
 from tanghulu.transfer_engine.owner.process_watch import ProcessWatch
 
 MAX_SESSIONS = 4096
@@ -73,10 +75,10 @@ class Sessions:
             raise Overloaded(f"{MAX_SESSIONS} clients are connected to this node")
         lost = self._lost.pop(client, ())
         if lost:
-            release_unheld(self._state, lost, greeting.held_lease_ids)
+            self._state.release_unheld(lost, greeting.held_lease_ids)
             self._on_freed()
         session_id = secrets.randbits(62) + 1
-        self._state.access.open_session(session_id, greeting.pid)
+        self._state.open_session(session_id, greeting.pid)
         maps = greeting.wants_shm and greeting.pid is not None and self._watch_process(session_id, greeting.pid)
         session = Session(
             session_id, greeting.client_id, greeting.pid, Holder(session_id, maps), (session_id, *lost)[:_MAX_LOST]
@@ -102,8 +104,7 @@ class Sessions:
         """Stop watching lost sessions that hold nothing any more; to be called now and then."""
         connected = {session.session_id for session in self._by_client.values()}
         for session_id in list(self._pids):
-            needed = self._state.access.has_session(session_id) or self._state.desks.knows(session_id)
-            if session_id not in connected and not needed:
+            if session_id not in connected and not self._state.depends_on(session_id):
                 self._watch.forget(session_id)
                 self._lose_track(session_id)
 
@@ -142,14 +143,11 @@ class Sessions:
             assert self._state.access.has_session(session.session_id)
 
 
-def as_set(lease_ids: Iterable[int]) -> frozenset[int]:
-    """Lease ids of a message as a value."""
-    return frozenset(lease_ids)
+def after_drain(state: NodeState, handler: Handler) -> Handler:
+    """``handler``, of a node whose answers depend on what it holds: what clients wrote into buffers counts as held."""
 
+    def handled(peer: Any, request: Any, attachment: memoryview) -> Any:
+        state.drain_buffers()
+        return handler(peer, request, attachment)
 
-def release_unheld(state: NodeState, session_ids: Container[int], held: Container[int]) -> None:
-    """A client that came back holds no lease of its lost sessions but ``held``."""
-    for lease_id, _ in state.table.leases():
-        lease = state.access.lease(lease_id)
-        if lease is not None and lease.session_id in session_ids and lease_id not in held:
-            state.freed(state.access.release(lease_id))
+    return handled

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tanghulu.errors import InvalidRequest
 from tanghulu.protos import store_pb2
 from tanghulu.store.node.state.node_state import NodeState
-from tanghulu.store.node.state.ssd_chunk import TierEntry
+from tanghulu.store.node.state.ssd_chunk import SsdChunk
 from tanghulu.store.protocol.wire import checksums_to_wire, fill_checksums, pin_to_wire, tier_to_wire
 from tanghulu.types import ChunkKey
 
@@ -25,7 +25,7 @@ def stat_reply(state: NodeState, request: store_pb2.StatRequest) -> store_pb2.St
     for key in request.keys:
         chunk = state.find(ChunkKey(key))
         if chunk is None:
-            entry = state.tier.find(ChunkKey(key))
+            entry = state.find_below(ChunkKey(key))
             _add_below(reply, entry, None if entry is None else state.left_s(entry))
             continue
         reply.chunks.add(
@@ -43,7 +43,7 @@ def stat_reply(state: NodeState, request: store_pb2.StatRequest) -> store_pb2.St
     return reply
 
 
-def _add_below(reply: store_pb2.StatReply, entry: TierEntry | None, left_s: float | None) -> None:
+def _add_below(reply: store_pb2.StatReply, entry: SsdChunk | None, left_s: float | None) -> None:
     stat = reply.chunks.add()
     if entry is not None:
         stat.found, stat.size_bytes, stat.version = True, entry.size_bytes, entry.version

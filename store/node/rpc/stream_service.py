@@ -3,44 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 from tanghulu.errors import InvalidRequest, Overloaded
 from tanghulu.protos import fastlane_pb2
 from tanghulu.rpc.fast_server import NO_ANSWER, Answer, FastService, Landing, Later, Peer
 from tanghulu.store.node.rpc.metrics import TrafficCounters
 from tanghulu.store.node.rpc.service import session_of
-from tanghulu.store.node.state.holdings import Holding
+from tanghulu.store.node.rpc.sessions import after_drain
 from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.state.outcomes import Existed
-from tanghulu.store.node.writes.puts import PutDesk, remaining_s
-from tanghulu.store.node.writes.streams import Arrival, ArrivalEvent, Arrivals
-from tanghulu.store.node.writes.write_buffers import after_drain
+from tanghulu.store.node.writes.puts import PutService, remaining_s
+from tanghulu.store.node.writes.streams import IncomingPut, IncomingPuts
 from tanghulu.store.protocol import packed_stream
 from tanghulu.store.protocol.packed_node import pack_outcomes
 from tanghulu.store.protocol.packed_stream import SettleRequest, StreamRequest
 from tanghulu.types import format_size
 
 #: The putter's last word comes so soon at the latest, or less if it says so: as long as a reservation lasts.
-MAX_ARRIVAL_S = 10.0
+MAX_INCOMING_S = 10.0
 
 
-class ArrivalService:
+class StreamService:
     """Registers its handlers by ``serve``; ``tick`` ends what takes too long."""
 
-    def __init__(
-        self,
-        generation: int,
-        state: NodeState,
-        desk: PutDesk,
-        traffic: TrafficCounters,
-        on_displaced: Callable[[Holding], None],
-    ) -> None:
-        self.arrivals = Arrivals(state, generation, on_displaced)
+    def __init__(self, state: NodeState, desk: PutService, traffic: TrafficCounters) -> None:
+        self.arrivals = IncomingPuts(state)
         self._state = state
         self._desk = desk
         self._traffic = traffic
-        self._answers: dict[Arrival, Later] = {}
+        self._answers: dict[IncomingPut, Later] = {}
 
     def serve(self, service: FastService) -> None:
         """Answer the two methods."""
@@ -55,9 +46,9 @@ class ArrivalService:
         stream_id, new, visible, deadline_ms = request
         if payload_bytes != new.size_bytes:
             raise InvalidRequest(f"the value of {new.key!r} has {new.size_bytes} bytes, {payload_bytes} come")
-        self._state.desks.drain()
+        self._state.drain_buffers()
         is_first = not self.arrivals.knows(peer)
-        until_s = asyncio.get_running_loop().time() + remaining_s(deadline_ms, MAX_ARRIVAL_S)
+        until_s = asyncio.get_running_loop().time() + remaining_s(deadline_ms, MAX_INCOMING_S)
         arrival = self.arrivals.begin(peer, stream_id, new, visible, until_s)
         if arrival is None:
             return None
@@ -65,8 +56,8 @@ class ArrivalService:
             peer.on_close.append(lambda: self._gone(peer))
         return Landing(self._desk.bytes_of(arrival.chunk), lambda: self._landed(arrival))
 
-    def _landed(self, arrival: Arrival) -> Later:
-        arrival.step(ArrivalEvent.LANDED)
+    def _landed(self, arrival: IncomingPut) -> Later:
+        arrival.land()
         self._traffic.bytes_written["stream"] += arrival.chunk.size_bytes
         later = self._answers[arrival] = Later()
         return later
@@ -79,7 +70,7 @@ class ArrivalService:
             landed = landing.landed()
             assert isinstance(landed, Later)
             return landed
-        if self._state.standing_anywhere(request.item.key) is not None:
+        if self._state.current_anywhere(request.item.key) is not None:
             outcome = self._state.reserve_at_once(request.item, None)
             if isinstance(outcome, Existed):
                 return pack_outcomes([True])

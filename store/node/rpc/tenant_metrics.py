@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tanghulu.store.node.state.tenant_usage import TenantUsage
+from tanghulu.store.node.state.tenant_usage import TenantFigures
 
 #: Tenants with labels of their own; the rest is summed up as OTHERS, chunks of no tenant are called NONE.
 MAX_LABELS = 50
@@ -34,7 +34,7 @@ _FIGURES = (*_GAUGES, *_COUNTERS)
 class TenantCollector(Collector):
     """Reads the book when Prometheus asks."""
 
-    def __init__(self, usage: Callable[[], list[TenantUsage]]) -> None:
+    def __init__(self, usage: Callable[[], list[TenantFigures]]) -> None:
         self._usage = usage
 
     def collect(self) -> Iterator[Metric]:
@@ -50,11 +50,11 @@ class TenantCollector(Collector):
             yield family
 
 
-def labelled(usages: list[TenantUsage]) -> dict[str, TenantUsage]:
+def labelled(usages: list[TenantFigures]) -> dict[str, TenantFigures]:
     """label -> what is told under it, at most ``MAX_LABELS`` + 1."""
     by_size = sorted(usages, key=lambda usage: (-usage.used_bytes, usage.tenant))
     rows = {usage.tenant or NONE: usage for usage in by_size[:MAX_LABELS]}
     rest = by_size[MAX_LABELS:]
     if rest:
-        rows[OTHERS] = TenantUsage(OTHERS, **{name: sum(getattr(usage, name) for usage in rest) for name in _FIGURES})
+        rows[OTHERS] = TenantFigures(OTHERS, **{name: sum(getattr(usage, name) for usage in rest) for name in _FIGURES})
     return rows

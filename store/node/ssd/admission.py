@@ -27,7 +27,7 @@ _MAX_PAUSE_S = 30.0
 _BURST_S = 1.0
 
 
-class Verdict(Enum):
+class Demotion(Enum):
     """What becomes of an evicted chunk; the values are the label of a metric."""
 
     ADMIT = "admitted"
@@ -71,20 +71,20 @@ class TierAdmission:
         self._pause_s = 0.0
         self._remembered: OrderedDict[ChunkKey, None] = OrderedDict()
 
-    def decide(self, chunk: Evicted, now_s: float) -> Verdict:
+    def decide(self, chunk: Evicted, now_s: float) -> Demotion:
         """Whether to write ``chunk``; an ADMIT uses up the rate's allowance."""
         seen_before = self._remember(chunk.key) if self._mode == "reused" else True
         if chunk.record_bytes > self.max_record_bytes:
-            return Verdict.TOO_LARGE
+            return Demotion.TOO_LARGE
         if chunk.left_s is not None and chunk.left_s < MIN_LEFT_S:
-            return Verdict.ENDS_SOON
+            return Demotion.ENDS_SOON
         if now_s < self._paused_until_s:
-            return Verdict.PAUSED
+            return Demotion.PAUSED
         if not (seen_before or chunk.num_hits or chunk.pinned):
-            return Verdict.NOT_REUSED
+            return Demotion.NOT_REUSED
         if chunk.record_bytes > chunk.queue_bytes:
-            return Verdict.QUEUE_FULL
-        return Verdict.ADMIT if chunk.pinned or self._spend(chunk.record_bytes, now_s) else Verdict.OVER_RATE
+            return Demotion.QUEUE_FULL
+        return Demotion.ADMIT if chunk.pinned or self._spend(chunk.record_bytes, now_s) else Demotion.OVER_RATE
 
     def write_ended(self, ok: bool, now_s: float) -> None:
         """A write came to its end."""

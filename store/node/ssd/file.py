@@ -24,7 +24,7 @@ from tanghulu.store.node.state.ssd_record import (
     FILE_ID_BYTES,
     MAX_HEAD_BYTES,
     UNIT,
-    Record,
+    SsdRecord,
     decode_head,
     decode_superblock,
     encode_superblock,
@@ -166,7 +166,7 @@ class TierFile:
 
     # --- everything
 
-    def scan(self) -> Iterator[tuple[int, Record]]:
+    def scan(self) -> Iterator[tuple[int, SsdRecord]]:
         """(offset, record) of everything that the file holds, by its heads; values are verified when they are read.
 
         Reads heads only, and whole holes: after a head it goes on behind the record. Raises OSError.
@@ -183,9 +183,9 @@ class TierFile:
                 is_sparse = bool(found) and found[-1][1].record_bytes > _FAR_BYTES
                 length = _SPARSE_WINDOW if is_sparse else _DENSE_WINDOW
 
-    def _scan_window(self, view: memoryview, begin: int, *, is_last: bool) -> tuple[list[tuple[int, Record]], int]:
+    def _scan_window(self, view: memoryview, begin: int, *, is_last: bool) -> tuple[list[tuple[int, SsdRecord]], int]:
         """What begins in ``view``, and where to go on; with a head that is cut off the next window begins."""
-        found: list[tuple[int, Record]] = []
+        found: list[tuple[int, SsdRecord]] = []
         at = 0
         while at < len(view):
             if not has_magic(view, at):

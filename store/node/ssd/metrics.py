@@ -34,19 +34,19 @@ class TierCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """All metrics of the tier."""
-        tier, counters = self._tier, self._tier.state.counters
+        tier, counters = self._tier, self._tier.counters
         for name, (metric, text) in _COUNTERS.items():
             yield CounterMetricFamily(metric, text, value=getattr(counters, name))
         hits = CounterMetricFamily("tanghulu_node_tier_hits", "chunks that a get found, by tier", labels=["tier"])
         hits.add_metric(["memory"], max(self._state.counters.hits - counters.hits, 0))
         hits.add_metric(["ssd"], counters.hits)
         yield hits
-        verdicts = CounterMetricFamily(
+        admissions = CounterMetricFamily(
             "tanghulu_node_ssd_admissions", "chunks evicted from memory, by what the SSD tier did", labels=["verdict"]
         )
-        for verdict, count in counters.verdicts.items():
-            verdicts.add_metric([verdict.value], count)
-        yield verdicts
+        for outcome, count in counters.admissions.items():
+            admissions.add_metric([outcome.value], count)
+        yield admissions
         yield GaugeMetricFamily("tanghulu_node_ssd_capacity_bytes", "bytes the file can hold", tier.capacity_bytes)
         yield GaugeMetricFamily("tanghulu_node_ssd_used_bytes", "bytes of the file that are not free", tier.used_bytes)
         yield GaugeMetricFamily("tanghulu_node_ssd_chunks", "chunks on the SSD", len(tier.state))

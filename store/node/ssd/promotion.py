@@ -1,4 +1,4 @@
-"""Chunks that come back up from the SSD when somebody asks for them.
+"""Chunks that come back up from the SSD when somebody asks for them, and those that go down when the node ends.
 
 One promotion a key at a time, however many ask; at most ``MAX_PROMOTIONS`` together, others wait their turn. Whoever
 waits does so until its own deadline; the promotion itself goes on for those who come later. Owns the waiting around
@@ -12,11 +12,12 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
 
 from tanghulu.errors import ChunkNotFound, DeadlineExceeded, StoreFull, TanghuluError
-from tanghulu.store.node.ssd import ascent as tier_ascent
 from tanghulu.store.node.ssd.tier import SsdTier
 from tanghulu.store.node.state.chunk import Chunk
+from tanghulu.store.node.state.counters import EvictionReason
 from tanghulu.store.node.state.node_state import NodeState
-from tanghulu.store.node.state.ssd_chunk import TierEntry
+from tanghulu.store.node.state.ssd_chunk import SsdChunk
+from tanghulu.store.node.state.ssd_record import MAX_HEAD_BYTES, UNIT
 from tanghulu.store.protocol.types import Pin
 from tanghulu.types import ChunkKey, format_size
 
@@ -25,6 +26,8 @@ MAX_PROMOTIONS = 32
 LOOK_AHEAD = 8
 #: How long one may take, whoever waits for it.
 PROMOTION_DEADLINE_S = 5.0
+#: How long a node that ends in order writes what it has in memory.
+SEND_DOWN_S = 3.0
 
 
 class Promoter:
@@ -62,7 +65,7 @@ class Promoter:
                 continue
             try:
                 await self.chunk(ChunkKey(key), until_s)
-                self._tier.state.counters.hits += 1
+                self._tier.counters.hits += 1
                 yield key, None
             except ChunkNotFound:
                 yield key, None
@@ -121,6 +124,17 @@ class Promoter:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def send_down(self) -> None:
+        """Send down what memory holds for the node's next start, as far as ``SEND_DOWN_S`` goes; the warmest first."""
+        until_s = asyncio.get_running_loop().time() + SEND_DOWN_S
+        for chunk in self._state.warmest():
+            try:
+                if self._tier.free_queue_bytes < chunk.size_bytes + MAX_HEAD_BYTES + UNIT:
+                    await self._tier.performed(until_s)
+            except DeadlineExceeded:
+                return
+            self._state.evict(chunk, EvictionReason.STOPPING)
+
     # --- inside
 
     async def _bring_up_pinned(self) -> None:
@@ -134,18 +148,18 @@ class Promoter:
         if not task.cancelled():
             task.exception()  # whoever waited has heard it; nobody may have
 
-    async def _promote(self, entry: TierEntry) -> Chunk:
+    async def _promote(self, entry: SsdChunk) -> Chunk:
         until_s = asyncio.get_running_loop().time() + PROMOTION_DEADLINE_S
         async with self._turns, self._tier.reading(entry, until_s) as value:
             chunk = await self._room_for(entry, until_s)
             self._view[chunk.offset : chunk.offset + chunk.size_bytes] = value
-            live = tier_ascent.commit(self._state, chunk, entry)
-            self._tier.state.promoted(entry)
+            live = self._state.promote(chunk, entry)
+            self._tier.promoted(entry)
             return live
 
-    async def _room_for(self, entry: TierEntry, until_s: float) -> Chunk:
+    async def _room_for(self, entry: SsdChunk, until_s: float) -> Chunk:
         tried = False
-        while (chunk := tier_ascent.reserve(self._state, entry, sparing=tried)) is None:
+        while (chunk := self._state.reserve_promotion(entry, sparing=tried)) is None:
             tried = True
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting_for_room.append(future)

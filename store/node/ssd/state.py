@@ -17,11 +17,11 @@ from typing import TypeAlias
 
 from tanghulu.eviction.base import Policy
 from tanghulu.runtime.clock import Clock
-from tanghulu.store.node.ssd.admission import Evicted, TierAdmission, Verdict
+from tanghulu.store.node.ssd.admission import Demotion, Evicted, TierAdmission
 from tanghulu.store.node.state.allocator import OffsetAllocator
-from tanghulu.store.node.state.space import Room
-from tanghulu.store.node.state.ssd_chunk import EntryEvent, EntryState, TierEntry
-from tanghulu.store.node.state.ssd_record import UNIT, Record
+from tanghulu.store.node.state.space import Space
+from tanghulu.store.node.state.ssd_chunk import SsdChunk, SsdChunkEvent, SsdChunkState
+from tanghulu.store.node.state.ssd_record import UNIT, SsdRecord
 from tanghulu.store.protocol.types import Pin
 from tanghulu.types import ChunkKey
 
@@ -30,7 +30,7 @@ from tanghulu.types import ChunkKey
 class Write:
     """Write the entry's record; then tell ``written``."""
 
-    entry: TierEntry
+    entry: SsdChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Wipe:
 class Lost:
     """The entry is not to be had here any more: unless memory has it, the master must hear of it."""
 
-    entry: TierEntry
+    entry: SsdChunk
 
 
 Instruction: TypeAlias = Write | Wipe | Lost
@@ -52,9 +52,9 @@ Instruction: TypeAlias = Write | Wipe | Lost
 
 @dataclass(slots=True)
 class TierCounters:
-    """What has happened since the start; ``metrics`` publishes it. ``verdicts``: what became of evicted chunks."""
+    """What has happened since the start; ``metrics`` publishes it. ``admissions``: what became of evicted chunks."""
 
-    verdicts: dict[Verdict, int] = field(default_factory=lambda: dict.fromkeys(Verdict, 0))
+    admissions: dict[Demotion, int] = field(default_factory=lambda: dict.fromkeys(Demotion, 0))
     already_there: int = 0
     written: int = 0
     written_bytes: int = 0
@@ -78,32 +78,32 @@ class TierState:
         self.admission = admission
         self.counters = TierCounters()
         self._clock = clock
-        self._entries: dict[ChunkKey, TierEntry] = {}
-        self._doomed: dict[int, TierEntry] = {}  # by offset
-        self._room: Room[TierEntry] = Room(OffsetAllocator(capacity_bytes, UNIT), self, make_policy)
-        self._expiries: list[tuple[float, int, TierEntry]] = []
+        self._entries: dict[ChunkKey, SsdChunk] = {}
+        self._doomed: dict[int, SsdChunk] = {}  # by offset
+        self._space: Space[SsdChunk] = Space(OffsetAllocator(capacity_bytes, UNIT), self, make_policy)
+        self._expiries: list[tuple[float, int, SsdChunk]] = []
 
     @property
     def capacity_bytes(self) -> int:
         """What the file can hold."""
-        return self._room.allocator.capacity_bytes
+        return self._space.allocator.capacity_bytes
 
     @property
     def used_bytes(self) -> int:
         """What of it is not free."""
-        return self._room.allocator.used_bytes
+        return self._space.allocator.used_bytes
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __iter__(self) -> Iterator[TierEntry]:
+    def __iter__(self) -> Iterator[SsdChunk]:
         return chain(self._entries.values(), self._doomed.values())
 
-    def entries(self) -> list[TierEntry]:
+    def entries(self) -> list[SsdChunk]:
         """All that can be had, as it is now."""
         return list(self._entries.values())
 
-    def find(self, key: ChunkKey) -> TierEntry | None:
+    def find(self, key: ChunkKey) -> SsdChunk | None:
         """The entry of ``key``, unless its time is over."""
         entry = self._entries.get(key)
         if entry is None or (entry.expires_s is not None and entry.expires_s <= self._clock.now_s()):
@@ -113,57 +113,57 @@ class TierState:
     # --- down
 
     def evicted(
-        self, record: Record, expires_s: float | None, num_hits: int, queue_bytes: int
-    ) -> tuple[TierEntry | None, list[Instruction]]:
+        self, record: SsdRecord, expires_s: float | None, num_hits: int, queue_bytes: int
+    ) -> tuple[SsdChunk | None, list[Instruction]]:
         """A chunk leaves memory. Its entry here, if it stays to be had, and what is to be done.
 
         ``queue_bytes``: the largest record that can be queued for writing now.
         """
-        standing = self._entries.get(record.key)
-        if standing is not None and standing.version == record.version and self.find(record.key) is standing:
+        current = self._entries.get(record.key)
+        if current is not None and current.version == record.version and self.find(record.key) is current:
             self.counters.already_there += 1
-            return standing, []
-        instructions = [] if standing is None else self.drop(standing)
+            return current, []
+        instructions = [] if current is None else self.drop(current)
         now_s = self._clock.now_s()
         left_s = None if expires_s is None else expires_s - now_s
         hard = record.pin is Pin.HARD
         chunk = Evicted(record.key, record.record_bytes, num_hits, left_s, queue_bytes, pinned=hard)
-        verdict = self.admission.decide(chunk, now_s)
+        outcome = self.admission.decide(chunk, now_s)
         entry = None
-        if verdict is Verdict.ADMIT:
+        if outcome is Demotion.ADMIT:
             entry, more = self._place(record, expires_s)
             instructions += more
-            verdict = Verdict.ADMIT if entry is not None else Verdict.NO_ROOM
-        self.counters.verdicts[verdict] += 1
+            outcome = Demotion.ADMIT if entry is not None else Demotion.NO_ROOM
+        self.counters.admissions[outcome] += 1
         return entry, instructions
 
-    def _place(self, record: Record, expires_s: float | None) -> tuple[TierEntry | None, list[Instruction]]:
+    def _place(self, record: SsdRecord, expires_s: float | None) -> tuple[SsdChunk | None, list[Instruction]]:
         instructions: list[Instruction] = []
 
-        def evict(victim: TierEntry) -> None:
+        def evict(victim: SsdChunk) -> None:
             self.counters.evictions += 1
             instructions.extend(self._drop(victim, evicted=True))
 
         if record.record_bytes > self.capacity_bytes:
             return None, instructions
-        offset = self._room.take(record.record_bytes, evict)
+        offset = self._space.take(record.record_bytes, evict)
         if offset is None:
             return None, instructions
-        entry = TierEntry(record, offset, expires_s)
+        entry = SsdChunk(record, offset, expires_s)
         self._enter(entry)
         kept = [each for each in instructions if each != Wipe(offset)]  # the write does that
         return entry, [*kept, Write(entry)]
 
-    def _enter(self, entry: TierEntry) -> None:
+    def _enter(self, entry: SsdChunk) -> None:
         stale = self._entries.get(entry.key)
         assert stale is None, f"{entry.key!r} is in the tier already"
         self._entries[entry.key] = entry
-        self._room.settle(entry)
-        self._room.end_batch()
+        self._space.settle(entry)
+        self._space.end_batch()
         if entry.expires_s is not None:
             heapq.heappush(self._expiries, (entry.expires_s, id(entry), entry))
 
-    def written(self, entry: TierEntry, *, ok: bool) -> list[Instruction]:
+    def written(self, entry: SsdChunk, *, ok: bool) -> list[Instruction]:
         """The write of ``entry`` ended; after a failure the chunk is lost, and what was written of it is wiped."""
         self.admission.write_ended(ok, self._clock.now_s())
         if ok:
@@ -171,34 +171,34 @@ class TierState:
             self.counters.written_bytes += entry.range_bytes
         else:
             self.counters.write_errors += 1
-        if entry.state is not EntryState.WRITING:
+        if entry.state is not SsdChunkState.WRITING:
             return []  # dropped meanwhile
         if not ok:
             return self.drop(entry)
-        entry.step(EntryEvent.WRITTEN)
+        entry.step(SsdChunkEvent.WRITTEN)
         return []
 
     # --- up
 
-    def begin_read(self, entry: TierEntry) -> None:
+    def begin_read(self, entry: SsdChunk) -> None:
         """Its range stays what it is until ``end_read``; asserts that it is STORED."""
-        assert entry.state is EntryState.STORED, f"{entry.key!r} is {entry.state.value}"
+        assert entry.state is SsdChunkState.STORED, f"{entry.key!r} is {entry.state.value}"
         entry.num_readers += 1
 
-    def end_read(self, entry: TierEntry) -> None:
+    def end_read(self, entry: SsdChunk) -> None:
         """The read is over."""
         entry.num_readers -= 1
-        if entry.state is EntryState.DOOMED and not entry.num_readers:
+        if entry.state is SsdChunkState.DOOMED and not entry.num_readers:
             self._free(entry)
 
-    def promoted(self, entry: TierEntry) -> None:
+    def promoted(self, entry: SsdChunk) -> None:
         """The chunk went up; its copy here stays, so that it need not be written when it comes down again."""
         self.counters.promoted += 1
         if entry.held:
-            self._room.touch(entry)
-            self._room.end_batch()
+            self._space.touch(entry)
+            self._space.end_batch()
 
-    def not_read(self, entry: TierEntry, *, corrupt: bool) -> list[Instruction]:
+    def not_read(self, entry: SsdChunk, *, corrupt: bool) -> list[Instruction]:
         """Its bytes could not be read, or are not what was put: it is lost."""
         if not entry.held:
             return []  # it was dropped during the read, so what was read means nothing
@@ -208,14 +208,14 @@ class TierState:
             self.counters.read_errors += 1
         return self.drop(entry)
 
-    def touch(self, entry: TierEntry) -> None:
+    def touch(self, entry: SsdChunk) -> None:
         """Somebody put or read the key."""
-        self._room.touch(entry)
-        self._room.end_batch()
+        self._space.touch(entry)
+        self._space.end_batch()
 
     # --- the end
 
-    def drop(self, entry: TierEntry) -> list[Instruction]:
+    def drop(self, entry: SsdChunk) -> list[Instruction]:
         """Let ``entry`` go, if it is still there."""
         return self._drop(entry, evicted=False) if entry.held else []
 
@@ -230,27 +230,27 @@ class TierState:
         return instructions
 
     def switch_policy(self, make_policy: Callable[[], Policy]) -> None:
-        """Let another policy order the evictions; see Room."""
-        self._room.switch_policy(make_policy)
+        """Let another policy order the evictions; see Space."""
+        self._space.switch_policy(make_policy)
 
-    def _drop(self, entry: TierEntry, *, evicted: bool) -> list[Instruction]:
-        self._room.leave(entry, evicted=evicted)
+    def _drop(self, entry: SsdChunk, *, evicted: bool) -> list[Instruction]:
+        self._space.leave(entry, evicted=evicted)
         del self._entries[entry.key]
-        entry.step(EntryEvent.DROP)
+        entry.step(SsdChunkEvent.DROP)
         if entry.num_readers:
             self._doomed[entry.offset] = entry
         else:
             self._free(entry)
         return [Wipe(entry.offset), Lost(entry)]
 
-    def _free(self, entry: TierEntry) -> None:
-        entry.step(EntryEvent.LAST_READER_LEFT)
+    def _free(self, entry: SsdChunk) -> None:
+        entry.step(SsdChunkEvent.LAST_READER_LEFT)
         self._doomed.pop(entry.offset, None)
-        self._room.allocator.free(entry.offset, entry.range_bytes)
+        self._space.allocator.free(entry.offset, entry.range_bytes)
 
     # --- a new start
 
-    def recover(self, record: Record, offset: int, now_unix_s: float) -> bool:
+    def recover(self, record: SsdRecord, offset: int, now_unix_s: float) -> bool:
         """Enter what the scan found; False if it is over, does not fit, or its key is there already: wipe it.
 
         The wall clock may have jumped: a chunk lives no longer than it had left when it was written.
@@ -260,10 +260,10 @@ class TierState:
             left_s = min(record.ends_unix_s - now_unix_s, record.left_s)
             if left_s <= 0:
                 return False
-        if record.key in self._entries or not self._room.allocator.claim(offset, record.record_bytes):
+        if record.key in self._entries or not self._space.allocator.claim(offset, record.record_bytes):
             return False
         expires_s = None if left_s is None else self._clock.now_s() + left_s
-        entry = TierEntry(record, offset, expires_s, EntryState.STORED)
+        entry = SsdChunk(record, offset, expires_s, SsdChunkState.STORED)
         self._enter(entry)
         self.counters.recovered += 1
         return True
@@ -271,16 +271,16 @@ class TierState:
     def check(self) -> None:
         """Assert that entries and free ranges tile the file, and that all but hard pins can be evicted."""
         self.admission.check()
-        self._room.check()
-        self._room.allocator.check_tiles((each.offset, each.range_bytes) for each in self)
+        self._space.check()
+        self._space.allocator.check_tiles((each.offset, each.range_bytes) for each in self)
         for key, entry in self._entries.items():
             assert entry.key == key
             assert entry.held, f"{entry!r} is found"
-            assert (entry in self._room) != (entry.pin is Pin.HARD), f"{entry!r} in the order of evictions"
+            assert (entry in self._space) != (entry.pin is Pin.HARD), f"{entry!r} in the order of evictions"
             assert entry.num_readers >= 0
         for offset, entry in self._doomed.items():
             assert entry.offset == offset
-            assert entry.state is EntryState.DOOMED
+            assert entry.state is SsdChunkState.DOOMED
             assert entry.num_readers > 0, f"{entry!r} should be gone"
 
     def __repr__(self) -> str:

@@ -2,7 +2,7 @@
 
 Down: an evicted chunk's bytes are copied into a buffer in the step that evicts it, so its range in memory is free at
 once; one thread writes and wipes in the order of the decisions. When the buffers are used up the chunk is dropped, and
-counted: a put never waits for the disk. Up: see ``tier_promotion``. Belongs to the node's event loop.
+counted: a put never waits for the disk. Up: see ``promotion``. Belongs to the node's event loop.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import structlog
 from tanghulu.errors import ChunkNotFound, DeadlineExceeded, NodeUnavailable
 from tanghulu.eviction.base import Policy
 from tanghulu.store.node.ssd.file import Arena, Buffer, TierFile
-from tanghulu.store.node.ssd.state import Instruction, Lost, TierState, Wipe, Write
+from tanghulu.store.node.ssd.state import Instruction, Lost, TierCounters, TierState, Wipe, Write
 from tanghulu.store.node.state.chunk import Chunk
-from tanghulu.store.node.state.ssd_chunk import EntryState, TierEntry
-from tanghulu.store.node.state.ssd_record import Record, decode_head, encode_head
+from tanghulu.store.node.state.ssd_chunk import SsdChunk, SsdChunkState
+from tanghulu.store.node.state.ssd_record import SsdRecord, decode_head, encode_head
 from tanghulu.store.protocol import checksums as sums
 from tanghulu.types import ChunkKey
 
@@ -57,9 +57,7 @@ _Outcome: TypeAlias = OSError | None
 class SsdTier:
     """See the module. ``view`` is the node's memory; ``on_lost`` hears of every chunk that is not here any more."""
 
-    def __init__(
-        self, file: TierFile, state: TierState, view: memoryview, on_lost: Callable[[TierEntry], None]
-    ) -> None:
+    def __init__(self, file: TierFile, state: TierState, view: memoryview, on_lost: Callable[[SsdChunk], None]) -> None:
         self.state = state
         self.file = file
         self._view = view
@@ -103,22 +101,31 @@ class SsdTier:
         """What of it is not free."""
         return self.state.used_bytes
 
-    def find(self, key: ChunkKey) -> TierEntry | None:
+    def find(self, key: ChunkKey) -> SsdChunk | None:
         """The entry of ``key``."""
         return self.state.find(key)
 
-    def entries(self) -> list[TierEntry]:
+    def entries(self) -> list[SsdChunk]:
         """All that can be had."""
         return self.state.entries()
 
-    def touch(self, entry: TierEntry) -> None:
+    def touch(self, entry: SsdChunk) -> None:
         """Somebody put the key again."""
         self.state.touch(entry)
 
-    def demote(self, chunk: Chunk, left_s: float | None) -> TierEntry | None:
+    @property
+    def counters(self) -> TierCounters:
+        """What has happened since the start."""
+        return self.state.counters
+
+    def promoted(self, entry: SsdChunk) -> None:
+        """The chunk went up."""
+        self.state.promoted(entry)
+
+    def demote(self, chunk: Chunk, left_s: float | None) -> SsdChunk | None:
         """``chunk`` is leaving memory, where its bytes still lie: keep it here. None if it is dropped."""
         ends_unix_s = None if left_s is None else unix_time_s() + left_s
-        record = Record(
+        record = SsdRecord(
             chunk.key,
             chunk.version,
             chunk.size_bytes,
@@ -136,7 +143,7 @@ class SsdTier:
         """Let another policy order the tier's own evictions."""
         self.state.switch_policy(make_policy)
 
-    def drop(self, entry: TierEntry) -> None:
+    def drop(self, entry: SsdChunk) -> None:
         """Let ``entry`` go; once ``settled`` has returned, it will not come back."""
         self._sync_wanted = True
         self._perform(self.state.drop(entry), promised=True)
@@ -162,7 +169,7 @@ class SsdTier:
             self._num_given += 1
         self._work()
 
-    def _fill(self, entry: TierEntry, chunk: Chunk) -> Buffer:
+    def _fill(self, entry: SsdChunk, chunk: Chunk) -> Buffer:
         record = entry.record
         buffer = self._down.take(record.record_bytes)
         assert buffer is not None, "the state was told how much fits"
@@ -235,14 +242,14 @@ class SsdTier:
     # --- up
 
     @asynccontextmanager
-    async def reading(self, entry: TierEntry, until_s: float) -> AsyncIterator[memoryview]:
+    async def reading(self, entry: SsdChunk, until_s: float) -> AsyncIterator[memoryview]:
         """The value of ``entry``, verified; valid inside the block, and the entry's range stays what it is.
 
         Raises ChunkNotFound if it is gone or its bytes are not what was put, DeadlineExceeded at ``until_s``.
         """
-        if entry.state is EntryState.WRITING:
+        if entry.state is SsdChunkState.WRITING:
             await self.performed(until_s)
-        if entry.state is not EntryState.STORED:
+        if entry.state is not SsdChunkState.STORED:
             raise ChunkNotFound(f"{entry.key!r} is not in the SSD tier any more")
         self.state.begin_read(entry)
         try:
@@ -272,7 +279,7 @@ class SsdTier:
             if not future.done():
                 future.set_result(None)
 
-    async def _read(self, entry: TierEntry, buffer: Buffer) -> memoryview:
+    async def _read(self, entry: SsdChunk, buffer: Buffer) -> memoryview:
         """Not cancelled with its caller: the thread fills the buffer until it is done."""
         read = asyncio.get_running_loop().run_in_executor(
             self._readers, partial(_read_one, self.file, entry.record, entry.offset, buffer.view)
@@ -318,7 +325,7 @@ class SsdTier:
         """Assert the state's invariants, and that every entry that is WRITING has its bytes in a buffer."""
         self.state.check()
         writing = {p.instruction.entry for p in (*self._pending, *self._under_way) if isinstance(p.instruction, Write)}
-        assert all(e in writing for e in self.state.entries() if e.state is EntryState.WRITING)
+        assert all(e in writing for e in self.state.entries() if e.state is SsdChunkState.WRITING)
         assert self._num_given - self._num_done == len(self._pending) + len(self._under_way)
 
     def __repr__(self) -> str:
@@ -356,7 +363,7 @@ def _write_all(file: TierFile, batch: Sequence[_Pending], sync: bool) -> list[_O
     return outcomes
 
 
-def _read_one(file: TierFile, record: Record, offset: int, view: memoryview) -> bool:
+def _read_one(file: TierFile, record: SsdRecord, offset: int, view: memoryview) -> bool:
     """In a thread: read the record and tell whether head and value are what was put."""
     file.read(offset, view)
     found = decode_head(view[: record.head_bytes], offset, file.file_id)

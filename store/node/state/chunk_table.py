@@ -1,31 +1,94 @@
-"""Every chunk of a node, found by key and by lease. Owns the indexes; decides nothing."""
+"""Every chunk of a node, found by key and by lease, and the part of them that clients find by themselves.
+
+Owns the indexes; decides nothing.
+"""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 
 from tanghulu.store.node.state.chunk import Chunk, ChunkEvent, ChunkState
-from tanghulu.store.node.state.published import Published
-from tanghulu.store.node.state.tenant_usage import TenantBook
+from tanghulu.store.protocol.shared_index import IndexWriter
 from tanghulu.store.protocol.types import Pin
 from tanghulu.types import ChunkKey, LeaseId
 
 _INDEXED = (ChunkState.ANNOUNCING, ChunkState.LIVE)
 
 
+class Published:
+    """The chunks that stand in the node's shared index: LIVE ones with one checksum and no end of their own.
+
+    Entries are written when the call that made the chunk LIVE has been answered, so nobody waits for them, and taken
+    away before the chunk's range can be given to anybody else. Without a ``writer`` there is no index.
+    """
+
+    def __init__(self, writer: IndexWriter | None = None) -> None:
+        self._writer = writer
+        self._fresh: list[Chunk] = []
+
+    def add(self, chunk: Chunk) -> None:
+        """The chunk is LIVE; it enters the index with the next ``flush``."""
+        if self._writer is not None and chunk.expires_s is None and isinstance(chunk.compact_checksums, int):
+            self._fresh.append(chunk)
+
+    def flush(self) -> None:
+        """Write what was added."""
+        if not self._fresh:
+            return
+        assert self._writer is not None
+        for chunk in self._fresh:
+            checksum = chunk.compact_checksums
+            if chunk.state is ChunkState.LIVE and isinstance(checksum, int):
+                self._writer.publish(chunk.key, chunk.version, chunk.offset, chunk.size_bytes, checksum)
+        self._fresh.clear()
+
+    def remove(self, chunk: Chunk) -> None:
+        """The chunk is about to go."""
+        if self._writer is not None:
+            self.flush()
+            self._writer.withdraw(chunk.key)
+
+    def beat(self, now_s: float) -> None:
+        """Give readers a sign of life; to be called several times in ``MAX_SILENCE_S``."""
+        if self._writer is not None:
+            self.flush()
+            self._writer.beat(now_s)
+
+    def close(self) -> None:
+        """Tell readers not to look any more."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def check(self, chunks: Mapping[ChunkKey, Chunk]) -> None:
+        """Assert that every entry is that of a LIVE chunk."""
+        if self._writer is None:
+            return
+        self.flush()
+        entries = self._writer.entries()
+        for key, chunk in chunks.items():
+            entry = entries.pop(self._writer.digest(key), None)
+            if entry is not None:
+                assert chunk.state is ChunkState.LIVE, f"{chunk!r} is published"
+                assert (entry.version, entry.offset, entry.size_bytes) == (
+                    chunk.version,
+                    chunk.offset,
+                    chunk.size_bytes,
+                )
+        assert not entries, f"{len(entries)} entries of chunks that are gone"
+
+
 class ChunkTable:
     """A key names at most one ANNOUNCING or LIVE chunk; RESERVED and CONDEMNED ones, the few, stand by themselves."""
 
-    def __init__(self) -> None:
+    def __init__(self, published: Published | None = None) -> None:
         self._by_key: dict[ChunkKey, Chunk] = {}
         self._nameless: dict[int, Chunk] = {}  # RESERVED and CONDEMNED chunks by offset
         self._by_lease: dict[LeaseId, Chunk] = {}
         self._expiries: list[tuple[float, int, Chunk]] = []
+        self._published = published or Published()
         self.hard_pinned_bytes = 0
-        self.published = Published()
-        self.book: TenantBook | None = None  # where there are tenants
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -50,8 +113,6 @@ class ChunkTable:
         """A new reservation."""
         assert chunk.offset not in self._nameless, f"offset {chunk.offset} is taken"
         self._nameless[chunk.offset] = chunk
-        if self.book is not None:
-            self.book.entered(chunk)
         if chunk.pin is Pin.HARD:
             self.hard_pinned_bytes += chunk.size_bytes
 
@@ -62,7 +123,7 @@ class ChunkTable:
         del self._nameless[chunk.offset]
         self._by_key[chunk.key] = chunk
         if chunk.state is ChunkState.LIVE:
-            self.published.add(chunk)
+            self._published.add(chunk)
         if chunk.expires_s is not None:
             heapq.heappush(self._expiries, (chunk.expires_s, id(chunk), chunk))
 
@@ -71,12 +132,12 @@ class ChunkTable:
         was_live = chunk.state is ChunkState.LIVE
         chunk.step(event)
         if not was_live:
-            self.published.add(chunk)
+            self._published.add(chunk)
 
     def condemn(self, chunk: Chunk) -> None:
         """Nobody shall find the chunk any more."""
         if chunk.state is ChunkState.LIVE:
-            self.published.remove(chunk)
+            self._published.remove(chunk)
         if self._by_key.get(chunk.key) is chunk:
             del self._by_key[chunk.key]
             self._nameless[chunk.offset] = chunk
@@ -89,8 +150,6 @@ class ChunkTable:
         assert chunk.num_leases == 0, f"{chunk.key!r} is leased"
         chunk.step(ChunkEvent.LAST_LEASE_ENDED)
         del self._nameless[chunk.offset]
-        if self.book is not None:
-            self.book.left(chunk)
         if chunk.pin is Pin.HARD:
             self.hard_pinned_bytes -= chunk.size_bytes
 
@@ -123,6 +182,10 @@ class ChunkTable:
                 due.append(chunk)
         return due
 
+    def flush(self) -> None:
+        """Let clients find what became LIVE."""
+        self._published.flush()
+
     def check(self) -> None:
         """Assert that the three indexes agree with the chunks' states and counts."""
         for key, chunk in self._by_key.items():
@@ -140,9 +203,7 @@ class ChunkTable:
         assert not leases, f"{leases!r} are leased and not in the table"
         hard = sum(c.size_bytes for c in self if c.pin is Pin.HARD)
         assert hard == self.hard_pinned_bytes
-        self.published.check(self._by_key)
-        if self.book is not None:
-            self.book.check(self)
+        self._published.check(self._by_key)
 
     def __repr__(self) -> str:
         return f"ChunkTable({len(self._by_key)} keys, {len(self._by_lease)} leases)"

@@ -1,4 +1,4 @@
-"""Who waits for the master's word on which chunks, and until when: pure bookkeeping for the announcer.
+"""Who waits for the master's word on which chunks, and until when: pure bookkeeping for the reporter.
 
 A put of several chunks is one confirmation; it is done when each of its chunks has an outcome, and its ``done`` is
 called in that step. Several confirmations may wait for one chunk (a second put of the key).
@@ -14,8 +14,8 @@ from tanghulu.errors import TanghuluError
 from tanghulu.store.node.state.holdings import Holding
 
 #: Whether the put was the first of its key, or why that is not known.
-Word: TypeAlias = bool | TanghuluError
-Done: TypeAlias = Callable[[list[Word]], None]
+ReportOutcome: TypeAlias = bool | TanghuluError
+Done: TypeAlias = Callable[[list[ReportOutcome]], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -23,7 +23,7 @@ class _Confirmation:
     """One put that waits. ``words[i]`` is about ``chunks[i]``; True as long as nothing else is known."""
 
     chunks: Sequence[Holding]
-    words: list[Word]
+    words: list[ReportOutcome]
     num_open: int
     until_s: float
     done: Done

@@ -7,11 +7,11 @@ from typing import Protocol, TypeAlias
 
 from tanghulu.eviction.base import Policy
 from tanghulu.store.node.state.chunk import Chunk
-from tanghulu.store.node.state.ssd_chunk import TierEntry
+from tanghulu.store.node.state.ssd_chunk import SsdChunk
 from tanghulu.types import ChunkKey
 
-#: A chunk to be announced: key, version, size, tier, and whether it is still held.
-Holding: TypeAlias = Chunk | TierEntry
+#: A chunk to be reported: key, version, size, tier, and whether it is still held.
+Holding: TypeAlias = Chunk | SsdChunk
 
 
 class LowerTier(Protocol):
@@ -32,19 +32,19 @@ class LowerTier(Protocol):
         """What may be demoted at once without being dropped for want of time."""
         ...
 
-    def find(self, key: ChunkKey) -> TierEntry | None:
+    def find(self, key: ChunkKey) -> SsdChunk | None:
         """The entry of ``key``."""
         ...
 
-    def entries(self) -> list[TierEntry]:
+    def entries(self) -> list[SsdChunk]:
         """All of them."""
         ...
 
-    def demote(self, chunk: Chunk, left_s: float | None) -> TierEntry | None:
+    def demote(self, chunk: Chunk, left_s: float | None) -> SsdChunk | None:
         """Keep ``chunk``, which leaves memory in this step; None if it is dropped instead. ``left_s`` None: no end."""
         ...
 
-    def touch(self, entry: TierEntry) -> None:
+    def touch(self, entry: SsdChunk) -> None:
         """Somebody put the key again."""
         ...
 
@@ -52,7 +52,7 @@ class LowerTier(Protocol):
         """Let another policy order the tier's own evictions."""
         ...
 
-    def drop(self, entry: TierEntry) -> None:
+    def drop(self, entry: SsdChunk) -> None:
         """Let ``entry`` go."""
         ...
 
@@ -68,23 +68,23 @@ class NoTier:
     used_bytes = 0
     free_queue_bytes = 1 << 62  # nothing goes down, so nothing is dropped for want of time
 
-    def find(self, key: ChunkKey) -> TierEntry | None:
+    def find(self, key: ChunkKey) -> SsdChunk | None:
         """Nothing is here."""
         return None
 
-    def entries(self) -> list[TierEntry]:
+    def entries(self) -> list[SsdChunk]:
         """Nothing."""
         return []
 
-    def demote(self, chunk: Chunk, left_s: float | None) -> TierEntry | None:
+    def demote(self, chunk: Chunk, left_s: float | None) -> SsdChunk | None:
         """Everything is dropped."""
         return None
 
-    def touch(self, entry: TierEntry) -> None:
+    def touch(self, entry: SsdChunk) -> None:
         """There is none."""
         raise AssertionError("no entry without a tier")
 
-    def drop(self, entry: TierEntry) -> None:
+    def drop(self, entry: SsdChunk) -> None:
         """There is none."""
         raise AssertionError("no entry without a tier")
 

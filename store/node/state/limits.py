@@ -28,7 +28,7 @@ def refuse_impossible(new: NewChunk, max_value_bytes: int, capacity_bytes: int, 
 
 
 def may_pin_hard(size_bytes: int, capacity_bytes: int, hard_pinned_bytes: int) -> bool:
-    """Whether so many bytes more may be pinned hard in memory."""
+    """Whether ``size_bytes`` more may be pinned hard in memory."""
     return hard_pinned_bytes + size_bytes <= int(capacity_bytes * MAX_HARD_PINNED_FRACTION)
 
 

@@ -1,33 +1,48 @@
 """The decisions of a store node: what it holds, who may touch it, what goes when room is needed.
 
-Pure: requests and times go in, outcomes come out; bytes, sockets and the master are the shell's (``service``,
-``announcer``). What the master has to be told collects in ``announcements``. Not thread-safe: one event loop owns it.
+Pure: requests and times go in, outcomes come out; bytes, sockets and the master belong to the services and the
+reporter. What the master has to be told collects in ``reports``. Not thread-safe: one event loop owns it.
+
+Every put is a reservation that is filled and then committed. ``reserve`` gives the range, whoever writes it (the node,
+a client under a lease, the socket of a streamed value); a write buffer is a range that was reserved in advance, and
+what its client has written there comes in with ``drain_buffers``. ``commit`` makes a chunk of any of them,
+``abort_reservation`` lets it go.
+
+The file is long because its parts keep to themselves: every decision that needs two of them is made here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 
-from tanghulu.errors import InvalidRequest, LeaseExpired, Overloaded, StoreFull, TanghuluError
+from tanghulu.auth.tenants import tenant_of
+from tanghulu.errors import ChunkNotFound, InvalidRequest, LeaseExpired, Overloaded, StoreFull, TanghuluError
 from tanghulu.eviction.base import Policy
 from tanghulu.runtime.clock import Clock
 from tanghulu.store.node.state.allocator import OffsetAllocator
 from tanghulu.store.node.state.chunk import Chunk, ChunkEvent, ChunkState, compact
-from tanghulu.store.node.state.chunk_table import ChunkTable
-from tanghulu.store.node.state.granting import grant
+from tanghulu.store.node.state.chunk_table import ChunkTable, Published
+from tanghulu.store.node.state.counters import EvictionReason, HotKeys, NodeCounters
 from tanghulu.store.node.state.holdings import Holding, LowerTier, NoTier
-from tanghulu.store.node.state.hot_keys import HotKeys
-from tanghulu.store.node.state.limits import no_room, refuse_impossible, refuse_while
-from tanghulu.store.node.state.outcomes import EvictionReason, Existed, NodeCounters, Outcome, Pinned, Reserved
-from tanghulu.store.node.state.proclaimed import forsake
-from tanghulu.store.node.state.report_queue import AnnouncementQueue
-from tanghulu.store.node.state.space import Room
-from tanghulu.store.node.state.ssd_chunk import TierEntry
-from tanghulu.store.node.state.tenant_usage import take_range
-from tanghulu.store.node.state.waiters import Holder, Waiter, WaitQueue
-from tanghulu.store.node.state.write_buffer_holdings import DeskHoldings, NoDesks
+from tanghulu.store.node.state.limits import may_pin_hard, no_room, refuse_impossible, refuse_while
+from tanghulu.store.node.state.outcomes import (
+    Committer,
+    Existed,
+    Holder,
+    Outcome,
+    Pinned,
+    Reserved,
+    Waiter,
+    WaitQueue,
+)
+from tanghulu.store.node.state.report_queue import ReportQueue
+from tanghulu.store.node.state.space import Space
+from tanghulu.store.node.state.ssd_chunk import SsdChunk
+from tanghulu.store.node.state.tenant_usage import TenantUsage
+from tanghulu.store.node.state.write_buffers import WriteBuffers
 from tanghulu.store.protocol.checksums import Checksums, validate
-from tanghulu.store.protocol.types import NewChunk, Pin
+from tanghulu.store.protocol.types import RELIED_S, NewChunk, Pin
+from tanghulu.store.protocol.write_buffer import DeskPlace
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.leases import Freed
 from tanghulu.transfer_engine.core.slices import Opcode
@@ -35,32 +50,56 @@ from tanghulu.types import ChunkKey, LeaseId
 
 
 class NodeState:
-    """See the module. ``lease_ms`` of ``access`` bounds reservations and pins of peers that get copies."""
+    """See the module; ``make_node_state`` builds one with its parts.
+
+    ``lease_ms`` of ``access`` bounds reservations and pins of peers that get copies. ``generation`` is that of the
+    node's process, ``max_value_bytes`` the largest value that is taken.
+    """
 
     def __init__(
-        self, capacity_bytes: int, access: AccessTable, make_policy: Callable[[], Policy], clock: Clock
+        self,
+        table: ChunkTable,
+        space: Space[Chunk],
+        reports: ReportQueue,
+        buffers: WriteBuffers,
+        tier: LowerTier,
+        tenants: TenantUsage | None,
+        *,
+        access: AccessTable,
+        clock: Clock,
+        generation: int,
+        max_value_bytes: int,
     ) -> None:
-        self.access, self.table = access, ChunkTable()
-        self.room = Room(OffsetAllocator(capacity_bytes), self.table, make_policy, lambda: self.desks.ranges())
-        self.announcements, self.waiters = AnnouncementQueue(), WaitQueue()
+        self.table = table
+        self.space = space
+        self.reports = reports
+        self.buffers = buffers
+        self.tier = tier
+        self.tenants = tenants
+        self.access = access
+        self.waiters = WaitQueue()
         self.counters, self.hot = NodeCounters(), HotKeys()
-        self.tier: LowerTier = NoTier()
-        self.desks: DeskHoldings = NoDesks()
-        self.draining = False  # takes no new chunks
-        self.max_value_bytes = capacity_bytes
+        self.draining = False
         self._clock = clock
+        self._generation = generation
+        self._max_value_bytes = max_value_bytes
 
     @property
     def capacity_bytes(self) -> int:
         """What the segment can hold."""
-        return self.room.allocator.capacity_bytes
+        return self.space.allocator.capacity_bytes
 
     @property
     def used_bytes(self) -> int:
         """Bytes of the segment that are not free, reservations and condemned chunks included."""
-        return self.room.allocator.used_bytes
+        return self.space.allocator.used_bytes
 
-    # --- puts
+    @property
+    def num_chunks(self) -> int:
+        """Chunks in memory that have their keys."""
+        return len(self.table)
+
+    # --- puts: reserve
 
     def reserve(self, new: NewChunk, holder: Holder | None) -> Outcome:
         """A range for ``new`` (RESERVED under a write lease), or that the key is there, or a place in the queue.
@@ -100,17 +139,64 @@ class NodeState:
     def _admit(
         self, new: NewChunk, holder: Holder | None, *, may_pass: bool, sparing: bool
     ) -> Reserved | Existed | None:
-        refuse_impossible(new, self.max_value_bytes, self.capacity_bytes, self.table.hard_pinned_bytes)
-        if (existing := self.standing_anywhere(new.key)) is not None:
+        refuse_impossible(new, self._max_value_bytes, self.capacity_bytes, self.table.hard_pinned_bytes)
+        if (existing := self.current_anywhere(new.key)) is not None:
             return self._existed(existing)
         refuse_while(self.draining)
-        return self.try_reserve(new, holder, sparing=sparing) if may_pass else None
+        return self._try_reserve(new, holder, sparing=sparing) if may_pass else None
+
+    def stop_waiting(self, waiter: Waiter) -> None:
+        """Take ``waiter`` out of the queue, if it is there."""
+        self.waiters.leave(waiter)
 
     def give_up_waiting(self, waiter: Waiter) -> StoreFull:
         """The put's deadline came first; the error to answer it with."""
         self.waiters.leave(waiter)
         self.counters.store_full += 1
         return no_room(waiter.new, self.capacity_bytes)
+
+    def take_back(self, reserved: Reserved) -> None:
+        """Let go a reservation that nobody has heard of yet."""
+        if reserved.lease_id:
+            self.freed(self.access.release(reserved.lease_id))
+        else:
+            self.abort_reservation(reserved.chunk)
+
+    def _try_reserve(self, new: NewChunk, holder: Holder | None, *, sparing: bool) -> Reserved | None:
+        """A range for ``new``, even if its key has a chunk or other puts wait; None if leases leave no room."""
+        offset = self._take_range(new, sparing=sparing)
+        if offset is None:
+            return None
+        now_s = self._clock.now_s()
+        expires_s = None if new.ttl_s is None else now_s + new.ttl_s
+        sums = compact(new.checksums)
+        chunk = Chunk(new.key, new.version, offset, new.size_bytes, sums, new.pin, now_s, expires_s, new.replicas)
+        self._enter(chunk)
+        if holder is None:
+            return Reserved(chunk, LeaseId(0))
+        try:
+            lease_id, copies_only = self._grant(chunk, holder, Opcode.WRITE)
+        except (Overloaded, InvalidRequest):
+            self.abort_reservation(chunk)
+            raise
+        return Reserved(chunk, lease_id, copies_only)
+
+    def _take_range(self, new: NewChunk, *, sparing: bool) -> int | None:
+        """A range for ``new`` within its tenant's quota; None if leases leave no room.
+
+        Raises InvalidRequest for a value above the quota, QuotaExceeded if what the tenant holds cannot be evicted now.
+        """
+        tenants = self.tenants
+        if tenants is not None and (excess_bytes := tenants.excess_bytes(new)):
+            tenant = tenant_of(new.key)
+            chosen, missing_bytes = self.space.oldest_of(tenant, excess_bytes)
+            if missing_bytes > 0:
+                raise tenants.no_room(tenant)
+            for chunk in chosen:
+                self.evict(chunk, EvictionReason.QUOTA)
+        return self.space.take(new.size_bytes, self.evict, sparing=sparing)
+
+    # --- puts: commit or abort
 
     def end_writing(self, lease_id: LeaseId, session_id: int) -> Chunk:
         """The holder has written this reservation, which has no lease now. Raises LeaseExpired, and it is gone."""
@@ -121,62 +207,144 @@ class NodeState:
         active = self.access.is_active(lease_id)
         freed = self.access.release(lease_id)
         if not active or not freed:
-            forsake(self, chunk)
+            self.abort_reservation(chunk)
             self.freed(freed)
             raise LeaseExpired(f"reservation {lease_id} of {chunk.key!r} has ended, or is still written; reserve again")
         self.table.unlease(lease_id)
         return chunk
 
-    def commit_written(
-        self, chunk: Chunk, checksums: Checksums, *, visible: bool, patient: bool = False
-    ) -> Reserved | Existed:
-        """The bytes of a reservation are in place and nobody writes any more; asserts that it has no lease."""
+    def is_commit_valid(self, chunk: Chunk, generation: int) -> bool:
+        """Whether a client's commit of this reservation at the master, for that generation of the node, still holds.
+
+        Not when it may have been made too long ago, nor when an earlier try of the put was retracted: the retraction
+        may reach the master behind the commit.
+        """
+        if generation != self._generation or self.age_s(chunk) > RELIED_S:
+            return False
+        return not self.reports.has_retracted(chunk.key, chunk.version)
+
+    def commit(self, chunk: Chunk, checksums: Checksums, by: Committer) -> Reserved | Existed:
+        """The bytes of a reservation are in place and nobody writes any more; asserts that it has no lease.
+
+        The value is dropped if the key has a chunk already, and if the checksums cannot be its own (InvalidRequest).
+        A client's commit supersedes a chunk of another version that the master has not confirmed; any other current
+        chunk means that the master has changed its mind.
+        """
         assert chunk.num_leases == 0, f"{chunk.key!r} is still leased"
-        existing = self.standing_anywhere(chunk.key)
-        if existing is not None:
-            self.abandon(chunk)
-            return self._existed(existing)
+        by_client = by is Committer.CLIENT
+        current = self.current_anywhere(chunk.key)
+        if by_client and current is not None and current.version != chunk.version and self.reports.is_pending(current):
+            self._supersede(current)
+            current = None
+        if current is not None:
+            self.abort_reservation(chunk)
+            outcome: Reserved | Existed = self._existed(current)
+        else:
+            self._publish(chunk, checksums, by)
+            outcome = Reserved(chunk, LeaseId(0))
+        if by_client:
+            self.space.end_batch()  # each put is a call of its own
+        return outcome
+
+    def _publish(self, chunk: Chunk, checksums: Checksums, by: Committer) -> None:
         try:
             validate(checksums, chunk.size_bytes)
         except InvalidRequest:
-            self.abandon(chunk)
+            self.abort_reservation(chunk)
             raise
         chunk.compact_checksums = compact(checksums)
-        self.table.publish(chunk, ChunkEvent.COMMIT if visible else ChunkEvent.COMMIT_UNSEEN)
+        self.table.publish(chunk, ChunkEvent.COMMIT if by is Committer.NODE else ChunkEvent.COMMIT_UNSEEN)
         if chunk.state is ChunkState.LIVE:
-            self.room.settle(chunk)
-        self.announcements.add(chunk, patient=patient)
+            self.space.settle(chunk)
+        self.reports.add(chunk, patient=by is Committer.CLIENT)
         self.counters.puts += 1
-        return Reserved(chunk, LeaseId(0))
 
-    def abandon(self, chunk: Chunk) -> None:
-        """Nobody will write this reservation, which has no lease."""
-        forsake(self, chunk)
-        self._free(chunk)
+    def _supersede(self, chunk: Holding) -> None:
+        """Drop ``chunk``, because the master has chosen another put of its key; putters that wait for it hear so."""
+        self.reports.forget(chunk)
+        self.drop_both(chunk.key)
+        self.reports.settle(chunk, stands=False)
+
+    def abort_reservation(self, chunk: Chunk) -> None:
+        """Let go a reservation whose put failed; its range is free when it has no lease.
+
+        What its client may have told the master of it is retracted, unless the same put has its chunk here.
+        """
+        self.table.condemn(chunk)
+        current = self.table.find(chunk.key) or self.tier.find(chunk.key)
+        if current is None or current.version != chunk.version:
+            self.reports.retract(chunk.key, chunk.version)
+        if chunk.num_leases == 0:
+            self._free(chunk)
+
+    # --- write buffers
+
+    def grant_buffer(self, session_id: int, value_bytes: int, key_scope: str = "") -> DeskPlace | None:
+        """A write buffer for values of about that size; None: no memory to spare, or somebody waits for it.
+
+        ``key_scope`` stands in front of all keys that its client writes: its tenant's.
+        """
+        self.tick_buffers(self._clock.now_s())  # the session's last one may be left
+        if self.draining or len(self.waiters):
+            return None
+        if self.tenants is not None and self.tenants.limit_of(tenant_of(key_scope)):
+            return None  # what the client writes there would count only when it is there
+        wanted = self.buffers.wanted(session_id, value_bytes)
+        if wanted is None:
+            return None
+        taken = self.space.carve(
+            *wanted,
+            self.tier.free_queue_bytes,  # beyond it chunks would be dropped; watermarks make room at the disk's pace
+            lambda chunk: self.evict(chunk, EvictionReason.WRITE_BUFFER),
+        )
+        return None if taken is None else self.buffers.open(session_id, *taken, key_scope)
+
+    def drain_buffers(self) -> int:
+        """Make chunks of what clients have written into their buffers; returns how many."""
+        return self._adopt(self.buffers.drain())
+
+    def tick_buffers(self, now_s: float) -> int:
+        """The same, and take back what clients do not use: all of it while the node drains or a put waits for room."""
+        return self._adopt(self.buffers.tick(now_s, unwanted=self.draining or len(self.waiters) > 0))
+
+    def _adopt(self, chunks: Sequence[Chunk]) -> int:
+        for chunk in chunks:
+            self._enter(chunk)
+            self.commit(chunk, chunk.checksums, Committer.CLIENT)
+        return len(chunks)
 
     # --- what the master said
 
-    def announced(self, chunk: Holding, *, accepted: bool) -> None:
+    def reported(self, chunk: Holding, *, accepted: bool) -> None:
         """The master has taken note of ``chunk``, or knows an older put of its key."""
-        if not chunk.held:
-            return  # dropped meanwhile; the master is being told
-        if not accepted:
-            self.counters.refused += 1
-            self.announcements.forget(chunk)
-            self.drop_both(chunk.key)
-        elif isinstance(chunk, Chunk):
-            self._go_live(chunk, ChunkEvent.ACCEPTED)
+        if chunk.held:  # else it was dropped meanwhile, and the master is being told
+            if not accepted:
+                self.counters.refused += 1
+                self.reports.forget(chunk)
+                self.drop_both(chunk.key)
+            elif isinstance(chunk, Chunk):
+                self._go_live(chunk, ChunkEvent.ACCEPTED)
+        self.reports.settle(chunk, accepted)
 
     def gave_up(self, chunk: Holding) -> None:
         """Nobody waits for the master's answer any more: the chunk is served to those who ask here."""
         if isinstance(chunk, Chunk) and chunk.state is ChunkState.ANNOUNCING:
             self._go_live(chunk, ChunkEvent.GAVE_UP)
 
+    def report_all(self) -> None:
+        """Tell the master everything that the node holds, each key once; the next messages carry it."""
+        self.reports.begin_report(self.live_chunks())
+
     def live_chunks(self) -> list[Holding]:
-        """Everything that a report to a new master lists, each key once."""
-        self.desks.drain()
+        """Everything that a full report lists."""
+        self.drain_buffers()
         below = [entry for entry in self.tier.entries() if self.table.find(entry.key) is None]
         return [*(c for c in self.table if c.state is ChunkState.LIVE), *below]
+
+    @property
+    def has_writers(self) -> bool:
+        """Whether a reservation or a write buffer may bring a chunk yet."""
+        return self.table.writing or self.buffers.num_open > 0
 
     def left_s(self, holding: Holding) -> float | None:
         """How long it has to live; None: without end."""
@@ -193,15 +361,23 @@ class NodeState:
         chunk = self.table.find(key)
         return chunk if chunk is not None and chunk.state is ChunkState.LIVE and not self._is_over(chunk) else None
 
+    def find_below(self, key: ChunkKey) -> SsdChunk | None:
+        """The chunk of ``key`` in the tier below."""
+        return self.tier.find(key)
+
     def holds(self, key: ChunkKey) -> bool:
         """Whether a get would find ``key`` here, in memory or below."""
         return self.find(key) is not None or self.tier.find(key) is not None
 
+    def all_keys(self) -> set[ChunkKey]:
+        """All keys of ANNOUNCING and LIVE chunks in memory, and of chunks below."""
+        return {*self.table.keys(), *(entry.key for entry in self.tier.entries())}
+
     def look_up(self, key: ChunkKey) -> Chunk | None:
         """As ``find``, and counted as a hit or a miss; a reader calls ``touch`` when it has all its keys."""
         chunk = self.find(key)
-        if self.table.book is not None:
-            self.table.book.asked(key, chunk)
+        if self.tenants is not None:
+            self.tenants.asked(key, chunk)
         if chunk is None:
             self.counters.misses += 1
             return None
@@ -211,10 +387,58 @@ class NodeState:
 
     def touch(self, chunks: list[Chunk]) -> None:
         """One call read ``chunks``, in the order of its prompt."""
-        self.room.end_batch()
+        self.space.end_batch()
         for chunk in chunks:
-            self.room.touch(chunk)
-        self.room.end_batch()
+            self.space.touch(chunk)
+        self.space.end_batch()
+
+    def current(self, key: ChunkKey) -> Chunk | None:
+        """The ANNOUNCING or LIVE chunk of ``key``; one whose time is over is dropped here."""
+        chunk = self.table.find(key)
+        if chunk is not None and self._is_over(chunk):
+            self._end_of_time(chunk)
+            return None
+        return chunk
+
+    def current_anywhere(self, key: ChunkKey) -> Holding | None:
+        """The same, or what is below."""
+        return self.current(key) or self.tier.find(key)
+
+    def _existed(self, chunk: Holding) -> Existed:
+        self.counters.puts_existed += 1
+        if isinstance(chunk, Chunk):
+            self.space.touch(chunk)
+        else:
+            self.tier.touch(chunk)
+        return Existed(chunk)
+
+    def drain(self, draining: bool) -> None:
+        """Take no new chunks from now on, or take them again."""
+        self.draining = draining
+
+    # --- sessions and leases
+
+    def open_session(self, session_id: int, pid: int | None) -> None:
+        """A client has come; ``pid`` of its process if the kernel says so."""
+        self.access.open_session(session_id, pid)
+
+    def depends_on(self, session_id: int) -> bool:
+        """Whether something still depends on the end of the session's process."""
+        return self.access.has_session(session_id) or self.buffers.knows(session_id)
+
+    def close_session(self, session_id: int) -> None:
+        """The session's connections are gone; its leases end, mapped ones are kept until its process has exited."""
+        self._adopt(self.buffers.session_closed(session_id))
+        self.freed(self.access.close_session(session_id))
+
+    def session_exited(self, session_id: int) -> None:
+        """The client's process has ended: all its leases are over."""
+        self._adopt(self.buffers.session_exited(session_id))
+        self.freed(self.access.session_exited(session_id))
+
+    def leased(self, lease_id: int) -> Chunk | None:
+        """The chunk or reservation that ``lease_id`` stands on."""
+        return self.table.leased(LeaseId(lease_id))
 
     def pin(self, chunk: Chunk, holder: Holder) -> Pinned:
         """A read lease on a LIVE chunk. Raises Overloaded if there are too many leases."""
@@ -231,7 +455,9 @@ class NodeState:
             if lease is not None and lease.session_id in session_ids:
                 self.freed(self.access.release(LeaseId(lease_id)))
 
-    # --- the end of leases and chunks
+    def release_unheld(self, session_ids: Container[int], held: Container[int]) -> None:
+        """A client that came back holds no lease of its lost sessions but ``held``."""
+        self.unpin([lease_id for lease_id, _ in self.table.leases() if lease_id not in held], session_ids)
 
     def freed(self, freed: Iterable[Freed]) -> None:
         """These leases are over (the access table's answer, or the segment server's word)."""
@@ -240,130 +466,48 @@ class NodeState:
             if chunk is None:
                 continue
             if chunk.state is ChunkState.RESERVED:
-                forsake(self, chunk)
-            if chunk.state is ChunkState.CONDEMNED and chunk.num_leases == 0:
+                self.abort_reservation(chunk)
+            elif chunk.state is ChunkState.CONDEMNED and chunk.num_leases == 0:
                 self._free(chunk)
+
+    def _grant(self, chunk: Chunk, holder: Holder, mode: Opcode) -> tuple[LeaseId, bool]:
+        """(a lease on the chunk's range, whether it is for copies only), by the holder's mapping if it may."""
+        lease_id, copies_only = None, True
+        if holder.maps:
+            try:
+                lease_id = self.access.grant(holder.session_id, chunk.offset, chunk.size_bytes, mode, shm=True)
+                copies_only = False
+            except Overloaded:
+                pass  # it maps too much already: copies are served
+        if lease_id is None:
+            lease_id = self.access.grant(holder.session_id, chunk.offset, chunk.size_bytes, mode)
+        self.table.lease(lease_id, chunk)
+        return lease_id, copies_only
+
+    # --- the end of chunks
 
     def remove(self, key: ChunkKey) -> bool:
         """Drop the chunk by a client's wish, here and below; whether there was one."""
-        holding = self.standing_anywhere(key)
+        holding = self.current_anywhere(key)
         if holding is None:
             return False
         self.counters.removed += 1
         self.drop_both(key)
-        self.announcements.remove(holding, deleted=True)
+        self.reports.remove(holding, deleted=True)
         return True
 
     def let_go(self, key: ChunkKey, version: int) -> None:
         """Another node has a copy now: drop the one here and below, unless it is pinned hard or another version."""
-        holding = self.standing_anywhere(key)
+        holding = self.current_anywhere(key)
         if holding is not None and holding.version == version and holding.pin is not Pin.HARD:
             self.drop_both(key)
-            self.announcements.remove(holding)
+            self.reports.remove(holding)
 
     def drop_corrupt(self, chunk: Chunk) -> None:
         """Its bytes are not what its checksums say; a copy below stays."""
         self.counters.corrupt += 1
         self._left_memory(chunk, self.tier.find(chunk.key))
         self._drop(chunk)
-
-    # --- the tier below
-
-    def tier_lost(self, entry: TierEntry) -> None:
-        """The tier below has let ``entry`` go."""
-        if self.table.find(entry.key) is None:
-            self.announcements.remove(entry)
-
-    def session_exited(self, session_id: int) -> None:
-        """The client's process has ended: all its leases are over."""
-        self.desks.session_exited(session_id)
-        self.freed(self.access.session_exited(session_id))
-
-    def close_session(self, session_id: int) -> None:
-        """The session's connections are gone; its leases end, mapped ones are kept until its process has exited."""
-        self.desks.session_closed(session_id)
-        self.freed(self.access.close_session(session_id))
-
-    def expire(self, now_s: float) -> None:
-        """End leases and chunks whose time has come."""
-        self.freed(self.access.expire(now_s))
-        self.tier.expire(now_s)
-        for chunk in self.table.expired(now_s):
-            self._end_of_time(chunk)
-
-    # --- inside
-
-    def standing(self, key: ChunkKey) -> Chunk | None:
-        """The ANNOUNCING or LIVE chunk of ``key``; one whose time is over is dropped here."""
-        chunk = self.table.find(key)
-        if chunk is not None and self._is_over(chunk):
-            self._end_of_time(chunk)
-            return None
-        return chunk
-
-    def standing_anywhere(self, key: ChunkKey) -> Holding | None:
-        """The same, or what is below."""
-        return self.standing(key) or self.tier.find(key)
-
-    def _end_of_time(self, chunk: Chunk) -> None:
-        self.counters.expired += 1
-        self.announcements.remove(chunk)
-        self._drop(chunk)
-
-    def _existed(self, chunk: Holding) -> Existed:
-        self.counters.puts_existed += 1
-        if isinstance(chunk, Chunk):
-            self.room.touch(chunk)
-        else:
-            self.tier.touch(chunk)
-        return Existed(chunk)
-
-    def try_reserve(self, new: NewChunk, holder: Holder | None, *, sparing: bool) -> Reserved | None:
-        """A range for ``new``, whatever stands and whoever waits; None if leases leave no room."""
-        offset = take_range(self, new, sparing=sparing)
-        if offset is None:
-            return None
-        now_s = self._clock.now_s()
-        expires_s = None if new.ttl_s is None else now_s + new.ttl_s
-        sums = compact(new.checksums)
-        chunk = Chunk(new.key, new.version, offset, new.size_bytes, sums, new.pin, now_s, expires_s, new.replicas)
-        self.table.enter(chunk)
-        if holder is None:
-            return Reserved(chunk, LeaseId(0))
-        try:
-            lease_id, copies_only = self._grant(chunk, holder, Opcode.WRITE)
-        except (Overloaded, InvalidRequest):
-            self.abandon(chunk)
-            raise
-        return Reserved(chunk, lease_id, copies_only)
-
-    def _grant(self, chunk: Chunk, holder: Holder, mode: Opcode) -> tuple[LeaseId, bool]:
-        lease_id, copies_only = grant(self.access, chunk.offset, chunk.size_bytes, holder, mode)
-        self.table.lease(lease_id, chunk)
-        return lease_id, copies_only
-
-    def _go_live(self, chunk: Chunk, event: ChunkEvent) -> None:
-        was_live = chunk.state is ChunkState.LIVE
-        self.table.go_live(chunk, event)
-        if not was_live:
-            self.room.settle(chunk)
-
-    def _is_over(self, chunk: Chunk) -> bool:
-        return chunk.expires_s is not None and chunk.expires_s <= self._clock.now_s()
-
-    def evict(self, chunk: Chunk, reason: EvictionReason = EvictionReason.ROOM) -> None:
-        """Let a LIVE chunk go from memory; its range is free when nobody reads it."""
-        self.counters.evictions_by[reason] += 1
-        self.counters.evicted_bytes += chunk.size_bytes
-        self._left_memory(chunk, self.tier.demote(chunk, self.left_s(chunk)))
-        self._drop(chunk, evicted=True)
-
-    def _left_memory(self, chunk: Chunk, entry: TierEntry | None) -> None:
-        """Tell the master that the node has no copy any more, or where it has one now."""
-        if entry is None:
-            self.announcements.remove(chunk)
-        else:
-            self.announcements.add(entry)
 
     def drop_both(self, key: ChunkKey) -> None:
         """Let go what is here and below of ``key``; what the master is told is the caller's business."""
@@ -373,27 +517,184 @@ class NodeState:
         if chunk is not None:
             self._drop(chunk)
 
+    def expire(self, now_s: float) -> None:
+        """End leases and chunks whose time has come."""
+        self.freed(self.access.expire(now_s))
+        self.tier.expire(now_s)
+        for chunk in self.table.expired(now_s):
+            self._end_of_time(chunk)
+
+    def _end_of_time(self, chunk: Chunk) -> None:
+        self.counters.expired += 1
+        self.reports.remove(chunk)
+        self._drop(chunk)
+
+    def _is_over(self, chunk: Chunk) -> bool:
+        return chunk.expires_s is not None and chunk.expires_s <= self._clock.now_s()
+
+    # --- eviction
+
+    def evict(self, chunk: Chunk, reason: EvictionReason = EvictionReason.ROOM) -> None:
+        """Let a LIVE chunk go from memory; its range is free when nobody reads it."""
+        self.counters.evicted(chunk.size_bytes, reason)
+        self._left_memory(chunk, self.tier.demote(chunk, self.left_s(chunk)))
+        self._drop(chunk, evicted=True)
+
+    def evict_ahead(self, num_bytes: int) -> None:
+        """Evict the first to go, as many as hold ``num_bytes``, before a put needs their room."""
+        for chunk in self.space.oldest(num_bytes):
+            self.evict(chunk, EvictionReason.WATERMARK)
+
+    def trim_tenants(self) -> None:
+        """Evict what tenants hold too much because they hold more on other nodes; to be called now and then."""
+        for tenant, excess_bytes in () if self.tenants is None else self.tenants.overdrawn():
+            for chunk in self.space.oldest_of(tenant, excess_bytes)[0]:
+                self.evict(chunk, EvictionReason.QUOTA)
+
+    def victims(self) -> list[Chunk]:
+        """Everything that could be evicted now, the first to go first."""
+        return list(self.space.victims())
+
+    def warmest(self) -> list[Chunk]:
+        """Everything that could be kept for the node's next start: what is pinned hard, then the last to be evicted."""
+        pinned = [chunk for chunk in self.table if chunk.is_live and chunk.pin is Pin.HARD]
+        return [*pinned, *reversed(self.victims())]
+
+    @property
+    def eviction_policy(self) -> str:
+        """The policy that orders the evictions from memory."""
+        return self.space.policy_name
+
+    def switch_policies(self, memory: Callable[[], Policy], tier: Callable[[], Policy]) -> None:
+        """Let other policies order the evictions from memory and from the tier below."""
+        self.space.switch_policy(memory)
+        self.tier.switch_policy(tier)
+
+    def _left_memory(self, chunk: Chunk, entry: SsdChunk | None) -> None:
+        """Tell the master that the node has no copy any more, or where it has one now."""
+        if entry is None:
+            self.reports.remove(chunk)
+        else:
+            self.reports.add(entry)
+
+    # --- promotion from the tier below
+
+    def reserve_promotion(self, entry: SsdChunk, *, sparing: bool) -> Chunk | None:
+        """A range for ``entry``; None if leases leave no room. ``sparing``: see Space.take.
+
+        What is pinned hard beyond the limit (memory became smaller, or others were pinned meanwhile) is pinned softly
+        here; below it stays as it is.
+        """
+        left_s, pin = self.left_s(entry), entry.pin
+        hard_bytes = self.table.hard_pinned_bytes
+        if pin is Pin.HARD and not may_pin_hard(entry.size_bytes, self.capacity_bytes, hard_bytes):
+            pin = Pin.SOFT
+        new = NewChunk(entry.key, entry.version, entry.size_bytes, entry.checksums, pin, left_s, entry.replicas)
+        reserved = self._try_reserve(new, None, sparing=sparing)
+        return None if reserved is None else reserved.chunk
+
+    def promote(self, chunk: Chunk, entry: SsdChunk) -> Chunk:
+        """The bytes of ``entry`` are in place; the chunk that serves its key now. Raises ChunkNotFound if it is gone.
+
+        What was removed while it was read does not come back.
+        """
+        existing = self.current(chunk.key)
+        if existing is not None or not entry.held:
+            self.abort_reservation(chunk)
+            if existing is None:
+                raise ChunkNotFound(f"{chunk.key!r} was dropped on its way up")
+            return existing
+        self.table.publish(chunk, ChunkEvent.COMMIT_UNSEEN)
+        self.space.settle(chunk)
+        self.space.end_batch()
+        self.reports.add(chunk)
+        return chunk
+
+    # --- inside
+
+    def _go_live(self, chunk: Chunk, event: ChunkEvent) -> None:
+        was_live = chunk.state is ChunkState.LIVE
+        self.table.go_live(chunk, event)
+        if not was_live:
+            self.space.settle(chunk)
+
+    def _enter(self, chunk: Chunk) -> None:
+        self.table.enter(chunk)
+        if self.tenants is not None:
+            self.tenants.entered(chunk)
+
     def _drop(self, chunk: Chunk, *, evicted: bool = False) -> None:
         if chunk.state is ChunkState.LIVE:
-            self.room.leave(chunk, evicted=evicted)
+            self.space.leave(chunk, evicted=evicted)
         self.table.condemn(chunk)
         if chunk.num_leases == 0:
             self._free(chunk)
 
     def _free(self, chunk: Chunk) -> None:
         self.table.forget(chunk)
-        self.room.allocator.free(chunk.offset, chunk.size_bytes)
+        if self.tenants is not None:
+            self.tenants.left(chunk)
+        self.space.allocator.free(chunk.offset, chunk.size_bytes)
+
+    def end_call(self) -> None:
+        """A client's call has been served: its chunks enter the order of evictions, and the index that clients read."""
+        self.space.end_batch()
+        self.table.flush()
 
     def check(self) -> None:
         """Assert the invariants of all parts, and that they agree with each other."""
         self.table.check()
-        self.room.check()
+        self.space.check()
         self.access.check()
-        self.announcements.check()
+        self.reports.check()
         self.hot.check()
-        self.room.allocator.check_tiles([*((c.offset, c.size_bytes) for c in self.table), *self.desks.ranges()])
+        self.buffers.check()
+        if self.tenants is not None:
+            self.tenants.check(self.table)
+        self.space.allocator.check_tiles([*((c.offset, c.size_bytes) for c in self.table), *self.buffers.ranges()])
         for chunk in filter(None, map(self.table.find, self.table.keys())):
-            assert (chunk in self.room) == (chunk.state is ChunkState.LIVE and chunk.pin is not Pin.HARD)
+            assert (chunk in self.space) == (chunk.state is ChunkState.LIVE and chunk.pin is not Pin.HARD)
 
     def __repr__(self) -> str:
         return f"NodeState({len(self.table)} chunks, {self.used_bytes}/{self.capacity_bytes} B)"
+
+
+def make_node_state(
+    capacity_bytes: int,
+    access: AccessTable,
+    make_policy: Callable[[], Policy],
+    clock: Clock,
+    *,
+    generation: int = 0,
+    max_value_bytes: int = 0,
+    published: Published | None = None,
+    tenants: TenantUsage | None = None,
+    buffer_memory: tuple[memoryview, int | None] = (memoryview(b""), None),
+    make_tier: Callable[[Callable[[SsdChunk], None]], LowerTier] | None = None,
+) -> NodeState:
+    """A node's decisions over ``capacity_bytes`` of memory, with its parts wired together.
+
+    ``max_value_bytes`` 0: what fits into the memory. ``buffer_memory``: the memory, and where it has AREA_BYTES for the
+    heads and records of write buffers; without it there are none. ``make_tier`` is given a function that the tier calls
+    for every chunk that it has let go.
+    """
+    allocator = OffsetAllocator(capacity_bytes)
+    table, reports = ChunkTable(published), ReportQueue()
+    buffers = WriteBuffers(allocator, clock, *buffer_memory)
+
+    def lost_below(entry: SsdChunk) -> None:
+        if table.find(entry.key) is None:
+            reports.remove(entry)
+
+    return NodeState(
+        table,
+        Space(allocator, table, make_policy, buffers.ranges),
+        reports,
+        buffers,
+        NoTier() if make_tier is None else make_tier(lost_below),
+        tenants,
+        access=access,
+        clock=clock,
+        generation=generation,
+        max_value_bytes=max_value_bytes or capacity_bytes,
+    )

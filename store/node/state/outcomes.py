@@ -1,57 +1,83 @@
-"""What the node's decisions come to: values that its shells act on, and what has been counted."""
+"""Who asks a node for room, who waits for it, and what the decisions about puts and gets come to."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import deque
+from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
+from tanghulu.errors import Overloaded
 from tanghulu.store.node.state.chunk import Chunk
 from tanghulu.store.node.state.holdings import Holding
-from tanghulu.store.node.state.waiters import Waiter
+from tanghulu.store.protocol.types import NewChunk
 from tanghulu.types import LeaseId
 
+MAX_WAITERS = 1024
 
-class EvictionReason(Enum):
-    """Why a chunk had to leave memory; the value is its name in the metrics."""
 
-    ROOM = "room"  # a put needed its place
-    DESK = "desk"  # a desk did
-    WATERMARK = "watermark"  # evicted ahead of need
-    QUOTA = "quota"  # its tenant holds too much
-    OPERATOR = "operator"  # somebody said so
-    STOPPING = "stopping"  # sent down to the SSD, for the node's next start
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who asks for a lease: the session, and whether it maps the segment itself."""
+
+    session_id: int
+    maps: bool
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """One put in the queue. ``holder`` None: the node itself will write the bytes (inline values)."""
+
+    new: NewChunk
+    holder: Holder | None
+
+
+class WaitQueue:
+    """Puts that wait for room, first come first served, bounded and without time: the services keep the deadlines.
+
+    Only the first may be tried, so a small put does not overtake a large one for ever.
+    """
+
+    def __init__(self) -> None:
+        self._queue: deque[Waiter] = deque()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def join(self, waiter: Waiter) -> None:
+        """Stand at the end; raises Overloaded if the queue is full."""
+        if len(self._queue) >= MAX_WAITERS:
+            raise Overloaded(f"{MAX_WAITERS} puts wait for room already")
+        self._queue.append(waiter)
+
+    def first(self) -> Waiter:
+        """Whose turn it is."""
+        return self._queue[0]
+
+    def leave(self, waiter: Waiter) -> None:
+        """Give up, or be served; a waiter that has left already is fine."""
+        if self._queue and self._queue[0] is waiter:
+            self._queue.popleft()
+        elif waiter in self._queue:
+            self._queue.remove(waiter)
+
+
+class Committer(Enum):
+    """Who tells the master of a chunk, and when the chunk is served."""
+
+    #: The client has committed it at the master; it is served at once, and reported with the next message.
+    CLIENT = "client"
+    #: The node reports it, and serves it when the master agrees or its putter has waited long enough.
+    NODE = "node"
+    #: The node reports it and serves it meanwhile: its putter does not wait.
+    NODE_UNAWAITED = "node, unawaited"
 
     __hash__ = object.__hash__  # see Pin
 
-
-@dataclass(slots=True)
-class NodeCounters:
-    """What has happened since the start; ``metrics`` publishes it."""
-
-    puts: int = 0
-    puts_existed: int = 0
-    hits: int = 0
-    misses: int = 0
-    evicted_bytes: int = 0
-    expired: int = 0
-    removed: int = 0
-    refused: int = 0
-    corrupt: int = 0
-    lease_waits: int = 0
-    store_full: int = 0
-    hit_bytes: int = 0
-    evictions_by: dict[EvictionReason, int] = field(default_factory=lambda: dict.fromkeys(EvictionReason, 0))
-
-    def hit(self, num_bytes: int) -> None:
-        """A get found a chunk of so many bytes."""
-        self.hits += 1
-        self.hit_bytes += num_bytes
-
-    @property
-    def evictions(self) -> int:
-        """For whatever reason."""
-        return sum(self.evictions_by.values())
+    @classmethod
+    def node(cls, *, visible: bool) -> Committer:
+        """The node, for a putter that waits until the chunk is visible to all, or does not."""
+        return cls.NODE if visible else cls.NODE_UNAWAITED
 
 
 @dataclass(frozen=True, slots=True)

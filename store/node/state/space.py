@@ -74,7 +74,7 @@ class Residents(Protocol[R_co]):
     def __iter__(self) -> Iterator[R_co]: ...
 
 
-class Room(Generic[R]):
+class Space(Generic[R]):
     """Allocates ranges, evicting live residents of ``table``. ``drop`` must free the range of what it is given.
 
     ``others`` tells the (offset, bytes) of what is taken and no resident's.
@@ -170,6 +170,21 @@ class Room(Generic[R]):
         assert offset is not None, "a cleared window has room"
         return offset
 
+    def carve(
+        self, wanted_bytes: int, least_bytes: int, max_evicted_bytes: int, drop: Callable[[R], None]
+    ) -> tuple[int, int] | None:
+        """(offset, bytes) of a range of ``least_bytes`` to ``wanted_bytes``; None if what is free is too scattered.
+
+        The oldest residents give way, but none if more than ``max_evicted_bytes`` had to go.
+        """
+        allocator = self.allocator
+        missing = min(wanted_bytes - allocator.largest_free_bytes, 2 * wanted_bytes - allocator.free_bytes)
+        for resident in self.oldest(missing if missing <= max_evicted_bytes else 0):
+            drop(resident)
+        length = min(wanted_bytes, allocator.largest_free_bytes)
+        offset = allocator.allocate(length) if length >= least_bytes else None
+        return None if offset is None else (offset, length)
+
     def victims(self) -> Iterator[R]:
         """Everything that could be evicted now, the first to go first."""
         self.end_batch()
@@ -189,6 +204,16 @@ class Room(Generic[R]):
         for policy in (self._policies[Pin.NONE], self._policies[Pin.SOFT]):
             assert isinstance(policy, Fair), f"{policy!r} knows no tenants"
             yield from self._evictable(policy.victims_of(tenant))
+
+    def oldest_of(self, tenant: str, wanted_bytes: int) -> tuple[list[R], int]:
+        """(the tenant's first to go, as many as hold ``wanted_bytes``; the bytes that are missing to that)."""
+        chosen: list[R] = []
+        for resident in self.victims_of(tenant):
+            if wanted_bytes <= 0:
+                break
+            chosen.append(resident)
+            wanted_bytes -= resident.range_bytes
+        return chosen, wanted_bytes
 
     def oldest(self, wanted_bytes: int) -> list[R]:
         """The first to go, as many as hold ``wanted_bytes``."""
@@ -234,7 +259,7 @@ class Room(Generic[R]):
                 assert chunk.pin is pin
 
     def __repr__(self) -> str:
-        return f"Room({self.allocator!r}, {[len(p) for p in self._policies.values()]} evictable)"
+        return f"Space({self.allocator!r}, {[len(p) for p in self._policies.values()]} evictable)"
 
 
 def _offset(chunk: Resident) -> int:

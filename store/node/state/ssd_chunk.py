@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar
 
-from tanghulu.store.node.state.ssd_record import Record
+from tanghulu.store.node.state.ssd_record import SsdRecord
 from tanghulu.store.protocol.checksums import Checksums
 from tanghulu.store.protocol.types import Pin, Tier
 from tanghulu.types import ChunkKey
 
 
-class EntryState(Enum):
+class SsdChunkState(Enum):
     """Where an entry stands; WRITING and STORED ones are found."""
 
     #: Its bytes are on their way to the file.
@@ -35,7 +35,7 @@ class EntryState(Enum):
     __hash__ = object.__hash__  # see Pin
 
 
-class EntryEvent(Enum):
+class SsdChunkEvent(Enum):
     """What happens to an entry."""
 
     WRITTEN = "written"
@@ -45,8 +45,8 @@ class EntryEvent(Enum):
     __hash__ = object.__hash__
 
 
-_S, _E = EntryState, EntryEvent
-TRANSITIONS: dict[tuple[EntryState, EntryEvent], EntryState] = {
+_S, _E = SsdChunkState, SsdChunkEvent
+TRANSITIONS: dict[tuple[SsdChunkState, SsdChunkEvent], SsdChunkState] = {
     (_S.WRITING, _E.WRITTEN): _S.STORED,
     (_S.WRITING, _E.DROP): _S.DOOMED,
     (_S.STORED, _E.DROP): _S.DOOMED,
@@ -55,15 +55,15 @@ TRANSITIONS: dict[tuple[EntryState, EntryEvent], EntryState] = {
 
 
 @dataclass(slots=True, eq=False)
-class TierEntry:
+class SsdChunk:
     """What the node knows of one chunk in its file. ``expires_s``: on the node's monotonic clock."""
 
     tier: ClassVar[Tier] = Tier.SSD
 
-    record: Record
+    record: SsdRecord
     offset: int
     expires_s: float | None
-    state: EntryState = EntryState.WRITING
+    state: SsdChunkState = SsdChunkState.WRITING
     num_readers: int = 0
     range_bytes: int = field(init=False)  # what it takes in the file
 
@@ -103,7 +103,7 @@ class TierEntry:
     @property
     def held(self) -> bool:
         """Whether the node has it to give."""
-        return self.state is EntryState.WRITING or self.state is EntryState.STORED
+        return self.state is SsdChunkState.WRITING or self.state is SsdChunkState.STORED
 
     @property
     def is_live(self) -> bool:
@@ -113,9 +113,9 @@ class TierEntry:
     @property
     def evictable(self) -> bool:
         """Whether it may be dropped to make room now."""
-        return self.state is EntryState.STORED and self.num_readers == 0 and self.pin is not Pin.HARD
+        return self.state is SsdChunkState.STORED and self.num_readers == 0 and self.pin is not Pin.HARD
 
-    def step(self, event: EntryEvent) -> EntryState:
+    def step(self, event: SsdChunkEvent) -> SsdChunkState:
         """Apply ``event``; asserts that the table knows the pair."""
         following = TRANSITIONS.get((self.state, event))
         assert following is not None, f"entry {self.key!r} cannot take {event.value!r} in {self.state.value}"

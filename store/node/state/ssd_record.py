@@ -36,7 +36,7 @@ MAX_HEAD_BYTES = _HEAD.size + MAX_KEY_BYTES + 8 * MAX_PARTS + _DIGEST_BYTES
 _PINS = (Pin.NONE, Pin.SOFT, Pin.HARD)
 
 
-class Record(NamedTuple):
+class SsdRecord(NamedTuple):
     """What the head of a record says. ``ends_unix_s`` None: the chunk has no end."""
 
     key: ChunkKey
@@ -79,7 +79,7 @@ def looks_like_tier(data: bytes | memoryview) -> bool:
     return bytes(data[: len(_SUPER_MAGIC)]) == _SUPER_MAGIC
 
 
-def encode_head(record: Record, place: int, file_id: bytes) -> bytes:
+def encode_head(record: SsdRecord, place: int, file_id: bytes) -> bytes:
     """The head of ``record`` when written at ``place``."""
     key, parts = record.key.encode(), record.checksums.parts
     body = (
@@ -108,7 +108,7 @@ def has_magic(data: bytes | memoryview, position: int = 0) -> bool:
     return bytes(data[position : position + len(_MAGIC)]) == _MAGIC
 
 
-def decode_head(data: bytes | memoryview, place: int, file_id: bytes) -> Record | None:
+def decode_head(data: bytes | memoryview, place: int, file_id: bytes) -> SsdRecord | None:
     """The record whose head ``data`` begins with; None if there is none, or not of this file and place."""
     if len(data) < _HEAD.size or not has_magic(data):
         return None
@@ -122,7 +122,7 @@ def decode_head(data: bytes | memoryview, place: int, file_id: bytes) -> Record 
     key = body[_HEAD.size : _HEAD.size + key_bytes].decode()
     parts = struct.unpack_from(f"<{num_parts}Q", body, _HEAD.size + key_bytes)
     checksums = Checksums(part_bytes, parts)
-    return Record(ChunkKey(key), version, size_bytes, checksums, _PINS[pin], ends or None, left_s, copies)
+    return SsdRecord(ChunkKey(key), version, size_bytes, checksums, _PINS[pin], ends or None, left_s, copies)
 
 
 def _digest(body: bytes, file_id: bytes) -> bytes:

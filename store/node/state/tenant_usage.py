@@ -5,8 +5,8 @@ being read. They never exceed its quota; a put that would exceed it evicts the t
 
 A quota for all nodes together is kept by each node for its part: it may hold what the others leave, as the master last
 said, or an equal share if that is more, so that a tenant whose puts move to another node finds room there. What is too
-much then goes at the next ``trim``, on the nodes that hold more than their part. So it is exceeded by no more than what
-is put in a second or so, and that for no longer.
+much then goes at the next ``NodeState.trim_tenants``, on the nodes that hold more than their part. So it is exceeded by
+no more than what is put in a second or so, and that for no longer.
 
 Example: 90 bytes on three nodes, A holds 90. B is told that 90 are elsewhere and may hold 30 nevertheless; it takes 20.
 A hears of these 20, may hold 70, and evicts 20.
@@ -16,24 +16,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from tanghulu.auth.tenants import Tenant, tenant_of
 from tanghulu.errors import InvalidRequest, QuotaExceeded
 from tanghulu.eviction.base import Policy
 from tanghulu.eviction.fair import Fair
 from tanghulu.eviction.policies import make_policy
-from tanghulu.store.node.state.outcomes import EvictionReason
 from tanghulu.store.protocol.types import NewChunk
 from tanghulu.types import ChunkKey, format_size
 
-if TYPE_CHECKING:
-    from tanghulu.store.node.state.chunk import Chunk
-    from tanghulu.store.node.state.node_state import NodeState
-
 
 @dataclass(slots=True)
-class TenantUsage:
+class TenantFigures:
     """One tenant at one node. ``quota_bytes``, here, and ``cluster_quota_bytes``, on all nodes: 0: no bound.
 
     What follows ``num_chunks`` counts since the start.
@@ -70,20 +65,20 @@ class Ranged(Protocol):
         ...
 
 
-class TenantBook:
+class TenantUsage:
     """``tenants`` gives all that are known, as the tokens file has them now."""
 
     def __init__(self, tenants: Callable[[], Mapping[str, Tenant]], capacity_bytes: int) -> None:
         self._tenants = tenants
         self._capacity_bytes = capacity_bytes
-        self._usage: dict[str, TenantUsage] = {}
+        self._usage: dict[str, TenantFigures] = {}
         self._elsewhere: Mapping[str, int] = {}
         self._num_nodes = 1
 
-    def _of(self, tenant: str) -> TenantUsage:
+    def _of(self, tenant: str) -> TenantFigures:
         usage = self._usage.get(tenant)
         if usage is None:
-            usage = self._usage[tenant] = TenantUsage(tenant)
+            usage = self._usage[tenant] = TenantFigures(tenant)
         return usage
 
     def quota_of(self, tenant: str) -> int:
@@ -155,6 +150,13 @@ class TenantBook:
 
     # --- what follows
 
+    def no_room(self, tenant: str) -> QuotaExceeded:
+        """The error of a put of ``tenant`` for which none of the tenant's own chunks can be evicted."""
+        return QuotaExceeded(
+            f"tenant {tenant!r} may hold {format_size(self.limit_of(tenant))} on this node now, and what it holds "
+            "is leased, being written or hard-pinned; try again"
+        )
+
     def excess_bytes(self, new: NewChunk) -> int:
         """How much of its own the tenant has to give up for ``new``; raises InvalidRequest if that is no use."""
         tenant = tenant_of(new.key)
@@ -169,14 +171,14 @@ class TenantBook:
                 )
         return max(self._of(tenant).used_bytes + new.size_bytes - limit, 0)
 
-    def usage(self) -> list[TenantUsage]:
+    def usage(self) -> list[TenantFigures]:
         """Every known tenant, and everybody else who holds or did something, by name. Safe from any thread."""
         known = self._tenants()
         names = {*known, *(name for name, usage in list(self._usage.items()) if not usage.idle)}
-        return [_with_quotas(self._usage.get(name) or TenantUsage(name), known.get(name)) for name in sorted(names)]
+        return [_with_quotas(self._usage.get(name) or TenantFigures(name), known.get(name)) for name in sorted(names)]
 
     def check(self, ranges: Iterable[Ranged]) -> None:
-        """Assert that ``ranges``, all that are taken, add up to what the book says."""
+        """Assert that ``ranges``, all that are taken, add up to what was counted."""
         sums: dict[str, list[int]] = {}
         for each in ranges:
             total = sums.setdefault(tenant_of(each.key), [0, 0])
@@ -185,13 +187,13 @@ class TenantBook:
         for name, usage in self._usage.items():
             held = sums.pop(name, [0, 0])
             assert [usage.used_bytes, usage.num_chunks] == held, f"tenant {name!r} holds {held}, not {usage}"
-        assert not sums, f"tenants {sorted(sums)} are in no book"
+        assert not sums, f"tenants {sorted(sums)} are not counted"
 
     def __repr__(self) -> str:
-        return f"TenantBook({len(self._usage)} tenants)"
+        return f"TenantUsage({len(self._usage)} tenants)"
 
 
-def _with_quotas(usage: TenantUsage, tenant: Tenant | None) -> TenantUsage:
+def _with_quotas(usage: TenantFigures, tenant: Tenant | None) -> TenantFigures:
     here, everywhere = (0, 0) if tenant is None else (tenant.quota_bytes, tenant.cluster_quota_bytes)
     return replace(usage, quota_bytes=here, cluster_quota_bytes=everywhere)
 
@@ -204,46 +206,9 @@ class Policies:
     tier: Callable[[str], Policy] = make_policy
 
     @classmethod
-    def fair(cls, book: TenantBook) -> Policies:
-        """Policies that are fair between the tenants of ``book``, which hears of evictions from memory."""
+    def fair(cls, tenants: TenantUsage) -> Policies:
+        """Policies that are fair between ``tenants``, which count evictions from memory."""
         return cls(
-            lambda name: Fair(lambda: make_policy(name), book.weight_of, book.evicted),
-            lambda name: Fair(lambda: make_policy(name), book.weight_of),
+            lambda name: Fair(lambda: make_policy(name), tenants.weight_of, tenants.evicted),
+            lambda name: Fair(lambda: make_policy(name), tenants.weight_of),
         )
-
-
-def take_range(state: NodeState, new: NewChunk, *, sparing: bool) -> int | None:
-    """A range for ``new`` within its tenant's quota; None if leases leave no room.
-
-    Raises InvalidRequest for a value above the quota, QuotaExceeded if what the tenant holds cannot be evicted now.
-    """
-    book = state.table.book
-    if book is not None and (excess := book.excess_bytes(new)):
-        tenant = tenant_of(new.key)
-        chosen, excess = _first_of(state, tenant, excess)
-        if excess > 0:
-            raise QuotaExceeded(
-                f"tenant {tenant!r} may hold {format_size(book.limit_of(tenant))} on this node now, and what it holds "
-                "is leased, being written or hard-pinned; try again"
-            )
-        for chunk in chosen:
-            state.evict(chunk, EvictionReason.QUOTA)
-    return state.room.take(new.size_bytes, state.evict, sparing=sparing)
-
-
-def _first_of(state: NodeState, tenant: str, wanted_bytes: int) -> tuple[list[Chunk], int]:
-    """(the tenant's first to go, as many as hold ``wanted_bytes``; what is missing to that)."""
-    chosen: list[Chunk] = []
-    for chunk in state.room.victims_of(tenant):
-        if wanted_bytes <= 0:
-            break
-        chosen.append(chunk)
-        wanted_bytes -= chunk.size_bytes
-    return chosen, wanted_bytes
-
-
-def trim(state: NodeState) -> None:
-    """Evict what tenants hold too much because they hold more on other nodes; to be called now and then."""
-    for tenant, excess in state.table.book.overdrawn() if state.table.book is not None else ():
-        for chunk in _first_of(state, tenant, excess)[0]:
-            state.evict(chunk, EvictionReason.QUOTA)

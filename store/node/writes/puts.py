@@ -15,13 +15,11 @@ import structlog
 
 from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.rpc.latency import Latencies
-from tanghulu.store.node.reporting.reporter import Announcer
+from tanghulu.store.node.reporting.reporter import Reporter
 from tanghulu.store.node.state.chunk import Chunk, ChunkState
-from tanghulu.store.node.state.confirmations import Word
+from tanghulu.store.node.state.confirmations import ReportOutcome
 from tanghulu.store.node.state.node_state import NodeState
-from tanghulu.store.node.state.outcomes import Existed, Reserved
-from tanghulu.store.node.state.proclaimed import commit_proclaimed
-from tanghulu.store.node.state.waiters import Holder, Waiter
+from tanghulu.store.node.state.outcomes import Committer, Existed, Holder, Reserved, Waiter
 from tanghulu.store.protocol import checksums as sums
 from tanghulu.store.protocol.checksums import Checksums
 from tanghulu.store.protocol.types import NewChunk
@@ -45,37 +43,28 @@ class WaitEnd(Enum):
     __hash__ = object.__hash__  # see Pin
 
 
-class PutDesk:
+class PutService:
     """Reserves, writes, commits and waits for the master, each bounded by a time of the event loop (``until_s``)."""
 
-    def __init__(self, state: NodeState, view: memoryview, announcer: Announcer) -> None:
+    def __init__(self, state: NodeState, view: memoryview, reporter: Reporter) -> None:
         self._state = state
         self._view = view
-        self._announcer = announcer
+        self._reporter = reporter
         self._waiting: dict[Waiter, asyncio.Future[Reserved | Existed]] = {}
         self.waits = Latencies(WaitEnd)
 
     def room_changed(self) -> None:
         """Ranges were freed or chunks became evictable: serve those who wait."""
-        self._state.room.end_batch()
-        self._state.table.published.flush()
-        if not self._state.waiters:
-            return
+        self._state.end_call()
         for waiter, outcome in self._state.admit_waiters():
             future = self._waiting.pop(waiter, None)
             if future is None or future.done():
-                self._take_back(outcome)
+                if isinstance(outcome, Reserved):
+                    self._state.take_back(outcome)
             elif isinstance(outcome, TanghuluError):
                 future.set_exception(outcome)
             else:
                 future.set_result(outcome)
-
-    def _take_back(self, outcome: Reserved | Existed | TanghuluError) -> None:
-        if isinstance(outcome, Reserved):
-            if outcome.lease_id:
-                self._state.freed(self._state.access.release(outcome.lease_id))
-            else:
-                self._state.abandon(outcome.chunk)
 
     def reserve_at_once(self, items: Sequence[NewChunk], holder: Holder | None) -> list[Written]:
         """Ranges for the first of ``items``, as far as nothing has to be waited for."""
@@ -118,7 +107,7 @@ class PutDesk:
             raise self._state.give_up_waiting(waiter) from None
         finally:
             self.waits.took(end, loop.time() - begun_s)
-            self._state.waiters.leave(waiter)
+            self._state.stop_waiting(waiter)
             self._waiting.pop(waiter, None)
 
     def write_at_once(self, items: Sequence[tuple[NewChunk, memoryview]], *, visible: bool) -> list[Written]:
@@ -163,22 +152,14 @@ class PutDesk:
         chunk = reserved.chunk
         self._view[chunk.offset : chunk.offset + chunk.size_bytes] = value
         checksums = new.checksums if new.checksums.parts else sums.compute(value)
-        return self._state.commit_written(chunk, checksums, visible=visible)
+        return self._state.commit(chunk, checksums, Committer.node(visible=visible))
 
-    def commit(
-        self, lease_id: int, session_id: int, checksums: Checksums, *, visible: bool, proclaimed: bool = False
-    ) -> Reserved | Existed:
-        """The client has written under ``lease_id``; without checksums of its own the node computes them.
-
-        ``proclaimed``: the master has accepted it already.
-        """
-        chunk = self._state.table.leased(LeaseId(lease_id))
+    def commit(self, lease_id: int, session_id: int, checksums: Checksums, by: Committer) -> Reserved | Existed:
+        """The client has written under ``lease_id``; without checksums of its own the node computes them."""
+        chunk = self._state.leased(lease_id)
         if chunk is not None and not checksums.parts:
             checksums = chunk.checksums if chunk.checksums.parts else sums.compute(self.bytes_of(chunk))
-        written = self._state.end_writing(LeaseId(lease_id), session_id)
-        if proclaimed:
-            return commit_proclaimed(self._state, written, checksums, self._announcer.displaced)
-        return self._state.commit_written(written, checksums, visible=visible)
+        return self._state.commit(self._state.end_writing(LeaseId(lease_id), session_id), checksums, by)
 
     def settle(
         self,
@@ -195,18 +176,18 @@ class PutDesk:
         """
         outcomes: list[PutOutcome] = [e if isinstance(e, TanghuluError) else isinstance(e, Existed) for e in written]
         if not visible or num_told >= len(written):
-            self._announcer.kick()
+            self._reporter.kick()
             done(outcomes)
             return
         asked = [(i, each) for i, each in enumerate(written) if i >= num_told and not isinstance(each, TanghuluError)]
         places, chunks = [i for i, _ in asked], [each.chunk for _, each in asked]
 
-        def told(words: list[Word]) -> None:
+        def told(words: list[ReportOutcome]) -> None:
             for place, word in zip(places, words, strict=True):
                 outcomes[place] = word if isinstance(word, TanghuluError) else outcomes[place] or not word
             done(outcomes)
 
-        self._announcer.confirm(chunks, until_s, told)
+        self._reporter.confirm(chunks, until_s, told)
 
     async def settled(self, written: Sequence[Written], *, visible: bool, until_s: float) -> list[PutOutcome]:
         """``settle`` for coroutines."""
@@ -221,11 +202,11 @@ class PutDesk:
 
     async def told_removals(self, until_s: float) -> None:
         """Wait until the master knows what was removed; raises MasterUnavailable."""
-        await self._announcer.flushed(until_s)
+        await self._reporter.flushed(until_s)
 
-    def announce(self) -> None:
+    def report(self) -> None:
         """Something waits to be told to the master."""
-        self._announcer.kick()
+        self._reporter.kick()
 
     def verify(self, chunk: Chunk) -> bool:
         """Whether the chunk's bytes are what was put; drops it if not."""
