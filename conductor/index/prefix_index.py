@@ -209,7 +209,7 @@ class PrefixIndex:
         return node.answer
 
     def _staying(self, alive: int, node: IndexNode, num: int, depth: int, hits: dict[InstanceId, int]) -> int:
-        """The slots of ``alive`` with the first ``num`` blocks of ``node``, at ``depth``; runs of others go to ``hits``."""
+        """The slots of ``alive`` with the first ``num`` blocks of ``node``; the runs of others go to ``hits``."""
         staying, leaving = alive & node.full, alive & ~node.full
         at = self._slots.at
         for slot, bit, run in node.runs:
