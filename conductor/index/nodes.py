@@ -35,7 +35,7 @@ def slots(holders: int) -> Iterator[int]:
 
 
 def leading_ones(bits: int) -> int:
-    """How many of the first blocks are held: 3 of 0b10111."""
+    """The number of leading ones, the first blocks that are held: 3 of 0b10111."""
     return (bits ^ (bits + 1)).bit_length() - 1
 
 
@@ -90,7 +90,7 @@ class IndexNode:
 
     @property
     def runs(self) -> list[tuple[int, int, int]]:
-        """Of each holder with a bitmap: slot, the slot's bit, and its leading run; kept until a bitmap changes."""
+        """Slot, the slot's bit and the leading run of each holder with a bitmap; kept until a bitmap changes."""
         if self._runs is None:
             self._runs = [(slot, 1 << slot, leading_ones(bits)) for slot, bits in self.partial.items()]
         return self._runs
@@ -113,7 +113,7 @@ class IndexNode:
         return gone
 
     def num_partial_if(self, behind: IndexNode) -> int:
-        """How many holders would have a bitmap if ``behind`` were joined."""
+        """The number of holders that would have a bitmap if ``behind`` were joined."""
         return ((self.holders | behind.holders) & ~(self.full & behind.full)).bit_count()
 
     def ahead(self, blocks: list[BlockHash]) -> tuple[int, int]:
@@ -279,7 +279,7 @@ class IndexNode:
 
 
 def num_equal(one: list[BlockHash], other: list[BlockHash]) -> int:
-    """How many leading blocks two lists of one length have in common."""
+    """The number of leading blocks that two lists of one length have in common."""
     if one == other:
         return len(one)
     return next(place for place, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)

@@ -161,7 +161,7 @@ class PrefixIndex:
                 yield Stored(self._slots.at(slot), held)
 
     def blocks_of(self, holder: InstanceId) -> set[BlockHash]:
-        """All that ``holder`` holds. Time in its blocks and in the nodes of the index."""
+        """All blocks of ``holder``. Time in its blocks and in the nodes of the index."""
         slot = self._slots.find(holder)
         if slot is None:
             return set()
@@ -209,7 +209,7 @@ class PrefixIndex:
         return node.answer
 
     def _staying(self, alive: int, node: IndexNode, num: int, depth: int, hits: dict[InstanceId, int]) -> int:
-        """Who of ``alive`` has the first ``num`` blocks of ``node``, at ``depth``; the others' runs go to ``hits``."""
+        """The slots of ``alive`` with the first ``num`` blocks of ``node``; the runs of others go to ``hits``."""
         staying, leaving = alive & node.full, alive & ~node.full
         at = self._slots.at
         for slot, bit, run in node.runs:

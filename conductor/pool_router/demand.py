@@ -38,7 +38,7 @@ def demand_of(data: Mapping[str, Any], characters_per_token: float) -> Demand:
 
 
 def prefill_only(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The same request for one token: it leaves the prompt's KV in the store and its answer is of no use."""
+    """The request for one token only: it leaves the prompt's KV in the store, and its answer is not used."""
     once = {key: value for key, value in data.items() if key not in ("stream", "stream_options", "n", "slo", "rid")}
     if "text" in data or "input_ids" in data:
         sampling = data.get("sampling_params")
@@ -49,7 +49,7 @@ def prefill_only(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tokens(prompt: Any, characters_per_token: float) -> int:
-    """Of several prompts the longest: they are served one by one."""
+    """Tokens of the longest of several prompts, which are served one by one."""
     if isinstance(prompt, str):
         return round(len(prompt) / characters_per_token)
     if not isinstance(prompt, list) or not prompt:

@@ -156,7 +156,7 @@ class _Sender:
 
 
 class _Seen:
-    """What a client sees of one streamed answer; times are the event loop's, in seconds."""
+    """One streamed answer as a client sees it; times are the event loop's, in seconds."""
 
     def __init__(self) -> None:
         self._times_s: list[float] = []

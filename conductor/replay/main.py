@@ -161,7 +161,7 @@ class ReplayConfig:
 
     @property
     def cluster(self) -> ClusterConfig:
-        """What of it concerns the simulated cluster."""
+        """The options that concern the simulated cluster."""
         return ClusterConfig(
             num_prefill=self.prefill,
             num_decode=self.decode,

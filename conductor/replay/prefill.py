@@ -26,7 +26,7 @@ class BlockCache:
         return len(self._blocks)
 
     def leading(self, blocks: Sequence[int]) -> int:
-        """How many leading blocks are resident."""
+        """The number of leading blocks that are resident."""
         resident = self._blocks
         for index, block in enumerate(blocks):
             if block not in resident:
@@ -34,14 +34,14 @@ class BlockCache:
         return len(blocks)
 
     def touch(self, blocks: Sequence[int]) -> None:
-        """Those of ``blocks`` that are resident were used."""
+        """Note a use of the resident ones of ``blocks``."""
         resident = self._blocks
         for block in reversed(blocks):
             if block in resident:
                 resident.move_to_end(block)
 
     def insert(self, blocks: Sequence[int]) -> None:
-        """``blocks`` are resident now; the least recently used go where there is no room."""
+        """Make ``blocks`` resident; the least recently used go where there is no room."""
         resident = self._blocks
         for block in reversed(blocks):
             resident[block] = None
@@ -93,14 +93,14 @@ class PrefillInstance:
         self.coming.update(job.request.blocks)
 
     def take(self, position: int) -> Job:
-        """The job at ``position`` leaves the queue and is the current one."""
+        """Take the job at ``position`` out of the queue; it is the current one then."""
         assert self.current is None
         job = self.current = self.queue.pop(position)
         self._queued_s -= job.estimate_s
         return job
 
     def finish(self) -> Job:
-        """The current job has been prefilled: its blocks are resident."""
+        """End the current job, which has been prefilled: its blocks are resident."""
         job, self.current = self.current, None
         assert job is not None
         for block in job.request.blocks:
@@ -111,7 +111,7 @@ class PrefillInstance:
         return job
 
     def check(self) -> None:
-        """What is coming is exactly what queue and current job bring; the cache keeps its bound."""
+        """Assert that coming blocks are those of queue and current job, and the cache's bound."""
         jobs = [*self.queue, *([self.current] if self.current else [])]
         expected = Counter(block for job in jobs for block in job.request.blocks)
         assert expected == self.coming

@@ -1,4 +1,4 @@
-"""What a request may ask of routing for itself, and the policies that serve such overrides.
+"""Overrides of routing that a request may ask for itself, and the policies that serve them.
 
 A request may name another policy, other weights, or workers. Each combination of policy and weights is a policy object
 of its own, kept while it is used (the latest MAX_POLICIES of them). A named worker is taken while it is there; when a
@@ -28,7 +28,7 @@ _ANYBODY = InstanceId("")
 
 @dataclass(frozen=True, slots=True)
 class RoutingOverrides:
-    """What one request asks of routing: a policy, weights of it, the workers for both phases; "" where it asks nothing.
+    """The overrides of one request: a policy, its weights, the workers for both phases; "" where it asks for none.
 
     ``policy`` is one of POLICY_NAMES; ``weights`` name fields of PolicyOptions.
     """

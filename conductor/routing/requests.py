@@ -18,7 +18,7 @@ from tanghulu.types import BlockHash, Fingerprint, InstanceId, RequestId
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is drawn. ``temperature`` 0 is argmax; ``top_k`` 0 is off. At most one grammar is given."""
+    """Parameters of drawing a token. ``temperature`` 0 is argmax; ``top_k`` 0 is off. At most one grammar is given."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -36,7 +36,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class StopRule:
-    """When a worker ends a request; stop *strings* are the conductor's own affair."""
+    """The rule by which a worker ends a request; the conductor itself looks for stop *strings*."""
 
     max_new_tokens: int
     stop_token_ids: tuple[int, ...] = ()
@@ -100,7 +100,7 @@ class PrefixSource:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Of one sampled token: ids and log probabilities, the sampled one first, then the most likely ones."""
+    """Ids and log probabilities at one position: the sampled token first, then the most likely ones."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]

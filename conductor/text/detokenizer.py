@@ -34,7 +34,7 @@ class Detokenizer(Protocol):
         ...
 
     def flush(self) -> str:
-        """What is still held back, unfinished characters as U+FFFD; the sequence ends here."""
+        """End the sequence; returns the text that is held back, unfinished characters as U+FFFD."""
         ...
 
 

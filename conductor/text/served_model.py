@@ -68,7 +68,7 @@ class ServedModel:
         return as_tokens(ids)
 
     def max_new_tokens(self, num_prompt_tokens: int, wanted: int | None) -> int:
-        """How many tokens may be generated: ``wanted``, or up to the end of the context.
+        """The number of tokens that may be generated: ``wanted``, or up to the end of the context.
 
         Raises InvalidRequest for an empty prompt and ContextLengthExceeded where prompt and output do not fit.
         """

@@ -38,7 +38,7 @@ class StopMatcher:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """What is held back; the text ends here."""
+        """End the text; returns the part that is held back."""
         held, self._held = self._held, ""
         return held
 

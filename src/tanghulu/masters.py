@@ -40,7 +40,7 @@ class Masters:
         return cls((value,)) if isinstance(value, Address) else cls.parse(value)
 
     def showing(self, credentials: Credentials) -> Masters:
-        """The same masters, to be shown ``credentials``."""
+        """These masters with other ``credentials`` to show them."""
         return replace(self, credentials=credentials)
 
     @property

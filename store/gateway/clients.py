@@ -42,7 +42,7 @@ class GatewayClient(AsyncClient):
     """A client of the store for one token."""
 
     async def key_page(self, prefix: str, after: str, limit: int = KEYS_PER_PAGE) -> tuple[list[KeyInfo], bool]:
-        """Up to ``limit`` keys with ``prefix``, in order behind the key ``after``; whether there are more."""
+        """Up to ``limit`` keys with ``prefix``, in order behind the key ``after``, and whether there are more."""
         if after:
             validate_key(after)
         return await self._run(_key_page(prefix, after, limit), self._deadline(None))

@@ -32,7 +32,7 @@ MAX_TENANTS = 4096
 
 
 class TenantTotals:
-    """What tenants with a quota for the whole cluster hold on which node, as the nodes say once a second.
+    """Bytes by node of the tenants with a quota for the whole cluster, as the nodes tell once a second.
 
     The nodes keep the quota; the master only adds up what each node has to know of the others. This is soft state: a
     new master knows it within a second, and what a node held that is gone counts no more.
@@ -46,7 +46,7 @@ class TenantTotals:
         self._by_node[node_id] = dict(list(held.items())[:MAX_TENANTS])
 
     def elsewhere(self, node_id: str, alive: Container[str]) -> dict[str, int]:
-        """What the tenants of ``node_id`` hold on the other nodes that are ``alive``; the rest is forgotten."""
+        """Bytes that the tenants of ``node_id`` hold on the other nodes that are ``alive``; forgets all other nodes."""
         for gone in [each for each in self._by_node if each not in alive]:
             del self._by_node[gone]
         others = [held for each, held in self._by_node.items() if each != node_id]

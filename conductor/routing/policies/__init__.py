@@ -1,1 +1,1 @@
-"""Where a request goes: pure policies under one contract; see ``base``."""
+"""Routing policies, which choose a request's workers: pure, under one contract; see ``base``."""

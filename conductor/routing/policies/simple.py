@@ -77,11 +77,11 @@ class Random:
         self._random = Ties(seed)
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> Decision | None:
-        """One of each kind."""
+        """Any worker of each kind."""
         return _choose(workers, self._prefill, self._decode)
 
     def choose_decode(self, request: RequestView, workers: Sequence[WorkerView]) -> InstanceId | None:
-        """One that decodes."""
+        """Any decode worker."""
         able = decoders(workers)
         return self._decode(able).id if able else None
 

@@ -28,7 +28,7 @@ MAX_TENANTS = 1024
 
 
 class Right(Enum):
-    """What a token allows; the value is its name in the tokens file."""
+    """A right that a token gives; the value is its name in the tokens file."""
 
     READ = "read"  # get, exists, list, stat, follow events
     WRITE = "write"  # put, remove

@@ -33,7 +33,7 @@ class Instance:
 
 
 class EventKind(Enum):
-    """What happened to an instance."""
+    """The kinds of changes of an instance."""
 
     PUT = "put"  # it is there, for the first time or with other contents
     DELETE = "delete"  # it unregistered, or its lease ran out
@@ -61,7 +61,7 @@ class Registration(Protocol):
 
 
 class Discovery(Protocol):
-    """Where instances are registered and watched. An async context manager."""
+    """The place where instances are registered and watched. An async context manager."""
 
     async def register(self, instance: Instance, ttl_s: float = DEFAULT_TTL_S) -> Registration:
         """Enter ``instance``; it vanishes ``ttl_s`` after this process stops renewing. Raises MasterUnavailable."""

@@ -285,7 +285,7 @@ class Directory:
         return self._table.holds(keys)
 
     def place(self, request: PlacementRequest, rng: Random) -> list[NodeSummary]:
-        """Where to put a new chunk, best first (see placement)."""
+        """The nodes for a new chunk, best first (see placement)."""
         return [self._view(self._nodes[c.node_id]) for c in place(list(self.candidates().values()), request, rng)]
 
     def candidates(self) -> dict[str, PlacementCandidate]:

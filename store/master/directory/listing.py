@@ -16,7 +16,7 @@ class KeyListing(NamedTuple):
 
 
 def list_keys(table: DirectoryTable, prefix: str, after: str, limit: int) -> tuple[list[KeyListing], bool]:
-    """Up to ``limit`` keys that begin with ``prefix``, in order, behind ``after``; and whether there are more."""
+    """Up to ``limit`` keys that begin with ``prefix``, in order, behind ``after``, and whether there are more."""
     assert limit > 0
     listing: list[KeyListing] = []
     inclusive = after < prefix

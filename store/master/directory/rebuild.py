@@ -24,7 +24,7 @@ ALONE_S = 1.0
 
 
 class Knowledge(Enum):
-    """How much the master knows of what the nodes hold."""
+    """The states of the master's knowledge of the nodes' chunks."""
 
     FRESH = "new; a predecessor's nodes may not have noticed it yet"
     COUNTED = "the nodes that registered, or those that it was told of, are all there are"
