@@ -54,7 +54,8 @@ from tanghulu.store.node.state.outcomes import EvictionReason
 from tanghulu.store.node.state.tenant_usage import Policies, TenantBook, trim
 from tanghulu.store.node.writes.puts import PutDesk
 from tanghulu.store.node.writes.write_buffers import Desks
-from tanghulu.store.protocol.access_rules import NODE_GRPC_RULES, NODE_RULES, refuse_open_carriers
+from tanghulu.store.protocol.access_rules import refuse_open_carriers
+from tanghulu.store.protocol.methods import NODE_GRPC_RULES
 from tanghulu.store.protocol.types import MAX_INLINE_BYTES
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.leases import Freed
@@ -266,7 +267,7 @@ class Node:
         self._arrivals.serve(self._service)
         AdminService(self.state, self._desk, self._drain).serve(self._service)
         if self._tokens is not None:
-            self._gate = Gate(self._tokens, NODE_RULES)
+            self._gate = Gate(self._tokens)
             self._gate.guard(self._service)
         return address
 

@@ -29,7 +29,7 @@ from tanghulu.store.client.logic.leases import LeasedMemory
 from tanghulu.store.client.logic.link import Link
 from tanghulu.store.client.logic.wants import Want, mismatch, too_small
 from tanghulu.store.protocol import checksums as sums
-from tanghulu.store.protocol.packed_node import Found
+from tanghulu.store.protocol.messages import Found
 from tanghulu.store.protocol.shared_index import Entry, IndexReader
 from tanghulu.store.protocol.types import MAX_INLINE_BYTES
 from tanghulu.transfer_engine.core.buffers import Buffer

@@ -244,7 +244,7 @@ def _round(context: Context, deadline: Deadline, items: list[Putting], options: 
 def _put_call(items: Sequence[Putting], options: PutOptions, deadline_ms: int) -> messages.AnyCall:
     for item in items:
         if not item.new.checksums.parts:
-            item.new = item.new._replace(checksums=checksums_of(item, options))
+            item.new = item.new.with_checksums(checksums_of(item, options))
     pieces = [piece for item in items for piece in item.pieces or (item.value,)]
     return messages.put([item.new for item in items], pieces, options.visible, deadline_ms)
 

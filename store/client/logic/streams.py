@@ -81,7 +81,7 @@ def put(
         node,
         messages.stream(
             putting.stream_id,
-            new._replace(checksums=sums.NO_CHECKSUMS),
+            new.with_checksums(sums.NO_CHECKSUMS),
             pieces,
             options.visible,
             deadline.remaining_ms(),

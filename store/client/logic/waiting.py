@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tanghulu.errors import MasterUnavailable, Overloaded, TanghuluError
-from tanghulu.protos import directory_pb2, fastlane_pb2
-from tanghulu.rpc.fast_client import Call
+from tanghulu.protos import directory_pb2
 from tanghulu.store.client.logic import context as common
 from tanghulu.store.client.logic.context import Context
 from tanghulu.store.client.logic.effects import MASTER, Ask, Deadline, Logic, Sleep
 from tanghulu.store.client.logic.query import KEYS_PER_CALL
+from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.types import validate_keys
 
 #: What is left of a call's time for its answer to come back; the master counts its time in steps of 0.05 s.
@@ -42,7 +42,7 @@ def _wait(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[li
         call_s = min(deadline.remaining_s(), context.wait_s)
         waiting_s = max(call_s - _SLACK_S, 0.0)
         request = directory_pb2.WaitRequest(keys=keys, deadline_ms=int(waiting_s * 1000))
-        (outcome,) = yield Ask([(MASTER, Call(fastlane_pb2.METHOD_WAIT, request, directory_pb2.WaitReply))])
+        (outcome,) = yield Ask([(MASTER, methods.WAIT.call(request))])
         failure = outcome if isinstance(outcome, TanghuluError) else None
         if failure is not None and not isinstance(failure, MasterUnavailable | Overloaded):
             raise failure

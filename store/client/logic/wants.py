@@ -8,7 +8,7 @@ from typing import NamedTuple
 from tanghulu.errors import ChecksumMismatch, ChunkNotFound, InvalidRequest, TanghuluError
 from tanghulu.store.client.chunk import Chunk
 from tanghulu.store.client.logic.effects import PeerId
-from tanghulu.store.protocol.packed_node import Found
+from tanghulu.store.protocol.messages import Found
 from tanghulu.transfer_engine.core.buffers import Buffer
 
 

@@ -124,14 +124,14 @@ class ClientDesks:
 
 def suits(new: NewChunk, part_bytes: int) -> bool:
     """Whether a desk's record can say all of ``new``; ``part_bytes``: of its checksums, if it has none yet."""
-    key, _, size, sums, pin, ttl_s, replicas = new
+    key, sums = new.key, new.checksums
     return (
-        size <= MAX_DESK_VALUE
-        and replicas == 1
-        and pin is not Pin.HARD
+        new.size_bytes <= MAX_DESK_VALUE
+        and new.replicas == 1
+        and new.pin is not Pin.HARD
         and len(sums.parts) <= 1
         and not (sums.part_bytes or part_bytes)
-        and (ttl_s is None or ttl_s < _MAX_TTL_S)
+        and (new.ttl_s is None or new.ttl_s < _MAX_TTL_S)
         and (len(key) <= desks.MAX_KEY_BYTES // 4 or len(key.encode()) <= desks.MAX_KEY_BYTES)
     )
 

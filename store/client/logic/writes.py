@@ -23,7 +23,7 @@ from tanghulu.store.client.logic.link import Link
 from tanghulu.store.client.logic.putting import Putting, take_results
 from tanghulu.store.client.model import PutOptions
 from tanghulu.store.protocol import checksums as sums
-from tanghulu.store.protocol.packed_node import Reservation
+from tanghulu.store.protocol.messages import Reservation
 from tanghulu.store.protocol.types import Verdict
 from tanghulu.transfer_engine.engine import Opcode, TransferRequest
 

@@ -24,7 +24,7 @@ from tanghulu.store.node.state.holdings import Holding
 from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.state.outcomes import Existed, Reserved
 from tanghulu.store.node.state.proclaimed import commit_proclaimed, is_relied_on
-from tanghulu.store.protocol.packed_stream import SettleRequest
+from tanghulu.store.protocol.messages import SettleRequest
 from tanghulu.store.protocol.types import LastWord, NewChunk
 
 #: Of the node's memory, what all arrivals may take; beyond it values are put in another way.
