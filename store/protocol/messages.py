@@ -258,8 +258,8 @@ class LocateReply(FastMessage, frozen=True):
     @property
     def existence(self) -> list[bool]:
         """``found`` as booleans."""
-        count = len(self.found)
-        return [True] * count if self.found.count(1) == count else [byte == 1 for byte in self.found]
+        found = self.found
+        return [True] * len(found) if found.count(1) == len(found) else [byte == 1 for byte in found]
 
 
 _Proclaimed: TypeAlias = Annotated[list[Proclamation], msgspec.Meta(min_length=1)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any, TypeAlias, TypeVar, cast
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 from google.protobuf.message import DecodeError, Message
@@ -58,10 +58,12 @@ def parser_of(kind: type[B]) -> Callable[[bytes], B]:
     """What makes a message of ``kind`` out of its bytes; it raises InvalidRequest for bytes that are none."""
     parser = _parsers.get(kind)
     if parser is None:
-        given: Any = kind
-        parser = _parser_of_fast(given) if issubclass(kind, FastMessage) else partial(decode, given)
-        _parsers[kind] = parser
-    return cast(Callable[[bytes], B], parser)
+        parser = _parsers[kind] = _new_parser(kind)
+    return parser
+
+
+def _new_parser(kind: Any) -> Callable[[bytes], Any]:
+    return _parser_of_fast(kind) if issubclass(kind, FastMessage) else partial(decode, kind)
 
 
 def _parser_of_fast(kind: type[FastMessage]) -> Callable[[bytes], FastMessage]:

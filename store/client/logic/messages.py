@@ -207,10 +207,8 @@ def locate(keys: Sequence[str], *, count_only: bool = False) -> AnyCall:
 def locations(reply: AnyReply) -> tuple[list[tuple[_PeerIds, int]], bool]:
     """(holders of each key, and how many of the first of them have it in memory; whether the master misses some)."""
     message: m.LocateReply = reply.message
-    located = [
-        ((), 0) if each is None else (cast(_PeerIds, each.node_ids), each.num_warm) for each in message.locations
-    ]
-    return located, message.incomplete
+    located = [((), 0) if each is None else (each.node_ids, each.num_warm) for each in message.locations]
+    return cast("list[tuple[_PeerIds, int]]", located), message.incomplete
 
 
 def existence(reply: AnyReply) -> tuple[list[bool], bool]:
