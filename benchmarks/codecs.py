@@ -10,7 +10,6 @@ another checkout, in turns. Kept in results/codecs.json.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import random
@@ -24,6 +23,10 @@ from rich.console import Console
 from rich.table import Table
 
 from report import keep
+from tanghulu.rpc.wire import encode, parser_of
+from tanghulu.store.protocol import messages as m
+from tanghulu.store.protocol.checksums import Checksums
+from tanghulu.store.protocol.types import LastWord, NewChunk, Proclamation, Verdict
 
 Case = tuple[int, Callable[[], bytes], Callable[[bytes], object]]  # how often a round, packs, unpacks
 NODE = "node-1-9f3c2a"
@@ -36,13 +39,8 @@ def values(seed: int) -> tuple[list[str], list[int]]:
     return keys, [rng.getrandbits(64) for _ in range(1000)]
 
 
-def cases_of_messages(seed: int) -> dict[str, Case]:
-    """What a tree with ``store.protocol.messages`` does."""
-    from tanghulu.rpc.wire import encode, parser_of
-    from tanghulu.store.protocol import messages as m
-    from tanghulu.store.protocol.checksums import Checksums
-    from tanghulu.store.protocol.types import LastWord, NewChunk, Proclamation, Verdict
-
+def cases(seed: int) -> dict[str, Case]:
+    """Name -> case."""
     keys, words = values(seed)
     sums = Checksums(0, (words[0],))
     new = [NewChunk(key, word, 4096, Checksums(0, (word,))) for key, word in zip(keys[:64], words, strict=False)]
@@ -99,70 +97,6 @@ def cases_of_messages(seed: int) -> dict[str, Case]:
     }
 
 
-def cases_of_packed(seed: int) -> dict[str, Case]:
-    """The same by hand-written codecs (``packed*.py``), as trees before protocol version 4 have them."""
-    from tanghulu.store.protocol import packed_directory as pd
-    from tanghulu.store.protocol import packed_node as pn
-    from tanghulu.store.protocol import packed_stream as ps
-    from tanghulu.store.protocol import packed_write_buffer as pw
-    from tanghulu.store.protocol.checksums import Checksums
-    from tanghulu.store.protocol.types import LastWord, NewChunk, Proclamation, Verdict
-
-    keys, words = values(seed)
-    sums = Checksums(0, (words[0],))
-    new = [NewChunk(key, word, 4096, Checksums(0, (word,))) for key, word in zip(keys[:64], words, strict=False)]
-    said = [Proclamation(NODE, 3, each.key, each.version, 4096) for each in new]
-    found = [(word, 4096, (NODE, "node-2-000000"), 1) for word in words]
-
-    def located(count: int) -> bytes:
-        return pd.pack_located([pd.Location(ids, *rest) for *rest, ids, _ in found[:count]], False)
-
-    def holders(body: bytes) -> object:
-        return [(tuple(map(str, each.node_ids)), each.num_warm) for each in pd.unpack_located(body).locations]
-
-    return {
-        "PUT": (20000, lambda: pn.pack_put(new[:1], True, 5000), pn.unpack_put),
-        "PUT of 64": (500, lambda: pn.pack_put(new, True, 5000), pn.unpack_put),
-        "PUT, reply": (20000, lambda: pn.pack_outcomes([False]), pn.unpack_outcomes),
-        "RESERVE": (20000, lambda: pn.pack_put(new[:1], False, 5000), pn.unpack_put),
-        "RESERVE, reply": (
-            20000,
-            lambda: pn.pack_reservations([pn.Reservation(words[1], 1 << 30, False)]),
-            pn.unpack_reservations,
-        ),
-        "COMMIT": (
-            20000,
-            lambda: pn.pack_commit(pn.CommitRequest([(words[1], sums)], [], True, 5000)),
-            pn.unpack_commit,
-        ),
-        "STREAM": (
-            20000,
-            lambda: ps.pack_stream(ps.StreamRequest(words[1], new[0], True, 5000)),
-            ps.unpack_stream,
-        ),
-        "SETTLE": (
-            20000,
-            lambda: ps.pack_settle(ps.SettleRequest(words[1], LastWord.PROCLAIMED, 3, sums)),
-            ps.unpack_settle,
-        ),
-        "GET": (20000, lambda: pn.pack_get(pn.GetRequest(keys[:1], 65536)), pn.unpack_get),
-        "GET, reply": (
-            20000,
-            lambda: pn.pack_found([pn.Found(4096, words[1], sums, 0, 0, False)], 5000),
-            pn.unpack_found,
-        ),
-        "UNPIN": (20000, lambda: pn.pack_unpin(pn.UnpinRequest([words[1]], 4096)), pn.unpack_unpin),
-        "LOCATE": (20000, lambda: pd.pack_locate(keys[:1], False), pd.unpack_locate),
-        "LOCATE, reply": (20000, lambda: located(1), holders),
-        "LOCATE of 1000": (1000, lambda: pd.pack_locate(keys, False), pd.unpack_locate),
-        "LOCATE of 1000, reply": (100, lambda: located(1000), holders),
-        "EXISTS of 1000, reply": (5000, lambda: pd.pack_existence(bytes([1]) * 1000, False), pd.unpack_existence),
-        "PROCLAIM": (20000, lambda: pw.pack_proclaim(said[0]), pw.unpack_proclaim),
-        "PROCLAIM, reply": (20000, lambda: pw.pack_verdict(Verdict.ACCEPTED), pw.unpack_verdict),
-        "PROCLAIM of 64": (500, lambda: pw.pack_proclaim_many(said), pw.unpack_proclaim_many),
-    }
-
-
 def took_us(call: Callable[[], object], count: int) -> float:
     begun = time.perf_counter()
     for _ in range(count):
@@ -172,9 +106,8 @@ def took_us(call: Callable[[], object], count: int) -> float:
 
 def measure(seed: int) -> dict[str, tuple[float, float, int]]:
     """Of each message of the tree that is imported: us to pack, us to unpack, bytes."""
-    has_messages = importlib.util.find_spec("tanghulu.store.protocol.messages") is not None
     measured = {}
-    for name, (count, pack, unpack) in (cases_of_messages if has_messages else cases_of_packed)(seed).items():
+    for name, (count, pack, unpack) in cases(seed).items():
         body = pack()
         measured[name] = (
             took_us(pack, count),
