@@ -119,96 +119,6 @@ class PutReply(_message.Message):
     results: _containers.RepeatedCompositeFieldContainer[PutResult]
     def __init__(self, results: _Optional[_Iterable[_Union[PutResult, _Mapping]]] = ...) -> None: ...
 
-class StreamRequest(_message.Message):
-    __slots__ = ("stream_id", "item", "visible", "deadline_ms")
-    STREAM_ID_FIELD_NUMBER: _ClassVar[int]
-    ITEM_FIELD_NUMBER: _ClassVar[int]
-    VISIBLE_FIELD_NUMBER: _ClassVar[int]
-    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
-    stream_id: int
-    item: PutItem
-    visible: bool
-    deadline_ms: int
-    def __init__(self, stream_id: _Optional[int] = ..., item: _Optional[_Union[PutItem, _Mapping]] = ..., visible: _Optional[bool] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
-
-class SettleRequest(_message.Message):
-    __slots__ = ("stream_id", "generation", "word", "checksums")
-    class LastWord(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-        __slots__ = ()
-        ANNOUNCE: _ClassVar[SettleRequest.LastWord]
-        PROCLAIMED: _ClassVar[SettleRequest.LastWord]
-        DROP: _ClassVar[SettleRequest.LastWord]
-    ANNOUNCE: SettleRequest.LastWord
-    PROCLAIMED: SettleRequest.LastWord
-    DROP: SettleRequest.LastWord
-    STREAM_ID_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
-    WORD_FIELD_NUMBER: _ClassVar[int]
-    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
-    stream_id: int
-    generation: int
-    word: SettleRequest.LastWord
-    checksums: Checksums
-    def __init__(self, stream_id: _Optional[int] = ..., generation: _Optional[int] = ..., word: _Optional[_Union[SettleRequest.LastWord, str]] = ..., checksums: _Optional[_Union[Checksums, _Mapping]] = ...) -> None: ...
-
-class ReserveRequest(_message.Message):
-    __slots__ = ("items", "deadline_ms")
-    ITEMS_FIELD_NUMBER: _ClassVar[int]
-    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
-    items: _containers.RepeatedCompositeFieldContainer[PutItem]
-    deadline_ms: int
-    def __init__(self, items: _Optional[_Iterable[_Union[PutItem, _Mapping]]] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
-
-class Reservation(_message.Message):
-    __slots__ = ("status", "existed", "lease_id", "offset", "copies_only")
-    STATUS_FIELD_NUMBER: _ClassVar[int]
-    EXISTED_FIELD_NUMBER: _ClassVar[int]
-    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
-    OFFSET_FIELD_NUMBER: _ClassVar[int]
-    COPIES_ONLY_FIELD_NUMBER: _ClassVar[int]
-    status: _common_pb2.Status
-    existed: bool
-    lease_id: int
-    offset: int
-    copies_only: bool
-    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., existed: _Optional[bool] = ..., lease_id: _Optional[int] = ..., offset: _Optional[int] = ..., copies_only: _Optional[bool] = ...) -> None: ...
-
-class ReserveReply(_message.Message):
-    __slots__ = ("reservations",)
-    RESERVATIONS_FIELD_NUMBER: _ClassVar[int]
-    reservations: _containers.RepeatedCompositeFieldContainer[Reservation]
-    def __init__(self, reservations: _Optional[_Iterable[_Union[Reservation, _Mapping]]] = ...) -> None: ...
-
-class CommitItem(_message.Message):
-    __slots__ = ("lease_id", "checksums")
-    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
-    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
-    lease_id: int
-    checksums: Checksums
-    def __init__(self, lease_id: _Optional[int] = ..., checksums: _Optional[_Union[Checksums, _Mapping]] = ...) -> None: ...
-
-class CommitRequest(_message.Message):
-    __slots__ = ("items", "aborted", "visible", "deadline_ms", "num_proclaimed", "generation")
-    ITEMS_FIELD_NUMBER: _ClassVar[int]
-    ABORTED_FIELD_NUMBER: _ClassVar[int]
-    VISIBLE_FIELD_NUMBER: _ClassVar[int]
-    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
-    NUM_PROCLAIMED_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
-    items: _containers.RepeatedCompositeFieldContainer[CommitItem]
-    aborted: _containers.RepeatedScalarFieldContainer[int]
-    visible: bool
-    deadline_ms: int
-    num_proclaimed: int
-    generation: int
-    def __init__(self, items: _Optional[_Iterable[_Union[CommitItem, _Mapping]]] = ..., aborted: _Optional[_Iterable[int]] = ..., visible: _Optional[bool] = ..., deadline_ms: _Optional[int] = ..., num_proclaimed: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
-
-class CommitReply(_message.Message):
-    __slots__ = ("results",)
-    RESULTS_FIELD_NUMBER: _ClassVar[int]
-    results: _containers.RepeatedCompositeFieldContainer[PutResult]
-    def __init__(self, results: _Optional[_Iterable[_Union[PutResult, _Mapping]]] = ...) -> None: ...
-
 class GetRequest(_message.Message):
     __slots__ = ("keys", "max_inline_bytes", "verify", "deadline_ms")
     KEYS_FIELD_NUMBER: _ClassVar[int]
@@ -248,42 +158,6 @@ class GetReply(_message.Message):
     inline_data: bytes
     lease_ms: int
     def __init__(self, items: _Optional[_Iterable[_Union[GetItem, _Mapping]]] = ..., inline_data: _Optional[bytes] = ..., lease_ms: _Optional[int] = ...) -> None: ...
-
-class DeskRequest(_message.Message):
-    __slots__ = ("value_bytes",)
-    VALUE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    value_bytes: int
-    def __init__(self, value_bytes: _Optional[int] = ...) -> None: ...
-
-class DeskReply(_message.Message):
-    __slots__ = ("head", "records", "num_records", "offset", "length")
-    HEAD_FIELD_NUMBER: _ClassVar[int]
-    RECORDS_FIELD_NUMBER: _ClassVar[int]
-    NUM_RECORDS_FIELD_NUMBER: _ClassVar[int]
-    OFFSET_FIELD_NUMBER: _ClassVar[int]
-    LENGTH_FIELD_NUMBER: _ClassVar[int]
-    head: int
-    records: int
-    num_records: int
-    offset: int
-    length: int
-    def __init__(self, head: _Optional[int] = ..., records: _Optional[int] = ..., num_records: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
-
-class UnpinRequest(_message.Message):
-    __slots__ = ("lease_ids", "bytes_read", "corrupt", "read")
-    LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
-    BYTES_READ_FIELD_NUMBER: _ClassVar[int]
-    CORRUPT_FIELD_NUMBER: _ClassVar[int]
-    READ_FIELD_NUMBER: _ClassVar[int]
-    lease_ids: _containers.RepeatedScalarFieldContainer[int]
-    bytes_read: int
-    corrupt: _containers.RepeatedScalarFieldContainer[str]
-    read: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, lease_ids: _Optional[_Iterable[int]] = ..., bytes_read: _Optional[int] = ..., corrupt: _Optional[_Iterable[str]] = ..., read: _Optional[_Iterable[str]] = ...) -> None: ...
-
-class UnpinReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
 
 class ExistsRequest(_message.Message):
     __slots__ = ("keys",)

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
+import msgspec
+
 from tanghulu.store.client.model import NodeView, Status
 from tanghulu.store.directory_feed import DirectoryEvent, DirectoryEventKind
 
@@ -14,13 +16,15 @@ Row = dict[str, Any]
 
 
 def plain(value: Any) -> Any:
-    """Convert dataclasses, enums, mappings and (named) tuples to JSON's types."""
+    """Convert dataclasses, structs, enums, mappings and (named) tuples to JSON's types."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         return plain(value._asdict())
+    if isinstance(value, msgspec.Struct):
+        return plain(msgspec.structs.asdict(value))
     if isinstance(value, Mapping):
         return {name: plain(item) for name, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -28,7 +28,7 @@ from tanghulu.store.master.metrics import MasterMetrics
 from tanghulu.store.master.rpc.directory_service import DirectoryCalls, DirectoryService
 from tanghulu.store.master.rpc.membership_service import MembershipService
 from tanghulu.store.master.server import MasterServer
-from tanghulu.store.protocol.access_rules import MASTER_GRPC_RULES, MASTER_RULES
+from tanghulu.store.protocol.methods import MASTER_GRPC_RULES
 from tanghulu.types import Address, Role
 
 
@@ -76,7 +76,7 @@ async def serve(process: Process, config: MasterConfig) -> None:
     calls.serve(service)
     tasks: list[asyncio.Task[None]] = []
     if tokens is not None:
-        authorizer = Authorizer(tokens, MASTER_RULES)
+        authorizer = Authorizer(tokens)
         authorizer.authorize(service)
         tasks.append(asyncio.create_task(authorizer.watch(service)))
     membership_pb2_grpc.add_MembershipServicer_to_server(MembershipService(server), port_mux.grpc_server)

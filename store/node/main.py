@@ -55,7 +55,8 @@ from tanghulu.store.node.state.ssd_chunk import SsdChunk
 from tanghulu.store.node.state.tenant_usage import Policies, TenantUsage
 from tanghulu.store.node.state.write_buffers import AREA_BYTES
 from tanghulu.store.node.writes.puts import PutService
-from tanghulu.store.protocol.access_rules import NODE_GRPC_RULES, NODE_RULES, refuse_open_carriers
+from tanghulu.store.protocol.access_rules import refuse_open_carriers
+from tanghulu.store.protocol.methods import NODE_GRPC_RULES
 from tanghulu.store.protocol.shared_index import IndexPlace, IndexWriter, index_bytes, num_buckets_for
 from tanghulu.store.protocol.types import MAX_INLINE_BYTES
 from tanghulu.transfer_engine.core.access import AccessTable
@@ -291,7 +292,7 @@ class Node:
         self._streams.serve(self._service)
         AdminService(self.state, self._puts, self._drain).serve(self._service)
         if self._tokens is not None:
-            self._authorizer = Authorizer(self._tokens, NODE_RULES)
+            self._authorizer = Authorizer(self._tokens)
             self._authorizer.authorize(self._service)
         return address
 

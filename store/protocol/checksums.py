@@ -7,22 +7,24 @@ Owns the one way to compute and to verify them; writers, readers and the node's 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated
 
+import msgspec
 import xxhash
 
 from tanghulu.errors import ChecksumMismatch, InvalidRequest
+from tanghulu.rpc.wire import U64, FastMessage
 
 _xxh3_64 = xxhash.xxh3_64_intdigest
 
 MAX_PARTS = 4096
 
 
-class Checksums(NamedTuple):
+class Checksums(FastMessage, frozen=True):
     """``parts[i]`` is xxh3_64 of bytes ``[i * part_bytes, (i + 1) * part_bytes)``; no parts: nothing to verify."""
 
-    part_bytes: int = 0
-    parts: tuple[int, ...] = ()
+    part_bytes: U64 = 0
+    parts: Annotated[tuple[U64, ...], msgspec.Meta(max_length=MAX_PARTS)] = ()
 
 
 NO_CHECKSUMS = Checksums()

@@ -44,19 +44,6 @@ def pin_from_wire(number: int) -> Pin:
     return pin
 
 
-def new_chunk_to_wire(new: NewChunk) -> store_pb2.PutItem:
-    """The message of one put."""
-    item = store_pb2.PutItem(key=new.key, version=new.version, size_bytes=new.size_bytes)
-    fill_checksums(item.checksums, new.checksums)
-    if new.pin is not Pin.NONE:
-        item.pin = _PIN_TO_WIRE[new.pin]
-    if new.ttl_s is not None:
-        item.ttl_ms = max(1, round(new.ttl_s * 1000))
-    if new.replicas > 1:
-        item.replicas = new.replicas
-    return item
-
-
 def new_chunk_from_wire(item: store_pb2.PutItem) -> NewChunk:
     """What is to be put; raises InvalidRequest for a bad key, pin or checksums."""
     checksums = checksums_from_wire(item.checksums)

@@ -36,6 +36,7 @@ from typing import NamedTuple
 
 import xxhash
 
+from tanghulu.rpc.wire import U32, U64, FastMessage
 from tanghulu.store.protocol.types import Pin
 
 _xxh3_64: Callable[[bytes, int], int] = xxhash.xxh3_64_intdigest
@@ -54,23 +55,20 @@ MAX_KEY_BYTES = RECORD_BYTES - _CHECK.size - _BODY.size
 _PINS = (Pin.NONE, Pin.SOFT)
 
 
-class DeskPlace(NamedTuple):
-    """Where a desk lies in its segment."""
+class DeskPlace(FastMessage, frozen=True):
+    """Where a desk lies in its segment: its head, its records, and the range for its values."""
 
-    head: int
-    records: int
-    num_records: int
-    offset: int
-    length: int
+    head: U64
+    records: U64
+    num_records: U32
+    offset: U64
+    length: U64
 
     @property
     def end(self) -> int:
         """Where the last of its parts ends."""
         records_end = self.records + self.num_records * RECORD_BYTES
         return max(self.head + HEAD_BYTES, records_end, self.offset + self.length)
-
-
-NO_DESK = DeskPlace(0, 0, 0, 0, 0)
 
 
 class Record(NamedTuple):

@@ -21,14 +21,15 @@ from prometheus_client import CollectorRegistry
 from free_ports import free_port
 from tanghulu.discovery.base import Instance
 from tanghulu.protos import directory_pb2 as pb
-from tanghulu.protos import directory_pb2_grpc, fastlane_pb2
+from tanghulu.protos import directory_pb2_grpc
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.grpc_edge import channel
 from tanghulu.runtime.process import Process, SupervisorLine
 from tanghulu.store.master.directory.chunk_table import FoundChunk
 from tanghulu.store.master.main import MasterConfig, serve
 from tanghulu.store.master.rpc import wire as master_wire
-from tanghulu.store.protocol import packed_directory
+from tanghulu.store.protocol import methods
+from tanghulu.store.protocol.messages import LocateRequest
 from tanghulu.types import Address, InstanceId, Place, Role
 
 
@@ -129,20 +130,18 @@ def instance(name: str = "n1", role: Role = Role.NODE, **values: Any) -> Instanc
     return Instance(InstanceId(name), role, Address("127.0.0.1", 7410), **values)
 
 
-async def ask_packed(connection: AsyncFastConnection, message: Any) -> Any:
-    """LOCATE in its packed form, told and answered as the schema's messages."""
-    body = packed_directory.pack_locate(message.keys, message.count_only)
-    reply = (await connection.call(fastlane_pb2.METHOD_LOCATE, body, bytes)).message
+async def ask_fast(connection: AsyncFastConnection, message: Any) -> Any:
+    """LOCATE with the fast lane's messages, told and answered as gRPC's."""
+    request = LocateRequest(list(message.keys), message.count_only)
+    reply = (await connection.call(methods.LOCATE.number, request, methods.LOCATE.reply)).message
     if message.count_only:
-        found, incomplete = packed_directory.unpack_existence(reply)
-        return pb.LocateReply(found=bytes(found), incomplete=incomplete)
-    located, incomplete = packed_directory.unpack_located(reply)
+        return pb.LocateReply(found=bytes(reply.existence), incomplete=reply.incomplete)
     return master_wire.locate_to_wire(
         (
-            FoundChunk(each.version, each.size_bytes, each.node_ids, each.num_warm) if each.node_ids else None
-            for each in located
+            None if each is None else FoundChunk(each.version, each.size_bytes, each.node_ids, each.num_warm)
+            for each in reply.locations
         ),
-        incomplete=incomplete,
+        incomplete=reply.incomplete,
     )
 
 
@@ -175,7 +174,7 @@ class FakeNode:
             report=report,
             capacity_bytes=capacity,
         )
-        return (await self.connection.call(fastlane_pb2.METHOD_ANNOUNCE, request, pb.AnnounceReply)).message
+        return (await self.connection.call(methods.ANNOUNCE.number, request, pb.AnnounceReply)).message
 
     async def report(self, *chunks: tuple[str, int, int]) -> pb.AnnounceReply:
         await self.announce(report=pb.AnnounceRequest.BEGIN)
@@ -184,7 +183,7 @@ class FakeNode:
 
     async def holders(self, *keys: str) -> tuple[list[list[str]], bool]:
         request = pb.LocateRequest(keys=keys)
-        reply = await ask_packed(self.connection, request)
+        reply = await ask_fast(self.connection, request)
         return [[reply.node_ids[i] for i in location.nodes] for location in reply.locations], reply.incomplete
 
 

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 from prometheus_client import generate_latest
-from running_master import FakeNode, InProcess, ask_packed, directory_stub, instance, master_here, until
+from running_master import FakeNode, InProcess, ask_fast, directory_stub, instance, master_here, until
 
 from tanghulu.discovery.master import MasterDiscovery
 from tanghulu.errors import InvalidRequest, LeaseExpired, NodeUnavailable, StoreFull
 from tanghulu.protos import directory_pb2 as pb
-from tanghulu.protos import fastlane_pb2
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.grpc_edge import typed_errors
 from tanghulu.store.directory_feed import DirectoryEvent, DirectoryEventKind, follow_directory
+from tanghulu.store.protocol import methods
 from tanghulu.types import Address, Role
 
 K = DirectoryEventKind
@@ -53,10 +53,10 @@ async def node(
 
 
 METHODS = {
-    "Announce": (fastlane_pb2.METHOD_ANNOUNCE, pb.AnnounceReply),
-    "Place": (fastlane_pb2.METHOD_PLACE, pb.PlaceReply),
-    "Nodes": (fastlane_pb2.METHOD_NODES, pb.NodesReply),
-    "ListKeys": (fastlane_pb2.METHOD_LIST_KEYS, pb.ListKeysReply),
+    "Announce": (methods.ANNOUNCE.number, pb.AnnounceReply),
+    "Place": (methods.PLACE.number, pb.PlaceReply),
+    "Nodes": (methods.NODES.number, pb.NodesReply),
+    "ListKeys": (methods.LIST_KEYS.number, pb.ListKeysReply),
 }
 Ask = Callable[[str, Any], Awaitable[Any]]
 
@@ -68,7 +68,7 @@ async def ask(request: pytest.FixtureRequest, address: Address) -> AsyncIterator
 
         async def over_frames(name: str, message: Any) -> Any:
             if name not in METHODS:
-                return await ask_packed(connection, message)
+                return await ask_fast(connection, message)
             return (await connection.call(METHODS[name][0], message, METHODS[name][1])).message
 
         yield over_frames

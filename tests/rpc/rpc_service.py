@@ -11,22 +11,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tanghulu.auth.tenants import Right
 from tanghulu.errors import ChunkNotFound
 from tanghulu.protos import directory_pb2 as pb
-from tanghulu.protos import directory_pb2_grpc, fastlane_pb2
+from tanghulu.protos import directory_pb2_grpc
 from tanghulu.rpc.fast_server import FastService, Later, Peer
 from tanghulu.rpc.frames import HEAD
 from tanghulu.rpc.grpc_edge import abort
+from tanghulu.rpc.methods import Method, Rule
 from tanghulu.rpc.port_mux import PortMux
 
-ECHO = fastlane_pb2.METHOD_GET
-SLOW = fastlane_pb2.METHOD_PUT
-FAIL = fastlane_pb2.METHOD_REMOVE
-BROKEN = fastlane_pb2.METHOD_COMMIT
-SLOW_BROKEN = fastlane_pb2.METHOD_RESERVE
-BLOAT = fastlane_pb2.METHOD_UNPIN
-HANG = fastlane_pb2.METHOD_EXISTS
-LATER = fastlane_pb2.METHOD_LOCATE
+#: Of every method here, where tokens are asked for.
+READABLE = Rule("echo", Right.READ)
+ECHO = 13
+SLOW = 10
+FAIL = 16
+BROKEN = 12
+SLOW_BROKEN = 11
+BLOAT = 14
+HANG = 15
+LATER = 31
 
 
 @dataclass
@@ -80,7 +84,7 @@ def make_service(served: Served) -> None:
     handlers = {ECHO: echo, SLOW: slow, FAIL: fail, BROKEN: broken, SLOW_BROKEN: slow_broken, BLOAT: bloat, HANG: hang}
     handlers[LATER] = later
     for method, handler in handlers.items():
-        served.service.register(method, pb.LocateRequest, handler)
+        served.service.register(Method(method, handler.__name__, pb.LocateRequest, pb.LocateReply, READABLE), handler)
 
 
 class Directory(directory_pb2_grpc.DirectoryServicer):

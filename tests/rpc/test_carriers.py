@@ -14,12 +14,11 @@ from rpc_service import BLOAT, BROKEN, ECHO, FAIL, HANG, LATER, SLOW, SLOW_BROKE
 
 from tanghulu.errors import ChunkNotFound, DeadlineExceeded, InvalidRequest, NodeUnavailable, Overloaded, TanghuluError
 from tanghulu.protos import directory_pb2 as pb
-from tanghulu.protos import fastlane_pb2
 from tanghulu.rpc import fast_server
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Call, FastConnection
 from tanghulu.rpc.fast_server import MAX_CALLS_IN_FLIGHT
-from tanghulu.rpc.frames import HEAD, MAX_ATTACHMENT_BYTES, PREAMBLE, encode_head
+from tanghulu.rpc.frames import ERROR, HEAD, MAX_ATTACHMENT_BYTES, PREAMBLE, encode_head
 from tanghulu.runtime.busy_polling import BusyPoller, PollTrial
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.types import Address
@@ -134,7 +133,7 @@ async def test_bytes_that_are_no_message(served: Served) -> None:
     reader, writer = await asyncio.open_connection(str(served.door.address.host), served.door.address.port)
     writer.write(PREAMBLE + encode_head(ECHO, 7, 4, 0) + b"\xff\xff\xff\xff")
     body, _, method, call_id = head_of(await reader.readexactly(HEAD.size))
-    assert (method, call_id) == (fastlane_pb2.METHOD_ERROR, 7)
+    assert (method, call_id) == (ERROR, 7)
     assert b"INVALID_REQUEST" in await reader.readexactly(body)
     writer.close()
     await writer.wait_closed()

@@ -18,9 +18,9 @@ from tanghulu.errors import (
     TanghuluError,
 )
 from tanghulu.protos import directory_pb2 as pb
-from tanghulu.protos import directory_pb2_grpc, fastlane_pb2
+from tanghulu.protos import directory_pb2_grpc
 from tanghulu.rpc.fast_server import FastService
-from tanghulu.rpc.frames import HEAD, PREAMBLE, encode_head
+from tanghulu.rpc.frames import ERROR, HEAD, PREAMBLE, encode_head
 from tanghulu.rpc.grpc_edge import channel, typed_errors
 from tanghulu.rpc.port_mux import PortMux
 from tanghulu.rpc.wire import error_of, raise_for, status_of
@@ -42,7 +42,7 @@ async def test_garbage_is_shown_the_door(served: Served) -> None:
     reader, writer = await asyncio.open_connection(str(served.door.address.host), served.door.address.port)
     writer.write(PREAMBLE + b"\xff" * 16)
     body, _, method, call_id = head_of(await reader.readexactly(HEAD.size))
-    assert (method, call_id) == (fastlane_pb2.METHOD_ERROR, 0)
+    assert (method, call_id) == (ERROR, 0)
     assert b"INVALID_REQUEST" in await reader.readexactly(body)
     assert await reader.read() == b""
     writer.close()

@@ -11,18 +11,18 @@ import grpc
 import pytest
 from rpc_service import ECHO, Served
 
-from tanghulu.auth.tenants import Right
 from tanghulu.auth.tokens import TokensFile
 from tanghulu.errors import InvalidRequest, Unauthorized
 from tanghulu.protos import directory_pb2 as pb
-from tanghulu.protos import directory_pb2_grpc, fastlane_pb2, store_pb2
+from tanghulu.protos import directory_pb2_grpc, store_pb2
 from tanghulu.rpc import fast_server
 from tanghulu.rpc import port_mux as door
-from tanghulu.rpc.authorizer import Authorizer, Rule
+from tanghulu.rpc.authorizer import Authorizer
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.frames import HEAD, PREAMBLE
 from tanghulu.rpc.grpc_edge import channel
+from tanghulu.rpc.methods import HELLO
 
 ASK, REPLY = pb.LocateRequest(keys=["k"]), pb.LocateReply
 
@@ -65,8 +65,8 @@ async def guarded(served: Served, tmp_path: Path) -> Served:
     def hello(peer: fast_server.Peer, request: store_pb2.HelloRequest, attachment: memoryview) -> store_pb2.HelloReply:
         return store_pb2.HelloReply()
 
-    served.service.register(fastlane_pb2.METHOD_HELLO, store_pb2.HelloRequest, hello)
-    Authorizer(TokensFile(file), {ECHO: Rule("echo", Right.READ)}).authorize(served.service)
+    served.service.register(HELLO, hello)
+    Authorizer(TokensFile(file)).authorize(served.service)
     return served
 
 
@@ -85,9 +85,9 @@ async def test_a_known_peer_may_send_as_much_as_ever(guarded: Served) -> None:
     with pytest.raises(Unauthorized, match="HELLO"):
         await asyncio.to_thread(connection.call, ECHO, ASK, REPLY)
     request = store_pb2.HelloRequest(token="secret")
-    await asyncio.to_thread(connection.call, fastlane_pb2.METHOD_HELLO, request, store_pb2.HelloReply)
+    await asyncio.to_thread(connection.call, HELLO.number, request, HELLO.reply)
     with pytest.raises(InvalidRequest, match="comes once"):
-        await asyncio.to_thread(connection.call, fastlane_pb2.METHOD_HELLO, request, store_pb2.HelloReply)
+        await asyncio.to_thread(connection.call, HELLO.number, request, HELLO.reply)
     value = bytes(1 << 20)
     assert (await asyncio.to_thread(connection.call, ECHO, ASK, REPLY, [value])).attachment == value
     connection.close()

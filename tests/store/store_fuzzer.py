@@ -19,45 +19,24 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import msgspec
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from store_cluster import Cluster, Process
 
 import tanghulu
 from tanghulu.errors import InvalidRequest
-from tanghulu.protos import common_pb2, directory_pb2, fastlane_pb2, membership_pb2, store_pb2
+from tanghulu.protos import common_pb2, directory_pb2, membership_pb2, store_pb2
 from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.frames import HEAD, PREAMBLE, PROTOCOL_VERSION, FrameReader, encode_head
-from tanghulu.rpc.wire import decode
-from tanghulu.store.protocol import packed_stream
+from tanghulu.rpc.methods import HELLO
+from tanghulu.rpc.wire import FastMessage, encode, parser_of
+from tanghulu.store.protocol import methods
+from tanghulu.store.protocol.messages import StreamRequest
 from tanghulu.store.protocol.types import NewChunk
 from tanghulu.types import Address, ChunkKey
 
-_F = fastlane_pb2
-METHODS: dict[int, type[Message]] = {
-    _F.METHOD_HELLO: store_pb2.HelloRequest,
-    _F.METHOD_PUT: store_pb2.PutRequest,
-    _F.METHOD_DESK: store_pb2.DeskRequest,
-    _F.METHOD_STREAM: store_pb2.StreamRequest,
-    _F.METHOD_SETTLE: store_pb2.SettleRequest,
-    _F.METHOD_RESERVE: store_pb2.ReserveRequest,
-    _F.METHOD_COMMIT: store_pb2.CommitRequest,
-    _F.METHOD_GET: store_pb2.GetRequest,
-    _F.METHOD_UNPIN: store_pb2.UnpinRequest,
-    _F.METHOD_EXISTS: store_pb2.ExistsRequest,
-    _F.METHOD_REMOVE: store_pb2.RemoveRequest,
-    _F.METHOD_CHUNK_STAT: store_pb2.StatRequest,
-    _F.METHOD_EVICTION: store_pb2.EvictionRequest,
-    _F.METHOD_ANNOUNCE: directory_pb2.AnnounceRequest,
-    _F.METHOD_LOCATE: directory_pb2.LocateRequest,
-    _F.METHOD_PROCLAIM: directory_pb2.ProclaimRequest,
-    _F.METHOD_PROCLAIM_MANY: directory_pb2.ProclaimManyRequest,
-    _F.METHOD_WAIT: directory_pb2.WaitRequest,
-    _F.METHOD_TENANTS: store_pb2.TenantsRequest,
-    _F.METHOD_PLACE: directory_pb2.PlaceRequest,
-    _F.METHOD_NODES: directory_pb2.NodesRequest,
-    _F.METHOD_LIST_KEYS: directory_pb2.ListKeysRequest,
-}
+METHODS: dict[int, type[Any]] = {method.number: method.request for method in (HELLO, *methods.METHODS)}
 GRPC: dict[str, type[Message]] = {
     "/tanghulu.v1.StoreNode/Put": store_pb2.PutRequest,
     "/tanghulu.v1.StoreNode/Get": store_pb2.GetRequest,
@@ -87,10 +66,10 @@ def recording() -> Iterator[list[bytes]]:
     frames: list[bytes] = []
     original = FastConnection._send
 
-    def send(self: FastConnection, call: Any, call_id: int, until: float) -> None:
-        body, data = call.body, b"".join(bytes(part) for part in call.attachment)
+    def send(self: FastConnection, call: Any, call_id: int, until: float, body: bytes | None = None) -> None:
+        body, data = call.body if body is None else body, b"".join(bytes(part) for part in call.attachment)
         frames.append(encode_head(call.method, call_id, len(body), len(data)) + body + data)
-        original(self, call, call_id, until)
+        original(self, call, call_id, until, body)
 
     FastConnection._send = send  # type: ignore[method-assign]
     try:
@@ -124,11 +103,11 @@ def record(address: str) -> list[bytes]:
     announce.added.add(key="fuzz/y", version=3, size_bytes=100)
     body = announce.SerializeToString()
     place = directory_pb2.PlaceRequest(size_bytes=1000, replicas=2, client_place="a/b/c").SerializeToString()
-    frames.append(encode_head(_F.METHOD_ANNOUNCE, 1, len(body), 0) + body)
-    frames.append(encode_head(_F.METHOD_PLACE, 2, len(place), 0) + place)
+    frames.append(encode_head(methods.ANNOUNCE.number, 1, len(body), 0) + body)
+    frames.append(encode_head(methods.PLACE.number, 2, len(place), 0) + place)
     new = NewChunk(ChunkKey("fuzz/stream"), 5, 100_000)
-    stream = packed_stream.pack_stream(packed_stream.StreamRequest(1, new, True, 500))
-    frames.append(encode_head(_F.METHOD_STREAM, 3, len(stream), new.size_bytes) + stream + bytes(new.size_bytes))
+    stream = encode(StreamRequest(1, new, True, 500))
+    frames.append(encode_head(methods.STREAM.number, 3, len(stream), new.size_bytes) + stream + bytes(new.size_bytes))
     return frames
 
 
@@ -190,9 +169,42 @@ class Mutator:
                 return HEAD.pack(size, attached, rng.choice(list(METHODS)), 0, call_id) + known[HEAD.size :]
             case _:
                 method, kind = rng.choice(list(METHODS.items()))
-                body = self.message(kind).SerializeToString()
+                body = self.body(kind)
                 data = rng.randbytes(rng.choice((0, 0, 10, 5000)))
                 return encode_head(method, rng.randrange(1, 1 << 32), len(body), len(data)) + body + data
+
+    def body(self, kind: type[Any]) -> bytes:
+        """The bytes of a message of ``kind``, odd or not quite one."""
+        if issubclass(kind, FastMessage):
+            return msgspec.msgpack.encode(self._odd(msgspec.inspect.type_info(kind)))
+        return self.message(kind).SerializeToString()
+
+    def _odd(self, info: Any) -> Any:
+        """What stands for a value of that type in a message: of the type, mostly, and of odd size or value."""
+        rng = self.rng
+        if rng.random() < 0.05:
+            return rng.choice((None, -1, 1.5, "x", b"x", [], {}, True))
+        if isinstance(info, msgspec.inspect.StructType):
+            fields = [self._odd(each.type) for each in info.fields]
+            fields = fields[: rng.choice((len(fields), len(fields), rng.randrange(len(fields) + 1)))]
+            return ([] if info.tag is None else [info.tag]) + fields + [[]] * rng.choice((0, 0, 1))
+        if isinstance(info, msgspec.inspect.UnionType):
+            return self._odd(rng.choice(info.types))
+        if isinstance(info, msgspec.inspect.CollectionType):
+            return [self._odd(info.item_type) for _ in range(rng.choice((0, 1, 1, 4, 300)))]
+        if isinstance(info, msgspec.inspect.EnumType):
+            return rng.choice([*(each.value for each in info.cls), 99])
+        if isinstance(info, msgspec.inspect.IntType):
+            return rng.choice((0, 1, 5, 1000, (1 << 32) - 1, 1 << 32, (1 << 63) - 1, (1 << 64) - 1, -1))
+        if isinstance(info, msgspec.inspect.FloatType):
+            return rng.choice((0.0, -1.0, 1e300, float("nan"), float("inf"), 5.0))
+        odd = {
+            msgspec.inspect.StrType: rng.choice(_WORDS),
+            msgspec.inspect.BytesType: rng.randbytes(rng.choice((0, 3, 900))),
+            msgspec.inspect.BoolType: rng.random() < 0.5,
+            msgspec.inspect.NoneType: None,
+        }
+        return odd[type(info)]
 
     def message(self, kind: type[Message], depth: int = 0) -> Message:
         """A message of ``kind`` with odd values in some of its fields."""
@@ -245,7 +257,7 @@ def decode_in_process(mutator: Mutator, num: int) -> None:
                 for frame in reader.feed(stream[position : position + step]):
                     kind = METHODS.get(frame.method, common_pb2.Status)
                     with contextlib.suppress(InvalidRequest):
-                        decode(kind, frame.body)
+                        parser_of(kind)(frame.body)
                 position += step
 
 
@@ -341,7 +353,7 @@ def hello(rng: random.Random) -> bytes:
         protocol_version=PROTOCOL_VERSION, client_id=f"fuzz{rng.randrange(50)}", wants_shm=rng.random() < 0.5
     )
     body = request.SerializeToString()
-    return encode_head(_F.METHOD_HELLO, 1, len(body), 0) + body
+    return encode_head(HELLO.number, 1, len(body), 0) + body
 
 
 def resident_bytes(process: Process) -> int:

@@ -18,7 +18,6 @@ from tanghulu.errors import (
     TanghuluError,
 )
 from tanghulu.protos import common_pb2, directory_pb2, store_pb2
-from tanghulu.protos.fastlane_pb2 import Method
 from tanghulu.rpc.fast_client import Call, Reply
 from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.client.logic.context import Context
@@ -37,9 +36,11 @@ from tanghulu.store.client.logic.get import MAX_PINNED_AGAIN
 from tanghulu.store.client.logic.operations import Operations
 from tanghulu.store.client.logic.placement import NodeTable
 from tanghulu.store.client.model import NodeView, PutItem, PutOptions
-from tanghulu.store.protocol import checksums, packed_directory, packed_node
+from tanghulu.store.protocol import checksums, methods
+from tanghulu.store.protocol.messages import Done, Failure, Found, GetReply, LocateReply, Location, PutReply
 
 OK = PutOptions()
+NAMES = {method.number: method.name for method in methods.METHODS}
 
 
 def node(name: str, host: str = "elsewhere", capacity: int = 1 << 20) -> NodeView:
@@ -90,19 +91,19 @@ class FakeCluster:
         return [self._answer(peer, call) for peer, call in effect.calls]
 
     def _answer(self, peer: PeerId, call: Call[Any]) -> Reply[Any] | TanghuluError:
-        if call.method != Method.METHOD_UNPIN:  # that is told, not asked
+        if call.method != methods.UNPIN.number:  # that is told, not asked
             self.asked.append(peer or "master")
         if peer in self.dead or (peer == MASTER and "master" in self.dead):
             return MasterUnavailable("gone") if peer == MASTER else NodeUnavailable("gone")
-        return getattr(self, "_" + Method.Name(call.method).lower())(peer, call)  # type: ignore[no-any-return]
+        return getattr(self, "_method_" + NAMES[call.method])(peer, call)  # type: ignore[no-any-return]
 
     def _method_locate(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
-        keys, count_only = packed_directory.unpack_locate(call.body)
-        if count_only:
+        keys = call.request.keys
+        if call.request.count_only:
             found = bytes(bool(self.directory.get(key)) for key in keys)
-            return Reply(packed_directory.pack_existence(found, self.incomplete), memoryview(b""))
-        located = [packed_directory.Location(tuple(self.directory.get(key, ()))) for key in keys]
-        return Reply(packed_directory.pack_located(located, self.incomplete), memoryview(b""))
+            return Reply(LocateReply(self.incomplete, found=found), memoryview(b""))
+        located = [Location(0, 0, tuple(self.directory.get(key, ())), 0) for key in keys]
+        return Reply(LocateReply(self.incomplete, located), memoryview(b""))
 
     def _method_nodes(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
         reply = directory_pb2.NodesReply(nodes=self._infos() if self.comes_s else (), rebuilding=self.incomplete)
@@ -117,33 +118,33 @@ class FakeCluster:
         return Reply(directory_pb2.PlaceReply(nodes=infos), memoryview(b""))
 
     def _method_get(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
-        items: list[packed_node.Found | TanghuluError] = []
+        items: list[Found | Failure] = []
         data = b""
-        for key in packed_node.unpack_get(call.body).keys:
+        for key in call.request.keys:
             value = self.values[peer].get(key)
             if value is None:
-                items.append(ChunkNotFound(key))
+                items.append(Failure.of(ChunkNotFound(key)))
                 continue
             if self.num_expiring:
                 self.num_pins += 1
             else:
                 data += value
-            items.append(packed_node.Found(len(value), 0, checksums.compute(b"right"), self.num_pins, 0, False))
-        return Reply(packed_node.pack_found(items, 1000), memoryview(data))
+            items.append(Found(len(value), 0, checksums.compute(b"right"), self.num_pins, 0, False))
+        return Reply(GetReply(items, 1000), memoryview(data))
 
     def _method_unpin(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
-        self.told_corrupt += [(peer, key) for key in packed_node.unpack_unpin(call.body).corrupt]
-        return Reply(b"", memoryview(b""))
+        self.told_corrupt += [(peer, key) for key in call.request.corrupt]
+        return Reply(Done(), memoryview(b""))
 
     def _method_put(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
         outcomes: list[bool | TanghuluError] = []
-        for item, value in zip(packed_node.unpack_put(call.body).items, call.attachment, strict=True):
+        for item, value in zip(call.request.items, call.attachment, strict=True):
             if peer in self.full:
                 outcomes.append(StoreFull("full"))
             else:
                 self.values[peer][item.key] = bytes(value)
                 outcomes.append(False)
-        return Reply(packed_node.pack_outcomes(outcomes), memoryview(b""))
+        return Reply(PutReply.of(outcomes), memoryview(b""))
 
     def _method_exists(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
         found = bytes(key in self.values[peer] for key in call.request.keys)

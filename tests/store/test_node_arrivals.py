@@ -12,7 +12,7 @@ from tanghulu.store.node.state.confirmations import ReportOutcome
 from tanghulu.store.node.state.outcomes import Existed, Reserved
 from tanghulu.store.node.writes.streams import MAX_FRACTION, IncomingPut, IncomingPuts, Settled
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS, Checksums
-from tanghulu.store.protocol.packed_stream import SettleRequest
+from tanghulu.store.protocol.messages import SettleRequest
 from tanghulu.store.protocol.types import LastWord
 
 OWNER, OTHER = "connection", "another"
@@ -29,7 +29,7 @@ class Rig:
     def begin(
         self, key: str, stream_id: int = 1, owner: str = OWNER, size: int = 64, version: int = 1
     ) -> IncomingPut | None:
-        item = new(key, size, version)._replace(checksums=NO_CHECKSUMS)
+        item = new(key, size, version).with_checksums(NO_CHECKSUMS)
         arrival = self.arrivals.begin(owner, stream_id, item, True, until_s=5.0)
         self.check()
         return arrival

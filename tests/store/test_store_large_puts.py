@@ -13,7 +13,7 @@ from tanghulu.rpc.fast_client import Reply
 from tanghulu.store.client import Client
 from tanghulu.store.client.logic.commit import CommitCall
 from tanghulu.store.master.directory.pending_commits import PENDING_S
-from tanghulu.store.protocol.packed_write_buffer import pack_verdict, pack_verdicts
+from tanghulu.store.protocol.messages import ProclaimManyReply, ProclaimReply
 from tanghulu.store.protocol.types import RELIED_S, NewChunk, Verdict
 from tanghulu.types import ChunkKey
 
@@ -128,8 +128,8 @@ def test_answers_of_the_master() -> None:
     items = [NewChunk(ChunkKey(f"k{n}"), n + 1, 100) for n in range(2)]
     one, two = CommitCall("n", 1, items[:1]), CommitCall("n", 1, items)
     accepted, exists = Verdict.ACCEPTED, Verdict.EXISTS
-    assert one.results(Reply(pack_verdict(accepted), memoryview(b""))) == [accepted]
-    assert two.results(Reply(pack_verdicts([accepted, exists]), memoryview(b""))) == [accepted, exists]
-    for nothing in (None, TanghuluError("away"), Reply(pack_verdicts([accepted]), memoryview(b""))):
+    assert one.results(Reply(ProclaimReply(accepted), memoryview(b""))) == [accepted]
+    assert two.results(Reply(ProclaimManyReply([accepted, exists]), memoryview(b""))) == [accepted, exists]
+    for nothing in (None, TanghuluError("away"), Reply(ProclaimManyReply([accepted]), memoryview(b""))):
         assert two.results(nothing) == [Verdict.ASK_NODE] * 2
     assert RELIED_S < PENDING_S / 2

@@ -268,11 +268,11 @@ def test_only_trusted_tenants_map_memory(cluster: Secured) -> None:
     connection.call(call.method, call.request, call.reply_type)
     new = messages.NewChunk("stolen", 1, 4 << 20)  # type: ignore[arg-type]
     for call in (messages.reserve([new], 1000),):
-        (reservation,) = messages.reservations(connection.call(call.method, call.request, bytes))
+        (reservation,) = messages.reservations(connection.call(call.method, call.request, call.reply_type))
     assert not isinstance(reservation, TanghuluError)
     assert reservation is not None
     call = messages.commit([(reservation.lease_id, messages.Checksums())], [], True, 1000)
-    connection.call(call.method, call.request, bytes)
+    connection.call(call.method, call.request, call.reply_type)
     connection.close()
     with cluster.connect("initech") as initech:
         assert initech.get("stolen").bytes() == bytes(4 << 20)

@@ -17,9 +17,10 @@ import structlog
 import xxhash
 
 from tanghulu.errors import ChecksumMismatch, NodeUnavailable, TanghuluError
-from tanghulu.protos import fastlane_pb2, session_pb2, store_pb2
-from tanghulu.rpc.fast_client import FastConnection
+from tanghulu.protos import session_pb2, store_pb2
+from tanghulu.rpc.fast_client import Call, FastConnection
 from tanghulu.rpc.frames import PROTOCOL_VERSION
+from tanghulu.rpc.methods import HELLO
 from tanghulu.runtime.process import host_id
 from tanghulu.transfer_engine.client.remote import RemoteSegment
 from tanghulu.transfer_engine.client.requests import TransferRequest
@@ -28,6 +29,7 @@ from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.engine import TransferEngine
 from tanghulu.types import Address, BlockHash, Fingerprint
 from tanghulu.workers.engine.requests import PeerExport, PeerPrefix
+from tanghulu.workers.kv.peer_methods import EXPORT_PIN, EXPORT_RELEASE, PREFIX_PIN
 from tanghulu.workers.kv.ports import wipe
 from tanghulu.workers.sessions.wire import split_instance
 
@@ -81,7 +83,7 @@ class PeerReader:
                 export_id=int(peer.export_id), first_block=first_block + at, fingerprint=self._fingerprint
             )
             with self._dropped_if_gone(peer.instance):
-                return self._copy(opened, fastlane_pb2.METHOD_EXPORT_PIN, request, buffers[at:], self._deadline_s)
+                return self._copy(opened, EXPORT_PIN.call(request), buffers[at:], self._deadline_s)
 
         return _in_turns(read, len(buffers))
 
@@ -95,8 +97,7 @@ class PeerReader:
         def read(at: int) -> _Arrived:
             request = session_pb2.PrefixPinRequest(block_hashes=hashes[at:], fingerprint=self._fingerprint)
             with self._dropped_if_gone(holder.instance):
-                method = fastlane_pb2.METHOD_PREFIX_PIN
-                arrived = self._copy(opened, method, request, buffers[at:], PREFIX_DEADLINE_S)
+                arrived = self._copy(opened, PREFIX_PIN.call(request), buffers[at:], PREFIX_DEADLINE_S)
             if arrived.export_id:
                 self._release(opened, arrived.export_id, arrived.num_whole * len(buffers[0]))
             return arrived
@@ -106,13 +107,12 @@ class PeerReader:
     def _copy(
         self,
         opened: _Peer,
-        method: fastlane_pb2.Method,
-        request: session_pb2.ExportPinRequest | session_pb2.PrefixPinRequest,
+        call: Call[session_pb2.ExportPinReply],
         buffers: Sequence[memoryview],
         deadline_s: float,
     ) -> _Arrived:
         """Pin, copy and verify the blocks that the peer shows at once."""
-        pinned = opened.connection.call(method, request, session_pb2.ExportPinReply, deadline_s=deadline_s)
+        pinned = opened.connection.call(call.method, call.request, call.reply_type, deadline_s=deadline_s)
         reply = pinned.message
         blocks = reply.blocks[: len(buffers)]
         num_whole = 0
@@ -161,9 +161,7 @@ class PeerReader:
         """Tell the peer that its blocks are free; it would find out by its own time limit too."""
         request = session_pb2.ExportReleaseRequest(export_id=export_id, bytes_read=bytes_read)
         try:
-            opened.connection.call(
-                fastlane_pb2.METHOD_EXPORT_RELEASE, request, session_pb2.ExportReleaseReply, deadline_s=self._deadline_s
-            )
+            opened.connection.call(EXPORT_RELEASE.number, request, EXPORT_RELEASE.reply, deadline_s=self._deadline_s)
         except TanghuluError as error:
             _log.warning("export.release_failed", export=export_id, error=error.message)
 
@@ -189,7 +187,7 @@ class PeerReader:
             host_id=host_id(),
             wants_shm=True,
         )
-        reply = connection.call(fastlane_pb2.METHOD_HELLO, hello, store_pb2.HelloReply, deadline_s=self._deadline_s)
+        reply = connection.call(HELLO.number, hello, HELLO.reply, deadline_s=self._deadline_s)
         segment = self._engine.open_segment(from_proto(reply.message.segment), reply.message.session_id)
         return _Peer(connection, segment)
 

@@ -15,9 +15,10 @@ from typing import NamedTuple, Protocol
 import xxhash
 
 from tanghulu.errors import InvalidRequest, Overloaded, TanghuluError
-from tanghulu.protos import fastlane_pb2, session_pb2, store_pb2
+from tanghulu.protos import session_pb2, store_pb2
 from tanghulu.rpc.fast_server import FastService, Peer
 from tanghulu.rpc.frames import PROTOCOL_VERSION
+from tanghulu.rpc.methods import HELLO
 from tanghulu.runtime.clock import Clock
 from tanghulu.runtime.process import host_id
 from tanghulu.transfer_engine.core.access import AccessTable
@@ -30,6 +31,7 @@ from tanghulu.workers.engine.kv_layout import KvLayout
 from tanghulu.workers.engine.step_plan import KvExport
 from tanghulu.workers.engine.thread import StepReport
 from tanghulu.workers.kv.exports import Export, ExportTable
+from tanghulu.workers.kv.peer_methods import EXPORT_PIN, EXPORT_RELEASE, PREFIX_PIN
 from tanghulu.workers.kv.ports import ExportWindow
 from tanghulu.workers.metrics import WorkerMetrics
 
@@ -91,10 +93,10 @@ class PeerServer:
     def serve(self, service: FastService, descriptor: SegmentDescriptor) -> None:
         """Answer the fast lane's calls; ``descriptor`` is how peers reach the cache's segment."""
         self._descriptor = descriptor
-        service.register(fastlane_pb2.METHOD_HELLO, store_pb2.HelloRequest, self._hello)
-        service.register(fastlane_pb2.METHOD_EXPORT_PIN, session_pb2.ExportPinRequest, self._pin)
-        service.register(fastlane_pb2.METHOD_PREFIX_PIN, session_pb2.PrefixPinRequest, self._pin_prefix)
-        service.register(fastlane_pb2.METHOD_EXPORT_RELEASE, session_pb2.ExportReleaseRequest, self._release)
+        service.register(HELLO, self._hello)
+        service.register(EXPORT_PIN, self._pin)
+        service.register(PREFIX_PIN, self._pin_prefix)
+        service.register(EXPORT_RELEASE, self._release)
 
     # --- exports of this worker's own requests
 

@@ -11,67 +11,40 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc
 import grpc.aio
 import structlog
 
 from tanghulu.auth.credentials import Credentials, from_metadata
-from tanghulu.auth.tenants import Identity, Right
+from tanghulu.auth.tenants import Identity
 from tanghulu.auth.tokens import TokensFile
 from tanghulu.errors import Forbidden, InvalidRequest, TanghuluError, Unauthorized
-from tanghulu.protos import fastlane_pb2
 from tanghulu.rpc.fast_server import FastService, Handler, Peer
 from tanghulu.rpc.grpc_edge import abort
+from tanghulu.rpc.methods import HELLO, Method, Rule
 
 _log = structlog.get_logger(__name__)
 REFRESH_S = 1.0
-_HELLO = int(fastlane_pb2.METHOD_HELLO)
-Scoping: TypeAlias = Callable[[Identity, Any], Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """What a method needs. ``right`` None: anybody who is known; it may depend on the request.
-
-    ``scope`` gives the request as the store names things, ``unscope`` the answer (of a stream: each message) as the
-    tenant does; both may change what they are given. ``unscope`` is for handlers that answer at once.
-    """
-
-    name: str
-    right: Right | Callable[[Any], Right | None] | None
-    scope: Scoping | None = None
-    unscope: Scoping | None = None
-
-    def admit(self, identity: Identity, request: Any) -> Any:
-        """The request, scoped; raises Forbidden."""
-        right = self.right(request) if callable(self.right) else self.right
-        if right is not None:
-            identity.require(right, self.name)
-        return request if self.scope is None or not identity.tenant else self.scope(identity, request)
-
-    def answer(self, identity: Identity, answer: Any) -> Any:
-        """The answer, as the tenant names things."""
-        return answer if self.unscope is None or not identity.tenant else self.unscope(identity, answer)
 
 
 class Authorizer:
     """Authorises the fast lane's calls: ``authorize`` a service with all its methods registered; ``watch`` revokes."""
 
-    def __init__(self, tokens: TokensFile, rules: Mapping[int, Rule]) -> None:
+    def __init__(self, tokens: TokensFile) -> None:
         self._tokens = tokens
-        self._rules = rules
 
     def authorize(self, service: FastService) -> None:
         """Have every method of ``service`` ask this object first."""
         service.guarded = True
-        for method, (parse, handler) in list(service.handlers.items()):
-            guarded = self._greeting(handler) if method == _HELLO else self._guarded(method, handler)
-            service.handlers[method] = (parse, guarded)
-        for method, make in list(service.landings.items()):
-            service.landings[method] = self._guarded(method, make)
+        for number, served in list(service.served.items()):
+            method, handler = served.method, served.handler
+            authorized = self._greeting(handler) if number == HELLO.number else _authorized(method, handler)
+            service.served[number] = served._replace(handler=authorized)
+            make = service.landings.get(number)
+            if make is not None:
+                service.landings[number] = _authorized(method, make)
 
     def _greeting(self, handler: Handler) -> Handler:
         def hello(peer: Peer, request: Any, attachment: memoryview) -> Any:
@@ -81,20 +54,6 @@ class Authorizer:
             return handler(peer, request, attachment)
 
         return hello
-
-    def _guarded(self, method: int, handler: Callable[[Peer, Any, Any], Any]) -> Callable[[Peer, Any, Any], Any]:
-        """Of a handler, or of what makes a landing."""
-        rule = self._rules.get(method)
-
-        def guarded(peer: Peer, request: Any, payload: Any) -> Any:
-            identity = peer.identity
-            if identity is None:
-                raise Unauthorized("a token is needed here, in a HELLO that comes first; say token=..., --token")
-            if rule is None:
-                raise Forbidden(f"method {method} is open to nobody while this process has --tokens")
-            return rule.answer(identity, handler(peer, rule.admit(identity, request), payload))
-
-        return guarded
 
     async def watch(self, service: FastService) -> None:
         """Follow the tokens file, and hang up on peers whose token was revoked or has expired; until cancelled."""
@@ -109,10 +68,25 @@ class Authorizer:
                     peer.hang_up()
 
 
+def _authorized(method: Method[Any, Any], handler: Callable[[Peer, Any, Any], Any]) -> Callable[[Peer, Any, Any], Any]:
+    """Authorize and scope each call of ``handler``, which may also be what makes a payload sink."""
+    rule = method.rule
+
+    def authorized(peer: Peer, request: Any, payload: Any) -> Any:
+        identity = peer.identity
+        if identity is None:
+            raise Unauthorized("a token is needed here, in a HELLO that comes first; say token=..., --token")
+        if rule is None:
+            raise Forbidden(f"method {method.name} is open to nobody while this process has --tokens")
+        return rule.answer(identity, handler(peer, rule.admit(identity, request), payload))
+
+    return authorized
+
+
 class GrpcAuthorizer(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc's own types are not strict
     """gRPC's side: an interceptor; ``rules`` by full method name (``/tanghulu.v1.Directory/Locate``)."""
 
-    def __init__(self, tokens: TokensFile, rules: Mapping[str, Rule]) -> None:
+    def __init__(self, tokens: TokensFile, rules: Mapping[str, Rule | None]) -> None:
         self._tokens = tokens
         self._rules = rules
 
@@ -136,7 +110,7 @@ class GrpcAuthorizer(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc'
         return (
             self._guarded_stream(handler, rule, identity)
             if handler.response_streaming
-            else _guarded(handler, rule, identity)
+            else _guarded_unary(handler, rule, identity)
         )
 
     def _guarded_stream(
@@ -155,7 +129,7 @@ class GrpcAuthorizer(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc'
         return grpc.unary_stream_rpc_method_handler(stream, handler.request_deserializer, handler.response_serializer)
 
 
-def _guarded(
+def _guarded_unary(
     handler: grpc.RpcMethodHandler[Any, Any], rule: Rule, identity: Identity
 ) -> grpc.RpcMethodHandler[Any, Any]:
     async def unary(request: Any, context: Any) -> Any:

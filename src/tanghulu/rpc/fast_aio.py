@@ -10,8 +10,6 @@ import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeAlias, TypeVar, cast
 
-from google.protobuf.message import Message
-
 from tanghulu.auth.credentials import NO_TLS, TlsFiles
 from tanghulu.auth.tls import client_context
 from tanghulu.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, TanghuluError, Unauthorized
@@ -20,10 +18,10 @@ from tanghulu.rpc import nearby
 from tanghulu.rpc.fast_client import Call, Reply, outcome_of
 from tanghulu.rpc.frames import PREAMBLE, Frame, FrameReader, call_id_of, encode_head
 from tanghulu.rpc.pacing import unpace_within_machine
-from tanghulu.rpc.wire import decode
+from tanghulu.rpc.wire import Body, decode, encode
 from tanghulu.types import Address
 
-R = TypeVar("R", bound=Message | bytes)
+R = TypeVar("R", bound=Body)
 #: Told the reply, or why there is none, in the loop step in which that is known.
 OnReply: TypeAlias = Callable[[Reply[Any] | TanghuluError], None]
 
@@ -127,7 +125,7 @@ class AsyncFastConnection(asyncio.Protocol):
     async def call(
         self,
         method: int,
-        request: Message | bytes,
+        request: Body,
         reply_type: type[R],
         attachment: Sequence[bytes | bytearray | memoryview] = (),
         *,
@@ -148,7 +146,7 @@ class AsyncFastConnection(asyncio.Protocol):
     async def _exchange(
         self,
         method: int,
-        request: Message | bytes,
+        request: Body,
         reply_type: type[R],
         attachment: Sequence[bytes | bytearray | memoryview],
     ) -> Reply[R]:
@@ -171,7 +169,7 @@ class AsyncFastConnection(asyncio.Protocol):
     def send(
         self,
         method: int,
-        request: Message | bytes,
+        request: Body,
         reply_type: type[Any],
         on_reply: OnReply,
         attachment: Sequence[bytes | bytearray | memoryview] = (),
@@ -195,11 +193,11 @@ class AsyncFastConnection(asyncio.Protocol):
         return self._transport
 
     def _encode(
-        self, method: int, request: Message | bytes, attachment: Sequence[bytes | bytearray | memoryview] = ()
+        self, method: int, request: Body, attachment: Sequence[bytes | bytearray | memoryview] = ()
     ) -> tuple[int, bytes]:
         """(the number of a call, its bytes but for the attachment)."""
         call_id = call_id_of(next(self._numbers))
-        body = request if isinstance(request, bytes) else request.SerializeToString()
+        body = encode(request)
         size = sum([memoryview(part).nbytes for part in attachment])
         return call_id, encode_head(method, call_id, len(body), size) + body
 

@@ -16,19 +16,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from google.protobuf.message import Message
-
 from tanghulu.auth.credentials import NO_TLS, TlsFiles
 from tanghulu.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, TanghuluError
-from tanghulu.protos import common_pb2, fastlane_pb2
+from tanghulu.protos import common_pb2
 from tanghulu.rpc.dialling import CONNECT_TIMEOUT_S, dial
-from tanghulu.rpc.frames import HEAD, PREAMBLE, Frame, call_id_of, decode_head, encode_head
+from tanghulu.rpc.frames import ERROR, HEAD, PREAMBLE, Frame, call_id_of, decode_head, encode_head
 from tanghulu.rpc.tls_socket import TlsSocket
-from tanghulu.rpc.wire import decode, error_of
+from tanghulu.rpc.wire import Body, decode, encode, error_of, parser_of
 from tanghulu.runtime.busy_polling import BusyPoller
 from tanghulu.types import Address
 
-R = TypeVar("R", bound=Message | bytes)
+R = TypeVar("R", bound=Body)
 Q = TypeVar("Q")
 A = TypeVar("A")
 Wait: TypeAlias = Callable[[], bytes]
@@ -40,7 +38,6 @@ _WINDOW_BYTES = 64 << 10
 _MAX_UNWANTED = 64
 #: Buffers in one send: the kernel takes at most 1024 (IOV_MAX).
 _MAX_PARTS = 1000
-_ERROR = int(fastlane_pb2.METHOD_ERROR)
 #: What one receive takes at most: an answer with the largest inline value in it.
 _RECEIVE_BYTES = 66 << 10
 
@@ -53,15 +50,14 @@ class Call(Generic[R]):
     """
 
     method: int
-    request: Message | bytes
+    request: Body
     reply_type: type[R]
     attachment: Sequence[bytes | bytearray | memoryview] = ()
 
     @property
     def body(self) -> bytes:
         """The request's bytes."""
-        request = self.request
-        return request if isinstance(request, bytes) else request.SerializeToString()
+        return encode(self.request)
 
 
 @dataclass(slots=True)
@@ -110,7 +106,7 @@ class FastConnection:
     def call(
         self,
         method: int,
-        request: Message | bytes,
+        request: Body,
         reply_type: type[R],
         attachment: Sequence[bytes | bytearray | memoryview] = (),
         *,
@@ -241,19 +237,20 @@ class FastConnection:
 
         for index, call in enumerate(calls):
             call_id = call_id_of(next(self._numbers))
-            size = len(call.body) + sum([memoryview(part).nbytes for part in call.attachment])
+            body = call.body
+            size = len(body) + sum([memoryview(part).nbytes for part in call.attachment])
             while pending and in_flight_bytes + size > _WINDOW_BYTES:
                 in_flight_bytes -= take_reply()
-            self._send(call, call_id, until)
+            self._send(call, call_id, until, body)
             pending[call_id] = (index, size)
             in_flight_bytes += size
         while pending:
             take_reply()
         return [outcomes[index] for index in range(len(calls))]
 
-    def _send(self, call: Call[R], call_id: int, until: float) -> None:
-        """One system call in the usual case, whatever the attachment."""
-        body, attachment = call.body, call.attachment
+    def _send(self, call: Call[R], call_id: int, until: float, body: bytes | None = None) -> None:
+        """One system call in the usual case, whatever the attachment; ``body`` if it is encoded already."""
+        body, attachment = call.body if body is None else body, call.attachment
         size = sum([memoryview(part).nbytes for part in attachment]) if attachment else 0
         head = encode_head(call.method, call_id, len(body), size) + body
         parts = [head, *attachment][:_MAX_PARTS]
@@ -372,7 +369,7 @@ class Asking(Generic[R]):
 
 def _stray(peer: str, frame: Frame) -> TanghuluError:
     """The meaning of a reply to no call: with id 0 the peer says why it ends the connection."""
-    if frame.call_id == 0 and frame.method == fastlane_pb2.METHOD_ERROR:
+    if frame.call_id == 0 and frame.method == ERROR:
         return error_of(decode(common_pb2.Status, frame.body)) or InvalidRequest(f"{peer} ended the connection")
     return InvalidRequest(f"{peer} answered call {frame.call_id}, which nobody made")
 
@@ -387,12 +384,7 @@ def _waits(sock: socket.socket | TlsSocket, poller: BusyPoller | None) -> tuple[
 
 def outcome_of(reply_type: type[R], frame: Frame) -> Reply[R] | TanghuluError:
     """The reply in ``frame``, or the peer's typed error; raises InvalidRequest for bytes that are neither."""
-    if frame.method == _ERROR:
+    if frame.method == ERROR:
         error = error_of(decode(common_pb2.Status, frame.body))
         return error or InvalidRequest("peer sent an error without a code")
-    return Reply(body_as(reply_type, frame.body), memoryview(frame.attachment))
-
-
-def body_as(kind: type[R], body: bytes) -> R:
-    """The message in ``body``, or ``body`` itself if that is what is wanted; raises InvalidRequest."""
-    return body if kind is bytes else decode(kind, body)  # type: ignore[type-var,return-value]
+    return Reply(parser_of(reply_type)(frame.body), memoryview(frame.attachment))

@@ -17,19 +17,18 @@ from types import CoroutineType
 from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 import structlog
-from google.protobuf.message import Message
 
 from tanghulu.auth.tenants import Identity
 from tanghulu.errors import InvalidRequest, Overloaded, TanghuluError, Unauthorized
-from tanghulu.protos import fastlane_pb2
-from tanghulu.rpc.frames import PREAMBLE, Frame, FrameReader, PartialFrame, PlacedFrame, encode_head
+from tanghulu.rpc.frames import ERROR, PREAMBLE, Frame, FrameReader, PartialFrame, PlacedFrame, encode_head
 from tanghulu.rpc.latency import Latencies
-from tanghulu.rpc.wire import decode, status_of
+from tanghulu.rpc.methods import Method
+from tanghulu.rpc.wire import Body, encode, parser_of, status_of
 
 _log = structlog.get_logger(__name__)
 
 #: A reply (a message or the bytes of one), or a reply with raw payload behind it.
-Answer: TypeAlias = Message | bytes | tuple[Message | bytes, Sequence[bytes | memoryview]]
+Answer: TypeAlias = Body | tuple[Body, Sequence[bytes | memoryview]]
 Handler: TypeAlias = Callable[["Peer", Any, memoryview], "Answer | Later | Coroutine[Any, Any, Answer]"]
 #: Asked when the head of a large request is there and its payload, of so many bytes, is not; None: nowhere special.
 LandingMaker: TypeAlias = Callable[["Peer", Any, int], "Landing | None"]
@@ -95,33 +94,37 @@ class Landing(NamedTuple):
     landed: Callable[[], Answer | Later]
 
 
+class Served(NamedTuple):
+    """A method that is answered: what parses its requests, and what answers them."""
+
+    method: Method[Any, Any]
+    parse: Callable[[bytes], Any]
+    handler: Handler
+
+
 @dataclass
 class FastService:
-    """The methods that a process answers: method -> (what parses its requests, handler).
+    """The methods that a process answers, by their numbers.
 
     ``guarded``: peers have to show who they are before they may send more than ``MAX_UNKNOWN_BYTES``.
     """
 
-    handlers: dict[int, tuple[Callable[[bytes], Any], Handler]] = field(default_factory=dict)
+    served: dict[int, Served] = field(default_factory=dict)
     landings: dict[int, LandingMaker] = field(default_factory=dict)
     peers: set[Peer] = field(default_factory=set)
-    latencies: Latencies[int] = field(default_factory=Latencies)
+    latencies: Latencies[str] = field(default_factory=Latencies)
     max_connections: int = MAX_CONNECTIONS
     guarded: bool = False
 
-    def register(self, method: int, request_type: type[Message], handler: Handler) -> None:
+    def register(self, method: Method[Any, Any], handler: Handler) -> None:
         """Answer ``method`` by ``handler(peer, request, attachment)``; each method once."""
-        self.register_packed(method, partial(decode, request_type), handler)
+        assert method.number not in self.served, f"method {method.name} is registered twice"
+        self.served[method.number] = Served(method, parser_of(method.request), handler)
 
-    def register_packed(self, method: int, parse: Callable[[bytes], Any], handler: Handler) -> None:
-        """The same for a method with requests of another form; ``parse`` raises InvalidRequest for what it is not."""
-        assert method not in self.handlers, f"method {method} is registered twice"
-        self.handlers[method] = (parse, handler)
-
-    def register_landing(self, method: int, make: LandingMaker) -> None:
+    def register_landing(self, method: Method[Any, Any], make: LandingMaker) -> None:
         """Have payload of ``method`` received where ``make`` says; its handler answers where that is nowhere."""
-        assert method in self.handlers, f"method {method} has no handler"
-        self.landings[method] = make
+        assert method.number in self.served, f"method {method.name} has no handler"
+        self.landings[method.number] = make
 
 
 class FastServerProtocol(asyncio.Protocol):
@@ -188,7 +191,7 @@ class FastServerProtocol(asyncio.Protocol):
         if make is None:
             return None
         try:
-            self._landing = make(self._peer, self._service.handlers[method][0](body), attachment_bytes)
+            self._landing = make(self._peer, self._service.served[method].parse(body), attachment_bytes)
         except TanghuluError:
             return None
         return None if self._landing is None else self._landing.view
@@ -238,11 +241,11 @@ class FastServerProtocol(asyncio.Protocol):
             (self._transport.pause_reading if paused else self._transport.resume_reading)()
 
     def _dispatch(self, frame: Frame) -> None:
-        entry = self._service.handlers.get(frame.method)
-        if entry is None:
+        served = self._service.served.get(frame.method)
+        if served is None:
             self._send_error(frame.call_id, InvalidRequest(f"fast-lane method {frame.method} is not served here"))
             return
-        parse, handler = entry
+        method, parse, handler = served
         landing, self._landing = self._landing, None
         begun = perf_counter()
         try:
@@ -253,11 +256,11 @@ class FastServerProtocol(asyncio.Protocol):
             kind = type(answer)
             if kind is not Later and kind is not CoroutineType:
                 self._send(frame, cast(Answer, answer))
-                self._service.latencies.took(frame.method, perf_counter() - begun)
+                self._service.latencies.took(method.name, perf_counter() - begun)
                 return
         except TanghuluError as error:
             self._send_error(frame.call_id, error)
-            self._service.latencies.took(frame.method, perf_counter() - begun)
+            self._service.latencies.took(method.name, perf_counter() - begun)
             return
         except Exception:  # noqa: BLE001 - a handler's bug must not take the connection's other calls down
             self._internal(frame)
@@ -266,28 +269,30 @@ class FastServerProtocol(asyncio.Protocol):
             return
         if isinstance(answer, Later):
             self._num_later += 1
-            answer.then(partial(self._send_later, frame, begun))
+            answer.then(partial(self._send_later, frame, method.name, begun))
         else:
-            task = asyncio.ensure_future(self._finish(frame, begun, cast("Coroutine[Any, Any, Answer]", answer)))
+            task = asyncio.ensure_future(
+                self._finish(frame, method.name, begun, cast("Coroutine[Any, Any, Answer]", answer))
+            )
             self._tasks.add(task)
             task.add_done_callback(self._task_done)
         self._pace()
 
-    def _send_later(self, frame: Frame, begun: float, answer: Answer) -> None:
+    def _send_later(self, frame: Frame, name: str, begun: float, answer: Answer) -> None:
         self._num_later -= 1
         self._send(frame, answer)
-        self._service.latencies.took(frame.method, perf_counter() - begun)
+        self._service.latencies.took(name, perf_counter() - begun)
         if self._paused:
             self._pace()
 
-    async def _finish(self, frame: Frame, begun: float, answer: Coroutine[Any, Any, Answer]) -> None:
+    async def _finish(self, frame: Frame, name: str, begun: float, answer: Coroutine[Any, Any, Answer]) -> None:
         try:
             self._send(frame, await answer)
         except TanghuluError as error:
             self._send_error(frame.call_id, error)
         except Exception:  # noqa: BLE001 - as above
             self._internal(frame)
-        self._service.latencies.took(frame.method, perf_counter() - begun)
+        self._service.latencies.took(name, perf_counter() - begun)
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -299,13 +304,13 @@ class FastServerProtocol(asyncio.Protocol):
 
     def _send(self, frame: Frame, answer: Answer) -> None:
         message, attachment = answer if isinstance(answer, tuple) else (answer, ())
-        body = message if isinstance(message, bytes) else message.SerializeToString()
+        body = encode(message)
         size = sum([len(part) for part in attachment]) if attachment else 0
         self._write(encode_head(frame.method, frame.call_id, len(body), size) + body, attachment)
 
     def _send_error(self, call_id: int, error: TanghuluError) -> None:
         body = status_of(error).SerializeToString()
-        self._write(encode_head(fastlane_pb2.METHOD_ERROR, call_id, len(body), 0) + body, ())
+        self._write(encode_head(ERROR, call_id, len(body), 0) + body, ())
 
     def _write(self, head: bytes, attachment: Sequence[bytes | memoryview]) -> None:
         if self._transport is None or self._ending is not None or self._transport.is_closing():

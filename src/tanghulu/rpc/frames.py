@@ -1,11 +1,11 @@
 """The fast lane's frames: pure encoding and decoding, no I/O.
 
-A connection starts with ``PREAMBLE``. Then each side sends frames, a fixed head followed by a protobuf
-message and by raw payload (the attachment), so that small values need no copy into a message:
+A connection starts with ``PREAMBLE``. Then each side sends frames, a fixed head followed by a message (``wire``)
+and by raw payload (the attachment), so that small values need no copy into a message:
 
     body_bytes u32 | attachment_bytes u32 | method u16 | flags u16 | call_id u32      16 bytes, little-endian
 
-A reply repeats its request's call_id and method; METHOD_ERROR carries a Status instead. Replies may come in
+A reply repeats its request's call_id and method; ``ERROR`` carries a Status instead. Replies may come in
 any order. Lengths beyond the maxima are a broken or hostile peer: the connection ends.
 """
 
@@ -19,7 +19,9 @@ from tanghulu.errors import InvalidRequest
 
 PREAMBLE = b"TANGHULU"
 _MAX_CALL_ID = (1 << 32) - 1
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
+#: The method of a reply that is an error.
+ERROR = 2
 HEAD = struct.Struct("<IIHHI")
 MAX_BODY_BYTES = 16 << 20
 MAX_ATTACHMENT_BYTES = 64 << 20

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from tanghulu.auth.credentials import Credentials
 from tanghulu.errors import TanghuluError
-from tanghulu.protos import fastlane_pb2, store_pb2
+from tanghulu.protos import store_pb2
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Call, FastConnection
 from tanghulu.rpc.frames import PROTOCOL_VERSION
+from tanghulu.rpc.methods import HELLO
 
 
 async def show(connection: AsyncFastConnection, credentials: Credentials, deadline_s: float) -> None:
@@ -22,7 +23,7 @@ def hello(credentials: Credentials) -> Call[store_pb2.HelloReply]:
     request = store_pb2.HelloRequest(
         protocol_version=PROTOCOL_VERSION, tenant=credentials.tenant, token=credentials.token
     )
-    return Call(fastlane_pb2.METHOD_HELLO, request, store_pb2.HelloReply)
+    return HELLO.call(request)
 
 
 def show_blocking(connection: FastConnection, credentials: Credentials, deadline_s: float) -> None:

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tanghulu.errors import InvalidRequest, TanghuluError
-from tanghulu.protos import directory_pb2, fastlane_pb2, store_pb2
-from tanghulu.rpc.fast_client import Call
+from tanghulu.protos import directory_pb2, store_pb2
 from tanghulu.store.client.logic import query as directory
 from tanghulu.store.client.logic.context import Context, ask_master
 from tanghulu.store.client.logic.effects import CallPeers, Logic, PeerId
 from tanghulu.store.client.logic.query import ask_node
 from tanghulu.store.client.model import Evicted, TenantView, Verified, VerifiedPage
+from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.types import validate_keys
 
 
 def drain(context: Context, node: str, draining: bool) -> Logic[None]:
     """Tell the node to take no new chunks (the master then has its chunks copied away), or to take them again."""
     request = store_pb2.DrainRequest(draining=draining)
-    yield from ask_node(context, node, Call(fastlane_pb2.METHOD_DRAIN, request, store_pb2.DrainReply))
+    yield from ask_node(context, node, methods.DRAIN.call(request))
     context.nodes.expire()
 
 
@@ -28,7 +28,7 @@ def evict(context: Context, node: str, keys: Sequence[str], num_bytes: int) -> L
     if num_bytes < 0:
         raise InvalidRequest(f"{num_bytes} bytes cannot be evicted")
     request = store_pb2.EvictRequest(keys=keys, num_bytes=num_bytes)
-    reply = yield from ask_node(context, node, Call(fastlane_pb2.METHOD_EVICT, request, store_pb2.EvictReply))
+    reply = yield from ask_node(context, node, methods.EVICT.call(request))
     for key in keys:
         context.locations.forget(key)
     return Evicted(reply.message.num_chunks, reply.message.num_bytes)
@@ -41,7 +41,7 @@ def replicate(keys: Sequence[str], holders: int, for_s: float) -> Logic[int]:
     for start in range(0, len(keys), directory.KEYS_PER_CALL):
         part = keys[start : start + directory.KEYS_PER_CALL]
         request = directory_pb2.ReplicateRequest(keys=part, holders=max(0, holders), for_s=for_s)
-        call = Call(fastlane_pb2.METHOD_REPLICATE, request, directory_pb2.ReplicateReply)
+        call = methods.REPLICATE.call(request)
         reply = yield from ask_master(call)
         num_taken += reply.message.num_taken
     return num_taken
@@ -50,7 +50,7 @@ def replicate(keys: Sequence[str], holders: int, for_s: float) -> Logic[int]:
 def tenants(context: Context) -> Logic[list[TenantView]]:
     """All tenants by name, summed over the nodes; a tenant hears of itself only. Raises what any node answered."""
     views = yield from directory.nodes(context)
-    call = Call(fastlane_pb2.METHOD_TENANTS, store_pb2.TenantsRequest(), store_pb2.TenantsReply)
+    call = methods.TENANTS.call(store_pb2.TenantsRequest())
     outcomes = yield CallPeers([(PeerId(view.id), call) for view in views])
     told: dict[str, list[store_pb2.TenantUsage]] = {}
     for outcome in outcomes:
@@ -85,6 +85,6 @@ def verify(context: Context, node: str, after: str, drop_corrupt: bool, report: 
     ``report`` has the node tell the master again everything that it holds.
     """
     request = store_pb2.VerifyRequest(after=after, drop_corrupt=drop_corrupt, report=report)
-    reply = yield from ask_node(context, node, Call(fastlane_pb2.METHOD_VERIFY, request, store_pb2.VerifyReply))
+    reply = yield from ask_node(context, node, methods.VERIFY.call(request))
     chunks = tuple(Verified(c.key, c.version, c.size_bytes, c.corrupt) for c in reply.message.chunks)
     return VerifiedPage(chunks, reply.message.more)

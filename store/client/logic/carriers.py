@@ -29,7 +29,7 @@ from tanghulu.store.client.logic.plan import Access, Committer, Route, joint_com
 from tanghulu.store.client.logic.write_buffers import MappedNode
 from tanghulu.store.client.model import PutOptions
 from tanghulu.store.protocol import checksums as sums
-from tanghulu.store.protocol.packed_node import Reservation
+from tanghulu.store.protocol.messages import Reservation
 from tanghulu.store.protocol.types import LastWord, NewChunk, Verdict
 from tanghulu.store.protocol.write_buffer import DeskWriter, Record
 from tanghulu.transfer_engine.engine import Opcode, TransferRequest
@@ -102,9 +102,9 @@ def _publish(
     for use, result in zip(uses, results, strict=True):
         op = use.op
         if result is Verdict.ACCEPTED:
-            key, version, size_bytes, _, pin, ttl_s, _ = op.new
-            ttl_ms = 0 if ttl_s is None else max(1, round(ttl_s * 1000))
-            use.buffer.publish(Record(key, version, use.place, size_bytes, use.checksum, pin, ttl_ms))
+            new = op.new
+            ttl_ms = 0 if new.ttl_s is None else max(1, round(new.ttl_s * 1000))
+            use.buffer.publish(Record(new.key, new.version, use.place, new.size_bytes, use.checksum, new.pin, ttl_ms))
             op.placed.append(node)
             op.done = True
         elif result is Verdict.EXISTS:
@@ -177,7 +177,7 @@ def put_by_stream(
 ) -> Logic[None]:
     """Put ``op`` at ``node`` by a stream; it stays open where that fails, and another way tells what is wrong."""
     streamed = _StreamedPut(node, op, options, committer)
-    new, pieces = op.new._replace(checksums=sums.NO_CHECKSUMS), op.pieces or (op.value,)
+    new, pieces = op.new.with_checksums(sums.NO_CHECKSUMS), op.pieces or (op.value,)
     answer = yield Stream(
         node,
         messages.stream(streamed.stream_id, new, pieces, options.visible, deadline.remaining_ms()),

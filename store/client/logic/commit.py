@@ -69,8 +69,8 @@ class CommitCall:
     def __init__(self, node: PeerId, generation: int, items: Sequence[NewChunk]) -> None:
         self._num_items = len(items)
         if self._num_items == 1:
-            key, version, size_bytes = items[0][:3]
-            self.call = messages.proclaim(Proclamation(node, generation, key, version, size_bytes))
+            new = items[0]
+            self.call = messages.proclaim(Proclamation(node, generation, new.key, new.version, new.size_bytes))
         else:
             said = [Proclamation(node, generation, new.key, new.version, new.size_bytes) for new in items]
             self.call = messages.proclaim_many(said)

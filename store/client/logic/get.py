@@ -40,7 +40,7 @@ from tanghulu.store.client.logic.effects import (
 from tanghulu.store.client.logic.leases import LeasedMemory
 from tanghulu.store.client.logic.ranges import GetOp, too_small
 from tanghulu.store.protocol import checksums as sums
-from tanghulu.store.protocol.packed_node import Found
+from tanghulu.store.protocol.messages import Found
 from tanghulu.store.protocol.shared_index import Entry, IndexReader
 from tanghulu.store.protocol.types import MAX_INLINE_BYTES, RELIED_S
 from tanghulu.transfer_engine.core.buffers import Buffer

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 from tanghulu.auth.credentials import Credentials
 from tanghulu.errors import TanghuluError
-from tanghulu.protos import directory_pb2, fastlane_pb2, store_pb2
+from tanghulu.protos import directory_pb2, store_pb2
 from tanghulu.rpc.fast_client import Call, Reply
 from tanghulu.rpc.frames import PROTOCOL_VERSION
+from tanghulu.rpc.methods import HELLO
 from tanghulu.store.client.logic.effects import PeerId
 from tanghulu.store.client.model import ChunkInfo, KeyInfo, NodeView
-from tanghulu.store.protocol import packed_directory, packed_node, packed_stream
-from tanghulu.store.protocol import packed_write_buffer as packed_desk
+from tanghulu.store.protocol import messages as m
+from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.checksums import Checksums
-from tanghulu.store.protocol.packed_node import Found, Reservation
+from tanghulu.store.protocol.messages import Failure, Found, Reservation
 from tanghulu.store.protocol.shared_index import IndexPlace
 from tanghulu.store.protocol.types import MAX_INLINE_BYTES, LastWord, NewChunk, Proclamation, Verdict
 from tanghulu.store.protocol.wire import checksums_from_wire, index_from_wire, pin_from_wire, tier_from_wire
@@ -26,9 +27,7 @@ from tanghulu.transfer_engine.core.segment import SegmentDescriptor
 
 AnyCall = Call[Any]
 AnyReply = Reply[Any]
-_PUT, _GET = int(fastlane_pb2.METHOD_PUT), int(fastlane_pb2.METHOD_GET)
-_PROCLAIM = int(fastlane_pb2.METHOD_PROCLAIM)
-_STREAM, _SETTLE = int(fastlane_pb2.METHOD_STREAM), int(fastlane_pb2.METHOD_SETTLE)
+_PeerIds: TypeAlias = tuple[PeerId, ...]
 
 
 # --- nodes
@@ -57,7 +56,7 @@ def hello(client_id: str, shown: Credentials, host_id: str, wants_shm: bool, hel
         wants_shm=wants_shm,
         held_lease_ids=held,
     )
-    return Call(fastlane_pb2.METHOD_HELLO, request, store_pb2.HelloReply)
+    return HELLO.call(request)
 
 
 def welcome(reply: AnyReply) -> Welcome:
@@ -69,44 +68,45 @@ def welcome(reply: AnyReply) -> Welcome:
 
 def put(items: Sequence[NewChunk], pieces: Sequence[memoryview], visible: bool, deadline_ms: int) -> AnyCall:
     """Small values, inside the request: ``pieces`` are all of them, one behind the other."""
-    return Call(_PUT, packed_node.pack_put(items, visible, deadline_ms), bytes, pieces)
+    return methods.PUT.call(m.PutRequest(list(items), visible, deadline_ms), pieces)
 
 
 def stream(stream_id: int, new: NewChunk, pieces: Sequence[memoryview], visible: bool, deadline_ms: int) -> AnyCall:
     """A value that its checksum comes after."""
-    request = packed_stream.StreamRequest(stream_id, new, visible, deadline_ms)
-    return Call(_STREAM, packed_stream.pack_stream(request), bytes, pieces)
+    return methods.STREAM.call(m.StreamRequest(stream_id, new, visible, deadline_ms), pieces)
 
 
 def settle(stream_id: int, word: LastWord, generation: int, checksums: Checksums) -> AnyCall:
     """The last word on a streamed value."""
-    request = packed_stream.SettleRequest(stream_id, word, generation, checksums)
-    return Call(_SETTLE, packed_stream.pack_settle(request), bytes)
+    return methods.SETTLE.call(m.SettleRequest(stream_id, word, generation, checksums))
 
 
 def put_results(reply: AnyReply) -> list[bool | TanghuluError]:
     """For each value whether it existed, or why it failed; of PUT, STREAM and COMMIT."""
-    return packed_node.unpack_outcomes(reply.message)
+    message: m.PutReply = reply.message
+    return message.results
 
 
 def desk(value_bytes: int) -> AnyCall:
     """A desk for values of about that size."""
-    return Call(fastlane_pb2.METHOD_DESK, packed_desk.pack_desk_request(value_bytes), bytes)
+    return methods.DESK.call(m.DeskRequest(value_bytes))
 
 
 def desk_place(reply: AnyReply) -> DeskPlace | None:
     """The answer to ``desk``."""
-    return packed_desk.unpack_desk(reply.message)
+    message: m.DeskReply = reply.message
+    return message.place
 
 
 def reserve(items: Iterable[NewChunk], deadline_ms: int) -> AnyCall:
     """Ranges for large values."""
-    return Call(fastlane_pb2.METHOD_RESERVE, packed_node.pack_put(items, False, deadline_ms), bytes)
+    return methods.RESERVE.call(m.ReserveRequest(list(items), deadline_ms))
 
 
 def reservations(reply: AnyReply) -> list[Reservation | TanghuluError | None]:
     """For each value its range; None: the key exists."""
-    return packed_node.unpack_reservations(reply.message)
+    message: m.ReserveReply = reply.message
+    return [each.error if isinstance(each, Failure) else each for each in message.reservations]
 
 
 def commit(
@@ -118,22 +118,23 @@ def commit(
     generation: int = 0,
 ) -> AnyCall:
     """(lease, checksums) that were written, those first that the master has accepted; and leases that were not."""
-    request = packed_node.CommitRequest(items, aborted, visible, deadline_ms, num_proclaimed, generation)
-    return Call(fastlane_pb2.METHOD_COMMIT, packed_node.pack_commit(request), bytes)
+    written = [m.CommitItem(*item) for item in items]
+    return methods.COMMIT.call(m.CommitRequest(written, aborted, visible, deadline_ms, num_proclaimed, generation))
 
 
 def get(keys: Sequence[str], max_inline_bytes: int = MAX_INLINE_BYTES, deadline_ms: int = 0) -> AnyCall:
     """Values, small ones inside the answer; ``deadline_ms``: how long to wait for those on an SSD, 0: some seconds."""
-    return Call(_GET, packed_node.pack_get(packed_node.GetRequest(keys, max_inline_bytes, False, deadline_ms)), bytes)
+    return methods.GET.call(m.GetRequest(keys, max_inline_bytes, False, deadline_ms))
 
 
 def found(reply: AnyReply) -> list[tuple[Found, memoryview | None] | TanghuluError]:
     """The answer to ``get``, one per key; with the value where it came inline."""
     results: list[tuple[Found, memoryview | None] | TanghuluError] = []
+    message: m.GetReply = reply.message
     data, position = reply.attachment, 0
-    for item in packed_node.unpack_found(reply.message):
-        if isinstance(item, TanghuluError):
-            results.append(item)
+    for item in message.items:
+        if isinstance(item, Failure):
+            results.append(item.error)
         elif item.lease_id:
             results.append((item, None))
         else:
@@ -146,23 +147,22 @@ def unpin(
     lease_ids: Sequence[int], bytes_read: int = 0, corrupt: Sequence[str] = (), read: Sequence[str] = ()
 ) -> AnyCall:
     """Leases that are not needed any more; keys whose bytes did not match; keys that were read without asking."""
-    request = packed_node.UnpinRequest(lease_ids, bytes_read, corrupt, read)
-    return Call(fastlane_pb2.METHOD_UNPIN, packed_node.pack_unpin(request), bytes)
+    return methods.UNPIN.call(m.UnpinRequest(lease_ids, bytes_read, corrupt, read))
 
 
 def node_exists(keys: Sequence[str]) -> AnyCall:
     """Which keys the node itself has."""
-    return Call(fastlane_pb2.METHOD_EXISTS, store_pb2.ExistsRequest(keys=keys), store_pb2.ExistsReply)
+    return methods.EXISTS.call(store_pb2.ExistsRequest(keys=keys))
 
 
 def remove(keys: Sequence[str]) -> AnyCall:
     """Drop chunks."""
-    return Call(fastlane_pb2.METHOD_REMOVE, store_pb2.RemoveRequest(keys=keys), store_pb2.RemoveReply)
+    return methods.REMOVE.call(store_pb2.RemoveRequest(keys=keys))
 
 
 def eviction(policy: str) -> AnyCall:
     """Switch the node's eviction policy, or only ask for its name."""
-    return Call(fastlane_pb2.METHOD_EVICTION, store_pb2.EvictionRequest(policy=policy), store_pb2.EvictionReply)
+    return methods.EVICTION.call(store_pb2.EvictionRequest(policy=policy))
 
 
 def eviction_policy(reply: AnyReply) -> str:
@@ -172,7 +172,7 @@ def eviction_policy(reply: AnyReply) -> str:
 
 def node_stat(keys: Sequence[str]) -> AnyCall:
     """What the node knows of chunks."""
-    return Call(fastlane_pb2.METHOD_CHUNK_STAT, store_pb2.StatRequest(keys=keys), store_pb2.StatReply)
+    return methods.CHUNK_STAT.call(store_pb2.StatRequest(keys=keys))
 
 
 def chunk_info(key: str, nodes: tuple[str, ...], reply: AnyReply) -> ChunkInfo | None:
@@ -201,43 +201,47 @@ def chunk_info(key: str, nodes: tuple[str, ...], reply: AnyReply) -> ChunkInfo |
 
 def locate(keys: Sequence[str], *, count_only: bool = False) -> AnyCall:
     """Who holds these keys."""
-    return Call(fastlane_pb2.METHOD_LOCATE, packed_directory.pack_locate(keys, count_only), bytes)
+    return methods.LOCATE.call(m.LocateRequest(keys, count_only))
 
 
-def locations(reply: AnyReply) -> tuple[list[tuple[tuple[PeerId, ...], int]], bool]:
+def locations(reply: AnyReply) -> tuple[list[tuple[_PeerIds, int]], bool]:
     """(holders of each key, and how many of the first of them have it in memory; whether the master misses some)."""
-    located, incomplete = packed_directory.unpack_located(reply.message)
-    return [(tuple(map(PeerId, each.node_ids)), each.num_warm) for each in located], incomplete
+    message: m.LocateReply = reply.message
+    located = [((), 0) if each is None else (each.node_ids, each.num_warm) for each in message.locations]
+    return cast("list[tuple[_PeerIds, int]]", located), message.incomplete
 
 
 def existence(reply: AnyReply) -> tuple[list[bool], bool]:
     """As ``locations``, where it only matters whether somebody holds the key."""
-    return packed_directory.unpack_existence(reply.message)
+    message: m.LocateReply = reply.message
+    return message.existence, message.incomplete
 
 
 def proclaim(said: Proclamation) -> AnyCall:
     """A chunk that lies in a desk."""
-    return Call(_PROCLAIM, packed_desk.pack_proclaim(said), bytes)
+    return methods.PROCLAIM.call(said)
 
 
 def proclaim_many(said: Sequence[Proclamation]) -> AnyCall:
     """Several chunks that lie in desks of one node."""
-    return Call(fastlane_pb2.METHOD_PROCLAIM_MANY, packed_desk.pack_proclaim_many(said), bytes)
+    return methods.PROCLAIM_MANY.call(m.ProclaimManyRequest(list(said)))
 
 
 def verdicts(reply: AnyReply) -> list[Verdict]:
     """The answer to ``proclaim_many``."""
-    return packed_desk.unpack_verdicts(reply.message)
+    message: m.ProclaimManyReply = reply.message
+    return message.verdicts
 
 
 def verdict(reply: AnyReply) -> Verdict:
     """The answer to ``proclaim``."""
-    return packed_desk.unpack_verdict(reply.message)
+    message: m.ProclaimReply = reply.message
+    return message.verdict
 
 
 def nodes() -> AnyCall:
     """All nodes."""
-    return Call(fastlane_pb2.METHOD_NODES, directory_pb2.NodesRequest(), directory_pb2.NodesReply)
+    return methods.NODES.call(directory_pb2.NodesRequest())
 
 
 def place(size_bytes: int, replicas: int, prefer_node: str, client_place: str) -> AnyCall:
@@ -245,7 +249,7 @@ def place(size_bytes: int, replicas: int, prefer_node: str, client_place: str) -
     request = directory_pb2.PlaceRequest(
         size_bytes=size_bytes, replicas=replicas, prefer_node=prefer_node, client_place=client_place
     )
-    return Call(fastlane_pb2.METHOD_PLACE, request, directory_pb2.PlaceReply)
+    return methods.PLACE.call(request)
 
 
 def node_views(reply: AnyReply) -> list[NodeView]:
@@ -280,7 +284,7 @@ def is_rebuilding(reply: AnyReply) -> bool:
 def list_keys(prefix: str, after: str, limit: int) -> AnyCall:
     """A page of keys."""
     request = directory_pb2.ListKeysRequest(prefix=prefix, after=after, limit=limit)
-    return Call(fastlane_pb2.METHOD_LIST_KEYS, request, directory_pb2.ListKeysReply)
+    return methods.LIST_KEYS.call(request)
 
 
 def key_page(reply: AnyReply) -> tuple[list[KeyInfo], bool]:

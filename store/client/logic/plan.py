@@ -134,9 +134,9 @@ def fits_record(new: NewChunk, part_bytes: int) -> bool:
 
     A hard pin needs the node's consent, a value in parts has more checksums than a record, and its key is bounded.
     """
-    key, _, _, sums, pin, ttl_s, _ = new
+    key, sums, ttl_s = new.key, new.checksums, new.ttl_s
     return (
-        pin is not Pin.HARD
+        new.pin is not Pin.HARD
         and len(sums.parts) <= 1
         and not (sums.part_bytes or part_bytes)
         and (ttl_s is None or ttl_s < MAX_BUFFERED_TTL_S)

@@ -246,7 +246,7 @@ def _round(context: Context, deadline: Deadline, ops: list[PutOp], options: PutO
 def _put_call(ops: Sequence[PutOp], options: PutOptions, deadline_ms: int) -> messages.AnyCall:
     for op in ops:
         if not op.new.checksums.parts:
-            op.new = op.new._replace(checksums=op.checksums(options.part_bytes))
+            op.new = op.new.with_checksums(op.checksums(options.part_bytes))
     pieces = [piece for op in ops for piece in op.pieces or (op.value,)]
     return messages.put([op.new for op in ops], pieces, options.visible, deadline_ms)
 

@@ -18,13 +18,13 @@ from tanghulu.errors import (
     Overloaded,
     TanghuluError,
 )
-from tanghulu.protos import directory_pb2, fastlane_pb2
-from tanghulu.rpc.fast_client import Call
+from tanghulu.protos import directory_pb2
 from tanghulu.store.client.logic import context as common
 from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic.context import Context
 from tanghulu.store.client.logic.effects import MASTER, CallPeers, Deadline, Logic, PeerId, Sleep
 from tanghulu.store.client.model import ChunkInfo, KeyInfo, NodeView
+from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.types import validate_key, validate_keys
 
 KEYS_PER_PAGE = 10_000
@@ -105,7 +105,7 @@ def _wait(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[li
         call_s = min(deadline.remaining_s(), context.wait_s)
         waiting_s = max(call_s - _SLACK_S, 0.0)
         request = directory_pb2.WaitRequest(keys=keys, deadline_ms=int(waiting_s * 1000))
-        (outcome,) = yield CallPeers([(MASTER, Call(fastlane_pb2.METHOD_WAIT, request, directory_pb2.WaitReply))])
+        (outcome,) = yield CallPeers([(MASTER, methods.WAIT.call(request))])
         failure = outcome if isinstance(outcome, TanghuluError) else None
         if failure is not None and not isinstance(failure, MasterUnavailable | Overloaded):
             raise failure

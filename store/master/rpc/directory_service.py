@@ -10,17 +10,24 @@ import structlog
 
 from tanghulu.errors import NodeUnavailable, StoreFull, TanghuluError
 from tanghulu.protos import directory_pb2 as pb
-from tanghulu.protos import directory_pb2_grpc, fastlane_pb2, store_pb2
+from tanghulu.protos import directory_pb2_grpc, store_pb2
 from tanghulu.rpc.fast_server import FastService, Peer
 from tanghulu.rpc.grpc_edge import abort
+from tanghulu.rpc.methods import HELLO, Method
 from tanghulu.store.master.directory.chunk_table import FoundChunk
 from tanghulu.store.master.rpc import wire
 from tanghulu.store.master.rpc.followers import follow
 from tanghulu.store.master.rpc.waiting import WaitCalls
 from tanghulu.store.master.server import MasterServer
-from tanghulu.store.protocol import packed_directory
-from tanghulu.store.protocol import packed_write_buffer as packed_desk
-from tanghulu.store.protocol.packed_directory import LocateRequest, Location
+from tanghulu.store.protocol import methods
+from tanghulu.store.protocol.messages import (
+    LocateReply,
+    LocateRequest,
+    Location,
+    ProclaimManyReply,
+    ProclaimManyRequest,
+    ProclaimReply,
+)
 from tanghulu.store.protocol.types import Proclamation, Verdict
 from tanghulu.types import format_size
 
@@ -86,7 +93,7 @@ class DirectoryCalls:
             peer.on_close.append(lambda: self._master.connection_lost(node_id, self._shell.now_s))
         return reply
 
-    def _proclaim(self, peer: Peer, said: Proclamation, attachment: memoryview) -> bytes:
+    def _proclaim(self, peer: Peer, said: Proclamation, attachment: memoryview) -> ProclaimReply:
         """Take a client's word for a chunk that it has written into a desk."""
         self._shell.require_leadership()
         verdict = self._master.directory.proclaim(said, self._shell.now_s)
@@ -98,10 +105,11 @@ class DirectoryCalls:
             counts.proclaimed += 1
         elif verdict is Verdict.EXISTS:
             counts.refused += 1
-        return packed_desk.pack_verdict(verdict)
+        return ProclaimReply(verdict)
 
-    def _proclaim_many(self, peer: Peer, said: list[Proclamation], attachment: memoryview) -> bytes:
+    def _proclaim_many(self, peer: Peer, request: ProclaimManyRequest, attachment: memoryview) -> ProclaimManyReply:
         """The same of several values of one put."""
+        said = request.said
         wire.check_count(len(said))
         self._shell.require_leadership()
         directory, now_s, counts = self._master.directory, self._shell.now_s, self._metrics.counts
@@ -113,7 +121,7 @@ class DirectoryCalls:
                 self.waiting.announced(accepted)
         counts.proclaimed += len(accepted)
         counts.refused += verdicts.count(Verdict.EXISTS)
-        return packed_desk.pack_verdicts(verdicts)
+        return ProclaimManyReply(verdicts)
 
     @property
     def incomplete(self) -> bool:
@@ -145,17 +153,12 @@ class DirectoryCalls:
             return pb.LocateReply(found=self.holds(request.keys), incomplete=self.incomplete)
         return wire.locate_to_wire(self.holders(request.keys), incomplete=self.incomplete)
 
-    def _locate(self, peer: Peer, request: LocateRequest, attachment: memoryview) -> bytes:
+    def _locate(self, peer: Peer, request: LocateRequest, attachment: memoryview) -> LocateReply:
         self._shell.require_leadership()
         if request.count_only:
-            return packed_directory.pack_existence(self.holds(request.keys), self.incomplete)
-        located = [
-            packed_directory.NOWHERE
-            if each is None
-            else Location(each.node_ids, each.version, each.size_bytes, each.num_warm)
-            for each in self.holders(request.keys)
-        ]
-        return packed_directory.pack_located(located, self.incomplete)
+            return LocateReply(self.incomplete, found=self.holds(request.keys))
+        found = self.holders(request.keys)
+        return LocateReply(self.incomplete, [None if each is None else Location(*each) for each in found])
 
     def place(self, request: pb.PlaceRequest) -> pb.PlaceReply:
         """Where to put a new chunk. Raises NodeUnavailable without nodes, StoreFull if none can hold it."""
@@ -195,19 +198,18 @@ class DirectoryCalls:
 
     def serve(self, service: FastService) -> None:
         """Answer on the fast lane too."""
-        service.register(fastlane_pb2.METHOD_HELLO, store_pb2.HelloRequest, _welcome)
-        service.register(fastlane_pb2.METHOD_ANNOUNCE, pb.AnnounceRequest, self._announce_on)
-        service.register_packed(fastlane_pb2.METHOD_LOCATE, packed_directory.unpack_locate, self._locate)
-        service.register_packed(fastlane_pb2.METHOD_PROCLAIM, packed_desk.unpack_proclaim, self._proclaim)
-        many = fastlane_pb2.METHOD_PROCLAIM_MANY
-        service.register_packed(many, packed_desk.unpack_proclaim_many, self._proclaim_many)
-        service.register(fastlane_pb2.METHOD_WAIT, pb.WaitRequest, self.waiting.wait)
-        self._register(service, fastlane_pb2.METHOD_PLACE, pb.PlaceRequest, self.place)
-        self._register(service, fastlane_pb2.METHOD_NODES, pb.NodesRequest, self.nodes)
-        self._register(service, fastlane_pb2.METHOD_LIST_KEYS, pb.ListKeysRequest, self.list_keys)
-        self._register(service, fastlane_pb2.METHOD_REPLICATE, pb.ReplicateRequest, self.replicate)
+        service.register(HELLO, _welcome)
+        service.register(methods.ANNOUNCE, self._announce_on)
+        service.register(methods.LOCATE, self._locate)
+        service.register(methods.PROCLAIM, self._proclaim)
+        service.register(methods.PROCLAIM_MANY, self._proclaim_many)
+        service.register(methods.WAIT, self.waiting.wait)
+        self._register(service, methods.PLACE, self.place)
+        self._register(service, methods.NODES, self.nodes)
+        self._register(service, methods.LIST_KEYS, self.list_keys)
+        self._register(service, methods.REPLICATE, self.replicate)
 
-    def _register(self, service: FastService, method: int, request_type: Any, call: Callable[[Any], Any]) -> None:
+    def _register(self, service: FastService, method: Method[Any, Any], call: Callable[[Any], Any]) -> None:
         def handler(peer: Peer, request: Any, attachment: memoryview) -> Any:
             return call(request)
 
@@ -215,7 +217,7 @@ class DirectoryCalls:
             self._shell.require_leadership()
             return call(request)
 
-        service.register(method, request_type, handler if self._shell.leadership is None else handler_of_several)
+        service.register(method, handler if self._shell.leadership is None else handler_of_several)
 
 
 class DirectoryService(directory_pb2_grpc.DirectoryServicer):

@@ -15,7 +15,7 @@ import structlog
 
 from tanghulu.discovery.masters import ATTEMPT_S, SEEK_PAUSE_S, MasterFinder
 from tanghulu.errors import LeaseExpired, MasterUnavailable, NotLeader, TanghuluError
-from tanghulu.protos import common_pb2, directory_pb2, fastlane_pb2
+from tanghulu.protos import common_pb2, directory_pb2
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Reply
 from tanghulu.rpc.greeting import show
@@ -24,6 +24,7 @@ from tanghulu.store.node.state.confirmations import Done
 from tanghulu.store.node.state.holdings import Holding
 from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.state.report_queue import FullReport, ReportMessage
+from tanghulu.store.protocol.methods import ANNOUNCE
 from tanghulu.store.protocol.types import Tier
 from tanghulu.types import Address, InstanceId
 
@@ -250,7 +251,7 @@ class Reporter:
                 request.news.replicated.add(key=chunk.key, replicas=chunk.replicas)
         self._add_news(request)
         try:
-            self._connection.send(fastlane_pb2.METHOD_ANNOUNCE, request, directory_pb2.AnnounceReply, self._replied)
+            self._connection.send(ANNOUNCE.number, request, ANNOUNCE.reply, self._replied)
         except TanghuluError as error:
             self._replied(error)
 

@@ -11,7 +11,7 @@ from typing import Any
 import structlog
 
 from tanghulu.errors import InvalidRequest, Unauthorized
-from tanghulu.protos import fastlane_pb2, store_pb2
+from tanghulu.protos import store_pb2
 from tanghulu.rpc.fast_server import Answer, FastService, Peer
 from tanghulu.store.node.rpc.sessions import Session, after_drain
 from tanghulu.store.node.state.chunk import Chunk
@@ -19,6 +19,7 @@ from tanghulu.store.node.state.counters import EvictionReason
 from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.writes.puts import PutService
 from tanghulu.store.protocol import checksums as sums
+from tanghulu.store.protocol import methods
 from tanghulu.types import ChunkKey
 
 _log = structlog.get_logger(__name__)
@@ -39,10 +40,10 @@ class AdminService:
 
     def serve(self, service: FastService) -> None:
         """Answer the administrator's methods."""
-        service.register(fastlane_pb2.METHOD_DRAIN, store_pb2.DrainRequest, self.drain)
-        service.register(fastlane_pb2.METHOD_EVICT, store_pb2.EvictRequest, after_drain(self._state, self.evict))
-        service.register(fastlane_pb2.METHOD_VERIFY, store_pb2.VerifyRequest, after_drain(self._state, self.verify))
-        service.register(fastlane_pb2.METHOD_TENANTS, store_pb2.TenantsRequest, after_drain(self._state, self.tenants))
+        service.register(methods.DRAIN, self.drain)
+        service.register(methods.EVICT, after_drain(self._state, self.evict))
+        service.register(methods.VERIFY, after_drain(self._state, self.verify))
+        service.register(methods.TENANTS, after_drain(self._state, self.tenants))
 
     def drain(self, peer: Peer, request: store_pb2.DrainRequest, attachment: memoryview) -> Coroutine[Any, Any, Answer]:
         """Take no new chunks from now on, or take them again; answered when the master knows."""

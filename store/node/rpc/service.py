@@ -6,17 +6,17 @@ An edge: turns messages into NodeState's words and back. What needs no waiting i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import structlog
-from google.protobuf.message import Message
 
 from tanghulu.errors import ChecksumMismatch, ChunkNotFound, InvalidRequest, TanghuluError, Unauthorized
-from tanghulu.protos import fastlane_pb2, store_pb2
+from tanghulu.protos import store_pb2
 from tanghulu.rpc.fast_server import Answer, FastService, Handler, Later, Peer
 from tanghulu.rpc.frames import PROTOCOL_VERSION
+from tanghulu.rpc.methods import HELLO, Method
 from tanghulu.store.node.rpc.metrics import TrafficCounters
 from tanghulu.store.node.rpc.sessions import Greeting, Session, Sessions, after_drain
 from tanghulu.store.node.rpc.stats import check_count, stat_reply
@@ -26,9 +26,23 @@ from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.state.outcomes import Committer, Existed, Reserved
 from tanghulu.store.node.state.tenant_usage import Policies
 from tanghulu.store.node.writes.puts import PutOutcome, PutService, Written, remaining_s
-from tanghulu.store.protocol import packed_node
-from tanghulu.store.protocol import packed_write_buffer as packed_desk
-from tanghulu.store.protocol.packed_node import CommitRequest, Found, GetRequest, PutRequest, UnpinRequest
+from tanghulu.store.protocol import methods
+from tanghulu.store.protocol.messages import (
+    CommitRequest,
+    DeskReply,
+    DeskRequest,
+    Done,
+    Failure,
+    Found,
+    GetReply,
+    GetRequest,
+    PutReply,
+    PutRequest,
+    Reservation,
+    ReserveReply,
+    ReserveRequest,
+    UnpinRequest,
+)
 from tanghulu.store.protocol.shared_index import IndexPlace
 from tanghulu.store.protocol.types import MAX_INLINE_BYTES, NewChunk
 from tanghulu.store.protocol.wire import index_to_wire
@@ -80,25 +94,21 @@ class NodeService:
 
     def serve(self, service: FastService) -> None:
         """Answer the node's methods."""
-        service.register(fastlane_pb2.METHOD_HELLO, store_pb2.HelloRequest, self.hello)
-        service.register_packed(fastlane_pb2.METHOD_DESK, packed_desk.unpack_desk_request, self.desk)
-        packed: list[tuple[int, Callable[[bytes], Any], Handler]] = [
-            (fastlane_pb2.METHOD_PUT, packed_node.unpack_put, self.put),
-            (fastlane_pb2.METHOD_RESERVE, packed_node.unpack_put, self.reserve),
-            (fastlane_pb2.METHOD_COMMIT, packed_node.unpack_commit, self.commit),
-            (fastlane_pb2.METHOD_GET, packed_node.unpack_get, self.get),
-            (fastlane_pb2.METHOD_UNPIN, packed_node.unpack_unpin, self.unpin),
+        service.register(HELLO, self.hello)
+        service.register(methods.DESK, self.desk)
+        handlers: list[tuple[Method[Any, Any], Handler]] = [
+            (methods.PUT, self.put),
+            (methods.RESERVE, self.reserve),
+            (methods.COMMIT, self.commit),
+            (methods.GET, self.get),
+            (methods.UNPIN, self.unpin),
+            (methods.EXISTS, self.exists),
+            (methods.REMOVE, self.remove),
+            (methods.CHUNK_STAT, self.stat),
+            (methods.EVICTION, self.eviction),
         ]
-        for method, unpack, handler in packed:
-            service.register_packed(method, unpack, after_drain(self._state, handler))
-        others: list[tuple[int, type[Message], Handler]] = [
-            (fastlane_pb2.METHOD_EXISTS, store_pb2.ExistsRequest, self.exists),
-            (fastlane_pb2.METHOD_REMOVE, store_pb2.RemoveRequest, self.remove),
-            (fastlane_pb2.METHOD_CHUNK_STAT, store_pb2.StatRequest, self.stat),
-            (fastlane_pb2.METHOD_EVICTION, store_pb2.EvictionRequest, self.eviction),
-        ]
-        for method, request_type, handler in others:
-            service.register(method, request_type, after_drain(self._state, handler))
+        for method, handler in handlers:
+            service.register(method, after_drain(self._state, handler))
 
     # --- sessions
 
@@ -128,14 +138,14 @@ class NodeService:
 
     # --- puts
 
-    def desk(self, peer: Peer, value_bytes: int, attachment: memoryview) -> Answer:
+    def desk(self, peer: Peer, request: DeskRequest, attachment: memoryview) -> Answer:
         """A desk for a client that maps the memory; none if there is none to spare."""
         session = session_of(peer)
         scope = "" if peer.identity is None else peer.identity.scope
         maps = session.holder.maps
-        place = self._state.grant_buffer(session.session_id, value_bytes, scope) if maps else None
+        place = self._state.grant_buffer(session.session_id, request.value_bytes, scope) if maps else None
         self._desk.room_changed()
-        return packed_desk.pack_desk(place)
+        return DeskReply(place)
 
     def put(self, peer: Peer, request: PutRequest, attachment: memoryview) -> Pending:
         """Put values that came in the request."""
@@ -153,9 +163,11 @@ class NodeService:
         self, items: list[tuple[NewChunk, memoryview]], written: list[Written], visible: bool, until_s: float
     ) -> Answer:
         written = await self._desk.write_rest(items, written, visible=visible, until_s=until_s)
-        return packed_node.pack_outcomes(await self._desk.settled(written, visible=visible, until_s=until_s))
+        return PutReply.of(await self._desk.settled(written, visible=visible, until_s=until_s))
 
-    def reserve(self, peer: Peer, request: PutRequest, attachment: memoryview) -> Answer | Coroutine[Any, Any, Answer]:
+    def reserve(
+        self, peer: Peer, request: ReserveRequest, attachment: memoryview
+    ) -> Answer | Coroutine[Any, Any, Answer]:
         """Reserve ranges that the client will write."""
         check_count(len(request.items))
         session = session_of(peer)
@@ -171,7 +183,7 @@ class NodeService:
     ) -> Answer:
         return self._reserved(await self._desk.reserve_rest(items, reserved, session.holder, until_s), wipes)
 
-    def _reserved(self, reserved: Sequence[Written], wipes: bool) -> bytes:
+    def _reserved(self, reserved: Sequence[Written], wipes: bool) -> ReserveReply:
         """The answer. ``wipes``: the client must not find in its ranges what was another tenant's."""
         for outcome in reserved if wipes else ():
             if isinstance(outcome, Reserved):
@@ -186,7 +198,8 @@ class NodeService:
             self._state.unpin(request.aborted, session.owned)
         num_told = request.num_proclaimed if self._is_commit_valid(request) else 0
         written: list[Written] = []
-        for place, (lease_id, checksums) in enumerate(request.items):
+        for place, item in enumerate(request.items):
+            lease_id, checksums = item.lease_id, item.checksums
             lease = self._state.access.lease(LeaseId(lease_id))
             try:
                 by = Committer.CLIENT if place < num_told else Committer.node(visible=request.visible)
@@ -200,14 +213,14 @@ class NodeService:
 
     def _is_commit_valid(self, request: CommitRequest) -> bool:
         """Whether what the client has committed at the master still holds, all of it."""
-        reserved = [self._state.leased(lease_id) for lease_id, _ in request.items]
+        reserved = [self._state.leased(each.lease_id) for each in request.items]
         return all(self._state.is_commit_valid(each, request.generation) for each in reserved if each is not None)
 
     def _settle(self, written: Sequence[Written], visible: bool, until_s: float, num_told: int = 0) -> Later:
         later = Later()
 
         def done(outcomes: list[PutOutcome]) -> None:
-            later.set(packed_node.pack_outcomes(outcomes))
+            later.set(PutReply.of(outcomes))
 
         self._desk.settle(written, visible=visible, until_s=until_s, done=done, num_told=num_told)
         return later
@@ -221,19 +234,19 @@ class NodeService:
         if self._promoter is not None and self._promoter.is_cold(request.keys):
             return self._get_cold(session, request, self._promoter)
         items, values = self._get(session, request)
-        return packed_node.pack_found(items, self._state.access.lease_ms), values
+        return GetReply(items, self._state.access.lease_ms), values
 
     async def _get_cold(self, session: Session, request: GetRequest, promoter: Promoter) -> Answer:
         """Key by key, because room in memory may not suffice for all: what this call pins must not fill it up.
 
         So beyond a part of the memory the answer ends, and the client asks again for the keys that are left.
         """
-        items: list[Found | TanghuluError] = []
+        items: list[Found | Failure] = []
         values: list[bytes | memoryview] = []
         budget, pinned_bytes = MAX_INLINE_ANSWER_BYTES, 0
         async for key, error in promoter.each(request.keys, self._until(request.deadline_ms)):
             if error is not None:
-                items.append(error)
+                items.append(Failure.of(error))
                 continue
             inline_bytes = min(request.max_inline_bytes, budget)
             one, more = self._get(session, GetRequest([key], inline_bytes, request.verify))
@@ -245,12 +258,10 @@ class NodeService:
                 break
         found = (self._state.find(ChunkKey(key)) for key in request.keys)
         self._state.touch([chunk for chunk in found if chunk is not None])  # once more, in the order of the prompt
-        return packed_node.pack_found(items, self._state.access.lease_ms), values
+        return GetReply(items, self._state.access.lease_ms), values
 
-    def _get(
-        self, session: Session, request: GetRequest
-    ) -> tuple[list[Found | TanghuluError], list[bytes | memoryview]]:
-        items: list[Found | TanghuluError] = []
+    def _get(self, session: Session, request: GetRequest) -> tuple[list[Found | Failure], list[bytes | memoryview]]:
+        items: list[Found | Failure] = []
         values: list[bytes | memoryview] = []
         budget = MAX_INLINE_ANSWER_BYTES
         touched: list[Chunk] = []
@@ -260,7 +271,7 @@ class NodeService:
                 is_inline = chunk.size_bytes <= request.max_inline_bytes and chunk.size_bytes <= budget
                 pinned = None if is_inline else self._state.pin(chunk, session.holder)
             except TanghuluError as error:
-                items.append(error)
+                items.append(Failure.of(error))
                 continue
             touched.append(chunk)
             if pinned is None:
@@ -303,7 +314,7 @@ class NodeService:
         self._state.unpin(request.lease_ids, session.owned)
         self._traffic.bytes_read["shm"] += request.bytes_read
         self._desk.room_changed()
-        return b""
+        return Done()
 
     # --- questions
 
@@ -347,14 +358,14 @@ class NodeService:
         return asyncio.get_running_loop().time() + remaining_s(deadline_ms, DEFAULT_DEADLINE_S)
 
 
-def _reserve_reply(reserved: Sequence[Written]) -> bytes:
-    return packed_node.pack_reservations(
+def _reserve_reply(reserved: Sequence[Written]) -> ReserveReply:
+    return ReserveReply(
         [
-            outcome
+            Failure.of(outcome)
             if isinstance(outcome, TanghuluError)
             else None
             if isinstance(outcome, Existed)
-            else packed_node.Reservation(outcome.lease_id, outcome.chunk.offset, outcome.copies_only)
+            else Reservation(outcome.lease_id, outcome.chunk.offset, outcome.copies_only)
             for outcome in reserved
         ]
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 from tanghulu.errors import InvalidRequest, Overloaded
-from tanghulu.protos import fastlane_pb2
 from tanghulu.rpc.fast_server import NO_ANSWER, Answer, FastService, Landing, Later, Peer
 from tanghulu.store.node.rpc.metrics import TrafficCounters
 from tanghulu.store.node.rpc.service import session_of
@@ -14,9 +13,8 @@ from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.state.outcomes import Existed
 from tanghulu.store.node.writes.puts import PutService, remaining_s
 from tanghulu.store.node.writes.streams import IncomingPut, IncomingPuts
-from tanghulu.store.protocol import packed_stream
-from tanghulu.store.protocol.packed_node import pack_outcomes
-from tanghulu.store.protocol.packed_stream import SettleRequest, StreamRequest
+from tanghulu.store.protocol import methods
+from tanghulu.store.protocol.messages import PutReply, SettleRequest, StreamRequest
 from tanghulu.types import format_size
 
 #: The putter's last word comes so soon at the latest, or less if it says so: as long as a reservation lasts.
@@ -35,21 +33,20 @@ class StreamService:
 
     def serve(self, service: FastService) -> None:
         """Answer the two methods."""
-        stream, settle = fastlane_pb2.METHOD_STREAM, fastlane_pb2.METHOD_SETTLE
-        service.register_packed(stream, packed_stream.unpack_stream, after_drain(self._state, self.stream))
-        service.register_landing(stream, self.land)
-        service.register_packed(settle, packed_stream.unpack_settle, after_drain(self._state, self.settle))
+        service.register(methods.STREAM, after_drain(self._state, self.stream))
+        service.register_landing(methods.STREAM, self.land)
+        service.register(methods.SETTLE, after_drain(self._state, self.settle))
 
     def land(self, peer: Peer, request: StreamRequest, payload_bytes: int) -> Landing | None:
         """A place for a value whose head is there; None if there is none now, or no need of one."""
         session_of(peer)
-        stream_id, new, visible, deadline_ms = request
+        new = request.item
         if payload_bytes != new.size_bytes:
             raise InvalidRequest(f"the value of {new.key!r} has {new.size_bytes} bytes, {payload_bytes} come")
         self._state.drain_buffers()
         is_first = not self.arrivals.knows(peer)
-        until_s = asyncio.get_running_loop().time() + remaining_s(deadline_ms, MAX_INCOMING_S)
-        arrival = self.arrivals.begin(peer, stream_id, new, visible, until_s)
+        until_s = asyncio.get_running_loop().time() + remaining_s(request.deadline_ms, MAX_INCOMING_S)
+        arrival = self.arrivals.begin(peer, request.stream_id, new, request.visible, until_s)
         if arrival is None:
             return None
         if is_first:
@@ -73,7 +70,7 @@ class StreamService:
         if self._state.current_anywhere(request.item.key) is not None:
             outcome = self._state.reserve_at_once(request.item, None)
             if isinstance(outcome, Existed):
-                return pack_outcomes([True])
+                return PutReply.of([True])
         size = format_size(request.item.size_bytes)
         raise Overloaded(
             f"this node has no room for {size} without waiting; put {request.item.key!r} by PUT, which waits"
@@ -88,11 +85,11 @@ class StreamService:
         arrival, written, told = settled
         later = self._answers.pop(arrival)
         if written is None:
-            later.set(pack_outcomes([True]))
+            later.set(PutReply.of([True]))
         else:
             visible = arrival.visible and not told
             self._desk.settle(
-                [written], visible=visible, until_s=arrival.until_s, done=lambda each: later.set(pack_outcomes(each))
+                [written], visible=visible, until_s=arrival.until_s, done=lambda each: later.set(PutReply.of(each))
             )
         self._desk.room_changed()
         return NO_ANSWER

@@ -18,7 +18,7 @@ from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.store.node.state.chunk import Chunk, ChunkState
 from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.state.outcomes import Committer, Existed, Reserved
-from tanghulu.store.protocol.packed_stream import SettleRequest
+from tanghulu.store.protocol.messages import SettleRequest
 from tanghulu.store.protocol.types import LastWord, NewChunk
 
 #: Of the node's memory, what all incoming puts may take; beyond it values are put in another way.

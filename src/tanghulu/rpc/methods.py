@@ -1,0 +1,106 @@
+"""What a method of the fast lane is: one row of a table (``store.protocol.methods``) that everything else reads.
+
+The row registers the method's handler, names it in metrics, says which right a token needs for it and where keys stand
+in its messages; the same rules guard gRPC methods. Adding a method is adding a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import msgspec
+from google.protobuf.message import Message
+
+from tanghulu.auth.tenants import Identity, Right
+from tanghulu.protos import store_pb2
+from tanghulu.rpc.fast_client import Call
+from tanghulu.rpc.wire import Body, FastMessage
+
+Q = TypeVar("Q", bound=Body)
+A = TypeVar("A", bound=Body)
+Scoping: TypeAlias = Callable[[Identity, Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a method needs. ``right`` None: anybody who is known; it may depend on the request.
+
+    ``scope`` gives the request as the store names things, ``unscope`` the answer (of a stream: each message) as the
+    tenant does; both may change what they are given. ``unscope`` is for handlers that answer at once.
+    """
+
+    name: str
+    right: Right | Callable[[Any], Right | None] | None
+    scope: Scoping | None = None
+    unscope: Scoping | None = None
+
+    def admit(self, identity: Identity, request: Any) -> Any:
+        """The request, scoped; raises Forbidden."""
+        right = self.right(request) if callable(self.right) else self.right
+        if right is not None:
+            identity.require(right, self.name)
+        return request if self.scope is None or not identity.tenant else self.scope(identity, request)
+
+    def answer(self, identity: Identity, answer: Any) -> Any:
+        """The answer, as the tenant names things."""
+        return answer if self.unscope is None or not identity.tenant else self.unscope(identity, answer)
+
+
+@dataclass(frozen=True, slots=True)
+class Method(Generic[Q, A]):
+    """One method. ``name`` is its label in metrics; ``reply`` bytes: the answer is not looked at, or there is none.
+
+    ``rule`` None: closed where tokens are asked for, but for HELLO, which shows them.
+    """
+
+    number: int
+    name: str
+    request: type[Q]
+    reply: type[A]
+    rule: Rule | None = None
+
+    def call(self, request: Q, attachment: Sequence[bytes | bytearray | memoryview] = ()) -> Call[A]:
+        """A call of this method."""
+        return Call(self.number, request, self.reply, attachment)
+
+
+#: The first call of a connection: who asks, and what it is given. Of nodes, masters and workers.
+HELLO = Method(1, "hello", store_pb2.HelloRequest, store_pb2.HelloReply)
+
+
+def scope_keys(*fields: str) -> Scoping:
+    """Put the tenant's scope in front of the keys in these fields of a request.
+
+    A field is named by its path: ``keys`` is a list of keys, ``item.key`` a key inside the message ``item``, and
+    ``items.key`` one in each message of the list ``items``.
+    """
+    paths = [field.split(".") for field in fields]
+
+    def scope(identity: Identity, request: Any) -> Any:
+        for path in paths:
+            request = _changed(request, path, identity.scoped)
+        return request
+
+    return scope
+
+
+def _changed(value: Any, path: Sequence[str], change: Callable[[str], str]) -> Any:
+    """``value`` with ``change`` done to what lies at ``path``; protobuf messages are changed in place."""
+    if isinstance(value, str):
+        return change(value)
+    if not isinstance(value, FastMessage | Message):
+        return [_changed(each, path, change) for each in value]
+    name, *rest = path
+    changed = _changed(getattr(value, name), rest, change)
+    if isinstance(value, FastMessage):
+        return msgspec.structs.replace(value, **{name: changed})
+    if isinstance(changed, str):
+        setattr(value, name, changed)
+    elif isinstance(changed, list) and not rest:
+        getattr(value, name)[:] = changed
+    return value
+
+
+__all__ = ["HELLO", "Method", "Rule", "Scoping", "scope_keys"]

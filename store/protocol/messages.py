@@ -1,0 +1,288 @@
+"""The messages that only the fast lane carries, each defined here and nowhere else.
+
+A class is the type in signatures, the bytes on the wire and their documentation at once; ``FastMessage`` says how it
+may change. Values travel behind a message, in the frame's attachment, one behind the other. Types and bounds are
+checked as a message is decoded, and ``validate`` checks what types cannot say; how many keys one call may name the
+services check, whose errors say what to do. The methods stand in ``methods``; gRPC, and methods that both carriers
+serve, have the messages of protos/store.proto and protos/directory.proto.
+
+Example: the put of "ab" = b"xyz" at version 7 with checksum 9, to be acknowledged when the master knows, within 1 s, is
+``PutRequest([NewChunk("ab", 7, 3, Checksums(0, (9,)))], True, 1000)``, 23 bytes, with the attachment b"xyz":
+93 91 97 a26162 07 03 92 00 91 09 a46e6f6e65 c0 01 c3 cd03e8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+from tanghulu.errors import TanghuluError, error_from_code
+from tanghulu.rpc.wire import U32, U64, FastMessage
+from tanghulu.store.protocol.checksums import NO_CHECKSUMS, Checksums
+from tanghulu.store.protocol.types import LastWord, NewChunk, Proclamation, Verdict
+from tanghulu.store.protocol.write_buffer import DeskPlace
+
+_MAX_TEXT = (1 << 16) - 1
+
+
+class Failure(FastMessage, frozen=True, tag=1):
+    """The error of one item of a call, where the others may have succeeded."""
+
+    code: str
+    message: str
+
+    @classmethod
+    def of(cls, error: TanghuluError) -> Failure:
+        """``error`` as it travels."""
+        return cls(error.code, error.message[:_MAX_TEXT])
+
+    @property
+    def error(self) -> TanghuluError:
+        """The typed error."""
+        return error_from_code(self.code, self.message)
+
+
+# --- puts in one message: PUT
+
+
+class PutRequest(FastMessage, frozen=True):
+    """Values that travel with the request. ``visible``: acknowledge only when the master knows of them.
+
+    ``deadline_ms`` bounds the wait for leases that stand in the way and for the master; 0: the node's default.
+    """
+
+    items: list[NewChunk]
+    visible: bool
+    deadline_ms: U32
+
+    def validate(self) -> None:
+        """Refuse an item that is none."""
+        for item in self.items:
+            item.validate()
+
+
+class PutReply(FastMessage, frozen=True):
+    """Of each value whether its key existed already, a hit that wrote nothing, or why it failed; of COMMIT too."""
+
+    outcomes: list[bool | Failure]
+
+    @classmethod
+    def of(cls, outcomes: Sequence[bool | TanghuluError]) -> PutReply:
+        """The reply that says so."""
+        return cls([Failure.of(each) if isinstance(each, TanghuluError) else each for each in outcomes])
+
+    @property
+    def results(self) -> list[bool | TanghuluError]:
+        """The outcomes with typed errors."""
+        return [each.error if isinstance(each, Failure) else each for each in self.outcomes]
+
+
+# --- puts in three steps: RESERVE, a WRITE of the transfer engine, COMMIT
+
+
+class ReserveRequest(FastMessage, frozen=True):
+    """Values that want ranges. ``deadline_ms`` bounds the wait for leases that stand in the way."""
+
+    items: list[NewChunk]
+    deadline_ms: U32
+
+    def validate(self) -> None:
+        """Refuse an item that is none."""
+        for item in self.items:
+            item.validate()
+
+
+class Reservation(FastMessage, frozen=True, tag=0):
+    """A range to write. ``copies_only``: through the node and not through a mapping, whose leases are used up."""
+
+    lease_id: U64
+    offset: U64
+    copies_only: bool
+
+
+class ReserveReply(FastMessage, frozen=True):
+    """For each value its range; None: its key exists."""
+
+    reservations: list[Reservation | Failure | None]
+
+
+class CommitItem(FastMessage, frozen=True):
+    """A reservation that was written, and the checksums of what was written."""
+
+    lease_id: U64
+    checksums: Checksums
+
+
+class CommitRequest(FastMessage, frozen=True):
+    """``items`` were written, the reservations ``aborted`` were not; ``visible`` and ``deadline_ms`` as in PutRequest.
+
+    The first ``num_proclaimed`` items the master has accepted already, in the name of the node's ``generation``.
+    """
+
+    items: list[CommitItem]
+    aborted: list[U64]
+    visible: bool
+    deadline_ms: U32
+    num_proclaimed: U32 = 0
+    generation: U64 = 0
+
+
+# --- a put of one value that is received where it will lie: STREAM, and SETTLE behind it on the same connection
+
+
+class StreamRequest(FastMessage, frozen=True):
+    """A value without checksums that travels with the request; ``stream_id`` names it on its connection.
+
+    It is answered by a PutReply, when SETTLE has come.
+    """
+
+    stream_id: U64
+    item: NewChunk
+    visible: bool
+    deadline_ms: U32
+
+    def validate(self) -> None:
+        """Refuse an item that is none."""
+        self.item.validate()
+
+
+class SettleRequest(FastMessage, frozen=True):
+    """The last word on a streamed value, which is not answered. It leaves when all of the value has left.
+
+    ``generation``: of the node in whose name the master has accepted it.
+    """
+
+    stream_id: U64
+    word: LastWord
+    generation: U64 = 0
+    checksums: Checksums = NO_CHECKSUMS
+
+
+# --- puts into a range of the node's memory that the client was given before: DESK
+
+
+class DeskRequest(FastMessage, frozen=True):
+    """``value_bytes``: of a usual value."""
+
+    value_bytes: U64
+
+
+class DeskReply(FastMessage, frozen=True):
+    """None: there is no range to spare now."""
+
+    place: DeskPlace | None
+
+
+# --- gets: pin, a READ of the transfer engine, unpin; small values come with the answer
+
+
+class GetRequest(FastMessage, frozen=True):
+    """Values of up to ``max_inline_bytes`` come with the reply, without a pin.
+
+    ``verify``: the node compares the bytes with their checksums first; ``deadline_ms`` bounds the wait for chunks
+    that come up from an SSD, 0: the node's default.
+    """
+
+    keys: Sequence[str]
+    max_inline_bytes: U32
+    verify: bool = False
+    deadline_ms: U32 = 0
+
+
+class Found(FastMessage, frozen=True, tag=0):
+    """A chunk on a node: ``lease_id`` pins ``offset``; 0: the value is in the attachment. ``copies_only`` as above."""
+
+    size_bytes: U64
+    version: U64
+    checksums: Checksums
+    lease_id: U64
+    offset: U64
+    copies_only: bool
+
+
+class GetReply(FastMessage, frozen=True):
+    """One item a key, in order. Fewer, but one at least: the rest did not fit into the node's memory; ask again."""
+
+    items: list[Found | Failure]
+    lease_ms: U32
+
+
+class UnpinRequest(FastMessage, frozen=True):
+    """Leases that are not needed any more, and how many bytes were really read under them, for the node's metrics.
+
+    Keys whose bytes were ``corrupt``: the node verifies and drops them. Keys that were ``read`` by means of the shared
+    index, in order.
+    """
+
+    lease_ids: Sequence[U64]
+    bytes_read: U64 = 0
+    corrupt: Sequence[str] = ()
+    read: Sequence[str] = ()
+
+
+class Done(FastMessage, frozen=True):
+    """The answer of what has nothing to tell."""
+
+
+# --- between client and master: LOCATE, PROCLAIM, PROCLAIM_MANY
+
+
+class LocateRequest(FastMessage, frozen=True):
+    """``count_only``: it only matters whether somebody holds the key."""
+
+    keys: Sequence[str]
+    count_only: bool
+
+
+class Location(FastMessage, frozen=True):
+    """Who holds a key, the first ``num_warm`` of them in memory and the others on their SSD."""
+
+    version: U64
+    size_bytes: U64
+    node_ids: tuple[str, ...]
+    num_warm: U32
+
+
+class LocateReply(FastMessage, frozen=True):
+    """A location a key, None where nobody is known to hold it; or, with ``count_only``, a byte a key in ``found``.
+
+    ``incomplete``: the master is rebuilding, and nobody known does not mean nobody.
+    """
+
+    incomplete: bool
+    locations: Sequence[Location | None] = ()
+    found: bytes = b""
+
+    @property
+    def existence(self) -> list[bool]:
+        """``found`` as booleans."""
+        found = self.found
+        return [True] * len(found) if found.count(1) == len(found) else [byte == 1 for byte in found]
+
+
+_Proclaimed: TypeAlias = Annotated[list[Proclamation], msgspec.Meta(min_length=1)]
+
+
+class ProclaimManyRequest(FastMessage, frozen=True):
+    """Several proclamations of one put."""
+
+    said: _Proclaimed
+
+    def validate(self) -> None:
+        """Refuse a proclamation that is none."""
+        for each in self.said:
+            each.validate()
+
+
+class ProclaimReply(FastMessage, frozen=True):
+    """The answer to one proclamation."""
+
+    verdict: Verdict
+
+
+class ProclaimManyReply(FastMessage, frozen=True):
+    """A verdict a proclamation."""
+
+    verdicts: list[Verdict]

@@ -1,0 +1,276 @@
+"""The fast lane's messages: bytes that do not change unseen, every bound, and only InvalidRequest for nonsense."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from google.protobuf.message import Message
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tanghulu.auth.tenants import Identity, Right
+from tanghulu.errors import ChunkNotFound, InvalidRequest, StoreFull, TanghuluError
+from tanghulu.protos import store_pb2
+from tanghulu.rpc.methods import HELLO, scope_keys
+from tanghulu.rpc.wire import FastMessage, encode, parser_of
+from tanghulu.store.protocol import messages, methods
+from tanghulu.store.protocol.checksums import MAX_PARTS, Checksums
+from tanghulu.store.protocol.messages import (
+    CommitItem,
+    CommitRequest,
+    DeskReply,
+    DeskRequest,
+    Done,
+    Failure,
+    Found,
+    GetReply,
+    GetRequest,
+    LocateReply,
+    LocateRequest,
+    Location,
+    ProclaimManyReply,
+    ProclaimManyRequest,
+    ProclaimReply,
+    PutReply,
+    PutRequest,
+    Reservation,
+    ReserveReply,
+    ReserveRequest,
+    SettleRequest,
+    StreamRequest,
+    UnpinRequest,
+)
+from tanghulu.store.protocol.types import LastWord, NewChunk, Pin, Proclamation, Verdict
+from tanghulu.store.protocol.write_buffer import DeskPlace
+from tanghulu.types import MAX_KEY_BYTES, ChunkKey
+
+GOLDEN = Path(__file__).parent / "golden_messages.txt"
+SUMS = Checksums(4096, (1, (1 << 64) - 1))
+NEW = NewChunk(ChunkKey("kv/ключ"), 1 << 63, 8192, SUMS, Pin.HARD, 1.5, 3)
+FAILURE = Failure.of(StoreFull("no room"))
+SAID = Proclamation("node-1", 2, ChunkKey("k"), 7, 5)
+EXAMPLES: list[FastMessage] = [
+    PutRequest([NEW, NewChunk(ChunkKey("ab"), 7, 3)], True, 1000),
+    PutReply([True, False, FAILURE]),
+    ReserveRequest([NEW], 1000),
+    ReserveReply([Reservation(1, 64, True), None, FAILURE]),
+    CommitRequest([CommitItem(1, SUMS)], [2, 3], True, 1000, 1, 4),
+    GetRequest(["a", "b"], 65536, True, 1000),
+    GetReply([Found(8192, 7, SUMS, 1, 64, True), FAILURE], 5000),
+    UnpinRequest([1, 2], 8192, ["a"], ["b", "c"]),
+    Done(),
+    DeskRequest(4096),
+    DeskReply(DeskPlace(128, 256, 1024, 1 << 20, 1 << 22)),
+    StreamRequest(1, NEW, True, 1000),
+    SettleRequest(1, LastWord.PROCLAIMED, 2, SUMS),
+    LocateRequest(["a", "b"], True),
+    LocateReply(True, [Location(7, 8192, ("node-1", "node-2"), 1), None], b"\0\1"),
+    SAID,
+    ProclaimReply(Verdict.ACCEPTED),
+    ProclaimManyRequest([SAID, SAID]),
+    ProclaimManyReply([Verdict.EXISTS, Verdict.ACCEPTED, Verdict.ASK_NODE]),
+]
+U64 = st.integers(0, (1 << 64) - 1)
+
+
+def read_golden() -> dict[str, bytes]:
+    """name -> bytes; each line of the file is a message's name and its bytes in hex."""
+    lines = (line.split() for line in GOLDEN.read_text().splitlines())
+    return {name: bytes.fromhex(text) for name, text in lines}
+
+
+def back(message: FastMessage) -> FastMessage:
+    return parser_of(type(message))(encode(message))
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: type(example).__name__)
+def test_the_layout_is_what_it_was(example: FastMessage) -> None:
+    """Where this fails, read FastMessage's rules: a peer of the last version must understand what you send."""
+    data = read_golden()[type(example).__name__]
+    assert encode(example) == data
+    assert parser_of(type(example))(data) == example
+
+
+def test_every_message_of_the_table_has_golden_bytes() -> None:
+    kinds = {kind for method in methods.METHODS for kind in (method.request, method.reply)}
+    fast = {kind.__name__ for kind in kinds if issubclass(kind, FastMessage)}
+    assert fast == set(read_golden()) == {type(example).__name__ for example in EXAMPLES}
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: type(example).__name__)
+def test_fields_of_a_later_version_are_ignored(example: FastMessage) -> None:
+    longer = msgspec.msgpack.encode([*msgspec.msgpack.decode(encode(example)), "later", {"more": [1]}])
+    assert parser_of(type(example))(longer) == example
+
+
+def test_the_example_of_the_documentation() -> None:
+    data = encode(PutRequest([NewChunk(ChunkKey("ab"), 7, 3, Checksums(0, (9,)))], True, 1000))
+    text = "93 91 97 a26162 07 03 92 00 91 09 a46e6f6e65 c0 01 c3 cd03e8"
+    assert data == bytes.fromhex(text)
+    assert messages.__doc__ is not None
+    assert f"{len(data)} bytes" in messages.__doc__
+    assert text in messages.__doc__
+
+
+@given(
+    st.text(st.characters(codec="utf-8"), min_size=1, max_size=20),
+    U64,
+    st.lists(U64, max_size=5),
+    st.sampled_from(Pin),
+    st.one_of(st.none(), st.floats(0.001, 4e6)),
+)
+def test_what_is_put_comes_back(key: str, version: int, parts: list[int], pin: Pin, ttl_s: float | None) -> None:
+    new = NewChunk(ChunkKey(key), version, 8 * len(parts) or 1, Checksums(8, tuple(parts)), pin, ttl_s)
+    request = PutRequest([new], False, 5)
+    assert back(request) == request
+
+
+def test_errors_come_back_typed() -> None:
+    outcomes: list[bool | TanghuluError] = [True, ChunkNotFound("nowhere"), False]
+    first, error, last = parser_of(PutReply)(encode(PutReply.of(outcomes))).results
+    assert (first, last) == (True, False)
+    assert isinstance(error, ChunkNotFound)
+    assert error.message == "nowhere"
+    assert len(Failure.of(ChunkNotFound("x" * 100_000)).message) == 65535
+
+
+def test_existence() -> None:
+    for found in ([True] * 3, [True, False, True], []):
+        assert LocateReply(False, found=bytes(found)).existence == found
+
+
+LONG = "x" * (MAX_KEY_BYTES + 1)
+#: 1,024 characters, which are 2,048 bytes.
+WIDE = "ю" * MAX_KEY_BYTES
+OUT_OF_BOUNDS: list[FastMessage] = [
+    *(PutRequest([NewChunk(ChunkKey(key), 1, 1)], True, 1) for key in ("", LONG, WIDE)),
+    *(ReserveRequest([NewChunk(ChunkKey(key), 1, 1)], 1) for key in ("", LONG, WIDE)),
+    *(StreamRequest(1, NewChunk(ChunkKey(key), 1, 1), True, 1) for key in ("", LONG, WIDE)),
+    *(Proclamation("n", 1, ChunkKey(key), 1, 1) for key in ("", LONG, WIDE)),
+    *(ProclaimManyRequest([Proclamation("n", 1, ChunkKey(key), 1, 1)]) for key in ("", LONG, WIDE)),
+    PutRequest([NewChunk(ChunkKey("k"), -1, 1)], True, 1),
+    PutRequest([NewChunk(ChunkKey("k"), 1, -1)], True, 1),
+    PutRequest([NewChunk(ChunkKey("k"), 1, 9, Checksums(0, (1, 2)))], True, 1),  # one sum is due
+    PutRequest([NewChunk(ChunkKey("k"), 1, 9, Checksums(-1, (1,)))], True, 1),
+    PutRequest([NewChunk(ChunkKey("k"), 1, MAX_PARTS + 1, Checksums(1, (0,) * (MAX_PARTS + 1)))], True, 1),
+    PutRequest([NewChunk(ChunkKey("k"), 1, 1, pin="medium")], True, 1),  # type: ignore[arg-type]
+    *(PutRequest([NewChunk(ChunkKey("k"), 1, 1, ttl_s=ttl)], True, 1) for ttl in (0.0, -1.0, float("nan"), 5e6)),
+    *(PutRequest([NewChunk(ChunkKey("k"), 1, 1, replicas=number)], True, 1) for number in (0, 256)),
+    *(PutRequest([], True, deadline_ms) for deadline_ms in (-1, 1 << 32)),
+    StreamRequest(-1, NewChunk(ChunkKey("k"), 1, 1), True, 1),
+    SettleRequest(1, 3),  # type: ignore[arg-type]
+    SettleRequest(1, LastWord.DROP, 0, Checksums(1, (0,) * (MAX_PARTS + 1))),
+    CommitRequest([CommitItem(-1, SUMS)], [], True, 1),
+    CommitRequest([CommitItem(1, Checksums(1, (0,) * (MAX_PARTS + 1)))], [], True, 1),
+    CommitRequest([], [-1], True, 1),
+    CommitRequest([], [], True, 1, 1 << 32),
+    GetRequest(["k"], -1),
+    GetRequest(["k"], 1 << 32),
+    UnpinRequest([-1]),
+    UnpinRequest([], -1),
+    DeskRequest(-1),
+    Proclamation("n", 1, ChunkKey("k"), 1, 1 << 44),
+    ProclaimManyRequest([]),
+    ProclaimManyRequest([Proclamation("n", 1, ChunkKey("k"), 1, 1 << 44)]),
+    ProclaimReply(3),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize("message", OUT_OF_BOUNDS, ids=lambda message: repr(message)[:60])
+def test_what_is_out_of_bounds_is_refused(message: FastMessage) -> None:
+    with pytest.raises(InvalidRequest):
+        back(message)
+
+
+def test_the_largest_that_is_within_bounds() -> None:
+    most = (1 << 32) - 1
+    for fine in (
+        PutRequest([NewChunk(ChunkKey("x" * MAX_KEY_BYTES), 1, 1, replicas=255, ttl_s=most / 1000)], True, most),
+        PutRequest([NewChunk(ChunkKey("ю" * (MAX_KEY_BYTES // 2)), (1 << 64) - 1, (1 << 64) - 1)], True, 0),
+        PutRequest([NewChunk(ChunkKey("k"), 1, MAX_PARTS, Checksums(1, (0,) * MAX_PARTS))], True, 1),
+        Proclamation("n", 1, ChunkKey("k"), 1, (1 << 44) - 1),
+    ):
+        assert back(fine) == fine
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: type(example).__name__)
+def test_mutated_bytes_are_refused_or_understood_but_nothing_else(example: FastMessage) -> None:
+    rng, parse, good = random.Random(11), parser_of(type(example)), encode(example)
+    for size in range(len(good)):
+        _try(parse, good[:size])
+    for _ in range(500):
+        mutant = bytearray(good)
+        for _ in range(rng.randint(1, 4)):
+            mutant[rng.randrange(len(mutant))] = rng.randrange(256)
+        _try(parse, bytes(mutant))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\x00", b"\x01k", b"\x90", b"\x80", b"\xc1", b"\x92\xa2\xff\xfe\xc3", b"\x92\x90\xc3\x00"],
+    ids=lambda data: data.hex() or "empty",
+)
+def test_nonsense(data: bytes) -> None:
+    """Among it what clients of version 3 sent: their first byte is never an array's."""
+    with pytest.raises(InvalidRequest, match="bytes are not a LocateRequest"):
+        parser_of(LocateRequest)(data)
+
+
+def test_hostile_bytes() -> None:
+    for data in (b"\x93\x90\xc3" + b"\x91" * 100_000, b"\x92\xdd\xff\xff\xff\xff", b"\x92\xdb\xff\xff\xff\xffk"):
+        with pytest.raises(InvalidRequest):
+            parser_of(LocateRequest)(data)
+
+
+def _try(parse: Any, data: bytes) -> None:
+    with contextlib.suppress(InvalidRequest):
+        parse(data)
+
+
+# --- the table
+
+
+def test_rows() -> None:
+    rows = (HELLO, *methods.METHODS)
+    assert len({row.number for row in rows}) == len({row.name for row in rows}) == len(rows)
+    for row in methods.METHODS:
+        assert row.rule is not None
+        assert issubclass(row.request, FastMessage | Message)
+
+
+IDENTITY = Identity("token", frozenset(Right), "acme")
+
+
+def test_every_key_gets_the_tenants_scope() -> None:
+    """A field called key, keys, corrupt or read is one of keys, wherever it stands in a request."""
+    for example in EXAMPLES:
+        method = next((row for row in methods.METHODS if row.request is type(example)), None)
+        if method is not None:
+            assert method.rule is not None
+            scoped = method.rule.admit(IDENTITY, example)
+            assert _keys(scoped) == [IDENTITY.scoped(key) for key in _keys(example)]
+
+
+def _keys(value: Any) -> list[str]:
+    if not isinstance(value, FastMessage):
+        return [key for each in value for key in _keys(each)] if isinstance(value, list) else []
+    found: list[str] = []
+    for name in value.__struct_fields__:
+        each = getattr(value, name)
+        if name in ("key", "keys", "corrupt", "read"):
+            found += [each] if isinstance(each, str) else each
+        else:
+            found += _keys(each)
+    return found
+
+
+def test_keys_of_protobuf_messages_are_scoped_too() -> None:
+    put = store_pb2.PutRequest(items=[store_pb2.PutItem(key="a"), store_pb2.PutItem(key="b")])
+    scoped = scope_keys("items.key")(IDENTITY, put)
+    assert [item.key for item in scoped.items] == [IDENTITY.scoped("a"), IDENTITY.scoped("b")]
+    assert scope_keys("keys")(IDENTITY, store_pb2.GetRequest(keys=["a"])).keys == [IDENTITY.scoped("a")]
