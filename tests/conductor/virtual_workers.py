@@ -7,7 +7,6 @@ import itertools
 import zlib
 from collections.abc import Callable
 
-from fake_worker import TOKENIZER
 from prometheus_client import CollectorRegistry
 
 from tanghulu.conductor.dispatch.dispatcher import Dispatcher, Limits
@@ -45,6 +44,7 @@ from tanghulu.workers.engine.scheduler import Scheduler, SchedulerConfig
 from tanghulu.workers.engine.speed import SpeedMeter
 from tanghulu.workers.engine.step_plan import FetchWanted, StepPlan
 from tanghulu.workers.mock.timing import TIMINGS
+from tests.conductor.fake_worker import TOKENIZER
 
 BLOCK_TOKENS = 64
 STEP_TOKENS = 8192

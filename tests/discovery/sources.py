@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
-from running_master import master_here
 
-from free_ports import free_port
 from tanghulu.discovery.base import Discovery, Instance
 from tanghulu.discovery.etcd import EtcdDiscovery
 from tanghulu.discovery.file import FileDiscovery
@@ -23,6 +21,8 @@ from tanghulu.discovery.master import MasterDiscovery
 from tanghulu.discovery.memory import MemoryDiscovery, MemoryRegistry
 from tanghulu.errors import MasterUnavailable
 from tanghulu.types import Address
+from tests.free_ports import free_port
+from tests.store.master.running_master import master_here
 
 _DOOMED = """
 import asyncio, sys

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from running_master import instance
 
 from tanghulu.discovery import leases as lease_module
 from tanghulu.discovery.base import EventKind, InstanceEvent
@@ -16,6 +15,7 @@ from tanghulu.discovery.mirror import InstanceMirror
 from tanghulu.errors import InvalidRequest, MasterUnavailable, Overloaded
 from tanghulu.runtime.clock import ManualClock
 from tanghulu.types import Role
+from tests.store.master.running_master import instance
 
 PUT, DELETE, SYNCED = EventKind.PUT, EventKind.DELETE, EventKind.SYNCED
 

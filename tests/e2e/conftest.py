@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import LiveCluster, running_cluster
+
+from tests.e2e.cluster import LiveCluster, running_cluster
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from cluster import LiveCluster, eventually
 
-from free_ports import free_port
+from tests.e2e.cluster import LiveCluster, eventually
+from tests.free_ports import free_port
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TESTED = ("asyncio_client", "prefix_reuse_http", "put_and_get", "replay_policies", "store_over_http", "torch_tensors")

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from cluster import running_cluster
+
+from tests.e2e.cluster import running_cluster
 
 pytestmark = [
     pytest.mark.gpu,

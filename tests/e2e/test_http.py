@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
-from cluster import eventually
+
+from tests.e2e.cluster import eventually
 
 MODEL = "smollm2"
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from cluster import LiveCluster, running_cluster
 
 from tanghulu.conductor.replay.main import COMMAND
+from tests.e2e.cluster import LiveCluster, running_cluster
 
 FLAGS = ("--engine", "mock", "--model", "mock", "--mock-speedup", "20", "--prefill", "1", "--decode", "1")
 IN_TURNS = ("--connections", "1")  # each waits for the one before it: what is cached does not depend on the machine

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from cluster import LiveCluster, eventually, running_cluster
 
-from free_ports import free_port
+from tests.e2e.cluster import LiveCluster, eventually, running_cluster
+from tests.free_ports import free_port
 
 FLAGS = ("--engine", "mock", "--model", "mock", "--mock-speedup", "5", "--prefill", "2", "--decode", "2")
 

@@ -9,7 +9,8 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from cluster import LiveCluster, eventually, running_cluster
+
+from tests.e2e.cluster import LiveCluster, eventually, running_cluster
 
 FLAGS = ("--engine", "mock", "--model", "mock", "--mock-speedup", "5", "--prefill", "2", "--decode", "1")
 

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster import LiveCluster
+from tests.e2e.cluster import LiveCluster
 
 ROOT = Path(__file__).parents[2]
 

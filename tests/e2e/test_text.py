@@ -5,8 +5,9 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from cluster import LiveCluster
-from reference import LENGTHS, NUM_TOKENS, Continuations, Reference
+
+from tests.e2e.cluster import LiveCluster
+from tests.e2e.reference import LENGTHS, NUM_TOKENS, Continuations, Reference
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cluster import eventually, running_cluster
+
+from tests.e2e.cluster import eventually, running_cluster
 
 EXPECTED = {"master", "node", "prefill", "decode", "conductor"}
 

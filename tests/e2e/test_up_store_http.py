@@ -8,9 +8,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from cluster import eventually, running_cluster
 
-from free_ports import free_port
+from tests.e2e.cluster import eventually, running_cluster
+from tests.free_ports import free_port
 
 MOCK = ("--engine", "mock", "--model", "mock", "--prefill", "0", "--decode", "0")
 

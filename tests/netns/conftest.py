@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from netns_wires import RemoteClient, Wires, missing
 
-HERE = Path(__file__).parent
+from tests.netns.wires import RemoteClient, Wires, missing
+
+ROOT = Path(__file__).parents[2]
 SEGMENT_BYTES = 128 << 20
 
 
@@ -30,12 +31,12 @@ def wires() -> Iterator[Wires]:
 
 @pytest.fixture(scope="module")
 def client(wires: Wires) -> Iterator[RemoteClient]:
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    owner_command = (sys.executable, str(HERE / "netns_owner.py"), str(SEGMENT_BYTES))
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
+    owner_command = (sys.executable, "-m", "tests.netns.owner", str(SEGMENT_BYTES))
     with subprocess.Popen(("ip", "netns", "exec", wires.owner, *owner_command), **pipes) as owner:
         assert owner.stdout is not None
         descriptor = owner.stdout.readline().strip()
-        client_command = (sys.executable, str(HERE / "netns_client.py"), descriptor, str(SEGMENT_BYTES))
+        client_command = (sys.executable, "-m", "tests.netns.client", descriptor, str(SEGMENT_BYTES))
         with subprocess.Popen(("ip", "netns", "exec", wires.client, *client_command), **pipes) as process:
             client = RemoteClient(process)
             client.do("open", ["c0", "c1", "c2"])  # the links are not shaped yet

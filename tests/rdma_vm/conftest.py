@@ -3,26 +3,19 @@
 The set-up goes over the control network, the data over two soft-RoCE devices with a network each.
 """
 
-# ruff: noqa: E402 - the folders of what is imported are no packages
-
 from __future__ import annotations
 
 import gc
 import os
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "transfer_engine")]
-
-from guest_agent import RemoteAgent, RemoteOwner
-from guest_config import CONFIG
-from segment_process import HOST_ID
-
 from tanghulu.transfer_engine.engine import RemoteSegment, TransferEngine
+from tests.rdma_vm.guest_agent import RemoteAgent, RemoteOwner
+from tests.rdma_vm.guest_config import CONFIG
+from tests.transfer_engine.segment_process import HOST_ID
 
 
 @pytest.fixture(scope="session")

@@ -1,10 +1,9 @@
 #!/usr/bin/env bash
-# What both guests run: the second one serves, the first one runs the tests against it.
+# What both guests run: the second one serves, the first one runs the tests against it. In the checkout's root.
 #   guest.sh PYTHON [PYTEST ARGUMENT...]
 set -uo pipefail
-here=$(dirname "$0")
 if [ "$NODE" -eq 1 ]; then
-  "$1" "$here/guest_agent.py" > /out/agent.log 2>&1
+  "$1" -m tests.rdma_vm.guest_agent > /out/agent.log 2>&1
   exit
 fi
 # Plugins that are not needed take as long to import as the tests themselves.

@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import sys
 import time
 from multiprocessing.connection import Client, Connection, Listener
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "transfer_engine"))
-
-from segment_process import SegmentProcess
+from tests.transfer_engine.segment_process import SegmentProcess
 
 HOST, PORT = "10.77.2.2", 7007
 KEY = b"rdma guests"

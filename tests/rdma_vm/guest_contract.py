@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from guest_agent import RemoteOwner
-from segment_process import random_bytes
-from test_transfer_bad_input import TestBadInput  # noqa: F401 - pytest collects it from here
-from test_transfer_checks import TestChecksums  # noqa: F401 - pytest collects it from here
-from test_transfer_contract import (  # noqa: F401 - pytest collects them from here
+
+from tanghulu.transfer_engine.engine import Opcode, RemoteSegment, TransferBatch, TransferEngine, TransferRequest
+from tests.contracts.transfer import (  # noqa: F401 - pytest collects them from here
+    TestBadInput,
+    TestChecksums,
     test_a_dropped_handle_lets_its_links_go,
     test_an_empty_batch_is_complete,
     test_asyncio,
@@ -23,8 +23,8 @@ from test_transfer_contract import (  # noqa: F401 - pytest collects them from h
     test_status_moves_a_batch_along,
     test_the_edges_of_the_segment,
 )
-
-from tanghulu.transfer_engine.engine import Opcode, RemoteSegment, TransferBatch, TransferEngine, TransferRequest
+from tests.rdma_vm.guest_agent import RemoteOwner
+from tests.transfer_engine.segment_process import random_bytes
 
 READ, WRITE = Opcode.READ, Opcode.WRITE
 

@@ -17,9 +17,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from guest_agent import RemoteAgent, RemoteOwner
-from guest_config import CONFIG, MIB
-from segment_process import HOST_ID, random_bytes
 
 from tanghulu.errors import DeadlineExceeded, InvalidRequest, LeaseExpired, NodeUnavailable, TransferFailed
 from tanghulu.transfer_engine.engine import (
@@ -32,6 +29,9 @@ from tanghulu.transfer_engine.engine import (
     TransferHandle,
     TransferRequest,
 )
+from tests.rdma_vm.guest_agent import RemoteAgent, RemoteOwner
+from tests.rdma_vm.guest_config import CONFIG, MIB
+from tests.transfer_engine.segment_process import HOST_ID, random_bytes
 
 READ, WRITE = Opcode.READ, Opcode.WRITE
 LARGE = 20 * MIB

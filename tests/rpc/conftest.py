@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 import uvloop
-from rpc_service import Served, serving
+
+from tests.rpc.service import Served, serving
 
 
 @pytest.hookimpl(optionalhook=True)

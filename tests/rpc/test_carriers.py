@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-from rpc_service import BLOAT, BROKEN, ECHO, FAIL, HANG, LATER, SLOW, SLOW_BROKEN, Served, head_of, until
 
 from tanghulu.errors import ChunkNotFound, DeadlineExceeded, InvalidRequest, NodeUnavailable, Overloaded, TanghuluError
 from tanghulu.protos import directory_pb2 as pb
@@ -22,6 +21,7 @@ from tanghulu.rpc.frames import ERROR, HEAD, MAX_ATTACHMENT_BYTES, PREAMBLE, enc
 from tanghulu.runtime.busy_polling import BusyPoller, PollTrial
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.types import Address
+from tests.rpc.service import BLOAT, BROKEN, ECHO, FAIL, HANG, LATER, SLOW, SLOW_BROKEN, Served, head_of, until
 
 REPLY = pb.LocateReply
 

@@ -3,10 +3,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from store_cluster import Cluster
 
 import tanghulu
 from tanghulu.store.client import Client
+from tests.store.cluster import Cluster
 
 
 @pytest.fixture(scope="session")

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from store_cluster import eventually
-from test_tenants import Secured
 
 from tanghulu.auth.tenants import hash_of
 from tanghulu.cli.store import COMMAND as STORE
 from tanghulu.errors import InvalidRequest
 from tanghulu.store.client import Client
+from tests.store.cluster import eventually
+from tests.store.guarded_cluster import Secured
 
 MIB = 1 << 20
 FILE = """

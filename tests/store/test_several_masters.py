@@ -11,15 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
-from etcd_server import ElectedCluster
-from store_cluster import Process, eventually
-from test_store_promises import Background
 
 import tanghulu
 import tanghulu.aio
 from tanghulu.errors import ChunkNotFound, DeadlineExceeded, MasterUnavailable, NotLeader, TanghuluError
 from tanghulu.store.client import Client
 from tanghulu.store.directory_feed import DirectoryEventKind, follow_directory
+from tests.store.cluster import Process, eventually
+from tests.store.elected_cluster import ElectedCluster
+from tests.store.fault_tools import Background
 
 #: From a leader's end until another answers; etcd's own granularity is half a second.
 MAX_TAKEOVER_S = 5.0

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import stat
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import grpc
 import grpc.aio
 import pytest
 from click.testing import CliRunner
-from store_cluster import Cluster, Process
 
 import tanghulu
 from tanghulu import aio
 from tanghulu.auth.credentials import Credentials
-from tanghulu.auth.tenants import hash_of
 from tanghulu.cli.store import COMMAND as STORE
 from tanghulu.errors import ChunkNotFound, Forbidden, InvalidRequest, TanghuluError, Unauthorized
 from tanghulu.masters import Masters
@@ -38,52 +34,8 @@ from tanghulu.store.client.client import Client
 from tanghulu.store.client.logic import messages
 from tanghulu.store.directory_feed import DirectoryEventKind, follow_directory
 from tanghulu.types import Address
-
-TOKENS = {
-    "operator": ("", ["admin"]),
-    "node": ("", ["join", "read"]),
-    "acme": ("acme", ["read", "write"]),
-    "acme-reader": ("acme", ["read"]),
-    "acme-writer": ("acme", ["write"]),
-    "initech": ("initech", ["read", "write"]),
-    "temporary": ("initech", ["read"]),
-    "acme-worker": ("acme", ["read", "write", "join"]),
-}
-FILE = """
-[tenants.acme]
-shared_memory = true
-[tenants.initech]
-quota = "8MiB"
-"""
-
-
-def write_tokens(path: Path, names: list[str]) -> None:
-    lines = [FILE]
-    for name in names:
-        tenant, rights = TOKENS[name]
-        lines.append(f'[[tokens]]\nname = "{name}"\nrights = {rights}\nsha256 = "{hash_of("secret-" + name)}"')
-        lines.append(f'tenant = "{tenant}"' if tenant else "")
-    path.touch(mode=0o600)
-    path.write_text("\n".join(lines))
-
-
-class Secured(Cluster):
-    """A cluster whose processes were started with ``--tokens``."""
-
-    def __init__(self, file: Path, num_nodes: int = 1) -> None:
-        self.file = file
-        os.environ["TANGHULU_TOKEN"] = "secret-node"
-        self.node_flags = ("--debug-checks", "--tokens", str(file))
-        self.nodes = []
-        self.masters = [Process("tanghulu.store.master.main", "--port", "0", "--tokens", str(file))]
-        try:
-            for _ in range(num_nodes):
-                self.add_node("64MiB")
-        finally:
-            del os.environ["TANGHULU_TOKEN"]
-
-    def connect(self, name: str, tenant: str = "", transport: str | None = None) -> Client:
-        return tanghulu.connect(self.address, tenant=tenant, token="secret-" + name, transport=transport)
+from tests.store.cluster import Process
+from tests.store.guarded_cluster import TOKENS, Secured, write_tokens
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from segment_process import HOST_ID, SegmentProcess, warm_up
 
 from tanghulu.transfer_engine.engine import EngineConfig, RemoteSegment, TransferEngine
+from tests.transfer_engine.segment_process import HOST_ID, SegmentProcess, warm_up
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from worker_tiny import TinyModel, write_tiny
 
 from tanghulu.workers.compute.models.registry import Model
 from tanghulu.workers.weights import ModelSource, resolve_model
+from tests.workers.tiny import TinyModel, write_tiny
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,6 +1,6 @@
 """The Discovery interface: processes register instances under leases; others watch them come and go.
 
-One contract suite (tests/discovery) runs against every implementation: the master (the default), a file,
+One contract suite (tests/contracts/discovery.py) runs against every implementation: the master (the default), a file,
 memory. An implementation only stores and tells; it decides nothing about what an instance is good for.
 """
 

@@ -1,7 +1,7 @@
 """The interface of an eviction policy: it is told of add, touch and remove, and yields victims.
 
 A policy orders keys; it decides nothing else. Leases, pins, sizes and the moment of eviction are the node's. One
-contract suite (tests/store/test_eviction.py) runs against every implementation.
+contract suite (tests/contracts/eviction.py) runs against every implementation.
 """
 
 from __future__ import annotations

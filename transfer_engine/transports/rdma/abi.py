@@ -1,10 +1,11 @@
 """libibverbs' binary interface, as far as this engine needs it: structures, constants, function signatures.
 
 Owns the library's loading and nothing else; only ``verbs`` uses it. Layouts and numbers are those of
-infiniband/verbs.h, which its authors keep compatible since IBVERBS_1.1; ``tests/transfer_engine/test_rdma_works.py``
-holds them against a compiler's view of that header. By ctypes, because the calls that may take long (registering
-memory, connecting a queue pair, which resolves the peer's address) then let other threads run, because every CPython
-can use it, and because a chain of work requests is bytes that are filled in place and handed over in one call.
+infiniband/verbs.h, which its authors keep compatible since IBVERBS_1.1;
+``tests/transfer_engine/transports/test_rdma_works.py`` holds them against a compiler's view of that header. By ctypes,
+because the calls that may take long (registering memory, connecting a queue pair, which resolves the peer's address)
+then let other threads run, because every CPython can use it, and because a chain of work requests is bytes that are
+filled in place and handed over in one call.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Tests of credentials, tenants, tokens and their rights."""

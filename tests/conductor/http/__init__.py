@@ -1,0 +1,1 @@
+"""Tests of the conductor's HTTP routes."""

@@ -1,0 +1,1 @@
+"""Tests of the prefix index and of the events that feed it."""

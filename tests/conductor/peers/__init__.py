@@ -1,0 +1,1 @@
+"""Tests of conductors side by side."""

@@ -1,0 +1,1 @@
+"""Tests of the router in front of several pools."""

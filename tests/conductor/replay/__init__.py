@@ -1,0 +1,1 @@
+"""Tests of replayed traces, in virtual time and live."""

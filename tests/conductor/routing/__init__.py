@@ -1,0 +1,1 @@
+"""Tests of routing policies and of what they are shown."""

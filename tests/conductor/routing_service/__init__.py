@@ -1,0 +1,1 @@
+"""Tests of routing as a service for other engines."""

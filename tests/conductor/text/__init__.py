@@ -1,0 +1,1 @@
+"""Tests of templates, detokenization and stop strings."""

@@ -1,0 +1,1 @@
+"""Tests of discovery's implementations and of their pure parts."""

@@ -1,0 +1,1 @@
+"""Tests of a whole cluster, started as its users start it."""

@@ -1,0 +1,80 @@
+"""The contract of every eviction policy, and what is particular to each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tanghulu.errors import InvalidRequest
+from tanghulu.eviction import POLICIES, Policy, make_policy
+from tests.contracts.eviction import *  # noqa: F403 - all of the contract
+from tests.contracts.eviction import KEYS
+
+
+@pytest.fixture(params=sorted(POLICIES))
+def policy(request: pytest.FixtureRequest) -> Iterator[Policy]:
+    policy = make_policy(str(request.param))
+    yield policy
+    policy.check()
+
+
+def test_lru_evicts_the_least_recently_used() -> None:
+    lru = make_policy("lru")
+    for key in KEYS[:4]:
+        lru.add(key, 1)
+    lru.touch(KEYS[0])
+    assert list(lru.victims()) == [KEYS[1], KEYS[2], KEYS[3], KEYS[0]]
+
+
+def test_an_unknown_policy_is_named() -> None:
+    with pytest.raises(InvalidRequest, match="known: "):
+        make_policy("belady")
+
+
+def test_sieve_spares_what_was_read_until_the_hand_has_been_round() -> None:
+    sieve = make_policy("sieve")
+    a, b, c, d = KEYS[:4]
+    for key in (a, b, c):
+        sieve.add(key, 1)
+    sieve.touch(a)
+    assert list(sieve.victims()) == [b, c, a]
+    sieve.remove(b, evicted=True)  # a has lost its mark; the hand stands at c
+    sieve.add(d, 1)
+    assert list(sieve.victims()) == [c, d, a]
+
+
+def test_s3_fifo_evicts_what_nobody_read_and_remembers_it() -> None:
+    policy = make_policy("s3-fifo")
+    for key in KEYS[:10]:
+        policy.add(key, 1)
+    policy.touch(KEYS[0])
+    assert next(policy.victims()) == KEYS[1]
+    policy.remove(KEYS[1], evicted=True)
+    assert policy.num_ghosts == 1
+    policy.add(KEYS[1], 1)  # comes back: into the main queue
+    assert policy.num_ghosts == 0
+    assert next(policy.victims()) == KEYS[2]
+    assert list(policy.victims()).index(KEYS[1]) > list(policy.victims()).index(KEYS[8])
+
+
+def test_lfu_counts_reads_and_breaks_ties_by_age() -> None:
+    lfu = make_policy("lfu")
+    for key in KEYS[:4]:
+        lfu.add(key, 1)
+    for key in (KEYS[0], KEYS[0], KEYS[2]):
+        lfu.touch(key)
+    assert list(lfu.victims()) == [KEYS[1], KEYS[3], KEYS[2], KEYS[0]]
+
+
+def test_reuse_evicts_leaves_before_their_prefix() -> None:
+    policy = make_policy("reuse")
+    policy.begin_batch()
+    for key in reversed(KEYS):
+        policy.add(key, 1)
+    policy.begin_batch()
+    for left in range(len(KEYS), 0, -1):
+        victim = next(policy.victims())
+        assert victim == KEYS[left - 1]
+        policy.remove(victim, evicted=True)
+        policy.check()

@@ -1,0 +1,1 @@
+"""Tests across network namespaces with several shaped links."""

@@ -1,0 +1,250 @@
+"""A master for tests: in this process, or as a process of its own that can be killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from tanghulu.discovery.base import Instance
+from tanghulu.protos import directory_pb2 as pb
+from tanghulu.protos import directory_pb2_grpc
+from tanghulu.rpc.fast_aio import AsyncFastConnection
+from tanghulu.rpc.grpc_edge import channel
+from tanghulu.runtime.process import Process, SupervisorLine
+from tanghulu.store.directory_feed import DirectoryEvent, DirectoryEventKind, follow_directory
+from tanghulu.store.master.directory.chunk_table import FoundChunk
+from tanghulu.store.master.main import MasterConfig, serve
+from tanghulu.store.master.rpc import wire as master_wire
+from tanghulu.store.protocol import methods
+from tanghulu.store.protocol.messages import LocateRequest
+from tanghulu.types import Address, InstanceId, Place, Role
+from tests.free_ports import free_port
+
+
+class InProcess(Process):
+    """A Process whose address the test may await."""
+
+    def ready(self, instance_id: str, address: Address) -> None:
+        self.address.set_result(address)
+
+    address: asyncio.Future[Address]
+
+
+@asynccontextmanager
+async def master_here(**options: Any) -> AsyncIterator[InProcess]:
+    """A master in this event loop."""
+    with tempfile.TemporaryDirectory(prefix="th-master-") as run_dir:
+        config = MasterConfig(port=0, **{"rebuild_s": 0.2, **options})
+        process = InProcess(
+            Role.MASTER,
+            config,
+            Path(run_dir),
+            SupervisorLine(-1, lambda: None),
+            CollectorRegistry(),
+            "",
+            secrets.randbits(48),
+        )
+        process.address = asyncio.get_running_loop().create_future()
+        serving = asyncio.create_task(serve(process, config))
+        await asyncio.wait({serving, process.address}, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            serving.result()
+        try:
+            yield process
+        finally:
+            process.stopping.set()
+            await serving
+        assert not os.listdir(run_dir)
+
+
+class MasterProcess:
+    """``tanghulu master`` as a process; ``start`` again on the same port after ``kill``."""
+
+    def __init__(self, run_dir: Path, *options: str) -> None:
+        self.run_dir = run_dir
+        self._log = run_dir.with_name("master.log")
+        self.address = Address("127.0.0.1", free_port())
+        self._options = options
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def start(self) -> Address:
+        self._status = self._spawn()
+        line = b""
+        async with asyncio.timeout(60):
+            while not line.endswith(b"\n"):
+                got = await asyncio.get_running_loop().sock_recv(self._status, 4096)
+                assert got, self.log()
+                line += got
+        status = json.loads(line)
+        assert status["event"] == "ready", status
+        self.address = Address.parse(status["address"])
+        return self.address
+
+    def _spawn(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        command = [
+            *(sys.executable, "-W", "error", "-c", "from tanghulu.store.master.main import COMMAND; COMMAND()"),
+            *("--port", str(self.address.port), "--status-fd", str(theirs.fileno())),
+            *("--run-dir", str(self.run_dir), *self._options),
+        ]
+        with self._log.open("ab") as log, theirs:
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=log)
+        ours.setblocking(False)
+        return ours
+
+    def log(self) -> str:
+        return self._log.read_text()
+
+    async def kill(self) -> None:
+        await self._end(signal.SIGKILL)
+
+    async def stop(self) -> None:
+        assert await self._end(signal.SIGTERM) == 0, self.log()
+
+    async def _end(self, number: signal.Signals) -> int:
+        assert self._process is not None
+        process, self._process = self._process, None
+        process.send_signal(number)
+        self._status.close()
+        return await asyncio.to_thread(process.wait, 30)
+
+    async def close(self) -> None:
+        if self._process is not None:
+            await self.kill()
+
+
+def instance(name: str = "n1", role: Role = Role.NODE, **values: Any) -> Instance:
+    values = {"generation": 7, "place": Place("z", "r", f"host-{name}"), **values}
+    return Instance(InstanceId(name), role, Address("127.0.0.1", 7410), **values)
+
+
+async def ask_fast(connection: AsyncFastConnection, message: Any) -> Any:
+    """LOCATE with the fast lane's messages, told and answered as gRPC's."""
+    request = LocateRequest(list(message.keys), message.count_only)
+    reply = (await connection.call(methods.LOCATE.number, request, methods.LOCATE.reply)).message
+    if message.count_only:
+        return pb.LocateReply(found=bytes(reply.existence), incomplete=reply.incomplete)
+    return master_wire.locate_to_wire(
+        (
+            None if each is None else FoundChunk(each.version, each.size_bytes, each.node_ids, each.num_warm)
+            for each in reply.locations
+        ),
+        incomplete=reply.incomplete,
+    )
+
+
+class FakeNode:
+    """Announces over the fast lane, as a node does; registering is left to a Discovery."""
+
+    def __init__(self, connection: AsyncFastConnection, instance: Instance) -> None:
+        self.connection = connection
+        self.instance = instance
+        self.chunks: dict[str, tuple[int, int]] = {}
+
+    @classmethod
+    async def connect(cls, address: Address, instance: Instance) -> FakeNode:
+        return cls(await AsyncFastConnection.connect(address), instance)
+
+    async def announce(
+        self,
+        *added: tuple[str, int, int],
+        removed: Sequence[str] = (),
+        deleted: Sequence[str] = (),
+        report: pb.AnnounceRequest.Report = pb.AnnounceRequest.NONE,
+        capacity: int = 1 << 30,
+    ) -> pb.AnnounceReply:
+        request = pb.AnnounceRequest(
+            node_id=self.instance.id,
+            generation=self.instance.generation,
+            added=[pb.ChunkEntry(key=key, version=version, size_bytes=size) for key, version, size in added],
+            removed=removed,
+            deleted=deleted,
+            report=report,
+            capacity_bytes=capacity,
+        )
+        return (await self.connection.call(methods.ANNOUNCE.number, request, pb.AnnounceReply)).message
+
+    async def report(self, *chunks: tuple[str, int, int]) -> pb.AnnounceReply:
+        await self.announce(report=pb.AnnounceRequest.BEGIN)
+        await self.announce(*chunks, report=pb.AnnounceRequest.PIECE)
+        return await self.announce(report=pb.AnnounceRequest.END)
+
+    async def holders(self, *keys: str) -> tuple[list[list[str]], bool]:
+        request = pb.LocateRequest(keys=keys)
+        reply = await ask_fast(self.connection, request)
+        return [[reply.node_ids[i] for i in location.nodes] for location in reply.locations], reply.incomplete
+
+
+@asynccontextmanager
+async def directory_stub(address: Address) -> AsyncIterator[directory_pb2_grpc.DirectoryStub]:
+    async with channel(address) as connection:
+        yield directory_pb2_grpc.DirectoryStub(connection)
+
+
+async def until(condition: Callable[[], Any], deadline_s: float = 30.0) -> None:
+    """Poll a condition that no event tells of; it may be a coroutine function."""
+    async with asyncio.timeout(deadline_s):
+        while True:
+            outcome = condition()
+            if await outcome if asyncio.iscoroutine(outcome) else outcome:
+                return
+            await asyncio.sleep(0.005)
+
+
+K = DirectoryEventKind
+
+
+class Mirror:
+    """What a follower knows, and the kinds of events it was told."""
+
+    def __init__(self) -> None:
+        self.kinds: list[DirectoryEventKind] = []
+        self.pairs: set[tuple[str, str]] = set()
+        self.last = 0
+
+    def apply(self, event: DirectoryEvent) -> None:
+        self.kinds.append(event.kind)
+        pairs = {(event.node_id, key) for key in event.keys}
+        if event.kind is K.STORED:
+            self.pairs |= pairs
+        elif event.kind is K.REMOVED:
+            self.pairs -= pairs
+        elif event.kind is K.NODE_GONE:
+            self.pairs = {pair for pair in self.pairs if pair[0] != event.node_id}
+        elif event.kind is K.RESET:
+            self.pairs = set()
+        assert event.sequence >= self.last or event.kind is K.RESET
+        self.last = event.sequence
+
+
+@asynccontextmanager
+async def following(address: Address, prefix: str = "") -> AsyncIterator[Mirror]:
+    mirror = Mirror()
+    stream = follow_directory(address, prefix)
+
+    async def pump() -> None:
+        async for batch in stream:
+            for event in batch:
+                mirror.apply(event)
+
+    task = asyncio.create_task(pump())
+    try:
+        yield mirror
+        assert not task.done(), task.result()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await stream.aclose()

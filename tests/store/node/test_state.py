@@ -1,0 +1,331 @@
+"""The node's decisions in virtual time; ``check()`` after every step."""
+
+from __future__ import annotations
+
+import pytest
+
+from tanghulu.errors import InvalidRequest, LeaseExpired, StoreFull
+from tanghulu.runtime.clock import ManualClock
+from tanghulu.store.node.state.chunk import TRANSITIONS, Chunk, ChunkEvent, ChunkState, compact
+from tanghulu.store.node.state.outcomes import Existed, Reserved, Waiter
+from tanghulu.store.node.state.report_queue import MAX_RETRACTED, FullReport, ReportQueue
+from tanghulu.store.protocol.checksums import Checksums
+from tanghulu.store.protocol.types import Pin
+from tanghulu.types import ChunkKey
+from tests.store.node.rig import CAPACITY, COPIES, GENERATION, LEASE_MS, MAPS, SUM, commit, keys, make_state, new, put
+
+# --- states
+
+
+def test_unknown_transitions_raise() -> None:
+    state = make_state()
+    outcome = state.reserve(new("a"), None)
+    assert isinstance(outcome, Reserved)
+    chunk = outcome.chunk
+    for event in ChunkEvent:
+        if (chunk.state, event) not in TRANSITIONS:
+            with pytest.raises(AssertionError):
+                chunk.step(event)
+    assert all(state is not ChunkState.GONE for state, _ in TRANSITIONS)
+
+
+def test_a_chunk_is_served_once_the_master_took_it() -> None:
+    state = make_state()
+    outcome = state.reserve(new("a"), COPIES)
+    assert isinstance(outcome, Reserved)
+    assert state.find(ChunkKey("a")) is None
+    commit(state, outcome.lease_id, 1, SUM, visible=True)
+    assert state.find(ChunkKey("a")) is None, "announcing"
+    message = state.reports.take()
+    assert [c.key for c in message.added] == ["a"]
+    state.reported(message.added[0], accepted=True)
+    state.reports.done()
+    assert state.find(ChunkKey("a")) is not None
+    state.check()
+
+
+def test_the_loser_of_concurrent_puts_drops_its_copy() -> None:
+    state = make_state()
+    outcome = state.reserve(new("a"), COPIES)
+    assert isinstance(outcome, Reserved)
+    commit(state, outcome.lease_id, 1, SUM, visible=True)
+    state.reported(outcome.chunk, accepted=False)
+    assert state.used_bytes == 0
+    assert outcome.chunk.state is ChunkState.GONE
+    state.check()
+
+
+def test_two_reservations_of_one_key_end_as_one_chunk() -> None:
+    state = make_state()
+    first, second = state.reserve(new("a"), COPIES), state.reserve(new("a", version=2), MAPS)
+    assert isinstance(first, Reserved)
+    assert isinstance(second, Reserved)
+    assert isinstance(commit(state, second.lease_id, 2, SUM, visible=False), Reserved)
+    assert isinstance(commit(state, first.lease_id, 1, SUM, visible=False), Existed)
+    found = state.find(ChunkKey("a"))
+    assert found is not None
+    assert found.version == 2
+    assert state.used_bytes == 64
+    state.check()
+
+
+# --- room
+
+
+def test_the_oldest_go_and_a_touched_prefix_stays_longest() -> None:
+    state = make_state()
+    for i in range(64):
+        put(state, new(f"k{i:02}"))
+    chunks = [state.find(ChunkKey(f"k{i:02}")) for i in range(4)]
+    state.touch([c for c in chunks if c is not None])
+    for i in range(61):
+        put(state, new(f"n{i:02}"))
+    assert [k for k in keys(state) if k.startswith("k")] == ["k00", "k01", "k02"], "k03 is the tail: it goes first"
+    state.check()
+
+
+def test_soft_pins_go_last_and_hard_pins_never() -> None:
+    state = make_state()
+    put(state, new("hard", pin=Pin.HARD))
+    put(state, new("soft", pin=Pin.SOFT))
+    for i in range(200):
+        put(state, new(f"k{i}"))
+    assert "soft" in keys(state)
+    put(state, new("huge", CAPACITY - 64))
+    assert keys(state) == ["hard", "huge"]
+    with pytest.raises(StoreFull, match="hard pins"):
+        state.reserve(new("hard2", CAPACITY // 4, pin=Pin.HARD), None)
+    state.check()
+
+
+def test_hard_pins_that_waited_stay_within_their_bound() -> None:
+    state = make_state()
+    writing = state.reserve(new("all", CAPACITY), COPIES)
+    assert isinstance(writing, Reserved)
+    waiting = [state.reserve(new(f"hard{i}", CAPACITY // 4, pin=Pin.HARD), None) for i in range(3)]
+    assert all(isinstance(each, Waiter) for each in waiting)
+    state.freed(state.access.release(writing.lease_id))
+    outcomes = [type(outcome) for _, outcome in state.admit_waiters()]
+    assert outcomes == [Reserved, StoreFull, StoreFull]
+    assert state.table.hard_pinned_bytes == CAPACITY // 4
+    state.check()
+
+
+def test_a_large_value_clears_one_window_and_spares_the_rest() -> None:
+    state = make_state()
+    order = [(i * 37) % 64 for i in range(64)]  # neighbours in memory are far apart in age
+    for i in range(64):
+        put(state, new(f"k{i}"))
+    for i in order:
+        chunk = state.find(ChunkKey(f"k{i}"))
+        assert chunk is not None
+        state.touch([chunk])
+    put(state, new("large", 16 * 64))
+    assert len(keys(state)) >= 64 - 32 - 16 + 1
+    state.check()
+
+
+def test_leases_stand_in_the_way_and_nothing_is_dropped_in_vain() -> None:
+    state = make_state()
+    for i in range(4):
+        put(state, new(f"k{i}", CAPACITY // 4))
+    pins = [state.pin(chunk, COPIES) for i in (1, 3) if (chunk := state.find(ChunkKey(f"k{i}"))) is not None]
+    waiter = state.reserve(new("large", CAPACITY // 2), None)
+    assert isinstance(waiter, Waiter)
+    survivors = keys(state)
+    assert state.admit_waiters() == []
+    assert state.admit_waiters() == []
+    assert keys(state) == survivors
+    small = state.reserve(new("small"), None)
+    assert isinstance(small, Waiter), "no overtaking"
+    state.unpin([pins[0].lease_id], {1})
+    served = state.admit_waiters()
+    assert [w for w, _ in served] == [waiter, small]
+    state.check()
+
+
+def test_a_waiter_that_gives_up_lets_the_next_one_in() -> None:
+    state = make_state()
+    put(state, new("k", CAPACITY // 2))
+    chunk = state.find(ChunkKey("k"))
+    assert chunk is not None
+    state.pin(chunk, COPIES)
+    large = state.reserve(new("large", CAPACITY), None)
+    assert isinstance(large, Waiter)
+    small = state.reserve(new("small"), None)
+    assert isinstance(small, Waiter)
+    assert isinstance(state.give_up_waiting(large), StoreFull)
+    assert [w for w, _ in state.admit_waiters()] == [small]
+
+
+def test_values_that_never_fit_are_refused_at_the_door() -> None:
+    state = make_state()
+    for size in (0, CAPACITY + 1):
+        with pytest.raises(InvalidRequest):
+            state.reserve(new("a", size), None)
+
+
+# --- leases
+
+
+def test_a_mapped_reservation_outlives_its_time_until_the_process_exits() -> None:
+    clock = ManualClock()
+    state = make_state(clock)
+    copied, mapped = state.reserve(new("a"), COPIES), state.reserve(new("b"), MAPS)
+    assert isinstance(copied, Reserved)
+    assert isinstance(mapped, Reserved)
+    clock.advance(LEASE_MS / 1000 + 1)
+    state.expire(clock.now_s())
+    assert state.used_bytes == 64, "the peer of b may still write"
+    for lease, session in ((copied.lease_id, 1), (mapped.lease_id, 2)):
+        with pytest.raises(LeaseExpired):
+            commit(state, lease, session, SUM, visible=False)
+    state.session_exited(2)
+    assert state.used_bytes == 0
+    state.check()
+
+
+def test_beyond_its_cap_a_mapping_client_gets_copies() -> None:
+    state = make_state(mapped_bytes=100)
+    first, second = state.reserve(new("a"), MAPS), state.reserve(new("b"), MAPS)
+    assert isinstance(first, Reserved)
+    assert isinstance(second, Reserved)
+    assert (first.copies_only, second.copies_only) == (False, True)
+
+
+def test_removed_chunks_keep_their_range_while_somebody_reads() -> None:
+    state = make_state()
+    put(state, new("a"))
+    chunk = state.find(ChunkKey("a"))
+    assert chunk is not None
+    one, two = state.pin(chunk, COPIES), state.pin(chunk, MAPS)
+    assert state.remove(ChunkKey("a"))
+    assert not state.remove(ChunkKey("a"))
+    assert state.find(ChunkKey("a")) is None
+    state.unpin([one.lease_id, 999], {1})
+    assert state.used_bytes == 64
+    state.unpin([two.lease_id], {1})
+    assert state.used_bytes == 64, "not this session's"
+    state.unpin([two.lease_id], {2})
+    assert state.used_bytes == 0
+    state.check()
+
+
+def test_a_client_that_came_back_keeps_what_it_says_it_holds() -> None:
+    state = make_state()
+    put(state, new("a"))
+    put(state, new("b"))
+    leases = [state.pin(chunk, MAPS).lease_id for key in "ab" if (chunk := state.find(ChunkKey(key))) is not None]
+    state.close_session(2)
+    assert state.access.num_leases == 2, "quarantined"
+    state.release_unheld({2}, {leases[1]})
+    assert state.access.num_leases == 1
+    state.unpin([leases[1]], {2})
+    assert state.access.num_leases == 0
+    state.check()
+
+
+def test_time_to_live() -> None:
+    clock = ManualClock()
+    state = make_state(clock)
+    put(state, new("a", ttl_s=1.0))
+    clock.advance(1.0)
+    assert state.find(ChunkKey("a")) is None
+    assert isinstance(put(state, new("a", version=2)), Reserved), "an expired key can be put again at once"
+    put(state, new("b", ttl_s=1.0))
+    clock.advance(2.0)
+    state.expire(clock.now_s())
+    assert keys(state) == ["a"]
+    state.check()
+
+
+# --- announcements
+
+
+def test_a_failed_message_is_told_again_unless_it_is_outdated() -> None:
+    state = make_state()
+    put(state, new("a"))
+    put(state, new("b"))
+    queue = state.reports
+    assert {c.key for c in queue.take().added} == {"a", "b"}
+    state.remove(ChunkKey("a"))
+    put(state, new("c"))
+    queue.requeue()
+    message = queue.take()
+    assert sorted(c.key for c in message.added) == ["b", "c"]
+    assert message.deleted == ["a"]
+    queue.done()
+    assert queue.empty
+
+
+def test_puts_that_came_to_nothing_are_withdrawn_once() -> None:
+    """Whichever way: given back, its lease ended, its checksums wrong, or after a put of the key that was faster."""
+    state = make_state()
+    queue = state.reports
+    back, ended, wrong, late = (state.reserve(new(key), COPIES) for key in "abcd")
+    assert isinstance(back, Reserved)
+    assert isinstance(ended, Reserved)
+    assert isinstance(wrong, Reserved)
+    assert isinstance(late, Reserved)
+    state.unpin([back.lease_id], {1})
+    with pytest.raises(InvalidRequest):
+        commit(state, wrong.lease_id, 1, Checksums(32, (1, 2, 3)), visible=True)
+    put(state, new("d", version=9))
+    assert isinstance(commit(state, late.lease_id, 1, SUM, visible=True), Existed)
+    state.freed(state.access.release(ended.lease_id))
+    message = queue.take()
+    assert sorted(message.retracted) == [("a", 1), ("b", 1), ("c", 1), ("d", 1)]
+    queue.requeue()
+    assert queue.take().retracted == []
+    queue.done()
+    again, other = state.reserve(new("a"), COPIES), state.reserve(new("a", version=2), COPIES)
+    assert isinstance(again, Reserved)
+    assert isinstance(other, Reserved)
+    assert not state.is_commit_valid(again.chunk, GENERATION), "the retraction may arrive behind the commit"
+    assert state.is_commit_valid(other.chunk, GENERATION)
+    # a second try of a put: what the first one left must not end it
+    first, second = state.reserve(new("e"), COPIES), state.reserve(new("e"), COPIES)
+    assert isinstance(first, Reserved)
+    assert isinstance(second, Reserved)
+    commit(state, second.lease_id, 1, SUM, visible=True)
+    state.unpin([first.lease_id], {1})
+    assert queue.take().retracted == []
+    state.check()
+
+
+def test_withdrawals_are_bounded() -> None:
+    queue = ReportQueue()
+    for version in range(MAX_RETRACTED + 10):
+        queue.retract(ChunkKey("k"), version)
+    assert len(queue.take().retracted) == MAX_RETRACTED
+    queue.done()
+    queue.retract(ChunkKey("k"), 10**6)
+    assert queue.has_retracted(ChunkKey("k"), 10**6)
+    assert not queue.has_retracted(ChunkKey("k"), 0)
+    queue.check()
+
+
+def test_a_report_comes_in_pieces() -> None:
+    state = make_state()
+    put(state, new("a"))
+    queue = state.reports
+    queue.take()
+    queue.done()
+    queue.begin_report(state.live_chunks())
+    begin = queue.take()
+    assert (begin.report, [c.key for c in begin.added]) == (FullReport.BEGIN, ["a"])
+    assert queue.requeue(), "a report that broke has to begin again"
+    queue.begin_report(state.live_chunks())
+    for expected in (FullReport.BEGIN, FullReport.END):
+        assert queue.take().report is expected
+        queue.done()
+    assert not queue.urgent
+
+
+@pytest.mark.parametrize("checksums", [Checksums(), Checksums(0, (2**64 - 1,)), Checksums(4, (7, 8))])
+def test_a_chunk_keeps_its_facts_in_little_room(checksums: Checksums) -> None:
+    chunk = Chunk(ChunkKey("k"), 2**64 - 1, 64, 8, compact(checksums), Pin.SOFT, 12345.678, replicas=3)
+    assert (chunk.pin, chunk.replicas) == (Pin.SOFT, 3)
+    assert (chunk.version, chunk.checksums, chunk.created_s) == (2**64 - 1, checksums, 12345.678)
+    chunk.compact_checksums = 5
+    assert (chunk.version, chunk.checksums, chunk.created_s) == (2**64 - 1, Checksums(0, (5,)), 12345.678)

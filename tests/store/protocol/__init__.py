@@ -1,0 +1,1 @@
+"""Tests of what node, master and client of the store share."""

@@ -1,0 +1,221 @@
+"""Seeded lives of a whole store in virtual time (``world``): new ones each day, all that ever failed, mutations."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tanghulu.store.client.logic import carriers, get, messages
+from tanghulu.store.master.directory.directory import Directory
+from tanghulu.store.master.directory.pending_commits import PendingCommits
+from tanghulu.store.master.directory.rebuild import Rebuild
+from tanghulu.store.node.rpc import service
+from tanghulu.store.node.state.allocator import OffsetAllocator
+from tanghulu.store.node.state.node_state import NodeState
+from tanghulu.store.node.state.report_queue import ReportQueue
+from tanghulu.store.node.state.write_buffers import WriteBuffers
+from tanghulu.store.node.writes.streams import IncomingPuts
+from tanghulu.store.protocol.types import Verdict
+from tests.store.sim.plan import Plan
+from tests.store.sim.world import World
+
+#: Seeds that once failed.
+PAST_FAILURES = (6, 43, 62, 1_200_475, 1_300_173)
+#: Mutations are looked for in so many lives at most: where values crowd
+#: each other out, where holders come and go, where they are cut off,
+#: where masters follow one another.
+_MUTANT_LIVES = 60
+_CROWDED = Plan(2, 4, 8, 8.0, 4 << 20, 1.0, faults=("slow", "slow", "tear", "mend"), sizes=(100, 1_200_000))
+_STORMY = Plan(3, 4, 6, 8.0, 4 << 20, 0.5)
+_REBORN = Plan(5, 4, 40, 14.0, 4 << 20, 1.0, faults=("master",), sizes=(10, 3000), removals=0.1)
+_LONELY = Plan(3, 4, 150, 14.0, 4 << 20, 1.5, faults=("isolate",), removals=2.0, sizes=(10, 3000))
+_CALM = Plan(2, 4, 300, 8.0, 8 << 20, 1.0, faults=(), sizes=(10, 3000, 20_000), removals=0.0, near=0.75)
+_STREAMING = Plan(2, 4, 60, 8.0, 8 << 20, 0.2, faults=("kill", "tear"), sizes=(70_000, 300_000), removals=0.0, near=0.0)
+_CALM_REMOTE = Plan(2, 4, 300, 8.0, 32 << 20, 1.0, faults=(), sizes=(70_000, 300_000), removals=0.0, near=0.0)
+_CALM_MANY = Plan(2, 4, 600, 8.0, 8 << 20, 1.0, faults=(), sizes=(10, 3000), removals=0.0, near=1.0, batch=8)
+_TIDY = Plan(2, 4, 100, 8.0, 8 << 20, 1.0, faults=(), sizes=(10, 3000), removals=3.0, near=1.0)
+_WAITING = Plan(2, 6, 30, 8.0, 64 << 20, 1.0, faults=(), sizes=(3000, 70_000, 1_200_000), removals=0.0, waits=4.0)
+_MURDEROUS = Plan(1, 4, 300, 8.0, 8 << 20, 0.1, faults=("kill",), sizes=(10, 3000), removals=0.0, near=1.0)
+
+_KILLS = ("kill", "kill", "slow")
+_DYING = Plan(2, 12, 5000, 8.0, 32 << 20, 0.02, faults=_KILLS, sizes=(300_000, 1_200_000), removals=0.0, near=0.5)
+
+
+@pytest.mark.parametrize("seed", PAST_FAILURES)
+def test_a_life_that_failed_once(seed: int) -> None:
+    World(seed).run()
+
+
+def test_a_seed_gives_one_life() -> None:
+    assert World(3).run() == World(3).run()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [_CALM, _MURDEROUS, _CALM_MANY], ids=["calm", "murderous", "many"])
+def test_puts_at_desks(plan: Plan) -> None:
+    for seed in range(4):
+        assert World(seed, plan).run()["put at desks"] > 20
+
+
+@pytest.mark.slow
+def test_streamed_puts() -> None:
+    for seed in range(4):
+        assert World(seed, _STREAMING).run()["bytes streamed"] > 1_000_000
+
+
+@pytest.mark.slow
+def test_what_dying_clients_have_proclaimed_is_withdrawn() -> None:
+    assert sum(World(seed, _DYING).run()["withdrawn"] for seed in range(6)) > 0
+
+
+@pytest.mark.slow
+def test_who_waits_for_a_key_gets_it() -> None:
+    for seed in range(4):
+        assert World(seed, _WAITING).run()["told"] > 20
+
+
+@pytest.mark.slow
+def test_what_was_put_can_be_removed() -> None:
+    for seed in range(4):
+        assert World(seed, _TIDY).run()["remove"] > 50
+
+
+@pytest.mark.slow
+def test_a_hundred_nodes() -> None:
+    counts = World(4, Plan(100, 12, 400, seconds=6.0, node_bytes=1 << 20, fault_every_s=0.4)).run()
+    assert counts["put"] > 100
+
+
+@pytest.mark.slow
+def test_new_seeds() -> None:
+    """As many as fit into a minute, other ones every day; the seed that fails is named, and can be repeated."""
+    first = datetime.datetime.now(datetime.UTC).toordinal() * 100_000
+    root = Path(__file__).parents[3]
+    command = [sys.executable, "-m", "tests.store.sim", "--first", str(first), "--seeds", "100000", "--seconds", "60"]
+    ended = subprocess.run(
+        command, cwd=root, env=os.environ | {"PYTHONHASHSEED": "0"}, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert int(ended.stdout.splitlines()[-1].split()[0]) > 0
+
+
+def _forgets_to_announce(original: Callable[..., Any]) -> Callable[..., Any]:
+    def requeue(self: ReportQueue) -> bool:
+        self._under_way = None  # a message that failed is thought to have arrived
+        return False
+
+    return requeue
+
+
+def _frees_what_is_leased(original: Callable[..., Any]) -> Callable[..., Any]:
+    def drop(self: NodeState, chunk: Any, *, evicted: bool = False) -> None:
+        leases, chunk.num_leases = chunk.num_leases, 0
+        original(self, chunk, evicted=evicted)
+        chunk.num_leases = leases
+
+    return drop
+
+
+def _hands_out_too_much(original: Callable[..., Any]) -> Callable[..., Any]:
+    def free(self: OffsetAllocator, offset: int, size: int) -> None:
+        original(self, offset, size - 64 if size > 4096 else size)
+
+    return free
+
+
+def _lets_removed_chunks_return(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, key: None
+
+
+def _is_never_incomplete(original: Any) -> property:
+    return property(lambda self: True)  # a new master believes that it knows all
+
+
+def _answers_without_looking_at_desks(original: Any) -> Any:
+    return lambda state, handler: handler
+
+
+def _publishes_what_was_refused(original: Any) -> Any:
+    return lambda reply: Verdict.ACCEPTED
+
+
+def _publishes_all_that_was_refused(original: Any) -> Any:
+    return lambda reply: [Verdict.ACCEPTED] * len(original(reply))
+
+
+def _accepts_and_forgets(original: Any) -> Any:
+    return lambda self, said, now_s: Verdict.ACCEPTED
+
+
+def _publishes_without_proclaiming(original: Any) -> Any:
+    def commit(context: Any, deadline: Any, node: Any, generation: Any, items: Any) -> Any:
+        return [Verdict.ACCEPTED] * len(items)
+        yield
+
+    return commit
+
+
+def _frees_what_is_still_coming(original: Any) -> Any:
+    def begin(self: IncomingPuts, *arguments: Any) -> Any:
+        arrival = original(self, *arguments)
+        if arrival is not None:  # as if time alone freed a range
+            chunk, allocator = arrival.chunk, self._state.space.allocator
+            allocator.free(chunk.offset, chunk.size_bytes)
+        return arrival
+
+    return begin
+
+
+def _keeps_pending_commits_for_ever(original: Any) -> Any:
+    return lambda self, now_s: []
+
+
+def _forgets_the_rest_of_a_desk(original: Any) -> Any:
+    def free(self: WriteBuffers, buffer: Any) -> None:
+        buffer.taken[-1:] = []  # what became a chunk last is freed with the rest
+        original(self, buffer)
+
+    return free
+
+
+def _does_not_ask_again(original: Any) -> Any:
+    return -1.0
+
+
+MUTATIONS = [
+    (ReportQueue, "requeue", _forgets_to_announce, _STORMY),
+    (NodeState, "_drop", _frees_what_is_leased, _CROWDED),
+    (OffsetAllocator, "free", _hands_out_too_much, _CROWDED),
+    (Directory, "_bury", _lets_removed_chunks_return, _LONELY),
+    (Rebuild, "is_ready", _is_never_incomplete, _REBORN),
+    (service, "after_drain", _answers_without_looking_at_desks, _TIDY),
+    (messages, "verdict", _publishes_what_was_refused, _CALM),
+    (carriers, "commit_by_client", _publishes_without_proclaiming, _CALM),
+    (IncomingPuts, "begin", _frees_what_is_still_coming, _STREAMING),
+    (Directory, "proclaim", _accepts_and_forgets, _CALM_REMOTE),
+    (messages, "verdicts", _publishes_all_that_was_refused, _CALM_MANY),
+    (PendingCommits, "expired", _keeps_pending_commits_for_ever, _MURDEROUS),
+    (WriteBuffers, "_free_range", _forgets_the_rest_of_a_desk, _MURDEROUS),
+    (get, "LATE_S", _does_not_ask_again, _WAITING),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("owner", "name", "mutate", "plan"), MUTATIONS, ids=[m[2].__name__.strip("_") for m in MUTATIONS]
+)
+def test_mutations_are_caught(owner: Any, name: str, mutate: Any, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, name, mutate(getattr(owner, name)))
+    for seed in range(_MUTANT_LIVES):
+        try:
+            World(seed, plan).run()
+        except (AssertionError, KeyError):
+            return
+    pytest.fail(f"{_MUTANT_LIVES} lives passed with {owner.__name__}.{name} broken")

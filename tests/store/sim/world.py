@@ -1,0 +1,394 @@
+"""A whole store in virtual time: a master, nodes, clients, faults, and what must hold after every step.
+
+One seed is one life: sizes, traffic, crashes, cut and slow links, torn connections. The invariants:
+
+* a put that has returned is found while one of its holders lives and has been in touch with the master;
+* a value that is read is one that was put under its key, whole; nothing but typed errors comes out, in time;
+* in a calm life, where nothing fails and everything fits, that holds without exception, and a key keeps its value;
+  where nothing fails, whoever removes what was put has removed it;
+* in every node free + used == capacity and no two chunks overlap (`NodeState.check`), master and sessions are sound;
+* when all links are whole again, directory and nodes agree within ``CONVERGE_S``, and what was removed stays so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+from tanghulu.errors import ChunkNotFound, TanghuluError
+from tanghulu.store.client.aio import AsyncClient
+from tanghulu.store.node.state.chunk import ChunkState
+from tests.store.sim.actors import SimMaster, SimNode, SimProcess, kill_writers, open_client
+from tests.store.sim.loop import PID, VirtualLoop, on_host
+from tests.store.sim.plan import KeyLife, Plan
+from tests.store.sim.surroundings import collected_garbage, virtual_time
+
+DEADLINE_S = 5.0
+#: How long after a disturbance of a node's or the master's the directory may still be behind.
+CONVERGE_S = 8.0
+_SLACK_S = 0.5
+#: Nodes whose invariants are asserted beside the master's, every so often; all of them at the end.
+_CHECKED_NODES = 2
+_CHECK_EVERY_S = 0.15
+#: Steps of the world between two collections of garbage.
+_GARBAGE_EVERY = 20
+
+
+class World:
+    """See the module. ``run`` lives one seed's life; it raises AssertionError that names what did not hold."""
+
+    def __init__(self, seed: int, plan: Plan | None = None) -> None:
+        self.seed = seed
+        self.rng = Random(seed)
+        self.plan = plan or Plan.of(self.rng)
+        self.loop = VirtualLoop(Random(self.rng.random()))
+        self.network = self.loop.network
+        self.master: SimMaster
+        self.nodes: dict[str, SimNode] = {}
+        self.keys: dict[str, KeyLife] = {}
+        self.counts: Counter[str] = Counter()
+        self.restarted_master_s = 0.0
+        self._disturbed_s: dict[str, float] = {}
+        self._pids = itertools.count(1000)
+        self._clients: dict[int, tuple[asyncio.Task[None], AsyncClient]] = {}
+        self._generation = 0
+        self._dead: list[SimProcess] = []  # what they waited for is nobody's business, but not lost
+        self._failure: BaseException | None = None
+        self._ended = False
+
+    def run(self) -> Counter[str]:
+        """One life; returns how often what happened."""
+        with virtual_time(self), collected_garbage():
+            self.loop.set_exception_handler(self._unhandled)
+            try:
+                self.loop.run_until_complete(self._live())
+            finally:
+                for task in asyncio.all_tasks(self.loop):
+                    task.cancel()
+                self.loop.run_until_complete(asyncio.sleep(1))
+                self.loop.close()
+        self._raise()
+        return self.counts
+
+    def _unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception") or AssertionError(f"{context['message']} {context.get('task', '')!r}")
+        if not self._ended:
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Remember the first thing that went wrong."""
+        if self._failure is None:
+            self._failure = error
+
+    def _raise(self) -> None:
+        if self._failure is not None:
+            raise AssertionError(f"seed {self.seed}, {self.plan}: {self._failure!r}") from self._failure
+
+    # --- life
+
+    async def _live(self) -> None:
+        self._start_master()
+        for number in range(self.plan.num_nodes):
+            self._start_node(number)
+        await asyncio.sleep(1.0)
+        clients = [on_host(f"client-{n}", self._client(n)) for n in range(self.plan.num_clients)]
+        ends_s = self.loop.time() + self.plan.seconds
+        next_fault_s = self.loop.time() + self.plan.fault_every_s
+        next_check_s = 0.0
+        while self.loop.time() < ends_s:
+            await asyncio.sleep(0.05)
+            self._raise()
+            if int(self.loop.time() / 0.05) % _GARBAGE_EVERY == 0:
+                gc.collect(1)
+            if self.loop.time() >= next_check_s:
+                next_check_s = self.loop.time() + _CHECK_EVERY_S
+                self.check(_CHECKED_NODES)
+            if self.plan.faults and self.loop.time() >= next_fault_s:
+                next_fault_s = self.loop.time() + self.rng.expovariate(1 / self.plan.fault_every_s)
+                self._fault()
+        self._ended = True
+        for task in clients:
+            task.cancel()
+        await asyncio.gather(*clients, return_exceptions=True)
+        self._ended = False
+        await self._settle()
+        gc.collect()  # a task that nobody refers to is destroyed, and was lost
+        self._raise()
+        self._ended = True
+
+    def _start_master(self) -> None:
+        self._generation += 1
+        self.restarted_master_s = self.loop.time()
+        self.master = SimMaster(self.network, self._generation, Random(self.rng.random()))
+
+    def _start_node(self, number: int) -> None:
+        self._generation += 1
+        node = SimNode(number, self.network, self, self._generation, self.plan.node_bytes)
+        self.nodes[node.host] = node
+        self._disturb(node.host)
+
+    def _disturb(self, host: str) -> None:
+        self._disturbed_s[host] = self.loop.time()
+
+    def check(self, num_nodes: int = 1 << 20) -> None:
+        """Assert the invariants of the master and of so many nodes."""
+        self.master.check()
+        alive = [node for node in self.nodes.values() if node.alive]
+        for node in self.rng.sample(alive, min(num_nodes, len(alive))):
+            node.check()
+
+    # --- faults
+
+    def _fault(self) -> None:
+        kind = self.rng.choice(self.plan.faults)
+        self.counts[kind] += 1
+        host = self.rng.choice(sorted(self.nodes))
+        match kind:
+            case "crash":
+                self._crash(host)
+            case "cut":
+                other = self.rng.choice(["master", *(f"client-{n}" for n in range(self.plan.num_clients))])
+                self._cut(host, other, self.rng.uniform(0.2, 8))
+            case "isolate":  # for so long that the master takes it for dead
+                self._cut(host, "master", self.rng.uniform(4, 7))
+            case "slow":
+                self._slow(host)
+            case "tear":
+                for pipe in [p for p in self.network.pipes if host in (p.host, p.peer.host)]:
+                    if self.rng.random() < 0.5:
+                        self.network.tear(pipe, ConnectionResetError("torn"))
+            case "master":
+                self._crash_master()
+            case "kill" if self._clients:
+                self._kill_client(self.rng.choice(list(self._clients)))
+            case "mend":
+                self._mend()
+
+    def _crash(self, host: str) -> None:
+        node = self.nodes[host]
+        if node.alive:
+            node.kill(silently=self.rng.random() < 0.3)
+            self._dead.append(node)
+            self._disturb(host)
+            self.loop.call_later(self.rng.uniform(0.1, 6), self._restart_node, int(host.partition("-")[2]))
+
+    def _restart_node(self, number: int) -> None:
+        if not self.nodes[f"node-{number}"].alive:
+            self._start_node(number)
+
+    def _crash_master(self) -> None:
+        if self.master.alive:
+            silently = self.rng.random() < 0.3
+            self.master.kill(silently=silently)
+            self._dead.append(self.master)
+            if silently:  # nodes may notice so late that a new master has waited long enough for them
+                self._disturb("master")
+            self.loop.call_later(self.rng.uniform(0.1, 4), self._restart_master)
+
+    def _restart_master(self) -> None:
+        if not self.master.alive:
+            self._start_master()
+
+    def _cut(self, one: str, other: str, seconds: float) -> None:
+        self.network.cut(one, other)
+        self._disturb_link(one, other)
+        self.loop.call_later(seconds, self._mend_link, one, other)
+
+    def _mend_link(self, one: str, other: str) -> None:
+        if self.network.is_cut(one, other):
+            self.network.mend(one, other)
+            self._disturb_link(one, other)
+
+    def _disturb_link(self, one: str, other: str) -> None:
+        if other == "master":
+            self._disturb(one)
+
+    def _slow(self, host: str) -> None:
+        self.network.slow(host, self.rng.choice((20.0, 400.0)))
+        self._disturb(host)
+        self.loop.call_later(self.rng.uniform(0.5, 6), self._fast, host)
+
+    def _fast(self, host: str) -> None:
+        self.network.slow(host, 1.0)
+        self._disturb(host)
+
+    def _mend(self) -> None:
+        self.network.mend_all()
+        for host in ("master", *self.nodes):
+            self._disturb(host)
+
+    # --- clients
+
+    async def _client(self, number: int) -> None:
+        """One process after the other; some of them are killed."""
+        rng = Random(f"{self.seed} client {number}")
+        near = f"node-{rng.randrange(self.plan.num_nodes)}" if rng.random() < self.plan.near else ""
+        while True:
+            pid = next(self._pids)
+            PID.set(pid)
+            client = open_client(self, f"client-{number}", near, f"id-{pid}")
+            task = asyncio.create_task(self._process(client, rng))
+            self._clients[pid] = task, client
+            try:
+                await asyncio.wait([task])
+            finally:
+                task.cancel()
+                del self._clients[pid]
+                for node in self.nodes.values():
+                    node.client_exited(pid)
+            if not task.cancelled() and task.exception() is not None:
+                self.fail(task.exception() or AssertionError)
+
+    async def _process(self, client: AsyncClient, rng: Random) -> None:
+        for _ in range(rng.randint(5, 200)):
+            await asyncio.sleep(rng.expovariate(20))
+            await self._operation(client, rng)
+        await client.close()
+
+    def _kill_client(self, pid: int) -> None:
+        task, client = self._clients[pid]
+        kill_writers(client)
+        self.network.process_gone(pid)
+        task.cancel()
+
+    async def _operation(self, client: AsyncClient, rng: Random) -> None:
+        weights = (4, 6, 1, 1, self.plan.removals, self.plan.waits)
+        kind = rng.choices(("put", "get", "get_many", "exists", "remove", "wait"), weights)[0]
+        key = f"key-{rng.randrange(self.plan.num_keys)}"
+        began_s = self.loop.time()
+        try:
+            await getattr(self, f"_{kind}")(client, rng, key)
+            self.counts[kind] += 1
+        except TanghuluError as error:
+            self.counts[f"{kind} {error.code}"] += 1
+            if isinstance(error, ChunkNotFound):
+                self._require_absent(key, began_s)
+        except AssertionError as error:
+            self.fail(error)
+        took_s = self.loop.time() - began_s
+        if took_s > DEADLINE_S + _SLACK_S:
+            self.fail(AssertionError(f"{kind} {key} took {took_s:.2f} s"))
+
+    async def _put(self, client: AsyncClient, rng: Random, key: str) -> None:
+        others = {f"key-{rng.randrange(self.plan.num_keys)}" for _ in range(self.plan.batch)} - {key}
+        begun = {each: self._begin_put(rng, each) for each in (key, *sorted(others))}
+        if self.plan.batch:
+            statuses = await client.put_many([(k, each[0]) for k, each in begun.items()], deadline_s=DEADLINE_S)
+        else:
+            replicas = rng.choice((1, 1, 2, 3))
+            statuses = [await client.put(key, begun[key][0], replicas=replicas, deadline_s=DEADLINE_S)]
+        for status in [each for each in statuses if each.ok]:
+            begun[status.key][1]()
+
+    def _begin_put(self, rng: Random, key: str) -> tuple[bytes, Callable[[], None]]:
+        value = self.plan.value(rng, key)
+        return value, self.keys.setdefault(key, KeyLife()).put(value, self.loop.time)
+
+    async def _get(self, client: AsyncClient, rng: Random, key: str) -> None:
+        with await client.get(key, deadline_s=DEADLINE_S) as chunk:
+            self._require_put(key, chunk.bytes())
+
+    async def _get_many(self, client: AsyncClient, rng: Random, key: str) -> None:
+        keys = sorted({f"key-{rng.randrange(self.plan.num_keys)}" for _ in range(5)})
+        began_s = self.loop.time()
+        for each, found in zip(keys, await client.get_many(keys, deadline_s=DEADLINE_S), strict=True):
+            if isinstance(found, ChunkNotFound):
+                self._require_absent(each, began_s)
+            elif not isinstance(found, TanghuluError):
+                with found as chunk:
+                    self._require_put(each, chunk.bytes())
+
+    async def _exists(self, client: AsyncClient, rng: Random, key: str) -> None:
+        began_s = self.loop.time()
+        if not await client.exists(key, deadline_s=DEADLINE_S):
+            self._require_absent(key, began_s)
+
+    async def _wait(self, client: AsyncClient, rng: Random, key: str) -> None:
+        if await client.wait_for(key, deadline_s=1.0):
+            self.counts["told"] += 1
+            try:
+                with await client.get(key, deadline_s=DEADLINE_S / 2) as chunk:
+                    self._require_put(key, chunk.bytes())
+            except ChunkNotFound:  # where something fails, so may the put that was promised
+                assert not self.plan.calm, f"{key} was told to be there and not found"
+
+    async def _remove(self, client: AsyncClient, rng: Random, key: str) -> None:
+        life = self.keys.setdefault(key, KeyLife())
+        is_there, before = life.acked_s is not None and not life.removes_open, life.removes_begun
+        with life.removing(self.loop.time, DEADLINE_S + CONVERGE_S):
+            if await client.remove(key, deadline_s=DEADLINE_S):
+                life.removed_s = self.loop.time()
+            elif is_there and not self.plan.faults:
+                assert life.removes_begun > before + 1, f"{key} was put, and nobody but this client removes it"
+
+    # --- what must hold
+
+    def _require_put(self, key: str, value: bytes) -> None:
+        life = self.keys.get(key)
+        assert life is not None, f"{key} was never put"
+        assert value in life.values, f"{key} has {len(value)} bytes that nobody put: {value[:60]!r}"
+        if self.plan.calm:
+            assert life.read in (None, value), f"{key} has changed its value"
+            life.read = value
+
+    def _require_absent(self, key: str, began_s: float) -> None:
+        """``key`` was said not to exist; so no holder of an acknowledged put may be in good standing."""
+        life = self.keys.get(key)
+        if life is None or life.acked_s is None or life.acked_s >= began_s:
+            return
+        if self.plan.calm:
+            self.fail(AssertionError(f"{key} was put at {life.acked_s:.3f} and not found at {began_s:.3f}"))
+        calm_s = began_s - CONVERGE_S
+        if self._disturbed_s.get("master", 0.0) > calm_s:
+            return
+        for host, node in self.nodes.items():
+            if node.alive and self._disturbed_s[host] <= calm_s and self._has_held(node, key, began_s):
+                self.fail(AssertionError(f"{key} was put at {life.acked_s:.2f}, {host} has it, and it was not found"))
+
+    def _has_held(self, node: SimNode, key: str, since_s: float) -> bool:
+        chunk = node.state.table.find(key)  # type: ignore[arg-type]
+        return chunk is not None and chunk.state is ChunkState.LIVE and chunk.created_s < since_s - DEADLINE_S
+
+    async def _settle(self) -> None:
+        """Heal everything, wait, and compare the directory with the nodes, and reads with both."""
+        self._mend()
+        self._restart_master()
+        for host in self.nodes:
+            self._restart_node(int(host.partition("-")[2]))
+        await asyncio.sleep(CONVERGE_S)
+        self._raise()
+        self.check()
+        self.counts["put at desks"] = sum(node.state.buffers.num_taken for node in self.nodes.values())
+        self.counts["withdrawn"] = self.master.core.directory.pending_commits.num_retracted
+        self.counts["bytes streamed"] = sum(node.traffic.bytes_written["stream"] for node in self.nodes.values())
+        directory = self.master.core.directory
+        assert directory.rebuild.is_ready, "the directory is not complete"
+        for host, node in self.nodes.items():
+            held = {chunk.key for chunk in node.state.live_chunks()}
+            page, rest = directory.snapshot("", "", 1 << 20)
+            assert rest is None
+            listed = set(page.get(host, ()))
+            assert listed == held, f"{host} holds {held - listed} more, {listed - held} less than the directory says"
+        await on_host("client-0", self._read_all())
+
+    async def _read_all(self) -> None:
+        client = open_client(self, "client-0", "", "the last one")
+        try:
+            for key, life in self.keys.items():
+                holders = [n for n in self.nodes.values() if n.state.find(key) is not None]  # type: ignore[arg-type]
+                try:
+                    with await client.get(key, deadline_s=DEADLINE_S) as chunk:
+                        self._require_put(key, chunk.bytes())
+                except ChunkNotFound:
+                    assert not holders, f"{key} is on {[h.host for h in holders]} and was not found"
+                # Of several puts, an older one may come back with a node that the master had taken for dead.
+                gone = life.removed_s is not None and not life.put_since_remove and len(life.values) == 1
+                if gone and life.removed_s is not None and life.removed_s > self.restarted_master_s:
+                    assert not holders, f"{key} was removed at {life.removed_s:.2f} and is back"
+        finally:
+            await client.close()

@@ -1,0 +1,1 @@
+"""Tests of the transfer engine as a whole, with real owners in processes of their own."""

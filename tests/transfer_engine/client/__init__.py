@@ -1,0 +1,1 @@
+"""Tests of transfers as a client makes them."""

@@ -1,0 +1,1 @@
+"""Tests of the pure decisions that both sides of a transfer share."""

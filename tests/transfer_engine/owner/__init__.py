@@ -1,0 +1,1 @@
+"""Tests of the owner's side of a segment."""

@@ -1,0 +1,1 @@
+"""Tests of devices and of the pairs that they make."""

@@ -1,0 +1,1 @@
+"""Tests of each transport: the contract, and what is particular to it."""

@@ -1,0 +1,1 @@
+"""Tests of the workers on tiny models, mocks and SmolLM2."""

@@ -1,0 +1,186 @@
+"""Attention backends against one another: ragged, in static shapes, and as torch's varlen kernel is called.
+
+No GPU is needed: the kernel is played by what its documentation says, which also holds callers to its rules.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tanghulu.errors import ConfigError
+from tanghulu.workers.compute.attention import paged as attention_paged
+from tanghulu.workers.compute.attention import varlen as attention_varlen
+from tanghulu.workers.compute.attention.backends import AttentionNeeds, can, pick_attention
+from tanghulu.workers.compute.attention.base import AttentionBackend, SdpaAttention
+from tanghulu.workers.compute.attention.varlen import Kernel, VarlenAttention, pick_kernel, try_kernel, why_not
+from tanghulu.workers.compute.decode_batch import DecodeShape, decode_batch, is_decode, pack_decodes
+from tanghulu.workers.compute.device import CPU
+from tanghulu.workers.compute.forward_batch import ForwardBatch, SequenceChunk, build_forward_batch
+from tanghulu.workers.compute.kv_cache import DeviceKvCache
+from tanghulu.workers.engine.kv_layout import KvLayout
+from tests.workers.compute.varlen_kernel import varlen_attn
+
+BLOCK, LAYERS, NUM_BLOCKS, HEAD_DIM = 4, 2, 40, 8
+
+
+def flash_2_of_multiples_of_256(query: torch.Tensor, key: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+    if more["block_table"] is not None and key.shape[1] % 256:
+        raise RuntimeError("Paged KV cache block size must be divisible by 256\nmore")
+    assert rest[2] is not None, "it takes the keys' offsets whatever it does with them"
+    return varlen_attn(query, key, *rest, **more)
+
+
+def flash_3(query: torch.Tensor, key: torch.Tensor, value: Any, cu_q: Any, cu_k: Any, *rest: Any, **more: Any) -> Any:
+    if more["block_table"] is not None and cu_k is not None:
+        raise RuntimeError("offsets of keys and a page table")
+    return varlen_attn(query, key, value, cu_q, cu_k, *rest, **more)
+
+
+class Case:
+    """Sequences over shuffled blocks of a cache full of noise, and the step's queries, keys and values."""
+
+    def __init__(self, runs: Sequence[tuple[int, int]], groups: int, kv_heads: int, seed: int) -> None:
+        self.heads = groups * kv_heads
+        layout = KvLayout(LAYERS, BLOCK, kv_heads, HEAD_DIM, "float32")
+        noise = torch.Generator().manual_seed(seed)
+        self.cache = DeviceKvCache(layout, NUM_BLOCKS, CPU)
+        self.cache.rows.copy_(torch.randn(self.cache.rows.shape, generator=noise))
+        free = random.Random(seed).sample(range(NUM_BLOCKS), NUM_BLOCKS)
+        self.chunks = []
+        for start, count in runs:
+            blocks = [free.pop() for _ in range(-(-(start + count) // BLOCK))]
+            self.chunks.append(SequenceChunk([1] * count, start, blocks, True))
+        total = sum(count for _, count in runs)
+        self.query = torch.randn(total, self.heads, HEAD_DIM, generator=noise)
+        self.key, self.value = torch.randn(2, total, kv_heads, HEAD_DIM, generator=noise)
+
+    def attend(self, backend: AttentionBackend, batch: ForwardBatch | None = None) -> torch.Tensor:
+        """The second layer's result, from the same cache each time."""
+        batch = batch or build_forward_batch(self.chunks, BLOCK)
+        before = self.cache.rows.clone()
+        rows = batch.num_tokens
+        plan = backend.plan(self.cache, batch, self.heads)
+        states = [F.pad(each, (0, 0, 0, 0, 0, rows - len(each))) for each in (self.query, self.key, self.value)]
+        result = plan.attend(1, *states)
+        self.written = self.cache.rows.clone()
+        self.cache.rows.copy_(before)
+        return result
+
+
+RUNS = st.lists(st.tuples(st.integers(0, 14), st.integers(1, 9)), min_size=1, max_size=6)
+DECODES = st.lists(st.tuples(st.integers(0, 22), st.just(1)), min_size=1, max_size=6)
+SHAPES = {"groups": st.integers(1, 3), "kv_heads": st.integers(1, 2), "seed": st.integers(0, 99)}
+
+
+@settings(deadline=None, max_examples=60)
+@given(runs=RUNS, reads_tables=st.booleans(), bound=st.sampled_from([8, 40, 1000]), **SHAPES)
+def test_varlen_attends_as_sdpa_does(runs, reads_tables, bound, groups, kv_heads, seed):
+    case = Case(runs, groups, kv_heads, seed)
+    wanted, written = case.attend(SdpaAttention()), case.written
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_varlen, "MAX_GATHERED_TOKENS", bound)
+        got = case.attend(VarlenAttention(Kernel(varlen_attn, reads_tables)))
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+    assert torch.equal(case.written, written)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    runs=DECODES, backend=st.sampled_from(["sdpa", "tables", "gathered"]), bound=st.sampled_from([8, 1000]), **SHAPES
+)
+def test_static_shapes_attend_as_ragged_ones_do(runs, backend, bound, groups, kv_heads, seed):
+    """And the rows that fill up write to the scratch block alone."""
+    case = Case(runs, groups, kv_heads, seed)
+    wanted, written = case.attend(SdpaAttention()), case.written
+    assert is_decode(case.chunks)
+    shape = DecodeShape.of(case.chunks, BLOCK)
+    packed = torch.from_numpy(pack_decodes(case.chunks, shape, BLOCK, case.cache.scratch))
+    under_test = SdpaAttention() if backend == "sdpa" else VarlenAttention(Kernel(varlen_attn, backend == "tables"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_varlen, "MAX_GATHERED_TOKENS", bound)
+        patch.setattr(attention_paged, "MAX_GATHERED_TOKENS", bound)
+        got = case.attend(under_test, decode_batch(packed, BLOCK))
+    torch.testing.assert_close(got[: len(runs)], wanted, atol=1e-5, rtol=1e-5)
+    assert torch.isfinite(got).all()
+    scratch = case.cache.scratch * case.cache.row_stride()
+    assert torch.equal(case.written[:scratch], written[:scratch])
+
+
+def test_the_packed_example():
+    chunks = [
+        SequenceChunk([11], 6, [7, 2], True),
+        SequenceChunk([12], 2, [9, 3], True),
+        SequenceChunk([13], 8, [4, 5, 6], True),
+    ]
+    shape = DecodeShape.of(chunks, BLOCK)
+    assert shape == (4, 4)
+    packed = pack_decodes(chunks, shape, BLOCK, 50)
+    assert packed.tolist() == [
+        [11, 6, 7, 2, 50, 50], [12, 2, 9, 50, 50, 50], [13, 8, 4, 5, 6, 50], [0, 0, 50, 50, 50, 50]
+    ]  # fmt: skip
+    batch = decode_batch(torch.from_numpy(packed), BLOCK)
+    assert batch.blocks.tolist() == [2, 9, 6, 50]
+    assert batch.offsets.tolist() == [2, 2, 0, 0]
+    assert batch.decodes is not None
+    assert batch.decodes.contexts.tolist() == [7, 3, 9, 1]
+    assert DecodeShape.of(chunks[:1], 1) == (1, 8)
+    assert not is_decode([*chunks, SequenceChunk([1, 2], 0, [1], True)])
+    assert not is_decode([SequenceChunk([1], 0, [1], False)])
+
+
+class TestTrial:
+    """A kernel is tried with numbers before it is used."""
+
+    @pytest.mark.parametrize("reads_tables", [False, True])
+    def test_a_kernel_that_is_right(self, reads_tables):
+        assert try_kernel(Kernel(varlen_attn, reads_tables), CPU, torch.bfloat16, 16, 16) is None
+
+    def test_a_kernel_that_is_wrong_is_found(self):
+        def wrong(*args: Any, **more: Any) -> torch.Tensor:
+            return varlen_attn(*args, **more | {"window_size": (-1, -1), "num_splits": 1})
+
+        assert "off by" in str(try_kernel(Kernel(wrong, False), CPU, torch.bfloat16, 16, 16))
+
+    @pytest.mark.parametrize(
+        ("kernel", "block_tokens", "reads_tables", "key_starts"),
+        [
+            (flash_2_of_multiples_of_256, 256, True, True),
+            (flash_2_of_multiples_of_256, 64, False, True),
+            (flash_3, 64, True, False),
+        ],
+    )
+    def test_what_it_can_do_is_what_it_is_used_for(self, monkeypatch, kernel, block_tokens, reads_tables, key_starts):
+        monkeypatch.setattr(attention_varlen, "_varlen_attn", lambda: kernel)
+        picked, reason = pick_kernel(CPU, torch.bfloat16, 16, block_tokens)
+        assert (picked.reads_tables, picked.key_starts) == (reads_tables, key_starts)
+        assert reason == ("" if reads_tables else "Paged KV cache block size must be divisible by 256")
+
+
+class TestRegistry:
+    NEEDS = AttentionNeeds(CPU, torch.float32, 64, 64)
+
+    def test_a_cpu_attends_by_sdpa(self):
+        assert isinstance(pick_attention("auto", self.NEEDS), SdpaAttention)
+        assert can("varlen", self.NEEDS) == "varlen_attn runs on GPUs, not on cpu"
+        assert can("sdpa", self.NEEDS) is None
+
+    def test_what_cannot_be_is_refused_with_the_reason(self):
+        with pytest.raises(ConfigError, match="--attention varlen: varlen_attn runs on GPUs"):
+            pick_attention("varlen", self.NEEDS)
+        with pytest.raises(ConfigError, match="choose auto, varlen, sdpa"):
+            pick_attention("magic", self.NEEDS)
+
+    @pytest.mark.parametrize(
+        ("dtype", "head_dim", "text"),
+        [(torch.float32, 64, "computes bfloat16 and float16"), (torch.bfloat16, 320, "up to 256, not 320")],
+    )
+    def test_types_and_heads_without_a_kernel(self, dtype, head_dim, text):
+        assert text in str(why_not(torch.device("cuda", 0), dtype, head_dim))

@@ -1,0 +1,112 @@
+"""The GPU's path walked with tensors that have a device and a shape but no bytes: no GPU is needed.
+
+What it shows: each operand is on the device where it is wanted, of a type and a shape that the operation takes, and
+torch knows every call by these arguments. Whether the numbers are right only a GPU shows (test_gpu.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from tanghulu.workers.compute import device, device_sampling
+from tanghulu.workers.compute.attention import varlen as attention_varlen
+from tanghulu.workers.compute.attention.base import AttentionBackend, SdpaAttention
+from tanghulu.workers.compute.attention.varlen import Kernel, VarlenAttention
+from tanghulu.workers.compute.decode_batch import DecodeShape, decode_batch, pack_decodes
+from tanghulu.workers.compute.forward_batch import ForwardBatch, SequenceChunk, build_forward_batch
+from tanghulu.workers.compute.kv_cache import DeviceKvCache
+from tanghulu.workers.compute.models.registry import Model, load_model
+from tanghulu.workers.compute.sampling import SamplingRow
+from tanghulu.workers.engine.kv_layout import KvLayout
+from tanghulu.workers.engine.requests import SamplingParams
+from tanghulu.workers.weights import resolve_model
+from tanghulu.workers.weights.safetensors_dir import SafetensorsDir
+from tests.workers.compute.fake_gpu import GPU, fake_gpu
+from tests.workers.tiny import VOCAB, TinyModel, write_tiny
+
+BLOCK = 16
+#: Architectures that differ in what they compute, not only in names.
+KINDS = {
+    "llama": {},
+    "qwen2": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]},
+    "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
+    "mistral": {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 20},
+}
+
+
+@pytest.fixture
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tensors of CUDA devices may be made, and have no memory; pinned memory is plain."""
+    monkeypatch.setattr(device, "staged_for", lambda array, _: torch.from_numpy(array))
+    read = SafetensorsDir.tensor
+
+    def really_read(weights: SafetensorsDir, name: str) -> torch.Tensor:
+        with unset_fake_temporarily():
+            return read(weights, name)
+
+    monkeypatch.setattr(SafetensorsDir, "tensor", really_read)
+    with fake_gpu():
+        yield
+
+
+def backends() -> dict[str, AttentionBackend]:
+    attend = attention_varlen._varlen_attn()
+    return {
+        "sdpa": SdpaAttention(),
+        "gathering": VarlenAttention(Kernel(attend, reads_tables=False)),
+        "tables": VarlenAttention(Kernel(attend, reads_tables=True)),
+    }
+
+
+def load(tiny: TinyModel, backend: str) -> tuple[Model, DeviceKvCache]:
+    source = resolve_model(str(tiny.path))
+    model = load_model(source, torch.bfloat16, device=GPU, attention=backends()[backend])
+    return model, DeviceKvCache(KvLayout.of(model.config, BLOCK, "bfloat16"), 32, GPU)
+
+
+def steps(cache: DeviceKvCache) -> Iterator[tuple[str, ForwardBatch, int]]:
+    """A prefill of two prompts beside a decode, a prefill that wants nothing yet, and decodes of static shape."""
+    mixed = [
+        SequenceChunk(list(range(5, 45)), 0, [3, 9, 1], True),
+        SequenceChunk(list(range(30)), 20, [2, 5, 6, 7], False),
+        SequenceChunk([8], 40, [10, 11, 12], True),
+    ]
+    yield "mixed", build_forward_batch(mixed, BLOCK, GPU), 2
+    yield "no logits", build_forward_batch(mixed[1:2], BLOCK, GPU), 0
+    decodes = [SequenceChunk([4], at, [1, 2, 3], True) for at in (20, 33, 40)]
+    shape = DecodeShape.of(decodes, BLOCK)
+    packed = pack_decodes(decodes, shape, BLOCK, cache.scratch)
+    yield "decodes", decode_batch(device.upload(packed, GPU), BLOCK), 4
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "gathering", "tables"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_step_stays_on_the_device(
+    tmp_path_factory: pytest.TempPathFactory, without_gpu: None, kind: str, backend: str
+):
+    with unset_fake_temporarily():
+        tiny = write_tiny(tmp_path_factory.mktemp(kind), **KINDS[kind])
+    model, cache = load(tiny, backend)
+    for name, batch, num_logits in steps(cache):
+        logits = model.forward(batch, cache)
+        assert (logits.device, logits.dtype) == (GPU, torch.float32), name
+        assert logits.shape == (num_logits, VOCAB), name
+
+
+def test_sampling_stays_on_the_device(without_gpu: None):
+    kinds = (
+        SamplingParams(temperature=0, logprobs=3),
+        SamplingParams(temperature=0.7, seed=3, top_k=5, repetition_penalty=1.2, logit_bias=((5, 2.0), (7, -1.0))),
+        SamplingParams(temperature=1.0, seed=4, top_p=0.9, min_p=0.05, presence_penalty=0.5, frequency_penalty=0.25),
+    )
+    rows = [SamplingRow(params, np.arange(10), 4, frozenset({1})) for params in kinds]
+    logits = torch.empty(len(rows), VOCAB, device=GPU)
+    adjusted = device_sampling._adjusted(logits, rows)
+    tokens, suffices = device_sampling._drawn(adjusted, rows, device_sampling._columns(rows, GPU))
+    packed = device_sampling._pack(logits, rows, tokens, suffices)
+    assert (packed.device, packed.dtype, packed.shape) == (GPU, torch.float64, (3, 2 + 1 + 2 * 3))

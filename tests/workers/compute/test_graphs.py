@@ -1,0 +1,111 @@
+"""Which steps are replayed and what happens when recording fails; the recording itself needs a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import structlog
+import torch
+
+from tanghulu.transfer_engine.gpu.staging import CudaCopier
+from tanghulu.workers.compute import cuda_graphs
+from tanghulu.workers.compute.cuda_graphs import DecodeGraphs
+from tanghulu.workers.compute.decode_batch import decode_batch, pack_decodes
+from tanghulu.workers.compute.device_runner import DeviceRunner
+from tanghulu.workers.compute.models.registry import Model
+from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig
+from tests.workers.tiny import BLOCK, engine, request, run_all
+
+PROMPTS = [[2 + (i * seed) % 90 for i in range(length)] for seed, length in ((3, 5), (7, 30), (5, 61))]
+
+
+class Played(DecodeGraphs):
+    """Graphs that are functions: they read the static input when they are replayed, not when they are recorded."""
+
+    fails_at = 99
+
+    def _recorded(self, shape: Any) -> Any:
+        if len(self._graphs) >= self.fails_at:
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore words")
+        packed = torch.from_numpy(pack_decodes([], shape, BLOCK, self._cache.scratch))
+        results = torch.empty(shape.num_sequences, self._model.config.vocab)
+
+        def replay() -> None:
+            self.num_replays = getattr(self, "num_replays", 0) + 1
+            results.copy_(self._model.forward(decode_batch(packed, BLOCK), self._cache))
+
+        return SimpleNamespace(graph=SimpleNamespace(replay=replay), packed=packed, logits=results)
+
+
+def texts(core: EngineCore) -> dict[str, list[int]]:
+    for index, prompt in enumerate(PROMPTS):
+        core.add(request(str(index), prompt, 10 + 4 * index))
+    return run_all(core)
+
+
+def played(model: Model, monkeypatch: pytest.MonkeyPatch) -> tuple[EngineCore, Played]:
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    runner = DeviceRunner(model, block_tokens=BLOCK, num_blocks=64)
+    graphs = runner._graphs = Played(model, runner.cache)
+    return EngineCore(runner, EngineCoreConfig(block_tokens=BLOCK, debug_checks=True)), graphs
+
+
+def test_steps_are_replayed_and_the_text_is_the_same(tiny_model: Model, monkeypatch: pytest.MonkeyPatch):
+    core, graphs = played(tiny_model, monkeypatch)
+    assert texts(core) == texts(engine(tiny_model))
+    assert graphs.num_replays > 10
+    assert {shape.num_sequences for shape in graphs._graphs} == {1, 2, 4}
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_beyond_the_bound_steps_run_without(tiny_model: Model, monkeypatch: pytest.MonkeyPatch, most: int):
+    monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", most)
+    core, graphs = played(tiny_model, monkeypatch)
+    assert texts(core) == texts(engine(tiny_model))
+    assert len(graphs._graphs) == most
+
+
+def test_a_recording_that_fails_is_said_once_and_costs_no_step(tiny_model: Model, monkeypatch: pytest.MonkeyPatch):
+    core, graphs = played(tiny_model, monkeypatch)
+    graphs.fails_at = 1
+    with structlog.testing.capture_logs() as said:
+        assert texts(core) == texts(engine(tiny_model))
+    failures = [entry for entry in said if entry["event"] == "cuda_graphs.failed"]
+    assert [entry["error"] for entry in failures] == ["CUDA error: operation not permitted when stream is capturing"]
+    assert graphs.num_replays > 0, "what was recorded before is still used"
+
+
+class Stream:
+    """Notes what is asked of it."""
+
+    made: ClassVar[list[Stream]] = []
+
+    def __init__(self, device: torch.device) -> None:
+        self.asked: list[str] = []
+        Stream.made.append(self)
+
+    def wait_stream(self, other: str) -> None:
+        self.asked.append(f"after {other}")
+
+    def synchronize(self) -> None:
+        self.asked.append("wait")
+
+
+@pytest.mark.parametrize("settled", [True, False])
+def test_copies_of_a_half_have_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch, settled: bool):
+    """And wait for the caller's stream only where somebody may still compute what is copied."""
+    monkeypatch.setattr(Stream, "made", [])
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the caller's")
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext(stream.asked.append("copy")))
+    copier = CudaCopier(settled=settled)
+    source, target = torch.arange(5), torch.zeros(5, dtype=torch.int64)
+    for half in (0, 1, 1):
+        copier.copy(half, target, source)
+    assert torch.equal(target, source)
+    copier.wait(1)
+    each = ["copy"] if settled else ["after the caller's", "copy"]
+    assert [stream.asked for stream in Stream.made] == [each, [*each, *each, "wait"]]

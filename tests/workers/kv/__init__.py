@@ -1,0 +1,1 @@
+"""Tests of KV on its way in and out of the cache."""

@@ -1,0 +1,174 @@
+"""The engine's thread and its connector on the tiny model: what travels, what fails, and that nothing is leaked."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from tanghulu.errors import NodeUnavailable
+from tanghulu.types import BlockHash, RequestId
+from tanghulu.workers.compute.models.registry import Model
+from tanghulu.workers.engine.engine import EngineCore
+from tanghulu.workers.engine.requests import PeerExport, PeerPrefix
+from tanghulu.workers.engine.speed import SpeedMeter, Speeds
+from tests.workers.rig import PROMPT, DictStore, NoPeers, Rig
+from tests.workers.tiny import BLOCK, request
+
+
+@pytest.fixture
+def store() -> DictStore:
+    return DictStore()
+
+
+@pytest.fixture
+def rig(tiny_model: Model, store: DictStore) -> Iterator[Rig]:
+    made = Rig(tiny_model, store)
+    yield made
+    made.close()
+
+
+def test_new_blocks_are_kept_and_found_after_the_cache_is_dropped(rig: Rig, store: DictStore) -> None:
+    text, cached = rig.run("one", PROMPT, 4)
+    assert cached == 0
+    rig.settle()
+    assert len(store.chunks) == 5
+    rig.drop()
+    before = rig.value("computed_tokens_total")
+    assert rig.run("two", PROMPT, 4) == (text, 5 * BLOCK)
+    assert rig.value("computed_tokens_total") - before == 3 + 3
+    assert rig.value("prefix_tokens_total", source="store") == 5 * BLOCK
+
+
+def test_another_engine_reads_what_this_one_wrote(rig: Rig, store: DictStore, tiny_model: Model) -> None:
+    text, _ = rig.run("one", PROMPT, 4)
+    rig.settle()
+    other = Rig(tiny_model, store)
+    assert other.run("two", PROMPT, 4) == (text, 5 * BLOCK)
+    other.close()
+
+
+def test_a_store_that_fails_costs_no_request(rig: Rig, store: DictStore) -> None:
+    store.broken = True
+    text, cached = rig.run("one", PROMPT, 4)
+    rig.settle()
+    assert cached == 0
+    rig.drop()
+    assert rig.run("two", PROMPT, 4) == (text, 0)  # not even asked: it failed a moment ago
+    assert rig.value("fetch_failures_total", source="store") == 1
+
+
+def test_a_peer_that_is_gone_is_computed(rig: Rig) -> None:
+    text, _ = rig.run("one", PROMPT, 3)
+    rig.settle()
+    rig.drop()
+    peer = PeerExport("nowhere|", "1", len(PROMPT))
+    assert rig.run("two", PROMPT, 3, peer=peer)[0] == text
+    assert rig.value("fetch_failures_total", source="peer") == 1
+
+
+def test_beyond_the_bound_blocks_are_not_kept(tiny_model: Model, store: DictStore) -> None:
+    rig = Rig(tiny_model, store, max_pending_bytes=0)
+    rig.run("one", PROMPT, 2)
+    rig.settle()
+    assert rig.value("store_skipped_total") == 5
+    assert not store.chunks
+    rig.close()
+
+
+def test_an_abort_while_its_prefix_is_loading_gives_all_back(rig: Rig, store: DictStore) -> None:
+    store.gate.clear()
+    made = request("one", PROMPT, 4)
+    rig.thread.post(lambda core: core.add(made))
+    while not rig.value("requests_fetching"):
+        rig.next_report()
+    rig.thread.post(lambda core: _assert(core.abort(RequestId("one"))))
+    rig.next_report()
+    assert rig.value("blocks_in_transfer") > 0
+    store.gate.set()
+    rig.settle()
+    assert rig.value("blocks_in_transfer") == 0
+    assert rig.core.scheduler.pool.num_in_use == 0
+
+
+def test_a_failing_engine_is_reported(rig: Rig) -> None:
+    rig.thread.post(lambda core: _assert(False))
+    failure = rig.reports.get(timeout=30)
+    assert isinstance(failure, AssertionError)
+
+
+def _assert(condition: bool) -> None:
+    assert condition
+
+
+def test_small_steps_do_not_say_how_fast_prefill_is() -> None:
+    meter = SpeedMeter()
+    meter.step(37, 1, 0.4)
+    assert meter.speeds == Speeds()
+    meter.step(512, 1, 1.0)
+    meter.step(8, 8, 0.05)
+    meter.fetched(10_000_000, 0.1)
+    speeds = meter.speeds
+    assert speeds.prefill_tokens_per_s == pytest.approx(512)
+    assert speeds.decode_step_s == pytest.approx(0.05)
+    assert speeds.store_bytes_per_s == pytest.approx(1e8)
+
+
+class HoldingPeers(NoPeers):
+    """Another worker's cache."""
+
+    def __init__(self, chunks: dict[bytes, bytes]) -> None:
+        self.chunks, self.asked, self.broken = chunks, 0, False
+
+    def read_prefix(self, holder: PeerPrefix, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
+        self.asked += len(hashes)
+        if self.broken:
+            raise NodeUnavailable("the holder is away")
+        for count, (block_hash, buffer) in enumerate(zip(hashes, buffers, strict=True)):
+            if block_hash not in self.chunks:
+                return count
+            buffer[:] = self.chunks[block_hash]
+        return len(hashes)
+
+
+@pytest.mark.parametrize(
+    ("held", "broken", "from_cache", "from_store"), [(5, False, 3, 2), (2, False, 2, 3), (5, True, 0, 5)]
+)
+def test_a_holder_is_asked_first_and_the_store_for_the_rest(tiny_model, store, held, broken, from_cache, from_store):
+    writer = Rig(tiny_model, store)
+    tokens, _ = writer.run("first", PROMPT, 4)
+    writer.settle()
+    writer.close()
+    peers = HoldingPeers(dict(list(store.chunks.items())[:3]))
+    peers.broken = broken
+    rig = Rig(tiny_model, store, peers)
+    again, cached = rig.run("again", PROMPT, 4, holder=PeerPrefix("there|", held))
+    assert (again, cached) == (tokens, 5 * BLOCK)
+    assert peers.asked == held
+    assert rig.value("prefix_tokens_total", source="peer_cache") == from_cache * BLOCK
+    assert rig.value("prefix_tokens_total", source="store") == from_store * BLOCK
+    assert rig.value("fetch_failures_total", source="peer_cache") == broken
+    rig.close()
+
+
+def test_an_exported_prefix_is_held_until_it_is_given_back(rig: Rig) -> None:
+    rig.run("first", PROMPT, 1)
+    rig.settle()
+    done = threading.Event()
+
+    def check(core: EngineCore) -> None:
+        hashes = request("other", PROMPT, 1).sequence.block_hashes
+        export = core.export_prefix(RequestId("prefix-1"), [*hashes[:4], b"?" * 16])
+        assert export is not None
+        assert (len(export.block_ids), export.num_tokens) == (4, 4 * BLOCK)
+        core.drop_cached()
+        assert core.scheduler.pool.num_hits(hashes) == 4
+        core.check()
+        assert core.release_export(RequestId("prefix-1"))
+        assert core.export_prefix(RequestId("prefix-2"), [BlockHash(b"?" * 16)]) is None
+        core.check()
+        done.set()
+
+    rig.thread.post(check)
+    assert done.wait(30)

@@ -1,0 +1,361 @@
+"""Blocks of a device on their way through pinned memory: in rings, and in the slots that other workers read.
+
+The device is main memory, and its copies are as late as copies may be: they happen when somebody waits for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+
+from tanghulu.errors import ConfigError, NodeUnavailable, Overloaded
+from tanghulu.rpc.fast_server import FastService
+from tanghulu.rpc.port_mux import PortMux
+from tanghulu.runtime.clock import SystemClock
+from tanghulu.transfer_engine.core.access import AccessTable
+from tanghulu.transfer_engine.core.config import ListenOptions
+from tanghulu.transfer_engine.core.segment import MemorySegment
+from tanghulu.transfer_engine.engine import TransferEngine
+from tanghulu.transfer_engine.gpu.staging import HostCopier, StagingRing
+from tanghulu.transfer_engine.owner.server import SegmentServer
+from tanghulu.types import BlockHash, Fingerprint, InstanceId, RequestId
+from tanghulu.workers.compute.device import CPU
+from tanghulu.workers.compute.device_runner import DeviceRunner
+from tanghulu.workers.compute.models.registry import Model
+from tanghulu.workers.engine.kv_layout import KvLayout
+from tanghulu.workers.engine.requests import PeerExport, PeerPrefix
+from tanghulu.workers.engine.step_plan import KvExport
+from tanghulu.workers.engine.step_result import StepResult
+from tanghulu.workers.engine.thread import EngineLoad, StepReport
+from tanghulu.workers.kv import staging as kv_staging
+from tanghulu.workers.kv.peer_reader import PeerReader
+from tanghulu.workers.kv.peer_server import KvIdentity, PeerServer
+from tanghulu.workers.kv.staging import (
+    DeviceBlocks,
+    DeviceStaging,
+    SlotTable,
+    StagedPort,
+    StagedWindow,
+    WindowSlotEvent,
+    WindowSlotState,
+)
+from tanghulu.workers.metrics import WorkerMetrics
+from tests.workers.rig import PROMPT, DictStore, Rig
+from tests.workers.tiny import BLOCK
+
+
+class LateCopier:
+    """Copies when it is waited for, and not before."""
+
+    def __init__(self) -> None:
+        self._queued: tuple[list[tuple[torch.Tensor, torch.Tensor]], ...] = ([], [])
+
+    def copy(self, half: int, to: torch.Tensor, source: torch.Tensor) -> None:
+        self._queued[half].append((to, source))
+
+    def wait(self, half: int) -> None:
+        while self._queued[half]:
+            to, source = self._queued[half].pop(0)
+            to.copy_(source)
+
+    @property
+    def num_under_way(self) -> int:
+        return sum(map(len, self._queued))
+
+
+def noise(num_blocks: int, part_bytes: Sequence[int], seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 256, (num_blocks, size), generator=generator, dtype=torch.uint8) for size in part_bytes]
+
+
+def bytes_of(parts: Sequence[torch.Tensor], block: int) -> bytes:
+    return b"".join(part[block].numpy().tobytes() for part in parts)
+
+
+class TestPort:
+    @settings(deadline=None, max_examples=80)
+    @given(
+        count=st.integers(0, 11),
+        in_half=st.integers(1, 3),
+        spare=st.integers(0, 30),
+        part_bytes=st.sampled_from([(16,), (8, 24)]),
+        moved=st.integers(0, 11),
+        out=st.booleans(),
+    )
+    def test_blocks_pass_in_order_up_to_the_first_that_did_not(self, count, in_half, spare, part_bytes, moved, out):
+        parts = noise(20, part_bytes)
+        before = [part.clone() for part in parts]
+        copier = LateCopier()
+        size = sum(part_bytes)
+        port = StagedPort(DeviceBlocks(parts), [StagingRing(CPU, 2 * (in_half * size + spare % size), copier)])
+        blocks = random.Random(count).sample(range(20), count)
+        seen: list[bytes] = []
+
+        def move(at: int, buffers: Sequence[memoryview]) -> int:
+            assert at == len(seen), "on from where the last ended"
+            assert 0 < len(buffers) <= in_half
+            wanted = [buffer for index, buffer in enumerate(buffers) if at + index < moved]
+            for index, buffer in enumerate(wanted):
+                if not out:
+                    buffer[:] = bytes([100 + at + index]) * size
+                seen.append(bytes(buffer))
+            for buffer in buffers[len(wanted) :]:
+                if not out:
+                    buffer[:] = b"\xee" * size  # what a broken transfer leaves
+            return len(wanted)
+
+        assert (port.drain if out else port.fill)(blocks, move) == min(count, moved) == len(seen)
+        assert copier.num_under_way == 0
+        for index, block in enumerate(blocks):
+            if out and index < moved:
+                assert seen[index] == bytes_of(before, block)
+            if not out and index < moved:
+                assert bytes_of(parts, block) == bytes([100 + index]) * size
+        untouched = set(range(20)) if out else set(range(20)) - set(blocks[:moved])
+        assert all(bytes_of(parts, block) == bytes_of(before, block) for block in untouched)
+
+    def test_a_move_that_raises_leaves_nothing_under_way_and_the_ring_free(self):
+        parts, copier = noise(6, [8]), LateCopier()
+        port = StagedPort(DeviceBlocks(parts), [StagingRing(CPU, 32, copier)])
+
+        def fail(at: int, buffers: Sequence[memoryview]) -> int:
+            if at:
+                raise NodeUnavailable("the node is away")
+            return len(buffers)
+
+        for act in (port.fill, port.drain, port.fill):
+            with pytest.raises(NodeUnavailable):
+                act([0, 1, 2, 3, 4], fail)
+            assert copier.num_under_way == 0
+        assert port.drain([5], lambda at, buffers: len(buffers)) == 1
+
+    def test_a_ring_serves_one_at_a_time(self):
+        port = StagedPort(DeviceBlocks(noise(2, [8])), [StagingRing(CPU, 32)])
+        inside, go_on = threading.Event(), threading.Event()
+        order: list[str] = []
+
+        def slow(at: int, buffers: Sequence[memoryview]) -> int:
+            inside.set()
+            assert go_on.wait(10)
+            order.append("slow")
+            return 1
+
+        thread = threading.Thread(target=port.fill, args=([0], slow))
+        thread.start()
+        assert inside.wait(10)
+        other = threading.Thread(target=port.fill, args=([1], lambda at, buffers: order.append("other") or 1))
+        other.start()
+        go_on.set()
+        thread.join(10)
+        other.join(10)
+        assert order == ["slow", "other"]
+
+
+class TestSlots:
+    @given(st.data())
+    def test_no_slot_is_taken_while_anything_happens_in_it(self, data: st.DataObject):
+        table = SlotTable(4)
+        copying: set[int] = set()  # what a thread copies into
+        read: set[int] = set()  # what somebody has a right to
+        for _ in range(data.draw(st.integers(0, 40))):
+            step = data.draw(st.sampled_from(["take", "arrive", "give back"]))
+            if step == "take":
+                count = data.draw(st.integers(0, 5))
+                taken = table.take(count)
+                assert len(taken) == min(count, 4 - len(copying | read))
+                assert not set(taken) & (copying | read)
+                copying.update(taken)
+                read.update(taken)
+            elif step == "arrive" and copying:
+                slot = data.draw(st.sampled_from(sorted(copying)))
+                table.on(slot, WindowSlotEvent.ARRIVED)
+                copying.remove(slot)
+            elif step == "give back" and read:
+                slot = data.draw(st.sampled_from(sorted(read)))
+                table.on(slot, WindowSlotEvent.GIVE_BACK)
+                read.remove(slot)
+            table.check()
+        assert table.num_free == 4 - len(copying | read)
+
+    def test_every_state_is_reached(self):
+        assert set(kv_staging.TRANSITIONS.values()) == set(WindowSlotState)
+        assert {event for _, event in kv_staging.TRANSITIONS} == set(WindowSlotEvent)
+
+    def test_a_full_window_is_refused_and_what_is_left_is_free_again(self):
+        window = StagedWindow(DeviceBlocks(noise(6, [8])), memoryview(bytearray(3 * 8)), LateCopier())
+        offsets = window.take([0, 1, 2, 3])
+        assert sorted(offsets) == [0, 8, 16]
+        with pytest.raises(Overloaded, match="--kv-staging"):
+            window.take([4])
+        window.leave(offsets)
+        assert window.slots.num_free == 3
+
+
+LAYOUT = KvLayout(num_layers=2, block_tokens=4, num_kv_heads=1, head_dim=4, dtype="float32")
+NAME = Fingerprint(b"0123456789abcdef")
+
+
+class Holder:
+    """A worker's side of the hand-over whose blocks are on a device, with ``num_slots`` of pinned memory."""
+
+    def __init__(self, run_dir: Path, num_slots: int, copier: HostCopier | LateCopier) -> None:
+        self.parts = noise(20, [LAYOUT.block_bytes])
+        self.given_back: list[str] = []
+        self.gave_back = asyncio.Event()
+        self._run_dir, self._size = run_dir, num_slots * LAYOUT.block_bytes
+        self._segment = MemorySegment.create("kv", self._size)
+        self.window = StagedWindow(DeviceBlocks(self.parts), self._segment.view, copier)
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        clock, service = SystemClock(), FastService()
+        metrics = WorkerMetrics(CollectorRegistry(), block_bytes=LAYOUT.block_bytes, num_blocks=20)
+        access = AccessTable(clock, 10_000, self._size)
+        self.server = PeerServer(
+            KvIdentity(InstanceId("w1"), 1, NAME), LAYOUT, self.window, access, clock, metrics, holder=self
+        )
+        listen = ListenOptions(transports=("shm", "tcp"), host="127.0.0.1", unix_path=str(self._run_dir / "kv.sock"))
+        offered = SegmentServer(
+            self._segment, access, generation=1, host_id="here", listen=listen, on_freed=self.server.on_freed
+        )
+        door = PortMux(service, self._run_dir, "worker")
+        self.address = await door.bind("127.0.0.1", 0)
+        await offered.start()
+        self.server.serve(service, offered.descriptor())
+        await door.open()
+        try:
+            yield
+        finally:
+            await door.close()
+            await offered.close()
+            self._segment.close()
+
+    def give_back(self, name: RequestId) -> None:
+        self.given_back.append(name)
+        self.gave_back.set()
+
+    async def export_prefix(self, name: RequestId, hashes: Sequence[BlockHash]) -> KvExport | None:
+        blocks = tuple(each[0] for each in hashes if each[0] < 20)
+        return KvExport(name, blocks, len(blocks) * LAYOUT.block_tokens) if blocks else None
+
+    def export(self, blocks: Sequence[int]) -> PeerExport:
+        kv = KvExport(RequestId("one"), tuple(blocks), len(blocks) * LAYOUT.block_tokens)
+        source = self.server.add_exports(StepReport(StepResult(), {kv.request_id: kv}, EngineLoad()))[kv.request_id]
+        return PeerExport(f"{self.address}|", str(source.export_id), kv.num_tokens)
+
+
+@pytest.fixture
+def reader() -> Iterator[PeerReader]:
+    transfers = TransferEngine(host_id="here", clock=SystemClock())
+    made = PeerReader(transfers, "w2", NAME)
+    yield made
+    made.close()
+    transfers.close()
+
+
+def buffers(count: int) -> list[memoryview]:
+    return [memoryview(bytearray(LAYOUT.block_bytes)) for _ in range(count)]
+
+
+async def test_an_export_is_read_through_few_slots(tmp_path: Path, reader: PeerReader):
+    holder = Holder(tmp_path, 3, LateCopier())
+    async with holder.serving():
+        blocks = [7, 1, 15, 4, 0, 19, 3, 8]
+        export = holder.export(blocks)
+        got = buffers(8)
+        assert await asyncio.to_thread(reader.read, export, 0, got[:2]) == 2
+        assert await asyncio.to_thread(reader.read, export, 2, got[2:]) == 6
+        assert [bytes(each) for each in got] == [bytes_of(holder.parts, block) for block in blocks]
+        assert holder.given_back == []
+        await asyncio.to_thread(reader.release, export, 8 * LAYOUT.block_bytes)
+        assert holder.given_back == ["one"]
+        assert holder.window.slots.num_free == 3
+        holder.window.slots.check()
+
+
+async def test_a_prefix_is_read_through_few_slots(tmp_path: Path, reader: PeerReader):
+    holder = Holder(tmp_path, 2, LateCopier())
+    async with holder.serving():
+        hashes = [BlockHash(bytes([number] * 16)) for number in (5, 9, 2, 11, 30)]
+        got = buffers(5)
+        held = PeerPrefix(f"{holder.address}|", 5)
+        assert await asyncio.to_thread(reader.read_prefix, held, hashes, got) == 4
+        assert [bytes(each) for each in got[:4]] == [bytes_of(holder.parts, block) for block in (5, 9, 2, 11)]
+        assert holder.window.slots.num_free == 2
+
+
+async def test_a_reader_that_hangs_up_during_the_copy_blocks_no_slot(tmp_path: Path, reader: PeerReader):
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow(HostCopier):
+        def wait(self, half: int) -> None:
+            begun.set()
+            assert go_on.wait(10)
+
+    holder = Holder(tmp_path, 3, Slow())
+    async with holder.serving():
+        export = holder.export([1, 2])
+        reading = asyncio.create_task(asyncio.to_thread(reader.read, export, 0, buffers(2)))
+        assert await asyncio.to_thread(begun.wait, 10)
+        reader.close()
+        with pytest.raises(NodeUnavailable):
+            await reading
+        holder.server.release(int(export.export_id))
+        await asyncio.wait_for(holder.gave_back.wait(), 10)  # its leases ended with its connection
+        assert holder.window.slots.num_free == 1, "copies into the other two are still under way"
+        go_on.set()
+        await asyncio.get_running_loop().shutdown_default_executor()
+        assert holder.window.slots.num_free == 3
+
+
+async def test_a_second_reader_waits_for_no_slot(tmp_path: Path, reader: PeerReader):
+    holder = Holder(tmp_path, 2, HostCopier())
+    async with holder.serving():
+        assert await asyncio.to_thread(reader.read, holder.export([1, 2]), 0, buffers(2)) == 2
+        held = PeerPrefix(f"{holder.address}|", 1)
+        with pytest.raises(Overloaded, match="pinned memory"):
+            await asyncio.to_thread(reader.read_prefix, held, [BlockHash(b"\x03" * 16)], buffers(1))
+
+
+def on_device(model: Model, store: DictStore) -> Rig:
+    runner = DeviceRunner(model, block_tokens=BLOCK, num_blocks=64)
+    blocks = DeviceBlocks([runner.cache.memory])
+    rings = [StagingRing(CPU, 5 * blocks.block_bytes, LateCopier()) for _ in range(4)]
+    return Rig(model, store, runner=runner, port=StagedPort(blocks, rings))
+
+
+def test_kv_of_a_device_and_of_main_memory_is_one(tiny_model: Model):
+    """What an engine on a device stores continues in one in main memory, and the other way round."""
+    store = DictStore()
+    writer = on_device(tiny_model, store)
+    text, _ = writer.run("one", PROMPT, 4)
+    writer.settle()
+    assert len(store.chunks) == 5
+    reader = Rig(tiny_model, store)
+    assert reader.run("two", PROMPT, 4) == (text, 5 * BLOCK)
+    longer = [*PROMPT, *text, *range(10, 40)]
+    wanted, _ = reader.run("three", longer, 5)
+    reader.settle()
+    writer.drop()
+    got, cached = writer.run("four", longer, 5)
+    assert got == wanted
+    assert cached == len(longer) // BLOCK * BLOCK
+    writer.close()
+    reader.close()
+
+
+def test_too_little_pinned_memory_is_refused():
+    with pytest.raises(ConfigError, match="--kv-staging"):
+        DeviceStaging(LAYOUT, CPU, 15 * LAYOUT.block_bytes)
+    staging = DeviceStaging(LAYOUT, CPU, 16 * LAYOUT.block_bytes)
+    assert staging.segment_bytes == 8 * LAYOUT.block_bytes

@@ -1,0 +1,1 @@
+"""Tests of the way from a model on disk to a runner."""

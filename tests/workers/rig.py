@@ -1,0 +1,144 @@
+"""An engine in its thread with its connector, a store in memory, and peers that are away."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry
+
+from tanghulu.errors import NodeUnavailable
+from tanghulu.types import BlockHash
+from tanghulu.workers.compute.models.registry import Model, dtype_name
+from tanghulu.workers.compute.torch_runner import TorchRunner
+from tanghulu.workers.engine.engine import EngineCore, EngineCoreConfig, ModelRunner
+from tanghulu.workers.engine.kv_layout import KvLayout
+from tanghulu.workers.engine.requests import PeerExport, PeerPrefix
+from tanghulu.workers.engine.speed import SpeedMeter
+from tanghulu.workers.engine.thread import EngineThread, StepReport
+from tanghulu.workers.kv.connector import ConnectorConfig, KvConnector, KvPeers
+from tanghulu.workers.kv.ports import BlockPort, HostBlocks
+from tanghulu.workers.metrics import WorkerMetrics
+from tests.workers.tiny import BLOCK, VOCAB, request
+
+PROMPT = [2 + i % (VOCAB - 2) for i in range(5 * BLOCK + 3)]
+
+
+class DictStore:
+    """A store in memory, with a switch for failure."""
+
+    def __init__(self) -> None:
+        self.chunks: dict[bytes, bytes] = {}
+        self.broken = False
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def load(self, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
+        self._pass()
+        for count, (block_hash, buffer) in enumerate(zip(hashes, buffers, strict=True)):
+            if block_hash not in self.chunks:
+                return count
+            buffer[:] = self.chunks[block_hash]
+        return len(hashes)
+
+    def save(self, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
+        self._pass()
+        self.chunks.update({h: b.tobytes() for h, b in zip(hashes, buffers, strict=True)})
+        return len(hashes)
+
+    def _pass(self) -> None:
+        assert self.gate.wait(30)
+        if self.broken:
+            raise NodeUnavailable("the node is away")
+
+
+class NoPeers:
+    def read(self, peer: PeerExport, first_block: int, buffers: Sequence[memoryview]) -> int:
+        raise NodeUnavailable("the prefill worker is away")
+
+    def read_prefix(self, holder: PeerPrefix, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
+        raise NodeUnavailable("the holder is away")
+
+    def release(self, peer: PeerExport, bytes_read: int = 0) -> None:
+        raise NodeUnavailable("the prefill worker is away")
+
+
+class Rig:
+    """An engine in its thread with its connector; reports come in a queue."""
+
+    def __init__(
+        self,
+        model: Model,
+        store: DictStore | None,
+        peers: KvPeers | None = None,
+        runner: ModelRunner | None = None,
+        port: BlockPort | None = None,
+        *,
+        num_blocks: int = 64,
+        moves_preempted: bool = False,
+        **bounds: float,
+    ) -> None:
+        self.registry = CollectorRegistry()
+        layout = KvLayout.of(model.config, BLOCK, dtype_name(model.dtype))
+        self.metrics = WorkerMetrics(self.registry, block_bytes=layout.block_bytes, num_blocks=num_blocks)
+        self.connector = KvConnector(store, peers or NoPeers(), self.metrics, SpeedMeter(), ConnectorConfig(**bounds))  # type: ignore[arg-type]
+        if runner is None:
+            in_place = TorchRunner(model, block_tokens=BLOCK, kv_capacity_bytes=num_blocks * layout.block_bytes)
+            runner, port = in_place, HostBlocks(in_place.cache)
+        assert port is not None
+        config = EngineCoreConfig(block_tokens=BLOCK, moves_preempted=moves_preempted, debug_checks=True)
+        self.core = EngineCore(runner, config, fetcher=self.connector, sink=self.connector)
+        self.reports: queue.Queue[StepReport | BaseException] = queue.Queue()
+        self.thread = EngineThread(self.core, self._report, self.reports.put)
+        self.connector.attach(self.core, port, self.thread.post)
+        self.thread.start()
+
+    def _report(self, report: StepReport) -> None:
+        self.metrics.report(report)
+        self.reports.put(report)
+
+    def run(self, name: str, prompt: Sequence[int], num_tokens: int, **more: object) -> tuple[list[int], int]:
+        """(tokens, cached tokens) of one request."""
+        made = request(name, prompt, num_tokens, **more)  # type: ignore[arg-type]
+        self.thread.post(lambda core: core.add(made))
+        tokens: list[int] = []
+        while True:
+            for output in self.next_report().result.outputs:
+                assert output.request_id == name
+                tokens += output.tokens
+                if output.finish_reason is not None:
+                    return tokens, output.num_cached_tokens
+
+    def run_all(self, prompts: dict[str, list[int]], num_tokens: int) -> dict[str, list[int]]:
+        """The greedy tokens of all ``prompts``, served at once."""
+        made = [request(name, prompt, num_tokens) for name, prompt in prompts.items()]
+        self.thread.post(lambda core: [core.add(each) for each in made] and None)
+        texts: dict[str, list[int]] = {name: [] for name in prompts}
+        while any(len(text) < num_tokens for text in texts.values()):
+            for output in self.next_report().result.outputs:
+                texts[output.request_id] += output.tokens
+        return texts
+
+    def next_report(self) -> StepReport:
+        report = self.reports.get(timeout=30)
+        assert isinstance(report, StepReport), report
+        return report
+
+    def settle(self) -> None:
+        """Wait until everything under way has come back to the engine."""
+        while self.value("store_pending_blocks") or self.value("blocks_in_use"):
+            self.next_report()
+
+    def value(self, name: str, **labels: str) -> float:
+        return self.registry.get_sample_value(f"tanghulu_worker_{name}", labels) or 0.0
+
+    def drop(self) -> None:
+        done = threading.Event()
+        self.thread.post(lambda core: (core.drop_cached(), done.set())[1])
+        assert done.wait(30)
+
+    def close(self) -> None:
+        self.connector.close()
+        self.thread.stop()
+        self.core.check()
