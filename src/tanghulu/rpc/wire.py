@@ -6,9 +6,10 @@ bytes from a peer is always InvalidRequest.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Collection
 from functools import partial
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, SupportsIndex, TypeAlias, TypeVar
 
 import msgspec
 from google.protobuf.message import DecodeError, Message
@@ -37,7 +38,22 @@ class FastMessage(msgspec.Struct, array_like=True, frozen=True, gc=False):
 Body: TypeAlias = Message | FastMessage | bytes
 B = TypeVar("B", bound=Body)
 M = TypeVar("M", bound=Message)
-_to_bytes = msgspec.msgpack.Encoder().encode
+
+
+def _as_plain(value: Any) -> Any:
+    """What callers pass instead of a number, a text or a list: numpy's scalars, subclasses, views of dictionaries."""
+    if isinstance(value, SupportsIndex):
+        return operator.index(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, Collection):
+        return list(value)
+    raise TypeError(f"{value!r} cannot stand in a message")
+
+
+_to_bytes = msgspec.msgpack.Encoder(enc_hook=_as_plain).encode
 
 
 def encode(message: Body) -> bytes:

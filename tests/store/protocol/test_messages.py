@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from google.protobuf.message import Message
 from hypothesis import given
@@ -128,6 +129,19 @@ def test_what_is_put_comes_back(key: str, version: int, parts: list[int], pin: P
     new = NewChunk(ChunkKey(key), version, 8 * len(parts) or 1, Checksums(8, tuple(parts)), pin, ttl_s)
     request = PutRequest([new], False, 5)
     assert back(request) == request
+
+
+def test_what_callers_have_instead_of_plain_values() -> None:
+    class Text(str):
+        def __str__(self) -> str:
+            return "not the key"
+
+    given: Any = NewChunk(ChunkKey(Text("k")), 1, np.int64(9), Checksums(np.int64(0), (3,)), ttl_s=np.float64(5))
+    assert back(PutRequest([given], True, 1)) == PutRequest([given], True, 1)
+    keys: Any = {"a": 1, np.str_("b"): 2}.keys()
+    assert back(GetRequest(keys, 1)) == GetRequest(["a", "b"], 1)
+    with pytest.raises(TypeError):
+        encode(GetRequest([object()], 1))  # type: ignore[list-item]
 
 
 def test_errors_come_back_typed() -> None:
