@@ -26,7 +26,7 @@ from report import keep
 from tanghulu.rpc.wire import encode, parser_of
 from tanghulu.store.protocol import messages as m
 from tanghulu.store.protocol.checksums import Checksums
-from tanghulu.store.protocol.types import LastWord, NewChunk, Proclamation, Verdict
+from tanghulu.store.protocol.types import ClientCommit, CommitResult, NewChunk, StreamEnd
 
 Case = tuple[int, Callable[[], bytes], Callable[[bytes], object]]  # how often a round, packs, unpacks
 NODE = "node-1-9f3c2a"
@@ -44,7 +44,7 @@ def cases(seed: int) -> dict[str, Case]:
     keys, words = values(seed)
     sums = Checksums(0, (words[0],))
     new = [NewChunk(key, word, 4096, Checksums(0, (word,))) for key, word in zip(keys[:64], words, strict=False)]
-    said = [Proclamation(NODE, 3, each.key, each.version, 4096) for each in new]
+    said = [ClientCommit(NODE, 3, each.key, each.version, 4096) for each in new]
     found = [(word, 4096, (NODE, "node-2-000000"), 1) for word in words]
 
     def located(count: int) -> m.LocateReply:
@@ -72,8 +72,8 @@ def cases(seed: int) -> dict[str, Case]:
         "STREAM": (20000, lambda: encode(m.StreamRequest(words[1], new[0], True, 5000)), parser_of(m.StreamRequest)),
         "SETTLE": (
             20000,
-            lambda: encode(m.SettleRequest(words[1], LastWord.PROCLAIMED, 3, sums)),
-            parser_of(m.SettleRequest),
+            lambda: encode(m.EndStreamRequest(words[1], StreamEnd.COMMITTED, 3, sums)),
+            parser_of(m.EndStreamRequest),
         ),
         "GET": (20000, lambda: encode(m.GetRequest(keys[:1], 65536)), parser_of(m.GetRequest)),
         "GET, reply": (
@@ -91,9 +91,13 @@ def cases(seed: int) -> dict[str, Case]:
             lambda: encode(m.LocateReply(False, found=bytes([1]) * 1000)),
             lambda body: parser_of(m.LocateReply)(body).existence,
         ),
-        "PROCLAIM": (20000, lambda: encode(said[0]), parser_of(Proclamation)),
-        "PROCLAIM, reply": (20000, lambda: encode(m.ProclaimReply(Verdict.ACCEPTED)), parser_of(m.ProclaimReply)),
-        "PROCLAIM of 64": (500, lambda: encode(m.ProclaimManyRequest(said)), parser_of(m.ProclaimManyRequest)),
+        "COMMIT_KEY": (20000, lambda: encode(said[0]), parser_of(ClientCommit)),
+        "COMMIT_KEY, reply": (
+            20000,
+            lambda: encode(m.CommitKeyReply(CommitResult.ACCEPTED)),
+            parser_of(m.CommitKeyReply),
+        ),
+        "COMMIT_KEY of 64": (500, lambda: encode(m.CommitKeysRequest(said)), parser_of(m.CommitKeysRequest)),
     }
 
 

@@ -125,7 +125,7 @@ class NullDevices(LocalDevices):
 
 
 def answer_everything(listener: socket.socket) -> None:
-    """The owner's door: grants every request."""
+    """The owner's listener: grants every request."""
     while True:
         try:
             connection, _ = listener.accept()
@@ -191,10 +191,10 @@ def measure_engine(slice_bytes: int) -> float:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=answer_everything, args=(listener,), daemon=True).start()
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        doors = tuple(Endpoint("rdma", address, f"null{n}") for n in range(NUM_DEVICES))
+        endpoints = tuple(Endpoint("rdma", address, f"null{n}") for n in range(NUM_DEVICES))
         with TransferEngine(host_id="here", transports=["rdma"], config=EngineConfig(limits=limits)) as engine:
             engine._shared.get("rdma", NullDevices, NullDevices.let_go)  # where it would find the machine's
-            remote = engine.open_segment(SegmentDescriptor("null", size, "there", 1, doors))
+            remote = engine.open_segment(SegmentDescriptor("null", size, "there", 1, endpoints))
             buffer = engine.register(memoryview(bytearray(1)).cast("B"))
             buffer.size_bytes = size  # nothing is touched
 

@@ -66,7 +66,7 @@ class TanghuluOwner:
         self._loop = uvloop.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         transports = ("shm", "ucx", "tcp") if ucx else ("shm", "tcp")
-        listen = ListenOptions(transports=transports, host="127.0.0.1", unix_path=os.path.join(folder, "door"))
+        listen = ListenOptions(transports=transports, host="127.0.0.1", unix_path=os.path.join(folder, "segment.sock"))
         self._server = SegmentServer(self._segment, None, generation=1, host_id="bench", listen=listen)
         asyncio.run_coroutine_threadsafe(self._server.start(), self._loop).result(TIMEOUT_S)
 

@@ -31,7 +31,7 @@ MAX_ATTEMPTS = 3
 CONNECT_TIMEOUT_S = 2.0
 _TRY_ELSEWHERE = (429, 502, 503)
 _NOT_PASSED_ON = frozenset(("connection", "transfer-encoding", "keep-alive", "content-length"))
-_WISHES = ("policy", "weights", "worker")
+_OVERRIDES = ("policy", "weights", "worker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +153,8 @@ class Generator:
 
 
 def _overrides(told: Any) -> RoutingOverrides:
-    if not isinstance(told, dict) or not told.keys() <= set(_WISHES):
-        raise InvalidRequest(f"routing has other fields than {', '.join(_WISHES)}")
+    if not isinstance(told, dict) or not told.keys() <= set(_OVERRIDES):
+        raise InvalidRequest(f"routing has other fields than {', '.join(_OVERRIDES)}")
     weights, worker = told.get("weights", {}), str(told.get("worker", ""))
     if not isinstance(weights, dict) or not all(isinstance(value, int | float) for value in weights.values()):
         raise InvalidRequest("routing.weights are numbers by name")

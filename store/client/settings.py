@@ -16,7 +16,7 @@ from tanghulu.store.client.logic.effects import MASTER
 DEFAULT_DEADLINE_S = 5.0
 WAIT_S = 10.0
 TRANSPORTS = ("shm", "ucx", "tcp")
-#: A call is several hundred microseconds where to wake is dear, of which spinning spares the end.
+#: A call is several hundred microseconds where to wake is dear, of which polling spares the end.
 _SPIN_GAIN = 0.1
 
 

@@ -19,7 +19,7 @@ from tanghulu.rpc.port_mux import PortMux
 from tanghulu.runtime import process as processes
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.config import command, option
-from tanghulu.runtime.master_options import DoorOptions
+from tanghulu.runtime.master_options import PortOptions
 from tanghulu.runtime.process import Process, ProcessConfig
 from tanghulu.store.master.core import Master
 from tanghulu.store.master.directory.rebuild import REBUILD_S
@@ -33,7 +33,7 @@ from tanghulu.types import Address, Role
 
 
 @dataclass(frozen=True, kw_only=True)
-class MasterConfig(DoorOptions, ProcessConfig):
+class MasterConfig(PortOptions, ProcessConfig):
     """The options of ``tanghulu master``."""
 
     port: int = option(7400, "port to listen on; 0 picks one")
@@ -45,7 +45,7 @@ class MasterConfig(DoorOptions, ProcessConfig):
     seed: int = option(0, "seed of placement's random choices; 0: a different one each start")
 
     def __post_init__(self) -> None:
-        DoorOptions.__post_init__(self)
+        PortOptions.__post_init__(self)
         if not 0 <= self.rebuild_s <= 600:
             raise ConfigError(f"--rebuild-s {self.rebuild_s:g} is not within 0..600 seconds")
         if self.copy_rate < 1:

@@ -22,10 +22,10 @@ class CallCounts:
 
     announcements: dict[ReportPart, int] = field(default_factory=lambda: dict.fromkeys(ReportPart, 0))
     accepted: int = 0
-    proclaimed: int = 0
+    client_commits: int = 0
     refused: int = 0
     removed: int = 0
-    withdrawn: int = 0
+    retracted: int = 0
     found: int = 0
     missing: int = 0
     placements: int = 0
@@ -43,17 +43,17 @@ class _CallCollector(Collector):
         reports = {report.name.lower(): num for report, num in counts.announcements.items()}
         chunks = {
             "accepted": counts.accepted,
-            "proclaimed": counts.proclaimed,
+            "client_commit": counts.client_commits,
             "refused": counts.refused,
             "removed": counts.removed,
-            "withdrawn": counts.withdrawn,
+            "retracted": counts.retracted,
         }
         keys = {"found": counts.found, "missing": counts.missing}
         yield _family("announcements", "Announcements of nodes.", "report", reports)
         yield _family(
             "announced_chunks",
-            "Announced chunks: accepted, proclaimed (by clients, ahead of their node), refused (another version was "
-            "first, or deleted), removed, withdrawn (proclaimed, and their put came to nothing).",
+            "Announced chunks: accepted, client_commit (by clients, ahead of their node), refused (another version was "
+            "first, or deleted), removed, retracted (committed by clients, and their put failed).",
             "outcome",
             chunks,
         )
@@ -111,7 +111,9 @@ class MasterMetrics:
         self._gauge("nodes", "Registered store nodes.", lambda: master.directory.num_nodes)
         self._gauge("rebuilding", "1 until the directory is complete.", lambda: not master.directory.rebuild.is_ready)
         self._gauge(
-            "promises", "Keys proclaimed that no node has confirmed yet.", lambda: len(master.directory.pending_commits)
+            "pending_commits",
+            "Keys committed by clients that no node has confirmed yet.",
+            lambda: len(master.directory.pending_commits),
         )
         self._gauge("event_sequence", "Number of the newest directory event.", lambda: master.directory.log.last)
         self._observe_copies(master)

@@ -1,4 +1,4 @@
-"""``tanghulu node``: the process. Opens segment and door, registers, reports, ends leases, closes cleanly."""
+"""``tanghulu node``: the process. Opens segment and port, registers, reports, ends leases, closes cleanly."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tanghulu.rpc.port_mux import PortMux
 from tanghulu.runtime import process as processes
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.config import command, option
-from tanghulu.runtime.master_options import DoorOptions, MasterOptions
+from tanghulu.runtime.master_options import MasterOptions, PortOptions
 from tanghulu.runtime.process import Process, ProcessConfig
 from tanghulu.store.node.replication.copier import Copier
 from tanghulu.store.node.reporting import registration as registering
@@ -80,7 +80,7 @@ _MAX_MAPPED_FRACTION = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeConfig(TransferOptions, MasterOptions, DoorOptions, ProcessConfig):
+class NodeConfig(TransferOptions, MasterOptions, PortOptions, ProcessConfig):
     """The options of ``tanghulu node``."""
 
     port: int = option(7410, "port to listen on; 0 picks one")
@@ -101,7 +101,7 @@ class NodeConfig(TransferOptions, MasterOptions, DoorOptions, ProcessConfig):
     debug_checks: bool = option(False, "assert all invariants of the node twenty times a second")
 
     def __post_init__(self) -> None:
-        DoorOptions.__post_init__(self)
+        PortOptions.__post_init__(self)
         if self.max_value and self.max_value < MAX_INLINE_BYTES:
             raise ConfigError(f"--max-value {self.max_value} is less than {format_size(MAX_INLINE_BYTES)}")
         if self.memory < 4096:
@@ -346,7 +346,7 @@ class Node:
     def _all_traffic(self) -> TrafficCounters:
         traffic = self._traffic
         traffic.bytes_read["tcp"] = self._segment_server.bytes_read["tcp"]
-        traffic.bytes_written["desk"] = self.state.buffers.bytes_taken
+        traffic.bytes_written["write_buffer"] = self.state.buffers.bytes_taken
         traffic.bytes_written["tcp"] = self._segment_server.bytes_written["tcp"]
         return traffic
 
@@ -368,7 +368,7 @@ class Node:
                 if self._tier is not None:
                     self._tier.check()
                 self._sessions.check()
-                self._streams.arrivals.check()
+                self._streams.incoming.check()
 
     def _drain_buffers(self) -> None:
         """At every tick, and while clients put, much more often: it keeps what a get has to wait for short."""

@@ -21,8 +21,8 @@ import msgspec
 from tanghulu.errors import TanghuluError, error_from_code
 from tanghulu.rpc.wire import U32, U64, FastMessage
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS, Checksums
-from tanghulu.store.protocol.types import LastWord, NewChunk, Proclamation, Verdict
-from tanghulu.store.protocol.write_buffer import DeskPlace
+from tanghulu.store.protocol.types import ClientCommit, CommitResult, NewChunk, StreamEnd
+from tanghulu.store.protocol.write_buffer import BufferPlace
 
 _MAX_TEXT = (1 << 16) - 1
 
@@ -118,14 +118,14 @@ class CommitItem(FastMessage, frozen=True):
 class CommitRequest(FastMessage, frozen=True):
     """``items`` were written, the reservations ``aborted`` were not; ``visible`` and ``deadline_ms`` as in PutRequest.
 
-    The first ``num_proclaimed`` items the master has accepted already, in the name of the node's ``generation``.
+    The first ``num_committed`` items the master has accepted already, in the name of the node's ``generation``.
     """
 
     items: list[CommitItem]
     aborted: list[U64]
     visible: bool
     deadline_ms: U32
-    num_proclaimed: U32 = 0
+    num_committed: U32 = 0
     generation: U64 = 0
 
 
@@ -148,14 +148,14 @@ class StreamRequest(FastMessage, frozen=True):
         self.item.validate()
 
 
-class SettleRequest(FastMessage, frozen=True):
+class EndStreamRequest(FastMessage, frozen=True):
     """The last word on a streamed value, which is not answered. It leaves when all of the value has left.
 
     ``generation``: of the node in whose name the master has accepted it.
     """
 
     stream_id: U64
-    word: LastWord
+    word: StreamEnd
     generation: U64 = 0
     checksums: Checksums = NO_CHECKSUMS
 
@@ -163,16 +163,16 @@ class SettleRequest(FastMessage, frozen=True):
 # --- puts into a range of the node's memory that the client was given before: DESK
 
 
-class DeskRequest(FastMessage, frozen=True):
+class OpenBufferRequest(FastMessage, frozen=True):
     """``value_bytes``: of a usual value."""
 
     value_bytes: U64
 
 
-class DeskReply(FastMessage, frozen=True):
+class OpenBufferReply(FastMessage, frozen=True):
     """None: there is no range to spare now."""
 
-    place: DeskPlace | None
+    place: BufferPlace | None
 
 
 # --- gets: pin, a READ of the transfer engine, unpin; small values come with the answer
@@ -226,7 +226,7 @@ class Done(FastMessage, frozen=True):
     """The answer of what has nothing to tell."""
 
 
-# --- between client and master: LOCATE, PROCLAIM, PROCLAIM_MANY
+# --- between client and master: LOCATE, COMMIT_KEY, COMMIT_KEYS
 
 
 class LocateRequest(FastMessage, frozen=True):
@@ -262,13 +262,13 @@ class LocateReply(FastMessage, frozen=True):
         return [True] * len(found) if found.count(1) == len(found) else [byte == 1 for byte in found]
 
 
-_Proclaimed: TypeAlias = Annotated[list[Proclamation], msgspec.Meta(min_length=1)]
+_ClientCommits: TypeAlias = Annotated[list[ClientCommit], msgspec.Meta(min_length=1)]
 
 
-class ProclaimManyRequest(FastMessage, frozen=True):
+class CommitKeysRequest(FastMessage, frozen=True):
     """Several proclamations of one put."""
 
-    said: _Proclaimed
+    said: _ClientCommits
 
     def validate(self) -> None:
         """Refuse a proclamation that is none."""
@@ -276,13 +276,13 @@ class ProclaimManyRequest(FastMessage, frozen=True):
             each.validate()
 
 
-class ProclaimReply(FastMessage, frozen=True):
+class CommitKeyReply(FastMessage, frozen=True):
     """The answer to one proclamation."""
 
-    verdict: Verdict
+    commit_result: CommitResult
 
 
-class ProclaimManyReply(FastMessage, frozen=True):
-    """A verdict a proclamation."""
+class CommitKeysReply(FastMessage, frozen=True):
+    """A commit_result a proclamation."""
 
-    verdicts: list[Verdict]
+    commit_results: list[CommitResult]

@@ -17,7 +17,7 @@ from tanghulu.protos import directory_pb2, store_pb2
 from tanghulu.rpc.methods import Method, Rule, scope_keys
 from tanghulu.store.protocol import access_rules as access
 from tanghulu.store.protocol import messages as m
-from tanghulu.store.protocol.types import Proclamation
+from tanghulu.store.protocol.types import ClientCommit
 
 _KEYS = scope_keys("keys")
 _ITEM_KEYS = scope_keys("items.key")
@@ -37,9 +37,9 @@ DRAIN = Method(19, "drain", store_pb2.DrainRequest, store_pb2.DrainReply, Rule("
 EVICT = Method(20, "evict", store_pb2.EvictRequest, store_pb2.EvictReply, Rule("evict", Right.ADMIN))
 VERIFY = Method(21, "verify", store_pb2.VerifyRequest, store_pb2.VerifyReply, Rule("check", Right.ADMIN))
 TENANTS = Method(22, "tenants", store_pb2.TenantsRequest, store_pb2.TenantsReply, access.TENANTS)
-DESK = Method(23, "desk", m.DeskRequest, m.DeskReply, Rule("put", Right.WRITE))
+OPEN_BUFFER = Method(23, "open_buffer", m.OpenBufferRequest, m.OpenBufferReply, Rule("put", Right.WRITE))
 STREAM = Method(24, "stream", m.StreamRequest, m.PutReply, Rule("put", Right.WRITE, scope_keys("item.key")))
-SETTLE = Method(25, "settle", m.SettleRequest, bytes, Rule("put", Right.WRITE))  # has no answer
+END_STREAM = Method(25, "end_stream", m.EndStreamRequest, bytes, Rule("put", Right.WRITE))  # has no answer
 
 # --- of the master
 
@@ -48,10 +48,10 @@ LOCATE = Method(31, "locate", m.LocateRequest, m.LocateReply, Rule("exists", acc
 PLACE = Method(32, "place", directory_pb2.PlaceRequest, directory_pb2.PlaceReply, Rule("put", Right.WRITE))
 NODES = Method(33, "nodes", directory_pb2.NodesRequest, directory_pb2.NodesReply, Rule("nodes", None))
 LIST_KEYS = Method(34, "list_keys", directory_pb2.ListKeysRequest, directory_pb2.ListKeysReply, access.LIST_KEYS)
-PROCLAIM = Method(35, "proclaim", Proclamation, m.ProclaimReply, Rule("put", Right.WRITE, scope_keys("key")))
+COMMIT_KEY = Method(35, "commit_key", ClientCommit, m.CommitKeyReply, Rule("put", Right.WRITE, scope_keys("key")))
 WAIT = Method(36, "wait", directory_pb2.WaitRequest, directory_pb2.WaitReply, Rule("wait", Right.READ, _KEYS))
-PROCLAIM_MANY = Method(
-    37, "proclaim_many", m.ProclaimManyRequest, m.ProclaimManyReply, Rule("put", Right.WRITE, scope_keys("said.key"))
+COMMIT_KEYS = Method(
+    37, "commit_keys", m.CommitKeysRequest, m.CommitKeysReply, Rule("put", Right.WRITE, scope_keys("said.key"))
 )
 REPLICATE = Method(
     38,

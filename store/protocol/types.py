@@ -22,7 +22,7 @@ MAX_STREAMED_BYTES = 1 << 20
 
 
 #: What the directory can keep of a size.
-_MAX_PROCLAIMED_BYTES = (1 << 44) - 1
+_MAX_COMMIT_BYTES = (1 << 44) - 1
 
 
 class Pin(Enum):
@@ -82,21 +82,21 @@ class NewChunk(FastMessage, frozen=True):
         sums.validate(self.checksums, self.size_bytes)
 
 
-class Proclamation(FastMessage, frozen=True):
-    """What a client says of a chunk that it has written into a desk of ``node_id``, in its run ``generation``."""
+class ClientCommit(FastMessage, frozen=True):
+    """What a client commits: a chunk that it has written into a write buffer of ``node_id``, in run ``generation``."""
 
     node_id: str
     generation: U64
     key: Key
     version: U64
-    size_bytes: Annotated[int, msgspec.Meta(ge=0, le=_MAX_PROCLAIMED_BYTES)]
+    size_bytes: Annotated[int, msgspec.Meta(ge=0, le=_MAX_COMMIT_BYTES)]
 
     def validate(self) -> None:
         """Refuse a key that is too long in bytes."""
         validate_key(self.key)
 
 
-class Verdict(Enum):
+class CommitResult(Enum):
     """The answer to a proclamation."""
 
     EXISTS = 0  # a live node holds another version of the key: this put is a hit
@@ -106,17 +106,17 @@ class Verdict(Enum):
     __hash__ = object.__hash__  # see Pin
 
 
-#: What a client has proclaimed counts as known to the master if its node has it so soon; the master takes it back
+#: What a client has committed counts as known to the master if its node has it so soon; the master takes it back
 #: later (see ``store.master.directory.pending_commits``). What took longer the node announces before anybody is told
 #: that it is there.
 RELIED_S = 1.0
 
 
-class LastWord(Enum):
+class StreamEnd(Enum):
     """What the putter of a streamed value says when all of it is on its way."""
 
     ANNOUNCE = 0  # the node is to tell the master
-    PROCLAIMED = 1  # the master has accepted it already
+    COMMITTED = 1  # the master has accepted it already
     DROP = 2  # the key exists elsewhere
 
     __hash__ = object.__hash__  # see Pin

@@ -1,8 +1,8 @@
-"""A desk: a range of a node's memory that one client fills with values and records, and the node empties by itself.
+"""A write buffer: a range of a node's memory that one client fills with values and records, and that the node empties.
 
 A put that goes through the node costs a process switch each way. A client of the node's host that puts often gets a
-desk instead: it copies values into it, and for each value that the master has accepted it publishes a record: key,
-version, place, checksum. The node reads the records when it gets round to it, and before it answers anything that
+write buffer instead: it copies values into it, and for each value that the master has accepted it publishes a record:
+key, version, place, checksum. The node reads the records when it gets round to it, and before it answers anything that
 depends on what it holds; each value then becomes a chunk where it lies. Nobody is woken for it.
 
 Nothing is locked between the two processes; every word has one writer. A record is written whole before the number of
@@ -55,8 +55,8 @@ MAX_KEY_BYTES = RECORD_BYTES - _CHECK.size - _BODY.size
 _PINS = (Pin.NONE, Pin.SOFT)
 
 
-class DeskPlace(FastMessage, frozen=True):
-    """Where a desk lies in its segment: its head, its records, and the range for its values."""
+class BufferPlace(FastMessage, frozen=True):
+    """Where a write buffer lies in its segment: its head, its records, and the range for its values."""
 
     head: U64
     records: U64
@@ -72,7 +72,7 @@ class DeskPlace(FastMessage, frozen=True):
 
 
 class Record(NamedTuple):
-    """One value in a desk; ``place`` is relative to the desk's range. ``ttl_ms`` 0: no end."""
+    """One value in a write buffer; ``place`` is relative to the write buffer's range. ``ttl_ms`` 0: no end."""
 
     key: str
     version: int
@@ -84,7 +84,7 @@ class Record(NamedTuple):
 
 
 def pack_record(record: Record, number: int) -> bytes:
-    """``record`` as the ``number``-th of its desk; its key has at most MAX_KEY_BYTES."""
+    """``record`` as the ``number``-th of its write buffer; its key has at most MAX_KEY_BYTES."""
     key, version, place, size_bytes, checksum, pin, ttl_ms = record
     name = key.encode()
     body = _BODY.pack(version, place, size_bytes, checksum, ttl_ms, pin is Pin.SOFT, len(name)) + name
@@ -109,11 +109,11 @@ def _words(memory: memoryview, head: int) -> memoryview:
     return memory[head : head + HEAD_BYTES].cast("Q")
 
 
-class DeskWriter:
+class BufferWriter:
     """The client's side. Safe from any thread: uses are independent of each other."""
 
-    def __init__(self, memory: memoryview, place: DeskPlace) -> None:
-        assert place.end <= len(memory), "the desk lies inside the segment"
+    def __init__(self, memory: memoryview, place: BufferPlace) -> None:
+        assert place.end <= len(memory), "the write buffer lies inside the segment"
         self.offset = place.offset
         self._words = _words(memory, place.head)
         self._range = memory[place.offset : place.offset + place.length]
@@ -194,18 +194,18 @@ class DeskWriter:
             self._say_left()
 
     def _say_left(self) -> None:
-        """The last touch: from now on the head may be another desk's."""
+        """The last touch: from now on the head may be another write buffer's."""
         self._said_left = True
         self._words[_LEFT] = 1
 
     def __repr__(self) -> str:
-        return f"DeskWriter({self._written} of {self._num_records} records, {self._next} of {self._length} B)"
+        return f"BufferWriter({self._written} of {self._num_records} records, {self._next} of {self._length} B)"
 
 
-class DeskReader:
+class BufferReader:
     """The node's side; the head is zeroed first."""
 
-    def __init__(self, memory: memoryview, place: DeskPlace) -> None:
+    def __init__(self, memory: memoryview, place: BufferPlace) -> None:
         memory[place.head : place.head + HEAD_BYTES] = bytes(HEAD_BYTES)
         self._words = _words(memory, place.head)
         self._records = memory[place.records : place.records + place.num_records * RECORD_BYTES]
@@ -241,7 +241,7 @@ class DeskReader:
 
     @property
     def quiet(self) -> bool:
-        """Whether no use is open; final when the desk has been closed for ``GRACE_S``."""
+        """Whether no use is open; final when the write buffer has been closed for ``GRACE_S``."""
         ended = self._words[_ENDED]
         return bool(ended == self._words[_BEGUN])
 
@@ -251,4 +251,4 @@ class DeskReader:
         return bool(self._words[_LEFT])
 
     def __repr__(self) -> str:
-        return f"DeskReader({self.taken} taken)"
+        return f"BufferReader({self.taken} taken)"

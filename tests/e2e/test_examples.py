@@ -106,7 +106,7 @@ def test_replay_policies():
 
 
 def test_replay_policies_on_a_given_trace():
-    trace = Path(__file__).parents[1] / "conductor" / "data" / "conversation_excerpt.jsonl.gz"
+    trace = Path(__file__).parents[1] / "conductor" / "replay" / "data" / "conversation_excerpt.jsonl.gz"
     assert "conversation_excerpt.jsonl.gz, 1051 requests" in run("replay_policies", str(trace))
 
 

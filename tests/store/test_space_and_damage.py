@@ -40,7 +40,10 @@ def test_a_small_node_takes_everything_and_evicts_the_oldest(transport: str) -> 
             with client.get(f"k{i}") as chunk:
                 assert chunk == pattern(1 << 20, i)
         assert node.metric("tanghulu_node_evictions_total") == 200 - len(alive)
-        by = {each: node.metric("tanghulu_node_evictions_by_reason_total", reason=each) for each in ("room", "desk")}
+        by = {
+            each: node.metric("tanghulu_node_evictions_by_reason_total", reason=each)
+            for each in ("room", "write_buffer")
+        }
         assert sum(by.values()) == 200 - len(alive)
         assert node.metric("tanghulu_rpc_seconds_count", method="hello") >= 1
         assert cluster.master.metric("tanghulu_rpc_seconds_count", method="announce") >= 1
@@ -94,7 +97,7 @@ def test_a_client_killed_between_reserve_and_commit_leaves_nothing(
         "    c.put('half', bytes(8 << 20))\n"
     )
     node = cluster.nodes[0]
-    eventually(lambda: node.metric("tanghulu_node_desks") == 0)  # their memory would become free meanwhile
+    eventually(lambda: node.metric("tanghulu_node_write_buffers") == 0)  # their memory would become free meanwhile
     before = node.metric("tanghulu_node_used_bytes")
     command = [sys.executable, "-c", script, cluster.address, transport]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as victim:

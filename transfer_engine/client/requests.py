@@ -200,14 +200,14 @@ def refuse_overlaps(requests: Sequence[TransferRequest], buffers: Sequence[Buffe
     """
     if len(requests) < 2:
         return
-    landings: list[tuple[int, int]] = []
+    targets: list[tuple[int, int]] = []
     writes: dict[RemoteSegment, list[tuple[int, int]]] = {}
     for request, buffer in zip(requests, buffers, strict=True):
         if request.opcode is Opcode.READ:
-            landings.append((buffer.address + request.source_offset, request.length))
+            targets.append((buffer.address + request.source_offset, request.length))
         else:
             writes.setdefault(request.target, []).append((request.target_offset, request.length))
-    _refuse_overlap(landings, "READs of the batch overlap locally")
+    _refuse_overlap(targets, "READs of the batch overlap locally")
     by_owner: dict[SegmentDescriptor, list[tuple[int, int]]] = {}
     for target, ranges in writes.items():
         by_owner.setdefault(target.descriptor, []).extend(ranges)

@@ -42,9 +42,9 @@ class Authorizer:
             method, handler = served.method, served.handler
             authorized = self._greeting(handler) if number == HELLO.number else _authorized(method, handler)
             service.served[number] = served._replace(handler=authorized)
-            make = service.landings.get(number)
+            make = service.sinks.get(number)
             if make is not None:
-                service.landings[number] = _authorized(method, make)
+                service.sinks[number] = _authorized(method, make)
 
     def _greeting(self, handler: Handler) -> Handler:
         def hello(peer: Peer, request: Any, attachment: memoryview) -> Any:

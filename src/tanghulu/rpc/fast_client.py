@@ -375,7 +375,7 @@ def _stray(peer: str, frame: Frame) -> TanghuluError:
 
 
 def _waits(sock: socket.socket | TlsSocket, poller: BusyPoller | None) -> tuple[Wait, Wait]:
-    """Two ways to the next bytes of ``sock``: asleep, and spinning first; what is encrypted can only be slept for."""
+    """Two ways to the next bytes of ``sock``: asleep, and polling first; what is encrypted can only be slept for."""
     sleep = partial(sock.recv, _RECEIVE_BYTES)
     if poller is None or isinstance(sock, TlsSocket):
         return sleep, sleep

@@ -31,7 +31,7 @@ _log = structlog.get_logger(__name__)
 Answer: TypeAlias = Body | tuple[Body, Sequence[bytes | memoryview]]
 Handler: TypeAlias = Callable[["Peer", Any, memoryview], "Answer | Later | Coroutine[Any, Any, Answer]"]
 #: Asked when the head of a large request is there and its payload, of so many bytes, is not; None: nowhere special.
-LandingMaker: TypeAlias = Callable[["Peer", Any, int], "Landing | None"]
+SinkMaker: TypeAlias = Callable[["Peer", Any, int], "PayloadSink | None"]
 
 MAX_CALLS_IN_FLIGHT = 256
 MAX_CONNECTIONS = 4096
@@ -84,7 +84,7 @@ class Later:
 NO_ANSWER: Final = Later()
 
 
-class Landing(NamedTuple):
+class PayloadSink(NamedTuple):
     """Where a request's payload is received, and what then answers the request instead of its handler.
 
     When the connection ends before, ``landed`` is not called; ``Peer.on_close`` is.
@@ -110,7 +110,7 @@ class FastService:
     """
 
     served: dict[int, Served] = field(default_factory=dict)
-    landings: dict[int, LandingMaker] = field(default_factory=dict)
+    sinks: dict[int, SinkMaker] = field(default_factory=dict)
     peers: set[Peer] = field(default_factory=set)
     latencies: Latencies[str] = field(default_factory=Latencies)
     max_connections: int = MAX_CONNECTIONS
@@ -121,10 +121,10 @@ class FastService:
         assert method.number not in self.served, f"method {method.name} is registered twice"
         self.served[method.number] = Served(method, parser_of(method.request), handler)
 
-    def register_landing(self, method: Method[Any, Any], make: LandingMaker) -> None:
+    def register_sink(self, method: Method[Any, Any], make: SinkMaker) -> None:
         """Have payload of ``method`` received where ``make`` says; its handler answers where that is nowhere."""
         assert method.number in self.served, f"method {method.name} has no handler"
-        self.landings[method.number] = make
+        self.sinks[method.number] = make
 
 
 class FastServerProtocol(asyncio.Protocol):
@@ -134,7 +134,7 @@ class FastServerProtocol(asyncio.Protocol):
         self._service = service
         self._peer = peer
         self._reader = FrameReader(self._place)
-        self._landing: Landing | None = None  # of the frame that is coming
+        self._sink: PayloadSink | None = None  # of the frame that is coming
         self._transport: asyncio.Transport | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_later = 0
@@ -187,14 +187,14 @@ class FastServerProtocol(asyncio.Protocol):
 
     def _place(self, method: int, body: bytes, attachment_bytes: int) -> memoryview | None:
         """Where a payload goes that is about to come; what is wrong with its request the handler says in the end."""
-        make = self._service.landings.get(method)
+        make = self._service.sinks.get(method)
         if make is None:
             return None
         try:
-            self._landing = make(self._peer, self._service.served[method].parse(body), attachment_bytes)
+            self._sink = make(self._peer, self._service.served[method].parse(body), attachment_bytes)
         except TanghuluError:
             return None
-        return None if self._landing is None else self._landing.view
+        return None if self._sink is None else self._sink.view
 
     def _read_by(self, protocol: asyncio.BaseProtocol) -> None:
         assert self._transport is not None
@@ -246,13 +246,13 @@ class FastServerProtocol(asyncio.Protocol):
             self._send_error(frame.call_id, InvalidRequest(f"fast-lane method {frame.method} is not served here"))
             return
         method, parse, handler = served
-        landing, self._landing = self._landing, None
+        sink, self._sink = self._sink, None
         begun = perf_counter()
         try:
-            if landing is None:
+            if sink is None:
                 answer = handler(self._peer, parse(frame.body), memoryview(frame.attachment))
             else:
-                answer = landing.landed()
+                answer = sink.landed()
             kind = type(answer)
             if kind is not Later and kind is not CoroutineType:
                 self._send(frame, cast(Answer, answer))
@@ -358,7 +358,7 @@ __all__ = [
     "FastServerProtocol",
     "FastService",
     "Handler",
-    "Landing",
     "Later",
+    "PayloadSink",
     "Peer",
 ]

@@ -69,7 +69,7 @@ class PollTrial:
     The trial compares the whole time from one answer to the next: a peer that polls on the caller's core makes waits
     short and all else long. A caller that takes its time between transfers finds no difference, and sleeps.
 
-    Example: 32 transfers asleep take 190 us on average, the next 32 spinning 90 us. So the next 32 spin, then both are
+    Example: 32 transfers asleep take 190 us on average, the next 32 polling 90 us. So the next 32 poll, then both are
     tried again, and if that says the same the next 64 spin, and so on up to 2,048; but should some of them take as
     long as 32 did asleep, polling ends at once. Where transfers take 100 and 96 us the caller sleeps, because 4 % are
     not worth a core. Before long the worse way is tried for 2 % of the waits.
@@ -83,7 +83,7 @@ class PollTrial:
         self._num_left = TRY_WAITS
         self._sum_s = 0.0
         self._asleep_s = 0.0  # of the last try
-        self._was_better = False  # spinning, at the last try
+        self._was_better = False  # polling, at the last try
         self._kept_waits = KEPT_WAITS
 
     def took(self, seconds: float) -> None:
@@ -106,8 +106,8 @@ class PollTrial:
     def __repr__(self) -> str:
         return f"PollTrial({self.state.value}, {'spins' if self.spins else 'sleeps'}, {self._num_left} waits left)"
 
-    def _is_better(self, spinning_s: float) -> bool:
-        return spinning_s < self._asleep_s * self._share
+    def _is_better(self, polling_s: float) -> bool:
+        return polling_s < self._asleep_s * self._share
 
     def _go_on(self) -> None:
         took_s, self._sum_s = self._sum_s, 0.0
@@ -253,31 +253,31 @@ class LoopPoller:
         self._budget = budget
         self._now_s = clock.now_s
         self._soon = soon
-        self._spinning = False
+        self._polling = False
         self._until_s = 0.0
         self._queued = False  # a round of ours is in the loop's queue
 
     def wait(self) -> None:
         """Keep the loop awake, if the budget allows it: something is waited for."""
-        if self._spinning or not self._budget.begin(now_s := self._now_s()):
+        if self._polling or not self._budget.begin(now_s := self._now_s()):
             return
-        self._spinning, self._until_s = True, now_s + self._budget.spin_s
+        self._polling, self._until_s = True, now_s + self._budget.spin_s
         if not self._queued:
             self._queued = True
             self._soon(self._round)
 
     def answered(self) -> None:
         """Let the loop sleep: what was waited for has come."""
-        if self._spinning:
-            self._spinning = False
+        if self._polling:
+            self._polling = False
             self._budget.end(self._now_s(), True)
 
     def _round(self) -> None:
-        if self._spinning and (now_s := self._now_s()) >= self._until_s:
-            self._spinning = False
+        if self._polling and (now_s := self._now_s()) >= self._until_s:
+            self._polling = False
             self._budget.end(now_s, False)
-        self._queued = self._spinning
-        if self._spinning:
+        self._queued = self._polling
+        if self._polling:
             self._soon(self._round)
 
 

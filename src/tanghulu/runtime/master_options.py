@@ -35,7 +35,7 @@ class TlsOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoorOptions(TlsOptions):
+class PortOptions(TlsOptions):
     """The options of a port that a master or a node listens on: TLS, and the number of connections."""
 
     max_connections: int = option(4096, "connections of the fast lane, and as many of gRPC, that are let in")

@@ -12,15 +12,15 @@ from tanghulu.errors import InvalidRequest, MasterUnavailable, NodeUnavailable, 
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.greeting import show
 from tanghulu.runtime.clock import SystemClock
-from tanghulu.store.client.drivers.connections import Sessions, Target, make_context, master_failure, target_of
+from tanghulu.store.client.drivers.connections import NodeSessions, Target, make_context, master_failure, target_of
 from tanghulu.store.client.drivers.transfers import move_async
 from tanghulu.store.client.logic.effects import (
     MASTER,
     CallPeers,
     Deadline,
     Effect,
-    Link,
     Logic,
+    NodeLink,
     Notify,
     OpenSegment,
     PeerId,
@@ -54,7 +54,7 @@ class AsyncioDriver:
         self._masters = MasterFinder(settings.master)
         self._connections: dict[PeerId, AsyncFastConnection] = {}
         self._opening: dict[PeerId, asyncio.Lock] = {}
-        self._sessions = Sessions(settings, self.context)
+        self._sessions = NodeSessions(settings, self.context)
         self._flushing: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -262,10 +262,10 @@ class AsyncioDriver:
         welcome = self._sessions.greeted(peer, target, reply)
         if target.unix_path is not None:
             link = await self._open_segment(peer, False)
-            if isinstance(link, Link):
+            if isinstance(link, NodeLink):
                 self.context.opened(peer, link, welcome)
 
-    async def _open_segment(self, node: PeerId, copies: bool) -> Link | TanghuluError:
+    async def _open_segment(self, node: PeerId, copies: bool) -> NodeLink | TanghuluError:
         known = self._sessions.link(node, copies)
         if not isinstance(known, Welcome):
             return known

@@ -20,15 +20,15 @@ from tanghulu.rpc.fast_client import Asking, FastConnection
 from tanghulu.rpc.greeting import show_blocking
 from tanghulu.runtime.busy_polling import Waiters
 from tanghulu.runtime.clock import SystemClock
-from tanghulu.store.client.drivers.connections import Sessions, Target, make_context, master_failure, target_of
+from tanghulu.store.client.drivers.connections import NodeSessions, Target, make_context, master_failure, target_of
 from tanghulu.store.client.drivers.transfers import move
 from tanghulu.store.client.logic.effects import (
     MASTER,
     CallPeers,
     Deadline,
     Effect,
-    Link,
     Logic,
+    NodeLink,
     Notify,
     OpenSegment,
     PeerId,
@@ -68,7 +68,7 @@ class BlockingDriver:
         self._several = settings.master.several
         self._idle: dict[PeerId, deque[FastConnection]] = {}
         self._waiters = Waiters()
-        self._sessions = Sessions(settings, self.context)
+        self._sessions = NodeSessions(settings, self.context)
         self._lock = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
         self._closed = False
@@ -292,7 +292,7 @@ class BlockingDriver:
                 return [failure] * len(calls)
             time.sleep(SEEK_PAUSE_S)
 
-    def _open_segment(self, node: PeerId, copies: bool) -> Link | TanghuluError:
+    def _open_segment(self, node: PeerId, copies: bool) -> NodeLink | TanghuluError:
         known = self._sessions.link(node, copies)
         if not isinstance(known, Welcome):
             return known
@@ -349,7 +349,7 @@ class BlockingDriver:
         welcome = self._sessions.greeted(peer, target, reply)
         if target.unix_path is not None:
             link = self._open_segment(peer, False)
-            if isinstance(link, Link):
+            if isinstance(link, NodeLink):
                 self.context.opened(peer, link, welcome)
 
     def _put_back(self, peer: PeerId, connection: FastConnection) -> None:

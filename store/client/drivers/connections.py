@@ -9,7 +9,7 @@ from tanghulu.masters import Masters
 from tanghulu.runtime.clock import Clock
 from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic.context import Context
-from tanghulu.store.client.logic.effects import Link, PeerId
+from tanghulu.store.client.logic.effects import NodeLink, PeerId
 from tanghulu.store.client.logic.messages import Welcome
 from tanghulu.store.client.logic.placement import NodeTable
 from tanghulu.store.client.settings import Settings
@@ -26,13 +26,13 @@ class Target:
     shortcut: bool = False
 
 
-class Sessions:
+class NodeSessions:
     """The nodes that one client has greeted: how each answered, and their open segments."""
 
     def __init__(self, settings: Settings, context: Context) -> None:
         self._settings, self._context = settings, context
         self._welcomes: dict[PeerId, Welcome] = {}
-        self._links: dict[tuple[int, bool], Link] = {}  # by session, and whether it copies
+        self._links: dict[tuple[int, bool], NodeLink] = {}  # by session, and whether it copies
 
     def hello(self, peer: PeerId, target: Target) -> messages.AnyCall:
         """The first call on a connection to the node ``peer``."""
@@ -59,7 +59,7 @@ class Sessions:
         """How ``node`` answered when it was greeted last."""
         return self._welcomes.get(node)
 
-    def link(self, node: PeerId, copies: bool) -> Link | NodeUnavailable | Welcome:
+    def link(self, node: PeerId, copies: bool) -> NodeLink | NodeUnavailable | Welcome:
         """The open segment of ``node``, or what says where to open it."""
         welcome = self._welcomes.get(node)
         if welcome is None:
@@ -67,9 +67,9 @@ class Sessions:
         link = self._links.get((welcome.session_id, copies))
         return link if link is not None and link.remote.alive else welcome
 
-    def opened(self, welcome: Welcome, copies: bool, remote: RemoteSegment) -> Link:
+    def opened(self, welcome: Welcome, copies: bool, remote: RemoteSegment) -> NodeLink:
         """The segment that ``welcome`` names is open."""
-        link = self._links[welcome.session_id, copies] = Link(remote)
+        link = self._links[welcome.session_id, copies] = NodeLink(remote)
         return link
 
     def close(self) -> None:

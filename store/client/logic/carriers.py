@@ -17,8 +17,8 @@ from tanghulu.store.client.logic.context import Context
 from tanghulu.store.client.logic.effects import (
     CallPeers,
     Deadline,
-    Link,
     Logic,
+    NodeLink,
     OpenSegment,
     PeerId,
     Stream,
@@ -30,17 +30,17 @@ from tanghulu.store.client.logic.write_buffers import MappedNode
 from tanghulu.store.client.model import PutOptions
 from tanghulu.store.protocol import checksums as sums
 from tanghulu.store.protocol.messages import Reservation
-from tanghulu.store.protocol.types import LastWord, NewChunk, Verdict
-from tanghulu.store.protocol.write_buffer import DeskWriter, Record
+from tanghulu.store.protocol.types import CommitResult, NewChunk, StreamEnd
+from tanghulu.store.protocol.write_buffer import BufferWriter, Record
 from tanghulu.transfer_engine.engine import Opcode, TransferRequest
 
 #: Of a value, what its checksum has seen before the node has made room: as much as fits into that time.
 AHEAD_BYTES = 4 << 20
 
 _STREAM_ENDS = {
-    Verdict.ACCEPTED: LastWord.PROCLAIMED,
-    Verdict.EXISTS: LastWord.DROP,
-    Verdict.ASK_NODE: LastWord.ANNOUNCE,
+    CommitResult.ACCEPTED: StreamEnd.COMMITTED,
+    CommitResult.EXISTS: StreamEnd.DROP,
+    CommitResult.ASK_NODE: StreamEnd.ANNOUNCE,
 }
 _stream_ids = itertools.count(1)
 
@@ -59,7 +59,7 @@ class _Use:
     """One value in a write buffer; ends when its record is published, or is abandoned."""
 
     op: PutOp
-    buffer: DeskWriter
+    buffer: BufferWriter
     place: int
     checksum: int = 0
 
@@ -96,18 +96,18 @@ def put_in_buffer(context: Context, deadline: Deadline, node: PeerId, ops: Seque
 
 
 def _publish(
-    context: Context, node: PeerId, mapped: MappedNode, uses: Sequence[_Use], results: Sequence[Verdict]
+    context: Context, node: PeerId, mapped: MappedNode, uses: Sequence[_Use], results: Sequence[CommitResult]
 ) -> None:
     """End the uses whose chunks the master accepted with a record for the node."""
     for use, result in zip(uses, results, strict=True):
         op = use.op
-        if result is Verdict.ACCEPTED:
+        if result is CommitResult.ACCEPTED:
             new = op.new
             ttl_ms = 0 if new.ttl_s is None else max(1, round(new.ttl_s * 1000))
             use.buffer.publish(Record(new.key, new.version, use.place, new.size_bytes, use.checksum, new.pin, ttl_ms))
             op.placed.append(node)
             op.done = True
-        elif result is Verdict.EXISTS:
+        elif result is CommitResult.EXISTS:
             op.existed = op.done = True
         elif mapped.index.find(op.new.key, context.clock.now_s()) is not None:
             context.reads.note(node, op.new.key, 0)  # a hit counts for the order of evictions
@@ -115,14 +115,14 @@ def _publish(
 
 
 def _open_buffer(
-    context: Context, node: PeerId, link: Link, size_bytes: int, *, often: bool
-) -> Logic[tuple[DeskWriter, int] | None]:
+    context: Context, node: PeerId, link: NodeLink, size_bytes: int, *, often: bool
+) -> Logic[tuple[BufferWriter, int] | None]:
     """Ask ``node`` for a write buffer if that pays now; it, and the place for the value in it."""
     buffers, now_s = context.write_buffers, context.clock.now_s()
     if not buffers.may_ask(node, size_bytes, now_s, often=often):
         return None
-    (answer,) = yield CallPeers(((node, messages.desk(size_bytes)),))
-    given = None if isinstance(answer, TanghuluError) else messages.desk_place(answer)
+    (answer,) = yield CallPeers(((node, messages.open_buffer(size_bytes)),))
+    given = None if isinstance(answer, TanghuluError) else messages.buffer_place(answer)
     if given is None:
         buffers.refused(node, size_bytes, now_s)
         return None
@@ -168,8 +168,8 @@ class _StreamedPut:
 
     def end_call(self, answer: messages.AnyReply | TanghuluError | None) -> messages.AnyCall:
         """The end of the stream, after what the master answered."""
-        (result,) = (Verdict.ASK_NODE,) if self._commit is None else self._commit.results(answer)
-        return messages.settle(self.stream_id, _STREAM_ENDS[result], self._generation, self._checksums)
+        (result,) = (CommitResult.ASK_NODE,) if self._commit is None else self._commit.results(answer)
+        return messages.end_stream(self.stream_id, _STREAM_ENDS[result], self._generation, self._checksums)
 
 
 def put_by_stream(
@@ -184,7 +184,7 @@ def put_by_stream(
         streamed.commit_call,
         streamed.meanwhile,
         streamed.end_call,
-        messages.settle(streamed.stream_id, LastWord.DROP, 0, sums.NO_CHECKSUMS),
+        messages.end_stream(streamed.stream_id, StreamEnd.DROP, 0, sums.NO_CHECKSUMS),
         deadline.remaining_s() / 2,
     )
     if isinstance(answer, TanghuluError):
@@ -214,7 +214,7 @@ class Filling:
     route: Route
     reservation: Reservation
     error: TanghuluError | None = None
-    result: Verdict = Verdict.ASK_NODE
+    result: CommitResult = CommitResult.ASK_NODE
     rest: sums.Rest | None = None  # the checksums, of what they have not seen yet
     _num_moved: int = 0
 
@@ -241,7 +241,7 @@ class Filling:
     @property
     def is_filled(self) -> bool:
         """Whether it is to be committed."""
-        return self.error is None and self.result is not Verdict.EXISTS
+        return self.error is None and self.result is not CommitResult.EXISTS
 
 
 def begin_ahead(ops: Sequence[PutOp], options: PutOptions) -> Callable[[], None] | None:
@@ -277,7 +277,7 @@ def transfer_all(context: Context, deadline: Deadline, fillings: list[Filling], 
     """Move every value to its range and commit it; the items then know what became of them."""
     requests: list[TransferRequest] = []
     moving: list[Filling] = []
-    links: dict[tuple[PeerId, bool], Link | TanghuluError] = {}
+    links: dict[tuple[PeerId, bool], NodeLink | TanghuluError] = {}
     for each in fillings:
         where = (each.node, each.reservation.copies_only)
         if where not in links:
@@ -303,7 +303,7 @@ def transfer_all(context: Context, deadline: Deadline, fillings: list[Filling], 
     yield from _commit_at_nodes(context, deadline, fillings, options, generation)
 
 
-def _requests(filling: Filling, link: Link) -> Iterator[TransferRequest]:
+def _requests(filling: Filling, link: NodeLink) -> Iterator[TransferRequest]:
     """What moves the value to its range."""
     offset, lease_id = filling.reservation.offset, filling.reservation.lease_id
     for piece in filling.op.pieces or (filling.op.value,):
@@ -330,10 +330,12 @@ def _commit_at_nodes(
     committed: list[list[Filling]] = []
     for node in dict.fromkeys(each.node for each in fillings):
         own = [each for each in fillings if each.node == node]
-        filled = sorted((each for each in own if each.is_filled), key=lambda each: each.result is not Verdict.ACCEPTED)
+        filled = sorted(
+            (each for each in own if each.is_filled), key=lambda each: each.result is not CommitResult.ACCEPTED
+        )
         aborted = [each.reservation.lease_id for each in own if not each.is_filled]
         items = [(each.reservation.lease_id, each.checksums(options.part_bytes)) for each in filled]
-        num_accepted = sum(each.result is Verdict.ACCEPTED for each in filled)
+        num_accepted = sum(each.result is CommitResult.ACCEPTED for each in filled)
         remaining_ms = deadline.remaining_ms()
         call = messages.commit(items, aborted, options.visible, remaining_ms, num_accepted, generation)
         calls.append((node, call))
@@ -345,5 +347,5 @@ def _commit_at_nodes(
         context.leases.released(each.node, each.reservation.lease_id)
         if each.error is not None:
             each.op.error = each.error
-        elif each.result is Verdict.EXISTS:
+        elif each.result is CommitResult.EXISTS:
             each.op.existed = True

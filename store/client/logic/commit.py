@@ -18,7 +18,7 @@ from tanghulu.store.client.logic.context import Context
 from tanghulu.store.client.logic.effects import MASTER, CallPeers, Deadline, Logic, PeerId
 from tanghulu.store.client.model import Status
 from tanghulu.store.protocol import checksums as sums
-from tanghulu.store.protocol.types import RELIED_S, NewChunk, Proclamation, Verdict
+from tanghulu.store.protocol.types import RELIED_S, ClientCommit, CommitResult, NewChunk
 
 
 @dataclass(slots=True)
@@ -70,24 +70,24 @@ class CommitCall:
         self._num_items = len(items)
         if self._num_items == 1:
             new = items[0]
-            self.call = messages.proclaim(Proclamation(node, generation, new.key, new.version, new.size_bytes))
+            self.call = messages.commit_key(ClientCommit(node, generation, new.key, new.version, new.size_bytes))
         else:
-            said = [Proclamation(node, generation, new.key, new.version, new.size_bytes) for new in items]
-            self.call = messages.proclaim_many(said)
+            said = [ClientCommit(node, generation, new.key, new.version, new.size_bytes) for new in items]
+            self.call = messages.commit_keys(said)
 
-    def results(self, answer: messages.AnyReply | TanghuluError | None) -> list[Verdict]:
+    def results(self, answer: messages.AnyReply | TanghuluError | None) -> list[CommitResult]:
         """One for each item; ASK_NODE for all where there is no proper answer. None: the master was not called."""
         if answer is None or isinstance(answer, TanghuluError):
-            return [Verdict.ASK_NODE] * self._num_items
+            return [CommitResult.ASK_NODE] * self._num_items
         if self._num_items == 1:
-            return [messages.verdict(answer)]
-        results = messages.verdicts(answer)
-        return results if len(results) == self._num_items else [Verdict.ASK_NODE] * self._num_items
+            return [messages.commit_result(answer)]
+        results = messages.commit_results(answer)
+        return results if len(results) == self._num_items else [CommitResult.ASK_NODE] * self._num_items
 
 
 def commit_by_client(
     context: Context, deadline: Deadline, node: PeerId, generation: int, items: Sequence[NewChunk]
-) -> Logic[list[Verdict]]:
+) -> Logic[list[CommitResult]]:
     """Commit chunks whose bytes are in the node's memory, one or several in one call; a result for each.
 
     An answer that took longer than ``RELIED_S`` counts for nothing.

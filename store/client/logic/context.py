@@ -11,12 +11,12 @@ from tanghulu.errors import TanghuluError
 from tanghulu.runtime.clock import Clock
 from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic.caches import LocationCache, Reads
-from tanghulu.store.client.logic.effects import MASTER, CallPeers, Deadline, Link, Logic, Notify, PeerId, Sleep
+from tanghulu.store.client.logic.effects import MASTER, CallPeers, Deadline, Logic, NodeLink, Notify, PeerId, Sleep
 from tanghulu.store.client.logic.leases import Leases
 from tanghulu.store.client.logic.placement import NodeTable
 from tanghulu.store.client.logic.plan import Access
 from tanghulu.store.client.logic.receive_memory import ReceiveMemory
-from tanghulu.store.client.logic.write_buffers import MappedNode, WriteBuffers
+from tanghulu.store.client.logic.write_buffers import MappedNode, OpenWriteBuffers
 from tanghulu.store.client.model import NodeView
 from tanghulu.store.protocol.types import MAX_INLINE_BYTES, MAX_STREAMED_BYTES
 
@@ -53,7 +53,7 @@ class Context:
     reads: Reads = field(default_factory=Reads)
     memory: ReceiveMemory = field(default_factory=ReceiveMemory)
     mapped: dict[PeerId, MappedNode] = field(default_factory=dict)
-    write_buffers: WriteBuffers = field(default_factory=WriteBuffers)
+    write_buffers: OpenWriteBuffers = field(default_factory=OpenWriteBuffers)
     versions: Iterator[int] = field(default_factory=_versions)
 
     def access(self, node: PeerId, now_s: float) -> Access:
@@ -75,7 +75,7 @@ class Context:
         self.mapped.pop(node, None)
         self.write_buffers.forget(node)
 
-    def opened(self, node: PeerId, link: Link, welcome: messages.Welcome) -> None:
+    def opened(self, node: PeerId, link: NodeLink, welcome: messages.Welcome) -> None:
         """The node's memory is open; where it is mapped, so is its index, and write buffers may be asked for."""
         index = link.index(welcome.index, welcome.key_scope)
         if index is not None:

@@ -66,7 +66,7 @@ class Notify:
 
 @dataclass(slots=True)
 class OpenSegment:
-    """Open the node's segment. Result: Link | TanghuluError; ``copies`` wants one that does not use a mapping."""
+    """Open the node's segment. Result: NodeLink | TanghuluError; ``copies`` wants one that does not use a mapping."""
 
     node: PeerId
     copies: bool = False
@@ -132,7 +132,7 @@ class Deadline:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Link:
+class NodeLink:
     """An open segment of a node. ``view`` is its memory if it is mapped here, at ``address``; else None."""
 
     remote: RemoteSegment

@@ -28,8 +28,8 @@ from tanghulu.store.client.logic.context import Context
 from tanghulu.store.client.logic.effects import (
     CallPeers,
     Deadline,
-    Link,
     Logic,
+    NodeLink,
     Notify,
     OpenSegment,
     PeerId,
@@ -348,7 +348,7 @@ def _take_inline(op: GetOp, found: Found, value: memoryview) -> bool:
 def _read_pinned(context: Context, pinned: list[_Pinned], flush: Callable[[], None]) -> Logic[None]:
     requests: list[TransferRequest] = []
     moving: list[_Pinned] = []
-    links: dict[tuple[PeerId, bool], Link | TanghuluError] = {}
+    links: dict[tuple[PeerId, bool], NodeLink | TanghuluError] = {}
     for each in pinned:
         if each.error is not None:
             continue
@@ -377,7 +377,7 @@ def _read_pinned(context: Context, pinned: list[_Pinned], flush: Callable[[], No
     yield from _finish(context, pinned, links)
 
 
-def _look_at(context: Context, each: _Pinned, link: Link, flush: Callable[[], None]) -> None:
+def _look_at(context: Context, each: _Pinned, link: NodeLink, flush: Callable[[], None]) -> None:
     """No copy: the caller gets the node's own bytes, and keeps the lease."""
     found, node = each.found, each.node
     assert link.view is not None
@@ -394,7 +394,7 @@ def _look_at(context: Context, each: _Pinned, link: Link, flush: Callable[[], No
     each.keeps_lease = True
 
 
-def _request(context: Context, each: _Pinned, link: Link) -> TransferRequest:
+def _request(context: Context, each: _Pinned, link: NodeLink) -> TransferRequest:
     op, found, length = each.op, each.found, each.end - each.begin
     fits = ranges.wanted_span(op, found.size_bytes) == (each.begin, each.end)
     buffer = op.buffer if op.buffer is not None and fits else Buffer(context.memory.take(length))
@@ -417,7 +417,7 @@ def _take_moved(each: _Pinned) -> None:
 
 
 def _finish(
-    context: Context, pinned: list[_Pinned], links: dict[tuple[PeerId, bool], Link | TanghuluError]
+    context: Context, pinned: list[_Pinned], links: dict[tuple[PeerId, bool], NodeLink | TanghuluError]
 ) -> Logic[None]:
     """Give back the leases, report corrupt chunks, send failed gets on to their next holder."""
     calls: list[tuple[PeerId, messages.AnyCall]] = []
@@ -426,7 +426,7 @@ def _finish(
         corrupt = [each.op.key for each in own if isinstance(each.error, ChecksumMismatch)]
         leases = [each.found.lease_id for each in own if each.found.lease_id and not each.keeps_lease]
         link = links.get((node, own[0].found.copies_only))
-        by_mapping = isinstance(link, Link) and link.view is not None
+        by_mapping = isinstance(link, NodeLink) and link.view is not None
         num_bytes = sum(each.end - each.begin for each in own if each.error is None) if by_mapping else 0
         if leases or corrupt:
             calls.append((node, messages.unpin(leases, num_bytes, corrupt)))

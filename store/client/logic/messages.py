@@ -19,9 +19,9 @@ from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.checksums import Checksums
 from tanghulu.store.protocol.messages import Failure, Found, Reservation
 from tanghulu.store.protocol.shared_index import IndexPlace
-from tanghulu.store.protocol.types import MAX_INLINE_BYTES, LastWord, NewChunk, Proclamation, Verdict
+from tanghulu.store.protocol.types import MAX_INLINE_BYTES, ClientCommit, CommitResult, NewChunk, StreamEnd
 from tanghulu.store.protocol.wire import checksums_from_wire, index_from_wire, pin_from_wire, tier_from_wire
-from tanghulu.store.protocol.write_buffer import DeskPlace
+from tanghulu.store.protocol.write_buffer import BufferPlace
 from tanghulu.transfer_engine.core.descriptor_wire import from_proto
 from tanghulu.transfer_engine.core.segment import SegmentDescriptor
 
@@ -76,9 +76,9 @@ def stream(stream_id: int, new: NewChunk, pieces: Sequence[memoryview], visible:
     return methods.STREAM.call(m.StreamRequest(stream_id, new, visible, deadline_ms), pieces)
 
 
-def settle(stream_id: int, word: LastWord, generation: int, checksums: Checksums) -> AnyCall:
+def end_stream(stream_id: int, word: StreamEnd, generation: int, checksums: Checksums) -> AnyCall:
     """The last word on a streamed value."""
-    return methods.SETTLE.call(m.SettleRequest(stream_id, word, generation, checksums))
+    return methods.END_STREAM.call(m.EndStreamRequest(stream_id, word, generation, checksums))
 
 
 def put_results(reply: AnyReply) -> list[bool | TanghuluError]:
@@ -87,14 +87,14 @@ def put_results(reply: AnyReply) -> list[bool | TanghuluError]:
     return message.results
 
 
-def desk(value_bytes: int) -> AnyCall:
-    """A desk for values of about that size."""
-    return methods.DESK.call(m.DeskRequest(value_bytes))
+def open_buffer(value_bytes: int) -> AnyCall:
+    """Ask for a write buffer for values of about that size."""
+    return methods.OPEN_BUFFER.call(m.OpenBufferRequest(value_bytes))
 
 
-def desk_place(reply: AnyReply) -> DeskPlace | None:
-    """The answer to ``desk``."""
-    message: m.DeskReply = reply.message
+def buffer_place(reply: AnyReply) -> BufferPlace | None:
+    """The answer to ``open_buffer``."""
+    message: m.OpenBufferReply = reply.message
     return message.place
 
 
@@ -114,12 +114,12 @@ def commit(
     aborted: list[int],
     visible: bool,
     deadline_ms: int,
-    num_proclaimed: int = 0,
+    num_committed: int = 0,
     generation: int = 0,
 ) -> AnyCall:
     """(lease, checksums) that were written, those first that the master has accepted; and leases that were not."""
     written = [m.CommitItem(*item) for item in items]
-    return methods.COMMIT.call(m.CommitRequest(written, aborted, visible, deadline_ms, num_proclaimed, generation))
+    return methods.COMMIT.call(m.CommitRequest(written, aborted, visible, deadline_ms, num_committed, generation))
 
 
 def get(keys: Sequence[str], max_inline_bytes: int = MAX_INLINE_BYTES, deadline_ms: int = 0) -> AnyCall:
@@ -217,26 +217,26 @@ def existence(reply: AnyReply) -> tuple[list[bool], bool]:
     return message.existence, message.incomplete
 
 
-def proclaim(said: Proclamation) -> AnyCall:
-    """A chunk that lies in a desk."""
-    return methods.PROCLAIM.call(said)
+def commit_key(said: ClientCommit) -> AnyCall:
+    """Commit a chunk that lies in a write buffer."""
+    return methods.COMMIT_KEY.call(said)
 
 
-def proclaim_many(said: Sequence[Proclamation]) -> AnyCall:
-    """Several chunks that lie in desks of one node."""
-    return methods.PROCLAIM_MANY.call(m.ProclaimManyRequest(list(said)))
+def commit_keys(said: Sequence[ClientCommit]) -> AnyCall:
+    """Commit several chunks that lie in write buffers of one node."""
+    return methods.COMMIT_KEYS.call(m.CommitKeysRequest(list(said)))
 
 
-def verdicts(reply: AnyReply) -> list[Verdict]:
-    """The answer to ``proclaim_many``."""
-    message: m.ProclaimManyReply = reply.message
-    return message.verdicts
+def commit_results(reply: AnyReply) -> list[CommitResult]:
+    """The answer to ``commit_keys``."""
+    message: m.CommitKeysReply = reply.message
+    return message.commit_results
 
 
-def verdict(reply: AnyReply) -> Verdict:
-    """The answer to ``proclaim``."""
-    message: m.ProclaimReply = reply.message
-    return message.verdict
+def commit_result(reply: AnyReply) -> CommitResult:
+    """The answer to ``commit_key``."""
+    message: m.CommitKeyReply = reply.message
+    return message.commit_result
 
 
 def nodes() -> AnyCall:

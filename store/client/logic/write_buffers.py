@@ -1,6 +1,6 @@
 """The write buffers of one client: ranges of nodes' memory that it fills with values and records. Pure.
 
-A node gives one to a client of its host that puts often; the layout and its promises are those of
+A node gives one to a client of its host that puts often; the layout and its guarantees are those of
 ``store.protocol.write_buffer``. Here is what the client knows of them: the open ones, and when to ask for another.
 """
 
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tanghulu.store.client.logic.effects import Link, PeerId
+from tanghulu.store.client.logic.effects import NodeLink, PeerId
 from tanghulu.store.protocol.shared_index import IndexReader
-from tanghulu.store.protocol.write_buffer import DeskPlace, DeskWriter
+from tanghulu.store.protocol.write_buffer import BufferPlace, BufferWriter
 
 #: A write buffer is asked for when two puts come within that time.
 OFTEN_S = 1.0
@@ -24,20 +24,20 @@ TOUCHED_BYTES = 1 << 20
 class MappedNode:
     """A node of this host whose memory is mapped, with its shared index; ``generation``: which of its runs that is."""
 
-    link: Link
+    link: NodeLink
     index: IndexReader
     generation: int
 
 
-class WriteBuffers:
+class OpenWriteBuffers:
     """The open write buffers by node. Safe from any thread: every step is one operation of a dict."""
 
     def __init__(self) -> None:
-        self._open: dict[PeerId, DeskWriter] = {}
+        self._open: dict[PeerId, BufferWriter] = {}
         self._last_s: dict[PeerId, float] = {}
         self._refused: dict[PeerId, tuple[float, int]] = {}  # until when, for values from how many bytes on
 
-    def reserve(self, node: PeerId, size_bytes: int) -> tuple[DeskWriter, int] | None:
+    def reserve(self, node: PeerId, size_bytes: int) -> tuple[BufferWriter, int] | None:
         """The open write buffer at ``node`` and the place for a value of that size in it; None if there is none."""
         buffer = self._open.get(node)
         place = None if buffer is None else buffer.begin(size_bytes)
@@ -66,12 +66,12 @@ class WriteBuffers:
         """The node has none for values of that size."""
         self._refused[node] = now_s + REFUSED_S, size_bytes
 
-    def opened(self, node: PeerId, link: Link, place: DeskPlace) -> None:
+    def opened(self, node: PeerId, link: NodeLink, place: BufferPlace) -> None:
         """The node has given a write buffer; it is ignored where it is not inside the node's memory."""
         if link.view is None or place.end > len(link.view):
             return
         link.remote.touch(place.offset, min(place.length, TOUCHED_BYTES))
-        before, self._open[node] = self._open.get(node), DeskWriter(link.view, place)
+        before, self._open[node] = self._open.get(node), BufferWriter(link.view, place)
         self._refused.pop(node, None)
         if before is not None:
             before.leave()
@@ -87,7 +87,7 @@ class WriteBuffers:
         for node in list(self._open):
             self.forget(node)
 
-    def _leave(self, node: PeerId, buffer: DeskWriter) -> None:
+    def _leave(self, node: PeerId, buffer: BufferWriter) -> None:
         if self._open.get(node) is buffer:
             self._open.pop(node, None)
         buffer.leave()

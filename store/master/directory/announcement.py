@@ -49,7 +49,7 @@ class NodeAnnouncement:
 
     ``capacity_bytes`` 0 says nothing of capacity and use. The next four are for the copy planner: wanted replicas of
     added chunks that want several, whether a draining node has nothing under way, the most-read keys with the number of
-    gets, and ordered copies that failed. ``retracted``: puts that failed, even if their clients proclaimed them.
+    gets, and ordered copies that failed. ``retracted``: puts that failed, even if their clients committed them.
     """
 
     node_id: str

@@ -9,7 +9,7 @@ Rules of an announcement, which comes from a registered node and carries its gen
 - of concurrent puts of a key the first announced version wins while a live node holds it; others get accepted=False
   and drop their copy; the same version on another node is a replica;
 - a deleted version leaves a tombstone: a node that was cut off and comes back with it gets accepted=False;
-- what a client has proclaimed (see pending_commits) counts as announced till its node speaks; others ask again till
+- what a client has committed (see pending_commits) counts as announced till its node speaks; others ask again till
   then. The node retracts that version only, and only while its commit is pending;
 - REPORT BEGIN opens a new slot, the pieces and all later announcements go into it, and at END what only the older slots
   hold is gone. Until END nothing is forgotten. END without its BEGIN (the master restarted in between) proves nothing.
@@ -39,7 +39,7 @@ from tanghulu.store.master.directory.pending_commits import PendingCommits
 from tanghulu.store.master.directory.placement import PlacementCandidate, PlacementRequest, place
 from tanghulu.store.master.directory.rebuild import REBUILD_S, Rebuild, RebuildEvent
 from tanghulu.store.protocol.directory_events import DirectoryEvent, DirectoryEventKind
-from tanghulu.store.protocol.types import Proclamation, Verdict
+from tanghulu.store.protocol.types import ClientCommit, CommitResult
 
 MAX_TOMBSTONES = 1 << 16
 #: Keys and events that the log keeps for followers: about 8 bytes each while the keys live.
@@ -242,21 +242,25 @@ class Directory:
 
     # --- commits of clients
 
-    def proclaim(self, said: Proclamation, now_s: float) -> Verdict:
+    def commit_by_client(self, said: ClientCommit, now_s: float) -> CommitResult:
         """Take a client's commit as the announcement of its node, until the node itself announces the chunk."""
         node = self._nodes.get(said.node_id)
         if node is None or node.instance.generation != said.generation or node.draining or self.pending_commits.full:
-            return Verdict.ASK_NODE
+            return CommitResult.ASK_NODE
         key, version = said.key, said.version
         if not self.rebuild.is_ready or self._tombstones.get(key) == version:
-            return Verdict.ASK_NODE
+            return CommitResult.ASK_NODE
         found = self._table.find(key)
         if found is not None:
-            return Verdict.ASK_NODE if said.node_id in found.node_ids or key in self.pending_commits else Verdict.EXISTS
+            return (
+                CommitResult.ASK_NODE
+                if said.node_id in found.node_ids or key in self.pending_commits
+                else CommitResult.EXISTS
+            )
         self._table.add(node.slots[-1], key, version, said.size_bytes)
         self.pending_commits.make(key, said.node_id, version, said.size_bytes, now_s)
         self._log(DirectoryEventKind.STORED, said.node_id, (key,))
-        return Verdict.ACCEPTED
+        return CommitResult.ACCEPTED
 
     def _take_back(self, key: str, node_id: str, version: int) -> None:
         """Remove a chunk whose pending commit the node has not confirmed, or has retracted."""

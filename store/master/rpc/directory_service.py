@@ -21,14 +21,14 @@ from tanghulu.store.master.rpc.waiting import WaitCalls
 from tanghulu.store.master.server import MasterServer
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.messages import (
+    CommitKeyReply,
+    CommitKeysReply,
+    CommitKeysRequest,
     LocateReply,
     LocateRequest,
     Location,
-    ProclaimManyReply,
-    ProclaimManyRequest,
-    ProclaimReply,
 )
-from tanghulu.store.protocol.types import Proclamation, Verdict
+from tanghulu.store.protocol.types import ClientCommit, CommitResult
 from tanghulu.types import format_size
 
 _log = structlog.get_logger(__name__)
@@ -40,20 +40,20 @@ A = TypeVar("A")
 class DirectoryCalls:
     """The unary calls: message in, message out, typed errors raised. None of them waits."""
 
-    def __init__(self, shell: MasterServer) -> None:
-        self._shell = shell
-        self._master = shell.master
-        self._metrics = shell.metrics
-        self.waiting = WaitCalls(shell)
+    def __init__(self, server: MasterServer) -> None:
+        self._server = server
+        self._master = server.master
+        self._metrics = server.metrics
+        self.waiting = WaitCalls(server)
 
     def announce(self, request: pb.AnnounceRequest) -> pb.AnnounceReply:
         """Take what a node says."""
         announcement = wire.announcement_from_wire(request)
-        leadership = self._shell.leadership
+        leadership = self._server.leadership
         if leadership is not None:
             leadership.heard_of(request.term, request.term_of)
-        answer = self._master.announce(announcement, self._shell.now_s)
-        self._shell.changed()
+        answer = self._master.announce(announcement, self._server.now_s)
+        self._server.changed()
         if len(self.waiting.board):
             added = zip(announcement.added, answer.accepted, strict=True)
             self.waiting.announced(entry.key for entry, stands in added if stands)
@@ -63,11 +63,11 @@ class DirectoryCalls:
         counts.accepted += num_accepted
         counts.refused += len(answer.accepted) - num_accepted - len(answer.undecided)
         counts.removed += len(announcement.removed) + len(announcement.deleted)
-        counts.withdrawn = self._master.directory.pending_commits.num_retracted
+        counts.retracted = self._master.directory.pending_commits.num_retracted
         reply = pb.AnnounceReply(
             accepted=answer.accepted, report_wanted=answer.report_wanted, undecided=answer.undecided
         )
-        orders = self._master.orders_for(announcement, self._shell.now_s)
+        orders = self._master.orders_for(announcement, self._server.now_s)
         if orders is not None:
             wire.add_orders(reply, *orders, self._master.directory.instance)
         if request.tenants:
@@ -85,43 +85,43 @@ class DirectoryCalls:
 
     def _announce_on(self, peer: Peer, request: pb.AnnounceRequest, attachment: memoryview) -> pb.AnnounceReply:
         """``announce`` of a node whose connection tells of its end."""
-        self._shell.require_leadership()
+        self._server.require_leadership()
         reply = self.announce(request)
         if peer.state is None:
             peer.state = node_id = request.node_id
-            self._master.connection_made(node_id, self._shell.now_s)
-            peer.on_close.append(lambda: self._master.connection_lost(node_id, self._shell.now_s))
+            self._master.connection_made(node_id, self._server.now_s)
+            peer.on_close.append(lambda: self._master.connection_lost(node_id, self._server.now_s))
         return reply
 
-    def _proclaim(self, peer: Peer, said: Proclamation, attachment: memoryview) -> ProclaimReply:
-        """Take a client's word for a chunk that it has written into a desk."""
-        self._shell.require_leadership()
-        verdict = self._master.directory.proclaim(said, self._shell.now_s)
+    def _commit_key(self, peer: Peer, said: ClientCommit, attachment: memoryview) -> CommitKeyReply:
+        """Take a client's word for a chunk that it has written into a write buffer."""
+        self._server.require_leadership()
+        result = self._master.directory.commit_by_client(said, self._server.now_s)
         counts = self._metrics.counts
-        if verdict is Verdict.ACCEPTED:
-            self._shell.changed()
+        if result is CommitResult.ACCEPTED:
+            self._server.changed()
             if len(self.waiting.board):
                 self.waiting.announced((said.key,))
-            counts.proclaimed += 1
-        elif verdict is Verdict.EXISTS:
+            counts.client_commits += 1
+        elif result is CommitResult.EXISTS:
             counts.refused += 1
-        return ProclaimReply(verdict)
+        return CommitKeyReply(result)
 
-    def _proclaim_many(self, peer: Peer, request: ProclaimManyRequest, attachment: memoryview) -> ProclaimManyReply:
+    def _commit_keys(self, peer: Peer, request: CommitKeysRequest, attachment: memoryview) -> CommitKeysReply:
         """The same of several values of one put."""
         said = request.said
         wire.check_count(len(said))
-        self._shell.require_leadership()
-        directory, now_s, counts = self._master.directory, self._shell.now_s, self._metrics.counts
-        verdicts = [directory.proclaim(each, now_s) for each in said]
-        accepted = [each.key for each, verdict in zip(said, verdicts, strict=True) if verdict is Verdict.ACCEPTED]
+        self._server.require_leadership()
+        directory, now_s, counts = self._master.directory, self._server.now_s, self._metrics.counts
+        results = [directory.commit_by_client(each, now_s) for each in said]
+        accepted = [each.key for each, result in zip(said, results, strict=True) if result is CommitResult.ACCEPTED]
         if accepted:
-            self._shell.changed()
+            self._server.changed()
             if len(self.waiting.board):
                 self.waiting.announced(accepted)
-        counts.proclaimed += len(accepted)
-        counts.refused += verdicts.count(Verdict.EXISTS)
-        return ProclaimManyReply(verdicts)
+        counts.client_commits += len(accepted)
+        counts.refused += results.count(CommitResult.EXISTS)
+        return CommitKeysReply(results)
 
     @property
     def incomplete(self) -> bool:
@@ -154,7 +154,7 @@ class DirectoryCalls:
         return wire.locate_to_wire(self.holders(request.keys), incomplete=self.incomplete)
 
     def _locate(self, peer: Peer, request: LocateRequest, attachment: memoryview) -> LocateReply:
-        self._shell.require_leadership()
+        self._server.require_leadership()
         if request.count_only:
             return LocateReply(self.incomplete, found=self.holds(request.keys))
         found = self.holders(request.keys)
@@ -163,7 +163,7 @@ class DirectoryCalls:
     def place(self, request: pb.PlaceRequest) -> pb.PlaceReply:
         """Where to put a new chunk. Raises NodeUnavailable without nodes, StoreFull if none can hold it."""
         directory = self._master.directory
-        nodes = directory.place(wire.placement_from_wire(request), self._shell.rng)
+        nodes = directory.place(wire.placement_from_wire(request), self._server.rng)
         if not nodes and not directory.num_nodes:
             raise NodeUnavailable("no store node is registered at this master; start one with `tanghulu node`")
         if not nodes:
@@ -172,13 +172,13 @@ class DirectoryCalls:
                 "they are draining, smaller, or have not announced their capacity yet"
             )
         self._metrics.counts.placements += 1
-        return pb.PlaceReply(nodes=wire.nodes_to_wire(nodes, self._shell.now_s))
+        return pb.PlaceReply(nodes=wire.nodes_to_wire(nodes, self._server.now_s))
 
     def nodes(self, request: pb.NodesRequest) -> pb.NodesReply:
         """All nodes, and how the directory stands."""
         directory = self._master.directory
         return pb.NodesReply(
-            nodes=wire.nodes_to_wire(directory.nodes(), self._shell.now_s, self._master.copies.progress),
+            nodes=wire.nodes_to_wire(directory.nodes(), self._server.now_s, self._master.copies.progress),
             rebuilding=not directory.rebuild.is_ready,
             num_keys=directory.num_keys,
             master_generation=self._master.generation,
@@ -193,7 +193,7 @@ class DirectoryCalls:
         """Have chunks copied ahead. Raises InvalidRequest for a number or a time that makes no sense."""
         wire.check_count(len(request.keys))
         master = self._master
-        num_taken = master.copies.ask(request.keys, request.holders, request.for_s, self._shell.now_s)
+        num_taken = master.copies.ask(request.keys, request.holders, request.for_s, self._server.now_s)
         return pb.ReplicateReply(num_taken=num_taken)
 
     def serve(self, service: FastService) -> None:
@@ -201,8 +201,8 @@ class DirectoryCalls:
         service.register(HELLO, _welcome)
         service.register(methods.ANNOUNCE, self._announce_on)
         service.register(methods.LOCATE, self._locate)
-        service.register(methods.PROCLAIM, self._proclaim)
-        service.register(methods.PROCLAIM_MANY, self._proclaim_many)
+        service.register(methods.COMMIT_KEY, self._commit_key)
+        service.register(methods.COMMIT_KEYS, self._commit_keys)
         service.register(methods.WAIT, self.waiting.wait)
         self._register(service, methods.PLACE, self.place)
         self._register(service, methods.NODES, self.nodes)
@@ -214,17 +214,17 @@ class DirectoryCalls:
             return call(request)
 
         def handler_of_several(peer: Peer, request: Any, attachment: memoryview) -> Any:
-            self._shell.require_leadership()
+            self._server.require_leadership()
             return call(request)
 
-        service.register(method, handler if self._shell.leadership is None else handler_of_several)
+        service.register(method, handler if self._server.leadership is None else handler_of_several)
 
 
 class DirectoryService(directory_pb2_grpc.DirectoryServicer):
     """The same calls over gRPC, and the event stream."""
 
-    def __init__(self, shell: MasterServer, calls: DirectoryCalls) -> None:
-        self._shell = shell
+    def __init__(self, server: MasterServer, calls: DirectoryCalls) -> None:
+        self._server = server
         self._calls = calls
 
     async def Announce(self, request: pb.AnnounceRequest, context: Context) -> pb.AnnounceReply:
@@ -261,11 +261,11 @@ class DirectoryService(directory_pb2_grpc.DirectoryServicer):
 
     async def Events(self, request: pb.EventsRequest, context: Context) -> AsyncIterator[pb.EventBatch]:
         """A snapshot or the events behind the caller's last, then changes; see followers."""
-        open_streams = self._shell.metrics.followers.labels("directory")
+        open_streams = self._server.metrics.followers.labels("directory")
         open_streams.inc()
         try:
-            self._shell.require_leadership()
-            async for batch in follow(self._shell, request):
+            self._server.require_leadership()
+            async for batch in follow(self._server, request):
                 yield batch
         except TanghuluError as error:
             await abort(context, error)
@@ -274,7 +274,7 @@ class DirectoryService(directory_pb2_grpc.DirectoryServicer):
 
     async def _answer(self, call: Callable[[Q], A], request: Q, context: Context) -> A:
         try:
-            self._shell.require_leadership()
+            self._server.require_leadership()
             return call(request)
         except TanghuluError as error:
             await abort(context, error)

@@ -34,22 +34,22 @@ COPY_DEADLINE_S = 20.0
 
 
 class Copier:
-    """``run`` until cancelled; ``on_failed`` is told of every order that came to nothing."""
+    """``run`` until cancelled; ``on_failed`` is told of every order that failed."""
 
     def __init__(self, masters: Masters, puts: PutService, on_failed: Callable[[str], None]) -> None:
         self._settings = Settings(master=masters)
         self._puts = puts
         self._on_failed = on_failed
         self._orders: asyncio.Queue[CopyOrder] = asyncio.Queue(MAX_WAITING)
-        self._shell: AsyncioDriver | None = None
+        self._driver: AsyncioDriver | None = None
         self.num_copied = 0
         self.num_failed = 0
 
     def order(self, orders: Orders) -> None:
         """Make these copies, soon."""
-        if self._shell is None:
+        if self._driver is None:
             return  # closing, or not begun: the master's orders run out by themselves
-        self._shell.context.nodes.learn(orders.sources)
+        self._driver.context.nodes.learn(orders.sources)
         for order in orders.copies:
             try:
                 self._orders.put_nowait(order)
@@ -58,31 +58,31 @@ class Copier:
 
     async def run(self) -> None:
         """Work off the orders until cancelled."""
-        self._shell = AsyncioDriver(self._settings)
-        workers = [asyncio.create_task(self._work(self._shell)) for _ in range(MAX_AT_ONCE)]
+        self._driver = AsyncioDriver(self._settings)
+        workers = [asyncio.create_task(self._work(self._driver)) for _ in range(MAX_AT_ONCE)]
         try:
             await asyncio.gather(*workers)
         finally:
             for worker in workers:
                 worker.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
-            shell, self._shell = self._shell, None
+            driver, self._driver = self._driver, None
             with contextlib.suppress(TanghuluError):
-                await shell.close()
+                await driver.close()
 
-    async def _work(self, shell: AsyncioDriver) -> None:
+    async def _work(self, driver: AsyncioDriver) -> None:
         while True:
             order = await self._orders.get()
             try:
-                await self._copy(shell, order)
+                await self._copy(driver, order)
             except TanghuluError as error:
                 self._failed(order, error)
             else:
                 self.num_copied += 1
 
-    async def _copy(self, shell: AsyncioDriver, order: CopyOrder) -> None:
-        deadline = shell.deadline(COPY_DEADLINE_S)
-        info, chunk = await shell.run(_pull(shell, deadline, order), deadline)
+    async def _copy(self, driver: AsyncioDriver, order: CopyOrder) -> None:
+        deadline = driver.deadline(COPY_DEADLINE_S)
+        info, chunk = await driver.run(_pull(driver, deadline, order), deadline)
         with chunk:
             new = NewChunk(
                 ChunkKey(order.key), info.version, info.size_bytes, info.checksums, info.pin, info.ttl_s, info.replicas
@@ -102,10 +102,10 @@ class Copier:
         self._on_failed(order.key)
 
 
-def _pull(shell: AsyncioDriver, deadline: Deadline, order: CopyOrder) -> Logic[tuple[ChunkInfo, ReadChunk]]:
+def _pull(driver: AsyncioDriver, deadline: Deadline, order: CopyOrder) -> Logic[tuple[ChunkInfo, ReadChunk]]:
     """What the source knows of the chunk, and its bytes, verified."""
-    operations = Operations(shell.context, shell.flush)
-    shell.context.locations.set(order.key, (PeerId(order.source),))
+    operations = Operations(driver.context, driver.flush)
+    driver.context.locations.set(order.key, (PeerId(order.source),))
     chunk = yield from operations.get(deadline, order.key)  # which brings it up from an SSD
     try:
         info = yield from operations.stat_at(order.key, order.source)

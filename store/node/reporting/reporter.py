@@ -116,7 +116,7 @@ class Reporter:
             self._tell()
 
     def copy_failed(self, key: str) -> None:
-        """An ordered copy came to nothing; the master hears of it with the next message."""
+        """An ordered copy failed; the master hears of it with the next message."""
         self._failed_copies.append(key)
 
     def confirm(self, chunks: Sequence[Holding], until_s: float, done: Done) -> None:

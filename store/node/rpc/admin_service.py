@@ -33,9 +33,9 @@ _SLICE_BYTES = 32 << 20
 class AdminService:
     """Registers its handlers by ``serve``. ``drain`` is awaited with whether the node shall be draining."""
 
-    def __init__(self, state: NodeState, desk: PutService, drain: Callable[[bool], Coroutine[Any, Any, None]]) -> None:
+    def __init__(self, state: NodeState, puts: PutService, drain: Callable[[bool], Coroutine[Any, Any, None]]) -> None:
         self._state = state
-        self._desk = desk
+        self._puts = puts
         self._drain = drain
 
     def serve(self, service: FastService) -> None:
@@ -67,7 +67,7 @@ class AdminService:
                     break
                 sizes.append(self._evict(chunk))
                 wanted -= sizes[-1]
-        self._desk.room_changed()
+        self._puts.room_changed()
         return store_pb2.EvictReply(num_chunks=len(sizes), num_bytes=sum(sizes))
 
     def _evict(self, chunk: Chunk) -> int:
@@ -89,7 +89,7 @@ class AdminService:
         _require_session(peer)
         if request.report:
             self._state.report_all()
-            self._desk.report()
+            self._puts.report()
         return self._verified(request)
 
     async def _verified(self, request: store_pb2.VerifyRequest) -> Answer:
@@ -105,10 +105,10 @@ class AdminService:
             if chunk is None:
                 self._add_below(reply, key)
                 continue
-            corrupt = not sums.matches(self._desk.bytes_of(chunk), chunk.checksums)
+            corrupt = not sums.matches(self._puts.bytes_of(chunk), chunk.checksums)
             reply.chunks.add(key=key, version=chunk.version, size_bytes=chunk.size_bytes, corrupt=corrupt)
             if corrupt and request.drop_corrupt:
-                self._desk.verify(chunk)
+                self._puts.verify(chunk)
             num_bytes += chunk.size_bytes
             slice_bytes += chunk.size_bytes
             if slice_bytes >= _SLICE_BYTES:

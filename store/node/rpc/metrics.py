@@ -32,7 +32,7 @@ _COUNTERS = {
 
 @dataclass
 class TrafficCounters:
-    """Payload bytes by carrier (inline, stream, desk, shm, tcp), from the clients' point of view."""
+    """Payload bytes by carrier (inline, stream, write buffer, shm, tcp), from the clients' point of view."""
 
     bytes_read: dict[str, int] = field(default_factory=lambda: {"inline": 0, "shm": 0, "tcp": 0, "grpc": 0})
     bytes_written: dict[str, int] = field(
@@ -67,9 +67,11 @@ class NodeCollector(Collector):
         yield GaugeMetricFamily("tanghulu_node_leases", "leases that are not over", state.access.num_leases)
         yield GaugeMetricFamily("tanghulu_node_waiting_puts", "puts that wait for room", len(state.waiters))
         yield GaugeMetricFamily("tanghulu_node_sessions", "connected clients", self._num_sessions())
-        yield GaugeMetricFamily("tanghulu_node_desks", "desks that clients write into", buffers.num_open)
-        yield GaugeMetricFamily("tanghulu_node_desk_heads", "desks that clients may still look at", buffers.num_heads)
-        yield CounterMetricFamily("tanghulu_node_desk_puts", "chunks that came by a desk", value=buffers.num_taken)
+        yield GaugeMetricFamily("tanghulu_node_write_buffers", "ranges that clients write into", buffers.num_open)
+        yield GaugeMetricFamily(
+            "tanghulu_node_write_buffer_heads", "those that clients may still see", buffers.num_heads
+        )
+        yield CounterMetricFamily("tanghulu_node_write_buffer_puts", "chunks that came by one", value=buffers.num_taken)
         traffic = self._traffic()
         yield _by_transport("tanghulu_node_read_bytes", "payload bytes read by clients", traffic.bytes_read)
         yield _by_transport("tanghulu_node_written_bytes", "payload bytes written by clients", traffic.bytes_written)

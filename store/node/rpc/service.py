@@ -23,19 +23,19 @@ from tanghulu.store.node.rpc.stats import check_count, stat_reply
 from tanghulu.store.node.ssd.promotion import Promoter
 from tanghulu.store.node.state.chunk import Chunk
 from tanghulu.store.node.state.node_state import NodeState
-from tanghulu.store.node.state.outcomes import Committer, Existed, Reserved
+from tanghulu.store.node.state.outcomes import CommittedBy, Existed, Reserved
 from tanghulu.store.node.state.tenant_usage import Policies
 from tanghulu.store.node.writes.puts import PutOutcome, PutService, Written, remaining_s
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.messages import (
     CommitRequest,
-    DeskReply,
-    DeskRequest,
     Done,
     Failure,
     Found,
     GetReply,
     GetRequest,
+    OpenBufferReply,
+    OpenBufferRequest,
     PutReply,
     PutRequest,
     Reservation,
@@ -78,7 +78,7 @@ class NodeService:
         self,
         identity: NodeIdentity,
         state: NodeState,
-        desk: PutService,
+        puts: PutService,
         sessions: Sessions,
         traffic: TrafficCounters,
         promoter: Promoter | None = None,
@@ -87,7 +87,7 @@ class NodeService:
         self._policies = policies
         self._identity = identity
         self._state = state
-        self._desk = desk
+        self._puts = puts
         self._sessions = sessions
         self._traffic = traffic
         self._promoter = promoter
@@ -95,7 +95,7 @@ class NodeService:
     def serve(self, service: FastService) -> None:
         """Answer the node's methods."""
         service.register(HELLO, self.hello)
-        service.register(methods.DESK, self.desk)
+        service.register(methods.OPEN_BUFFER, self.open_buffer)
         handlers: list[tuple[Method[Any, Any], Handler]] = [
             (methods.PUT, self.put),
             (methods.RESERVE, self.reserve),
@@ -138,14 +138,14 @@ class NodeService:
 
     # --- puts
 
-    def desk(self, peer: Peer, request: DeskRequest, attachment: memoryview) -> Answer:
-        """A desk for a client that maps the memory; none if there is none to spare."""
+    def open_buffer(self, peer: Peer, request: OpenBufferRequest, attachment: memoryview) -> Answer:
+        """A write buffer for a client that maps the memory; none if there is none to spare."""
         session = session_of(peer)
         scope = "" if peer.identity is None else peer.identity.scope
         maps = session.holder.maps
         place = self._state.grant_buffer(session.session_id, request.value_bytes, scope) if maps else None
-        self._desk.room_changed()
-        return DeskReply(place)
+        self._puts.room_changed()
+        return OpenBufferReply(place)
 
     def put(self, peer: Peer, request: PutRequest, attachment: memoryview) -> Pending:
         """Put values that came in the request."""
@@ -153,8 +153,8 @@ class NodeService:
         items = cut_values(request.items, attachment)
         self._traffic.bytes_written["inline"] += len(attachment)
         until_s = self._until(request.deadline_ms)
-        written = self._desk.write_at_once(items, visible=request.visible)
-        self._desk.room_changed()
+        written = self._puts.write_at_once(items, visible=request.visible)
+        self._puts.room_changed()
         if len(written) < len(items):
             return self._put_rest(items, written, request.visible, until_s)
         return self._settle(written, request.visible, until_s)
@@ -162,8 +162,8 @@ class NodeService:
     async def _put_rest(
         self, items: list[tuple[NewChunk, memoryview]], written: list[Written], visible: bool, until_s: float
     ) -> Answer:
-        written = await self._desk.write_rest(items, written, visible=visible, until_s=until_s)
-        return PutReply.of(await self._desk.settled(written, visible=visible, until_s=until_s))
+        written = await self._puts.write_rest(items, written, visible=visible, until_s=until_s)
+        return PutReply.of(await self._puts.settled(written, visible=visible, until_s=until_s))
 
     def reserve(
         self, peer: Peer, request: ReserveRequest, attachment: memoryview
@@ -172,7 +172,7 @@ class NodeService:
         check_count(len(request.items))
         session = session_of(peer)
         items = request.items
-        reserved = self._desk.reserve_at_once(items, session.holder)
+        reserved = self._puts.reserve_at_once(items, session.holder)
         wipes = peer.identity is not None and not peer.identity.shared_memory
         if len(reserved) < len(items):
             return self._reserve_rest(items, reserved, session, self._until(request.deadline_ms), wipes)
@@ -181,13 +181,13 @@ class NodeService:
     async def _reserve_rest(
         self, items: list[NewChunk], reserved: list[Written], session: Session, until_s: float, wipes: bool
     ) -> Answer:
-        return self._reserved(await self._desk.reserve_rest(items, reserved, session.holder, until_s), wipes)
+        return self._reserved(await self._puts.reserve_rest(items, reserved, session.holder, until_s), wipes)
 
     def _reserved(self, reserved: Sequence[Written], wipes: bool) -> ReserveReply:
         """The answer. ``wipes``: the client must not find in its ranges what was another tenant's."""
         for outcome in reserved if wipes else ():
             if isinstance(outcome, Reserved):
-                self._desk.wipe(outcome.chunk)
+                self._puts.wipe(outcome.chunk)
         return _reserve_reply(reserved)
 
     def commit(self, peer: Peer, request: CommitRequest, attachment: memoryview) -> Pending:
@@ -196,19 +196,19 @@ class NodeService:
         session = session_of(peer)
         if request.aborted:
             self._state.unpin(request.aborted, session.owned)
-        num_told = request.num_proclaimed if self._is_commit_valid(request) else 0
+        num_told = request.num_committed if self._is_commit_valid(request) else 0
         written: list[Written] = []
         for place, item in enumerate(request.items):
             lease_id, checksums = item.lease_id, item.checksums
             lease = self._state.access.lease(LeaseId(lease_id))
             try:
-                by = Committer.CLIENT if place < num_told else Committer.node(visible=request.visible)
-                written.append(self._desk.commit(lease_id, session.session_id, checksums, by))
+                by = CommittedBy.CLIENT if place < num_told else CommittedBy.node(visible=request.visible)
+                written.append(self._puts.commit(lease_id, session.session_id, checksums, by))
                 if lease is not None and lease.mapped:
                     self._traffic.bytes_written["shm"] += lease.length
             except TanghuluError as error:
                 written.append(error)
-        self._desk.room_changed()
+        self._puts.room_changed()
         return self._settle(written, request.visible, self._until(request.deadline_ms), num_told)
 
     def _is_commit_valid(self, request: CommitRequest) -> bool:
@@ -222,7 +222,7 @@ class NodeService:
         def done(outcomes: list[PutOutcome]) -> None:
             later.set(PutReply.of(outcomes))
 
-        self._desk.settle(written, visible=visible, until_s=until_s, done=done, num_told=num_told)
+        self._puts.settle(written, visible=visible, until_s=until_s, done=done, num_told=num_told)
         return later
 
     # --- gets
@@ -275,7 +275,7 @@ class NodeService:
                 continue
             touched.append(chunk)
             if pinned is None:
-                values.append(bytes(self._desk.bytes_of(chunk)))
+                values.append(bytes(self._puts.bytes_of(chunk)))
                 budget -= chunk.size_bytes
                 items.append(Found(chunk.size_bytes, chunk.version, chunk.checksums, 0, 0, False))
             else:
@@ -297,7 +297,7 @@ class NodeService:
         chunk = self._state.look_up(ChunkKey(key))
         if chunk is None:
             raise ChunkNotFound(f"{key!r} is not on {self._identity.instance_id}")
-        if verify and not self._desk.verify(chunk):
+        if verify and not self._puts.verify(chunk):
             raise ChecksumMismatch(f"the bytes of {key!r} on {self._identity.instance_id} were corrupt and are dropped")
         return chunk
 
@@ -307,13 +307,13 @@ class NodeService:
         for key in request.corrupt:
             chunk = self._state.find(ChunkKey(key))
             if chunk is not None:
-                self._desk.verify(chunk)
+                self._puts.verify(chunk)
         if request.read:
             found = (self._state.look_up(ChunkKey(key)) for key in request.read)
             self._state.touch([chunk for chunk in found if chunk is not None])
         self._state.unpin(request.lease_ids, session.owned)
         self._traffic.bytes_read["shm"] += request.bytes_read
-        self._desk.room_changed()
+        self._puts.room_changed()
         return Done()
 
     # --- questions
@@ -330,12 +330,12 @@ class NodeService:
         """Drop chunks; one byte a key."""
         check_count(len(request.keys))
         removed = bytes(self._state.remove(ChunkKey(key)) for key in request.keys)
-        self._desk.room_changed()
+        self._puts.room_changed()
         return self._removed(removed)
 
     async def _removed(self, removed: bytes) -> Answer:
         until_s = asyncio.get_running_loop().time() + DEFAULT_DEADLINE_S
-        await self._desk.told_removals(until_s)
+        await self._puts.told_removals(until_s)
         if self._promoter is not None:
             await self._promoter.settled(until_s)
         return store_pb2.RemoveReply(removed=removed)

@@ -43,7 +43,7 @@ class Demotion(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Evicted:
+class EvictedChunk:
     """A chunk that leaves memory. ``left_s`` None: it has no end; ``queue_bytes``: the largest write that fits now.
 
     ``pinned``: hard; it leaves memory only because the node ends, and neither its use nor the rate of writes counts.
@@ -71,7 +71,7 @@ class TierAdmission:
         self._pause_s = 0.0
         self._remembered: OrderedDict[ChunkKey, None] = OrderedDict()
 
-    def decide(self, chunk: Evicted, now_s: float) -> Demotion:
+    def decide(self, chunk: EvictedChunk, now_s: float) -> Demotion:
         """Whether to write ``chunk``; an ADMIT uses up the rate's allowance."""
         seen_before = self._remember(chunk.key) if self._mode == "reused" else True
         if chunk.record_bytes > self.max_record_bytes:

@@ -43,7 +43,7 @@ _FAR_BYTES = 128 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Buffer:
+class IoBuffer:
     """Aligned memory for one record; give it back to the arena that it came from."""
 
     offset: int
@@ -73,12 +73,12 @@ class Arena:
         """The longest buffer to be had now."""
         return self._allocator.largest_free_bytes
 
-    def take(self, size_bytes: int) -> Buffer | None:
+    def take(self, size_bytes: int) -> IoBuffer | None:
         """A buffer of ``size_bytes`` (a multiple of the unit); None if there is no such piece."""
         offset = self._allocator.allocate(size_bytes)
-        return None if offset is None else Buffer(offset, self._view[offset : offset + size_bytes])
+        return None if offset is None else IoBuffer(offset, self._view[offset : offset + size_bytes])
 
-    def give_back(self, buffer: Buffer) -> None:
+    def give_back(self, buffer: IoBuffer) -> None:
         """No I/O uses the buffer any more."""
         self._allocator.free(buffer.offset, len(buffer.view))
         buffer.view.release()

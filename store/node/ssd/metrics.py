@@ -42,7 +42,9 @@ class TierCollector(Collector):
         hits.add_metric(["ssd"], counters.hits)
         yield hits
         admissions = CounterMetricFamily(
-            "tanghulu_node_ssd_admissions", "chunks evicted from memory, by what the SSD tier did", labels=["verdict"]
+            "tanghulu_node_ssd_admissions",
+            "chunks evicted from memory, by what the SSD tier did",
+            labels=["verdict"],
         )
         for outcome, count in counters.admissions.items():
             admissions.add_metric([outcome.value], count)

@@ -1,6 +1,6 @@
 """The decisions of a node's SSD tier: what is in its file, what goes down, what goes when room is needed there.
 
-Pure: events and times go in, instructions come out, in the order in which they must be performed. The shell (``tier``)
+Pure: events and times go in, instructions come out, in the order in which they must be performed. The driver (``tier``)
 moves the bytes. One rule makes reuse of the file safe: writes and wipes are performed one after the other, in the order
 of the instructions. So a range is free at once when its chunk goes (unless somebody is reading it), because whatever is
 written there comes behind the wipe of the old head. And no head of a chunk that went survives in a hole, where the next
@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from tanghulu.eviction.base import Policy
 from tanghulu.runtime.clock import Clock
-from tanghulu.store.node.ssd.admission import Demotion, Evicted, TierAdmission
+from tanghulu.store.node.ssd.admission import Demotion, EvictedChunk, TierAdmission
 from tanghulu.store.node.state.allocator import OffsetAllocator
 from tanghulu.store.node.state.space import Space
 from tanghulu.store.node.state.ssd_chunk import SsdChunk, SsdChunkEvent, SsdChunkState
@@ -41,13 +41,13 @@ class Wipe:
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class LostChunk:
     """The entry is not to be had here any more: unless memory has it, the master must hear of it."""
 
     entry: SsdChunk
 
 
-Instruction: TypeAlias = Write | Wipe | Lost
+Instruction: TypeAlias = Write | Wipe | LostChunk
 
 
 @dataclass(slots=True)
@@ -127,7 +127,7 @@ class TierState:
         now_s = self._clock.now_s()
         left_s = None if expires_s is None else expires_s - now_s
         hard = record.pin is Pin.HARD
-        chunk = Evicted(record.key, record.record_bytes, num_hits, left_s, queue_bytes, pinned=hard)
+        chunk = EvictedChunk(record.key, record.record_bytes, num_hits, left_s, queue_bytes, pinned=hard)
         outcome = self.admission.decide(chunk, now_s)
         entry = None
         if outcome is Demotion.ADMIT:
@@ -241,7 +241,7 @@ class TierState:
             self._doomed[entry.offset] = entry
         else:
             self._free(entry)
-        return [Wipe(entry.offset), Lost(entry)]
+        return [Wipe(entry.offset), LostChunk(entry)]
 
     def _free(self, entry: SsdChunk) -> None:
         entry.step(SsdChunkEvent.LAST_READER_LEFT)

@@ -22,8 +22,8 @@ import structlog
 
 from tanghulu.errors import ChunkNotFound, DeadlineExceeded, NodeUnavailable
 from tanghulu.eviction.base import Policy
-from tanghulu.store.node.ssd.file import Arena, Buffer, TierFile
-from tanghulu.store.node.ssd.state import Instruction, Lost, TierCounters, TierState, Wipe, Write
+from tanghulu.store.node.ssd.file import Arena, IoBuffer, TierFile
+from tanghulu.store.node.ssd.state import Instruction, LostChunk, TierCounters, TierState, Wipe, Write
 from tanghulu.store.node.state.chunk import Chunk
 from tanghulu.store.node.state.ssd_chunk import SsdChunk, SsdChunkState
 from tanghulu.store.node.state.ssd_record import SsdRecord, decode_head, encode_head
@@ -44,11 +44,11 @@ _BATCH_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A write with its filled buffer, or a wipe; ``promised``: somebody is told that the chunk will not come back."""
+    """A write with its filled buffer, or a wipe; ``final``: somebody is told that the chunk will not come back."""
 
     instruction: Write | Wipe
-    buffer: Buffer | None
-    promised: bool
+    buffer: IoBuffer | None
+    final: bool
 
 
 _Outcome: TypeAlias = OSError | None
@@ -146,7 +146,7 @@ class SsdTier:
     def drop(self, entry: SsdChunk) -> None:
         """Let ``entry`` go; once ``settled`` has returned, it will not come back."""
         self._sync_wanted = True
-        self._perform(self.state.drop(entry), promised=True)
+        self._perform(self.state.drop(entry), final=True)
 
     def expire(self, now_s: float) -> None:
         """Let go what has come to its end."""
@@ -154,22 +154,20 @@ class SsdTier:
 
     # --- down
 
-    def _perform(
-        self, instructions: Sequence[Instruction], chunk: Chunk | None = None, *, promised: bool = False
-    ) -> None:
+    def _perform(self, instructions: Sequence[Instruction], chunk: Chunk | None = None, *, final: bool = False) -> None:
         for each in instructions:
-            if isinstance(each, Lost):
+            if isinstance(each, LostChunk):
                 self._on_lost(each.entry)
                 continue
             buffer = None
             if isinstance(each, Write):
                 assert chunk is not None, "only an evicted chunk is written"
                 buffer = self._fill(each.entry, chunk)
-            self._pending.append(_Pending(each, buffer, promised))
+            self._pending.append(_Pending(each, buffer, final))
             self._num_given += 1
         self._work()
 
-    def _fill(self, entry: SsdChunk, chunk: Chunk) -> Buffer:
+    def _fill(self, entry: SsdChunk, chunk: Chunk) -> IoBuffer:
         record = entry.record
         buffer = self._down.take(record.record_bytes)
         assert buffer is not None, "the state was told how much fits"
@@ -205,7 +203,7 @@ class SsdTier:
                 self._perform(self.state.written(pending.instruction.entry, ok=error is None))
             elif error is not None:
                 self.state.counters.write_errors += 1
-                if pending.promised:
+                if pending.final:
                     self._wipe_error = error
         self._num_done += len(batch)
         self._tell_settled()
@@ -262,7 +260,7 @@ class SsdTier:
         finally:
             self.state.end_read(entry)
 
-    async def _read_buffer(self, size_bytes: int, until_s: float) -> Buffer:
+    async def _read_buffer(self, size_bytes: int, until_s: float) -> IoBuffer:
         while (buffer := self._up.take(size_bytes)) is None:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._buffers_free.append(future)
@@ -279,7 +277,7 @@ class SsdTier:
             if not future.done():
                 future.set_result(None)
 
-    async def _read(self, entry: SsdChunk, buffer: Buffer) -> memoryview:
+    async def _read(self, entry: SsdChunk, buffer: IoBuffer) -> memoryview:
         """Not cancelled with its caller: the thread fills the buffer until it is done."""
         read = asyncio.get_running_loop().run_in_executor(
             self._readers, partial(_read_one, self.file, entry.record, entry.offset, buffer.view)

@@ -30,7 +30,7 @@ class _Confirmation:
 
 
 class Confirmations:
-    """See the module. Times are the shell's."""
+    """See the module. Times are the driver's."""
 
     def __init__(self) -> None:
         self._open: dict[_Confirmation, None] = {}

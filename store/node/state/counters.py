@@ -19,7 +19,7 @@ class EvictionReason(Enum):
     """Why a chunk had to leave memory; the value is its name in the metrics."""
 
     ROOM = "room"  # a put needed its place
-    WRITE_BUFFER = "desk"  # a write buffer did
+    WRITE_BUFFER = "write_buffer"  # a write buffer did
     WATERMARK = "watermark"  # evicted ahead of need
     QUOTA = "quota"  # its tenant holds too much
     OPERATOR = "operator"  # somebody said so

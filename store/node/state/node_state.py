@@ -26,7 +26,7 @@ from tanghulu.store.node.state.counters import EvictionReason, HotKeys, NodeCoun
 from tanghulu.store.node.state.holdings import Holding, LowerTier, NoTier
 from tanghulu.store.node.state.limits import may_pin_hard, no_room, refuse_impossible, refuse_while
 from tanghulu.store.node.state.outcomes import (
-    Committer,
+    CommittedBy,
     Existed,
     Holder,
     Outcome,
@@ -42,7 +42,7 @@ from tanghulu.store.node.state.tenant_usage import TenantUsage
 from tanghulu.store.node.state.write_buffers import WriteBuffers
 from tanghulu.store.protocol.checksums import Checksums, validate
 from tanghulu.store.protocol.types import RELIED_S, NewChunk, Pin
-from tanghulu.store.protocol.write_buffer import DeskPlace
+from tanghulu.store.protocol.write_buffer import BufferPlace
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.leases import Freed
 from tanghulu.transfer_engine.core.slices import Opcode
@@ -223,7 +223,7 @@ class NodeState:
             return False
         return not self.reports.has_retracted(chunk.key, chunk.version)
 
-    def commit(self, chunk: Chunk, checksums: Checksums, by: Committer) -> Reserved | Existed:
+    def commit(self, chunk: Chunk, checksums: Checksums, by: CommittedBy) -> Reserved | Existed:
         """The bytes of a reservation are in place and nobody writes any more; asserts that it has no lease.
 
         The value is dropped if the key has a chunk already, and if the checksums cannot be its own (InvalidRequest).
@@ -231,7 +231,7 @@ class NodeState:
         chunk means that the master has changed its mind.
         """
         assert chunk.num_leases == 0, f"{chunk.key!r} is still leased"
-        by_client = by is Committer.CLIENT
+        by_client = by is CommittedBy.CLIENT
         current = self.current_anywhere(chunk.key)
         if by_client and current is not None and current.version != chunk.version and self.reports.is_pending(current):
             self._supersede(current)
@@ -246,17 +246,17 @@ class NodeState:
             self.space.end_batch()  # each put is a call of its own
         return outcome
 
-    def _publish(self, chunk: Chunk, checksums: Checksums, by: Committer) -> None:
+    def _publish(self, chunk: Chunk, checksums: Checksums, by: CommittedBy) -> None:
         try:
             validate(checksums, chunk.size_bytes)
         except InvalidRequest:
             self.abort_reservation(chunk)
             raise
         chunk.compact_checksums = compact(checksums)
-        self.table.publish(chunk, ChunkEvent.COMMIT if by is Committer.NODE else ChunkEvent.COMMIT_UNSEEN)
+        self.table.publish(chunk, ChunkEvent.COMMIT if by is CommittedBy.NODE else ChunkEvent.COMMIT_UNSEEN)
         if chunk.state is ChunkState.LIVE:
             self.space.settle(chunk)
-        self.reports.add(chunk, patient=by is Committer.CLIENT)
+        self.reports.add(chunk, patient=by is CommittedBy.CLIENT)
         self.counters.puts += 1
 
     def _supersede(self, chunk: Holding) -> None:
@@ -279,7 +279,7 @@ class NodeState:
 
     # --- write buffers
 
-    def grant_buffer(self, session_id: int, value_bytes: int, key_scope: str = "") -> DeskPlace | None:
+    def grant_buffer(self, session_id: int, value_bytes: int, key_scope: str = "") -> BufferPlace | None:
         """A write buffer for values of about that size; None: no memory to spare, or somebody waits for it.
 
         ``key_scope`` stands in front of all keys that its client writes: its tenant's.
@@ -310,7 +310,7 @@ class NodeState:
     def _adopt(self, chunks: Sequence[Chunk]) -> int:
         for chunk in chunks:
             self._enter(chunk)
-            self.commit(chunk, chunk.checksums, Committer.CLIENT)
+            self.commit(chunk, chunk.checksums, CommittedBy.CLIENT)
         return len(chunks)
 
     # --- what the master said
@@ -487,7 +487,7 @@ class NodeState:
     # --- the end of chunks
 
     def remove(self, key: ChunkKey) -> bool:
-        """Drop the chunk by a client's wish, here and below; whether there was one."""
+        """Drop the chunk on a client's order, here and below; whether there was one."""
         holding = self.current_anywhere(key)
         if holding is None:
             return False

@@ -62,7 +62,7 @@ class WaitQueue:
             self._queue.remove(waiter)
 
 
-class Committer(Enum):
+class CommittedBy(Enum):
     """Who tells the master of a chunk, and when the chunk is served."""
 
     #: The client has committed it at the master; it is served at once, and reported with the next message.
@@ -75,7 +75,7 @@ class Committer(Enum):
     __hash__ = object.__hash__  # see Pin
 
     @classmethod
-    def node(cls, *, visible: bool) -> Committer:
+    def node(cls, *, visible: bool) -> CommittedBy:
         """The node, for a putter that waits until the chunk is visible to all, or does not."""
         return cls.NODE if visible else cls.NODE_UNAWAITED
 

@@ -84,7 +84,7 @@ class ReportQueue:
         (self._added, self._patient)[patient][chunk.key] = chunk
 
     def remove(self, chunk: Holding, *, deleted: bool = False) -> None:
-        """The node holds it no longer: ``deleted`` by a client's wish, or evicted, expired, corrupt."""
+        """The node holds it no longer: ``deleted`` on a client's order, or evicted, expired, corrupt."""
         self.forget(chunk)
         (self._deleted if deleted else self._removed)[chunk.key] = None
 

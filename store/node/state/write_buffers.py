@@ -34,8 +34,8 @@ from tanghulu.store.protocol.write_buffer import (
     GRACE_S,
     HEAD_BYTES,
     RECORD_BYTES,
-    DeskPlace,
-    DeskReader,
+    BufferPlace,
+    BufferReader,
     Record,
 )
 
@@ -102,8 +102,8 @@ TRANSITIONS: dict[tuple[WriteBufferState, WriteBufferEvent], WriteBufferState] =
 @dataclass(eq=False, slots=True)
 class _WriteBuffer:
     session_id: int
-    place: DeskPlace
-    reader: DeskReader
+    place: BufferPlace
+    reader: BufferReader
     key_scope: str
     busy_s: float  # when records came last
     state: WriteBufferState = WriteBufferState.OPEN
@@ -175,13 +175,13 @@ class WriteBuffers:
             return None
         return wanted, least
 
-    def open(self, session_id: int, offset: int, length: int, key_scope: str) -> DeskPlace:
+    def open(self, session_id: int, offset: int, length: int, key_scope: str) -> BufferPlace:
         """Lend a range that is taken from the allocator.
 
         ``key_scope`` stands in front of all keys that its client writes: its tenant's.
         """
-        place = DeskPlace(self._free_heads.pop(), self._free_rings.pop(), NUM_RECORDS, offset, length)
-        reader = DeskReader(self._memory, place)
+        place = BufferPlace(self._free_heads.pop(), self._free_rings.pop(), NUM_RECORDS, offset, length)
+        reader = BufferReader(self._memory, place)
         self._open.append(_WriteBuffer(session_id, place, reader, key_scope, self._clock.now_s()))
         self._bytes += length
         return place

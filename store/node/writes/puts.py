@@ -19,7 +19,7 @@ from tanghulu.store.node.reporting.reporter import Reporter
 from tanghulu.store.node.state.chunk import Chunk, ChunkState
 from tanghulu.store.node.state.confirmations import ReportOutcome
 from tanghulu.store.node.state.node_state import NodeState
-from tanghulu.store.node.state.outcomes import Committer, Existed, Holder, Reserved, Waiter
+from tanghulu.store.node.state.outcomes import CommittedBy, Existed, Holder, Reserved, Waiter
 from tanghulu.store.protocol import checksums as sums
 from tanghulu.store.protocol.checksums import Checksums
 from tanghulu.store.protocol.types import NewChunk
@@ -152,9 +152,9 @@ class PutService:
         chunk = reserved.chunk
         self._view[chunk.offset : chunk.offset + chunk.size_bytes] = value
         checksums = new.checksums if new.checksums.parts else sums.compute(value)
-        return self._state.commit(chunk, checksums, Committer.node(visible=visible))
+        return self._state.commit(chunk, checksums, CommittedBy.node(visible=visible))
 
-    def commit(self, lease_id: int, session_id: int, checksums: Checksums, by: Committer) -> Reserved | Existed:
+    def commit(self, lease_id: int, session_id: int, checksums: Checksums, by: CommittedBy) -> Reserved | Existed:
         """The client has written under ``lease_id``; without checksums of its own the node computes them."""
         chunk = self._state.leased(lease_id)
         if chunk is not None and not checksums.parts:

@@ -5,7 +5,7 @@ the node itself receives into it, so nobody else ever touches it: when the conne
 word did not come in time, the range is free.
 
 Example: STREAM of k, 1 MiB, at 10.0 s: reserved. At 10.0003 all bytes are there: landed. At 10.0004 SETTLE says
-PROCLAIMED, with the checksum: k is LIVE, and the master, which knows it already, hears of it with the next message.
+COMMITTED, with the checksum: k is LIVE, and the master, which knows it already, hears of it with the next message.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import NamedTuple
 from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.store.node.state.chunk import Chunk, ChunkState
 from tanghulu.store.node.state.node_state import NodeState
-from tanghulu.store.node.state.outcomes import Committer, Existed, Reserved
-from tanghulu.store.protocol.messages import SettleRequest
-from tanghulu.store.protocol.types import LastWord, NewChunk
+from tanghulu.store.node.state.outcomes import CommittedBy, Existed, Reserved
+from tanghulu.store.protocol.messages import EndStreamRequest
+from tanghulu.store.protocol.types import NewChunk, StreamEnd
 
 #: Of the node's memory, what all incoming puts may take; beyond it values are put in another way.
 MAX_FRACTION = 1 / 8
@@ -47,7 +47,7 @@ class IncomingPut:
 
 
 class Settled(NamedTuple):
-    """What a streamed value has become; ``written`` None: it was dropped, by its putter's wish.
+    """What a streamed value has become; ``written`` None: it was dropped, on its putter's order.
 
     ``told``: nobody waits for the master any more.
     """
@@ -88,7 +88,7 @@ class IncomingPuts:
         """Whether ``owner`` has begun something, ever."""
         return owner in self._by_owner
 
-    def settle(self, owner: Hashable, said: SettleRequest) -> Settled | None:
+    def settle(self, owner: Hashable, said: EndStreamRequest) -> Settled | None:
         """The last word on a value that has landed. None: ``owner`` has no such stream; it was refused, and answered.
 
         A chunk that its client has committed for another generation of this node, or too long ago, is reported like any
@@ -100,12 +100,12 @@ class IncomingPuts:
         assert incoming.landed, f"the last word on {incoming.chunk!r} came before its last byte"
         chunk, state = incoming.chunk, self._state
         self._bytes -= chunk.size_bytes
-        if said.word is LastWord.DROP or not said.checksums.parts:
+        if said.word is StreamEnd.DROP or not said.checksums.parts:
             state.abort_reservation(chunk)
             error = InvalidRequest(f"{chunk.key!r} came without a checksum; SETTLE says it")
-            return Settled(incoming, None if said.word is LastWord.DROP else error, told=True)
-        told = said.word is LastWord.PROCLAIMED and state.is_commit_valid(chunk, said.generation)
-        by = Committer.CLIENT if told else Committer.node(visible=incoming.visible)
+            return Settled(incoming, None if said.word is StreamEnd.DROP else error, told=True)
+        told = said.word is StreamEnd.COMMITTED and state.is_commit_valid(chunk, said.generation)
+        by = CommittedBy.CLIENT if told else CommittedBy.node(visible=incoming.visible)
         try:
             return Settled(incoming, state.commit(chunk, said.checksums, by), told)
         except TanghuluError as failure:

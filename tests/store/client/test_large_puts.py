@@ -11,8 +11,8 @@ from tanghulu.rpc.fast_client import Reply
 from tanghulu.store.client import Client
 from tanghulu.store.client.logic.commit import CommitCall
 from tanghulu.store.master.directory.pending_commits import PENDING_S
-from tanghulu.store.protocol.messages import ProclaimManyReply, ProclaimReply
-from tanghulu.store.protocol.types import RELIED_S, NewChunk, Verdict
+from tanghulu.store.protocol.messages import CommitKeyReply, CommitKeysReply
+from tanghulu.store.protocol.types import RELIED_S, CommitResult, NewChunk
 from tanghulu.types import ChunkKey
 from tests.store.cluster import Cluster, eventually
 from tests.store.fault_tools import MIB, child, read, says, stopped, tell, value
@@ -56,7 +56,7 @@ STEPS = ["reserved", "asked", "moved", "accepted"]
 def proclaimed(cluster: Cluster) -> float:
     """How many chunks clients have proclaimed; a master that is new takes none."""
     eventually(lambda: cluster.master.metric("tanghulu_master_rebuilding") == 0)
-    return cluster.master.metric("tanghulu_master_announced_chunks_total", outcome="proclaimed")
+    return cluster.master.metric("tanghulu_master_announced_chunks_total", outcome="client_commit")
 
 
 def test_large_values_are_proclaimed_by_their_client(cluster: Cluster, client: Client) -> None:
@@ -96,14 +96,14 @@ async def test_asyncio_proclaims_too(cluster: Cluster, client: Client) -> None:
 @pytest.mark.parametrize("step", STEPS)
 def test_a_client_killed_on_the_way_leaves_nothing(cluster: Cluster, client: Client, step: str) -> None:
     key, node = f"killed/{step}", cluster.nodes[0]
-    before = cluster.master.metric("tanghulu_master_announced_chunks_total", outcome="withdrawn")
-    eventually(lambda: node.metric("tanghulu_node_desks") == 0)
+    before = cluster.master.metric("tanghulu_master_announced_chunks_total", outcome="retracted")
+    eventually(lambda: node.metric("tanghulu_node_write_buffers") == 0)
     with child(_PUTTING, cluster.address, step, key) as victim:
         assert says(victim) == step
     assert isinstance(read(client, key, SIZE), ChunkNotFound)
     eventually(lambda: not client.exists(key))
     was_promised = step != "reserved"
-    assert cluster.master.metric("tanghulu_master_announced_chunks_total", outcome="withdrawn") - before == was_promised
+    assert cluster.master.metric("tanghulu_master_announced_chunks_total", outcome="retracted") - before == was_promised
     assert not client.put(key, value(key, SIZE)).existed
     assert read(client, key, SIZE) is None
     eventually(lambda: node.metric("tanghulu_node_leases") == 0)
@@ -127,9 +127,9 @@ def test_a_client_that_was_stopped_on_the_way_goes_on(cluster: Cluster, client: 
 def test_answers_of_the_master() -> None:
     items = [NewChunk(ChunkKey(f"k{n}"), n + 1, 100) for n in range(2)]
     one, two = CommitCall("n", 1, items[:1]), CommitCall("n", 1, items)
-    accepted, exists = Verdict.ACCEPTED, Verdict.EXISTS
-    assert one.results(Reply(ProclaimReply(accepted), memoryview(b""))) == [accepted]
-    assert two.results(Reply(ProclaimManyReply([accepted, exists]), memoryview(b""))) == [accepted, exists]
-    for nothing in (None, TanghuluError("away"), Reply(ProclaimManyReply([accepted]), memoryview(b""))):
-        assert two.results(nothing) == [Verdict.ASK_NODE] * 2
+    accepted, exists = CommitResult.ACCEPTED, CommitResult.EXISTS
+    assert one.results(Reply(CommitKeyReply(accepted), memoryview(b""))) == [accepted]
+    assert two.results(Reply(CommitKeysReply([accepted, exists]), memoryview(b""))) == [accepted, exists]
+    for nothing in (None, TanghuluError("away"), Reply(CommitKeysReply([accepted]), memoryview(b""))):
+        assert two.results(nothing) == [CommitResult.ASK_NODE] * 2
     assert RELIED_S < PENDING_S / 2

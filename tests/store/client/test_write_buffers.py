@@ -28,7 +28,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def at_desks(node: Process) -> int:
-    return int(node.metric("tanghulu_node_desk_puts_total"))
+    return int(node.metric("tanghulu_node_write_buffer_puts_total"))
 
 
 def put(client: Client, key: str, size: int = SIZE) -> bool:
@@ -112,9 +112,9 @@ def test_clients_that_are_closed_give_everything_back(cluster: Cluster) -> None:
         with tanghulu.connect(cluster.address) as client:
             for i in range(4):
                 client.put(f"closed{number}-{i}", b"x" * 64)
-            assert node.metric("tanghulu_node_desk_heads") > 0
-    eventually(lambda: node.metric("tanghulu_node_desk_heads") == 0)
-    assert node.metric("tanghulu_node_desks") == 0
+            assert node.metric("tanghulu_node_write_buffer_heads") > 0
+    eventually(lambda: node.metric("tanghulu_node_write_buffer_heads") == 0)
+    assert node.metric("tanghulu_node_write_buffers") == 0
 
 
 def test_threads_of_one_client_share_a_desk(cluster: Cluster) -> None:
@@ -149,14 +149,14 @@ def test_far_more_than_the_node_holds(cluster: Cluster) -> None:
     assert all(each is None or isinstance(each, ChunkNotFound) for each in outcomes)
     assert outcomes[-600:] == [None] * 600, "the youngest"
     node = cluster.nodes[0]
-    eventually(lambda: node.metric("tanghulu_node_desks") == 0)
+    eventually(lambda: node.metric("tanghulu_node_write_buffers") == 0)
 
 
 def test_a_put_that_needs_the_whole_node_gets_the_desks_back(cluster: Cluster) -> None:
     with tanghulu.connect(cluster.address) as client:
         for i in range(8):
             put(client, f"few{i}")
-        assert cluster.nodes[0].metric("tanghulu_node_desks") == 1
+        assert cluster.nodes[0].metric("tanghulu_node_write_buffers") == 1
         assert client.put("whole", bytes(63 << 20)).ok
         client.remove("whole")
 
@@ -168,7 +168,7 @@ _USES = """
 from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic.effects import MASTER
 from tanghulu.store.protocol.write_buffer import Record, pack_record
-from tanghulu.store.protocol.types import Proclamation
+from tanghulu.store.protocol.types import ClientCommit
 import xxhash
 
 def value(key):
@@ -189,9 +189,9 @@ def fill():
 
 def proclaim():
     generation = driver.context.mapped[node].generation
-    call = messages.proclaim(Proclamation(node, generation, key, 77, len(data)))
+    call = messages.commit_key(ClientCommit(node, generation, key, 77, len(data)))
     (reply,) = driver._exchange(MASTER, [call], 1.0)
-    assert messages.verdict(reply).name == "ACCEPTED"
+    assert messages.commit_result(reply).name == "ACCEPTED"
 
 def half_a_record():
     torn = pack_record(record, writer._written)[:40]
@@ -225,7 +225,7 @@ def test_a_client_killed_on_the_way_leaves_nothing_or_the_whole(cluster: Cluster
         for i in range(4):
             assert read(client, f"{key}-before{i}", SIZE) is None
         assert isinstance(read(client, key, SIZE), ChunkNotFound)
-        eventually(lambda: node.metric("tanghulu_node_desks") == 0)
+        eventually(lambda: node.metric("tanghulu_node_write_buffers") == 0)
         eventually(lambda: not client.exists(key))
         assert not put(client, key), "the key can be put"
         assert read(client, key, SIZE) is None
@@ -258,7 +258,7 @@ def test_the_memory_of_a_stopped_writer_is_not_given_to_others(cluster: Cluster)
         outcomes = [read(client, key, 1 << 20) for key in keys]
         assert all(each is None or isinstance(each, ChunkNotFound) for each in outcomes)
         assert outcomes.count(None) > 40
-        eventually(lambda: node.metric("tanghulu_node_desks") == 0)
+        eventually(lambda: node.metric("tanghulu_node_write_buffers") == 0)
 
 
 # --- nodes and masters that go

@@ -9,7 +9,7 @@ from tanghulu.store.master.directory.announcement import ChunkEntry, NodeAnnounc
 from tanghulu.store.master.directory.directory import Directory
 from tanghulu.store.master.directory.pending_commits import PENDING_S, PendingCommits
 from tanghulu.store.master.directory.rebuild import ALONE_S
-from tanghulu.store.protocol.types import Proclamation, Verdict
+from tanghulu.store.protocol.types import ClientCommit, CommitResult
 from tanghulu.types import ChunkKey
 from tests.store.master.running_master import instance
 
@@ -27,8 +27,8 @@ def ready(*names: str, now_s: float = 0.0) -> Directory:
     return directory
 
 
-def said(node: str, key: str, version: int = 1, generation: int = 1) -> Proclamation:
-    return Proclamation(node, generation, ChunkKey(key), version, 100 + version)
+def said(node: str, key: str, version: int = 1, generation: int = 1) -> ClientCommit:
+    return ClientCommit(node, generation, ChunkKey(key), version, 100 + version)
 
 
 def added(node: str, key: str, version: int = 1) -> NodeAnnouncement:
@@ -44,7 +44,7 @@ def holders(directory: Directory, key: str) -> tuple[str, ...]:
 def test_what_is_proclaimed_is_found_until_its_time_is_over() -> None:
     directory = ready("a")
     last = directory.log.last
-    assert directory.proclaim(said("a", "k"), 10.0) is Verdict.ACCEPTED
+    assert directory.commit_by_client(said("a", "k"), 10.0) is CommitResult.ACCEPTED
     assert holders(directory, "k") == ("a",)
     assert directory.holds(["k"]) == b"\1"
     directory.tick(10.0 + PENDING_S - 0.01)
@@ -58,7 +58,7 @@ def test_what_is_proclaimed_is_found_until_its_time_is_over() -> None:
 
 def test_a_put_that_came_to_nothing_is_withdrawn_by_its_node() -> None:
     directory = ready("a", "b")
-    assert directory.proclaim(said("a", "k", version=5), 10.0) is Verdict.ACCEPTED
+    assert directory.commit_by_client(said("a", "k", version=5), 10.0) is CommitResult.ACCEPTED
     assert directory.announce(added("b", "k", version=6), 10.0).undecided == [0]
     last = directory.log.last
     for node, version in (("a", 4), ("b", 5)):  # another put, another node
@@ -75,19 +75,19 @@ def test_a_put_that_came_to_nothing_is_withdrawn_by_its_node() -> None:
 def test_what_is_announced_is_not_withdrawn() -> None:
     """A second try of the same put has come that far, at the same node."""
     directory = ready("a")
-    assert directory.proclaim(said("a", "k", version=5), 10.0) is Verdict.ACCEPTED
+    assert directory.commit_by_client(said("a", "k", version=5), 10.0) is CommitResult.ACCEPTED
     directory.announce(added("a", "k", version=5), 10.1)
     directory.announce(NodeAnnouncement("a", 1, retracted=[Retraction("k", 5)]), 10.2)
     assert holders(directory, "k") == ("a",)
     both = NodeAnnouncement("a", 1, added=[ChunkEntry("n", 7, 107)], retracted=[Retraction("n", 7)])
-    assert directory.proclaim(said("a", "n", version=7), 10.3) is Verdict.ACCEPTED
+    assert directory.commit_by_client(said("a", "n", version=7), 10.3) is CommitResult.ACCEPTED
     directory.announce(both, 10.3)
     assert holders(directory, "n") == ("a",)
 
 
 def test_the_nodes_own_word_keeps_it() -> None:
     directory = ready("a")
-    directory.proclaim(said("a", "k"), 10.0)
+    directory.commit_by_client(said("a", "k"), 10.0)
     assert directory.announce(added("a", "k"), 10.1).accepted == [True]
     directory.tick(100.0)
     assert holders(directory, "k") == ("a",)
@@ -95,7 +95,7 @@ def test_the_nodes_own_word_keeps_it() -> None:
 
 def test_the_nodes_removal_ends_it() -> None:
     directory = ready("a")
-    directory.proclaim(said("a", "k"), 10.0)
+    directory.commit_by_client(said("a", "k"), 10.0)
     directory.announce(NodeAnnouncement("a", 1, removed=["k"]), 10.1)
     assert holders(directory, "k") == ()
     assert not directory.pending_commits
@@ -103,22 +103,26 @@ def test_the_nodes_removal_ends_it() -> None:
 
 def test_a_removal_by_a_client_is_final() -> None:
     directory = ready("a", "b")
-    directory.proclaim(said("a", "k"), 10.0)
+    directory.commit_by_client(said("a", "k"), 10.0)
     directory.announce(NodeAnnouncement("b", 1, deleted=["k"]), 10.1)  # asked to remove what it did not hold
     assert holders(directory, "k") == ()
     assert directory.announce(added("a", "k"), 10.2).accepted == [False], "its tombstone"
-    assert directory.proclaim(said("a", "k"), 10.3) is Verdict.ASK_NODE
-    assert directory.proclaim(said("a", "k", version=2), 10.3) is Verdict.ACCEPTED
+    assert directory.commit_by_client(said("a", "k"), 10.3) is CommitResult.ASK_NODE
+    assert directory.commit_by_client(said("a", "k", version=2), 10.3) is CommitResult.ACCEPTED
 
 
 def test_the_first_version_wins() -> None:
     directory = ready("a", "b")
     directory.announce(added("a", "k", version=1), 10.0)
-    assert directory.proclaim(said("b", "k", version=2), 10.0) is Verdict.EXISTS
-    assert directory.proclaim(said("a", "k", version=2), 10.0) is Verdict.ASK_NODE, "it may have evicted it"
-    assert directory.proclaim(said("a", "new", version=3), 10.0) is Verdict.ACCEPTED
+    assert directory.commit_by_client(said("b", "k", version=2), 10.0) is CommitResult.EXISTS
+    assert directory.commit_by_client(said("a", "k", version=2), 10.0) is CommitResult.ASK_NODE, (
+        "it may have evicted it"
+    )
+    assert directory.commit_by_client(said("a", "new", version=3), 10.0) is CommitResult.ACCEPTED
     assert directory.announce(added("b", "new", version=4), 10.0).accepted == [False]
-    assert directory.proclaim(said("b", "new", version=5), 10.0) is Verdict.ASK_NODE, "a promise is not a chunk"
+    assert directory.commit_by_client(said("b", "new", version=5), 10.0) is CommitResult.ASK_NODE, (
+        "a promise is not a chunk"
+    )
 
 
 @pytest.mark.parametrize("node", ["a zombie", "unknown", "draining"])
@@ -126,28 +130,28 @@ def test_nodes_of_which_nothing_is_believed(node: str) -> None:
     directory = ready("a")
     match node:
         case "a zombie":
-            assert directory.proclaim(said("a", "k", generation=2), 1.0) is Verdict.ASK_NODE
+            assert directory.commit_by_client(said("a", "k", generation=2), 1.0) is CommitResult.ASK_NODE
         case "unknown":
-            assert directory.proclaim(said("x", "k"), 1.0) is Verdict.ASK_NODE
+            assert directory.commit_by_client(said("x", "k"), 1.0) is CommitResult.ASK_NODE
         case "draining":
             leaving = instance("a", generation=1)
             leaving.attributes["draining"] = "true"
             directory.node_registered(leaving, 1.0)
-            assert directory.proclaim(said("a", "k"), 1.0) is Verdict.ASK_NODE
+            assert directory.commit_by_client(said("a", "k"), 1.0) is CommitResult.ASK_NODE
     assert holders(directory, "k") == ()
 
 
 def test_a_directory_that_is_not_complete_takes_no_clients_word() -> None:
     directory = Directory(0.0)
     directory.node_registered(instance("a", generation=1), 0.0)
-    assert directory.proclaim(said("a", "k"), 1.0) is Verdict.ASK_NODE
+    assert directory.commit_by_client(said("a", "k"), 1.0) is CommitResult.ASK_NODE
 
 
 def test_a_report_does_not_swallow_what_its_node_has_not_read_yet() -> None:
     directory = ready("a")
-    directory.proclaim(said("a", "before"), 10.0)
+    directory.commit_by_client(said("a", "before"), 10.0)
     directory.announce(NodeAnnouncement("a", 1, report=ReportPart.BEGIN), 10.0)
-    directory.proclaim(said("a", "during"), 10.0)
+    directory.commit_by_client(said("a", "during"), 10.0)
     directory.announce(NodeAnnouncement("a", 1, report=ReportPart.END), 10.1)
     while directory.sweep(100):
         pass
@@ -159,11 +163,11 @@ def test_a_report_does_not_swallow_what_its_node_has_not_read_yet() -> None:
 
 def test_a_node_that_is_gone_takes_its_pending_commits_along() -> None:
     directory = ready("a", "b")
-    directory.proclaim(said("a", "k"), 10.0)
+    directory.commit_by_client(said("a", "k"), 10.0)
     directory.node_gone("a")
     assert holders(directory, "k") == ()
     assert not directory.pending_commits
-    assert directory.proclaim(said("b", "k", version=2), 10.1) is Verdict.ACCEPTED
+    assert directory.commit_by_client(said("b", "k", version=2), 10.1) is CommitResult.ACCEPTED
     directory.announce(added("b", "k", version=2), 10.2)
     directory.tick(20.0)
     assert holders(directory, "k") == ("b",)
@@ -172,7 +176,7 @@ def test_a_node_that_is_gone_takes_its_pending_commits_along() -> None:
 def test_a_promise_that_was_made_good_by_another_version_stays() -> None:
     """A node is the truth about what it holds, whatever a client has said."""
     directory = ready("a")
-    directory.proclaim(said("a", "k", version=1), 10.0)
+    directory.commit_by_client(said("a", "k", version=1), 10.0)
     assert directory.announce(added("a", "k", version=2), 10.1).accepted == [True]
     directory.tick(20.0)
     assert holders(directory, "k") == ("a",)
@@ -181,8 +185,8 @@ def test_a_promise_that_was_made_good_by_another_version_stays() -> None:
 def test_who_comes_second_to_a_promise_hears_what_became_of_it() -> None:
     """Neither a hit, for the first may never be written, nor the first, for it may be on its way."""
     directory = ready("a", "b")
-    directory.proclaim(said("a", "broken", version=1), 10.0)
-    directory.proclaim(said("a", "kept", version=1), 10.0)
+    directory.commit_by_client(said("a", "broken", version=1), 10.0)
+    directory.commit_by_client(said("a", "kept", version=1), 10.0)
     both = NodeAnnouncement(
         "b", 1, added=[ChunkEntry("own", 1, 9), ChunkEntry("broken", 2, 9), ChunkEntry("kept", 2, 9)]
     )
@@ -199,8 +203,8 @@ def test_who_comes_second_to_a_promise_hears_what_became_of_it() -> None:
 def test_pending_commits_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pending_commits, "MAX_PENDING", 3)
     directory = ready("a")
-    verdicts = [directory.proclaim(said("a", f"k{i}"), 10.0) for i in range(4)]
-    assert verdicts == [Verdict.ACCEPTED] * 3 + [Verdict.ASK_NODE]
+    results = [directory.commit_by_client(said("a", f"k{i}"), 10.0) for i in range(4)]
+    assert results == [CommitResult.ACCEPTED] * 3 + [CommitResult.ASK_NODE]
 
 
 def test_the_books() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tanghulu.eviction import make_policy
 from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.node.state.node_state import NodeState, make_node_state
-from tanghulu.store.node.state.outcomes import Committer, Existed, Holder, Reserved, Waiter
+from tanghulu.store.node.state.outcomes import CommittedBy, Existed, Holder, Reserved, Waiter
 from tanghulu.store.node.state.tenant_usage import TenantUsage
 from tanghulu.store.protocol.checksums import Checksums
 from tanghulu.store.protocol.types import NewChunk, Pin
@@ -38,13 +38,13 @@ def put(state: NodeState, item: NewChunk) -> Reserved | Existed:
     assert not isinstance(outcome, Waiter), "no room"
     if isinstance(outcome, Existed):
         return outcome
-    return state.commit(outcome.chunk, item.checksums, Committer.NODE_UNAWAITED)
+    return state.commit(outcome.chunk, item.checksums, CommittedBy.NODE_UNAWAITED)
 
 
 def commit(
     state: NodeState, lease_id: LeaseId, session_id: int, sums: Checksums, *, visible: bool
 ) -> Reserved | Existed:
-    return state.commit(state.end_writing(lease_id, session_id), sums, Committer.node(visible=visible))
+    return state.commit(state.end_writing(lease_id, session_id), sums, CommittedBy.node(visible=visible))
 
 
 def keys(state: NodeState) -> list[str]:

@@ -11,8 +11,8 @@ from tanghulu.store.node.state.confirmations import ReportOutcome
 from tanghulu.store.node.state.outcomes import Existed, Reserved
 from tanghulu.store.node.writes.streams import MAX_FRACTION, IncomingPut, IncomingPuts, Settled
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS, Checksums
-from tanghulu.store.protocol.messages import SettleRequest
-from tanghulu.store.protocol.types import LastWord
+from tanghulu.store.protocol.messages import EndStreamRequest
+from tanghulu.store.protocol.types import StreamEnd
 from tests.store.node.rig import CAPACITY, GENERATION, SUM, make_state, new, put
 
 OWNER, OTHER = "connection", "another"
@@ -41,9 +41,9 @@ class Rig:
         return arrival
 
     def say(
-        self, word: LastWord, stream_id: int = 1, generation: int = GENERATION, sums: Checksums = SUM
+        self, word: StreamEnd, stream_id: int = 1, generation: int = GENERATION, sums: Checksums = SUM
     ) -> Settled | None:
-        settled = self.arrivals.settle(OWNER, SettleRequest(stream_id, word, generation, sums))
+        settled = self.arrivals.settle(OWNER, EndStreamRequest(stream_id, word, generation, sums))
         self.check()
         return settled
 
@@ -60,7 +60,7 @@ def rig() -> Rig:
 def test_a_proclaimed_value_is_live_at_once_and_announced_with_the_next_message(rig: Rig) -> None:
     arrival = rig.here("k")
     assert rig.state.find(arrival.chunk.key) is None
-    settled = rig.say(LastWord.PROCLAIMED)
+    settled = rig.say(StreamEnd.COMMITTED)
     assert settled.told
     assert isinstance(settled.written, Reserved)
     assert arrival.chunk.state is ChunkState.LIVE
@@ -69,8 +69,8 @@ def test_a_proclaimed_value_is_live_at_once_and_announced_with_the_next_message(
     assert rig.state.reports.take().added == [arrival.chunk]
 
 
-@pytest.mark.parametrize(("word", "generation"), [(LastWord.ANNOUNCE, GENERATION), (LastWord.PROCLAIMED, 8)])
-def test_what_was_not_proclaimed_for_this_life_waits_for_the_master(rig: Rig, word: LastWord, generation: int) -> None:
+@pytest.mark.parametrize(("word", "generation"), [(StreamEnd.ANNOUNCE, GENERATION), (StreamEnd.COMMITTED, 8)])
+def test_what_was_not_proclaimed_for_this_life_waits_for_the_master(rig: Rig, word: StreamEnd, generation: int) -> None:
     arrival = rig.here("k")
     settled = rig.say(word, generation=generation)
     assert not settled.told
@@ -80,15 +80,15 @@ def test_what_was_not_proclaimed_for_this_life_waits_for_the_master(rig: Rig, wo
 
 def test_a_dropped_value_leaves_nothing(rig: Rig) -> None:
     rig.here("k")
-    assert rig.say(LastWord.DROP, sums=NO_CHECKSUMS).written is None
+    assert rig.say(StreamEnd.DROP, sums=NO_CHECKSUMS).written is None
     assert rig.state.used_bytes == 0
 
 
 def test_a_value_without_a_checksum_is_refused(rig: Rig) -> None:
     rig.here("k")
-    assert isinstance(rig.say(LastWord.PROCLAIMED, sums=NO_CHECKSUMS).written, InvalidRequest)
+    assert isinstance(rig.say(StreamEnd.COMMITTED, sums=NO_CHECKSUMS).written, InvalidRequest)
     rig.here("k", 2)  # and so are checksums that do not cover it
-    assert isinstance(rig.say(LastWord.PROCLAIMED, 2, sums=Checksums(7, (1, 2))).written, InvalidRequest)
+    assert isinstance(rig.say(StreamEnd.COMMITTED, 2, sums=Checksums(7, (1, 2))).written, InvalidRequest)
     assert rig.state.used_bytes == 0
 
 
@@ -99,7 +99,7 @@ def test_a_connection_that_ends_leaves_nothing_wherever_its_values_stand(rig: Ri
     rig.arrivals.gone(OWNER)
     rig.check()
     assert rig.state.used_bytes == kept.chunk.size_bytes
-    assert rig.say(LastWord.PROCLAIMED) is None  # nobody knows that stream any more
+    assert rig.say(StreamEnd.COMMITTED) is None  # nobody knows that stream any more
 
 
 def test_a_range_that_is_being_filled_is_nobody_elses(rig: Rig) -> None:
@@ -133,7 +133,7 @@ def test_a_second_put_of_the_key_that_ends_first_wins_unless_the_master_has_chos
     theirs = put(rig.state, new("k", version=2))
     assert isinstance(theirs, Reserved)  # announced to the master, who has not answered
     rig.state.reports.confirm([theirs.chunk], 9.0, rig.words.append)
-    settled = rig.say(LastWord.PROCLAIMED)
+    settled = rig.say(StreamEnd.COMMITTED)
     assert isinstance(settled.written, Reserved)
     assert rig.words == [[False]]
     assert rig.state.find(mine.chunk.key) is mine.chunk
@@ -147,7 +147,7 @@ def test_a_proclaimed_value_whose_key_the_master_has_confirmed_otherwise_is_a_hi
     rig.state.reports.take()
     rig.state.reports.done()
     rig.state.reported(theirs.chunk, accepted=True)
-    assert isinstance(rig.say(LastWord.PROCLAIMED).written, Existed)
+    assert isinstance(rig.say(StreamEnd.COMMITTED).written, Existed)
     assert rig.words == [[True]]
 
 

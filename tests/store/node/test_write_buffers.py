@@ -11,9 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tanghulu.store.node.state import write_buffers as desks
 from tanghulu.store.node.state.chunk import ChunkState
 from tanghulu.store.node.state.confirmations import ReportOutcome
-from tanghulu.store.node.state.outcomes import Committer
+from tanghulu.store.node.state.outcomes import CommittedBy
 from tanghulu.store.protocol.types import Pin
-from tanghulu.store.protocol.write_buffer import DeskWriter, Record
+from tanghulu.store.protocol.write_buffer import BufferWriter, Record
 from tanghulu.types import ChunkKey
 from tests.store.node.rig import new
 from tests.store.node.write_buffer_rig import CAPACITY, SESSION, Rig
@@ -157,7 +157,7 @@ def test_desks_take_a_bounded_part_and_evict_for_it() -> None:
     for i, key in enumerate(fill):
         reserved = rig.state.reserve_at_once(new(key, CAPACITY // 64, version=i), None)
         assert reserved is not None
-        rig.state.commit(reserved.chunk, new(key).checksums, Committer.NODE_UNAWAITED)  # type: ignore[arg-type]
+        rig.state.commit(reserved.chunk, new(key).checksums, CommittedBy.NODE_UNAWAITED)  # type: ignore[arg-type]
         rig.state.space.end_batch()
     given = []
     for session in range(100):
@@ -225,7 +225,7 @@ def test_it_displaces_what_the_master_has_not_confirmed() -> None:
     for key, confirmed in (("mine", False), ("theirs", True)):
         reserved = rig.state.reserve_at_once(new(key, version=1), None)
         assert reserved is not None
-        rig.state.commit(reserved.chunk, new(key).checksums, Committer.NODE)  # type: ignore[arg-type]
+        rig.state.commit(reserved.chunk, new(key).checksums, CommittedBy.NODE)  # type: ignore[arg-type]
         rig.state.reports.confirm([reserved.chunk], 9.0, words.append)
         if confirmed:
             message = rig.state.reports.take()
@@ -261,7 +261,7 @@ class AnyWriteBuffers(RuleBasedStateMachine):
         super().__init__()
         self.rig = Rig(1 << 18)
         self.sessions = 100
-        self.writers: dict[int, DeskWriter] = {}
+        self.writers: dict[int, BufferWriter] = {}
         self.uses: list[tuple[int, int, int]] = []  # session, place, size
         self.version = 0
 
@@ -270,7 +270,7 @@ class AnyWriteBuffers(RuleBasedStateMachine):
         self.sessions += 1
         place = self.rig.state.grant_buffer(self.sessions, size)
         if place is not None:
-            self.writers[self.sessions] = DeskWriter(self.rig.memory, place)
+            self.writers[self.sessions] = BufferWriter(self.rig.memory, place)
 
     @rule(data=st.data(), size=st.integers(1, 1500))
     def begin(self, data: st.DataObject, size: int) -> None:
@@ -312,7 +312,7 @@ class AnyWriteBuffers(RuleBasedStateMachine):
         if outcome is not None and hasattr(outcome, "lease_id"):
             offset = outcome.chunk.offset
             self.rig.memory[offset : offset + size] = bytes([ord(key)]) * size
-            self.rig.state.commit(outcome.chunk, new(key).checksums, Committer.NODE_UNAWAITED)
+            self.rig.state.commit(outcome.chunk, new(key).checksums, CommittedBy.NODE_UNAWAITED)
 
     @rule(key=st.sampled_from("abcdefgh"))
     def remove(self, key: str) -> None:

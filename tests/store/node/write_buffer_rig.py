@@ -11,7 +11,7 @@ from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.node.state.node_state import make_node_state
 from tanghulu.store.node.state.write_buffers import AREA_BYTES
 from tanghulu.store.protocol.types import Pin
-from tanghulu.store.protocol.write_buffer import DeskWriter, Record
+from tanghulu.store.protocol.write_buffer import BufferWriter, Record
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.types import ChunkKey
 
@@ -39,13 +39,13 @@ class Rig:
         )
         self.buffers = self.state.buffers
 
-    def open(self, value_bytes: int = 64, session_id: int = SESSION) -> DeskWriter:
+    def open(self, value_bytes: int = 64, session_id: int = SESSION) -> BufferWriter:
         place = self.state.grant_buffer(session_id, value_bytes)
         assert place is not None, "no write buffer"
-        return DeskWriter(self.memory, place)
+        return BufferWriter(self.memory, place)
 
     def put(
-        self, writer: DeskWriter, key: str, value: bytes = b"x" * 64, version: int = 1, pin: Pin = Pin.NONE
+        self, writer: BufferWriter, key: str, value: bytes = b"x" * 64, version: int = 1, pin: Pin = Pin.NONE
     ) -> None:
         place = writer.begin(len(value))
         assert place is not None, "no place"

@@ -23,10 +23,12 @@ from tanghulu.store.protocol import messages, methods
 from tanghulu.store.protocol.checksums import MAX_PARTS, Checksums
 from tanghulu.store.protocol.messages import (
     CommitItem,
+    CommitKeyReply,
+    CommitKeysReply,
+    CommitKeysRequest,
     CommitRequest,
-    DeskReply,
-    DeskRequest,
     Done,
+    EndStreamRequest,
     Failure,
     Found,
     GetReply,
@@ -34,27 +36,25 @@ from tanghulu.store.protocol.messages import (
     LocateReply,
     LocateRequest,
     Location,
-    ProclaimManyReply,
-    ProclaimManyRequest,
-    ProclaimReply,
+    OpenBufferReply,
+    OpenBufferRequest,
     PutReply,
     PutRequest,
     Reservation,
     ReserveReply,
     ReserveRequest,
-    SettleRequest,
     StreamRequest,
     UnpinRequest,
 )
-from tanghulu.store.protocol.types import LastWord, NewChunk, Pin, Proclamation, Verdict
-from tanghulu.store.protocol.write_buffer import DeskPlace
+from tanghulu.store.protocol.types import ClientCommit, CommitResult, NewChunk, Pin, StreamEnd
+from tanghulu.store.protocol.write_buffer import BufferPlace
 from tanghulu.types import MAX_KEY_BYTES, ChunkKey
 
 GOLDEN = Path(__file__).parent / "golden_messages.txt"
 SUMS = Checksums(4096, (1, (1 << 64) - 1))
 NEW = NewChunk(ChunkKey("kv/ключ"), 1 << 63, 8192, SUMS, Pin.HARD, 1.5, 3)
 FAILURE = Failure.of(StoreFull("no room"))
-SAID = Proclamation("node-1", 2, ChunkKey("k"), 7, 5)
+SAID = ClientCommit("node-1", 2, ChunkKey("k"), 7, 5)
 EXAMPLES: list[FastMessage] = [
     PutRequest([NEW, NewChunk(ChunkKey("ab"), 7, 3)], True, 1000),
     PutReply([True, False, FAILURE]),
@@ -65,16 +65,16 @@ EXAMPLES: list[FastMessage] = [
     GetReply([Found(8192, 7, SUMS, 1, 64, True), FAILURE], 5000),
     UnpinRequest([1, 2], 8192, ["a"], ["b", "c"]),
     Done(),
-    DeskRequest(4096),
-    DeskReply(DeskPlace(128, 256, 1024, 1 << 20, 1 << 22)),
+    OpenBufferRequest(4096),
+    OpenBufferReply(BufferPlace(128, 256, 1024, 1 << 20, 1 << 22)),
     StreamRequest(1, NEW, True, 1000),
-    SettleRequest(1, LastWord.PROCLAIMED, 2, SUMS),
+    EndStreamRequest(1, StreamEnd.COMMITTED, 2, SUMS),
     LocateRequest(["a", "b"], True),
     LocateReply(True, [Location(7, 8192, ("node-1", "node-2"), 1), None], b"\0\1"),
     SAID,
-    ProclaimReply(Verdict.ACCEPTED),
-    ProclaimManyRequest([SAID, SAID]),
-    ProclaimManyReply([Verdict.EXISTS, Verdict.ACCEPTED, Verdict.ASK_NODE]),
+    CommitKeyReply(CommitResult.ACCEPTED),
+    CommitKeysRequest([SAID, SAID]),
+    CommitKeysReply([CommitResult.EXISTS, CommitResult.ACCEPTED, CommitResult.ASK_NODE]),
 ]
 U64 = st.integers(0, (1 << 64) - 1)
 
@@ -165,8 +165,8 @@ OUT_OF_BOUNDS: list[FastMessage] = [
     *(PutRequest([NewChunk(ChunkKey(key), 1, 1)], True, 1) for key in ("", LONG, WIDE)),
     *(ReserveRequest([NewChunk(ChunkKey(key), 1, 1)], 1) for key in ("", LONG, WIDE)),
     *(StreamRequest(1, NewChunk(ChunkKey(key), 1, 1), True, 1) for key in ("", LONG, WIDE)),
-    *(Proclamation("n", 1, ChunkKey(key), 1, 1) for key in ("", LONG, WIDE)),
-    *(ProclaimManyRequest([Proclamation("n", 1, ChunkKey(key), 1, 1)]) for key in ("", LONG, WIDE)),
+    *(ClientCommit("n", 1, ChunkKey(key), 1, 1) for key in ("", LONG, WIDE)),
+    *(CommitKeysRequest([ClientCommit("n", 1, ChunkKey(key), 1, 1)]) for key in ("", LONG, WIDE)),
     PutRequest([NewChunk(ChunkKey("k"), -1, 1)], True, 1),
     PutRequest([NewChunk(ChunkKey("k"), 1, -1)], True, 1),
     PutRequest([NewChunk(ChunkKey("k"), 1, 9, Checksums(0, (1, 2)))], True, 1),  # one sum is due
@@ -177,8 +177,8 @@ OUT_OF_BOUNDS: list[FastMessage] = [
     *(PutRequest([NewChunk(ChunkKey("k"), 1, 1, replicas=number)], True, 1) for number in (0, 256)),
     *(PutRequest([], True, deadline_ms) for deadline_ms in (-1, 1 << 32)),
     StreamRequest(-1, NewChunk(ChunkKey("k"), 1, 1), True, 1),
-    SettleRequest(1, 3),  # type: ignore[arg-type]
-    SettleRequest(1, LastWord.DROP, 0, Checksums(1, (0,) * (MAX_PARTS + 1))),
+    EndStreamRequest(1, 3),  # type: ignore[arg-type]
+    EndStreamRequest(1, StreamEnd.DROP, 0, Checksums(1, (0,) * (MAX_PARTS + 1))),
     CommitRequest([CommitItem(-1, SUMS)], [], True, 1),
     CommitRequest([CommitItem(1, Checksums(1, (0,) * (MAX_PARTS + 1)))], [], True, 1),
     CommitRequest([], [-1], True, 1),
@@ -187,11 +187,11 @@ OUT_OF_BOUNDS: list[FastMessage] = [
     GetRequest(["k"], 1 << 32),
     UnpinRequest([-1]),
     UnpinRequest([], -1),
-    DeskRequest(-1),
-    Proclamation("n", 1, ChunkKey("k"), 1, 1 << 44),
-    ProclaimManyRequest([]),
-    ProclaimManyRequest([Proclamation("n", 1, ChunkKey("k"), 1, 1 << 44)]),
-    ProclaimReply(3),  # type: ignore[arg-type]
+    OpenBufferRequest(-1),
+    ClientCommit("n", 1, ChunkKey("k"), 1, 1 << 44),
+    CommitKeysRequest([]),
+    CommitKeysRequest([ClientCommit("n", 1, ChunkKey("k"), 1, 1 << 44)]),
+    CommitKeyReply(3),  # type: ignore[arg-type]
 ]
 
 
@@ -207,7 +207,7 @@ def test_the_largest_that_is_within_bounds() -> None:
         PutRequest([NewChunk(ChunkKey("x" * MAX_KEY_BYTES), 1, 1, replicas=255, ttl_s=most / 1000)], True, most),
         PutRequest([NewChunk(ChunkKey("ю" * (MAX_KEY_BYTES // 2)), (1 << 64) - 1, (1 << 64) - 1)], True, 0),
         PutRequest([NewChunk(ChunkKey("k"), 1, MAX_PARTS, Checksums(1, (0,) * MAX_PARTS))], True, 1),
-        Proclamation("n", 1, ChunkKey("k"), 1, (1 << 44) - 1),
+        ClientCommit("n", 1, ChunkKey("k"), 1, (1 << 44) - 1),
     ):
         assert back(fine) == fine
 

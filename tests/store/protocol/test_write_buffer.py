@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from tanghulu.store.protocol import write_buffer as layout
 from tanghulu.store.protocol.types import Pin
-from tanghulu.store.protocol.write_buffer import DeskPlace, DeskReader, DeskWriter, Record, pack_record, unpack_record
+from tanghulu.store.protocol.write_buffer import (
+    BufferPlace,
+    BufferReader,
+    BufferWriter,
+    Record,
+    pack_record,
+    unpack_record,
+)
 
 RECORDS = st.builds(
     Record,
@@ -47,8 +54,8 @@ def test_the_longest_key() -> None:
 
 def test_the_head_is_as_documented() -> None:
     memory = memoryview(bytearray(1 << 20))
-    place = DeskPlace(0, 4096, 256, 1 << 19, 8192)
-    reader, writer = DeskReader(memory, place), DeskWriter(memory, place)
+    place = BufferPlace(0, 4096, 256, 1 << 19, 8192)
+    reader, writer = BufferReader(memory, place), BufferWriter(memory, place)
     where = writer.begin(4096)
     assert where == 0
     assert writer.begin(4097) is None
@@ -67,8 +74,8 @@ def test_the_head_is_as_documented() -> None:
 
 def test_a_writer_waits_for_a_node_that_is_behind() -> None:
     memory = memoryview(bytearray(1 << 20))
-    place = DeskPlace(0, 4096, 4, 8192, 1 << 16)
-    reader, writer = DeskReader(memory, place), DeskWriter(memory, place)
+    place = BufferPlace(0, 4096, 4, 8192, 1 << 16)
+    reader, writer = BufferReader(memory, place), BufferWriter(memory, place)
     places = [writer.begin(64) for _ in range(4)]
     assert None not in places
     assert writer.begin(64) is None, "four uses are open"
@@ -85,8 +92,8 @@ def test_a_writer_waits_for_a_node_that_is_behind() -> None:
 
 def test_a_use_that_begins_when_the_desk_is_closed_counts_as_ended() -> None:
     memory = memoryview(bytearray(1 << 20))
-    place = DeskPlace(0, 4096, 4, 8192, 1 << 16)
-    reader, writer = DeskReader(memory, place), DeskWriter(memory, place)
+    place = BufferPlace(0, 4096, 4, 8192, 1 << 16)
+    reader, writer = BufferReader(memory, place), BufferWriter(memory, place)
     where = writer.begin(64)
     assert where is not None
     reader.close()
@@ -101,8 +108,8 @@ def test_a_use_that_begins_when_the_desk_is_closed_counts_as_ended() -> None:
 
 def test_a_writer_of_many_threads_loses_nothing() -> None:
     memory = memoryview(bytearray(1 << 20))
-    place = DeskPlace(0, 4096, 256, 1 << 17, 1 << 19)
-    reader, writer = DeskReader(memory, place), DeskWriter(memory, place)
+    place = BufferPlace(0, 4096, 256, 1 << 17, 1 << 19)
+    reader, writer = BufferReader(memory, place), BufferWriter(memory, place)
     seen: list[str] = []
 
     def use(number: int) -> None:
@@ -125,11 +132,11 @@ def test_a_writer_of_many_threads_loses_nothing() -> None:
 
 def test_who_has_left_does_not_touch_the_head_again() -> None:
     memory = memoryview(bytearray(8192))
-    place = DeskPlace(0, 128, 4, 4096, 4096)
-    first_reader, first = DeskReader(memory, place), DeskWriter(memory, place)
+    place = BufferPlace(0, 128, 4, 4096, 4096)
+    first_reader, first = BufferReader(memory, place), BufferWriter(memory, place)
     first.leave()
     assert first_reader.left
-    reader, writer = DeskReader(memory, place), DeskWriter(memory, place)  # the head is given to the next desk
+    reader, writer = BufferReader(memory, place), BufferWriter(memory, place)  # the head is given to the next desk
     del first
     assert not reader.left, "only its own client may say so"
     del writer

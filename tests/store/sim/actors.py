@@ -259,7 +259,7 @@ class SimNode(SimProcess):
         """Assert the invariants of all parts."""
         self.state.check()
         self.sessions.check()
-        self.streams.arrivals.check()
+        self.streams.incoming.check()
 
 
 def _bytes_of(request: TransferRequest) -> memoryview:

@@ -22,7 +22,7 @@ from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.state.report_queue import ReportQueue
 from tanghulu.store.node.state.write_buffers import WriteBuffers
 from tanghulu.store.node.writes.streams import IncomingPuts
-from tanghulu.store.protocol.types import Verdict
+from tanghulu.store.protocol.types import CommitResult
 from tests.store.sim.plan import Plan
 from tests.store.sim.world import World
 
@@ -143,20 +143,20 @@ def _answers_without_looking_at_desks(original: Any) -> Any:
 
 
 def _publishes_what_was_refused(original: Any) -> Any:
-    return lambda reply: Verdict.ACCEPTED
+    return lambda reply: CommitResult.ACCEPTED
 
 
 def _publishes_all_that_was_refused(original: Any) -> Any:
-    return lambda reply: [Verdict.ACCEPTED] * len(original(reply))
+    return lambda reply: [CommitResult.ACCEPTED] * len(original(reply))
 
 
 def _accepts_and_forgets(original: Any) -> Any:
-    return lambda self, said, now_s: Verdict.ACCEPTED
+    return lambda self, said, now_s: CommitResult.ACCEPTED
 
 
 def _publishes_without_proclaiming(original: Any) -> Any:
     def commit(context: Any, deadline: Any, node: Any, generation: Any, items: Any) -> Any:
-        return [Verdict.ACCEPTED] * len(items)
+        return [CommitResult.ACCEPTED] * len(items)
         yield
 
     return commit
@@ -196,11 +196,11 @@ MUTATIONS = [
     (Directory, "_bury", _lets_removed_chunks_return, _LONELY),
     (Rebuild, "is_ready", _is_never_incomplete, _REBORN),
     (service, "after_drain", _answers_without_looking_at_desks, _TIDY),
-    (messages, "verdict", _publishes_what_was_refused, _CALM),
+    (messages, "commit_result", _publishes_what_was_refused, _CALM),
     (carriers, "commit_by_client", _publishes_without_proclaiming, _CALM),
     (IncomingPuts, "begin", _frees_what_is_still_coming, _STREAMING),
     (Directory, "proclaim", _accepts_and_forgets, _CALM_REMOTE),
-    (messages, "verdicts", _publishes_all_that_was_refused, _CALM_MANY),
+    (messages, "commit_results", _publishes_all_that_was_refused, _CALM_MANY),
     (PendingCommits, "expired", _keeps_pending_commits_for_ever, _MURDEROUS),
     (WriteBuffers, "_free_range", _forgets_the_rest_of_a_desk, _MURDEROUS),
     (get, "LATE_S", _does_not_ask_again, _WAITING),

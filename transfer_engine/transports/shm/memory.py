@@ -113,9 +113,9 @@ class ProcessMemory:
         """The xxh3_64 of a range, which is copied for it."""
         if length > _DIGEST_PIECE_BYTES:
             raise NodeUnavailable(f"{length} bytes are too many to copy for their checksum; cut the slices smaller")
-        landing = ctypes.create_string_buffer(length)
-        self._move(Opcode.READ, ctypes.addressof(landing), offset, length)
-        return digest_of(memoryview(landing))
+        copied = ctypes.create_string_buffer(length)
+        self._move(Opcode.READ, ctypes.addressof(copied), offset, length)
+        return digest_of(memoryview(copied))
 
     def _move(self, opcode: Opcode, here: int, offset: int, length: int) -> None:
         done = 0

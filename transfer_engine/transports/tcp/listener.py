@@ -184,7 +184,7 @@ class TcpConnection(asyncio.BufferedProtocol):
         self._fd = -1  # the transport's socket, where that is one, while it is open
         self._admitted = self._paused = False
         self._writable = True
-        self._spinner = admission.poller
+        self._poller = admission.poller
         self._peer_awake = False  # as its last head said
 
     # --- asyncio's calls
@@ -443,12 +443,12 @@ class TcpConnection(asyncio.BufferedProtocol):
 
     def _wait(self) -> None:
         """The client's next head may come at once."""
-        if self._peer_awake and self._spinner is not None:
-            self._spinner.wait()
+        if self._peer_awake and self._poller is not None:
+            self._poller.wait()
 
     def _answered(self) -> None:
-        if self._spinner is not None:
-            self._spinner.answered()
+        if self._poller is not None:
+            self._poller.answered()
 
     def _resume_reading(self) -> None:
         if self._paused and self._transport is not None:

@@ -100,7 +100,7 @@ class AgentRegistration:
 
 
 class Agent:
-    """One UCX worker. ``serves``: with a thread that answers peers; without, it moves when ``Transfer.done`` is asked.
+    """One UCX worker. ``serves``: with a thread that answers peers; else ``AgentTransfer.done`` moves it.
 
     Every method may be called from any thread. Raises NodeUnavailable if NIXL or its UCX is not here.
     """
@@ -152,20 +152,20 @@ class Agent:
             raise TransferFailed(f"UCX cannot use the owner's metadata: {error}") from None
         return name if isinstance(name, str) else name.decode()
 
-    def post(self, opcode: Opcode, peer: str, local: int, remote: int, num_bytes: int) -> Transfer:
-        """Begin to move ``num_bytes`` between two addresses, both registered. Raises as ``Transfer.done``."""
+    def post(self, opcode: Opcode, peer: str, local: int, remote: int, num_bytes: int) -> AgentTransfer:
+        """Begin to move ``num_bytes`` between two addresses, both registered. Raises as ``AgentTransfer.done``."""
         nixl = self._nixl
         operation = nixl.NIXL_READ if opcode is Opcode.READ else nixl.NIXL_WRITE
         here = nixl.nixlXferDList(nixl.DRAM_SEG, [(local, num_bytes, 0)])
         there = nixl.nixlXferDList(nixl.DRAM_SEG, [(remote, num_bytes, 0)])
         try:
             number = self._agent.createXferReq(operation, here, there, peer, "", [])
-            return Transfer(self, number, self._agent.postXferReq(number, "") == nixl.NIXL_SUCCESS)
+            return AgentTransfer(self, number, self._agent.postXferReq(number, "") == nixl.NIXL_SUCCESS)
         except self._errors as error:
             raise self._failure(error) from None
 
     def finished(self, number: int) -> bool:
-        """See Transfer.done."""
+        """See AgentTransfer.done."""
         try:
             state = self._agent.getXferStatus(number)
         except self._errors as error:
@@ -177,7 +177,7 @@ class Agent:
         return True
 
     def release(self, number: int) -> None:
-        """See Transfer.release."""
+        """See AgentTransfer.release."""
         if self._agent is not None:
             try:
                 self._agent.releaseXferReq(number)
@@ -195,7 +195,7 @@ class Agent:
         return TransferFailed(f"UCX: {error}")
 
 
-class Transfer:
+class AgentTransfer:
     """One operation under way."""
 
     def __init__(self, agent: Agent, number: int, done: bool) -> None:

@@ -11,7 +11,7 @@ from tanghulu.transfer_engine.core.buffers import Buffer
 from tanghulu.transfer_engine.core.slices import Opcode, Slice
 from tanghulu.transfer_engine.core.staged_slots import StagedSlots
 from tanghulu.transfer_engine.core.transport import Completion
-from tanghulu.transfer_engine.transports.ucx.agent import Agent, AgentRegistration, Transfer, parse_granted
+from tanghulu.transfer_engine.transports.ucx.agent import Agent, AgentRegistration, AgentTransfer, parse_granted
 
 NUM_SLOTS = 16
 
@@ -19,7 +19,7 @@ NUM_SLOTS = 16
 class _Posted(NamedTuple):
     piece: Slice
     slot: int | None
-    transfer: Transfer
+    transfer: AgentTransfer
 
 
 class UcxMover:

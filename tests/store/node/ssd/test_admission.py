@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tanghulu.store.node.ssd.admission import MAX_REMEMBERED, Demotion, Evicted, TierAdmission
+from tanghulu.store.node.ssd.admission import MAX_REMEMBERED, Demotion, EvictedChunk, TierAdmission
 from tanghulu.store.node.state.limits import Watermarks
 from tanghulu.store.node.state.ssd_record import UNIT
 from tanghulu.types import ChunkKey
@@ -12,7 +12,7 @@ def test_admission_says_why_not() -> None:
     admission = TierAdmission("reused", 10 * UNIT, write_bytes_per_s=2 * UNIT)
 
     def decide(key: str, now_s: float, size: int = UNIT, hits: int = 1, left_s: float | None = None) -> Demotion:
-        verdict = admission.decide(Evicted(ChunkKey(key), size, hits, left_s, 4 * UNIT), now_s)
+        verdict = admission.decide(EvictedChunk(ChunkKey(key), size, hits, left_s, 4 * UNIT), now_s)
         admission.check()
         return verdict
 
@@ -24,9 +24,13 @@ def test_admission_says_why_not() -> None:
     assert decide("e", 0.0) is Demotion.ADMIT
     assert decide("f", 0.0) is Demotion.OVER_RATE
     assert decide("f", 0.5) is Demotion.ADMIT
-    assert admission.decide(Evicted(ChunkKey("x"), 2 * UNIT, 0, None, 4 * UNIT), 0.5) is Demotion.NOT_REUSED
-    assert admission.decide(Evicted(ChunkKey("y"), 2 * UNIT, 0, None, 4 * UNIT, pinned=True), 0.5) is Demotion.ADMIT
-    assert admission.decide(Evicted(ChunkKey("z"), 2 * UNIT, 0, None, UNIT, pinned=True), 0.5) is Demotion.QUEUE_FULL
+    assert admission.decide(EvictedChunk(ChunkKey("x"), 2 * UNIT, 0, None, 4 * UNIT), 0.5) is Demotion.NOT_REUSED
+    assert (
+        admission.decide(EvictedChunk(ChunkKey("y"), 2 * UNIT, 0, None, 4 * UNIT, pinned=True), 0.5) is Demotion.ADMIT
+    )
+    assert (
+        admission.decide(EvictedChunk(ChunkKey("z"), 2 * UNIT, 0, None, UNIT, pinned=True), 0.5) is Demotion.QUEUE_FULL
+    )
     admission.write_ended(False, 1.0)
     assert decide("g", 1.9) is Demotion.PAUSED
     assert decide("g", 2.1) is Demotion.ADMIT
@@ -34,7 +38,7 @@ def test_admission_says_why_not() -> None:
     assert decide("h", 4.0) is Demotion.PAUSED, "two seconds the second time"
     admission.write_ended(True, 4.2)
     for i in range(MAX_REMEMBERED + 10):
-        admission.decide(Evicted(ChunkKey(str(i)), UNIT, 0, None, UNIT), 5.0)
+        admission.decide(EvictedChunk(ChunkKey(str(i)), UNIT, 0, None, UNIT), 5.0)
     admission.check()
 
 

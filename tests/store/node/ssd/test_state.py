@@ -13,7 +13,7 @@ from tanghulu.eviction import POLICIES, make_policy
 from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.node.ssd.admission import Demotion, TierAdmission
 from tanghulu.store.node.ssd.file import TierFile
-from tanghulu.store.node.ssd.state import Instruction, Lost, TierState, Wipe, Write
+from tanghulu.store.node.ssd.state import Instruction, LostChunk, TierState, Wipe, Write
 from tanghulu.store.node.state.ssd_chunk import TRANSITIONS, SsdChunk, SsdChunkEvent, SsdChunkState
 from tanghulu.store.node.state.ssd_record import UNIT, SsdRecord, decode_head, encode_head
 from tanghulu.store.protocol import checksums as sums
@@ -70,7 +70,7 @@ def test_the_wipe_of_a_victim_comes_before_the_write_that_reuses_its_range() -> 
     kinds = [type(each) for each in instructions]
     assert kinds.index(Write) == len(kinds) - 1
     wiped = {each.offset for each in instructions if isinstance(each, Wipe)}
-    lost = {each.entry for each in instructions if isinstance(each, Lost)}
+    lost = {each.entry for each in instructions if isinstance(each, LostChunk)}
     assert lost == {each for each in small if not each.held}
     assert wiped == {each.offset for each in lost} - {entry.offset}, "the write overwrites that one"
 
@@ -79,7 +79,7 @@ def test_a_range_that_is_being_read_is_not_used_again() -> None:
     state = make_state()
     entry = store(state, record("k"))
     state.begin_read(entry)
-    assert [type(each) for each in state.drop(entry)] == [Wipe, Lost]
+    assert [type(each) for each in state.drop(entry)] == [Wipe, LostChunk]
     state.check()
     assert entry.state is SsdChunkState.DOOMED
     for i in range(200):
@@ -98,7 +98,7 @@ def test_a_chunk_that_is_there_already_is_not_written_again() -> None:
     assert evict(state, record("k")) == (entry, [])
     newer, instructions = evict(state, record("k", version=2))
     assert newer is not None
-    assert instructions[:2] == [Wipe(entry.offset), Lost(entry)]
+    assert instructions[:2] == [Wipe(entry.offset), LostChunk(entry)]
     assert state.find(ChunkKey("k")) is newer
 
 
@@ -107,7 +107,7 @@ def test_a_failed_write_loses_the_chunk_and_pauses() -> None:
     state = make_state(clock)
     entry, _ = evict(state, record("k"))
     assert entry is not None
-    assert [type(each) for each in state.written(entry, ok=False)] == [Wipe, Lost]
+    assert [type(each) for each in state.written(entry, ok=False)] == [Wipe, LostChunk]
     state.check()
     assert state.find(ChunkKey("k")) is None
     assert evict(state, record("l")) == (None, [])
@@ -130,10 +130,10 @@ def test_soft_pinned_chunks_go_last_and_time_ends_others() -> None:
     assert state.find(ChunkKey("brief")) is None
     entry, instructions = evict(state, record("brief"), expires_s=9.0)
     assert entry is not None
-    assert Lost(brief) in instructions, "it was over, and nobody had noticed yet"
+    assert LostChunk(brief) in instructions, "it was over, and nobody had noticed yet"
     state.written(entry, ok=True)
     clock.advance(4.0)
-    assert state.expire(clock.now_s()) == [Wipe(entry.offset), Lost(entry)]
+    assert state.expire(clock.now_s()) == [Wipe(entry.offset), LostChunk(entry)]
     state.check()
 
 
@@ -306,7 +306,7 @@ def test_a_life_with_crashes_returns_no_wrong_byte_and_nothing_removed(seed: int
                 entry, todo = evict(state, record(key, version=version, value=value))
                 if entry is not None:
                     disk.values[entry] = value
-                disk.queue += [each for each in todo if not isinstance(each, Lost)]
+                disk.queue += [each for each in todo if not isinstance(each, LostChunk)]
         elif action < 0.75 and disk.queue:
             disk.perform(state)
         elif action < 0.9:
@@ -317,11 +317,11 @@ def test_a_life_with_crashes_returns_no_wrong_byte_and_nothing_removed(seed: int
                 assert value is None or value == truth[key, entry.version]
                 if value is None:  # torn before a crash
                     num_torn += 1
-                    disk.queue += [e for e in state.not_read(entry, corrupt=True) if not isinstance(e, Lost)]
+                    disk.queue += [e for e in state.not_read(entry, corrupt=True) if not isinstance(e, LostChunk)]
         elif action < 0.97:
             entry = state.find(ChunkKey(key))
             if entry is not None:
-                disk.queue += [each for each in state.drop(entry) if not isinstance(each, Lost)]
+                disk.queue += [each for each in state.drop(entry) if not isinstance(each, LostChunk)]
             while disk.queue:
                 disk.perform(state)
             gone.add(key)
@@ -347,11 +347,11 @@ def test_the_scan_finds_everything_between_holes(path: Path) -> None:
         entry, todo = evict(state, record(f"k{i}", version=i, value=value))
         assert entry is not None
         disk.values[entry] = value
-        disk.queue += [each for each in todo if not isinstance(each, Lost)]
+        disk.queue += [each for each in todo if not isinstance(each, LostChunk)]
         while disk.queue:
             disk.perform(state)
         if i % 3 == 0:
-            disk.queue += [each for each in state.drop(entry) if not isinstance(each, Lost)]
+            disk.queue += [each for each in state.drop(entry) if not isinstance(each, LostChunk)]
     while disk.queue:
         disk.perform(state)
     kept = {str(entry.key): disk.values[entry] for entry in state}

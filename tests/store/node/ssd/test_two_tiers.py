@@ -12,10 +12,10 @@ from tanghulu.eviction import make_policy
 from tanghulu.eviction.base import Policy
 from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.node.ssd.admission import TierAdmission
-from tanghulu.store.node.ssd.state import Instruction, Lost, TierState
+from tanghulu.store.node.ssd.state import Instruction, LostChunk, TierState
 from tanghulu.store.node.state.chunk import Chunk
 from tanghulu.store.node.state.node_state import NodeState, make_node_state
-from tanghulu.store.node.state.outcomes import Committer, Existed, Reserved
+from tanghulu.store.node.state.outcomes import CommittedBy, Existed, Reserved
 from tanghulu.store.node.state.ssd_chunk import SsdChunk, SsdChunkState
 from tanghulu.store.node.state.ssd_record import UNIT, SsdRecord
 from tanghulu.store.protocol.checksums import Checksums
@@ -57,7 +57,7 @@ class InstantTier:
 
     def _perform(self, instructions: list[Instruction]) -> None:
         for each in instructions:
-            if isinstance(each, Lost):
+            if isinstance(each, LostChunk):
                 self._on_lost(each.entry)
 
 
@@ -79,7 +79,7 @@ def put(
     new = NewChunk(ChunkKey(key), version, 64, Checksums(0, (1,)), pin, ttl_s=ttl_s)
     outcome = node.reserve(new, None)
     if isinstance(outcome, Reserved):
-        outcome = node.commit(outcome.chunk, new.checksums, Committer.NODE_UNAWAITED)
+        outcome = node.commit(outcome.chunk, new.checksums, CommittedBy.NODE_UNAWAITED)
     assert isinstance(outcome, Reserved | Existed)
     node.check()
     return outcome

@@ -1,0 +1,162 @@
+"""The layout of the code keeps to CONTRIBUTING.md: folders, modules, parameters, names.
+
+Each rule lists what it forgives, with a reason; what is forgiven and no longer needs it fails too.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("conductor", "store", "transfer_engine", "workers", "src/tanghulu")
+MAX_MODULES = 18
+MIN_LINES = 40
+MAX_PARAMETERS = 7
+
+#: What a rule forgives: the thing -> why.
+FORGIVEN: dict[str, str] = {
+    "parameters: tanghulu.store.node.state.chunk.__init__": "made by the million; a dataclass written by hand",
+    "class: Chunk": "what a get returns, and what a node keeps: the same thing on either side of the wire",
+    "word: tanghulu.cli.progress: SpinnerColumn": "a class of rich",
+}
+
+#: Words that only this code used for things that have a name in the field, as parts of identifiers.
+PRIVATE_WORDS = frozenset(
+    """
+    desk desks proclaim proclaims proclaimed proclaiming proclamation proclamations promise promises promised verdict
+    verdicts forsake forsaken bereft wish wishes door doors roster rosters heat reception workshop cargo spinner
+    spinning landing landings putting shell shells
+    """.split()  # noqa: SIM905
+)
+
+
+@dataclass(frozen=True)
+class Module:
+    """One production module as it stands on disk."""
+
+    name: str
+    path: Path
+    tree: ast.Module
+    num_lines: int
+
+    @property
+    def is_package(self) -> bool:
+        """Whether the module is the ``__init__`` of a folder."""
+        return self.path.name == "__init__.py"
+
+
+@cache
+def modules() -> tuple[Module, ...]:
+    """Every production module but generated ones."""
+    found = []
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            text = path.read_text()
+            relative = path.relative_to(ROOT / "src" if folder.startswith("src/") else ROOT).with_suffix("")
+            parts = [part for part in relative.parts if part != "__init__"]
+            name = ".".join(parts if parts[0] == "tanghulu" else ["tanghulu", *parts])
+            found.append(Module(name, path, ast.parse(text), text.count("\n")))
+    return tuple(found)
+
+
+@cache
+def importers() -> dict[str, set[str]]:
+    """Which modules import each module; imports for type checking count."""
+    names = {module.name for module in modules()}
+    found: dict[str, set[str]] = defaultdict(set)
+    for module in modules():
+        for node in ast.walk(module.tree):
+            for target in _targets(node, names):
+                if target != module.name:
+                    found[target].add(module.name)
+    return found
+
+
+def _targets(node: ast.AST, names: set[str]) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names if alias.name in names)
+    elif isinstance(node, ast.ImportFrom) and node.module is not None:
+        for alias in node.names:
+            yield from (name for name in (f"{node.module}.{alias.name}", node.module) if name in names)
+
+
+def _all_but_forgiven(rule: str, found: set[str]) -> None:
+    forgiven = {thing.removeprefix(f"{rule}: ") for thing in FORGIVEN if thing.startswith(f"{rule}: ")}
+    assert not found - forgiven, "\n".join(sorted(found - forgiven))
+    assert not forgiven - found, f"forgiven for nothing: {sorted(forgiven - found)}"
+
+
+def test_a_folder_holds_at_most_18_modules() -> None:
+    counts: dict[Path, int] = defaultdict(int)
+    for module in modules():
+        counts[module.path.parent] += not module.is_package
+    _all_but_forgiven("folder", {f"{folder.relative_to(ROOT)}" for folder, num in counts.items() if num > MAX_MODULES})
+
+
+def test_every_folder_says_what_lives_there() -> None:
+    packages = {module.path.parent: module for module in modules() if module.is_package}
+    silent = {str(folder) for folder, module in packages.items() if not ast.get_docstring(module.tree)}
+    bare = {str(module.path.parent) for module in modules() if module.path.parent not in packages}
+    assert not silent | bare
+
+
+def test_a_small_module_serves_several() -> None:
+    crumbs = {
+        module.name
+        for module in modules()
+        if module.num_lines < MIN_LINES and not module.is_package and len(importers()[module.name]) == 1
+    }
+    _all_but_forgiven("small", crumbs)
+
+
+def test_a_function_takes_at_most_7_parameters() -> None:
+    long = set()
+    for module in modules():
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                names = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args) if arg.arg not in ("self", "cls")]
+                if len(names) > MAX_PARAMETERS:
+                    long.add(f"{module.name}.{node.name}")
+    _all_but_forgiven("parameters", long)
+
+
+def test_a_public_class_name_means_one_thing() -> None:
+    places = defaultdict(list)
+    for module in modules():
+        for node in module.tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(module.name)
+    _all_but_forgiven("class", {name for name, where in places.items() if len(where) > 1})
+
+
+def test_identifiers_are_made_of_the_fields_words() -> None:
+    found = set()
+    for module in modules():
+        for identifier in _identifiers(module):
+            if PRIVATE_WORDS.intersection(_parts(identifier)):
+                found.add(f"{module.name}: {identifier}")
+    _all_but_forgiven("word", found)
+
+
+def _identifiers(module: Module) -> set[str]:
+    found = {module.name.rpartition(".")[2]}
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.arg):
+            found.add(node.arg)
+    return found
+
+
+def _parts(identifier: str) -> set[str]:
+    return {part.lower() for part in re.findall(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+", identifier)}
