@@ -15,9 +15,10 @@ SIZES = "--batches 1,2 --context 20 --prefill 64 --long 256 --budget 64 --block-
 
 
 @pytest.mark.slow
-def test_it_runs_on_a_cpu():
+@pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-4), ("bfloat16", 0.03)])
+def test_it_runs_on_a_cpu(dtype: str, error: float):
     command = [sys.executable, "benchmarks/gpu.py", "--device", "cpu", "--model", "tiny", *SIZES.split()]
-    command += ["--ring-bytes", "40000", "--rounds", "1"]
+    command += ["--ring-bytes", "40000", "--rounds", "1", "--dtype", dtype]
     kept = ROOT / "benchmarks/results/gpu.json"
     before = kept.read_bytes() if kept.exists() else None
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -28,7 +29,7 @@ def test_it_runs_on_a_cpu():
         "check", "decode", "decode", "prefill",
         "load", "load, ring alone", "load, plain pinned copy", "save", "save, ring alone", "save, plain pinned copy",
     ]  # fmt: skip
-    assert rows[0]["relative_error"] < 1e-4
+    assert rows[0]["relative_error"] < error
     assert [row["kind"] for row in rows if row["what"] == "ttft"] == ["cold", "90 % in the store", "90 % in the cache"]
     assert "are not kept" in ran.stdout
     assert (kept.read_bytes() if kept.exists() else None) == before
