@@ -96,21 +96,21 @@ class FakeWorker(session_pb2_grpc.WorkerServicer):
         self._go = asyncio.Event()
         self._permits: int | None = None
         self._exports = 100
-        self._door = PortMux(FastService(), run_dir, name)
+        self._port_mux = PortMux(FastService(), run_dir, name)
         self._engine: asyncio.Task[None] | None = None
         self._registration: Any = None
         self._dead = False
 
     async def start(self, discovery: MemoryDiscovery | None = None) -> None:
-        session_pb2_grpc.add_WorkerServicer_to_server(self, self._door.grpc_server)
-        await self._door.start("127.0.0.1", 0)
+        session_pb2_grpc.add_WorkerServicer_to_server(self, self._port_mux.grpc_server)
+        await self._port_mux.start("127.0.0.1", 0)
         self._engine = asyncio.create_task(self._run())
         if discovery is not None:
             self._registration = await discovery.register(self.instance)
 
     @property
     def instance(self) -> Instance:
-        return Instance(self.id, self.role, self._door.address)
+        return Instance(self.id, self.role, self._port_mux.address)
 
     async def stop(self) -> None:
         if self._registration is not None:
@@ -118,7 +118,7 @@ class FakeWorker(session_pb2_grpc.WorkerServicer):
         self.die()
         assert self._engine is not None
         await asyncio.gather(self._engine, return_exceptions=True)
-        await self._door.close(grace_s=0)
+        await self._port_mux.close(grace_s=0)
 
     async def unregister(self) -> None:
         await self._registration.close()
@@ -313,7 +313,7 @@ class FakeWorker(session_pb2_grpc.WorkerServicer):
             output.source.CopyFrom(
                 pb.KvSource(
                     instance_id=self.id,
-                    address=str(self._door.address),
+                    address=str(self._port_mux.address),
                     export_id=self._exports,
                     num_tokens=len(running.tokens) - 1,
                 )

@@ -1,4 +1,4 @@
-"""A door with a small service behind it, for the tests of both carriers."""
+"""A port mux with a small service behind it, for the tests of both carriers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LATER = 31
 
 @dataclass
 class Served:
-    door: PortMux
+    port_mux: PortMux
     service: FastService
     gate: asyncio.Event
     most_waiting: int = 0
@@ -102,15 +102,15 @@ class Directory(directory_pb2_grpc.DirectoryServicer):
 async def serving() -> AsyncIterator[Served]:
     with tempfile.TemporaryDirectory(prefix="th-rpc-") as run_dir:
         service = FastService()
-        door = PortMux(service, Path(run_dir), "test")
-        made = Served(door, service, asyncio.Event())
+        port_mux = PortMux(service, Path(run_dir), "test")
+        made = Served(port_mux, service, asyncio.Event())
         make_service(made)
-        directory_pb2_grpc.add_DirectoryServicer_to_server(Directory(), door.grpc_server)
-        await door.start("127.0.0.1", 0)
+        directory_pb2_grpc.add_DirectoryServicer_to_server(Directory(), port_mux.grpc_server)
+        await port_mux.start("127.0.0.1", 0)
         try:
             yield made
         finally:
-            await door.close(0.1)
+            await port_mux.close(0.1)
             assert not service.peers
             assert not os.listdir(run_dir)
 

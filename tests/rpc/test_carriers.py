@@ -1,4 +1,4 @@
-"""Both clients against the server behind the door, over Unix and TCP, and gRPC on the same port."""
+"""Both clients against the server behind the port mux, over Unix and TCP, and gRPC on the same port."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ def poller() -> BusyPoller:
 @pytest.fixture(params=["blocking-unix", "blocking-tcp", "spinning-unix", "spinning-tcp", "aio-unix", "aio-tcp"])
 async def client(request: pytest.FixtureRequest, served: Served):
     kind, _, carrier = request.param.partition("-")
-    path = served.door.unix_path if carrier == "unix" else None
+    path = served.port_mux.unix_path if carrier == "unix" else None
     if kind != "aio":
         waits = poller() if kind == "spinning" else None
-        connect = partial(FastConnection, served.door.address, path, poller=waits)
+        connect = partial(FastConnection, served.port_mux.address, path, poller=waits)
         made: Any = BlockingClient(await asyncio.to_thread(connect))
     else:
-        made = await AsyncFastConnection.connect(served.door.address, path)
+        made = await AsyncFastConnection.connect(served.port_mux.address, path)
     yield made
     await made.close()
 
@@ -130,7 +130,7 @@ async def test_a_reply_that_is_too_large_is_a_typed_error(client) -> None:
 
 
 async def test_bytes_that_are_no_message(served: Served) -> None:
-    reader, writer = await asyncio.open_connection(str(served.door.address.host), served.door.address.port)
+    reader, writer = await asyncio.open_connection(str(served.port_mux.address.host), served.port_mux.address.port)
     writer.write(PREAMBLE + encode_head(ECHO, 7, 4, 0) + b"\xff\xff\xff\xff")
     body, _, method, call_id = head_of(await reader.readexactly(HEAD.size))
     assert (method, call_id) == (ERROR, 7)
@@ -145,7 +145,7 @@ async def test_deadline(client) -> None:
 
 
 async def test_the_asyncio_connection_outlives_a_missed_deadline(served: Served) -> None:
-    connection = await AsyncFastConnection.connect(served.door.address)
+    connection = await AsyncFastConnection.connect(served.port_mux.address)
     with pytest.raises(DeadlineExceeded):
         await connection.call(SLOW, ask(), REPLY, deadline_s=0.05)
     served.gate.set()
@@ -154,7 +154,7 @@ async def test_the_asyncio_connection_outlives_a_missed_deadline(served: Served)
 
 
 async def test_a_missed_deadline_spends_the_blocking_connection(served: Served) -> None:
-    connection = await asyncio.to_thread(FastConnection, served.door.address)
+    connection = await asyncio.to_thread(FastConnection, served.port_mux.address)
     with pytest.raises(DeadlineExceeded):
         await asyncio.to_thread(connection.call, HANG, ask(), REPLY, deadline_s=0.05)
     assert connection.closed
@@ -163,7 +163,7 @@ async def test_a_missed_deadline_spends_the_blocking_connection(served: Served) 
 
 
 async def test_waiting_for_another_thread_counts_against_the_deadline(served: Served) -> None:
-    connection = await asyncio.to_thread(FastConnection, served.door.address)
+    connection = await asyncio.to_thread(FastConnection, served.port_mux.address)
     first = asyncio.create_task(asyncio.to_thread(connection.call, SLOW, ask(), REPLY))
     await until(lambda: served.waiting == 1)
     with pytest.raises(DeadlineExceeded, match="other calls"):
@@ -174,7 +174,7 @@ async def test_waiting_for_another_thread_counts_against_the_deadline(served: Se
 
 
 async def test_replies_come_in_any_order(served: Served) -> None:
-    connection = await AsyncFastConnection.connect(served.door.address)
+    connection = await AsyncFastConnection.connect(served.port_mux.address)
     slow = asyncio.create_task(connection.call(SLOW, ask("slow"), REPLY))
     assert (await connection.call(ECHO, ask("quick"), REPLY)).message.node_ids == ["quick"]
     served.gate.set()
@@ -183,7 +183,7 @@ async def test_replies_come_in_any_order(served: Served) -> None:
 
 
 async def test_pipelined_calls_keep_their_places_and_errors(served: Served) -> None:
-    connection = await asyncio.to_thread(FastConnection, None, served.door.unix_path)
+    connection = await asyncio.to_thread(FastConnection, None, served.port_mux.unix_path)
     calls = [Call(FAIL if n % 3 == 0 else ECHO, ask(str(n)), REPLY) for n in range(100)]
     outcomes = await asyncio.to_thread(connection.call_many, calls)
     for number, outcome in enumerate(outcomes):
@@ -196,11 +196,11 @@ async def test_pipelined_calls_keep_their_places_and_errors(served: Served) -> N
 
 
 async def test_answers_may_come_later_in_any_order_and_number(served: Served) -> None:
-    connection = await AsyncFastConnection.connect(served.door.address)
+    connection = await AsyncFastConnection.connect(served.port_mux.address)
     assert (await connection.call(LATER, ask("now"), REPLY)).message.node_ids == ["now"]
     calls = [asyncio.create_task(connection.call(LATER, ask(str(n)), REPLY)) for n in range(2 * MAX_CALLS_IN_FLIGHT)]
     await until(lambda: len(served.later) >= MAX_CALLS_IN_FLIGHT)
-    other = await AsyncFastConnection.connect(served.door.address)
+    other = await AsyncFastConnection.connect(served.port_mux.address)
     await other.call(ECHO, ask(), REPLY)  # another connection is served all the same
     while not all(call.done() for call in calls):
         while served.later:
@@ -212,7 +212,7 @@ async def test_answers_may_come_later_in_any_order_and_number(served: Served) ->
 
 
 async def test_nobody_waits_for_the_replies_of_what_is_posted(served: Served) -> None:
-    connection = await asyncio.to_thread(FastConnection, None, served.door.unix_path)
+    connection = await asyncio.to_thread(FastConnection, None, served.port_mux.unix_path)
 
     def work() -> None:
         for n in range(300):
@@ -230,8 +230,8 @@ async def test_nobody_waits_for_the_replies_of_what_is_posted(served: Served) ->
 
 @pytest.mark.parametrize("over_unix", [True, False])
 async def test_pipelining_more_than_the_sockets_hold_does_not_lock_up(served: Served, over_unix: bool) -> None:
-    path = served.door.unix_path if over_unix else None
-    connection = await asyncio.to_thread(FastConnection, served.door.address, path)
+    path = served.port_mux.unix_path if over_unix else None
+    connection = await asyncio.to_thread(FastConnection, served.port_mux.address, path)
     value = bytes(300_000)
     outcomes = await asyncio.to_thread(
         connection.call_many, [Call(ECHO, ask(), REPLY, [value]) for _ in range(60)], deadline_s=10
@@ -241,7 +241,7 @@ async def test_pipelining_more_than_the_sockets_hold_does_not_lock_up(served: Se
 
 
 async def test_threads_share_a_blocking_connection(served: Served) -> None:
-    connection = await asyncio.to_thread(FastConnection, served.door.address)
+    connection = await asyncio.to_thread(FastConnection, served.port_mux.address)
     wrong: list[str] = []
 
     def work(name: str) -> None:
@@ -258,7 +258,7 @@ async def test_threads_share_a_blocking_connection(served: Served) -> None:
 
 
 async def test_calls_in_flight_are_bounded(served: Served) -> None:
-    connection = await AsyncFastConnection.connect(served.door.address)
+    connection = await AsyncFastConnection.connect(served.port_mux.address)
     filler = bytes(4096)  # so that the calls do not all stand in one read of the server
     calls = [asyncio.create_task(connection.call(SLOW, ask(), REPLY, [filler])) for _ in range(1000)]
     await until(lambda: served.waiting >= fast_server.MAX_CALLS_IN_FLIGHT)
@@ -270,12 +270,12 @@ async def test_calls_in_flight_are_bounded(served: Served) -> None:
 
 async def test_too_many_connections_are_refused_with_a_reason(served: Served) -> None:
     served.service.max_connections = 1
-    first = await AsyncFastConnection.connect(served.door.address)
+    first = await AsyncFastConnection.connect(served.port_mux.address)
     await first.call(ECHO, ask(), REPLY)
-    second = await asyncio.to_thread(FastConnection, served.door.address)
+    second = await asyncio.to_thread(FastConnection, served.port_mux.address)
     with pytest.raises(Overloaded, match="takes no more"):
         await asyncio.to_thread(second.call, ECHO, ask(), REPLY)
-    third = await AsyncFastConnection.connect(served.door.address)
+    third = await AsyncFastConnection.connect(served.port_mux.address)
     with pytest.raises(NodeUnavailable, match="takes no more"):
         await third.call(ECHO, ask(), REPLY)
     await first.close()
@@ -283,14 +283,14 @@ async def test_too_many_connections_are_refused_with_a_reason(served: Served) ->
 
 
 async def test_a_server_that_goes_away_fails_calls_in_flight(served: Served) -> None:
-    aio = await AsyncFastConnection.connect(served.door.address)
-    blocking = await asyncio.to_thread(FastConnection, None, served.door.unix_path)
+    aio = await AsyncFastConnection.connect(served.port_mux.address)
+    blocking = await asyncio.to_thread(FastConnection, None, served.port_mux.unix_path)
     calls = [
         asyncio.create_task(aio.call(HANG, ask(), REPLY)),
         asyncio.create_task(asyncio.to_thread(blocking.call, HANG, ask(), REPLY)),
     ]
     await until(lambda: len(served.service.peers) == 2)
-    await served.door.close(0.0)
+    await served.port_mux.close(0.0)
     for call in calls:
         with pytest.raises(NodeUnavailable):
             await call
@@ -313,7 +313,7 @@ async def test_nobody_listens(tmp_path) -> None:
 
 
 async def test_on_close_is_called_and_peers_are_named(served: Served) -> None:
-    connection = await AsyncFastConnection.connect(None, served.door.unix_path)
+    connection = await AsyncFastConnection.connect(None, served.port_mux.unix_path)
     await connection.call(ECHO, ask(), REPLY)
     (peer,) = served.service.peers
     assert peer.is_unix

@@ -1,4 +1,4 @@
-"""The door: the fast lane and gRPC on one port, what it refuses, and its private socket."""
+"""The port mux: the fast lane and gRPC on one port, what it refuses, and its private socket."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def ask(*keys: str) -> pb.LocateRequest:
     return pb.LocateRequest(keys=keys)
 
 
-async def test_garbage_is_shown_the_door(served: Served) -> None:
+async def test_garbage_is_shown_the_port_mux(served: Served) -> None:
     for first in (b"GET / HTTP/1.1\r\n\r\n", bytes(range(64))):
-        reader, writer = await asyncio.open_connection(str(served.door.address.host), served.door.address.port)
+        reader, writer = await asyncio.open_connection(str(served.port_mux.address.host), served.port_mux.address.port)
         writer.write(first)
         assert await reader.read() == b""
         writer.close()
-    reader, writer = await asyncio.open_connection(str(served.door.address.host), served.door.address.port)
+    reader, writer = await asyncio.open_connection(str(served.port_mux.address.host), served.port_mux.address.port)
     writer.write(PREAMBLE + b"\xff" * 16)
     body, _, method, call_id = head_of(await reader.readexactly(HEAD.size))
     assert (method, call_id) == (ERROR, 0)
@@ -49,7 +49,7 @@ async def test_garbage_is_shown_the_door(served: Served) -> None:
 
 
 async def test_the_preamble_may_come_in_pieces(served: Served) -> None:
-    reader, writer = await asyncio.open_connection(str(served.door.address.host), served.door.address.port)
+    reader, writer = await asyncio.open_connection(str(served.port_mux.address.host), served.port_mux.address.port)
     message = ask("k").SerializeToString()
     for byte in PREAMBLE + encode_head(ECHO, 3, len(message), 0) + message:
         writer.write(bytes([byte]))
@@ -61,7 +61,7 @@ async def test_the_preamble_may_come_in_pieces(served: Served) -> None:
 
 
 async def test_grpc_on_the_same_port(served: Served) -> None:
-    async with channel(served.door.address) as connection:
+    async with channel(served.port_mux.address) as connection:
         stub = directory_pb2_grpc.DirectoryStub(connection)
         assert (await stub.Locate(ask("a", "b"))).node_ids == ["a", "b"]
         big = [f"{n:0>1000}" for n in range(5000)]
@@ -71,7 +71,7 @@ async def test_grpc_on_the_same_port(served: Served) -> None:
 
 
 async def test_typed_errors_over_grpc(served: Served) -> None:
-    async with channel(served.door.address) as connection:
+    async with channel(served.port_mux.address) as connection:
         stub = directory_pb2_grpc.DirectoryStub(connection)
         with pytest.raises(ChunkNotFound, match="no missing: ключ\nнет"):
             async with typed_errors("peer"):
@@ -98,21 +98,21 @@ async def test_a_dead_grpc_peer_is_unavailable_or_late() -> None:
 async def test_a_taken_port_refuses_to_start(served: Served, tmp_path) -> None:
     other = PortMux(FastService(), tmp_path, "other")
     with pytest.raises(ConfigError, match="choose another --port"):
-        await other.start("127.0.0.1", served.door.address.port)
+        await other.start("127.0.0.1", served.port_mux.address.port)
     await other.close(0.0)
 
 
 async def test_a_run_directory_that_is_too_long_refuses_to_start(tmp_path) -> None:
     deep = tmp_path / ("d" * 100)
     deep.mkdir()
-    door = PortMux(FastService(), deep, "x")
+    port_mux = PortMux(FastService(), deep, "x")
     with pytest.raises(ConfigError, match="shorter --run-dir"):
-        await door.start("127.0.0.1", 0)
-    await door.close(0.0)
+        await port_mux.start("127.0.0.1", 0)
+    await port_mux.close(0.0)
 
 
 async def test_the_socket_is_private(served: Served) -> None:
-    assert os.stat(served.door.unix_path).st_mode & 0o777 == 0o600
+    assert os.stat(served.port_mux.unix_path).st_mode & 0o777 == 0o600
 
 
 def test_status_carries_every_error() -> None:

@@ -1,4 +1,4 @@
-"""What the door bounds: connections that say nothing, those of gRPC, and what unknown peers may send."""
+"""What the port mux bounds: connections that say nothing, those of gRPC, and what unknown peers may send."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from tanghulu.auth.tokens import TokensFile
 from tanghulu.errors import InvalidRequest, Unauthorized
 from tanghulu.protos import directory_pb2 as pb
 from tanghulu.protos import directory_pb2_grpc, store_pb2
-from tanghulu.rpc import fast_server
-from tanghulu.rpc import port_mux as door
+from tanghulu.rpc import fast_server, port_mux
 from tanghulu.rpc.authorizer import Authorizer
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import FastConnection
@@ -29,8 +28,8 @@ ASK, REPLY = pb.LocateRequest(keys=["k"]), pb.LocateReply
 
 async def test_those_who_say_nothing_make_way(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many open a connection and wait, whoever says what he wants gets in."""
-    monkeypatch.setattr(door, "MAX_UNDECIDED", 3)
-    address = served.door.address
+    monkeypatch.setattr(port_mux, "MAX_UNDECIDED", 3)
+    address = served.port_mux.address
     silent = [await asyncio.open_connection(address.host, address.port) for _ in range(8)]
     connection = await AsyncFastConnection.connect(address)
     assert (await connection.call(ECHO, ASK, REPLY)).message.node_ids == ["k"]
@@ -44,13 +43,13 @@ async def test_those_who_say_nothing_make_way(served: Served, monkeypatch: pytes
 
 async def test_grpc_connections_are_bounded(served: Served) -> None:
     served.service.max_connections = 1
-    async with channel(served.door.address) as first:
+    async with channel(served.port_mux.address) as first:
         await directory_pb2_grpc.DirectoryStub(first).Locate(ASK, timeout=30)
-        async with channel(served.door.address) as second:
+        async with channel(served.port_mux.address) as second:
             with pytest.raises(grpc.aio.AioRpcError):
                 await directory_pb2_grpc.DirectoryStub(second).Locate(ASK, timeout=0.5)
         await directory_pb2_grpc.DirectoryStub(first).Locate(ASK, timeout=30)
-    async with channel(served.door.address) as third:
+    async with channel(served.port_mux.address) as third:
         await directory_pb2_grpc.DirectoryStub(third).Locate(ASK, timeout=30, wait_for_ready=True)
 
 
@@ -72,7 +71,7 @@ async def guarded(served: Served, tmp_path: Path) -> Served:
 
 async def test_an_unknown_peer_may_send_little(guarded: Served) -> None:
     """It cannot have the process keep megabytes of a frame that it never finishes."""
-    address = guarded.door.address
+    address = guarded.port_mux.address
     reader, writer = await asyncio.open_connection(address.host, address.port)
     writer.write(PREAMBLE + HEAD.pack(0, 60 << 20, ECHO, 0, 1) + bytes(fast_server.MAX_UNKNOWN_BYTES + 1))
     answer = await asyncio.wait_for(reader.read(), 30)
@@ -81,7 +80,7 @@ async def test_an_unknown_peer_may_send_little(guarded: Served) -> None:
 
 
 async def test_a_known_peer_may_send_as_much_as_ever(guarded: Served) -> None:
-    connection = await asyncio.to_thread(FastConnection, guarded.door.address)
+    connection = await asyncio.to_thread(FastConnection, guarded.port_mux.address)
     with pytest.raises(Unauthorized, match="HELLO"):
         await asyncio.to_thread(connection.call, ECHO, ASK, REPLY)
     request = store_pb2.HelloRequest(token="secret")

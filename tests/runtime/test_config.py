@@ -1,4 +1,4 @@
-"""One door for configuration: flags, variables and TOML map mechanically onto a frozen dataclass."""
+"""One entrance for configuration: flags, variables and TOML map mechanically onto a frozen dataclass."""
 
 from dataclasses import dataclass
 

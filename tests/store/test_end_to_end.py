@@ -77,7 +77,7 @@ def test_a_second_put_is_a_hit_and_changes_nothing(client: Client, size: int) ->
         assert chunk == first
 
 
-def test_bad_requests_are_refused_at_the_door(client: Client) -> None:
+def test_bad_requests_are_refused_at_the_edge(client: Client) -> None:
     for key, value in [("", b"x"), ("k" * 1025, b"x"), ("k", b""), ("k", 7), ("k", np.zeros((4, 4))[:, 1])]:
         with pytest.raises(InvalidRequest):
             client.put(key, value)

@@ -270,7 +270,7 @@ def test_clients_killed_in_the_middle_leave_nothing_behind() -> None:
                 time.sleep(rng.random() * 0.05)  # to hit another moment each time
         eventually(lambda: node.metric("tanghulu_node_leases") == 0)
         eventually(lambda: node.metric("tanghulu_node_sessions") <= 1)
-        eventually(lambda: _wrong(client, "c") == [])  # what was promised by who was killed is withdrawn
+        eventually(lambda: _wrong(client, "c") == [])  # what was promised by who was killed is retracted
         assert read_what_is_left(client, overwrite_everything(client, 64)) >= 60, "all of the memory can be used again"
 
 

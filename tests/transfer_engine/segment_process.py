@@ -179,7 +179,7 @@ class SegmentProcess:
         self.folder = folder or Path(tempfile.mkdtemp(prefix="th-"))
         self._pipe, theirs = CONTEXT.Pipe()
         options = {"transports": ("shm", "tcp")} | options
-        options |= {"unix_path": str(self.folder / "door"), "generation": generation, "port": port}
+        options |= {"unix_path": str(self.folder / "listener"), "generation": generation, "port": port}
         self.process = CONTEXT.Process(target=_main, args=(theirs, size_bytes, access, loop, options))
         self.process.start()
         theirs.close()

@@ -192,7 +192,7 @@ class Answers:
         return into
 
 
-def spinner_that_spins(clock: ManualClock) -> BusyPoller:
+def poller_that_spins(clock: ManualClock) -> BusyPoller:
     poller = BusyPoller(SPIN_S, clock)
     while not poller.trial.spins:
         poller.trial.took(500e-6)
@@ -201,14 +201,14 @@ def spinner_that_spins(clock: ManualClock) -> BusyPoller:
 
 def test_a_thread_asks_until_the_answer_is_there():
     clock = ManualClock()
-    poller, answers = spinner_that_spins(clock), Answers(clock, 5)
+    poller, answers = poller_that_spins(clock), Answers(clock, 5)
     assert poller.receive(answers, "into") == "into"
     assert answers.num_asked == 6
 
 
 def test_a_thread_sleeps_when_it_has_asked_for_long_enough():
     clock = ManualClock()
-    poller, answers = spinner_that_spins(clock), Answers(clock, 1 << 30)
+    poller, answers = poller_that_spins(clock), Answers(clock, 1 << 30)
     assert poller.receive(answers, "into") == "into"
     assert answers.num_asked == 10 * CLIENT_SPINS + 1
     assert poller.receive_more(answers, "into") is None
@@ -237,7 +237,7 @@ def test_a_clock_that_stands_still_ends_it():
             raise BlockingIOError
         return "slept"
 
-    assert spinner_that_spins(ManualClock()).receive(never, "into") == "slept"
+    assert poller_that_spins(ManualClock()).receive(never, "into") == "slept"
 
 
 def test_in_company_a_thread_sleeps_and_learns_nothing():

@@ -203,7 +203,7 @@ def test_another_segment_at_the_address(mortal: SegmentProcess, engine: Transfer
 
 
 def test_nobody_listens(engine: TransferEngine):
-    endpoints = (Endpoint("shm", "/nowhere/door"), Endpoint("tcp", "127.0.0.1:9"))
+    endpoints = (Endpoint("shm", "/nowhere/listener"), Endpoint("tcp", "127.0.0.1:9"))
     nobody = SegmentDescriptor("nobody", 10, HOST_ID, 1, endpoints)
     with pytest.raises(NodeUnavailable, match=r"shm: .* tcp: "):
         engine.open_segment(nobody)

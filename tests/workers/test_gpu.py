@@ -238,9 +238,9 @@ def test_a_worker_serves_from_a_gpu(smollm2_path: Path):
     assert loaded.layout.dtype == "bfloat16"
     segment = MemorySegment.create("gpu-worker", loaded.staging.segment_bytes)
     runner = loaded.make_runner(segment.view)
-    door = loaded.staging.open(runner, None, segment.view)
+    ports = loaded.staging.open(runner, None, segment.view)
     core = EngineCore(runner, EngineCoreConfig(block_tokens=64))
     core.add(request("one", range(100, 300), 8, block_tokens=64))
     assert len(run_all(core)["one"]) == 8
-    assert door.port.drain([0, 1], lambda at, buffers: len(buffers)) == 2
+    assert ports.port.drain([0, 1], lambda at, buffers: len(buffers)) == 2
     loaded.staging.close()

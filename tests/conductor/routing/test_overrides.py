@@ -121,7 +121,7 @@ async def test_a_request_on_its_way_counts_at_the_decode_worker_it_will_go_to(cl
     assert cluster.dispatcher.router.output.tokens == pytest.approx(FIRST_EXPECTED_OUTPUT + 0.02 * (2 - 256))
 
 
-def test_reservations_take_room_until_they_are_withdrawn():
+def test_reservations_take_room_until_they_are_retracted():
     load = LoadTracker()
     load.report(WorkerLoad(num_running=3, blocks_free=50))
     load.reserve_decode("r", 20)

@@ -1,4 +1,4 @@
-"""Large values by mapped memory: proclaimed while they are copied; clients that die between any two steps."""
+"""Large values by mapped memory: committed while they are copied; clients that die between any two steps."""
 
 from __future__ import annotations
 
@@ -53,22 +53,22 @@ sys.stdin.readline()
 STEPS = ["reserved", "asked", "moved", "accepted"]
 
 
-def proclaimed(cluster: Cluster) -> float:
-    """How many chunks clients have proclaimed; a master that is new takes none."""
+def committed(cluster: Cluster) -> float:
+    """How many chunks clients have committed; a master that is new takes none."""
     eventually(lambda: cluster.master.metric("tanghulu_master_rebuilding") == 0)
     return cluster.master.metric("tanghulu_master_announced_chunks_total", outcome="client_commit")
 
 
-def test_large_values_are_proclaimed_by_their_client(cluster: Cluster, client: Client) -> None:
-    before = proclaimed(cluster)
+def test_large_values_are_committed_by_their_client(cluster: Cluster, client: Client) -> None:
+    before = committed(cluster)
     assert not client.put("large/bytes", value("large/bytes", SIZE)).existed
     text = value("large/pieces", SIZE)
     assert not client.put("large/pieces", [text[: 5 * MIB], text[5 * MIB :]], pin="soft", ttl_s=60.0).existed
     assert not client.put("large/parts", client.register(bytearray(text)), part_bytes=MIB + 1).existed
-    assert proclaimed(cluster) - before == 3
+    assert committed(cluster) - before == 3
     assert client.put("large/bytes", value("large/bytes", SIZE)).existed
     assert not client.put("large/unseen", text, visible=False).existed
-    assert proclaimed(cluster) - before == 3
+    assert committed(cluster) - before == 3
     assert len(client.stat("large/parts").checksums.parts) == 6
     for key in ("pieces", "parts", "unseen"):
         assert client.get(f"large/{key}").bytes() == text
@@ -77,19 +77,19 @@ def test_large_values_are_proclaimed_by_their_client(cluster: Cluster, client: C
 def test_large_values_together(cluster: Cluster, client: Client) -> None:
     keys = [f"many/{number}" for number in range(4)]
     client.put(keys[1], value(keys[1], SIZE))
-    before = proclaimed(cluster)
+    before = committed(cluster)
     statuses = client.put_many([(key, value(key, SIZE)) for key in keys])
     assert [status.existed for status in statuses] == [False, True, False, False]
-    assert proclaimed(cluster) - before == 3
+    assert committed(cluster) - before == 3
     for key in keys:
         assert read(client, key, SIZE) is None
 
 
-async def test_asyncio_proclaims_too(cluster: Cluster, client: Client) -> None:
-    before = proclaimed(cluster)
+async def test_asyncio_commits_too(cluster: Cluster, client: Client) -> None:
+    before = committed(cluster)
     async with tanghulu.aio.connect(cluster.address) as putter:
         assert not (await putter.put("large/aio", value("large/aio", SIZE))).existed
-    assert proclaimed(cluster) - before == 1
+    assert committed(cluster) - before == 1
     assert read(client, "large/aio", SIZE) is None
 
 

@@ -47,7 +47,7 @@ elif step == "half":
     FastConnection._send_all = half
 elif step == "value":  # the value is sent, the master's answer has not been looked at
     FastConnection.end = after(FastConnection.end, 0)
-elif step == "proclaimed":  # the master has accepted, the node has not heard of that
+elif step == "committed":  # the master has accepted, the node has not heard of that
     _StreamedPut.end_call = after(_StreamedPut.end_call, 0)
 elif step == "settled":  # the last word is sent, the answer has not come
     FastConnection._receive = after(FastConnection._receive, 1)  # the first is the master's answer
@@ -55,7 +55,7 @@ print("ready")
 client.put(sys.argv[3], random.Random(sys.argv[3]).randbytes(4096) * 256)
 print("done")
 """
-STEPS = ["head", "asked", "half", "value", "proclaimed", "settled"]
+STEPS = ["head", "asked", "half", "value", "committed", "settled"]
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def test_a_put_to_another_node_is_no_hit_on_what_was_only_promised() -> None:
         eventually(lambda: len(client.nodes()) == 2)
         for node in client.nodes():  # one of them has the promise
             key = f"promised/{node.id}"
-            with child(_MURDERED, cluster.address, "proclaimed", key, "kill", "5.0") as victim:
+            with child(_MURDERED, cluster.address, "committed", key, "kill", "5.0") as victim:
                 assert says(victim) == "ready"
                 assert says(victim) == ""
             assert not client.put(key, value(key), prefer_node=node.id).existed

@@ -1,4 +1,4 @@
-"""Puts by way of a desk with real processes: what they promise, and clients and nodes that are killed or stopped."""
+"""Puts by way of a write buffer, with real processes: what they promise, and clients and nodes that die or stop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
-def at_desks(node: Process) -> int:
+def at_buffers(node: Process) -> int:
     return int(node.metric("tanghulu_node_write_buffer_puts_total"))
 
 
@@ -38,7 +38,7 @@ def put(client: Client, key: str, size: int = SIZE) -> bool:
 
 def test_what_was_put_is_there_for_everybody_at_once(cluster: Cluster) -> None:
     node = cluster.nodes[0]
-    before = at_desks(node)
+    before = at_buffers(node)
     with (
         tanghulu.connect(cluster.address) as client,
         tanghulu.connect(cluster.address) as near,
@@ -57,7 +57,7 @@ def test_what_was_put_is_there_for_everybody_at_once(cluster: Cluster) -> None:
                 assert not client.exists(key)
                 assert isinstance(read(client, key, size), ChunkNotFound)
                 assert not put(client, key, size), "it may come again"
-    assert at_desks(node) - before > 250
+    assert at_buffers(node) - before > 250
 
 
 def test_many_share_a_proclamation(cluster: Cluster) -> None:
@@ -65,7 +65,7 @@ def test_many_share_a_proclamation(cluster: Cluster) -> None:
     with tanghulu.connect(cluster.address) as client, tanghulu.connect(cluster.address) as other:
         put(client, "many/first")
         put(other, "many/there")
-        before = at_desks(node)
+        before = at_buffers(node)
         items = {f"many/{i}": value(f"many/{i}", 65536 if i % 8 == 0 else SIZE) for i in range(100)}
         statuses = client.put_many([*items.items(), ("many/there", b"x"), ("many/0", b"x"), ("many/first", b"x")])
         assert [status.existed for status in statuses] == [False] * 100 + [True] * 3
@@ -73,7 +73,7 @@ def test_many_share_a_proclamation(cluster: Cluster) -> None:
             chunk.bytes() == text for chunk, text in zip(other.get_many(list(items)), items.values(), strict=True)
         )
         assert all(other.exists_many(list(items)))
-        assert at_desks(node) - before > 80
+        assert at_buffers(node) - before > 80
         parts = [b"a" * 70_000, b"b" * 70_000]
         assert client.put_many([("many/parts", parts), ("many/large", bytes(3 << 20))])[0].ok
         client.put("many/part", parts)
@@ -81,15 +81,15 @@ def test_many_share_a_proclamation(cluster: Cluster) -> None:
         assert client.get("many/large").bytes() == bytes(3 << 20)
 
 
-async def test_the_asyncio_client_has_desks_too(cluster: Cluster) -> None:
-    before = at_desks(cluster.nodes[0])
+async def test_the_asyncio_client_has_buffers_too(cluster: Cluster) -> None:
+    before = at_buffers(cluster.nodes[0])
     async with await aio.connect(cluster.address) as client:
         for i in range(20):
             assert not (await client.put(f"aio{i}", value(f"aio{i}", SIZE))).existed
             assert await client.exists(f"aio{i}")
             with await client.get(f"aio{i}") as chunk:
                 assert chunk.bytes() == value(f"aio{i}", SIZE)
-    assert at_desks(cluster.nodes[0]) - before >= 18
+    assert at_buffers(cluster.nodes[0]) - before >= 18
 
 
 def test_pins_and_times_to_live_travel_along(cluster: Cluster) -> None:
@@ -117,7 +117,7 @@ def test_clients_that_are_closed_give_everything_back(cluster: Cluster) -> None:
     assert node.metric("tanghulu_node_write_buffers") == 0
 
 
-def test_threads_of_one_client_share_a_desk(cluster: Cluster) -> None:
+def test_threads_of_one_client_share_a_buffer(cluster: Cluster) -> None:
     failures: list[BaseException] = []
 
     def use(client: Client, number: int) -> None:
@@ -141,7 +141,7 @@ def test_threads_of_one_client_share_a_desk(cluster: Cluster) -> None:
 
 
 def test_far_more_than_the_node_holds(cluster: Cluster) -> None:
-    """Desks are carved out of what is evicted; nothing fails, and what is left is whole."""
+    """Write buffers are carved out of what is evicted; nothing fails, and what is left is whole."""
     with tanghulu.connect(cluster.address) as client:
         for i in range(1500):
             assert not put(client, f"many{i}", 65536)
@@ -152,7 +152,7 @@ def test_far_more_than_the_node_holds(cluster: Cluster) -> None:
     eventually(lambda: node.metric("tanghulu_node_write_buffers") == 0)
 
 
-def test_a_put_that_needs_the_whole_node_gets_the_desks_back(cluster: Cluster) -> None:
+def test_a_put_that_needs_the_whole_node_gets_the_buffers_back(cluster: Cluster) -> None:
     with tanghulu.connect(cluster.address) as client:
         for i in range(8):
             put(client, f"few{i}")
@@ -187,7 +187,7 @@ record = Record(key, 77, place, len(data), xxhash.xxh3_64_intdigest(data))
 def fill():
     writer.fill(place, memoryview(data))
 
-def proclaim():
+def commit():
     generation = driver.context.mapped[node].generation
     call = messages.commit_key(ClientCommit(node, generation, key, 77, len(data)))
     (reply,) = driver._exchange(MASTER, [call], 1.0)
@@ -201,7 +201,7 @@ def half_a_record():
 def publish():
     writer.publish(record)
 
-for step in (fill, proclaim, half_a_record, publish):
+for step in (fill, commit, half_a_record, publish):
     if step.__name__ == sys.argv[2]:
         print(step.__name__, flush=True)
         sys.stdin.readline()
@@ -213,7 +213,7 @@ sys.stdin.readline()
 
 @pytest.mark.parametrize(
     "step",
-    ["fill", "proclaim", *(pytest.param(step, marks=pytest.mark.slow) for step in ("half_a_record", "publish"))],
+    ["fill", "commit", *(pytest.param(step, marks=pytest.mark.slow) for step in ("half_a_record", "publish"))],
 )
 def test_a_client_killed_on_the_way_leaves_nothing_or_the_whole(cluster: Cluster, step: str) -> None:
     """Killed before the named step; what it had put before stays."""
@@ -313,8 +313,8 @@ def test_a_master_that_is_killed_in_the_middle_of_puts() -> None:
             eventually(lambda: all(fresh.exists_many(acknowledged)))
             for key in acknowledged:
                 assert read(fresh, key, SIZE) is None
-        before, numbers = at_desks(cluster.nodes[0]), itertools.count()
-        eventually(lambda: not put(client, f"after{next(numbers)}") and at_desks(cluster.nodes[0]) > before + 10)
+        before, numbers = at_buffers(cluster.nodes[0]), itertools.count()
+        eventually(lambda: not put(client, f"after{next(numbers)}") and at_buffers(cluster.nodes[0]) > before + 10)
 
 
 def test_a_tenant_writes_under_its_own_keys(tmp_path: Path) -> None:
@@ -330,7 +330,7 @@ def test_a_tenant_writes_under_its_own_keys(tmp_path: Path) -> None:
                 for client in (acme, initech):
                     with client.get(f"k{i}") as chunk:
                         assert chunk.bytes() == client_value(client is acme, i)
-        assert 2 < at_desks(cluster.nodes[0]) <= 5, "of the tenant that is trusted with shared memory"
+        assert 2 < at_buffers(cluster.nodes[0]) <= 5, "of the tenant that is trusted with shared memory"
         with cluster.connect("operator") as operator:
             assert {info.key for info in operator.list_keys("@acme/")} == {f"@acme/k{i}" for i in range(6)}
 
@@ -339,14 +339,14 @@ def client_value(is_acme: bool, number: int) -> bytes:
     return value(f"{is_acme}{number}", SIZE)
 
 
-def test_values_that_are_too_large_for_a_desk_leave_the_desk_of_the_others_alone(cluster: Cluster) -> None:
+def test_values_that_are_too_large_for_a_buffer_leave_those_of_the_others_alone(cluster: Cluster) -> None:
     node = cluster.nodes[0]
     with tanghulu.connect(cluster.address) as client:
         for i in range(4):
             put(client, f"warm{i}")
-        before = at_desks(node)
+        before = at_buffers(node)
         for i in range(20):
             assert not put(client, f"mixed{i}")
             assert not put(client, f"mixed-large{i}", 1 << 20)
         client.stat("mixed0")
-        assert at_desks(node) - before >= 19
+        assert at_buffers(node) - before >= 19

@@ -1,4 +1,4 @@
-"""What clients proclaim: when it counts, what confirms it, when it is taken back."""
+"""What clients commit: when it counts, what confirms it, when it is taken back."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def holders(directory: Directory, key: str) -> tuple[str, ...]:
     return () if found is None else found.node_ids
 
 
-def test_what_is_proclaimed_is_found_until_its_time_is_over() -> None:
+def test_what_is_committed_is_found_until_its_time_is_over() -> None:
     directory = ready("a")
     last = directory.log.last
     assert directory.commit_by_client(said("a", "k"), 10.0) is CommitResult.ACCEPTED
@@ -56,7 +56,7 @@ def test_what_is_proclaimed_is_found_until_its_time_is_over() -> None:
     assert [(event.kind.name, event.keys) for event in events] == [("STORED", ("k",)), ("REMOVED", ("k",))]
 
 
-def test_a_put_that_came_to_nothing_is_withdrawn_by_its_node() -> None:
+def test_a_put_that_came_to_nothing_is_retracted_by_its_node() -> None:
     directory = ready("a", "b")
     assert directory.commit_by_client(said("a", "k", version=5), 10.0) is CommitResult.ACCEPTED
     assert directory.announce(added("b", "k", version=6), 10.0).undecided == [0]
@@ -72,7 +72,7 @@ def test_a_put_that_came_to_nothing_is_withdrawn_by_its_node() -> None:
     assert directory.announce(added("b", "k", version=6), 10.2).accepted == [True], "who asked again comes next"
 
 
-def test_what_is_announced_is_not_withdrawn() -> None:
+def test_what_is_announced_is_not_retracted() -> None:
     """A second try of the same put has come that far, at the same node."""
     directory = ready("a")
     assert directory.commit_by_client(said("a", "k", version=5), 10.0) is CommitResult.ACCEPTED

@@ -57,7 +57,7 @@ def rig() -> Rig:
     return Rig()
 
 
-def test_a_proclaimed_value_is_live_at_once_and_announced_with_the_next_message(rig: Rig) -> None:
+def test_a_committed_value_is_live_at_once_and_announced_with_the_next_message(rig: Rig) -> None:
     arrival = rig.here("k")
     assert rig.state.find(arrival.chunk.key) is None
     settled = rig.say(StreamEnd.COMMITTED)
@@ -70,7 +70,7 @@ def test_a_proclaimed_value_is_live_at_once_and_announced_with_the_next_message(
 
 
 @pytest.mark.parametrize(("word", "generation"), [(StreamEnd.ANNOUNCE, GENERATION), (StreamEnd.COMMITTED, 8)])
-def test_what_was_not_proclaimed_for_this_life_waits_for_the_master(rig: Rig, word: StreamEnd, generation: int) -> None:
+def test_what_was_not_committed_for_this_life_waits_for_the_master(rig: Rig, word: StreamEnd, generation: int) -> None:
     arrival = rig.here("k")
     settled = rig.say(word, generation=generation)
     assert not settled.told
@@ -139,7 +139,7 @@ def test_a_second_put_of_the_key_that_ends_first_wins_unless_the_master_has_chos
     assert rig.state.find(mine.chunk.key) is mine.chunk
 
 
-def test_a_proclaimed_value_whose_key_the_master_has_confirmed_otherwise_is_a_hit(rig: Rig) -> None:
+def test_a_committed_value_whose_key_the_master_has_confirmed_otherwise_is_a_hit(rig: Rig) -> None:
     rig.here("k", 1, version=1)
     theirs = put(rig.state, new("k", version=2))
     assert isinstance(theirs, Reserved)

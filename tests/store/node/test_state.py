@@ -158,7 +158,7 @@ def test_a_waiter_that_gives_up_lets_the_next_one_in() -> None:
     assert [w for w, _ in state.admit_waiters()] == [small]
 
 
-def test_values_that_never_fit_are_refused_at_the_door() -> None:
+def test_values_that_never_fit_are_refused_at_the_edge() -> None:
     state = make_state()
     for size in (0, CAPACITY + 1):
         with pytest.raises(InvalidRequest):
@@ -258,7 +258,7 @@ def test_a_failed_message_is_told_again_unless_it_is_outdated() -> None:
     assert queue.empty
 
 
-def test_puts_that_came_to_nothing_are_withdrawn_once() -> None:
+def test_puts_that_came_to_nothing_are_retracted_once() -> None:
     """Whichever way: given back, its lease ended, its checksums wrong, or after a put of the key that was faster."""
     state = make_state()
     queue = state.reports

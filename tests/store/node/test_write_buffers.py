@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from tanghulu.store.node.state import write_buffers as desks
+from tanghulu.store.node.state import write_buffers as buffers
 from tanghulu.store.node.state.chunk import ChunkState
 from tanghulu.store.node.state.confirmations import ReportOutcome
 from tanghulu.store.node.state.outcomes import CommittedBy
@@ -50,14 +50,14 @@ def test_a_message_does_not_leave_for_them_alone() -> None:
     assert not queue.urgent
 
 
-def test_an_idle_desk_is_closed_and_its_rest_is_free_while_its_head_is_not() -> None:
+def test_an_idle_buffer_is_closed_and_its_rest_is_free_while_its_head_is_not() -> None:
     rig = Rig()
     writer = rig.open()
     rig.put(writer, "a", b"a" * 64)
     rig.later(0.1)
     used = rig.state.used_bytes
-    assert used == CAPACITY * desks.ONE_FRACTION
-    rig.later(desks.IDLE_S + 0.1)
+    assert used == CAPACITY * buffers.ONE_FRACTION
+    rig.later(buffers.IDLE_S + 0.1)
     assert writer.closed
     assert rig.state.used_bytes == used, "a use may have begun in this moment"
     rig.later(0.01)
@@ -70,7 +70,7 @@ def test_an_idle_desk_is_closed_and_its_rest_is_free_while_its_head_is_not() -> 
     assert not rig.buffers.knows(SESSION)
 
 
-def test_a_desk_that_was_left_makes_room_for_the_next_at_once() -> None:
+def test_a_buffer_that_was_left_makes_room_for_the_next_at_once() -> None:
     rig = Rig()
     for i in range(100):
         writer = rig.open()
@@ -133,7 +133,7 @@ def test_a_lost_session_keeps_its_memory_until_it_is_quiet() -> None:
     assert rig.state.used_bytes == 0
 
 
-def test_no_desk_while_others_wait_for_room_or_the_node_drains() -> None:
+def test_no_buffer_while_others_wait_for_room_or_the_node_drains() -> None:
     rig = Rig()
     writer = rig.open()
     rig.state.draining = True
@@ -151,7 +151,7 @@ def test_no_desk_while_others_wait_for_room_or_the_node_drains() -> None:
     assert len(served) == 1, "the whole memory can be had"
 
 
-def test_desks_take_a_bounded_part_and_evict_for_it() -> None:
+def test_buffers_take_a_bounded_part_and_evict_for_it() -> None:
     rig = Rig()
     fill = [f"old{i}" for i in range(64)]
     for i, key in enumerate(fill):
@@ -166,7 +166,7 @@ def test_desks_take_a_bounded_part_and_evict_for_it() -> None:
             break
         given.append(place)
     rig.check()
-    assert sum(place.length for place in given) == CAPACITY * desks.ALL_FRACTION
+    assert sum(place.length for place in given) == CAPACITY * buffers.ALL_FRACTION
     gone = [key for key in fill if rig.state.find(ChunkKey(key)) is None]
     assert gone == fill[: len(gone)], "the oldest"
     assert len(gone) == 8
@@ -183,7 +183,7 @@ def test_desks_take_a_bounded_part_and_evict_for_it() -> None:
         Record("", 1, 65_536, 64, 0),
     ],
 )
-def test_a_record_that_no_client_writes_closes_the_desk(record: Record) -> None:
+def test_a_record_that_no_client_writes_closes_the_buffer(record: Record) -> None:
     rig = Rig()
     writer = rig.open()
     rig.put(writer, "before")
@@ -196,7 +196,7 @@ def test_a_record_that_no_client_writes_closes_the_desk(record: Record) -> None:
     assert rig.state.used_bytes == 64
 
 
-def test_a_part_of_a_desk_becomes_one_chunk_only() -> None:
+def test_a_part_of_a_buffer_becomes_one_chunk_only() -> None:
     rig = Rig()
     writer = rig.open()
     place = writer.begin(128)
@@ -210,7 +210,7 @@ def test_a_part_of_a_desk_becomes_one_chunk_only() -> None:
     assert writer.closed
 
 
-def test_more_records_than_there_are_close_the_desk() -> None:
+def test_more_records_than_there_are_close_the_buffer() -> None:
     rig = Rig()
     writer = rig.open()
     writer._words[2] = 1 << 40

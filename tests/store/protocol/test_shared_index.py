@@ -58,7 +58,7 @@ def test_a_published_chunk_is_read_without_the_node() -> None:
     assert pair.reader.find("b", 100.0) is None
 
 
-def test_a_withdrawn_chunk_is_not_found_and_not_read() -> None:
+def test_a_retracted_chunk_is_not_found_and_not_read() -> None:
     pair = Pair()
     pair.put("a", 64, b"hello")
     entry = pair.found("a")

@@ -1,4 +1,4 @@
-"""The memory that client and node share in a desk: records, numbers, uses."""
+"""The memory that client and node share in a write buffer: records, numbers, uses."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_writer_waits_for_a_node_that_is_behind() -> None:
     assert not writer.fits(1 << 16)
 
 
-def test_a_use_that_begins_when_the_desk_is_closed_counts_as_ended() -> None:
+def test_a_use_that_begins_when_the_buffer_is_closed_counts_as_ended() -> None:
     memory = memoryview(bytearray(1 << 20))
     place = BufferPlace(0, 4096, 4, 8192, 1 << 16)
     reader, writer = BufferReader(memory, place), BufferWriter(memory, place)
@@ -136,7 +136,7 @@ def test_who_has_left_does_not_touch_the_head_again() -> None:
     first_reader, first = BufferReader(memory, place), BufferWriter(memory, place)
     first.leave()
     assert first_reader.left
-    reader, writer = BufferReader(memory, place), BufferWriter(memory, place)  # the head is given to the next desk
+    reader, writer = BufferReader(memory, place), BufferWriter(memory, place)  # the head is given to the next buffer
     del first
     assert not reader.left, "only its own client may say so"
     del writer

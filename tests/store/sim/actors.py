@@ -2,7 +2,7 @@
 
 What is not simulated as it is: registration (its gRPC carrier is replaced by a call with the network's delay) and the
 bytes of large values (copied into the owner's memory after a delay, admitted by the owner's access table). A client on
-a node's host has its memory at hand: it reads the index and writes into desks as if it had mapped it; the end of its
+a node's host has its memory at hand: it reads the index and writes into buffers as if it had mapped it; the end of its
 process is told by the world.
 """
 
@@ -60,7 +60,7 @@ REGISTER_TTL_S = 3.0
 
 
 class _Server(asyncio.Protocol):
-    """What the door does for the fast lane: takes the preamble off, then hands the connection over."""
+    """What the port mux does for the fast lane: takes the preamble off, then hands the connection over."""
 
     def __init__(self, service: FastService) -> None:
         self._peer = Peer(pid=None, is_unix=False, name="simulated")

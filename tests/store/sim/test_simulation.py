@@ -59,9 +59,9 @@ def test_a_seed_gives_one_life() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", [_CALM, _MURDEROUS, _CALM_MANY], ids=["calm", "murderous", "many"])
-def test_puts_at_desks(plan: Plan) -> None:
+def test_puts_at_buffers(plan: Plan) -> None:
     for seed in range(4):
-        assert World(seed, plan).run()["put at desks"] > 20
+        assert World(seed, plan).run()["put in buffers"] > 20
 
 
 @pytest.mark.slow
@@ -71,8 +71,8 @@ def test_streamed_puts() -> None:
 
 
 @pytest.mark.slow
-def test_what_dying_clients_have_proclaimed_is_withdrawn() -> None:
-    assert sum(World(seed, _DYING).run()["withdrawn"] for seed in range(6)) > 0
+def test_what_dying_clients_have_committed_is_retracted() -> None:
+    assert sum(World(seed, _DYING).run()["retracted"] for seed in range(6)) > 0
 
 
 @pytest.mark.slow
@@ -138,7 +138,7 @@ def _is_never_incomplete(original: Any) -> property:
     return property(lambda self: True)  # a new master believes that it knows all
 
 
-def _answers_without_looking_at_desks(original: Any) -> Any:
+def _answers_without_looking_at_buffers(original: Any) -> Any:
     return lambda state, handler: handler
 
 
@@ -154,7 +154,7 @@ def _accepts_and_forgets(original: Any) -> Any:
     return lambda self, said, now_s: CommitResult.ACCEPTED
 
 
-def _publishes_without_proclaiming(original: Any) -> Any:
+def _publishes_without_committing(original: Any) -> Any:
     def commit(context: Any, deadline: Any, node: Any, generation: Any, items: Any) -> Any:
         return [CommitResult.ACCEPTED] * len(items)
         yield
@@ -177,7 +177,7 @@ def _keeps_pending_commits_for_ever(original: Any) -> Any:
     return lambda self, now_s: []
 
 
-def _forgets_the_rest_of_a_desk(original: Any) -> Any:
+def _forgets_the_rest_of_a_buffer(original: Any) -> Any:
     def free(self: WriteBuffers, buffer: Any) -> None:
         buffer.taken[-1:] = []  # what became a chunk last is freed with the rest
         original(self, buffer)
@@ -195,14 +195,14 @@ MUTATIONS = [
     (OffsetAllocator, "free", _hands_out_too_much, _CROWDED),
     (Directory, "_bury", _lets_removed_chunks_return, _LONELY),
     (Rebuild, "is_ready", _is_never_incomplete, _REBORN),
-    (service, "after_drain", _answers_without_looking_at_desks, _TIDY),
+    (service, "after_drain", _answers_without_looking_at_buffers, _TIDY),
     (messages, "commit_result", _publishes_what_was_refused, _CALM),
-    (carriers, "commit_by_client", _publishes_without_proclaiming, _CALM),
+    (carriers, "commit_by_client", _publishes_without_committing, _CALM),
     (IncomingPuts, "begin", _frees_what_is_still_coming, _STREAMING),
-    (Directory, "proclaim", _accepts_and_forgets, _CALM_REMOTE),
+    (Directory, "commit_by_client", _accepts_and_forgets, _CALM_REMOTE),
     (messages, "commit_results", _publishes_all_that_was_refused, _CALM_MANY),
     (PendingCommits, "expired", _keeps_pending_commits_for_ever, _MURDEROUS),
-    (WriteBuffers, "_free_range", _forgets_the_rest_of_a_desk, _MURDEROUS),
+    (WriteBuffers, "_free_range", _forgets_the_rest_of_a_buffer, _MURDEROUS),
     (get, "LATE_S", _does_not_ask_again, _WAITING),
 ]
 

@@ -363,8 +363,8 @@ class World:
         await asyncio.sleep(CONVERGE_S)
         self._raise()
         self.check()
-        self.counts["put at desks"] = sum(node.state.buffers.num_taken for node in self.nodes.values())
-        self.counts["withdrawn"] = self.master.core.directory.pending_commits.num_retracted
+        self.counts["put in buffers"] = sum(node.state.buffers.num_taken for node in self.nodes.values())
+        self.counts["retracted"] = self.master.core.directory.pending_commits.num_retracted
         self.counts["bytes streamed"] = sum(node.traffic.bytes_written["stream"] for node in self.nodes.values())
         directory = self.master.core.directory
         assert directory.rebuild.is_ready, "the directory is not complete"

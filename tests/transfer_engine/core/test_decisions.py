@@ -29,7 +29,7 @@ from tanghulu.transfer_engine.core.segment import Endpoint
 from tanghulu.transfer_engine.core.slices import Opcode, Slice, SliceEvent, SliceState, cut
 
 RULE = PauseRule(after_errors=2, pause_s=1.0, pause_max_s=4.0)
-SHM = Path(Endpoint("shm", "/door"), "", 0, 0)
+SHM = Path(Endpoint("shm", "/listener"), "", 0, 0)
 FIRST, SECOND = (Path(Endpoint("tcp", "a:1"), "", stream, 1) for stream in range(2))
 LIMITS = BatchLimits(
     {"shm": TransportLimits(1000, 4000, 8), "tcp": TransportLimits(100, 250, 2)}, retries_max=2, slice_deadline_s=5.0
@@ -246,7 +246,7 @@ class TestRun:
         assert [type(error) for error in run.errors()] == [DeadlineExceeded, DeadlineExceeded]
         assert run.give_up(DeadlineExceeded("late"), 2.0) == []
 
-    def test_a_request_that_failed_at_the_door(self):
+    def test_a_request_that_failed_at_the_listener(self):
         run = BatchState([GONE], LIMITS)
         assert run.finished
         assert run.errors() == [GONE]

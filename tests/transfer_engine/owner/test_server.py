@@ -1,4 +1,4 @@
-"""The owner's side by itself: bytes on the wire, the door, bounds and stalls; on both event loops."""
+"""The owner's side by itself: bytes on the wire, the listener, bounds and stalls; on both event loops."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Bench:
 @pytest.fixture
 async def bench(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
     segment = MemorySegment.create("s", 1 << 20)
-    listen = ListenOptions(transports=("shm", "tcp"), host="127.0.0.1", unix_path=str(tmp_path / "door"))
+    listen = ListenOptions(transports=("shm", "tcp"), host="127.0.0.1", unix_path=str(tmp_path / "listener"))
     limits = ServerLimits(max_connections=3, stall_timeout_s=getattr(request, "param", 10.0))
     server = SegmentServer(segment, None, generation=3, host_id="h", listen=listen, limits=limits)
     await server.start()
@@ -86,7 +86,7 @@ async def bench(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator
     await server.close()
     server.check()
     segment.close()
-    assert not (tmp_path / "door").exists()
+    assert not (tmp_path / "listener").exists()
 
 
 async def test_refused_requests_keep_the_connection(bench: Bench):
@@ -158,12 +158,12 @@ async def test_a_stall_inside_a_slice_is_cut_and_an_idle_connection_is_not(bench
     assert await idle.reply() == (4, b"half")
 
 
-async def test_the_door_is_private(bench: Bench):
+async def test_the_listener_is_private(bench: Bench):
     path = bench.server.descriptor().endpoints_of("shm")[0].address
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
 
 
-async def test_the_door_s_bounds(bench: Bench):
+async def test_the_listener_s_bounds(bench: Bench):
     path = bench.server.descriptor().endpoints_of("shm")[0].address
     reader, writer = await asyncio.open_unix_connection(path)
     writer.write(b"nonsense" * 20)
@@ -172,7 +172,7 @@ async def test_the_door_s_bounds(bench: Bench):
     assert await peer.gone()
 
 
-async def test_a_living_owner_s_door_is_not_taken(bench: Bench):
+async def test_a_living_owner_s_listener_is_not_taken(bench: Bench):
     path = bench.server.descriptor().endpoints_of("shm")[0].address
     second = MemorySegment.create("s", 10)
     listen = ListenOptions(transports=("shm", "tcp"), host="127.0.0.1", unix_path=path)
@@ -247,7 +247,7 @@ def test_errors_survive_the_wire():
 
 def test_a_dead_owner_s_socket_file_is_replaced(tmp_path: Path):
     with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(str(tmp_path / "door"))
+        dead.bind(str(tmp_path / "listener"))
     with SegmentProcess(folder=tmp_path) as owner, TransferEngine(host_id=HOST_ID) as engine:
         assert engine.open_segment(owner.descriptor).transport == "shm"
 

@@ -62,7 +62,7 @@ class SimNetwork:
         self.may_taint: Callable[[memoryview], bool] = lambda into: False
         self.cut_links: set[tuple[str, str]] = set()  # (host, device) that are partitioned from everybody
         self.stalled: set[str] = set()  # addresses whose process does not run
-        self.doors: dict[str, TcpAdmission] = {}
+        self.ports: dict[str, TcpAdmission] = {}
         self.transports: dict[str, list[SimTransport]] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
@@ -110,14 +110,14 @@ class SimNetwork:
 
     # --- hosts
 
-    def listen(self, address: str, door: TcpAdmission) -> None:
+    def listen(self, address: str, listener: TcpAdmission) -> None:
         """A process answers at ``address`` from now on."""
-        self.doors[address] = door
+        self.ports[address] = listener
         self.transports[address] = []
 
     def crash(self, address: str, *, silently: bool) -> None:
         """The process at ``address`` is gone with its connections; ``silently``: its peers are not told."""
-        del self.doors[address]
+        del self.ports[address]
         for transport in self.transports.pop(address):
             transport.die(tell=not silently)
 
@@ -276,8 +276,8 @@ class SimSocket:
 
     def _arrived_first(self, address: str, data: bytes | None) -> None:
         """The request to connect reached the peer's machine."""
-        door = self._network.doors.get(address)
-        if door is None:
+        listener = self._network.ports.get(address)
+        if listener is None:
             self._network.later(self._network.delay_s(), self.reset)
             return
         if data is None:
@@ -285,7 +285,7 @@ class SimSocket:
         transport = self._transport = SimTransport(self._network, self, address)
         self._network.transports[address].append(transport)
         self._network.later(self._network.delay_s(), self._connect)
-        transport.serve(TcpConnection(door))
+        transport.serve(TcpConnection(listener))
 
     def _connect(self) -> None:
         self._connected = True

@@ -76,7 +76,7 @@ class Wires:
         self.network.after_event = after
 
     def crash(self, *, silently: bool = False) -> None:
-        if ADDRESS in self.network.doors:
+        if ADDRESS in self.network.ports:
             self.network.crash(ADDRESS, silently=silently)
 
     def close(self) -> None:

@@ -92,7 +92,7 @@ class World:
                 client.close()
 
     def _operate(self) -> None:
-        """The waiting client does one operation, through the doors that callers use."""
+        """The waiting client does one operation, through the ports that callers use."""
         up = [node for node in self.nodes if node.up]
         if not up:
             return

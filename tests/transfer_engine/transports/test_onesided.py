@@ -1,4 +1,4 @@
-"""What rdma and ucx have in common, from the link to the owner's door, over ends that any machine has.
+"""What rdma and ucx have in common, from the link to the owner's listener, over ends that any machine has.
 
 Owner and client are in one process here, and a far end is a promise not to copy after it was closed. It stands where
 rdma's queue pairs do, so everything but the devices is the production code.

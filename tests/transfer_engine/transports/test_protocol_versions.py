@@ -71,11 +71,11 @@ def names(text: str, client: int, owner: int) -> bool:
 
 
 class Owner:
-    """A real server with the doors that it can have here, and rdma's without a device."""
+    """A real server with the ports that it can have here, and rdma's without a device."""
 
     def __init__(self, folder: FilePath) -> None:
         self.segment = MemorySegment.create(SEGMENT, 1 << 16)
-        listen = ListenOptions(transports=("shm", "ucx", "tcp"), host="127.0.0.1", unix_path=str(folder / "door"))
+        listen = ListenOptions(transports=("shm", "ucx", "tcp"), host="127.0.0.1", unix_path=str(folder / "listener"))
         self.server = SegmentServer(
             self.segment, None, generation=3, host_id="h", listen=listen, limits=ServerLimits(stall_timeout_s=0.05)
         )
@@ -83,7 +83,7 @@ class Owner:
 
     async def start(self) -> None:
         await self.server.start()
-        door = OneSidedListener(
+        listener = OneSidedListener(
             RdmaEnds(self.segment, ()),
             ServeContext(
                 segment=self.segment, access=None, generation=3, admission=self.reception, limits=ServerLimits(),
@@ -91,7 +91,7 @@ class Owner:
             ),
         )  # fmt: skip
         loop = asyncio.get_running_loop()
-        self._rdma = await loop.create_server(lambda: OneSidedServerConnection(door), "127.0.0.1", 0)
+        self._rdma = await loop.create_server(lambda: OneSidedServerConnection(listener), "127.0.0.1", 0)
 
     @property
     def reception(self) -> PeerAdmission:
@@ -116,20 +116,20 @@ class Owner:
 
 
 @pytest.fixture
-async def doors(tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Owner]:
+async def ports(tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Owner]:
     monkeypatch.setattr(ucx_server, "probe", lambda: "")
-    doors = Owner(tmp_path)
-    await doors.start()
-    yield doors
-    await doors.close()
+    ports = Owner(tmp_path)
+    await ports.start()
+    yield ports
+    await ports.close()
 
 
 @pytest.mark.parametrize("transport", HELLOS)
 @pytest.mark.parametrize("length", [5, 11, 4096])
-async def test_an_owner_says_which_versions_meet(doors: Owner, transport: str, length: int):
+async def test_an_owner_says_which_versions_meet(ports: Owner, transport: str, length: int):
     """Also one whose hello is shorter or longer than ours, and who says more before it has heard the answer."""
     ours = VERSIONS[transport]
-    reader, writer = await doors.knock(transport)
+    reader, writer = await ports.knock(transport)
     writer.write(of_version(HELLOS[transport], ours + 3).ljust(length, b"\x01")[:length])
     async with asyncio.timeout(30):
         answer = await reader.read()  # to its end
@@ -145,29 +145,29 @@ async def test_an_owner_says_which_versions_meet(doors: Owner, transport: str, l
 
 
 @pytest.mark.parametrize("transport", ["tcp", "rdma", "ucx"])
-async def test_who_does_not_hang_up_is_hung_up_on(doors: Owner, transport: str, monkeypatch: pytest.MonkeyPatch):
-    gone, forget = asyncio.Event(), doors.reception.closed
+async def test_who_does_not_hang_up_is_hung_up_on(ports: Owner, transport: str, monkeypatch: pytest.MonkeyPatch):
+    gone, forget = asyncio.Event(), ports.reception.closed
 
     def closed(connection: Any) -> None:
         forget(connection)
         gone.set()
 
-    monkeypatch.setattr(doors.reception, "closed", closed)
-    reader, writer = await doors.knock(transport)
+    monkeypatch.setattr(ports.reception, "closed", closed)
+    reader, writer = await ports.knock(transport)
     writer.write(of_version(HELLOS[transport], 99))
     async with asyncio.timeout(30):
         await reader.read()
         await gone.wait()
-    assert not doors.reception.connections
+    assert not ports.reception.connections
     writer.close()
     with contextlib.suppress(ConnectionResetError, BrokenPipeError):
         await writer.wait_closed()
 
 
 @pytest.mark.parametrize("transport", ["tcp", "ucx"])
-async def test_a_version_that_changes_on_the_way_is_nonsense(doors: Owner, transport: str, monkeypatch: Any):
+async def test_a_version_that_changes_on_the_way_is_nonsense(ports: Owner, transport: str, monkeypatch: Any):
     monkeypatch.setattr(ucx_server, "Agent", lambda name, serves: StillAgent())
-    reader, writer = await doors.knock(transport)
+    reader, writer = await ports.knock(transport)
     writer.write(HELLOS[transport])
     async with asyncio.timeout(30):
         await reader.readexactly(HEADS[transport])
@@ -202,9 +202,9 @@ def foreign_owner(transport: str, folder: FilePath, answer: bytes) -> Iterator[S
     """Takes what clients say and answers each with ``answer``; keeps their connections open."""
     if transport == "shm":
         listener = socket.socket(socket.AF_UNIX)
-        listener.bind(str(folder / "door"))
+        listener.bind(str(folder / "listener"))
         listener.listen()
-        address = str(folder / "door")
+        address = str(folder / "listener")
     else:
         listener = socket.create_server(("127.0.0.1", 0))
         address = str(Address(*listener.getsockname()))

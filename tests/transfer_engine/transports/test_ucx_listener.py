@@ -1,4 +1,4 @@
-"""The owner's door of ucx and its wire, with agents that move nothing: runs where NIXL is not installed, too."""
+"""The owner's listener of ucx and its wire, with agents that move nothing: runs where NIXL is not installed, too."""
 
 from __future__ import annotations
 

@@ -228,15 +228,15 @@ class Holder:
         offered = SegmentServer(
             self._segment, access, generation=1, host_id="here", listen=listen, on_freed=self.server.on_freed
         )
-        door = PortMux(service, self._run_dir, "worker")
-        self.address = await door.bind("127.0.0.1", 0)
+        port_mux = PortMux(service, self._run_dir, "worker")
+        self.address = await port_mux.bind("127.0.0.1", 0)
         await offered.start()
         self.server.serve(service, offered.descriptor())
-        await door.open()
+        await port_mux.open()
         try:
             yield
         finally:
-            await door.close()
+            await port_mux.close()
             await offered.close()
             self._segment.close()
 

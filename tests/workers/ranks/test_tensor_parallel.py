@@ -236,15 +236,15 @@ async def _peer(layout: KvLayout, name: Fingerprint, run_dir: Path) -> AsyncIter
     listen = ListenOptions(transports=("shm", "tcp"), host="127.0.0.1", unix_path=str(run_dir / "kv.sock"))
     offered = SegmentServer(segment, access, generation=1, host_id="here", listen=listen)
     service = FastService()
-    door = PortMux(service, run_dir, "worker")
-    address = await door.bind("127.0.0.1", 0)
+    port_mux = PortMux(service, run_dir, "worker")
+    address = await port_mux.bind("127.0.0.1", 0)
     await offered.start()
     server.serve(service, offered.descriptor())
-    await door.open()
+    await port_mux.open()
     try:
         yield PeerExport(f"{address}|", "1", 8)
     finally:
-        await door.close()
+        await port_mux.close()
         await offered.close()
 
 
