@@ -36,7 +36,10 @@ from tanghulu.store.protocol.types import NewChunk
 from tanghulu.types import Address, ChunkKey
 from tests.store.cluster import Cluster, Process, eventually
 
-METHODS: dict[int, type[Any]] = {method.number: method.request for method in (HELLO, *methods.METHODS)}
+#: Without DRAIN: a node that was told to drain rightly takes nothing any more.
+METHODS: dict[int, type[Any]] = {
+    method.number: method.request for method in (HELLO, *methods.METHODS) if method is not methods.DRAIN
+}
 GRPC: dict[str, type[Message]] = {
     "/tanghulu.v1.StoreNode/Put": store_pb2.PutRequest,
     "/tanghulu.v1.StoreNode/Get": store_pb2.GetRequest,
