@@ -120,10 +120,10 @@ class CopyPlanner:
         """Take what concerns copies, after the directory has taken its part; returns the orders for the node."""
         node_id = announcement.node_id
         self._wanted.update(announcement.replicated)
-        for key in announcement.removed:
+        for key, _ in announcement.removed:
             if not self.orders.was_told_to_drop(node_id, key):
                 self._let_go(key)
-        for key in announcement.deleted:
+        for key, _ in announcement.deleted:
             self._wanted.pop(key, None)
             self.orders.was_told_to_drop(node_id, key)
         self._drop_removed()
