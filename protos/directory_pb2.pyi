@@ -23,22 +23,20 @@ class ChunkEntry(_message.Message):
     def __init__(self, key: _Optional[str] = ..., version: _Optional[int] = ..., size_bytes: _Optional[int] = ..., tier: _Optional[_Union[_common_pb2.Tier, str]] = ..., unconfirmed: _Optional[bool] = ...) -> None: ...
 
 class ReportPiece(_message.Message):
-    __slots__ = ("report_id", "number", "next_slot", "keys", "versions", "sizes", "cold")
-    REPORT_ID_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("number", "next_slot", "keys", "versions", "sizes", "cold")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     NEXT_SLOT_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     SIZES_FIELD_NUMBER: _ClassVar[int]
     COLD_FIELD_NUMBER: _ClassVar[int]
-    report_id: int
     number: int
     next_slot: int
     keys: _containers.RepeatedScalarFieldContainer[str]
     versions: _containers.RepeatedScalarFieldContainer[int]
     sizes: _containers.RepeatedScalarFieldContainer[int]
     cold: bytes
-    def __init__(self, report_id: _Optional[int] = ..., number: _Optional[int] = ..., next_slot: _Optional[int] = ..., keys: _Optional[_Iterable[str]] = ..., versions: _Optional[_Iterable[int]] = ..., sizes: _Optional[_Iterable[int]] = ..., cold: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., next_slot: _Optional[int] = ..., keys: _Optional[_Iterable[str]] = ..., versions: _Optional[_Iterable[int]] = ..., sizes: _Optional[_Iterable[int]] = ..., cold: _Optional[bytes] = ...) -> None: ...
 
 class CopyOrder(_message.Message):
     __slots__ = ("key", "version", "size_bytes", "source")
@@ -89,7 +87,7 @@ class HotKey(_message.Message):
     def __init__(self, key: _Optional[str] = ..., num_gets: _Optional[int] = ...) -> None: ...
 
 class AnnounceRequest(_message.Message):
-    __slots__ = ("node_id", "generation", "added", "removed", "report", "capacity_bytes", "used_bytes", "deleted", "ssd_capacity_bytes", "ssd_used_bytes", "term", "term_of", "news", "tenants", "withdrawn", "piece", "wants_to_report", "removed_versions", "deleted_versions")
+    __slots__ = ("node_id", "generation", "added", "removed", "report", "capacity_bytes", "used_bytes", "deleted", "ssd_capacity_bytes", "ssd_used_bytes", "term", "term_of", "news", "tenants", "withdrawn", "report_id", "piece", "removed_versions", "deleted_versions")
     class Report(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         NONE: _ClassVar[AnnounceRequest.Report]
@@ -115,8 +113,8 @@ class AnnounceRequest(_message.Message):
     NEWS_FIELD_NUMBER: _ClassVar[int]
     TENANTS_FIELD_NUMBER: _ClassVar[int]
     WITHDRAWN_FIELD_NUMBER: _ClassVar[int]
+    REPORT_ID_FIELD_NUMBER: _ClassVar[int]
     PIECE_FIELD_NUMBER: _ClassVar[int]
-    WANTS_TO_REPORT_FIELD_NUMBER: _ClassVar[int]
     REMOVED_VERSIONS_FIELD_NUMBER: _ClassVar[int]
     DELETED_VERSIONS_FIELD_NUMBER: _ClassVar[int]
     node_id: str
@@ -134,11 +132,11 @@ class AnnounceRequest(_message.Message):
     news: CopyNews
     tenants: _containers.RepeatedCompositeFieldContainer[TenantBytes]
     withdrawn: _containers.RepeatedCompositeFieldContainer[Withdrawal]
+    report_id: int
     piece: ReportPiece
-    wants_to_report: bool
     removed_versions: _containers.RepeatedScalarFieldContainer[int]
     deleted_versions: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, node_id: _Optional[str] = ..., generation: _Optional[int] = ..., added: _Optional[_Iterable[_Union[ChunkEntry, _Mapping]]] = ..., removed: _Optional[_Iterable[str]] = ..., report: _Optional[_Union[AnnounceRequest.Report, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., deleted: _Optional[_Iterable[str]] = ..., ssd_capacity_bytes: _Optional[int] = ..., ssd_used_bytes: _Optional[int] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ..., news: _Optional[_Union[CopyNews, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantBytes, _Mapping]]] = ..., withdrawn: _Optional[_Iterable[_Union[Withdrawal, _Mapping]]] = ..., piece: _Optional[_Union[ReportPiece, _Mapping]] = ..., wants_to_report: _Optional[bool] = ..., removed_versions: _Optional[_Iterable[int]] = ..., deleted_versions: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, node_id: _Optional[str] = ..., generation: _Optional[int] = ..., added: _Optional[_Iterable[_Union[ChunkEntry, _Mapping]]] = ..., removed: _Optional[_Iterable[str]] = ..., report: _Optional[_Union[AnnounceRequest.Report, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., deleted: _Optional[_Iterable[str]] = ..., ssd_capacity_bytes: _Optional[int] = ..., ssd_used_bytes: _Optional[int] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ..., news: _Optional[_Union[CopyNews, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantBytes, _Mapping]]] = ..., withdrawn: _Optional[_Iterable[_Union[Withdrawal, _Mapping]]] = ..., report_id: _Optional[int] = ..., piece: _Optional[_Union[ReportPiece, _Mapping]] = ..., removed_versions: _Optional[_Iterable[int]] = ..., deleted_versions: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Withdrawal(_message.Message):
     __slots__ = ("key", "version")

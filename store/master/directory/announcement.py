@@ -24,11 +24,10 @@ class ChunkEntry(NamedTuple):
 class ReportPiece:
     """A piece of a node's report of all that it holds, slot by slot (see ``key_slots``).
 
-    The pieces of one ``report_id`` are numbered from 0; with this piece all slots below ``next_slot`` have been told.
-    The same piece may come again. ``entries`` are (key, version, size in bytes, whether it is cold) of confirmed chunks.
+    The pieces of one report are numbered from 0; with this piece all slots below ``next_slot`` have been told.
+    The same piece may come again. ``entries`` are (key, version, size in bytes, is it cold) of confirmed chunks.
     """
 
-    report_id: int
     number: int
     next_slot: int
     entries: Sequence[tuple[str, int, int, int]] = ()
@@ -60,7 +59,7 @@ class StaleHolder(NamedTuple):
 class NodeAnnouncement:
     """The chunks that a node holds now or no longer; ``deleted`` is ``removed``, and the version must not come back.
 
-    ``piece`` is a piece of a report; ``wants_to_report``: more of it follows, or its first piece.
+    ``report_id`` is of the report that is under way, 0 if none is, and ``piece`` a piece of it.
     ``capacity_bytes`` 0 says nothing of capacity and use. The next four are for the copy planner: wanted replicas of
     added chunks that want several, whether a draining node has nothing under way, the most-read keys with the number of
     gets, and ordered copies that failed. ``retracted``: puts that failed, even if their clients committed them.
@@ -71,8 +70,8 @@ class NodeAnnouncement:
     added: Sequence[ChunkEntry] = ()
     removed: Sequence[Removal] = ()
     deleted: Sequence[Removal] = ()
+    report_id: int = 0
     piece: ReportPiece | None = None
-    wants_to_report: bool = False
     capacity_bytes: int = 0
     used_bytes: int = 0
     ssd_capacity_bytes: int = 0

@@ -14,9 +14,9 @@ Rules of an announcement, which comes from a registered node and carries its gen
 - a deleted version leaves a tombstone: a node that was cut off and comes back with it gets accepted=False;
 - what a client has committed (see pending_commits) counts as announced till its node speaks; others ask again till
   then. The node retracts that version only, and only while its commit is pending;
-- a report comes slot by slot in numbered pieces. Its first piece opens a new inventory, into which all later pieces and
-  announcements go, and when the last slot is told, what only older inventories hold is gone; until then nothing is
-  forgotten. A piece may come twice. One that continues a report which this directory does not know proves nothing: the
+- a report has a number, and comes slot by slot in numbered pieces. The first announcement with its number opens a new
+  inventory, into which its pieces and all later announcements go, and when the last slot is told, what only older
+  inventories hold is gone; until then nothing is forgotten. A piece may come twice. One that continues a report which this directory does not know proves nothing: the
   node is asked to begin again.
 """
 
@@ -193,7 +193,9 @@ class Directory:
             node.ssd_capacity_bytes, node.ssd_used_bytes = announcement.ssd_capacity_bytes, announcement.ssd_used_bytes
         changes: dict[str, bool] = {}  # key -> whether followers must now think that the node holds it
         self._take_out(announcement, changes)
-        piece = announcement.piece
+        report_id, piece = announcement.report_id, announcement.piece
+        if report_id and report_id != node.report_id:
+            self._begin_report(node, report_id)
         is_broken = piece is not None and not self._continues(node, piece)
         accepted: list[bool] = []
         undecided: list[int] = []
@@ -204,8 +206,8 @@ class Directory:
                 undecided.append(index)
         refused = self._take_piece(node, piece, changes) if piece is not None and not is_broken else []
         self._log_changes(announcement.node_id, changes)
-        report_keys = self._grants.ask(announcement.node_id, now_s) if announcement.wants_to_report else 0
-        is_silent = not node.reported and piece is None and not announcement.wants_to_report
+        report_keys = self._grants.ask(announcement.node_id, now_s) if report_id and not node.reported else 0
+        is_silent = not node.reported and not report_id
         return Announced(accepted, is_broken or is_silent, undecided, refused, report_keys)
 
     def _speaker(self, announcement: NodeAnnouncement) -> NodeRecord:
@@ -272,14 +274,15 @@ class Directory:
 
     # --- reports
 
+    def _begin_report(self, node: NodeRecord, report_id: int) -> None:
+        node.report_id, node.report_number, node.num_told_slots, node.reported = report_id, -1, 0, False
+        node.inventories.append(self._table.open_inventory(node.instance.id))
+
     def _continues(self, node: NodeRecord, piece: ReportPiece) -> bool:
-        """Whether ``piece`` begins a report, is the next one of the node's report, or its last one again."""
-        if piece.number == 0 and not (piece.report_id == node.report_id and node.report_number == 0):
-            node.report_id, node.num_told_slots, node.reported = piece.report_id, 0, False
-            node.inventories.append(self._table.open_inventory(node.instance.id))
-        elif piece.report_id != node.report_id or piece.number not in (node.report_number, node.report_number + 1):
+        """Whether ``piece`` is the next one of the node's report, or the last one again."""
+        if not node.report_id or piece.number not in (node.report_number, node.report_number + 1):
             return False
-        node.report_number = piece.number
+        node.report_number = max(piece.number, 0)
         return True
 
     def _take_piece(self, node: NodeRecord, piece: ReportPiece, changes: dict[str, bool]) -> list[int]:
@@ -311,7 +314,10 @@ class Directory:
         self._grants.end(node.instance.id)
 
     def _count_slots(self) -> None:
+        was_ready = self.rebuild.is_ready
         self.rebuild.told((node_id, node.told_slots) for node_id, node in self._nodes.items())
+        if self.rebuild.is_ready and not was_ready:
+            self._log(DirectoryEventKind.RESET, "")  # the first event: a follower names the last one that it has
 
     # --- commits of clients
 

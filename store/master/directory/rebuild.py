@@ -7,8 +7,8 @@ left. Time alone makes no slot known.
 Which nodes belong to the cluster is the first question. A master that was elected is told by etcd. Any other cannot
 know it: a first start and a restart look alike until somebody renews a lease that this master never gave. Then there
 was a predecessor, and more of its nodes may come at any moment, each within a lease, since it notices when it renews.
-After that time a node that has not come has no lease any more: it has left. The first to come may be a node as new as the
-master, with nothing in it; so for ``ALONE_S`` no node is taken for the only one.
+After that time a node that has not come has no lease any more: it has left. The first to come may be a node as new as
+the master, with nothing in it; so for ``ALONE_S`` no node is taken for the only one.
 
     FRESH -- ALONE_S without a sign of a predecessor --> COUNTED
       |                                                    |

@@ -30,12 +30,13 @@ MAX_KEYS_PER_CALL = 1 << 16
 DEFAULT_LIST_LIMIT = 1000
 MAX_LIST_LIMIT = 10_000
 
-#: What BEGIN, PIECE and END of a node of protocol 4 mean: an empty first piece, the same again, and the last one.
+#: What BEGIN, PIECE and END of a node of protocol 4 mean: an empty first piece, the same again, and all that is left.
 _OLD_REPORTS = {
-    pb.AnnounceRequest.BEGIN: ReportPiece(0, 0, 0),
-    pb.AnnounceRequest.PIECE: ReportPiece(0, 0, 0),
-    pb.AnnounceRequest.END: ReportPiece(0, 1, NUM_SLOTS),
+    pb.AnnounceRequest.BEGIN: ReportPiece(0, 0),
+    pb.AnnounceRequest.PIECE: ReportPiece(0, 0),
+    pb.AnnounceRequest.END: ReportPiece(1, NUM_SLOTS),
 }
+_OLD_REPORT_ID = 1
 _KINDS = {
     DirectoryEventKind.STORED: pb.DirectoryEvent.STORED,
     DirectoryEventKind.REMOVED: pb.DirectoryEvent.REMOVED,
@@ -56,7 +57,7 @@ def announcement_from_wire(request: pb.AnnounceRequest) -> NodeAnnouncement:
         deleted=_removals(request.deleted, request.deleted_versions),
         retracted=[Retraction(each.key, each.version) for each in request.withdrawn],
         piece=_piece(request),
-        wants_to_report=request.wants_to_report,
+        report_id=request.report_id or (_OLD_REPORT_ID if request.report else 0),
         capacity_bytes=request.capacity_bytes,
         used_bytes=request.used_bytes,
         ssd_capacity_bytes=request.ssd_capacity_bytes,
@@ -92,7 +93,7 @@ def _piece(request: pb.AnnounceRequest) -> ReportPiece | None:
     if keys and max(piece.sizes) > MAX_VALUE_BYTES:
         raise InvalidRequest(f"a report names a chunk of {max(piece.sizes)} bytes, more than {MAX_VALUE_BYTES}")
     entries = list(zip(keys, piece.versions, piece.sizes, cold, strict=True))
-    return ReportPiece(piece.report_id, piece.number, piece.next_slot, entries)
+    return ReportPiece(piece.number, piece.next_slot, entries)
 
 
 def _entry(chunk: pb.ChunkEntry) -> ChunkEntry:

@@ -249,7 +249,7 @@ class Reporter:
             removed_versions=[version for _, version in message.removed],
             deleted=[key for key, _ in message.deleted],
             deleted_versions=[version for _, version in message.deleted],
-            wants_to_report=message.wants_to_report,
+            report_id=message.report_id,
             capacity_bytes=self._state.capacity_bytes,
             used_bytes=self._state.used_bytes,
             ssd_capacity_bytes=self._state.tier.capacity_bytes,
@@ -268,7 +268,7 @@ class Reporter:
             if chunk.replicas > 1:
                 request.news.replicated.add(key=chunk.key, replicas=chunk.replicas)
         if message.piece is not None:
-            _add_piece(request, message.report_id, message.piece)
+            _add_piece(request, message.piece)
         self._add_news(request)
         try:
             self._connection.send(ANNOUNCE.number, request, ANNOUNCE.reply, self._replied)
@@ -320,21 +320,25 @@ class Reporter:
         if self._broken is not None and not self._broken.done():
             self._broken.set_exception(error)
 
+    def _decided(self, message: ReportMessage, reply: directory_pb2.AnnounceReply) -> None:
+        """Take the master's decisions on chunks."""
+        undecided = set(reply.undecided)
+        for index, (chunk, stands) in enumerate(zip(message.added, reply.accepted, strict=True)):
+            if index in undecided:
+                self._queue.again(chunk)
+            else:
+                self._state.reported(chunk, accepted=stands)
+        for index in reply.refused:
+            if message.piece is not None and index < len(message.piece.chunks):
+                self._state.reported(message.piece.chunks[index], accepted=False)
+
     def _answered(self, message: ReportMessage, reply: directory_pb2.AnnounceReply) -> None:
         self._queue.done()
         self._queue.granted(reply.report_keys, reply.known_slots)
         if not self.connected.is_set():
             self.connected.set()
             _log.info("reporter.connected", master=str(self._master))
-        undecided = set(reply.undecided)
-        for index, (chunk, stands) in enumerate(zip(message.added, reply.accepted, strict=True)):
-            if index in undecided:
-                self._queue.again(chunk)
-                continue
-            self._state.reported(chunk, accepted=stands)
-        for index in reply.refused:
-            if message.piece is not None and index < len(message.piece.chunks):
-                self._state.reported(message.piece.chunks[index], accepted=False)
+        self._decided(message, reply)
         if self._queue.removals_told:
             for future in self._flushing:
                 if not future.done():
@@ -347,9 +351,9 @@ class Reporter:
             asyncio.get_running_loop().call_soon(self._on_change)
 
 
-def _add_piece(request: directory_pb2.AnnounceRequest, report_id: int, piece: ReportPiece) -> None:
+def _add_piece(request: directory_pb2.AnnounceRequest, piece: ReportPiece) -> None:
     told = request.piece
-    told.report_id, told.number, told.next_slot = report_id, piece.number, piece.next_slot
+    told.number, told.next_slot = piece.number, piece.next_slot
     chunks = piece.chunks
     told.keys.extend([chunk.key for chunk in chunks])
     told.versions.extend([chunk.version for chunk in chunks])

@@ -10,10 +10,10 @@ is told once: what a lost message said is left to the master's patience, since i
 put.
 
 Removals name the version, so that one that is told late does not touch a later put of the key. If a master has been
-away for so long that more than MAX_QUEUED_REMOVALS wait, they are dropped for a report, which says by silence what is gone.
+away for so long that more than MAX_QUEUED_REMOVALS wait, they are dropped for a report: what it does not name is gone.
 
-A report (everything that the node holds; see ``slot_report``) is cut into pieces that ride on the messages, one each, as
-the master grants them.
+A report (everything that the node holds; see ``slot_report``) is cut into pieces that ride on the messages, one each,
+as the master grants them.
 
 The master may not know yet whether a put is the first of its key, because not all nodes have reported. Such a put is
 parked until the master knows the slot of its key. So each chunk that waits is *unconfirmed* or not: whether a master,
@@ -33,7 +33,7 @@ from tanghulu.errors import TanghuluError
 from tanghulu.store.node.state.confirmations import Confirmations, Done
 from tanghulu.store.node.state.holdings import Holding
 from tanghulu.store.node.state.slot_report import ReportPiece, SlotReport
-from tanghulu.store.protocol.key_slots import NUM_SLOTS, slot_of
+from tanghulu.store.protocol.key_slots import slot_of
 from tanghulu.types import ChunkKey
 
 MAX_ADDED = 4096
@@ -51,7 +51,7 @@ Removal: TypeAlias = tuple[ChunkKey, int]
 class ReportMessage:
     """One message to the master; ``unconfirmed`` says of each of ``added`` whether no master has accepted it yet.
 
-    ``report_id`` is of the report that ``piece`` is a piece of; ``wants_to_report``: there is more of it.
+    ``report_id`` is of the report that is under way, if one is, and ``piece`` a piece of it.
     """
 
     added: list[Holding] = field(default_factory=list)
@@ -61,7 +61,6 @@ class ReportMessage:
     retracted: list[Removal] = field(default_factory=list)
     report_id: int = 0
     piece: ReportPiece | None = None
-    wants_to_report: bool = False
 
 
 class ReportQueue:
@@ -271,7 +270,6 @@ class ReportQueue:
             message.report_id = report.report_id
             if self._may_report:
                 message.piece = report.take(self._granted_keys)
-            message.wants_to_report = message.piece is None or message.piece.next_slot < NUM_SLOTS
         self._under_way = message
         return message
 
