@@ -16,8 +16,8 @@ Rules of an announcement, which comes from a registered node and carries its gen
   then. The node retracts that version only, and only while its commit is pending;
 - a report has a number, and comes slot by slot in numbered pieces. The first announcement with its number opens a new
   inventory, into which its pieces and all later announcements go, and when the last slot is told, what only older
-  inventories hold is gone; until then nothing is forgotten. A piece may come twice. One that continues a report which this directory does not know proves nothing: the
-  node is asked to begin again.
+  inventories hold is gone; until then nothing is forgotten. A piece may come twice. One that continues a report which
+  this directory does not know proves nothing: the node is asked to begin again.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Directory:
         expected: frozenset[str] | None = None,
     ) -> None:
         self.rebuild = Rebuild(now_s, rebuild_s, expected)
-        self._grants = ReportGrants()
+        self.grants = ReportGrants()
         self.log: EventRing[DirectoryEvent] = EventRing(log_weight)
         self._table = DirectoryTable()
         self._nodes: dict[str, NodeRecord] = {}
@@ -162,7 +162,7 @@ class Directory:
             return
         self._table.forget_owner(node_id)
         self.pending_commits.forget_node(node_id)
-        self._grants.end(node_id)
+        self.grants.end(node_id)
         self._log(DirectoryEventKind.NODE_GONE, node_id)
         self._count_slots()
 
@@ -206,7 +206,7 @@ class Directory:
                 undecided.append(index)
         refused = self._take_piece(node, piece, changes) if piece is not None and not is_broken else []
         self._log_changes(announcement.node_id, changes)
-        report_keys = self._grants.ask(announcement.node_id, now_s) if report_id and not node.reported else 0
+        report_keys = self.grants.ask(announcement.node_id, now_s) if report_id and not node.reported else 0
         is_silent = not node.reported and not report_id
         return Announced(accepted, is_broken or is_silent, undecided, refused, report_keys)
 
@@ -311,7 +311,7 @@ class Directory:
         for inventory in node.inventories[:-1]:
             self._table.kill_inventory(inventory, InventoryState.REPLACED)
         node.inventories, node.reported = node.inventories[-1:], True
-        self._grants.end(node.instance.id)
+        self.grants.end(node.instance.id)
 
     def _count_slots(self) -> None:
         was_ready = self.rebuild.is_ready
@@ -447,7 +447,7 @@ class Directory:
             assert len(node.inventories) == 1 or (not node.reported and node.inventories)
             for inventory in node.inventories:
                 assert self._table.owner(inventory) == node_id
-        self._grants.check()
+        self.grants.check()
 
     def __repr__(self) -> str:
         return f"Directory({self.rebuild.state.name}, {len(self._nodes)} nodes, {len(self._table)} keys)"

@@ -24,7 +24,8 @@ SILENT_S = 1.0
 class ReportGrants:
     """See the module; ``now_s`` is of one monotonic clock in all calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, piece_keys: int = PIECE_KEYS) -> None:
+        self.piece_keys = piece_keys
         self._granted: dict[str, float] = {}  # node id -> when it asked last
         self._waiting: OrderedDict[str, float] = OrderedDict()
 
@@ -41,7 +42,7 @@ class ReportGrants:
                 return 0
             del self._waiting[node_id]
         self._granted[node_id] = now_s
-        return PIECE_KEYS
+        return self.piece_keys
 
     def end(self, node_id: str) -> None:
         """Take note that ``node_id`` has reported all, or is gone."""
