@@ -9,16 +9,34 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ChunkEntry(_message.Message):
-    __slots__ = ("key", "version", "size_bytes", "tier")
+    __slots__ = ("key", "version", "size_bytes", "tier", "unconfirmed")
     KEY_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
+    UNCONFIRMED_FIELD_NUMBER: _ClassVar[int]
     key: str
     version: int
     size_bytes: int
     tier: _common_pb2.Tier
-    def __init__(self, key: _Optional[str] = ..., version: _Optional[int] = ..., size_bytes: _Optional[int] = ..., tier: _Optional[_Union[_common_pb2.Tier, str]] = ...) -> None: ...
+    unconfirmed: bool
+    def __init__(self, key: _Optional[str] = ..., version: _Optional[int] = ..., size_bytes: _Optional[int] = ..., tier: _Optional[_Union[_common_pb2.Tier, str]] = ..., unconfirmed: _Optional[bool] = ...) -> None: ...
+
+class ReportPiece(_message.Message):
+    __slots__ = ("number", "next_slot", "keys", "versions", "sizes", "cold")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    NEXT_SLOT_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    SIZES_FIELD_NUMBER: _ClassVar[int]
+    COLD_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    next_slot: int
+    keys: _containers.RepeatedScalarFieldContainer[str]
+    versions: _containers.RepeatedScalarFieldContainer[int]
+    sizes: _containers.RepeatedScalarFieldContainer[int]
+    cold: bytes
+    def __init__(self, number: _Optional[int] = ..., next_slot: _Optional[int] = ..., keys: _Optional[_Iterable[str]] = ..., versions: _Optional[_Iterable[int]] = ..., sizes: _Optional[_Iterable[int]] = ..., cold: _Optional[bytes] = ...) -> None: ...
 
 class CopyOrder(_message.Message):
     __slots__ = ("key", "version", "size_bytes", "source")
@@ -69,7 +87,7 @@ class HotKey(_message.Message):
     def __init__(self, key: _Optional[str] = ..., num_gets: _Optional[int] = ...) -> None: ...
 
 class AnnounceRequest(_message.Message):
-    __slots__ = ("node_id", "generation", "added", "removed", "report", "capacity_bytes", "used_bytes", "deleted", "ssd_capacity_bytes", "ssd_used_bytes", "term", "term_of", "news", "tenants", "withdrawn")
+    __slots__ = ("node_id", "generation", "added", "removed", "report", "capacity_bytes", "used_bytes", "deleted", "ssd_capacity_bytes", "ssd_used_bytes", "term", "term_of", "news", "tenants", "withdrawn", "report_id", "piece", "removed_versions", "deleted_versions")
     class Report(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         NONE: _ClassVar[AnnounceRequest.Report]
@@ -95,6 +113,10 @@ class AnnounceRequest(_message.Message):
     NEWS_FIELD_NUMBER: _ClassVar[int]
     TENANTS_FIELD_NUMBER: _ClassVar[int]
     WITHDRAWN_FIELD_NUMBER: _ClassVar[int]
+    REPORT_ID_FIELD_NUMBER: _ClassVar[int]
+    PIECE_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    DELETED_VERSIONS_FIELD_NUMBER: _ClassVar[int]
     node_id: str
     generation: int
     added: _containers.RepeatedCompositeFieldContainer[ChunkEntry]
@@ -110,7 +132,11 @@ class AnnounceRequest(_message.Message):
     news: CopyNews
     tenants: _containers.RepeatedCompositeFieldContainer[TenantBytes]
     withdrawn: _containers.RepeatedCompositeFieldContainer[Withdrawal]
-    def __init__(self, node_id: _Optional[str] = ..., generation: _Optional[int] = ..., added: _Optional[_Iterable[_Union[ChunkEntry, _Mapping]]] = ..., removed: _Optional[_Iterable[str]] = ..., report: _Optional[_Union[AnnounceRequest.Report, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., deleted: _Optional[_Iterable[str]] = ..., ssd_capacity_bytes: _Optional[int] = ..., ssd_used_bytes: _Optional[int] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ..., news: _Optional[_Union[CopyNews, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantBytes, _Mapping]]] = ..., withdrawn: _Optional[_Iterable[_Union[Withdrawal, _Mapping]]] = ...) -> None: ...
+    report_id: int
+    piece: ReportPiece
+    removed_versions: _containers.RepeatedScalarFieldContainer[int]
+    deleted_versions: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, node_id: _Optional[str] = ..., generation: _Optional[int] = ..., added: _Optional[_Iterable[_Union[ChunkEntry, _Mapping]]] = ..., removed: _Optional[_Iterable[str]] = ..., report: _Optional[_Union[AnnounceRequest.Report, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., deleted: _Optional[_Iterable[str]] = ..., ssd_capacity_bytes: _Optional[int] = ..., ssd_used_bytes: _Optional[int] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ..., news: _Optional[_Union[CopyNews, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantBytes, _Mapping]]] = ..., withdrawn: _Optional[_Iterable[_Union[Withdrawal, _Mapping]]] = ..., report_id: _Optional[int] = ..., piece: _Optional[_Union[ReportPiece, _Mapping]] = ..., removed_versions: _Optional[_Iterable[int]] = ..., deleted_versions: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Withdrawal(_message.Message):
     __slots__ = ("key", "version")
@@ -129,7 +155,7 @@ class TenantBytes(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., num_bytes: _Optional[int] = ...) -> None: ...
 
 class AnnounceReply(_message.Message):
-    __slots__ = ("status", "accepted", "report_wanted", "term", "term_of", "copies", "drops", "sources", "undecided", "elsewhere", "num_nodes")
+    __slots__ = ("status", "accepted", "report_wanted", "term", "term_of", "copies", "drops", "sources", "undecided", "elsewhere", "num_nodes", "refused", "report_keys", "known_slots")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     REPORT_WANTED_FIELD_NUMBER: _ClassVar[int]
@@ -141,6 +167,9 @@ class AnnounceReply(_message.Message):
     UNDECIDED_FIELD_NUMBER: _ClassVar[int]
     ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
     NUM_NODES_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    REPORT_KEYS_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_SLOTS_FIELD_NUMBER: _ClassVar[int]
     status: _common_pb2.Status
     accepted: _containers.RepeatedScalarFieldContainer[bool]
     report_wanted: bool
@@ -152,7 +181,10 @@ class AnnounceReply(_message.Message):
     undecided: _containers.RepeatedScalarFieldContainer[int]
     elsewhere: _containers.RepeatedCompositeFieldContainer[TenantBytes]
     num_nodes: int
-    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., accepted: _Optional[_Iterable[bool]] = ..., report_wanted: _Optional[bool] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ..., copies: _Optional[_Iterable[_Union[CopyOrder, _Mapping]]] = ..., drops: _Optional[_Iterable[_Union[DropOrder, _Mapping]]] = ..., sources: _Optional[_Iterable[_Union[_common_pb2.Instance, _Mapping]]] = ..., undecided: _Optional[_Iterable[int]] = ..., elsewhere: _Optional[_Iterable[_Union[TenantBytes, _Mapping]]] = ..., num_nodes: _Optional[int] = ...) -> None: ...
+    refused: _containers.RepeatedScalarFieldContainer[int]
+    report_keys: int
+    known_slots: int
+    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., accepted: _Optional[_Iterable[bool]] = ..., report_wanted: _Optional[bool] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ..., copies: _Optional[_Iterable[_Union[CopyOrder, _Mapping]]] = ..., drops: _Optional[_Iterable[_Union[DropOrder, _Mapping]]] = ..., sources: _Optional[_Iterable[_Union[_common_pb2.Instance, _Mapping]]] = ..., undecided: _Optional[_Iterable[int]] = ..., elsewhere: _Optional[_Iterable[_Union[TenantBytes, _Mapping]]] = ..., num_nodes: _Optional[int] = ..., refused: _Optional[_Iterable[int]] = ..., report_keys: _Optional[int] = ..., known_slots: _Optional[int] = ...) -> None: ...
 
 class LocateRequest(_message.Message):
     __slots__ = ("keys", "count_only")

@@ -14,7 +14,7 @@ from tanghulu.discovery.leases import LeaseTable
 from tanghulu.store.master.directory.announcement import Announced, NodeAnnouncement
 from tanghulu.store.master.directory.directory import Directory
 from tanghulu.store.master.directory.events import EventRing
-from tanghulu.store.master.directory.rebuild import REBUILD_S, RebuildEvent
+from tanghulu.store.master.directory.rebuild import REBUILD_S, MembershipEvent
 from tanghulu.store.master.replication.orders import Copy, Drop
 from tanghulu.store.master.replication.planner import CopyPlanner
 from tanghulu.types import Role
@@ -101,7 +101,7 @@ class Master:
         """Renew a lease; False tells the instance to register again."""
         if not self.leases.keep_alive(instance_id, lease_id, now_s):
             if not self._knows_predecessor:
-                self.directory.rebuild.handle(RebuildEvent.STRAY_LEASE)
+                self.directory.rebuild.handle(MembershipEvent.STRAY_LEASE)
             return False
         self.directory.node_seen(instance_id, now_s)
         return True
@@ -124,8 +124,13 @@ class Master:
         self.leases.shorten(node_id, now_s + LOST_GRACE_S)
 
     def announce(self, announcement: NodeAnnouncement, now_s: float) -> Announced:
-        """Take a node's announcement (see Directory.announce); ``orders_for`` then has what the node is to do."""
-        return self.directory.announce(announcement, now_s)
+        """Take a node's announcement (see Directory.announce), which shows that the node lives.
+
+        ``orders_for`` then has what the node is to do.
+        """
+        answer = self.directory.announce(announcement, now_s)
+        self.leases.prolong(announcement.node_id, now_s)
+        return answer
 
     def orders_for(self, announcement: NodeAnnouncement, now_s: float) -> tuple[list[Copy], list[Drop]] | None:
         """The orders for the node that announced: what to copy and what to drop. None, mostly, if there is nothing."""

@@ -37,7 +37,9 @@ class MasterConfig(PortOptions, ProcessConfig):
     """The options of ``tanghulu master``."""
 
     port: int = option(7400, "port to listen on; 0 picks one")
-    rebuild_s: float = option(REBUILD_S, "longest time that a new master waits for the nodes' reports")
+    rebuild_s: float = option(
+        REBUILD_S, "time after which a node that has not come to a new master has left, in seconds: a node's lease"
+    )
     copy_rate: int = option(256 << 20, "bytes a second that copies may move through one node", size=True)
     etcd: str = option("", "elect the leader of several masters in this etcd", metavar="HOST:PORT[,HOST:PORT...]")
     election_ttl_s: float = option(3.0, "a leader that is lost is replaced after so long; etcd counts whole seconds")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from tanghulu.store.master.core import Master
-from tanghulu.store.master.directory.announcement import ReportPart
 from tanghulu.store.master.directory.waiters import WaitBoard
 from tanghulu.store.master.election.leadership import Leadership
 from tanghulu.types import Role
@@ -20,7 +19,9 @@ from tanghulu.types import Role
 class CallCounts:
     """Counts of the directory's calls, as plain numbers: adding to a Counter costs more than many a call."""
 
-    announcements: dict[ReportPart, int] = field(default_factory=lambda: dict.fromkeys(ReportPart, 0))
+    announcements: int = 0
+    report_pieces: int = 0
+    reported: int = 0
     accepted: int = 0
     client_commits: int = 0
     refused: int = 0
@@ -40,19 +41,21 @@ class _CallCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the counters of the directory's calls."""
         counts = self._counts
-        reports = {report.name.lower(): num for report, num in counts.announcements.items()}
+        announcements = {"none": counts.announcements - counts.report_pieces, "piece": counts.report_pieces}
         chunks = {
             "accepted": counts.accepted,
+            "reported": counts.reported,
             "client_commit": counts.client_commits,
             "refused": counts.refused,
             "removed": counts.removed,
             "retracted": counts.retracted,
         }
         keys = {"found": counts.found, "missing": counts.missing}
-        yield _family("announcements", "Announcements of nodes.", "report", reports)
+        yield _family("announcements", "Announcements of nodes.", "report", announcements)
         yield _family(
             "announced_chunks",
-            "Announced chunks: accepted, client_commit (by clients, ahead of their node), refused (another version was "
+            "Announced chunks: accepted, reported (in a report of all that a node holds), client_commit (by clients, "
+            "ahead of their node), refused (another version was "
             "first, or deleted), removed, retracted (committed by clients, and their put failed).",
             "outcome",
             chunks,
@@ -109,6 +112,11 @@ class MasterMetrics:
         """Show the state of ``master``; called once."""
         self._gauge("keys", "Keys in the directory.", lambda: master.directory.num_keys)
         self._gauge("nodes", "Registered store nodes.", lambda: master.directory.num_nodes)
+        self._gauge(
+            "known_slots",
+            "Slots of keys, of 1024, that all nodes have told.",
+            lambda: master.directory.rebuild.num_known_slots,
+        )
         self._gauge("rebuilding", "1 until the directory is complete.", lambda: not master.directory.rebuild.is_ready)
         self._gauge(
             "pending_commits",

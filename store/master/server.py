@@ -104,6 +104,20 @@ class MasterServer:
 
     async def run(self) -> None:
         """Tick and sweep until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._tick())
+            tasks.create_task(self._sweep())
+
+    async def _sweep(self) -> None:
+        """Clean the directory of what lost nodes held, in small steps, while everything else goes on."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            while self.master.directory.sweep(SWEEP_KEYS):
+                self.changed()
+                await asyncio.sleep(0)
+            self.changed()
+
+    async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             was_ready = self.master.directory.rebuild.is_ready
@@ -118,13 +132,9 @@ class MasterServer:
             self.changed()
             if self.leadership is not None and self.leadership.leads:
                 await self._forget_gone_nodes(self.leadership)
-            while self.master.directory.sweep(SWEEP_KEYS):
-                self.changed()
-                await asyncio.sleep(0)
-            self.changed()
 
     async def _forget_gone_nodes(self, leadership: Leadership) -> None:
         """Take nodes that are gone out of the admitted ones, once it is known which nodes are there."""
         directory = self.master.directory
         if directory.rebuild.is_ready and len(leadership.admitted) > directory.num_nodes:
-            await leadership.admitted.keep(frozenset(directory.candidates()))
+            await leadership.admitted.keep(lambda: frozenset(directory.candidates()))

@@ -4,28 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import NamedTuple
 
 
 class ChunkEntry(NamedTuple):
-    """One announced chunk; ``cold``: on the node's SSD, and not in its memory."""
+    """One announced chunk; ``cold``: on the node's SSD, and not in its memory.
+
+    ``unconfirmed``: no master has accepted this put yet, so nobody was told that it succeeded.
+    """
 
     key: str
     version: int
     size_bytes: int
     cold: bool = False
+    unconfirmed: bool = False
 
 
-class ReportPart(Enum):
-    """The part of a complete report that an announcement is."""
+@dataclass(frozen=True, slots=True)
+class ReportPiece:
+    """A piece of a node's report of all that it holds, slot by slot (see ``key_slots``).
 
-    NONE = 0
-    BEGIN = 1
-    PIECE = 2
-    END = 3
+    The pieces of one report are numbered from 0; with this piece all slots below ``next_slot`` have been told.
+    The same piece may come again. ``entries`` are (key, version, size in bytes, is it cold) of confirmed chunks.
+    """
 
-    __hash__ = object.__hash__  # members are single objects; Enum's own hash is a Python call for every look-up
+    number: int
+    next_slot: int
+    entries: Sequence[tuple[str, int, int, int]] = ()
+
+
+class Removal(NamedTuple):
+    """A chunk that the node holds no longer; another version of the key is not meant. None: every version is."""
+
+    key: str
+    version: int | None
 
 
 class Retraction(NamedTuple):
@@ -47,6 +59,7 @@ class StaleHolder(NamedTuple):
 class NodeAnnouncement:
     """The chunks that a node holds now or no longer; ``deleted`` is ``removed``, and the version must not come back.
 
+    ``report_id`` is of the report that is under way, 0 if none is, and ``piece`` a piece of it.
     ``capacity_bytes`` 0 says nothing of capacity and use. The next four are for the copy planner: wanted replicas of
     added chunks that want several, whether a draining node has nothing under way, the most-read keys with the number of
     gets, and ordered copies that failed. ``retracted``: puts that failed, even if their clients committed them.
@@ -55,9 +68,10 @@ class NodeAnnouncement:
     node_id: str
     generation: int
     added: Sequence[ChunkEntry] = ()
-    removed: Sequence[str] = ()
-    deleted: Sequence[str] = ()
-    report: ReportPart = ReportPart.NONE
+    removed: Sequence[Removal] = ()
+    deleted: Sequence[Removal] = ()
+    report_id: int = 0
+    piece: ReportPiece | None = None
     capacity_bytes: int = 0
     used_bytes: int = 0
     ssd_capacity_bytes: int = 0
@@ -70,8 +84,14 @@ class NodeAnnouncement:
 
 
 class Announced(NamedTuple):
-    """The answer: one ``accepted`` for each added entry; those with an index in ``undecided`` are to be asked again."""
+    """The answer: one ``accepted`` for each added entry; those with an index in ``undecided`` are to be asked again.
+
+    ``refused`` are the indexes of the entries of the report's piece that do not stand. ``report_keys``: as many keys
+    the next piece may have.
+    """
 
     accepted: list[bool]
     report_wanted: bool
     undecided: list[int]
+    refused: Sequence[int] = ()
+    report_keys: int = 0

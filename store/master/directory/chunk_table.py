@@ -1,21 +1,21 @@
 """Key -> version, size and holders, for many million keys. Pure data; knows nothing of leases, time or the wire.
 
 Why it is small. A key with one holder costs its string, one dict entry, one int and eight bytes of the sorted index:
-the int packs ``version (64 bits) | size (44) | holder (21)``. A *slot* is a small number for one generation of a
-node's contents (20 bits); a *holder* is a slot and whether the chunk lies in its memory or, colder, on its SSD. Further
-holders of a key stand in a second dict that holds replicated keys only.
+the int packs ``version (64 bits) | size (44) | holder (21)``. An *inventory* is a small number (20 bits) for what one
+generation of a node has told in one report and since; a *holder* is an inventory and whether the chunk lies in its
+memory or, colder, on its SSD. Further holders of a key stand in a second dict that holds replicated keys only.
 
 Why it never stands still. Losing a node with a million chunks, or replacing what it said by a new report, marks
-one slot dead: O(1), and from then on no lookup sees it. The dead slot's traces are swept in slices, walking along the
-sorted index, which is a cursor that insertions and removals do not disturb. A slot is used again only after a
-whole sweep that began after its death.
+one inventory dead: O(1), and from then on no lookup sees it. Its traces are swept in slices, walking along the
+sorted index, which is a cursor that insertions and removals do not disturb. An inventory's number is used again only
+after a whole sweep that began after its death.
 
 Why a sorted index is kept all the time (2 us a key, 8 bytes): listing is paged, and sorting a million keys for a page
 would stop the master for a second; the sweep and the snapshots for followers need the same stable cursor.
 
-Worked example: node A (slot 0) and B (slot 1) hold "k" at version 7, 4096 bytes: ``_entries["k"]`` is
-``7 << 65 | 4096 << 21 | 0`` and ``_more["k"]`` is ``(1,)``. A goes: slot 0 is GONE, ``find("k")`` says B. The sweep
-comes by: the entry becomes ``7 << 65 | 4096 << 21 | 1`` and ``_more`` forgets "k".
+Worked example: node A (inventory 0) and B (inventory 1) hold "k" at version 7, 4096 bytes: ``_entries["k"]`` is
+``7 << 65 | 4096 << 21 | 0`` and ``_more["k"]`` is ``(1,)``. A goes: inventory 0 is GONE, ``find("k")`` says B. The
+sweep comes by: the entry becomes ``7 << 65 | 4096 << 21 | 1`` and ``_more`` forgets "k".
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from sortedcontainers import SortedList
 
 from tanghulu.errors import Overloaded
 
-Slot = NewType("Slot", int)
+InventoryId = NewType("InventoryId", int)
 
-_SLOT_BITS = 20
+_INVENTORY_BITS = 20
 _SIZE_BITS = 44
-_SLOT_MASK = (1 << _SLOT_BITS) - 1
-_COLD = 1 << _SLOT_BITS
-_HOLDER_BITS = _SLOT_BITS + 1
+_INVENTORY_MASK = (1 << _INVENTORY_BITS) - 1
+_COLD = 1 << _INVENTORY_BITS
+_HOLDER_BITS = _INVENTORY_BITS + 1
 _HOLDER_MASK = (1 << _HOLDER_BITS) - 1
 _SIZE_MASK = (1 << _SIZE_BITS) - 1
 _VERSION_SHIFT = _HOLDER_BITS + _SIZE_BITS
-MAX_SLOTS = 1 << _SLOT_BITS
+MAX_INVENTORIES = 1 << _INVENTORY_BITS
 
 
-class TableSlotState(Enum):
-    """The states of a slot: LIVE -> REPLACED or GONE -> (swept) FREE -> LIVE of another node."""
+class InventoryState(Enum):
+    """The states of an inventory: LIVE -> REPLACED or GONE -> (swept) FREE -> LIVE of another node."""
 
     FREE = "nobody's"
     LIVE = "its node says that it holds these chunks"
@@ -73,14 +73,14 @@ class FoundChunk(NamedTuple):
 
 
 class DirectoryTable:
-    """Which slots hold which key. Callers own the slots: ``open_slot`` ... ``kill_slot``."""
+    """Which inventories hold which key. Callers own the inventories: ``open_inventory`` ... ``kill_inventory``."""
 
     def __init__(self) -> None:
         self._entries: dict[str, int] = {}
         self._more: dict[str, tuple[int, ...]] = {}
         self._sorted: SortedList = SortedList()
         self._unsorted: list[str] = []  # new keys that the sorted index has yet to take in
-        self._states: list[TableSlotState] = []
+        self._states: list[InventoryState] = []
         self._owners: list[str] = []
         self._counts: list[int] = []
         self._free: list[int] = []
@@ -92,62 +92,62 @@ class DirectoryTable:
         """Number of keys, those that wait for the sweep included."""
         return len(self._entries)
 
-    # --- slots
+    # --- inventory of nodes
 
-    def open_slot(self, node_id: str) -> Slot:
-        """A LIVE slot of ``node_id``; raises Overloaded beyond MAX_SLOTS."""
+    def open_inventory(self, node_id: str) -> InventoryId:
+        """Open a LIVE inventory of ``node_id``; raises Overloaded beyond MAX_INVENTORIES."""
         if self._free:
-            slot = self._free.pop()
-            self._states[slot], self._owners[slot] = TableSlotState.LIVE, node_id
-            return Slot(slot)
-        if len(self._states) >= MAX_SLOTS:
-            raise Overloaded(f"more than {MAX_SLOTS} generations of nodes are in the directory")
-        self._states.append(TableSlotState.LIVE)
+            inventory = self._free.pop()
+            self._states[inventory], self._owners[inventory] = InventoryState.LIVE, node_id
+            return InventoryId(inventory)
+        if len(self._states) >= MAX_INVENTORIES:
+            raise Overloaded(f"more than {MAX_INVENTORIES} reports of nodes are in the directory")
+        self._states.append(InventoryState.LIVE)
         self._owners.append(node_id)
         self._counts.append(0)
-        return Slot(len(self._states) - 1)
+        return InventoryId(len(self._states) - 1)
 
-    def kill_slot(self, slot: Slot, state: TableSlotState) -> None:
-        """Make ``slot`` invisible to all lookups; an empty one is free at once. REPLACED may become GONE."""
-        assert state in (TableSlotState.REPLACED, TableSlotState.GONE)
-        assert self._states[slot] in (TableSlotState.LIVE, TableSlotState.REPLACED)
-        if not self._counts[slot] and slot not in self._dying | self._sweeping:
-            self._states[slot], self._owners[slot] = TableSlotState.FREE, ""
-            self._free.append(slot)
+    def kill_inventory(self, inventory: InventoryId, state: InventoryState) -> None:
+        """Make ``inventory`` invisible to all lookups; an empty one is free at once. REPLACED may become GONE."""
+        assert state in (InventoryState.REPLACED, InventoryState.GONE)
+        assert self._states[inventory] in (InventoryState.LIVE, InventoryState.REPLACED)
+        if not self._counts[inventory] and inventory not in self._dying | self._sweeping:
+            self._states[inventory], self._owners[inventory] = InventoryState.FREE, ""
+            self._free.append(inventory)
             return
-        if self._states[slot] is TableSlotState.LIVE:
-            self._dying.add(slot)
-        self._states[slot] = state
+        if self._states[inventory] is InventoryState.LIVE:
+            self._dying.add(inventory)
+        self._states[inventory] = state
 
     def forget_owner(self, node_id: str) -> None:
-        """Kill all slots of ``node_id`` as GONE."""
+        """Kill all inventories of ``node_id`` as GONE."""
         for index, owner in enumerate(self._owners):
-            if owner == node_id and self._states[index] in (TableSlotState.LIVE, TableSlotState.REPLACED):
-                self.kill_slot(Slot(index), TableSlotState.GONE)
+            if owner == node_id and self._states[index] in (InventoryState.LIVE, InventoryState.REPLACED):
+                self.kill_inventory(InventoryId(index), InventoryState.GONE)
 
-    def owner(self, slot: Slot) -> str:
-        """The node that ``slot`` belongs to; "" if it is free."""
-        return self._owners[slot]
+    def owner(self, inventory: InventoryId) -> str:
+        """The node that ``inventory`` belongs to; "" if it is free."""
+        return self._owners[inventory]
 
-    def count(self, slot: Slot) -> int:
-        """Number of chunks in ``slot``."""
-        return self._counts[slot]
+    def count(self, inventory: InventoryId) -> int:
+        """Number of chunks in ``inventory``."""
+        return self._counts[inventory]
 
     # --- chunks
 
-    def add(self, slot: Slot, key: str, version: int, size_bytes: int, *, cold: bool = False) -> Outcome:
-        """Enter that ``slot``'s node holds ``key`` at ``version``; the first version that lives wins.
+    def add(self, inventory: InventoryId, key: str, version: int, size_bytes: int, *, cold: bool = False) -> Outcome:
+        """Enter that ``inventory``'s node holds ``key`` at ``version``; the first version that lives wins.
 
         ``cold``: on its SSD, and not in its memory.
         """
         assert 0 <= size_bytes <= _SIZE_MASK
         assert 0 <= version < 1 << 64
         entry = self._entries.get(key)
-        holder = slot | _COLD if cold else slot
+        holder = inventory | _COLD if cold else inventory
         if entry is None:
             self._entries[key] = version << _VERSION_SHIFT | size_bytes << _HOLDER_BITS | holder
             self._unsorted.append(key)
-            self._counts[slot] += 1
+            self._counts[inventory] += 1
             return Outcome.STORED
         if holder in self._holders(key, entry) and entry >> _VERSION_SHIFT == version:
             return Outcome.KEPT
@@ -155,13 +155,13 @@ class DirectoryTable:
 
     def _join(self, holder: int, key: str, entry: int, version: int, size_bytes: int) -> Outcome:
         owner, holders = self._owner(holder), self._holders(key, entry)
-        # Traces of other nodes' REPLACED slots stay, dead as they are: the sweep has yet to tell the followers.
-        others = [h for h in holders if self._owner(h) != owner and self._state(h) is not TableSlotState.GONE]
-        mine = any(self._state(h) is TableSlotState.LIVE and self._owner(h) == owner for h in holders)
+        # Traces of other nodes' REPLACED inventories stay, dead as they are: the sweep has yet to tell the followers.
+        others = [h for h in holders if self._owner(h) != owner and self._state(h) is not InventoryState.GONE]
+        mine = any(self._state(h) is InventoryState.LIVE and self._owner(h) == owner for h in holders)
         old_version, old_size = entry >> _VERSION_SHIFT, (entry >> _HOLDER_BITS) & _SIZE_MASK
         if old_version == version:
             self._rewrite(key, version, old_size, holders, [*others, holder])
-        elif any(self._state(h) is TableSlotState.LIVE for h in others):
+        elif any(self._state(h) is InventoryState.LIVE for h in others):
             if mine:
                 self._rewrite(key, old_version, old_size, holders, others)
             return Outcome.REFUSED_LOST if mine else Outcome.REFUSED
@@ -169,16 +169,19 @@ class DirectoryTable:
             self._rewrite(key, version, size_bytes, holders, [*others, holder])
         return Outcome.KEPT if mine else Outcome.STORED
 
-    def remove(self, node_id: str, key: str) -> bool:
-        """Enter that ``node_id`` holds ``key`` no longer; returns whether a follower may believe that it does."""
+    def remove(self, node_id: str, key: str, version: int | None = None) -> bool:
+        """Enter that ``node_id`` does not hold ``key`` at ``version`` (None: at all) any more.
+
+        Returns whether a follower may believe that it does. Another version of the key stays.
+        """
         entry = self._entries.get(key)
-        if entry is None:
+        if entry is None or version not in (None, entry >> _VERSION_SHIFT):
             return False
         holders = self._holders(key, entry)
         rest = [h for h in holders if self._owner(h) != node_id]
         if len(rest) == len(holders):
             return False
-        told = any(self._owner(h) == node_id and self._state(h) is not TableSlotState.GONE for h in holders)
+        told = any(self._owner(h) == node_id and self._state(h) is not InventoryState.GONE for h in holders)
         self._rewrite(key, entry >> _VERSION_SHIFT, (entry >> _HOLDER_BITS) & _SIZE_MASK, holders, rest)
         return told
 
@@ -188,29 +191,52 @@ class DirectoryTable:
         if entry is None:
             return None
         states, owners = self._states, self._owners
-        slot, live = entry & _SLOT_MASK, TableSlotState.LIVE
+        inventory, live = entry & _INVENTORY_MASK, InventoryState.LIVE
         version, size_bytes = entry >> _VERSION_SHIFT, (entry >> _HOLDER_BITS) & _SIZE_MASK
         if key not in self._more:
             num_warm = 0 if entry & _COLD else 1
-            return FoundChunk(version, size_bytes, (owners[slot],), num_warm) if states[slot] is live else None
-        holders = [h for h in self._holders(key, entry) if states[h & _SLOT_MASK] is live]
+            return (
+                FoundChunk(version, size_bytes, (owners[inventory],), num_warm) if states[inventory] is live else None
+            )
+        holders = [h for h in self._holders(key, entry) if states[h & _INVENTORY_MASK] is live]
         warm = [owners[h] for h in holders if not h & _COLD]
-        node_ids = (*warm, *(owners[h & _SLOT_MASK] for h in holders if h & _COLD))
+        node_ids = (*warm, *(owners[h & _INVENTORY_MASK] for h in holders if h & _COLD))
         return FoundChunk(version, size_bytes, node_ids, len(warm)) if node_ids else None
 
     def holds(self, keys: Iterable[str]) -> bytes:
         """For each key 1 if a live node holds it, else 0."""
-        entries, more, states, live = self._entries.get, self._more, self._states, TableSlotState.LIVE
+        entries, more, states, live = self._entries.get, self._more, self._states, InventoryState.LIVE
         if not self.needs_sweep:  # whatever is known is held
             known = list(map(entries, keys))
             return bytes([entry is not None for entry in known]) if None in known else b"\1" * len(known)
         return bytes(
             [
                 (entry := entries(key)) is not None
-                and (states[entry & _SLOT_MASK] is live or (key in more and self.find(key) is not None))
+                and (states[entry & _INVENTORY_MASK] is live or (key in more and self.find(key) is not None))
                 for key in keys
             ]
         )
+
+    def add_report(self, inventory: InventoryId, entries: Iterable[tuple[str, int, int, int]]) -> list[Outcome]:
+        """``add`` many (key, version, size in bytes, whether it is cold), as quickly as it can be done.
+
+        Most keys of a report are new to a table that is rebuilt; the sorted index takes them in at once.
+        """
+        known, unsorted = self._entries, self._unsorted
+        outcomes: list[Outcome] = []
+        num_new = 0
+        for key, version, size_bytes, cold in entries:
+            if key in known:
+                outcomes.append(self.add(inventory, key, version, size_bytes, cold=bool(cold)))
+                continue
+            holder = inventory | _COLD if cold else inventory
+            known[key] = version << _VERSION_SHIFT | size_bytes << _HOLDER_BITS | holder
+            unsorted.append(key)
+            num_new += 1
+            outcomes.append(Outcome.STORED)
+        self._counts[inventory] += num_new
+        self.settle()
+        return outcomes
 
     def settle(self) -> None:
         """Take new keys into the sorted index: 2 us each, which no put has to wait for. Called at every tick."""
@@ -227,11 +253,11 @@ class DirectoryTable:
 
     @property
     def needs_sweep(self) -> bool:
-        """Whether dead slots wait to be swept."""
+        """Whether dead inventories wait to be swept."""
         return bool(self._dying or self._sweeping)
 
     def sweep(self, num_keys: int) -> list[tuple[str, str]]:
-        """Clean the next ``num_keys`` keys of dead slots; returns the (node id, key) pairs to tell followers."""
+        """Clean the next ``num_keys`` keys of dead inventories; returns the (node id, key) pairs to tell followers."""
         if not self._sweeping:
             self._sweeping, self._dying = self._dying, set()
             self._cursor = ""
@@ -243,9 +269,9 @@ class DirectoryTable:
         if len(keys) == num_keys:
             self._cursor = keys[-1]
             return removed
-        for slot in self._sweeping:
-            assert self._counts[slot] == 0
-            self._states[slot], self._owners[slot] = TableSlotState.FREE, ""
+        for inventory in self._sweeping:
+            assert self._counts[inventory] == 0
+            self._states[inventory], self._owners[inventory] = InventoryState.FREE, ""
         self._free.extend(self._sweeping)
         self._sweeping, self._cursor = set(), None
         return removed
@@ -253,11 +279,11 @@ class DirectoryTable:
     def _clean(self, key: str) -> Iterable[str]:
         entry = self._entries[key]
         holders = self._holders(key, entry)
-        dead = [h for h in holders if self._state(h) is not TableSlotState.LIVE]
+        dead = [h for h in holders if self._state(h) is not InventoryState.LIVE]
         if not dead:
             return ()
-        live = [h for h in holders if self._state(h) is TableSlotState.LIVE]
-        told = {self._owner(h) for h in dead if self._state(h) is TableSlotState.REPLACED}
+        live = [h for h in holders if self._state(h) is InventoryState.LIVE]
+        told = {self._owner(h) for h in dead if self._state(h) is InventoryState.REPLACED}
         self._rewrite(key, entry >> _VERSION_SHIFT, (entry >> _HOLDER_BITS) & _SIZE_MASK, holders, live)
         return told
 
@@ -267,16 +293,16 @@ class DirectoryTable:
         return (entry & _HOLDER_MASK, *self._more.get(key, ()))
 
     def _owner(self, holder: int) -> str:
-        return self._owners[holder & _SLOT_MASK]
+        return self._owners[holder & _INVENTORY_MASK]
 
-    def _state(self, holder: int) -> TableSlotState:
-        return self._states[holder & _SLOT_MASK]
+    def _state(self, holder: int) -> InventoryState:
+        return self._states[holder & _INVENTORY_MASK]
 
     def _rewrite(self, key: str, version: int, size_bytes: int, before: tuple[int, ...], after: list[int]) -> None:
         for holder in before:
-            self._counts[holder & _SLOT_MASK] -= 1
+            self._counts[holder & _INVENTORY_MASK] -= 1
         for holder in after:
-            self._counts[holder & _SLOT_MASK] += 1
+            self._counts[holder & _INVENTORY_MASK] += 1
         if not after:
             del self._entries[key]
             self.settle()
@@ -292,23 +318,25 @@ class DirectoryTable:
             self._more.pop(key, None)
 
     def check(self) -> None:
-        """Assert that index, entries and counts agree, and that no key is in a free slot or held twice by one node."""
+        """Assert that index, entries and counts agree; no key is in a free inventory or held twice by one node."""
         self.settle()
         assert list(self._sorted) == sorted(self._entries)
         assert self._more.keys() <= self._entries.keys()
         counts = [0] * len(self._states)
         for key, entry in self._entries.items():
-            slots = [holder & _SLOT_MASK for holder in self._holders(key, entry)]
-            assert len(set(slots)) == len(slots)
-            owners = [self._owners[s] for s in slots if self._states[s] is not TableSlotState.GONE]
+            inventories = [holder & _INVENTORY_MASK for holder in self._holders(key, entry)]
+            assert len(set(inventories)) == len(inventories)
+            owners = [self._owners[i] for i in inventories if self._states[i] is not InventoryState.GONE]
             assert len(set(owners)) == len(owners), f"{key!r} is held twice by one node"
-            for slot in slots:
-                assert self._states[slot] is not TableSlotState.FREE
-                counts[slot] += 1
+            for inventory in inventories:
+                assert self._states[inventory] is not InventoryState.FREE
+                counts[inventory] += 1
         assert counts == self._counts
-        assert sorted(self._free) == [i for i, state in enumerate(self._states) if state is TableSlotState.FREE]
-        dead = {i for i, s in enumerate(self._states) if s in (TableSlotState.REPLACED, TableSlotState.GONE)}
+        assert sorted(self._free) == [i for i, state in enumerate(self._states) if state is InventoryState.FREE]
+        dead = {i for i, s in enumerate(self._states) if s in (InventoryState.REPLACED, InventoryState.GONE)}
         assert dead == self._dying | self._sweeping
 
     def __repr__(self) -> str:
-        return f"DirectoryTable({len(self._entries)} keys, {len(self._more)} replicated, {len(self._states)} slots)"
+        return (
+            f"DirectoryTable({len(self._entries)} keys, {len(self._more)} replicated, {len(self._states)} inventories)"
+        )

@@ -8,11 +8,16 @@ Rules of an announcement, which comes from a registered node and carries its gen
 - what it removed or deleted is taken out first, then what it added is put in; the last word on a key counts;
 - of concurrent puts of a key the first announced version wins while a live node holds it; others get accepted=False
   and drop their copy; the same version on another node is a replica;
+- of two versions the older one stays: a put that no master has confirmed is not decided (the node asks again) as long
+  as its key may have a chunk that has yet to be reported; what a predecessor has confirmed counts at once;
+- a removal names the version: one that is told twice does not touch what was put meanwhile;
 - a deleted version leaves a tombstone: a node that was cut off and comes back with it gets accepted=False;
 - what a client has committed (see pending_commits) counts as announced till its node speaks; others ask again till
   then. The node retracts that version only, and only while its commit is pending;
-- REPORT BEGIN opens a new slot, the pieces and all later announcements go into it, and at END what only the older slots
-  hold is gone. Until END nothing is forgotten. END without its BEGIN (the master restarted in between) proves nothing.
+- a report has a number, and comes slot by slot in numbered pieces. The first announcement with its number opens a new
+  inventory, into which its pieces and all later announcements go, and when the last slot is told, what only older
+  inventories hold is gone; until then nothing is forgotten. A piece may come twice. One that continues a report which
+  this directory does not know proves nothing: the node is asked to begin again.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import compress
 from random import Random
 
 from tanghulu.discovery.base import Instance
@@ -29,16 +35,25 @@ from tanghulu.store.master.directory.announcement import (
     Announced,
     ChunkEntry,
     NodeAnnouncement,
-    ReportPart,
+    Removal,
+    ReportPiece,
     StaleHolder,
 )
-from tanghulu.store.master.directory.chunk_table import DirectoryTable, FoundChunk, Outcome, Slot, TableSlotState
+from tanghulu.store.master.directory.chunk_table import (
+    DirectoryTable,
+    FoundChunk,
+    InventoryId,
+    InventoryState,
+    Outcome,
+)
 from tanghulu.store.master.directory.events import EventRing
 from tanghulu.store.master.directory.listing import KeyListing
 from tanghulu.store.master.directory.pending_commits import PendingCommits
 from tanghulu.store.master.directory.placement import PlacementCandidate, PlacementRequest, place
-from tanghulu.store.master.directory.rebuild import REBUILD_S, Rebuild, RebuildEvent
+from tanghulu.store.master.directory.rebuild import REBUILD_S, Rebuild
+from tanghulu.store.master.directory.report_grants import ReportGrants
 from tanghulu.store.protocol.directory_events import DirectoryEvent, DirectoryEventKind
+from tanghulu.store.protocol.key_slots import NUM_SLOTS
 from tanghulu.store.protocol.types import ClientCommit, CommitResult
 
 MAX_TOMBSTONES = 1 << 16
@@ -48,17 +63,27 @@ LOG_WEIGHT = 1 << 20
 
 @dataclass(slots=True)
 class NodeRecord:
-    """A registered node. The last of ``slots`` is current; a report under way replaces those before it."""
+    """A registered node. The last of ``inventories`` is current; a report under way replaces those before it.
+
+    ``report_id`` and ``report_number`` are of the last piece of a report that came; -1: none.
+    """
 
     instance: Instance
     last_seen_s: float
-    slots: list[Slot]
+    inventories: list[InventoryId]
     capacity_bytes: int = 0
     used_bytes: int = 0
     ssd_capacity_bytes: int = 0
     ssd_used_bytes: int = 0
-    reporting: bool = False
+    report_id: int = 0
+    report_number: int = -1
+    num_told_slots: int = 0
     reported: bool = False
+
+    @property
+    def told_slots(self) -> int:
+        """How many slots of keys the node has told, from the first on."""
+        return NUM_SLOTS if self.reported else self.num_told_slots
 
     @property
     def draining(self) -> bool:
@@ -83,7 +108,7 @@ class NodeSummary:
 class Directory:
     """The map from keys to nodes; see the module. ``now_s`` is of one monotonic clock in all calls.
 
-    The directory is complete when the nodes in ``expected`` (None: unknown) have reported, or the time is up.
+    ``expected`` are the nodes that may have something to report (None: unknown); ``rebuild`` is how much of it came.
     """
 
     def __init__(
@@ -93,8 +118,8 @@ class Directory:
         log_weight: int = LOG_WEIGHT,
         expected: frozenset[str] | None = None,
     ) -> None:
-        self._expected = expected or frozenset()
-        self.rebuild = Rebuild(now_s, rebuild_s, counted=expected is not None)
+        self.rebuild = Rebuild(now_s, rebuild_s, expected)
+        self.grants = ReportGrants()
         self.log: EventRing[DirectoryEvent] = EventRing(log_weight)
         self._table = DirectoryTable()
         self._nodes: dict[str, NodeRecord] = {}
@@ -122,7 +147,7 @@ class Directory:
             return
         if node is not None:
             self.node_gone(instance.id)
-        self._nodes[instance.id] = NodeRecord(instance, now_s, [self._table.open_slot(instance.id)])
+        self._nodes[instance.id] = NodeRecord(instance, now_s, [self._table.open_inventory(instance.id)])
 
     def node_seen(self, node_id: str, now_s: float) -> None:
         """Note a sign of life of a node."""
@@ -137,8 +162,9 @@ class Directory:
             return
         self._table.forget_owner(node_id)
         self.pending_commits.forget_node(node_id)
+        self.grants.end(node_id)
         self._log(DirectoryEventKind.NODE_GONE, node_id)
-        self._check_all_reported()
+        self._count_slots()
 
     def nodes(self) -> list[NodeSummary]:
         """All registered nodes, by id."""
@@ -165,19 +191,24 @@ class Directory:
         if announcement.capacity_bytes:
             node.capacity_bytes, node.used_bytes = announcement.capacity_bytes, announcement.used_bytes
             node.ssd_capacity_bytes, node.ssd_used_bytes = announcement.ssd_capacity_bytes, announcement.ssd_used_bytes
-        if announcement.report is ReportPart.BEGIN:
-            node.slots.append(self._table.open_slot(announcement.node_id))
-            node.reporting = True
         changes: dict[str, bool] = {}  # key -> whether followers must now think that the node holds it
         self._take_out(announcement, changes)
-        accepted = [self._put_in(node.slots[-1], announcement.node_id, entry, changes) for entry in announcement.added]
-        undecided = [
-            i for i, each in enumerate(announcement.added) if not accepted[i] and each.key in self.pending_commits
-        ]
+        report_id, piece = announcement.report_id, announcement.piece
+        if report_id and report_id != node.report_id:
+            self._begin_report(node, report_id)
+        is_broken = piece is not None and not self._continues(node, piece)
+        accepted: list[bool] = []
+        undecided: list[int] = []
+        for index, entry in enumerate(announcement.added):
+            stands = self._put_in(node.inventories[-1], announcement.node_id, entry, changes)
+            accepted.append(stands is True)
+            if stands is None:
+                undecided.append(index)
+        refused = self._take_piece(node, piece, changes) if piece is not None and not is_broken else []
         self._log_changes(announcement.node_id, changes)
-        if announcement.report is ReportPart.END and node.reporting:
-            self._end_report(node)
-        return Announced(accepted, not node.reported and not node.reporting, undecided)
+        report_keys = self.grants.ask(announcement.node_id, now_s) if report_id and not node.reported else 0
+        is_silent = not node.reported and not report_id
+        return Announced(accepted, is_broken or is_silent, undecided, refused, report_keys)
 
     def _speaker(self, announcement: NodeAnnouncement) -> NodeRecord:
         node = self._nodes.get(announcement.node_id)
@@ -194,51 +225,99 @@ class Directory:
         for key, version in announcement.retracted:
             if self.pending_commits.retract(key, announcement.node_id, version):
                 self._take_back(key, announcement.node_id, version)
-        for key in announcement.deleted:
-            self._bury(key, announcement.node_id)
-        for keys in (announcement.removed, announcement.deleted):
-            for key in keys:
-                self.pending_commits.settle(key, announcement.node_id)
-                if self._table.remove(announcement.node_id, key):
-                    changes[key] = False
+        for removal in announcement.deleted:
+            self._bury(removal, announcement.node_id)
+        for removals in (announcement.removed, announcement.deleted):
+            for removal in removals:
+                self.pending_commits.settle(removal.key, announcement.node_id, removal.version)
+                if self._table.remove(announcement.node_id, removal.key, removal.version):
+                    changes[removal.key] = False
 
-    def _bury(self, key: str, node_id: str) -> None:
+    def _bury(self, removal: Removal, node_id: str) -> None:
         """Take a removed chunk from its other holders too, and leave a tombstone, so that none brings it back."""
+        key, version = removal.key, removal.version
         found = self._table.find(key)
-        if found is not None:
+        if found is not None and version in (None, found.version):
+            version = found.version
             for other in found.node_ids:
-                if other != node_id and self._table.remove(other, key):
+                if other != node_id and self._table.remove(other, key, version):
                     self._log(DirectoryEventKind.REMOVED, other, (key,))
-                    self._stale_holders.append(StaleHolder(other, key, found.version))
-            self._tombstones[key] = found.version
+                    self._stale_holders.append(StaleHolder(other, key, version))
+        if version is not None:
+            self._tombstones[key] = version
             self._tombstones.move_to_end(key)
             if len(self._tombstones) > MAX_TOMBSTONES:
                 self._tombstones.popitem(last=False)
 
-    def _put_in(self, slot: Slot, node_id: str, entry: ChunkEntry, changes: dict[str, bool]) -> bool:
-        key, version, size_bytes, cold = entry
-        self.pending_commits.settle(key, node_id)
-        if self._tombstones and self._tombstones.get(key) == version:
-            if self._table.remove(node_id, key):
-                changes[key] = False
+    def _put_in(self, inventory: InventoryId, node_id: str, entry: ChunkEntry, changes: dict[str, bool]) -> bool | None:
+        """Enter a chunk; returns whether it stands. None: that is not known yet, the node is to ask again."""
+        key, version, size_bytes, cold, unconfirmed = entry
+        if unconfirmed and not self.rebuild.knows(key) and self._table.find(key) is None:
+            return None  # an older chunk of the key may have yet to be reported
+        self.pending_commits.settle(key, node_id, version)
+        if self.pending_commits.is_for(key, node_id):
+            return None  # of another put, which its client has committed and this node will adopt
+        if self._is_buried(node_id, key, version, changes):
             return False
-        outcome = self._table.add(slot, key, version, size_bytes, cold=cold)
+        outcome = self._table.add(inventory, key, version, size_bytes, cold=cold)
         if outcome in (Outcome.STORED, Outcome.REFUSED_LOST):
             changes[key] = outcome is Outcome.STORED
-        return outcome in (Outcome.STORED, Outcome.KEPT)
+        stands = outcome in (Outcome.STORED, Outcome.KEPT)
+        return None if not stands and key in self.pending_commits else stands
+
+    def _is_buried(self, node_id: str, key: str, version: int, changes: dict[str, bool]) -> bool:
+        if not self._tombstones or self._tombstones.get(key) != version:
+            return False
+        if self._table.remove(node_id, key, version):
+            changes[key] = False
+        return True
+
+    # --- reports
+
+    def _begin_report(self, node: NodeRecord, report_id: int) -> None:
+        node.report_id, node.report_number, node.num_told_slots, node.reported = report_id, -1, 0, False
+        node.inventories.append(self._table.open_inventory(node.instance.id))
+
+    def _continues(self, node: NodeRecord, piece: ReportPiece) -> bool:
+        """Whether ``piece`` is the next one of the node's report, or the last one again."""
+        if not node.report_id or piece.number not in (node.report_number, node.report_number + 1):
+            return False
+        node.report_number = max(piece.number, 0)
+        return True
+
+    def _take_piece(self, node: NodeRecord, piece: ReportPiece, changes: dict[str, bool]) -> list[int]:
+        """Enter a piece of a report; returns the indexes of its entries that do not stand."""
+        node_id, entries = node.instance.id, piece.entries
+        stands = [True] * len(entries)
+        if len(self.pending_commits) or self._tombstones:
+            for index, (key, version, _, _) in enumerate(entries):
+                self.pending_commits.settle(key, node_id, version)
+                stands[index] = not self._is_buried(node_id, key, version, changes)
+        outcomes = self._table.add_report(node.inventories[-1], compress(entries, stands))
+        for index, outcome in zip(compress(range(len(entries)), stands), outcomes, strict=True):
+            if outcome is not Outcome.KEPT:
+                changes[entries[index][0]] = outcome is Outcome.STORED
+                stands[index] = outcome is Outcome.STORED
+        node.num_told_slots = max(node.num_told_slots, min(piece.next_slot, NUM_SLOTS))
+        if node.num_told_slots == NUM_SLOTS and not node.reported:
+            self._end_report(node)
+        self._count_slots()
+        return [index for index, each in enumerate(stands) if not each]
 
     def _end_report(self, node: NodeRecord) -> None:
         # The node does not know of its pending commits yet, so they are in no report.
         for key, commit in self.pending_commits.of(node.instance.id):
-            self._table.add(node.slots[-1], key, commit.version, commit.size_bytes)
-        for slot in node.slots[:-1]:
-            self._table.kill_slot(slot, TableSlotState.REPLACED)
-        node.slots, node.reporting, node.reported = node.slots[-1:], False, True
-        self._check_all_reported()
+            self._table.add(node.inventories[-1], key, commit.version, commit.size_bytes)
+        for inventory in node.inventories[:-1]:
+            self._table.kill_inventory(inventory, InventoryState.REPLACED)
+        node.inventories, node.reported = node.inventories[-1:], True
+        self.grants.end(node.instance.id)
 
-    def _check_all_reported(self) -> None:
-        if self._nodes and self._expected <= self._nodes.keys() and all(n.reported for n in self._nodes.values()):
-            self.rebuild.handle(RebuildEvent.ALL_REPORTED)
+    def _count_slots(self) -> None:
+        was_ready = self.rebuild.is_ready
+        self.rebuild.told((node_id, node.told_slots) for node_id, node in self._nodes.items())
+        if self.rebuild.is_ready and not was_ready:
+            self._log(DirectoryEventKind.RESET, "")  # the first event: a follower names the last one that it has
 
     # --- commits of clients
 
@@ -248,7 +327,7 @@ class Directory:
         if node is None or node.instance.generation != said.generation or node.draining or self.pending_commits.full:
             return CommitResult.ASK_NODE
         key, version = said.key, said.version
-        if not self.rebuild.is_ready or self._tombstones.get(key) == version:
+        if not self.rebuild.knows(key) or self._tombstones.get(key) == version:
             return CommitResult.ASK_NODE
         found = self._table.find(key)
         if found is not None:
@@ -257,7 +336,7 @@ class Directory:
                 if said.node_id in found.node_ids or key in self.pending_commits
                 else CommitResult.EXISTS
             )
-        self._table.add(node.slots[-1], key, version, said.size_bytes)
+        self._table.add(node.inventories[-1], key, version, said.size_bytes)
         self.pending_commits.make(key, said.node_id, version, said.size_bytes, now_s)
         self._log(DirectoryEventKind.STORED, said.node_id, (key,))
         return CommitResult.ACCEPTED
@@ -265,7 +344,7 @@ class Directory:
     def _take_back(self, key: str, node_id: str, version: int) -> None:
         """Remove a chunk whose pending commit the node has not confirmed, or has retracted."""
         found = self._table.find(key)
-        if found is not None and found.version == version and self._table.remove(node_id, key):
+        if found is not None and found.version == version and self._table.remove(node_id, key, version):
             self._log(DirectoryEventKind.REMOVED, node_id, (key,))
 
     @property
@@ -281,12 +360,18 @@ class Directory:
     # --- questions of callers
 
     def locate(self, keys: Iterable[str]) -> list[FoundChunk | None]:
-        """For each key the chunk and its live holders. None is a "not found" only if ``rebuild.is_ready``."""
+        """For each key the chunk and its live holders. None is a "not found" unless ``is_incomplete``."""
         return list(map(self._table.find, keys))
 
     def holds(self, keys: Iterable[str]) -> bytes:
-        """For each key 1 if a live node holds it, else 0. A 0 is a "not found" only if ``rebuild.is_ready``."""
+        """For each key 1 if a live node holds it, else 0. A 0 is a "not found" unless ``is_incomplete``."""
         return self._table.holds(keys)
+
+    def is_incomplete(self, keys: Iterable[str], held: Iterable[object]) -> bool:
+        """Whether one of ``keys`` that is not ``held`` may yet be reported."""
+        if self.rebuild.is_ready:
+            return False
+        return any(not each and not self.rebuild.knows(key) for key, each in zip(keys, held, strict=True))
 
     def place(self, request: PlacementRequest, rng: Random) -> list[NodeSummary]:
         """The nodes for a new chunk, best first (see placement)."""
@@ -307,7 +392,7 @@ class Directory:
     def num_chunks(self, node_id: str) -> int:
         """Number of chunks that the node holds, as far as it has reported."""
         node = self._nodes.get(node_id)
-        return sum(map(self._table.count, node.slots)) if node is not None else 0
+        return sum(map(self._table.count, node.inventories)) if node is not None else 0
 
     def find(self, key: str) -> FoundChunk | None:
         """The chunk ``key`` and its live holders, as ``locate`` of one key."""
@@ -324,11 +409,11 @@ class Directory:
     # --- time
 
     def tick(self, now_s: float) -> None:
-        """Let deadlines pass: pending commits, the rebuild."""
+        """Let times pass: of pending commits, and of the leases that a predecessor gave."""
         for key, commit in self.pending_commits.expired(now_s):
             self._take_back(key, commit.node_id, commit.version)
         self.rebuild.tick(now_s)
-        self._check_all_reported()
+        self._count_slots()
         self._table.settle()
 
     def sweep(self, num_keys: int) -> bool:
@@ -341,6 +426,8 @@ class Directory:
         return self._table.needs_sweep
 
     def _log_changes(self, node_id: str, changes: dict[str, bool]) -> None:
+        if not self.rebuild.is_ready:
+            return  # nobody follows yet: the first thing that a follower gets is a snapshot of all
         for kind, wanted in ((DirectoryEventKind.REMOVED, False), (DirectoryEventKind.STORED, True)):
             keys = tuple(key for key, held in changes.items() if held is wanted)
             if keys:
@@ -350,16 +437,17 @@ class Directory:
         self.log.append(DirectoryEvent(self.log.last + 1, kind, node_id, keys), weight=1 + len(keys))
 
     def check(self) -> None:
-        """Assert that all parts are sound, and that every live slot belongs to a node."""
+        """Assert that all parts are sound, and that every inventory in use belongs to its node."""
         self._table.check()
         self.log.check()
         self.pending_commits.check()
         assert len(self._tombstones) <= MAX_TOMBSTONES
         for node_id, node in self._nodes.items():
             assert node.instance.id == node_id
-            assert len(node.slots) == 1 or (node.reporting and node.slots)
-            for slot in node.slots:
-                assert self._table.owner(slot) == node_id
+            assert len(node.inventories) == 1 or (not node.reported and node.inventories)
+            for inventory in node.inventories:
+                assert self._table.owner(inventory) == node_id
+        self.grants.check()
 
     def __repr__(self) -> str:
         return f"Directory({self.rebuild.state.name}, {len(self._nodes)} nodes, {len(self._table)} keys)"

@@ -53,10 +53,15 @@ class PendingCommits:
         self._by_key.pop(key, None)
         self._by_key[key] = PendingCommit(node_id, version, size_bytes, now_s + PENDING_S)
 
-    def settle(self, key: str, node_id: str) -> None:
-        """Forget the commit of ``key``: the node itself has announced it or its removal."""
+    def is_for(self, key: str, node_id: str) -> bool:
+        """Whether a commit of ``key`` is pending that ``node_id`` should announce."""
         pending = self._by_key.get(key)
-        if pending is not None and pending.node_id == node_id:
+        return pending is not None and pending.node_id == node_id
+
+    def settle(self, key: str, node_id: str, version: int | None) -> None:
+        """Forget the commit of ``key`` at ``version`` (None: at any): its node has announced it or its removal."""
+        pending = self._by_key.get(key)
+        if pending is not None and pending.node_id == node_id and version in (None, pending.version):
             del self._by_key[key]
 
     def retract(self, key: str, node_id: str, version: int) -> bool:

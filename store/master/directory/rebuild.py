@@ -1,86 +1,117 @@
-"""Whether the directory may answer "not found": the states of a master that knows nothing yet. Pure.
+"""How much a master knows that began with nothing: which nodes there are, and which slots of keys they have told. Pure.
 
 The master keeps no log; all its knowledge comes from the nodes. So a new master must not take its ignorance for an
-answer until the nodes have reported. It cannot know how many there are. A first start and a restart look alike until
-somebody renews a lease that this master never gave: then there was a predecessor, more of its nodes may
-come at any moment (each notices within a third of its lease), and only the deadline ends the wait. The first to
-come may be a node as new as the master, with nothing in it; so for ``ALONE_S`` no report is taken for everybody's.
+answer: a slot of keys is known when each node that belongs to the cluster has told what it holds of that slot, or has
+left. Time alone makes no slot known.
 
-    FRESH -- ALONE_S without a sign of a predecessor --> COUNTED -- all registered have reported --> READY
-      |                                                    |                                           ^ ^
-      +------ a lease of a predecessor is renewed ---------+--> REBUILDING ---------- deadline --------+ |
-      +------------------------------------------ deadline ---------------------------------------------+
+Which nodes belong to the cluster is the first question. A master that was elected is told by etcd. Any other cannot
+know it: a first start and a restart look alike until somebody renews a lease that this master never gave. Then there
+was a predecessor, and more of its nodes may come at any moment, each within a lease, since it notices when it renews.
+After that time a node that has not come has no lease any more: it has left. The first to come may be a node as new as
+the master, with nothing in it; so for ``ALONE_S`` no node is taken for the only one.
 
-A master that is told which nodes its predecessor had begins as COUNTED.
+    FRESH -- ALONE_S without a sign of a predecessor --> COUNTED
+      |                                                    |
+      +------ a lease of a predecessor is renewed ---------+--> REBUILDING -- the leases that it gave are over -+
+      |                                                                                                         v
+      +------------------ the leases that a predecessor gave are over -------------------------------------> ENTERED
+
+A master that is told which nodes its predecessor had begins as COUNTED. In COUNTED (where the nodes that it was told of
+have all come) and in ENTERED the known slots are those that all registered nodes have told.
+
+Example: 1,024 slots; nodes A and B have come back to a master that was restarted. After 3 s nobody else can come. A has
+told the slots below 700, B those below 512: 512 slots are known, and a key of slot 600 is neither here nor missing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
 
+from tanghulu.store.protocol.key_slots import NUM_SLOTS, slot_of
+
+#: A node's lease: who has not come to a new master within it has left the cluster.
 REBUILD_S = 3.0
 #: Longer than a node takes to renew its lease at a master that has come back: it tries again every 0.2 to 0.5 s.
 ALONE_S = 1.0
 
 
-class Knowledge(Enum):
-    """The states of the master's knowledge of the nodes' chunks."""
+class Membership(Enum):
+    """The states of a master's knowledge of the nodes that belong to the cluster."""
 
     FRESH = "new; a predecessor's nodes may not have noticed it yet"
     COUNTED = "the nodes that registered, or those that it was told of, are all there are"
     REBUILDING = "successor of another master; nodes that it has not heard of may hold chunks"
-    READY = "a key that it does not know is not there"
+    ENTERED = "each node has registered, or its lease is over"
 
 
-class RebuildEvent(Enum):
-    """The events that change what the master knows."""
+class MembershipEvent(Enum):
+    """The events that change which nodes the master takes for all there are."""
 
-    ALL_REPORTED = "each registered node, at least one, has sent a complete report"
     ALONE = "ALONE_S have passed"
     STRAY_LEASE = "an instance renewed a lease that this master never gave"
-    DEADLINE = "REBUILD_S have passed"
+    LEASES_OVER = "each lease that a predecessor can have given is over"
 
 
-TRANSITIONS: dict[tuple[Knowledge, RebuildEvent], Knowledge] = {
-    (Knowledge.FRESH, RebuildEvent.ALL_REPORTED): Knowledge.FRESH,
-    (Knowledge.FRESH, RebuildEvent.ALONE): Knowledge.COUNTED,
-    (Knowledge.FRESH, RebuildEvent.STRAY_LEASE): Knowledge.REBUILDING,
-    (Knowledge.FRESH, RebuildEvent.DEADLINE): Knowledge.READY,
-    (Knowledge.COUNTED, RebuildEvent.ALL_REPORTED): Knowledge.READY,
-    (Knowledge.COUNTED, RebuildEvent.ALONE): Knowledge.COUNTED,
-    (Knowledge.COUNTED, RebuildEvent.STRAY_LEASE): Knowledge.REBUILDING,
-    (Knowledge.COUNTED, RebuildEvent.DEADLINE): Knowledge.READY,
-    (Knowledge.REBUILDING, RebuildEvent.ALL_REPORTED): Knowledge.REBUILDING,
-    (Knowledge.REBUILDING, RebuildEvent.ALONE): Knowledge.REBUILDING,
-    (Knowledge.REBUILDING, RebuildEvent.STRAY_LEASE): Knowledge.REBUILDING,
-    (Knowledge.REBUILDING, RebuildEvent.DEADLINE): Knowledge.READY,
-    (Knowledge.READY, RebuildEvent.ALL_REPORTED): Knowledge.READY,
-    (Knowledge.READY, RebuildEvent.ALONE): Knowledge.READY,
-    (Knowledge.READY, RebuildEvent.STRAY_LEASE): Knowledge.READY,
-    (Knowledge.READY, RebuildEvent.DEADLINE): Knowledge.READY,
+TRANSITIONS: dict[tuple[Membership, MembershipEvent], Membership] = {
+    (Membership.FRESH, MembershipEvent.ALONE): Membership.COUNTED,
+    (Membership.FRESH, MembershipEvent.STRAY_LEASE): Membership.REBUILDING,
+    (Membership.FRESH, MembershipEvent.LEASES_OVER): Membership.ENTERED,
+    (Membership.COUNTED, MembershipEvent.ALONE): Membership.COUNTED,
+    (Membership.COUNTED, MembershipEvent.STRAY_LEASE): Membership.REBUILDING,
+    (Membership.COUNTED, MembershipEvent.LEASES_OVER): Membership.ENTERED,
+    (Membership.REBUILDING, MembershipEvent.ALONE): Membership.REBUILDING,
+    (Membership.REBUILDING, MembershipEvent.STRAY_LEASE): Membership.REBUILDING,
+    (Membership.REBUILDING, MembershipEvent.LEASES_OVER): Membership.ENTERED,
+    (Membership.ENTERED, MembershipEvent.ALONE): Membership.ENTERED,
+    (Membership.ENTERED, MembershipEvent.STRAY_LEASE): Membership.ENTERED,
+    (Membership.ENTERED, MembershipEvent.LEASES_OVER): Membership.ENTERED,
 }
 
 
 class Rebuild:
-    """The state of this master between its start and READY."""
+    """What this master knows between its start and the moment when it knows all. ``expected`` None: it was not told."""
 
-    def __init__(self, now_s: float, rebuild_s: float = REBUILD_S, *, counted: bool = False) -> None:
-        self.state = Knowledge.COUNTED if counted else Knowledge.FRESH
+    def __init__(self, now_s: float, rebuild_s: float = REBUILD_S, expected: frozenset[str] | None = None) -> None:
+        self.state = Membership.FRESH if expected is None else Membership.COUNTED
+        #: The slots below this number are known; it never falls.
+        self.num_known_slots = 0
+        self._expected = expected or frozenset()
         self._alone_s = now_s + min(ALONE_S, rebuild_s)
-        self._deadline_s = now_s + rebuild_s
+        self._leases_over_s = now_s + rebuild_s
 
     @property
     def is_ready(self) -> bool:
-        """Whether an unknown key is a missing key."""
-        return self.state is Knowledge.READY
+        """Whether every unknown key is a missing key."""
+        return self.num_known_slots == NUM_SLOTS
 
-    def handle(self, event: RebuildEvent) -> None:
+    def knows(self, key: str) -> bool:
+        """Whether ``key`` is missing if it is unknown."""
+        return self.num_known_slots == NUM_SLOTS or (self.num_known_slots > 0 and slot_of(key) < self.num_known_slots)
+
+    def handle(self, event: MembershipEvent) -> None:
         """Take ``event``."""
         self.state = TRANSITIONS[self.state, event]
 
     def tick(self, now_s: float) -> None:
-        """Let the deadlines pass that are over at ``now_s``."""
+        """Let the times pass that are over at ``now_s``."""
         if now_s >= self._alone_s:
-            self.handle(RebuildEvent.ALONE)
-        if now_s >= self._deadline_s:
-            self.handle(RebuildEvent.DEADLINE)
+            self.handle(MembershipEvent.ALONE)
+        if now_s >= self._leases_over_s:
+            self.handle(MembershipEvent.LEASES_OVER)
+
+    def told(self, slots_by_node: Iterable[tuple[str, int]]) -> None:
+        """Take note of how many slots each registered node has told: (node id, slots)."""
+        if self.is_ready:
+            return
+        told = dict(slots_by_node)
+        if self.state is Membership.ENTERED:
+            num_known = min(told.values(), default=NUM_SLOTS)
+        elif self.state is Membership.COUNTED and told and self._expected <= told.keys():
+            num_known = min(told.values())
+        else:
+            num_known = 0
+        self.num_known_slots = max(self.num_known_slots, num_known)
+
+    def __repr__(self) -> str:
+        return f"Rebuild({self.state.name}, {self.num_known_slots} of {NUM_SLOTS} slots)"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 from tanghulu.discovery.etcd_client import EtcdClient
 from tanghulu.errors import MasterUnavailable, NotLeader
@@ -49,15 +49,21 @@ class AdmittedNodes:
         """Begin a term with the ids that the predecessor has left."""
         self._ids = set(known or ())
 
-    async def admit(self, node_id: str) -> None:
-        """Write ``node_id``. Raises MasterUnavailable or NotLeader; then the node must not be let in."""
+    @contextlib.asynccontextmanager
+    async def admitting(self, node_id: str) -> AsyncIterator[None]:
+        """Write ``node_id``, and forget no node while the body enters it into the directory.
+
+        Raises MasterUnavailable or NotLeader; then the node must not be let in.
+        """
         async with self._lock:
             if node_id not in self._ids:
                 await self._write(self._ids | {node_id})
+            yield
 
-    async def keep(self, node_ids: frozenset[str]) -> None:
-        """Forget the nodes that are not in ``node_ids``; the next call makes a failure good."""
+    async def keep(self, present: Callable[[], frozenset[str]]) -> None:
+        """Forget the nodes that are not ``present`` when it is their turn; the next call makes a failure good."""
         async with self._lock:
+            node_ids = present()
             if self._leads() and self._ids - node_ids:
                 with contextlib.suppress(MasterUnavailable):
                     await self._write(self._ids & node_ids)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 
 import structlog
 
@@ -88,10 +88,15 @@ class Leadership:
             self._perform(self.election.outranked(term, self._clock.now_s()))
             self.require()
 
-    async def admit(self, node_id: str) -> None:
-        """Admit ``node_id``. Raises MasterUnavailable or NotLeader; then the node must not be let in."""
-        await self.admitted.admit(node_id)
-        self.require()
+    @contextlib.asynccontextmanager
+    async def admitting(self, node_id: str) -> AsyncIterator[None]:
+        """Admit ``node_id``, which the body enters into the directory.
+
+        Raises MasterUnavailable or NotLeader; then the node must not be let in.
+        """
+        async with self.admitted.admitting(node_id):
+            self.require()
+            yield
 
     # --- taking part
 

@@ -80,8 +80,8 @@ class CopyOrders:
         self._load: Counter[str] = Counter()  # open orders by node, as source and as target
         self._incoming_bytes: Counter[str] = Counter()
         self._waiting: dict[str, deque[Copy]] = {}
-        self._drops: dict[str, dict[str, Drop]] = {}
-        self._told: dict[tuple[str, str], tuple[Drop, float]] = {}  # (node, key) -> (a drop given out, until)
+        self._drops: dict[str, dict[Drop, None]] = {}
+        self._told: dict[tuple[str, Drop], float] = {}  # (node, a drop given out) -> until when it may be answered
         self._budgets: dict[str, _Budget] = {}
         self.num_done: Counter[tuple[Reason, str]] = Counter()
         self.bytes_done: Counter[Reason] = Counter()
@@ -124,7 +124,7 @@ class CopyOrders:
         """Have ``node_id`` let go of a copy."""
         waiting = self._drops.setdefault(node_id, {})
         if len(waiting) < MAX_DROPS:
-            waiting[drop.key] = drop
+            waiting[drop] = None
 
     def take(self, node_id: str, now_s: float) -> tuple[list[Copy], list[Drop]]:
         """The orders to tell ``node_id`` now, each once."""
@@ -133,19 +133,24 @@ class CopyOrders:
         copies = [copy for copy in copies if (copy.key, node_id) in self._open]
         if not waiting:
             self._waiting.pop(node_id, None)
-        drops = list(self._drops.pop(node_id, {}).values())
-        self._told.update(((node_id, drop.key), (drop, now_s + ORDER_S)) for drop in drops)
+        drops = list(self._drops.pop(node_id, ()))
+        self._told.update(((node_id, drop), now_s + ORDER_S) for drop in drops)
         return copies, drops
 
     def tell_again(self, node_id: str) -> None:
         """Repeat the drops to ``node_id``, which has a new connection: the last answer over the old one may be lost."""
-        for (told, _), (drop, _) in self._told.items():
+        for told, drop in self._told:
             if told == node_id:
                 self.drop(node_id, drop)
 
-    def was_told_to_drop(self, node_id: str, key: str) -> bool:
-        """Whether the removal of ``key`` that ``node_id`` announces was ordered; True once for each order."""
-        return self._told.pop((node_id, key), None) is not None
+    def was_told_to_drop(self, node_id: str, key: str, version: int | None) -> bool:
+        """Whether the removal that ``node_id`` announces was ordered; True once for each order. None: of any version."""
+        if version is not None:
+            return self._told.pop((node_id, Drop(key, version)), None) is not None
+        ordered = [order for order in self._told if order[0] == node_id and order[1].key == key]
+        for order in ordered:
+            del self._told[order]
+        return bool(ordered)
 
     def done(self, key: str, target: str) -> Copy | None:
         """Close the order that ``target`` fulfilled by announcing ``key``; returns it."""
@@ -159,7 +164,7 @@ class CopyOrders:
         """Close what was open too long, and forget drops that were told long ago."""
         for key, target in [where for where, (_, until_s) in self._open.items() if until_s <= now_s]:
             self._close(key, target, "expired")
-        for where in [where for where, (_, until_s) in self._told.items() if until_s <= now_s]:
+        for where in [where for where, until_s in self._told.items() if until_s <= now_s]:
             del self._told[where]
         if not self._open:
             self._load.clear()

@@ -120,12 +120,12 @@ class CopyPlanner:
         """Take what concerns copies, after the directory has taken its part; returns the orders for the node."""
         node_id = announcement.node_id
         self._wanted.update(announcement.replicated)
-        for key in announcement.removed:
-            if not self.orders.was_told_to_drop(node_id, key):
+        for key, version in announcement.removed:
+            if not self.orders.was_told_to_drop(node_id, key, version):
                 self._let_go(key)
-        for key in announcement.deleted:
+        for key, version in announcement.deleted:
             self._wanted.pop(key, None)
-            self.orders.was_told_to_drop(node_id, key)
+            self.orders.was_told_to_drop(node_id, key, version)
         self._drop_removed()
         if self.orders.active:
             for entry in announcement.added:

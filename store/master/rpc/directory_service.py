@@ -57,15 +57,25 @@ class DirectoryCalls:
         if len(self.waiting.board):
             added = zip(announcement.added, answer.accepted, strict=True)
             self.waiting.announced(entry.key for entry, stands in added if stands)
+            if announcement.piece is not None:
+                self.waiting.announced(entry[0] for entry in announcement.piece.entries)
         counts = self._metrics.counts
         num_accepted = answer.accepted.count(True)
-        counts.announcements[announcement.report] += 1
+        counts.announcements += 1
         counts.accepted += num_accepted
-        counts.refused += len(answer.accepted) - num_accepted - len(answer.undecided)
+        counts.refused += len(answer.accepted) - num_accepted - len(answer.undecided) + len(answer.refused)
+        if announcement.piece is not None:
+            counts.report_pieces += 1
+            counts.reported += len(announcement.piece.entries) - len(answer.refused)
         counts.removed += len(announcement.removed) + len(announcement.deleted)
         counts.retracted = self._master.directory.pending_commits.num_retracted
         reply = pb.AnnounceReply(
-            accepted=answer.accepted, report_wanted=answer.report_wanted, undecided=answer.undecided
+            accepted=answer.accepted,
+            report_wanted=answer.report_wanted,
+            undecided=answer.undecided,
+            refused=answer.refused,
+            report_keys=answer.report_keys,
+            known_slots=self._master.directory.rebuild.num_known_slots,
         )
         orders = self._master.orders_for(announcement, self._server.now_s)
         if orders is not None:
@@ -123,11 +133,6 @@ class DirectoryCalls:
         counts.refused += results.count(CommitResult.EXISTS)
         return CommitKeysReply(results)
 
-    @property
-    def incomplete(self) -> bool:
-        """Whether an unknown key is not yet a missing one."""
-        return not self._master.directory.rebuild.is_ready
-
     def holds(self, keys: Sequence[str]) -> bytes:
         """For each key 1 if somebody holds it, else 0."""
         wire.check_count(len(keys))
@@ -150,15 +155,19 @@ class DirectoryCalls:
     def locate(self, request: pb.LocateRequest) -> pb.LocateReply:
         """Who holds these keys, or only whether somebody does."""
         if request.count_only:
-            return pb.LocateReply(found=self.holds(request.keys), incomplete=self.incomplete)
-        return wire.locate_to_wire(self.holders(request.keys), incomplete=self.incomplete)
+            held = self.holds(request.keys)
+            return pb.LocateReply(found=held, incomplete=self._master.directory.is_incomplete(request.keys, held))
+        found = self.holders(request.keys)
+        return wire.locate_to_wire(found, incomplete=self._master.directory.is_incomplete(request.keys, found))
 
     def _locate(self, peer: Peer, request: LocateRequest, attachment: memoryview) -> LocateReply:
         self._server.require_leadership()
         if request.count_only:
-            return LocateReply(self.incomplete, found=self.holds(request.keys))
+            held = self.holds(request.keys)
+            return LocateReply(self._master.directory.is_incomplete(request.keys, held), found=held)
         found = self.holders(request.keys)
-        return LocateReply(self.incomplete, [None if each is None else Location(*each) for each in found])
+        incomplete = self._master.directory.is_incomplete(request.keys, found)
+        return LocateReply(incomplete, [None if each is None else Location(*each) for each in found])
 
     def place(self, request: pb.PlaceRequest) -> pb.PlaceReply:
         """Where to put a new chunk. Raises NodeUnavailable without nodes, StoreFull if none can hold it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Any, TypeAlias
 
@@ -36,15 +37,20 @@ class MembershipService(membership_pb2_grpc.MembershipServicer):
         try:
             self._server.require_leadership()
             instance = instance_from_proto(request.instance)
-            if self._server.leadership is not None and instance.role is Role.NODE:
-                await self._server.leadership.admit(instance.id)
-            lease_id = self._master.register(instance, request.ttl_ms / 1000, self._server.now_s)
+            async with self._admitting(instance):
+                lease_id = self._master.register(instance, request.ttl_ms / 1000, self._server.now_s)
         except TanghuluError as error:
             await abort(context, error)
             raise
         self._server.changed()
         _log.info("instance.registered", instance=instance.id, lease_id=lease_id, address=str(instance.address))
         return pb.RegisterReply(lease_id=lease_id, master_generation=self._master.generation)
+
+    def _admitting(self, instance: Instance) -> contextlib.AbstractAsyncContextManager[None]:
+        leadership = self._server.leadership
+        if leadership is None or instance.role is not Role.NODE:
+            return contextlib.nullcontext()
+        return leadership.admitting(instance.id)
 
     async def KeepAlive(self, request: pb.KeepAliveRequest, context: Context) -> pb.KeepAliveReply:
         """Renew a lease."""

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from tanghulu.discovery.base import Instance
 from tanghulu.discovery.instance_wire import instance_to_proto
 from tanghulu.errors import InvalidRequest
 from tanghulu.protos import common_pb2
 from tanghulu.protos import directory_pb2 as pb
-from tanghulu.store.master.directory.announcement import ChunkEntry, NodeAnnouncement, ReportPart, Retraction
+from tanghulu.store.master.directory.announcement import (
+    ChunkEntry,
+    NodeAnnouncement,
+    Removal,
+    ReportPiece,
+    Retraction,
+)
 from tanghulu.store.master.directory.chunk_table import FoundChunk
 from tanghulu.store.master.directory.directory import NodeSummary
 from tanghulu.store.master.directory.listing import KeyListing
@@ -17,13 +23,20 @@ from tanghulu.store.master.directory.placement import MAX_REPLICAS, PlacementReq
 from tanghulu.store.master.replication.orders import Copy, Drop
 from tanghulu.store.master.replication.planner import Progress
 from tanghulu.store.protocol.directory_events import DirectoryEvent, DirectoryEventKind
+from tanghulu.store.protocol.key_slots import NUM_SLOTS
 from tanghulu.types import MAX_KEY_BYTES, MAX_VALUE_BYTES, Place
 
 MAX_KEYS_PER_CALL = 1 << 16
 DEFAULT_LIST_LIMIT = 1000
 MAX_LIST_LIMIT = 10_000
 
-_REPORTS = {report.value: report for report in ReportPart}
+#: What BEGIN, PIECE and END of a node of protocol 4 mean: an empty first piece, the same again, and all that is left.
+_OLD_REPORTS = {
+    pb.AnnounceRequest.BEGIN: ReportPiece(0, 0),
+    pb.AnnounceRequest.PIECE: ReportPiece(0, 0),
+    pb.AnnounceRequest.END: ReportPiece(1, NUM_SLOTS),
+}
+_OLD_REPORT_ID = 1
 _KINDS = {
     DirectoryEventKind.STORED: pb.DirectoryEvent.STORED,
     DirectoryEventKind.REMOVED: pb.DirectoryEvent.REMOVED,
@@ -40,10 +53,11 @@ def announcement_from_wire(request: pb.AnnounceRequest) -> NodeAnnouncement:
         node_id=request.node_id,
         generation=request.generation,
         added=[_entry(chunk) for chunk in request.added],
-        removed=request.removed,
-        deleted=request.deleted,
+        removed=_removals(request.removed, request.removed_versions),
+        deleted=_removals(request.deleted, request.deleted_versions),
         retracted=[Retraction(each.key, each.version) for each in request.withdrawn],
-        report=_REPORTS.get(request.report, ReportPart.NONE),
+        piece=_piece(request),
+        report_id=request.report_id or (_OLD_REPORT_ID if request.report else 0),
         capacity_bytes=request.capacity_bytes,
         used_bytes=request.used_bytes,
         ssd_capacity_bytes=request.ssd_capacity_bytes,
@@ -58,12 +72,36 @@ def announcement_from_wire(request: pb.AnnounceRequest) -> NodeAnnouncement:
     return announcement
 
 
+def _removals(keys: Sequence[str], versions: Sequence[int]) -> list[Removal]:
+    if not versions:
+        return [Removal(key, None) for key in keys]
+    if len(versions) != len(keys):
+        raise InvalidRequest(f"{len(keys)} removed keys have {len(versions)} versions; each needs one")
+    return list(map(Removal, keys, versions))
+
+
+def _piece(request: pb.AnnounceRequest) -> ReportPiece | None:
+    if not request.HasField("piece"):
+        return _OLD_REPORTS.get(request.report)
+    piece = request.piece
+    keys, cold = list(piece.keys), piece.cold or bytes(len(piece.keys))
+    check_count(len(keys))
+    if not len(keys) == len(piece.versions) == len(piece.sizes) == len(cold):
+        raise InvalidRequest(f"a report's piece of {len(keys)} keys does not have a version and a size for each")
+    if keys and not 0 < min(map(len, keys)) <= max(map(len, keys)) <= MAX_KEY_BYTES:
+        raise InvalidRequest(f"a report names a key that does not have 1..{MAX_KEY_BYTES} characters")
+    if keys and max(piece.sizes) > MAX_VALUE_BYTES:
+        raise InvalidRequest(f"a report names a chunk of {max(piece.sizes)} bytes, more than {MAX_VALUE_BYTES}")
+    entries = list(zip(keys, piece.versions, piece.sizes, cold, strict=True))
+    return ReportPiece(piece.number, piece.next_slot, entries)
+
+
 def _entry(chunk: pb.ChunkEntry) -> ChunkEntry:
     if not 0 < len(chunk.key) <= MAX_KEY_BYTES:
         raise InvalidRequest(f"a key of {len(chunk.key)} characters is not within 1..{MAX_KEY_BYTES}")
     if chunk.size_bytes > MAX_VALUE_BYTES:
         raise InvalidRequest(f"chunk {chunk.key!r} of {chunk.size_bytes} bytes is larger than {MAX_VALUE_BYTES}")
-    return ChunkEntry(chunk.key, chunk.version, chunk.size_bytes, chunk.tier == common_pb2.TIER_SSD)
+    return ChunkEntry(chunk.key, chunk.version, chunk.size_bytes, chunk.tier == common_pb2.TIER_SSD, chunk.unconfirmed)
 
 
 def add_orders(

@@ -23,7 +23,8 @@ from tanghulu.store.node.reporting.copy_wire import Orders, orders_from_wire
 from tanghulu.store.node.state.confirmations import Done
 from tanghulu.store.node.state.holdings import Holding
 from tanghulu.store.node.state.node_state import NodeState
-from tanghulu.store.node.state.report_queue import FullReport, ReportMessage
+from tanghulu.store.node.state.report_queue import ReportMessage
+from tanghulu.store.node.state.slot_report import ReportPiece
 from tanghulu.store.protocol.methods import ANNOUNCE
 from tanghulu.store.protocol.types import Tier
 from tanghulu.types import Address, InstanceId
@@ -33,12 +34,10 @@ _log = structlog.get_logger(__name__)
 HEARTBEAT_S = 1.0
 CALL_DEADLINE_S = 3.0
 _RETRY_S = (0.05, 0.1, 0.2, 0.5)
-_REPORTS = {
-    FullReport.NONE: directory_pb2.AnnounceRequest.NONE,
-    FullReport.BEGIN: directory_pb2.AnnounceRequest.BEGIN,
-    FullReport.PIECE: directory_pb2.AnnounceRequest.PIECE,
-    FullReport.END: directory_pb2.AnnounceRequest.END,
-}
+#: Between two messages of a node that waits until it may report, or until the master knows more slots.
+_POLL_S = 0.2
+#: Chunks of a report that are sorted into their slots in one step, about a millisecond.
+_SORTED_AT_ONCE = 2048
 
 
 class TermFence:
@@ -98,6 +97,7 @@ class Reporter:
         self._on_change = on_change
         self._connection: AsyncFastConnection | None = None
         self._broken: asyncio.Future[None] | None = None
+        self._sorting: asyncio.Task[None] | None = None
         self._free = False  # connected, and no message under way
         self._message = ReportMessage()
         self._sent_s = 0.0
@@ -146,9 +146,14 @@ class Reporter:
         """To be called every few hundredths of a second: signs of life, removals alone, a master that is silent."""
         now_s = asyncio.get_running_loop().time()
         connection = self._connection
+        if self._queue.report_wanted:
+            self._state.report_all()
+        if self._queue.is_unsorted and (self._sorting is None or self._sorting.done()):
+            self._sorting = asyncio.create_task(self._sort())
         if self._free:
             assert connection is not None
-            if connection.closed or not self._queue.empty or now_s >= self._sent_s + HEARTBEAT_S:
+            pause_s = _POLL_S if self._queue.waits_for_master else HEARTBEAT_S
+            if connection.closed or not self._queue.empty or now_s >= self._sent_s + pause_s:
                 self._tell()
         elif connection is not None and now_s >= self._sent_s + self._call_deadline_s:
             connection.abort()
@@ -189,7 +194,16 @@ class Reporter:
         finally:
             if self._timer is not None:
                 self._timer.cancel()
+            if self._sorting is not None:
+                self._sorting.cancel()
             await self._disconnect()
+
+    async def _sort(self) -> None:
+        """Prepare a report of everything in small steps."""
+        while self._queue.is_unsorted:
+            self._queue.sort_report(_SORTED_AT_ONCE)
+            await asyncio.sleep(0)
+        self.kick()
 
     async def _converse(self) -> None:
         """Be connected until that fails."""
@@ -231,9 +245,11 @@ class Reporter:
         request = directory_pb2.AnnounceRequest(
             node_id=self._instance_id,
             generation=self._generation,
-            removed=message.removed,
-            deleted=message.deleted,
-            report=_REPORTS[message.report],
+            removed=[key for key, _ in message.removed],
+            removed_versions=[version for _, version in message.removed],
+            deleted=[key for key, _ in message.deleted],
+            deleted_versions=[version for _, version in message.deleted],
+            report_id=message.report_id,
             capacity_bytes=self._state.capacity_bytes,
             used_bytes=self._state.used_bytes,
             ssd_capacity_bytes=self._state.tier.capacity_bytes,
@@ -243,12 +259,16 @@ class Reporter:
         )
         for key, version in message.retracted:
             request.withdrawn.add(key=key, version=version)
-        for chunk in message.added:
+        for chunk, unconfirmed in zip(message.added, message.unconfirmed, strict=True):
             entry = request.added.add(key=chunk.key, version=chunk.version, size_bytes=chunk.size_bytes)
             if chunk.tier is Tier.SSD:
                 entry.tier = common_pb2.TIER_SSD
+            if unconfirmed:
+                entry.unconfirmed = True
             if chunk.replicas > 1:
                 request.news.replicated.add(key=chunk.key, replicas=chunk.replicas)
+        if message.piece is not None:
+            _add_piece(request, message.piece)
         self._add_news(request)
         try:
             self._connection.send(ANNOUNCE.number, request, ANNOUNCE.reply, self._replied)
@@ -261,7 +281,9 @@ class Reporter:
         if self._failed_copies:
             request.news.failed.extend(self._failed_copies)
             self._failed_copies = []
-        if state.draining and not (state.has_writers or request.added or request.report or not self._queue.empty):
+        if state.draining and not (
+            state.has_writers or request.added or self._queue.waits_for_master or not self._queue.empty
+        ):
             request.news.quiet = True
         if self._sent_s >= self._hot_told_s + HEARTBEAT_S:
             self._hot_told_s = self._sent_s
@@ -294,22 +316,29 @@ class Reporter:
         self.kick()
 
     def _break(self, error: TanghuluError) -> None:
-        if self._queue.requeue():
-            self._state.report_all()
+        self._queue.requeue()
         if self._broken is not None and not self._broken.done():
             self._broken.set_exception(error)
 
-    def _answered(self, message: ReportMessage, reply: directory_pb2.AnnounceReply) -> None:
-        self._queue.done()
-        if not self.connected.is_set():
-            self.connected.set()
-            _log.info("reporter.connected", master=str(self._master))
+    def _decided(self, message: ReportMessage, reply: directory_pb2.AnnounceReply) -> None:
+        """Take the master's decisions on chunks."""
         undecided = set(reply.undecided)
         for index, (chunk, stands) in enumerate(zip(message.added, reply.accepted, strict=True)):
             if index in undecided:
                 self._queue.again(chunk)
-                continue
-            self._state.reported(chunk, accepted=stands)
+            else:
+                self._state.reported(chunk, accepted=stands)
+        for index in reply.refused:
+            if message.piece is not None and index < len(message.piece.chunks):
+                self._state.reported(message.piece.chunks[index], accepted=False)
+
+    def _answered(self, message: ReportMessage, reply: directory_pb2.AnnounceReply) -> None:
+        self._queue.done()
+        self._queue.granted(reply.report_keys, reply.known_slots)
+        if not self.connected.is_set():
+            self.connected.set()
+            _log.info("reporter.connected", master=str(self._master))
+        self._decided(message, reply)
         if self._queue.removals_told:
             for future in self._flushing:
                 if not future.done():
@@ -320,3 +349,18 @@ class Reporter:
             self._state.report_all()
         if message.added:  # the puts' clients are answered first
             asyncio.get_running_loop().call_soon(self._on_change)
+
+
+def _add_piece(request: directory_pb2.AnnounceRequest, piece: ReportPiece) -> None:
+    told = request.piece
+    told.number, told.next_slot = piece.number, piece.next_slot
+    chunks = piece.chunks
+    told.keys.extend([chunk.key for chunk in chunks])
+    told.versions.extend([chunk.version for chunk in chunks])
+    told.sizes.extend([chunk.size_bytes for chunk in chunks])
+    cold = bytes([chunk.tier is Tier.SSD for chunk in chunks])
+    if any(cold):
+        told.cold = cold
+    for chunk in chunks:
+        if chunk.replicas > 1:
+            request.news.replicated.add(key=chunk.key, replicas=chunk.replicas)

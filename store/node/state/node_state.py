@@ -256,7 +256,8 @@ class NodeState:
         self.table.publish(chunk, ChunkEvent.COMMIT if by is CommittedBy.NODE else ChunkEvent.COMMIT_UNSEEN)
         if chunk.state is ChunkState.LIVE:
             self.space.settle(chunk)
-        self.reports.add(chunk, patient=by is CommittedBy.CLIENT)
+        by_client = by is CommittedBy.CLIENT
+        self.reports.add(chunk, patient=by_client, unconfirmed=not by_client)
         self.counters.puts += 1
 
     def _supersede(self, chunk: Holding) -> None:
@@ -322,8 +323,10 @@ class NodeState:
                 self.counters.refused += 1
                 self.reports.forget(chunk)
                 self.drop_both(chunk.key)
-            elif isinstance(chunk, Chunk):
-                self._go_live(chunk, ChunkEvent.ACCEPTED)
+            else:
+                self.reports.accepted(chunk)
+                if isinstance(chunk, Chunk):
+                    self._go_live(chunk, ChunkEvent.ACCEPTED)
         self.reports.settle(chunk, accepted)
 
     def gave_up(self, chunk: Holding) -> None:
@@ -332,8 +335,14 @@ class NodeState:
             self._go_live(chunk, ChunkEvent.GAVE_UP)
 
     def report_all(self) -> None:
-        """Tell the master everything that the node holds, each key once; the next messages carry it."""
-        self.reports.begin_report(self.live_chunks())
+        """Tell the master everything that the node holds, each key once; the next messages carry it, as it allows."""
+        self.drain_buffers()
+        self.reports.begin_report([*self.table, *self.tier.entries()], self._is_reported)
+
+    def _is_reported(self, holding: Holding) -> bool:
+        if isinstance(holding, Chunk):
+            return holding.state is ChunkState.LIVE
+        return holding.held and self.table.find(holding.key) is None
 
     def live_chunks(self) -> list[Holding]:
         """Everything that a full report lists."""

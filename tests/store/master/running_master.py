@@ -29,6 +29,7 @@ from tanghulu.store.master.directory.chunk_table import FoundChunk
 from tanghulu.store.master.main import MasterConfig, serve
 from tanghulu.store.master.rpc import wire as master_wire
 from tanghulu.store.protocol import methods
+from tanghulu.store.protocol.key_slots import NUM_SLOTS
 from tanghulu.store.protocol.messages import LocateRequest
 from tanghulu.types import Address, InstanceId, Place, Role
 from tests.free_ports import free_port
@@ -153,6 +154,7 @@ class FakeNode:
         self.connection = connection
         self.instance = instance
         self.chunks: dict[str, tuple[int, int]] = {}
+        self.num_reports = 0
 
     @classmethod
     async def connect(cls, address: Address, instance: Instance) -> FakeNode:
@@ -163,7 +165,8 @@ class FakeNode:
         *added: tuple[str, int, int],
         removed: Sequence[str] = (),
         deleted: Sequence[str] = (),
-        report: pb.AnnounceRequest.Report = pb.AnnounceRequest.NONE,
+        report_id: int = 0,
+        piece: pb.ReportPiece | None = None,
         capacity: int = 1 << 30,
     ) -> pb.AnnounceReply:
         request = pb.AnnounceRequest(
@@ -172,15 +175,19 @@ class FakeNode:
             added=[pb.ChunkEntry(key=key, version=version, size_bytes=size) for key, version, size in added],
             removed=removed,
             deleted=deleted,
-            report=report,
             capacity_bytes=capacity,
+            report_id=report_id,
         )
+        if piece is not None:
+            request.piece.CopyFrom(piece)
         return (await self.connection.call(methods.ANNOUNCE.number, request, pb.AnnounceReply)).message
 
     async def report(self, *chunks: tuple[str, int, int]) -> pb.AnnounceReply:
-        await self.announce(report=pb.AnnounceRequest.BEGIN)
-        await self.announce(*chunks, report=pb.AnnounceRequest.PIECE)
-        return await self.announce(report=pb.AnnounceRequest.END)
+        self.num_reports += 1
+        await self.announce(report_id=self.num_reports, piece=pb.ReportPiece(number=0, next_slot=0))
+        keys, versions, sizes = zip(*chunks, strict=True) if chunks else ((), (), ())
+        last = pb.ReportPiece(number=1, next_slot=NUM_SLOTS, keys=keys, versions=versions, sizes=sizes)
+        return await self.announce(report_id=self.num_reports, piece=last)
 
     async def holders(self, *keys: str) -> tuple[list[list[str]], bool]:
         request = pb.LocateRequest(keys=keys)

@@ -44,6 +44,17 @@ def test_orders_of_a_node_that_is_gone_are_closed(gone: str) -> None:
     orders.check()
 
 
+def test_two_versions_of_a_key_are_dropped_each() -> None:
+    orders = CopyOrders(1e9)
+    for version in (1, 2):
+        orders.drop("a", Drop("x", version))
+    assert orders.take("a", 0.0)[1] == [Drop("x", 1), Drop("x", 2)]
+    assert not orders.was_told_to_drop("a", "x", 3)
+    assert orders.was_told_to_drop("a", "x", 2)
+    assert orders.was_told_to_drop("a", "x", None)
+    assert not orders.active
+
+
 def test_a_drop_whose_answer_may_be_lost_is_told_again() -> None:
     orders = CopyOrders(1e9)
     for key in ("heard", "lost"):
@@ -51,7 +62,7 @@ def test_a_drop_whose_answer_may_be_lost_is_told_again() -> None:
     orders.drop("b", Drop("another's", 7))
     assert orders.take("a", 0.0) == ([], [Drop("heard", 7), Drop("lost", 7)])
     assert orders.take("b", 0.0) == ([], [Drop("another's", 7)])
-    assert orders.was_told_to_drop("a", "heard")
+    assert orders.was_told_to_drop("a", "heard", 7)
     assert orders.take("a", 1.0) == ([], []), "while the connection stands answers arrive"
     orders.tell_again("a")
     assert orders.take("b", 1.0) == ([], [])

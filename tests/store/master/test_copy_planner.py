@@ -9,7 +9,7 @@ import pytest
 
 from tanghulu.discovery.base import Instance
 from tanghulu.errors import InvalidRequest
-from tanghulu.store.master.directory.announcement import ChunkEntry, NodeAnnouncement, ReportPart
+from tanghulu.store.master.directory.announcement import ChunkEntry, NodeAnnouncement, Removal, ReportPiece
 from tanghulu.store.master.directory.directory import Directory
 from tanghulu.store.master.replication import planner as copy_planner
 from tanghulu.store.master.replication.demand import (
@@ -21,6 +21,7 @@ from tanghulu.store.master.replication.demand import (
 )
 from tanghulu.store.master.replication.orders import Copy, Drop, Reason
 from tanghulu.store.master.replication.planner import GRACE_S, CopyPlanner
+from tanghulu.store.protocol.key_slots import NUM_SLOTS
 from tanghulu.types import Address, InstanceId, Place, Role
 
 SIZE = 1000
@@ -52,8 +53,7 @@ class World:
     def join(self, name: str) -> None:
         self.directory.node_registered(self.instance(name), self.now_s)
         self.chunks[name] = set()
-        for report in (ReportPart.BEGIN, ReportPart.END):
-            self.say(name, report=report)
+        self.say(name, piece=ReportPiece(0, NUM_SLOTS))
 
     def die(self, name: str) -> None:
         self.directory.node_gone(name)
@@ -73,7 +73,7 @@ class World:
         added: list[str] | None = None,
         removed: list[str] | None = None,
         replicas: int = 1,
-        report: ReportPart = ReportPart.NONE,
+        piece: ReportPiece | None = None,
         hot: list[tuple[str, int]] | None = None,
         failed: list[str] | None = None,
         cold: bool = False,
@@ -85,8 +85,9 @@ class World:
             name,
             1,
             [ChunkEntry(key, 7, SIZE, cold) for key in added],
-            removed,
-            report=report,
+            [Removal(key, 7) for key in removed],
+            report_id=1 if piece is not None else 0,
+            piece=piece,
             capacity_bytes=CAPACITY,
             used_bytes=self.used.get(name, len(self.chunks[name]) * SIZE),
             replicated=[(key, replicas) for key in added if replicas > 1],
@@ -343,7 +344,7 @@ def test_a_node_that_is_told_to_drop_what_it_removes_itself_is_not_waited_for() 
     world.put("a", "b")
 
     def heard(name: str, *deleted: str) -> list[Drop]:
-        announcement = NodeAnnouncement(name, 1, deleted=deleted)
+        announcement = NodeAnnouncement(name, 1, deleted=[Removal(key, 7) for key in deleted])
         world.directory.announce(announcement, world.now_s)
         return world.planner.heard(announcement, world.now_s)[1]
 

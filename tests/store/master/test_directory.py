@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -11,17 +13,19 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from tanghulu.errors import InvalidRequest, LeaseExpired
 from tanghulu.store.master.directory import directory as directory_module
-from tanghulu.store.master.directory.announcement import ChunkEntry, NodeAnnouncement, ReportPart
+from tanghulu.store.master.directory.announcement import ChunkEntry, NodeAnnouncement, Removal, ReportPiece
 from tanghulu.store.master.directory.chunk_table import DirectoryTable
 from tanghulu.store.master.directory.directory import Directory
 from tanghulu.store.master.directory.placement import PlacementRequest
 from tanghulu.store.protocol.directory_events import DirectoryEventKind
+from tanghulu.store.protocol.key_slots import NUM_SLOTS
 from tests.store.master.running_master import instance
 
 NAMES = st.sampled_from(["a", "b", "c"])
 KEYS = st.sampled_from(["kv/0", "kv/1", "kv/2", "z"])
 VERSIONS = st.sampled_from([1, 1, 1, 2])
-REPORTS = st.sampled_from([ReportPart.NONE, ReportPart.NONE, ReportPart.BEGIN, ReportPart.PIECE, ReportPart.END])
+#: What a node says of a report: nothing, the first piece of another one, the next or the last piece of its own.
+STEPS = ("none", "none", "first", "next", "last", "again", "lost")
 
 
 def size_of(version: int) -> int:
@@ -34,7 +38,8 @@ class ModelNode:
         self.before: dict[str, int] = {}
         self.said: dict[str, int] = {}
         self.cold: dict[str, bool] = {}  # as it said last
-        self.reporting = False
+        self.report_id = 0
+        self.number = -1
         self.reported = False
 
     @property
@@ -49,7 +54,9 @@ class ModelNode:
 class DirectoryMachine(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
-        self.directory = Directory(0.0)
+        self.directory = Directory(0.0, rebuild_s=0.0)
+        self.directory.tick(0.0)
+        assert self.directory.rebuild.is_ready
         self.nodes: dict[str, ModelNode] = {}
         self.graves: dict[str, int] = {}
         self.told: set[tuple[str, str]] = set()
@@ -74,19 +81,20 @@ class DirectoryMachine(RuleBasedStateMachine):
     @rule(
         name=NAMES,
         added=st.lists(st.tuples(KEYS, VERSIONS, st.booleans()), max_size=6),
-        removed=st.lists(KEYS, max_size=2),
-        deleted=st.sampled_from([[], [], [], ["kv/0"]]),
-        report=REPORTS,
+        removed=st.lists(st.tuples(KEYS, VERSIONS), max_size=2),
+        deleted=st.sampled_from([[], [], [], [("kv/0", 1)], [("kv/0", 2)]]),
+        step=st.sampled_from(STEPS),
+        told=st.lists(st.tuples(KEYS, VERSIONS, st.booleans()), max_size=6),
     )
-    def announce(self, name, added, removed, deleted, report) -> None:
+    def announce(self, name, added, removed, deleted, step, told) -> None:
         node = self.nodes.get(name)
         announcement = NodeAnnouncement(
             name,
             node.generation if node else 1,
             [ChunkEntry(key, version, size_of(version), cold) for key, version, cold in added],
-            removed,
-            deleted,
-            report,
+            [Removal(key, version) for key, version in removed],
+            [Removal(key, version) for key, version in deleted],
+            **self.report(node, step, told),
             capacity_bytes=10_000,
         )
         if node is None:
@@ -94,32 +102,72 @@ class DirectoryMachine(RuleBasedStateMachine):
                 self.directory.announce(announcement, 0.0)
             return
         answer = self.directory.announce(announcement, 0.0)
-        assert answer.accepted == self.expect(name, node, announcement)
-        assert answer.report_wanted == (not node.reported and not node.reporting)
+        is_lost = announcement.piece is not None and announcement.piece.number > node.number
+        accepted, refused = self.expect(name, node, announcement, is_lost=is_lost)
+        assert answer.accepted == accepted
+        assert answer.undecided == []
+        assert sorted(answer.refused) == refused
+        assert answer.report_wanted == (is_lost or (not node.reported and not announcement.report_id))
+        assert not (node.reported and answer.report_keys)
 
-    def expect(self, name: str, node: ModelNode, announcement: NodeAnnouncement) -> list[bool]:
-        if announcement.report is ReportPart.BEGIN:
-            node.before, node.said, node.reporting = node.holds, {}, True
+    def report(self, node: ModelNode | None, step: str, told: list[tuple[str, int, bool]]) -> dict[str, Any]:
+        if node is None or step == "none":
+            return {"report_id": node.report_id if node is not None and not node.reported else 0}
+        entries = [(key, version, size_of(version), cold) for key, version, cold in told]
+        if step == "first" or not node.report_id:
+            node.report_id, node.number = node.report_id + 1, 0
+            node.before, node.said, node.reported = node.holds, {}, False
+        elif step == "lost":  # pieces before it did not arrive
+            return {"report_id": node.report_id, "piece": ReportPiece(node.number + 2, NUM_SLOTS, entries)}
+        elif step != "again":
+            node.number += 1
+        next_slot = NUM_SLOTS if step == "last" or node.reported else min(1 + node.number, NUM_SLOTS - 1)
+        return {"report_id": node.report_id, "piece": ReportPiece(node.number, next_slot, entries)}
+
+    def expect(
+        self, name: str, node: ModelNode, announcement: NodeAnnouncement, *, is_lost: bool
+    ) -> tuple[list[bool], list[int]]:
         stale = set()
-        for key in announcement.deleted:
-            for version in self.versions(key):
-                self.graves[key] = version
-                stale |= {(n, key, version) for n, other in self.nodes.items() if n != name and key in other.holds}
-            for other in self.nodes.values():
-                other.drop(key)
+        for key, version in announcement.deleted:
+            self.graves[key] = version
+            for other_name, other in self.nodes.items():
+                if other.holds.get(key) == version:
+                    stale |= {(other_name, key, version)} if other_name != name else set()
+                    other.drop(key)
         assert set(self.directory.take_stale_holders()) == stale
-        for key in (*announcement.removed, *announcement.deleted):
-            node.drop(key)
-        accepted = []
-        for key, version, _, cold in announcement.added:
-            others = self.versions(key, besides=name)
-            node.drop(key)
-            accepted.append(self.graves.get(key) != version and others <= {version})
-            if accepted[-1]:
-                node.said[key], node.cold[key] = version, cold
-        if announcement.report is ReportPart.END and node.reporting:
-            node.before, node.reporting, node.reported = {}, False, True
-        return accepted
+        for key, version in announcement.removed:
+            if node.holds.get(key) == version:
+                node.drop(key)
+        accepted = [self.enter(name, node, *entry[:2], cold=entry.cold) for entry in announcement.added]
+        refused = []
+        if announcement.piece is not None and not is_lost:
+            entries = announcement.piece.entries
+            stands = self.enter_piece(name, node, entries)
+            refused = [index for index, each in enumerate(stands) if not each]
+            if announcement.piece.next_slot == NUM_SLOTS and not node.reported:
+                node.before, node.reported = {}, True
+        return accepted, refused
+
+    def enter(self, name: str, node: ModelNode, key: str, version: int, *, cold: bool) -> bool:
+        others = self.versions(key, besides=name)
+        if self.graves.get(key) == version:
+            if node.holds.get(key) == version:
+                node.drop(key)
+            return False
+        node.drop(key)
+        if others <= {version}:
+            node.said[key], node.cold[key] = version, cold
+        return others <= {version}
+
+    def enter_piece(self, name: str, node: ModelNode, entries: Sequence[tuple[str, int, int, int]]) -> list[bool]:
+        buried = [self.graves.get(key) == version for key, version, _, _ in entries]
+        for (key, version, _, _), is_buried in zip(entries, buried, strict=True):
+            if is_buried and node.holds.get(key) == version:
+                node.drop(key)
+        return [
+            not is_buried and self.enter(name, node, key, version, cold=bool(cold))
+            for (key, version, _, cold), is_buried in zip(entries, buried, strict=True)
+        ]
 
     @rule(name=NAMES)
     def zombie(self, name: str) -> None:
@@ -151,6 +199,8 @@ class DirectoryMachine(RuleBasedStateMachine):
                 self.told |= pairs
             elif event.kind is DirectoryEventKind.REMOVED:
                 self.told -= pairs
+            elif event.kind is DirectoryEventKind.RESET:
+                self.told.clear()
             else:
                 assert event.kind is DirectoryEventKind.NODE_GONE
                 self.told = {pair for pair in self.told if pair[0] != event.node_id}
@@ -201,15 +251,15 @@ def test_a_long_seeded_run(seed: int) -> None:
     machine = DirectoryMachine()
     machine.start()
     names, keys = ["a", "b", "c"], ["kv/0", "kv/1", "kv/2", "z"]
-    reports = [ReportPart.NONE, ReportPart.NONE, ReportPart.BEGIN, ReportPart.PIECE, ReportPart.END]
 
-    def some(most: int) -> list[str]:
-        return rng.choices(keys, k=rng.randint(0, most))
+    def some(most: int) -> list[tuple[str, int, bool]]:
+        drawn = rng.choices(keys, k=rng.randint(0, most))
+        return [(key, rng.choice([1, 1, 1, 2]), rng.random() < 0.3) for key in drawn]
 
     def announce() -> None:
-        added = [(key, rng.choice([1, 1, 1, 2]), rng.random() < 0.3) for key in some(3)]
-        deleted = ["kv/0"] if rng.random() < 0.05 else []
-        machine.announce(rng.choice(names), added, some(2), deleted, rng.choice(reports))
+        deleted = [("kv/0", rng.choice([1, 1, 1, 2]))] if rng.random() < 0.05 else []
+        removed = [(key, version) for key, version, _ in some(2)]
+        machine.announce(rng.choice(names), some(3), removed, deleted, rng.choice(STEPS), some(3))
 
     actions = [
         (20, announce),
@@ -239,6 +289,10 @@ def say(directory: Directory, name: str, *added: tuple[str, int], **values) -> l
     return accepted
 
 
+def gone(*keys: str, version: int = 1) -> list[Removal]:
+    return [Removal(key, version) for key in keys]
+
+
 def holders(directory: Directory, key: str) -> tuple[str, ...]:
     (found,) = directory.locate([key])
     return found.node_ids if found else ()
@@ -260,7 +314,7 @@ def test_what_is_removed_at_one_holder_is_removed_at_all() -> None:
     directory = make("a", "b", "c")
     for name in ("a", "b"):
         say(directory, name, ("k", 1))
-    say(directory, "a", deleted=["k"])
+    say(directory, "a", deleted=gone("k"))
     assert holders(directory, "k") == ()
     assert directory.has_stale_holders
     assert directory.take_stale_holders() == [("b", "k", 1)]
@@ -272,26 +326,30 @@ def test_a_deleted_version_does_not_come_back(monkeypatch) -> None:
     monkeypatch.setattr(directory_module, "MAX_TOMBSTONES", 2)
     directory = make("a", "b")
     say(directory, "a", ("k", 1))
-    say(directory, "a", deleted=["k"])
+    say(directory, "a", deleted=gone("k"))
     assert say(directory, "b", ("k", 1)) == [False]
     assert say(directory, "b", ("k", 2)) == [True]
     for key in ("x", "y"):  # two more graves than there is room for
         say(directory, "a", (key, 1))
-        say(directory, "a", deleted=[key])
-    say(directory, "b", removed=["k"])
+        say(directory, "a", deleted=gone(key))
+    say(directory, "b", removed=gone("k", version=2))
     assert say(directory, "a", ("k", 1)) == [True], "tombstones are bounded"
 
 
 def test_a_report_replaces_what_was_said_and_forgets_nothing_before_its_end() -> None:
-    directory = make("a")
+    directory = make("a", rebuild_s=0.0)
+    directory.tick(0.0)
+    say(directory, "a", report_id=1, piece=ReportPiece(0, NUM_SLOTS))
+    directory.tick(0.0)
+    assert directory.rebuild.is_ready
     say(directory, "a", ("old", 1), ("kept", 1))
-    answer = directory.announce(NodeAnnouncement("a", 7, report=ReportPart.BEGIN), 0.0)
+    answer = directory.announce(NodeAnnouncement("a", 7, report_id=2, piece=ReportPiece(0, 0)), 0.0)
     assert not answer.report_wanted
     assert holders(directory, "old") == ("a",)
-    say(directory, "a", ("kept", 1), ("new", 1), report=ReportPart.PIECE)
+    say(directory, "a", report_id=2, piece=ReportPiece(1, 500, [("kept", 1, 10, 0), ("new", 1, 10, 0)]))
     say(directory, "a", ("put meanwhile", 1))
     last = directory.log.last
-    say(directory, "a", report=ReportPart.END)
+    say(directory, "a", report_id=2, piece=ReportPiece(2, NUM_SLOTS))
     assert [bool(holders(directory, key)) for key in ("old", "kept", "new", "put meanwhile")] == [
         False,
         True,
@@ -305,9 +363,10 @@ def test_a_report_replaces_what_was_said_and_forgets_nothing_before_its_end() ->
     assert directory.num_keys == 3
 
 
-def test_an_end_without_its_begin_proves_nothing() -> None:
+def test_a_piece_of_a_report_that_is_not_known_proves_nothing() -> None:
     directory = make("a")
-    answer = directory.announce(NodeAnnouncement("a", 7, [ChunkEntry("k", 1, 1)], report=ReportPart.END), 0.0)
+    last = ReportPiece(1, 5, NUM_SLOTS)
+    answer = directory.announce(NodeAnnouncement("a", 7, [ChunkEntry("k", 1, 1)], piece=last), 0.0)
     assert answer.accepted == [True]
     assert answer.report_wanted
     assert not directory.rebuild.is_ready
@@ -315,23 +374,23 @@ def test_an_end_without_its_begin_proves_nothing() -> None:
 
 def test_a_report_that_begins_again_counts_from_there() -> None:
     directory = make("a")
-    say(directory, "a", ("x", 1), report=ReportPart.BEGIN)
-    say(directory, "a", ("y", 1), report=ReportPart.BEGIN)
-    say(directory, "a", report=ReportPart.END)
+    say(directory, "a", report_id=1, piece=ReportPiece(0, 5, [("x", 1, 10, 0)]))
+    say(directory, "a", report_id=2, piece=ReportPiece(0, 5, [("y", 1, 10, 0)]))
+    say(directory, "a", report_id=2, piece=ReportPiece(1, NUM_SLOTS))
     assert holders(directory, "x") == ()
     assert holders(directory, "y") == ("a",)
 
 
-def test_losing_a_node_takes_no_time_and_its_slot_is_used_again() -> None:
+def test_losing_a_node_takes_no_time_and_its_inventory_is_used_again() -> None:
     table = DirectoryTable()
-    slot = table.open_slot("a")
+    inventory = table.open_inventory("a")
     for n in range(5000):
-        table.add(slot, f"k{n}", 1, 1)
+        table.add(inventory, f"k{n}", 1, 1)
     table.forget_owner("a")
     assert table.find("k1") is None
     assert len(table) == 5000
-    other = table.open_slot("b")
-    assert other != slot
+    other = table.open_inventory("b")
+    assert other != inventory
     assert table.sweep(1000) == []
     assert len(table) == 4000
     table.add(other, "k0", 2, 2)
@@ -339,7 +398,7 @@ def test_losing_a_node_takes_no_time_and_its_slot_is_used_again() -> None:
         table.sweep(1000)
         table.check()
     assert len(table) == 1
-    assert table.open_slot("c") == slot
+    assert table.open_inventory("c") == inventory
 
 
 def test_placement_asks_only_nodes_that_can_hold_it() -> None:

@@ -14,12 +14,13 @@ from tanghulu.protos import directory_pb2 as pb
 from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.directory_feed import DirectoryEventKind
 from tanghulu.store.master.core import Master
-from tanghulu.store.master.directory.announcement import ChunkEntry, NodeAnnouncement, ReportPart
+from tanghulu.store.master.directory.announcement import ChunkEntry, NodeAnnouncement, ReportPiece
 from tanghulu.store.master.directory.events import EventRing
 from tanghulu.store.master.directory.rebuild import ALONE_S
 from tanghulu.store.master.metrics import MasterMetrics
 from tanghulu.store.master.rpc.followers import follow
 from tanghulu.store.master.server import MasterServer
+from tanghulu.store.protocol.key_slots import NUM_SLOTS
 from tests.store.master.running_master import instance
 
 K = DirectoryEventKind
@@ -29,8 +30,7 @@ def make_shell() -> MasterServer:
     master = Master(3, 0.0)
     shell = MasterServer(master, ManualClock(), MasterMetrics(CollectorRegistry()), random.Random(0))
     master.register(instance("n1"), 3.0, 0.0)
-    for report in (ReportPart.BEGIN, ReportPart.END):
-        master.announce(NodeAnnouncement("n1", 7, [ChunkEntry("k", 1, 1)], report=report), 0.0)
+    master.announce(NodeAnnouncement("n1", 7, report_id=1, piece=ReportPiece(0, NUM_SLOTS, [("k", 1, 1, 0)])), 0.0)
     master.tick(ALONE_S, ALONE_S)
     return shell
 

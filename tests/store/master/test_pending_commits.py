@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tanghulu.store.master.directory import pending_commits
-from tanghulu.store.master.directory.announcement import ChunkEntry, NodeAnnouncement, ReportPart, Retraction
+from tanghulu.store.master.directory.announcement import ChunkEntry, NodeAnnouncement, Removal, ReportPiece, Retraction
 from tanghulu.store.master.directory.directory import Directory
 from tanghulu.store.master.directory.pending_commits import PENDING_S, PendingCommits
 from tanghulu.store.master.directory.rebuild import ALONE_S
+from tanghulu.store.protocol.key_slots import NUM_SLOTS
 from tanghulu.store.protocol.types import ClientCommit, CommitResult
 from tanghulu.types import ChunkKey
 from tests.store.master.running_master import instance
@@ -20,8 +21,7 @@ def ready(*names: str, now_s: float = 0.0) -> Directory:
     for name in names:
         directory.node_registered(instance(name, generation=1), now_s)
     for name in names:
-        for report in (ReportPart.BEGIN, ReportPart.END):
-            directory.announce(NodeAnnouncement(name, 1, report=report), now_s)
+        directory.announce(NodeAnnouncement(name, 1, report_id=1, piece=ReportPiece(0, NUM_SLOTS)), now_s)
     directory.tick(now_s + ALONE_S)
     assert directory.rebuild.is_ready
     return directory
@@ -96,15 +96,40 @@ def test_the_nodes_own_word_keeps_it() -> None:
 def test_the_nodes_removal_ends_it() -> None:
     directory = ready("a")
     directory.commit_by_client(said("a", "k"), 10.0)
-    directory.announce(NodeAnnouncement("a", 1, removed=["k"]), 10.1)
+    directory.announce(NodeAnnouncement("a", 1, removed=[Removal("k", 1)]), 10.1)
     assert holders(directory, "k") == ()
     assert not directory.pending_commits
+
+
+def test_a_removal_that_is_told_twice_does_not_touch_a_later_commit() -> None:
+    directory = ready("a", "b")
+    directory.announce(added("a", "k", version=1), 10.0)
+    evicted = NodeAnnouncement("a", 1, removed=[Removal("k", 1)])
+    directory.announce(evicted, 10.1)  # and its answer is lost
+    assert directory.commit_by_client(said("a", "k", version=2), 10.2) is CommitResult.ACCEPTED
+    directory.announce(evicted, 10.3)
+    assert holders(directory, "k") == ("a",)
+    assert directory.announce(added("b", "k", version=3), 10.4).accepted == [False]
+    assert directory.announce(added("a", "k", version=2), 10.5).accepted == [True]
+
+
+def test_a_node_does_not_announce_past_a_commit_that_it_has_yet_to_adopt() -> None:
+    directory = ready("a")
+    assert directory.commit_by_client(said("a", "k", version=2), 10.0) is CommitResult.ACCEPTED
+    answer = directory.announce(added("a", "k", version=1), 10.1)
+    assert (answer.accepted, answer.undecided) == ([False], [0])
+    found = directory.find("k")
+    assert found is not None
+    assert found.version == 2
+    assert directory.announce(added("a", "k", version=2), 10.2).accepted == [True]
 
 
 def test_a_removal_by_a_client_is_final() -> None:
     directory = ready("a", "b")
     directory.commit_by_client(said("a", "k"), 10.0)
-    directory.announce(NodeAnnouncement("b", 1, deleted=["k"]), 10.1)  # asked to remove what it did not hold
+    directory.announce(
+        NodeAnnouncement("b", 1, deleted=[Removal("k", 1)]), 10.1
+    )  # asked to remove what it did not hold
     assert holders(directory, "k") == ()
     assert directory.announce(added("a", "k"), 10.2).accepted == [False], "its tombstone"
     assert directory.commit_by_client(said("a", "k"), 10.3) is CommitResult.ASK_NODE
@@ -150,9 +175,9 @@ def test_a_directory_that_is_not_complete_takes_no_clients_word() -> None:
 def test_a_report_does_not_swallow_what_its_node_has_not_read_yet() -> None:
     directory = ready("a")
     directory.commit_by_client(said("a", "before"), 10.0)
-    directory.announce(NodeAnnouncement("a", 1, report=ReportPart.BEGIN), 10.0)
+    directory.announce(NodeAnnouncement("a", 1, report_id=2, piece=ReportPiece(0, 0)), 10.0)
     directory.commit_by_client(said("a", "during"), 10.0)
-    directory.announce(NodeAnnouncement("a", 1, report=ReportPart.END), 10.1)
+    directory.announce(NodeAnnouncement("a", 1, report_id=2, piece=ReportPiece(1, NUM_SLOTS)), 10.1)
     while directory.sweep(100):
         pass
     assert holders(directory, "before") == ("a",)
@@ -173,12 +198,13 @@ def test_a_node_that_is_gone_takes_its_pending_commits_along() -> None:
     assert holders(directory, "k") == ("b",)
 
 
-def test_a_promise_that_was_made_good_by_another_version_stays() -> None:
-    """A node is the truth about what it holds, whatever a client has said."""
+def test_another_version_at_its_node_waits_for_the_end_of_a_pending_commit() -> None:
     directory = ready("a")
     directory.commit_by_client(said("a", "k", version=1), 10.0)
-    assert directory.announce(added("a", "k", version=2), 10.1).accepted == [True]
+    answer = directory.announce(added("a", "k", version=2), 10.1)
+    assert (answer.accepted, answer.undecided) == ([False], [0])
     directory.tick(20.0)
+    assert directory.announce(added("a", "k", version=2), 20.1).accepted == [True]
     assert holders(directory, "k") == ("a",)
 
 
@@ -211,8 +237,10 @@ def test_the_books() -> None:
     kept = PendingCommits()
     kept.make("k", "a", 1, 10, 0.0)
     kept.make("m", "b", 1, 10, 1.0)
-    kept.settle("k", "b")
+    kept.settle("k", "b", 1)
     assert "k" in kept, "another node has spoken"
+    kept.settle("k", "a", 2)
+    assert "k" in kept, "of another version"
     kept.make("k", "b", 2, 10, 2.0)
     assert [key for key, _ in kept.of("b")] == ["m", "k"]
     assert kept.expired(0.0 + PENDING_S) == []

@@ -269,9 +269,9 @@ async def test_metrics_tell_what_happened(master: InProcess, address: Address, d
         "tanghulu_master_keys 1.0",
         "tanghulu_master_nodes 1.0",
         'tanghulu_master_instances{component="worker"} 1.0',
-        'tanghulu_master_announced_chunks_total{outcome="accepted"} 1.0',
+        'tanghulu_master_announced_chunks_total{outcome="reported"} 1.0',
         'tanghulu_master_located_keys_total{outcome="found"} 1.0',
         'tanghulu_master_located_keys_total{outcome="missing"} 1.0',
-        'tanghulu_master_announcements_total{report="end"} 1.0',
+        'tanghulu_master_announcements_total{report="piece"} 2.0',
     ):
         assert line in text, line

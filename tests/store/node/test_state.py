@@ -6,10 +6,12 @@ import pytest
 
 from tanghulu.errors import InvalidRequest, LeaseExpired, StoreFull
 from tanghulu.runtime.clock import ManualClock
+from tanghulu.store.node.state import report_queue
 from tanghulu.store.node.state.chunk import TRANSITIONS, Chunk, ChunkEvent, ChunkState, compact
 from tanghulu.store.node.state.outcomes import Existed, Reserved, Waiter
-from tanghulu.store.node.state.report_queue import MAX_RETRACTED, FullReport, ReportQueue
+from tanghulu.store.node.state.report_queue import MAX_RETRACTED, ReportQueue
 from tanghulu.store.protocol.checksums import Checksums
+from tanghulu.store.protocol.key_slots import NUM_SLOTS, slot_of
 from tanghulu.store.protocol.types import Pin
 from tanghulu.types import ChunkKey
 from tests.store.node.rig import CAPACITY, COPIES, GENERATION, LEASE_MS, MAPS, SUM, commit, keys, make_state, new, put
@@ -253,7 +255,7 @@ def test_a_failed_message_is_told_again_unless_it_is_outdated() -> None:
     queue.requeue()
     message = queue.take()
     assert sorted(c.key for c in message.added) == ["b", "c"]
-    assert message.deleted == ["a"]
+    assert message.deleted == [("a", 1)]
     queue.done()
     assert queue.empty
 
@@ -311,15 +313,72 @@ def test_a_report_comes_in_pieces() -> None:
     queue = state.reports
     queue.take()
     queue.done()
-    queue.begin_report(state.live_chunks())
-    begin = queue.take()
-    assert (begin.report, [c.key for c in begin.added]) == (FullReport.BEGIN, ["a"])
-    assert queue.requeue(), "a report that broke has to begin again"
-    queue.begin_report(state.live_chunks())
-    for expected in (FullReport.BEGIN, FullReport.END):
-        assert queue.take().report is expected
-        queue.done()
-    assert not queue.urgent
+    state.reported(next(iter(state.table)), accepted=True)
+    put(state, new("b"))  # which no master has confirmed
+    state.report_all()
+    queue.sort_report(100)
+    message = queue.take()
+    assert message.report_id, "it waits until it is granted"
+    assert (message.piece, [c.key for c in message.added], message.unconfirmed) == (None, ["b"], [True])
+    queue.done()
+    queue.granted(10, 0)
+    assert queue.urgent
+    for _ in range(2):
+        message = queue.take()
+        assert message.piece is not None
+        assert ([c.key for c in message.piece.chunks], message.piece.number) == (["a"], 0)
+        assert message.piece.next_slot == NUM_SLOTS
+        if _ == 0:
+            queue.requeue()
+            assert queue.take().piece is None, "a grant ends with the connection"
+            queue.done()
+            queue.granted(10, 0)
+    queue.done()
+    assert not queue.waits_for_master
+
+
+def test_a_put_that_the_master_cannot_decide_waits_until_its_slot_is_known() -> None:
+    state = make_state()
+    put(state, new("k"))
+    queue = state.reports
+    message = queue.take()
+    (chunk,) = message.added
+    queue.done()
+    queue.granted(0, slot_of("k"))  # all slots below its own
+    queue.again(chunk)
+    state.check()
+    assert queue.is_pending(chunk)
+    assert queue.empty
+    assert queue.waits_for_master
+    queue.granted(0, slot_of("k") + 1)
+    message = queue.take()
+    assert (message.added, message.unconfirmed) == ([chunk], [True])
+
+
+def test_removals_that_no_master_takes_are_bounded_and_end_in_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_queue, "MAX_QUEUED_REMOVALS", 10)
+    state = make_state()
+    queue = state.reports
+    for number in range(30):
+        put(state, new(f"k{number}"))
+        state.evict(next(iter(state.table)))
+        queue.check()
+    put(state, new("stays"))
+    message = queue.take()
+    assert [c.key for c in message.added] == ["stays"], "an addition does not wait for removals"
+    queue.done()
+    state.reported(message.added[0], accepted=True)
+    assert queue.report_wanted
+    assert not queue.removals_told
+    state.report_all()
+    queue.sort_report(100)
+    queue.granted(100, 0)
+    message = queue.take()
+    assert message.piece is not None
+    assert [c.key for c in message.piece.chunks] == ["stays"]
+    queue.done()
+    assert queue.removals_told
+    assert not queue.report_wanted
 
 
 @pytest.mark.parametrize("checksums", [Checksums(), Checksums(0, (2**64 - 1,)), Checksums(4, (7, 8))])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import os
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from tanghulu.store.client.logic import carriers, get, messages
+from tanghulu.store.master.directory.chunk_table import DirectoryTable
 from tanghulu.store.master.directory.directory import Directory
 from tanghulu.store.master.directory.pending_commits import PendingCommits
 from tanghulu.store.master.directory.rebuild import Rebuild
@@ -20,8 +22,10 @@ from tanghulu.store.node.rpc import service
 from tanghulu.store.node.state.allocator import OffsetAllocator
 from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.state.report_queue import ReportQueue
+from tanghulu.store.node.state.slot_report import SlotReport
 from tanghulu.store.node.state.write_buffers import WriteBuffers
 from tanghulu.store.node.writes.streams import IncomingPuts
+from tanghulu.store.protocol.key_slots import NUM_SLOTS
 from tanghulu.store.protocol.types import CommitResult
 from tests.store.sim.plan import Plan
 from tests.store.sim.world import World
@@ -43,6 +47,7 @@ _CALM_MANY = Plan(2, 4, 600, 8.0, 8 << 20, 1.0, faults=(), sizes=(10, 3000), rem
 _TIDY = Plan(2, 4, 100, 8.0, 8 << 20, 1.0, faults=(), sizes=(10, 3000), removals=3.0, near=1.0)
 _WAITING = Plan(2, 6, 30, 8.0, 64 << 20, 1.0, faults=(), sizes=(3000, 70_000, 1_200_000), removals=0.0, waits=4.0)
 _MURDEROUS = Plan(1, 4, 300, 8.0, 8 << 20, 0.1, faults=("kill",), sizes=(10, 3000), removals=0.0, near=1.0)
+_TORN = Plan(3, 6, 3, 8.0, 4 << 20, 0.1, faults=("tear", "tear", "cut"), sizes=(10, 700_000), removals=3.0, near=1.0)
 
 _KILLS = ("kill", "kill", "slow")
 _DYING = Plan(2, 12, 5000, 8.0, 32 << 20, 0.02, faults=_KILLS, sizes=(300_000, 1_200_000), removals=0.0, near=0.5)
@@ -107,9 +112,8 @@ def test_new_seeds() -> None:
 
 
 def _forgets_to_announce(original: Callable[..., Any]) -> Callable[..., Any]:
-    def requeue(self: ReportQueue) -> bool:
+    def requeue(self: ReportQueue) -> None:
         self._under_way = None  # a message that failed is thought to have arrived
-        return False
 
     return requeue
 
@@ -134,8 +138,38 @@ def _lets_removed_chunks_return(original: Callable[..., Any]) -> Callable[..., A
     return lambda self, key: None
 
 
-def _is_never_incomplete(original: Any) -> property:
-    return property(lambda self: True)  # a new master believes that it knows all
+def _is_never_incomplete(original: Any) -> Any:
+    return lambda self, key: True  # a new master believes that it knows all
+
+
+def _takes_time_for_knowledge(original: Any) -> Any:
+    def told(self: Rebuild, slots_by_node: Any) -> None:
+        self.num_known_slots = NUM_SLOTS  # whatever has been reported
+
+    return told
+
+
+def _decides_before_it_knows(original: Any) -> Any:
+    def put_in(self: Directory, inventory: Any, node_id: str, entry: Any, changes: Any) -> Any:
+        return original(self, inventory, node_id, entry._replace(unconfirmed=False), changes)
+
+    return put_in
+
+
+def _removes_any_version(original: Any) -> Any:
+    return lambda self, node_id, key, version=None: original(self, node_id, key)
+
+
+def _passes_over_a_chunk(original: Any) -> Any:
+    def take(self: SlotReport, num_keys: int) -> Any:
+        piece = original(self, num_keys)
+        return dataclasses.replace(piece, chunks=piece.chunks[1:])
+
+    return take
+
+
+def _denies_what_it_does_not_know(original: Any) -> Any:
+    return lambda self, keys, held: False
 
 
 def _answers_without_looking_at_buffers(original: Any) -> Any:
@@ -194,7 +228,12 @@ MUTATIONS = [
     (NodeState, "_drop", _frees_what_is_leased, _CROWDED),
     (OffsetAllocator, "free", _hands_out_too_much, _CROWDED),
     (Directory, "_bury", _lets_removed_chunks_return, _LONELY),
-    (Rebuild, "is_ready", _is_never_incomplete, _REBORN),
+    (Rebuild, "knows", _is_never_incomplete, _REBORN),
+    (Rebuild, "told", _takes_time_for_knowledge, _REBORN),
+    (Directory, "_put_in", _decides_before_it_knows, _REBORN),
+    (DirectoryTable, "remove", _removes_any_version, _TORN),
+    (SlotReport, "take", _passes_over_a_chunk, _REBORN),
+    (Directory, "is_incomplete", _denies_what_it_does_not_know, _REBORN),
     (service, "after_drain", _answers_without_looking_at_buffers, _TIDY),
     (messages, "commit_result", _publishes_what_was_refused, _CALM),
     (carriers, "commit_by_client", _publishes_without_committing, _CALM),

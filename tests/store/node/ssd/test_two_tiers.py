@@ -89,7 +89,11 @@ def told(node: NodeState) -> tuple[dict[str, Tier], set[str], set[str]]:
     """What the master hears next: (added with their tiers, removed, deleted)."""
     message = node.reports.take()
     node.reports.done()
-    return {str(c.key): c.tier for c in message.added}, set(map(str, message.removed)), set(map(str, message.deleted))
+    return (
+        {str(c.key): c.tier for c in message.added},
+        {str(k) for k, _ in message.removed},
+        {str(k) for k, _ in message.deleted},
+    )
 
 
 def below(node: NodeState, key: str) -> SsdChunk:

@@ -1,0 +1,84 @@
+"""A report of all that a node holds, cut into pieces slot by slot of keys: pure.
+
+A report begins with a list of what the node holds, which is sorted into slots bit by bit, so that a node with millions
+of chunks goes on serving. Then ``take`` gives piece after piece, in the order of the slots; what has gone meanwhile
+is passed over, and what has come is told as new chunks are. A piece whose message was lost is taken again.
+
+Example: slots 0 and 1 have 3 and 2 chunks. ``take(4)`` gives piece 0 with the three and one more, which tells all of
+slot 0 (``next_slot`` 1); after ``done``, ``take(4)`` gives piece 1 with the last one and ``next_slot`` 1024.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tanghulu.store.node.state.holdings import Holding
+from tanghulu.store.protocol.key_slots import NUM_SLOTS, slot_of
+
+
+@dataclass(frozen=True, slots=True)
+class ReportPiece:
+    """Piece ``number`` of a report: with ``chunks`` all slots below ``next_slot`` have been told."""
+
+    number: int
+    next_slot: int
+    chunks: Sequence[Holding]
+
+
+class SlotReport:
+    """See the module. ``is_told_here`` says of a chunk whether it belongs into a report now."""
+
+    def __init__(self, report_id: int, chunks: list[Holding], is_told_here: Callable[[Holding], bool]) -> None:
+        self.report_id = report_id
+        self._is_told_here = is_told_here
+        self._unsorted = chunks
+        self._by_slot: list[list[Holding]] = [[] for _ in range(NUM_SLOTS)]
+        self._number = 0
+        self._slot = 0  # the next piece begins with this one
+        self._offset = 0  # behind so many of its chunks
+        self._under_way: tuple[int, int] | None = None  # where the piece behind the one under way begins
+
+    @property
+    def is_sorted(self) -> bool:
+        """Whether pieces can be taken."""
+        return not self._unsorted
+
+    @property
+    def is_over(self) -> bool:
+        """Whether everything was told and answered."""
+        return self._slot == NUM_SLOTS
+
+    def sort(self, num_chunks: int) -> None:
+        """Sort the next ``num_chunks`` chunks into their slots."""
+        part = self._unsorted[-num_chunks:]
+        del self._unsorted[-num_chunks:]
+        for chunk in part:
+            self._by_slot[slot_of(chunk.key)].append(chunk)
+
+    def take(self, num_keys: int) -> ReportPiece:
+        """The next piece, of ``num_keys`` chunks at most, or once more the one that is under way."""
+        assert self.is_sorted
+        assert not self.is_over
+        slot, offset = self._slot, self._offset
+        chunks: list[Holding] = []
+        while slot < NUM_SLOTS and len(chunks) < num_keys:
+            part = self._by_slot[slot][offset : offset + num_keys - len(chunks)]
+            chunks += filter(self._is_told_here, part)
+            offset += len(part)
+            if offset >= len(self._by_slot[slot]):
+                slot, offset = slot + 1, 0
+        self._under_way = (slot, offset)
+        return ReportPiece(self._number, slot, chunks)
+
+    def done(self) -> None:
+        """Take note that the piece under way was answered."""
+        assert self._under_way is not None
+        for slot in range(self._slot, self._under_way[0]):
+            self._by_slot[slot] = []
+        self._slot, self._offset = self._under_way
+        self._under_way = None
+        self._number += 1
+
+    def __repr__(self) -> str:
+        return f"SlotReport({self.report_id:x}, slot {self._slot} of {NUM_SLOTS})"

@@ -1,0 +1,20 @@
+"""The slots that keys hash into: the unit in which nodes report what they hold and a master comes to know it.
+
+There is a fixed number of them, the same in every process of a cluster. A node tells the slots in order, from 0 on; a
+slot is known when every node has told it, so one number, how many slots are known, says of every key whether a master
+may call it missing.
+
+Example: ``slot_of("kv/a")`` is 812 everywhere. A master to whom all nodes have told the slots 0 to 899 knows whether
+"kv/a" is stored.
+"""
+
+from __future__ import annotations
+
+from xxhash import xxh3_64_intdigest
+
+NUM_SLOTS = 1024
+
+
+def slot_of(key: str) -> int:
+    """The slot of ``key``, 0 to NUM_SLOTS - 1: the low bits of XXH3-64 of its UTF-8 bytes."""
+    return xxh3_64_intdigest(key.encode()) & (NUM_SLOTS - 1)
