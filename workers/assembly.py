@@ -283,20 +283,17 @@ class _Servicer(session_pb2_grpc.WorkerServicer):
         self._card = card
 
     async def Describe(self, request: session_pb2.DescribeRequest, context: object) -> session_pb2.ModelCard:
-        """Return the model card."""
         return self._card
 
     async def Session(
         self, request_iterator: AsyncIterator[session_pb2.ToWorker], context: object
     ) -> AsyncIterator[session_pb2.FromWorker]:
-        """Serve one conductor's stream."""
         async for message in self._hub.serve(request_iterator):
             yield message
 
     async def DropCache(
         self, request: session_pb2.DropCacheRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> session_pb2.DropCacheReply:
-        """Drop every cached block that no request uses."""
         loop = asyncio.get_running_loop()
         dropped: asyncio.Future[int] = loop.create_future()
 

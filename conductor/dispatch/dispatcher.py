@@ -109,7 +109,6 @@ class Dispatcher:
 
     @property
     def num_requests(self) -> int:
-        """Requests that have not ended."""
         return len(self._entries)
 
     def submit(self, request: GenerationRequest, model: ServedModel) -> TokenStream:
@@ -192,11 +191,9 @@ class Dispatcher:
         self._pump()
 
     def has_requests(self, worker: RegisteredWorker) -> bool:
-        """Whether requests are under way at the worker."""
         return any(e.flight.worker == worker.id for e in self._submissions.values())
 
     def check(self) -> None:
-        """Assert that each entry is queued, or has exactly its current submission."""
         for request_id, entry in self._entries.items():
             entry.flight.check()
             assert entry.flight.request.id == request_id
@@ -216,7 +213,6 @@ class Dispatcher:
         assert len(self.router.in_flight) <= len(self._submissions) + len(self.peers)
 
     def observe(self) -> None:
-        """Set the gauges of sizes."""
         self._metrics.index_blocks.labels("workers").set(self.mirror.workers.num_blocks)
         self._metrics.index_blocks.labels("store").set(self.mirror.store.num_blocks)
         self._metrics.index_lag.set(self.mirror.events.waiting_blocks)

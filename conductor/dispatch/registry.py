@@ -54,22 +54,18 @@ class RegisteredWorker:
 
     @property
     def id(self) -> InstanceId:
-        """The worker's identity in the cluster."""
         return self.instance.id
 
     @property
     def role(self) -> Role:
-        """The phases that the worker serves."""
         return self.instance.role
 
     @property
     def place(self) -> Place:
-        """The place of the worker's host."""
         return self.instance.place
 
     @property
     def usable(self) -> bool:
-        """Whether new requests may be sent to the worker."""
         return self.session is not None and not self.leaving
 
 
@@ -78,23 +74,17 @@ class WorkerListener(Protocol):
 
     def worker_up(self, worker: RegisteredWorker, welcome: SessionWelcome) -> None:
         """Take a worker whose session is open, so that it may be used."""
-        ...
 
     def worker_step(self, worker: RegisteredWorker, step: Step) -> None:
         """Take a step of the worker. Raises NodeUnavailable to have the session replaced."""
-        ...
 
     def worker_snapshot(self, worker: RegisteredWorker, welcome: SessionWelcome) -> None:
         """Take a snapshot that the worker was asked for."""
-        ...
 
     def worker_lost(self, worker: RegisteredWorker, error: TanghuluError) -> None:
         """Take the end of a session: all requests under way there are gone. A new session may follow."""
-        ...
 
-    def has_requests(self, worker: RegisteredWorker) -> bool:
-        """Whether requests are under way at the worker."""
-        ...
+    def has_requests(self, worker: RegisteredWorker) -> bool: ...
 
 
 class Registry:
@@ -164,14 +154,12 @@ class Registry:
         return sum(await asyncio.gather(*(session.drop_cache() for session in sessions)))
 
     def ask_snapshots(self) -> None:
-        """Ask every connected worker for a snapshot of its cache."""
         for worker in self.workers.values():
             if worker.session is not None:
                 with contextlib.suppress(Overloaded):  # it takes no messages now: the next time will do
                     worker.session.ask_snapshot()
 
     async def close(self) -> None:
-        """End all sessions."""
         tasks = [w.task for w in self.workers.values() if w.task is not None] + list(self._ending)
         for worker in self.workers.values():
             self._calm(worker)
@@ -182,7 +170,6 @@ class Registry:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def check(self) -> None:
-        """Every connected worker is described; every usable one's model is known; views are what they should be."""
         for model, views in self._views.items():
             assert views.workers == self._find_usable(model)
             views.check()

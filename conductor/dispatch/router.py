@@ -170,7 +170,6 @@ class Router:
         return min([w.prefill_s(request, hit_blocks) for w in workers], default=0.0)
 
     def check(self) -> None:
-        """Assert the invariants of all that is remembered of requests."""
         self.policies.check()
         self.in_flight.check()
         self.hot.check()

@@ -34,14 +34,12 @@ class TokenStream:
         self._waiter: asyncio.Future[None] | None = None
 
     def deliver(self, tokens: DeliverTokens) -> None:
-        """Add new tokens."""
         self._delta.tokens.extend(tokens.tokens)
         self._delta.logprobs.extend(tokens.logprobs)
         self._delta.ends_in_stop_token = tokens.ends_in_stop_token
         self._wake()
 
     def end(self, end: End) -> None:
-        """End the stream."""
         self._end = end
         self._wake()
 

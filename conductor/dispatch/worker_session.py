@@ -135,7 +135,6 @@ class WorkerSession:
         return int(reply.num_blocks)
 
     async def close(self) -> None:
-        """End the stream and the channel."""
         if self._writer is not None:
             self._writer.cancel()
             with contextlib.suppress(asyncio.CancelledError):

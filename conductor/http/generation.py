@@ -44,7 +44,6 @@ class Generation:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
         return len(self.request.prompt)
 
     @property
@@ -111,7 +110,6 @@ class GenerationCall:
 
     @property
     def num_generated(self) -> int:
-        """Tokens of all choices."""
         return sum(g.num_generated for g in self.generations)
 
     @property
@@ -120,7 +118,6 @@ class GenerationCall:
         return sum(g.cached_tokens for g in self.generations[:: self.num_choices])
 
     def abort(self) -> None:
-        """End all sequences that have not ended."""
         for generation in self.generations:
             generation.abort()
 

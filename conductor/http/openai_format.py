@@ -38,21 +38,17 @@ class ChunkWriter:
         self._is_chat = is_chat
 
     def role(self, index: int) -> bytes:
-        """The first chunk of a chat's choice."""
         return self._chunk(index, '"delta":{"role":"assistant","content":""}', None, None)
 
     def text(self, index: int, text: str, logprobs: Any = None, finish: FinishReason | None = None) -> bytes:
-        """A piece of text."""
         escaped = dumps(text)
         middle = f'"delta":{{"content":{escaped}}}' if self._is_chat else f'"text":{escaped}'
         return self._chunk(index, middle, logprobs, finish)
 
     def finish(self, index: int, finish: FinishReason) -> bytes:
-        """The last chunk of a choice."""
         return self._chunk(index, '"delta":{}' if self._is_chat else '"text":""', None, finish)
 
     def usage(self, call: GenerationCall) -> bytes:
-        """The last chunk of a stream that was asked for usage."""
         return event(f'{self._head}],"usage":{dumps(usage(call))}}}')
 
     def _chunk(self, index: int, middle: str, logprobs: Any, finish: FinishReason | None) -> bytes:

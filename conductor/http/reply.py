@@ -75,7 +75,6 @@ class _Watched(Response, ABC):
         self._done = done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answer (ASGI)."""
         watch = asyncio.ensure_future(_hung_up(receive))
         watch.add_done_callback(lambda _: self._call.abort())
         try:
@@ -100,7 +99,6 @@ class EventStream(_Watched):
         self._chunks = chunks
 
     async def answer(self, send: Send) -> None:
-        """Send event by event as they come."""
         try:
             piece = await anext(self._chunks)
             await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})

@@ -232,7 +232,6 @@ class GenerateBody(Body):
 
     @property
     def is_batch(self) -> bool:
-        """Whether a list of answers is wanted."""
         prompts = self.prompts
         return isinstance(prompts, list) and not (prompts and isinstance(prompts[0], int))
 

@@ -55,7 +55,6 @@ class Service:
         return call
 
     def forget(self, call: GenerationCall) -> None:
-        """Forget a call that has ended."""
         self.calls.pop(call.id, None)
 
     def abort(self, call_id: str) -> bool:

@@ -81,7 +81,6 @@ class HolderSlots:
         return known
 
     def check(self, num_blocks: dict[int, int]) -> None:
-        """The counts are ``num_blocks`` by slot; both directions say the same; slots are taken or free."""
         assert {slot: num for slot, num in enumerate(self._num_blocks) if num} == num_blocks
         assert {slot: h for h, slot in self._slot_of.items()} == {
             slot: h for slot, h in enumerate(self._holder_at) if h is not None

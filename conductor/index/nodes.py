@@ -73,7 +73,6 @@ class IndexNode:
 
     @property
     def all_bits(self) -> int:
-        """The bitmap of a holder of all blocks."""
         return (1 << len(self.blocks)) - 1
 
     @property
@@ -85,7 +84,6 @@ class IndexNode:
         return mask
 
     def bits(self, slot: int) -> int:
-        """The bitmap of ``slot``; 0 if it holds nothing."""
         return self.all_bits if self.full >> slot & 1 else self.partial.get(slot, 0)
 
     @property
@@ -268,7 +266,6 @@ class IndexNode:
                 self._set(slot, bits)
 
     def check(self) -> None:
-        """Assert that bitmaps are neither empty nor full, and that every block has a holder."""
         assert 1 <= self.chained <= len(self.blocks), self
         union = self.all_bits if self.full else 0
         for slot, bits in self.partial.items():

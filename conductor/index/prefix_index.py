@@ -93,7 +93,6 @@ class PrefixIndex:
 
     @property
     def num_blocks(self) -> int:
-        """Number of distinct blocks with a holder."""
         return len(self._node_of)
 
     @property
@@ -102,7 +101,6 @@ class PrefixIndex:
         return self._slots.holders
 
     def num_blocks_of(self, holder: InstanceId) -> int:
-        """Blocks that ``holder`` holds."""
         return self._slots.num_blocks(holder)
 
     def apply(self, event: PrefixEvent) -> None:
@@ -169,7 +167,6 @@ class PrefixIndex:
         return {block for blocks, bits in held if bits for place, block in enumerate(blocks) if bits >> place & 1}
 
     def check(self) -> None:
-        """Assert that every hash leads to its node and no other, that nodes are sound, and the counts and bounds."""
         held: dict[int, int] = {}
         for node in self._nodes:
             node.check()

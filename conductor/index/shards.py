@@ -60,7 +60,6 @@ class EventShards:
 
     @property
     def waits(self) -> bool:
-        """Whether anything is queued."""
         return any(self._shards)
 
     def waiting_holders(self) -> set[InstanceId]:
@@ -79,7 +78,6 @@ class EventShards:
         return self.waits
 
     def check(self) -> None:
-        """Assert the count of waiting blocks, and its bound."""
         assert self.waiting_blocks == sum(_size(event) for shard in self._shards for event in shard)
         assert self.waiting_blocks <= self._max_waiting_blocks
 

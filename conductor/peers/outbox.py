@@ -62,7 +62,6 @@ class Outbox:
         return len(self.begun) + len(self.prefilled) + len(self.freed)
 
     def clear(self) -> None:
-        """Drop all that waits."""
         self.begun, self.prefilled, self.freed = {}, [], []
 
 
@@ -79,7 +78,6 @@ class OwnRequests:
 
     @property
     def num_followers(self) -> int:
-        """Number of peers that are told."""
         return len(self._outboxes)
 
     def follow(self, wake: Callable[[], None]) -> Outbox | None:
@@ -135,7 +133,6 @@ class OwnRequests:
         return news
 
     def check(self) -> None:
-        """Assert that outboxes are bounded and only speak of requests that are under way or were freed."""
         assert len(self._outboxes) <= MAX_PEERS
         for outbox in self._outboxes:
             assert len(outbox) <= self._max_changes

@@ -57,7 +57,6 @@ class Forwarder:
         self._http = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False)
 
     async def close(self) -> None:
-        """Close all connections."""
         await self._http.aclose()
 
     async def generate(self, path: str, body: bytes, headers: Mapping[str, str]) -> Asked:

@@ -51,7 +51,6 @@ class Streamed(Response):
         self._asked: Asked | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answer (ASGI)."""
         watch = asyncio.ensure_future(_hung_up(receive))
         work = asyncio.ensure_future(self._work(send))
         try:

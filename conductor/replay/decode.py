@@ -77,7 +77,6 @@ class DecodeInstance:
         return ended, self._plan()
 
     def check(self) -> None:
-        """The batch is those who will leave; nobody waits beside an empty batch."""
         assert self.batch == len(self._leaving) <= self._model.max_batch
         assert self.num_coming >= len(self._waiting)
         assert self.batch or not self._waiting

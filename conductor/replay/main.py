@@ -151,17 +151,14 @@ class ReplayConfig:
 
     @property
     def slo_s(self) -> tuple[float, float]:
-        """The SLOs on TTFT and TBT."""
         return self.ttft_slo, self.tbt_slo
 
     @property
     def policy_options(self) -> PolicyOptions:
-        """The options that concern policies."""
         return PolicyOptions(**self._same(PolicyOptions))
 
     @property
     def cluster(self) -> ClusterConfig:
-        """The options that concern the simulated cluster."""
         return ClusterConfig(
             num_prefill=self.prefill,
             num_decode=self.decode,

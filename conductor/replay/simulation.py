@@ -82,7 +82,6 @@ class Simulation:
         return jobs
 
     def check(self) -> None:
-        """Assert the invariants of every instance."""
         for prefill in self.prefills:
             prefill.check()
         for decode in self.decodes:

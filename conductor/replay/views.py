@@ -41,7 +41,6 @@ class ClusterView:
         return self._names[index]
 
     def request(self, request: TraceRequest, expected_output: float) -> RequestView:
-        """The request; ``expected_output`` in tokens."""
         named = len(request.blocks)
         return RequestView(
             request.num_tokens,

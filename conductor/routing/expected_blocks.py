@@ -57,7 +57,6 @@ class ExpectedBlocks:
             answer.load.expect(-answer.num_blocks)
 
     def check(self) -> None:
-        """Assert that each load has what is expected there."""
         sums: dict[int, int] = {}
         for answer in self._answers.values():
             sums[id(answer.load)] = sums.get(id(answer.load), 0) + answer.num_blocks

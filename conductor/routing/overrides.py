@@ -64,7 +64,6 @@ class RoutingPolicies:
         return policy
 
     def check(self) -> None:
-        """The bound is kept."""
         assert len(self._overridden) <= MAX_POLICIES
 
 

@@ -34,19 +34,13 @@ class Loaded(Protocol):
     """A worker, as the choice looks at it."""
 
     @property
-    def id(self) -> InstanceId:
-        """The worker's identity."""
-        ...
+    def id(self) -> InstanceId: ...
 
     @property
-    def role(self) -> Role:
-        """The phases that the worker serves."""
-        ...
+    def role(self) -> Role: ...
 
     @property
-    def load(self) -> Load:
-        """The worker's load."""
-        ...
+    def load(self) -> Load: ...
 
 
 W = TypeVar("W", bound=Loaded)

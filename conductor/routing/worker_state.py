@@ -67,7 +67,6 @@ class LoadTracker:
             self._changed()
 
     def report(self, load: WorkerLoad) -> None:
-        """Take the worker's own report."""
         self.reported = load
         for wire_id, entry in list(self._unreported.items()):
             entry.reports_left -= 1
@@ -169,7 +168,6 @@ class LoadTracker:
         self.renew()
 
     def check(self) -> None:
-        """Assert that nothing stays unreported for ever, and the sums."""
         expected = self.reported.prefill_tokens_waiting + sum(e.prefill_tokens for e in self._unreported.values())
         assert self._queue_tokens == expected
         assert len(self._views) <= MAX_VIEWS
@@ -181,24 +179,16 @@ class Viewed(Protocol):
     """A worker, as ``views`` needs it."""
 
     @property
-    def id(self) -> InstanceId:
-        """The worker's identity."""
-        ...
+    def id(self) -> InstanceId: ...
 
     @property
-    def role(self) -> Role:
-        """The phases that the worker serves."""
-        ...
+    def role(self) -> Role: ...
 
     @property
-    def place(self) -> Place:
-        """The place of the worker's host."""
-        ...
+    def place(self) -> Place: ...
 
     @property
-    def load(self) -> LoadTracker:
-        """The worker's load."""
-        ...
+    def load(self) -> LoadTracker: ...
 
 
 def views(

@@ -78,7 +78,6 @@ class WorkerViews(Generic[W]):
             ranked.longest = 0
 
     def check(self) -> None:
-        """Assert that kept views are those that would be made now, but for the marked ones."""
         fresh, shown = views(self.workers, {}, {}), self._shown
         assert all(0 <= number < len(self.workers) for number in self._stale)
         for number, view in enumerate(fresh):

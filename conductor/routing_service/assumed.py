@@ -52,11 +52,9 @@ class AssumedBlocks:
         return events
 
     def forget(self, worker: InstanceId) -> None:
-        """Forget a worker that is gone."""
         self._until_s.pop(worker, None)
 
     def check(self) -> None:
-        """Assert the bound, and that each worker's blocks are in the order in which they run out."""
         for until_s in self._until_s.values():
             assert len(until_s) <= self._max_blocks
             assert list(until_s.values()) == sorted(until_s.values())

@@ -63,7 +63,6 @@ class Generator:
         self._closing: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
-        """Close all connections."""
         await asyncio.gather(*self._closing, return_exceptions=True)
         await self._http.aclose()
 

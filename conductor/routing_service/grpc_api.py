@@ -45,20 +45,17 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
 
     @_typed
     def PutWorker(self, message: pb.RouterWorker) -> pb.RouterDone:
-        """Enter a worker."""
         role, place = types.role_of(message.role), types.place_of(message.place)
         self._service.put_worker(InstanceId(message.worker), role, place, message.url)
         return pb.RouterDone()
 
     @_typed
     def RemoveWorker(self, message: pb.RouterWorkerName) -> pb.RouterDone:
-        """Forget a worker."""
         self._service.remove_worker(InstanceId(message.worker))
         return pb.RouterDone()
 
     @_typed
     def ReportLoad(self, message: pb.RouterLoad) -> pb.RouterDone:
-        """Take a worker's own figures."""
         load = WorkerLoad(
             message.num_running,
             message.num_waiting,
@@ -74,7 +71,6 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
 
     @_typed
     def PublishEvents(self, message: pb.RouterEvents) -> pb.RouterDone:
-        """Take events of a worker's cache."""
         stored, removed = types.checked_hashes(message.stored), types.checked_hashes(message.removed)
         self._service.kv_event(InstanceId(message.worker), KvChange(tuple(stored), tuple(removed), message.cleared))
         return pb.RouterDone()
@@ -106,13 +102,11 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
 
     @_typed
     def PrefillCompleted(self, message: pb.RouterRequestName) -> pb.RouterDone:
-        """Note the first token of a request."""
         self._service.prefill_completed(message.request_id, self._clock.now_s())
         return pb.RouterDone()
 
     @_typed
     def Free(self, message: pb.RouterRequestName) -> pb.RouterDone:
-        """Free a request that has ended."""
         self._service.free(message.request_id)
         return pb.RouterDone()
 

@@ -103,12 +103,10 @@ class RoutingService:
 
     @property
     def num_requests(self) -> int:
-        """Requests that were added and not freed."""
         return len(self._added)
 
     @property
     def workers(self) -> list[RoutableWorker]:
-        """All workers."""
         return list(self._targets.values())
 
     # --- workers
@@ -262,7 +260,6 @@ class RoutingService:
         ]
 
     def check(self) -> None:
-        """Assert that every request is counted at its workers, and that only known workers hold anything."""
         self.index.check()
         self._worker_views.check()
         assert self._worker_views.workers == self.workers

@@ -31,11 +31,9 @@ class Detokenizer(Protocol):
 
     def feed(self, tokens: Sequence[int]) -> str:
         """The text that ``tokens`` complete; may be empty."""
-        ...
 
     def flush(self) -> str:
         """End the sequence; returns the text that is held back, unfinished characters as U+FFFD."""
-        ...
 
 
 def _byte_of_character() -> dict[str, int]:
@@ -82,11 +80,9 @@ class ByteLevelDetokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """The text that ``tokens`` complete."""
         return self._decoder.decode(b"".join(map(self._bytes_of, tokens)))
 
     def flush(self) -> str:
-        """The rest."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -100,11 +96,9 @@ class WindowDetokenizer:
         self._fresh: list[int] = []  # not yet given out
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """The text that ``tokens`` complete."""
         return self._take(tokens, final=False)
 
     def flush(self) -> str:
-        """The rest."""
         return self._take((), final=True)
 
     def _take(self, tokens: Sequence[int], final: bool) -> str:
@@ -145,7 +139,6 @@ class DetokenizerFactory:
         self._token_bytes = TokenBytes(tokenizer, self.special) if byte_level else None
 
     def new(self) -> Detokenizer:
-        """A detokenizer for one sequence."""
         if self._token_bytes is not None:
             return ByteLevelDetokenizer(self._token_bytes)
         return WindowDetokenizer(self._tokenizer, self.special)

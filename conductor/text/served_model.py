@@ -53,7 +53,6 @@ class ServedModel:
         return as_tokens(ids)
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Text of ``tokens``."""
         return self.tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
 
     def render_chat(self, messages: Sequence[dict[str, Any]], **variables: Any) -> str:

@@ -60,12 +60,10 @@ class DeviceRunner:
 
     @property
     def vocab(self) -> int:
-        """Token ids are below this."""
         return self.model.config.vocab
 
     @property
     def max_context(self) -> int:
-        """Tokens that the model was trained to attend to."""
         return self.model.config.max_context
 
     def run(self, plan: StepPlan) -> Computed:

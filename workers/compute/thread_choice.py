@@ -102,7 +102,6 @@ class ThreadChoice:
         return {1 << (bits - 1): size.best for bits, size in sorted(self._sizes.items())}
 
     def check(self) -> None:
-        """Assert that every count is within the bounds."""
         for size in self._sizes.values():
             assert size.best in self._counts
             assert size.trial is None or (size.trial in self._counts and size.trial != size.best)

@@ -45,16 +45,13 @@ class TorchRunner:
 
     @property
     def vocab(self) -> int:
-        """Token ids are below this."""
         return self.model.config.vocab
 
     @property
     def max_context(self) -> int:
-        """Tokens that the model was trained to attend to."""
         return self.model.config.max_context
 
     def run(self, plan: StepPlan) -> Computed:
-        """Forward and sample."""
         started = self._clock.now_s()
         chunks = [chunk_of(run) for run in plan.runs]
         if self._announce is not None:

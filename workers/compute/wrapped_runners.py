@@ -32,22 +32,18 @@ class WrappedRunner:
 
     @property
     def layout(self) -> KvLayout:
-        """The shape of a block."""
         return self._runner.layout
 
     @property
     def cache(self) -> KvBlocks:
-        """The blocks."""
         return self._runner.cache
 
     @property
     def vocab(self) -> int:
-        """Token ids are below this."""
         return self._runner.vocab
 
     @property
     def max_context(self) -> int:
-        """Tokens that the model was trained to attend to."""
         return self._runner.max_context
 
 

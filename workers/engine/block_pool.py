@@ -69,7 +69,6 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks on the free list."""
         return len(self._free)
 
     @property
@@ -89,7 +88,6 @@ class BlockPool:
 
     @property
     def num_in_transfer(self) -> int:
-        """Blocks that a transfer is writing."""
         return len(self._in_transfer)
 
     @property
@@ -235,7 +233,6 @@ class BlockPool:
         return events
 
     def check(self) -> None:
-        """Assert that every block is in exactly one condition and that the hash index agrees with the blocks."""
         free, cached = set(self._free), set(self._cached)
         used = {block for block, count in enumerate(self._references) if count > 0}
         assert len(free) == len(self._free), "a block is free twice"

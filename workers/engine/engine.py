@@ -36,28 +36,22 @@ class ModelRunner(Protocol):
     """Computes what the scheduler planned, over the paged cache whose memory it owns."""
 
     @property
-    def layout(self) -> KvLayout:
-        """The shape of a block."""
-        ...
+    def layout(self) -> KvLayout: ...
 
     @property
     def cache(self) -> KvBlocks:
         """The blocks; as many as the engine's block pool has."""
-        ...
 
     @property
     def vocab(self) -> int:
         """Token ids are below this."""
-        ...
 
     @property
     def max_context(self) -> int:
         """Tokens of prompt and answer together that the model can attend to."""
-        ...
 
     def run(self, plan: StepPlan) -> Computed:
         """Write the KV of every planned token and sample where the plan says so. Takes as long as it takes."""
-        ...
 
 
 class KvFetcher(Protocol):
@@ -65,11 +59,9 @@ class KvFetcher(Protocol):
 
     def fetch(self, wanted: FetchWanted) -> None:
         """Begin; `EngineCore.fetch_done` must follow exactly once, also after a failure (with 0 blocks)."""
-        ...
 
     def forgo(self, peer: PeerExport) -> None:
         """Tell the export's holder that none of it is needed, so that the holder can release its blocks."""
-        ...
 
 
 class KvSink(Protocol):
@@ -77,19 +69,15 @@ class KvSink(Protocol):
 
     def blocks_committed(self, blocks: Sequence[CommittedBlock]) -> None:
         """Their bytes stay valid during this call; `EngineCore.hold` them to read them later."""
-        ...
 
     def blocks_reused(self, blocks: Sequence[CommittedBlock]) -> None:
         """Requests found cached ``blocks``, whose bytes stay valid during this call."""
-        ...
 
     def blocks_preempted(self, blocks: Sequence[CommittedBlock]) -> None:
         """Requests gave up full ``blocks`` and will fetch them; their bytes are valid during this call only."""
-        ...
 
     def engine_idle(self) -> None:
         """Note that the engine has nothing to compute until something comes from outside."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +120,6 @@ class EngineCore:
 
     @property
     def cache(self) -> KvBlocks:
-        """The blocks."""
         return self.runner.cache
 
     def _scheduler_config(self, *, can_fetch: bool) -> SchedulerConfig:
@@ -169,7 +156,6 @@ class EngineCore:
     def fetch_done(
         self, request_id: RequestId, num_blocks_ok: int, tokens: Sequence[int] = ()
     ) -> EngineFinishReason | None:
-        """The fetcher is done with a request; see `Scheduler.fetch_done`."""
         return self.scheduler.fetch_done(request_id, num_blocks_ok, tokens)
 
     def release_export(self, request_id: RequestId) -> bool:
@@ -177,15 +163,12 @@ class EngineCore:
         return self.scheduler.held.release_export(request_id)
 
     def export_prefix(self, name: RequestId, hashes: Sequence[BlockHash]) -> KvExport | None:
-        """Hold cached blocks for another worker; see `HeldBlocks.export_prefix`."""
         return self.scheduler.held.export_prefix(name, hashes)
 
     def hold(self, block_ids: Sequence[int]) -> None:
-        """Keep blocks (in use or cached) from being reused while their bytes are read."""
         self.scheduler.held.hold(block_ids)
 
     def unhold(self, block_ids: Sequence[int]) -> None:
-        """End a `hold`."""
         self.scheduler.held.unhold(block_ids)
 
     def drop_cached(self) -> int:
@@ -246,7 +229,6 @@ class EngineCore:
         )
 
     def check(self) -> None:
-        """Assert all invariants of scheduler and pool."""
         self.scheduler.check()
 
     def __repr__(self) -> str:

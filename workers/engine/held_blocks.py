@@ -41,7 +41,6 @@ class HeldBlocks:
         return export
 
     def export(self, name: RequestId) -> KvExport | None:
-        """The export of that name."""
         return self._exports.get(name)
 
     def release_export(self, name: RequestId) -> bool:
@@ -58,7 +57,6 @@ class HeldBlocks:
         self._held.update(block_ids)
 
     def unhold(self, block_ids: Sequence[int]) -> None:
-        """End a `hold`."""
         self._held.subtract(block_ids)
         self._pool.release(block_ids, used=False)
 

@@ -50,7 +50,6 @@ class KvLayout:
 
     @property
     def part_bytes(self) -> int:
-        """Bytes of one part of a block."""
         return self.num_layers * self.layer_bytes
 
     @property

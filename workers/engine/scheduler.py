@@ -345,11 +345,9 @@ class Scheduler:
         return bool(self._running or self._waiting)
 
     def request(self, request_id: RequestId) -> EngineRequest | None:
-        """The live request, to be read only; its blocks are a hand-over's before the prefill has ended."""
         return self._requests.get(request_id)
 
     def check(self) -> None:
-        """Assert that requests, queues, transfers and block references tell one story."""
         self.pool.check()
         live = self._requests.values()
         fetching = {request.request_id for request in live if request.state in _WITH_TRANSFER}

@@ -95,7 +95,6 @@ class SpeedMeter:
 
     @property
     def speeds(self) -> Speeds:
-        """The speeds as they are known now."""
         steps_per_s = self._decode.per_s
         peer_bytes_per_s = (self._peer.per_s or ASSUMED_PEER_BYTES_PER_S) if self._reads_peers else 0.0
         step_s = 1 / steps_per_s if steps_per_s else 0.0

@@ -45,11 +45,9 @@ class KvStore(Protocol):
 
     def load(self, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
         """Fill ``buffers`` with the blocks of ``hashes``; returns how many leading ones arrived whole."""
-        ...
 
     def save(self, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
         """Keep the blocks; returns how many are in the store now. ``buffers`` are not needed afterwards."""
-        ...
 
 
 class KvPeers(Protocol):
@@ -60,15 +58,12 @@ class KvPeers(Protocol):
 
         The export is held for more until `release`.
         """
-        ...
 
     def read_prefix(self, holder: PeerPrefix, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
         """Fill ``buffers`` with cached blocks of another worker; returns how many leading ones arrived whole."""
-        ...
 
     def release(self, peer: PeerExport, bytes_read: int = 0) -> None:
         """Tell the export's holder that this worker will not read (more of) it."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,14 +122,12 @@ class KvConnector:
     # --- in the engine's thread
 
     def fetch(self, wanted: FetchWanted) -> None:
-        """Begin to load; `EngineCore.fetch_done` follows."""
         if wanted.peer is None and wanted.holder is None and not self._store_answers:
             self._done(wanted, 0)
             return
         self._fetchers.submit(self._fetch, wanted)
 
     def forgo(self, peer: PeerExport) -> None:
-        """Tell the export's holder that this worker will not read it, so its blocks are released at once."""
         self._fetchers.submit(self._forgo, peer)
 
     def blocks_committed(self, blocks: Sequence[CommittedBlock]) -> None:

@@ -133,7 +133,6 @@ class ExportTable:
         return [export.request_id]
 
     def check(self) -> None:
-        """Assert that leases and exports tell one story."""
         held = {lease for export in self._exports.values() for lease in export.leases}
         assert held == self._by_lease.keys()
         for export in self._exports.values():

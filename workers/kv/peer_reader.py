@@ -132,7 +132,6 @@ class PeerReader:
             raise
 
     def release(self, peer: PeerExport, bytes_read: int = 0) -> None:
-        """Say that nothing (more) of the export will be read. Raises NodeUnavailable or DeadlineExceeded."""
         with self._dropped_if_gone(peer.instance):
             self._release(self._open(peer.instance), int(peer.export_id), bytes_read)
 
@@ -199,7 +198,6 @@ class PeerReader:
             peer.segment.close()
 
     def close(self) -> None:
-        """Hang up on all peers."""
         for instance in list(self._peers):
             self._drop(instance)
 

@@ -168,7 +168,6 @@ class SlotTable:
 
     @property
     def num_free(self) -> int:
-        """Slots that can be taken."""
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
@@ -187,7 +186,6 @@ class SlotTable:
             self._free.append(slot)
 
     def check(self) -> None:
-        """Assert that the free list and the states tell one story."""
         free = {slot for slot, state in enumerate(self._states) if state is WindowSlotState.FREE}
         assert free == set(self._free)
         assert len(free) == len(self._free)
@@ -273,7 +271,6 @@ class DeviceStaging:
         return KvPorts(StagedPort(blocks, rings), StagedWindow(blocks, segment, copiers[0]))
 
     def close(self) -> None:
-        """Unpin the segment."""
         if self._unpin is not None:
             torch.cuda.synchronize(self._device)  # a copy for a reader that is gone may still be under way
             self._unpin()

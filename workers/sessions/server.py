@@ -227,7 +227,6 @@ class SessionHub:
         self._draining = True
 
     def close(self) -> None:
-        """End every session."""
         for session in list(self._sessions):
             self._end(session)
 

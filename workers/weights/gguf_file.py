@@ -61,18 +61,12 @@ class GgufFile:
         self._places, self._data_start = head.tensors, head.data_start
 
     def tensor_names(self) -> Iterable[str]:
-        """GGUF's own names of all tensors."""
         return self._places.keys()
 
     def has(self, name: str) -> bool:
-        """Whether the file has the tensor that Hugging Face calls ``name``."""
         return _gguf_name(name) in self._places
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The tensor that Hugging Face calls ``name``, float32, rows in our rotary order.
-
-        Raises ModelUnsupported that names it when it is missing, truncated or of an unknown quantisation.
-        """
         from tanghulu.workers.weights.dequantise import dequantise, num_stored_bytes  # torch, for tensors only
 
         own = _gguf_name(name)
@@ -99,7 +93,6 @@ class GgufFile:
         return pairs.transpose(1, 2).reshape(tensor.shape)
 
     def close(self) -> None:
-        """Unmap the file."""
         self._map.close()
 
 

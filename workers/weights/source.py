@@ -32,15 +32,12 @@ class WeightSource(Protocol):
 
         Raises ModelUnsupported that names it when it is missing or of a type that cannot be read.
         """
-        ...
 
     def has(self, name: str) -> bool:
         """Whether the tensor exists."""
-        ...
 
     def close(self) -> None:
         """Unmap the files; tensors handed out before stay valid."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

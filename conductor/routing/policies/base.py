@@ -217,11 +217,9 @@ class RoutingPolicy(Protocol):
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> Decision | None:
         """Workers for both phases; None if nobody can take one of them."""
-        ...
 
     def choose_decode(self, request: RequestView, workers: Sequence[WorkerView]) -> InstanceId | None:
         """A worker that goes on with KV which is held elsewhere; None if there is none."""
-        ...
 
 
 class Ranked(list[WorkerView]):

@@ -43,11 +43,9 @@ class RoundRobin:
         self._last_decode = InstanceId("")
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> Decision | None:
-        """The next of each kind."""
         return _choose(workers, self._next_prefill, self._next_decode)
 
     def choose_decode(self, request: RequestView, workers: Sequence[WorkerView]) -> InstanceId | None:
-        """The next decode worker."""
         able = decoders(workers)
         return self._next_decode(able).id if able else None
 
@@ -77,11 +75,9 @@ class Random:
         self._random = Ties(seed)
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> Decision | None:
-        """Any worker of each kind."""
         return _choose(workers, self._prefill, self._decode)
 
     def choose_decode(self, request: RequestView, workers: Sequence[WorkerView]) -> InstanceId | None:
-        """Any decode worker."""
         able = decoders(workers)
         return self._decode(able).id if able else None
 
@@ -105,11 +101,9 @@ class PowerOfTwo:
         self._random = random.Random(seed)
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> Decision | None:
-        """The better of two for each phase."""
         return _choose(workers, self._prefill, self._decode)
 
     def choose_decode(self, request: RequestView, workers: Sequence[WorkerView]) -> InstanceId | None:
-        """The better of two that decode."""
         able = decoders(workers)
         return self._decode(able).id if able else None
 
@@ -134,7 +128,6 @@ class LeastLoaded:
         self._ties = Ties(seed)
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> Decision | None:
-        """The least loaded of each kind."""
         able, deciders = prefillers(workers), decoders(workers)
         if not able or not deciders:
             return None
@@ -149,7 +142,6 @@ class LeastLoaded:
         return Decision(prefill.id, decode.id, explain=explain)
 
     def choose_decode(self, request: RequestView, workers: Sequence[WorkerView]) -> InstanceId | None:
-        """The decode worker with the fewest requests."""
         able = decoders(workers)
         return self._least_busy(able).id if able else None
 

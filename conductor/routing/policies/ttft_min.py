@@ -144,7 +144,6 @@ class TtftMin:
         return decide(request, workers, chosen, self._ties, explain, fetch)
 
     def choose_decode(self, request: RequestView, workers: Sequence[WorkerView]) -> InstanceId | None:
-        """The decode worker of least cost, none of which prefilled."""
         return best_decode(request, workers, self._ties)
 
     def _scores(self, request: RequestView, source: WorkerView | None) -> _Scores:

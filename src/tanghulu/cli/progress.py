@@ -55,7 +55,6 @@ class Board:
         self._tasks[name] = self._progress.add_task(name, total=1.0, text="waiting")
 
     def show(self, name: str, message: dict[str, Any]) -> None:
-        """Show a status message of a process."""
         text, fraction = _describe(message)
         self._progress.update(self._tasks[name], text=text, completed=fraction)
         if not self._live and message["event"] != "loading":

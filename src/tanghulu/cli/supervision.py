@@ -144,5 +144,4 @@ class Supervision:
 
     @property
     def all_ready(self) -> bool:
-        """Whether every child serves."""
         return all(c.state is ChildState.READY for c in self.children.values())

@@ -46,7 +46,6 @@ class AttentionPlan(Protocol):
         ``query`` [N, heads, head_dim], ``key`` and ``value`` [N, kv_heads, head_dim], rotated; returns
         [N, heads x head_dim].
         """
-        ...
 
 
 class AttentionBackend(Protocol):
@@ -54,7 +53,6 @@ class AttentionBackend(Protocol):
 
     def plan(self, cache: KvTensors, batch: ForwardBatch, num_heads: int) -> AttentionPlan:
         """Prepare ``batch``; the plan is valid for this one step."""
-        ...
 
 
 class SdpaAttention:
@@ -81,7 +79,6 @@ class AttentionWork(Protocol):
 
     def attend(self, cache: KvTensors, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
         """Write the rows' results to ``out``; both tensors [N, heads, head_dim]."""
-        ...
 
 
 class PagedPlan:

@@ -71,7 +71,6 @@ class VarlenRun:
     block_ids: torch.Tensor
 
     def attend(self, cache: KvTensors, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
-        """Attend for all rows; see `base.AttentionWork`."""
         key, value = cache.blocks[:, layer, 0], cache.blocks[:, layer, 1]
         if self.tables is None:
             key, value = (each.index_select(0, self.block_ids).flatten(0, 1) for each in (key, value))

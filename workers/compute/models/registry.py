@@ -35,7 +35,6 @@ class Model(Protocol):
 
     def forward(self, batch: ForwardBatch, cache: KvTensors) -> torch.Tensor:
         """Compute ``batch``, writing its KV to ``cache``; returns the wanted logits, float32 [L, vocab]."""
-        ...
 
 
 class ModelFactory(Protocol):
@@ -54,7 +53,6 @@ class ModelFactory(Protocol):
         cpu: CpuFeatures,
     ) -> Model:
         """Load ``shard`` as ``dtype`` onto ``device``; on a CPU computed as suits ``cpu``."""
-        ...
 
 
 _MODELS: dict[str, ModelFactory] = dict.fromkeys(ARCHITECTURES, LlamaModel)
