@@ -30,7 +30,7 @@ from tanghulu.discovery.open import HELP as DISCOVERY_HELP
 from tanghulu.discovery.open import open_discovery
 from tanghulu.errors import ConfigError, NodeUnavailable
 from tanghulu.runtime.clock import SystemClock
-from tanghulu.runtime.config import command, option
+from tanghulu.runtime.config import check_bounds, command, option
 from tanghulu.runtime.master_options import MasterOptions
 from tanghulu.runtime.process import Process, ProcessConfig, run
 from tanghulu.types import Address, Role
@@ -54,44 +54,42 @@ class ConductorConfig(MasterOptions, ProcessConfig):
         None, "file (JSON or TOML) of what prefill and decode cost, until workers report what they measured"
     )
     event_shards: int = option(
-        DEFAULT_SHARDS, "queues over which workers' KV events are shared out, so that none waits for another's snapshot"
+        DEFAULT_SHARDS,
+        "queues over which workers' KV events are shared out, so that none waits for another's snapshot",
+        least=1,
     )
     snapshot_every: float = option(
-        0.0, "seconds between snapshots of each worker's cache, which put right what its events left wrong; 0: never"
+        0.0,
+        "seconds between snapshots of each worker's cache, which put right what its events left wrong; 0: never",
+        least=0,
     )
-    max_in_flight: int = option(1024, "most sequences under way at workers")
-    max_queued: int = option(1024, "most sequences that wait; beyond it requests are refused with 429")
-    queue_timeout_s: float = option(30.0, "longest wait for a place or for a worker, in seconds")
+    max_in_flight: int = option(1024, "most sequences under way at workers", least=1)
+    max_queued: int = option(1024, "most sequences that wait; beyond it requests are refused with 429", least=1)
+    queue_timeout_s: float = option(30.0, "longest wait for a place or for a worker, in seconds", least=0)
     queue_order: str = option(
         "fcfs", "who is sent first of those that wait here: first come, or shortest prefill with ageing", choices=ORDERS
     )
-    queue_ageing: float = option(0.1, "sjf: seconds by which a second of waiting makes a prefill count as shorter")
-    hot_prefix_rate: float = option(
-        10.0, "fetches a second and store node from which a prefix is copied to more nodes ahead of demand; 0: never"
+    queue_ageing: float = option(
+        0.1, "sjf: seconds by which a second of waiting makes a prefill count as shorter", least=0
     )
-    ttft_slo_s: float = option(0.0, "refuse with 429 what would wait longer for its first token, in seconds; 0: never")
-    tbt_slo_s: float = option(0.0, "refuse with 429 what would wait longer for each token, in seconds; 0: never")
-    max_redispatches: int = option(3, "how often a request is moved because its worker was lost")
-    max_body_size: int = option(DEFAULT_BODY_BYTES, "longest request body", size=True)
+    hot_prefix_rate: float = option(
+        10.0,
+        "fetches a second and store node from which a prefix is copied to more nodes ahead of demand; 0: never",
+        least=0,
+    )
+    ttft_slo_s: float = option(
+        0.0, "refuse with 429 what would wait longer for its first token, in seconds; 0: never", least=0
+    )
+    tbt_slo_s: float = option(
+        0.0, "refuse with 429 what would wait longer for each token, in seconds; 0: never", least=0
+    )
+    max_redispatches: int = option(3, "how often a request is moved because its worker was lost", least=0)
+    max_body_size: int = option(DEFAULT_BODY_BYTES, "longest request body", size=True, least=1)
     peer_port: int = option(0, "port on which other conductors follow this one's requests; 0 picks one")
-    grace_s: float = option(10.0, "at the end, how long requests under way may go on, in seconds")
+    grace_s: float = option(10.0, "at the end, how long requests under way may go on, in seconds", least=0)
 
     def __post_init__(self) -> None:
-        for name in ("event_shards", "max_in_flight", "max_queued", "max_body_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
-        for name in (
-            "ttft_slo_s",
-            "tbt_slo_s",
-            "queue_timeout_s",
-            "max_redispatches",
-            "grace_s",
-            "queue_ageing",
-            "snapshot_every",
-            "hot_prefix_rate",
-        ):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it cannot be negative")
+        check_bounds(self)
         parse_weights(self.policy_weights)
 
 
