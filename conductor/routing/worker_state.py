@@ -3,7 +3,7 @@
 Pure. A submission counts as load from the moment it is sent until the worker has surely seen it: at the first word
 about that submission, or at the second report behind it (the first may have crossed it on the wire). A decode slot that
 is reserved for a request which is prefilled elsewhere counts until the request comes or is withdrawn. Blocks that
-answers under way will still fill are not in use, but not free either (expected_blocks.py).
+answers under way will still fill are not in use, but not free either (expected_output.py).
 """
 
 from __future__ import annotations

@@ -21,9 +21,8 @@ from tanghulu.conductor.routing.in_flight import InFlightBlocks
 from tanghulu.conductor.routing.overrides import NO_OVERRIDES, RoutingOverrides, RoutingPolicies, restricted
 from tanghulu.conductor.routing.policies.base import Candidate, RequestView, WorkerView
 from tanghulu.conductor.routing.requests import KvChange, WorkerLoad
-from tanghulu.conductor.routing.shortlist import views_of
 from tanghulu.conductor.routing.worker_state import LoadTracker, views
-from tanghulu.conductor.routing.worker_views import WorkerViews
+from tanghulu.conductor.routing.worker_views import WorkerViews, views_of
 from tanghulu.conductor.routing_service.assumed import AssumedBlocks
 from tanghulu.errors import InvalidRequest, NodeUnavailable, Overloaded
 from tanghulu.types import BlockHash, InstanceId, Place, Role

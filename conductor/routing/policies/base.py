@@ -209,7 +209,7 @@ class RoutingPolicy(Protocol):
     """A routing policy.
 
     ``ranks``: it takes the best worker, so that of very many workers a shortlist of the best-matching and the least
-    loaded ones may be shown to it (``conductor/routing/shortlist.py``).
+    loaded ones may be shown to it (``conductor/routing/worker_views.py``).
     """
 
     name: str

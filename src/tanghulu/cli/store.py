@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from tanghulu.cli import store_admin, store_check, store_tenants, store_top
+from tanghulu.cli import store_admin, store_check, store_top
 from tanghulu.cli.printing import counted, print_json, print_table, store_options
 from tanghulu.masters import Masters
 from tanghulu.runtime.config import command
@@ -231,7 +231,6 @@ SERVE.short_help = "Serve the store over HTTP."
 
 for _each in (
     *store_admin.COMMANDS,
-    *store_tenants.COMMANDS,
     store_check.COMMAND,
     SERVE,
     store_top.COMMAND,

@@ -14,7 +14,7 @@ from tanghulu.conductor.routing.cost import DecodeProfile
 from tanghulu.conductor.routing.in_flight import InFlightBlocks
 from tanghulu.conductor.routing.policies.base import Decision, RequestView, WorkerView
 from tanghulu.conductor.routing.policies.decode import decode_costs
-from tanghulu.conductor.routing.shortlist import shortlist
+from tanghulu.conductor.routing.worker_views import shortlist
 from tanghulu.types import InstanceId, Role
 from tests.conductor.cluster import running_cluster
 
