@@ -33,6 +33,7 @@ from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.config import check_bounds, command, option
 from tanghulu.runtime.master_options import MasterOptions
 from tanghulu.runtime.process import Process, ProcessConfig, run
+from tanghulu.runtime.tasks import beside
 from tanghulu.types import Address, Role
 from tanghulu.version import __version__
 from tanghulu.web import errors
@@ -109,16 +110,15 @@ class Conductor:
             config.hot_prefix_rate,
         )
         self.config = config
-        metrics = ConductorMetrics(registry)
+        self.metrics = ConductorMetrics(registry)
         self.dispatcher = Dispatcher(
             conductor_id,
             RoutingPolicies(config.policy, parse_weights(config.policy_weights)),
-            metrics,
+            self.metrics,
             limits,
             SystemClock(),
-            place=config.place,
+            config.place,
         )
-        self.metrics = metrics
         self.service = Service(self.dispatcher, registry, config.max_body_size, config.queue_timeout_s)
         self.peers = group.PeerGroup(conductor_id, self.dispatcher.own, self.dispatcher.peers, config.credentials)
         self.address = Address("", 0)
@@ -137,24 +137,24 @@ class Conductor:
             listener.close()
             raise
         server = HttpServer(make_app(self.service), self.config.grace_s)
-        following = asyncio.create_task(self.dispatcher.registry.follow(discovery, self.config.namespace))
-        listening = asyncio.create_task(self.peers.follow(discovery, self.config.namespace))
-        observing = asyncio.create_task(self._observe())
-        indexing = asyncio.create_task(self.dispatcher.mirror.apply_events())
-        refreshing = asyncio.create_task(self._ask_snapshots())
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
-            yield self
-            await self._finish(server, serving)
+            async with beside(
+                self.dispatcher.registry.follow(discovery, self.config.namespace),
+                self.peers.follow(discovery, self.config.namespace),
+                self._observe(),
+                self.dispatcher.mirror.apply_events(),
+                self._ask_snapshots(),
+            ):
+                yield self
+                await self._finish(server, serving)
         finally:
             server.force_exit = True
             server.stop()
-            for task in (following, observing, listening, indexing, refreshing):
-                task.cancel()
             await self.dispatcher.registry.close()
             self.dispatcher.fail_all(NodeUnavailable("the conductor is stopping"))
             await self.peers.close()
-            await asyncio.gather(serving, following, observing, listening, indexing, refreshing, return_exceptions=True)
+            await asyncio.gather(serving, return_exceptions=True)
             listener.close()
 
     def replicator(self, ask: AskForCopies) -> Replicator:
@@ -205,13 +205,16 @@ async def _collect_garbage(dispatcher: Dispatcher) -> None:
 
 async def serve(process: Process, config: ConductorConfig) -> None:
     """Run until the process is to stop."""
-    listener_port = config.port
     async with open_discovery(config.discovery, config.master) as discovery:
         conductor = Conductor(config, f"conductor-{process.generation:012x}", process.registry)
-        async with conductor.running(discovery, listener_port):
-            mirroring = asyncio.create_task(conductor.dispatcher.mirror.follow_master(config.master))
-            collecting = asyncio.create_task(_collect_garbage(conductor.dispatcher))
-            replicating = asyncio.create_task(conductor.replicator(CopyRequester(config.master).ask).run())
+        async with (
+            conductor.running(discovery, config.port),
+            beside(
+                conductor.dispatcher.mirror.follow_master(config.master),
+                conductor.replicator(CopyRequester(config.master).ask).run(),
+                _collect_garbage(conductor.dispatcher),
+            ),
+        ):
             instance = Instance(
                 id=process.instance_id(conductor.address.port),
                 role=Role.CONDUCTOR,
@@ -222,15 +225,10 @@ async def serve(process: Process, config: ConductorConfig) -> None:
                 generation=process.generation,
                 attributes={group.ATTRIBUTE: str(conductor.peers.address)},
             )
-            try:
-                registration = await discovery.register(instance)
-                process.ready(instance.id, conductor.address)
-                await process.stopping.wait()
-                await registration.close()
-            finally:
-                for task in (mirroring, replicating, collecting):
-                    task.cancel()
-                await asyncio.gather(mirroring, replicating, collecting, return_exceptions=True)
+            registration = await discovery.register(instance)
+            process.ready(instance.id, conductor.address)
+            await process.stopping.wait()
+            await registration.close()
 
 
 COMMAND = command(

@@ -26,10 +26,9 @@ from tanghulu.conductor.dispatch.lifecycle import (
     SubmitTo,
 )
 from tanghulu.conductor.dispatch.queue import QueueOrder, WaitingQueue
-from tanghulu.conductor.dispatch.registry import RegisteredWorker, Registry, SessionFactory
+from tanghulu.conductor.dispatch.registry import RegisteredWorker, Registry
 from tanghulu.conductor.dispatch.router import RoutedRequest, Router
 from tanghulu.conductor.dispatch.token_stream import TokenStream
-from tanghulu.conductor.dispatch.worker_session import WorkerSession
 from tanghulu.conductor.index.events import CacheMirror
 from tanghulu.conductor.index.hot_prefixes import HotPrefixes
 from tanghulu.conductor.index.shards import DEFAULT_SHARDS
@@ -90,10 +89,9 @@ class Dispatcher:
         metrics: ConductorMetrics,
         limits: Limits,
         clock: Clock,
-        connect: SessionFactory = WorkerSession,
         place: Place = Place(),
     ) -> None:
-        self.registry = Registry(conductor_id, self, connect, limits.profiles)
+        self.registry = Registry(conductor_id, self, limits.profiles)
         self.mirror = CacheMirror(limits.event_shards)
         self.router = Router(self.registry, self.mirror, policies, place, HotPrefixes(limits.hot_prefix_rate))
         self.own = OwnRequests()

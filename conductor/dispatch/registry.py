@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import structlog
@@ -24,14 +24,13 @@ from tanghulu.conductor.routing.worker_views import WorkerViews
 from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.discovery.base import Discovery, EventKind, Instance, InstanceEvent
 from tanghulu.errors import ModelNotFound, NodeUnavailable, Overloaded, TanghuluError
-from tanghulu.types import Address, InstanceId, Place, Role
+from tanghulu.runtime.tasks import cancelled
+from tanghulu.types import InstanceId, Place, Role
 
 _log = structlog.get_logger(__name__)
 SILENCE_S = 1.0
 _RETRY_FIRST_S = 0.05
 _RETRY_MOST_S = 1.0
-
-SessionFactory = Callable[[Address, str], WorkerSession]
 
 
 class RegisteredWorker:
@@ -94,7 +93,6 @@ class Registry:
         self,
         conductor_id: str,
         listener: WorkerListener,
-        connect: SessionFactory = WorkerSession,
         profiles: ProfileFile = NO_FILE,
     ) -> None:
         self.workers: dict[InstanceId, RegisteredWorker] = {}
@@ -103,7 +101,6 @@ class Registry:
         self.synced = False
         self._conductor_id = conductor_id
         self._listener = listener
-        self._connect = connect
         self._profiles = profiles
         self._ending: set[asyncio.Task[None]] = set()
         self._views: dict[str, WorkerViews[RegisteredWorker]] = {}
@@ -165,9 +162,7 @@ class Registry:
             self._calm(worker)
         self.workers.clear()
         self._views.clear()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancelled(*tasks)
 
     def check(self) -> None:
         for model, views in self._views.items():
@@ -261,7 +256,7 @@ class Registry:
 
     async def _one_session(self, worker: RegisteredWorker) -> TanghuluError:
         """Connect and listen until the session ends; returns why."""
-        session = self._connect(worker.instance.address, self._conductor_id)
+        session = WorkerSession(worker.instance.address, self._conductor_id)
         error: TanghuluError = NodeUnavailable(f"worker {worker.id} is no longer registered")
         try:
             if worker.card is None:

@@ -15,6 +15,7 @@ from tanghulu.conductor.dispatch.token_stream import Delta
 from tanghulu.conductor.routing.requests import FinishReason, GenerationRequest, TokenLogprobs
 from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.conductor.text.stop_strings import StopMatcher
+from tanghulu.runtime.tasks import cancelled
 
 
 @dataclass(slots=True)
@@ -147,9 +148,7 @@ class GenerationCall:
                 yield pair
             await everything
         finally:
-            for reader in readers:
-                reader.cancel()
-            await asyncio.gather(*readers, return_exceptions=True)
+            await cancelled(*readers)
             await asyncio.gather(everything, return_exceptions=True)
 
 

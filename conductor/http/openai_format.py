@@ -40,10 +40,10 @@ class ChunkWriter:
     def role(self, index: int) -> bytes:
         return self._chunk(index, '"delta":{"role":"assistant","content":""}', None, None)
 
-    def text(self, index: int, text: str, logprobs: Any = None, finish: FinishReason | None = None) -> bytes:
+    def text(self, index: int, text: str, logprobs: Any = None) -> bytes:
         escaped = dumps(text)
         middle = f'"delta":{{"content":{escaped}}}' if self._is_chat else f'"text":{escaped}'
-        return self._chunk(index, middle, logprobs, finish)
+        return self._chunk(index, middle, logprobs, None)
 
     def finish(self, index: int, finish: FinishReason) -> bytes:
         return self._chunk(index, '"delta":{}' if self._is_chat else '"text":""', None, finish)
@@ -124,9 +124,9 @@ def chat_logprobs(model: ServedModel, logprobs: Sequence[TokenLogprobs], num_top
 class CompletionLogprobs:
     """``logprobs`` of a text completion's choice; remembers how far the text has come, for ``text_offset``."""
 
-    def __init__(self, model: ServedModel, offset: int = 0) -> None:
+    def __init__(self, model: ServedModel) -> None:
         self._model = model
-        self._offset = offset
+        self._offset = 0
 
     def of(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """The log probabilities of the next tokens."""

@@ -76,10 +76,6 @@ class OwnRequests:
     def __len__(self) -> int:
         return len(self._live)
 
-    @property
-    def num_followers(self) -> int:
-        return len(self._outboxes)
-
     def follow(self, wake: Callable[[], None]) -> Outbox | None:
         """Open the outbox of a new peer, to be told everything first; None if there are MAX_PEERS already."""
         if len(self._outboxes) >= MAX_PEERS:

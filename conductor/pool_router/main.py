@@ -24,6 +24,7 @@ from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.config import check_bounds, option
 from tanghulu.runtime.master_options import MasterOptions
 from tanghulu.runtime.process import Process, ProcessConfig
+from tanghulu.runtime.tasks import beside
 from tanghulu.types import Address, Role
 from tanghulu.web.server import HttpServer, address_of, listen
 
@@ -68,16 +69,14 @@ class GlobalRouter:
         server = HttpServer(make_app(self.forwarder, self._registry, config.max_body_size), config.grace_s)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         pools = self.forwarder.pools.pools if discovery is not None else ()
-        following = [asyncio.create_task(self._follow(discovery, name)) for name in pools if discovery is not None]
         try:
-            yield self
+            async with beside(*(self._follow(discovery, name) for name in pools if discovery is not None)):
+                yield self
         finally:
             server.stop()
-            for task in following:
-                task.cancel()
             await asyncio.wait([serving], timeout=config.grace_s)
             server.force_exit = True
-            await asyncio.gather(serving, *following, return_exceptions=True)
+            await asyncio.gather(serving, return_exceptions=True)
             await self.forwarder.close()
             listener.close()
 

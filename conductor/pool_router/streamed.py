@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from tanghulu.conductor.pool_router.members import Member
 from tanghulu.errors import NodeUnavailable
+from tanghulu.runtime.tasks import cancelled
 from tanghulu.web.errors import body_of
 
 _log = structlog.get_logger(__name__)
@@ -51,14 +52,12 @@ class Streamed(Response):
         self._asked: Asked | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watch = asyncio.ensure_future(_hung_up(receive))
-        work = asyncio.ensure_future(self._work(send))
+        watch = asyncio.create_task(_hung_up(receive))
+        work = asyncio.create_task(self._work(send))
         try:
             await asyncio.wait({watch, work}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            watch.cancel()
-            work.cancel()
-            await asyncio.gather(watch, work, return_exceptions=True)
+            await cancelled(watch, work)
             if self._asked is not None:
                 await self._end(self._asked)
         if not work.cancelled():

@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 
+from tanghulu.conductor.pool_router.demand import parse_body
 from tanghulu.conductor.routing.overrides import RoutingOverrides
 from tanghulu.conductor.routing_service import types
 from tanghulu.conductor.routing_service.service import RoutableWorker, RoutingQuery, RoutingService
@@ -137,11 +138,8 @@ class Generator:
         ]
 
     def _read(self, body: bytes) -> _Asked:
-        try:
-            told = json.loads(body)
-        except ValueError as error:
-            raise InvalidRequest(f"the body is not JSON: {error}") from None
-        ids = told.get("input_ids") if isinstance(told, dict) else None
+        told = parse_body(body)
+        ids = told.get("input_ids")
         if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < 1 << 32 for i in ids):
             raise InvalidRequest("generate needs input_ids, a list of token ids: the router has no tokenizer")
         overrides = _overrides(told.pop("routing", {}))

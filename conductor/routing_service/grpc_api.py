@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import asdict
 from typing import Any, TypeAlias
 
 import grpc.aio
@@ -120,17 +121,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
     def PotentialLoads(self, message: pb.RouterQuestion) -> pb.RouterPotentialLoads:
         """The load that each worker would have with the request."""
         loads = self._service.potential_loads(self._question(message), self._clock.now_s())
-        return pb.RouterPotentialLoads(
-            loads=[
-                pb.RouterPotentialLoad(
-                    worker=load.worker,
-                    prefill_tokens=load.prefill_tokens,
-                    decode_blocks=load.decode_blocks,
-                    num_requests=load.num_requests,
-                )
-                for load in loads
-            ]
-        )
+        return pb.RouterPotentialLoads(loads=[pb.RouterPotentialLoad(**asdict(load)) for load in loads])
 
     async def Generate(self, message: pb.RouterGenerate, context: Context) -> AsyncIterator[pb.RouterPiece]:
         """Send the request to the best worker; stream its answer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
@@ -247,15 +248,7 @@ def _add_requests(
     async def potential_loads(request: Request) -> list[dict[str, Any]]:
         """What each worker would have to do with the request."""
         _, question = await asked(request)
-        return [
-            {
-                "worker": load.worker,
-                "prefill_tokens": load.prefill_tokens,
-                "decode_blocks": load.decode_blocks,
-                "num_requests": load.num_requests,
-            }
-            for load in service.potential_loads(question, clock.now_s())
-        ]
+        return [asdict(load) for load in service.potential_loads(question, clock.now_s())]
 
 
 def _hashes(values: list[int | str]) -> list[BlockHash]:

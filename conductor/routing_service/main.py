@@ -29,6 +29,7 @@ from tanghulu.rpc.grpc_edge import SERVER_OPTIONS
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.config import command, option
 from tanghulu.runtime.process import Process, run
+from tanghulu.runtime.tasks import beside
 from tanghulu.types import Address, BlockHash, Fingerprint, Role
 from tanghulu.web.server import HttpServer, address_of, listen
 
@@ -101,14 +102,11 @@ class RouterServer:
             raise ConfigError(f"cannot listen on port {config.grpc_port}: choose another --grpc-port") from error
         self.grpc_address = Address(config.host, port)
         await rpc.start()
-        following = [asyncio.create_task(follower.run()) for follower in followers]
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
-            yield self
+            async with beside(*(follower.run() for follower in followers)):
+                yield self
         finally:
-            for task in following:
-                task.cancel()
-            await asyncio.gather(*following, return_exceptions=True)
             server.stop()
             await rpc.stop(config.grace_s)
             await asyncio.wait([serving], timeout=config.grace_s)

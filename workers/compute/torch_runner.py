@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tanghulu.runtime.clock import Clock, SystemClock
+from tanghulu.runtime.clock import SystemClock
 from tanghulu.workers.compute.forward_batch import SequenceChunk
 from tanghulu.workers.compute.kv_cache import KvCache
 from tanghulu.workers.compute.lanes import MOST_LANES, LanedForward
@@ -32,7 +32,6 @@ class TorchRunner:
         block_tokens: int,
         kv_capacity_bytes: int,
         cache_buffer: memoryview | bytearray | None = None,
-        clock: Clock | None = None,
         num_parts: int = 1,
         announce: Callable[[Sequence[SequenceChunk]], None] | None = None,
     ) -> None:
@@ -41,7 +40,7 @@ class TorchRunner:
         self._announce = announce
         self.cache = KvCache(self.layout, self.layout.num_blocks_in(kv_capacity_bytes), cache_buffer)
         self._forward = LanedForward(model, self.cache, most_lanes=MOST_LANES if num_parts == 1 else 1)
-        self._clock = clock or SystemClock()
+        self._clock = SystemClock()
 
     @property
     def vocab(self) -> int:

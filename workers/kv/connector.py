@@ -286,7 +286,7 @@ class KvConnector:
             self._paused_until_s = time.monotonic() + self._config.pause_after_failure_s
 
     def _done(self, wanted: FetchWanted, num_ok: int) -> None:
-        self._post(lambda core: _fetch_done(core, wanted, num_ok))
+        self._post(lambda core: core.fetch_done(wanted.request_id, num_ok))
 
     def _save(self, hashes: list[BlockHash], save: Callable[[KvStore], int], held: list[int]) -> None:
         assert self._store is not None
@@ -308,7 +308,3 @@ class KvConnector:
         self._count_pending(-num_blocks)
         for block_hash in lost:
             self._written.pop(block_hash, None)
-
-
-def _fetch_done(core: EngineCore, wanted: FetchWanted, num_ok: int) -> None:
-    core.fetch_done(wanted.request_id, num_ok)

@@ -30,9 +30,6 @@ NO_ROOM_FINE_S = 1000.0
 #: A bound is this much higher than it could be, so that rounding never hides an equal cost.
 _SLACK = 1 + 1e-9
 
-FetchOf = Callable[[WorkerView], PeerFetch | None]
-CandidateOf = Callable[[WorkerView], Candidate]
-
 
 class Ties:
     """Two seeded generators, so that draws for one phase do not shift those for the other."""

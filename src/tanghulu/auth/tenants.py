@@ -35,7 +35,7 @@ class Right(Enum):
     JOIN = "join"  # be a process of the cluster: register, announce
     ADMIN = "admin"  # everything, of every tenant: drain, evict, policies, checks
 
-    __hash__ = object.__hash__  # see store.words.Pin
+    __hash__ = object.__hash__  # see store.protocol.types.Pin
 
 
 @dataclass(frozen=True, slots=True)

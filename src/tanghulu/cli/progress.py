@@ -27,8 +27,8 @@ Ctrl-C ends everything."""
 class Board:
     """The live display; a context manager."""
 
-    def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console()
+    def __init__(self) -> None:
+        self.console = Console()
         self._live = self.console.is_terminal
         self._progress = Progress(
             SpinnerColumn(finished_text="[green]*"),

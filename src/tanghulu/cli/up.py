@@ -24,6 +24,7 @@ from tanghulu.cli.progress import Board, welcome
 from tanghulu.cli.supervision import EndAll, Supervision
 from tanghulu.errors import ConfigError, TanghuluError
 from tanghulu.runtime.config import check_bounds, command, option
+from tanghulu.runtime.tasks import cancelled
 from tanghulu.types import is_loopback
 
 _READY_POLL_S = 0.1
@@ -92,8 +93,7 @@ class Cluster:
                 await self._perform()
                 await self._sleep()
         finally:
-            announce.cancel()
-            await asyncio.gather(announce, return_exceptions=True)
+            await cancelled(announce)
             self._plan.stop()
             await self._stop_children()
         if self._failure is not None:
