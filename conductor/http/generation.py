@@ -96,13 +96,13 @@ class Generation:
 
 
 class GenerationCall:
-    """The sequences of one client request. ``prompts``: how many distinct prompts they continue."""
+    """The sequences of one client request, ``num_choices`` for each of its prompts."""
 
-    def __init__(self, call_id: str, model: ServedModel) -> None:
+    def __init__(self, call_id: str, model: ServedModel, num_choices: int) -> None:
         self.id = call_id
         self.model = model
         self.generations: list[Generation] = []
-        self.num_choices = 1
+        self.num_choices = num_choices
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -61,7 +61,8 @@ def dumps(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-async def _hung_up(receive: Receive) -> None:
+async def hung_up(receive: Receive) -> None:
+    """Wait until the client is gone."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -75,7 +76,7 @@ class _Watched(Response, ABC):
         self._done = done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watch = asyncio.ensure_future(_hung_up(receive))
+        watch = asyncio.ensure_future(hung_up(receive))
         watch.add_done_callback(lambda _: self._call.abort())
         try:
             await self.answer(send)

@@ -7,7 +7,6 @@ conductor breaks off, a stream of events ends with an error event, and any other
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +16,7 @@ import structlog
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from tanghulu.conductor.http.reply import DONE, dumps, event, hung_up
 from tanghulu.conductor.pool_router.members import Member
 from tanghulu.errors import NodeUnavailable
 from tanghulu.runtime.tasks import cancelled
@@ -52,7 +52,7 @@ class Streamed(Response):
         self._asked: Asked | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watch = asyncio.create_task(_hung_up(receive))
+        watch = asyncio.create_task(hung_up(receive))
         work = asyncio.create_task(self._work(send))
         try:
             await asyncio.wait({watch, work}, return_when=asyncio.FIRST_COMPLETED)
@@ -84,9 +84,4 @@ class Streamed(Response):
 
 def _error_event(asked: Asked) -> bytes:
     error = NodeUnavailable(f"the conductor of pool {asked.pool} broke off its answer")
-    return b"data: " + json.dumps(body_of(error)).encode() + b"\n\ndata: [DONE]\n\n"
-
-
-async def _hung_up(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    return event(dumps(body_of(error))) + DONE

@@ -144,24 +144,17 @@ class ReplayConfig:
     @property
     def cluster(self) -> ClusterConfig:
         return ClusterConfig(
+            **self._same(ClusterConfig),
             num_prefill=self.prefill,
             num_decode=self.decode,
-            blocks=self.blocks,
             model=LatencyModel(**self._same(LatencyModel)),
-            fetch=self.fetch,
-            in_flight=self.in_flight,
-            shared_cache=self.shared_cache,
             shortest_first=self.order == "sjf",
-            hot_prefix_rate=self.hot_prefix_rate,
-            ageing=self.ageing,
-            noise=self.noise,
-            seed=self.seed,
-            reject=self.reject,
             ttft_slo_s=self.ttft_slo,
             tbt_slo_s=self.tbt_slo,
         )
 
     def _same(self, other: type) -> dict[str, Any]:
+        """The options that ``other`` has fields of the same name for."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(other) if hasattr(self, f.name)}
 
 

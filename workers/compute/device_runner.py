@@ -49,6 +49,7 @@ class DeviceRunner:
         announce: Callable[[Sequence[SequenceChunk]], None] | None = None,
     ) -> None:
         self.model = model
+        self.vocab, self.max_context = model.config.vocab, model.config.max_context
         self.layout = KvLayout.of(model.config, block_tokens, dtype_name(model.dtype), num_parts)
         self.cache = DeviceKvCache(self.layout, num_blocks, model.device)
         self._announce = announce
@@ -56,14 +57,6 @@ class DeviceRunner:
         self._graphs: DecodeGraphs | None = None
         if graphs and model.device.type == "cuda" and num_parts == 1:
             self._graphs = DecodeGraphs(model, self.cache)
-
-    @property
-    def vocab(self) -> int:
-        return self.model.config.vocab
-
-    @property
-    def max_context(self) -> int:
-        return self.model.config.max_context
 
     def run(self, plan: StepPlan) -> Computed:
         """Compute the step and sample. On a GPU ``forward_s`` is the time to launch the kernels."""

@@ -36,19 +36,12 @@ class TorchRunner:
         announce: Callable[[Sequence[SequenceChunk]], None] | None = None,
     ) -> None:
         self.model = model
+        self.vocab, self.max_context = model.config.vocab, model.config.max_context
         self.layout = KvLayout.of(model.config, block_tokens, dtype_name(model.dtype), num_parts)
         self._announce = announce
         self.cache = KvCache(self.layout, self.layout.num_blocks_in(kv_capacity_bytes), cache_buffer)
         self._forward = LanedForward(model, self.cache, most_lanes=MOST_LANES if num_parts == 1 else 1)
         self._clock = SystemClock()
-
-    @property
-    def vocab(self) -> int:
-        return self.model.config.vocab
-
-    @property
-    def max_context(self) -> int:
-        return self.model.config.max_context
 
     def run(self, plan: StepPlan) -> Computed:
         started = self._clock.now_s()

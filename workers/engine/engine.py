@@ -17,7 +17,7 @@ from tanghulu.runtime.clock import Clock, SystemClock
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.engine.block_pool import DEFAULT_EVICTION, BlockPool
 from tanghulu.workers.engine.kv_layout import KvBlocks, KvLayout
-from tanghulu.workers.engine.requests import EngineFinishReason, EngineRequest, PeerExport
+from tanghulu.workers.engine.requests import EngineRequest, PeerExport
 from tanghulu.workers.engine.scheduler import Scheduler, SchedulerConfig
 from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted, KvExport, StepOutcome, StepPlan
 from tanghulu.workers.engine.step_result import RequestOutput, Sampled, StepResult, StepTimings
@@ -91,7 +91,6 @@ class EngineCoreConfig:
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 32
     max_num_waiting: int = 1024
-    max_context: int | None = None
     eviction: str = DEFAULT_EVICTION
     moves_preempted: bool = False
     debug_checks: bool = False
@@ -123,10 +122,10 @@ class EngineCore:
         return self.runner.cache
 
     def _scheduler_config(self, *, can_fetch: bool) -> SchedulerConfig:
-        config, trained = self.config, self.runner.max_context
+        config = self.config
         return SchedulerConfig(
             block_tokens=config.block_tokens,
-            max_context=min(trained, config.max_context or trained),
+            max_context=self.runner.max_context,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,
             max_num_waiting=config.max_num_waiting,
@@ -153,10 +152,8 @@ class EngineCore:
         """Drop the request without further output; False if the engine does not have it (any more)."""
         return self.scheduler.abort(request_id)
 
-    def fetch_done(
-        self, request_id: RequestId, num_blocks_ok: int, tokens: Sequence[int] = ()
-    ) -> EngineFinishReason | None:
-        return self.scheduler.fetch_done(request_id, num_blocks_ok, tokens)
+    def fetch_done(self, request_id: RequestId, num_blocks_ok: int) -> None:
+        self.scheduler.fetch_done(request_id, num_blocks_ok)
 
     def release_export(self, request_id: RequestId) -> bool:
         """Give up a handed-over request's blocks; False if there are none."""
