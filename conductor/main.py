@@ -21,7 +21,7 @@ from tanghulu.conductor.http.service import DEFAULT_BODY_BYTES, Service
 from tanghulu.conductor.index.shards import DEFAULT_SHARDS
 from tanghulu.conductor.metrics import ConductorMetrics
 from tanghulu.conductor.peers import group
-from tanghulu.conductor.replicating import AskForCopies, CopyRequester, Replicator
+from tanghulu.conductor.replicating import CopyRequester, Replicator, RequestCopies
 from tanghulu.conductor.routing.overrides import RoutingPolicies, parse_weights
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES
 from tanghulu.conductor.routing.profiles import read_profiles
@@ -144,7 +144,7 @@ class Conductor:
                 self.peers.follow(discovery, self.config.namespace),
                 self._observe(),
                 self.dispatcher.mirror.apply_events(),
-                self._ask_snapshots(),
+                self._request_snapshots(),
             ):
                 yield self
                 await self._finish(server, serving)
@@ -157,10 +157,10 @@ class Conductor:
             await asyncio.gather(serving, return_exceptions=True)
             listener.close()
 
-    def replicator(self, ask: AskForCopies) -> Replicator:
-        """The task that has hot prefixes copied ahead, by ``ask``."""
+    def replicator(self, request_copies: RequestCopies) -> Replicator:
+        """The task that has hot prefixes copied ahead, by ``request_copies``."""
         dispatcher, count = self.dispatcher, self.metrics.hot_chunks.inc
-        return Replicator(dispatcher.router.hot, dispatcher.mirror, ask, SystemClock(), count)
+        return Replicator(dispatcher.router.hot, dispatcher.mirror, request_copies, SystemClock(), count)
 
     async def _finish(self, server: HttpServer, serving: asyncio.Task[None]) -> None:
         """Accept no more, let requests under way end, then fail the rest."""
@@ -170,11 +170,11 @@ class Conductor:
         await asyncio.wait([serving], timeout=self.config.grace_s)
         self.dispatcher.fail_all(NodeUnavailable("the conductor is stopping"))
 
-    async def _ask_snapshots(self) -> None:
+    async def _request_snapshots(self) -> None:
         every_s = self.config.snapshot_every
         while every_s > 0:
             await asyncio.sleep(every_s)
-            self.dispatcher.registry.ask_snapshots()
+            self.dispatcher.registry.request_snapshots()
 
     async def _observe(self) -> None:
         while True:
@@ -211,7 +211,7 @@ async def serve(process: Process, config: ConductorConfig) -> None:
             conductor.running(discovery, config.port),
             beside(
                 conductor.dispatcher.mirror.follow_master(config.master),
-                conductor.replicator(CopyRequester(config.master).ask).run(),
+                conductor.replicator(CopyRequester(config.master).request).run(),
                 _collect_garbage(conductor.dispatcher),
             ),
         ):

@@ -150,11 +150,11 @@ class Registry:
         sessions = [w.session for w in self.workers.values() if w.session is not None]
         return sum(await asyncio.gather(*(session.drop_cache() for session in sessions)))
 
-    def ask_snapshots(self) -> None:
+    def request_snapshots(self) -> None:
         for worker in self.workers.values():
             if worker.session is not None:
                 with contextlib.suppress(Overloaded):  # it takes no messages now: the next time will do
-                    worker.session.ask_snapshot()
+                    worker.session.request_snapshot()
 
     async def close(self) -> None:
         tasks = [w.task for w in self.workers.values() if w.task is not None] + list(self._ending)

@@ -86,7 +86,7 @@ class WorkerSession:
         self._writer = asyncio.create_task(self._write())
         return _welcome(first.welcome)
 
-    def ask_snapshot(self) -> None:
+    def request_snapshot(self) -> None:
         """Ask for a snapshot of the worker's cache; it comes among the steps. Raises Overloaded."""
         self._send(pb.ToWorker(hello=self._hello()))
 

@@ -180,7 +180,7 @@ class IndexNode:
         for start, stop in ranges(bits):
             gone += self.blocks[start:stop]
             self._close_gap(start, stop)
-        self._settle()
+        self._normalise()
         return gone
 
     def take(self, start: int, stop: int) -> IndexNode:
@@ -189,8 +189,8 @@ class IndexNode:
         taken.partial = {slot: bits >> start & taken.all_bits for slot, bits in self.partial.items()}
         taken.touched = self.touched
         self._close_gap(start, stop)
-        self._settle()
-        taken._settle()
+        self._normalise()
+        taken._normalise()
         return taken
 
     def join(self, behind: IndexNode) -> None:
@@ -259,7 +259,7 @@ class IndexNode:
         elif bits:
             self.partial[slot] = bits
 
-    def _settle(self) -> None:
+    def _normalise(self) -> None:
         """Drop bitmaps that a change of length has made empty or full."""
         if self.partial:
             for slot, bits in list(self.partial.items()):

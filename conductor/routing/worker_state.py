@@ -143,7 +143,7 @@ class LoadTracker:
         view.active_blocks = max(0, load.blocks_total - self._blocks_free)
         view.context_tokens = view.active_blocks * self.block_tokens
         view.coming_requests = len(self._reserved)
-        view.settle()
+        view.derive()
 
     def _view(self, worker: InstanceId, hit_blocks: int, coming_blocks: int) -> WorkerView:
         prefills, decodes = self._phases

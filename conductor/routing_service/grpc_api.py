@@ -79,7 +79,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
     @_typed
     def BestWorker(self, message: pb.RouterQuestion) -> pb.RouterBest:
         """Choose the workers for a request; with request_id it is added there."""
-        best = self._service.best(self._question(message), self._clock.now_s(), message.request_id, message.explain)
+        best = self._service.best(self._query(message), self._clock.now_s(), message.request_id, message.explain)
         candidates = [
             pb.RouterCandidate(worker=c.worker, phase=c.phase, score=c.score, terms=dict(c.terms))
             for c in best.candidates
@@ -97,8 +97,8 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         if not message.question.request_id:
             raise InvalidRequest("AddRequest needs a request_id")
         prefill, decode = message.prefill_worker, message.decode_worker or message.prefill_worker
-        question, now_s = self._question(message.question), self._clock.now_s()
-        self._service.add_request(message.question.request_id, question, InstanceId(prefill), InstanceId(decode), now_s)
+        query, now_s = self._query(message.question), self._clock.now_s()
+        self._service.add_request(message.question.request_id, query, InstanceId(prefill), InstanceId(decode), now_s)
         return pb.RouterDone()
 
     @_typed
@@ -114,13 +114,13 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
     @_typed
     def Overlaps(self, message: pb.RouterQuestion) -> pb.RouterOverlaps:
         """The leading blocks that each worker has or is computing."""
-        found = self._service.overlaps(self._question(message).hashes, self._clock.now_s())
+        found = self._service.overlaps(self._query(message).hashes, self._clock.now_s())
         return pb.RouterOverlaps(overlaps=[pb.RouterOverlap(worker=w, num_blocks=n) for w, n in found.items()])
 
     @_typed
     def PotentialLoads(self, message: pb.RouterQuestion) -> pb.RouterPotentialLoads:
         """The load that each worker would have with the request."""
-        loads = self._service.potential_loads(self._question(message), self._clock.now_s())
+        loads = self._service.potential_loads(self._query(message), self._clock.now_s())
         return pb.RouterPotentialLoads(loads=[pb.RouterPotentialLoad(**asdict(load)) for load in loads])
 
     async def Generate(self, message: pb.RouterGenerate, context: Context) -> AsyncIterator[pb.RouterPiece]:
@@ -142,7 +142,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         for event in list(self._service.dump_events()):
             yield pb.RouterEvents(worker=event.holder, stored=list(event.blocks))
 
-    def _question(self, message: pb.RouterQuestion) -> RoutingQuery:
+    def _query(self, message: pb.RouterQuestion) -> RoutingQuery:
         overrides = types.overrides_of(message.policy, message.weights, message.prefill_worker, message.decode_worker)
         tokens = as_tokens(message.tokens) if message.tokens else None
         hashes = types.checked_hashes(message.block_hashes)

@@ -92,7 +92,7 @@ class WindowDetokenizer:
     def __init__(self, tokenizer: Tokenizer, special: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._special = special
-        self._settled: list[int] = []  # the last tokens that gave text, and those of no text in front of them
+        self._emitted: list[int] = []  # the last tokens that gave text, and those of no text in front of them
         self._fresh: list[int] = []  # not yet given out
 
     def feed(self, tokens: Sequence[int]) -> str:
@@ -105,13 +105,13 @@ class WindowDetokenizer:
         self._fresh.extend(t for t in tokens if t not in self._special)
         if not self._fresh:
             return ""
-        before = self._decode(self._settled)
-        window = self._decode(self._settled + self._fresh)
+        before = self._decode(self._emitted)
+        window = self._decode(self._emitted + self._fresh)
         if len(window) <= len(before) or (not final and (window.endswith(_BROKEN) or self._ends_in_byte())):
             return ""
-        # Where the settled part decodes to nothing alone (a stripped leading space), it stays in the window: the next
+        # Where the emitted part decodes to nothing alone (a stripped leading space), it stays in the window: the next
         # window must begin like this one, or the strip would be done twice.
-        self._settled = self._fresh if before or not self._settled else self._settled + self._fresh
+        self._emitted = self._fresh if before or not self._emitted else self._emitted + self._fresh
         self._fresh = []
         return window[len(before) :]
 

@@ -143,13 +143,13 @@ class ServedModel:
         context = self.card.context_length
         if num_prompt_tokens == 0:
             raise InvalidRequest("the prompt is empty: it has no token")
-        room = context - num_prompt_tokens
-        if room < 1:
+        most = context - num_prompt_tokens
+        if most < 1:
             raise ContextLengthExceeded(
                 f"this model's maximum context length is {context} tokens and the prompt has {num_prompt_tokens}; "
                 "shorten it"
             )
-        return room if wanted is None else min(wanted, room)
+        return most if wanted is None else min(wanted, most)
 
     def empty_sequence(self, salt: bytes) -> TokenSequence:
         """The token sequence that this model's and tenant's block hashes grow from."""

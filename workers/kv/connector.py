@@ -146,7 +146,7 @@ class KvConnector:
         The step that follows may overwrite the blocks, so their bytes are copied: a block of 1.5 MB in about 0.2 ms.
         """
         missing = [block for block in blocks if block.block_hash not in self._written]
-        taken = missing[: self._room] if self._store_answers else []
+        taken = missing[: self._num_writable] if self._store_answers else []
         for name, count in ("there", len(blocks) - len(missing)), ("store", len(taken)):
             self._metrics.preempted_blocks.labels(name).inc(count)
         self._metrics.preempted_blocks.labels("dropped").inc(len(missing) - len(taken))
@@ -176,7 +176,7 @@ class KvConnector:
         blocks = [block for block in blocks if self._core.scheduler.pool.block_of(block.block_hash) == block.block_id]
         if not blocks:
             return
-        if self._paused or len(blocks) > self._room:
+        if self._paused or len(blocks) > self._num_writable:
             self._metrics.store_skipped.inc(len(blocks))
             return
         block_ids, hashes = [block.block_id for block in blocks], [block.block_hash for block in blocks]
@@ -188,7 +188,7 @@ class KvConnector:
         return self._port.drain(block_ids, lambda at, buffers: store.save(hashes[at : at + len(buffers)], buffers))
 
     @property
-    def _room(self) -> int:
+    def _num_writable(self) -> int:
         """Blocks that may still be sent on their way."""
         return self._config.max_pending_bytes // self._layout.block_bytes - self._pending_blocks
 
