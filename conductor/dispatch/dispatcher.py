@@ -151,7 +151,7 @@ class Dispatcher:
     # --- what workers tell (WorkerListener)
 
     def worker_up(self, worker: RegisteredWorker, welcome: SessionWelcome) -> None:
-        """Take note of a usable worker, and send requests that waited for it."""
+        """Mirror the worker's cache from its welcome, and send requests that waited for a worker."""
         self.mirror.welcome(worker.id, welcome)
         self._metrics.workers.labels(worker.role.value).inc()
         self._pump()
@@ -357,7 +357,7 @@ class Dispatcher:
         entry.stream.end(end)
 
     def _withdraw(self, entry: _Entry) -> None:
-        """Release the decode slot that is reserved for the request: its worker is chosen anew, or not needed."""
+        """Release the decode slot that is reserved for the request: another worker is chosen, or none is needed."""
         worker = self.registry.workers.get(entry.reserved) if entry.reserved is not None else None
         if worker is not None:
             worker.load.release_decode(entry.flight.request.id)

@@ -46,7 +46,7 @@ class TokenStream:
     async def read(self) -> Delta:
         """Wait for tokens that came since the last read. Raises the typed error of a request that failed.
 
-        Not to be called again behind a delta with ``finish``.
+        Must not be called again after a delta with ``finish``.
         """
         while not self._delta.tokens and self._end is None:
             self._waiter = asyncio.get_running_loop().create_future()

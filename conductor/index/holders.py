@@ -47,7 +47,7 @@ class HolderSlots:
         return holder
 
     def take(self, holder: InstanceId) -> int:
-        """The slot of ``holder``, a new one if it has none. Its first blocks must be counted next."""
+        """The slot of ``holder``, a new one if it has none: then the caller must `count` its first blocks next."""
         slot = self._slot_of.get(holder)
         if slot is not None:
             return slot
@@ -62,7 +62,7 @@ class HolderSlots:
         return slot
 
     def count(self, slot: int, num_blocks: int) -> int:
-        """``slot`` holds ``num_blocks`` more, or less if negative; returns how many. At 0 its holder is forgotten."""
+        """Add ``num_blocks`` (may be negative) to the slot's count and return the sum. At 0 the holder is forgotten."""
         self._num_blocks[slot] += num_blocks
         if not self._num_blocks[slot]:
             del self._slot_of[self.at(slot)]

@@ -44,7 +44,7 @@ class EventShards:
         self.waiting_blocks = 0
 
     def put(self, event: PrefixEvent) -> bool:
-        """Take ``event``; returns whether something waits for ``apply_some`` now."""
+        """Apply or queue ``event``; returns whether events wait for ``apply_some`` now."""
         shard = self._shards[crc32(event.holder.encode()) % len(self._shards)]
         size = _size(event)
         if not shard and size <= SLICE_BLOCKS:

@@ -106,7 +106,7 @@ class Forwarder:
     async def _send(
         self, pool: str, method: str, path: str, body: bytes, headers: Mapping[str, str]
     ) -> PoolAnswer | None:
-        """The first answer of ``pool`` or of who stands in for it; the last refusal if all refuse, None if all fail."""
+        """The first answer of ``pool`` or of its fallbacks; the last refusal if all refuse, None if all fail."""
         refusal = None
         for name, member in self._attempts(pool):
             response = await self._try(member, method, path, body, headers)

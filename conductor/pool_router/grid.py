@@ -94,7 +94,7 @@ class PoolMap:
         return prefill, self.decode.choose(demand.context_tokens, demand.tbt_s)
 
     def ways(self, name: str) -> Iterator[str]:
-        """The pool ``name``, then those that stand in for it, each once."""
+        """The pool ``name``, then its fallbacks and theirs, each once."""
         seen, waiting = {name}, [name]
         while waiting:
             current = waiting.pop(0)

@@ -164,7 +164,7 @@ class _Sender:
         self._slots = asyncio.Semaphore(config.connections)
 
     async def send_all(self, requests: Sequence[TraceRequest]) -> None:
-        """Returns when all have ended."""
+        """Send all requests when they are due; returns when all have ended."""
         clock = asyncio.get_running_loop().time
         start_s = clock()
         async with asyncio.TaskGroup() as group:
@@ -226,7 +226,7 @@ class _Seen:
         return bool(self._times_s and self._usage) and not self._has_error
 
     async def read(self, response: httpx.Response) -> None:
-        """To the stream's end. Raises ValueError for an event that is no JSON, httpx.HTTPError if it breaks."""
+        """Read to the stream's end. Raises ValueError for an event that is no JSON, httpx.HTTPError if it breaks."""
         clock = asyncio.get_running_loop().time
         async for line in response.aiter_lines():
             if line.startswith("data: ") and line != "data: [DONE]":

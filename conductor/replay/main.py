@@ -170,7 +170,7 @@ def replay(config: ReplayConfig, progress: Progress | None = None) -> Iterator[R
 
 @contextlib.contextmanager
 def _bar(progress: Progress | None, title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A callback that shows how many are done."""
+    """A callback that shows the number of requests done."""
     if progress is None:
         yield lambda done: None
         return

@@ -1,4 +1,4 @@
-"""Blocks that a worker is taken to have because it computed them lately: the index without events.
+"""Blocks that a worker is assumed to have, because it computed them a short time ago: the index without events.
 
 Pure. An engine that tells no KV events still keeps a prompt's blocks for a while. What was prefilled is taken to be
 there for ``keep_s`` since it was last used, and of one worker at most ``max_blocks``, the least recently used forgotten

@@ -1,7 +1,7 @@
 """Who holds which block of the KV cache, and which blocks can be found again by their hash.
 
 Owns numbers only: reference counts, the free list, the prefix cache and its order of eviction. It never sees the
-bytes; whoever allocates a block writes it.
+bytes; the request that allocates a block writes it.
 
 A block is in exactly one of four conditions:
 

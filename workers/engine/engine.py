@@ -1,7 +1,7 @@
 """The engine: one model, its KV cache and its requests, advanced one step at a time.
 
 `EngineCore` joins the deciding part (`Scheduler`) with the computing part (a `ModelRunner`: model and sampling in
-torch, or the mock). It does no I/O and has no thread: whoever owns it calls `step` in a loop, and all other methods
+torch, or the mock). It does no I/O and has no thread: its owner calls `step` in a loop, and all other methods
 between two steps, from the same thread. What must travel goes through two hooks, which may only note down what to do
 and return at once.
 """

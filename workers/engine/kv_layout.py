@@ -69,7 +69,7 @@ class KvLayout:
 
 
 class KvBlocks:
-    """The cache as the engine knows it: so many blocks of that layout, wherever their bytes are."""
+    """The cache as the engine knows it: ``num_blocks`` blocks of ``layout``, in main memory or on a device."""
 
     def __init__(self, layout: KvLayout, num_blocks: int) -> None:
         self.layout = layout

@@ -2,8 +2,8 @@
 
 There is no prefill phase and no decode phase. Every request has tokens whose KV is not computed yet: many at
 first (prefill), one from then on (decode). A step takes, within ``max_num_batched_tokens``, first one token of
-everybody who decodes, then runs of prompts in order of arrival, then admits waiting requests; whoever reaches
-its last token samples the next. (Chunked prefill: Sarathi-Serve, https://arxiv.org/abs/2403.02310.)
+everybody who decodes, then runs of prompts in order of arrival, then admits waiting requests; a request that
+reaches its last token samples the next. (Chunked prefill: Sarathi-Serve, https://arxiv.org/abs/2403.02310.)
 
 Worked example, budget 8, blocks of 4. A decodes; B waits with 10 tokens, C with 3. Step 1: A 1 token, B its
 first 7. Step 2: A 1, B its last 3 and samples, C 3 and samples. Step 3: A, B, C one each.

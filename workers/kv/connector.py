@@ -184,7 +184,7 @@ class KvConnector:
         self._write(hashes, lambda store: self._drain(store, hashes, block_ids), block_ids)
 
     def _drain(self, store: KvStore, hashes: list[BlockHash], block_ids: list[int]) -> int:
-        """In the writer's thread."""
+        """Save the blocks; called in the writer's thread."""
         return self._port.drain(block_ids, lambda at, buffers: store.save(hashes[at : at + len(buffers)], buffers))
 
     @property
@@ -246,7 +246,7 @@ class KvConnector:
             yield "store", len(hashes), lambda at, buffers: store.load(hashes[at : at + len(buffers)], buffers)
 
     def _fetch_from(self, source: str, wanted: FetchWanted, numbers: range, read: Move) -> int:
-        """How many leading ones of the wanted blocks of these ``numbers`` the ``source`` gave; 0 if it failed."""
+        """Fetch the wanted blocks of these ``numbers``; returns how many leading ones arrived, 0 after a failure."""
         started_s, first = time.monotonic(), numbers.start
         blocks = wanted.block_ids[first : numbers.stop]
         try:

@@ -109,7 +109,7 @@ class _Passage:
         self.num_moved = 0
 
     def copies(self, event: StagingEvent, piece: Piece) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield (to, from) of the device's copies for ``piece``."""
+        """Yield the (target, source) pairs of the device's copies for ``piece``."""
         index = piece.request_index
         unwanted = self._ended if event is StagingEvent.FILL else index >= self.num_moved
         if event is not self._copying or unwanted:

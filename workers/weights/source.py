@@ -28,7 +28,7 @@ class WeightSource(Protocol):
     """Tensors by Hugging Face's names (``model.layers.0.self_attn.q_proj.weight``), rotary halves convention."""
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The whole tensor on the CPU, in the file's dtype (dequantised ones float32); valid for good.
+        """The whole tensor on the CPU, in the file's dtype (dequantised ones float32); valid after `close`, too.
 
         Raises ModelUnsupported that names it when it is missing or of a type that cannot be read.
         """
