@@ -151,7 +151,7 @@ class PrefixIndex:
         self._shrink()
 
     def dump(self) -> Iterator[Stored]:
-        """Events that make an empty index equal to this one; the order of their blocks may be wrong, as in any event."""
+        """Events that make an empty index equal to this one; their blocks may be in a wrong order, as in any event."""
         for node in self._nodes:
             for slot in slots(node.holders):
                 bits = node.bits(slot)
@@ -192,7 +192,7 @@ class PrefixIndex:
         return hits
 
     def _first(self, node: IndexNode, num: int) -> tuple[dict[InstanceId, int], int]:
-        """The hits of holders whose run ends in the first node, of which ``num`` blocks match, and the other holders."""
+        """The hits of holders whose run ends in the first node (``num`` blocks match), and the slots of the others."""
         if num < len(node):
             hits: dict[InstanceId, int] = {}
             return hits, self._staying(node.holders, node, num, 0, hits)
@@ -206,7 +206,7 @@ class PrefixIndex:
         return node.answer
 
     def _staying(self, alive: int, node: IndexNode, num: int, depth: int, hits: dict[InstanceId, int]) -> int:
-        """The slots of ``alive`` that hold the first ``num`` blocks of ``node``; adds the runs of the others to ``hits``."""
+        """The slots of ``alive`` with the first ``num`` blocks of ``node``; adds the runs of the others to ``hits``."""
         staying, leaving = alive & node.full, alive & ~node.full
         at = self._slots.at
         for slot, bit, run in node.runs:
