@@ -12,7 +12,7 @@ trailing ones of as many bitmaps as there are holders that lack something.
 What events tell is only *who has what*: an event may mix chains or come in the order of eviction. The order within a
 node is proven by prompts. Where a prompt and an unproven order differ, the node is cut there; nodes that a prompt
 passes through one behind the other are joined. Both cost time in the smaller part, once. An answer never rests on an
-unproven order. docs/prefix_index.md has the worked example and the figures.
+unproven order. docs/prefix_index.md has the worked example, docs/design/0009-prefix-index.md the figures.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A GPU multiplies the weight as it is. Which arithmetic a CPU does fast is decided here, by its `CpuFeatures`. A CPU
 with bfloat16 instructions multiplies bfloat16 as it is. One without emulates it, 5 to 30 times slower than float32
-(docs/workers.md); there activations and sums are float32, and weights lie in memory in the shortest form that loses
+(docs/design/0011); there activations and sums are float32, and weights lie in memory in the shortest form that loses
 nothing:
 
 * *half*: as float16 times a power of two, widened to float32 in the kernel's registers (FBGEMM). Half the bytes to
