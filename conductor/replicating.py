@@ -51,7 +51,6 @@ class Replicator:
         )
 
     async def run(self) -> None:
-        """Look every PERIOD_S."""
         while True:
             await asyncio.sleep(PERIOD_S)
             await self.look()

@@ -144,7 +144,6 @@ class Dispatcher:
             self._pump()
 
     def fail_all(self, error: TanghuluError) -> None:
-        """End everything that is under way with ``error``."""
         for entry in list(self._entries.values()):
             self._perform(entry, entry.flight.fail(error))
 
@@ -177,7 +176,6 @@ class Dispatcher:
             self._pump()
 
     def worker_snapshot(self, worker: RegisteredWorker, welcome: SessionWelcome) -> None:
-        """Correct the mirror of the worker's cache."""
         self.mirror.snapshot(worker.id, welcome)
 
     def worker_lost(self, worker: RegisteredWorker, error: TanghuluError) -> None:

@@ -190,7 +190,6 @@ class Flight:
         return self._sequence
 
     def admit(self) -> None:
-        """Enter the queue, which has room."""
         self._step(FlightEvent.ADMITTED)
 
     def refuse(self, error: TanghuluError) -> list[Instruction]:
@@ -232,11 +231,9 @@ class Flight:
         return instructions
 
     def on_stop_string(self) -> list[Instruction]:
-        """End the request, whose text holds a stop string."""
         return self._end_from_here(FlightEvent.FINISH, FinishReason.STOP)
 
     def abort(self) -> list[Instruction]:
-        """End the request of a client that is gone."""
         return self._end_from_here(FlightEvent.ABORT, FinishReason.ABORTED)
 
     def fail(self, error: TanghuluError) -> list[Instruction]:

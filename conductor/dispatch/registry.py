@@ -111,7 +111,6 @@ class Registry:
             self.apply(event)
 
     def apply(self, event: InstanceEvent) -> None:
-        """Take one event of Discovery."""
         if event.kind is EventKind.SYNCED:
             self.synced = True
         elif event.instance is not None and event.kind is EventKind.PUT:

@@ -72,7 +72,6 @@ class HolderSlots:
         return self._num_blocks[slot]
 
     def names(self, mask: int) -> tuple[InstanceId, ...]:
-        """The holders in the set ``mask``."""
         known = self._names.get(mask)
         if known is None:
             if len(self._names) >= MAX_NAMED_SETS:

@@ -63,7 +63,6 @@ class EventShards:
         return any(self._shards)
 
     def waiting_holders(self) -> set[InstanceId]:
-        """The holders with queued events."""
         return {event.holder for shard in self._shards for event in shard}
 
     def apply_some(self) -> bool:

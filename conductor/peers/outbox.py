@@ -85,11 +85,9 @@ class OwnRequests:
         return outbox
 
     def unfollow(self, outbox: Outbox) -> None:
-        """Close an outbox: its peer is told no more."""
         self._outboxes.remove(outbox)
 
     def began(self, begun: Begun) -> None:
-        """Note that a request was sent to a worker."""
         self._live[begun.request_id] = begun
         for outbox in self._outboxes:
             if not outbox.all_anew:

@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import structlog
 
+from tanghulu.conductor.http.forwarding import TRY_ELSEWHERE, new_client, reason, request_headers
 from tanghulu.conductor.pool_router.demand import demand_of, parse_body, prefill_only
 from tanghulu.conductor.pool_router.grid import PoolMap
 from tanghulu.conductor.pool_router.members import Member, Members
@@ -27,22 +28,6 @@ from tanghulu.errors import NodeUnavailable
 from tanghulu.runtime.clock import Clock
 
 _log = structlog.get_logger(__name__)
-CONNECT_TIMEOUT_S = 2.0
-_TRY_ELSEWHERE = (429, 502, 503)
-#: Headers of one hop, and those that the client of the next hop makes itself.
-_NOT_FORWARDED = frozenset(
-    (
-        "connection",
-        "content-length",
-        "host",
-        "keep-alive",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
-        "accept-encoding",
-    )
-)
 
 
 class Forwarder:
@@ -52,9 +37,7 @@ class Forwarder:
         self.pools = pools
         self.members = {name: Members(pool.urls) for name, pool in pools.pools.items()}
         self._clock, self._metrics = clock, metrics
-        timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-        self._http = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False)
+        self._http = new_client()
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -113,7 +96,7 @@ class Forwarder:
             if response is None:
                 continue
             answer = PoolAnswer(name, member, response)
-            if response.status_code not in _TRY_ELSEWHERE:
+            if response.status_code not in TRY_ELSEWHERE:
                 return answer
             refusal = replace(answer, content=await self._finish(answer))
             self._metrics.retries.labels(name).inc()
@@ -127,15 +110,14 @@ class Forwarder:
     async def _try(
         self, member: Member, method: str, path: str, body: bytes, headers: Mapping[str, str]
     ) -> httpx.Response | None:
-        sent = {name: value for name, value in headers.items() if name.lower() not in _NOT_FORWARDED}
-        request = self._http.build_request(method, member.url + path, content=body, headers=sent)
+        request = self._http.build_request(method, member.url + path, content=body, headers=request_headers(headers))
         member.open_requests += 1
         try:
             response = await self._http.send(request, stream=True)
         except httpx.HTTPError as error:
             member.open_requests -= 1
             member.failed(self._clock.now_s())
-            _log.warning("pool.conductor_failed", url=member.url, error=str(error) or type(error).__name__)
+            _log.warning("pool.conductor_failed", url=member.url, error=reason(error))
             return None
         except BaseException:  # a client that hung up, too: the request is not open any more; raised on
             member.open_requests -= 1
@@ -154,7 +136,7 @@ class Forwarder:
                 async for piece in answer.response.aiter_raw():
                     content += piece
         except httpx.HTTPError as error:
-            _log.warning("pool.answer_broke", url=answer.member.url, error=str(error) or type(error).__name__)
+            _log.warning("pool.answer_broke", url=answer.member.url, error=reason(error))
         finally:
             await self.end(answer)
         return content

@@ -16,6 +16,7 @@ import structlog
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from tanghulu.conductor.http.forwarding import answer_headers, reason
 from tanghulu.conductor.http.reply import DONE, dumps, event, hung_up
 from tanghulu.conductor.pool_router.members import Member
 from tanghulu.errors import NodeUnavailable
@@ -23,7 +24,6 @@ from tanghulu.runtime.tasks import cancelled
 from tanghulu.web.errors import body_of
 
 _log = structlog.get_logger(__name__)
-_NOT_FORWARDED = frozenset(("connection", "transfer-encoding", "keep-alive"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,8 @@ class Streamed(Response):
 
     async def _work(self, send: Send) -> None:
         answer = self._answer = await self._answering
-        headers = {k: v for k, v in answer.response.headers.items() if k.lower() not in _NOT_FORWARDED}
-        head = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in {**headers, **answer.more}.items()]
+        headers = {**answer_headers(answer.response), **answer.more}
+        head = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in headers.items()]
         await send({"type": "http.response.start", "status": answer.response.status_code, "headers": head})
         if answer.content is None:
             await self._pump(answer, send)
@@ -79,7 +79,7 @@ class Streamed(Response):
             async for piece in answer.response.aiter_raw():
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         except httpx.HTTPError as error:
-            _log.warning("pool.answer_broke", url=answer.member.url, error=str(error) or type(error).__name__)
+            _log.warning("pool.answer_broke", url=answer.member.url, error=reason(error))
             if answer.response.headers.get("content-type", "").startswith("text/event-stream"):
                 await send({"type": "http.response.body", "body": _error_event(answer), "more_body": True})
 

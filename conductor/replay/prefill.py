@@ -34,7 +34,6 @@ class BlockCache:
         return len(blocks)
 
     def touch(self, blocks: Sequence[int]) -> None:
-        """Note a use of the resident ones of ``blocks``."""
         resident = self._blocks
         for block in reversed(blocks):
             if block in resident:

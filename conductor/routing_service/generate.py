@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 
+from tanghulu.conductor.http.forwarding import TRY_ELSEWHERE, answer_headers, new_client, reason
 from tanghulu.conductor.pool_router.demand import parse_body
 from tanghulu.conductor.routing.overrides import RoutingOverrides
 from tanghulu.conductor.routing_service import types
@@ -29,9 +30,6 @@ from tanghulu.runtime.clock import Clock
 from tanghulu.types import InstanceId
 
 MAX_ATTEMPTS = 3
-CONNECT_TIMEOUT_S = 2.0
-_TRY_ELSEWHERE = (429, 502, 503)
-_NOT_PASSED_ON = frozenset(("connection", "transfer-encoding", "keep-alive", "content-length"))
 _OVERRIDES = ("policy", "weights", "worker")
 
 
@@ -58,9 +56,7 @@ class Generator:
 
     def __init__(self, service: RoutingService, hasher: types.Hasher, clock: Clock) -> None:
         self._service, self._hasher, self._clock = service, hasher, clock
-        timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-        self._http = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False)
+        self._http = new_client()
         self._closing: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
@@ -80,14 +76,14 @@ class Generator:
                 self._service.free(parsed.request_id)
                 if not isinstance(error, httpx.HTTPError):
                     raise
-                tried.append(f"{target.id}: {str(error) or type(error).__name__}")
+                tried.append(f"{target.id}: {reason(error)}")
                 continue
-            if response.status_code in _TRY_ELSEWHERE and len(tried) + 1 < MAX_ATTEMPTS and self._others(tried, target):
+            if response.status_code in TRY_ELSEWHERE and len(tried) + 1 < MAX_ATTEMPTS and self._others(tried, target):
                 self._end(parsed.request_id, response)
                 tried.append(f"{target.id}: it answered {response.status_code}")
                 continue
-            headers = {k: v for k, v in response.headers.items() if k.lower() not in _NOT_PASSED_ON}
-            headers["x-tanghulu-worker"] = target.id
+            headers = {**answer_headers(response), "x-tanghulu-worker": target.id}
+            headers.pop("content-length", None)  # an answer that breaks off is shorter
             end = functools.partial(self._end, parsed.request_id, response)
             return ForwardedAnswer(
                 target.id, response.status_code, headers, self._pieces(parsed.request_id, response), end
@@ -102,7 +98,7 @@ class Generator:
                     self._prefilled(request_id)
                 yield piece
         except httpx.HTTPError as error:
-            raise NodeUnavailable(f"the worker broke off its answer: {str(error) or type(error).__name__}") from error
+            raise NodeUnavailable(f"the worker broke off its answer: {reason(error)}") from error
 
     def _prefilled(self, request_id: str) -> None:
         if self._service.has_request(request_id):  # its worker may have been removed meanwhile

@@ -197,7 +197,6 @@ class RoutingService:
         return self._targets[decision.prefill] if decision is not None else None
 
     def has_request(self, request_id: str) -> bool:
-        """Whether the request was added and not freed."""
         return request_id in self._added
 
     def add_request(
@@ -245,7 +244,6 @@ class RoutingService:
         return {worker: max(hits.get(worker, 0), coming.get(worker, 0)) for worker in hits.keys() | coming.keys()}
 
     def potential_loads(self, query: RoutingQuery, now_s: float) -> list[PotentialLoad]:
-        """The load that each worker would have with the request."""
         request = self._request(query)
         hits, coming = self._overlaps(query.hashes, now_s)
         return [

@@ -89,7 +89,6 @@ class ThreadChoice:
         return size.trial or size.best
 
     def took(self, num_tokens: int, seconds: float) -> None:
-        """Note that the step for which `threads` was asked last took ``seconds``."""
         if num_tokens <= MOST_TOKENS and self._most > 1:
             self._size(num_tokens).took(seconds)
 

@@ -24,7 +24,6 @@ class HeldBlocks:
 
     @property
     def num_exports(self) -> int:
-        """Exports that were not released yet."""
         return len(self._exports)
 
     def add(self, export: KvExport) -> None:

@@ -54,7 +54,6 @@ class KvLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block, all its parts."""
         return self.num_parts * self.part_bytes
 
     def num_blocks_in(self, capacity_bytes: int) -> int:

@@ -309,7 +309,6 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Requests that compute."""
         return len(self._running)
 
     @property

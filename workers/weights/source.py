@@ -6,6 +6,7 @@ one at a time, on request, under Hugging Face's names whatever the file's format
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 from collections.abc import Iterable
@@ -95,11 +96,8 @@ def _smollm2_path() -> Path:
 
 
 def _from_gguf(path: Path, name: str) -> ModelSource:
-    file = GgufFile(path)
-    try:
+    with contextlib.closing(GgufFile(path)) as file:
         config = config_from_gguf(file.metadata, file.tensor_names())
-    finally:
-        file.close()
     return ModelSource(name, config, (path,), None)
 
 

@@ -51,7 +51,6 @@ class Board:
         self._progress.stop()
 
     def add(self, name: str) -> None:
-        """Add the line of a process that is going to start."""
         self._tasks[name] = self._progress.add_task(name, total=1.0, text="waiting")
 
     def show(self, name: str, message: dict[str, Any]) -> None:

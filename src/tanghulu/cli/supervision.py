@@ -113,7 +113,6 @@ class Supervision:
         return min(due) if due else None
 
     def ready(self, name: str, now_s: float) -> None:
-        """Note that the child serves."""
         child = self.children[name]
         child.on(ChildEvent.READY)
         child.ready_since_s = now_s
