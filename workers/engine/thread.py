@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import structlog
 
+from tanghulu.errors import TanghuluError
 from tanghulu.types import RequestId
 from tanghulu.workers.engine.engine import EngineCore
 from tanghulu.workers.engine.requests import EngineFinishReason
@@ -84,10 +85,17 @@ class EngineThread:
             self._wake.notify()
 
     async def call(self, command: Callable[[EngineCore], T]) -> T:
-        """Run ``command`` between two steps; returns its result to the event loop. It must not raise or wait."""
+        """Run ``command`` between two steps; returns its result, or raises its typed error, in the event loop."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[T] = loop.create_future()
-        self.post(lambda core: loop.call_soon_threadsafe(result.set_result, command(core)))
+
+        def run(core: EngineCore) -> None:
+            try:
+                loop.call_soon_threadsafe(result.set_result, command(core))
+            except TanghuluError as error:
+                loop.call_soon_threadsafe(result.set_exception, error)
+
+        self.post(run)
         return await asyncio.shield(result)
 
     def stop(self) -> None:
