@@ -21,8 +21,8 @@ from tanghulu.conductor.routing.in_flight import InFlightBlocks
 from tanghulu.conductor.routing.policies.base import RequestView
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES, make_policy
 from tanghulu.conductor.routing.requests import WorkerLoad
-from tanghulu.conductor.routing.shortlist import shortlist
 from tanghulu.conductor.routing.worker_state import LoadTracker
+from tanghulu.conductor.routing.worker_views import shortlist
 from tanghulu.types import BlockHash, InstanceId, Place, Role
 
 BLOCK_TOKENS = 64

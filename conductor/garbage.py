@@ -32,7 +32,7 @@ class CollectionPacer:
 
 
 def begin() -> None:
-    """Set all present objects aside for good, and keep automatic collections to young ones; called once."""
+    """Exempt all present objects from collections, and keep automatic ones to young objects; called once."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_THRESHOLDS)

@@ -21,7 +21,7 @@ from tanghulu.conductor.http.service import DEFAULT_BODY_BYTES, Service
 from tanghulu.conductor.index.shards import DEFAULT_SHARDS
 from tanghulu.conductor.metrics import ConductorMetrics
 from tanghulu.conductor.peers import group
-from tanghulu.conductor.replicating import AskForCopies, CopyRequester, Replicator
+from tanghulu.conductor.replicating import CopyRequester, Replicator, RequestCopies
 from tanghulu.conductor.routing.overrides import RoutingPolicies, parse_weights
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES
 from tanghulu.conductor.routing.profiles import read_profiles
@@ -30,9 +30,10 @@ from tanghulu.discovery.open import HELP as DISCOVERY_HELP
 from tanghulu.discovery.open import open_discovery
 from tanghulu.errors import ConfigError, NodeUnavailable
 from tanghulu.runtime.clock import SystemClock
-from tanghulu.runtime.config import command, option
+from tanghulu.runtime.config import check_bounds, command, option
 from tanghulu.runtime.master_options import MasterOptions
 from tanghulu.runtime.process import Process, ProcessConfig, run
+from tanghulu.runtime.tasks import beside
 from tanghulu.types import Address, Role
 from tanghulu.version import __version__
 from tanghulu.web import errors
@@ -54,44 +55,42 @@ class ConductorConfig(MasterOptions, ProcessConfig):
         None, "file (JSON or TOML) of what prefill and decode cost, until workers report what they measured"
     )
     event_shards: int = option(
-        DEFAULT_SHARDS, "queues over which workers' KV events are shared out, so that none waits for another's snapshot"
+        DEFAULT_SHARDS,
+        "queues over which workers' KV events are shared out, so that none waits for another's snapshot",
+        least=1,
     )
     snapshot_every: float = option(
-        0.0, "seconds between snapshots of each worker's cache, which put right what its events left wrong; 0: never"
+        0.0,
+        "seconds between snapshots of each worker's cache, which put right what its events left wrong; 0: never",
+        least=0,
     )
-    max_in_flight: int = option(1024, "most sequences under way at workers")
-    max_queued: int = option(1024, "most sequences that wait; beyond it requests are refused with 429")
-    queue_timeout_s: float = option(30.0, "longest wait for a place or for a worker, in seconds")
+    max_in_flight: int = option(1024, "most sequences under way at workers", least=1)
+    max_queued: int = option(1024, "most sequences that wait; beyond it requests are refused with 429", least=1)
+    queue_timeout_s: float = option(30.0, "longest wait for a place or for a worker, in seconds", least=0)
     queue_order: str = option(
         "fcfs", "who is sent first of those that wait here: first come, or shortest prefill with ageing", choices=ORDERS
     )
-    queue_ageing: float = option(0.1, "sjf: seconds by which a second of waiting makes a prefill count as shorter")
-    hot_prefix_rate: float = option(
-        10.0, "fetches a second and store node from which a prefix is copied to more nodes ahead of demand; 0: never"
+    queue_ageing: float = option(
+        0.1, "sjf: seconds by which a second of waiting makes a prefill count as shorter", least=0
     )
-    ttft_slo_s: float = option(0.0, "refuse with 429 what would wait longer for its first token, in seconds; 0: never")
-    tbt_slo_s: float = option(0.0, "refuse with 429 what would wait longer for each token, in seconds; 0: never")
-    max_redispatches: int = option(3, "how often a request is moved because its worker was lost")
-    max_body_size: int = option(DEFAULT_BODY_BYTES, "longest request body", size=True)
+    hot_prefix_rate: float = option(
+        10.0,
+        "fetches a second and store node from which a prefix is copied to more nodes ahead of demand; 0: never",
+        least=0,
+    )
+    ttft_slo_s: float = option(
+        0.0, "refuse with 429 what would wait longer for its first token, in seconds; 0: never", least=0
+    )
+    tbt_slo_s: float = option(
+        0.0, "refuse with 429 what would wait longer for each token, in seconds; 0: never", least=0
+    )
+    max_redispatches: int = option(3, "how often a request is moved because its worker was lost", least=0)
+    max_body_size: int = option(DEFAULT_BODY_BYTES, "longest request body", size=True, least=1)
     peer_port: int = option(0, "port on which other conductors follow this one's requests; 0 picks one")
-    grace_s: float = option(10.0, "at the end, how long requests under way may go on, in seconds")
+    grace_s: float = option(10.0, "at the end, how long requests under way may go on, in seconds", least=0)
 
     def __post_init__(self) -> None:
-        for name in ("event_shards", "max_in_flight", "max_queued", "max_body_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
-        for name in (
-            "ttft_slo_s",
-            "tbt_slo_s",
-            "queue_timeout_s",
-            "max_redispatches",
-            "grace_s",
-            "queue_ageing",
-            "snapshot_every",
-            "hot_prefix_rate",
-        ):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it cannot be negative")
+        check_bounds(self)
         parse_weights(self.policy_weights)
 
 
@@ -111,16 +110,15 @@ class Conductor:
             config.hot_prefix_rate,
         )
         self.config = config
-        metrics = ConductorMetrics(registry)
+        self.metrics = ConductorMetrics(registry)
         self.dispatcher = Dispatcher(
             conductor_id,
             RoutingPolicies(config.policy, parse_weights(config.policy_weights)),
-            metrics,
+            self.metrics,
             limits,
             SystemClock(),
-            place=config.place,
+            config.place,
         )
-        self.metrics = metrics
         self.service = Service(self.dispatcher, registry, config.max_body_size, config.queue_timeout_s)
         self.peers = group.PeerGroup(conductor_id, self.dispatcher.own, self.dispatcher.peers, config.credentials)
         self.address = Address("", 0)
@@ -139,30 +137,30 @@ class Conductor:
             listener.close()
             raise
         server = HttpServer(make_app(self.service), self.config.grace_s)
-        following = asyncio.create_task(self.dispatcher.registry.follow(discovery, self.config.namespace))
-        listening = asyncio.create_task(self.peers.follow(discovery, self.config.namespace))
-        observing = asyncio.create_task(self._observe())
-        indexing = asyncio.create_task(self.dispatcher.mirror.apply_events())
-        refreshing = asyncio.create_task(self._ask_snapshots())
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
-            yield self
-            await self._finish(server, serving)
+            async with beside(
+                self.dispatcher.registry.follow(discovery, self.config.namespace),
+                self.peers.follow(discovery, self.config.namespace),
+                self._observe(),
+                self.dispatcher.mirror.apply_events(),
+                self._request_snapshots(),
+            ):
+                yield self
+                await self._finish(server, serving)
         finally:
             server.force_exit = True
             server.stop()
-            for task in (following, observing, listening, indexing, refreshing):
-                task.cancel()
             await self.dispatcher.registry.close()
             self.dispatcher.fail_all(NodeUnavailable("the conductor is stopping"))
             await self.peers.close()
-            await asyncio.gather(serving, following, observing, listening, indexing, refreshing, return_exceptions=True)
+            await asyncio.gather(serving, return_exceptions=True)
             listener.close()
 
-    def replicator(self, ask: AskForCopies) -> Replicator:
-        """The task that has hot prefixes copied ahead, by ``ask``."""
+    def replicator(self, request_copies: RequestCopies) -> Replicator:
+        """The task that has hot prefixes copied ahead, by ``request_copies``."""
         dispatcher, count = self.dispatcher, self.metrics.hot_chunks.inc
-        return Replicator(dispatcher.router.hot, dispatcher.mirror, ask, SystemClock(), count)
+        return Replicator(dispatcher.router.hot, dispatcher.mirror, request_copies, SystemClock(), count)
 
     async def _finish(self, server: HttpServer, serving: asyncio.Task[None]) -> None:
         """Accept no more, let requests under way end, then fail the rest."""
@@ -172,11 +170,11 @@ class Conductor:
         await asyncio.wait([serving], timeout=self.config.grace_s)
         self.dispatcher.fail_all(NodeUnavailable("the conductor is stopping"))
 
-    async def _ask_snapshots(self) -> None:
+    async def _request_snapshots(self) -> None:
         every_s = self.config.snapshot_every
         while every_s > 0:
             await asyncio.sleep(every_s)
-            self.dispatcher.registry.ask_snapshots()
+            self.dispatcher.registry.request_snapshots()
 
     async def _observe(self) -> None:
         while True:
@@ -207,13 +205,16 @@ async def _collect_garbage(dispatcher: Dispatcher) -> None:
 
 async def serve(process: Process, config: ConductorConfig) -> None:
     """Run until the process is to stop."""
-    listener_port = config.port
     async with open_discovery(config.discovery, config.master) as discovery:
         conductor = Conductor(config, f"conductor-{process.generation:012x}", process.registry)
-        async with conductor.running(discovery, listener_port):
-            mirroring = asyncio.create_task(conductor.dispatcher.mirror.follow_master(config.master))
-            collecting = asyncio.create_task(_collect_garbage(conductor.dispatcher))
-            replicating = asyncio.create_task(conductor.replicator(CopyRequester(config.master).ask).run())
+        async with (
+            conductor.running(discovery, config.port),
+            beside(
+                conductor.dispatcher.mirror.follow_master(config.master),
+                conductor.replicator(CopyRequester(config.master).request).run(),
+                _collect_garbage(conductor.dispatcher),
+            ),
+        ):
             instance = Instance(
                 id=process.instance_id(conductor.address.port),
                 role=Role.CONDUCTOR,
@@ -224,15 +225,10 @@ async def serve(process: Process, config: ConductorConfig) -> None:
                 generation=process.generation,
                 attributes={group.ATTRIBUTE: str(conductor.peers.address)},
             )
-            try:
-                registration = await discovery.register(instance)
-                process.ready(instance.id, conductor.address)
-                await process.stopping.wait()
-                await registration.close()
-            finally:
-                for task in (mirroring, replicating, collecting):
-                    task.cancel()
-                await asyncio.gather(mirroring, replicating, collecting, return_exceptions=True)
+            registration = await discovery.register(instance)
+            process.ready(instance.id, conductor.address)
+            await process.stopping.wait()
+            await registration.close()
 
 
 COMMAND = command(

@@ -28,7 +28,7 @@ PERIOD_S = 1.0
 _DEADLINE_S = 5.0
 
 #: (keys, holders, seconds) -> how many keys the store took.
-AskForCopies = Callable[[Sequence[str], int, float], Awaitable[int]]
+RequestCopies = Callable[[Sequence[str], int, float], Awaitable[int]]
 
 
 class Replicator:
@@ -38,14 +38,19 @@ class Replicator:
         self,
         hot: HotPrefixes[BlockHash],
         mirror: CacheMirror,
-        ask: AskForCopies,
+        request_copies: RequestCopies,
         clock: Clock,
         count: Callable[[int], None],
     ) -> None:
-        self._hot, self._mirror, self._ask, self._clock, self._count = hot, mirror, ask, clock, count
+        self._hot, self._mirror, self._request_copies, self._clock, self._count = (
+            hot,
+            mirror,
+            request_copies,
+            clock,
+            count,
+        )
 
     async def run(self) -> None:
-        """Look every PERIOD_S."""
         while True:
             await asyncio.sleep(PERIOD_S)
             await self.look()
@@ -57,7 +62,7 @@ class Replicator:
             parts = range(self._mirror.num_parts(fingerprint))
             keys = [kv_chunk_key(fingerprint, block, part) for block in copies.blocks for part in parts]
             try:
-                num_taken = await self._ask(keys, copies.num_holders, ASK_S)
+                num_taken = await self._request_copies(keys, copies.num_holders, ASK_S)
             except TanghuluError as error:
                 _log.warning("hot_prefix.not_copied", code=error.code, error=error.message)
                 continue
@@ -75,7 +80,7 @@ class CopyRequester:
     def __init__(self, masters: Masters | Address | str) -> None:
         self._finder = MasterFinder(masters)
 
-    async def ask(self, keys: Sequence[str], holders: int, for_s: float) -> int:
+    async def request(self, keys: Sequence[str], holders: int, for_s: float) -> int:
         """Have ``holders`` nodes hold ``keys`` for ``for_s`` seconds; returns how many keys the master took.
 
         Raises MasterUnavailable, Forbidden without the right to write, or InvalidRequest.

@@ -24,6 +24,7 @@ from tanghulu.rpc.fast_server import FastService
 from tanghulu.rpc.port_mux import PortMux
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.process import Process, host_id
+from tanghulu.runtime.tasks import beside
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.segment import MemorySegment
 from tanghulu.transfer_engine.engine import TransferEngine
@@ -208,8 +209,7 @@ class WorkerServer:
         stack.push_async_callback(server.close)
         self._peers.serve(service, server.descriptor())
         self._peers.address, self._peers.unix_path = str(self.address), self.unix_path
-        sweeping = asyncio.create_task(self._peers.sweep())
-        stack.push_async_callback(_cancelled, sweeping)
+        await stack.enter_async_context(beside(self._peers.sweep()))
 
     def _card(self, core: EngineCore) -> session_pb2.ModelCard:
         loaded = self._loaded
@@ -255,22 +255,14 @@ class _HeldInEngine:
         self._thread = thread
 
     async def export_prefix(self, name: RequestId, hashes: Sequence[BlockHash]) -> KvExport | None:
-        loop = asyncio.get_running_loop()
-        found: asyncio.Future[KvExport | None] = loop.create_future()
-
-        def export(core: EngineCore) -> None:
-            kv = core.export_prefix(name, hashes)
-            loop.call_soon_threadsafe(found.set_result, kv)
-
-        self._thread.post(export)
         try:
-            return await asyncio.shield(found)
+            return await self._thread.call(lambda core: core.export_prefix(name, hashes))
         except asyncio.CancelledError:  # the reader hung up: what the engine may still hold for it is given back
             self.give_back(name)
             raise
 
     def give_back(self, name: RequestId) -> None:
-        self._thread.post(lambda core: _release_export(core, name))
+        self._thread.post(lambda core: core.release_export(name))
 
 
 class _Servicer(session_pb2_grpc.WorkerServicer):
@@ -283,28 +275,18 @@ class _Servicer(session_pb2_grpc.WorkerServicer):
         self._card = card
 
     async def Describe(self, request: session_pb2.DescribeRequest, context: object) -> session_pb2.ModelCard:
-        """Return the model card."""
         return self._card
 
     async def Session(
         self, request_iterator: AsyncIterator[session_pb2.ToWorker], context: object
     ) -> AsyncIterator[session_pb2.FromWorker]:
-        """Serve one conductor's stream."""
         async for message in self._hub.serve(request_iterator):
             yield message
 
     async def DropCache(
         self, request: session_pb2.DropCacheRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> session_pb2.DropCacheReply:
-        """Drop every cached block that no request uses."""
-        loop = asyncio.get_running_loop()
-        dropped: asyncio.Future[int] = loop.create_future()
-
-        def drop(core: EngineCore) -> None:
-            loop.call_soon_threadsafe(dropped.set_result, core.drop_cached())
-
-        self._thread.post(drop)
-        return session_pb2.DropCacheReply(num_blocks=await dropped)
+        return session_pb2.DropCacheReply(num_blocks=await self._thread.call(lambda core: core.drop_cached()))
 
     async def Probe(
         self, request: session_pb2.ProbeRequest, context: grpc.aio.ServicerContext[object, object]
@@ -315,16 +297,6 @@ class _Servicer(session_pb2_grpc.WorkerServicer):
         except TanghuluError as error:
             await grpc_edge.abort(context, error)
             raise
-
-
-def _release_export(core: EngineCore, request_id: RequestId) -> None:
-    core.release_export(request_id)
-
-
-async def _cancelled(*tasks: asyncio.Task[None]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 __all__: Sequence[str] = ("LoadedModel", "WorkerServer")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tanghulu.discovery.open import HELP as DISCOVERY_HELP
 from tanghulu.errors import ConfigError
 from tanghulu.eviction.policies import POLICIES
-from tanghulu.runtime.config import option
+from tanghulu.runtime.config import check_bounds, option
 from tanghulu.runtime.master_options import MasterOptions
 from tanghulu.runtime.process import ProcessConfig
 from tanghulu.transfer_engine.options import TransferOptions
@@ -32,11 +32,13 @@ class WorkerConfig(TransferOptions, MasterOptions, ProcessConfig):
     kv_staging: int = option(
         1 << 30, "pinned memory through which KV of a GPU goes to and from the store and other workers", size=True
     )
-    block_tokens: int = option(64, "tokens of a block; equal for all workers that share KV")
+    block_tokens: int = option(64, "tokens of a block; equal for all workers that share KV", least=1)
     block_hash: str = option("xxh3_128", "hash of block names", choices=("xxh3_128", "sha256"))
-    max_num_batched_tokens: int = option(512, "tokens of one step at most: bounds how long a prefill delays decodes")
-    max_num_seqs: int = option(32, "requests in one step at most")
-    max_num_waiting: int = option(1024, "requests that may queue; more are refused")
+    max_num_batched_tokens: int = option(
+        512, "tokens of one step at most: bounds how long a prefill delays decodes", least=1
+    )
+    max_num_seqs: int = option(32, "requests in one step at most", least=1)
+    max_num_waiting: int = option(1024, "requests that may queue; more are refused", least=1)
     eviction: str = option(DEFAULT_EVICTION, "which cached blocks make room first", choices=tuple(POLICIES))
     threads: int = option(0, "threads of the model at most; 0: one a core that the process may use")
     tp: int = option(1, "tensor-parallel ranks that share out the heads; a process each, on this host")
@@ -56,17 +58,13 @@ class WorkerConfig(TransferOptions, MasterOptions, ProcessConfig):
     peer_fetch: bool = option(True, "read prefixes from other workers' caches where the conductor says so")
     profile: str = option("", "write a torch profiler trace of the first 64 steps to this file", metavar="FILE")
     checks: bool = option(False, "assert all invariants after every step (slow)")
-    mock_speedup: float = option(1.0, "the mock engine runs this many times faster than its timing")
+    mock_speedup: float = option(1.0, "the mock engine runs this many times faster than its timing", above=0)
     mock_timing: str = option("cpu-135m", "the mock engine's model of time", choices=("cpu-135m", "gpu-8b", "gpu-70b"))
     mock_kv_token_bytes: int = option(16, "bytes of KV that the mock engine keeps a token; a multiple of 8")
     deterministic: bool = option(False, "the mock engine's text depends on prompt and position alone, not on seeds")
 
     def __post_init__(self) -> None:
-        for name in ("block_tokens", "max_num_batched_tokens", "max_num_seqs", "max_num_waiting"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
-        if self.mock_speedup <= 0:
-            raise ConfigError(f"--mock-speedup is {self.mock_speedup}; it must be above 0")
+        check_bounds(self)
         if self.mock_kv_token_bytes < 8 or self.mock_kv_token_bytes % 8:
             raise ConfigError(f"--mock-kv-token-bytes is {self.mock_kv_token_bytes}; it must be a multiple of 8")
         if self.tp < 1 or (self.tp > 1 and self.engine != "torch"):

@@ -53,7 +53,6 @@ class WorkerMetrics:
         gauge("block_bytes", "bytes of one block").set(block_bytes)
 
     def report(self, report: StepReport) -> None:
-        """Count what a step did."""
         result = report.result
         if not result.idle:
             self.computed_tokens.inc(result.num_computed_tokens)
@@ -67,7 +66,6 @@ class WorkerMetrics:
         self.load(report.load)
 
     def load(self, load: EngineLoad) -> None:
-        """Show how busy the engine is."""
         self.requests_running.set(load.num_running)
         self.requests_waiting.set(load.num_waiting)
         self.requests_fetching.set(load.num_fetching)

@@ -26,10 +26,9 @@ from tanghulu.conductor.dispatch.lifecycle import (
     SubmitTo,
 )
 from tanghulu.conductor.dispatch.queue import QueueOrder, WaitingQueue
-from tanghulu.conductor.dispatch.registry import RegisteredWorker, Registry, SessionFactory
+from tanghulu.conductor.dispatch.registry import RegisteredWorker, Registry
 from tanghulu.conductor.dispatch.router import RoutedRequest, Router
 from tanghulu.conductor.dispatch.token_stream import TokenStream
-from tanghulu.conductor.dispatch.worker_session import WorkerSession
 from tanghulu.conductor.index.events import CacheMirror
 from tanghulu.conductor.index.hot_prefixes import HotPrefixes
 from tanghulu.conductor.index.shards import DEFAULT_SHARDS
@@ -90,10 +89,9 @@ class Dispatcher:
         metrics: ConductorMetrics,
         limits: Limits,
         clock: Clock,
-        connect: SessionFactory = WorkerSession,
         place: Place = Place(),
     ) -> None:
-        self.registry = Registry(conductor_id, self, connect, limits.profiles)
+        self.registry = Registry(conductor_id, self, limits.profiles)
         self.mirror = CacheMirror(limits.event_shards)
         self.router = Router(self.registry, self.mirror, policies, place, HotPrefixes(limits.hot_prefix_rate))
         self.own = OwnRequests()
@@ -109,7 +107,6 @@ class Dispatcher:
 
     @property
     def num_requests(self) -> int:
-        """Requests that have not ended."""
         return len(self._entries)
 
     def submit(self, request: GenerationRequest, model: ServedModel) -> TokenStream:
@@ -147,14 +144,13 @@ class Dispatcher:
             self._pump()
 
     def fail_all(self, error: TanghuluError) -> None:
-        """End everything that is under way with ``error``."""
         for entry in list(self._entries.values()):
             self._perform(entry, entry.flight.fail(error))
 
     # --- what workers tell (WorkerListener)
 
     def worker_up(self, worker: RegisteredWorker, welcome: SessionWelcome) -> None:
-        """Take note of a usable worker, and send requests that waited for it."""
+        """Mirror the worker's cache from its welcome, and send requests that waited for a worker."""
         self.mirror.welcome(worker.id, welcome)
         self._metrics.workers.labels(worker.role.value).inc()
         self._pump()
@@ -180,7 +176,6 @@ class Dispatcher:
             self._pump()
 
     def worker_snapshot(self, worker: RegisteredWorker, welcome: SessionWelcome) -> None:
-        """Correct the mirror of the worker's cache."""
         self.mirror.snapshot(worker.id, welcome)
 
     def worker_lost(self, worker: RegisteredWorker, error: TanghuluError) -> None:
@@ -192,11 +187,9 @@ class Dispatcher:
         self._pump()
 
     def has_requests(self, worker: RegisteredWorker) -> bool:
-        """Whether requests are under way at the worker."""
         return any(e.flight.worker == worker.id for e in self._submissions.values())
 
     def check(self) -> None:
-        """Assert that each entry is queued, or has exactly its current submission."""
         for request_id, entry in self._entries.items():
             entry.flight.check()
             assert entry.flight.request.id == request_id
@@ -216,7 +209,6 @@ class Dispatcher:
         assert len(self.router.in_flight) <= len(self._submissions) + len(self.peers)
 
     def observe(self) -> None:
-        """Set the gauges of sizes."""
         self._metrics.index_blocks.labels("workers").set(self.mirror.workers.num_blocks)
         self._metrics.index_blocks.labels("store").set(self.mirror.store.num_blocks)
         self._metrics.index_lag.set(self.mirror.events.waiting_blocks)
@@ -363,7 +355,7 @@ class Dispatcher:
         entry.stream.end(end)
 
     def _withdraw(self, entry: _Entry) -> None:
-        """Release the decode slot that is reserved for the request: its worker is chosen anew, or not needed."""
+        """Release the decode slot that is reserved for the request: another worker is chosen, or none is needed."""
         worker = self.registry.workers.get(entry.reserved) if entry.reserved is not None else None
         if worker is not None:
             worker.load.release_decode(entry.flight.request.id)

@@ -168,12 +168,10 @@ class Flight:
 
     @property
     def ended(self) -> bool:
-        """Whether the request is over."""
         return self.state in ENDED
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt and generated ones."""
         return len(self.request.prompt) + len(self.generated)
 
     def all_tokens(self) -> Tokens:
@@ -192,7 +190,6 @@ class Flight:
         return self._sequence
 
     def admit(self) -> None:
-        """Enter the queue, which has room."""
         self._step(FlightEvent.ADMITTED)
 
     def refuse(self, error: TanghuluError) -> list[Instruction]:
@@ -216,7 +213,6 @@ class Flight:
         return [self._submit_to(worker, False, None if own else source), *release]
 
     def on_output(self, output: Output) -> list[Instruction]:
-        """Take an output of the current submission's worker."""
         assert output.wire_id == self.wire_id
         assert self.state in _LIVE
         kind = output.kind
@@ -235,11 +231,9 @@ class Flight:
         return instructions
 
     def on_stop_string(self) -> list[Instruction]:
-        """End the request, whose text holds a stop string."""
         return self._end_from_here(FlightEvent.FINISH, FinishReason.STOP)
 
     def abort(self) -> list[Instruction]:
-        """End the request of a client that is gone."""
         return self._end_from_here(FlightEvent.ABORT, FinishReason.ABORTED)
 
     def fail(self, error: TanghuluError) -> list[Instruction]:
@@ -262,7 +256,6 @@ class Flight:
         return [*release, Requeue(error)]
 
     def check(self) -> None:
-        """Assert the invariants that hold between any two events."""
         assert (self.worker is not None) == (self.state in _LIVE), self
         assert (self.wire_id != "") == (self.worker is not None), self
         assert self.source is None or self.state is FlightState.HANDING_OVER, self

@@ -83,5 +83,4 @@ class WaitingQueue(Generic[T]):
             del self._ranks[bisect.bisect_left(self._ranks, (found[0], request_id))]
 
     def check(self) -> None:
-        """Assert that order and index agree."""
         assert self._ranks == sorted((rank, request_id) for request_id, (rank, _) in self._items.items())

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import structlog
@@ -24,14 +24,13 @@ from tanghulu.conductor.routing.worker_views import WorkerViews
 from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.discovery.base import Discovery, EventKind, Instance, InstanceEvent
 from tanghulu.errors import ModelNotFound, NodeUnavailable, Overloaded, TanghuluError
-from tanghulu.types import Address, InstanceId, Place, Role
+from tanghulu.runtime.tasks import cancelled
+from tanghulu.types import InstanceId, Place, Role
 
 _log = structlog.get_logger(__name__)
 SILENCE_S = 1.0
 _RETRY_FIRST_S = 0.05
 _RETRY_MOST_S = 1.0
-
-SessionFactory = Callable[[Address, str], WorkerSession]
 
 
 class RegisteredWorker:
@@ -54,22 +53,18 @@ class RegisteredWorker:
 
     @property
     def id(self) -> InstanceId:
-        """The worker's identity in the cluster."""
         return self.instance.id
 
     @property
     def role(self) -> Role:
-        """The phases that the worker serves."""
         return self.instance.role
 
     @property
     def place(self) -> Place:
-        """The place of the worker's host."""
         return self.instance.place
 
     @property
     def usable(self) -> bool:
-        """Whether new requests may be sent to the worker."""
         return self.session is not None and not self.leaving
 
 
@@ -78,23 +73,17 @@ class WorkerListener(Protocol):
 
     def worker_up(self, worker: RegisteredWorker, welcome: SessionWelcome) -> None:
         """Take a worker whose session is open, so that it may be used."""
-        ...
 
     def worker_step(self, worker: RegisteredWorker, step: Step) -> None:
         """Take a step of the worker. Raises NodeUnavailable to have the session replaced."""
-        ...
 
     def worker_snapshot(self, worker: RegisteredWorker, welcome: SessionWelcome) -> None:
         """Take a snapshot that the worker was asked for."""
-        ...
 
     def worker_lost(self, worker: RegisteredWorker, error: TanghuluError) -> None:
         """Take the end of a session: all requests under way there are gone. A new session may follow."""
-        ...
 
-    def has_requests(self, worker: RegisteredWorker) -> bool:
-        """Whether requests are under way at the worker."""
-        ...
+    def has_requests(self, worker: RegisteredWorker) -> bool: ...
 
 
 class Registry:
@@ -104,7 +93,6 @@ class Registry:
         self,
         conductor_id: str,
         listener: WorkerListener,
-        connect: SessionFactory = WorkerSession,
         profiles: ProfileFile = NO_FILE,
     ) -> None:
         self.workers: dict[InstanceId, RegisteredWorker] = {}
@@ -113,7 +101,6 @@ class Registry:
         self.synced = False
         self._conductor_id = conductor_id
         self._listener = listener
-        self._connect = connect
         self._profiles = profiles
         self._ending: set[asyncio.Task[None]] = set()
         self._views: dict[str, WorkerViews[RegisteredWorker]] = {}
@@ -124,7 +111,6 @@ class Registry:
             self.apply(event)
 
     def apply(self, event: InstanceEvent) -> None:
-        """Take one event of Discovery."""
         if event.kind is EventKind.SYNCED:
             self.synced = True
         elif event.instance is not None and event.kind is EventKind.PUT:
@@ -163,26 +149,21 @@ class Registry:
         sessions = [w.session for w in self.workers.values() if w.session is not None]
         return sum(await asyncio.gather(*(session.drop_cache() for session in sessions)))
 
-    def ask_snapshots(self) -> None:
-        """Ask every connected worker for a snapshot of its cache."""
+    def request_snapshots(self) -> None:
         for worker in self.workers.values():
             if worker.session is not None:
                 with contextlib.suppress(Overloaded):  # it takes no messages now: the next time will do
-                    worker.session.ask_snapshot()
+                    worker.session.request_snapshot()
 
     async def close(self) -> None:
-        """End all sessions."""
         tasks = [w.task for w in self.workers.values() if w.task is not None] + list(self._ending)
         for worker in self.workers.values():
             self._calm(worker)
         self.workers.clear()
         self._views.clear()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancelled(*tasks)
 
     def check(self) -> None:
-        """Every connected worker is described; every usable one's model is known; views are what they should be."""
         for model, views in self._views.items():
             assert views.workers == self._find_usable(model)
             views.check()
@@ -274,7 +255,7 @@ class Registry:
 
     async def _one_session(self, worker: RegisteredWorker) -> TanghuluError:
         """Connect and listen until the session ends; returns why."""
-        session = self._connect(worker.instance.address, self._conductor_id)
+        session = WorkerSession(worker.instance.address, self._conductor_id)
         error: TanghuluError = NodeUnavailable(f"worker {worker.id} is no longer registered")
         try:
             if worker.card is None:

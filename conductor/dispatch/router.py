@@ -10,15 +10,14 @@ from tanghulu.conductor.dispatch.lifecycle import Flight
 from tanghulu.conductor.dispatch.registry import RegisteredWorker, Registry
 from tanghulu.conductor.index.events import CacheMirror, Hits
 from tanghulu.conductor.index.hot_prefixes import HotPrefixes
-from tanghulu.conductor.routing.expected_blocks import ExpectedBlocks
+from tanghulu.conductor.routing.expected_output import ExpectedBlocks, OutputEstimate
 from tanghulu.conductor.routing.in_flight import InFlightBlocks
 from tanghulu.conductor.routing.links import LinkSpeeds
-from tanghulu.conductor.routing.output_length import OutputEstimate
 from tanghulu.conductor.routing.overrides import RoutingOverrides, RoutingPolicies, restricted
 from tanghulu.conductor.routing.policies.base import Decision, RequestView, RoutingPolicy, Shown, WorkerView
 from tanghulu.conductor.routing.policies.registry import decides_fetch
 from tanghulu.conductor.routing.requests import GenerationRequest, MeasuredRead, PrefixSource
-from tanghulu.conductor.routing.shortlist import views_of
+from tanghulu.conductor.routing.worker_views import views_of
 from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.errors import InvalidRequest
 from tanghulu.types import BlockHash, InstanceId, Place
@@ -170,7 +169,6 @@ class Router:
         return min([w.prefill_s(request, hit_blocks) for w in workers], default=0.0)
 
     def check(self) -> None:
-        """Assert the invariants of all that is remembered of requests."""
         self.policies.check()
         self.in_flight.check()
         self.hot.check()

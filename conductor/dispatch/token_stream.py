@@ -34,21 +34,19 @@ class TokenStream:
         self._waiter: asyncio.Future[None] | None = None
 
     def deliver(self, tokens: DeliverTokens) -> None:
-        """Add new tokens."""
         self._delta.tokens.extend(tokens.tokens)
         self._delta.logprobs.extend(tokens.logprobs)
         self._delta.ends_in_stop_token = tokens.ends_in_stop_token
         self._wake()
 
     def end(self, end: End) -> None:
-        """End the stream."""
         self._end = end
         self._wake()
 
     async def read(self) -> Delta:
         """Wait for tokens that came since the last read. Raises the typed error of a request that failed.
 
-        Not to be called again behind a delta with ``finish``.
+        Must not be called again after a delta with ``finish``.
         """
         while not self._delta.tokens and self._end is None:
             self._waiter = asyncio.get_running_loop().create_future()

@@ -1,7 +1,8 @@
 """The connection to one worker: its card, one Session stream, the cache command. Protobuf stays in this file.
 
-A session writes through one bounded queue (gRPC allows one write at a time), so sending is a plain call. It ends when
-the stream ends, when the worker breaks the protocol, or when it is closed; it is never repaired, but replaced.
+Where a dataclass and a message have the same fields by name, the message is made of the dataclass as it is. A session
+writes through one bounded queue (gRPC allows one write at a time), so sending is a plain call. It ends when the stream
+ends, when the worker breaks the protocol, or when it is closed; it is never repaired, but replaced.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
+from dataclasses import asdict
 from typing import Any
 
 import grpc.aio
@@ -84,7 +86,7 @@ class WorkerSession:
         self._writer = asyncio.create_task(self._write())
         return _welcome(first.welcome)
 
-    def ask_snapshot(self) -> None:
+    def request_snapshot(self) -> None:
         """Ask for a snapshot of the worker's cache; it comes among the steps. Raises Overloaded."""
         self._send(pb.ToWorker(hello=self._hello()))
 
@@ -110,8 +112,7 @@ class WorkerSession:
         """Send the request with ``tokens`` (prompt and generated so far). Raises Overloaded."""
         message = _submit(request, wire_id, tokens, hand_over, source)
         if holder is not None:
-            held = pb.PrefixHolder(address=holder.address, unix_path=holder.unix_path, num_blocks=holder.num_blocks)
-            message.holder.CopyFrom(held)
+            message.holder.CopyFrom(pb.PrefixHolder(**asdict(holder)))
         self._send(pb.ToWorker(submit=message))
 
     def abort(self, wire_id: str) -> None:
@@ -135,7 +136,6 @@ class WorkerSession:
         return int(reply.num_blocks)
 
     async def close(self) -> None:
-        """End the stream and the channel."""
         if self._writer is not None:
             self._writer.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -256,43 +256,16 @@ def _source(source: pb.KvSource) -> KvSource:
 def _submit(
     request: GenerationRequest, wire_id: str, tokens: Tokens, hand_over: bool, source: KvSource | None
 ) -> pb.Submit:
-    sampling, stop = request.sampling, request.stop
     message = pb.Submit(
         request_id=wire_id,
         tokens=tokens.astype("<u4", copy=False).tobytes(),
         num_prompt_tokens=len(request.prompt),
-        sampling=pb.Sampling(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            presence_penalty=sampling.presence_penalty,
-            seed=sampling.seed,
-            logit_bias=sampling.logit_bias,
-            num_logprobs=sampling.num_logprobs,
-            json_schema=sampling.json_schema,
-            regex=sampling.regex,
-        ),
-        stop=pb.Stop(
-            max_new_tokens=stop.max_new_tokens,
-            stop_token_ids=stop.stop_token_ids,
-            ignore_eos=stop.ignore_eos,
-            min_tokens=stop.min_tokens,
-        ),
+        sampling=pb.Sampling(**asdict(request.sampling)),
+        stop=pb.Stop(**asdict(request.stop)),
         salt=request.salt,
         hand_over=hand_over,
         priority=request.priority,
     )
     if source is not None:
-        message.source.CopyFrom(
-            pb.KvSource(
-                instance_id=source.instance_id,
-                address=source.address,
-                unix_path=source.unix_path,
-                export_id=source.export_id,
-                num_tokens=source.num_tokens,
-            )
-        )
+        message.source.CopyFrom(pb.KvSource(**asdict(source)))
     return message

@@ -15,6 +15,7 @@ from tanghulu.conductor.dispatch.token_stream import Delta
 from tanghulu.conductor.routing.requests import FinishReason, GenerationRequest, TokenLogprobs
 from tanghulu.conductor.text.served_model import ServedModel
 from tanghulu.conductor.text.stop_strings import StopMatcher
+from tanghulu.runtime.tasks import cancelled
 
 
 @dataclass(slots=True)
@@ -44,7 +45,6 @@ class Generation:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
         return len(self.request.prompt)
 
     @property
@@ -96,13 +96,13 @@ class Generation:
 
 
 class GenerationCall:
-    """The sequences of one client request. ``prompts``: how many distinct prompts they continue."""
+    """The sequences of one client request, ``num_choices`` for each of its prompts."""
 
-    def __init__(self, call_id: str, model: ServedModel) -> None:
+    def __init__(self, call_id: str, model: ServedModel, num_choices: int) -> None:
         self.id = call_id
         self.model = model
         self.generations: list[Generation] = []
-        self.num_choices = 1
+        self.num_choices = num_choices
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -111,7 +111,6 @@ class GenerationCall:
 
     @property
     def num_generated(self) -> int:
-        """Tokens of all choices."""
         return sum(g.num_generated for g in self.generations)
 
     @property
@@ -120,7 +119,6 @@ class GenerationCall:
         return sum(g.cached_tokens for g in self.generations[:: self.num_choices])
 
     def abort(self) -> None:
-        """End all sequences that have not ended."""
         for generation in self.generations:
             generation.abort()
 
@@ -150,9 +148,7 @@ class GenerationCall:
                 yield pair
             await everything
         finally:
-            for reader in readers:
-                reader.cancel()
-            await asyncio.gather(*readers, return_exceptions=True)
+            await cancelled(*readers)
             await asyncio.gather(everything, return_exceptions=True)
 
 

@@ -38,21 +38,17 @@ class ChunkWriter:
         self._is_chat = is_chat
 
     def role(self, index: int) -> bytes:
-        """The first chunk of a chat's choice."""
         return self._chunk(index, '"delta":{"role":"assistant","content":""}', None, None)
 
-    def text(self, index: int, text: str, logprobs: Any = None, finish: FinishReason | None = None) -> bytes:
-        """A piece of text."""
+    def text(self, index: int, text: str, logprobs: Any = None) -> bytes:
         escaped = dumps(text)
         middle = f'"delta":{{"content":{escaped}}}' if self._is_chat else f'"text":{escaped}'
-        return self._chunk(index, middle, logprobs, finish)
+        return self._chunk(index, middle, logprobs, None)
 
     def finish(self, index: int, finish: FinishReason) -> bytes:
-        """The last chunk of a choice."""
         return self._chunk(index, '"delta":{}' if self._is_chat else '"text":""', None, finish)
 
     def usage(self, call: GenerationCall) -> bytes:
-        """The last chunk of a stream that was asked for usage."""
         return event(f'{self._head}],"usage":{dumps(usage(call))}}}')
 
     def _chunk(self, index: int, middle: str, logprobs: Any, finish: FinishReason | None) -> bytes:
@@ -128,9 +124,9 @@ def chat_logprobs(model: ServedModel, logprobs: Sequence[TokenLogprobs], num_top
 class CompletionLogprobs:
     """``logprobs`` of a text completion's choice; remembers how far the text has come, for ``text_offset``."""
 
-    def __init__(self, model: ServedModel, offset: int = 0) -> None:
+    def __init__(self, model: ServedModel) -> None:
         self._model = model
-        self._offset = offset
+        self._offset = 0
 
     def of(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """The log probabilities of the next tokens."""

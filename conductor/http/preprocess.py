@@ -18,6 +18,7 @@ from tanghulu.conductor.http.schema import (
     GenerateBody,
     OpenAIBody,
     Prompts,
+    RoutedBody,
     SamplingFields,
 )
 from tanghulu.conductor.routing.overrides import NO_OVERRIDES
@@ -92,7 +93,7 @@ def _parsed(
     fields: SamplingFields,
     wanted: int | None,
     num_logprobs: int | None,
-    body: OpenAIBody | GenerateBody,
+    body: RoutedBody,
 ) -> ParsedRequest:
     num_choices = fields.n or 1
     if len(prompts) * num_choices > MAX_SEQUENCES:
@@ -142,7 +143,7 @@ def _sampling(
     )
 
 
-def _schema_of(fields: SamplingFields, body: OpenAIBody | GenerateBody) -> str | None:
+def _schema_of(fields: SamplingFields, body: RoutedBody) -> str | None:
     """The JSON schema that the body asks for under any of its names; refuses more than one grammar."""
     wanted = body.response_format if isinstance(body, OpenAIBody) else None
     given = {"response_format": wanted.schema_text if wanted else None, "json_schema": fields.json_schema}

@@ -61,7 +61,8 @@ def dumps(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-async def _hung_up(receive: Receive) -> None:
+async def hung_up(receive: Receive) -> None:
+    """Wait until the client is gone."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -75,8 +76,7 @@ class _Watched(Response, ABC):
         self._done = done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answer (ASGI)."""
-        watch = asyncio.ensure_future(_hung_up(receive))
+        watch = asyncio.ensure_future(hung_up(receive))
         watch.add_done_callback(lambda _: self._call.abort())
         try:
             await self.answer(send)
@@ -100,7 +100,6 @@ class EventStream(_Watched):
         self._chunks = chunks
 
     async def answer(self, send: Send) -> None:
-        """Send event by event as they come."""
         try:
             piece = await anext(self._chunks)
             await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})

@@ -125,17 +125,22 @@ class RoutingFields(Body):
         return RoutingOverrides(self.policy or "", InstanceId(prefill), InstanceId(decode), weights)
 
 
-class OpenAIBody(SamplingFields):
-    """The fields that chat and text completions share."""
+class RoutedBody(Body):
+    """The fields that say which model serves a request, and how it is queued and routed."""
 
     model: str | None = None
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    max_tokens: NumTokens | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] = 0
     routing: RoutingFields | None = None
+
+
+class OpenAIBody(RoutedBody, SamplingFields):
+    """The fields that chat and text completions share."""
+
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    max_tokens: NumTokens | None = None
     response_format: ResponseFormat | None = None
 
     @property
@@ -203,7 +208,7 @@ class SGLangSampling(SamplingFields):
     sampling_seed: int | None = None
 
 
-class GenerateBody(Body):
+class GenerateBody(RoutedBody):
     """POST /generate."""
 
     text: str | Texts | None = None
@@ -211,11 +216,6 @@ class GenerateBody(Body):
     sampling_params: SGLangSampling = Field(default_factory=SGLangSampling)
     stream: bool = False
     rid: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    model: str | None = None
-    cache_salt: Annotated[str, Field(max_length=256)] | None = None
-    prompt_cache_key: Annotated[str, Field(max_length=256)] | None = None
-    priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] = 0
-    routing: RoutingFields | None = None
 
     @model_validator(mode="after")
     def _one_prompt(self) -> Self:
@@ -232,7 +232,6 @@ class GenerateBody(Body):
 
     @property
     def is_batch(self) -> bool:
-        """Whether a list of answers is wanted."""
         prompts = self.prompts
         return isinstance(prompts, list) and not (prompts and isinstance(prompts[0], int))
 

@@ -43,8 +43,7 @@ class Service:
         """Begin all sequences of ``parsed``. Raises Overloaded, and then begins none."""
         if call_id in self.calls:
             raise BadField(f"the request id {call_id!r} is in use", "rid")
-        call = GenerationCall(call_id, parsed.model)
-        call.num_choices = parsed.num_choices
+        call = GenerationCall(call_id, parsed.model, parsed.num_choices)
         try:
             for request in parsed.requests:
                 call.generations.append(Generation(self.dispatcher, request, parsed.model, parsed.stop_strings))
@@ -55,7 +54,6 @@ class Service:
         return call
 
     def forget(self, call: GenerationCall) -> None:
-        """Forget a call that has ended."""
         self.calls.pop(call.id, None)
 
     def abort(self, call_id: str) -> bool:

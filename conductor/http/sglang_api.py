@@ -60,7 +60,6 @@ class _Reader:
         self._tokens: list[list[int]] = [[] for _ in call.generations]
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """Server-sent events with the text so far; the last of each sequence has its token ids."""
         async for index, delta in self._call.deltas():
             self._take(index, delta.text, delta.tokens)
             answer = self._answer(index, delta.finish)

@@ -45,7 +45,6 @@ class CacheMirror:
         self._num_parts: dict[str, int] = {}
 
     def hits(self, block_hashes: Sequence[BlockHash]) -> Hits:
-        """Hit blocks of a prompt."""
         return Hits(self.workers.match(block_hashes), self.store.leading_blocks(block_hashes))
 
     def num_parts(self, fingerprint: Fingerprint) -> int:
@@ -118,7 +117,6 @@ class CacheMirror:
                 self.directory_event(event)
 
     def check(self) -> None:
-        """Assert that both indexes are sound and only workers with a session have blocks."""
         self.workers.check()
         self.store.check()
         self.events.check()

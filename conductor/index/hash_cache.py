@@ -57,7 +57,6 @@ class HashCache:
         return hashes + chain_hashes(parent, tokens[len(hashes) * block_tokens :], block_tokens, algorithm)
 
     def check(self) -> None:
-        """Assert the bound, and that every run is whole."""
         assert len(self._runs) <= self._max_runs
         assert all(len(hashes) == RUN_BLOCKS for hashes in self._runs.values())
 

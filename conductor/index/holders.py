@@ -47,7 +47,7 @@ class HolderSlots:
         return holder
 
     def take(self, holder: InstanceId) -> int:
-        """The slot of ``holder``, a new one if it has none. Its first blocks must be counted next."""
+        """The slot of ``holder``, a new one if it has none: then the caller must `count` its first blocks next."""
         slot = self._slot_of.get(holder)
         if slot is not None:
             return slot
@@ -62,7 +62,7 @@ class HolderSlots:
         return slot
 
     def count(self, slot: int, num_blocks: int) -> int:
-        """``slot`` holds ``num_blocks`` more, or less if negative; returns how many. At 0 its holder is forgotten."""
+        """Add ``num_blocks`` (may be negative) to the slot's count and return the sum. At 0 the holder is forgotten."""
         self._num_blocks[slot] += num_blocks
         if not self._num_blocks[slot]:
             del self._slot_of[self.at(slot)]
@@ -72,7 +72,6 @@ class HolderSlots:
         return self._num_blocks[slot]
 
     def names(self, mask: int) -> tuple[InstanceId, ...]:
-        """The holders in the set ``mask``."""
         known = self._names.get(mask)
         if known is None:
             if len(self._names) >= MAX_NAMED_SETS:
@@ -81,7 +80,6 @@ class HolderSlots:
         return known
 
     def check(self, num_blocks: dict[int, int]) -> None:
-        """The counts are ``num_blocks`` by slot; both directions say the same; slots are taken or free."""
         assert {slot: num for slot, num in enumerate(self._num_blocks) if num} == num_blocks
         assert {slot: h for h, slot in self._slot_of.items()} == {
             slot: h for slot, h in enumerate(self._holder_at) if h is not None

@@ -100,7 +100,6 @@ class HotPrefixes(Generic[H]):
         return copies
 
     def check(self) -> None:
-        """Assert the bounds, and that a kept prefix is whole."""
         assert len(self._prefixes) <= MAX_PREFIXES
         for last, prefix in self._prefixes.items():
             assert not prefix.blocks or (len(prefix.blocks) == prefix.num_blocks and prefix.blocks[-1] == last)

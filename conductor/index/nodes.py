@@ -73,7 +73,6 @@ class IndexNode:
 
     @property
     def all_bits(self) -> int:
-        """The bitmap of a holder of all blocks."""
         return (1 << len(self.blocks)) - 1
 
     @property
@@ -85,7 +84,6 @@ class IndexNode:
         return mask
 
     def bits(self, slot: int) -> int:
-        """The bitmap of ``slot``; 0 if it holds nothing."""
         return self.all_bits if self.full >> slot & 1 else self.partial.get(slot, 0)
 
     @property
@@ -182,7 +180,7 @@ class IndexNode:
         for start, stop in ranges(bits):
             gone += self.blocks[start:stop]
             self._close_gap(start, stop)
-        self._settle()
+        self._normalise()
         return gone
 
     def take(self, start: int, stop: int) -> IndexNode:
@@ -191,8 +189,8 @@ class IndexNode:
         taken.partial = {slot: bits >> start & taken.all_bits for slot, bits in self.partial.items()}
         taken.touched = self.touched
         self._close_gap(start, stop)
-        self._settle()
-        taken._settle()
+        self._normalise()
+        taken._normalise()
         return taken
 
     def join(self, behind: IndexNode) -> None:
@@ -261,14 +259,13 @@ class IndexNode:
         elif bits:
             self.partial[slot] = bits
 
-    def _settle(self) -> None:
+    def _normalise(self) -> None:
         """Drop bitmaps that a change of length has made empty or full."""
         if self.partial:
             for slot, bits in list(self.partial.items()):
                 self._set(slot, bits)
 
     def check(self) -> None:
-        """Assert that bitmaps are neither empty nor full, and that every block has a holder."""
         assert 1 <= self.chained <= len(self.blocks), self
         union = self.all_bits if self.full else 0
         for slot, bits in self.partial.items():

@@ -12,7 +12,7 @@ trailing ones of as many bitmaps as there are holders that lack something.
 What events tell is only *who has what*: an event may mix chains or come in the order of eviction. The order within a
 node is proven by prompts. Where a prompt and an unproven order differ, the node is cut there; nodes that a prompt
 passes through one behind the other are joined. Both cost time in the smaller part, once. An answer never rests on an
-unproven order. docs/prefix_index.md has the worked example and the figures.
+unproven order. docs/prefix_index.md has the worked example, docs/design/0009-prefix-index.md the figures.
 """
 
 from __future__ import annotations
@@ -93,7 +93,6 @@ class PrefixIndex:
 
     @property
     def num_blocks(self) -> int:
-        """Number of distinct blocks with a holder."""
         return len(self._node_of)
 
     @property
@@ -102,11 +101,10 @@ class PrefixIndex:
         return self._slots.holders
 
     def num_blocks_of(self, holder: InstanceId) -> int:
-        """Blocks that ``holder`` holds."""
         return self._slots.num_blocks(holder)
 
     def apply(self, event: PrefixEvent) -> None:
-        """Take one event; events of one holder must come in order. Time in the blocks that it names."""
+        """Take one event, in time proportional to the blocks that it names. Events of one holder must come in order."""
         match event:
             case Stored(holder, blocks, consecutive):
                 for start in range(0, len(blocks), MAX_TOLD_BLOCKS):
@@ -143,7 +141,7 @@ class PrefixIndex:
         return sum(num for _, num in self._walk(chain))
 
     def remove_holder(self, holder: InstanceId) -> None:
-        """Forget all that ``holder`` held. Time in its blocks and in the nodes of the index."""
+        """Forget all blocks of ``holder``. Takes time proportional to its blocks and to the nodes of the index."""
         slot = self._slots.find(holder)
         if slot is None:
             return
@@ -153,7 +151,7 @@ class PrefixIndex:
         self._shrink()
 
     def dump(self) -> Iterator[Stored]:
-        """Events that make an empty index equal to this one; what they say of order may be wrong, as with any event."""
+        """Events that make an empty index equal to this one; their blocks may be in a wrong order, as in any event."""
         for node in self._nodes:
             for slot in slots(node.holders):
                 bits = node.bits(slot)
@@ -161,7 +159,7 @@ class PrefixIndex:
                 yield Stored(self._slots.at(slot), held)
 
     def blocks_of(self, holder: InstanceId) -> set[BlockHash]:
-        """All blocks of ``holder``. Time in its blocks and in the nodes of the index."""
+        """All blocks of ``holder``. Takes time proportional to its blocks and to the nodes of the index."""
         slot = self._slots.find(holder)
         if slot is None:
             return set()
@@ -169,7 +167,6 @@ class PrefixIndex:
         return {block for blocks, bits in held if bits for place, block in enumerate(blocks) if bits >> place & 1}
 
     def check(self) -> None:
-        """Assert that every hash leads to its node and no other, that nodes are sound, and the counts and bounds."""
         held: dict[int, int] = {}
         for node in self._nodes:
             node.check()
@@ -195,7 +192,7 @@ class PrefixIndex:
         return hits
 
     def _first(self, node: IndexNode, num: int) -> tuple[dict[InstanceId, int], int]:
-        """The runs that end in the first node of a prompt, which shares ``num`` blocks of it, and who goes on."""
+        """The hits of holders whose run ends in the first node (``num`` blocks match), and the slots of the others."""
         if num < len(node):
             hits: dict[InstanceId, int] = {}
             return hits, self._staying(node.holders, node, num, 0, hits)
@@ -209,7 +206,7 @@ class PrefixIndex:
         return node.answer
 
     def _staying(self, alive: int, node: IndexNode, num: int, depth: int, hits: dict[InstanceId, int]) -> int:
-        """The slots of ``alive`` with the first ``num`` blocks of ``node``; the runs of others go to ``hits``."""
+        """The slots of ``alive`` with the first ``num`` blocks of ``node``; adds the runs of the others to ``hits``."""
         staying, leaving = alive & node.full, alive & ~node.full
         at = self._slots.at
         for slot, bit, run in node.runs:
@@ -244,7 +241,7 @@ class PrefixIndex:
             front = node if covered else None
 
     def _cut_where_told_wrong(self, node: IndexNode, chain: list[BlockHash], depth: int) -> IndexNode:
-        """A prompt came into the middle of ``node``: what it shares from there on becomes a node of its own."""
+        """Split ``node`` where a prompt entered it in the middle: the blocks shared from there become a node."""
         start = node.blocks.index(chain[depth])
         span = min(len(node) - start, len(chain) - depth)
         num = num_equal(node.blocks[start : start + span], chain[depth : depth + span])
@@ -348,7 +345,7 @@ class PrefixIndex:
                 del self._node_of[block]
 
     def _release_tail(self, node: IndexNode, slot: int, num_blocks: int) -> None:
-        """The last ``num_blocks`` of a node that ``slot`` alone holds go: what eviction mostly is."""
+        """Remove the last ``num_blocks`` of a node that ``slot`` alone holds, as most evictions do."""
         self._count(slot, -num_blocks)
         if num_blocks == len(node):
             self._drop(node)
@@ -379,7 +376,7 @@ class PrefixIndex:
             self._drop(node)
 
     def _shrink(self) -> None:
-        """Give memory back: a dict does not shrink by itself when entries go."""
+        """Give memory back: a dict does not shrink by itself when entries are removed."""
         if SHRINK_FACTOR * len(self._node_of) < self._most_blocks and self._most_blocks > SHRINK_MIN_BLOCKS:
             self._node_of = dict(self._node_of)
             self._nodes = OrderedDict.fromkeys(self._nodes)

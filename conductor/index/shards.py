@@ -44,7 +44,7 @@ class EventShards:
         self.waiting_blocks = 0
 
     def put(self, event: PrefixEvent) -> bool:
-        """Take ``event``; returns whether something waits for ``apply_some`` now."""
+        """Apply or queue ``event``; returns whether events wait for ``apply_some`` now."""
         shard = self._shards[crc32(event.holder.encode()) % len(self._shards)]
         size = _size(event)
         if not shard and size <= SLICE_BLOCKS:
@@ -60,11 +60,9 @@ class EventShards:
 
     @property
     def waits(self) -> bool:
-        """Whether anything is queued."""
         return any(self._shards)
 
     def waiting_holders(self) -> set[InstanceId]:
-        """The holders with queued events."""
         return {event.holder for shard in self._shards for event in shard}
 
     def apply_some(self) -> bool:
@@ -79,7 +77,6 @@ class EventShards:
         return self.waits
 
     def check(self) -> None:
-        """Assert the count of waiting blocks, and its bound."""
         assert self.waiting_blocks == sum(_size(event) for shard in self._shards for event in shard)
         assert self.waiting_blocks <= self._max_waiting_blocks
 

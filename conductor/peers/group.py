@@ -75,14 +75,12 @@ class PeerGroup:
             self.apply(event)
 
     def apply(self, event: InstanceEvent) -> None:
-        """Take one event of Discovery."""
         if event.instance is not None and event.kind is EventKind.PUT:
             self._put(event.instance)
         elif event.instance is not None and event.kind is EventKind.DELETE:
             self._gone(event.instance.id)
 
     async def close(self) -> None:
-        """Forget all peers and stop telling them."""
         tasks = [peer.task for peer in self._peers.values() if peer.task is not None]
         for peer_id in list(self._peers):
             self._gone(peer_id)

@@ -36,7 +36,6 @@ class PeerRequests:
         return list(self._of_peer)
 
     def hear(self, peer: InstanceId, news: News) -> None:
-        """Take the news of ``peer``."""
         if news.snapshot:
             self.forget(peer)
         requests = self._of_peer.setdefault(peer, {})
@@ -58,7 +57,6 @@ class PeerRequests:
             self._free(_key(peer, request_id), begun)
 
     def check(self) -> None:
-        """Assert the bound."""
         assert all(len(requests) <= MAX_REQUESTS_OF_A_PEER for requests in self._of_peer.values())
 
     def _begin(self, key: str, begun: Begun) -> None:

@@ -62,7 +62,6 @@ class Outbox:
         return len(self.begun) + len(self.prefilled) + len(self.freed)
 
     def clear(self) -> None:
-        """Drop all that waits."""
         self.begun, self.prefilled, self.freed = {}, [], []
 
 
@@ -77,11 +76,6 @@ class OwnRequests:
     def __len__(self) -> int:
         return len(self._live)
 
-    @property
-    def num_followers(self) -> int:
-        """Number of peers that are told."""
-        return len(self._outboxes)
-
     def follow(self, wake: Callable[[], None]) -> Outbox | None:
         """Open the outbox of a new peer, to be told everything first; None if there are MAX_PEERS already."""
         if len(self._outboxes) >= MAX_PEERS:
@@ -91,11 +85,9 @@ class OwnRequests:
         return outbox
 
     def unfollow(self, outbox: Outbox) -> None:
-        """Close an outbox: its peer is told no more."""
         self._outboxes.remove(outbox)
 
     def began(self, begun: Begun) -> None:
-        """Note that a request was sent to a worker."""
         self._live[begun.request_id] = begun
         for outbox in self._outboxes:
             if not outbox.all_anew:
@@ -135,7 +127,6 @@ class OwnRequests:
         return news
 
     def check(self) -> None:
-        """Assert that outboxes are bounded and only speak of requests that are under way or were freed."""
         assert len(self._outboxes) <= MAX_PEERS
         for outbox in self._outboxes:
             assert len(outbox) <= self._max_changes

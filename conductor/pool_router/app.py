@@ -31,8 +31,8 @@ def make_app(forwarder: Forwarder, registry: CollectorRegistry, max_body_bytes: 
 
     async def anywhere(request: Request) -> Response:
         body = await read_body(request, max_body_bytes)
-        asking = forwarder.anywhere(request.method, request.url.path, body, dict(request.headers))
-        return Streamed(asking, forwarder.end)
+        answering = forwarder.anywhere(request.method, request.url.path, body, dict(request.headers))
+        return Streamed(answering, forwarder.end)
 
     for path in GENERATING:
         app.add_api_route(path, generate, methods=["POST"], response_model=None)

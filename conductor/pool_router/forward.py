@@ -18,31 +18,16 @@ from typing import Any
 import httpx
 import structlog
 
+from tanghulu.conductor.http.forwarding import TRY_ELSEWHERE, new_client, reason, request_headers
 from tanghulu.conductor.pool_router.demand import demand_of, parse_body, prefill_only
 from tanghulu.conductor.pool_router.grid import PoolMap
 from tanghulu.conductor.pool_router.members import Member, Members
 from tanghulu.conductor.pool_router.metrics import PoolMetrics
-from tanghulu.conductor.pool_router.streamed import Asked
+from tanghulu.conductor.pool_router.streamed import PoolAnswer
 from tanghulu.errors import NodeUnavailable
 from tanghulu.runtime.clock import Clock
 
 _log = structlog.get_logger(__name__)
-CONNECT_TIMEOUT_S = 2.0
-_TRY_ELSEWHERE = (429, 502, 503)
-#: Headers of one hop, and those that the client of the next hop makes itself.
-_NOT_FORWARDED = frozenset(
-    (
-        "connection",
-        "content-length",
-        "host",
-        "keep-alive",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
-        "accept-encoding",
-    )
-)
 
 
 class Forwarder:
@@ -52,38 +37,35 @@ class Forwarder:
         self.pools = pools
         self.members = {name: Members(pool.urls) for name, pool in pools.pools.items()}
         self._clock, self._metrics = clock, metrics
-        timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-        self._http = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False)
+        self._http = new_client()
 
     async def close(self) -> None:
-        """Close all connections."""
         await self._http.aclose()
 
-    async def generate(self, path: str, body: bytes, headers: Mapping[str, str]) -> Asked:
+    async def generate(self, path: str, body: bytes, headers: Mapping[str, str]) -> PoolAnswer:
         """Forward a generation by the grid. Raises InvalidRequest, or NodeUnavailable if no pool can be reached."""
         data = parse_body(body)
         prefill, decode = self.pools.choose(demand_of(data, self.pools.characters_per_token))
         prefilled = prefill
         if prefill != decode:
-            first = await self._ask(prefill, "POST", path, json.dumps(prefill_only(data)).encode(), headers)
+            first = await self._send(prefill, "POST", path, json.dumps(prefill_only(data)).encode(), headers)
             if first is not None:
                 prefilled = first.pool
                 await self._finish(first)
             else:
                 self._metrics.unprimed.inc()
-        asked = await self._ask(decode, "POST", path, body, headers)
-        if asked is None:
+        answer = await self._send(decode, "POST", path, body, headers)
+        if answer is None:
             raise NodeUnavailable(f"no conductor of pool {decode!r} can be reached, and none that stands in for it")
-        self._metrics.requests.labels(prefilled, asked.pool).inc()
-        return replace(asked, more={"x-tanghulu-prefill-pool": prefilled, "x-tanghulu-pool": asked.pool})
+        self._metrics.requests.labels(prefilled, answer.pool).inc()
+        return replace(answer, more={"x-tanghulu-prefill-pool": prefilled, "x-tanghulu-pool": answer.pool})
 
-    async def anywhere(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> Asked:
+    async def anywhere(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> PoolAnswer:
         """Forward a request that any pool can answer. Raises NodeUnavailable if none can be reached."""
         for name in self.pools.pools:
-            asked = await self._ask(name, method, path, body, headers)
-            if asked is not None:
-                return replace(asked, more={"x-tanghulu-pool": asked.pool})
+            answer = await self._send(name, method, path, body, headers)
+            if answer is not None:
+                return replace(answer, more={"x-tanghulu-pool": answer.pool})
         raise NodeUnavailable("no conductor of any pool can be reached")
 
     async def everywhere(self, method: str, path: str, body: bytes = b"") -> list[tuple[str, int, Any]]:
@@ -98,23 +80,25 @@ class Forwarder:
                     answers.append((name, 503, None))
         return answers
 
-    async def end(self, asked: Asked) -> None:
+    async def end(self, answer: PoolAnswer) -> None:
         """End a forwarded request: its answer was passed on, or its client is gone."""
-        if asked.content is None:
-            asked.member.open_requests -= 1
-            await asked.response.aclose()
+        if answer.content is None:
+            answer.member.open_requests -= 1
+            await answer.response.aclose()
 
-    async def _ask(self, pool: str, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> Asked | None:
-        """The first answer of ``pool`` or of who stands in for it; the last refusal if all refuse, None if all fail."""
+    async def _send(
+        self, pool: str, method: str, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> PoolAnswer | None:
+        """The first answer of ``pool`` or of its fallbacks; the last refusal if all refuse, None if all fail."""
         refusal = None
         for name, member in self._attempts(pool):
             response = await self._try(member, method, path, body, headers)
             if response is None:
                 continue
-            asked = Asked(name, member, response)
-            if response.status_code not in _TRY_ELSEWHERE:
-                return asked
-            refusal = replace(asked, content=await self._finish(asked))
+            answer = PoolAnswer(name, member, response)
+            if response.status_code not in TRY_ELSEWHERE:
+                return answer
+            refusal = replace(answer, content=await self._finish(answer))
             self._metrics.retries.labels(name).inc()
         return refusal
 
@@ -126,15 +110,14 @@ class Forwarder:
     async def _try(
         self, member: Member, method: str, path: str, body: bytes, headers: Mapping[str, str]
     ) -> httpx.Response | None:
-        sent = {name: value for name, value in headers.items() if name.lower() not in _NOT_FORWARDED}
-        request = self._http.build_request(method, member.url + path, content=body, headers=sent)
+        request = self._http.build_request(method, member.url + path, content=body, headers=request_headers(headers))
         member.open_requests += 1
         try:
             response = await self._http.send(request, stream=True)
         except httpx.HTTPError as error:
             member.open_requests -= 1
             member.failed(self._clock.now_s())
-            _log.warning("pool.conductor_failed", url=member.url, error=str(error) or type(error).__name__)
+            _log.warning("pool.conductor_failed", url=member.url, error=reason(error))
             return None
         except BaseException:  # a client that hung up, too: the request is not open any more; raised on
             member.open_requests -= 1
@@ -145,15 +128,15 @@ class Forwarder:
             member.served()
         return response
 
-    async def _finish(self, asked: Asked) -> bytes:
+    async def _finish(self, answer: PoolAnswer) -> bytes:
         """Read the answer to its end and close; returns its content."""
-        content = b"" if asked.content is None else asked.content
+        content = b"" if answer.content is None else answer.content
         try:
-            if asked.content is None:
-                async for piece in asked.response.aiter_raw():
+            if answer.content is None:
+                async for piece in answer.response.aiter_raw():
                     content += piece
         except httpx.HTTPError as error:
-            _log.warning("pool.answer_broke", url=asked.member.url, error=str(error) or type(error).__name__)
+            _log.warning("pool.answer_broke", url=answer.member.url, error=reason(error))
         finally:
-            await self.end(asked)
+            await self.end(answer)
         return content

@@ -72,7 +72,6 @@ class Grid:
     pools: tuple[tuple[str, ...], ...]
 
     def choose(self, length: int, target_s: float | None) -> str:
-        """The pool for a length in tokens and a target."""
         last = len(self.targets_s) - 1
         row = last if target_s is None else min(last, bisect.bisect_left(self.targets_s, target_s))
         column = min(len(self.lengths) - 1, bisect.bisect_left(self.lengths, length))
@@ -94,7 +93,7 @@ class PoolMap:
         return prefill, self.decode.choose(demand.context_tokens, demand.tbt_s)
 
     def ways(self, name: str) -> Iterator[str]:
-        """The pool ``name``, then those that stand in for it, each once."""
+        """The pool ``name``, then its fallbacks and theirs, each once."""
         seen, waiting = {name}, [name]
         while waiting:
             current = waiting.pop(0)

@@ -21,9 +21,10 @@ from tanghulu.discovery.open import HELP as DISCOVERY_HELP
 from tanghulu.discovery.open import open_discovery
 from tanghulu.errors import ConfigError
 from tanghulu.runtime.clock import SystemClock
-from tanghulu.runtime.config import option
+from tanghulu.runtime.config import check_bounds, option
 from tanghulu.runtime.master_options import MasterOptions
 from tanghulu.runtime.process import Process, ProcessConfig
+from tanghulu.runtime.tasks import beside
 from tanghulu.types import Address, Role
 from tanghulu.web.server import HttpServer, address_of, listen
 
@@ -37,14 +38,11 @@ class GlobalRouterConfig(MasterOptions, ProcessConfig):
     port: int = option(8100, "port of the HTTP API; 0 picks one")
     pools: Path | None = option(None, "TOML or JSON file with the pools and the grid")
     discovery: str = option("master", DISCOVERY_HELP + ", or none: only the urls in the file")
-    max_body_size: int = option(DEFAULT_BODY_BYTES, "longest request body", size=True)
-    grace_s: float = option(10.0, "at the end, how long requests under way may go on, in seconds")
+    max_body_size: int = option(DEFAULT_BODY_BYTES, "longest request body", size=True, least=1)
+    grace_s: float = option(10.0, "at the end, how long requests under way may go on, in seconds", least=0)
 
     def __post_init__(self) -> None:
-        if self.max_body_size < 1:
-            raise ConfigError(f"--max-body-size is {self.max_body_size}; it must be at least 1")
-        if self.grace_s < 0:
-            raise ConfigError(f"--grace-s is {self.grace_s}; it cannot be negative")
+        check_bounds(self)
 
     def read_pools(self) -> PoolMap:
         """The pools. Raises ConfigError for a file that is missing or wrong."""
@@ -71,16 +69,14 @@ class GlobalRouter:
         server = HttpServer(make_app(self.forwarder, self._registry, config.max_body_size), config.grace_s)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         pools = self.forwarder.pools.pools if discovery is not None else ()
-        following = [asyncio.create_task(self._follow(discovery, name)) for name in pools if discovery is not None]
         try:
-            yield self
+            async with beside(*(self._follow(discovery, name) for name in pools if discovery is not None)):
+                yield self
         finally:
             server.stop()
-            for task in following:
-                task.cancel()
             await asyncio.wait([serving], timeout=config.grace_s)
             server.force_exit = True
-            await asyncio.gather(serving, *following, return_exceptions=True)
+            await asyncio.gather(serving, return_exceptions=True)
             await self.forwarder.close()
             listener.close()
 

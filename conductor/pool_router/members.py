@@ -31,7 +31,6 @@ class Member:
         self.rests_until_s = now_s + min(MOST_REST_S, FIRST_REST_S * 2 ** min(10, self.num_failures - 1))
 
     def served(self) -> None:
-        """Note that the conductor answered."""
         self.num_failures, self.rests_until_s = 0, 0.0
 
 

@@ -7,7 +7,6 @@ conductor breaks off, a stream of events ends with an error event, and any other
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,16 +16,18 @@ import structlog
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from tanghulu.conductor.http.forwarding import answer_headers, reason
+from tanghulu.conductor.http.reply import DONE, dumps, event, hung_up
 from tanghulu.conductor.pool_router.members import Member
 from tanghulu.errors import NodeUnavailable
+from tanghulu.runtime.tasks import cancelled
 from tanghulu.web.errors import body_of
 
 _log = structlog.get_logger(__name__)
-_NOT_FORWARDED = frozenset(("connection", "transfer-encoding", "keep-alive"))
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PoolAnswer:
     """An answer that has begun, and the conductor that gives it.
 
     ``content``: all of it, where it was read already. ``more``: headers to add.
@@ -40,55 +41,49 @@ class Asked:
 
 
 class Streamed(Response):
-    """Waits for ``ask`` and passes the answer on; calls ``end`` when that is over, also after a failure.
+    """Waits for ``answering`` and passes the answer on; calls ``end`` when that is over, also after a failure.
 
-    A typed error of ``ask`` is raised, to be answered as any other.
+    A typed error of ``answering`` is raised, to be answered as any other.
     """
 
-    def __init__(self, ask: Coroutine[Any, Any, Asked], end: Callable[[Asked], Awaitable[None]]) -> None:
+    def __init__(
+        self, answering: Coroutine[Any, Any, PoolAnswer], end: Callable[[PoolAnswer], Awaitable[None]]
+    ) -> None:
         super().__init__()
-        self._ask, self._end = ask, end
-        self._asked: Asked | None = None
+        self._answering, self._end = answering, end
+        self._answer: PoolAnswer | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answer (ASGI)."""
-        watch = asyncio.ensure_future(_hung_up(receive))
-        work = asyncio.ensure_future(self._work(send))
+        watch = asyncio.create_task(hung_up(receive))
+        work = asyncio.create_task(self._work(send))
         try:
             await asyncio.wait({watch, work}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            watch.cancel()
-            work.cancel()
-            await asyncio.gather(watch, work, return_exceptions=True)
-            if self._asked is not None:
-                await self._end(self._asked)
+            await cancelled(watch, work)
+            if self._answer is not None:
+                await self._end(self._answer)
         if not work.cancelled():
             work.result()
 
     async def _work(self, send: Send) -> None:
-        asked = self._asked = await self._ask
-        headers = {k: v for k, v in asked.response.headers.items() if k.lower() not in _NOT_FORWARDED}
-        head = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in {**headers, **asked.more}.items()]
-        await send({"type": "http.response.start", "status": asked.response.status_code, "headers": head})
-        if asked.content is None:
-            await self._pump(asked, send)
-        await send({"type": "http.response.body", "body": asked.content or b"", "more_body": False})
+        answer = self._answer = await self._answering
+        headers = {**answer_headers(answer.response), **answer.more}
+        head = [(k.encode("latin-1"), v.encode("latin-1")) for k, v in headers.items()]
+        await send({"type": "http.response.start", "status": answer.response.status_code, "headers": head})
+        if answer.content is None:
+            await self._pump(answer, send)
+        await send({"type": "http.response.body", "body": answer.content or b"", "more_body": False})
 
-    async def _pump(self, asked: Asked, send: Send) -> None:
+    async def _pump(self, answer: PoolAnswer, send: Send) -> None:
         try:
-            async for piece in asked.response.aiter_raw():
+            async for piece in answer.response.aiter_raw():
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         except httpx.HTTPError as error:
-            _log.warning("pool.answer_broke", url=asked.member.url, error=str(error) or type(error).__name__)
-            if asked.response.headers.get("content-type", "").startswith("text/event-stream"):
-                await send({"type": "http.response.body", "body": _error_event(asked), "more_body": True})
+            _log.warning("pool.answer_broke", url=answer.member.url, error=reason(error))
+            if answer.response.headers.get("content-type", "").startswith("text/event-stream"):
+                await send({"type": "http.response.body", "body": _error_event(answer), "more_body": True})
 
 
-def _error_event(asked: Asked) -> bytes:
-    error = NodeUnavailable(f"the conductor of pool {asked.pool} broke off its answer")
-    return b"data: " + json.dumps(body_of(error)).encode() + b"\n\ndata: [DONE]\n\n"
-
-
-async def _hung_up(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+def _error_event(answer: PoolAnswer) -> bytes:
+    error = NodeUnavailable(f"the conductor of pool {answer.pool} broke off its answer")
+    return event(dumps(body_of(error))) + DONE

@@ -62,7 +62,7 @@ class DecodeInstance:
         return self._plan()
 
     def leave(self, now_s: float) -> tuple[list[Job], float | None]:
-        """The time that was planned has come: the sequences that have ended, and when the next one leaves."""
+        """Take out the sequences that have ended at the planned time; returns them, and the time of the next end."""
         self._advance(now_s)
         self._step = max(self._step, self._leaving[0][0])
         ended = []
@@ -77,7 +77,6 @@ class DecodeInstance:
         return ended, self._plan()
 
     def check(self) -> None:
-        """The batch is those who will leave; nobody waits beside an empty batch."""
         assert self.batch == len(self._leaving) <= self._model.max_batch
         assert self.num_coming >= len(self._waiting)
         assert self.batch or not self._waiting

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,29 +23,13 @@ from tanghulu.conductor.replay.simulation import ClusterConfig, Simulation
 from tanghulu.conductor.replay.trace import BLOCK_TOKENS, TraceRequest, read_trace
 from tanghulu.conductor.routing.policies.registry import POLICY_NAMES, PolicyOptions, make_policy
 from tanghulu.errors import ConfigError
-from tanghulu.runtime.config import command, option
+from tanghulu.runtime.config import check_bounds, command, option
 
 #: Columns that the table needs; where the output is no terminal there are as many as one likes.
 _LEAST_WIDTH = 124
 #: Exit code after Ctrl-C, as shells have it.
 _INTERRUPTED = 130
 _ORDERS = ("fcfs", "sjf")
-_AT_LEAST_ONE = ("prefill", "decode", "blocks", "scale", "connections", "layers", "dim", "gqa", "max_batch")
-_ABOVE_ZERO = ("speedup", "gflops", "mfu", "h2d", "nic", "c", "kv_tokens", "balance_threshold")
-_NOT_NEGATIVE = (
-    "limit",
-    "noise",
-    "ageing",
-    "t0",
-    "d",
-    "e",
-    "replica_weight",
-    "load_weight",
-    "hot_prefix_rate",
-    "temperature",
-    "ttft_slo",
-    "tbt_slo",
-)
 #: What means something to a running conductor; everything else describes the simulated cluster and its policies.
 _LIVE = (
     "traces",
@@ -72,49 +55,57 @@ class ReplayConfig:
     traces: tuple[Path, ...] = ()
     policy: str = option("", "policies to compare, separated by commas; default: ttft-min, live the conductor's own")
     live: str = option("", "send the trace to the running conductor at this URL instead of simulating one")
-    scale: int = option(1, "live: divide the lengths of prompts and answers by this, 1 to 512")
-    connections: int = option(256, "live: most requests under way at a time")
-    prefill: int = option(8, "prefill workers")
-    decode: int = option(8, "decode workers")
-    speedup: float = option(1.6, "how many times as fast the requests arrive")
-    blocks: int = option(5859, "512-token blocks in the cache of one prefill worker")
+    scale: int = option(1, "live: divide the lengths of prompts and answers by this, 1 to 512", least=1)
+    connections: int = option(256, "live: most requests under way at a time", least=1)
+    prefill: int = option(8, "prefill workers", least=1)
+    decode: int = option(8, "decode workers", least=1)
+    speedup: float = option(1.6, "how many times as fast the requests arrive", above=0)
+    blocks: int = option(5859, "512-token blocks in the cache of one prefill worker", least=1)
     warmup: str = option("0.5", "share of the time span, or a trace, that is replayed first without being counted")
-    noise: float = option(0.0, "sigma of the lognormal factor between expected and real prefill time")
+    noise: float = option(0.0, "sigma of the lognormal factor between expected and real prefill time", least=0)
     seed: int = option(0, "seed of everything that is drawn")
-    limit: int = option(0, "replay only this many requests; 0: all")
+    limit: int = option(0, "replay only this many requests; 0: all", least=0)
     fetch: bool = option(True, "workers can fetch prefixes from each other")
     in_flight: bool = option(True, "match blocks that are still being computed as well")
     shared_cache: bool = option(False, "the idealised pool: one cache for all at no cost")
     order: str = option("fcfs", "order of a worker's queue: first come, or shortest first with ageing", choices=_ORDERS)
-    ageing: float = option(0.1, "sjf: seconds by which a second of waiting makes a prefill count as shorter")
+    ageing: float = option(0.1, "sjf: seconds by which a second of waiting makes a prefill count as shorter", least=0)
     hot_prefix_rate: float = option(
-        0.0, "fetches a second and holder from which a prefix is copied to more workers ahead of demand; 0: never"
+        0.0,
+        "fetches a second and holder from which a prefix is copied to more workers ahead of demand; 0: never",
+        least=0,
     )
     reject: bool = option(False, "refuse a request at once that would miss an SLO")
-    ttft_slo: float = option(5.0, "SLO on the time to the first token, in seconds")
-    tbt_slo: float = option(0.1, "SLO on the time between tokens, in seconds")
-    replica_weight: float = option(1.0, "ttft-min: what a copy of a prefix is charged, in times of what it saves")
-    load_weight: float = option(6.0, "ttft-min: what computing is charged for those who come behind, in times of it")
-    balance_threshold: float = option(1.5, "mooncake: how many times longer a remote prefix must be to be fetched")
+    ttft_slo: float = option(5.0, "SLO on the time to the first token, in seconds", least=0)
+    tbt_slo: float = option(0.1, "SLO on the time between tokens, in seconds", least=0)
+    replica_weight: float = option(
+        1.0, "ttft-min: what a copy of a prefix is charged, in times of what it saves", least=0
+    )
+    load_weight: float = option(
+        6.0, "ttft-min: what computing is charged for those who come behind, in times of it", least=0
+    )
+    balance_threshold: float = option(
+        1.5, "mooncake: how many times longer a remote prefix must be to be fetched", above=0
+    )
     overlap_weight: float = option(1.0, "dynamo: weight of prefill blocks against active blocks")
-    temperature: float = option(0.0, "dynamo: above 0, draw a worker by softmax over the costs")
+    temperature: float = option(0.0, "dynamo: above 0, draw a worker by softmax over the costs", least=0)
     alpha: float = option(0.5, "linear: weight of the hit share")
     beta: float = option(0.5, "linear: weight of the free share of the queue")
     gamma: float = option(0.05, "linear: weight of nearness")
     patience_s: float = option(2.0, "session affinity: how much longer a session's worker may keep it waiting")
-    layers: int = option(80, "model: layers")
-    dim: int = option(8192, "model: width")
-    gqa: int = option(8, "model: query heads for each key-value head")
-    gflops: float = option(8 * 312e12, "worker: peak FLOP/s")
-    mfu: float = option(0.5, "worker: share of the peak that prefill reaches")
-    t0: float = option(0.02, "worker: fixed part of a prefill, in seconds")
-    h2d: float = option(128e9, "worker: loading KV to the GPU, in bytes/s")
-    nic: float = option(70e9, "worker: network, in bytes/s")
-    c: float = option(0.020, "worker: fixed part of a decode step, in seconds")
-    d: float = option(1e-4, "worker: what a sequence adds to a decode step, in seconds")
-    e: float = option(2.9e-8, "worker: what a token of context adds to a decode step, in seconds")
-    kv_tokens: float = option(1.4e6, "worker: most tokens of context that decode holds")
-    max_batch: int = option(512, "worker: most sequences in a decode step")
+    layers: int = option(80, "model: layers", least=1)
+    dim: int = option(8192, "model: width", least=1)
+    gqa: int = option(8, "model: query heads for each key-value head", least=1)
+    gflops: float = option(8 * 312e12, "worker: peak FLOP/s", above=0)
+    mfu: float = option(0.5, "worker: share of the peak that prefill reaches", above=0)
+    t0: float = option(0.02, "worker: fixed part of a prefill, in seconds", least=0)
+    h2d: float = option(128e9, "worker: loading KV to the GPU, in bytes/s", above=0)
+    nic: float = option(70e9, "worker: network, in bytes/s", above=0)
+    c: float = option(0.020, "worker: fixed part of a decode step, in seconds", above=0)
+    d: float = option(1e-4, "worker: what a sequence adds to a decode step, in seconds", least=0)
+    e: float = option(2.9e-8, "worker: what a token of context adds to a decode step, in seconds", least=0)
+    kv_tokens: float = option(1.4e6, "worker: most tokens of context that decode holds", above=0)
+    max_batch: int = option(512, "worker: most sequences in a decode step", least=1)
     plot: str = option("", "draw the policies side by side into this file: PNG or HTML by its suffix (extra 'plot')")
     json: bool = option(False, "print one JSON object a line instead of a table")
 
@@ -122,9 +113,7 @@ class ReplayConfig:
         for name in self.policies if self.policy else ():
             if name not in POLICY_NAMES:
                 raise ConfigError(f"--policy {name!r} is unknown; there is {', '.join(POLICY_NAMES)}")
-        self._bound(_AT_LEAST_ONE, 1, "must be at least 1")
-        self._bound(_ABOVE_ZERO, sys.float_info.min, "must be above 0")
-        self._bound(_NOT_NEGATIVE, 0, "cannot be negative")
+        check_bounds(self)
         if self.scale > BLOCK_TOKENS:
             raise ConfigError(f"--scale is {self.scale}; a block of {BLOCK_TOKENS} tokens cannot be divided further")
         self._refuse_pointless()
@@ -138,11 +127,6 @@ class ReplayConfig:
         for name in sorted(pointless):
             raise ConfigError(f"--{name.replace('_', '-')} {why}")
 
-    def _bound(self, names: tuple[str, ...], least: float, rule: str) -> None:
-        for name in names:
-            if not getattr(self, name) >= least:
-                raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it {rule}")
-
     @property
     def policies(self) -> tuple[str, ...]:
         """The names in --policy, or its default; "" is the conductor's own."""
@@ -151,36 +135,26 @@ class ReplayConfig:
 
     @property
     def slo_s(self) -> tuple[float, float]:
-        """The SLOs on TTFT and TBT."""
         return self.ttft_slo, self.tbt_slo
 
     @property
     def policy_options(self) -> PolicyOptions:
-        """The options that concern policies."""
         return PolicyOptions(**self._same(PolicyOptions))
 
     @property
     def cluster(self) -> ClusterConfig:
-        """The options that concern the simulated cluster."""
         return ClusterConfig(
+            **self._same(ClusterConfig),
             num_prefill=self.prefill,
             num_decode=self.decode,
-            blocks=self.blocks,
             model=LatencyModel(**self._same(LatencyModel)),
-            fetch=self.fetch,
-            in_flight=self.in_flight,
-            shared_cache=self.shared_cache,
             shortest_first=self.order == "sjf",
-            hot_prefix_rate=self.hot_prefix_rate,
-            ageing=self.ageing,
-            noise=self.noise,
-            seed=self.seed,
-            reject=self.reject,
             ttft_slo_s=self.ttft_slo,
             tbt_slo_s=self.tbt_slo,
         )
 
     def _same(self, other: type) -> dict[str, Any]:
+        """The options that ``other`` has fields of the same name for."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(other) if hasattr(self, f.name)}
 
 
@@ -196,7 +170,7 @@ def replay(config: ReplayConfig, progress: Progress | None = None) -> Iterator[R
 
 @contextlib.contextmanager
 def _bar(progress: Progress | None, title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A callback that shows how many are done."""
+    """A callback that shows the number of requests done."""
     if progress is None:
         yield lambda done: None
         return

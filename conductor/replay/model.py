@@ -42,14 +42,12 @@ class LatencyModel:
 
     @property
     def profile(self) -> PrefillProfile:
-        """The cost of prefill, as policies see it."""
         speed = self.gflops * self.mfu
         token_s, pair_s = 22 * self.layers * self.dim**2 / speed, 4 * self.layers * self.dim / speed
         return PrefillProfile(self.t0, token_s, pair_s, self.kv_token_bytes / self.h2d)
 
     @property
     def decode_profile(self) -> DecodeProfile:
-        """The cost of a decode step, as policies see it."""
         return DecodeProfile(self.c, self.d, self.e)
 
     def step_s(self, batch: int, context_tokens: float) -> float:

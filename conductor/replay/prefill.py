@@ -34,7 +34,6 @@ class BlockCache:
         return len(blocks)
 
     def touch(self, blocks: Sequence[int]) -> None:
-        """Note a use of the resident ones of ``blocks``."""
         resident = self._blocks
         for block in reversed(blocks):
             if block in resident:
@@ -83,7 +82,6 @@ class PrefillInstance:
 
     @property
     def num_jobs(self) -> int:
-        """Jobs that have not ended prefill."""
         return len(self.queue) + (self.current is not None)
 
     def enqueue(self, job: Job) -> None:
@@ -111,7 +109,6 @@ class PrefillInstance:
         return job
 
     def check(self) -> None:
-        """Assert that coming blocks are those of queue and current job, and the cache's bound."""
         jobs = [*self.queue, *([self.current] if self.current else [])]
         expected = Counter(block for job in jobs for block in job.request.blocks)
         assert expected == self.coming

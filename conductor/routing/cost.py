@@ -23,7 +23,6 @@ class PrefillProfile:
 
     @classmethod
     def of_speed(cls, tokens_per_s: float) -> PrefillProfile:
-        """The profile of a worker of which only a mean speed is known."""
         return cls(token_s=1 / tokens_per_s)
 
     def seconds(self, num_tokens: int, hit_tokens: int) -> float:

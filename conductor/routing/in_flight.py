@@ -58,7 +58,6 @@ class InFlightBlocks:
         return found
 
     def check(self) -> None:
-        """Assert that the two directions agree."""
         listed = {wire_id: sent for alike in self._by_first.values() for wire_id, sent in alike.items()}
         assert listed == self._sent
         assert all(self._by_first.values())

@@ -64,7 +64,6 @@ class LinkSpeeds:
         return 0.0
 
     def check(self) -> None:
-        """Assert the bound, and that every speed is finite and positive."""
         assert len(self._rates) <= MAX_LINKS
         assert all(rate.num_bytes > 0 and rate.seconds > 0 for rate in self._rates.values())
 

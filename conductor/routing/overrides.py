@@ -18,7 +18,7 @@ from tanghulu.errors import ConfigError
 from tanghulu.types import InstanceId
 
 MAX_POLICIES = 64
-#: One more than the weight of load, so that workers are ranked as if nobody could fetch (docs/scheduling.md).
+#: One more than the weight of load, so that workers are ranked as if nobody could fetch (docs/design/0007).
 LIVE_REPLICA_WEIGHT = 7.0
 #: What may be weighted: all options of the policies but the seed.
 WEIGHTS = tuple(f.name for f in dataclasses.fields(PolicyOptions) if f.name != "seed")
@@ -64,7 +64,6 @@ class RoutingPolicies:
         return policy
 
     def check(self) -> None:
-        """The bound is kept."""
         assert len(self._overridden) <= MAX_POLICIES
 
 

@@ -3,7 +3,7 @@
 Pure. A submission counts as load from the moment it is sent until the worker has surely seen it: at the first word
 about that submission, or at the second report behind it (the first may have crossed it on the wire). A decode slot that
 is reserved for a request which is prefilled elsewhere counts until the request comes or is withdrawn. Blocks that
-answers under way will still fill are not in use, but not free either (expected_blocks.py).
+answers under way will still fill are not in use, but not free either (expected_output.py).
 """
 
 from __future__ import annotations
@@ -67,7 +67,6 @@ class LoadTracker:
             self._changed()
 
     def report(self, load: WorkerLoad) -> None:
-        """Take the worker's own report."""
         self.reported = load
         for wire_id, entry in list(self._unreported.items()):
             entry.reports_left -= 1
@@ -144,7 +143,7 @@ class LoadTracker:
         view.active_blocks = max(0, load.blocks_total - self._blocks_free)
         view.context_tokens = view.active_blocks * self.block_tokens
         view.coming_requests = len(self._reserved)
-        view.settle()
+        view.derive()
 
     def _view(self, worker: InstanceId, hit_blocks: int, coming_blocks: int) -> WorkerView:
         prefills, decodes = self._phases
@@ -169,7 +168,6 @@ class LoadTracker:
         self.renew()
 
     def check(self) -> None:
-        """Assert that nothing stays unreported for ever, and the sums."""
         expected = self.reported.prefill_tokens_waiting + sum(e.prefill_tokens for e in self._unreported.values())
         assert self._queue_tokens == expected
         assert len(self._views) <= MAX_VIEWS
@@ -181,24 +179,16 @@ class Viewed(Protocol):
     """A worker, as ``views`` needs it."""
 
     @property
-    def id(self) -> InstanceId:
-        """The worker's identity."""
-        ...
+    def id(self) -> InstanceId: ...
 
     @property
-    def role(self) -> Role:
-        """The phases that the worker serves."""
-        ...
+    def role(self) -> Role: ...
 
     @property
-    def place(self) -> Place:
-        """The place of the worker's host."""
-        ...
+    def place(self) -> Place: ...
 
     @property
-    def load(self) -> LoadTracker:
-        """The worker's load."""
-        ...
+    def load(self) -> LoadTracker: ...
 
 
 def views(

@@ -1,4 +1,4 @@
-"""Blocks that a worker is taken to have because it computed them lately: the index without events.
+"""Blocks that a worker is assumed to have, because it computed them a short time ago: the index without events.
 
 Pure. An engine that tells no KV events still keeps a prompt's blocks for a while. What was prefilled is taken to be
 there for ``keep_s`` since it was last used, and of one worker at most ``max_blocks``, the least recently used forgotten
@@ -52,11 +52,9 @@ class AssumedBlocks:
         return events
 
     def forget(self, worker: InstanceId) -> None:
-        """Forget a worker that is gone."""
         self._until_s.pop(worker, None)
 
     def check(self) -> None:
-        """Assert the bound, and that each worker's blocks are in the order in which they run out."""
         for until_s in self._until_s.values():
             assert len(until_s) <= self._max_blocks
             assert list(until_s.values()) == sorted(until_s.values())

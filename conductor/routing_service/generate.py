@@ -4,7 +4,7 @@ For engines with an HTTP API of their own (SGLang's /generate, or any that takes
 body goes on as it came, but for ``routing``, which is the service's. The request counts as load from its sending to its
 end; its prefill is over when the first bytes of the answer come. It goes to one worker that does both phases: what an
 engine hands over inside is its own affair. A worker that cannot be reached, or says 429 or 503 before it began, is
-passed over for this request; at most MAX_ATTEMPTS are asked.
+passed over for this request; at most MAX_ATTEMPTS are tried.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import Any
 
 import httpx
 
+from tanghulu.conductor.http.forwarding import TRY_ELSEWHERE, answer_headers, new_client, reason
+from tanghulu.conductor.pool_router.demand import parse_body
 from tanghulu.conductor.routing.overrides import RoutingOverrides
 from tanghulu.conductor.routing_service import types
 from tanghulu.conductor.routing_service.service import RoutableWorker, RoutingQuery, RoutingService
@@ -28,9 +30,6 @@ from tanghulu.runtime.clock import Clock
 from tanghulu.types import InstanceId
 
 MAX_ATTEMPTS = 3
-CONNECT_TIMEOUT_S = 2.0
-_TRY_ELSEWHERE = (429, 502, 503)
-_NOT_PASSED_ON = frozenset(("connection", "transfer-encoding", "keep-alive", "content-length"))
 _OVERRIDES = ("policy", "weights", "worker")
 
 
@@ -46,9 +45,9 @@ class ForwardedAnswer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _ParsedGenerate:
     request_id: str
-    question: RoutingQuery
+    query: RoutingQuery
     body: bytes
 
 
@@ -57,40 +56,37 @@ class Generator:
 
     def __init__(self, service: RoutingService, hasher: types.Hasher, clock: Clock) -> None:
         self._service, self._hasher, self._clock = service, hasher, clock
-        timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-        self._http = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False)
+        self._http = new_client()
         self._closing: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
-        """Close all connections."""
         await asyncio.gather(*self._closing, return_exceptions=True)
         await self._http.aclose()
 
     async def generate(self, body: bytes) -> ForwardedAnswer:
         """Send ``body`` (JSON) to the best worker. Raises InvalidRequest for a malformed body, NodeUnavailable."""
-        asked = self._read(body)
+        parsed = self._read(body)
         tried: list[str] = []
         while True:
-            target = self._pick(asked.question, tried)
-            self._service.add_request(asked.request_id, asked.question, target.id, target.id, self._clock.now_s())
+            target = self._pick(parsed.query, tried)
+            self._service.add_request(parsed.request_id, parsed.query, target.id, target.id, self._clock.now_s())
             try:
-                response = await self._send(target, asked.body)
+                response = await self._send(target, parsed.body)
             except BaseException as error:  # a client that hung up, too: its load is taken back; raised on
-                self._service.free(asked.request_id)
+                self._service.free(parsed.request_id)
                 if not isinstance(error, httpx.HTTPError):
                     raise
-                tried.append(f"{target.id}: {str(error) or type(error).__name__}")
+                tried.append(f"{target.id}: {reason(error)}")
                 continue
-            if response.status_code in _TRY_ELSEWHERE and len(tried) + 1 < MAX_ATTEMPTS and self._others(tried, target):
-                self._end(asked.request_id, response)
+            if response.status_code in TRY_ELSEWHERE and len(tried) + 1 < MAX_ATTEMPTS and self._others(tried, target):
+                self._end(parsed.request_id, response)
                 tried.append(f"{target.id}: it answered {response.status_code}")
                 continue
-            headers = {k: v for k, v in response.headers.items() if k.lower() not in _NOT_PASSED_ON}
-            headers["x-tanghulu-worker"] = target.id
-            end = functools.partial(self._end, asked.request_id, response)
+            headers = {**answer_headers(response), "x-tanghulu-worker": target.id}
+            headers.pop("content-length", None)  # an answer that breaks off is shorter
+            end = functools.partial(self._end, parsed.request_id, response)
             return ForwardedAnswer(
-                target.id, response.status_code, headers, self._pieces(asked.request_id, response), end
+                target.id, response.status_code, headers, self._pieces(parsed.request_id, response), end
             )
 
     async def _pieces(self, request_id: str, response: httpx.Response) -> AsyncIterator[bytes]:
@@ -102,7 +98,7 @@ class Generator:
                     self._prefilled(request_id)
                 yield piece
         except httpx.HTTPError as error:
-            raise NodeUnavailable(f"the worker broke off its answer: {str(error) or type(error).__name__}") from error
+            raise NodeUnavailable(f"the worker broke off its answer: {reason(error)}") from error
 
     def _prefilled(self, request_id: str) -> None:
         if self._service.has_request(request_id):  # its worker may have been removed meanwhile
@@ -120,10 +116,10 @@ class Generator:
         request = self._http.build_request("POST", f"{target.url}/generate", content=body, headers=headers)
         return await self._http.send(request, stream=True)
 
-    def _pick(self, question: RoutingQuery, tried: list[str]) -> RoutableWorker:
+    def _pick(self, query: RoutingQuery, tried: list[str]) -> RoutableWorker:
         passed_over = {line.partition(":")[0] for line in tried}
         if len(tried) < MAX_ATTEMPTS:
-            best = self._service.best_of(self._with_urls(passed_over), question, self._clock.now_s())
+            best = self._service.best_of(self._with_urls(passed_over), query, self._clock.now_s())
             if best is not None:
                 return best
         said = "; ".join(tried) or "none has a url and does both phases"
@@ -137,19 +133,16 @@ class Generator:
             t for t in self._service.workers if t.url and t.role.prefills and t.role.decodes and t.id not in passed_over
         ]
 
-    def _read(self, body: bytes) -> _Asked:
-        try:
-            told = json.loads(body)
-        except ValueError as error:
-            raise InvalidRequest(f"the body is not JSON: {error}") from None
-        ids = told.get("input_ids") if isinstance(told, dict) else None
+    def _read(self, body: bytes) -> _ParsedGenerate:
+        told = parse_body(body)
+        ids = told.get("input_ids")
         if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < 1 << 32 for i in ids):
             raise InvalidRequest("generate needs input_ids, a list of token ids: the router has no tokenizer")
         overrides = _overrides(told.pop("routing", {}))
         rid = told.get("rid")
         request_id = rid if isinstance(rid, str) and rid else uuid.uuid4().hex
-        question = types.query_of(self._hasher, [], as_tokens(ids), 0, overrides, str(told.get("session", "")))
-        return _Asked(request_id, question, json.dumps(told).encode())
+        query = types.query_of(self._hasher, [], as_tokens(ids), 0, overrides, str(told.get("session", "")))
+        return _ParsedGenerate(request_id, query, json.dumps(told).encode())
 
 
 def _overrides(told: Any) -> RoutingOverrides:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import asdict
 from typing import Any, TypeAlias
 
 import grpc.aio
@@ -45,20 +46,17 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
 
     @_typed
     def PutWorker(self, message: pb.RouterWorker) -> pb.RouterDone:
-        """Enter a worker."""
         role, place = types.role_of(message.role), types.place_of(message.place)
         self._service.put_worker(InstanceId(message.worker), role, place, message.url)
         return pb.RouterDone()
 
     @_typed
     def RemoveWorker(self, message: pb.RouterWorkerName) -> pb.RouterDone:
-        """Forget a worker."""
         self._service.remove_worker(InstanceId(message.worker))
         return pb.RouterDone()
 
     @_typed
     def ReportLoad(self, message: pb.RouterLoad) -> pb.RouterDone:
-        """Take a worker's own figures."""
         load = WorkerLoad(
             message.num_running,
             message.num_waiting,
@@ -74,7 +72,6 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
 
     @_typed
     def PublishEvents(self, message: pb.RouterEvents) -> pb.RouterDone:
-        """Take events of a worker's cache."""
         stored, removed = types.checked_hashes(message.stored), types.checked_hashes(message.removed)
         self._service.kv_event(InstanceId(message.worker), KvChange(tuple(stored), tuple(removed), message.cleared))
         return pb.RouterDone()
@@ -82,7 +79,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
     @_typed
     def BestWorker(self, message: pb.RouterQuestion) -> pb.RouterBest:
         """Choose the workers for a request; with request_id it is added there."""
-        best = self._service.best(self._question(message), self._clock.now_s(), message.request_id, message.explain)
+        best = self._service.best(self._query(message), self._clock.now_s(), message.request_id, message.explain)
         candidates = [
             pb.RouterCandidate(worker=c.worker, phase=c.phase, score=c.score, terms=dict(c.terms))
             for c in best.candidates
@@ -100,43 +97,31 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         if not message.question.request_id:
             raise InvalidRequest("AddRequest needs a request_id")
         prefill, decode = message.prefill_worker, message.decode_worker or message.prefill_worker
-        question, now_s = self._question(message.question), self._clock.now_s()
-        self._service.add_request(message.question.request_id, question, InstanceId(prefill), InstanceId(decode), now_s)
+        query, now_s = self._query(message.question), self._clock.now_s()
+        self._service.add_request(message.question.request_id, query, InstanceId(prefill), InstanceId(decode), now_s)
         return pb.RouterDone()
 
     @_typed
     def PrefillCompleted(self, message: pb.RouterRequestName) -> pb.RouterDone:
-        """Note the first token of a request."""
         self._service.prefill_completed(message.request_id, self._clock.now_s())
         return pb.RouterDone()
 
     @_typed
     def Free(self, message: pb.RouterRequestName) -> pb.RouterDone:
-        """Free a request that has ended."""
         self._service.free(message.request_id)
         return pb.RouterDone()
 
     @_typed
     def Overlaps(self, message: pb.RouterQuestion) -> pb.RouterOverlaps:
         """The leading blocks that each worker has or is computing."""
-        found = self._service.overlaps(self._question(message).hashes, self._clock.now_s())
+        found = self._service.overlaps(self._query(message).hashes, self._clock.now_s())
         return pb.RouterOverlaps(overlaps=[pb.RouterOverlap(worker=w, num_blocks=n) for w, n in found.items()])
 
     @_typed
     def PotentialLoads(self, message: pb.RouterQuestion) -> pb.RouterPotentialLoads:
         """The load that each worker would have with the request."""
-        loads = self._service.potential_loads(self._question(message), self._clock.now_s())
-        return pb.RouterPotentialLoads(
-            loads=[
-                pb.RouterPotentialLoad(
-                    worker=load.worker,
-                    prefill_tokens=load.prefill_tokens,
-                    decode_blocks=load.decode_blocks,
-                    num_requests=load.num_requests,
-                )
-                for load in loads
-            ]
-        )
+        loads = self._service.potential_loads(self._query(message), self._clock.now_s())
+        return pb.RouterPotentialLoads(loads=[pb.RouterPotentialLoad(**asdict(load)) for load in loads])
 
     async def Generate(self, message: pb.RouterGenerate, context: Context) -> AsyncIterator[pb.RouterPiece]:
         """Send the request to the best worker; stream its answer."""
@@ -157,7 +142,7 @@ class RouterServicer(router_pb2_grpc.RouterServicer):
         for event in list(self._service.dump_events()):
             yield pb.RouterEvents(worker=event.holder, stored=list(event.blocks))
 
-    def _question(self, message: pb.RouterQuestion) -> RoutingQuery:
+    def _query(self, message: pb.RouterQuestion) -> RoutingQuery:
         overrides = types.overrides_of(message.policy, message.weights, message.prefill_worker, message.decode_worker)
         tokens = as_tokens(message.tokens) if message.tokens else None
         hashes = types.checked_hashes(message.block_hashes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
@@ -192,7 +193,7 @@ def _add_workers(app: FastAPI, service: RoutingService, max_body_bytes: int) -> 
 def _add_requests(
     app: FastAPI, service: RoutingService, hasher: types.Hasher, clock: Clock, max_body_bytes: int
 ) -> None:
-    async def asked(request: Request) -> tuple[QuestionBody, RoutingQuery]:
+    async def parsed(request: Request) -> tuple[QuestionBody, RoutingQuery]:
         body = parse(QuestionBody, await read_body(request, max_body_bytes))
         overrides = types.overrides_of(body.policy, body.weights, body.prefill_worker, body.decode_worker)
         tokens = None if body.tokens is None else as_tokens(body.tokens)
@@ -202,8 +203,8 @@ def _add_requests(
     @app.post("/best_worker")
     async def best_worker(request: Request) -> dict[str, Any]:
         """Where a request should go; with request_id it is added there, with explain all candidates are told."""
-        body, question = await asked(request)
-        best = service.best(question, clock.now_s(), body.request_id, body.explain)
+        body, query = await parsed(request)
+        best = service.best(query, clock.now_s(), body.request_id, body.explain)
         return {
             "prefill_worker": best.prefill,
             "decode_worker": best.decode,
@@ -216,11 +217,11 @@ def _add_requests(
     @app.post("/add_request")
     async def add_request(request: Request) -> dict[str, Any]:
         """The gateway has decided by itself: prefill_worker and perhaps decode_worker are named."""
-        body, question = await asked(request)
+        body, query = await parsed(request)
         prefill, decode = InstanceId(body.prefill_worker), InstanceId(body.decode_worker or body.prefill_worker)
         if not body.request_id:
             raise InvalidRequest("add_request needs a request_id")
-        service.add_request(body.request_id, question, prefill, decode, clock.now_s())
+        service.add_request(body.request_id, query, prefill, decode, clock.now_s())
         return {}
 
     @app.post("/prefill_completed")
@@ -239,23 +240,15 @@ def _add_requests(
     @app.post("/overlaps")
     async def overlaps(request: Request) -> dict[str, int]:
         """Leading blocks that each worker has or is computing."""
-        _, question = await asked(request)
-        found = service.overlaps(question.hashes, clock.now_s())
+        _, query = await parsed(request)
+        found = service.overlaps(query.hashes, clock.now_s())
         return {str(worker): num_blocks for worker, num_blocks in found.items()}
 
     @app.post("/potential_loads")
     async def potential_loads(request: Request) -> list[dict[str, Any]]:
         """What each worker would have to do with the request."""
-        _, question = await asked(request)
-        return [
-            {
-                "worker": load.worker,
-                "prefill_tokens": load.prefill_tokens,
-                "decode_blocks": load.decode_blocks,
-                "num_requests": load.num_requests,
-            }
-            for load in service.potential_loads(question, clock.now_s())
-        ]
+        _, query = await parsed(request)
+        return [asdict(load) for load in service.potential_loads(query, clock.now_s())]
 
 
 def _hashes(values: list[int | str]) -> list[BlockHash]:

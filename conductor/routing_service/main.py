@@ -29,6 +29,7 @@ from tanghulu.rpc.grpc_edge import SERVER_OPTIONS
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.config import command, option
 from tanghulu.runtime.process import Process, run
+from tanghulu.runtime.tasks import beside
 from tanghulu.types import Address, BlockHash, Fingerprint, Role
 from tanghulu.web.server import HttpServer, address_of, listen
 
@@ -40,25 +41,22 @@ class RouterConfig(pools_main.GlobalRouterConfig):
     grpc_port: int = option(8101, "service: port of its gRPC API; 0 picks one")
     policy: str = option("ttft-min", "service: how workers are chosen", choices=POLICY_NAMES)
     policy_weights: str = option("", "service: weights of the policies, such as alpha=0.7,temperature=0.2")
-    block_tokens: int = option(DEFAULT_BLOCK_TOKENS, "service: tokens of a block")
-    block_bytes: int = option(2 << 20, "service: bytes of a block's KV", size=True)
+    block_tokens: int = option(DEFAULT_BLOCK_TOKENS, "service: tokens of a block", least=1)
+    block_bytes: int = option(2 << 20, "service: bytes of a block's KV", size=True, least=1)
     block_hash: str = option("xxh3_128", "service: how tokens are hashed", choices=tuple(HASH_FUNCTIONS))
     root_hash: str = option("", "service: what the first block's hash grows from, in hex; default: an unnamed model's")
     assume_cached_s: float = option(
-        0.0, "service: take a prefilled prompt's blocks to be at its worker for so long; 0: only by KV events"
+        0.0, "service: take a prefilled prompt's blocks to be at its worker for so long; 0: only by KV events", least=0
     )
     vllm_events: str = option(
         "", "service: vLLM workers whose KV events are followed, worker=tcp://host:5557[|tcp://host:5558 for replay],…"
     )
-    assume_cached_blocks: int = option(DEFAULT_MAX_BLOCKS, "service: most blocks that one worker is taken to have")
+    assume_cached_blocks: int = option(
+        DEFAULT_MAX_BLOCKS, "service: most blocks that one worker is taken to have", least=1
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("block_tokens", "block_bytes", "assume_cached_blocks"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
-        if self.assume_cached_s < 0:
-            raise ConfigError(f"--assume-cached-s is {self.assume_cached_s}; it cannot be negative")
         parse_weights(self.policy_weights)
         parse_sources(self.vllm_events)
         self.hasher()
@@ -104,14 +102,11 @@ class RouterServer:
             raise ConfigError(f"cannot listen on port {config.grpc_port}: choose another --grpc-port") from error
         self.grpc_address = Address(config.host, port)
         await rpc.start()
-        following = [asyncio.create_task(follower.run()) for follower in followers]
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
-            yield self
+            async with beside(*(follower.run() for follower in followers)):
+                yield self
         finally:
-            for task in following:
-                task.cancel()
-            await asyncio.gather(*following, return_exceptions=True)
             server.stop()
             await rpc.stop(config.grace_s)
             await asyncio.wait([serving], timeout=config.grace_s)

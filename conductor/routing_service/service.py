@@ -21,16 +21,15 @@ from tanghulu.conductor.routing.in_flight import InFlightBlocks
 from tanghulu.conductor.routing.overrides import NO_OVERRIDES, RoutingOverrides, RoutingPolicies, restricted
 from tanghulu.conductor.routing.policies.base import Candidate, RequestView, WorkerView
 from tanghulu.conductor.routing.requests import KvChange, WorkerLoad
-from tanghulu.conductor.routing.shortlist import views_of
 from tanghulu.conductor.routing.worker_state import LoadTracker, views
-from tanghulu.conductor.routing.worker_views import WorkerViews
+from tanghulu.conductor.routing.worker_views import WorkerViews, views_of
 from tanghulu.conductor.routing_service.assumed import AssumedBlocks
 from tanghulu.errors import InvalidRequest, NodeUnavailable, Overloaded
 from tanghulu.types import BlockHash, InstanceId, Place, Role
 
 MAX_REQUESTS = 1_000_000
 MAX_WORKERS = 10_000
-UNKNOWN_ROOM = 1 << 40
+UNKNOWN_BLOCKS = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +102,10 @@ class RoutingService:
 
     @property
     def num_requests(self) -> int:
-        """Requests that were added and not freed."""
         return len(self._added)
 
     @property
     def workers(self) -> list[RoutableWorker]:
-        """All workers."""
         return list(self._targets.values())
 
     # --- workers
@@ -153,7 +150,7 @@ class RoutingService:
         One that does not tell how many blocks it has is taken to have room.
         """
         if not load.blocks_total:
-            load = replace(load, blocks_free=UNKNOWN_ROOM)
+            load = replace(load, blocks_free=UNKNOWN_BLOCKS)
         self._target(worker).load.report(load)
 
     def kv_event(self, worker: InstanceId, change: KvChange) -> None:
@@ -172,44 +169,43 @@ class RoutingService:
 
     # --- requests
 
-    def best(self, question: RoutingQuery, now_s: float, request_id: str = "", explain: bool = False) -> Best:
+    def best(self, query: RoutingQuery, now_s: float, request_id: str = "", explain: bool = False) -> Best:
         """Choose the workers for a request; with ``request_id`` it is added there, ``explain`` gives all candidates.
 
         Raises NodeUnavailable if nobody can take it, InvalidRequest for a request id that is in use.
         """
-        policy, request = self._policies.of(question.overrides), self._request(question)
-        hits, coming = self._overlaps(question.hashes, now_s)
-        ranks = policy.ranks and not (question.overrides.prefill or question.overrides.decode)
+        policy, request = self._policies.of(query.overrides), self._request(query)
+        hits, coming = self._overlaps(query.hashes, now_s)
+        ranks = policy.ranks and not (query.overrides.prefill or query.overrides.decode)
         every = with_both_phases(views_of(self._worker_views, frozenset(), ranks, hits, coming))
-        shown = restricted(every, question.overrides)
+        shown = restricted(every, query.overrides)
         decision = policy.choose(request, shown) if shown else None
         if decision is None:
             raise NodeUnavailable("no worker is registered that could take the request")
         chosen = next(view for view in shown if view.id == decision.prefill)
         candidates = decision.candidates if explain else ()
         if request_id:
-            self._add(request_id, question, chosen, self._targets[decision.decode])
+            self._add(request_id, query, chosen, self._targets[decision.decode])
         return Best(decision.prefill, decision.decode, chosen.match_blocks, candidates)
 
-    def best_of(self, targets: Sequence[RoutableWorker], question: RoutingQuery, now_s: float) -> RoutableWorker | None:
+    def best_of(self, targets: Sequence[RoutableWorker], query: RoutingQuery, now_s: float) -> RoutableWorker | None:
         """The best of ``targets``, all of which do both phases, for the whole request; None if there are none."""
-        hits, coming = self._overlaps(question.hashes, now_s)
-        shown = restricted(views(targets, hits, coming), question.overrides)
-        policy = self._policies.of(question.overrides)
-        decision = policy.choose(self._request(question), shown) if shown else None
+        hits, coming = self._overlaps(query.hashes, now_s)
+        shown = restricted(views(targets, hits, coming), query.overrides)
+        policy = self._policies.of(query.overrides)
+        decision = policy.choose(self._request(query), shown) if shown else None
         return self._targets[decision.prefill] if decision is not None else None
 
     def has_request(self, request_id: str) -> bool:
-        """Whether the request was added and not freed."""
         return request_id in self._added
 
     def add_request(
-        self, request_id: str, question: RoutingQuery, prefill: InstanceId, decode: InstanceId, now_s: float
+        self, request_id: str, query: RoutingQuery, prefill: InstanceId, decode: InstanceId, now_s: float
     ) -> None:
         """Add a request that a gateway has routed. Raises InvalidRequest for unknown workers and a used id."""
-        hits, coming = self._overlaps(question.hashes, now_s)
+        hits, coming = self._overlaps(query.hashes, now_s)
         view = views([self._target(prefill)], hits, coming)[0]
-        self._add(request_id, question, view, self._target(decode))
+        self._add(request_id, query, view, self._target(decode))
 
     def prefill_completed(self, request_id: str, now_s: float) -> None:
         """Note the first token of a request; a second call changes nothing. Raises InvalidRequest if it is unknown."""
@@ -247,10 +243,9 @@ class RoutingService:
         hits, coming = self._overlaps(hashes, now_s)
         return {worker: max(hits.get(worker, 0), coming.get(worker, 0)) for worker in hits.keys() | coming.keys()}
 
-    def potential_loads(self, question: RoutingQuery, now_s: float) -> list[PotentialLoad]:
-        """The load that each worker would have with the request."""
-        request = self._request(question)
-        hits, coming = self._overlaps(question.hashes, now_s)
+    def potential_loads(self, query: RoutingQuery, now_s: float) -> list[PotentialLoad]:
+        request = self._request(query)
+        hits, coming = self._overlaps(query.hashes, now_s)
         return [
             PotentialLoad(
                 view.id,
@@ -262,7 +257,6 @@ class RoutingService:
         ]
 
     def check(self) -> None:
-        """Assert that every request is counted at its workers, and that only known workers hold anything."""
         self.index.check()
         self._worker_views.check()
         assert self._worker_views.workers == self.workers
@@ -285,12 +279,10 @@ class RoutingService:
             raise InvalidRequest(f"worker {worker!r} is unknown; there is {', '.join(self._targets) or 'none'}")
         return target
 
-    def _request(self, question: RoutingQuery) -> RequestView:
-        num_tokens = max(1, question.num_tokens, len(question.hashes) * self.block_tokens)
-        named = len(question.hashes)
-        return RequestView(
-            num_tokens, self.block_tokens, self._block_bytes, session=question.session, named_blocks=named
-        )
+    def _request(self, query: RoutingQuery) -> RequestView:
+        num_tokens = max(1, query.num_tokens, len(query.hashes) * self.block_tokens)
+        named = len(query.hashes)
+        return RequestView(num_tokens, self.block_tokens, self._block_bytes, session=query.session, named_blocks=named)
 
     def _overlaps(
         self, hashes: Sequence[BlockHash], now_s: float
@@ -300,15 +292,15 @@ class RoutingService:
                 self.index.apply(event)
         return self.index.match(hashes), self._in_flight.match(hashes)
 
-    def _add(self, request_id: str, question: RoutingQuery, prefill: WorkerView, decode: RoutableWorker) -> None:
+    def _add(self, request_id: str, query: RoutingQuery, prefill: WorkerView, decode: RoutableWorker) -> None:
         if request_id in self._added:
             raise InvalidRequest(f"request {request_id!r} is under way already")
         if len(self._added) >= MAX_REQUESTS:
             raise Overloaded(f"{MAX_REQUESTS} requests are under way; free those that have ended")
-        request, target = self._request(question), self._targets[prefill.id]
+        request, target = self._request(query), self._targets[prefill.id]
         rest_tokens = request.rest_tokens(prefill.match_blocks)
-        self._added[request_id] = _Added(target, decode, question.hashes, request.num_blocks)
-        self._in_flight.begin(request_id, target.id, question.hashes)
+        self._added[request_id] = _Added(target, decode, query.hashes, request.num_blocks)
+        self._in_flight.begin(request_id, target.id, query.hashes)
         target.load.sent(request_id, rest_tokens, request.num_blocks)
         for each in {target, decode}:
             each.num_blocks += request.num_blocks

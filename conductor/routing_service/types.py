@@ -28,7 +28,6 @@ class Hasher:
         self._cache = HashCache()
 
     def hashes(self, tokens: Tokens) -> list[BlockHash]:
-        """Hashes of the full blocks."""
         return self._cache.chain(self.root, tokens, self.block_tokens, self.algorithm)
 
 

@@ -75,7 +75,7 @@ class VllmFollower:
         if self._source.replay:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REPLAY_TIMEOUT_S):
-                    missed = await self._ask(first, number)
+                    missed = await self._replay(first, number)
         begin = number
         while begin - 1 in missed:
             begin -= 1
@@ -85,7 +85,7 @@ class VllmFollower:
         for each in range(begin, number):
             self._read(each, missed[each])
 
-    async def _ask(self, first: int, number: int) -> dict[int, bytes]:
+    async def _replay(self, first: int, number: int) -> dict[int, bytes]:
         socket = self._context.socket(self._dealer)
         missed: dict[int, bytes] = {}
         try:

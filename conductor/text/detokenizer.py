@@ -31,11 +31,9 @@ class Detokenizer(Protocol):
 
     def feed(self, tokens: Sequence[int]) -> str:
         """The text that ``tokens`` complete; may be empty."""
-        ...
 
     def flush(self) -> str:
         """End the sequence; returns the text that is held back, unfinished characters as U+FFFD."""
-        ...
 
 
 def _byte_of_character() -> dict[str, int]:
@@ -82,11 +80,9 @@ class ByteLevelDetokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """The text that ``tokens`` complete."""
         return self._decoder.decode(b"".join(map(self._bytes_of, tokens)))
 
     def flush(self) -> str:
-        """The rest."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -96,28 +92,26 @@ class WindowDetokenizer:
     def __init__(self, tokenizer: Tokenizer, special: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._special = special
-        self._settled: list[int] = []  # the last tokens that gave text, and those of no text in front of them
+        self._emitted: list[int] = []  # the last tokens that gave text, and those of no text in front of them
         self._fresh: list[int] = []  # not yet given out
 
     def feed(self, tokens: Sequence[int]) -> str:
-        """The text that ``tokens`` complete."""
         return self._take(tokens, final=False)
 
     def flush(self) -> str:
-        """The rest."""
         return self._take((), final=True)
 
     def _take(self, tokens: Sequence[int], final: bool) -> str:
         self._fresh.extend(t for t in tokens if t not in self._special)
         if not self._fresh:
             return ""
-        before = self._decode(self._settled)
-        window = self._decode(self._settled + self._fresh)
+        before = self._decode(self._emitted)
+        window = self._decode(self._emitted + self._fresh)
         if len(window) <= len(before) or (not final and (window.endswith(_BROKEN) or self._ends_in_byte())):
             return ""
-        # Where the settled part decodes to nothing alone (a stripped leading space), it stays in the window: the next
+        # Where the emitted part decodes to nothing alone (a stripped leading space), it stays in the window: the next
         # window must begin like this one, or the strip would be done twice.
-        self._settled = self._fresh if before or not self._settled else self._settled + self._fresh
+        self._emitted = self._fresh if before or not self._emitted else self._emitted + self._fresh
         self._fresh = []
         return window[len(before) :]
 
@@ -145,7 +139,6 @@ class DetokenizerFactory:
         self._token_bytes = TokenBytes(tokenizer, self.special) if byte_level else None
 
     def new(self) -> Detokenizer:
-        """A detokenizer for one sequence."""
         if self._token_bytes is not None:
             return ByteLevelDetokenizer(self._token_bytes)
         return WindowDetokenizer(self._tokenizer, self.special)

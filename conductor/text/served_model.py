@@ -2,20 +2,30 @@
 
 Owns text <-> tokens. Built once from the card that a worker describes itself with; immutable afterwards but for
 the hashes of prompts that it remembers.
+
+A chat template is rendered as Hugging Face's apply_chat_template does: sandboxed, with transformers' settings
+(trim_blocks, lstrip_blocks, loop controls, ``tojson`` without HTML escapes, ``raise_exception``, ``strftime_now``), so
+that a template written for it renders alike.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
 from tokenizers import Tokenizer
 
 from tanghulu.conductor.index.hash_cache import HashCache
 from tanghulu.conductor.routing.requests import ModelCard
-from tanghulu.conductor.text.chat_template import ChatTemplate
 from tanghulu.conductor.text.detokenizer import DetokenizerFactory, is_byte_level
 from tanghulu.errors import ContextLengthExceeded, InvalidRequest, ModelUnsupported
 from tanghulu.hashing import Tokens, TokenSequence, as_tokens, root_hash
@@ -23,6 +33,65 @@ from tanghulu.hashing import Tokens, TokenSequence, as_tokens, root_hash
 #: Longer texts are tokenised in a thread: about a microsecond a character would stall everybody's streams.
 INLINE_CHARACTERS = 8192
 _MAX_TOKENIZER_BYTES = 256 << 20
+
+
+class _Generation(jinja2.ext.Extension):
+    """``{% generation %}…{% endgeneration %}`` marks the assistant's text for training; here it is only its body."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class ChatTemplate:
+    """One model's template, compiled once. ``source`` may be empty: then chat is refused."""
+
+    def __init__(self, source: str, bos_token: str, eos_token: str) -> None:
+        self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        try:
+            self._template = _environment().from_string(source) if source else None
+        except jinja2.TemplateError as error:
+            raise ModelUnsupported(f"the model's chat template cannot be compiled: {error}") from error
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """The prompt, the assistant's turn opened. Raises InvalidRequest where the template refuses the messages."""
+        if self._template is None:
+            raise InvalidRequest("this model has no chat template; use /v1/completions")
+        values = {"add_generation_prompt": True, "tools": None, "documents": None, **self._tokens, **variables}
+        try:
+            return self._template.render(messages=list(messages), **values)
+        except (jinja2.TemplateError, TypeError, ValueError, AttributeError, KeyError) as error:
+            raise InvalidRequest(f"the model's chat template refuses these messages: {error}") from error
 
 
 class ServedModel:
@@ -53,7 +122,6 @@ class ServedModel:
         return as_tokens(ids)
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Text of ``tokens``."""
         return self.tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
 
     def render_chat(self, messages: Sequence[dict[str, Any]], **variables: Any) -> str:
@@ -75,13 +143,13 @@ class ServedModel:
         context = self.card.context_length
         if num_prompt_tokens == 0:
             raise InvalidRequest("the prompt is empty: it has no token")
-        room = context - num_prompt_tokens
-        if room < 1:
+        most = context - num_prompt_tokens
+        if most < 1:
             raise ContextLengthExceeded(
                 f"this model's maximum context length is {context} tokens and the prompt has {num_prompt_tokens}; "
                 "shorten it"
             )
-        return room if wanted is None else min(wanted, room)
+        return most if wanted is None else min(wanted, most)
 
     def empty_sequence(self, salt: bytes) -> TokenSequence:
         """The token sequence that this model's and tenant's block hashes grow from."""

@@ -148,7 +148,6 @@ class TokenSequence:
         return fresh
 
     def check(self) -> None:
-        """Assert that the hashes are those of the tokens (recomputes all of them)."""
         assert self.block_hashes == chain_hashes(
             self.root, self._buffer[: self._length], self.block_tokens, self.algorithm
         )

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from tanghulu.auth.credentials import Credentials, from_metadata, read_token
 from tanghulu.auth.tenants import Identity, Right, TokenTable, hash_of, new_token, scope_of, tenant_of
 from tanghulu.auth.tokens import TokensFile, load
-from tanghulu.cli.store_tenants import token as token_command
+from tanghulu.cli.store_admin import token as token_command
 from tanghulu.errors import ConfigError, Forbidden, InvalidRequest, Unauthorized
 from tanghulu.masters import Masters
 from tanghulu.types import MAX_KEY_BYTES

@@ -54,5 +54,5 @@ async def test_the_default_keeps_groups_apart_and_in_the_cache():
     runs = [cached_share("ttft-min", seed) for seed in range(3)]
     shares = [share for share, _ in runs]
     assert min(shares) > 0.73, shares
-    assert sum(num_hand_overs for _, num_hand_overs in runs) < 10, "company costs less than a copy of the prefix"
+    assert sum(num_hand_overs for _, num_hand_overs in runs) < 10, "a larger batch costs less than a copy of the prefix"
     assert cached_share("round-robin", 0)[0] < 0.68

@@ -7,7 +7,15 @@ import pytest
 from click.testing import CliRunner
 
 from tanghulu.errors import ConfigError
-from tanghulu.runtime.config import command, describe, load_toml, option, refuse_unknown_variables, variables_of
+from tanghulu.runtime.config import (
+    check_bounds,
+    command,
+    describe,
+    load_toml,
+    option,
+    refuse_unknown_variables,
+    variables_of,
+)
 from tanghulu.types import Address
 
 
@@ -114,3 +122,30 @@ def test_the_printed_configuration_hides_secrets():
     shown = describe(Config(token="s3cret", master=Address("h", 2)))
     assert shown["token"] == "***"
     assert shown["master"] == "h:2"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounded:
+    connections: int = option(2, "at a time", least=1)
+    grace_s: float = option(0.0, "at the end", least=0)
+    speed_up: float = option(1.0, "times as fast", above=0)
+    free: int = option(-1, "anything")
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"connections": 0}, "--connections is 0; it must be at least 1"),
+        ({"grace_s": -0.5}, "--grace-s is -0.5; it cannot be negative"),
+        ({"speed_up": 0.0}, "--speed-up is 0.0; it must be above 0"),
+        ({"speed_up": float("nan")}, "--speed-up is nan; it must be above 0"),
+    ],
+)
+def test_a_number_outside_the_bounds_of_its_option_names_its_flag(values, message):
+    assert Bounded().free == -1
+    with pytest.raises(ConfigError) as caught:
+        Bounded(**values)
+    assert caught.value.message == message

@@ -125,7 +125,7 @@ class Rig:
         assert isinstance(report, StepReport), report
         return report
 
-    def settle(self) -> None:
+    def run_until_idle(self) -> None:
         """Wait until everything under way has come back to the engine."""
         while self.value("store_pending_blocks") or self.value("blocks_in_use"):
             self.next_report()

@@ -183,11 +183,11 @@ class TestStaging:
         on_gpu = Rig(model, store, runner=runner, port=StagedPort(parts, rings))
         on_cpu = Rig(tiny_model, store)
         text, _ = on_cpu.run("one", PROMPT, 4)
-        on_cpu.settle()
+        on_cpu.run_until_idle()
         assert on_gpu.run("two", PROMPT, 4) == (text, 5 * BLOCK)
         longer = [*PROMPT, *text, *range(10, 40)]
         wanted, _ = on_gpu.run("three", longer, 4)
-        on_gpu.settle()
+        on_gpu.run_until_idle()
         on_cpu.drop()
         got, cached = on_cpu.run("four", longer, 4)
         assert (got, cached) == (wanted, len(longer) // BLOCK * BLOCK)

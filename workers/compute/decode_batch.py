@@ -44,7 +44,6 @@ class DecodeShape(NamedTuple):
 
     @property
     def packed(self) -> tuple[int, int]:
-        """The tensor's shape."""
         return (self.num_sequences, _NUM_FIELDS + self.num_blocks)
 
 

@@ -80,7 +80,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def device_of_rank(first: torch.device, rank: int) -> torch.device:
-    """Where tensor-parallel rank ``rank`` computes if rank 0 does on ``first``; raises ConfigError if there is none."""
+    """The device of tensor-parallel rank ``rank`` if rank 0 has ``first``; raises ConfigError if there is none."""
     if first.type != "cuda":
         return first
     index, count = first.index + rank, torch.cuda.device_count()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import structlog
 import torch
 
-from tanghulu.runtime.clock import Clock, SystemClock
+from tanghulu.runtime.clock import SystemClock
 from tanghulu.workers.compute.cuda_graphs import DecodeGraphs
 from tanghulu.workers.compute.decode_batch import DecodeShape, decode_batch, is_decode, pack_decodes
 from tanghulu.workers.compute.device import upload, wait_for
@@ -45,28 +45,18 @@ class DeviceRunner:
         block_tokens: int,
         num_blocks: int,
         graphs: bool = True,
-        clock: Clock | None = None,
         num_parts: int = 1,
         announce: Callable[[Sequence[SequenceChunk]], None] | None = None,
     ) -> None:
         self.model = model
+        self.vocab, self.max_context = model.config.vocab, model.config.max_context
         self.layout = KvLayout.of(model.config, block_tokens, dtype_name(model.dtype), num_parts)
         self.cache = DeviceKvCache(self.layout, num_blocks, model.device)
         self._announce = announce
-        self._clock = clock or SystemClock()
+        self._clock = SystemClock()
         self._graphs: DecodeGraphs | None = None
         if graphs and model.device.type == "cuda" and num_parts == 1:
             self._graphs = DecodeGraphs(model, self.cache)
-
-    @property
-    def vocab(self) -> int:
-        """Token ids are below this."""
-        return self.model.config.vocab
-
-    @property
-    def max_context(self) -> int:
-        """Tokens that the model was trained to attend to."""
-        return self.model.config.max_context
 
     def run(self, plan: StepPlan) -> Computed:
         """Compute the step and sample. On a GPU ``forward_s`` is the time to launch the kernels."""

@@ -27,11 +27,9 @@ class KvTensors(Protocol):
 
     def row_stride(self) -> int:
         """Rows of ``rows`` from one block to the next."""
-        ...
 
     def row_of(self, layer: int, kv: int) -> int:
         """First row of K (``kv`` 0) or V (1) of ``layer`` inside a block."""
-        ...
 
 
 class KvCache(KvMemory):
@@ -47,11 +45,9 @@ class KvCache(KvMemory):
         self.rows = memory.view(-1, layout.num_kv_heads, layout.head_dim)
 
     def row_stride(self) -> int:
-        """Rows of ``rows`` from one block to the next: parts x layers x 2 x block_tokens."""
         return self.layout.num_parts * self.layout.num_layers * 2 * self.layout.block_tokens
 
     def row_of(self, layer: int, kv: int) -> int:
-        """First row of K (``kv`` 0) or V (1) of ``layer`` inside a block."""
         return self._first_row + (layer * 2 + kv) * self.layout.block_tokens
 
 
@@ -71,9 +67,7 @@ class DeviceKvCache(KvBlocks):
         self.rows = elements.view(-1, layout.num_kv_heads, layout.head_dim)
 
     def row_stride(self) -> int:
-        """Rows of ``rows`` from one block to the next: layers x 2 x block_tokens."""
         return self.layout.num_layers * 2 * self.layout.block_tokens
 
     def row_of(self, layer: int, kv: int) -> int:
-        """First row of K (``kv`` 0) or V (1) of ``layer`` inside a block."""
         return (layer * 2 + kv) * self.layout.block_tokens

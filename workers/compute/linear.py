@@ -2,7 +2,7 @@
 
 A GPU multiplies the weight as it is. Which arithmetic a CPU does fast is decided here, by its `CpuFeatures`. A CPU
 with bfloat16 instructions multiplies bfloat16 as it is. One without emulates it, 5 to 30 times slower than float32
-(docs/workers.md); there activations and sums are float32, and weights lie in memory in the shortest form that loses
+(docs/design/0011); there activations and sums are float32, and weights lie in memory in the shortest form that loses
 nothing:
 
 * *half*: as float16 times a power of two, widened to float32 in the kernel's registers (FBGEMM). Half the bytes to
@@ -62,7 +62,7 @@ class Linear:
         self._scales_inputs = weight.shape[1] < weight.shape[0]
 
     def take_factor(self) -> float:
-        """From now on inputs come multiplied by what this returns: by a norm in front, say, at no cost."""
+        """Return the factor by which the caller must multiply all later inputs, as a norm in front does at no cost."""
         factor, self._factor = self._factor, 1.0
         return factor
 
@@ -98,7 +98,7 @@ def _product(weight: torch.Tensor, cpu: CpuFeatures) -> _Product:
 
 
 def _half(weight: torch.Tensor) -> _Product | None:
-    """By ``weight`` in half form; None if it has more bits than that."""
+    """The product with ``weight`` in half form; None if the weight has more bits than that."""
     largest = float(weight.abs().max())
     if largest == 0 or not math.isfinite(largest):
         return None
@@ -123,7 +123,7 @@ def _direct(operator: torch._ops.OpOverload) -> Callable[..., torch.Tensor]:
 
 
 def compute_dtype(dtype: torch.dtype, device: torch.device = CPU, cpu: CpuFeatures | None = None) -> torch.dtype:
-    """In what a model of ``dtype`` is computed: itself, or float32 where ``cpu`` would emulate that."""
+    """The type in which a model of ``dtype`` is computed: ``dtype``, or float32 where ``cpu`` would emulate it."""
     if device.type != "cpu":
         return dtype
     return dtype if dtype is torch.bfloat16 and (cpu or this_cpu()).native_bfloat16 else torch.float32

@@ -89,7 +89,6 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        """Weights, KV cache and workspace together."""
         return self.weights_bytes + self.kv_bytes + self.workspace_bytes
 
     def require(self, available: int | None) -> None:

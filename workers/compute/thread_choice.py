@@ -89,7 +89,6 @@ class ThreadChoice:
         return size.trial or size.best
 
     def took(self, num_tokens: int, seconds: float) -> None:
-        """Note that the step for which `threads` was asked last took ``seconds``."""
         if num_tokens <= MOST_TOKENS and self._most > 1:
             self._size(num_tokens).took(seconds)
 
@@ -102,7 +101,6 @@ class ThreadChoice:
         return {1 << (bits - 1): size.best for bits, size in sorted(self._sizes.items())}
 
     def check(self) -> None:
-        """Assert that every count is within the bounds."""
         for size in self._sizes.values():
             assert size.best in self._counts
             assert size.trial is None or (size.trial in self._counts and size.trial != size.best)

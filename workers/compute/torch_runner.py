@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tanghulu.runtime.clock import Clock, SystemClock
+from tanghulu.runtime.clock import SystemClock
 from tanghulu.workers.compute.forward_batch import SequenceChunk
 from tanghulu.workers.compute.kv_cache import KvCache
 from tanghulu.workers.compute.lanes import MOST_LANES, LanedForward
@@ -32,29 +32,18 @@ class TorchRunner:
         block_tokens: int,
         kv_capacity_bytes: int,
         cache_buffer: memoryview | bytearray | None = None,
-        clock: Clock | None = None,
         num_parts: int = 1,
         announce: Callable[[Sequence[SequenceChunk]], None] | None = None,
     ) -> None:
         self.model = model
+        self.vocab, self.max_context = model.config.vocab, model.config.max_context
         self.layout = KvLayout.of(model.config, block_tokens, dtype_name(model.dtype), num_parts)
         self._announce = announce
         self.cache = KvCache(self.layout, self.layout.num_blocks_in(kv_capacity_bytes), cache_buffer)
         self._forward = LanedForward(model, self.cache, most_lanes=MOST_LANES if num_parts == 1 else 1)
-        self._clock = clock or SystemClock()
-
-    @property
-    def vocab(self) -> int:
-        """Token ids are below this."""
-        return self.model.config.vocab
-
-    @property
-    def max_context(self) -> int:
-        """Tokens that the model was trained to attend to."""
-        return self.model.config.max_context
+        self._clock = SystemClock()
 
     def run(self, plan: StepPlan) -> Computed:
-        """Forward and sample."""
         started = self._clock.now_s()
         chunks = [chunk_of(run) for run in plan.runs]
         if self._announce is not None:

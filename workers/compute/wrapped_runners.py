@@ -15,7 +15,6 @@ from torch.profiler import profile, supported_activities
 
 from tanghulu.workers.compute.thread_choice import ThreadChoice
 from tanghulu.workers.engine.engine import Computed, ModelRunner
-from tanghulu.workers.engine.kv_layout import KvBlocks, KvLayout
 from tanghulu.workers.engine.step_plan import StepPlan
 
 #: Steps in a trace: some prefills and enough decodes to see their rhythm, in a file of some megabytes.
@@ -29,26 +28,8 @@ class WrappedRunner:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-
-    @property
-    def layout(self) -> KvLayout:
-        """The shape of a block."""
-        return self._runner.layout
-
-    @property
-    def cache(self) -> KvBlocks:
-        """The blocks."""
-        return self._runner.cache
-
-    @property
-    def vocab(self) -> int:
-        """Token ids are below this."""
-        return self._runner.vocab
-
-    @property
-    def max_context(self) -> int:
-        """Tokens that the model was trained to attend to."""
-        return self._runner.max_context
+        self.layout, self.cache = runner.layout, runner.cache
+        self.vocab, self.max_context = runner.vocab, runner.max_context
 
 
 class ThreadedRunner(WrappedRunner):

@@ -1,7 +1,7 @@
 """Who holds which block of the KV cache, and which blocks can be found again by their hash.
 
 Owns numbers only: reference counts, the free list, the prefix cache and its order of eviction. It never sees the
-bytes; whoever allocates a block writes it.
+bytes; the request that allocates a block writes it.
 
 A block is in exactly one of four conditions:
 
@@ -69,7 +69,6 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks on the free list."""
         return len(self._free)
 
     @property
@@ -89,7 +88,6 @@ class BlockPool:
 
     @property
     def num_in_transfer(self) -> int:
-        """Blocks that a transfer is writing."""
         return len(self._in_transfer)
 
     @property
@@ -235,7 +233,6 @@ class BlockPool:
         return events
 
     def check(self) -> None:
-        """Assert that every block is in exactly one condition and that the hash index agrees with the blocks."""
         free, cached = set(self._free), set(self._cached)
         used = {block for block, count in enumerate(self._references) if count > 0}
         assert len(free) == len(self._free), "a block is free twice"

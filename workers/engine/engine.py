@@ -1,7 +1,7 @@
 """The engine: one model, its KV cache and its requests, advanced one step at a time.
 
 `EngineCore` joins the deciding part (`Scheduler`) with the computing part (a `ModelRunner`: model and sampling in
-torch, or the mock). It does no I/O and has no thread: whoever owns it calls `step` in a loop, and all other methods
+torch, or the mock). It does no I/O and has no thread: its owner calls `step` in a loop, and all other methods
 between two steps, from the same thread. What must travel goes through two hooks, which may only note down what to do
 and return at once.
 """
@@ -17,7 +17,7 @@ from tanghulu.runtime.clock import Clock, SystemClock
 from tanghulu.types import BlockHash, RequestId
 from tanghulu.workers.engine.block_pool import DEFAULT_EVICTION, BlockPool
 from tanghulu.workers.engine.kv_layout import KvBlocks, KvLayout
-from tanghulu.workers.engine.requests import EngineFinishReason, EngineRequest, PeerExport
+from tanghulu.workers.engine.requests import EngineRequest, PeerExport
 from tanghulu.workers.engine.scheduler import Scheduler, SchedulerConfig
 from tanghulu.workers.engine.step_plan import CommittedBlock, FetchWanted, KvExport, StepOutcome, StepPlan
 from tanghulu.workers.engine.step_result import RequestOutput, Sampled, StepResult, StepTimings
@@ -36,28 +36,22 @@ class ModelRunner(Protocol):
     """Computes what the scheduler planned, over the paged cache whose memory it owns."""
 
     @property
-    def layout(self) -> KvLayout:
-        """The shape of a block."""
-        ...
+    def layout(self) -> KvLayout: ...
 
     @property
     def cache(self) -> KvBlocks:
         """The blocks; as many as the engine's block pool has."""
-        ...
 
     @property
     def vocab(self) -> int:
         """Token ids are below this."""
-        ...
 
     @property
     def max_context(self) -> int:
         """Tokens of prompt and answer together that the model can attend to."""
-        ...
 
     def run(self, plan: StepPlan) -> Computed:
         """Write the KV of every planned token and sample where the plan says so. Takes as long as it takes."""
-        ...
 
 
 class KvFetcher(Protocol):
@@ -65,11 +59,9 @@ class KvFetcher(Protocol):
 
     def fetch(self, wanted: FetchWanted) -> None:
         """Begin; `EngineCore.fetch_done` must follow exactly once, also after a failure (with 0 blocks)."""
-        ...
 
     def forgo(self, peer: PeerExport) -> None:
         """Tell the export's holder that none of it is needed, so that the holder can release its blocks."""
-        ...
 
 
 class KvSink(Protocol):
@@ -77,19 +69,15 @@ class KvSink(Protocol):
 
     def blocks_committed(self, blocks: Sequence[CommittedBlock]) -> None:
         """Their bytes stay valid during this call; `EngineCore.hold` them to read them later."""
-        ...
 
     def blocks_reused(self, blocks: Sequence[CommittedBlock]) -> None:
         """Requests found cached ``blocks``, whose bytes stay valid during this call."""
-        ...
 
     def blocks_preempted(self, blocks: Sequence[CommittedBlock]) -> None:
         """Requests gave up full ``blocks`` and will fetch them; their bytes are valid during this call only."""
-        ...
 
     def engine_idle(self) -> None:
         """Note that the engine has nothing to compute until something comes from outside."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +91,6 @@ class EngineCoreConfig:
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 32
     max_num_waiting: int = 1024
-    max_context: int | None = None
     eviction: str = DEFAULT_EVICTION
     moves_preempted: bool = False
     debug_checks: bool = False
@@ -132,14 +119,13 @@ class EngineCore:
 
     @property
     def cache(self) -> KvBlocks:
-        """The blocks."""
         return self.runner.cache
 
     def _scheduler_config(self, *, can_fetch: bool) -> SchedulerConfig:
-        config, trained = self.config, self.runner.max_context
+        config = self.config
         return SchedulerConfig(
             block_tokens=config.block_tokens,
-            max_context=min(trained, config.max_context or trained),
+            max_context=self.runner.max_context,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,
             max_num_waiting=config.max_num_waiting,
@@ -166,26 +152,20 @@ class EngineCore:
         """Drop the request without further output; False if the engine does not have it (any more)."""
         return self.scheduler.abort(request_id)
 
-    def fetch_done(
-        self, request_id: RequestId, num_blocks_ok: int, tokens: Sequence[int] = ()
-    ) -> EngineFinishReason | None:
-        """The fetcher is done with a request; see `Scheduler.fetch_done`."""
-        return self.scheduler.fetch_done(request_id, num_blocks_ok, tokens)
+    def fetch_done(self, request_id: RequestId, num_blocks_ok: int) -> None:
+        self.scheduler.fetch_done(request_id, num_blocks_ok)
 
     def release_export(self, request_id: RequestId) -> bool:
         """Give up a handed-over request's blocks; False if there are none."""
         return self.scheduler.held.release_export(request_id)
 
     def export_prefix(self, name: RequestId, hashes: Sequence[BlockHash]) -> KvExport | None:
-        """Hold cached blocks for another worker; see `HeldBlocks.export_prefix`."""
         return self.scheduler.held.export_prefix(name, hashes)
 
     def hold(self, block_ids: Sequence[int]) -> None:
-        """Keep blocks (in use or cached) from being reused while their bytes are read."""
         self.scheduler.held.hold(block_ids)
 
     def unhold(self, block_ids: Sequence[int]) -> None:
-        """End a `hold`."""
         self.scheduler.held.unhold(block_ids)
 
     def drop_cached(self) -> int:
@@ -246,7 +226,6 @@ class EngineCore:
         )
 
     def check(self) -> None:
-        """Assert all invariants of scheduler and pool."""
         self.scheduler.check()
 
     def __repr__(self) -> str:

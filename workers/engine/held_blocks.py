@@ -24,7 +24,6 @@ class HeldBlocks:
 
     @property
     def num_exports(self) -> int:
-        """Exports that were not released yet."""
         return len(self._exports)
 
     def add(self, export: KvExport) -> None:
@@ -41,7 +40,6 @@ class HeldBlocks:
         return export
 
     def export(self, name: RequestId) -> KvExport | None:
-        """The export of that name."""
         return self._exports.get(name)
 
     def release_export(self, name: RequestId) -> bool:
@@ -58,7 +56,6 @@ class HeldBlocks:
         self._held.update(block_ids)
 
     def unhold(self, block_ids: Sequence[int]) -> None:
-        """End a `hold`."""
         self._held.subtract(block_ids)
         self._pool.release(block_ids, used=False)
 

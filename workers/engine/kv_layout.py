@@ -50,12 +50,10 @@ class KvLayout:
 
     @property
     def part_bytes(self) -> int:
-        """Bytes of one part of a block."""
         return self.num_layers * self.layer_bytes
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block, all its parts."""
         return self.num_parts * self.part_bytes
 
     def num_blocks_in(self, capacity_bytes: int) -> int:
@@ -70,7 +68,7 @@ class KvLayout:
 
 
 class KvBlocks:
-    """The cache as the engine knows it: so many blocks of that layout, wherever their bytes are."""
+    """The cache as the engine knows it: ``num_blocks`` blocks of ``layout``, in main memory or on a device."""
 
     def __init__(self, layout: KvLayout, num_blocks: int) -> None:
         self.layout = layout

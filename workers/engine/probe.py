@@ -10,10 +10,9 @@ import asyncio
 import itertools
 from collections.abc import Callable
 
-from tanghulu.errors import DeadlineExceeded, TanghuluError
+from tanghulu.errors import DeadlineExceeded
 from tanghulu.runtime.clock import Clock
 from tanghulu.types import RequestId
-from tanghulu.workers.engine.engine import EngineCore
 from tanghulu.workers.engine.requests import EngineRequest
 from tanghulu.workers.engine.thread import EngineThread, StepReport
 
@@ -33,23 +32,15 @@ class EngineProbe:
 
     async def run(self, deadline_s: float) -> float:
         """Return the seconds until the token came; raises DeadlineExceeded, or why the engine refused the request."""
-        loop = asyncio.get_running_loop()
         name, started_s = RequestId(f"probe-{next(self._numbers)}"), self._clock.now_s()
-        request, done = self._make(name), loop.create_future()
+        request, done = self._make(name), asyncio.get_running_loop().create_future()
         self._waiting[name] = done
-
-        def add(core: EngineCore) -> None:
-            try:
-                core.add(request)
-            except TanghuluError as error:
-                loop.call_soon_threadsafe(_fail, done, error)
-
-        self._engine.post(add)
         try:
             async with asyncio.timeout(deadline_s):
+                await self._engine.call(lambda core: core.add(request))
                 await done
         except TimeoutError:
-            self._engine.post(lambda core: _abort(core, name))
+            self._engine.post(lambda core: core.abort(name))
             raise DeadlineExceeded(f"the engine computed no token within {deadline_s:g} s") from None
         finally:
             del self._waiting[name]
@@ -63,12 +54,3 @@ class EngineProbe:
             done = self._waiting.get(output.request_id)
             if done is not None and not done.done():
                 done.set_result(None)
-
-
-def _fail(done: asyncio.Future[None], error: TanghuluError) -> None:
-    if not done.done():
-        done.set_exception(error)
-
-
-def _abort(core: EngineCore, name: RequestId) -> None:
-    core.abort(name)

@@ -207,7 +207,6 @@ class EngineRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and generated tokens."""
         return len(self.sequence)
 
     @property
@@ -241,7 +240,6 @@ class EngineRequest:
         return EngineFinishReason.HANDED_OVER if self.hold_kv else None
 
     def check(self, block_tokens: int) -> None:
-        """Assert that the figures fit the state."""
         if self.state in (EngineRequestState.WAITING, EngineRequestState.PREEMPTED):
             assert not self.block_ids
             assert self.num_computed == 0

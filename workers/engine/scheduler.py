@@ -2,8 +2,8 @@
 
 There is no prefill phase and no decode phase. Every request has tokens whose KV is not computed yet: many at
 first (prefill), one from then on (decode). A step takes, within ``max_num_batched_tokens``, first one token of
-everybody who decodes, then runs of prompts in order of arrival, then admits waiting requests; whoever reaches
-its last token samples the next. (Chunked prefill: Sarathi-Serve, https://arxiv.org/abs/2403.02310.)
+everybody who decodes, then runs of prompts in order of arrival, then admits waiting requests; a request that
+reaches its last token samples the next. (Chunked prefill: Sarathi-Serve, https://arxiv.org/abs/2403.02310.)
 
 Worked example, budget 8, blocks of 4. A decodes; B waits with 10 tokens, C with 3. Step 1: A 1 token, B its
 first 7. Step 2: A 1, B its last 3 and samples, C 3 and samples. Step 3: A, B, C one each.
@@ -115,14 +115,8 @@ class Scheduler:
         self._drop(request)
         return True
 
-    def fetch_done(
-        self, request_id: RequestId, num_blocks_ok: int, tokens: Sequence[int] = ()
-    ) -> EngineFinishReason | None:
-        """The transfer of the request's FetchWanted is over; the first ``num_blocks_ok`` blocks hold their KV.
-
-        ``tokens`` are what the peer sampled meanwhile (a decode worker may begin to pull before the prefill has
-        ended); they count as generated. Returns why the request ended, if they ended it.
-        """
+    def fetch_done(self, request_id: RequestId, num_blocks_ok: int) -> None:
+        """The transfer of the request's FetchWanted is over; the first ``num_blocks_ok`` blocks hold their KV."""
         wanted = self._fetches.pop(request_id)
         request = self._requests[request_id]
         assert 0 <= num_blocks_ok <= len(wanted.block_ids)
@@ -130,19 +124,12 @@ class Scheduler:
         request.on(EngineRequestEvent.FETCHED)
         if request.state is EngineRequestState.ABORTED:
             self._drop(request)
-            return None
+            return
         insort(self._running, request, key=_order)
         request.peer = None
-        if num_blocks_ok < len(wanted.block_ids):
-            request.fetch_blocks = 0
-        return self._take_fetched(request, wanted, num_blocks_ok, tokens)
-
-    def _take_fetched(
-        self, request: EngineRequest, wanted: FetchWanted, num_blocks_ok: int, tokens: Sequence[int]
-    ) -> EngineFinishReason | None:
-        request.sequence.append(tokens)
         covered = wanted.num_tokens
         if num_blocks_ok < len(wanted.block_ids):
+            request.fetch_blocks = 0
             covered = (wanted.first_block + num_blocks_ok) * self.config.block_tokens
         # The last token is computed here in any case: its logits are what the next token is drawn from.
         computed = min(covered, request.num_tokens - 1)
@@ -150,10 +137,6 @@ class Scheduler:
             request.num_fetched_tokens = computed - request.num_computed
         request.num_computed = computed
         self._commit_full_blocks(request)
-        reason = request.finish_reason(self.max_tokens) if tokens else None
-        if reason is not None:
-            self._finish(request, reason)
-        return reason
 
     def step_done(self, tokens: Sequence[int]) -> StepOutcome:
         """The plan is computed; ``tokens`` are the samples of its runs that sample, in order."""
@@ -326,7 +309,6 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Requests that compute."""
         return len(self._running)
 
     @property
@@ -345,11 +327,9 @@ class Scheduler:
         return bool(self._running or self._waiting)
 
     def request(self, request_id: RequestId) -> EngineRequest | None:
-        """The live request, to be read only; its blocks are a hand-over's before the prefill has ended."""
         return self._requests.get(request_id)
 
     def check(self) -> None:
-        """Assert that requests, queues, transfers and block references tell one story."""
         self.pool.check()
         live = self._requests.values()
         fetching = {request.request_id for request in live if request.state in _WITH_TRANSFER}

@@ -1,4 +1,4 @@
-"""How fast this worker is, from what it did lately: tokens over seconds, the past fading. Pure.
+"""The speed of this worker, from its steps and transfers: tokens or bytes over seconds, the past fading. Pure.
 
 The engine's thread owns it. Only steps of many tokens say how fast prefill is: a prompt of 37 tokens takes about as
 long as one of 5, because reading the weights dominates, and 84 tokens/s would be a wrong promise for the next 2,000.
@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from tanghulu.workers.engine.step_model import NO_WORK, StepCosts, StepModel, StepWork
 
 _FADE = 0.8  # of what was known before, at each new observation
-_PREFILL_TOKENS = 128  # steps of at least so many tokens count as prefill
+_PREFILL_TOKENS = 128  # steps of at least this many tokens count as prefill
 #: From other workers, until something was read: that this worker can at all is worth knowing.
 ASSUMED_PEER_BYTES_PER_S = 1e9
 #: Peers whose reads are counted between two reports.
 MAX_READ_PEERS = 32
 #: Tokens of a step at most, where nothing is said.
 DEFAULT_STEP_TOKENS = 512
-_DECODE_TOKENS = 32  # steps of at most so many, one a sequence, as decode
+_DECODE_TOKENS = 32  # steps of at most this many tokens, one a sequence, count as decode
 
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Measured lately; 0 while unknown, but for ``peer_bytes_per_s``."""
+    """The measured speeds; 0 while unknown, but for ``peer_bytes_per_s``."""
 
     prefill_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0
@@ -95,7 +95,6 @@ class SpeedMeter:
 
     @property
     def speeds(self) -> Speeds:
-        """The speeds as they are known now."""
         steps_per_s = self._decode.per_s
         peer_bytes_per_s = (self._peer.per_s or ASSUMED_PEER_BYTES_PER_S) if self._reads_peers else 0.0
         step_s = 1 / steps_per_s if steps_per_s else 0.0

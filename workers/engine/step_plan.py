@@ -56,12 +56,10 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the step computes."""
         return sum(run.num_tokens for run in self.runs)
 
     @property
     def work(self) -> StepWork:
-        """What the step computes, as its duration depends on it."""
         tokens = pairs = sequences = context = 0
         for run in self.runs:
             if run.num_tokens == 1 and run.samples:
@@ -85,7 +83,6 @@ class StepDraft:
     displaced: list[CommittedBlock] = field(default_factory=list)
 
     def plan(self) -> StepPlan:
-        """Return the finished plan."""
         return StepPlan(
             runs=tuple(self.runs),
             preempted=tuple(self.preempted),

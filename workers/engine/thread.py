@@ -6,13 +6,16 @@ something) one report leaves. The event loop of the process is never blocked by 
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import structlog
 
+from tanghulu.errors import TanghuluError
 from tanghulu.types import RequestId
 from tanghulu.workers.engine.engine import EngineCore
 from tanghulu.workers.engine.requests import EngineFinishReason
@@ -22,7 +25,8 @@ from tanghulu.workers.engine.step_result import StepResult
 
 _log = structlog.get_logger(__name__)
 
-Command = Callable[[EngineCore], None]
+Command = Callable[[EngineCore], object]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,20 @@ class EngineThread:
         with self._wake:
             self._commands.append(command)
             self._wake.notify()
+
+    async def call(self, command: Callable[[EngineCore], T]) -> T:
+        """Run ``command`` between two steps; returns its result, or raises its typed error, in the event loop."""
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[T] = loop.create_future()
+
+        def run(core: EngineCore) -> None:
+            try:
+                loop.call_soon_threadsafe(result.set_result, command(core))
+            except TanghuluError as error:
+                loop.call_soon_threadsafe(result.set_exception, error)
+
+        self.post(run)
+        return await asyncio.shield(result)
 
     def stop(self) -> None:
         """End after the step under way; commands that came before are run."""

@@ -45,11 +45,9 @@ class KvStore(Protocol):
 
     def load(self, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
         """Fill ``buffers`` with the blocks of ``hashes``; returns how many leading ones arrived whole."""
-        ...
 
     def save(self, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
         """Keep the blocks; returns how many are in the store now. ``buffers`` are not needed afterwards."""
-        ...
 
 
 class KvPeers(Protocol):
@@ -60,15 +58,12 @@ class KvPeers(Protocol):
 
         The export is held for more until `release`.
         """
-        ...
 
     def read_prefix(self, holder: PeerPrefix, hashes: Sequence[BlockHash], buffers: Sequence[memoryview]) -> int:
         """Fill ``buffers`` with cached blocks of another worker; returns how many leading ones arrived whole."""
-        ...
 
     def release(self, peer: PeerExport, bytes_read: int = 0) -> None:
         """Tell the export's holder that this worker will not read (more of) it."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,14 +122,12 @@ class KvConnector:
     # --- in the engine's thread
 
     def fetch(self, wanted: FetchWanted) -> None:
-        """Begin to load; `EngineCore.fetch_done` follows."""
         if wanted.peer is None and wanted.holder is None and not self._store_answers:
             self._done(wanted, 0)
             return
         self._fetchers.submit(self._fetch, wanted)
 
     def forgo(self, peer: PeerExport) -> None:
-        """Tell the export's holder that this worker will not read it, so its blocks are released at once."""
         self._fetchers.submit(self._forgo, peer)
 
     def blocks_committed(self, blocks: Sequence[CommittedBlock]) -> None:
@@ -153,7 +146,7 @@ class KvConnector:
         The step that follows may overwrite the blocks, so their bytes are copied: a block of 1.5 MB in about 0.2 ms.
         """
         missing = [block for block in blocks if block.block_hash not in self._written]
-        taken = missing[: self._room] if self._store_answers else []
+        taken = missing[: self._num_writable] if self._store_answers else []
         for name, count in ("there", len(blocks) - len(missing)), ("store", len(taken)):
             self._metrics.preempted_blocks.labels(name).inc(count)
         self._metrics.preempted_blocks.labels("dropped").inc(len(missing) - len(taken))
@@ -183,7 +176,7 @@ class KvConnector:
         blocks = [block for block in blocks if self._core.scheduler.pool.block_of(block.block_hash) == block.block_id]
         if not blocks:
             return
-        if self._paused or len(blocks) > self._room:
+        if self._paused or len(blocks) > self._num_writable:
             self._metrics.store_skipped.inc(len(blocks))
             return
         block_ids, hashes = [block.block_id for block in blocks], [block.block_hash for block in blocks]
@@ -191,11 +184,11 @@ class KvConnector:
         self._write(hashes, lambda store: self._drain(store, hashes, block_ids), block_ids)
 
     def _drain(self, store: KvStore, hashes: list[BlockHash], block_ids: list[int]) -> int:
-        """In the writer's thread."""
+        """Save the blocks; called in the writer's thread."""
         return self._port.drain(block_ids, lambda at, buffers: store.save(hashes[at : at + len(buffers)], buffers))
 
     @property
-    def _room(self) -> int:
+    def _num_writable(self) -> int:
         """Blocks that may still be sent on their way."""
         return self._config.max_pending_bytes // self._layout.block_bytes - self._pending_blocks
 
@@ -253,7 +246,7 @@ class KvConnector:
             yield "store", len(hashes), lambda at, buffers: store.load(hashes[at : at + len(buffers)], buffers)
 
     def _fetch_from(self, source: str, wanted: FetchWanted, numbers: range, read: Move) -> int:
-        """How many leading ones of the wanted blocks of these ``numbers`` the ``source`` gave; 0 if it failed."""
+        """Fetch the wanted blocks of these ``numbers``; returns how many leading ones arrived, 0 after a failure."""
         started_s, first = time.monotonic(), numbers.start
         blocks = wanted.block_ids[first : numbers.stop]
         try:
@@ -293,7 +286,7 @@ class KvConnector:
             self._paused_until_s = time.monotonic() + self._config.pause_after_failure_s
 
     def _done(self, wanted: FetchWanted, num_ok: int) -> None:
-        self._post(lambda core: _fetch_done(core, wanted, num_ok))
+        self._post(lambda core: core.fetch_done(wanted.request_id, num_ok))
 
     def _save(self, hashes: list[BlockHash], save: Callable[[KvStore], int], held: list[int]) -> None:
         assert self._store is not None
@@ -315,7 +308,3 @@ class KvConnector:
         self._count_pending(-num_blocks)
         for block_hash in lost:
             self._written.pop(block_hash, None)
-
-
-def _fetch_done(core: EngineCore, wanted: FetchWanted, num_ok: int) -> None:
-    core.fetch_done(wanted.request_id, num_ok)

@@ -108,7 +108,7 @@ class ExportTable:
         if export is None:
             return []
         export.on(ExportEvent.RELEASE)
-        return self._settle(export)
+        return self._drop_if_free(export)
 
     def lease_freed(self, lease_id: LeaseId) -> list[RequestId]:
         """Note that the lease has ended: its reader can read nothing more under it."""
@@ -119,21 +119,20 @@ class ExportTable:
         if export.leases:
             return []
         export.on(ExportEvent.READERS_GONE)
-        return self._settle(export)
+        return self._drop_if_free(export)
 
     def expire(self, now_s: float) -> list[RequestId]:
         """Release the exports that no worker asked for in time."""
         late = [e for e in self._exports.values() if e.expires_at_s <= now_s and e.state is not ExportState.CLOSING]
         return [request_id for export in late for request_id in self.release(export.export_id)]
 
-    def _settle(self, export: Export) -> list[RequestId]:
+    def _drop_if_free(self, export: Export) -> list[RequestId]:
         if export.state is not ExportState.FREE:
             return []
         del self._exports[export.export_id]
         return [export.request_id]
 
     def check(self) -> None:
-        """Assert that leases and exports tell one story."""
         held = {lease for export in self._exports.values() for lease in export.leases}
         assert held == self._by_lease.keys()
         for export in self._exports.values():

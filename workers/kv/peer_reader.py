@@ -37,6 +37,8 @@ _log = structlog.get_logger(__name__)
 
 #: A cached prefix that takes longer than this to come is computed, or loaded from the store, instead.
 PREFIX_DEADLINE_S = 5.0
+#: Of every other call and read.
+DEADLINE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +56,15 @@ class _Arrived(NamedTuple):
 
 
 class PeerReader:
-    """Connections to other workers and the reads over them; at most ``deadline_s`` a read.
+    """Connections to other workers and the reads over them.
 
     Only KV of ``fingerprint`` is read: peers refuse what is of another model, type or tensor-parallel split.
     """
 
-    def __init__(
-        self, engine: TransferEngine, client_id: str, fingerprint: Fingerprint, deadline_s: float = 10.0
-    ) -> None:
+    def __init__(self, engine: TransferEngine, client_id: str, fingerprint: Fingerprint) -> None:
         self._engine = engine
         self._client_id = client_id
         self._fingerprint = fingerprint
-        self._deadline_s = deadline_s
         self._lock = threading.Lock()
         self._peers: dict[str, _Peer] = {}
 
@@ -83,7 +82,7 @@ class PeerReader:
                 export_id=int(peer.export_id), first_block=first_block + at, fingerprint=self._fingerprint
             )
             with self._dropped_if_gone(peer.instance):
-                return self._copy(opened, EXPORT_PIN.call(request), buffers[at:], self._deadline_s)
+                return self._copy(opened, EXPORT_PIN.call(request), buffers[at:], DEADLINE_S)
 
         return _in_turns(read, len(buffers))
 
@@ -132,7 +131,6 @@ class PeerReader:
             raise
 
     def release(self, peer: PeerExport, bytes_read: int = 0) -> None:
-        """Say that nothing (more) of the export will be read. Raises NodeUnavailable or DeadlineExceeded."""
         with self._dropped_if_gone(peer.instance):
             self._release(self._open(peer.instance), int(peer.export_id), bytes_read)
 
@@ -161,7 +159,7 @@ class PeerReader:
         """Tell the peer that its blocks are free; it would find out by its own time limit too."""
         request = session_pb2.ExportReleaseRequest(export_id=export_id, bytes_read=bytes_read)
         try:
-            opened.connection.call(EXPORT_RELEASE.number, request, EXPORT_RELEASE.reply, deadline_s=self._deadline_s)
+            opened.connection.call(EXPORT_RELEASE.number, request, EXPORT_RELEASE.reply, deadline_s=DEADLINE_S)
         except TanghuluError as error:
             _log.warning("export.release_failed", export=export_id, error=error.message)
 
@@ -187,7 +185,7 @@ class PeerReader:
             host_id=host_id(),
             wants_shm=True,
         )
-        reply = connection.call(HELLO.number, hello, HELLO.reply, deadline_s=self._deadline_s)
+        reply = connection.call(HELLO.number, hello, HELLO.reply, deadline_s=DEADLINE_S)
         segment = self._engine.open_segment(from_proto(reply.message.segment), reply.message.session_id)
         return _Peer(connection, segment)
 
@@ -199,7 +197,6 @@ class PeerReader:
             peer.segment.close()
 
     def close(self) -> None:
-        """Hang up on all peers."""
         for instance in list(self._peers):
             self._drop(instance)
 

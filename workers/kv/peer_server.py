@@ -54,11 +54,9 @@ class KvHolder(Protocol):
 
     async def export_prefix(self, name: RequestId, hashes: Sequence[BlockHash]) -> KvExport | None:
         """Hold the cached blocks of the longest leading run of ``hashes`` as ``name``; None if none is cached."""
-        ...
 
     def give_back(self, name: RequestId) -> None:
         """Release the blocks that were exported under ``name``: no other worker needs them any more."""
-        ...
 
 
 class PeerServer:

@@ -34,14 +34,12 @@ class BlockPort(Protocol):
 
         Those are in place when this returns; the others hold what they held. Raises what ``move`` raises.
         """
-        ...
 
     def drain(self, block_ids: Sequence[int], move: Move) -> int:
         """Let ``move`` read the blocks, in order and perhaps some at a time; returns how many leading ones it did.
 
         Nothing reads them when this returns. Raises what ``move`` raises.
         """
-        ...
 
 
 class ExportWindow(Protocol):
@@ -52,19 +50,15 @@ class ExportWindow(Protocol):
 
         Raises Overloaded when there is no room for any.
         """
-        ...
 
     def show(self, block_ids: Sequence[int], offsets: Sequence[int]) -> list[memoryview]:
         """Bring the blocks to their ``offsets``; returns what is there. May block: not for an event loop."""
-        ...
 
     def give_back(self, offset: int) -> None:
         """Note that no worker reads at ``offset`` any more; call it once for each time that `take` gave it."""
-        ...
 
     def leave(self, offsets: Sequence[int]) -> None:
         """Give back ``offsets`` of `take` that will be neither shown nor read."""
-        ...
 
 
 class KvPorts(NamedTuple):
@@ -81,19 +75,15 @@ class HostBlocks:
         self._memory = memory
 
     def fill(self, block_ids: Sequence[int], move: Move) -> int:
-        """Let ``move`` have all blocks at once, in place."""
         return move(0, self._views(block_ids))
 
     def drain(self, block_ids: Sequence[int], move: Move) -> int:
-        """Let ``move`` have all blocks at once, in place."""
         return move(0, self._views(block_ids))
 
     def take(self, block_ids: Sequence[int]) -> list[int]:
-        """Return where the blocks are."""
         return [self._memory.block_offset(block) for block in block_ids]
 
     def show(self, block_ids: Sequence[int], offsets: Sequence[int]) -> list[memoryview]:
-        """Return the blocks themselves."""
         return self._views(block_ids)
 
     def give_back(self, offset: int) -> None:

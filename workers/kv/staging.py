@@ -109,7 +109,7 @@ class _Passage:
         self.num_moved = 0
 
     def copies(self, event: StagingEvent, piece: Piece) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield (to, from) of the device's copies for ``piece``."""
+        """Yield the (target, source) pairs of the device's copies for ``piece``."""
         index = piece.request_index
         unwanted = self._ended if event is StagingEvent.FILL else index >= self.num_moved
         if event is not self._copying or unwanted:
@@ -168,7 +168,6 @@ class SlotTable:
 
     @property
     def num_free(self) -> int:
-        """Slots that can be taken."""
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
@@ -187,7 +186,6 @@ class SlotTable:
             self._free.append(slot)
 
     def check(self) -> None:
-        """Assert that the free list and the states tell one story."""
         free = {slot for slot, state in enumerate(self._states) if state is WindowSlotState.FREE}
         assert free == set(self._free)
         assert len(free) == len(self._free)
@@ -273,7 +271,6 @@ class DeviceStaging:
         return KvPorts(StagedPort(blocks, rings), StagedWindow(blocks, segment, copiers[0]))
 
     def close(self) -> None:
-        """Unpin the segment."""
         if self._unpin is not None:
             torch.cuda.synchronize(self._device)  # a copy for a reader that is gone may still be under way
             self._unpin()

@@ -71,7 +71,6 @@ class StoreAdapter:
             return self._client
 
     def close(self) -> None:
-        """Close the client, if it was opened."""
         with self._lock:
             if self._client is not None:
                 self._client.close()

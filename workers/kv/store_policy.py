@@ -42,19 +42,15 @@ class StorePolicy(Protocol):
     @property
     def num_deferred(self) -> int:
         """Blocks that wait for `idle`."""
-        ...
 
     def committed(self, blocks: Iterable[CommittedBlock]) -> list[WorthKeeping]:
         """Hear of blocks that were computed and can be matched from now on."""
-        ...
 
     def reused(self, blocks: Iterable[CommittedBlock]) -> list[WorthKeeping]:
         """Hear of blocks that a request found in the worker's cache."""
-        ...
 
     def idle(self, max_blocks: int) -> list[WorthKeeping]:
         """Return up to ``max_blocks`` deferred blocks, because the engine has nothing to do."""
-        ...
 
 
 class WriteAll:
@@ -64,7 +60,6 @@ class WriteAll:
     num_deferred = 0
 
     def committed(self, blocks: Iterable[CommittedBlock]) -> list[WorthKeeping]:
-        """Write all of them."""
         return [WorthKeeping(block.block_id, block.block_hash) for block in blocks]
 
     def reused(self, blocks: Iterable[CommittedBlock]) -> list[WorthKeeping]:
@@ -80,7 +75,6 @@ class WriteNone(WriteAll):
     """The policy *none*."""
 
     def committed(self, blocks: Iterable[CommittedBlock]) -> list[WorthKeeping]:
-        """Write nothing."""
         return []
 
 
@@ -96,11 +90,9 @@ class WriteAgain:
 
     @property
     def num_deferred(self) -> int:
-        """Blocks that wait for `idle`."""
         return len(self._deferred)
 
     def committed(self, blocks: Iterable[CommittedBlock]) -> list[WorthKeeping]:
-        """Write blocks that were computed before; defer the others."""
         found = []
         for block in blocks:
             if self._is_second(block.block_hash, again=True):
@@ -150,7 +142,6 @@ class WriteAgain:
             self.num_dropped += 1
 
     def check(self) -> None:
-        """Assert the bounds, and that nothing waits that was given out."""
         assert len(self._seen) <= self._max_remembered
         assert len(self._deferred) <= self._max_deferred
         assert not any(self._seen.get(block_hash, False) for block_hash in self._deferred)

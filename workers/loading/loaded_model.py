@@ -37,12 +37,9 @@ class KvStaging(Protocol):
     @property
     def segment_bytes(self) -> int:
         """Bytes of the segment that is offered to other workers."""
-        ...
 
     def open(self, runner: ModelRunner, ranks: RankProcesses | None, segment: memoryview) -> KvPorts:
         """Make the ports of the runner's cache and the ranks'; other workers read ``segment``."""
-        ...
 
     def close(self) -> None:
         """Release what `open` took; call it before the segment is closed."""
-        ...

@@ -30,7 +30,6 @@ class MockTiming:
     speedup: float = 1.0
 
     def step_seconds(self, plan: StepPlan) -> float:
-        """Return how long the step takes."""
         return (self.step_s + sum(map(self._run_seconds, plan.runs))) / self.speedup
 
     def _run_seconds(self, run: ScheduledRun) -> float:

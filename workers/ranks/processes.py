@@ -104,7 +104,6 @@ class RankProcesses:
         return [connection.recv() for connection in self._connections]
 
     def send(self, chunks: Sequence[object]) -> None:
-        """Send the token runs of a step, which the ranks compute along with the caller."""
         data = pickle.dumps(chunks, protocol=pickle.HIGHEST_PROTOCOL)
         for connection in self._connections:
             connection.send_bytes(data)

@@ -15,6 +15,7 @@ import structlog
 
 from tanghulu.errors import NodeUnavailable, TanghuluError
 from tanghulu.protos import session_pb2
+from tanghulu.runtime.tasks import cancelled
 from tanghulu.types import BlockHash, InstanceId, RequestId
 from tanghulu.workers.engine.block_pool import KvEvent
 from tanghulu.workers.engine.engine import EngineCore
@@ -41,7 +42,6 @@ class ConductorSession:
     conductor_id: str
     outbox: asyncio.Queue[session_pb2.FromWorker | None]
     requests: set[RequestId] = field(default_factory=set)
-    welcomed: bool = False
 
 
 class SessionHub:
@@ -81,8 +81,7 @@ class SessionHub:
             while (message := await session.outbox.get()) is not None:
                 yield message
         finally:
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
+            await cancelled(reading)
             self._leave(session)
 
     async def _read(self, session: ConductorSession, requests: AsyncIterator[session_pb2.ToWorker]) -> None:
@@ -138,7 +137,7 @@ class SessionHub:
 
     def _abort(self, request_id: RequestId) -> None:
         self._forget(request_id)
-        self._engine.post(lambda core: _abort(core, request_id))  # False: it has ended, its report is on its way
+        self._engine.post(lambda core: core.abort(request_id))  # False: it has ended, its report is on its way
 
     def _forget(self, request_id: RequestId) -> None:
         owner = self._owners.pop(request_id, None)
@@ -227,10 +226,5 @@ class SessionHub:
         self._draining = True
 
     def close(self) -> None:
-        """End every session."""
         for session in list(self._sessions):
             self._end(session)
-
-
-def _abort(core: EngineCore, request_id: RequestId) -> None:
-    core.abort(request_id)

@@ -2,20 +2,27 @@
 
 Of byte-level BPE, GGUF keeps tokens, merges and token types, but of the pre-tokenizer only a name
 (``tokenizer.ggml.pre``). The splits behind the names are those of the models' own tokenizer.json; an unknown name is
-refused, because a wrong split yields plausible but different tokens. SentencePiece: `gguf_sentencepiece`.
+refused, because a wrong split yields plausible but different tokens.
+
+Of SentencePiece (Llama 2, Mistral), GGUF keeps pieces with scores. SentencePiece's BPE joins, of all neighbours whose
+join is a piece, those whose piece has the highest score, until none is left. `tokenizers` joins by a list of merges, so
+the list is made of the pieces: every way to cut a piece into two pieces is a merge, ordered by the piece's score.
+Example: with the pieces ``l``, ``o``, ``w``, ``lo`` (-1) and ``low`` (-2) the merges are (l, o) and then (lo, w).
+
+A text's spaces become U+2581, and one is put in front of the text and behind every special token, as llama.cpp does
+with these files. Characters that are no piece become their UTF-8 bytes, where the vocabulary has byte pieces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from tanghulu.errors import ModelUnsupported
-from tanghulu.workers.weights.gguf_sentencepiece import build_sentencepiece
 
-_CONTROL, _USER_DEFINED = 3, 4
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -27,6 +34,7 @@ _TEKKEN_SPLIT = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_SPACE = "\u2581"
 
 
 def _gpt2() -> Any:
@@ -113,3 +121,46 @@ def _add_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> No
             plain.append(AddedToken(token, special=False, normalized=False))
     tokenizer.add_special_tokens(special)
     tokenizer.add_tokens(plain)
+
+
+def build_sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
+    """Build the tokenizer of ``tokenizer.ggml.model`` *llama*, without added tokens and BOS.
+
+    Raises ModelUnsupported if the pieces come without scores or types.
+    """
+    pieces: list[str] = metadata["tokenizer.ggml.tokens"]
+    scores, types = (metadata.get(f"tokenizer.ggml.{name}", ()) for name in ("scores", "token_type"))
+    if not len(pieces) == len(scores) == len(types):
+        raise ModelUnsupported(
+            f"a GGUF vocabulary of SentencePiece needs a score and a type for each of its {len(pieces)} pieces; "
+            f"there are {len(scores)} scores and {len(types)} types"
+        )
+    unknown = next((piece for piece, kind in zip(pieces, types, strict=True) if kind == _UNKNOWN), None)
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    merges = _merges(pieces, scores, types)
+    tokenizer = Tokenizer(
+        models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=_BYTE in types)
+    )
+    prefixed = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    steps = [normalizers.Replace(" ", _SPACE)]
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), *steps] if prefixed else steps)
+    tokenizer.decoder = _decoder(prefixed)
+    return tokenizer
+
+
+def _merges(pieces: Sequence[str], scores: Sequence[float], types: Sequence[int]) -> list[tuple[str, str]]:
+    """Every cut of a piece into two, the piece of the highest score first; of equal ones the one of the lowest id."""
+    joinable = {piece for piece, kind in zip(pieces, types, strict=True) if kind in (_NORMAL, _USER_DEFINED)}
+    order = sorted(range(len(pieces)), key=lambda index: -scores[index])
+    return [
+        (piece[:cut], piece[cut:])
+        for piece in (pieces[index] for index in order)
+        if piece in joinable
+        for cut in range(1, len(piece))
+        if piece[:cut] in joinable and piece[cut:] in joinable
+    ]
+
+
+def _decoder(prefixed: bool) -> Any:
+    parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    return decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if prefixed else parts)

@@ -28,17 +28,14 @@ class SafetensorsDir:
             self._file_of.update(dict.fromkeys(opened.keys(), opened))
 
     def has(self, name: str) -> bool:
-        """Whether the checkpoint has a tensor of this name."""
         return name in self._file_of
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The tensor in the file's dtype; raises ModelUnsupported that names it when it is missing."""
         if name not in self._file_of:
             raise ModelUnsupported(f"the checkpoint has no tensor {name!r}")
         tensor: torch.Tensor = self._file_of[name].get_tensor(name)
         return tensor
 
     def close(self) -> None:
-        """Unmap the files."""
         self._file_of.clear()
         self._stack.close()

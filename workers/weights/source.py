@@ -6,6 +6,7 @@ one at a time, on request, under Hugging Face's names whatever the file's format
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 from collections.abc import Iterable
@@ -28,19 +29,16 @@ class WeightSource(Protocol):
     """Tensors by Hugging Face's names (``model.layers.0.self_attn.q_proj.weight``), rotary halves convention."""
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The whole tensor on the CPU, in the file's dtype (dequantised ones float32); valid for good.
+        """The whole tensor on the CPU, in the file's dtype (dequantised ones float32); valid after `close`, too.
 
         Raises ModelUnsupported that names it when it is missing or of a type that cannot be read.
         """
-        ...
 
     def has(self, name: str) -> bool:
         """Whether the tensor exists."""
-        ...
 
     def close(self) -> None:
         """Unmap the files; tensors handed out before stay valid."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +96,8 @@ def _smollm2_path() -> Path:
 
 
 def _from_gguf(path: Path, name: str) -> ModelSource:
-    file = GgufFile(path)
-    try:
+    with contextlib.closing(GgufFile(path)) as file:
         config = config_from_gguf(file.metadata, file.tensor_names())
-    finally:
-        file.close()
     return ModelSource(name, config, (path,), None)
 
 

@@ -6,6 +6,7 @@ vocabulary inside GGUF metadata (`gguf_tokenizer`). Encodes nothing itself.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,11 +47,8 @@ def load_tokenizer_assets(source: ModelSource) -> TokenizerAssets:
 
 
 def _from_gguf(source: ModelSource, path: Path) -> TokenizerAssets:
-    file = GgufFile(path)
-    try:
+    with contextlib.closing(GgufFile(path)) as file:
         metadata = file.metadata
-    finally:
-        file.close()
     tokenizer, add_bos = build_gguf_tokenizer(metadata)
     tokens = metadata["tokenizer.ggml.tokens"]
     return TokenizerAssets(

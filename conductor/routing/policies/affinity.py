@@ -41,11 +41,9 @@ class SessionAffinity:
         return decision
 
     def choose_decode(self, request: RequestView, workers: Sequence[WorkerView]) -> InstanceId | None:
-        """The inner policy's choice."""
         return self._inner.choose_decode(request, workers)
 
     def check(self) -> None:
-        """The memory stays within its bound."""
         assert len(self._homes) <= self._max_sessions
 
     def _home(self, request: RequestView, able: Sequence[WorkerView]) -> WorkerView | None:

@@ -28,12 +28,12 @@ ASSUMED_DECODE_STEP_S = 0.02
 STEP_SHARE_OF_A_SEQUENCE = 1 / 16
 #: Coming tokens over which a decode choice is judged, or the answer's if that is shorter.
 JUDGED_TOKENS = 64
-#: And by at least this share where what it costs was measured: equals are still told apart by their company.
+#: And by at least this share where what it costs was measured: equals are still told apart by their batches.
 LEAST_SHARE_OF_A_SEQUENCE = 1 / 64
 #: What one ``random()`` takes from its generator: two words of 32 bits (tested, as nothing promises it).
 _DRAW_BITS = 64
-#: How much of a step is company, for each sequence.
-_COMPANY = JUDGED_TOKENS * STEP_SHARE_OF_A_SEQUENCE
+#: What a sequence in the batch adds to JUDGED_TOKENS steps, as a share of one.
+_BATCH_SHARE = JUDGED_TOKENS * STEP_SHARE_OF_A_SEQUENCE
 #: Profiles are made once for each speed: workers measure a new one every few seconds, and are looked at all the time.
 _profile_of_speed = functools.lru_cache(maxsize=4096)(PrefillProfile.of_speed)
 
@@ -54,7 +54,7 @@ class WorkerView:
 
     Made from these: ``match_blocks``, the leading blocks that a request sent here now will find when its turn comes;
     ``wait_s``, the estimated time until a new request's prefill would begin; ``cost``, the profile or what is assumed;
-    ``company_s``, the seconds that present sequences add to a new request's decoding over JUDGED_TOKENS.
+    ``batch_s``, the seconds that present sequences add to a new request's decoding over JUDGED_TOKENS.
     """
 
     id: InstanceId
@@ -83,18 +83,18 @@ class WorkerView:
     match_blocks: int = field(init=False)
     wait_s: float = field(init=False)
     cost: PrefillProfile = field(init=False)
-    company_s: float = field(init=False)
+    batch_s: float = field(init=False)
 
     def __post_init__(self) -> None:
         self.found(self.hit_blocks, self.coming_blocks)
-        self.settle()
+        self.derive()
 
     def found(self, hit_blocks: int, coming_blocks: int) -> None:
         """Set the leading blocks of the prompt that are there, and those that are there or coming."""
         self.hit_blocks, self.coming_blocks = hit_blocks, coming_blocks
         self.match_blocks = hit_blocks if hit_blocks > coming_blocks else coming_blocks
 
-    def settle(self) -> None:
+    def derive(self) -> None:
         """Compute the fields that are derived from load and speeds, after these were set."""
         profile = self.profile
         speed = self.prefill_tokens_per_s
@@ -105,11 +105,11 @@ class WorkerView:
         self.cost = profile or _profile_of_speed(speed)
         step_s = self.decode_step_s or ASSUMED_DECODE_STEP_S
         if self.decode_profile is None:
-            self.company_s = _COMPANY * step_s * self.num_requests
+            self.batch_s = _BATCH_SHARE * step_s * self.num_requests
         else:
-            self.company_s = JUDGED_TOKENS * self._measured_company_s(step_s, self.decode_profile)
+            self.batch_s = JUDGED_TOKENS * self._measured_batch_s(step_s, self.decode_profile)
 
-    def _measured_company_s(self, step_s: float, decode: DecodeProfile) -> float:
+    def _measured_batch_s(self, step_s: float, decode: DecodeProfile) -> float:
         """Seconds that the present sequences add to a step."""
         added_s = decode.sequence_s * self.num_requests + decode.token_s * self.context_tokens
         return max(added_s, LEAST_SHARE_OF_A_SEQUENCE * step_s * self.num_requests)
@@ -209,7 +209,7 @@ class RoutingPolicy(Protocol):
     """A routing policy.
 
     ``ranks``: it takes the best worker, so that of very many workers a shortlist of the best-matching and the least
-    loaded ones may be shown to it (``conductor/routing/shortlist.py``).
+    loaded ones may be shown to it (``conductor/routing/worker_views.py``).
     """
 
     name: str
@@ -217,17 +217,15 @@ class RoutingPolicy(Protocol):
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> Decision | None:
         """Workers for both phases; None if nobody can take one of them."""
-        ...
 
     def choose_decode(self, request: RequestView, workers: Sequence[WorkerView]) -> InstanceId | None:
         """A worker that goes on with KV which is held elsewhere; None if there is none."""
-        ...
 
 
 class Ranked(list[WorkerView]):
     """Workers that can do one phase, with what they are ranked by beside them: most need not be looked at themselves.
 
-    ``waits``, ``companies`` and ``token_times`` are each one's ``wait_s``, ``company_s`` and ``cost.token_s``;
+    ``waits``, ``batch_times`` and ``token_times`` are each one's ``wait_s``, ``batch_s`` and ``cost.token_s``;
     ``holders`` are the places, ascending, of those that have or will have some of the prompt, ``longest`` is the most
     blocks of it that one of them has or will have; ``may_fetch`` is False where surely none can fetch from another;
     nobody loads faster than ``fastest``, in bytes/s; ``place_of`` leads from ids to places.
@@ -236,7 +234,7 @@ class Ranked(list[WorkerView]):
     def __init__(self, workers: Iterable[WorkerView]) -> None:
         super().__init__(workers)
         self.waits = array("d", [w.wait_s for w in self])
-        self.companies = array("d", [w.company_s for w in self])
+        self.batch_times = array("d", [w.batch_s for w in self])
         self.token_times = array("d", [w.cost.token_s for w in self])
         self.holders = [place for place, w in enumerate(self) if w.match_blocks]
         self.longest = max([self[place].match_blocks for place in self.holders], default=0)
@@ -247,7 +245,7 @@ class Ranked(list[WorkerView]):
     def loaded(self, place: int) -> None:
         """Take the changed load or speed of the worker at ``place``; the holders are unchanged."""
         worker = self[place]
-        self.waits[place], self.companies[place] = worker.wait_s, worker.company_s
+        self.waits[place], self.batch_times[place] = worker.wait_s, worker.batch_s
         self.token_times[place] = worker.cost.token_s
         self.may_fetch |= worker.peer_bytes_per_s > 0
         if worker.store_bytes_per_s > self.fastest:

@@ -30,9 +30,6 @@ NO_ROOM_FINE_S = 1000.0
 #: A bound is this much higher than it could be, so that rounding never hides an equal cost.
 _SLACK = 1 + 1e-9
 
-FetchOf = Callable[[WorkerView], PeerFetch | None]
-CandidateOf = Callable[[WorkerView], Candidate]
-
 
 class Ties:
     """Two seeded generators, so that draws for one phase do not shift those for the other."""
@@ -74,7 +71,7 @@ def decode_costs(request: RequestView, able: Sequence[WorkerView], prefill: Inst
     costs = []
     for worker in able:
         needed = num_blocks - worker.hit_blocks
-        cost_s = judged * worker.company_s
+        cost_s = judged * worker.batch_s
         if needed > 0:
             if worker.id != prefill:
                 cost_s += needed * block_bytes / _move_bytes_per_s(request, worker)
@@ -95,16 +92,16 @@ def near_places(request: RequestView, able: Ranked, prefill: InstanceId | None) 
     """The places, ascending, of all that could cost least; of 64 that is a handful.
 
     That is those who hold some of the prompt or have prefilled it, and of the others, who have to move all of it, those
-    that with the fastest link would cost no more than the worker with the least company does.
+    that with the fastest link would cost no more than the worker with the smallest batch does.
     """
-    company, judged = able.companies, request.judged_share
-    loneliest = company.index(min(company))
-    bound_s = _SLACK * decode_costs(request, [able[loneliest]], prefill)[0]
+    batch_times, judged = able.batch_times, request.judged_share
+    least = batch_times.index(min(batch_times))
+    bound_s = _SLACK * decode_costs(request, [able[least]], prefill)[0]
     if request.links is None:
         bound_s -= request.num_blocks * request.block_bytes / able.fastest / _SLACK
     least_s = bound_s / judged
-    near = {at for at, company_s in enumerate(company) if company_s <= least_s}
-    near.update(able.holders, (loneliest,))
+    near = {at for at, batch_s in enumerate(batch_times) if batch_s <= least_s}
+    near.update(able.holders, (least,))
     if prefill in able.place_of:
         near.add(able.place_of[prefill])
     return sorted(near)
@@ -137,8 +134,8 @@ def _candidate(request: RequestView, worker: WorkerView, prefilled_here: bool, c
     needed = max(0, request.num_blocks - worker.hit_blocks)
     missing = 0 if prefilled_here else needed
     move_s = missing * request.block_bytes / _move_bytes_per_s(request, worker)
-    company_s = request.judged_share * worker.company_s
+    batch_s = request.judged_share * worker.batch_s
     room_s = 0.0 if worker.blocks_free >= needed else NO_ROOM_FINE_S
     copy_s = _copy_s(request, worker) if missing else 0.0
-    terms = (("move_s", move_s), ("copy_s", copy_s), ("company_s", company_s), ("no_room_s", room_s))
+    terms = (("move_s", move_s), ("copy_s", copy_s), ("batch_s", batch_s), ("no_room_s", room_s))
     return Candidate(worker.id, "decode", cost_s, terms)

@@ -42,7 +42,6 @@ class Dynamo:
         self._ties = Ties(seed)
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> Decision | None:
-        """The pair of least cost, or a draw by cost."""
         able = prefillers(workers)
         if not able:
             return None
@@ -58,7 +57,6 @@ class Dynamo:
         return decide(request, workers, able[place], self._ties, explain)
 
     def choose_decode(self, request: RequestView, workers: Sequence[WorkerView]) -> InstanceId | None:
-        """The decode worker of least cost."""
         return best_decode(request, workers, self._ties)
 
     def _parts(self, request: RequestView, able: Sequence[WorkerView]) -> list[tuple[float, float]]:

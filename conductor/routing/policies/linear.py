@@ -30,7 +30,6 @@ class LinearPolicy:
         self._alpha, self._beta, self._gamma = alpha, beta, gamma
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> Decision | None:
-        """The pair of highest score."""
         able = prefillers(workers)
         if not able:
             return None
@@ -50,7 +49,6 @@ class LinearPolicy:
         return decide(request, workers, able[place], self._ties, explain)
 
     def choose_decode(self, request: RequestView, workers: Sequence[WorkerView]) -> InstanceId | None:
-        """The decode worker of least cost."""
         return best_decode(request, workers, self._ties)
 
     def _parts(self, request: RequestView, able: Sequence[WorkerView]) -> list[tuple[float, float, float]]:

@@ -38,7 +38,6 @@ class Mooncake:
         self._threshold = balance_threshold
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> Decision | None:
-        """The pair of least TTFT by the paper's estimate."""
         able = prefillers(workers)
         if not able:
             return None
@@ -58,7 +57,6 @@ class Mooncake:
         return decide(request, workers, able[place], self._ties, explain, fetch)
 
     def choose_decode(self, request: RequestView, workers: Sequence[WorkerView]) -> InstanceId | None:
-        """The decode worker of least cost."""
         return best_decode(request, workers, self._ties)
 
     def _start(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 from tanghulu.conductor.routing.policies.base import (
     Candidate,
@@ -20,43 +21,47 @@ from tanghulu.conductor.routing.policies.decode import Ties
 from tanghulu.types import InstanceId
 
 _id = operator.attrgetter("id")
-Pick = Callable[[Sequence[WorkerView]], WorkerView]
 
 
-def _choose(workers: Sequence[WorkerView], pick_prefill: Pick, pick_decode: Pick) -> Decision | None:
-    prefill, decode = prefillers(workers), decoders(workers)
-    if not prefill or not decode:
-        return None
-    first = pick_prefill(prefill)
-    # A worker that does both keeps its request: moving KV would buy nothing here.
-    return Decision(first.id, first.id if first.can_decode else pick_decode(decode).id)
+class _OneByOne(ABC):
+    """A policy that picks for each phase by itself."""
+
+    ranks = False
+
+    def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> Decision | None:
+        prefill, decode = prefillers(workers), decoders(workers)
+        if not prefill or not decode:
+            return None
+        first = self._prefill(prefill)
+        # A worker that does both keeps its request: moving KV would buy nothing here.
+        return Decision(first.id, first.id if first.can_decode else self._decode(decode).id)
+
+    def choose_decode(self, request: RequestView, workers: Sequence[WorkerView]) -> InstanceId | None:
+        able = decoders(workers)
+        return self._decode(able).id if able else None
+
+    @abstractmethod
+    def _prefill(self, workers: Sequence[WorkerView]) -> WorkerView: ...
+
+    @abstractmethod
+    def _decode(self, workers: Sequence[WorkerView]) -> WorkerView: ...
 
 
-class RoundRobin:
+class RoundRobin(_OneByOne):
     """Each worker in turn, by id; remembers the last one's id, so that comings and goings do no harm."""
 
     name = "round-robin"
-    ranks = False
 
     def __init__(self) -> None:
         self._last_prefill = InstanceId("")
         self._last_decode = InstanceId("")
 
-    def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> Decision | None:
-        """The next of each kind."""
-        return _choose(workers, self._next_prefill, self._next_decode)
-
-    def choose_decode(self, request: RequestView, workers: Sequence[WorkerView]) -> InstanceId | None:
-        """The next decode worker."""
-        able = decoders(workers)
-        return self._next_decode(able).id if able else None
-
-    def _next_prefill(self, workers: Sequence[WorkerView]) -> WorkerView:
+    def _prefill(self, workers: Sequence[WorkerView]) -> WorkerView:
         chosen = _behind(self._last_prefill, workers)
         self._last_prefill = chosen.id
         return chosen
 
-    def _next_decode(self, workers: Sequence[WorkerView]) -> WorkerView:
+    def _decode(self, workers: Sequence[WorkerView]) -> WorkerView:
         chosen = _behind(self._last_decode, workers)
         self._last_decode = chosen.id
         return chosen
@@ -67,23 +72,13 @@ def _behind(last: InstanceId, workers: Sequence[WorkerView]) -> WorkerView:
     return next((w for w in ordered if w.id > last), ordered[0])
 
 
-class Random:
+class Random(_OneByOne):
     """Any worker, drawn from a seeded generator: equal seeds and views give equal choices."""
 
     name = "random"
-    ranks = False
 
     def __init__(self, seed: int = 0) -> None:
         self._random = Ties(seed)
-
-    def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> Decision | None:
-        """Any worker of each kind."""
-        return _choose(workers, self._prefill, self._decode)
-
-    def choose_decode(self, request: RequestView, workers: Sequence[WorkerView]) -> InstanceId | None:
-        """Any decode worker."""
-        able = decoders(workers)
-        return self._decode(able).id if able else None
 
     def _prefill(self, workers: Sequence[WorkerView]) -> WorkerView:
         return self._random.prefill.choice(sorted(workers, key=_id))
@@ -92,26 +87,16 @@ class Random:
         return self._random.decode.choice(sorted(workers, key=_id))
 
 
-class PowerOfTwo:
+class PowerOfTwo(_OneByOne):
     """Of two workers drawn from a seeded generator the less loaded one: nearly balanced, and few are looked at.
 
     (Mitzenmacher, "The power of two choices in randomized load balancing", 2001.)
     """
 
     name = "power-of-two"
-    ranks = False
 
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed)
-
-    def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> Decision | None:
-        """The better of two for each phase."""
-        return _choose(workers, self._prefill, self._decode)
-
-    def choose_decode(self, request: RequestView, workers: Sequence[WorkerView]) -> InstanceId | None:
-        """The better of two that decode."""
-        able = decoders(workers)
-        return self._decode(able).id if able else None
 
     def _prefill(self, workers: Sequence[WorkerView]) -> WorkerView:
         return min(self._two(workers), key=lambda w: (w.wait_s, w.num_requests, w.id))
@@ -134,7 +119,6 @@ class LeastLoaded:
         self._ties = Ties(seed)
 
     def choose(self, request: RequestView, workers: Sequence[WorkerView]) -> Decision | None:
-        """The least loaded of each kind."""
         able, deciders = prefillers(workers), decoders(workers)
         if not able or not deciders:
             return None
@@ -149,7 +133,6 @@ class LeastLoaded:
         return Decision(prefill.id, decode.id, explain=explain)
 
     def choose_decode(self, request: RequestView, workers: Sequence[WorkerView]) -> InstanceId | None:
-        """The decode worker with the fewest requests."""
         able = decoders(workers)
         return self._least_busy(able).id if able else None
 

@@ -14,7 +14,7 @@ A prefix that is fetched from another worker is held twice from then on, and the
 prefix's, which will have to be computed when it is asked for again. So a copy is charged what it saves, times
 ``replica_weight``: with 1, workers are ranked as if nobody could fetch and the one
 that was chosen fetches where that pays. In replay near saturation this spares about 60 % of the copies and
-takes a tenth off the mean TTFT (docs/scheduling.md). What comes from the store is charged nothing: it stays there.
+takes a tenth off the mean TTFT (docs/design/0007). What comes from the store is charged nothing: it stays there.
 
 A worker that computes keeps everybody waiting who comes behind, and nobody has come yet when the choice is made. So
 every second of computing counts ``load_weight`` times more than once: a worker that has the prefix is worth waiting for
@@ -144,7 +144,6 @@ class TtftMin:
         return decide(request, workers, chosen, self._ties, explain, fetch)
 
     def choose_decode(self, request: RequestView, workers: Sequence[WorkerView]) -> InstanceId | None:
-        """The decode worker of least cost, none of which prefilled."""
         return best_decode(request, workers, self._ties)
 
     def _scores(self, request: RequestView, source: WorkerView | None) -> _Scores:

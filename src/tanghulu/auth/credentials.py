@@ -49,7 +49,6 @@ class Credentials:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """The credentials as the metadata of a gRPC call."""
         if not self.token:
             return ()
         shown = ((AUTHORIZATION, _BEARER + self.token),)

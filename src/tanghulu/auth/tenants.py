@@ -35,7 +35,7 @@ class Right(Enum):
     JOIN = "join"  # be a process of the cluster: register, announce
     ADMIN = "admin"  # everything, of every tenant: drain, evict, policies, checks
 
-    __hash__ = object.__hash__  # see store.words.Pin
+    __hash__ = object.__hash__  # see store.protocol.types.Pin
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,6 @@ class Identity:
         return scope_of(self.tenant)
 
     def may(self, right: Right) -> bool:
-        """Whether the token gives ``right``."""
         return right in self.rights or Right.ADMIN in self.rights
 
     def require(self, right: Right, what: str) -> None:
@@ -152,7 +151,6 @@ class TokenTable:
 
     @property
     def tokens(self) -> list[TokenEntry]:
-        """All tokens."""
         return list(self._by_hash.values())
 
     def authenticate(self, credentials: Credentials, now_unix_s: float | None = None) -> Identity:
@@ -189,7 +187,6 @@ class TokenTable:
         )
 
     def check(self) -> None:
-        """Assert that each token is found by its hash and its tenant is known."""
         for sha256, token in self._by_hash.items():
             assert token.sha256 == sha256
             assert not token.tenant or token.tenant in self.tenants

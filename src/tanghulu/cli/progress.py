@@ -27,8 +27,8 @@ Ctrl-C ends everything."""
 class Board:
     """The live display; a context manager."""
 
-    def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console()
+    def __init__(self) -> None:
+        self.console = Console()
         self._live = self.console.is_terminal
         self._progress = Progress(
             SpinnerColumn(finished_text="[green]*"),
@@ -51,11 +51,9 @@ class Board:
         self._progress.stop()
 
     def add(self, name: str) -> None:
-        """Add the line of a process that is going to start."""
         self._tasks[name] = self._progress.add_task(name, total=1.0, text="waiting")
 
     def show(self, name: str, message: dict[str, Any]) -> None:
-        """Show a status message of a process."""
         text, fraction = _describe(message)
         self._progress.update(self._tasks[name], text=text, completed=fraction)
         if not self._live and message["event"] != "loading":

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import shlex
 import sys
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import click
 
-from tanghulu.cli import store_admin, store_check, store_tenants, store_top
+from tanghulu.cli import store_admin, store_check, store_top
 from tanghulu.cli.printing import counted, print_json, print_table, store_options
 from tanghulu.masters import Masters
 from tanghulu.runtime.config import command
@@ -33,10 +32,6 @@ def COMMAND() -> None:
     """The group; its commands follow."""
 
 
-def _store(master: Masters) -> AbstractContextManager[Client]:
-    return connect(master)
-
-
 @COMMAND.command(short_help="List keys, their sizes and who holds them.")
 @click.argument("prefix", default="")
 @click.option(
@@ -50,7 +45,7 @@ def _store(master: Masters) -> AbstractContextManager[Client]:
 @store_options
 def ls(prefix: str, limit: int, after: str, master: Masters, as_json: bool) -> None:
     """List the keys that begin with PREFIX, their sizes and the nodes that hold them."""
-    with _store(master) as store:
+    with connect(master) as store:
         keys = store.list_keys(prefix, limit=limit or None, after=after)
     if as_json:
         print_json(plain(keys))
@@ -65,7 +60,7 @@ def ls(prefix: str, limit: int, after: str, master: Masters, as_json: bool) -> N
 @store_options
 def stat(keys: tuple[str, ...], master: Masters, as_json: bool) -> None:
     """Show everything about the chunks of KEYS; without keys, the store as a whole."""
-    with _store(master) as store:
+    with connect(master) as store:
         if not keys:
             _totals(store, as_json)
             return
@@ -117,7 +112,7 @@ def _totals(store: Client, as_json: bool) -> None:
 @store_options
 def nodes(master: Masters, as_json: bool) -> None:
     """List the store nodes: where they are, what they hold, when they were last seen."""
-    with _store(master) as store:
+    with connect(master) as store:
         found = store.nodes()
     if as_json:
         print_json(plain(found))
@@ -154,7 +149,7 @@ def _state(node: NodeView) -> str:
 @store_options
 def put(key: str, file: Any, replicas: int, pin: str, ttl_s: float | None, master: Masters, as_json: bool) -> None:
     """Put the contents of FILE (- for standard input) under KEY."""
-    with _store(master) as store:
+    with connect(master) as store:
         status = store.put(key, file.read(), replicas=replicas, pin=pin, ttl_s=ttl_s)
     if as_json:
         print_json(rows.put(status))
@@ -170,7 +165,7 @@ def put(key: str, file: Any, replicas: int, pin: str, ttl_s: float | None, maste
 @store_options
 def get(key: str, output: Path | None, master: Masters, as_json: bool) -> None:
     """Write the value of KEY to standard output or a file; with --json only its size is printed."""
-    with _store(master) as store, store.get(key) as chunk:
+    with connect(master) as store, store.get(key) as chunk:
         value = chunk.bytes()
     if output is not None:
         output.write_bytes(value)
@@ -192,7 +187,7 @@ def rm(keys: tuple[str, ...], matching: str | None, master: Masters, as_json: bo
     """
     if bool(keys) == bool(matching):
         raise click.UsageError("name KEYS or give --matching REGEX")
-    with _store(master) as store:
+    with connect(master) as store:
         outcome = Removal(store.remove_matching(matching)) if matching else perform(store, orders.remove(keys))
     if as_json:
         print_json(outcome.row())
@@ -207,7 +202,7 @@ def rm(keys: tuple[str, ...], matching: str | None, master: Masters, as_json: bo
 @store_options
 def policy(name: str | None, node_id: str, master: Masters, as_json: bool) -> None:
     """Show the nodes' eviction policy, or switch it to NAME while they run; chunks and their order are kept."""
-    with _store(master) as store:
+    with connect(master) as store:
         policies = perform(store, orders.policy(node_id, name))
     if as_json:
         print_json(policies)
@@ -231,7 +226,6 @@ SERVE.short_help = "Serve the store over HTTP."
 
 for _each in (
     *store_admin.COMMANDS,
-    *store_tenants.COMMANDS,
     store_check.COMMAND,
     SERVE,
     store_top.COMMAND,

@@ -1,4 +1,4 @@
-"""``tanghulu store drain | undrain | evict | replicate | watch``: operations on a running store."""
+"""``tanghulu store drain | undrain | evict | replicate | watch | tenants | token``: operations on a running store."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tanghulu.cli.printing import counted, print_json, store_options
+from tanghulu.auth.tenants import Right, hash_of, new_token, validate_tenant
+from tanghulu.cli.printing import counted, print_json, print_table, store_options
 from tanghulu.errors import InvalidRequest
 from tanghulu.masters import Masters
 from tanghulu.store.admin import orders, rows
-from tanghulu.store.admin.rows import Beginning, Row
+from tanghulu.store.admin.rows import Beginning, Row, plain
 from tanghulu.store.admin.steps import perform
 from tanghulu.store.client import Client, connect
-from tanghulu.store.client.model import NodeView
+from tanghulu.store.client.model import NodeView, TenantView
 from tanghulu.store.directory_feed import follow_directory
 from tanghulu.types import format_size, parse_size
 
@@ -153,4 +154,75 @@ def _line(row: Row, as_json: bool) -> str:
     return json.dumps(row) if as_json else " ".join(filter(None, (row["event"], row["node"], row["key"])))
 
 
-COMMANDS = (drain, undrain, evict, replicate, watch)
+@click.command(short_help="What each tenant holds and may hold.")
+@store_options
+def tenants(master: Masters, as_json: bool) -> None:
+    """List what each tenant holds in the memory of all nodes, and its hits, misses and evictions since their start.
+
+    "share" is of the memory of all nodes; a quota is said for one node, for all of them together, or both. A tenant's
+    own token tells of that tenant only.
+    """
+    with connect(master) as store:
+        found = store.tenants()
+    if as_json:
+        print_json([plain(each) for each in found])
+        return
+    rows = (
+        (
+            each.tenant or "(none)",
+            format_size(each.used_bytes),
+            f"{each.share:.1%}",
+            _quota(each),
+            each.num_chunks,
+            each.hits,
+            each.misses,
+            each.evictions,
+        )
+        for each in found
+    )
+    print_table(("tenant", "used", "share", "quota", "chunks", "hits", "misses", "evictions"), rows)
+
+
+def _quota(tenant: TenantView) -> str:
+    said = []
+    if tenant.quota_bytes:
+        said.append(f"{format_size(tenant.quota_bytes)} a node")
+    if tenant.cluster_quota_bytes:
+        filled = tenant.used_bytes / tenant.cluster_quota_bytes
+        said.append(f"{format_size(tenant.cluster_quota_bytes)} in all ({filled:.0%} used)")
+    return ", ".join(said) or "-"
+
+
+@click.command(short_help="Make a token for the tokens file.")
+@click.argument("name")
+@click.option("--tenant", default="", help="whose token it is; default: an operator's")
+@click.option(
+    "--right",
+    "rights",
+    multiple=True,
+    type=click.Choice([right.value for right in Right]),
+    help="what it allows; may be said several times [default: read and write; an operator's: admin]",
+)
+@click.option("--json", "as_json", is_flag=True, help="print JSON for programs")
+def token(name: str, tenant: str, rights: tuple[str, ...], as_json: bool) -> None:
+    """Make a token and the lines about it for the tokens file, which keeps its hash only. Nothing is stored.
+
+    NAME stands in logs and messages. Give the token to its user now: it cannot be shown again.
+    """
+    if tenant:
+        validate_tenant(tenant)
+        if Right.ADMIN.value in rights:
+            raise click.UsageError("admin sees all tenants: leave --tenant out")
+    chosen = rights or ((Right.READ.value, Right.WRITE.value) if tenant else (Right.ADMIN.value,))
+    made = new_token()
+    if as_json:
+        row = {"name": name, "tenant": tenant, "rights": list(chosen), "sha256": hash_of(made)}
+        print_json({"token": made, "entry": {key: value for key, value in row.items() if value}})
+        return
+    click.echo(made)
+    lines = ["[[tokens]]", f'name = "{name}"', f'tenant = "{tenant}"' if tenant else ""]
+    lines += ["rights = [" + ", ".join(f'"{right}"' for right in chosen) + "]", f'sha256 = "{hash_of(made)}"']
+    click.echo("\n" + "\n".join(filter(None, lines)), err=True)
+
+
+COMMANDS = (drain, undrain, evict, replicate, watch, tenants, token)

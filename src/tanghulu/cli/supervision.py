@@ -113,7 +113,6 @@ class Supervision:
         return min(due) if due else None
 
     def ready(self, name: str, now_s: float) -> None:
-        """Note that the child serves."""
         child = self.children[name]
         child.on(ChildEvent.READY)
         child.ready_since_s = now_s
@@ -144,5 +143,4 @@ class Supervision:
 
     @property
     def all_ready(self) -> bool:
-        """Whether every child serves."""
         return all(c.state is ChildState.READY for c in self.children.values())

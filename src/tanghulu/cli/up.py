@@ -23,7 +23,8 @@ from tanghulu.cli.children import ChildProcess
 from tanghulu.cli.progress import Board, welcome
 from tanghulu.cli.supervision import EndAll, Supervision
 from tanghulu.errors import ConfigError, TanghuluError
-from tanghulu.runtime.config import command, option
+from tanghulu.runtime.config import check_bounds, command, option
+from tanghulu.runtime.tasks import cancelled
 from tanghulu.types import is_loopback
 
 _READY_POLL_S = 0.1
@@ -40,10 +41,10 @@ class UpConfig:
     mock_speedup: float = option(1.0, "the mock engine runs this many times faster than its timing")
     dtype: str = option("auto", "arithmetic and KV type", choices=("auto", "float32", "bfloat16", "float16"))
     device: str = option("auto", "where the workers compute: auto, cpu, cuda or cuda:N")
-    prefill: int = option(1, "prefill workers")
-    decode: int = option(1, "decode workers")
-    workers: int = option(1, "workers that do both phases; started with --prefill 0 --decode 0")
-    nodes: int = option(1, "store nodes")
+    prefill: int = option(1, "prefill workers", least=0)
+    decode: int = option(1, "decode workers", least=0)
+    workers: int = option(1, "workers that do both phases; started with --prefill 0 --decode 0", least=1)
+    nodes: int = option(1, "store nodes", least=0)
     node_memory: int = option(1 << 30, "memory of each store node", size=True)
     node_ssd: int = option(0, "SSD tier of each store node, a file of this size in --state-dir; 0: none", size=True)
     eviction: str = option("lru", "eviction policy of the store nodes")
@@ -56,13 +57,9 @@ class UpConfig:
     log_level: str = option("info", "least level that is logged", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
-        for name in ("prefill", "decode", "nodes"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"--{name} is {getattr(self, name)}; it cannot be negative")
+        check_bounds(self)
         if bool(self.prefill) != bool(self.decode):
             raise ConfigError("--prefill and --decode come together: each needs the other; both 0 start --workers")
-        if self.workers < 1:
-            raise ConfigError(f"--workers is {self.workers}; it must be at least 1")
         if self.store_http_port and not is_loopback(self.host):
             raise ConfigError(
                 f"--store-http-port with --host {self.host} would open the store to everybody: run "
@@ -96,8 +93,7 @@ class Cluster:
                 await self._perform()
                 await self._sleep()
         finally:
-            announce.cancel()
-            await asyncio.gather(announce, return_exceptions=True)
+            await cancelled(announce)
             self._plan.stop()
             await self._stop_children()
         if self._failure is not None:

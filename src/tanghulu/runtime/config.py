@@ -26,10 +26,36 @@ PREFIX = "TANGHULU_"
 _OPTION = "tanghulu.option"
 
 
-def option(default: Any, help: str, *, size: bool = False, choices: tuple[str, ...] = (), metavar: str = "") -> Any:
-    """A dataclass field with its help text. ``size`` reads ``64MiB``; ``choices`` bounds a string."""
-    metadata = {_OPTION: {"help": help, "size": size, "choices": choices, "metavar": metavar}}
-    return dataclasses.field(default=default, metadata=metadata)
+def option(
+    default: Any,
+    help: str,
+    *,
+    size: bool = False,
+    choices: tuple[str, ...] = (),
+    metavar: str = "",
+    least: float | None = None,
+    above: float | None = None,
+) -> Any:
+    """A dataclass field with its help text. ``size`` reads ``64MiB``; ``choices`` bounds a string.
+
+    A number must be at least ``least`` and more than ``above``, as far as these are given: see ``check_bounds``.
+    """
+    shown = {"help": help, "size": size, "choices": choices, "metavar": metavar}
+    return dataclasses.field(default=default, metadata={_OPTION: {**shown, "least": least, "above": above}})
+
+
+def check_bounds(config: Any) -> None:
+    """Raise ConfigError that names the flag if a number of ``config`` is outside the bounds of its option."""
+    for field in dataclasses.fields(config):
+        bounds, value = field.metadata.get(_OPTION, {}), getattr(config, field.name)
+        least, above = bounds.get("least"), bounds.get("above")
+        rule = ""
+        if least is not None and not value >= least:
+            rule = f"must be at least {least:g}" if least else "cannot be negative"
+        elif above is not None and not value > above:
+            rule = f"must be above {above:g}"
+        if rule:
+            raise ConfigError(f"--{field.name.replace('_', '-')} is {value}; it {rule}")
 
 
 class _Typed(click.ParamType[Any]):

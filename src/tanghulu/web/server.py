@@ -47,12 +47,10 @@ class _Connection(HttpToolsProtocol):
     _waiting: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        """Start the time that the client has for a request's header."""
         super().connection_made(transport)
         self._wait()
 
     def data_received(self, data: bytes) -> None:
-        """A piece of a header, or of a body."""
         super().data_received(data)
         if self.cycle is None or self.cycle.response_complete:
             self._wait()
@@ -60,7 +58,6 @@ class _Connection(HttpToolsProtocol):
             self._wait_no_more()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client is gone."""
         super().connection_lost(exc)
         self._wait_no_more()
 
@@ -118,7 +115,6 @@ class HttpServer(uvicorn.Server):
         self._stopping.set()
 
     async def main_loop(self) -> None:
-        """Wait for ``stop``."""
         await self._stopping.wait()
 
     @contextlib.contextmanager

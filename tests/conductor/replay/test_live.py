@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from tanghulu.conductor.replay.live import LiveConfig, replay_live
+from tanghulu.conductor.replay.live import LiveConfig, Prompts, check_lengths, replay_live, scaled
 from tanghulu.conductor.replay.main import COMMAND, ReplayConfig
-from tanghulu.conductor.replay.prompts import Prompts, check_lengths, scaled
 from tanghulu.conductor.replay.trace import TraceRequest
 from tanghulu.errors import ConfigError, InvalidRequest, NodeUnavailable
 

@@ -9,7 +9,7 @@ import pytest
 
 from tanghulu.conductor.dispatch.admission import forecast
 from tanghulu.conductor.main import ConductorConfig
-from tanghulu.conductor.routing.output_length import FIRST_EXPECTED_OUTPUT
+from tanghulu.conductor.routing.expected_output import FIRST_EXPECTED_OUTPUT
 from tanghulu.conductor.routing.overrides import (
     MAX_POLICIES,
     RoutingOverrides,

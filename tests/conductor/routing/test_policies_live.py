@@ -14,7 +14,7 @@ from tanghulu.conductor.routing.cost import DecodeProfile
 from tanghulu.conductor.routing.in_flight import InFlightBlocks
 from tanghulu.conductor.routing.policies.base import Decision, RequestView, WorkerView
 from tanghulu.conductor.routing.policies.decode import decode_costs
-from tanghulu.conductor.routing.shortlist import shortlist
+from tanghulu.conductor.routing.worker_views import shortlist
 from tanghulu.types import InstanceId, Role
 from tests.conductor.cluster import running_cluster
 
@@ -158,12 +158,12 @@ class TestCompany:
 
     def test_is_what_sequences_and_their_contexts_add_to_a_step(self) -> None:
         added_s = 4 * 6e-5 + 32_768 * 8e-9
-        assert self.ALONE.company_s == pytest.approx(64 * added_s)
-        assert replace(self.ALONE, decode_profile=None).company_s == pytest.approx(64 * 4 * 0.006 / 16)
+        assert self.ALONE.batch_s == pytest.approx(64 * added_s)
+        assert replace(self.ALONE, decode_profile=None).batch_s == pytest.approx(64 * 4 * 0.006 / 16)
 
     def test_never_counts_for_nothing_where_a_profile_says_so(self) -> None:
         flat = replace(self.ALONE, decode_profile=DecodeProfile(fixed_s=0.006))
-        assert flat.company_s == pytest.approx(64 * 4 * 0.006 / 64)
+        assert flat.batch_s == pytest.approx(64 * 4 * 0.006 / 64)
 
     def test_a_worker_that_prefilled_keeps_what_another_would_only_copy(self) -> None:
         prefilled, idle = self.ALONE, WorkerView(InstanceId("b"), True, True, 0, 0, 900, 1000, 1e5, 0.006, 1e9)
@@ -174,5 +174,5 @@ class TestCompany:
     def test_lasts_as_long_as_the_answer(self, expected: float, most: int, share: float) -> None:
         request = RequestView(8192, 64, 1 << 20, expected_output=expected, most_output=most)
         assert request.judged_share == share
-        # Who prefilled moves nothing and has room, so company is all that there is.
-        assert decode_costs(request, [self.ALONE], self.ALONE.id) == [pytest.approx(share * self.ALONE.company_s)]
+        # Who prefilled moves nothing and has room, so the batch is all that there is.
+        assert decode_costs(request, [self.ALONE], self.ALONE.id) == [pytest.approx(share * self.ALONE.batch_s)]

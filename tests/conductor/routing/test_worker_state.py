@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from tanghulu.conductor.dispatch.router import with_both_phases
-from tanghulu.conductor.routing.expected_blocks import ExpectedBlocks
+from tanghulu.conductor.routing.expected_output import ExpectedBlocks
 from tanghulu.conductor.routing.policies.base import RequestView
 from tanghulu.conductor.routing.policies.registry import make_policy
 from tanghulu.conductor.routing.requests import WorkerLoad

@@ -293,9 +293,9 @@ def test_a_conductor_asks_the_master_for_copies_by_grpc(trio: Cluster, store: Cl
     for index, key in enumerate(keys):
         store.put(key, value_of(index))
     requester = CopyRequester(trio.address)
-    assert asyncio.run(requester.ask([*keys, "asked/unknown"], 2, 30.0)) == 10
+    assert asyncio.run(requester.request([*keys, "asked/unknown"], 2, 30.0)) == 10
     eventually(lambda: all(len(holders(store, key)) == 2 for key in keys))
     with pytest.raises(InvalidRequest, match="0 holders were asked for"):
-        asyncio.run(requester.ask(keys, 0, 30.0))
+        asyncio.run(requester.request(keys, 0, 30.0))
     with pytest.raises(MasterUnavailable):
-        asyncio.run(CopyRequester("127.0.0.1:1").ask(keys, 2, 30.0))
+        asyncio.run(CopyRequester("127.0.0.1:1").request(keys, 2, 30.0))

@@ -69,10 +69,7 @@ class World:
             wanted = self.fetches.pop(rng.randrange(len(self.fetches)))
             full = len(wanted.block_ids)
             arrived = rng.choice((0, full, rng.randint(0, full)))
-            tokens = [3] if wanted.peer and arrived == full and rng.random() < 0.5 else []
-            reason = self.core.fetch_done(wanted.request_id, arrived, tokens)
-            if reason is not None:
-                self.ended[wanted.request_id] = reason
+            self.core.fetch_done(wanted.request_id, arrived)
         for name in list(self.ended):
             if rng.random() < 0.2:
                 self.core.held.release_export(RequestId(name))

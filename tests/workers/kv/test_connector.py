@@ -32,7 +32,7 @@ def rig(tiny_model: Model, store: DictStore) -> Iterator[Rig]:
 def test_new_blocks_are_kept_and_found_after_the_cache_is_dropped(rig: Rig, store: DictStore) -> None:
     text, cached = rig.run("one", PROMPT, 4)
     assert cached == 0
-    rig.settle()
+    rig.run_until_idle()
     assert len(store.chunks) == 5
     rig.drop()
     before = rig.value("computed_tokens_total")
@@ -43,7 +43,7 @@ def test_new_blocks_are_kept_and_found_after_the_cache_is_dropped(rig: Rig, stor
 
 def test_another_engine_reads_what_this_one_wrote(rig: Rig, store: DictStore, tiny_model: Model) -> None:
     text, _ = rig.run("one", PROMPT, 4)
-    rig.settle()
+    rig.run_until_idle()
     other = Rig(tiny_model, store)
     assert other.run("two", PROMPT, 4) == (text, 5 * BLOCK)
     other.close()
@@ -52,7 +52,7 @@ def test_another_engine_reads_what_this_one_wrote(rig: Rig, store: DictStore, ti
 def test_a_store_that_fails_costs_no_request(rig: Rig, store: DictStore) -> None:
     store.broken = True
     text, cached = rig.run("one", PROMPT, 4)
-    rig.settle()
+    rig.run_until_idle()
     assert cached == 0
     rig.drop()
     assert rig.run("two", PROMPT, 4) == (text, 0)  # not even asked: it failed a moment ago
@@ -61,7 +61,7 @@ def test_a_store_that_fails_costs_no_request(rig: Rig, store: DictStore) -> None
 
 def test_a_peer_that_is_gone_is_computed(rig: Rig) -> None:
     text, _ = rig.run("one", PROMPT, 3)
-    rig.settle()
+    rig.run_until_idle()
     rig.drop()
     peer = PeerExport("nowhere|", "1", len(PROMPT))
     assert rig.run("two", PROMPT, 3, peer=peer)[0] == text
@@ -71,7 +71,7 @@ def test_a_peer_that_is_gone_is_computed(rig: Rig) -> None:
 def test_beyond_the_bound_blocks_are_not_kept(tiny_model: Model, store: DictStore) -> None:
     rig = Rig(tiny_model, store, max_pending_bytes=0)
     rig.run("one", PROMPT, 2)
-    rig.settle()
+    rig.run_until_idle()
     assert rig.value("store_skipped_total") == 5
     assert not store.chunks
     rig.close()
@@ -87,7 +87,7 @@ def test_an_abort_while_its_prefix_is_loading_gives_all_back(rig: Rig, store: Di
     rig.next_report()
     assert rig.value("blocks_in_transfer") > 0
     store.gate.set()
-    rig.settle()
+    rig.run_until_idle()
     assert rig.value("blocks_in_transfer") == 0
     assert rig.core.scheduler.pool.num_in_use == 0
 
@@ -138,7 +138,7 @@ class HoldingPeers(NoPeers):
 def test_a_holder_is_asked_first_and_the_store_for_the_rest(tiny_model, store, held, broken, from_cache, from_store):
     writer = Rig(tiny_model, store)
     tokens, _ = writer.run("first", PROMPT, 4)
-    writer.settle()
+    writer.run_until_idle()
     writer.close()
     peers = HoldingPeers(dict(list(store.chunks.items())[:3]))
     peers.broken = broken
@@ -154,7 +154,7 @@ def test_a_holder_is_asked_first_and_the_store_for_the_rest(tiny_model, store, h
 
 def test_an_exported_prefix_is_held_until_it_is_given_back(rig: Rig) -> None:
     rig.run("first", PROMPT, 1)
-    rig.settle()
+    rig.run_until_idle()
     done = threading.Event()
 
     def check(core: EngineCore) -> None:

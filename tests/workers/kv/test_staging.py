@@ -339,13 +339,13 @@ def test_kv_of_a_device_and_of_main_memory_is_one(tiny_model: Model):
     store = DictStore()
     writer = on_device(tiny_model, store)
     text, _ = writer.run("one", PROMPT, 4)
-    writer.settle()
+    writer.run_until_idle()
     assert len(store.chunks) == 5
     reader = Rig(tiny_model, store)
     assert reader.run("two", PROMPT, 4) == (text, 5 * BLOCK)
     longer = [*PROMPT, *text, *range(10, 40)]
     wanted, _ = reader.run("three", longer, 5)
-    reader.settle()
+    reader.run_until_idle()
     writer.drop()
     got, cached = writer.run("four", longer, 5)
     assert got == wanted

@@ -86,10 +86,10 @@ def test_each_behind_an_engine(tiny_model, policy, once, twice):
     store = DictStore()
     rig = Rig(tiny_model, store, store_policy=policy)
     tokens, _ = rig.run("first", PROMPT, 2)
-    rig.settle()
+    rig.run_until_idle()
     assert len(store.chunks) == once
     assert rig.run("again", PROMPT, 2) == (tokens, 5 * BLOCK)
-    rig.settle()
+    rig.run_until_idle()
     assert len(store.chunks) == twice
     rig.close()
 

@@ -37,24 +37,11 @@ from tanghulu.workers.compute.kv_cache import KvTensors
 _PIECE_TOKENS = 128
 
 
-class AttentionPlan(Protocol):
-    """Attention over one forward batch, prepared by a backend."""
-
-    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Write the step's K and V to the cache, then attend.
-
-        ``query`` [N, heads, head_dim], ``key`` and ``value`` [N, kv_heads, head_dim], rotated; returns
-        [N, heads x head_dim].
-        """
-        ...
-
-
 class AttentionBackend(Protocol):
     """A way to attend: a device and a family of kernels. Makes a plan for each forward batch."""
 
-    def plan(self, cache: KvTensors, batch: ForwardBatch, num_heads: int) -> AttentionPlan:
+    def plan(self, cache: KvTensors, batch: ForwardBatch, num_heads: int) -> PagedPlan:
         """Prepare ``batch``; the plan is valid for this one step."""
-        ...
 
 
 class SdpaAttention:
@@ -64,7 +51,7 @@ class SdpaAttention:
         """``dtype`` is that of the queries; without it they have the cache's."""
         self._dtype = dtype
 
-    def plan(self, cache: KvTensors, batch: ForwardBatch, num_heads: int) -> AttentionPlan:
+    def plan(self, cache: KvTensors, batch: ForwardBatch, num_heads: int) -> PagedPlan:
         """Group the decodes, build the masks."""
         dtype = self._dtype or cache.rows.dtype
         if batch.decodes is not None:
@@ -81,11 +68,10 @@ class AttentionWork(Protocol):
 
     def attend(self, cache: KvTensors, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
         """Write the rows' results to ``out``; both tensors [N, heads, head_dim]."""
-        ...
 
 
 class PagedPlan:
-    """Writes the step's K and V to their blocks, then does each piece of ``work``."""
+    """Attention over one forward batch: writes the step's K and V to their blocks, then does each piece of ``work``."""
 
     def __init__(self, cache: KvTensors, batch: ForwardBatch, work: Sequence[AttentionWork]) -> None:
         self._cache, self._work, self._turn = cache, work, batch.turn
@@ -94,7 +80,11 @@ class PagedPlan:
         self._rows = (places[:, None] + rows).unbind()  # of K and V of each layer in turn
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """As `AttentionPlan.attend`."""
+        """Write the step's K and V to the cache, then attend.
+
+        ``query`` [N, heads, head_dim], ``key`` and ``value`` [N, kv_heads, head_dim], rotated; returns
+        [N, heads x head_dim].
+        """
         cache = self._cache
         cache.rows.index_copy_(0, self._rows[2 * layer], key.to(cache.rows.dtype))
         cache.rows.index_copy_(0, self._rows[2 * layer + 1], value.to(cache.rows.dtype))

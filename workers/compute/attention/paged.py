@@ -41,7 +41,6 @@ class StaticDecode:
         return cls(decodes.tables, tokens_mask(decodes.contexts, num_tokens, dtype))
 
     def attend(self, cache: KvTensors, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
-        """Attend for all rows; see `base.AttentionWork`."""
         for part in self._parts():
             folded = query[part].view(len(query[part]), cache.layout.num_kv_heads, -1, cache.layout.head_dim)
             key, value = (self._gathered(cache, layer, kv, part, query.dtype) for kv in (0, 1))

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tanghulu.workers.compute.attention.base import AttentionPlan, PagedPlan
+from tanghulu.workers.compute.attention.base import PagedPlan
 from tanghulu.workers.compute.attention.paged import MAX_GATHERED_TOKENS
 from tanghulu.workers.compute.device import multiplies_bfloat16, upload
 from tanghulu.workers.compute.forward_batch import DecodeTables, ForwardBatch, SequenceSpan
@@ -71,7 +71,6 @@ class VarlenRun:
     block_ids: torch.Tensor
 
     def attend(self, cache: KvTensors, layer: int, query: torch.Tensor, out: torch.Tensor) -> None:
-        """Attend for all rows; see `base.AttentionWork`."""
         key, value = cache.blocks[:, layer, 0], cache.blocks[:, layer, 1]
         if self.tables is None:
             key, value = (each.index_select(0, self.block_ids).flatten(0, 1) for each in (key, value))
@@ -104,7 +103,7 @@ class VarlenAttention:
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
 
-    def plan(self, cache: KvTensors, batch: ForwardBatch, num_heads: int) -> AttentionPlan:
+    def plan(self, cache: KvTensors, batch: ForwardBatch, num_heads: int) -> PagedPlan:
         """Lay out lengths and tables; for a batch of static shape by operations on the device alone."""
         if batch.decodes is not None:
             return PagedPlan(cache, batch, list(self._decodes(cache, batch.decodes)))

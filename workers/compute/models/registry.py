@@ -21,7 +21,7 @@ from tanghulu.workers.compute.models.llama import LlamaModel
 from tanghulu.workers.compute.models.shard import WHOLE, Shard
 from tanghulu.workers.compute.process_tuning import keep_large_blocks
 from tanghulu.workers.weights.model_config import ARCHITECTURES, ModelConfig
-from tanghulu.workers.weights.source import ModelSource, WeightSource
+from tanghulu.workers.weights.source import ModelSource
 
 Progress = Callable[[float], None]
 
@@ -35,29 +35,9 @@ class Model(Protocol):
 
     def forward(self, batch: ForwardBatch, cache: KvTensors) -> torch.Tensor:
         """Compute ``batch``, writing its KV to ``cache``; returns the wanted logits, float32 [L, vocab]."""
-        ...
 
 
-class ModelFactory(Protocol):
-    """A model's class: what `load_model` has found for it."""
-
-    def __call__(
-        self,
-        config: ModelConfig,
-        weights: WeightSource,
-        attention: AttentionBackend,
-        dtype: torch.dtype,
-        progress: Progress | None,
-        shard: Shard,
-        device: torch.device,
-        *,
-        cpu: CpuFeatures,
-    ) -> Model:
-        """Load ``shard`` as ``dtype`` onto ``device``; on a CPU computed as suits ``cpu``."""
-        ...
-
-
-_MODELS: dict[str, ModelFactory] = dict.fromkeys(ARCHITECTURES, LlamaModel)
+_MODELS: dict[str, type[LlamaModel]] = dict.fromkeys(ARCHITECTURES, LlamaModel)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

@@ -1,8 +1,8 @@
-"""Blocks that answers under way are still expected to fill, at the worker that decodes them. Pure.
+"""The expected length of answers, and the blocks that answers under way will still fill where they decode. Pure.
 
 A worker reports the blocks that are in use now. Its requests will need more: as many as the answers are long, which
-nobody knows, so the mean of those that ended (or what the request allows, if that is less) is expected. As tokens come
-the expectation decays; an answer that is longer than expected is expected to end at once.
+nobody knows before their end, so a decaying mean of those that ended (or what the request allows, if that is less) is
+expected. As tokens come the expectation decays; an answer that is longer than expected is expected to end at once.
 
 Example: answers have 256 tokens on the mean, blocks 64. A request that is sent to a worker counts four blocks beside
 its prompt's, after 100 tokens three, after 256 none. One with ``max_tokens`` 10 counts one.
@@ -13,6 +13,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tanghulu.conductor.routing.worker_state import LoadTracker
+
+#: Expected output while no answer has ended, in tokens; and the weight of one more answer in the mean.
+FIRST_EXPECTED_OUTPUT = 256.0
+_WEIGHT = 0.02
+
+
+class OutputEstimate:
+    """The expected output of a request, in ``tokens``: a decaying mean of the answers that have ended."""
+
+    def __init__(self) -> None:
+        self.tokens = FIRST_EXPECTED_OUTPUT
+
+    def ended(self, num_tokens: int) -> None:
+        """Count an answer of ``num_tokens`` that has ended."""
+        self.tokens += _WEIGHT * (num_tokens - self.tokens)
 
 
 @dataclass(slots=True)
@@ -57,7 +72,6 @@ class ExpectedBlocks:
             answer.load.expect(-answer.num_blocks)
 
     def check(self) -> None:
-        """Assert that each load has what is expected there."""
         sums: dict[int, int] = {}
         for answer in self._answers.values():
             sums[id(answer.load)] = sums.get(id(answer.load), 0) + answer.num_blocks
