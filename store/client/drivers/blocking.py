@@ -20,7 +20,14 @@ from tanghulu.rpc.fast_client import Asking, FastConnection
 from tanghulu.rpc.greeting import show_blocking
 from tanghulu.runtime.busy_polling import Waiters
 from tanghulu.runtime.clock import SystemClock
-from tanghulu.store.client.drivers.connections import NodeSessions, Target, make_context, master_failure, target_of
+from tanghulu.store.client.drivers.connections import (
+    NodeSessions,
+    Target,
+    make_context,
+    master_failure,
+    obeyed,
+    target_of,
+)
 from tanghulu.store.client.drivers.transfers import move
 from tanghulu.store.client.logic.effects import (
     MASTER,
@@ -184,7 +191,7 @@ class BlockingDriver:
             wanted.meanwhile()
 
         def end() -> AnyCall:
-            return wanted.end_call(asking.end() if isinstance(asking, Asking) else asking)
+            return wanted.end_call(self._answer_of_master(asking))
 
         try:
             return connection.call_then(wanted.call, ahead, end, deadline_s=_left_s(until_s))
@@ -206,6 +213,9 @@ class BlockingDriver:
             self._put_back(peer, connection)
             return error
 
+    def _answer_of_master(self, asking: Asking[Any] | TanghuluError | None) -> Outcome | None:
+        return obeyed(self.context.fence, asking.end()) if isinstance(asking, Asking) else asking
+
     def _asked(self, peer: PeerId, asking: Asking[Any] | TanghuluError | None) -> None:
         """What was begun is over."""
         if isinstance(asking, Asking):
@@ -218,7 +228,7 @@ class BlockingDriver:
         asking = self._begin(MASTER, wanted.call, wanted.within_s)
         try:
             errors = move(self._engine, wanted.requests, deadline_s)
-            return errors, asking.end() if isinstance(asking, Asking) else asking
+            return errors, self._answer_of_master(asking)
         finally:
             self._asked(MASTER, asking)
 
@@ -266,7 +276,8 @@ class BlockingDriver:
         except TanghuluError as error:
             return [error] * len(calls)
         try:
-            return connection.call_many(calls, deadline_s=_left_s(until_s))
+            outcomes = connection.call_many(calls, deadline_s=_left_s(until_s))
+            return [obeyed(self.context.fence, each) for each in outcomes] if peer == MASTER else outcomes
         except TanghuluError as error:
             if isinstance(error, NodeUnavailable) and peer == MASTER and reused:
                 return None

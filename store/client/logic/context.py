@@ -18,6 +18,7 @@ from tanghulu.store.client.logic.plan import Access
 from tanghulu.store.client.logic.receive_memory import ReceiveMemory
 from tanghulu.store.client.logic.write_buffers import MappedNode, OpenWriteBuffers
 from tanghulu.store.client.model import NodeView
+from tanghulu.store.protocol.terms import TermFence
 from tanghulu.store.protocol.types import MAX_INLINE_BYTES, MAX_STREAMED_BYTES
 
 #: A new master is given so long to hear of a first node.
@@ -54,6 +55,7 @@ class Context:
     memory: ReceiveMemory = field(default_factory=ReceiveMemory)
     mapped: dict[PeerId, MappedNode] = field(default_factory=dict)
     write_buffers: OpenWriteBuffers = field(default_factory=OpenWriteBuffers)
+    fence: TermFence = field(default_factory=TermFence)
     versions: Iterator[int] = field(default_factory=_versions)
 
     def access(self, node: PeerId, now_s: float) -> Access:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import grpc.aio
 import structlog
@@ -33,8 +33,17 @@ from tanghulu.types import format_size
 
 _log = structlog.get_logger(__name__)
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+
+
+class _Termed(Protocol):
+    """A reply that carries the term of the master."""
+
+    term: int
+    term_of: int
+
+
 Q = TypeVar("Q")
-A = TypeVar("A")
+R = TypeVar("R", bound=_Termed)
 
 
 class DirectoryCalls:
@@ -72,9 +81,7 @@ class DirectoryCalls:
             wire.add_orders(reply, *orders, self._master.directory.instance)
         if request.tenants:
             self._tell_of_tenants(request, reply)
-        if leadership is not None:
-            reply.term, reply.term_of = leadership.term, leadership.cluster
-        return reply
+        return self.signed(reply)
 
     def _tell_of_tenants(self, request: pb.AnnounceRequest, reply: pb.AnnounceReply) -> None:
         totals, directory = self._master.tenants, self._master.directory
@@ -95,7 +102,7 @@ class DirectoryCalls:
 
     def _commit_key(self, peer: Peer, said: ClientCommit, attachment: memoryview) -> CommitKeyReply:
         """Take a client's word for a chunk that it has written into a write buffer."""
-        self._server.require_leadership()
+        self._server.require_newest(said.term, said.term_of)
         result = self._master.directory.commit_by_client(said, self._server.now_s)
         counts = self._metrics.counts
         if result is CommitResult.ACCEPTED:
@@ -105,13 +112,13 @@ class DirectoryCalls:
             counts.client_commits += 1
         elif result is CommitResult.EXISTS:
             counts.refused += 1
-        return CommitKeyReply(result)
+        return CommitKeyReply(result, *self._server.term)
 
     def _commit_keys(self, peer: Peer, request: CommitKeysRequest, attachment: memoryview) -> CommitKeysReply:
         """The same of several values of one put."""
         said = request.said
         wire.check_count(len(said))
-        self._server.require_leadership()
+        self._server.require_newest(said[0].term, said[0].term_of)  # one client says all of it
         directory, now_s, counts = self._master.directory, self._server.now_s, self._metrics.counts
         results = [directory.commit_by_client(each, now_s) for each in said]
         accepted = [each.key for each, result in zip(said, results, strict=True) if result is CommitResult.ACCEPTED]
@@ -121,7 +128,7 @@ class DirectoryCalls:
                 self.waiting.announced(accepted)
         counts.client_commits += len(accepted)
         counts.refused += results.count(CommitResult.EXISTS)
-        return CommitKeysReply(results)
+        return CommitKeysReply(results, *self._server.term)
 
     @property
     def incomplete(self) -> bool:
@@ -156,9 +163,9 @@ class DirectoryCalls:
     def _locate(self, peer: Peer, request: LocateRequest, attachment: memoryview) -> LocateReply:
         self._server.require_leadership()
         if request.count_only:
-            return LocateReply(self.incomplete, found=self.holds(request.keys))
-        found = self.holders(request.keys)
-        return LocateReply(self.incomplete, [None if each is None else Location(*each) for each in found])
+            return LocateReply(self.incomplete, (), self.holds(request.keys), *self._server.term)
+        found = [None if each is None else Location(*each) for each in self.holders(request.keys)]
+        return LocateReply(self.incomplete, found, b"", *self._server.term)
 
     def place(self, request: pb.PlaceRequest) -> pb.PlaceReply:
         """Where to put a new chunk. Raises NodeUnavailable without nodes, StoreFull if none can hold it."""
@@ -196,6 +203,11 @@ class DirectoryCalls:
         num_taken = master.copies.ask(request.keys, request.holders, request.for_s, self._server.now_s)
         return pb.ReplicateReply(num_taken=num_taken)
 
+    def signed(self, reply: R) -> R:
+        """``reply`` with this master's term."""
+        reply.term, reply.term_of = self._server.term
+        return reply
+
     def serve(self, service: FastService) -> None:
         """Answer on the fast lane too."""
         service.register(HELLO, _welcome)
@@ -211,11 +223,11 @@ class DirectoryCalls:
 
     def _register(self, service: FastService, method: Method[Any, Any], call: Callable[[Any], Any]) -> None:
         def handler(peer: Peer, request: Any, attachment: memoryview) -> Any:
-            return call(request)
+            return call(request)  # of the only master, whose term is 0
 
         def handler_of_several(peer: Peer, request: Any, attachment: memoryview) -> Any:
             self._server.require_leadership()
-            return call(request)
+            return self.signed(call(request))
 
         service.register(method, handler if self._server.leadership is None else handler_of_several)
 
@@ -272,10 +284,10 @@ class DirectoryService(directory_pb2_grpc.DirectoryServicer):
         finally:
             open_streams.dec()
 
-    async def _answer(self, call: Callable[[Q], A], request: Q, context: Context) -> A:
+    async def _answer(self, call: Callable[[Q], R], request: Q, context: Context) -> R:
         try:
             self._server.require_leadership()
-            return call(request)
+            return self._calls.signed(call(request))
         except TanghuluError as error:
             await abort(context, error)
             raise
