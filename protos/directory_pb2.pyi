@@ -193,7 +193,7 @@ class LocateReply(_message.Message):
     def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., node_ids: _Optional[_Iterable[str]] = ..., locations: _Optional[_Iterable[_Union[Location, _Mapping]]] = ..., incomplete: _Optional[bool] = ..., found: _Optional[bytes] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ...) -> None: ...
 
 class NodeInfo(_message.Message):
-    __slots__ = ("instance", "capacity_bytes", "used_bytes", "num_chunks", "draining", "last_seen_s", "ssd_capacity_bytes", "ssd_used_bytes", "num_unsafe", "drained", "reported")
+    __slots__ = ("instance", "capacity_bytes", "used_bytes", "num_chunks", "draining", "last_seen_s", "ssd_capacity_bytes", "ssd_used_bytes", "num_unsafe", "drained")
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -204,7 +204,6 @@ class NodeInfo(_message.Message):
     SSD_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_UNSAFE_FIELD_NUMBER: _ClassVar[int]
     DRAINED_FIELD_NUMBER: _ClassVar[int]
-    REPORTED_FIELD_NUMBER: _ClassVar[int]
     instance: _common_pb2.Instance
     capacity_bytes: int
     used_bytes: int
@@ -215,8 +214,7 @@ class NodeInfo(_message.Message):
     ssd_used_bytes: int
     num_unsafe: int
     drained: bool
-    reported: bool
-    def __init__(self, instance: _Optional[_Union[_common_pb2.Instance, _Mapping]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., num_chunks: _Optional[int] = ..., draining: _Optional[bool] = ..., last_seen_s: _Optional[float] = ..., ssd_capacity_bytes: _Optional[int] = ..., ssd_used_bytes: _Optional[int] = ..., num_unsafe: _Optional[int] = ..., drained: _Optional[bool] = ..., reported: _Optional[bool] = ...) -> None: ...
+    def __init__(self, instance: _Optional[_Union[_common_pb2.Instance, _Mapping]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., num_chunks: _Optional[int] = ..., draining: _Optional[bool] = ..., last_seen_s: _Optional[float] = ..., ssd_capacity_bytes: _Optional[int] = ..., ssd_used_bytes: _Optional[int] = ..., num_unsafe: _Optional[int] = ..., drained: _Optional[bool] = ...) -> None: ...
 
 class PlaceRequest(_message.Message):
     __slots__ = ("size_bytes", "replicas", "prefer_node", "client_place")

@@ -14,10 +14,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from tanghulu.discovery.masters import ATTEMPT_S, SEEK_PAUSE_S, MasterFinder
+from tanghulu.discovery.masters import ATTEMPT_S, SEEK_MOST_S, SEEK_PAUSE_S, MasterFinder
 from tanghulu.errors import InvalidRequest, MasterUnavailable, NodeUnavailable, TanghuluError
 from tanghulu.rpc.fast_client import Asking, FastConnection
 from tanghulu.rpc.greeting import show_blocking
+from tanghulu.runtime.backoff import Backoff
 from tanghulu.runtime.busy_polling import Waiters
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.store.client.drivers.connections import (
@@ -287,6 +288,7 @@ class BlockingDriver:
 
     def _seek(self, calls: list[AnyCall], until_s: float) -> list[Outcome]:
         """Ask the leader of several masters; while nobody leads, until the deadline."""
+        backoff = Backoff(SEEK_PAUSE_S, SEEK_MOST_S)
         while True:
             asked = self._masters.current
             attempt_until_s = min(until_s, time.monotonic() + ATTEMPT_S)
@@ -299,9 +301,10 @@ class BlockingDriver:
                 self._masters.failed(asked, failure)
             for connection in self._idle.pop(MASTER, ()):
                 connection.close()
-            if time.monotonic() + SEEK_PAUSE_S >= until_s:
+            pause_s = backoff.pause_s()
+            if time.monotonic() + pause_s >= until_s:
                 return [failure] * len(calls)
-            time.sleep(SEEK_PAUSE_S)
+            time.sleep(pause_s)
 
     def _open_segment(self, node: PeerId, copies: bool) -> NodeLink | TanghuluError:
         known = self._sessions.link(node, copies)

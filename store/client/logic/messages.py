@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from tanghulu.auth.credentials import Credentials
 from tanghulu.errors import TanghuluError
@@ -239,9 +239,33 @@ def commit_result(reply: AnyReply) -> CommitResult:
     return message.commit_result
 
 
+class ListVersion(NamedTuple):
+    """The version of a list of nodes, as the master of that generation counts."""
+
+    number: int = 0  # 0: there is no list
+    generation: int = 0
+
+
 def nodes() -> AnyCall:
-    """All nodes."""
+    """All nodes, with their figures of now."""
     return methods.NODES.call(directory_pb2.NodesRequest())
+
+
+def nodes_since(known: ListVersion) -> AnyCall:
+    """All nodes, if the list is another than the one that is known."""
+    number, generation = known
+    request = directory_pb2.NodesRequest(known_version=number, known_generation=generation, versioned=True)
+    return methods.NODES.call(request)
+
+
+def list_version(reply: AnyReply) -> ListVersion:
+    """The version of the list in the answer to ``nodes`` or ``nodes_since``."""
+    return ListVersion(reply.message.version, reply.message.master_generation)
+
+
+def is_unchanged(reply: AnyReply) -> bool:
+    """Whether the list is the known one, and was not sent."""
+    return bool(reply.message.unchanged)
 
 
 def place(size_bytes: int, replicas: int, prefer_node: str, client_place: str) -> AnyCall:

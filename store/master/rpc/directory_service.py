@@ -17,6 +17,7 @@ from tanghulu.rpc.methods import HELLO, Method
 from tanghulu.store.master.directory.chunk_table import FoundChunk
 from tanghulu.store.master.rpc import wire
 from tanghulu.store.master.rpc.followers import follow
+from tanghulu.store.master.rpc.node_list import NodeList
 from tanghulu.store.master.rpc.waiting import WaitCalls
 from tanghulu.store.master.server import MasterServer
 from tanghulu.store.protocol import methods
@@ -54,6 +55,7 @@ class DirectoryCalls:
         self._master = server.master
         self._metrics = server.metrics
         self.waiting = WaitCalls(server)
+        self.node_list = NodeList(server)
 
     def announce(self, request: pb.AnnounceRequest) -> pb.AnnounceReply:
         """Take what a node says."""
@@ -182,14 +184,12 @@ class DirectoryCalls:
         return pb.PlaceReply(nodes=wire.nodes_to_wire(nodes, self._server.now_s))
 
     def nodes(self, request: pb.NodesRequest) -> pb.NodesReply:
-        """All nodes, and how the directory stands."""
-        directory = self._master.directory
-        return pb.NodesReply(
-            nodes=wire.nodes_to_wire(directory.nodes(), self._server.now_s, self._master.copies.progress),
-            rebuilding=not directory.rebuild.is_ready,
-            num_keys=directory.num_keys,
-            master_generation=self._master.generation,
-        )
+        """All nodes, and how the directory stands; see ``NodeList``."""
+        return pb.NodesReply.FromString(self.node_list.answer(request))
+
+    def _nodes(self, peer: Peer, request: pb.NodesRequest, attachment: memoryview) -> bytes:
+        self._server.require_leadership()
+        return self.node_list.answer(request)
 
     def list_keys(self, request: pb.ListKeysRequest) -> pb.ListKeysReply:
         """A page of keys, in order."""
@@ -216,8 +216,8 @@ class DirectoryCalls:
         service.register(methods.COMMIT_KEY, self._commit_key)
         service.register(methods.COMMIT_KEYS, self._commit_keys)
         service.register(methods.WAIT, self.waiting.wait)
+        service.register(methods.NODES, self._nodes)
         self._register(service, methods.PLACE, self.place)
-        self._register(service, methods.NODES, self.nodes)
         self._register(service, methods.LIST_KEYS, self.list_keys)
         self._register(service, methods.REPLICATE, self.replicate)
 

@@ -73,7 +73,7 @@ class ElectedMaster:
         election.campaigned(holder, term, won=True, now_s=clock.now_s())
         assert self.leadership.leads
         self.server.leadership = self.leadership
-        master.register(instance("n1"), 1e3, clock.now_s())
+        master.register(instance("n1"), 600.0, clock.now_s())
         master.tick(clock.now_s(), 0.0)
         self.service = FastService()
         DirectoryCalls(self.server).serve(self.service)
