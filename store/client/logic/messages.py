@@ -10,8 +10,8 @@ from tanghulu.auth.credentials import Credentials
 from tanghulu.errors import TanghuluError
 from tanghulu.protos import directory_pb2, store_pb2
 from tanghulu.rpc.fast_client import Call, Reply
-from tanghulu.rpc.frames import PROTOCOL_VERSION
 from tanghulu.rpc.methods import HELLO
+from tanghulu.rpc.versions import SPOKEN, settled
 from tanghulu.store.client.logic.effects import PeerId
 from tanghulu.store.client.model import ChunkInfo, KeyInfo, NodeView
 from tanghulu.store.protocol import messages as m
@@ -48,7 +48,8 @@ class Welcome:
 def hello(client_id: str, shown: Credentials, host_id: str, wants_shm: bool, held: Iterable[int]) -> AnyCall:
     """The first frame of a connection to a node."""
     request = store_pb2.HelloRequest(
-        protocol_version=PROTOCOL_VERSION,
+        protocol_version=SPOKEN.lowest,
+        highest_version=SPOKEN.highest,
         client_id=client_id,
         tenant=shown.tenant,
         token=shown.token,
@@ -60,8 +61,9 @@ def hello(client_id: str, shown: Credentials, host_id: str, wants_shm: bool, hel
 
 
 def welcome(reply: AnyReply) -> Welcome:
-    """The answer to ``hello``."""
+    """The answer to ``hello``; raises VersionMismatch."""
     message: store_pb2.HelloReply = reply.message
+    settled(message, message.instance_id)
     segment, index = from_proto(message.segment), index_from_wire(message)
     return Welcome(message.instance_id, message.session_id, message.generation, segment, index, message.key_scope)
 

@@ -14,6 +14,7 @@ from tanghulu.protos import directory_pb2_grpc, store_pb2
 from tanghulu.rpc.fast_server import FastService, Peer
 from tanghulu.rpc.grpc_edge import abort
 from tanghulu.rpc.methods import HELLO, Method
+from tanghulu.rpc.versions import settle
 from tanghulu.store.master.directory.chunk_table import FoundChunk
 from tanghulu.store.master.rpc import wire
 from tanghulu.store.master.rpc.followers import follow
@@ -294,5 +295,5 @@ class DirectoryService(directory_pb2_grpc.DirectoryServicer):
 
 
 def _welcome(peer: Peer, request: store_pb2.HelloRequest, attachment: memoryview) -> store_pb2.HelloReply:
-    """Peers that have credentials show them here; where there is a gate it has looked at them."""
-    return store_pb2.HelloReply()
+    """Peers that have credentials show them here; where there is an authorizer it has looked at them."""
+    return store_pb2.HelloReply(protocol_version=settle(request))
