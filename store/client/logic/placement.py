@@ -20,7 +20,7 @@ from tanghulu.store.client.model import NodeView
 
 #: A list of nodes, and the master's advice, is believed for so long, and up to so much longer: many clients that began
 #: together do not ask together for ever.
-NODES_TTL_S, NODES_SPREAD_S = 1.0, 0.5
+NODES_TTL_S, NODES_SPREAD_S = 1.0, 1.0
 _NO_VERSION = ListVersion()
 
 
