@@ -20,7 +20,7 @@ from tanghulu.rpc.fast_server import FastServerProtocol, FastService, Peer
 from tanghulu.rpc.frames import PREAMBLE
 from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.master.core import Master
-from tanghulu.store.master.directory.announcement import ChunkEntry, NodeAnnouncement, ReportPart
+from tanghulu.store.master.directory.announcement import ChunkEntry, NodeAnnouncement
 from tanghulu.store.master.election.election import KeyHolder
 from tanghulu.store.master.election.leadership import Leadership
 from tanghulu.store.master.metrics import MasterMetrics
@@ -73,13 +73,17 @@ class ElectedMaster:
         election.campaigned(holder, term, won=True, now_s=clock.now_s())
         assert self.leadership.leads
         self.server.leadership = self.leadership
-        master.register(instance("n1"), 600.0, clock.now_s())
-        master.tick(clock.now_s(), 0.0)
         self.service = FastService()
-        DirectoryCalls(self.server).serve(self.service)
+        calls = DirectoryCalls(self.server)
+        calls.serve(self.service)
+        master.register(instance("n1"), 600.0, clock.now_s())
+        for report in (directory_pb2.AnnounceRequest.BEGIN, directory_pb2.AnnounceRequest.END):  # it holds nothing yet
+            calls.announce(directory_pb2.AnnounceRequest(node_id="n1", generation=7, report=report))
+        master.tick(clock.now_s(), 0.0)
+        assert master.directory.rebuild.is_ready
 
     def holds(self, key: str) -> None:
-        said = NodeAnnouncement("n1", 7, added=[ChunkEntry(key, 1, 5)], report=ReportPart.NONE, capacity_bytes=1 << 20)
+        said = NodeAnnouncement("n1", 7, added=[ChunkEntry(key, 1, 5)], capacity_bytes=1 << 20)
         self.server.master.announce(said, 0.0)
 
 
