@@ -207,18 +207,22 @@ class Location(_message.Message):
     def __init__(self, nodes: _Optional[_Iterable[int]] = ..., version: _Optional[int] = ..., size_bytes: _Optional[int] = ..., num_warm: _Optional[int] = ...) -> None: ...
 
 class LocateReply(_message.Message):
-    __slots__ = ("status", "node_ids", "locations", "incomplete", "found")
+    __slots__ = ("status", "node_ids", "locations", "incomplete", "found", "term", "term_of")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     NODE_IDS_FIELD_NUMBER: _ClassVar[int]
     LOCATIONS_FIELD_NUMBER: _ClassVar[int]
     INCOMPLETE_FIELD_NUMBER: _ClassVar[int]
     FOUND_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    TERM_OF_FIELD_NUMBER: _ClassVar[int]
     status: _common_pb2.Status
     node_ids: _containers.RepeatedScalarFieldContainer[str]
     locations: _containers.RepeatedCompositeFieldContainer[Location]
     incomplete: bool
     found: bytes
-    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., node_ids: _Optional[_Iterable[str]] = ..., locations: _Optional[_Iterable[_Union[Location, _Mapping]]] = ..., incomplete: _Optional[bool] = ..., found: _Optional[bytes] = ...) -> None: ...
+    term: int
+    term_of: int
+    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., node_ids: _Optional[_Iterable[str]] = ..., locations: _Optional[_Iterable[_Union[Location, _Mapping]]] = ..., incomplete: _Optional[bool] = ..., found: _Optional[bytes] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ...) -> None: ...
 
 class NodeInfo(_message.Message):
     __slots__ = ("instance", "capacity_bytes", "used_bytes", "num_chunks", "draining", "last_seen_s", "ssd_capacity_bytes", "ssd_used_bytes", "num_unsafe", "drained")
@@ -257,30 +261,48 @@ class PlaceRequest(_message.Message):
     def __init__(self, size_bytes: _Optional[int] = ..., replicas: _Optional[int] = ..., prefer_node: _Optional[str] = ..., client_place: _Optional[str] = ...) -> None: ...
 
 class PlaceReply(_message.Message):
-    __slots__ = ("status", "nodes")
+    __slots__ = ("status", "nodes", "term", "term_of")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    TERM_OF_FIELD_NUMBER: _ClassVar[int]
     status: _common_pb2.Status
     nodes: _containers.RepeatedCompositeFieldContainer[NodeInfo]
-    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., nodes: _Optional[_Iterable[_Union[NodeInfo, _Mapping]]] = ...) -> None: ...
+    term: int
+    term_of: int
+    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., nodes: _Optional[_Iterable[_Union[NodeInfo, _Mapping]]] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ...) -> None: ...
 
 class NodesRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("known_version", "known_generation", "versioned")
+    KNOWN_VERSION_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    VERSIONED_FIELD_NUMBER: _ClassVar[int]
+    known_version: int
+    known_generation: int
+    versioned: bool
+    def __init__(self, known_version: _Optional[int] = ..., known_generation: _Optional[int] = ..., versioned: _Optional[bool] = ...) -> None: ...
 
 class NodesReply(_message.Message):
-    __slots__ = ("status", "nodes", "rebuilding", "num_keys", "master_generation")
+    __slots__ = ("status", "nodes", "rebuilding", "num_keys", "master_generation", "term", "term_of", "version", "unchanged")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
     REBUILDING_FIELD_NUMBER: _ClassVar[int]
     NUM_KEYS_FIELD_NUMBER: _ClassVar[int]
     MASTER_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    TERM_OF_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    UNCHANGED_FIELD_NUMBER: _ClassVar[int]
     status: _common_pb2.Status
     nodes: _containers.RepeatedCompositeFieldContainer[NodeInfo]
     rebuilding: bool
     num_keys: int
     master_generation: int
-    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., nodes: _Optional[_Iterable[_Union[NodeInfo, _Mapping]]] = ..., rebuilding: _Optional[bool] = ..., num_keys: _Optional[int] = ..., master_generation: _Optional[int] = ...) -> None: ...
+    term: int
+    term_of: int
+    version: int
+    unchanged: bool
+    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., nodes: _Optional[_Iterable[_Union[NodeInfo, _Mapping]]] = ..., rebuilding: _Optional[bool] = ..., num_keys: _Optional[int] = ..., master_generation: _Optional[int] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ..., version: _Optional[int] = ..., unchanged: _Optional[bool] = ...) -> None: ...
 
 class ListKeysRequest(_message.Message):
     __slots__ = ("prefix", "after", "limit")
@@ -303,12 +325,16 @@ class ReplicateRequest(_message.Message):
     def __init__(self, keys: _Optional[_Iterable[str]] = ..., holders: _Optional[int] = ..., for_s: _Optional[float] = ...) -> None: ...
 
 class ReplicateReply(_message.Message):
-    __slots__ = ("status", "num_taken")
+    __slots__ = ("status", "num_taken", "term", "term_of")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     NUM_TAKEN_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    TERM_OF_FIELD_NUMBER: _ClassVar[int]
     status: _common_pb2.Status
     num_taken: int
-    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., num_taken: _Optional[int] = ...) -> None: ...
+    term: int
+    term_of: int
+    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., num_taken: _Optional[int] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ...) -> None: ...
 
 class KeyInfo(_message.Message):
     __slots__ = ("key", "size_bytes", "version", "node_ids")
@@ -323,14 +349,18 @@ class KeyInfo(_message.Message):
     def __init__(self, key: _Optional[str] = ..., size_bytes: _Optional[int] = ..., version: _Optional[int] = ..., node_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ListKeysReply(_message.Message):
-    __slots__ = ("status", "keys", "more")
+    __slots__ = ("status", "keys", "more", "term", "term_of")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    TERM_OF_FIELD_NUMBER: _ClassVar[int]
     status: _common_pb2.Status
     keys: _containers.RepeatedCompositeFieldContainer[KeyInfo]
     more: bool
-    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., keys: _Optional[_Iterable[_Union[KeyInfo, _Mapping]]] = ..., more: _Optional[bool] = ...) -> None: ...
+    term: int
+    term_of: int
+    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., keys: _Optional[_Iterable[_Union[KeyInfo, _Mapping]]] = ..., more: _Optional[bool] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ...) -> None: ...
 
 class WaitRequest(_message.Message):
     __slots__ = ("keys", "deadline_ms")
@@ -341,12 +371,16 @@ class WaitRequest(_message.Message):
     def __init__(self, keys: _Optional[_Iterable[str]] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
 
 class WaitReply(_message.Message):
-    __slots__ = ("status", "found")
+    __slots__ = ("status", "found", "term", "term_of")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     FOUND_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    TERM_OF_FIELD_NUMBER: _ClassVar[int]
     status: _common_pb2.Status
     found: bytes
-    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., found: _Optional[bytes] = ...) -> None: ...
+    term: int
+    term_of: int
+    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., found: _Optional[bytes] = ..., term: _Optional[int] = ..., term_of: _Optional[int] = ...) -> None: ...
 
 class EventsRequest(_message.Message):
     __slots__ = ("key_prefix", "after_sequence", "master_generation")

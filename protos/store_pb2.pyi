@@ -26,7 +26,7 @@ class Checksums(_message.Message):
     def __init__(self, part_bytes: _Optional[int] = ..., parts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class HelloRequest(_message.Message):
-    __slots__ = ("protocol_version", "client_id", "tenant", "token", "pid", "host_id", "wants_shm", "held_lease_ids")
+    __slots__ = ("protocol_version", "client_id", "tenant", "token", "pid", "host_id", "wants_shm", "held_lease_ids", "highest_version")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,7 @@ class HelloRequest(_message.Message):
     HOST_ID_FIELD_NUMBER: _ClassVar[int]
     WANTS_SHM_FIELD_NUMBER: _ClassVar[int]
     HELD_LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    HIGHEST_VERSION_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     client_id: str
     tenant: str
@@ -43,10 +44,11 @@ class HelloRequest(_message.Message):
     host_id: str
     wants_shm: bool
     held_lease_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, protocol_version: _Optional[int] = ..., client_id: _Optional[str] = ..., tenant: _Optional[str] = ..., token: _Optional[str] = ..., pid: _Optional[int] = ..., host_id: _Optional[str] = ..., wants_shm: _Optional[bool] = ..., held_lease_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    highest_version: int
+    def __init__(self, protocol_version: _Optional[int] = ..., client_id: _Optional[str] = ..., tenant: _Optional[str] = ..., token: _Optional[str] = ..., pid: _Optional[int] = ..., host_id: _Optional[str] = ..., wants_shm: _Optional[bool] = ..., held_lease_ids: _Optional[_Iterable[int]] = ..., highest_version: _Optional[int] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("status", "instance_id", "generation", "session_id", "segment", "max_inline_bytes", "index", "key_scope")
+    __slots__ = ("status", "instance_id", "generation", "session_id", "segment", "max_inline_bytes", "index", "key_scope", "protocol_version")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +57,7 @@ class HelloReply(_message.Message):
     MAX_INLINE_BYTES_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     KEY_SCOPE_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     status: _common_pb2.Status
     instance_id: str
     generation: int
@@ -63,7 +66,8 @@ class HelloReply(_message.Message):
     max_inline_bytes: int
     index: SharedIndex
     key_scope: str
-    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., instance_id: _Optional[str] = ..., generation: _Optional[int] = ..., session_id: _Optional[int] = ..., segment: _Optional[_Union[_common_pb2.SegmentDescriptor, _Mapping]] = ..., max_inline_bytes: _Optional[int] = ..., index: _Optional[_Union[SharedIndex, _Mapping]] = ..., key_scope: _Optional[str] = ...) -> None: ...
+    protocol_version: int
+    def __init__(self, status: _Optional[_Union[_common_pb2.Status, _Mapping]] = ..., instance_id: _Optional[str] = ..., generation: _Optional[int] = ..., session_id: _Optional[int] = ..., segment: _Optional[_Union[_common_pb2.SegmentDescriptor, _Mapping]] = ..., max_inline_bytes: _Optional[int] = ..., index: _Optional[_Union[SharedIndex, _Mapping]] = ..., key_scope: _Optional[str] = ..., protocol_version: _Optional[int] = ...) -> None: ...
 
 class SharedIndex(_message.Message):
     __slots__ = ("begin", "num_buckets", "seed")

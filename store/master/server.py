@@ -14,6 +14,7 @@ from tanghulu.runtime.clock import Clock
 from tanghulu.store.master.core import Master
 from tanghulu.store.master.election.leadership import Leadership
 from tanghulu.store.master.metrics import MasterMetrics
+from tanghulu.store.protocol.terms import Term
 
 _log = structlog.get_logger(__name__)
 TICK_S = 0.05
@@ -65,6 +66,17 @@ class MasterServer:
         """Raise NotLeader if this is one of several masters and does not lead."""
         if self.leadership is not None:
             self.leadership.require()
+
+    @property
+    def term(self) -> Term:
+        """The term that every reply carries."""
+        return Term() if self.leadership is None else Term(self.leadership.term, self.leadership.cluster)
+
+    def require_newest(self, number: int, cluster: int) -> None:
+        """Raise NotLeader if a caller knows of a later term than this master's; its word alone deposes nobody."""
+        self.require_leadership()
+        if self.leadership is not None and cluster == self.leadership.cluster and number > self.leadership.term:
+            raise NotLeader.naming("")
 
     def require_generation(self, generation: int) -> None:
         """Raise NotLeader unless the master still has the memories that it had as ``generation``."""

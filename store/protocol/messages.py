@@ -248,12 +248,15 @@ class Location(FastMessage, frozen=True):
 class LocateReply(FastMessage, frozen=True):
     """A location a key, None where nobody is known to hold it; or, with ``count_only``, a byte a key in ``found``.
 
-    ``incomplete``: the master is rebuilding, and nobody known does not mean nobody.
+    ``incomplete``: the master is rebuilding, and nobody known does not mean nobody. ``term`` and ``term_of``, here and
+    in the other replies of a master: see ``terms``.
     """
 
     incomplete: bool
     locations: Sequence[Location | None] = ()
     found: bytes = b""
+    term: U64 = 0
+    term_of: U64 = 0
 
     @property
     def existence(self) -> list[bool]:
@@ -280,9 +283,13 @@ class CommitKeyReply(FastMessage, frozen=True):
     """The answer to one proclamation."""
 
     commit_result: CommitResult
+    term: U64 = 0
+    term_of: U64 = 0
 
 
 class CommitKeysReply(FastMessage, frozen=True):
     """A commit_result a proclamation."""
 
     commit_results: list[CommitResult]
+    term: U64 = 0
+    term_of: U64 = 0

@@ -83,13 +83,18 @@ class NewChunk(FastMessage, frozen=True):
 
 
 class ClientCommit(FastMessage, frozen=True):
-    """What a client commits: a chunk that it has written into a write buffer of ``node_id``, in run ``generation``."""
+    """What a client commits: a chunk that it has written into a write buffer of ``node_id``, in run ``generation``.
+
+    ``term`` of ``term_of`` is the newest that the client knows; a master of an older one takes no commit.
+    """
 
     node_id: str
     generation: U64
     key: Key
     version: U64
     size_bytes: Annotated[int, msgspec.Meta(ge=0, le=_MAX_COMMIT_BYTES)]
+    term: U64 = 0
+    term_of: U64 = 0
 
     def validate(self) -> None:
         """Refuse a key that is too long in bytes."""

@@ -7,7 +7,7 @@ import pytest
 from tanghulu.discovery.masters import MasterFinder
 from tanghulu.errors import InvalidRequest, MasterUnavailable, NodeUnavailable, NotLeader, error_from_code
 from tanghulu.masters import Masters
-from tanghulu.store.node.reporting.reporter import TermFence
+from tanghulu.store.protocol.terms import TermFence
 from tanghulu.types import Address
 
 A, B, C = (Address("h", port) for port in (1, 2, 3))
@@ -80,4 +80,4 @@ def test_a_node_refuses_older_terms_of_the_same_etcd() -> None:
     assert fence.admits(9, 1)
     assert fence.admits(3, 2), "another etcd counts anew"
     assert not fence.admits(2, 2)
-    assert (fence.term, fence.term_of) == (3, 2)
+    assert fence.newest == (3, 2)

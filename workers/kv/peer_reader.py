@@ -19,8 +19,8 @@ import xxhash
 from tanghulu.errors import ChecksumMismatch, NodeUnavailable, TanghuluError
 from tanghulu.protos import session_pb2, store_pb2
 from tanghulu.rpc.fast_client import Call, FastConnection
-from tanghulu.rpc.frames import PROTOCOL_VERSION
 from tanghulu.rpc.methods import HELLO
+from tanghulu.rpc.versions import SPOKEN, settled
 from tanghulu.runtime.process import host_id
 from tanghulu.transfer_engine.client.remote import RemoteSegment
 from tanghulu.transfer_engine.client.requests import TransferRequest
@@ -179,13 +179,15 @@ class PeerReader:
 
     def _greet(self, connection: FastConnection) -> _Peer:
         hello = store_pb2.HelloRequest(
-            protocol_version=PROTOCOL_VERSION,
+            protocol_version=SPOKEN.lowest,
+            highest_version=SPOKEN.highest,
             client_id=self._client_id,
             pid=os.getpid(),
             host_id=host_id(),
             wants_shm=True,
         )
         reply = connection.call(HELLO.number, hello, HELLO.reply, deadline_s=DEADLINE_S)
+        settled(reply.message, connection.peer)
         segment = self._engine.open_segment(from_proto(reply.message.segment), reply.message.session_id)
         return _Peer(connection, segment)
 

@@ -17,8 +17,8 @@ import xxhash
 from tanghulu.errors import InvalidRequest, Overloaded, TanghuluError
 from tanghulu.protos import session_pb2, store_pb2
 from tanghulu.rpc.fast_server import FastService, Peer
-from tanghulu.rpc.frames import PROTOCOL_VERSION
 from tanghulu.rpc.methods import HELLO
+from tanghulu.rpc.versions import settle
 from tanghulu.runtime.clock import Clock
 from tanghulu.runtime.process import host_id
 from tanghulu.transfer_engine.core.access import AccessTable
@@ -144,10 +144,7 @@ class PeerServer:
     # --- calls of peers
 
     def _hello(self, peer: Peer, request: store_pb2.HelloRequest, _: memoryview) -> store_pb2.HelloReply:
-        if request.protocol_version != PROTOCOL_VERSION:
-            raise InvalidRequest(
-                f"peer speaks version {request.protocol_version} of the fast lane, this worker {PROTOCOL_VERSION}"
-            )
+        version = settle(request)
         if peer.state is not None:
             raise InvalidRequest("a connection says hello once")
         assert self._descriptor is not None
@@ -161,6 +158,7 @@ class PeerServer:
             generation=self._identity.generation,
             session_id=session_id,
             segment=to_proto(self._descriptor),
+            protocol_version=version,
         )
 
     async def _pin(

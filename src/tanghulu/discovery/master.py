@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
+from random import Random
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -26,6 +28,7 @@ from tanghulu.masters import Masters
 from tanghulu.protos import membership_pb2 as pb
 from tanghulu.protos import membership_pb2_grpc
 from tanghulu.rpc.grpc_edge import channel, typed_errors
+from tanghulu.runtime.backoff import Backoff
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.types import Address, Role
 
@@ -33,7 +36,10 @@ _log = structlog.get_logger(__name__)
 REGISTER_DEADLINE_S = 5.0
 _CALL_DEADLINE_S = 2.0
 _CLOSE_DEADLINE_S = 0.5
-_RETRY_S = 0.2
+#: Between two tries: well below what a new master waits before it takes those that have come for all there are.
+_RETRY_S, _RETRY_MOST_S = 0.2, 0.4
+#: The same of who only watches.
+_WATCH_MOST_S = 1.0
 T = TypeVar("T")
 
 
@@ -78,9 +84,13 @@ class MasterRegistration:
         self._entered = instance
 
     async def _renew_forever(self) -> None:
-        reachable = True
+        reachable, rng = True, Random(secrets.randbits(64))
+        backoff = Backoff(_RETRY_S, _RETRY_MOST_S, rng)
         while True:
-            await self._discovery.pause(self._ttl_s / 3 if reachable else min(self._ttl_s / 3, _RETRY_S))
+            most_s = self._ttl_s / 3
+            await self._discovery.pause(
+                most_s * rng.uniform(0.75, 1.0) if reachable else min(most_s, backoff.pause_s())
+            )
             try:
                 await self._renew()
             except TanghuluError as error:
@@ -88,7 +98,7 @@ class MasterRegistration:
                     _log.warning("discovery.lease_not_renewed", instance=self._instance.id, error=error.message)
                 reachable = False
             else:
-                reachable = True
+                reachable, backoff = True, Backoff(_RETRY_S, _RETRY_MOST_S, rng)
 
     async def _renew(self) -> None:
         async with self._lock:
@@ -160,6 +170,8 @@ class MasterDiscovery:
         """First every live instance, then SYNCED, then changes; waits for a master that is away."""
         mirror = InstanceMirror(DEFAULT_TTL_S)
         request = pb.WatchRequest(namespace=namespace, components=[role.value for role in roles])
+        rng = Random(secrets.randbits(64))
+        backoff = Backoff(_RETRY_S, _WATCH_MOST_S, rng)
         while True:
             mirror.begin()
             asked: Address | None = None
@@ -171,6 +183,7 @@ class MasterDiscovery:
                 )
                 async with typed_errors(self._peer, MasterUnavailable):
                     async for event in self._follow(call, mirror):
+                        backoff = Backoff(_RETRY_S, _WATCH_MOST_S, rng)
                         yield event
             except TanghuluError as error:
                 _log.warning("discovery.watch_interrupted", error=error.message)
@@ -179,7 +192,7 @@ class MasterDiscovery:
             finally:
                 if call is not None:
                     call.cancel()
-            await asyncio.sleep(_RETRY_S)
+            await asyncio.sleep(backoff.pause_s())
 
     async def _follow(
         self, call: grpc.aio.UnaryStreamCall[pb.WatchRequest, pb.InstanceEvent], mirror: InstanceMirror

@@ -13,10 +13,11 @@ from tanghulu.discovery.etcd_client import EtcdClient, read_blocking
 from tanghulu.errors import MasterUnavailable, NotLeader, TanghuluError
 from tanghulu.masters import Masters
 from tanghulu.protos import common_pb2
+from tanghulu.runtime.backoff import Backoff
 from tanghulu.types import Address
 
-#: Between two tries to find the leader.
-SEEK_PAUSE_S = 0.05
+#: Between two tries to find the leader, at first and at most.
+SEEK_PAUSE_S, SEEK_MOST_S = 0.05, 0.25
 #: How long one of several masters is waited for before the next is asked: a stopped one does not refuse.
 ATTEMPT_S = 1.5
 #: Streams to one of several masters ask it for a sign of life; silence means that it stands still.
@@ -99,6 +100,7 @@ class Seeking:
     def __init__(self, finder: MasterFinder, deadline_s: float) -> None:
         self._finder = finder
         self._until_s = asyncio.get_running_loop().time() + deadline_s
+        self._backoff = Backoff(SEEK_PAUSE_S, SEEK_MOST_S)
 
     @property
     def attempt_s(self) -> float:
@@ -110,6 +112,7 @@ class Seeking:
         """``asked`` failed with ``error``, which is raised if there is nobody else to ask or no time left."""
         if asked is not None:
             self._finder.failed(asked, error)
-        if not self._finder.several or asyncio.get_running_loop().time() + SEEK_PAUSE_S >= self._until_s:
+        pause_s = self._backoff.pause_s()
+        if not self._finder.several or asyncio.get_running_loop().time() + pause_s >= self._until_s:
             raise error
-        await asyncio.sleep(SEEK_PAUSE_S)
+        await asyncio.sleep(pause_s)

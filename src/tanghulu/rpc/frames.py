@@ -19,7 +19,6 @@ from tanghulu.errors import InvalidRequest
 
 PREAMBLE = b"TANGHULU"
 _MAX_CALL_ID = (1 << 32) - 1
-PROTOCOL_VERSION = 4
 #: The method of a reply that is an error.
 ERROR = 2
 HEAD = struct.Struct("<IIHHI")

@@ -7,21 +7,25 @@ from tanghulu.errors import TanghuluError
 from tanghulu.protos import store_pb2
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.fast_client import Call, FastConnection
-from tanghulu.rpc.frames import PROTOCOL_VERSION
 from tanghulu.rpc.methods import HELLO
+from tanghulu.rpc.versions import SPOKEN, settled
 
 
 async def show(connection: AsyncFastConnection, credentials: Credentials, deadline_s: float) -> None:
     """Show the credentials, if there are any, to the master at the other end; raises Unauthorized."""
     if credentials.shown:
         call = hello(credentials)
-        await connection.call(call.method, call.request, call.reply_type, deadline_s=deadline_s)
+        reply = await connection.call(call.method, call.request, call.reply_type, deadline_s=deadline_s)
+        settled(reply.message, connection.peer)
 
 
 def hello(credentials: Credentials) -> Call[store_pb2.HelloReply]:
     """The first call on a connection to a master; only needed with credentials."""
     request = store_pb2.HelloRequest(
-        protocol_version=PROTOCOL_VERSION, tenant=credentials.tenant, token=credentials.token
+        protocol_version=SPOKEN.lowest,
+        highest_version=SPOKEN.highest,
+        tenant=credentials.tenant,
+        token=credentials.token,
     )
     return HELLO.call(request)
 
@@ -30,6 +34,10 @@ def show_blocking(connection: FastConnection, credentials: Credentials, deadline
     """``show`` on a blocking connection, which is closed if it is refused."""
     if credentials.shown:
         outcome = connection.call_one(hello(credentials), deadline_s=deadline_s)
-        if isinstance(outcome, TanghuluError):
+        try:
+            if isinstance(outcome, TanghuluError):
+                raise outcome
+            settled(outcome.message, connection.peer)
+        except TanghuluError:
             connection.close()
-            raise outcome
+            raise

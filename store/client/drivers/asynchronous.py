@@ -12,7 +12,14 @@ from tanghulu.errors import InvalidRequest, MasterUnavailable, NodeUnavailable, 
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.greeting import show
 from tanghulu.runtime.clock import SystemClock
-from tanghulu.store.client.drivers.connections import NodeSessions, Target, make_context, master_failure, target_of
+from tanghulu.store.client.drivers.connections import (
+    NodeSessions,
+    Target,
+    make_context,
+    master_failure,
+    obeyed,
+    target_of,
+)
 from tanghulu.store.client.drivers.transfers import move_async
 from tanghulu.store.client.logic.effects import (
     MASTER,
@@ -215,7 +222,13 @@ class AsyncioDriver:
         until_s = self._loop.time() + deadline_s
         connection = await self._connected(peer, deadline_s)
         deadline_s = max(until_s - self._loop.time(), 0.0)
-        return await connection.call(call.method, call.request, call.reply_type, call.attachment, deadline_s=deadline_s)
+        reply = await connection.call(
+            call.method, call.request, call.reply_type, call.attachment, deadline_s=deadline_s
+        )
+        outcome = obeyed(self.context.fence, reply) if peer == MASTER else reply
+        if isinstance(outcome, TanghuluError):
+            raise outcome
+        return outcome
 
     async def _connected(self, peer: PeerId, deadline_s: float) -> AsyncFastConnection:
         connection = self._connections.get(peer)

@@ -14,13 +14,21 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from tanghulu.discovery.masters import ATTEMPT_S, SEEK_PAUSE_S, MasterFinder
+from tanghulu.discovery.masters import ATTEMPT_S, SEEK_MOST_S, SEEK_PAUSE_S, MasterFinder
 from tanghulu.errors import InvalidRequest, MasterUnavailable, NodeUnavailable, TanghuluError
 from tanghulu.rpc.fast_client import Asking, FastConnection
 from tanghulu.rpc.greeting import show_blocking
+from tanghulu.runtime.backoff import Backoff
 from tanghulu.runtime.busy_polling import Waiters
 from tanghulu.runtime.clock import SystemClock
-from tanghulu.store.client.drivers.connections import NodeSessions, Target, make_context, master_failure, target_of
+from tanghulu.store.client.drivers.connections import (
+    NodeSessions,
+    Target,
+    make_context,
+    master_failure,
+    obeyed,
+    target_of,
+)
 from tanghulu.store.client.drivers.transfers import move
 from tanghulu.store.client.logic.effects import (
     MASTER,
@@ -184,7 +192,7 @@ class BlockingDriver:
             wanted.meanwhile()
 
         def end() -> AnyCall:
-            return wanted.end_call(asking.end() if isinstance(asking, Asking) else asking)
+            return wanted.end_call(self._answer_of_master(asking))
 
         try:
             return connection.call_then(wanted.call, ahead, end, deadline_s=_left_s(until_s))
@@ -206,6 +214,9 @@ class BlockingDriver:
             self._put_back(peer, connection)
             return error
 
+    def _answer_of_master(self, asking: Asking[Any] | TanghuluError | None) -> Outcome | None:
+        return obeyed(self.context.fence, asking.end()) if isinstance(asking, Asking) else asking
+
     def _asked(self, peer: PeerId, asking: Asking[Any] | TanghuluError | None) -> None:
         """What was begun is over."""
         if isinstance(asking, Asking):
@@ -218,7 +229,7 @@ class BlockingDriver:
         asking = self._begin(MASTER, wanted.call, wanted.within_s)
         try:
             errors = move(self._engine, wanted.requests, deadline_s)
-            return errors, asking.end() if isinstance(asking, Asking) else asking
+            return errors, self._answer_of_master(asking)
         finally:
             self._asked(MASTER, asking)
 
@@ -266,7 +277,8 @@ class BlockingDriver:
         except TanghuluError as error:
             return [error] * len(calls)
         try:
-            return connection.call_many(calls, deadline_s=_left_s(until_s))
+            outcomes = connection.call_many(calls, deadline_s=_left_s(until_s))
+            return [obeyed(self.context.fence, each) for each in outcomes] if peer == MASTER else outcomes
         except TanghuluError as error:
             if isinstance(error, NodeUnavailable) and peer == MASTER and reused:
                 return None
@@ -276,6 +288,7 @@ class BlockingDriver:
 
     def _seek(self, calls: list[AnyCall], until_s: float) -> list[Outcome]:
         """Ask the leader of several masters; while nobody leads, until the deadline."""
+        backoff = Backoff(SEEK_PAUSE_S, SEEK_MOST_S)
         while True:
             asked = self._masters.current
             attempt_until_s = min(until_s, time.monotonic() + ATTEMPT_S)
@@ -288,9 +301,10 @@ class BlockingDriver:
                 self._masters.failed(asked, failure)
             for connection in self._idle.pop(MASTER, ()):
                 connection.close()
-            if time.monotonic() + SEEK_PAUSE_S >= until_s:
+            pause_s = backoff.pause_s()
+            if time.monotonic() + pause_s >= until_s:
                 return [failure] * len(calls)
-            time.sleep(SEEK_PAUSE_S)
+            time.sleep(pause_s)
 
     def _open_segment(self, node: PeerId, copies: bool) -> NodeLink | TanghuluError:
         known = self._sessions.link(node, copies)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tanghulu.errors import DeadlineExceeded, MasterUnavailable, NodeUnavailable, TanghuluError
+from tanghulu.errors import DeadlineExceeded, MasterUnavailable, NodeUnavailable, NotLeader, TanghuluError
 from tanghulu.masters import Masters
 from tanghulu.runtime.clock import Clock
 from tanghulu.store.client.logic import messages
@@ -13,6 +13,7 @@ from tanghulu.store.client.logic.effects import NodeLink, PeerId
 from tanghulu.store.client.logic.messages import Welcome
 from tanghulu.store.client.logic.placement import NodeTable
 from tanghulu.store.client.settings import Settings
+from tanghulu.store.protocol.terms import TermFence
 from tanghulu.transfer_engine.engine import RemoteSegment
 from tanghulu.types import Address
 
@@ -91,6 +92,14 @@ def master_failure(master: Masters, error: TanghuluError) -> TanghuluError:
     if isinstance(error, NodeUnavailable | DeadlineExceeded):
         return MasterUnavailable(f"no master answered at {master}: {error.message}")
     return error
+
+
+def obeyed(fence: TermFence, outcome: messages.AnyReply | TanghuluError) -> messages.AnyReply | TanghuluError:
+    """What a master answered; NotLeader in its place if one of a later term is known."""
+    if isinstance(outcome, TanghuluError) or fence.admits(outcome.message.term, outcome.message.term_of):
+        return outcome
+    term = outcome.message.term
+    return NotLeader(f"a master of term {term} answered, and one of term {fence.newest.number} has led since")
 
 
 def make_context(settings: Settings, clock: Clock) -> Context:

@@ -30,6 +30,7 @@ from tanghulu.store.client.logic.write_buffers import MappedNode
 from tanghulu.store.client.model import PutOptions
 from tanghulu.store.protocol import checksums as sums
 from tanghulu.store.protocol.messages import Reservation
+from tanghulu.store.protocol.terms import Term
 from tanghulu.store.protocol.types import CommitResult, NewChunk, StreamEnd
 from tanghulu.store.protocol.write_buffer import BufferWriter, Record
 from tanghulu.transfer_engine.engine import Opcode, TransferRequest
@@ -147,11 +148,11 @@ def _open_buffer(
 class _StreamedPut:
     """What the driver asks for while it streams one value."""
 
-    def __init__(self, node: PeerId, op: PutOp, options: PutOptions, committer: Committer) -> None:
+    def __init__(self, node: PeerId, op: PutOp, options: PutOptions, committer: Committer, term: Term) -> None:
         self.stream_id = next(_stream_ids)
         self._node, self._op, self._part_bytes, self._committer = node, op, options.part_bytes, committer
         self._checksums = op.new.checksums
-        self._generation = 0
+        self._generation, self._term = 0, term
         self._commit: CommitCall | None = None
 
     def commit_call(self, generation: int) -> messages.AnyCall | None:
@@ -159,7 +160,7 @@ class _StreamedPut:
         self._generation = generation
         if self._committer is Committer.NODE:
             return None
-        self._commit = CommitCall(self._node, generation, (self._op.new,))
+        self._commit = CommitCall(self._node, generation, (self._op.new,), self._term)
         return self._commit.call
 
     def meanwhile(self) -> None:
@@ -176,7 +177,7 @@ def put_by_stream(
     context: Context, deadline: Deadline, node: PeerId, op: PutOp, options: PutOptions, committer: Committer
 ) -> Logic[None]:
     """Put ``op`` at ``node`` by a stream; it stays open where that fails, and another way tells what is wrong."""
-    streamed = _StreamedPut(node, op, options, committer)
+    streamed = _StreamedPut(node, op, options, committer, context.fence.newest)
     new, pieces = op.new.with_checksums(sums.NO_CHECKSUMS), op.pieces or (op.value,)
     answer = yield Stream(
         node,
@@ -320,7 +321,8 @@ def _commit_ahead(context: Context, fillings: Sequence[Filling]) -> tuple[Commit
     committer = joint_committer([each.route for each in fillings], num_nodes, by_mapping=by_mapping)
     if mapped is None or committer is Committer.NODE:
         return None, 0
-    return CommitCall(node, mapped.generation, [each.op.new for each in fillings]), mapped.generation
+    news = [each.op.new for each in fillings]
+    return CommitCall(node, mapped.generation, news, context.fence.newest), mapped.generation
 
 
 def _commit_at_nodes(

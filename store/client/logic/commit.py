@@ -18,7 +18,10 @@ from tanghulu.store.client.logic.context import Context
 from tanghulu.store.client.logic.effects import MASTER, CallPeers, Deadline, Logic, PeerId
 from tanghulu.store.client.model import Status
 from tanghulu.store.protocol import checksums as sums
+from tanghulu.store.protocol.terms import Term
 from tanghulu.store.protocol.types import RELIED_S, ClientCommit, CommitResult, NewChunk
+
+_NO_TERM = Term()
 
 
 @dataclass(slots=True)
@@ -64,15 +67,18 @@ class PutOp:
 
 
 class CommitCall:
-    """The call by which a client commits new chunks that one run of a node is to hold, and how its answer reads."""
+    """The call by which a client commits new chunks that one run of a node is to hold, and how its answer reads.
 
-    def __init__(self, node: PeerId, generation: int, items: Sequence[NewChunk]) -> None:
+    ``term`` is the newest that the client knows.
+    """
+
+    def __init__(self, node: PeerId, generation: int, items: Sequence[NewChunk], term: Term = _NO_TERM) -> None:
         self._num_items = len(items)
         if self._num_items == 1:
             new = items[0]
-            self.call = messages.commit_key(ClientCommit(node, generation, new.key, new.version, new.size_bytes))
+            self.call = messages.commit_key(ClientCommit(node, generation, new.key, new.version, new.size_bytes, *term))
         else:
-            said = [ClientCommit(node, generation, new.key, new.version, new.size_bytes) for new in items]
+            said = [ClientCommit(node, generation, new.key, new.version, new.size_bytes, *term) for new in items]
             self.call = messages.commit_keys(said)
 
     def results(self, answer: messages.AnyReply | TanghuluError | None) -> list[CommitResult]:
@@ -92,7 +98,7 @@ def commit_by_client(
 
     An answer that took longer than ``RELIED_S`` counts for nothing.
     """
-    commit, called_s = CommitCall(node, generation, items), context.clock.now_s()
+    commit, called_s = CommitCall(node, generation, items, context.fence.newest), context.clock.now_s()
     (answer,) = yield CallPeers(((MASTER, commit.call),), deadline.remaining_s() / 2)
     if context.clock.now_s() - called_s > RELIED_S:
         answer = None

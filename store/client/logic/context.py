@@ -6,8 +6,10 @@ import itertools
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from random import Random
 
 from tanghulu.errors import TanghuluError
+from tanghulu.runtime.backoff import Backoff
 from tanghulu.runtime.clock import Clock
 from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic.caches import LocationCache, Reads
@@ -18,11 +20,14 @@ from tanghulu.store.client.logic.plan import Access
 from tanghulu.store.client.logic.receive_memory import ReceiveMemory
 from tanghulu.store.client.logic.write_buffers import MappedNode, OpenWriteBuffers
 from tanghulu.store.client.model import NodeView
+from tanghulu.store.protocol.terms import TermFence
 from tanghulu.store.protocol.types import MAX_INLINE_BYTES, MAX_STREAMED_BYTES
 
 #: A new master is given so long to hear of a first node.
-_NODELESS_TRIES = 40
-_NODELESS_PAUSE_S = 0.05
+_NODELESS_TRIES = 12
+_NODELESS_PAUSE_S, _NODELESS_MOST_S = 0.05, 0.25
+#: Between two questions for a key that a rebuilding master does not know yet.
+_REBUILDING_PAUSE_S, _REBUILDING_MOST_S = 0.05, 0.5
 #: Keys in one question to the master.
 KEYS_PER_LOCATE = 8192
 
@@ -54,6 +59,8 @@ class Context:
     memory: ReceiveMemory = field(default_factory=ReceiveMemory)
     mapped: dict[PeerId, MappedNode] = field(default_factory=dict)
     write_buffers: OpenWriteBuffers = field(default_factory=OpenWriteBuffers)
+    fence: TermFence = field(default_factory=TermFence)
+    rng: Random = field(default_factory=lambda: Random(secrets.randbits(64)))
     versions: Iterator[int] = field(default_factory=_versions)
 
     def access(self, node: PeerId, now_s: float) -> Access:
@@ -101,6 +108,11 @@ class Context:
         ]
 
 
+def rebuilding_backoff(context: Context) -> Backoff:
+    """The pauses of a call that waits until a master that is rebuilding knows its keys."""
+    return Backoff(_REBUILDING_PAUSE_S, _REBUILDING_MOST_S, context.rng)
+
+
 def tell_reads(context: Context) -> Logic[None]:
     """Let the nodes know what was read before something else is asked of them."""
     if context.reads.noted:
@@ -124,8 +136,9 @@ def refresh_nodes(context: Context, deadline: Deadline | None = None, *, force: 
     if not force and context.nodes.is_fresh(context.clock.now_s()):
         return
     tries = itertools.repeat(None) if deadline is not None else itertools.repeat(None, _NODELESS_TRIES)
+    backoff = Backoff(_NODELESS_PAUSE_S, _NODELESS_MOST_S, context.rng)
     for _ in tries:
-        (outcome,) = yield CallPeers([(MASTER, messages.nodes())])
+        (outcome,) = yield CallPeers([(MASTER, messages.nodes_since(context.nodes.version))])
         if isinstance(outcome, TanghuluError):
             if context.nodes.ids():
                 return
@@ -133,17 +146,21 @@ def refresh_nodes(context: Context, deadline: Deadline | None = None, *, force: 
         take_nodes(context, outcome)
         if context.nodes.ids() or not messages.is_rebuilding(outcome):
             return
-        if deadline is not None and deadline.remaining_s() <= _NODELESS_PAUSE_S:
+        pause_s = backoff.pause_s()
+        if deadline is not None and deadline.remaining_s() <= pause_s:
             return
-        yield Sleep(_NODELESS_PAUSE_S)
+        yield Sleep(pause_s)
 
 
 def take_nodes(context: Context, reply: messages.AnyReply) -> list[NodeView]:
     """The nodes in the answer to NODES. A master that is rebuilding does not know all: those known before stay."""
+    if messages.is_unchanged(reply):
+        context.nodes.confirm(context.clock.now_s())
+        return context.nodes.all()
     views = messages.node_views(reply)
     known = {view.id for view in views}
     before = [view for view in context.nodes.all() if view.id not in known] if messages.is_rebuilding(reply) else []
-    context.nodes.update([*views, *before], context.clock.now_s())
+    context.nodes.update([*views, *before], context.clock.now_s(), messages.list_version(reply))
     return views
 
 

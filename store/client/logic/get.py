@@ -21,6 +21,7 @@ from tanghulu.errors import (
     NodeUnavailable,
     TanghuluError,
 )
+from tanghulu.runtime.backoff import Backoff
 from tanghulu.store.client.chunk import Chunk
 from tanghulu.store.client.logic import context as common
 from tanghulu.store.client.logic import messages, ranges
@@ -52,7 +53,6 @@ KEYS_PER_GET = 1024
 MAX_COPIED_BYTES = MAX_INLINE_BYTES
 #: How often one get pins a key again whose lease ended before its bytes had come.
 MAX_PINNED_AGAIN = 3
-_REBUILDING_PAUSE_S = 0.05
 #: For how long holders that the master names are asked again when they have not got the chunk: as long as a putter may
 #: take from its word to the master until its node knows. Between two times are so many seconds, at first and at last.
 LATE_S = RELIED_S
@@ -109,8 +109,9 @@ def fetch_one(context: Context, deadline: Deadline, op: GetOp, flush: Callable[[
 
 
 def _rounds(context: Context, deadline: Deadline, open_ops: list[GetOp], flush: Callable[[], None]) -> Logic[None]:
+    backoff = common.rebuilding_backoff(context)
     while open_ops:
-        yield from find_holders(context, deadline, [op for op in open_ops if not op.holders])
+        yield from find_holders(context, deadline, backoff, [op for op in open_ops if not op.holders])
         groups: dict[PeerId, list[GetOp]] = {}
         for op in open_ops:
             if op.result is None and op.holders:
@@ -166,7 +167,7 @@ def _copy(context: Context, op: GetOp, node: PeerId, index: IndexReader, entry: 
     return True
 
 
-def find_holders(context: Context, deadline: Deadline, ops: list[GetOp]) -> Logic[None]:
+def find_holders(context: Context, deadline: Deadline, backoff: Backoff, ops: list[GetOp]) -> Logic[None]:
     """Give each of ``ops`` a holder that is still to be tried, or its final error."""
     unknown = yield from _still_wanted(context, deadline, ops)
     if not unknown:
@@ -179,7 +180,7 @@ def find_holders(context: Context, deadline: Deadline, ops: list[GetOp]) -> Logi
         return
     for op, nodes in zip(unknown, found, strict=True):
         _take_located(context, op, nodes, incomplete=incomplete)
-    yield from _search_everywhere(context, deadline, [op for op in unknown if incomplete and not op.listed])
+    yield from _await_rebuild(deadline, backoff, [op for op in unknown if incomplete and not op.listed])
 
 
 def _take_located(context: Context, op: GetOp, nodes: Sequence[PeerId], *, incomplete: bool) -> None:
@@ -227,26 +228,19 @@ def _pause_s(op: GetOp) -> float:
     return min(_FIRST_PAUSE_S * (1 << op.num_late), _LAST_PAUSE_S)
 
 
-def _search_everywhere(context: Context, deadline: Deadline, ops: list[GetOp]) -> Logic[None]:
-    """The master is rebuilding and does not know these keys: ask all nodes, and after a pause the master again."""
+def _await_rebuild(deadline: Deadline, backoff: Backoff, ops: list[GetOp]) -> Logic[None]:
+    """The master is rebuilding and does not know these keys yet: ask it again after a pause, and nobody else."""
     if not ops:
         return
-    yield from common.refresh_nodes(context)
-    fresh = [op for op in ops if not op.tried]
-    for op in fresh:
-        op.holders = context.nodes.ids()
-        op.located = False
-    waiting = [op for op in ops if not op.holders]
-    if not waiting:
-        return
-    if deadline.remaining_s() <= _REBUILDING_PAUSE_S:
-        for op in waiting:
+    pause_s = backoff.pause_s()
+    if deadline.remaining_s() <= pause_s:
+        for op in ops:
             op.result = DirectoryIncomplete(
-                f"the master is rebuilding its directory and no node has {op.key!r} yet; try again in a few seconds"
+                f"the master is rebuilding its directory and does not know {op.key!r} yet; try again in a few seconds"
             )
         return
-    yield Sleep(_REBUILDING_PAUSE_S)
-    for op in waiting:
+    yield Sleep(pause_s)
+    for op in ops:
         op.located = False
         op.tried.clear()
 

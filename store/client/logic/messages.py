@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from tanghulu.auth.credentials import Credentials
 from tanghulu.errors import TanghuluError
 from tanghulu.protos import directory_pb2, store_pb2
 from tanghulu.rpc.fast_client import Call, Reply
-from tanghulu.rpc.frames import PROTOCOL_VERSION
 from tanghulu.rpc.methods import HELLO
+from tanghulu.rpc.versions import SPOKEN, settled
 from tanghulu.store.client.logic.effects import PeerId
 from tanghulu.store.client.model import ChunkInfo, KeyInfo, NodeView
 from tanghulu.store.protocol import messages as m
@@ -48,7 +48,8 @@ class Welcome:
 def hello(client_id: str, shown: Credentials, host_id: str, wants_shm: bool, held: Iterable[int]) -> AnyCall:
     """The first frame of a connection to a node."""
     request = store_pb2.HelloRequest(
-        protocol_version=PROTOCOL_VERSION,
+        protocol_version=SPOKEN.lowest,
+        highest_version=SPOKEN.highest,
         client_id=client_id,
         tenant=shown.tenant,
         token=shown.token,
@@ -60,8 +61,9 @@ def hello(client_id: str, shown: Credentials, host_id: str, wants_shm: bool, hel
 
 
 def welcome(reply: AnyReply) -> Welcome:
-    """The answer to ``hello``."""
+    """The answer to ``hello``; raises VersionMismatch."""
     message: store_pb2.HelloReply = reply.message
+    settled(message, message.instance_id)
     segment, index = from_proto(message.segment), index_from_wire(message)
     return Welcome(message.instance_id, message.session_id, message.generation, segment, index, message.key_scope)
 
@@ -239,9 +241,33 @@ def commit_result(reply: AnyReply) -> CommitResult:
     return message.commit_result
 
 
+class ListVersion(NamedTuple):
+    """The version of a list of nodes, as the master of that generation counts."""
+
+    number: int = 0  # 0: there is no list
+    generation: int = 0
+
+
 def nodes() -> AnyCall:
-    """All nodes."""
+    """All nodes, with their figures of now."""
     return methods.NODES.call(directory_pb2.NodesRequest())
+
+
+def nodes_since(known: ListVersion) -> AnyCall:
+    """All nodes, if the list is another than the one that is known."""
+    number, generation = known
+    request = directory_pb2.NodesRequest(known_version=number, known_generation=generation, versioned=True)
+    return methods.NODES.call(request)
+
+
+def list_version(reply: AnyReply) -> ListVersion:
+    """The version of the list in the answer to ``nodes`` or ``nodes_since``."""
+    return ListVersion(reply.message.version, reply.message.master_generation)
+
+
+def is_unchanged(reply: AnyReply) -> bool:
+    """Whether the list is the known one, and was not sent."""
+    return bool(reply.message.unchanged)
 
 
 def place(size_bytes: int, replicas: int, prefer_node: str, client_place: str) -> AnyCall:

@@ -7,16 +7,21 @@ only its own keys.
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Iterable, Sequence
+from random import Random
 
 import xxhash
 
 from tanghulu.store.client.logic.effects import PeerId
+from tanghulu.store.client.logic.messages import ListVersion
 from tanghulu.store.client.model import NodeView
 
-#: A list of nodes, and the master's advice, is believed for so long.
-NODES_TTL_S = 1.0
+#: A list of nodes, and the master's advice, is believed for so long, and up to so much longer: many clients that began
+#: together do not ask together for ever.
+NODES_TTL_S, NODES_SPREAD_S = 1.0, 1.0
+_NO_VERSION = ListVersion()
 
 
 class NodeTable:
@@ -25,6 +30,8 @@ class NodeTable:
     def __init__(self, host_id: str) -> None:
         self._host_id = host_id
         self._nodes: dict[PeerId, NodeView] = {}
+        self.version = ListVersion()  # of the master's list
+        self._rng = Random(secrets.randbits(64))
         self._local: list[tuple[PeerId, int]] = []
         self._local_ids: frozenset[PeerId] = frozenset()
         self._largest_bytes = 0
@@ -32,8 +39,8 @@ class NodeTable:
         self._fresh_until_s = float("-inf")
         self._lock = threading.Lock()
 
-    def update(self, nodes: Iterable[NodeView], now_s: float) -> None:
-        """The master's list of all nodes."""
+    def update(self, nodes: Iterable[NodeView], now_s: float, version: ListVersion = _NO_VERSION) -> None:
+        """Take the master's list of all nodes."""
         table = {PeerId(node.id): node for node in nodes}
         local = [
             (node_id, xxhash.xxh3_64_intdigest(node_id.encode()))
@@ -41,9 +48,17 @@ class NodeTable:
             if node.host_id == self._host_id and not node.draining
         ]
         with self._lock:
-            self._nodes, self._local, self._fresh_until_s = table, local, now_s + NODES_TTL_S
+            self._nodes, self._local, self.version = table, local, version
+            self._fresh_until_s = self._until_s(now_s)
             self._local_ids = frozenset(node_id for node_id, _ in local)
             self._largest_bytes = max((node.capacity_bytes for node in table.values()), default=0)
+
+    def confirm(self, now_s: float) -> None:
+        """The master has no other list than the known one."""
+        self._fresh_until_s = self._until_s(now_s)
+
+    def _until_s(self, now_s: float) -> float:
+        return now_s + NODES_TTL_S + self._rng.random() * NODES_SPREAD_S
 
     def learn(self, nodes: Iterable[NodeView]) -> None:
         """Some nodes that came with another answer."""
@@ -115,7 +130,7 @@ class NodeTable:
 
     def advise(self, size_bytes: int, nodes: Sequence[PeerId], now_s: float) -> None:
         """What the master advised for values of about this size."""
-        self._advice[size_bytes.bit_length()] = (now_s + NODES_TTL_S, tuple(nodes))
+        self._advice[size_bytes.bit_length()] = (self._until_s(now_s), tuple(nodes))
 
     def advice(self, size_bytes: int, now_s: float) -> tuple[PeerId, ...] | None:
         """The master's advice for values of about this size, if it is still fresh."""

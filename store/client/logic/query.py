@@ -19,6 +19,7 @@ from tanghulu.errors import (
     TanghuluError,
 )
 from tanghulu.protos import directory_pb2
+from tanghulu.runtime.backoff import Backoff
 from tanghulu.store.client.logic import context as common
 from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic.context import Context
@@ -31,11 +32,10 @@ KEYS_PER_PAGE = 10_000
 KEYS_PER_CALL = 8192
 #: match_prefix asks this many keys first, then doubles: short matches stay cheap.
 _FIRST_PREFIX_STEP = 1024
-_REBUILDING_PAUSE_S = 0.05
 #: What is left of a waiting call's time for its answer to come back; the master counts its time in steps of 0.05 s.
 _SLACK_S = 0.1
 #: Between two tries while no master answers, or while too many wait there.
-_WAIT_PAUSE_S = 0.1
+_WAIT_PAUSE_S, _WAIT_MOST_S = 0.1, 1.0
 
 
 def exists(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[list[bool]]:
@@ -48,29 +48,16 @@ def exists(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[l
 
 
 def _exist(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[list[bool]]:
+    backoff = common.rebuilding_backoff(context)
     while True:
         reply = yield from common.ask_master(messages.locate(keys, count_only=True))
         found, incomplete = messages.existence(reply)
         if not incomplete or all(found):
             return found
-        yield from common.refresh_nodes(context)
-        missing = [key for key, there in zip(keys, found, strict=True) if not there]
-        here = yield from _ask_nodes(context, missing)
-        found = [there or key in here for key, there in zip(keys, found, strict=True)]
-        if all(found):
-            return found
-        if deadline.remaining_s() <= _REBUILDING_PAUSE_S:
+        pause_s = backoff.pause_s()
+        if deadline.remaining_s() <= pause_s:
             raise DirectoryIncomplete("the master is rebuilding its directory; it cannot say yet which keys exist")
-        yield Sleep(_REBUILDING_PAUSE_S)
-
-
-def _ask_nodes(context: Context, keys: Sequence[str]) -> Logic[set[str]]:
-    outcomes = yield CallPeers([(node, messages.node_exists(keys)) for node in context.nodes.ids()])
-    here: set[str] = set()
-    for outcome in outcomes:
-        if not isinstance(outcome, TanghuluError):
-            here.update(key for key, there in zip(keys, outcome.message.found, strict=True) if there)
-    return here
+        yield Sleep(pause_s)
 
 
 def match_prefix(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[int]:
@@ -101,6 +88,7 @@ def wait_for(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic
 
 def _wait(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[list[bool]]:
     found: list[bool] | None = None
+    backoff = Backoff(_WAIT_PAUSE_S, _WAIT_MOST_S, context.rng)
     while True:
         call_s = min(deadline.remaining_s(), context.wait_s)
         waiting_s = max(call_s - _SLACK_S, 0.0)
@@ -118,7 +106,7 @@ def _wait(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[li
                 raise failure
             return found or [False] * len(keys)
         if failure is not None:
-            yield Sleep(_WAIT_PAUSE_S)
+            yield Sleep(min(backoff.pause_s(), deadline.remaining_s()))
 
 
 def list_keys(prefix: str, limit: int | None = None, after: str = "") -> Logic[list[KeyInfo]]:

@@ -49,7 +49,7 @@ from tanghulu.store.master.directory.chunk_table import (
 from tanghulu.store.master.directory.events import EventRing
 from tanghulu.store.master.directory.listing import KeyListing
 from tanghulu.store.master.directory.pending_commits import PendingCommits
-from tanghulu.store.master.directory.placement import PlacementCandidate, PlacementRequest, place
+from tanghulu.store.master.directory.placement import PlacementCandidate, PlacementRequest, PlacementTable
 from tanghulu.store.master.directory.rebuild import REBUILD_S, Rebuild
 from tanghulu.store.master.directory.report_grants import ReportGrants
 from tanghulu.store.protocol.directory_events import DirectoryEvent, DirectoryEventKind
@@ -123,6 +123,8 @@ class Directory:
         self.log: EventRing[DirectoryEvent] = EventRing(log_weight)
         self._table = DirectoryTable()
         self._nodes: dict[str, NodeRecord] = {}
+        self._placement = PlacementTable()
+        self.nodes_version = 1  # changes with the nodes, what they say of themselves, and their capacity
         self._tombstones: OrderedDict[str, int] = OrderedDict()
         self.pending_commits = PendingCommits()
         self._stale_holders: list[StaleHolder] = []  # until the planner takes them, in the same call
@@ -143,11 +145,23 @@ class Directory:
         """Enter a node, or its changed registration. Another generation of the same id starts with nothing."""
         node = self._nodes.get(instance.id)
         if node is not None and node.instance.generation == instance.generation:
+            if node.instance != instance:
+                self.nodes_version += 1
             node.instance, node.last_seen_s = instance, now_s
+            self._offer(node)
             return
         if node is not None:
             self.node_gone(instance.id)
-        self._nodes[instance.id] = NodeRecord(instance, now_s, [self._table.open_inventory(instance.id)])
+        node = self._nodes[instance.id] = NodeRecord(instance, now_s, [self._table.open_inventory(instance.id)])
+        self.nodes_version += 1
+        self._offer(node)
+
+    def _offer(self, node: NodeRecord) -> None:
+        """Let placement know how the node stands now."""
+        instance = node.instance
+        self._placement.set(
+            PlacementCandidate(instance.id, instance.place, node.capacity_bytes, node.used_bytes, node.draining)
+        )
 
     def node_seen(self, node_id: str, now_s: float) -> None:
         """Note a sign of life of a node."""
@@ -160,6 +174,8 @@ class Directory:
         node = self._nodes.pop(node_id, None)
         if node is None:
             return
+        self.nodes_version += 1
+        self._placement.remove(node_id)
         self._table.forget_owner(node_id)
         self.pending_commits.forget_node(node_id)
         self.grants.end(node_id)
@@ -189,8 +205,11 @@ class Directory:
         node = self._speaker(announcement)
         node.last_seen_s = now_s
         if announcement.capacity_bytes:
+            if node.capacity_bytes != announcement.capacity_bytes:
+                self.nodes_version += 1
             node.capacity_bytes, node.used_bytes = announcement.capacity_bytes, announcement.used_bytes
             node.ssd_capacity_bytes, node.ssd_used_bytes = announcement.ssd_capacity_bytes, announcement.ssd_used_bytes
+            self._offer(node)
         changes: dict[str, bool] = {}  # key -> whether followers must now think that the node holds it
         self._take_out(announcement, changes)
         report_id, piece = announcement.report_id, announcement.piece
@@ -375,14 +394,11 @@ class Directory:
 
     def place(self, request: PlacementRequest, rng: Random) -> list[NodeSummary]:
         """The nodes for a new chunk, best first (see placement)."""
-        return [self._view(self._nodes[c.node_id]) for c in place(list(self.candidates().values()), request, rng)]
+        return [self._view(self._nodes[c.node_id]) for c in self._placement.place(request, rng)]
 
     def candidates(self) -> dict[str, PlacementCandidate]:
-        """The nodes as placement sees them, by id."""
-        return {
-            node_id: PlacementCandidate(node_id, n.instance.place, n.capacity_bytes, n.used_bytes, n.draining)
-            for node_id, n in self._nodes.items()
-        }
+        """The nodes as placement sees them, by id; a view that changes with them."""
+        return self._placement.candidates
 
     def instance(self, node_id: str) -> Instance | None:
         """The registration of ``node_id``; None if it is not registered."""
@@ -442,6 +458,8 @@ class Directory:
         self.log.check()
         self.pending_commits.check()
         assert len(self._tombstones) <= MAX_TOMBSTONES
+        self._placement.check()
+        assert self.candidates().keys() == self._nodes.keys()
         for node_id, node in self._nodes.items():
             assert node.instance.id == node_id
             assert len(node.inventories) == 1 or (not node.reported and node.inventories)

@@ -15,13 +15,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from tanghulu.types import Place
 
 #: Nodes named beyond the replicas that were asked for, so that a client can fall back without asking again.
 NUM_SPARES = 2
 MAX_REPLICAS = 16
+#: So few nodes are looked at one by one.
+_FEW = 16
+_MAX_DRAWS = 32
+_Rack: TypeAlias = tuple[str, str]
 
 
 class PlacementCandidate(NamedTuple):
@@ -32,6 +36,15 @@ class PlacementCandidate(NamedTuple):
     capacity_bytes: int
     used_bytes: int
     draining: bool = False
+
+    @property
+    def rack(self) -> _Rack:
+        """The rack that it stands in."""
+        return self.place.zone, self.place.rack
+
+    def takes(self, size_bytes: int) -> bool:
+        """Whether it could hold a new value of ``size_bytes``."""
+        return not self.draining and self.capacity_bytes >= max(size_bytes, 1)
 
     @property
     def free_bytes(self) -> int:
@@ -49,21 +62,91 @@ class PlacementRequest:
     client_place: Place | None = None
 
 
-def place(candidates: Sequence[PlacementCandidate], request: PlacementRequest, rng: Random) -> list[PlacementCandidate]:
-    """The nodes for ``request``, best first: ``replicas`` of them and spares, fewer where fewer could hold the value.
+class PlacementTable:
+    """The nodes as placement sees them. To place a chunk costs the same for ten nodes and for ten thousand.
 
-    Draining nodes are never named. A replica count beyond MAX_REPLICAS is cut to it.
+    Nodes are drawn from an array of those that take chunks, and drawn again until they fit and lie where they should;
+    that is as good as to look at all of them, which is done only after ``_MAX_DRAWS`` draws, and among few.
     """
-    rest = [c for c in candidates if not c.draining and c.capacity_bytes >= max(request.size_bytes, 1)]
-    wanted = min(max(request.replicas, 1), MAX_REPLICAS) + NUM_SPARES
-    chosen: list[PlacementCandidate] = []
-    while rest and len(chosen) < wanted:
-        pick = _first(rest, request) if not chosen else None
-        if pick is None:
-            pick = _two_choices(_farthest(rest, chosen), rng)
-        rest.remove(pick)
-        chosen.append(pick)
-    return chosen
+
+    def __init__(self) -> None:
+        self.candidates: dict[str, PlacementCandidate] = {}
+        self._takers: list[str] | None = None  # ids of those that do not drain; None: they have changed
+        self._by_host: dict[Place, list[str]] = {}
+        self._racks: set[_Rack] = set()
+
+    def set(self, node: PlacementCandidate) -> None:
+        """Enter a node, or its new figures."""
+        before = self.candidates.get(node.node_id)
+        self.candidates[node.node_id] = node
+        if before is None or before.place != node.place or before.draining != node.draining:
+            self._takers = None
+
+    def remove(self, node_id: str) -> None:
+        """Forget a node."""
+        if self.candidates.pop(node_id, None) is not None:
+            self._takers = None
+
+    def place(self, request: PlacementRequest, rng: Random) -> list[PlacementCandidate]:
+        """The nodes for ``request``, best first: ``replicas`` and spares, fewer where fewer could hold the value.
+
+        Draining nodes are never named. A replica count beyond MAX_REPLICAS is cut to it.
+        """
+        wanted = min(max(request.replicas, 1), MAX_REPLICAS) + NUM_SPARES
+        first = self._first(request)
+        chosen = [] if first is None else [first]
+        while len(chosen) < wanted:
+            pick = self._next(chosen, request.size_bytes, rng)
+            if pick is None:
+                break
+            chosen.append(pick)
+        return chosen
+
+    def _first(self, request: PlacementRequest) -> PlacementCandidate | None:
+        preferred = self.candidates.get(request.prefer_node)
+        if preferred is not None and preferred.takes(request.size_bytes):
+            return preferred
+        if request.client_place is None:
+            return None
+        self._arrange()
+        near = [self.candidates[each] for each in self._by_host.get(request.client_place, ())]
+        fitting = [node for node in near if node.takes(request.size_bytes)]
+        return max(fitting, key=lambda n: (n.free_bytes, n.node_id), default=None)
+
+    def _next(self, chosen: list[PlacementCandidate], size_bytes: int, rng: Random) -> PlacementCandidate | None:
+        takers = self._arrange()
+        racks, hosts = {c.rack for c in chosen}, {c.place for c in chosen}
+        drawn: list[PlacementCandidate] = []
+        if len(takers) > _FEW:
+            for _ in range(_MAX_DRAWS):
+                node = self.candidates[takers[int(rng.random() * len(takers))]]
+                elsewhere = node.rack not in racks if len(self._racks) > len(racks) else node.place not in hosts
+                if node.takes(size_bytes) and elsewhere and node not in drawn:
+                    drawn.append(node)
+                    if len(drawn) == 2:
+                        return max(drawn, key=lambda n: n.free_bytes)
+        taken = {c.node_id for c in chosen}
+        rest = [c for each in takers if each not in taken and (c := self.candidates[each]).takes(size_bytes)]
+        return _two_choices(_farthest(rest, chosen), rng) if rest else None
+
+    def _arrange(self) -> list[str]:
+        if self._takers is None:
+            nodes = [node for node in self.candidates.values() if not node.draining]
+            self._takers = [node.node_id for node in nodes]
+            self._racks = {node.rack for node in nodes}
+            self._by_host = {}
+            for node in nodes:
+                self._by_host.setdefault(node.place, []).append(node.node_id)
+        return self._takers
+
+    def check(self) -> None:
+        """Assert that the arrays are those of the nodes."""
+        assert all(node.node_id == node_id for node_id, node in self.candidates.items())
+        nodes = [node for node in self.candidates.values() if not node.draining]
+        if self._takers is not None:
+            assert sorted(self._takers) == sorted(node.node_id for node in nodes)
+            assert sorted(each for ids in self._by_host.values() for each in ids) == sorted(self._takers)
+            assert self._racks == {node.rack for node in nodes}
 
 
 def place_copy(
@@ -71,20 +154,8 @@ def place_copy(
 ) -> PlacementCandidate | None:
     """The node for one more copy of a chunk that ``holders`` have, far from all of them; None if there is none."""
     taken = {holder.node_id for holder in holders}
-    rest = [
-        c for c in candidates if not c.draining and c.capacity_bytes >= max(size_bytes, 1) and c.node_id not in taken
-    ]
+    rest = [c for c in candidates if c.takes(size_bytes) and c.node_id not in taken]
     return _two_choices(_farthest(rest, holders), rng) if rest else None
-
-
-def _first(nodes: Sequence[PlacementCandidate], request: PlacementRequest) -> PlacementCandidate | None:
-    for node in nodes:
-        if node.node_id == request.prefer_node:
-            return node
-    if request.client_place is None:
-        return None
-    local = [n for n in nodes if n.place == request.client_place]
-    return max(local, key=lambda n: (n.free_bytes, n.node_id), default=None)
 
 
 def _farthest(
@@ -92,9 +163,9 @@ def _farthest(
 ) -> Sequence[PlacementCandidate]:
     if not chosen:
         return nodes
-    racks = {(c.place.zone, c.place.rack) for c in chosen}
+    racks = {c.rack for c in chosen}
     hosts = {c.place for c in chosen}
-    other_racks = [n for n in nodes if (n.place.zone, n.place.rack) not in racks]
+    other_racks = [n for n in nodes if n.rack not in racks]
     return other_racks or [n for n in nodes if n.place not in hosts] or nodes
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from tanghulu.errors import Overloaded
 
-MAX_WAITERS = 8192
+MAX_WAITERS = 1 << 15
 #: Waiting calls of one connection: far below its calls in flight, so that other calls get through.
 MAX_WAITERS_PER_OWNER = 128
 #: Keys of all waiting calls together.

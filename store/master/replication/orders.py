@@ -144,7 +144,7 @@ class CopyOrders:
                 self.drop(node_id, drop)
 
     def was_told_to_drop(self, node_id: str, key: str, version: int | None) -> bool:
-        """Whether the removal that ``node_id`` announces was ordered; True once for each order. None: of any version."""
+        """Whether the removal that ``node_id`` announces was ordered; True once an order. None: of any version."""
         if version is not None:
             return self._told.pop((node_id, Drop(key, version)), None) is not None
         ordered = [order for order in self._told if order[0] == node_id and order[1].key == key]

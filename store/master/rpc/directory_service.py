@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import grpc.aio
 import structlog
@@ -14,9 +14,11 @@ from tanghulu.protos import directory_pb2_grpc, store_pb2
 from tanghulu.rpc.fast_server import FastService, Peer
 from tanghulu.rpc.grpc_edge import abort
 from tanghulu.rpc.methods import HELLO, Method
+from tanghulu.rpc.versions import settle
 from tanghulu.store.master.directory.chunk_table import FoundChunk
 from tanghulu.store.master.rpc import wire
 from tanghulu.store.master.rpc.followers import follow
+from tanghulu.store.master.rpc.node_list import NodeList
 from tanghulu.store.master.rpc.waiting import WaitCalls
 from tanghulu.store.master.server import MasterServer
 from tanghulu.store.protocol import methods
@@ -33,8 +35,17 @@ from tanghulu.types import format_size
 
 _log = structlog.get_logger(__name__)
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+
+
+class _Termed(Protocol):
+    """A reply that carries the term of the master."""
+
+    term: int
+    term_of: int
+
+
 Q = TypeVar("Q")
-A = TypeVar("A")
+R = TypeVar("R", bound=_Termed)
 
 
 class DirectoryCalls:
@@ -45,6 +56,7 @@ class DirectoryCalls:
         self._master = server.master
         self._metrics = server.metrics
         self.waiting = WaitCalls(server)
+        self.node_list = NodeList(server)
 
     def announce(self, request: pb.AnnounceRequest) -> pb.AnnounceReply:
         """Take what a node says."""
@@ -82,9 +94,7 @@ class DirectoryCalls:
             wire.add_orders(reply, *orders, self._master.directory.instance)
         if request.tenants:
             self._tell_of_tenants(request, reply)
-        if leadership is not None:
-            reply.term, reply.term_of = leadership.term, leadership.cluster
-        return reply
+        return self.signed(reply)
 
     def _tell_of_tenants(self, request: pb.AnnounceRequest, reply: pb.AnnounceReply) -> None:
         totals, directory = self._master.tenants, self._master.directory
@@ -105,7 +115,7 @@ class DirectoryCalls:
 
     def _commit_key(self, peer: Peer, said: ClientCommit, attachment: memoryview) -> CommitKeyReply:
         """Take a client's word for a chunk that it has written into a write buffer."""
-        self._server.require_leadership()
+        self._server.require_newest(said.term, said.term_of)
         result = self._master.directory.commit_by_client(said, self._server.now_s)
         counts = self._metrics.counts
         if result is CommitResult.ACCEPTED:
@@ -115,13 +125,13 @@ class DirectoryCalls:
             counts.client_commits += 1
         elif result is CommitResult.EXISTS:
             counts.refused += 1
-        return CommitKeyReply(result)
+        return CommitKeyReply(result, *self._server.term)
 
     def _commit_keys(self, peer: Peer, request: CommitKeysRequest, attachment: memoryview) -> CommitKeysReply:
         """The same of several values of one put."""
         said = request.said
         wire.check_count(len(said))
-        self._server.require_leadership()
+        self._server.require_newest(said[0].term, said[0].term_of)  # one client says all of it
         directory, now_s, counts = self._master.directory, self._server.now_s, self._metrics.counts
         results = [directory.commit_by_client(each, now_s) for each in said]
         accepted = [each.key for each, result in zip(said, results, strict=True) if result is CommitResult.ACCEPTED]
@@ -131,7 +141,7 @@ class DirectoryCalls:
                 self.waiting.announced(accepted)
         counts.client_commits += len(accepted)
         counts.refused += results.count(CommitResult.EXISTS)
-        return CommitKeysReply(results)
+        return CommitKeysReply(results, *self._server.term)
 
     def holds(self, keys: Sequence[str]) -> bytes:
         """For each key 1 if somebody holds it, else 0."""
@@ -164,10 +174,12 @@ class DirectoryCalls:
         self._server.require_leadership()
         if request.count_only:
             held = self.holds(request.keys)
-            return LocateReply(self._master.directory.is_incomplete(request.keys, held), found=held)
+            incomplete = self._master.directory.is_incomplete(request.keys, held)
+            return LocateReply(incomplete, (), held, *self._server.term)
         found = self.holders(request.keys)
         incomplete = self._master.directory.is_incomplete(request.keys, found)
-        return LocateReply(incomplete, [None if each is None else Location(*each) for each in found])
+        locations = [None if each is None else Location(*each) for each in found]
+        return LocateReply(incomplete, locations, b"", *self._server.term)
 
     def place(self, request: pb.PlaceRequest) -> pb.PlaceReply:
         """Where to put a new chunk. Raises NodeUnavailable without nodes, StoreFull if none can hold it."""
@@ -184,14 +196,12 @@ class DirectoryCalls:
         return pb.PlaceReply(nodes=wire.nodes_to_wire(nodes, self._server.now_s))
 
     def nodes(self, request: pb.NodesRequest) -> pb.NodesReply:
-        """All nodes, and how the directory stands."""
-        directory = self._master.directory
-        return pb.NodesReply(
-            nodes=wire.nodes_to_wire(directory.nodes(), self._server.now_s, self._master.copies.progress),
-            rebuilding=not directory.rebuild.is_ready,
-            num_keys=directory.num_keys,
-            master_generation=self._master.generation,
-        )
+        """All nodes, and how the directory stands; see ``NodeList``."""
+        return pb.NodesReply.FromString(self.node_list.answer(request))
+
+    def _nodes(self, peer: Peer, request: pb.NodesRequest, attachment: memoryview) -> bytes:
+        self._server.require_leadership()
+        return self.node_list.answer(request)
 
     def list_keys(self, request: pb.ListKeysRequest) -> pb.ListKeysReply:
         """A page of keys, in order."""
@@ -205,6 +215,11 @@ class DirectoryCalls:
         num_taken = master.copies.ask(request.keys, request.holders, request.for_s, self._server.now_s)
         return pb.ReplicateReply(num_taken=num_taken)
 
+    def signed(self, reply: R) -> R:
+        """``reply`` with this master's term."""
+        reply.term, reply.term_of = self._server.term
+        return reply
+
     def serve(self, service: FastService) -> None:
         """Answer on the fast lane too."""
         service.register(HELLO, _welcome)
@@ -213,18 +228,18 @@ class DirectoryCalls:
         service.register(methods.COMMIT_KEY, self._commit_key)
         service.register(methods.COMMIT_KEYS, self._commit_keys)
         service.register(methods.WAIT, self.waiting.wait)
+        service.register(methods.NODES, self._nodes)
         self._register(service, methods.PLACE, self.place)
-        self._register(service, methods.NODES, self.nodes)
         self._register(service, methods.LIST_KEYS, self.list_keys)
         self._register(service, methods.REPLICATE, self.replicate)
 
     def _register(self, service: FastService, method: Method[Any, Any], call: Callable[[Any], Any]) -> None:
         def handler(peer: Peer, request: Any, attachment: memoryview) -> Any:
-            return call(request)
+            return call(request)  # of the only master, whose term is 0
 
         def handler_of_several(peer: Peer, request: Any, attachment: memoryview) -> Any:
             self._server.require_leadership()
-            return call(request)
+            return self.signed(call(request))
 
         service.register(method, handler if self._server.leadership is None else handler_of_several)
 
@@ -281,15 +296,15 @@ class DirectoryService(directory_pb2_grpc.DirectoryServicer):
         finally:
             open_streams.dec()
 
-    async def _answer(self, call: Callable[[Q], A], request: Q, context: Context) -> A:
+    async def _answer(self, call: Callable[[Q], R], request: Q, context: Context) -> R:
         try:
             self._server.require_leadership()
-            return call(request)
+            return self._calls.signed(call(request))
         except TanghuluError as error:
             await abort(context, error)
             raise
 
 
 def _welcome(peer: Peer, request: store_pb2.HelloRequest, attachment: memoryview) -> store_pb2.HelloReply:
-    """Peers that have credentials show them here; where there is a gate it has looked at them."""
-    return store_pb2.HelloReply()
+    """Peers that have credentials show them here; where there is an authorizer it has looked at them."""
+    return store_pb2.HelloReply(protocol_version=settle(request))

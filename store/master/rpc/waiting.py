@@ -69,7 +69,8 @@ class WaitCalls:
         return True
 
     def _reply(self, keys: Sequence[str]) -> pb.WaitReply:
-        return pb.WaitReply(found=self._server.master.directory.holds(keys))
+        term, term_of = self._server.term
+        return pb.WaitReply(found=self._server.master.directory.holds(keys), term=term, term_of=term_of)
 
     def _answer(self, over: Iterable[WaitingCall]) -> None:
         for waiter in over:

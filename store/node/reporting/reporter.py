@@ -26,6 +26,7 @@ from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.state.report_queue import ReportMessage
 from tanghulu.store.node.state.slot_report import ReportPiece
 from tanghulu.store.protocol.methods import ANNOUNCE
+from tanghulu.store.protocol.terms import TermFence
 from tanghulu.store.protocol.types import Tier
 from tanghulu.types import Address, InstanceId
 
@@ -38,33 +39,6 @@ _RETRY_S = (0.05, 0.1, 0.2, 0.5)
 _POLL_S = 0.2
 #: Chunks of a report that are sorted into their slots in one step, about a millisecond.
 _SORTED_AT_ONCE = 2048
-
-
-class TermFence:
-    """Which masters a node still obeys: none whose term is over. Pure.
-
-    Each election of a master has a term, a number that only grows (the revision at which etcd wrote the leader's key).
-    A node that has heard of term 9 refuses what a master of term 7 says, be it ever so alive: it stood still while it
-    was deposed, and its successor has given its word on other things since. Terms are compared within one etcd
-    (``term_of``) only, so that an etcd that is set up anew does not lose against the memory of its forerunner. A master
-    that was not elected says term 0 and is obeyed: there is only one.
-    """
-
-    def __init__(self) -> None:
-        self.term = 0
-        self.term_of = 0
-
-    def admits(self, term: int, term_of: int) -> bool:
-        """Whether to obey a master of ``term``; remembers it if it is the newest."""
-        if not term:
-            return True
-        if term_of == self.term_of and term < self.term:
-            return False
-        self.term, self.term_of = term, term_of
-        return True
-
-    def __repr__(self) -> str:
-        return f"TermFence({self.term} of {self.term_of:x})"
 
 
 class Reporter:
@@ -254,8 +228,8 @@ class Reporter:
             used_bytes=self._state.used_bytes,
             ssd_capacity_bytes=self._state.tier.capacity_bytes,
             ssd_used_bytes=self._state.tier.used_bytes,
-            term=self._fence.term,
-            term_of=self._fence.term_of,
+            term=self._fence.newest.number,
+            term_of=self._fence.newest.cluster,
         )
         for key, version in message.retracted:
             request.withdrawn.add(key=key, version=version)

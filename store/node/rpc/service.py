@@ -15,8 +15,8 @@ import structlog
 from tanghulu.errors import ChecksumMismatch, ChunkNotFound, InvalidRequest, TanghuluError, Unauthorized
 from tanghulu.protos import store_pb2
 from tanghulu.rpc.fast_server import Answer, FastService, Handler, Later, Peer
-from tanghulu.rpc.frames import PROTOCOL_VERSION
 from tanghulu.rpc.methods import HELLO, Method
+from tanghulu.rpc.versions import settle
 from tanghulu.store.node.rpc.metrics import TrafficCounters
 from tanghulu.store.node.rpc.sessions import Greeting, Session, Sessions, after_drain
 from tanghulu.store.node.rpc.stats import check_count, stat_reply
@@ -114,8 +114,7 @@ class NodeService:
 
     def hello(self, peer: Peer, request: store_pb2.HelloRequest, attachment: memoryview) -> Answer:
         """Open or join the client's session."""
-        if request.protocol_version != PROTOCOL_VERSION:
-            raise InvalidRequest(f"protocol version {request.protocol_version}; this node speaks {PROTOCOL_VERSION}")
+        version = settle(request)
         if peer.state is not None:
             raise InvalidRequest("HELLO comes once, in the first frame")
         who = peer.identity
@@ -134,6 +133,7 @@ class NodeService:
             max_inline_bytes=MAX_INLINE_BYTES,
             index=index_to_wire(self._identity.index) if may_map else None,
             key_scope=who.scope if who is not None and may_map else "",
+            protocol_version=version,
         )
 
     # --- puts

@@ -20,7 +20,7 @@ from tanghulu.errors import (
 from tanghulu.protos import common_pb2, directory_pb2, store_pb2
 from tanghulu.rpc.fast_client import Call, Reply
 from tanghulu.runtime.clock import ManualClock
-from tanghulu.store.client.logic.context import Context
+from tanghulu.store.client.logic.context import Context, refresh_nodes
 from tanghulu.store.client.logic.effects import (
     MASTER,
     CallPeers,
@@ -58,6 +58,8 @@ class FakeCluster:
         self.full: set[str] = set()
         self.incomplete = False
         self.comes_s = 0.0  # when the nodes register
+        self.reported_s = 1e9  # when the master hears what they hold
+        self.version = 0  # of the list of nodes
         self.asked: list[str] = []
         self.told_corrupt: list[tuple[str, str]] = []
         self.num_expiring = self.num_moves = self.num_pins = 0  # moves that come too late for their lease
@@ -99,6 +101,8 @@ class FakeCluster:
 
     def _method_locate(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
         keys = call.request.keys
+        if self.clock.now_s() >= self.reported_s:
+            self.directory = {key: [name] for name, values in self.values.items() for key in values}
         if call.request.count_only:
             found = bytes(bool(self.directory.get(key)) for key in keys)
             return Reply(LocateReply(self.incomplete, found=found), memoryview(b""))
@@ -106,7 +110,11 @@ class FakeCluster:
         return Reply(LocateReply(self.incomplete, located), memoryview(b""))
 
     def _method_nodes(self, peer: PeerId, call: Call[Any]) -> Reply[Any]:
-        reply = directory_pb2.NodesReply(nodes=self._infos() if self.comes_s else (), rebuilding=self.incomplete)
+        reply = directory_pb2.NodesReply(rebuilding=self.incomplete, version=self.version, master_generation=3)
+        known = call.request.known_version, call.request.known_generation
+        reply.unchanged = bool(self.version) and known == (self.version, 3)
+        if not reply.unchanged:
+            reply.nodes.extend(self._infos() if self.comes_s or self.version else ())
         return Reply(reply, memoryview(b""))
 
     def _infos(self) -> list[directory_pb2.NodeInfo]:
@@ -211,29 +219,65 @@ def test_a_lease_that_ends_before_the_bytes_have_come_is_taken_again_a_few_times
         get(fake)
 
 
-def test_while_the_master_rebuilds_all_nodes_are_asked_and_nothing_is_denied(fake: FakeCluster) -> None:
+def test_while_the_master_rebuilds_it_alone_is_asked_and_nothing_is_denied(fake: FakeCluster) -> None:
     fake.incomplete = True
     fake.values["b"]["k"] = b"right"
+    fake.reported_s = 0.3
     assert get(fake) == b"right"
+    assert fake.asked.count("b") == 1
+    assert set(fake.asked) == {"master", "b"}, "no node is asked before the master names it"
+    fake.asked.clear()
+    fake.reported_s = 0.9
     assert fake.run(fake.do.exists(fake.deadline, "k"))
+    assert set(fake.asked) == {"master"}
+    fake.clock = ManualClock()
+    fake.deadline = Deadline(1.0, fake.clock.now_s)
     with pytest.raises(DirectoryIncomplete):
         fake.run(fake.do.exists(fake.deadline, "absent"))
     fake.clock = ManualClock()
     fake.deadline = Deadline(1.0, fake.clock.now_s)
     with pytest.raises(DirectoryIncomplete):
         get(fake, "absent")
-    assert 0.9 <= fake.clock.now_s() <= 1.0
+    assert 0.2 <= fake.clock.now_s() <= 1.0
+    assert fake.asked.count("master") < 40, "the pauses grow"
+
+
+def test_a_list_of_nodes_that_has_not_changed_is_not_sent(fake: FakeCluster) -> None:
+    fake.version = 2
+    nodes = fake.context.nodes = NodeTable("here")
+    for _ in range(3):
+        assert not nodes.is_fresh(fake.clock.now_s())
+        fake.run(refresh_nodes(fake.context))
+        assert nodes.ids() == list(fake.values)
+        assert nodes.version == (2, 3)
+        fake.clock.advance(0.99)
+        assert nodes.is_fresh(fake.clock.now_s()), "not more often than once a second"
+        fake.clock.advance(1.1)
+    del fake.values["a"]
+    fake.version = 3
+    fake.run(refresh_nodes(fake.context))
+    assert nodes.ids() == list(fake.values), "a node that is gone is forgotten"
+
+
+def test_clients_that_began_together_do_not_ask_together_for_ever() -> None:
+    tables = [NodeTable("here") for _ in range(200)]
+    for table in tables:
+        table.update([], 0.0)
+    num_fresh = [sum(table.is_fresh(1.0 + tenth / 10) for table in tables) for tenth in range(11)]
+    assert num_fresh[0] == 200
+    assert num_fresh[10] == 0
+    assert all(0 < fresh < 200 for fresh in num_fresh[2:9])
 
 
 def test_a_put_waits_for_the_first_node_that_comes_to_a_new_master(fake: FakeCluster) -> None:
     fake.context.nodes = NodeTable("here")
     fake.incomplete, fake.comes_s, fake.deadline = True, 5.0, Deadline(8.0, fake.clock.now_s)
     assert fake.run(fake.do.put(fake.deadline, PutItem("k", b"right"), OK)).num_replicas == 1
-    assert 5.0 <= fake.clock.now_s() < 5.1
+    assert 5.0 <= fake.clock.now_s() < 5.5
     fake.context.nodes, fake.comes_s = NodeTable("here"), 9.0
     with pytest.raises(NodeUnavailable):
         fake.run(fake.do.put(fake.deadline, PutItem("l", b"right"), OK))
-    assert 7.9 <= fake.clock.now_s() <= 8.0
+    assert 7.5 <= fake.clock.now_s() <= 8.0
 
 
 def test_a_full_or_dead_node_sends_a_put_elsewhere(fake: FakeCluster) -> None:

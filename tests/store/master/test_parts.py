@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,7 @@ from tanghulu.store.directory_feed import EventCursor
 from tanghulu.store.master.core import Master
 from tanghulu.store.master.directory.announcement import ChunkEntry, NodeAnnouncement, ReportPiece
 from tanghulu.store.master.directory.events import EventRing, Lagged
-from tanghulu.store.master.directory.placement import NUM_SPARES, PlacementCandidate, PlacementRequest, place
+from tanghulu.store.master.directory.placement import NUM_SPARES, PlacementCandidate, PlacementRequest, PlacementTable
 from tanghulu.store.master.directory.rebuild import ALONE_S
 from tanghulu.store.protocol.directory_events import DirectoryEvent, DirectoryEventKind
 from tanghulu.store.protocol.key_slots import NUM_SLOTS
@@ -25,6 +26,17 @@ def candidate(
     name: str, where: str = "z/r/h", capacity: int = 1000, used: int = 0, draining: bool = False
 ) -> PlacementCandidate:
     return PlacementCandidate(name, Place.parse(where), capacity, used, draining)
+
+
+def place(
+    nodes: Sequence[PlacementCandidate], request: PlacementRequest, rng: random.Random
+) -> list[PlacementCandidate]:
+    table = PlacementTable()
+    for node in nodes:
+        table.set(node)
+    chosen = table.place(request, rng)
+    table.check()
+    return chosen
 
 
 def ids(chosen: list[PlacementCandidate]) -> list[str]:
@@ -58,6 +70,37 @@ def test_two_choices_prefer_the_emptier_without_herding() -> None:
     firsts = Counter(ids(place(nodes, PlacementRequest(1), rng))[0] for _ in range(4000))
     assert firsts["n7"] == 0, "the fullest loses every pairing"
     assert 0.2 < firsts["n0"] / 4000 < 0.3, "the emptiest wins those that it is drawn in: 7 of 28"
+
+
+def test_among_many_nodes_it_is_as_among_few() -> None:
+    """Of 200 nodes in 10 racks some drain and some are too small: what is drawn is what a look at all would allow."""
+    nodes = [
+        candidate(f"n{n}", f"z/r{n % 10}/h{n // 2}", capacity=100 if n % 3 else 10, used=n % 100, draining=n % 7 == 0)
+        for n in range(200)
+    ]
+    able = {node.node_id for node in nodes if node.takes(50)}
+    rng, drawn = random.Random(3), set[str]()
+    for _ in range(2000):
+        chosen = place(nodes, PlacementRequest(50, 3), rng)
+        assert len({node.rack for node in chosen}) == len(chosen) == 3 + NUM_SPARES
+        drawn.add(chosen[0].node_id)
+        assert drawn <= able
+    assert len(drawn) > len(able) * 0.9, "nobody is left out but the fullest"
+
+
+def test_one_that_fits_among_many_that_do_not_is_found() -> None:
+    nodes = [candidate(f"n{n}", f"z/r/h{n}", capacity=10) for n in range(500)] + [candidate("large")]
+    assert ids(place(nodes, PlacementRequest(50), random.Random(1))) == ["large"]
+
+
+def test_placement_follows_the_nodes() -> None:
+    table, rng = PlacementTable(), random.Random(1)
+    for n in range(40):
+        table.set(candidate(f"n{n}", f"z/r/h{n}"))
+    for n in range(39):
+        table.set(candidate(f"n{n}", f"z/r/h{n}", draining=True)) if n % 2 else table.remove(f"n{n}")
+        table.check()
+    assert ids(table.place(PlacementRequest(1), rng)) == ["n39"]
 
 
 @given(

@@ -54,7 +54,7 @@ GOLDEN = Path(__file__).parent / "golden_messages.txt"
 SUMS = Checksums(4096, (1, (1 << 64) - 1))
 NEW = NewChunk(ChunkKey("kv/ключ"), 1 << 63, 8192, SUMS, Pin.HARD, 1.5, 3)
 FAILURE = Failure.of(StoreFull("no room"))
-SAID = ClientCommit("node-1", 2, ChunkKey("k"), 7, 5)
+SAID = ClientCommit("node-1", 2, ChunkKey("k"), 7, 5, 9, 77)
 EXAMPLES: list[FastMessage] = [
     PutRequest([NEW, NewChunk(ChunkKey("ab"), 7, 3)], True, 1000),
     PutReply([True, False, FAILURE]),
@@ -70,11 +70,11 @@ EXAMPLES: list[FastMessage] = [
     StreamRequest(1, NEW, True, 1000),
     EndStreamRequest(1, StreamEnd.COMMITTED, 2, SUMS),
     LocateRequest(["a", "b"], True),
-    LocateReply(True, [Location(7, 8192, ("node-1", "node-2"), 1), None], b"\0\1"),
+    LocateReply(True, [Location(7, 8192, ("node-1", "node-2"), 1), None], b"\0\1", 9, 77),
     SAID,
-    CommitKeyReply(CommitResult.ACCEPTED),
+    CommitKeyReply(CommitResult.ACCEPTED, 9, 77),
     CommitKeysRequest([SAID, SAID]),
-    CommitKeysReply([CommitResult.EXISTS, CommitResult.ACCEPTED, CommitResult.ASK_NODE]),
+    CommitKeysReply([CommitResult.EXISTS, CommitResult.ACCEPTED, CommitResult.ASK_NODE], 9, 77),
 ]
 U64 = st.integers(0, (1 << 64) - 1)
 

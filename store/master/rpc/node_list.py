@@ -1,0 +1,60 @@
+"""The answers to NODES: the list of nodes is written out once for each of its versions."""
+
+from __future__ import annotations
+
+from tanghulu.protos import directory_pb2 as pb
+from tanghulu.store.master.rpc import wire
+from tanghulu.store.master.server import MasterServer
+
+
+class NodeList:
+    """The nodes as clients ask for them, every client about once a second.
+
+    A client names the version that it has, and mostly hears that nothing has changed. A version is counted within one
+    generation of the master; it changes when a node comes, goes, changes its registration or its capacity, and when the
+    directory is complete. Other figures, used bytes say, change all the time: they are of now only in answers to those
+    who do not ask by version, operators mostly.
+    """
+
+    def __init__(self, server: MasterServer) -> None:
+        self._server = server
+        self._written = (-1, -1)  # generation and version of what follows
+        self._whole = b""
+        self._unchanged = b""
+
+    def answer(self, request: pb.NodesRequest) -> bytes:
+        """The bytes of the NodesReply to ``request``."""
+        if not request.versioned:
+            return self._write().SerializeToString()
+        generation, version = self._server.master.generation, self._version
+        if self._written != (generation, version):
+            self._written, self._whole = (generation, version), self._write().SerializeToString()
+            self._unchanged = self._head(unchanged=True).SerializeToString()
+        same = request.known_version == version and request.known_generation == generation
+        return self._unchanged if same else self._whole
+
+    @property
+    def _version(self) -> int:
+        directory = self._server.master.directory
+        return 2 * directory.nodes_version + directory.rebuild.is_ready
+
+    def _write(self) -> pb.NodesReply:
+        master = self._server.master
+        reply = self._head(unchanged=False)
+        reply.nodes.extend(wire.nodes_to_wire(master.directory.nodes(), self._server.now_s, master.copies.progress))
+        return reply
+
+    def _head(self, *, unchanged: bool) -> pb.NodesReply:
+        directory, (term, term_of) = self._server.master.directory, self._server.term
+        return pb.NodesReply(
+            rebuilding=not directory.rebuild.is_ready,
+            num_keys=directory.num_keys,
+            master_generation=self._server.master.generation,
+            term=term,
+            term_of=term_of,
+            version=self._version,
+            unchanged=unchanged,
+        )
+
+    def __repr__(self) -> str:
+        return f"NodeList(version {self._version}, {len(self._whole)} bytes)"

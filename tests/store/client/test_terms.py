@@ -1,0 +1,175 @@
+"""A leader that stood still, its clock with it, still believes that it leads: who knows its successor refuses it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from random import Random
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+import tanghulu
+import tanghulu.aio
+from tanghulu.errors import MasterUnavailable, NotLeader
+from tanghulu.protos import directory_pb2
+from tanghulu.rpc.fast_aio import AsyncFastConnection
+from tanghulu.rpc.fast_server import FastServerProtocol, FastService, Peer
+from tanghulu.rpc.frames import PREAMBLE
+from tanghulu.runtime.clock import ManualClock
+from tanghulu.store.master.core import Master
+from tanghulu.store.master.directory.announcement import ChunkEntry, NodeAnnouncement
+from tanghulu.store.master.election.election import KeyHolder
+from tanghulu.store.master.election.leadership import Leadership
+from tanghulu.store.master.metrics import MasterMetrics
+from tanghulu.store.master.rpc.directory_service import DirectoryCalls
+from tanghulu.store.master.server import MasterServer
+from tanghulu.store.protocol.messages import CommitKeyReply, CommitKeysRequest, LocateRequest
+from tanghulu.store.protocol.methods import COMMIT_KEY, COMMIT_KEYS, LIST_KEYS, LOCATE, NODES, WAIT
+from tanghulu.store.protocol.types import ClientCommit, CommitResult
+from tanghulu.types import Address, ChunkKey, Role
+from tests.store.master.running_master import instance
+
+ETCD = 77
+
+
+class _Connection(asyncio.Protocol):
+    """What the port mux does for the fast lane."""
+
+    def __init__(self, service: FastService) -> None:
+        self._inner = FastServerProtocol(service, Peer(None, False, "test"))
+        self._head = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._inner.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        missing = len(PREAMBLE) - len(self._head)
+        self._head, data = self._head + data[:missing], data[missing:]
+        if data:
+            self._inner.data_received(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._inner.connection_lost(exc)
+
+
+class ElectedMaster:
+    """A master of term ``term`` whose clock stands still, so that it believes for ever that it leads."""
+
+    def __init__(self, term: int) -> None:
+        clock = ManualClock()
+        master = Master(term, clock.now_s(), 0.0, rng=Random(1))
+        self.server = MasterServer(master, clock, MasterMetrics(CollectorRegistry()), Random(1))
+        self.leadership = Leadership(
+            [Address("127.0.0.1", 1)], instance("m", Role.MASTER), 3.0, clock, lambda *_: None, lambda: None
+        )
+        self.leadership.cluster = ETCD
+        election, holder = self.leadership.election, KeyHolder("m:1", term)
+        election.seen(None, term - 1)
+        election.tick(clock.now_s())
+        election.lease_granted(5, clock.now_s())
+        election.campaigned(holder, term, won=True, now_s=clock.now_s())
+        assert self.leadership.leads
+        self.server.leadership = self.leadership
+        self.service = FastService()
+        calls = DirectoryCalls(self.server)
+        calls.serve(self.service)
+        master.register(instance("n1"), 600.0, clock.now_s())
+        for report in (directory_pb2.AnnounceRequest.BEGIN, directory_pb2.AnnounceRequest.END):  # it holds nothing yet
+            calls.announce(directory_pb2.AnnounceRequest(node_id="n1", generation=7, report=report))
+        master.tick(clock.now_s(), 0.0)
+        assert master.directory.rebuild.is_ready
+
+    def holds(self, key: str) -> None:
+        said = NodeAnnouncement("n1", 7, added=[ChunkEntry(key, 1, 5)], capacity_bytes=1 << 20)
+        self.server.master.announce(said, 0.0)
+
+
+@asynccontextmanager
+async def serving(master: ElectedMaster) -> AsyncIterator[tuple[str, asyncio.Server]]:
+    server = await asyncio.get_running_loop().create_server(lambda: _Connection(master.service), "127.0.0.1", 0)
+    try:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", server
+    finally:
+        server.close()
+        for peer in list(master.service.peers):
+            peer.hang_up()
+
+
+async def refuses_the_deposed(exists: Callable[[str, str], Any]) -> None:
+    """``exists(addresses, key)`` asks with one client, again and again."""
+    old, new = ElectedMaster(7), ElectedMaster(9)
+    old.holds("removed since")
+    async with serving(old) as (old_address, _), serving(new) as (new_address, server):
+        addresses = f"{new_address},{old_address}"
+        assert not await exists(addresses, "removed since"), "the leader of term 9 knows better"
+        server.close()
+        for peer in list(new.service.peers):
+            peer.hang_up()
+        with pytest.raises(MasterUnavailable):
+            await exists(addresses, "removed since")
+
+
+async def test_a_client_that_has_heard_of_the_successor_refuses_a_leader_that_stood_still() -> None:
+    clients: list[tanghulu.aio.AsyncClient] = []
+
+    async def exists(addresses: str, key: str) -> bool:
+        if not clients:
+            clients.append(await tanghulu.aio.connect(addresses, deadline_s=1.0))
+        return await clients[0].exists(key)
+
+    try:
+        await refuses_the_deposed(exists)
+    finally:
+        await clients[0].close()
+
+
+async def test_so_does_a_blocking_client() -> None:
+    clients: list[tanghulu.Client] = []
+
+    def ask(addresses: str, key: str) -> bool:
+        if not clients:
+            clients.append(tanghulu.connect(addresses, deadline_s=1.0))
+        return clients[0].exists(key)
+
+    try:
+        await refuses_the_deposed(lambda addresses, key: asyncio.to_thread(ask, addresses, key))
+    finally:
+        await asyncio.to_thread(clients[0].close)
+
+
+async def test_a_deposed_master_takes_no_commit_of_who_knows_its_successor_and_stays() -> None:
+    master = ElectedMaster(7)
+    async with serving(master) as (address, _):
+        connection = await AsyncFastConnection.connect(Address.parse(address))
+        said = ClientCommit("n1", 7, ChunkKey("k"), 3, 5, 9, ETCD)
+        for method, request in ((COMMIT_KEY, said), (COMMIT_KEYS, CommitKeysRequest([said]))):
+            with pytest.raises(NotLeader):
+                await connection.call(method.number, request, method.reply)
+        assert master.leadership.leads, "a client's word deposes nobody"
+        of_another_etcd = ClientCommit("n1", 7, ChunkKey("k"), 3, 5, 9, ETCD + 1)
+        reply = await connection.call(COMMIT_KEY.number, of_another_etcd, CommitKeyReply)
+        assert reply.message == CommitKeyReply(CommitResult.ACCEPTED, 7, ETCD)
+        await connection.close()
+
+
+async def test_every_reply_of_the_directory_carries_the_term() -> None:
+    master = ElectedMaster(7)
+    said = ClientCommit("n1", 7, ChunkKey("k"), 3, 5)
+    requests = [
+        (LOCATE, LocateRequest(["k"], True)),
+        (LOCATE, LocateRequest(["k"], False)),
+        (COMMIT_KEY, said),
+        (COMMIT_KEYS, CommitKeysRequest([said])),
+        (NODES, directory_pb2.NodesRequest()),
+        (LIST_KEYS, directory_pb2.ListKeysRequest()),
+        (WAIT, directory_pb2.WaitRequest(keys=["k"])),
+    ]
+    async with serving(master) as (address, _):
+        connection = await AsyncFastConnection.connect(Address.parse(address))
+        for method, request in requests:
+            reply = (await connection.call(method.number, request, method.reply)).message
+            assert (reply.term, reply.term_of) == (7, ETCD), method.name
+        await connection.close()

@@ -1,0 +1,85 @@
+"""NODES by version: what changes the version, and that an unchanged list is not sent again."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from tanghulu.protos import directory_pb2 as pb
+from tanghulu.runtime.clock import ManualClock
+from tanghulu.store.master.core import Master
+from tanghulu.store.master.directory.announcement import NodeAnnouncement
+from tanghulu.store.master.metrics import MasterMetrics
+from tanghulu.store.master.rpc.node_list import NodeList
+from tanghulu.store.master.server import MasterServer
+from tests.store.master.running_master import instance
+
+
+class Asking:
+    """A master, and one client that asks it by the version that it has."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.master = Master(5, self.clock.now_s(), rng=Random(1))
+        self.nodes = NodeList(MasterServer(self.master, self.clock, MasterMetrics(CollectorRegistry()), Random(1)))
+        self.known = pb.NodesRequest(versioned=True)
+
+    def announce(self, used: int, capacity: int = 1000) -> None:
+        self.master.announce(NodeAnnouncement("n1", 7, capacity_bytes=capacity, used_bytes=used), self.clock.now_s())
+
+    def ask(self) -> list[str] | None:
+        """The nodes' ids; None: unchanged."""
+        reply = pb.NodesReply.FromString(self.nodes.answer(self.known))
+        self.known.known_version, self.known.known_generation = reply.version, reply.master_generation
+        assert not (reply.unchanged and reply.nodes)
+        return None if reply.unchanged else [node.instance.id for node in reply.nodes]
+
+    def figures(self) -> list[int]:
+        return [node.used_bytes for node in pb.NodesReply.FromString(self.nodes.answer(pb.NodesRequest())).nodes]
+
+
+@pytest.fixture
+def asking() -> Asking:
+    asking = Asking()
+    asking.master.register(instance("n1"), 60.0, 0.0)
+    assert asking.ask() == ["n1"]
+    assert asking.ask() is None
+    return asking
+
+
+def test_a_node_that_comes_goes_or_changes_makes_another_version(asking: Asking) -> None:
+    asking.master.register(instance("n2"), 60.0, 0.0)
+    assert asking.ask() == ["n1", "n2"]
+    asking.master.register(instance("n2", attributes={"draining": "true"}), 60.0, 0.0)
+    assert asking.ask() == ["n1", "n2"]
+    lease_id = asking.master.register(instance("n2", attributes={"draining": "true"}), 60.0, 0.0)
+    assert asking.ask() is None
+    asking.master.deregister("n2", lease_id)
+    assert asking.ask() == ["n1"]
+
+
+def test_capacity_makes_another_version_and_use_does_not(asking: Asking) -> None:
+    asking.announce(used=1)
+    assert asking.ask() == ["n1"]
+    asking.announce(used=2)
+    assert asking.ask() is None
+    assert asking.figures() == [2], "who asks without a version hears what is now"
+    asking.announce(used=2, capacity=2000)
+    assert asking.ask() == ["n1"]
+
+
+def test_a_complete_directory_makes_another_version(asking: Asking) -> None:
+    asking.clock.advance(10.0)
+    for _ in range(3):
+        asking.master.tick(asking.clock.now_s(), 10.0)
+    was_ready = asking.master.directory.rebuild.is_ready
+    assert (asking.ask() is not None) == was_ready
+
+
+def test_versions_of_another_generation_are_other_versions(asking: Asking) -> None:
+    asking.master.begin(6, asking.clock.now_s())
+    asking.master.register(instance("n1"), 60.0, 0.0)
+    assert asking.ask() == ["n1"]
+    assert asking.ask() is None
