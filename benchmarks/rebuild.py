@@ -2,9 +2,9 @@
 
     python -m benchmarks.rebuild --keys 3000000 --nodes 3
 
-starts a master and nodes (real processes), fills the nodes with tiny chunks, kills the master with SIGKILL, starts it again
-at the same port, and asks for known keys all the time until it has counted every key: ``exists`` must never say no, and
-what is put meanwhile must be there afterwards. Prints JSON.
+starts a master and nodes (real processes), fills the nodes with tiny chunks, kills the master with SIGKILL, starts it
+again at the same port, and asks for known keys all the time until it has counted every key: ``exists`` must never say
+no, and what is put meanwhile must be there afterwards. Prints JSON.
 """
 
 from __future__ import annotations
