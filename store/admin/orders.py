@@ -55,7 +55,7 @@ def replicate(keys: Sequence[str], holders: int, for_s: float) -> Order[Row]:
 
 
 @dataclass(frozen=True, slots=True)
-class Removal:
+class RemovalOutcome:
     """The result of removing several keys; ``failure``: the first reason why one could not be removed."""
 
     num_removed: int
@@ -66,10 +66,10 @@ class Removal:
         """The result as an object for JSON."""
         return {"num_removed": self.num_removed, "missing": list(self.missing)}
 
-    def plus(self, other: Removal) -> Removal:
+    def plus(self, other: RemovalOutcome) -> RemovalOutcome:
         """The sum of two removals."""
         num_removed = self.num_removed + other.num_removed
-        return Removal(num_removed, self.missing + other.missing, self.failure or other.failure)
+        return RemovalOutcome(num_removed, self.missing + other.missing, self.failure or other.failure)
 
     def complain(self) -> None:
         """Raise the failure, if there is one, or ChunkNotFound for keys that were not there."""
@@ -79,12 +79,12 @@ class Removal:
             raise ChunkNotFound(f"not in the store: {' '.join(self.missing)}")
 
 
-def remove(keys: Sequence[str]) -> Order[Removal]:
+def remove(keys: Sequence[str]) -> Order[RemovalOutcome]:
     """Remove the chunks of ``keys``."""
     outcomes: list[bool | TanghuluError] = yield asking("remove_many", keys)
     missing = tuple(key for key, outcome in zip(keys, outcomes, strict=True) if outcome is False)
     failures = [outcome for outcome in outcomes if isinstance(outcome, TanghuluError)]
-    return Removal(len(outcomes) - len(missing) - len(failures), missing, failures[0] if failures else None)
+    return RemovalOutcome(len(outcomes) - len(missing) - len(failures), missing, failures[0] if failures else None)
 
 
 def undrain(node: str) -> Order[Row]:

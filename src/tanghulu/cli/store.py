@@ -15,7 +15,7 @@ from tanghulu.masters import Masters
 from tanghulu.runtime.config import command
 from tanghulu.runtime.process import run
 from tanghulu.store.admin import orders, rows
-from tanghulu.store.admin.orders import Removal
+from tanghulu.store.admin.orders import RemovalOutcome
 from tanghulu.store.admin.rows import plain
 from tanghulu.store.admin.steps import perform
 from tanghulu.store.client import Client, connect
@@ -188,7 +188,7 @@ def rm(keys: tuple[str, ...], matching: str | None, master: Masters, as_json: bo
     if bool(keys) == bool(matching):
         raise click.UsageError("name KEYS or give --matching REGEX")
     with connect(master) as store:
-        outcome = Removal(store.remove_matching(matching)) if matching else perform(store, orders.remove(keys))
+        outcome = RemovalOutcome(store.remove_matching(matching)) if matching else perform(store, orders.remove(keys))
     if as_json:
         print_json(outcome.row())
     else:

@@ -24,7 +24,7 @@ from tanghulu.store.node.state.confirmations import Done
 from tanghulu.store.node.state.holdings import Holding
 from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.state.report_queue import ReportMessage
-from tanghulu.store.node.state.slot_report import ReportPiece
+from tanghulu.store.node.state.slot_report import SlotPiece
 from tanghulu.store.protocol.methods import ANNOUNCE
 from tanghulu.store.protocol.terms import TermFence
 from tanghulu.store.protocol.types import Tier
@@ -325,7 +325,7 @@ class Reporter:
             asyncio.get_running_loop().call_soon(self._on_change)
 
 
-def _add_piece(request: directory_pb2.AnnounceRequest, piece: ReportPiece) -> None:
+def _add_piece(request: directory_pb2.AnnounceRequest, piece: SlotPiece) -> None:
     told = request.piece
     told.number, told.next_slot = piece.number, piece.next_slot
     chunks = piece.chunks

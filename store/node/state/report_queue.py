@@ -32,7 +32,7 @@ from typing import TypeAlias
 from tanghulu.errors import TanghuluError
 from tanghulu.store.node.state.confirmations import Confirmations, Done
 from tanghulu.store.node.state.holdings import Holding
-from tanghulu.store.node.state.slot_report import ReportPiece, SlotReport
+from tanghulu.store.node.state.slot_report import SlotPiece, SlotReport
 from tanghulu.store.protocol.key_slots import slot_of
 from tanghulu.types import ChunkKey
 
@@ -60,7 +60,7 @@ class ReportMessage:
     deleted: list[Removal] = field(default_factory=list)
     retracted: list[Removal] = field(default_factory=list)
     report_id: int = 0
-    piece: ReportPiece | None = None
+    piece: SlotPiece | None = None
 
 
 class ReportQueue:

@@ -18,7 +18,7 @@ from tanghulu.store.protocol.key_slots import NUM_SLOTS, slot_of
 
 
 @dataclass(frozen=True, slots=True)
-class ReportPiece:
+class SlotPiece:
     """Piece ``number`` of a report: with ``chunks`` all slots below ``next_slot`` have been told."""
 
     number: int
@@ -56,7 +56,7 @@ class SlotReport:
         for chunk in part:
             self._by_slot[slot_of(chunk.key)].append(chunk)
 
-    def take(self, num_keys: int) -> ReportPiece:
+    def take(self, num_keys: int) -> SlotPiece:
         """The next piece, of ``num_keys`` chunks at most, or once more the one that is under way."""
         assert self.is_sorted
         assert not self.is_over
@@ -69,7 +69,7 @@ class SlotReport:
             if offset >= len(self._by_slot[slot]):
                 slot, offset = slot + 1, 0
         self._under_way = (slot, offset)
-        return ReportPiece(self._number, slot, chunks)
+        return SlotPiece(self._number, slot, chunks)
 
     def done(self) -> None:
         """Take note that the piece under way was answered."""
