@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Request
 
 from tanghulu.errors import InvalidRequest
 from tanghulu.store.admin import orders
-from tanghulu.store.admin.orders import Removal
+from tanghulu.store.admin.orders import RemovalOutcome
 from tanghulu.store.admin.rows import plain
 from tanghulu.store.admin.steps import perform_async
 from tanghulu.store.gateway.clients import KEYS_PER_PAGE, GatewayClient
@@ -69,7 +69,7 @@ def router(gateway: Gateway) -> APIRouter:
 
 
 async def _remove_several(store: GatewayClient, prefix: str, regex: str | None, patience: Patience) -> Row:
-    total, after, more = Removal(0), "", True
+    total, after, more = RemovalOutcome(0), "", True
     while more:
         page, more = await store.key_page(prefix, after)
         keys: Sequence[str] = [info.key for info in page]
@@ -83,4 +83,4 @@ async def _remove_several(store: GatewayClient, prefix: str, regex: str | None, 
             patience.left_s()
     if total.failure is not None:
         raise total.failure
-    return Removal(total.num_removed).row()  # who was faster with a key that is listed does not matter
+    return RemovalOutcome(total.num_removed).row()  # who was faster with a key that is listed does not matter

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict
@@ -28,6 +29,9 @@ MAX_VERIFIED = 4096
 MAX_VERIFIED_BYTES = 256 << 20
 #: Bytes that are verified before other calls get their turn: about 2 ms.
 _SLICE_BYTES = 32 << 20
+#: The longest wait for the master to take a report, and how often it is looked at.
+REPORT_S = 10.0
+_LOOK_S = 0.02
 
 
 class AdminService:
@@ -92,7 +96,16 @@ class AdminService:
             self._puts.report()
         return self._verified(request)
 
+    async def _reported(self) -> None:
+        """Wait until the master has all of the report under way, or for REPORT_S."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(REPORT_S):
+                while self._state.reports.is_reporting:
+                    await asyncio.sleep(_LOOK_S)
+
     async def _verified(self, request: store_pb2.VerifyRequest) -> Answer:
+        if request.report:
+            await self._reported()
         limit = min(request.limit or MAX_VERIFIED, MAX_VERIFIED)
         keys = heapq.nsmallest(limit + 1, (key for key in self._state.all_keys() if key > request.after))
         reply = store_pb2.VerifyReply(more=len(keys) > limit)

@@ -209,6 +209,11 @@ class ReportQueue:
         return self._owes_report and self._report is None
 
     @property
+    def is_reporting(self) -> bool:
+        """Whether a report is under way."""
+        return self._report is not None
+
+    @property
     def is_unsorted(self) -> bool:
         """Whether a report has yet to be sorted."""
         return self._report is not None and not self._report.is_sorted
