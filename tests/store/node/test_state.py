@@ -239,6 +239,25 @@ def test_time_to_live() -> None:
     state.check()
 
 
+def test_chunks_that_go_before_their_end_leave_nothing_behind() -> None:
+    clock = ManualClock()
+    state = make_state(clock)
+    for i in range(1000):
+        put(state, new(f"k{i}", ttl_s=86400.0 + i % 7))
+    assert len(keys(state)) == CAPACITY // 64
+    assert len(state.table._ends) == CAPACITY // 64
+    state.check()
+    clock.advance(86400.0 + 3)
+    state.expire(clock.now_s())
+    assert all(chunk.expires_s is not None and chunk.expires_s > clock.now_s() for chunk in state.table)
+    state.check()
+    clock.advance(4.0)
+    state.expire(clock.now_s())
+    assert keys(state) == []
+    assert not state.table._ends
+    state.check()
+
+
 # --- announcements
 
 
