@@ -24,7 +24,7 @@ from tanghulu.store.node.state.chunk import Chunk, ChunkEvent, ChunkState, compa
 from tanghulu.store.node.state.chunk_table import ChunkTable, Published
 from tanghulu.store.node.state.counters import EvictionReason, HotKeys, NodeCounters
 from tanghulu.store.node.state.holdings import Holding, LowerTier, NoTier
-from tanghulu.store.node.state.limits import may_pin_hard, no_room, refuse_impossible, refuse_while
+from tanghulu.store.node.state.limits import HardPins, no_room, refuse_impossible, refuse_while
 from tanghulu.store.node.state.outcomes import (
     CommittedBy,
     Existed,
@@ -76,6 +76,7 @@ class NodeState:
         self.buffers = buffers
         self.tier = tier
         self.tenants = tenants
+        self._hard_pins = HardPins(space.allocator.capacity_bytes, tenants)
         self.access = access
         self.waiters = WaitQueue()
         self.counters, self.hot = NodeCounters(), HotKeys()
@@ -139,11 +140,16 @@ class NodeState:
     def _admit(
         self, new: NewChunk, holder: Holder | None, *, may_pass: bool, sparing: bool
     ) -> Reserved | Existed | None:
-        refuse_impossible(new, self._max_value_bytes, self.capacity_bytes, self.table.hard_pinned_bytes)
+        refuse_impossible(new, self._max_value_bytes)
+        if new.pin is Pin.HARD and (refusal := self._refuse_hard_pin(new.key, new.size_bytes)) is not None:
+            raise refusal
         if (existing := self.current_anywhere(new.key)) is not None:
             return self._existed(existing)
         refuse_while(self.draining)
         return self._try_reserve(new, holder, sparing=sparing) if may_pass else None
+
+    def _refuse_hard_pin(self, key: ChunkKey, size_bytes: int) -> StoreFull | None:
+        return self._hard_pins.refusal(key, size_bytes, self.table.hard_pinned_bytes)
 
     def stop_waiting(self, waiter: Waiter) -> None:
         """Take ``waiter`` out of the queue, if it is there."""
@@ -586,8 +592,7 @@ class NodeState:
         here; below it stays as it is.
         """
         left_s, pin = self.left_s(entry), entry.pin
-        hard_bytes = self.table.hard_pinned_bytes
-        if pin is Pin.HARD and not may_pin_hard(entry.size_bytes, self.capacity_bytes, hard_bytes):
+        if pin is Pin.HARD and self._refuse_hard_pin(entry.key, entry.size_bytes) is not None:
             pin = Pin.SOFT
         new = NewChunk(entry.key, entry.version, entry.size_bytes, entry.checksums, pin, left_s, entry.replicas)
         reserved = self._try_reserve(new, None, sparing=sparing)
