@@ -177,6 +177,7 @@ class TierState:
         if not ok:
             return self.drop(entry)
         entry.step(SsdChunkEvent.WRITTEN)
+        self._space.refresh(entry)
         return []
 
     # --- up
@@ -185,11 +186,14 @@ class TierState:
         """Its range stays what it is until ``end_read``; asserts that it is STORED."""
         assert entry.state is SsdChunkState.STORED, f"{entry.key!r} is {entry.state.value}"
         entry.num_readers += 1
+        self._space.refresh(entry)
 
     def end_read(self, entry: SsdChunk) -> None:
         """The read is over."""
         entry.num_readers -= 1
-        if entry.state is SsdChunkState.DOOMED and not entry.num_readers:
+        if entry.state is not SsdChunkState.DOOMED:
+            self._space.refresh(entry)
+        elif not entry.num_readers:
             self._free(entry)
 
     def promoted(self, entry: SsdChunk) -> None:

@@ -135,6 +135,14 @@ class ChunkTable:
         if not was_live:
             self._published.add(chunk)
 
+    def place(self, chunk: Chunk, offset: int) -> None:
+        """The bytes of a chunk that nobody leases lie at ``offset`` now; clients find it there with the next flush."""
+        assert self._by_key.get(chunk.key) is chunk, f"{chunk!r} cannot move"
+        assert chunk.num_leases == 0, f"{chunk!r} is leased"
+        self._published.remove(chunk)
+        chunk.offset = offset
+        self._published.add(chunk)
+
     def condemn(self, chunk: Chunk) -> None:
         """Nobody shall find the chunk any more."""
         if chunk.state is ChunkState.LIVE:
@@ -210,3 +218,19 @@ class ChunkTable:
 
     def __repr__(self) -> str:
         return f"ChunkTable({len(self._by_key)} keys, {len(self._by_lease)} leases)"
+
+
+class ChunkMover:
+    """Moves chunks in memory. ``memory`` None: there are no bytes, and only the table hears of it."""
+
+    def __init__(self, table: ChunkTable, memory: memoryview | None) -> None:
+        self._memory = memory
+        self.place = table.place
+
+    def copy(self, source: int, target: int, num_bytes: int) -> None:
+        """Copy bytes of a chunk to a range that nobody touches."""
+        if self._memory is not None:
+            self._memory[target : target + num_bytes] = self._memory[source : source + num_bytes]
+
+    def __repr__(self) -> str:
+        return "ChunkMover()"
