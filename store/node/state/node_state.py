@@ -143,7 +143,7 @@ class NodeState:
     @property
     def has_more_to_do(self) -> bool:
         """Whether ``admit_waiters`` should be called again at once: room is made in steps."""
-        return bool(len(self.waiters)) and (self._exceeds_quota or self.space.has_more_to_do)
+        return self.waiters.is_due and (self._exceeds_quota or self.space.has_more_to_do)
 
     def _admit(self, new: NewChunk, holder: Holder | None, *, may_pass: bool) -> Reserved | Existed | None:
         refuse_impossible(new, self._max_value_bytes)

@@ -96,7 +96,7 @@ class Residents(Protocol[R_co]):
     def __iter__(self) -> Iterator[R_co]: ...
 
 
-class Mover(Protocol[R_contra]):
+class ResidentMover(Protocol[R_contra]):
     """Moves residents to other ranges."""
 
     def copy(self, source: int, target: int, num_bytes: int) -> None:
@@ -116,7 +116,7 @@ class Space(Generic[R]):
         allocator: OffsetAllocator,
         table: Residents[R],
         make_policy: Callable[[], Policy],
-        mover: Mover[R] | None = None,
+        mover: ResidentMover[R] | None = None,
     ) -> None:
         self.allocator = allocator
         self.num_moved = self.moved_bytes = 0
@@ -237,7 +237,7 @@ class Space(Generic[R]):
         self._drop_copy()
         self.allocator.lift_fence()
 
-    def _vacate(self, wanted: int, drop: Callable[[R], None], mover: Mover[R]) -> Iterator[bool]:
+    def _vacate(self, wanted: int, drop: Callable[[R], None], mover: ResidentMover[R]) -> Iterator[bool]:
         """Evict, then move, until a range of ``wanted`` bytes is free. Yields at a step's end: is there more to do?"""
         allocator, frames, step = self.allocator, self.allocator.frames, _Step()
         while True:
@@ -251,10 +251,12 @@ class Space(Generic[R]):
                 step.spend(_CHOICE)
                 missing = 0 if window is None else window.end - window.start + window.spill_bytes - allocator.free_bytes
                 if window is None or (missing > 0 and goal > allocator.free_bytes):  # nobody is left to evict
-                    yield False
-                    step = _Step()
-                    goal = frames.window_bytes(wanted)
                     window = None
+                    yield False
+                    while frames.cheapest(wanted) is None:
+                        yield False
+                    step.begin()
+                    goal = frames.window_bytes(wanted)
                 elif missing > 0:
                     goal = allocator.free_bytes + missing
                     window = None
@@ -265,10 +267,12 @@ class Space(Generic[R]):
                 return
 
     def _evict_until(self, goal: int, wanted: int, drop: Callable[[R], None], step: _Step) -> Iterator[bool]:
-        """Evict until ``goal`` bytes are free, or ``wanted`` in one piece, or nobody is left."""
+        """Evict until ``goal`` bytes are free, or ``wanted`` in one piece, or it turns out to be in vain."""
         allocator = self.allocator
         while allocator.free_bytes < goal and allocator.largest_free_bytes < wanted:
             if step.is_over:
+                if allocator.frames.cheapest(wanted) is None:
+                    return
                 yield True
                 step.begin()
             victims = self.oldest(goal - allocator.free_bytes, step.residents)
@@ -281,7 +285,7 @@ class Space(Generic[R]):
                     return
 
     def _clear_out(
-        self, window: Window, wanted: int, drop: Callable[[R], None], mover: Mover[R], step: _Step
+        self, window: Window, wanted: int, drop: Callable[[R], None], mover: ResidentMover[R], step: _Step
     ) -> Iterator[bool]:
         """Move what is in the window, until it is free, or something there is being used, or a hole elsewhere fits."""
         allocator = self.allocator
@@ -317,7 +321,7 @@ class Space(Generic[R]):
             begin += self.allocator.hole_at(begin)
         return begin if begin < window.end else None
 
-    def _move(self, resident: R, target: int, mover: Mover[R], step: _Step) -> Iterator[bool]:
+    def _move(self, resident: R, target: int, mover: ResidentMover[R], step: _Step) -> Iterator[bool]:
         """Copy a resident to the range at ``target``, in pieces if it is large; it may be gone or used in between."""
         source, size = resident.offset, resident.range_bytes
         self._copying = (target, size)

@@ -78,6 +78,9 @@ class Node:
         self.state.end_call()
 
     def check(self) -> None:
+        for chunk in [each for each in self.state.table if each.held]:
+            entry = self.index.find(chunk.key, 0.0)
+            assert entry is None or (entry.version, entry.offset) == (chunk.version, chunk.offset), "a stale entry"
         self.state.check()
         for chunk in self.state.table:
             if chunk.held:
@@ -199,6 +202,30 @@ def test_what_is_leased_is_neither_moved_nor_evicted() -> None:
     assert all(chunk.is_live for chunk in held)
 
 
+def test_nothing_goes_in_vain_while_leases_cut_every_window_short(small_steps: None) -> None:
+    node = Node()
+    order = scattered(node)
+    for number in range(0, NUM_SMALL, 8):
+        node.state.pin(node.found(f"k{number}"), COPIES)
+    waiter = finished(node.state, node.state.reserve(node.new("large", CAPACITY // 4), None))
+    assert isinstance(waiter, Waiter)
+    assert node.names() >= set(order[space.STEP_RESIDENTS :]), "no more than a step's"
+    left = node.names()
+    for _ in range(3):
+        node.state.expire(node.clock.now_s())
+        assert node.state.admit_waiters() == []
+        assert not node.state.has_more_to_do
+    assert node.names() == left
+    node.check()
+    node.state.unpin([lease_id for lease_id, _ in node.state.table.leases()], {1})
+    served: list[Waiter] = []
+    while not served:
+        served = [each for each, _ in node.state.admit_waiters()]
+        assert served or node.state.has_more_to_do
+    assert served == [waiter]
+    node.check()
+
+
 def test_who_begins_to_read_between_two_steps_is_spared(small_steps: None) -> None:
     node = Node()
     order = scattered(node)
@@ -221,6 +248,7 @@ def test_who_begins_to_read_between_two_steps_is_spared(small_steps: None) -> No
     node.fill(outcome)
     node.check()
     assert len(pinned) == 3
+    assert node.state.space.num_moved > 0
     assert {key: node.found(key).offset for key in pinned} == pinned
 
 
