@@ -99,34 +99,29 @@ class OffsetAllocator:
         """Give back the range that ``allocate(size_bytes)`` returned as ``offset``; asserts that it is taken."""
         length = self.rounded(size_bytes)
         assert 0 <= offset <= self.capacity_bytes - length, f"[{offset}, +{length}) is not inside the segment"
-        position = self._by_offset.bisect_right(offset)
-        if position < len(self._by_offset):
-            after = self._by_offset.keys()[position]
-            assert offset + length <= after, f"[{offset}, +{length}) is free already from {after} on"
-        if position:
-            before, before_length = self._by_offset.peekitem(position - 1)
-            assert before + before_length <= offset, f"{offset} is free already, as part of [{before}, ...)"
         self._used_bytes -= length
         self.frames.freed(offset, length)
-        first, last = self._fence
-        start, end = offset, offset + length
-        for border in (first, last):  # a range may reach over either end of the fence
-            if start < border < end:
-                self._melt(start, border - start)
-                start = border
-        self._melt(start, end - start)
+        if self._fence[1]:
+            for border in self._fence:  # a range may reach over either end
+                if offset < border < offset + length:
+                    self._melt(offset, border - offset)
+                    offset, length = border, offset + length - border
+        self._melt(offset, length)
 
     def _melt(self, offset: int, length: int) -> None:
         """Enter a free range together with its free neighbours on the same side of the fence."""
         start, end = offset, offset + length
-        after_length = self._by_offset.get(end)
-        if after_length is not None and end not in self._fence:
-            self._delete(end, after_length)
-            end += after_length
         position = self._by_offset.bisect_left(offset)
-        if position and offset not in self._fence:
+        if position < len(self._by_offset):
+            after, after_length = self._by_offset.peekitem(position)
+            assert end <= after, f"[{offset}, {end}) is free already from {after} on"
+            if end == after and end not in self._fence:
+                self._delete(after, after_length)
+                end += after_length
+        if position:
             before, before_length = self._by_offset.peekitem(position - 1)
-            if before + before_length == offset:
+            assert before + before_length <= offset, f"{offset} is free already, as part of [{before}, ...)"
+            if before + before_length == offset and offset not in self._fence:
                 self._delete(before, before_length)
                 start = before
         self._insert(start, end - start)

@@ -36,7 +36,8 @@ class Frames:
 
     def __init__(self, capacity_bytes: int, alignment: int) -> None:
         least = max(alignment, -(-capacity_bytes // MAX_FRAMES))
-        self.frame_bytes = 1 << (least - 1).bit_length()
+        self._shift = (least - 1).bit_length()
+        self.frame_bytes = 1 << self._shift
         self._capacity_bytes = capacity_bytes
         self._num = -(-capacity_bytes // self.frame_bytes)
         self._sizes = np.full(self._num, self.frame_bytes, np.int64)
@@ -53,21 +54,37 @@ class Frames:
 
     def freed(self, offset: int, length: int) -> None:
         """The range is free."""
-        self._add(self._free, offset, length, 1)
+        first = offset >> self._shift
+        if offset + length - 1 >> self._shift == first:  # nearly always
+            self._free[first] += length
+        else:
+            self._add(self._free, offset, length, 1)
 
     def taken(self, offset: int, length: int) -> None:
         """The range is not free any more."""
-        self._add(self._free, offset, length, -1)
+        first = offset >> self._shift
+        if offset + length - 1 >> self._shift == first:
+            self._free[first] -= length
+        else:
+            self._add(self._free, offset, length, -1)
 
     def loosened(self, offset: int, length: int) -> None:
         """The range is that of a resident that can be made to go elsewhere."""
-        self._add(self._loose, offset, length, 1)
-        self._straddle(offset, length, 1)
+        first = offset >> self._shift
+        if offset + length - 1 >> self._shift == first:
+            self._loose[first] += length
+        else:
+            self._add(self._loose, offset, length, 1)
+            self._straddle(offset, length, 1)
 
     def fixed(self, offset: int, length: int) -> None:
         """Its resident stays there, or has gone."""
-        self._add(self._loose, offset, length, -1)
-        self._straddle(offset, length, 0)
+        first = offset >> self._shift
+        if offset + length - 1 >> self._shift == first:
+            self._loose[first] -= length
+        else:
+            self._add(self._loose, offset, length, -1)
+            self._straddle(offset, length, 0)
 
     def begins(self, position: int) -> int:
         """Where the loose resident begins that lies across ``position``, where a frame begins; else ``position``."""
@@ -90,9 +107,6 @@ class Frames:
     def _add(self, sums: array[int], offset: int, length: int, sign: int) -> None:
         size = self.frame_bytes
         first, last = offset // size, (offset + length - 1) // size
-        if first == last:
-            sums[first] += sign * length
-            return
         sums[first] += sign * ((first + 1) * size - offset)
         sums[last] += sign * (offset + length - last * size)
         if last - first > _LONG:

@@ -155,7 +155,7 @@ class Space(Generic[R]):
 
     def leave(self, chunk: R, *, evicted: bool) -> None:
         """The chunk is no longer LIVE; to be called while its range is still the same."""
-        if self._loose.get(chunk.offset) is chunk:
+        if chunk.offset in self._loose:
             self._fix(chunk)
         if chunk.pin is not Pin.HARD:
             self.end_batch()
@@ -163,9 +163,10 @@ class Space(Generic[R]):
 
     def refresh(self, chunk: R) -> None:
         """Somebody began or ended to use the range of the chunk, which is LIVE."""
-        if (self._loose.get(chunk.offset) is chunk) == chunk.is_loose:
+        is_loose = chunk.is_loose
+        if (chunk.offset in self._loose) == is_loose:
             return
-        if chunk.is_loose:
+        if is_loose:
             self._loosen(chunk)
         else:
             self._fix(chunk)
