@@ -49,6 +49,31 @@ def test_a_small_node_takes_everything_and_evicts_the_oldest(transport: str) -> 
         assert cluster.master.metric("tanghulu_rpc_seconds_count", method="announce") >= 1
 
 
+def test_a_large_value_evicts_the_oldest_and_what_was_moved_is_whole() -> None:
+    with Cluster(1, "64MiB") as cluster, tanghulu.connect(cluster.address, transport="tcp") as client:
+        node, size = cluster.nodes[0], 256 << 10
+        keys = [f"k{i}" for i in range(230)]
+        for i, key in enumerate(keys):
+            client.put(key, pattern(size, i))
+        eventually(lambda: node.metric("tanghulu_node_chunks") == len(keys))
+        order = [keys[i * 67 % len(keys)] for i in range(len(keys))]
+        for key in order:
+            client.get(key).close()
+        client.put("large", pattern(16 << 20, 999))
+        assert node.metric("tanghulu_node_moves_total") > 0
+        num_gone = int(node.metric("tanghulu_node_evictions_total"))
+        assert num_gone * size <= 17 << 20
+        eventually(lambda: sum(client.exists_many(keys)) == len(keys) - num_gone)
+        assert client.exists_many(order) == [place >= num_gone for place in range(len(order))]
+        for shm in ("shm", "tcp"):
+            with tanghulu.connect(cluster.address, transport=shm) as reader:
+                for key in order[num_gone:]:
+                    with reader.get(key) as chunk:
+                        assert chunk == pattern(size, keys.index(key))
+                with reader.get("large") as chunk:
+                    assert chunk == pattern(16 << 20, 999)
+
+
 def test_pins_and_time_to_live() -> None:
     with Cluster(1, "16MiB") as cluster, tanghulu.connect(cluster.address) as client:
         client.put("hard", pattern(1 << 20), pin="hard")

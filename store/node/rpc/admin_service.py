@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import heapq
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict
@@ -29,7 +28,7 @@ MAX_VERIFIED = 4096
 MAX_VERIFIED_BYTES = 256 << 20
 #: Bytes that are verified before other calls get their turn: about 2 ms.
 _SLICE_BYTES = 32 << 20
-#: The longest wait for the master to take a report, and how often it is looked at.
+#: The longest wait for the master to take a report and removals, and how often it is looked at.
 REPORT_S = 10.0
 _LOOK_S = 0.02
 
@@ -96,16 +95,15 @@ class AdminService:
             self._puts.report()
         return self._verified(request)
 
-    async def _reported(self) -> None:
-        """Wait until the master has all of the report under way, or for REPORT_S."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(REPORT_S):
-                while self._state.reports.is_reporting:
-                    await asyncio.sleep(_LOOK_S)
+    async def _told(self) -> None:
+        """Wait until the master has the report under way and all removals, or for REPORT_S."""
+        reports = self._state.reports
+        for _ in range(int(REPORT_S / _LOOK_S)):
+            if not reports.is_reporting and reports.removals_told:
+                return
+            await asyncio.sleep(_LOOK_S)
 
     async def _verified(self, request: store_pb2.VerifyRequest) -> Answer:
-        if request.report:
-            await self._reported()
         limit = min(request.limit or MAX_VERIFIED, MAX_VERIFIED)
         keys = heapq.nsmallest(limit + 1, (key for key in self._state.all_keys() if key > request.after))
         reply = store_pb2.VerifyReply(more=len(keys) > limit)
@@ -127,6 +125,8 @@ class AdminService:
             if slice_bytes >= _SLICE_BYTES:
                 slice_bytes = 0
                 await asyncio.sleep(0)
+        if request.report or request.drop_corrupt:
+            await self._told()
         return reply
 
     def _add_below(self, reply: store_pb2.VerifyReply, key: ChunkKey) -> None:

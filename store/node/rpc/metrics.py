@@ -25,7 +25,7 @@ _COUNTERS = {
     "removed": ("tanghulu_node_removed", "chunks removed by clients"),
     "refused": ("tanghulu_node_refused", "chunks dropped because another put of the key was announced first"),
     "corrupt": ("tanghulu_node_corrupt_chunks", "chunks dropped because their bytes did not match their checksums"),
-    "lease_waits": ("tanghulu_node_lease_waits", "puts that had to wait for leases"),
+    "lease_waits": ("tanghulu_node_lease_waits", "puts that had to wait for leases, or until room was made"),
     "store_full": ("tanghulu_node_store_full", "puts refused because leases did not end in time"),
 }
 
@@ -63,6 +63,12 @@ class NodeCollector(Collector):
         yield evictions
         yield GaugeMetricFamily("tanghulu_node_capacity_bytes", "bytes the node can hold", state.capacity_bytes)
         yield GaugeMetricFamily("tanghulu_node_used_bytes", "bytes that are not free", state.used_bytes)
+        yield GaugeMetricFamily(
+            "tanghulu_node_largest_free_bytes", "the longest range that is free", state.counters.largest_free_bytes
+        )
+        moved, moved_bytes = state.space.num_moved, state.space.moved_bytes
+        yield CounterMetricFamily("tanghulu_node_moves", "chunks moved to make room in one piece", value=moved)
+        yield CounterMetricFamily("tanghulu_node_moved_bytes", "bytes of the chunks moved", value=moved_bytes)
         yield GaugeMetricFamily("tanghulu_node_chunks", "chunks that can be found", state.num_chunks)
         yield GaugeMetricFamily("tanghulu_node_leases", "leases that are not over", state.access.num_leases)
         yield GaugeMetricFamily("tanghulu_node_waiting_puts", "puts that wait for room", len(state.waiters))

@@ -158,10 +158,12 @@ class Promoter:
             return live
 
     async def _room_for(self, entry: SsdChunk, until_s: float) -> Chunk:
-        tried = False
-        while (chunk := self._state.reserve_promotion(entry, sparing=tried)) is None:
-            tried = True
-            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        while (chunk := self._state.reserve_promotion(entry)) is None:
+            if self._state.promotion_has_more_to_do and loop.time() < until_s:
+                await asyncio.sleep(0)
+                continue
+            future: asyncio.Future[None] = loop.create_future()
             self._waiting_for_room.append(future)
             try:
                 async with asyncio.timeout_at(until_s):

@@ -9,11 +9,12 @@ start would find it: its wipe comes before the write that reuses its range, unle
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TypeAlias
+
+from sortedcontainers import SortedList
 
 from tanghulu.eviction.base import Policy
 from tanghulu.runtime.clock import Clock
@@ -81,7 +82,7 @@ class TierState:
         self._entries: dict[ChunkKey, SsdChunk] = {}
         self._doomed: dict[int, SsdChunk] = {}  # by offset
         self._space: Space[SsdChunk] = Space(OffsetAllocator(capacity_bytes, UNIT), self, make_policy)
-        self._expiries: list[tuple[float, int, SsdChunk]] = []
+        self._ends = SortedList()  # (expires_s, id, entry) of those in _entries that end by time
 
     @property
     def capacity_bytes(self) -> int:
@@ -161,7 +162,7 @@ class TierState:
         self._space.settle(entry)
         self._space.end_batch()
         if entry.expires_s is not None:
-            heapq.heappush(self._expiries, (entry.expires_s, id(entry), entry))
+            self._ends.add((entry.expires_s, id(entry), entry))
 
     def written(self, entry: SsdChunk, *, ok: bool) -> list[Instruction]:
         """The write of ``entry`` ended; after a failure the chunk is lost, and what was written of it is wiped."""
@@ -176,6 +177,7 @@ class TierState:
         if not ok:
             return self.drop(entry)
         entry.step(SsdChunkEvent.WRITTEN)
+        self._space.refresh(entry)
         return []
 
     # --- up
@@ -184,11 +186,14 @@ class TierState:
         """Its range stays what it is until ``end_read``; asserts that it is STORED."""
         assert entry.state is SsdChunkState.STORED, f"{entry.key!r} is {entry.state.value}"
         entry.num_readers += 1
+        self._space.refresh(entry)
 
     def end_read(self, entry: SsdChunk) -> None:
         """The read is over."""
         entry.num_readers -= 1
-        if entry.state is SsdChunkState.DOOMED and not entry.num_readers:
+        if entry.state is not SsdChunkState.DOOMED:
+            self._space.refresh(entry)
+        elif not entry.num_readers:
             self._free(entry)
 
     def promoted(self, entry: SsdChunk) -> None:
@@ -222,11 +227,9 @@ class TierState:
     def expire(self, now_s: float) -> list[Instruction]:
         """Let go what has come to its end."""
         instructions: list[Instruction] = []
-        while self._expiries and self._expiries[0][0] <= now_s:
-            entry = heapq.heappop(self._expiries)[2]
-            if entry.held:
-                self.counters.expired += 1
-                instructions += self.drop(entry)
+        while self._ends and self._ends[0][0] <= now_s:
+            self.counters.expired += 1
+            instructions += self.drop(self._ends[0][2])
         return instructions
 
     def switch_policy(self, make_policy: Callable[[], Policy]) -> None:
@@ -236,6 +239,8 @@ class TierState:
     def _drop(self, entry: SsdChunk, *, evicted: bool) -> list[Instruction]:
         self._space.leave(entry, evicted=evicted)
         del self._entries[entry.key]
+        if entry.expires_s is not None:
+            self._ends.remove((entry.expires_s, id(entry), entry))
         entry.step(SsdChunkEvent.DROP)
         if entry.num_readers:
             self._doomed[entry.offset] = entry
@@ -278,6 +283,8 @@ class TierState:
             assert entry.held, f"{entry!r} is found"
             assert (entry in self._space) != (entry.pin is Pin.HARD), f"{entry!r} in the order of evictions"
             assert entry.num_readers >= 0
+        assert len(self._ends) == sum(entry.expires_s is not None for entry in self._entries.values())
+        assert all(self._entries.get(entry.key) is entry for _, _, entry in self._ends)
         for offset, entry in self._doomed.items():
             assert entry.offset == offset
             assert entry.state is SsdChunkState.DOOMED

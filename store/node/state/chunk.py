@@ -195,6 +195,11 @@ class Chunk:
         """Whether it may be dropped to make room now."""
         return self.state is ChunkState.LIVE and self.num_leases == 0 and self.pin is not Pin.HARD
 
+    @property
+    def is_loose(self) -> bool:
+        """Whether it may be moved now: nobody touches its range but through the node and the shared index."""
+        return self.state is ChunkState.LIVE and self.num_leases == 0
+
 
 def _pack(version: int, checksums: int | Checksums, rest: int) -> int | tuple[int, Checksums, int]:
     if isinstance(checksums, int):

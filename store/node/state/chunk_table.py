@@ -5,9 +5,10 @@ Owns the indexes; decides nothing.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator, Mapping
 from itertools import chain
+
+from sortedcontainers import SortedList
 
 from tanghulu.store.node.state.chunk import Chunk, ChunkEvent, ChunkState
 from tanghulu.store.protocol.shared_index import IndexWriter
@@ -86,7 +87,7 @@ class ChunkTable:
         self._by_key: dict[ChunkKey, Chunk] = {}
         self._nameless: dict[int, Chunk] = {}  # RESERVED and CONDEMNED chunks by offset
         self._by_lease: dict[LeaseId, Chunk] = {}
-        self._expiries: list[tuple[float, int, Chunk]] = []
+        self._ends = SortedList()  # (expires_s, id, chunk) of those in _by_key that end by time
         self._published = published or Published()
         self.hard_pinned_bytes = 0
 
@@ -125,7 +126,7 @@ class ChunkTable:
         if chunk.state is ChunkState.LIVE:
             self._published.add(chunk)
         if chunk.expires_s is not None:
-            heapq.heappush(self._expiries, (chunk.expires_s, id(chunk), chunk))
+            self._ends.add((chunk.expires_s, id(chunk), chunk))
 
     def go_live(self, chunk: Chunk, event: ChunkEvent) -> None:
         """The master's word on an announced chunk has come, or nobody waits for it any more."""
@@ -134,6 +135,14 @@ class ChunkTable:
         if not was_live:
             self._published.add(chunk)
 
+    def place(self, chunk: Chunk, offset: int) -> None:
+        """The bytes of a chunk that nobody leases lie at ``offset`` now; clients find it there with the next flush."""
+        assert self._by_key.get(chunk.key) is chunk, f"{chunk!r} cannot move"
+        assert chunk.num_leases == 0, f"{chunk!r} is leased"
+        self._published.remove(chunk)
+        chunk.offset = offset
+        self._published.add(chunk)
+
     def condemn(self, chunk: Chunk) -> None:
         """Nobody shall find the chunk any more."""
         if chunk.state is ChunkState.LIVE:
@@ -141,6 +150,8 @@ class ChunkTable:
         if self._by_key.get(chunk.key) is chunk:
             del self._by_key[chunk.key]
             self._nameless[chunk.offset] = chunk
+            if chunk.expires_s is not None:
+                self._ends.discard((chunk.expires_s, id(chunk), chunk))
             if not self._by_key:
                 self._by_key.clear()  # an emptied dict keeps its table, a cleared one does not
         chunk.step(ChunkEvent.DROP)
@@ -176,10 +187,8 @@ class ChunkTable:
     def expired(self, now_s: float) -> list[Chunk]:
         """Chunks whose time has come, each once."""
         due = []
-        while self._expiries and self._expiries[0][0] <= now_s:
-            chunk = heapq.heappop(self._expiries)[2]
-            if chunk.state in _INDEXED:
-                due.append(chunk)
+        while self._ends and self._ends[0][0] <= now_s:
+            due.append(self._ends.pop(0)[2])
         return due
 
     def flush(self) -> None:
@@ -194,6 +203,8 @@ class ChunkTable:
         for offset, chunk in self._nameless.items():
             assert chunk.offset == offset
             assert chunk.state in (ChunkState.RESERVED, ChunkState.CONDEMNED), f"{chunk!r} has no name"
+        assert len(self._ends) == sum(chunk.expires_s is not None for chunk in self._by_key.values())
+        assert all(self._by_key.get(chunk.key) is chunk for _, _, chunk in self._ends)
         leases: dict[Chunk, int] = {}
         for chunk in self._by_lease.values():
             leases[chunk] = leases.get(chunk, 0) + 1
@@ -207,3 +218,19 @@ class ChunkTable:
 
     def __repr__(self) -> str:
         return f"ChunkTable({len(self._by_key)} keys, {len(self._by_lease)} leases)"
+
+
+class ChunkMover:
+    """Moves chunks in memory. ``memory`` None: there are no bytes, and only the table hears of it."""
+
+    def __init__(self, table: ChunkTable, memory: memoryview | None) -> None:
+        self._memory = memory
+        self.place = table.place
+
+    def copy(self, source: int, target: int, num_bytes: int) -> None:
+        """Copy bytes of a chunk to a range that nobody touches."""
+        if self._memory is not None:
+            self._memory[target : target + num_bytes] = self._memory[source : source + num_bytes]
+
+    def __repr__(self) -> str:
+        return "ChunkMover()"

@@ -44,6 +44,7 @@ class NodeCounters:
     lease_waits: int = 0
     store_full: int = 0
     hit_bytes: int = 0
+    largest_free_bytes: int = 0  # at the last tick
     evictions_by: dict[EvictionReason, int] = field(default_factory=lambda: dict.fromkeys(EvictionReason, 0))
 
     def hit(self, num_bytes: int) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from tanghulu.auth.tenants import tenant_of
 from tanghulu.errors import InvalidRequest, NodeUnavailable, StoreFull
-from tanghulu.store.protocol.types import NewChunk, Pin
-from tanghulu.types import format_size
+from tanghulu.store.node.state.tenant_usage import TenantUsage
+from tanghulu.store.protocol.types import NewChunk
+from tanghulu.types import ChunkKey, format_size
 
 #: Of a node's capacity, what hard pins may hold at most.
 MAX_HARD_PINNED_FRACTION = 0.25
 
 
-def refuse_impossible(new: NewChunk, max_value_bytes: int, capacity_bytes: int, hard_pinned_bytes: int) -> None:
-    """Raise InvalidRequest for a value that is never taken, StoreFull if hard pins are used up."""
+def refuse_impossible(new: NewChunk, max_value_bytes: int) -> None:
+    """Raise InvalidRequest for a value that is never taken."""
     if new.size_bytes <= 0:
         raise InvalidRequest(f"value of {new.key!r} is empty; a chunk has at least one byte")
     if new.size_bytes > max_value_bytes:
@@ -19,17 +21,35 @@ def refuse_impossible(new: NewChunk, max_value_bytes: int, capacity_bytes: int, 
             f"value of {new.key!r} has {format_size(new.size_bytes)}; this node takes at most "
             f"{format_size(max_value_bytes)}"
         )
-    if new.pin is Pin.HARD and not may_pin_hard(new.size_bytes, capacity_bytes, hard_pinned_bytes):
-        limit = int(capacity_bytes * MAX_HARD_PINNED_FRACTION)
-        raise StoreFull(
-            f"hard pins hold {format_size(hard_pinned_bytes)} of at most {format_size(limit)} on this "
-            f"node; remove some, or use pin='soft'"
-        )
 
 
-def may_pin_hard(size_bytes: int, capacity_bytes: int, hard_pinned_bytes: int) -> bool:
-    """Whether ``size_bytes`` more may be pinned hard in memory."""
-    return hard_pinned_bytes + size_bytes <= int(capacity_bytes * MAX_HARD_PINNED_FRACTION)
+class HardPins:
+    """Who may pin how much hard: all tenants together a part of the capacity, each of them its share of that part.
+
+    Hard pins are never evicted, so what one tenant does not use of its share is not lent to another. Without
+    ``tenants``, and for keys without a tenant (an operator's), only the bound of all counts.
+    """
+
+    def __init__(self, capacity_bytes: int, tenants: TenantUsage | None) -> None:
+        self._limit_bytes = int(capacity_bytes * MAX_HARD_PINNED_FRACTION)
+        self._tenants = tenants
+
+    def refusal(self, key: ChunkKey, size_bytes: int, hard_pinned_bytes: int) -> StoreFull | None:
+        """The error of a put of ``key`` that would pin too much, where ``hard_pinned_bytes`` are pinned in all."""
+        tenant = tenant_of(key)
+        if self._tenants is not None and tenant:
+            held, share = self._tenants.hard_pinned_bytes(tenant), self._tenants.share_of(tenant, self._limit_bytes)
+            if held + size_bytes > share:
+                return StoreFull(
+                    f"hard pins of tenant {tenant!r} hold {format_size(held)} of at most {format_size(share)} on this "
+                    f"node, its share of {format_size(self._limit_bytes)}; remove some, or use pin='soft'"
+                )
+        if hard_pinned_bytes + size_bytes > self._limit_bytes:
+            return StoreFull(
+                f"hard pins hold {format_size(hard_pinned_bytes)} of at most {format_size(self._limit_bytes)} on this "
+                f"node; remove some, or use pin='soft'"
+            )
+        return None
 
 
 def no_room(new: NewChunk, capacity_bytes: int) -> StoreFull:

@@ -21,10 +21,10 @@ from tanghulu.eviction.base import Policy
 from tanghulu.runtime.clock import Clock
 from tanghulu.store.node.state.allocator import OffsetAllocator
 from tanghulu.store.node.state.chunk import Chunk, ChunkEvent, ChunkState, compact
-from tanghulu.store.node.state.chunk_table import ChunkTable, Published
+from tanghulu.store.node.state.chunk_table import ChunkMover, ChunkTable, Published
 from tanghulu.store.node.state.counters import EvictionReason, HotKeys, NodeCounters
 from tanghulu.store.node.state.holdings import Holding, LowerTier, NoTier
-from tanghulu.store.node.state.limits import may_pin_hard, no_room, refuse_impossible, refuse_while
+from tanghulu.store.node.state.limits import HardPins, no_room, refuse_impossible, refuse_while
 from tanghulu.store.node.state.outcomes import (
     CommittedBy,
     Existed,
@@ -36,7 +36,7 @@ from tanghulu.store.node.state.outcomes import (
     WaitQueue,
 )
 from tanghulu.store.node.state.report_queue import ReportQueue
-from tanghulu.store.node.state.space import Space
+from tanghulu.store.node.state.space import STEP_RESIDENTS, Space
 from tanghulu.store.node.state.ssd_chunk import SsdChunk
 from tanghulu.store.node.state.tenant_usage import TenantUsage
 from tanghulu.store.node.state.write_buffers import WriteBuffers
@@ -76,10 +76,12 @@ class NodeState:
         self.buffers = buffers
         self.tier = tier
         self.tenants = tenants
+        self._hard_pins = HardPins(space.allocator.capacity_bytes, tenants)
         self.access = access
         self.waiters = WaitQueue()
         self.counters, self.hot = NodeCounters(), HotKeys()
         self.draining = False
+        self._exceeds_quota = False  # the last range that was asked for has to wait for more evictions by its quota
         self._clock = clock
         self._generation = generation
         self._max_value_bytes = max_value_bytes
@@ -111,7 +113,7 @@ class NodeState:
 
     def reserve_at_once(self, new: NewChunk, holder: Holder | None) -> Reserved | Existed | None:
         """As ``reserve``, but None instead of a place in the queue."""
-        return self._admit(new, holder, may_pass=not len(self.waiters), sparing=False)
+        return self._admit(new, holder, may_pass=not len(self.waiters))
 
     def wait_for_room(self, new: NewChunk, holder: Holder | None) -> Waiter:
         """A place in the queue; raises Overloaded if too many wait."""
@@ -123,35 +125,47 @@ class NodeState:
     def admit_waiters(self) -> list[tuple[Waiter, Reserved | Existed | TanghuluError]]:
         """Serve the queue as far as there is room now; to be called after anything was freed or became evictable."""
         served: list[tuple[Waiter, Reserved | Existed | TanghuluError]] = []
-        while len(self.waiters):
+        while self.waiters.is_due:
             waiter = self.waiters.first()
             outcome: Reserved | Existed | TanghuluError | None
             try:
-                outcome = self._admit(waiter.new, waiter.holder, may_pass=True, sparing=True)
+                outcome = self._admit(waiter.new, waiter.holder, may_pass=True)
             except TanghuluError as error:  # its session is gone, hard pins are used up meanwhile, the node drains
                 outcome = error
             if outcome is None:
+                if not self.has_more_to_do:
+                    self.waiters.tried_in_vain()
                 break
-            self.waiters.leave(waiter)
+            self.stop_waiting(waiter)
             served.append((waiter, outcome))
         return served
 
-    def _admit(
-        self, new: NewChunk, holder: Holder | None, *, may_pass: bool, sparing: bool
-    ) -> Reserved | Existed | None:
-        refuse_impossible(new, self._max_value_bytes, self.capacity_bytes, self.table.hard_pinned_bytes)
+    @property
+    def has_more_to_do(self) -> bool:
+        """Whether ``admit_waiters`` should be called again at once: room is made in steps."""
+        return self.waiters.is_due and (self._exceeds_quota or self.space.has_more_to_do)
+
+    def _admit(self, new: NewChunk, holder: Holder | None, *, may_pass: bool) -> Reserved | Existed | None:
+        refuse_impossible(new, self._max_value_bytes)
+        if new.pin is Pin.HARD and (refusal := self._refuse_hard_pin(new.key, new.size_bytes)) is not None:
+            raise refusal
         if (existing := self.current_anywhere(new.key)) is not None:
             return self._existed(existing)
         refuse_while(self.draining)
-        return self._try_reserve(new, holder, sparing=sparing) if may_pass else None
+        return self._try_reserve(new, holder) if may_pass else None
+
+    def _refuse_hard_pin(self, key: ChunkKey, size_bytes: int) -> StoreFull | None:
+        return self._hard_pins.refusal(key, size_bytes, self.table.hard_pinned_bytes)
 
     def stop_waiting(self, waiter: Waiter) -> None:
         """Take ``waiter`` out of the queue, if it is there."""
         self.waiters.leave(waiter)
+        if not len(self.waiters):
+            self.space.stop_vacating()
 
     def give_up_waiting(self, waiter: Waiter) -> StoreFull:
         """The put's deadline came first; the error to answer it with."""
-        self.waiters.leave(waiter)
+        self.stop_waiting(waiter)
         self.counters.store_full += 1
         return no_room(waiter.new, self.capacity_bytes)
 
@@ -162,9 +176,9 @@ class NodeState:
         else:
             self.abort_reservation(reserved.chunk)
 
-    def _try_reserve(self, new: NewChunk, holder: Holder | None, *, sparing: bool) -> Reserved | None:
-        """A range for ``new``, even if its key has a chunk or other puts wait; None if leases leave no room."""
-        offset = self._take_range(new, sparing=sparing)
+    def _try_reserve(self, new: NewChunk, holder: Holder | None) -> Reserved | None:
+        """A range for ``new``, even if its key has a chunk or other puts wait; None if there is no room yet."""
+        offset = self._take_range(new)
         if offset is None:
             return None
         now_s = self._clock.now_s()
@@ -181,20 +195,24 @@ class NodeState:
             raise
         return Reserved(chunk, lease_id, copies_only)
 
-    def _take_range(self, new: NewChunk, *, sparing: bool) -> int | None:
-        """A range for ``new`` within its tenant's quota; None if leases leave no room.
+    def _take_range(self, new: NewChunk) -> int | None:
+        """A range for ``new`` within its tenant's quota; None if there is none yet, see Space.take.
 
         Raises InvalidRequest for a value above the quota, QuotaExceeded if what the tenant holds cannot be evicted now.
         """
         tenants = self.tenants
+        self._exceeds_quota = False
         if tenants is not None and (excess_bytes := tenants.excess_bytes(new)):
             tenant = tenant_of(new.key)
             chosen, missing_bytes = self.space.oldest_of(tenant, excess_bytes)
             if missing_bytes > 0:
                 raise tenants.no_room(tenant)
-            for chunk in chosen:
+            self._exceeds_quota = len(chosen) > STEP_RESIDENTS
+            for chunk in chosen[:STEP_RESIDENTS]:
                 self.evict(chunk, EvictionReason.QUOTA)
-        return self.space.take(new.size_bytes, self.evict, sparing=sparing)
+            if self._exceeds_quota:
+                return None
+        return self.space.take(new.size_bytes, self.evict)
 
     # --- puts: commit or abort
 
@@ -255,7 +273,7 @@ class NodeState:
         chunk.compact_checksums = compact(checksums)
         self.table.publish(chunk, ChunkEvent.COMMIT if by is CommittedBy.NODE else ChunkEvent.COMMIT_UNSEEN)
         if chunk.state is ChunkState.LIVE:
-            self.space.settle(chunk)
+            self._settle(chunk)
         by_client = by is CommittedBy.CLIENT
         self.reports.add(chunk, patient=by_client, unconfirmed=not by_client)
         self.counters.puts += 1
@@ -306,7 +324,10 @@ class NodeState:
 
     def tick_buffers(self, now_s: float) -> int:
         """The same, and take back what clients do not use: all of it while the node drains or a put waits for room."""
-        return self._adopt(self.buffers.tick(now_s, unwanted=self.draining or len(self.waiters) > 0))
+        used_bytes = self.used_bytes
+        chunks = self.buffers.tick(now_s, unwanted=self.draining or len(self.waiters) > 0)
+        self.waiters.freed(used_bytes - self.used_bytes)
+        return self._adopt(chunks)
 
     def _adopt(self, chunks: Sequence[Chunk]) -> int:
         for chunk in chunks:
@@ -424,6 +445,7 @@ class NodeState:
     def drain(self, draining: bool) -> None:
         """Take no new chunks from now on, or take them again."""
         self.draining = draining
+        self.waiters.recheck()
 
     # --- sessions and leases
 
@@ -439,11 +461,13 @@ class NodeState:
         """The session's connections are gone; its leases end, mapped ones are kept until its process has exited."""
         self._adopt(self.buffers.session_closed(session_id))
         self.freed(self.access.close_session(session_id))
+        self.waiters.recheck()
 
     def session_exited(self, session_id: int) -> None:
         """The client's process has ended: all its leases are over."""
         self._adopt(self.buffers.session_exited(session_id))
         self.freed(self.access.session_exited(session_id))
+        self.waiters.recheck()
 
     def leased(self, lease_id: int) -> Chunk | None:
         """The chunk or reservation that ``lease_id`` stands on."""
@@ -476,8 +500,13 @@ class NodeState:
                 continue
             if chunk.state is ChunkState.RESERVED:
                 self.abort_reservation(chunk)
-            elif chunk.state is ChunkState.CONDEMNED and chunk.num_leases == 0:
+            elif chunk.num_leases:
+                continue
+            elif chunk.state is ChunkState.CONDEMNED:
                 self._free(chunk)
+            elif chunk.is_live:
+                self.space.refresh(chunk)
+                self.waiters.freed(chunk.size_bytes)
 
     def _grant(self, chunk: Chunk, holder: Holder, mode: Opcode) -> tuple[LeaseId, bool]:
         """(a lease on the chunk's range, whether it is for copies only), by the holder's mapping if it may."""
@@ -491,6 +520,8 @@ class NodeState:
         if lease_id is None:
             lease_id = self.access.grant(holder.session_id, chunk.offset, chunk.size_bytes, mode)
         self.table.lease(lease_id, chunk)
+        if chunk.is_live:
+            self.space.refresh(chunk)
         return lease_id, copies_only
 
     # --- the end of chunks
@@ -527,7 +558,9 @@ class NodeState:
             self._drop(chunk)
 
     def expire(self, now_s: float) -> None:
-        """End leases and chunks whose time has come."""
+        """End leases and chunks whose time has come; to be called at every tick."""
+        self.waiters.tick()
+        self.counters.largest_free_bytes = self.space.allocator.largest_free_bytes
         self.freed(self.access.expire(now_s))
         self.tier.expire(now_s)
         for chunk in self.table.expired(now_s):
@@ -588,18 +621,22 @@ class NodeState:
 
     # --- promotion from the tier below
 
-    def reserve_promotion(self, entry: SsdChunk, *, sparing: bool) -> Chunk | None:
-        """A range for ``entry``; None if leases leave no room. ``sparing``: see Space.take.
+    @property
+    def promotion_has_more_to_do(self) -> bool:
+        """Whether ``reserve_promotion`` should be called again at once: room is made in steps."""
+        return self._exceeds_quota or self.space.has_more_to_do
+
+    def reserve_promotion(self, entry: SsdChunk) -> Chunk | None:
+        """A range for ``entry``; None if there is no room yet.
 
         What is pinned hard beyond the limit (memory became smaller, or others were pinned meanwhile) is pinned softly
         here; below it stays as it is.
         """
         left_s, pin = self.left_s(entry), entry.pin
-        hard_bytes = self.table.hard_pinned_bytes
-        if pin is Pin.HARD and not may_pin_hard(entry.size_bytes, self.capacity_bytes, hard_bytes):
+        if pin is Pin.HARD and self._refuse_hard_pin(entry.key, entry.size_bytes) is not None:
             pin = Pin.SOFT
         new = NewChunk(entry.key, entry.version, entry.size_bytes, entry.checksums, pin, left_s, entry.replicas)
-        reserved = self._try_reserve(new, None, sparing=sparing)
+        reserved = self._try_reserve(new, None)
         return None if reserved is None else reserved.chunk
 
     def promote(self, chunk: Chunk, entry: SsdChunk) -> Chunk:
@@ -614,7 +651,7 @@ class NodeState:
                 raise ChunkNotFound(f"{chunk.key!r} was dropped on its way up")
             return existing
         self.table.publish(chunk, ChunkEvent.COMMIT_UNSEEN)
-        self.space.settle(chunk)
+        self._settle(chunk)
         self.space.end_batch()
         self.reports.add(chunk)
         return chunk
@@ -625,7 +662,11 @@ class NodeState:
         was_live = chunk.state is ChunkState.LIVE
         self.table.go_live(chunk, event)
         if not was_live:
-            self.space.settle(chunk)
+            self._settle(chunk)
+
+    def _settle(self, chunk: Chunk) -> None:
+        self.space.settle(chunk)
+        self.waiters.freed(chunk.size_bytes)
 
     def _enter(self, chunk: Chunk) -> None:
         self.table.enter(chunk)
@@ -644,6 +685,7 @@ class NodeState:
         if self.tenants is not None:
             self.tenants.left(chunk)
         self.space.allocator.free(chunk.offset, chunk.size_bytes)
+        self.waiters.freed(chunk.size_bytes)
 
     def end_call(self) -> None:
         """A client's call has been served: its chunks enter the order of evictions, and the index that clients read."""
@@ -660,7 +702,8 @@ class NodeState:
         self.buffers.check()
         if self.tenants is not None:
             self.tenants.check(self.table)
-        self.space.allocator.check_tiles([*((c.offset, c.size_bytes) for c in self.table), *self.buffers.ranges()])
+        chunks = ((c.offset, c.size_bytes) for c in self.table)
+        self.space.allocator.check_tiles([*chunks, *self.buffers.ranges(), *self.space.in_between])
         for chunk in filter(None, map(self.table.find, self.table.keys())):
             assert (chunk in self.space) == (chunk.state is ChunkState.LIVE and chunk.pin is not Pin.HARD)
 
@@ -689,7 +732,8 @@ def make_node_state(
     """
     allocator = OffsetAllocator(capacity_bytes)
     table, reports = ChunkTable(published), ReportQueue()
-    buffers = WriteBuffers(allocator, clock, *buffer_memory)
+    memory, area = buffer_memory
+    buffers = WriteBuffers(allocator, clock, memory, area)
 
     def lost_below(entry: SsdChunk) -> None:
         if table.find(entry.key) is None:
@@ -697,7 +741,7 @@ def make_node_state(
 
     return NodeState(
         table,
-        Space(allocator, table, make_policy, buffers.ranges),
+        Space(allocator, table, make_policy, ChunkMover(table, memory if len(memory) else None)),
         reports,
         buffers,
         NoTier() if make_tier is None else make_tier(lost_below),

@@ -14,6 +14,8 @@ from tanghulu.store.protocol.types import NewChunk
 from tanghulu.types import LeaseId
 
 MAX_WAITERS = 1024
+#: The part of what a put wants that has to come free before it is tried again.
+_RETRY_SHARE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +37,14 @@ class Waiter:
 class WaitQueue:
     """Puts that wait for room, first come first served, bounded and without time: the services keep the deadlines.
 
-    Only the first may be tried, so a small put does not overtake a large one for ever.
+    Only the first may be tried, so a small put does not overtake a large one for ever. Where it was tried in vain, it
+    is tried again when a sixteenth of what it wants has come free since, or at the next tick if anything has: leases
+    end by the thousand, and each try looks at the whole memory.
     """
 
     def __init__(self) -> None:
         self._queue: deque[Waiter] = deque()
+        self._freed_bytes: int | None = None  # since the first was tried in vain; None: it was not
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -54,10 +59,36 @@ class WaitQueue:
         """Whose turn it is."""
         return self._queue[0]
 
+    @property
+    def is_due(self) -> bool:
+        """Whether there is a first one, and a reason to try it."""
+        if not self._queue or self._freed_bytes is None:
+            return bool(self._queue)
+        return self._freed_bytes * _RETRY_SHARE >= self._queue[0].new.size_bytes
+
+    def tried_in_vain(self) -> None:
+        """The first found no room, and nothing is left to be done for it."""
+        self._freed_bytes = 0
+
+    def freed(self, num_bytes: int) -> None:
+        """So many bytes are free, or nobody uses them any more, or they can be evicted from now on."""
+        if self._freed_bytes is not None:
+            self._freed_bytes += num_bytes
+
+    def tick(self) -> None:
+        """Let the first be tried if anything came free."""
+        if self._freed_bytes:
+            self._freed_bytes = None
+
+    def recheck(self) -> None:
+        """Let the first be tried: what happened may concern it, however small."""
+        self._freed_bytes = None
+
     def leave(self, waiter: Waiter) -> None:
         """Give up, or be served; a waiter that has left already is fine."""
         if self._queue and self._queue[0] is waiter:
             self._queue.popleft()
+            self.recheck()
         elif waiter in self._queue:
             self._queue.remove(waiter)
 

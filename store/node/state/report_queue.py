@@ -250,7 +250,7 @@ class ReportQueue:
 
     @property
     def removals_told(self) -> bool:
-        """Whether no removal waits for the next message."""
+        """Whether no removal waits for the next message, or for a report in its place."""
         return not (self._removed or self._deleted or self._owes_report or self._stands_for_removals)
 
     @property

@@ -1,28 +1,44 @@
 """Making room: which chunks go so that a value fits. Owns the allocator and the eviction order.
 
-Victims are taken in the policy's order until a hole is large enough. With values of one size the first victim's hole
-fits exactly. With mixed sizes the oldest chunks may lie scattered, and dropping them all would empty the node without
-making one large hole; so after twice the wanted bytes went in vain, the cheapest window is cleared instead: the run of
-neighbouring holes and evictable chunks, at least as long as the value, that holds the fewest bytes. If leased or
-hard-pinned chunks cut every window short, nothing more is dropped.
+Who goes is decided by the policy alone: victims are taken in its order, soft pins last, hard pins never, until as many
+bytes are free as the value takes. With values of one size the first victim's hole fits exactly, and nothing else
+happens. With mixed sizes the oldest chunks lie scattered, and their holes are too small. Then residents are *moved*:
+the window that is cheapest to vacate (see ``frames``) is fenced, and what lives there is copied into the holes that the
+victims left. So no chunk goes because of where it lies, and none is lost for a hole of the wrong size.
 
-Example: capacity 1 MiB full of 4 KiB chunks, a value of 128 KiB. LRU's 64 oldest chunks lie scattered: dropping them
-(256 KiB) gives no hole of 128 KiB. The window with the most holes of them already needs perhaps 20 more.
+Whatever somebody may touch stays: reservations, write buffers, and leased residents, mapped or not. Pins stand against
+eviction and not against moving. All this is done in steps of at most ``STEP_RESIDENTS`` residents and ``STEP_BYTES``
+copied bytes; a put that needs more waits for its turns.
+
+Waste: a value takes its size rounded up to the allocator's alignment, 64 bytes, whatever other sizes are there: 64 KiB
+take 64 KiB, 100,000 bytes take 100,032. A window is a whole number of frames, so up to one frame more than the value
+needs (1/16,384 of the memory) is evicted ahead, which the next puts use. Example: 64 GiB full of 64 KiB chunks that
+were used in random order, a value of 16 MiB. Frames have 4 MiB. The 256 oldest chunks go, 16 MiB; of 16,381 windows of
+four frames the one with most of their holes is taken, say three; its other 253 chunks are copied into the other holes.
+
+Where nothing can be moved (the SSD tier), victims are taken in the policy's order for twice the value's bytes; if they
+leave no hole, the window with the fewest bytes is cleared, of those that hold neither pinned chunks nor read ones.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
 from tanghulu.eviction.base import Policy
 from tanghulu.eviction.fair import Fair
 from tanghulu.store.node.state.allocator import OffsetAllocator
+from tanghulu.store.node.state.frames import Window
 from tanghulu.store.protocol.types import Pin
 from tanghulu.types import ChunkKey
 
-#: Scattered victims may cost this many times the wanted bytes before a window is looked for.
+#: Residents that are dropped or moved in one step, and bytes that are copied in it.
+STEP_RESIDENTS = 48
+STEP_BYTES = 4 << 20
+#: What the choice of a window counts for in a step.
+_CHOICE = 16
+#: Where nothing is moved: scattered victims may cost this many times the wanted bytes before a window is cleared.
 _SCATTERED_LIMIT = 2
 
 
@@ -59,9 +75,15 @@ class Resident(Protocol):
         """Whether it may be dropped now."""
         ...
 
+    @property
+    def is_loose(self) -> bool:
+        """Whether its range may be vacated now: by a move where residents are moved, else by dropping it."""
+        ...
+
 
 R = TypeVar("R", bound=Resident)
 R_co = TypeVar("R_co", bound=Resident, covariant=True)
+R_contra = TypeVar("R_contra", bound=Resident, contravariant=True)
 
 
 class Residents(Protocol[R_co]):
@@ -74,24 +96,40 @@ class Residents(Protocol[R_co]):
     def __iter__(self) -> Iterator[R_co]: ...
 
 
-class Space(Generic[R]):
-    """Allocates ranges, evicting live residents of ``table``. ``drop`` must free the range of what it is given.
+class ResidentMover(Protocol[R_contra]):
+    """Moves residents to other ranges."""
 
-    ``others`` tells the (offset, bytes) of what is taken and no resident's.
-    """
+    def copy(self, source: int, target: int, num_bytes: int) -> None:
+        """Copy bytes from one offset to another."""
+        ...
+
+    def place(self, resident: R_contra, offset: int) -> None:
+        """The resident lies at ``offset`` from now on, where its bytes are already."""
+        ...
+
+
+class Space(Generic[R]):
+    """Allocates ranges, evicting live residents of ``table``. Without a ``mover`` nothing is moved."""
 
     def __init__(
         self,
         allocator: OffsetAllocator,
         table: Residents[R],
         make_policy: Callable[[], Policy],
-        others: Callable[[], Iterable[tuple[int, int]]] = tuple,
+        mover: ResidentMover[R] | None = None,
     ) -> None:
         self.allocator = allocator
-        self._others = others
+        self.num_moved = self.moved_bytes = 0
         self._table = table
+        self._mover = mover
         self._policies: dict[Pin, Policy] = {Pin.NONE: make_policy(), Pin.SOFT: make_policy()}
         self._noted: list[R] = []  # came or were read in the call that is being served; the policies hear at its end
+        self._loose: dict[int, R] = {}  # by offset
+        self._vacating = 0  # the length of the range that room is being made for
+        self._steps: Iterator[bool] | None = None
+        self._copying: tuple[int, int] | None = None  # (offset, bytes) of a range that a resident is being copied to
+        #: Whether the last ``take`` that found no room has more to do at once.
+        self.has_more_to_do = False
 
     @property
     def policy_name(self) -> str:
@@ -111,14 +149,35 @@ class Space(Generic[R]):
 
     def settle(self, chunk: R) -> None:
         """The chunk became LIVE and may be evicted from now on."""
+        self.refresh(chunk)
         if chunk.pin is not Pin.HARD:
             self._noted.append(chunk)
 
     def leave(self, chunk: R, *, evicted: bool) -> None:
-        """The chunk is no longer LIVE."""
+        """The chunk is no longer LIVE; to be called while its range is still the same."""
+        if chunk.offset in self._loose:
+            self._fix(chunk)
         if chunk.pin is not Pin.HARD:
             self.end_batch()
             self._policies[chunk.pin].remove(chunk.key, evicted=evicted)
+
+    def refresh(self, chunk: R) -> None:
+        """Somebody began or ended to use the range of the chunk, which is LIVE."""
+        is_loose = chunk.is_loose
+        if (chunk.offset in self._loose) == is_loose:
+            return
+        if is_loose:
+            self._loosen(chunk)
+        else:
+            self._fix(chunk)
+
+    def _loosen(self, chunk: R) -> None:
+        self._loose[chunk.offset] = chunk
+        self.allocator.frames.loosened(chunk.offset, self.allocator.rounded(chunk.range_bytes))
+
+    def _fix(self, chunk: R) -> None:
+        del self._loose[chunk.offset]
+        self.allocator.frames.fixed(chunk.offset, self.allocator.rounded(chunk.range_bytes))
 
     def touch(self, chunk: R) -> None:
         """The chunk was read."""
@@ -148,27 +207,161 @@ class Space(Generic[R]):
         self.end_batch()
         return chunk.pin is not Pin.HARD and chunk.key in self._policies[chunk.pin]
 
-    def take(self, size_bytes: int, drop: Callable[[R], None], *, sparing: bool = False) -> int | None:
-        """The offset of a range of ``size_bytes``, evicting what it must; None if leases or hard pins stand in the way.
+    def take(self, size_bytes: int, drop: Callable[[R], None]) -> int | None:
+        """The offset of a range of ``size_bytes``; None if there is none yet. ``drop`` frees the range of a victim.
 
-        ``sparing`` drops nothing in vain: for puts that wait and try again and again.
+        Residents are dropped and moved as far as one step goes. After None ``has_more_to_do`` says whether the next
+        call goes on at once; else ranges have to be freed first, or leases to end.
         """
         offset = self.allocator.allocate(size_bytes)
         if offset is not None:
             return offset
+        if self._mover is None:
+            return self._clear_window(size_bytes, drop)
         wanted = self.allocator.rounded(size_bytes)
-        for chunk in self.oldest(0 if sparing else wanted * _SCATTERED_LIMIT):
-            drop(chunk)
-            if self.allocator.largest_free_bytes >= wanted:
-                return self.allocator.allocate(size_bytes)
-        window = self._cheapest_window(wanted)
-        if window is None:
+        if self._vacating != wanted:
+            self.stop_vacating()
+            self._vacating, self._steps = wanted, self._vacate(wanted, drop, self._mover)
+        assert self._steps is not None
+        more = next(self._steps, None)
+        if more is not None:
+            self.has_more_to_do = more
             return None
-        for chunk in window:
-            drop(chunk)
+        self.stop_vacating()
         offset = self.allocator.allocate(size_bytes)
-        assert offset is not None, "a cleared window has room"
+        assert offset is not None, "a vacated window has room"
         return offset
+
+    def stop_vacating(self) -> None:
+        """Give up the window that is being vacated, if any: who wanted it has gone, or others come first."""
+        self._steps, self._vacating, self.has_more_to_do = None, 0, False
+        self._drop_copy()
+        self.allocator.lift_fence()
+
+    def _vacate(self, wanted: int, drop: Callable[[R], None], mover: ResidentMover[R]) -> Iterator[bool]:
+        """Evict, then move, until a range of ``wanted`` bytes is free. Yields at a step's end: is there more to do?"""
+        allocator, frames, step = self.allocator, self.allocator.frames, _Step()
+        while True:
+            goal = frames.window_bytes(wanted)
+            window = None
+            while window is None:
+                yield from self._evict_until(goal, wanted, drop, step)
+                if allocator.largest_free_bytes >= wanted:
+                    return
+                window = frames.cheapest(wanted)
+                step.spend(_CHOICE)
+                missing = 0 if window is None else window.end - window.start + window.spill_bytes - allocator.free_bytes
+                if window is None or (missing > 0 and goal > allocator.free_bytes):  # nobody is left to evict
+                    window = None
+                    yield False
+                    while frames.cheapest(wanted) is None:
+                        yield False
+                    step.begin()
+                    goal = frames.window_bytes(wanted)
+                elif missing > 0:
+                    goal = allocator.free_bytes + missing
+                    window = None
+            allocator.raise_fence(window.start, window.end)
+            yield from self._clear_out(window, wanted, drop, mover, step)
+            allocator.lift_fence()
+            if allocator.largest_free_bytes >= wanted:
+                return
+
+    def _evict_until(self, goal: int, wanted: int, drop: Callable[[R], None], step: _Step) -> Iterator[bool]:
+        """Evict until ``goal`` bytes are free, or ``wanted`` in one piece, or it turns out to be in vain."""
+        allocator = self.allocator
+        while allocator.free_bytes < goal and allocator.largest_free_bytes < wanted:
+            if step.is_over:
+                if allocator.frames.cheapest(wanted) is None:
+                    return
+                yield True
+                step.begin()
+            victims = self.oldest(goal - allocator.free_bytes, step.residents)
+            if not victims:
+                return
+            for victim in victims:
+                drop(victim)
+                step.spend(1)
+                if allocator.largest_free_bytes >= wanted:
+                    return
+
+    def _clear_out(
+        self, window: Window, wanted: int, drop: Callable[[R], None], mover: ResidentMover[R], step: _Step
+    ) -> Iterator[bool]:
+        """Move what is in the window, until it is free, or something there is being used, or a hole elsewhere fits."""
+        allocator = self.allocator
+        while (position := self._first_taken(window)) is not None and allocator.largest_free_bytes < wanted:
+            if step.is_over:
+                yield True
+                step.begin()
+                continue
+            resident = self._loose.get(position)
+            if resident is None:
+                return
+            target = allocator.allocate(resident.range_bytes)
+            if target is not None:
+                yield from self._move(resident, target, mover, step)
+                continue
+            missing = allocator.rounded(resident.range_bytes)
+            victims = self.oldest(missing, step.residents)
+            if not victims:
+                allocator.lift_fence()
+                yield False
+                step.begin()
+                return
+            for victim in victims:
+                drop(victim)
+                step.spend(1)
+                if allocator.largest_free_bytes >= missing:
+                    break
+
+    def _first_taken(self, window: Window) -> int | None:
+        """Where the first range begins that is not free in the window; all before it is one hole."""
+        begin = self.allocator.frames.begins(window.start)
+        if begin == window.start:
+            begin += self.allocator.hole_at(begin)
+        return begin if begin < window.end else None
+
+    def _move(self, resident: R, target: int, mover: ResidentMover[R], step: _Step) -> Iterator[bool]:
+        """Copy a resident to the range at ``target``, in pieces if it is large; it may be gone or used in between."""
+        source, size = resident.offset, resident.range_bytes
+        self._copying = (target, size)
+        for done in range(0, size, STEP_BYTES):
+            if step.is_over:
+                yield True
+                step.begin()
+            if self._loose.get(source) is not resident:
+                self._drop_copy()
+                return
+            piece = min(STEP_BYTES, size - done)
+            mover.copy(source + done, target + done, piece)
+            step.spend(0, piece)
+        self._copying = None
+        self._fix(resident)
+        mover.place(resident, target)
+        self.allocator.free(source, size)
+        self._loosen(resident)
+        step.spend(1)
+        self.num_moved += 1
+        self.moved_bytes += size
+
+    def _drop_copy(self) -> None:
+        if self._copying is not None:
+            self.allocator.free(*self._copying)
+            self._copying = None
+
+    def _clear_window(self, size_bytes: int, drop: Callable[[R], None]) -> int | None:
+        """Make room where nothing is moved."""
+        allocator = self.allocator
+        wanted = allocator.rounded(size_bytes)
+        for chunk in self.oldest(wanted * _SCATTERED_LIMIT):
+            drop(chunk)
+            if allocator.largest_free_bytes >= wanted:
+                return allocator.allocate(size_bytes)
+        window = allocator.frames.cheapest(wanted)
+        while window is not None and (position := self._first_taken(window)) is not None:
+            drop(self._loose[position])
+        return None if window is None else allocator.allocate(size_bytes)
 
     def carve(
         self, wanted_bytes: int, least_bytes: int, max_evicted_bytes: int, drop: Callable[[R], None]
@@ -177,6 +370,7 @@ class Space(Generic[R]):
 
         The oldest residents give way, but none if more than ``max_evicted_bytes`` had to go.
         """
+        self.stop_vacating()
         allocator = self.allocator
         missing = min(wanted_bytes - allocator.largest_free_bytes, 2 * wanted_bytes - allocator.free_bytes)
         for resident in self.oldest(missing if missing <= max_evicted_bytes else 0):
@@ -215,36 +409,22 @@ class Space(Generic[R]):
             wanted_bytes -= resident.range_bytes
         return chosen, wanted_bytes
 
-    def oldest(self, wanted_bytes: int) -> list[R]:
-        """The first to go, as many as hold ``wanted_bytes``."""
+    def oldest(self, wanted_bytes: int, max_num: int | None = None) -> list[R]:
+        """The first to go, as many as hold ``wanted_bytes``, and at most ``max_num``."""
         chosen: list[R] = []
-        victims = self.victims()
+        victims = islice(self.victims(), max_num)
         while wanted_bytes > 0 and (chunk := next(victims, None)) is not None:
             chosen.append(chunk)
             wanted_bytes -= self.allocator.rounded(chunk.range_bytes)
         return chosen
 
-    def _cheapest_window(self, wanted: int) -> list[R] | None:
-        """What to evict for a hole of ``wanted`` bytes so that the fewest bytes go; O(n log n), rarely needed."""
-        rounded = self.allocator.rounded
-        fixed = [(c.offset, rounded(c.range_bytes)) for c in self._table if not c.evictable]
-        edges = sorted((offset, offset + length) for offset, length in [*fixed, *self._others()])
-        starts = [0, *(end for _, end in edges)]
-        ends = [*(start for start, _ in edges), self.allocator.capacity_bytes]
-        movable = sorted((c for c in self._table if c.evictable), key=_offset)
-        best: tuple[int, list[R]] | None = None
-        for start, end in zip(starts, ends, strict=True):
-            if end - start < wanted:
-                continue
-            inside = movable[bisect_left(movable, start, key=_offset) : bisect_left(movable, end, key=_offset)]
-            begins = [start, *(c.offset + rounded(c.range_bytes) for c in inside)]
-            found = _cheapest_run(inside, [begin for begin in begins if begin + wanted <= end], wanted)
-            if best is None or found[0] < best[0]:
-                best = found
-        return None if best is None else best[1]
+    @property
+    def in_between(self) -> list[tuple[int, int]]:
+        """(offset, bytes) of what is taken and no resident's: where one is being copied to."""
+        return [] if self._copying is None else [self._copying]
 
     def check(self) -> None:
-        """Assert that exactly the LIVE chunks without a hard pin are in the eviction order."""
+        """Assert that exactly the LIVE chunks without a hard pin are in the eviction order, and what is loose."""
         self.allocator.check()
         self.end_batch()
         known: set[ChunkKey] = set()
@@ -257,31 +437,33 @@ class Space(Generic[R]):
                 chunk = self._table.find(key)
                 assert chunk is not None, f"{key!r} is in the eviction order only"
                 assert chunk.pin is pin
+        loose = {resident.offset: resident for resident in self._table if resident.is_loose}
+        assert loose == self._loose, "what is loose"
+        rounded = self.allocator.rounded
+        ranges = [(offset, rounded(resident.range_bytes)) for offset, resident in loose.items()]
+        self.allocator.frames.check(self.allocator.holes(), ranges)
+        assert self._vacating or (self._copying is None and self.allocator.fence == (0, 0))
 
     def __repr__(self) -> str:
         return f"Space({self.allocator!r}, {[len(p) for p in self._policies.values()]} evictable)"
 
 
-def _offset(chunk: Resident) -> int:
-    return chunk.offset
+class _Step:
+    """What may still be done in one step: residents dropped or moved, bytes copied."""
 
+    def __init__(self) -> None:
+        self.begin()
 
-def _cheapest_run(chunks: list[R], begins: list[int], wanted: int) -> tuple[int, list[R]]:
-    """(bytes, chunks) to drop for a hole of ``wanted`` bytes at one of ``begins``, the one with the fewest bytes.
+    def begin(self) -> None:
+        """The next step."""
+        self.residents, self._bytes = STEP_RESIDENTS, STEP_BYTES
 
-    A best hole begins where the free stretch starts or right behind a chunk, so those are all that need trying;
-    ``begins`` rises, and the window over ``chunks`` (by offset) slides with it.
-    """
-    best: tuple[int, int, int] | None = None
-    first = last = cost = 0  # chunks[first:last] lie in the window
-    for begin in begins:
-        while last < len(chunks) and chunks[last].offset < begin + wanted:
-            cost += chunks[last].range_bytes
-            last += 1
-        while first < last and chunks[first].offset < begin:
-            cost -= chunks[first].range_bytes
-            first += 1
-        if best is None or cost < best[0]:
-            best = (cost, first, last)
-    assert best is not None, "a stretch of the wanted length has a beginning"
-    return best[0], chunks[best[1] : best[2]]
+    def spend(self, residents: int, num_bytes: int = 0) -> None:
+        """Count what was done."""
+        self.residents -= residents
+        self._bytes -= num_bytes
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the rest is for the next step."""
+        return self.residents <= 0 or self._bytes <= 0

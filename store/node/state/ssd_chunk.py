@@ -115,6 +115,11 @@ class SsdChunk:
         """Whether it may be dropped to make room now."""
         return self.state is SsdChunkState.STORED and self.num_readers == 0 and self.pin is not Pin.HARD
 
+    @property
+    def is_loose(self) -> bool:
+        """Whether it may be dropped for the sake of a window."""
+        return self.evictable and self.pin is Pin.NONE
+
     def step(self, event: SsdChunkEvent) -> SsdChunkState:
         """Apply ``event``; asserts that the table knows the pair."""
         following = TRANSITIONS.get((self.state, event))

@@ -23,7 +23,7 @@ from tanghulu.errors import InvalidRequest, QuotaExceeded
 from tanghulu.eviction.base import Policy
 from tanghulu.eviction.fair import Fair
 from tanghulu.eviction.policies import make_policy
-from tanghulu.store.protocol.types import NewChunk
+from tanghulu.store.protocol.types import NewChunk, Pin
 from tanghulu.types import ChunkKey, format_size
 
 
@@ -64,6 +64,11 @@ class Ranged(Protocol):
         """Its length."""
         ...
 
+    @property
+    def pin(self) -> Pin:
+        """How it stands towards eviction."""
+        ...
+
 
 class TenantUsage:
     """``tenants`` gives all that are known, as the tokens file has them now."""
@@ -72,6 +77,7 @@ class TenantUsage:
         self._tenants = tenants
         self._capacity_bytes = capacity_bytes
         self._usage: dict[str, TenantFigures] = {}
+        self._hard_pinned: dict[str, int] = {}
         self._elsewhere: Mapping[str, int] = {}
         self._num_nodes = 1
 
@@ -116,6 +122,17 @@ class TenantUsage:
         """Its share: its quota, or else as much as anybody's if all shared the memory equally."""
         return self.quota_of(tenant) or self._capacity_bytes / max(len(self._tenants()), 1)
 
+    def share_of(self, tenant: str, total_bytes: int) -> int:
+        """Its part of ``total_bytes`` that all known tenants divide by their weights; 0 for a tenant not known."""
+        known = self._tenants()
+        if tenant not in known:
+            return 0
+        return int(total_bytes * self.weight_of(tenant) / sum(map(self.weight_of, known)))
+
+    def hard_pinned_bytes(self, tenant: str) -> int:
+        """What the tenant has pinned hard here."""
+        return self._hard_pinned.get(tenant, 0)
+
     # --- what happens
 
     def entered(self, chunk: Ranged) -> None:
@@ -123,12 +140,16 @@ class TenantUsage:
         usage = self._of(tenant_of(chunk.key))
         usage.used_bytes += chunk.size_bytes
         usage.num_chunks += 1
+        if chunk.pin is Pin.HARD:
+            self._hard_pinned[usage.tenant] = self.hard_pinned_bytes(usage.tenant) + chunk.size_bytes
 
     def left(self, chunk: Ranged) -> None:
         """The range is free."""
         usage = self._usage[tenant_of(chunk.key)]
         usage.used_bytes -= chunk.size_bytes
         usage.num_chunks -= 1
+        if chunk.pin is Pin.HARD:
+            self._hard_pinned[usage.tenant] -= chunk.size_bytes
 
     def asked(self, key: ChunkKey, found: Ranged | None) -> None:
         """A reader looked for ``key``, and found a chunk or nothing."""
@@ -181,12 +202,14 @@ class TenantUsage:
         """Assert that ``ranges``, all that are taken, add up to what was counted."""
         sums: dict[str, list[int]] = {}
         for each in ranges:
-            total = sums.setdefault(tenant_of(each.key), [0, 0])
+            total = sums.setdefault(tenant_of(each.key), [0, 0, 0])
             total[0] += each.size_bytes
             total[1] += 1
+            total[2] += each.size_bytes if each.pin is Pin.HARD else 0
         for name, usage in self._usage.items():
-            held = sums.pop(name, [0, 0])
-            assert [usage.used_bytes, usage.num_chunks] == held, f"tenant {name!r} holds {held}, not {usage}"
+            held = sums.pop(name, [0, 0, 0])
+            counted = [usage.used_bytes, usage.num_chunks, self.hard_pinned_bytes(name)]
+            assert counted == held, f"tenant {name!r} holds {held}, not {usage}"
         assert not sums, f"tenants {sorted(sums)} are not counted"
 
     def __repr__(self) -> str:

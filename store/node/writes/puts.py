@@ -51,6 +51,7 @@ class PutService:
         self._view = view
         self._reporter = reporter
         self._waiting: dict[Waiter, asyncio.Future[Reserved | Existed]] = {}
+        self._next_step: asyncio.Handle | None = None
         self.waits = Latencies(WaitEnd)
 
     def room_changed(self) -> None:
@@ -65,6 +66,16 @@ class PutService:
                 future.set_exception(outcome)
             else:
                 future.set_result(outcome)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Room is made in steps, so that the loop serves others in between."""
+        if self._state.has_more_to_do and self._next_step is None:
+            self._next_step = asyncio.get_running_loop().call_soon(self._step)
+
+    def _step(self) -> None:
+        self._next_step = None
+        self.room_changed()
 
     def reserve_at_once(self, items: Sequence[NewChunk], holder: Holder | None) -> list[Written]:
         """Ranges for the first of ``items``, as far as nothing has to be waited for."""
@@ -98,6 +109,7 @@ class PutService:
         begun_s, end = loop.time(), WaitEnd.REFUSED
         future: asyncio.Future[Reserved | Existed] = loop.create_future()
         self._waiting[waiter] = future
+        self._go_on()
         try:
             served = await asyncio.wait_for(future, max(until_s - loop.time(), 0.0))
             end = WaitEnd.SERVED

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from tanghulu.errors import TanghuluError
 from tanghulu.eviction import make_policy
 from tanghulu.runtime.clock import ManualClock
 from tanghulu.store.node.state.node_state import NodeState, make_node_state
-from tanghulu.store.node.state.outcomes import CommittedBy, Existed, Holder, Reserved, Waiter
+from tanghulu.store.node.state.outcomes import CommittedBy, Existed, Holder, Outcome, Reserved, Waiter
 from tanghulu.store.node.state.tenant_usage import TenantUsage
 from tanghulu.store.protocol.checksums import Checksums
 from tanghulu.store.protocol.types import NewChunk, Pin
@@ -34,11 +35,24 @@ def new(key: str, size: int = 64, version: int = 1, pin: Pin = Pin.NONE, ttl_s: 
 
 
 def put(state: NodeState, item: NewChunk) -> Reserved | Existed:
-    outcome = state.reserve(item, None)
+    outcome = finished(state, state.reserve(item, None))
     assert not isinstance(outcome, Waiter), "no room"
     if isinstance(outcome, Existed):
         return outcome
     return state.commit(outcome.chunk, item.checksums, CommittedBy.NODE_UNAWAITED)
+
+
+def finished(state: NodeState, outcome: Outcome) -> Outcome:
+    """The outcome when room has been made as far as can be, which takes several steps; alone in the queue."""
+    served: list[tuple[Waiter, Reserved | Existed | TanghuluError]] = []
+    while state.has_more_to_do and not served:
+        state.check()
+        served = state.admit_waiters()
+    for waiter, late in served:
+        assert waiter is outcome
+        assert not isinstance(late, TanghuluError)
+        return late
+    return outcome
 
 
 def commit(

@@ -113,7 +113,7 @@ def test_hard_pins_that_waited_stay_within_their_bound() -> None:
     state.check()
 
 
-def test_a_large_value_clears_one_window_and_spares_the_rest() -> None:
+def test_a_large_value_evicts_the_oldest_and_moves_the_rest_out_of_its_way() -> None:
     state = make_state()
     order = [(i * 37) % 64 for i in range(64)]  # neighbours in memory are far apart in age
     for i in range(64):
@@ -123,7 +123,8 @@ def test_a_large_value_clears_one_window_and_spares_the_rest() -> None:
         assert chunk is not None
         state.touch([chunk])
     put(state, new("large", 16 * 64))
-    assert len(keys(state)) >= 64 - 32 - 16 + 1
+    assert keys(state) == sorted(["large", *(f"k{i}" for i in order[16:])])
+    assert state.space.num_moved > 0
     state.check()
 
 
@@ -238,6 +239,25 @@ def test_time_to_live() -> None:
     clock.advance(2.0)
     state.expire(clock.now_s())
     assert keys(state) == ["a"]
+    state.check()
+
+
+def test_chunks_that_go_before_their_end_leave_nothing_behind() -> None:
+    clock = ManualClock()
+    state = make_state(clock)
+    for i in range(1000):
+        put(state, new(f"k{i}", ttl_s=86400.0 + i % 7))
+    assert len(keys(state)) == CAPACITY // 64
+    assert len(state.table._ends) == CAPACITY // 64
+    state.check()
+    clock.advance(86400.0 + 3)
+    state.expire(clock.now_s())
+    assert all(chunk.expires_s is not None and chunk.expires_s > clock.now_s() for chunk in state.table)
+    state.check()
+    clock.advance(4.0)
+    state.expire(clock.now_s())
+    assert keys(state) == []
+    assert not state.table._ends
     state.check()
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tanghulu.auth.tenants import Tenant
-from tanghulu.errors import InvalidRequest, QuotaExceeded
+from tanghulu.errors import InvalidRequest, QuotaExceeded, StoreFull
 from tanghulu.eviction import POLICIES, Policy, make_policy
 from tanghulu.eviction.fair import Fair
 from tanghulu.store.master.core import TenantTotals
@@ -192,6 +192,30 @@ def test_a_full_node_evicts_from_who_holds_most_for_its_share() -> None:
         put(state, new(f"@a/again-{number}"))
     assert abs(held(state, "b") - num_slots // 2) <= 1
     assert usage(book, "b").evictions > 0
+
+
+def test_each_tenant_has_its_share_of_what_may_be_pinned_hard() -> None:
+    """A quarter of the memory, 16 chunks: a and b have quotas of 3 to 1, so 12 and 4 of them."""
+    state, book = make_node(a=48 * SIZE, b=16 * SIZE)
+    for number in range(12):
+        put(state, new(f"@a/{number}", pin=Pin.HARD))
+    with pytest.raises(StoreFull, match=r"hard pins of tenant 'a' hold 768 B of at most 768 B .* share of 1\.0 KiB"):
+        put(state, new("@a/more", pin=Pin.HARD))
+    put(state, new("@a/more", pin=Pin.SOFT))
+    for number in range(4):
+        put(state, new(f"@b/{number}", pin=Pin.HARD))
+    state.check()
+    with pytest.raises(StoreFull, match="tenant 'b'"):
+        put(state, new("@b/more", pin=Pin.HARD))
+    state.remove(ChunkKey("@a/0"))
+    put(state, new("operators", pin=Pin.HARD))
+    with pytest.raises(StoreFull, match=r"hard pins hold 1\.0 KiB of at most 1\.0 KiB"):
+        put(state, new("@a/again", pin=Pin.HARD))
+    state.remove(ChunkKey("operators"))
+    put(state, new("@a/again", pin=Pin.HARD))
+    assert (book.hard_pinned_bytes("a"), book.hard_pinned_bytes("b")) == (12 * SIZE, 4 * SIZE)
+    assert book.share_of("gone", 1000) == 0
+    state.check()
 
 
 def test_hits_and_misses_are_counted_for_known_tenants() -> None:

@@ -37,6 +37,7 @@ PAST_FAILURES = (6, 43, 62, 1_200_475, 1_300_173)
 #: where masters follow one another.
 _MUTANT_LIVES = 60
 _CROWDED = Plan(2, 4, 8, 8.0, 4 << 20, 1.0, faults=("slow", "slow", "tear", "mend"), sizes=(100, 1_200_000))
+_MIXED = Plan(2, 4, 40, 8.0, 2 << 20, 1.0, faults=("slow", "tear", "mend"), sizes=(3000, 70_000, 400_000, 1_000_000))
 _STORMY = Plan(3, 4, 6, 8.0, 4 << 20, 0.5)
 _REBORN = Plan(5, 4, 40, 14.0, 4 << 20, 1.0, faults=("master",), sizes=(10, 3000), removals=0.1)
 _LONELY = Plan(3, 4, 150, 14.0, 4 << 20, 1.5, faults=("isolate",), removals=2.0, sizes=(10, 3000))
@@ -67,6 +68,14 @@ def test_a_seed_gives_one_life() -> None:
 def test_puts_at_buffers(plan: Plan) -> None:
     for seed in range(4):
         assert World(seed, plan).run()["put in buffers"] > 20
+
+
+@pytest.mark.slow
+def test_values_of_mixed_sizes_make_others_move() -> None:
+    for seed in range(4):
+        world = World(seed, _MIXED)
+        world.run()
+        assert sum(node.state.space.num_moved for node in world.nodes.values()) > 0
 
 
 @pytest.mark.slow

@@ -75,6 +75,18 @@ def test_the_wipe_of_a_victim_comes_before_the_write_that_reuses_its_range() -> 
     assert wiped == {each.offset for each in lost} - {entry.offset}, "the write overwrites that one"
 
 
+def test_entries_that_go_before_their_end_leave_nothing_behind() -> None:
+    clock = ManualClock()
+    state = make_state(clock)
+    for i in range(1000):
+        store(state, record(f"k{i}"), expires_s=86400.0 + i % 7)
+    assert len(state._ends) == len(state) == 64
+    clock.advance(86410.0)
+    assert len([each for each in state.expire(clock.now_s()) if isinstance(each, LostChunk)]) == 64
+    state.check()
+    assert not state._ends
+
+
 def test_a_range_that_is_being_read_is_not_used_again() -> None:
     state = make_state()
     entry = store(state, record("k"))

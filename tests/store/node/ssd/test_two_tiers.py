@@ -103,7 +103,7 @@ def below(node: NodeState, key: str) -> SsdChunk:
 
 
 def promote(node: NodeState, entry: SsdChunk) -> Chunk:
-    chunk = node.reserve_promotion(entry, sparing=False)
+    chunk = node.reserve_promotion(entry)
     assert chunk is not None
     live = node.promote(chunk, entry)
     node.check()
@@ -173,7 +173,7 @@ def test_what_is_removed_on_its_way_up_stays_away(node: NodeState) -> None:
     for i in range(NUM_IN_MEMORY + 1):
         put(node, f"k{i}")
     entry = below(node, "k0")
-    chunk = node.reserve_promotion(entry, sparing=False)
+    chunk = node.reserve_promotion(entry)
     assert chunk is not None
     assert node.remove(ChunkKey("k0"))
     with pytest.raises(ChunkNotFound):
