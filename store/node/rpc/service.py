@@ -23,10 +23,11 @@ from tanghulu.store.node.rpc.stats import check_count, stat_reply
 from tanghulu.store.node.ssd.promotion import Promoter
 from tanghulu.store.node.state.chunk import Chunk
 from tanghulu.store.node.state.node_state import NodeState
-from tanghulu.store.node.state.outcomes import CommittedBy, Existed, Reserved
+from tanghulu.store.node.state.outcomes import CommittedBy, Existed
 from tanghulu.store.node.state.tenant_usage import Policies
 from tanghulu.store.node.writes.puts import PutOutcome, PutService, Written, remaining_s
 from tanghulu.store.protocol import methods
+from tanghulu.store.protocol.checksums import Checksums
 from tanghulu.store.protocol.messages import (
     CommitRequest,
     Done,
@@ -172,22 +173,25 @@ class NodeService:
         check_count(len(request.items))
         session = session_of(peer)
         items = request.items
-        reserved = self._puts.reserve_at_once(items, session.holder)
+        # Who may not see memory must not find in its ranges what was another tenant's.
         wipes = peer.identity is not None and not peer.identity.shared_memory
-        if len(reserved) < len(items):
+        reserved = [] if wipes else self._puts.reserve_at_once(items, session.holder)
+        if wipes or len(reserved) < len(items):
             return self._reserve_rest(items, reserved, session, self._until(request.deadline_ms), wipes)
-        return self._reserved(reserved, wipes)
+        return _reserve_reply(reserved)
 
     async def _reserve_rest(
         self, items: list[NewChunk], reserved: list[Written], session: Session, until_s: float, wipes: bool
     ) -> Answer:
-        return self._reserved(await self._puts.reserve_rest(items, reserved, session.holder, until_s), wipes)
-
-    def _reserved(self, reserved: Sequence[Written], wipes: bool) -> ReserveReply:
-        """The answer. ``wipes``: the client must not find in its ranges what was another tenant's."""
-        for outcome in reserved if wipes else ():
-            if isinstance(outcome, Reserved):
-                self._puts.wipe(outcome.chunk)
+        try:
+            if wipes:
+                reserved += self._puts.reserve_at_once(items, session.holder)
+            await self._puts.reserve_rest(items, reserved, session.holder, until_s)
+            if wipes:
+                await self._puts.wipe(reserved)
+        except BaseException:  # its connection has ended: nobody will hear of these ranges
+            self._puts.take_back(reserved)
+            raise
         return _reserve_reply(reserved)
 
     def commit(self, peer: Peer, request: CommitRequest, attachment: memoryview) -> Pending:
@@ -196,25 +200,58 @@ class NodeService:
         session = session_of(peer)
         if request.aborted:
             self._state.unpin(request.aborted, session.owned)
-        num_told = request.num_committed if self._is_commit_valid(request) else 0
-        written: list[Written] = []
-        for place, item in enumerate(request.items):
-            lease_id, checksums = item.lease_id, item.checksums
-            lease = self._state.access.lease(LeaseId(lease_id))
+        for item in request.items:
+            chunk = None if item.checksums.parts else self._state.leased(item.lease_id)
+            if chunk is not None and not chunk.checksums.parts:
+                return self._commit_computed(session, request)
+        return self._commit(request, self._end_writing(session, request))
+
+    async def _commit_computed(self, session: Session, request: CommitRequest) -> Answer:
+        """Where a value has no checksums the node computes them, now that nobody writes it any more."""
+        ended = self._end_writing(session, request)
+        chunks = [chunk for chunk, _ in ended if isinstance(chunk, Chunk)]
+        try:
+            for place, (chunk, checksums) in enumerate(ended):
+                if isinstance(chunk, Chunk) and not checksums.parts:
+                    ended[place] = chunk, await self._puts.compute_checksums(chunk)
+        except BaseException:  # its connection has ended
+            self._puts.abort(chunks)
+            raise
+        answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        answer = self._commit(request, ended)
+        answer.then(lambda each: None if answered.done() else answered.set_result(each))
+        return await answered
+
+    def _end_writing(self, session: Session, request: CommitRequest) -> list[tuple[Chunk | TanghuluError, Checksums]]:
+        """Of each item the reservation, which nobody writes any more, and the checksums that somebody has said."""
+        ended: list[tuple[Chunk | TanghuluError, Checksums]] = []
+        for item in request.items:
+            lease = self._state.access.lease(LeaseId(item.lease_id))
             try:
-                by = CommittedBy.CLIENT if place < num_told else CommittedBy.node(visible=request.visible)
-                written.append(self._puts.commit(lease_id, session.session_id, checksums, by))
-                if lease is not None and lease.mapped:
-                    self._traffic.bytes_written["shm"] += lease.length
+                chunk = self._puts.end_writing(item.lease_id, session.session_id)
+            except TanghuluError as error:
+                ended.append((error, item.checksums))
+                continue
+            ended.append((chunk, item.checksums if item.checksums.parts else chunk.checksums))
+            if lease is not None and lease.mapped:
+                self._traffic.bytes_written["shm"] += lease.length
+        return ended
+
+    def _commit(self, request: CommitRequest, ended: Sequence[tuple[Chunk | TanghuluError, Checksums]]) -> Later:
+        """Make chunks of what the client has written; what it has committed at the master counts if all of it does."""
+        valid = all(
+            self._state.is_commit_valid(each, request.generation) for each, _ in ended if isinstance(each, Chunk)
+        )
+        num_told = request.num_committed if valid else 0
+        written: list[Written] = []
+        for place, (chunk, checksums) in enumerate(ended):
+            by = CommittedBy.CLIENT if place < num_told else CommittedBy.node(visible=request.visible)
+            try:
+                written.append(self._state.commit(chunk, checksums, by) if isinstance(chunk, Chunk) else chunk)
             except TanghuluError as error:
                 written.append(error)
         self._puts.room_changed()
         return self._settle(written, request.visible, self._until(request.deadline_ms), num_told)
-
-    def _is_commit_valid(self, request: CommitRequest) -> bool:
-        """Whether what the client has committed at the master still holds, all of it."""
-        reserved = [self._state.leased(each.lease_id) for each in request.items]
-        return all(self._state.is_commit_valid(each, request.generation) for each in reserved if each is not None)
 
     def _settle(self, written: Sequence[Written], visible: bool, until_s: float, num_told: int = 0) -> Later:
         later = Later()
