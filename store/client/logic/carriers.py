@@ -215,6 +215,7 @@ class Filling:
     reservation: Reservation
     error: TanghuluError | None = None
     result: CommitResult = CommitResult.ASK_NODE
+    answered: bool = False  # by the node, that the range was committed or aborted
     rest: sums.Rest | None = None  # the checksums, of what they have not seen yet
     _num_moved: int = 0
 
@@ -258,19 +259,25 @@ def take_reservations(
     node: PeerId,
     ops: Sequence[tuple[PutOp, Route]],
     answer: messages.AnyReply | TanghuluError,
-) -> list[Filling]:
-    """The node's answer to RESERVE: what is to be filled now; the other items know why not."""
+    fillings: list[Filling],
+) -> None:
+    """The node's answer to RESERVE: what is to be filled now joins ``fillings``; the other items know why not."""
     if isinstance(answer, TanghuluError):
         take_results(context, node, [op for op, _ in ops], answer)
-        return []
-    fillings: list[Filling] = []
+        return
     for (op, route), reservation in zip(ops, messages.reservations(answer), strict=True):
         if reservation is None or isinstance(reservation, TanghuluError):
             op.take_result(node, True if reservation is None else reservation)
         else:
-            context.leases.hold(node, reservation.lease_id)
             fillings.append(Filling(op, node, route, reservation))
-    return fillings
+            context.leases.hold(node, reservation.lease_id)
+
+
+def end_reservations(context: Context, fillings: Sequence[Filling]) -> None:
+    """No range is needed any more; those whose node has not answered COMMIT are given back with the next call."""
+    for each in fillings:
+        end = context.leases.released if each.answered else context.leases.drop
+        end(each.node, each.reservation.lease_id)
 
 
 def transfer_all(context: Context, deadline: Deadline, fillings: list[Filling], options: PutOptions) -> Logic[None]:
@@ -342,9 +349,10 @@ def _commit_at_nodes(
         committed.append(filled)
     answers = yield CallPeers(calls)
     for (node, _), filled, answer in zip(calls, committed, answers, strict=True):
+        for each in fillings:
+            each.answered = each.answered or (each.node == node and not isinstance(answer, TanghuluError))
         take_results(context, node, [each.op for each in filled], answer)
     for each in fillings:
-        context.leases.released(each.node, each.reservation.lease_id)
         if each.error is not None:
             each.op.error = each.error
         elif each.result is CommitResult.EXISTS:
