@@ -14,7 +14,7 @@ import structlog
 
 from tanghulu.errors import ChecksumMismatch, ChunkNotFound, InvalidRequest, TanghuluError, Unauthorized
 from tanghulu.protos import store_pb2
-from tanghulu.rpc.fast_server import Answer, FastService, Handler, Later, Peer
+from tanghulu.rpc.fast_server import NO_ANSWER, Answer, FastService, Handler, Later, PayloadSink, Peer
 from tanghulu.rpc.frames import PROTOCOL_VERSION
 from tanghulu.rpc.methods import HELLO, Method
 from tanghulu.store.node.rpc.metrics import TrafficCounters
@@ -25,6 +25,7 @@ from tanghulu.store.node.state.chunk import Chunk
 from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.state.outcomes import CommittedBy, Existed
 from tanghulu.store.node.state.tenant_usage import Policies
+from tanghulu.store.node.writes.fills import Begun, Fill
 from tanghulu.store.node.writes.puts import PutOutcome, PutService, Written, remaining_s
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.checksums import Checksums
@@ -58,6 +59,10 @@ MAX_INLINE_ANSWER_BYTES = 4 << 20
 #: Of the memory, what one answer pins while it brings chunks up from the SSD; the first of them may be larger.
 MAX_PINNED_FRACTION = 1 / 8
 DEFAULT_DEADLINE_S = 5.0
+#: What an item of COMMIT names: a reservation, or why there is none.
+_Reserved: TypeAlias = LeaseId | Existed | TanghuluError
+#: The same when nobody writes it any more, and its checksums.
+_Ended: TypeAlias = tuple[Chunk | Existed | TanghuluError, Checksums]
 #: An answer that waits: for the master, or for room first.
 Pending: TypeAlias = Later | Coroutine[Any, Any, Answer]
 
@@ -110,6 +115,7 @@ class NodeService:
         ]
         for method, handler in handlers:
             service.register(method, after_drain(self._state, handler))
+        service.register_sink(methods.RESERVE, self.receive)
 
     # --- sessions
 
@@ -166,12 +172,12 @@ class NodeService:
         written = await self._puts.write_rest(items, written, visible=visible, until_s=until_s)
         return PutReply.of(await self._puts.settled(written, visible=visible, until_s=until_s))
 
-    def reserve(
-        self, peer: Peer, request: ReserveRequest, attachment: memoryview
-    ) -> Answer | Coroutine[Any, Any, Answer]:
-        """Reserve ranges that the client will write."""
+    def reserve(self, peer: Peer, request: ReserveRequest, attachment: memoryview) -> Answer | Pending:
+        """Reserve ranges that the client will write, or that the value behind the request goes to."""
         check_count(len(request.items))
         session = session_of(peer)
+        if request.fill:
+            return self._fill(peer, request, attachment)
         items = request.items
         # Who may not see memory must not find in its ranges what was another tenant's.
         wipes = peer.identity is not None and not peer.identity.shared_memory
@@ -194,21 +200,55 @@ class NodeService:
             raise
         return _reserve_reply(reserved)
 
+    def receive(self, peer: Peer, request: ReserveRequest, num_bytes: int) -> PayloadSink | None:
+        """A place for the value that comes behind RESERVE; None if there is none now, or no need of one."""
+        begun = self._begin_fill(peer, request, num_bytes) if request.fill else None
+        if not isinstance(begun, Fill):
+            return None
+        return PayloadSink(self._puts.bytes_of(begun.chunk), lambda: self._filled(begun))
+
+    def _fill(self, peer: Peer, request: ReserveRequest, value: memoryview) -> Later:
+        """A value that came in one piece with its RESERVE, or that there was no place for."""
+        begun = self._begin_fill(peer, request, len(value))
+        if isinstance(begun, Fill):
+            self._puts.bytes_of(begun.chunk)[:] = value
+            return self._filled(begun)
+        self._puts.fills.keep(peer, request.fill, begun)
+        return NO_ANSWER
+
+    def _begin_fill(self, peer: Peer, request: ReserveRequest, num_bytes: int) -> Begun:
+        session = session_of(peer)
+        if [new.size_bytes for new in request.items] != [num_bytes]:
+            raise InvalidRequest(f"one value of {num_bytes} bytes comes with RESERVE of {len(request.items)}")
+        self._state.drain_buffers()
+        return self._puts.fills.begin(peer, session.session_id, request.fill, request.items[0])
+
+    def _filled(self, fill: Fill) -> Later:
+        self._puts.fills.filled(fill)
+        self._traffic.bytes_written["stream"] += fill.chunk.size_bytes
+        return NO_ANSWER
+
     def commit(self, peer: Peer, request: CommitRequest, attachment: memoryview) -> Pending:
         """Publish what the client has written, give back what it has not."""
         check_count(len(request.items))
         session = session_of(peer)
-        if request.aborted:
-            self._state.unpin(request.aborted, session.owned)
-        for item in request.items:
-            chunk = None if item.checksums.parts else self._state.leased(item.lease_id)
+        aborted: Sequence[int] = request.aborted
+        reserved: list[_Reserved] = [LeaseId(item.lease_id) for item in request.items]
+        if request.filled:
+            take = self._puts.fills.take
+            aborted = [each for each in (take(peer, number) for number in aborted) if isinstance(each, int)]
+            reserved = [take(peer, item.lease_id) for item in request.items]
+        if aborted:
+            self._state.unpin(aborted, session.owned)
+        for item, lease_id in zip(request.items, reserved, strict=True):
+            chunk = self._state.leased(lease_id) if not item.checksums.parts and isinstance(lease_id, int) else None
             if chunk is not None and not chunk.checksums.parts:
-                return self._commit_computed(session, request)
-        return self._commit(request, self._end_writing(session, request))
+                return self._commit_computed(session, request, reserved)
+        return self._commit(request, self._end_writing(session, request, reserved))
 
-    async def _commit_computed(self, session: Session, request: CommitRequest) -> Answer:
+    async def _commit_computed(self, session: Session, request: CommitRequest, reserved: Sequence[_Reserved]) -> Answer:
         """Where a value has no checksums the node computes them, now that nobody writes it any more."""
-        ended = self._end_writing(session, request)
+        ended = self._end_writing(session, request, reserved)
         chunks = [chunk for chunk, _ in ended if isinstance(chunk, Chunk)]
         try:
             for place, (chunk, checksums) in enumerate(ended):
@@ -222,13 +262,16 @@ class NodeService:
         answer.then(lambda each: None if answered.done() else answered.set_result(each))
         return await answered
 
-    def _end_writing(self, session: Session, request: CommitRequest) -> list[tuple[Chunk | TanghuluError, Checksums]]:
+    def _end_writing(self, session: Session, request: CommitRequest, reserved: Sequence[_Reserved]) -> list[_Ended]:
         """Of each item the reservation, which nobody writes any more, and the checksums that somebody has said."""
-        ended: list[tuple[Chunk | TanghuluError, Checksums]] = []
-        for item in request.items:
-            lease = self._state.access.lease(LeaseId(item.lease_id))
+        ended: list[_Ended] = []
+        for item, lease_id in zip(request.items, reserved, strict=True):
+            if not isinstance(lease_id, int):
+                ended.append((lease_id, item.checksums))
+                continue
+            lease = self._state.access.lease(lease_id)
             try:
-                chunk = self._puts.end_writing(item.lease_id, session.session_id)
+                chunk = self._puts.end_writing(lease_id, session.session_id)
             except TanghuluError as error:
                 ended.append((error, item.checksums))
                 continue
@@ -237,7 +280,7 @@ class NodeService:
                 self._traffic.bytes_written["shm"] += lease.length
         return ended
 
-    def _commit(self, request: CommitRequest, ended: Sequence[tuple[Chunk | TanghuluError, Checksums]]) -> Later:
+    def _commit(self, request: CommitRequest, ended: Sequence[_Ended]) -> Later:
         """Make chunks of what the client has written; what it has committed at the master counts if all of it does."""
         valid = all(
             self._state.is_commit_valid(each, request.generation) for each, _ in ended if isinstance(each, Chunk)

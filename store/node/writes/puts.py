@@ -20,6 +20,7 @@ from tanghulu.store.node.state.chunk import Chunk, ChunkState
 from tanghulu.store.node.state.confirmations import ReportOutcome
 from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.state.outcomes import CommittedBy, Existed, Holder, Reserved, Waiter
+from tanghulu.store.node.writes.fills import Fills
 from tanghulu.store.protocol import checksums as sums
 from tanghulu.store.protocol.checksums import Checksums
 from tanghulu.store.protocol.types import NewChunk
@@ -75,6 +76,7 @@ class PutService:
         self._reporter = reporter
         self._waiting: dict[Waiter, asyncio.Future[Reserved | Existed]] = {}
         self.waits = Latencies(WaitEnd)
+        self.fills = Fills(state, self.room_changed)
         self._steps = ByteSteps()
         self._unwiped: set[Chunk] = set()  # reserved for clients that are not told of them yet
 

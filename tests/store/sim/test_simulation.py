@@ -21,7 +21,7 @@ from tanghulu.store.node.state.allocator import OffsetAllocator
 from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.state.report_queue import ReportQueue
 from tanghulu.store.node.state.write_buffers import WriteBuffers
-from tanghulu.store.node.writes.streams import IncomingPuts
+from tanghulu.store.node.writes.fills import Fill, Fills
 from tanghulu.store.protocol.types import CommitResult
 from tests.store.sim.plan import Plan
 from tests.store.sim.world import World
@@ -163,12 +163,12 @@ def _publishes_without_committing(original: Any) -> Any:
 
 
 def _frees_what_is_still_coming(original: Any) -> Any:
-    def begin(self: IncomingPuts, *arguments: Any) -> Any:
-        arrival = original(self, *arguments)
-        if arrival is not None:  # as if time alone freed a range
-            chunk, allocator = arrival.chunk, self._state.space.allocator
+    def begin(self: Fills, *arguments: Any) -> Any:
+        begun = original(self, *arguments)
+        if isinstance(begun, Fill):  # as if time alone freed a range
+            chunk, allocator = begun.chunk, self._state.space.allocator
             allocator.free(chunk.offset, chunk.size_bytes)
-        return arrival
+        return begun
 
     return begin
 
@@ -198,7 +198,7 @@ MUTATIONS = [
     (service, "after_drain", _answers_without_looking_at_buffers, _TIDY),
     (messages, "commit_result", _publishes_what_was_refused, _CALM),
     (carriers, "commit_by_client", _publishes_without_committing, _CALM),
-    (IncomingPuts, "begin", _frees_what_is_still_coming, _STREAMING),
+    (Fills, "begin", _frees_what_is_still_coming, _STREAMING),
     (Directory, "commit_by_client", _accepts_and_forgets, _CALM_REMOTE),
     (messages, "commit_results", _publishes_all_that_was_refused, _CALM_MANY),
     (PendingCommits, "expired", _keeps_pending_commits_for_ever, _MURDEROUS),
