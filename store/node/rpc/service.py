@@ -59,9 +59,7 @@ MAX_INLINE_ANSWER_BYTES = 4 << 20
 #: Of the memory, what one answer pins while it brings chunks up from the SSD; the first of them may be larger.
 MAX_PINNED_FRACTION = 1 / 8
 DEFAULT_DEADLINE_S = 5.0
-#: What an item of COMMIT names: a reservation, or why there is none.
-_Reserved: TypeAlias = LeaseId | Existed | TanghuluError
-#: The same when nobody writes it any more, and its checksums.
+#: What an item of COMMIT names, a reservation that nobody writes any more or why there is none, and its checksums.
 _Ended: TypeAlias = tuple[Chunk | Existed | TanghuluError, Checksums]
 #: An answer that waits: for the master, or for room first.
 Pending: TypeAlias = Later | Coroutine[Any, Any, Answer]
@@ -217,11 +215,11 @@ class NodeService:
         return NO_ANSWER
 
     def _begin_fill(self, peer: Peer, request: ReserveRequest, num_bytes: int) -> Begun:
-        session = session_of(peer)
+        session_of(peer)
         if [new.size_bytes for new in request.items] != [num_bytes]:
             raise InvalidRequest(f"one value of {num_bytes} bytes comes with RESERVE of {len(request.items)}")
         self._state.drain_buffers()
-        return self._puts.fills.begin(peer, session.session_id, request.fill, request.items[0])
+        return self._puts.fills.begin(peer, request.fill, request.items[0])
 
     def _filled(self, fill: Fill) -> Later:
         self._puts.fills.filled(fill)
@@ -232,23 +230,18 @@ class NodeService:
         """Publish what the client has written, give back what it has not."""
         check_count(len(request.items))
         session = session_of(peer)
-        aborted: Sequence[int] = request.aborted
-        reserved: list[_Reserved] = [LeaseId(item.lease_id) for item in request.items]
         if request.filled:
-            take = self._puts.fills.take
-            aborted = [each for each in (take(peer, number) for number in aborted) if isinstance(each, int)]
-            reserved = [take(peer, item.lease_id) for item in request.items]
-        if aborted:
-            self._state.unpin(aborted, session.owned)
-        for item, lease_id in zip(request.items, reserved, strict=True):
-            chunk = self._state.leased(lease_id) if not item.checksums.parts and isinstance(lease_id, int) else None
-            if chunk is not None and not chunk.checksums.parts:
-                return self._commit_computed(session, request, reserved)
-        return self._commit(request, self._end_writing(session, request, reserved))
+            taken = [self._puts.fills.take(peer, number) for number in request.aborted]
+            self._puts.abort([each for each in taken if isinstance(each, Chunk)])
+        elif request.aborted:
+            self._state.unpin(request.aborted, session.owned)
+        if all(item.checksums.parts for item in request.items):
+            return self._commit(request, self._end_writing(peer, request))
+        return self._commit_computed(peer, request)
 
-    async def _commit_computed(self, session: Session, request: CommitRequest, reserved: Sequence[_Reserved]) -> Answer:
+    async def _commit_computed(self, peer: Peer, request: CommitRequest) -> Answer:
         """Where a value has no checksums the node computes them, now that nobody writes it any more."""
-        ended = self._end_writing(session, request, reserved)
+        ended = self._end_writing(peer, request)
         chunks = [chunk for chunk, _ in ended if isinstance(chunk, Chunk)]
         try:
             for place, (chunk, checksums) in enumerate(ended):
@@ -262,20 +255,22 @@ class NodeService:
         answer.then(lambda each: None if answered.done() else answered.set_result(each))
         return await answered
 
-    def _end_writing(self, session: Session, request: CommitRequest, reserved: Sequence[_Reserved]) -> list[_Ended]:
+    def _end_writing(self, peer: Peer, request: CommitRequest) -> list[_Ended]:
         """Of each item the reservation, which nobody writes any more, and the checksums that somebody has said."""
         ended: list[_Ended] = []
-        for item, lease_id in zip(request.items, reserved, strict=True):
-            if not isinstance(lease_id, int):
-                ended.append((lease_id, item.checksums))
+        session_id = session_of(peer).session_id
+        for item in request.items:
+            lease_id, checksums = LeaseId(item.lease_id), item.checksums
+            if request.filled:
+                ended.append((self._puts.fills.take(peer, lease_id), checksums))
                 continue
             lease = self._state.access.lease(lease_id)
             try:
-                chunk = self._puts.end_writing(lease_id, session.session_id)
+                chunk = self._puts.end_writing(lease_id, session_id)
             except TanghuluError as error:
-                ended.append((error, item.checksums))
+                ended.append((error, checksums))
                 continue
-            ended.append((chunk, item.checksums if item.checksums.parts else chunk.checksums))
+            ended.append((chunk, checksums if checksums.parts else chunk.checksums))
             if lease is not None and lease.mapped:
                 self._traffic.bytes_written["shm"] += lease.length
         return ended

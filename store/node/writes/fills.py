@@ -1,12 +1,11 @@
 """Reservations that are filled over the socket on which they were asked for: RESERVE with its value behind it. Pure.
 
-The node itself receives the value, where it will lie. Its lease is that of any reservation, and counts as being written
-until the last byte is there: so the range is nobody else's before, even if time is up, and then the connection is cut.
-COMMIT names the reservation by the number that the client gave it on this connection, since RESERVE is not answered:
-what was wrong with it COMMIT says.
+The node itself receives the value, where it will lie, so nobody else ever touches the range and it has no lease: when
+the connection ends, or is cut because COMMIT did not come in time, the range is free. COMMIT names the reservation by
+the number that the client gave it on this connection, since RESERVE is not answered: what was wrong with it COMMIT says.
 
-Example: RESERVE of k, 1 MiB, as number 7: a range under lease 31. When all bytes are there COMMIT of number 7 says the
-checksum, and that the master has accepted k: lease 31 ends, k is LIVE, and the master hears of it with the next report.
+Example: RESERVE of k, 1 MiB, as number 7: a range is reserved. When all bytes are there COMMIT of number 7 says the
+checksum, and that the master has accepted k: k is LIVE, and the master hears of it with the next report.
 """
 
 from __future__ import annotations
@@ -17,17 +16,18 @@ from typing import TypeAlias
 
 from tanghulu.errors import InvalidRequest, LeaseExpired, Overloaded, TanghuluError
 from tanghulu.rpc.fast_server import Peer
-from tanghulu.store.node.state.chunk import Chunk
+from tanghulu.store.node.state.chunk import Chunk, ChunkState
 from tanghulu.store.node.state.node_state import NodeState
-from tanghulu.store.node.state.outcomes import Existed, Holder, Reserved
+from tanghulu.store.node.state.outcomes import Existed, Reserved
 from tanghulu.store.protocol.types import NewChunk
-from tanghulu.transfer_engine.core.slices import Opcode
-from tanghulu.types import LeaseId, format_size
+from tanghulu.types import format_size
 
 #: Of the node's memory, what may be arriving at one time; beyond it values are put in another way.
 MAX_FRACTION = 1 / 8
 #: Of one connection, what it has neither committed nor aborted.
 MAX_FILLS = 256
+#: COMMIT comes so soon after RESERVE, or the connection is cut.
+MAX_FILL_S = 10.0
 
 
 @dataclass(eq=False, slots=True)
@@ -35,7 +35,6 @@ class Fill:
     """A reservation with its value behind it. ``coming``: bytes are still to come."""
 
     chunk: Chunk
-    lease_id: LeaseId
     coming: bool = True
 
 
@@ -52,7 +51,7 @@ class Fills:
         self._by_peer: dict[Peer, dict[int, Begun]] = {}
         self._bytes = 0  # that are coming
 
-    def begin(self, peer: Peer, session_id: int, number: int, new: NewChunk) -> Begun:
+    def begin(self, peer: Peer, number: int, new: NewChunk) -> Begun:
         """A range for a value that is coming; or that the key exists, or why there is none without waiting.
 
         Raises InvalidRequest for a number that is taken, Overloaded for too many of them.
@@ -63,7 +62,7 @@ class Fills:
         if len(own) >= MAX_FILLS:
             raise Overloaded(f"{MAX_FILLS} reservations of this connection are neither committed nor aborted")
         try:
-            begun = self._reserve(session_id, new)
+            begun = self._reserve(new)
         except TanghuluError as error:
             return error
         if isinstance(begun, Fill):
@@ -71,15 +70,13 @@ class Fills:
             self.keep(peer, number, begun)
         return begun
 
-    def _reserve(self, session_id: int, new: NewChunk) -> Begun:
+    def _reserve(self, new: NewChunk) -> Begun:
         state = self._state
         reserved = None
         if self._bytes + new.size_bytes <= state.capacity_bytes * MAX_FRACTION or state.current_anywhere(new.key):
-            reserved = state.reserve_at_once(new, Holder(session_id, False))
+            reserved = state.reserve_at_once(new, None)
         if isinstance(reserved, Reserved):
-            chunk = reserved.chunk
-            state.access.begin(session_id, reserved.lease_id, Opcode.WRITE, chunk.offset, chunk.size_bytes)
-            return Fill(chunk, reserved.lease_id)
+            return Fill(reserved.chunk)
         size = format_size(new.size_bytes)
         refusal = f"this node has no room for {size} without waiting; put {new.key!r} by PUT, which waits"
         return reserved or Overloaded(refusal)
@@ -97,14 +94,16 @@ class Fills:
         assert fill.coming, f"{fill.chunk!r} is there already"
         fill.coming = False
         self._bytes -= fill.chunk.size_bytes
-        self._state.freed(self._state.access.end(fill.lease_id))
 
-    def take(self, peer: Peer, number: int) -> LeaseId | Existed | TanghuluError:
-        """The lease of the reservation that ``peer`` has filled as ``number``, or why there is none."""
+    def take(self, peer: Peer, number: int) -> Chunk | Existed | TanghuluError:
+        """The reservation that ``peer`` has filled as ``number``, now the caller's to end; or why there is none."""
         begun = self._by_peer.get(peer, {}).pop(number, None)
         if begun is None:
             return LeaseExpired(f"nothing was reserved as number {number} on this connection")
-        return begun.lease_id if isinstance(begun, Fill) else begun
+        if not isinstance(begun, Fill):
+            return begun
+        assert not begun.coming, f"COMMIT of {begun.chunk!r} came before its last byte"
+        return begun.chunk
 
     def _gone(self, peer: Peer) -> None:
         """The connection has ended: nothing more comes."""
@@ -112,24 +111,22 @@ class Fills:
             if isinstance(fill, Fill):
                 if fill.coming:
                     self.filled(fill)
-                self._state.freed(self._state.access.release(fill.lease_id))
+                self._state.abort_reservation(fill.chunk)
         self._on_freed()
 
     def tick(self) -> None:
-        """Hang up on those whose value has not come within the time of its lease."""
+        """Hang up on those who have begun a put and do not end it."""
         for peer, own in list(self._by_peer.items()):
-            fills = [each for each in own.values() if isinstance(each, Fill) and each.coming]
-            if not all(self._state.access.is_active(fill.lease_id) for fill in fills):
+            if any(isinstance(each, Fill) and self._state.age_s(each.chunk) >= MAX_FILL_S for each in own.values()):
                 peer.hang_up()
 
     def check(self) -> None:
         """Assert that bytes are counted, and that what is coming has a reservation of its own."""
         fills = [each for own in self._by_peer.values() for each in own.values() if isinstance(each, Fill)]
-        coming = [fill for fill in fills if fill.coming]
-        assert self._bytes == sum(fill.chunk.size_bytes for fill in coming)
+        assert self._bytes == sum(fill.chunk.size_bytes for fill in fills if fill.coming)
         assert self._bytes <= self._state.capacity_bytes * MAX_FRACTION
-        for fill in coming:
-            assert fill.chunk.num_leases == 1, f"{fill.chunk!r} is still coming"
+        for fill in fills:
+            assert fill.chunk.state is ChunkState.RESERVED, f"{fill.chunk!r} was not committed yet"
 
     def __repr__(self) -> str:
         return f"Fills({sum(map(len, self._by_peer.values()))}, {self._bytes} B coming)"

@@ -12,11 +12,11 @@ from tanghulu.store.node.state.chunk import ChunkState
 from tanghulu.store.node.state.confirmations import ReportOutcome
 from tanghulu.store.node.state.outcomes import CommittedBy, Existed, Reserved
 from tanghulu.store.node.writes import fills
-from tanghulu.store.node.writes.fills import MAX_FRACTION, Fill
+from tanghulu.store.node.writes.fills import MAX_FILL_S, MAX_FRACTION, Fill
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS, Checksums
 from tanghulu.store.protocol.messages import CommitItem, CommitRequest, ReserveRequest
 from tanghulu.types import ChunkKey
-from tests.store.node.rig import CAPACITY, GENERATION, LEASE_MS, SUM, new, put
+from tests.store.node.rig import CAPACITY, GENERATION, SUM, new, put
 from tests.store.node.test_puts import NOTHING, Rig, results
 
 
@@ -35,7 +35,7 @@ class FillRig(Rig):
         """What comes of a value whose head is there."""
         peer = peer or self.mine
         item = new(key, size, version).with_checksums(NO_CHECKSUMS)
-        begun = self.fills.begin(peer, peer.state.session_id, number, item)
+        begun = self.fills.begin(peer, number, item)
         self.check()
         return begun
 
@@ -123,7 +123,9 @@ async def test_a_connection_that_ends_leaves_nothing_wherever_its_values_stand(r
 
 def test_a_range_that_is_being_filled_is_nobody_elses_even_when_its_time_is_up(rig: FillRig) -> None:
     fill = rig.begin("k")
-    rig.clock.advance(2 * LEASE_MS / 1000)
+    rig.fills.tick()
+    assert rig.hung_up == []
+    rig.clock.advance(MAX_FILL_S)
     rig.state.expire(rig.clock.now_s())
     rig.fills.tick()
     assert rig.hung_up == [rig.mine]
@@ -135,16 +137,13 @@ def test_a_range_that_is_being_filled_is_nobody_elses_even_when_its_time_is_up(r
     assert fill.chunk.state is ChunkState.GONE
 
 
-async def test_a_value_that_nobody_commits_goes_with_its_lease(rig: FillRig) -> None:
+def test_a_connection_that_does_not_commit_what_has_come_is_cut(rig: FillRig) -> None:
     rig.here("k")
+    rig.clock.advance(MAX_FILL_S)
     rig.fills.tick()
-    rig.clock.advance(2 * LEASE_MS / 1000)
-    rig.state.expire(rig.clock.now_s())
-    rig.fills.tick()
+    assert rig.hung_up == [rig.mine]
+    rig.lose(rig.mine)
     assert rig.state.used_bytes == 0
-    assert rig.hung_up == []
-    (late,) = await rig.say()
-    assert isinstance(late, LeaseExpired)
 
 
 async def test_what_exists_is_not_received_and_commit_says_so(rig: FillRig) -> None:
