@@ -2,7 +2,7 @@
 
 The node itself receives the value, where it will lie, so nobody else ever touches the range and it has no lease: when
 the connection ends, or is cut because COMMIT did not come in time, the range is free. COMMIT names the reservation by
-the number that the client gave it on this connection, since RESERVE is not answered: what was wrong with it COMMIT says.
+the number that the client gave it on this connection. RESERVE is not answered: what was wrong with it COMMIT says.
 
 Example: RESERVE of k, 1 MiB, as number 7: a range is reserved. When all bytes are there COMMIT of number 7 says the
 checksum, and that the master has accepted k: k is LIVE, and the master hears of it with the next report.
