@@ -19,7 +19,7 @@ from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.checksums import Checksums
 from tanghulu.store.protocol.messages import Failure, Found, Reservation
 from tanghulu.store.protocol.shared_index import IndexPlace
-from tanghulu.store.protocol.types import MAX_INLINE_BYTES, ClientCommit, CommitResult, NewChunk
+from tanghulu.store.protocol.types import MAX_INLINE_BYTES, NewChunk
 from tanghulu.store.protocol.wire import checksums_from_wire, index_from_wire, pin_from_wire, tier_from_wire
 from tanghulu.store.protocol.write_buffer import BufferPlace
 from tanghulu.transfer_engine.core.descriptor_wire import from_proto
@@ -212,28 +212,6 @@ def existence(reply: AnyReply) -> tuple[list[bool], bool]:
     """As ``locations``, where it only matters whether somebody holds the key."""
     message: m.LocateReply = reply.message
     return message.existence, message.incomplete
-
-
-def commit_key(said: ClientCommit) -> AnyCall:
-    """Commit a chunk that lies in a write buffer."""
-    return methods.COMMIT_KEY.call(said)
-
-
-def commit_keys(said: Sequence[ClientCommit]) -> AnyCall:
-    """Commit several chunks that lie in write buffers of one node."""
-    return methods.COMMIT_KEYS.call(m.CommitKeysRequest(list(said)))
-
-
-def commit_results(reply: AnyReply) -> list[CommitResult]:
-    """The answer to ``commit_keys``."""
-    message: m.CommitKeysReply = reply.message
-    return message.commit_results
-
-
-def commit_result(reply: AnyReply) -> CommitResult:
-    """The answer to ``commit_key``."""
-    message: m.CommitKeyReply = reply.message
-    return message.commit_result
 
 
 def nodes() -> AnyCall:

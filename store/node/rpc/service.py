@@ -230,11 +230,12 @@ class NodeService:
         """Publish what the client has written, give back what it has not."""
         check_count(len(request.items))
         session = session_of(peer)
-        if request.filled:
-            taken = [self._puts.fills.take(peer, number) for number in request.aborted]
-            self._puts.abort([each for each in taken if isinstance(each, Chunk)])
-        elif request.aborted:
-            self._state.unpin(request.aborted, session.owned)
+        if request.aborted:
+            if request.filled:
+                taken = [self._puts.fills.take(peer, number) for number in request.aborted]
+                self._puts.abort([each for each in taken if isinstance(each, Chunk)])
+            else:
+                self._state.unpin(request.aborted, session.owned)
         if all(item.checksums.parts for item in request.items):
             return self._commit(request, self._end_writing(peer, request))
         return self._commit_computed(peer, request)

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tanghulu.store.client.logic import carriers, get, messages
+from tanghulu.store.client.logic import carriers, get
+from tanghulu.store.client.logic.commit import CommitCall
 from tanghulu.store.master.directory.directory import Directory
 from tanghulu.store.master.directory.pending_commits import PendingCommits
 from tanghulu.store.master.directory.rebuild import Rebuild
@@ -143,11 +144,7 @@ def _answers_without_looking_at_buffers(original: Any) -> Any:
 
 
 def _publishes_what_was_refused(original: Any) -> Any:
-    return lambda reply: CommitResult.ACCEPTED
-
-
-def _publishes_all_that_was_refused(original: Any) -> Any:
-    return lambda reply: [CommitResult.ACCEPTED] * len(original(reply))
+    return lambda self, answer: [CommitResult.ACCEPTED] * len(original(self, answer))
 
 
 def _accepts_and_forgets(original: Any) -> Any:
@@ -196,11 +193,11 @@ MUTATIONS = [
     (Directory, "_bury", _lets_removed_chunks_return, _LONELY),
     (Rebuild, "is_ready", _is_never_incomplete, _REBORN),
     (service, "after_drain", _answers_without_looking_at_buffers, _TIDY),
-    (messages, "commit_result", _publishes_what_was_refused, _CALM),
+    (CommitCall, "results", _publishes_what_was_refused, _CALM),
     (carriers, "commit_by_client", _publishes_without_committing, _CALM),
     (Fills, "begin", _frees_what_is_still_coming, _STREAMING),
     (Directory, "commit_by_client", _accepts_and_forgets, _CALM_REMOTE),
-    (messages, "commit_results", _publishes_all_that_was_refused, _CALM_MANY),
+    (CommitCall, "results", _publishes_what_was_refused, _CALM_MANY),
     (PendingCommits, "expired", _keeps_pending_commits_for_ever, _MURDEROUS),
     (WriteBuffers, "_free_range", _forgets_the_rest_of_a_buffer, _MURDEROUS),
     (get, "LATE_S", _does_not_ask_again, _WAITING),
