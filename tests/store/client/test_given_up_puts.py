@@ -13,6 +13,8 @@ import tanghulu.aio
 from tanghulu.store.client import Client
 from tanghulu.store.client.drivers.asynchronous import AsyncioDriver
 from tanghulu.store.client.drivers.blocking import BlockingDriver
+from tanghulu.store.client.logic.effects import CallPeers
+from tanghulu.store.protocol.methods import RESERVE
 from tests.store.cluster import Cluster, eventually
 from tests.store.fault_tools import MIB, value
 
@@ -71,21 +73,33 @@ def test_an_interrupted_put_gives_back_what_it_has(
         other.remove_matching("")
 
 
+@pytest.mark.parametrize("when", ["before", "during"])
 async def test_a_cancelled_put_gives_back_what_it_has(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, way: tuple[str, int]
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, way: tuple[str, int], when: str
 ) -> None:
+    """Cancelled before a step, or in the middle of it, when what it sends may have been heard."""
     transport, size = way
     perform = AsyncioDriver._perform
     async with tanghulu.aio.connect(cluster.address, transport=transport) as client:
         for number in range(3):
             await client.put(f"warm{number}", value("warm", size))
         for last in range(1, MOST_STEPS):
-            key, finished = f"cancelled/{transport}/{size}/{last}", False
+            key, finished = f"cancelled/{transport}/{size}/{when}/{last}", False
             steps = Steps(last, _cancel)
 
             async def stepped(driver: Any, effect: Any, deadline: Any, steps: Steps = steps) -> Any:
-                steps.next()
-                return await perform(driver, effect, deadline)
+                if when == "before" or _reserves(effect):
+                    steps.next()
+                    return await perform(driver, effect, deadline)
+                performing = asyncio.ensure_future(perform(driver, effect, deadline))
+                await asyncio.sleep(0)
+                try:
+                    steps.next()
+                finally:
+                    if steps.left == 0:
+                        performing.cancel()
+                        await asyncio.wait({performing})
+                return await performing
 
             with monkeypatch.context() as patched:
                 patched.setattr(AsyncioDriver, "_perform", stepped)
@@ -106,6 +120,11 @@ def put(client: Client, key: str, size: int, kind: str) -> bool:
     if kind == "one":
         return client.put(key, value(key, size)).ok
     return all(each.ok for each in client.put_many([(f"{key}/{n}", value(key, size)) for n in range(3)]))
+
+
+def _reserves(effect: Any) -> bool:
+    """Whether the answer would be a range that only the connection can give back, if nobody waits for it."""
+    return isinstance(effect, CallPeers) and any(call.method == RESERVE.number for _, call in effect.calls)
 
 
 def uses_are_ended(driver: Any) -> bool:
