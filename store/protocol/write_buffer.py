@@ -166,7 +166,7 @@ class BufferWriter:
             data = pack_record(record, number)
             start = number % self._num_records * RECORD_BYTES
             self._records[start : start + len(data)] = data
-            self._open.remove(record.place)  # before the node may see it: from now on nobody abandons it
+            self._open.discard(record.place)  # before the node may see it: from now on nobody abandons it
             self._written = self._words[_WRITTEN] = number + 1
             self._end()
 
