@@ -26,7 +26,7 @@ from report import keep
 from tanghulu.rpc.wire import encode, parser_of
 from tanghulu.store.protocol import messages as m
 from tanghulu.store.protocol.checksums import Checksums
-from tanghulu.store.protocol.types import ClientCommit, CommitResult, NewChunk, StreamEnd
+from tanghulu.store.protocol.types import ClientCommit, CommitResult, NewChunk
 
 Case = tuple[int, Callable[[], bytes], Callable[[bytes], object]]  # how often a round, packs, unpacks
 NODE = "node-1-9f3c2a"
@@ -68,12 +68,6 @@ def cases(seed: int) -> dict[str, Case]:
             20000,
             lambda: encode(m.CommitRequest([m.CommitItem(words[1], sums)], [], True, 5000)),
             parser_of(m.CommitRequest),
-        ),
-        "STREAM": (20000, lambda: encode(m.StreamRequest(words[1], new[0], True, 5000)), parser_of(m.StreamRequest)),
-        "SETTLE": (
-            20000,
-            lambda: encode(m.EndStreamRequest(words[1], StreamEnd.COMMITTED, 3, sums)),
-            parser_of(m.EndStreamRequest),
         ),
         "GET": (20000, lambda: encode(m.GetRequest(keys[:1], 65536)), parser_of(m.GetRequest)),
         "GET, reply": (

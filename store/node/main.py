@@ -41,7 +41,6 @@ from tanghulu.store.node.rpc.grpc_service import GrpcStoreNode
 from tanghulu.store.node.rpc.metrics import NodeCollector, TrafficCounters
 from tanghulu.store.node.rpc.service import NodeIdentity, NodeService
 from tanghulu.store.node.rpc.sessions import Sessions
-from tanghulu.store.node.rpc.stream_service import StreamService
 from tanghulu.store.node.rpc.tenant_metrics import TenantCollector
 from tanghulu.store.node.ssd.admission import MODES, TierAdmission
 from tanghulu.store.node.ssd.metrics import TierCollector
@@ -171,7 +170,6 @@ class Node:
         )
         self._polling: asyncio.TimerHandle | None = None
         self._puts = PutService(self.state, self._segment.view, self._reporter)
-        self._streams = StreamService(self.state, self._puts, self._traffic)
         self._sessions = Sessions(self.state, self._room_changed)
         self._copier = Copier(config.master, self._puts, self._reporter.copy_failed)
         self._registration: asyncio.Task[Registration] | None = None
@@ -289,7 +287,6 @@ class Node:
         NodeService(
             identity, self.state, self._puts, self._sessions, self._traffic, self._promoter, self._policies
         ).serve(self._service)
-        self._streams.serve(self._service)
         AdminService(self.state, self._puts, self._drain).serve(self._service)
         if self._tokens is not None:
             self._authorizer = Authorizer(self._tokens)
@@ -356,7 +353,7 @@ class Node:
             self.state.expire(self._clock.now_s())
             self._memory.published.beat(self._clock.now_s())
             self._sessions.forget_ended()
-            self._streams.tick()
+            self._puts.fills.tick()
             self._drain_buffers()
             self.state.trim_tenants()
             self._evict_ahead()
@@ -368,7 +365,7 @@ class Node:
                 if self._tier is not None:
                     self._tier.check()
                 self._sessions.check()
-                self._streams.incoming.check()
+                self._puts.fills.check()
 
     def _drain_buffers(self) -> None:
         """At every tick, and while clients put, much more often: it keeps what a get has to wait for short."""

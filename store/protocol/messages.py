@@ -20,8 +20,8 @@ import msgspec
 
 from tanghulu.errors import TanghuluError, error_from_code
 from tanghulu.rpc.wire import U32, U64, FastMessage
-from tanghulu.store.protocol.checksums import NO_CHECKSUMS, Checksums
-from tanghulu.store.protocol.types import ClientCommit, CommitResult, NewChunk, StreamEnd
+from tanghulu.store.protocol.checksums import Checksums
+from tanghulu.store.protocol.types import ClientCommit, CommitResult, NewChunk
 from tanghulu.store.protocol.write_buffer import BufferPlace
 
 _MAX_TEXT = (1 << 16) - 1
@@ -79,14 +79,19 @@ class PutReply(FastMessage, frozen=True):
         return [each.error if isinstance(each, Failure) else each for each in self.outcomes]
 
 
-# --- puts in three steps: RESERVE, a WRITE of the transfer engine, COMMIT
+# --- puts in three steps: RESERVE, a WRITE of the transfer engine, COMMIT; or the value follows RESERVE on its socket
 
 
 class ReserveRequest(FastMessage, frozen=True):
-    """Values that want ranges. ``deadline_ms`` bounds the wait for leases that stand in the way."""
+    """Values that want ranges. ``deadline_ms`` bounds the wait for leases that stand in the way.
+
+    ``fill`` other than 0: the value of the only item is the attachment. The client names its reservation by that number
+    on this connection; the node does not wait for room, and answers only where the request itself is refused.
+    """
 
     items: list[NewChunk]
     deadline_ms: U32
+    fill: U64 = 0
 
     def validate(self) -> None:
         """Refuse an item that is none."""
@@ -119,6 +124,7 @@ class CommitRequest(FastMessage, frozen=True):
     """``items`` were written, the reservations ``aborted`` were not; ``visible`` and ``deadline_ms`` as in PutRequest.
 
     The first ``num_committed`` items the master has accepted already, in the name of the node's ``generation``.
+    ``filled``: in the place of leases stand numbers of reservations whose values came with RESERVE.
     """
 
     items: list[CommitItem]
@@ -127,37 +133,7 @@ class CommitRequest(FastMessage, frozen=True):
     deadline_ms: U32
     num_committed: U32 = 0
     generation: U64 = 0
-
-
-# --- a put of one value that is received where it will lie: STREAM, and SETTLE behind it on the same connection
-
-
-class StreamRequest(FastMessage, frozen=True):
-    """A value without checksums that travels with the request; ``stream_id`` names it on its connection.
-
-    It is answered by a PutReply, when SETTLE has come.
-    """
-
-    stream_id: U64
-    item: NewChunk
-    visible: bool
-    deadline_ms: U32
-
-    def validate(self) -> None:
-        """Refuse an item that is none."""
-        self.item.validate()
-
-
-class EndStreamRequest(FastMessage, frozen=True):
-    """The last word on a streamed value, which is not answered. It leaves when all of the value has left.
-
-    ``generation``: of the node in whose name the master has accepted it.
-    """
-
-    stream_id: U64
-    word: StreamEnd
-    generation: U64 = 0
-    checksums: Checksums = NO_CHECKSUMS
+    filled: bool = False
 
 
 # --- puts into a range of the node's memory that the client was given before: DESK

@@ -38,8 +38,6 @@ EVICT = Method(20, "evict", store_pb2.EvictRequest, store_pb2.EvictReply, Rule("
 VERIFY = Method(21, "verify", store_pb2.VerifyRequest, store_pb2.VerifyReply, Rule("check", Right.ADMIN))
 TENANTS = Method(22, "tenants", store_pb2.TenantsRequest, store_pb2.TenantsReply, access.TENANTS)
 OPEN_BUFFER = Method(23, "open_buffer", m.OpenBufferRequest, m.OpenBufferReply, Rule("put", Right.WRITE))
-STREAM = Method(24, "stream", m.StreamRequest, m.PutReply, Rule("put", Right.WRITE, scope_keys("item.key")))
-END_STREAM = Method(25, "end_stream", m.EndStreamRequest, bytes, Rule("put", Right.WRITE))  # has no answer
 
 # --- of the master
 

@@ -117,16 +117,6 @@ class CommitResult(Enum):
 RELIED_S = 1.0
 
 
-class StreamEnd(Enum):
-    """What the putter of a streamed value says when all of it is on its way."""
-
-    ANNOUNCE = 0  # the node is to tell the master
-    COMMITTED = 1  # the master has accepted it already
-    DROP = 2  # the key exists elsewhere
-
-    __hash__ = object.__hash__  # see Pin
-
-
 def validate_key(key: str) -> ChunkKey:
     """``key`` as a ChunkKey; raises InvalidRequest if it is empty, too long or not encodable."""
     if not (key.isascii() and 0 < len(key) <= MAX_KEY_BYTES):

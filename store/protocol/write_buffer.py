@@ -122,6 +122,7 @@ class BufferWriter:
         self._num_records = place.num_records
         self._next = 0
         self._begun = self._ended = self._written = 0
+        self._open: set[int] = set()  # places of values that are being written
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._said_left = False
@@ -151,6 +152,7 @@ class BufferWriter:
                 self._end()
                 return None
             self._next = place + -(-size_bytes // ALIGNMENT) * ALIGNMENT
+            self._open.add(place)
             return place
 
     def fill(self, place: int, value: memoryview) -> None:
@@ -164,12 +166,16 @@ class BufferWriter:
             data = pack_record(record, number)
             start = number % self._num_records * RECORD_BYTES
             self._records[start : start + len(data)] = data
+            self._open.discard(record.place)  # before the node may see it: from now on nobody abandons it
             self._written = self._words[_WRITTEN] = number + 1
             self._end()
 
     def abandon(self, place: int, size_bytes: int) -> None:
-        """End a use without a chunk."""
+        """End a use without a chunk, if it has not ended: who was interrupted need not know how far it came."""
         with self._lock:
+            if place not in self._open:
+                return
+            self._open.remove(place)
             if self._next == place + -(-size_bytes // ALIGNMENT) * ALIGNMENT:
                 self._next = place
             self._end()

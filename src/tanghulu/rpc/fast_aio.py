@@ -202,43 +202,29 @@ class AsyncFastConnection(asyncio.Protocol):
         return call_id, encode_head(method, call_id, len(body), size) + body
 
     async def call_then(
-        self, call: Call[R], word: Callable[[], Awaitable[Call[Any]]], otherwise: Call[Any], *, deadline_s: float = 5.0
+        self, call: Call[Any], last: Callable[[], Awaitable[Call[R]]], otherwise: Call[Any], *, deadline_s: float = 5.0
     ) -> Reply[R]:
-        """Send ``call``; while it is on its way, wait for ``word()`` and send that, which has no answer of its own.
+        """Send ``call``, which has no answer but perhaps an error; while it is on its way, wait for ``last()``.
 
-        Returns the answer to ``call``; raises as ``call``, and what ``word`` raises: then ``otherwise`` is sent in its
-        place. The head of ``call`` leaves ahead of its payload, so the peer can prepare for it.
+        Returns the answer to ``last()``; raises as ``call``, and what ``last`` raises: then ``otherwise`` is sent in
+        its place. The head of ``call`` leaves ahead of its payload, so the peer can prepare for it.
         """
         try:
             async with asyncio.timeout(deadline_s):
                 if not self._writable.is_set():
                     await self._writable.wait()
-                return await self._exchange_then(call, word, otherwise)
+                transport = self._open_transport()
+                transport.write(self._encode(call.method, call.request, call.attachment)[1])
+                transport.writelines(list(call.attachment))
+                try:
+                    made = await last()
+                except BaseException:  # a cancel, too
+                    if not transport.is_closing():
+                        transport.write(self._encode(otherwise.method, otherwise.request)[1])
+                    raise
+                return await self._exchange(made.method, made.request, made.reply_type, made.attachment)
         except TimeoutError:
             raise DeadlineExceeded(f"{self.peer} did not answer within {deadline_s:g} s") from None
-
-    async def _exchange_then(
-        self, call: Call[R], word: Callable[[], Awaitable[Call[Any]]], otherwise: Call[Any]
-    ) -> Reply[R]:
-        future: asyncio.Future[Reply[R] | TanghuluError] = asyncio.get_running_loop().create_future()
-        transport = self._open_transport()
-        call_id, head = self._encode(call.method, call.request, call.attachment)
-        self._pending[call_id] = (call.reply_type, lambda answer: None if future.done() else future.set_result(answer))
-        transport.write(head)
-        transport.writelines(list(call.attachment))
-        said = otherwise
-        try:
-            try:
-                said = await word()
-            finally:
-                if not transport.is_closing():
-                    transport.write(self._encode(said.method, said.request)[1])
-            outcome = await future
-        finally:
-            self._pending.pop(call_id, None)
-        if isinstance(outcome, TanghuluError):
-            raise outcome
-        return outcome
 
     def abort(self) -> None:
         """Cut the connection: every call in flight ends with NodeUnavailable, soon."""

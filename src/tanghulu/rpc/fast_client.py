@@ -160,14 +160,14 @@ class FastConnection:
         self._unwanted.add(call_id)
 
     def call_then(
-        self, call: Call[R], ahead: Callable[[], None], word: Callable[[], Call[Any]], *, deadline_s: float = 5.0
+        self, call: Call[Any], ahead: Callable[[], None], last: Callable[[], Call[R]], *, deadline_s: float = 5.0
     ) -> Reply[R] | TanghuluError:
-        """Send ``call``; when all of it is on its way, make and send ``word()``, which has no answer of its own.
+        """Send ``call``, which has no answer but perhaps an error; when all of it is on its way, make ``last()``.
 
-        Returns the answer to ``call``. Its head leaves alone, so that the peer wakes and prepares; then ``ahead()`` is
-        called, and only then the payload leaves. What either raises ends the connection.
+        Returns the answer to ``last()``. The head of ``call`` leaves alone, so that the peer wakes and prepares; then
+        ``ahead()`` is called, and only then the payload leaves. What either raises ends the connection.
         """
-        return self._alone(self._exchange_then, (call, ahead, word), deadline_s)
+        return self._alone(self._exchange_then, (call, ahead, last), deadline_s)
 
     def post(self, call: Call[R], *, deadline_s: float = 5.0) -> None:
         """Send a request whose reply nobody needs; it is dropped when it comes. Raises as ``call_many``."""
@@ -200,20 +200,23 @@ class FastConnection:
         return outcome_of(call.reply_type, frame)
 
     def _exchange_then(
-        self, wanted: tuple[Call[R], Callable[[], None], Callable[[], Call[Any]]], until: float
+        self, wanted: tuple[Call[Any], Callable[[], None], Callable[[], Call[R]]], until: float
     ) -> Reply[R] | TanghuluError:
-        call, ahead, word = wanted
+        call, ahead, make_last = wanted
         call_id, body = call_id_of(next(self._numbers)), call.body
         parts = [memoryview(part).cast("B") for part in call.attachment]
         self._send_all(memoryview(encode_head(call.method, call_id, len(body), sum(map(len, parts))) + body), until)
         ahead()
         for part in parts:
             self._send_all(part, until)
-        self._send(word(), call_id_of(next(self._numbers)), until)
+        last, last_id = make_last(), call_id_of(next(self._numbers))
+        self._unwanted.add(call_id)
+        self._send(last, last_id, until)
         frame = self._receive(until)
-        if frame.call_id != call_id:
+        self._unwanted.discard(call_id)
+        if frame.call_id != last_id:
             raise _stray(self.peer, frame)
-        return outcome_of(call.reply_type, frame)
+        return outcome_of(last.reply_type, frame)
 
     def _post(self, call: Call[R], until: float) -> None:
         while len(self._unwanted) >= _MAX_UNWANTED:

@@ -78,6 +78,11 @@ class AsyncioDriver:
         except StopIteration as end:
             result: T = end.value
             return result
+        except BaseException:
+            logic.close()  # a cancelled call, too, has the logic give up what it has taken
+            if self.context.leases.dropped:
+                self.flush()
+            raise
 
     def deadline(self, seconds: float | None) -> Deadline:
         """The end of an operation that begins now."""

@@ -94,6 +94,11 @@ class BlockingDriver:
         except StopIteration as end:
             result: T = end.value
             return result
+        except BaseException:
+            logic.close()  # an interrupt, too, has the logic give up what it has taken
+            if self.context.leases.dropped:
+                self.flush(deadline.remaining_s())
+            raise
 
     def deadline(self, seconds: float | None) -> Deadline:
         """The end of an operation that begins now."""

@@ -31,19 +31,15 @@ from tanghulu.store.client.model import PutOptions
 from tanghulu.store.protocol import checksums as sums
 from tanghulu.store.protocol.messages import Reservation
 from tanghulu.store.protocol.terms import Term
-from tanghulu.store.protocol.types import CommitResult, NewChunk, StreamEnd
+from tanghulu.store.protocol.types import CommitResult, NewChunk
 from tanghulu.store.protocol.write_buffer import BufferWriter, Record
 from tanghulu.transfer_engine.engine import Opcode, TransferRequest
 
 #: Of a value, what its checksum has seen before the node has made room: as much as fits into that time.
 AHEAD_BYTES = 4 << 20
 
-_STREAM_ENDS = {
-    CommitResult.ACCEPTED: StreamEnd.COMMITTED,
-    CommitResult.EXISTS: StreamEnd.DROP,
-    CommitResult.ASK_NODE: StreamEnd.ANNOUNCE,
-}
-_stream_ids = itertools.count(1)
+#: Of reservations that their values follow on the same connection.
+_fill_numbers = itertools.count(1)
 
 
 # --- write buffer
@@ -133,24 +129,27 @@ def _open_buffer(
 
 # --- stream
 #
-#     STREAM to the node: the head           (the node wakes, and makes room where the value will lie)
+#     RESERVE to the node: the head          (the node wakes, and makes room where the value will lie)
 #     commit at the master                   (whose answer is not waited for yet)
 #     checksum
 #     the value, which the node receives in place
 #     the master's answer
-#     SETTLE to the node, on the same connection: checksum and answer -> the node answers STREAM
+#     COMMIT to the node, on the same connection: checksum and answer
 #
-# Neither checksum nor commit is waited for after the last byte, and the node copies nothing: that its head comes ahead
+# Neither checksum nor commit is waited for after the last byte, and the node copies nothing: that the head comes ahead
 # of everything saves it 0.1 ms, and a copy of what else it would find behind the head. If the client dies in between,
-# the node's connection ends and the value is dropped, and the master takes back its pending commit.
+# the node's connection ends and with it the reservation, and the master takes back its pending commit.
 
 
 class _StreamedPut:
     """What the driver asks for while it streams one value."""
 
-    def __init__(self, node: PeerId, op: PutOp, options: PutOptions, committer: Committer, term: Term) -> None:
-        self.stream_id = next(_stream_ids)
-        self._node, self._op, self._part_bytes, self._committer = node, op, options.part_bytes, committer
+    def __init__(
+        self, node: PeerId, op: PutOp, options: PutOptions, committer: Committer, deadline: Deadline, *, term: Term
+    ) -> None:
+        self.number = next(_fill_numbers)
+        self._node, self._op, self._options, self._committer = node, op, options, committer
+        self._deadline = deadline
         self._checksums = op.new.checksums
         self._generation, self._term = 0, term
         self._commit: CommitCall | None = None
@@ -165,32 +164,40 @@ class _StreamedPut:
 
     def meanwhile(self) -> None:
         """The node makes room: compute the checksum, which also brings the value near."""
-        self._checksums = self._op.checksums(self._part_bytes)
+        self._checksums = self._op.checksums(self._options.part_bytes)
 
     def end_call(self, answer: messages.AnyReply | TanghuluError | None) -> messages.AnyCall:
-        """The end of the stream, after what the master answered."""
+        """COMMIT, after what the master answered."""
         (result,) = (CommitResult.ASK_NODE,) if self._commit is None else self._commit.results(answer)
-        return messages.end_stream(self.stream_id, _STREAM_ENDS[result], self._generation, self._checksums)
+        if result is CommitResult.EXISTS:
+            return self.abort_call()
+        items, num_committed = [(self.number, self._checksums)], int(result is CommitResult.ACCEPTED)
+        visible, left_ms = self._options.visible, self._deadline.remaining_ms()
+        return messages.commit(items, [], visible, left_ms, num_committed, self._generation, filled=True)
+
+    def abort_call(self) -> messages.AnyCall:
+        """COMMIT of nothing: the value is not wanted."""
+        return messages.commit([], [self.number], False, 0, filled=True)
 
 
 def put_by_stream(
     context: Context, deadline: Deadline, node: PeerId, op: PutOp, options: PutOptions, committer: Committer
 ) -> Logic[None]:
     """Put ``op`` at ``node`` by a stream; it stays open where that fails, and another way tells what is wrong."""
-    streamed = _StreamedPut(node, op, options, committer, context.fence.newest)
+    streamed = _StreamedPut(node, op, options, committer, deadline, term=context.fence.newest)
     new, pieces = op.new.with_checksums(sums.NO_CHECKSUMS), op.pieces or (op.value,)
     answer = yield Stream(
         node,
-        messages.stream(streamed.stream_id, new, pieces, options.visible, deadline.remaining_ms()),
+        messages.reserve((new,), deadline.remaining_ms(), streamed.number, pieces),
         streamed.commit_call,
         streamed.meanwhile,
         streamed.end_call,
-        messages.end_stream(streamed.stream_id, StreamEnd.DROP, 0, sums.NO_CHECKSUMS),
+        streamed.abort_call(),
         deadline.remaining_s() / 2,
     )
     if isinstance(answer, TanghuluError):
         return
-    (result,) = messages.put_results(answer)
+    (result,) = messages.put_results(answer) or (True,)  # nothing was committed, because the key existed
     if not isinstance(result, TanghuluError):
         op.take_result(node, result)
         op.done = True
@@ -216,6 +223,7 @@ class Filling:
     reservation: Reservation
     error: TanghuluError | None = None
     result: CommitResult = CommitResult.ASK_NODE
+    answered: bool = False  # by the node, that the range was committed or aborted
     rest: sums.Rest | None = None  # the checksums, of what they have not seen yet
     _num_moved: int = 0
 
@@ -259,19 +267,25 @@ def take_reservations(
     node: PeerId,
     ops: Sequence[tuple[PutOp, Route]],
     answer: messages.AnyReply | TanghuluError,
-) -> list[Filling]:
-    """The node's answer to RESERVE: what is to be filled now; the other items know why not."""
+    fillings: list[Filling],
+) -> None:
+    """The node's answer to RESERVE: what is to be filled now joins ``fillings``; the other items know why not."""
     if isinstance(answer, TanghuluError):
         take_results(context, node, [op for op, _ in ops], answer)
-        return []
-    fillings: list[Filling] = []
+        return
     for (op, route), reservation in zip(ops, messages.reservations(answer), strict=True):
         if reservation is None or isinstance(reservation, TanghuluError):
             op.take_result(node, True if reservation is None else reservation)
         else:
-            context.leases.hold(node, reservation.lease_id)
             fillings.append(Filling(op, node, route, reservation))
-    return fillings
+            context.leases.hold(node, reservation.lease_id)
+
+
+def end_reservations(context: Context, fillings: Sequence[Filling]) -> None:
+    """No range is needed any more; those whose node has not answered COMMIT are given back with the next call."""
+    for each in fillings:
+        end = context.leases.released if each.answered else context.leases.drop
+        end(each.node, each.reservation.lease_id)
 
 
 def transfer_all(context: Context, deadline: Deadline, fillings: list[Filling], options: PutOptions) -> Logic[None]:
@@ -344,9 +358,10 @@ def _commit_at_nodes(
         committed.append(filled)
     answers = yield CallPeers(calls)
     for (node, _), filled, answer in zip(calls, committed, answers, strict=True):
+        for each in fillings:
+            each.answered = each.answered or (each.node == node and not isinstance(answer, TanghuluError))
         take_results(context, node, [each.op for each in filled], answer)
     for each in fillings:
-        context.leases.released(each.node, each.reservation.lease_id)
         if each.error is not None:
             each.op.error = each.error
         elif each.result is CommitResult.EXISTS:

@@ -18,6 +18,8 @@ from tanghulu.store.client.logic.context import Context
 from tanghulu.store.client.logic.effects import MASTER, CallPeers, Deadline, Logic, PeerId
 from tanghulu.store.client.model import Status
 from tanghulu.store.protocol import checksums as sums
+from tanghulu.store.protocol import methods
+from tanghulu.store.protocol.messages import CommitKeysRequest
 from tanghulu.store.protocol.terms import Term
 from tanghulu.store.protocol.types import RELIED_S, ClientCommit, CommitResult, NewChunk
 
@@ -73,21 +75,21 @@ class CommitCall:
     """
 
     def __init__(self, node: PeerId, generation: int, items: Sequence[NewChunk], term: Term = _NO_TERM) -> None:
-        self._num_items = len(items)
+        said = [ClientCommit(node, generation, new.key, new.version, new.size_bytes, *term) for new in items]
+        self._num_items = len(said)
+        self.call: messages.AnyCall
         if self._num_items == 1:
-            new = items[0]
-            self.call = messages.commit_key(ClientCommit(node, generation, new.key, new.version, new.size_bytes, *term))
+            self.call = methods.COMMIT_KEY.call(said[0])
         else:
-            said = [ClientCommit(node, generation, new.key, new.version, new.size_bytes, *term) for new in items]
-            self.call = messages.commit_keys(said)
+            self.call = methods.COMMIT_KEYS.call(CommitKeysRequest(said))
 
     def results(self, answer: messages.AnyReply | TanghuluError | None) -> list[CommitResult]:
         """One for each item; ASK_NODE for all where there is no proper answer. None: the master was not called."""
         if answer is None or isinstance(answer, TanghuluError):
             return [CommitResult.ASK_NODE] * self._num_items
         if self._num_items == 1:
-            return [messages.commit_result(answer)]
-        results = messages.commit_results(answer)
+            return [answer.message.commit_result]
+        results: list[CommitResult] = answer.message.commit_results
         return results if len(results) == self._num_items else [CommitResult.ASK_NODE] * self._num_items
 
 

@@ -37,12 +37,13 @@ class CallPeers:
 
 @dataclass(slots=True)
 class Stream:
-    """Send ``call`` with its payload to ``node`` and call the master meanwhile; then tell the node how the put ends.
+    """Send ``call`` with its payload to ``node`` and call the master meanwhile; then make the call that ends the put.
 
     ``commit_call`` makes the call to the master (None: there is none); its argument is the node's generation.
-    ``meanwhile`` is work that has to be done before the end is told: the head of ``call`` has left, the payload perhaps
-    not. ``end_call`` makes the end of the master's answer (None: it was not called); ``drop_call`` is sent where no end
-    was made. Result: Reply | TanghuluError, the answer to ``call``. ``within_s``: what the master's call may take.
+    ``meanwhile`` is work that has to be done before the end: the head of ``call`` has left, the payload perhaps not.
+    ``end_call`` makes the last call of the master's answer (None: it was not called); ``drop_call`` is sent where that
+    was not made. Result: Reply | TanghuluError, the answer to the last call; ``call`` has none. ``within_s``: what the
+    master's call may take.
     """
 
     node: PeerId

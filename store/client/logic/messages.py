@@ -19,7 +19,7 @@ from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.checksums import Checksums
 from tanghulu.store.protocol.messages import Failure, Found, Reservation
 from tanghulu.store.protocol.shared_index import IndexPlace
-from tanghulu.store.protocol.types import MAX_INLINE_BYTES, ClientCommit, CommitResult, NewChunk, StreamEnd
+from tanghulu.store.protocol.types import MAX_INLINE_BYTES, NewChunk
 from tanghulu.store.protocol.wire import checksums_from_wire, index_from_wire, pin_from_wire, tier_from_wire
 from tanghulu.store.protocol.write_buffer import BufferPlace
 from tanghulu.transfer_engine.core.descriptor_wire import from_proto
@@ -73,18 +73,8 @@ def put(items: Sequence[NewChunk], pieces: Sequence[memoryview], visible: bool, 
     return methods.PUT.call(m.PutRequest(list(items), visible, deadline_ms), pieces)
 
 
-def stream(stream_id: int, new: NewChunk, pieces: Sequence[memoryview], visible: bool, deadline_ms: int) -> AnyCall:
-    """A value that its checksum comes after."""
-    return methods.STREAM.call(m.StreamRequest(stream_id, new, visible, deadline_ms), pieces)
-
-
-def end_stream(stream_id: int, word: StreamEnd, generation: int, checksums: Checksums) -> AnyCall:
-    """The last word on a streamed value."""
-    return methods.END_STREAM.call(m.EndStreamRequest(stream_id, word, generation, checksums))
-
-
 def put_results(reply: AnyReply) -> list[bool | TanghuluError]:
-    """For each value whether it existed, or why it failed; of PUT, STREAM and COMMIT."""
+    """For each value whether it existed, or why it failed; of PUT and COMMIT."""
     message: m.PutReply = reply.message
     return message.results
 
@@ -100,9 +90,9 @@ def buffer_place(reply: AnyReply) -> BufferPlace | None:
     return message.place
 
 
-def reserve(items: Iterable[NewChunk], deadline_ms: int) -> AnyCall:
-    """Ranges for large values."""
-    return methods.RESERVE.call(m.ReserveRequest(list(items), deadline_ms))
+def reserve(items: Iterable[NewChunk], deadline_ms: int, fill: int = 0, pieces: Sequence[memoryview] = ()) -> AnyCall:
+    """Ranges for large values; with ``fill`` for one, in ``pieces``, whose reservation has that number."""
+    return methods.RESERVE.call(m.ReserveRequest(list(items), deadline_ms, fill), pieces)
 
 
 def reservations(reply: AnyReply) -> list[Reservation | TanghuluError | None]:
@@ -118,10 +108,17 @@ def commit(
     deadline_ms: int,
     num_committed: int = 0,
     generation: int = 0,
+    *,
+    filled: bool = False,
 ) -> AnyCall:
-    """(lease, checksums) that were written, those first that the master has accepted; and leases that were not."""
+    """(lease, checksums) that were written, those first that the master has accepted; and leases that were not.
+
+    ``filled``: not leases, but numbers that RESERVE has named.
+    """
     written = [m.CommitItem(*item) for item in items]
-    return methods.COMMIT.call(m.CommitRequest(written, aborted, visible, deadline_ms, num_committed, generation))
+    return methods.COMMIT.call(
+        m.CommitRequest(written, aborted, visible, deadline_ms, num_committed, generation, filled)
+    )
 
 
 def get(keys: Sequence[str], max_inline_bytes: int = MAX_INLINE_BYTES, deadline_ms: int = 0) -> AnyCall:
@@ -217,28 +214,6 @@ def existence(reply: AnyReply) -> tuple[list[bool], bool]:
     """As ``locations``, where it only matters whether somebody holds the key."""
     message: m.LocateReply = reply.message
     return message.existence, message.incomplete
-
-
-def commit_key(said: ClientCommit) -> AnyCall:
-    """Commit a chunk that lies in a write buffer."""
-    return methods.COMMIT_KEY.call(said)
-
-
-def commit_keys(said: Sequence[ClientCommit]) -> AnyCall:
-    """Commit several chunks that lie in write buffers of one node."""
-    return methods.COMMIT_KEYS.call(m.CommitKeysRequest(list(said)))
-
-
-def commit_results(reply: AnyReply) -> list[CommitResult]:
-    """The answer to ``commit_keys``."""
-    message: m.CommitKeysReply = reply.message
-    return message.commit_results
-
-
-def commit_result(reply: AnyReply) -> CommitResult:
-    """The answer to ``commit_key``."""
-    message: m.CommitKeyReply = reply.message
-    return message.commit_result
 
 
 class ListVersion(NamedTuple):

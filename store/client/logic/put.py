@@ -24,6 +24,7 @@ from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic.carriers import (
     Filling,
     begin_ahead,
+    end_reservations,
     put_by_stream,
     put_in_buffer,
     take_reservations,
@@ -237,10 +238,13 @@ def _round(context: Context, deadline: Deadline, ops: list[PutOp], options: PutO
     for (node, part), answer in zip(puts, answers[: len(puts)], strict=True):
         take_results(context, node, part, answer)
     fillings: list[Filling] = []
-    for (node, own), answer in zip(large.items(), answers[len(puts) :], strict=True):
-        fillings += take_reservations(context, node, own, answer)
-    if fillings:
-        yield from transfer_all(context, deadline, fillings, options)
+    try:
+        for (node, own), answer in zip(large.items(), answers[len(puts) :], strict=True):
+            take_reservations(context, node, own, answer, fillings)
+        if fillings:
+            yield from transfer_all(context, deadline, fillings, options)
+    finally:  # a call that is given up, too, keeps no range
+        end_reservations(context, fillings)
 
 
 def _put_call(ops: Sequence[PutOp], options: PutOptions, deadline_ms: int) -> messages.AnyCall:

@@ -14,7 +14,7 @@ import structlog
 
 from tanghulu.errors import ChecksumMismatch, ChunkNotFound, InvalidRequest, TanghuluError, Unauthorized
 from tanghulu.protos import store_pb2
-from tanghulu.rpc.fast_server import Answer, FastService, Handler, Later, Peer
+from tanghulu.rpc.fast_server import NO_ANSWER, Answer, FastService, Handler, Later, PayloadSink, Peer
 from tanghulu.rpc.methods import HELLO, Method
 from tanghulu.rpc.versions import settle
 from tanghulu.store.node.rpc.metrics import TrafficCounters
@@ -23,10 +23,12 @@ from tanghulu.store.node.rpc.stats import check_count, stat_reply
 from tanghulu.store.node.ssd.promotion import Promoter
 from tanghulu.store.node.state.chunk import Chunk
 from tanghulu.store.node.state.node_state import NodeState
-from tanghulu.store.node.state.outcomes import CommittedBy, Existed, Reserved
+from tanghulu.store.node.state.outcomes import CommittedBy, Existed
 from tanghulu.store.node.state.tenant_usage import Policies
+from tanghulu.store.node.writes.fills import Begun, Fill
 from tanghulu.store.node.writes.puts import PutOutcome, PutService, Written, remaining_s
 from tanghulu.store.protocol import methods
+from tanghulu.store.protocol.checksums import Checksums
 from tanghulu.store.protocol.messages import (
     CommitRequest,
     Done,
@@ -57,6 +59,8 @@ MAX_INLINE_ANSWER_BYTES = 4 << 20
 #: Of the memory, what one answer pins while it brings chunks up from the SSD; the first of them may be larger.
 MAX_PINNED_FRACTION = 1 / 8
 DEFAULT_DEADLINE_S = 5.0
+#: What an item of COMMIT names, a reservation that nobody writes any more or why there is none, and its checksums.
+_Ended: TypeAlias = tuple[Chunk | Existed | TanghuluError, Checksums]
 #: An answer that waits: for the master, or for room first.
 Pending: TypeAlias = Later | Coroutine[Any, Any, Answer]
 
@@ -109,6 +113,7 @@ class NodeService:
         ]
         for method, handler in handlers:
             service.register(method, after_drain(self._state, handler))
+        service.register_sink(methods.RESERVE, self.receive)
 
     # --- sessions
 
@@ -165,56 +170,127 @@ class NodeService:
         written = await self._puts.write_rest(items, written, visible=visible, until_s=until_s)
         return PutReply.of(await self._puts.settled(written, visible=visible, until_s=until_s))
 
-    def reserve(
-        self, peer: Peer, request: ReserveRequest, attachment: memoryview
-    ) -> Answer | Coroutine[Any, Any, Answer]:
-        """Reserve ranges that the client will write."""
+    def reserve(self, peer: Peer, request: ReserveRequest, attachment: memoryview) -> Answer | Pending:
+        """Reserve ranges that the client will write, or that the value behind the request goes to."""
         check_count(len(request.items))
         session = session_of(peer)
+        if request.fill:
+            return self._fill(peer, request, attachment)
         items = request.items
-        reserved = self._puts.reserve_at_once(items, session.holder)
+        # Who may not see memory must not find in its ranges what was another tenant's.
         wipes = peer.identity is not None and not peer.identity.shared_memory
-        if len(reserved) < len(items):
+        reserved = [] if wipes else self._puts.reserve_at_once(items, session.holder)
+        if wipes or len(reserved) < len(items):
             return self._reserve_rest(items, reserved, session, self._until(request.deadline_ms), wipes)
-        return self._reserved(reserved, wipes)
+        return _reserve_reply(reserved)
 
     async def _reserve_rest(
         self, items: list[NewChunk], reserved: list[Written], session: Session, until_s: float, wipes: bool
     ) -> Answer:
-        return self._reserved(await self._puts.reserve_rest(items, reserved, session.holder, until_s), wipes)
-
-    def _reserved(self, reserved: Sequence[Written], wipes: bool) -> ReserveReply:
-        """The answer. ``wipes``: the client must not find in its ranges what was another tenant's."""
-        for outcome in reserved if wipes else ():
-            if isinstance(outcome, Reserved):
-                self._puts.wipe(outcome.chunk)
+        try:
+            if wipes:
+                reserved += self._puts.reserve_at_once(items, session.holder)
+            await self._puts.reserve_rest(items, reserved, session.holder, until_s)
+            if wipes:
+                await self._puts.wipe(reserved)
+        except BaseException:  # its connection has ended: nobody will hear of these ranges
+            self._puts.take_back(reserved)
+            raise
         return _reserve_reply(reserved)
+
+    def receive(self, peer: Peer, request: ReserveRequest, num_bytes: int) -> PayloadSink | None:
+        """A place for the value that comes behind RESERVE; None if there is none now, or no need of one."""
+        begun = self._begin_fill(peer, request, num_bytes) if request.fill else None
+        if not isinstance(begun, Fill):
+            return None
+        return PayloadSink(self._puts.bytes_of(begun.chunk), lambda: self._filled(begun))
+
+    def _fill(self, peer: Peer, request: ReserveRequest, value: memoryview) -> Later:
+        """A value that came in one piece with its RESERVE, or that there was no place for."""
+        begun = self._begin_fill(peer, request, len(value))
+        if isinstance(begun, Fill):
+            self._puts.bytes_of(begun.chunk)[:] = value
+            return self._filled(begun)
+        self._puts.fills.keep(peer, request.fill, begun)
+        return NO_ANSWER
+
+    def _begin_fill(self, peer: Peer, request: ReserveRequest, num_bytes: int) -> Begun:
+        session_of(peer)
+        if [new.size_bytes for new in request.items] != [num_bytes]:
+            raise InvalidRequest(f"one value of {num_bytes} bytes comes with RESERVE of {len(request.items)}")
+        self._state.drain_buffers()
+        return self._puts.fills.begin(peer, request.fill, request.items[0])
+
+    def _filled(self, fill: Fill) -> Later:
+        self._puts.fills.filled(fill)
+        self._traffic.bytes_written["stream"] += fill.chunk.size_bytes
+        return NO_ANSWER
 
     def commit(self, peer: Peer, request: CommitRequest, attachment: memoryview) -> Pending:
         """Publish what the client has written, give back what it has not."""
         check_count(len(request.items))
         session = session_of(peer)
         if request.aborted:
-            self._state.unpin(request.aborted, session.owned)
-        num_told = request.num_committed if self._is_commit_valid(request) else 0
-        written: list[Written] = []
-        for place, item in enumerate(request.items):
-            lease_id, checksums = item.lease_id, item.checksums
-            lease = self._state.access.lease(LeaseId(lease_id))
+            if request.filled:
+                taken = [self._puts.fills.take(peer, number) for number in request.aborted]
+                self._puts.abort([each for each in taken if isinstance(each, Chunk)])
+            else:
+                self._state.unpin(request.aborted, session.owned)
+        if all(item.checksums.parts for item in request.items):
+            return self._commit(request, self._end_writing(peer, request))
+        return self._commit_computed(peer, request)
+
+    async def _commit_computed(self, peer: Peer, request: CommitRequest) -> Answer:
+        """Where a value has no checksums the node computes them, now that nobody writes it any more."""
+        ended = self._end_writing(peer, request)
+        chunks = [chunk for chunk, _ in ended if isinstance(chunk, Chunk)]
+        try:
+            for place, (chunk, checksums) in enumerate(ended):
+                if isinstance(chunk, Chunk) and not checksums.parts:
+                    ended[place] = chunk, await self._puts.compute_checksums(chunk)
+        except BaseException:  # its connection has ended
+            self._puts.abort(chunks)
+            raise
+        answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        answer = self._commit(request, ended)
+        answer.then(lambda each: None if answered.done() else answered.set_result(each))
+        return await answered
+
+    def _end_writing(self, peer: Peer, request: CommitRequest) -> list[_Ended]:
+        """Of each item the reservation, which nobody writes any more, and the checksums that somebody has said."""
+        ended: list[_Ended] = []
+        session_id = session_of(peer).session_id
+        for item in request.items:
+            lease_id, checksums = LeaseId(item.lease_id), item.checksums
+            if request.filled:
+                ended.append((self._puts.fills.take(peer, lease_id), checksums))
+                continue
+            lease = self._state.access.lease(lease_id)
             try:
-                by = CommittedBy.CLIENT if place < num_told else CommittedBy.node(visible=request.visible)
-                written.append(self._puts.commit(lease_id, session.session_id, checksums, by))
-                if lease is not None and lease.mapped:
-                    self._traffic.bytes_written["shm"] += lease.length
+                chunk = self._puts.end_writing(lease_id, session_id)
+            except TanghuluError as error:
+                ended.append((error, checksums))
+                continue
+            ended.append((chunk, checksums if checksums.parts else chunk.checksums))
+            if lease is not None and lease.mapped:
+                self._traffic.bytes_written["shm"] += lease.length
+        return ended
+
+    def _commit(self, request: CommitRequest, ended: Sequence[_Ended]) -> Later:
+        """Make chunks of what the client has written; what it has committed at the master counts if all of it does."""
+        valid = all(
+            self._state.is_commit_valid(each, request.generation) for each, _ in ended if isinstance(each, Chunk)
+        )
+        num_told = request.num_committed if valid else 0
+        written: list[Written] = []
+        for place, (chunk, checksums) in enumerate(ended):
+            by = CommittedBy.CLIENT if place < num_told else CommittedBy.node(visible=request.visible)
+            try:
+                written.append(self._state.commit(chunk, checksums, by) if isinstance(chunk, Chunk) else chunk)
             except TanghuluError as error:
                 written.append(error)
         self._puts.room_changed()
         return self._settle(written, request.visible, self._until(request.deadline_ms), num_told)
-
-    def _is_commit_valid(self, request: CommitRequest) -> bool:
-        """Whether what the client has committed at the master still holds, all of it."""
-        reserved = [self._state.leased(each.lease_id) for each in request.items]
-        return all(self._state.is_commit_valid(each, request.generation) for each in reserved if each is not None)
 
     def _settle(self, written: Sequence[Written], visible: bool, until_s: float, num_told: int = 0) -> Later:
         later = Later()

@@ -13,13 +13,14 @@ from typing import TypeAlias
 import numpy as np
 import structlog
 
-from tanghulu.errors import InvalidRequest, TanghuluError
+from tanghulu.errors import InvalidRequest, LeaseExpired, TanghuluError
 from tanghulu.rpc.latency import Latencies
 from tanghulu.store.node.reporting.reporter import Reporter
 from tanghulu.store.node.state.chunk import Chunk, ChunkState
 from tanghulu.store.node.state.confirmations import ReportOutcome
 from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.state.outcomes import CommittedBy, Existed, Holder, Reserved, Waiter
+from tanghulu.store.node.writes.fills import Fills
 from tanghulu.store.protocol import checksums as sums
 from tanghulu.store.protocol.checksums import Checksums
 from tanghulu.store.protocol.types import NewChunk
@@ -27,6 +28,8 @@ from tanghulu.types import LeaseId
 
 _log = structlog.get_logger(__name__)
 
+#: Of values, what one step of the event loop checksums or wipes, over all calls: some milliseconds.
+STEP_BYTES = 8 << 20
 #: What became of one put: whether the key existed, or why it failed.
 PutOutcome: TypeAlias = bool | TanghuluError
 #: How far one put has come at this node, before the master's word.
@@ -43,6 +46,27 @@ class WaitEnd(Enum):
     __hash__ = object.__hash__  # see Pin
 
 
+class ByteSteps:
+    """Work over long ranges in the event loop: after ``STEP_BYTES``, of all calls together, others get their turn."""
+
+    def __init__(self) -> None:
+        self._left_bytes = STEP_BYTES
+        self._turn = asyncio.Lock()
+
+    async def over(self, view: memoryview, do: Callable[[memoryview], None], goes_on: Callable[[], bool]) -> None:
+        """Call ``do`` with ``view``, piece by piece, as long as ``goes_on()``, which is asked right before each."""
+        while view:
+            async with self._turn:
+                if not self._left_bytes:
+                    await asyncio.sleep(0)
+                    self._left_bytes = STEP_BYTES
+                if not goes_on():
+                    return
+                piece, view = view[: self._left_bytes], view[self._left_bytes :]
+                self._left_bytes -= len(piece)
+                do(piece)
+
+
 class PutService:
     """Reserves, writes, commits and waits for the master, each bounded by a time of the event loop (``until_s``)."""
 
@@ -53,6 +77,9 @@ class PutService:
         self._waiting: dict[Waiter, asyncio.Future[Reserved | Existed]] = {}
         self._next_step: asyncio.Handle | None = None
         self.waits = Latencies(WaitEnd)
+        self.fills = Fills(state, self.room_changed)
+        self._steps = ByteSteps()
+        self._unwiped: set[Chunk] = set()  # reserved for clients that are not told of them yet
 
     def room_changed(self) -> None:
         """Ranges were freed or chunks became evictable: serve those who wait."""
@@ -111,13 +138,16 @@ class PutService:
         self._waiting[waiter] = future
         self._go_on()
         try:
-            served = await asyncio.wait_for(future, max(until_s - loop.time(), 0.0))
+            async with asyncio.timeout_at(until_s):
+                served = await future
             end = WaitEnd.SERVED
             return served
         except TimeoutError:
             end = WaitEnd.IN_VAIN
             raise self._state.give_up_waiting(waiter) from None
         finally:
+            if end is not WaitEnd.SERVED and future.done() and not future.cancelled() and future.exception() is None:
+                self.take_back([future.result()])  # in the very step in which the wait ended
             self.waits.took(end, loop.time() - begun_s)
             self._state.stop_waiting(waiter)
             self._waiting.pop(waiter, None)
@@ -166,12 +196,18 @@ class PutService:
         checksums = new.checksums if new.checksums.parts else sums.compute(value)
         return self._state.commit(chunk, checksums, CommittedBy.node(visible=visible))
 
-    def commit(self, lease_id: int, session_id: int, checksums: Checksums, by: CommittedBy) -> Reserved | Existed:
-        """The client has written under ``lease_id``; without checksums of its own the node computes them."""
+    def end_writing(self, lease_id: int, session_id: int) -> Chunk:
+        """The client has written under ``lease_id``; ``commit`` what it wrote. Raises LeaseExpired."""
         chunk = self._state.leased(lease_id)
-        if chunk is not None and not checksums.parts:
-            checksums = chunk.checksums if chunk.checksums.parts else sums.compute(self.bytes_of(chunk))
-        return self._state.commit(self._state.end_writing(LeaseId(lease_id), session_id), checksums, by)
+        if chunk in self._unwiped:
+            raise LeaseExpired(f"reservation {lease_id} was not given to anybody yet")
+        return self._state.end_writing(LeaseId(lease_id), session_id)
+
+    async def compute_checksums(self, chunk: Chunk) -> Checksums:
+        """Checksums of what a client wrote without sending any; the chunk stays a reservation meanwhile."""
+        running = sums.RunningChecksums(chunk.size_bytes)
+        await self._steps.over(self.bytes_of(chunk), running.add, lambda: chunk.state is ChunkState.RESERVED)
+        return running.end()
 
     def settle(
         self,
@@ -229,14 +265,40 @@ class PutService:
         self.room_changed()
         return False
 
-    def wipe(self, chunk: Chunk) -> None:
-        """Overwrite the chunk's range with zeros; asserts that nobody has written it yet."""
-        assert chunk.state is ChunkState.RESERVED, f"{chunk!r} holds a value"
-        np.frombuffer(self.bytes_of(chunk), np.uint8).fill(0)
+    async def wipe(self, reserved: Sequence[Written]) -> None:
+        """Overwrite with zeros what was reserved for a client; it cannot be committed before.
+
+        A reservation that ends meanwhile is left alone: its range may be another's.
+        """
+        chunks = [each.chunk for each in reserved if isinstance(each, Reserved)]
+        self._unwiped.update(chunks)
+        try:
+            for chunk in chunks:
+                assert chunk.state is not ChunkState.LIVE, f"{chunk!r} holds a value"
+                await self._steps.over(self.bytes_of(chunk), _wipe, lambda c=chunk: c.state is ChunkState.RESERVED)  # type: ignore[misc]
+        finally:
+            self._unwiped.difference_update(chunks)
+
+    def take_back(self, reserved: Sequence[Written]) -> None:
+        """Let go what was reserved for a client that will not hear of it."""
+        for each in reserved:
+            if isinstance(each, Reserved):
+                self._state.take_back(each)
+        self.room_changed()
+
+    def abort(self, chunks: Sequence[Chunk]) -> None:
+        """Let go reservations that nobody writes and that will not be committed."""
+        for chunk in chunks:
+            self._state.abort_reservation(chunk)
+        self.room_changed()
 
     def bytes_of(self, chunk: Chunk) -> memoryview:
         """The chunk's bytes in the segment; valid while it is leased, or until the next await."""
         return self._view[chunk.offset : chunk.offset + chunk.size_bytes]
+
+
+def _wipe(piece: memoryview) -> None:
+    np.frombuffer(piece, np.uint8).fill(0)
 
 
 def remaining_s(deadline_ms: int, default_s: float) -> float:

@@ -28,7 +28,6 @@ from tanghulu.store.protocol.messages import (
     CommitKeysRequest,
     CommitRequest,
     Done,
-    EndStreamRequest,
     Failure,
     Found,
     GetReply,
@@ -43,10 +42,9 @@ from tanghulu.store.protocol.messages import (
     Reservation,
     ReserveReply,
     ReserveRequest,
-    StreamRequest,
     UnpinRequest,
 )
-from tanghulu.store.protocol.types import ClientCommit, CommitResult, NewChunk, Pin, StreamEnd
+from tanghulu.store.protocol.types import ClientCommit, CommitResult, NewChunk, Pin
 from tanghulu.store.protocol.write_buffer import BufferPlace
 from tanghulu.types import MAX_KEY_BYTES, ChunkKey
 
@@ -58,17 +56,15 @@ SAID = ClientCommit("node-1", 2, ChunkKey("k"), 7, 5, 9, 77)
 EXAMPLES: list[FastMessage] = [
     PutRequest([NEW, NewChunk(ChunkKey("ab"), 7, 3)], True, 1000),
     PutReply([True, False, FAILURE]),
-    ReserveRequest([NEW], 1000),
+    ReserveRequest([NEW], 1000, 5),
     ReserveReply([Reservation(1, 64, True), None, FAILURE]),
-    CommitRequest([CommitItem(1, SUMS)], [2, 3], True, 1000, 1, 4),
+    CommitRequest([CommitItem(1, SUMS)], [2, 3], True, 1000, 1, 4, True),
     GetRequest(["a", "b"], 65536, True, 1000),
     GetReply([Found(8192, 7, SUMS, 1, 64, True), FAILURE], 5000),
     UnpinRequest([1, 2], 8192, ["a"], ["b", "c"]),
     Done(),
     OpenBufferRequest(4096),
     OpenBufferReply(BufferPlace(128, 256, 1024, 1 << 20, 1 << 22)),
-    StreamRequest(1, NEW, True, 1000),
-    EndStreamRequest(1, StreamEnd.COMMITTED, 2, SUMS),
     LocateRequest(["a", "b"], True),
     LocateReply(True, [Location(7, 8192, ("node-1", "node-2"), 1), None], b"\0\1", 9, 77),
     SAID,
@@ -164,7 +160,6 @@ WIDE = "ю" * MAX_KEY_BYTES
 OUT_OF_BOUNDS: list[FastMessage] = [
     *(PutRequest([NewChunk(ChunkKey(key), 1, 1)], True, 1) for key in ("", LONG, WIDE)),
     *(ReserveRequest([NewChunk(ChunkKey(key), 1, 1)], 1) for key in ("", LONG, WIDE)),
-    *(StreamRequest(1, NewChunk(ChunkKey(key), 1, 1), True, 1) for key in ("", LONG, WIDE)),
     *(ClientCommit("n", 1, ChunkKey(key), 1, 1) for key in ("", LONG, WIDE)),
     *(CommitKeysRequest([ClientCommit("n", 1, ChunkKey(key), 1, 1)]) for key in ("", LONG, WIDE)),
     PutRequest([NewChunk(ChunkKey("k"), -1, 1)], True, 1),
@@ -176,9 +171,7 @@ OUT_OF_BOUNDS: list[FastMessage] = [
     *(PutRequest([NewChunk(ChunkKey("k"), 1, 1, ttl_s=ttl)], True, 1) for ttl in (0.0, -1.0, float("nan"), 5e6)),
     *(PutRequest([NewChunk(ChunkKey("k"), 1, 1, replicas=number)], True, 1) for number in (0, 256)),
     *(PutRequest([], True, deadline_ms) for deadline_ms in (-1, 1 << 32)),
-    StreamRequest(-1, NewChunk(ChunkKey("k"), 1, 1), True, 1),
-    EndStreamRequest(1, 3),  # type: ignore[arg-type]
-    EndStreamRequest(1, StreamEnd.DROP, 0, Checksums(1, (0,) * (MAX_PARTS + 1))),
+    ReserveRequest([], 1, -1),
     CommitRequest([CommitItem(-1, SUMS)], [], True, 1),
     CommitRequest([CommitItem(1, Checksums(1, (0,) * (MAX_PARTS + 1)))], [], True, 1),
     CommitRequest([], [-1], True, 1),

@@ -141,3 +141,21 @@ def test_who_has_left_does_not_touch_the_head_again() -> None:
     assert not reader.left, "only its own client may say so"
     del writer
     assert reader.left
+
+
+def test_a_use_ends_once() -> None:
+    """Who was interrupted behind the publishing of a record abandons it too; its value is the node's by then."""
+    memory = memoryview(bytearray(1 << 20))
+    place = BufferPlace(0, 4096, 256, 1 << 19, 8192)
+    reader, writer = BufferReader(memory, place), BufferWriter(memory, place)
+    where = writer.begin(4096)
+    assert where is not None
+    writer.publish(Record("k", 1, where, 4096, 2))
+    other = writer.begin(64)
+    assert other == 4096
+    writer.abandon(where, 4096)
+    assert not reader.quiet
+    writer.abandon(other, 64)
+    writer.abandon(other, 64)
+    assert reader.quiet
+    assert writer.begin(64) == 4096

@@ -37,7 +37,6 @@ from tanghulu.store.node.reporting.reporter import Reporter
 from tanghulu.store.node.rpc.metrics import TrafficCounters
 from tanghulu.store.node.rpc.service import NodeIdentity, NodeService
 from tanghulu.store.node.rpc.sessions import Sessions
-from tanghulu.store.node.rpc.stream_service import StreamService
 from tanghulu.store.node.state.chunk_table import Published
 from tanghulu.store.node.state.node_state import make_node_state
 from tanghulu.store.node.state.write_buffers import AREA_BYTES
@@ -173,8 +172,6 @@ class SimNode(SimProcess):
         identity = NodeIdentity(self.id, generation, descriptor, place)
         self.traffic = traffic = TrafficCounters()
         NodeService(identity, self.state, self.puts, self.sessions, traffic).serve(service)
-        self.streams = StreamService(self.state, self.puts, traffic)
-        self.streams.serve(service)
         self._register_now = asyncio.Event()
         HOST.set(self.host)
         network.listen(str(self.address), functools.partial(_Server, service))
@@ -232,7 +229,7 @@ class SimNode(SimProcess):
         self.state.expire(now_s)
         self.published.beat(now_s)
         self.sessions.forget_ended()
-        self.streams.tick()
+        self.puts.fills.tick()
         self.state.tick_buffers(now_s)
         self._changed()
         self.reporter.tick()
@@ -260,7 +257,7 @@ class SimNode(SimProcess):
         """Assert the invariants of all parts."""
         self.state.check()
         self.sessions.check()
-        self.streams.incoming.check()
+        self.puts.fills.check()
 
 
 def _bytes_of(request: TransferRequest) -> memoryview:

@@ -32,7 +32,7 @@ from tanghulu.rpc.methods import HELLO
 from tanghulu.rpc.versions import SPOKEN
 from tanghulu.rpc.wire import FastMessage, encode, parser_of
 from tanghulu.store.protocol import methods
-from tanghulu.store.protocol.messages import StreamRequest
+from tanghulu.store.protocol.messages import ReserveRequest
 from tanghulu.store.protocol.types import NewChunk
 from tanghulu.types import Address, ChunkKey
 from tests.store.cluster import Cluster, Process, eventually
@@ -110,8 +110,8 @@ def record(address: str) -> list[bytes]:
     frames.append(encode_head(methods.ANNOUNCE.number, 1, len(body), 0) + body)
     frames.append(encode_head(methods.PLACE.number, 2, len(place), 0) + place)
     new = NewChunk(ChunkKey("fuzz/stream"), 5, 100_000)
-    stream = encode(StreamRequest(1, new, True, 500))
-    frames.append(encode_head(methods.STREAM.number, 3, len(stream), new.size_bytes) + stream + bytes(new.size_bytes))
+    stream = encode(ReserveRequest([new], 500, 1))
+    frames.append(encode_head(methods.RESERVE.number, 3, len(stream), new.size_bytes) + stream + bytes(new.size_bytes))
     return frames
 
 

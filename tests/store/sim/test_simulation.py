@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from tanghulu.store.client.logic import carriers, get, messages
+from tanghulu.store.client.logic import carriers, get
+from tanghulu.store.client.logic.commit import CommitCall
 from tanghulu.store.master.directory.chunk_table import DirectoryTable
 from tanghulu.store.master.directory.directory import Directory
 from tanghulu.store.master.directory.pending_commits import PendingCommits
@@ -24,7 +25,7 @@ from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.state.report_queue import ReportQueue
 from tanghulu.store.node.state.slot_report import SlotReport
 from tanghulu.store.node.state.write_buffers import WriteBuffers
-from tanghulu.store.node.writes.streams import IncomingPuts
+from tanghulu.store.node.writes.fills import Fill, Fills
 from tanghulu.store.protocol.key_slots import NUM_SLOTS
 from tanghulu.store.protocol.types import CommitResult
 from tests.store.sim.plan import Plan
@@ -186,11 +187,7 @@ def _answers_without_looking_at_buffers(original: Any) -> Any:
 
 
 def _publishes_what_was_refused(original: Any) -> Any:
-    return lambda reply: CommitResult.ACCEPTED
-
-
-def _publishes_all_that_was_refused(original: Any) -> Any:
-    return lambda reply: [CommitResult.ACCEPTED] * len(original(reply))
+    return lambda self, answer: [CommitResult.ACCEPTED] * len(original(self, answer))
 
 
 def _accepts_and_forgets(original: Any) -> Any:
@@ -206,12 +203,12 @@ def _publishes_without_committing(original: Any) -> Any:
 
 
 def _frees_what_is_still_coming(original: Any) -> Any:
-    def begin(self: IncomingPuts, *arguments: Any) -> Any:
-        arrival = original(self, *arguments)
-        if arrival is not None:  # as if time alone freed a range
-            chunk, allocator = arrival.chunk, self._state.space.allocator
+    def begin(self: Fills, *arguments: Any) -> Any:
+        begun = original(self, *arguments)
+        if isinstance(begun, Fill):  # as if time alone freed a range
+            chunk, allocator = begun.chunk, self._state.space.allocator
             allocator.free(chunk.offset, chunk.size_bytes)
-        return arrival
+        return begun
 
     return begin
 
@@ -244,11 +241,11 @@ MUTATIONS = [
     (SlotReport, "take", _passes_over_a_chunk, _REBORN),
     (Directory, "is_incomplete", _denies_what_it_does_not_know, _REBORN),
     (service, "after_drain", _answers_without_looking_at_buffers, _TIDY),
-    (messages, "commit_result", _publishes_what_was_refused, _CALM),
+    (CommitCall, "results", _publishes_what_was_refused, _CALM),
     (carriers, "commit_by_client", _publishes_without_committing, _CALM),
-    (IncomingPuts, "begin", _frees_what_is_still_coming, _STREAMING),
+    (Fills, "begin", _frees_what_is_still_coming, _STREAMING),
     (Directory, "commit_by_client", _accepts_and_forgets, _CALM_REMOTE),
-    (messages, "commit_results", _publishes_all_that_was_refused, _CALM_MANY),
+    (CommitCall, "results", _publishes_what_was_refused, _CALM_MANY),
     (PendingCommits, "expired", _keeps_pending_commits_for_ever, _MURDEROUS),
     (WriteBuffers, "_free_range", _forgets_the_rest_of_a_buffer, _MURDEROUS),
     (get, "LATE_S", _does_not_ask_again, _WAITING),
