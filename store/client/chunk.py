@@ -22,7 +22,7 @@ class Chunk:
 
     Over shm these are the node's own bytes under a lease, not a copy: ``close()`` gives the lease back. ``view``,
     ``numpy()`` and ``torch()`` share the memory; while one of them lives, so does the lease, even beyond ``close()``.
-    They must not be written to.
+    They must not be written to, and a forked child must not look at them: mapped memory is not inherited.
     """
 
     __slots__ = ("_memory", "_on_close", "key", "size_bytes", "version")

@@ -56,6 +56,11 @@ def connect(
     thread that waits for the master's answer asks for it for up to three times ``spin_s`` seconds before it sleeps,
     where that is seen to pay; 0: never. Raises MasterUnavailable if nobody answers, Unauthorized for a bad token or
     certificate, InvalidRequest for bad arguments.
+
+    A client may be used by any thread of its process, and by no child: after ``os.fork()`` (``multiprocessing`` and
+    torch's DataLoader fork by default) each of its methods raises InvalidRequest in the child, which calls ``connect``
+    itself; the parent goes on. Chunks, and arrays and tensors of them, that stand on mapped memory are not inherited
+    either: to look at one in a forked child is a segmentation fault. Take ``bytes()`` of it before the fork.
     """
     masters = Masters.of(master)
     shown = Credentials(tenant, token, TlsFiles(tls_cert, tls_key, tls_ca))

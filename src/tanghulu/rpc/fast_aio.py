@@ -19,6 +19,7 @@ from tanghulu.rpc.fast_client import Call, Reply, outcome_of
 from tanghulu.rpc.frames import PREAMBLE, Frame, FrameReader, call_id_of, encode_head
 from tanghulu.rpc.pacing import unpace_within_machine
 from tanghulu.rpc.wire import Body, decode, encode
+from tanghulu.runtime.fork import lose_in_children
 from tanghulu.types import Address
 
 R = TypeVar("R", bound=Body)
@@ -81,8 +82,14 @@ class AsyncFastConnection(asyncio.Protocol):
         """Whether the connection is of no use any more."""
         return self._lost.done()
 
+    def fileno(self) -> int:
+        """The socket's descriptor, -1 when it is closed."""
+        sock = None if self._transport is None or self.closed else self._transport.get_extra_info("socket")
+        return -1 if sock is None else int(sock.fileno())
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Greet the peer."""
+        lose_in_children(self)
         self._transport = cast(asyncio.Transport, transport)  # uvloop has its own, which is no subclass
         sock, peer = transport.get_extra_info("socket"), transport.get_extra_info("peername")
         if sock is not None and sock.family != socket.AF_UNIX and peer:

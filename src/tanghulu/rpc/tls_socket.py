@@ -6,6 +6,8 @@ import socket
 import ssl
 from collections.abc import Sequence
 
+from tanghulu.runtime.fork import lose_in_children
+
 #: Buffers in one send are joined up to this size: a record each would cost more than the copy.
 _JOINED_BYTES = 64 << 10
 
@@ -22,6 +24,7 @@ class TlsSocket:
         sock.settimeout(timeout_s)
         self._sock = context.wrap_socket(sock, server_hostname=host)
         self._sock.settimeout(tick_s)
+        lose_in_children(self._sock)
 
     def send(self, data: bytes | memoryview) -> int:
         """Some of ``data``."""

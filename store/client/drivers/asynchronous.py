@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -12,7 +13,15 @@ from tanghulu.errors import InvalidRequest, MasterUnavailable, NodeUnavailable, 
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.rpc.greeting import show
 from tanghulu.runtime.clock import SystemClock
-from tanghulu.store.client.drivers.connections import NodeSessions, Target, make_context, master_failure, target_of
+from tanghulu.runtime.fork import tell_in_children
+from tanghulu.store.client.drivers.connections import (
+    NodeSessions,
+    Target,
+    make_context,
+    master_failure,
+    refuse_closed,
+    target_of,
+)
 from tanghulu.store.client.drivers.transfers import move_async
 from tanghulu.store.client.logic.effects import (
     MASTER,
@@ -57,11 +66,15 @@ class AsyncioDriver:
         self._sessions = NodeSessions(settings, self.context)
         self._flushing: asyncio.Task[None] | None = None
         self._closed = False
+        self._pid = os.getpid()
+        tell_in_children(self)
 
     async def run(self, logic: Logic[T], deadline: Deadline) -> T:
         """Drive ``logic`` to its end; returns its result or raises its error."""
         if self._closed:
-            raise InvalidRequest("the client is closed")
+            refuse_closed(self._pid, "tanghulu.aio.connect")
+        if asyncio.get_running_loop() is not self._loop:
+            raise InvalidRequest("this client belongs to another event loop; call tanghulu.aio.connect() in this one")
         if self.context.owes_notice:
             await self._give_back()
         try:
@@ -83,10 +96,12 @@ class AsyncioDriver:
 
     def register(self, buffer: Any) -> Buffer:
         """See TransferEngine.register."""
+        if self._closed:
+            refuse_closed(self._pid, "tanghulu.aio.connect")
         return self._engine.register(buffer)
 
     async def close(self) -> None:
-        """Give back all leases that are not needed, close all connections and segments."""
+        """Give back all leases that are not needed, close all connections and segments; in a forked child nothing."""
         if self._closed:
             return
         await self._give_back()
@@ -99,6 +114,10 @@ class AsyncioDriver:
         self.context.close()
         self._sessions.close()
         await self._loop.run_in_executor(None, self._engine.close)
+
+    def forget_in_child(self) -> None:
+        """Refuse all calls: connections, leases and mapped memory are the parent's."""
+        self._closed = True
 
     # --- effects
 

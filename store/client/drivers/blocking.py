@@ -7,6 +7,7 @@ wait for each other. Calls to one peer are pipelined; several peers are asked si
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections import deque
@@ -20,7 +21,15 @@ from tanghulu.rpc.fast_client import Asking, FastConnection
 from tanghulu.rpc.greeting import show_blocking
 from tanghulu.runtime.busy_polling import Waiters
 from tanghulu.runtime.clock import SystemClock
-from tanghulu.store.client.drivers.connections import NodeSessions, Target, make_context, master_failure, target_of
+from tanghulu.runtime.fork import tell_in_children
+from tanghulu.store.client.drivers.connections import (
+    NodeSessions,
+    Target,
+    make_context,
+    master_failure,
+    refuse_closed,
+    target_of,
+)
 from tanghulu.store.client.drivers.transfers import move
 from tanghulu.store.client.logic.effects import (
     MASTER,
@@ -72,11 +81,13 @@ class BlockingDriver:
         self._lock = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
         self._closed = False
+        self._pid = os.getpid()
+        tell_in_children(self)
 
     def run(self, logic: Logic[T], deadline: Deadline) -> T:
         """Drive ``logic`` to its end; returns its result or raises its error."""
         if self._closed:
-            raise InvalidRequest("the client is closed")
+            refuse_closed(self._pid, "tanghulu.connect")
         if self.context.owes_notice:
             self.flush(deadline.remaining_s())
         try:
@@ -98,10 +109,14 @@ class BlockingDriver:
 
     def register(self, buffer: Any) -> Buffer:
         """See TransferEngine.register."""
+        if self._closed:
+            refuse_closed(self._pid, "tanghulu.connect")
         return self._engine.register(buffer)
 
     def close(self) -> None:
-        """Close all connections and segments."""
+        """Close all connections and segments. Does nothing in a forked child, which has none."""
+        if self._closed:
+            return
         if self.context.reads.noted:
             self.flush()
         with self._lock:
@@ -118,6 +133,10 @@ class BlockingDriver:
         self.context.close()
         self._sessions.close()
         self._engine.close()
+
+    def forget_in_child(self) -> None:
+        """Refuse all calls: connections, leases and mapped memory are the parent's."""
+        self._closed = True
 
     # --- effects
 

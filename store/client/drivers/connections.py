@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tanghulu.errors import DeadlineExceeded, MasterUnavailable, NodeUnavailable, TanghuluError
+from tanghulu.errors import DeadlineExceeded, InvalidRequest, MasterUnavailable, NodeUnavailable, TanghuluError
 from tanghulu.masters import Masters
 from tanghulu.runtime.clock import Clock
+from tanghulu.runtime.fork import refuse_inherited
 from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic.context import Context
 from tanghulu.store.client.logic.effects import NodeLink, PeerId
@@ -84,6 +85,12 @@ def target_of(peer: PeerId, settings: Settings, nodes: NodeTable) -> Target:
         raise NodeUnavailable(f"node {peer} is not known at the master (any more)")
     near = settings.uses_unix and node.host_id == settings.host_id and bool(node.unix_path)
     return Target(Address.parse(node.address), node.unix_path if near else None)
+
+
+def refuse_closed(opened_by: int, connect: str) -> None:
+    """Raise what a client says that cannot be used: it was closed, or another process, ``opened_by``, opened it."""
+    refuse_inherited("this client", opened_by, f"call {connect}() in the child")
+    raise InvalidRequest("the client is closed")
 
 
 def master_failure(master: Masters, error: TanghuluError) -> TanghuluError:
