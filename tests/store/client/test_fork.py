@@ -100,6 +100,7 @@ def test_a_child_that_closes_collects_or_exits_leaves_its_parent_alone(cluster: 
     for number in range(20):
         client.put(f"fork/after-{number}", b"%d" % number)
         assert client.get(f"fork/after-{number}") == b"%d" % number
+    held.clear()
     chunk.close()
     client.close()
 
