@@ -30,7 +30,7 @@ class TlsSocket:
         """Some of ``data``."""
         try:
             return self._sock.send(data)
-        except TimeoutError as error:
+        except (TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
             raise BlockingIOError from error
 
     def sendmsg(self, parts: Sequence[bytes | bytearray | memoryview]) -> int:
@@ -56,7 +56,7 @@ class TlsSocket:
         """At most so many bytes; none when the peer has hung up."""
         try:
             return self._sock.recv(num_bytes)
-        except TimeoutError as error:
+        except (TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
             raise BlockingIOError from error
         except ssl.SSLEOFError:
             return b""
@@ -65,10 +65,14 @@ class TlsSocket:
         """As ``recv``, into ``buffer``."""
         try:
             return self._sock.recv_into(buffer)
-        except TimeoutError as error:
+        except (TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
             raise BlockingIOError from error
         except ssl.SSLEOFError:
             return 0
+
+    def setblocking(self, flag: bool) -> None:
+        """False: a call that would have to wait raises BlockingIOError at once."""
+        self._sock.setblocking(flag)
 
     def close(self) -> None:
         """Hang up."""

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from tanghulu.discovery.masters import MasterFinder, Seeking
 from tanghulu.errors import InvalidRequest, MasterUnavailable, NodeUnavailable, TanghuluError
 from tanghulu.rpc.fast_aio import AsyncFastConnection
+from tanghulu.rpc.fast_client import Reply
 from tanghulu.rpc.greeting import show
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.fork import tell_in_children
 from tanghulu.store.client.drivers.connections import (
     NodeSessions,
     Target,
+    late_replies,
     make_context,
     master_failure,
     refuse_closed,
     target_of,
 )
 from tanghulu.store.client.drivers.transfers import move_async
+from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic.effects import (
     MASTER,
     CallPeers,
@@ -84,6 +87,10 @@ class AsyncioDriver:
         except StopIteration as end:
             result: T = end.value
             return result
+        finally:
+            logic.close()
+            if self.context.leases.dropped:
+                self.flush()
 
     def deadline(self, seconds: float | None) -> Deadline:
         """The end of an operation that begins now."""
@@ -142,7 +149,13 @@ class AsyncioDriver:
     async def _call_peers(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> list[Outcome]:
         if len(calls) == 1:
             return [await self._exchange(*calls[0], deadline_s)]
-        return await asyncio.gather(*(self._exchange(peer, call, deadline_s) for peer, call in calls))
+        asked = [self._loop.create_task(self._exchange(peer, call, deadline_s)) for peer, call in calls]
+        try:
+            return await asyncio.gather(*asked)
+        except BaseException:  # the task was cancelled; raised on
+            for (peer, _), asking in zip(calls, asked, strict=True):
+                self._abandon(peer, asking)
+            raise
 
     async def _call_meanwhile(
         self, node: PeerId, call: AnyCall, deadline_s: float, meanwhile: Callable[[], None]
@@ -152,8 +165,20 @@ class AsyncioDriver:
             await asyncio.sleep(0)  # where there is a connection, the call has left then
             meanwhile()
             return await asking
-        finally:
-            asking.cancel()
+        except BaseException:  # the task was cancelled, say; all is raised on
+            self._abandon(node, asking)
+            raise
+
+    def _abandon(self, peer: PeerId, asking: asyncio.Task[Outcome]) -> None:
+        """Nobody waits for the answer of ``peer``; what it grants goes back."""
+        asking.cancel()
+        asking.add_done_callback(partial(self._abandoned, peer))
+
+    def _abandoned(self, peer: PeerId, asking: asyncio.Task[Outcome]) -> None:
+        outcome = None if asking.cancelled() else asking.result()
+        if isinstance(outcome, Reply) and isinstance(outcome.message, messages.GRANTING):
+            self.context.granted_late(peer, outcome.message)
+            self.flush()
 
     async def _stream(self, wanted: Stream, deadline_s: float) -> Outcome:
         until_s = self._loop.time() + deadline_s
@@ -189,10 +214,15 @@ class AsyncioDriver:
             asking.cancel()
 
     async def _notify(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> None:
-        for peer, call in calls:
-            with contextlib.suppress(TanghuluError):
+        for position, (peer, call) in enumerate(calls):
+            try:
                 connection = self._connections.get(peer) or await self._open(peer, deadline_s)
                 connection.send(call.method, call.request, call.reply_type, _nobody, call.attachment)
+            except TanghuluError:
+                continue
+            except BaseException:  # the task was cancelled: raised on
+                self.context.untold(calls[position:])
+                raise
 
     async def _exchange(self, peer: PeerId, call: AnyCall, deadline_s: float) -> Outcome:
         if peer == MASTER and self._masters.several:
@@ -258,7 +288,11 @@ class AsyncioDriver:
                 target = target_of(peer, self.settings, self.context.nodes)
             try:
                 connection = await AsyncFastConnection.connect(
-                    target.address, target.unix_path, shortcut=target.shortcut, tls=self.settings.master.credentials.tls
+                    target.address,
+                    target.unix_path,
+                    shortcut=target.shortcut,
+                    tls=self.settings.master.credentials.tls,
+                    on_late=late_replies(self.context, peer, self.flush),
                 )
             except NodeUnavailable:
                 self.context.nodes.expire()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tanghulu.errors import DeadlineExceeded, InvalidRequest, MasterUnavailable, NodeUnavailable, TanghuluError
 from tanghulu.masters import Masters
+from tanghulu.rpc.fast_client import LateReplies
 from tanghulu.runtime.clock import Clock
 from tanghulu.runtime.fork import refuse_inherited
 from tanghulu.store.client.logic import messages
@@ -76,6 +78,16 @@ class NodeSessions:
     def close(self) -> None:
         """The client is closed: forget all segments."""
         self._links.clear()
+
+
+def late_replies(context: Context, peer: PeerId, then: Callable[[], None]) -> LateReplies:
+    """Of ``peer``: what is granted to somebody who does not wait any more is given back; ``then`` is called behind."""
+
+    def give_back(reply: messages.GrantingReply) -> None:
+        context.granted_late(peer, reply)
+        then()
+
+    return dict.fromkeys(messages.GRANTING, give_back)
 
 
 def target_of(peer: PeerId, settings: Settings, nodes: NodeTable) -> Target:

@@ -91,6 +91,17 @@ class Context:
         """Whether nodes should be told of leases or reads even if nothing else has to be said."""
         return bool(self.leases.dropped) or (bool(self.reads.noted) and self.reads.due)
 
+    def granted_late(self, node: PeerId, reply: messages.GrantingReply) -> None:
+        """An answer that came when nobody waited for it any more: its leases, of reservations too, go back."""
+        for lease_id in messages.leases_in(reply):
+            self.leases.drop(node, lease_id)
+
+    def untold(self, calls: Sequence[tuple[PeerId, messages.AnyCall]]) -> None:
+        """These calls were not sent: the leases that they give back are given back later."""
+        for node, call in calls:
+            for lease_id in messages.given_back(call):
+                self.leases.drop(node, lease_id)
+
     def given_back(self) -> list[tuple[PeerId, messages.AnyCall]]:
         """Calls that tell the nodes which leases are not needed any more and what was read; counts as told."""
         dropped, reads = self.leases.take_dropped(), self.reads.take()
