@@ -91,6 +91,17 @@ class AsyncioDriver:
             logic.close()
             if self.context.leases.dropped:
                 self.flush()
+            if self.context.departed:
+                self._leave_departed()
+
+    def _leave_departed(self) -> None:
+        """Close what is open to nodes that are gone."""
+        for peer in self._sessions.take_departed():
+            connection = self._connections.pop(peer, None)
+            if connection is not None:
+                connection.abort()
+            if not self._opening[peer].locked():
+                del self._opening[peer]
 
     def deadline(self, seconds: float | None) -> Deadline:
         """The end of an operation that begins now."""

@@ -107,6 +107,14 @@ class BlockingDriver:
             return result
         finally:
             logic.close()
+            if self.context.departed:
+                self._leave_departed()
+
+    def _leave_departed(self) -> None:
+        """Close what is open to nodes that are gone."""
+        for peer in self._sessions.take_departed():
+            for connection in self._idle.pop(peer, ()):
+                connection.close()
 
     def deadline(self, seconds: float | None) -> Deadline:
         """The end of an operation that begins now."""
@@ -421,6 +429,9 @@ class BlockingDriver:
                 self._owing.append((peer, connection))
                 if len(self._owing) > MAX_OWING:
                     self._owing.popleft()[1].close()
+            return
+        if peer != MASTER and self.context.nodes.get(peer) is None:  # it left meanwhile
+            connection.close()
             return
         with self._lock:
             pool = self._idle.get(peer)

@@ -50,13 +50,29 @@ class NodeSessions:
             raise NodeUnavailable(f"{target.address} is {welcome.instance_id} now, not {peer}")
         known = self._welcomes.get(peer)
         if known is not None and known.session_id != welcome.session_id:
-            for copies in (False, True):
-                old = self._links.pop((known.session_id, copies), None)
-                if old is not None:
-                    old.remote.close()
+            self._close_links(known)
         self._welcomes[peer] = welcome
+        self._context.greeted.add(peer)
         self._context.forget(peer)
         return welcome
+
+    def take_departed(self) -> list[PeerId]:
+        """Close the segments of nodes that are gone, and forget them; which these are."""
+        context, gone = self._context, list(self._context.departed)
+        for peer in gone:
+            context.departed.discard(peer)
+            context.greeted.discard(peer)
+            welcome = self._welcomes.pop(peer, None)
+            if welcome is not None:
+                self._close_links(welcome)
+            context.forget(peer)
+        return gone
+
+    def _close_links(self, welcome: Welcome) -> None:
+        for copies in (False, True):
+            link = self._links.pop((welcome.session_id, copies), None)
+            if link is not None:
+                link.remote.close()
 
     def welcome(self, node: PeerId) -> Welcome | None:
         """How ``node`` answered when it was greeted last."""

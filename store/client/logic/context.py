@@ -37,6 +37,9 @@ def _versions() -> Iterator[int]:
 class Context:
     """One client's memory between operations. ``mapped``: those nodes of this host whose memory is mapped.
 
+    ``greeted`` are the nodes to which the driver keeps something open; what it has of ``departed`` ones it is to close,
+    for an open mapping keeps all memory of a process that is gone.
+
     ``wait_s``: how long one call may wait at the master. ``streams``: values of up to 1 MiB travel
     inside messages where memory is not mapped; not if they are wanted to move by verbs or UCX.
     """
@@ -54,6 +57,8 @@ class Context:
     memory: ReceiveMemory = field(default_factory=ReceiveMemory)
     mapped: dict[PeerId, MappedNode] = field(default_factory=dict)
     write_buffers: OpenWriteBuffers = field(default_factory=OpenWriteBuffers)
+    greeted: set[PeerId] = field(default_factory=set)
+    departed: set[PeerId] = field(default_factory=set)
     versions: Iterator[int] = field(default_factory=_versions)
 
     def access(self, node: PeerId, now_s: float) -> Access:
@@ -76,7 +81,11 @@ class Context:
         self.write_buffers.forget(node)
 
     def opened(self, node: PeerId, link: NodeLink, welcome: messages.Welcome) -> None:
-        """The node's memory is open; where it is mapped, so is its index, and write buffers may be asked for."""
+        """The node's memory is open; where it is mapped, so is its index, and write buffers may be asked for.
+
+        Where a node comes, another may have gone.
+        """
+        self.departed.update(each for each, mapped in list(self.mapped.items()) if not mapped.link.remote.alive)
         index = link.index(welcome.index, welcome.key_scope)
         if index is not None:
             self.mapped[node] = MappedNode(link, index, welcome.generation)
@@ -155,6 +164,7 @@ def take_nodes(context: Context, reply: messages.AnyReply) -> list[NodeView]:
     known = {view.id for view in views}
     before = [view for view in context.nodes.all() if view.id not in known] if messages.is_rebuilding(reply) else []
     context.nodes.update([*views, *before], context.clock.now_s())
+    context.departed |= context.greeted.difference(context.nodes.ids())
     return views
 
 

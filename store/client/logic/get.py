@@ -133,6 +133,8 @@ def _look_locally(context: Context, op: GetOp) -> None:
                 break
             entry = mapped.index.find(op.key, now_s)
             if entry is None:
+                if not mapped.index.is_kept(now_s) and not mapped.link.remote.alive:
+                    context.departed.add(node)
                 continue
             if entry.size_bytes > MAX_COPIED_BYTES or not _copy(context, op, node, mapped.index, entry):
                 op.holders = [node]
