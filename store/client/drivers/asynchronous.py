@@ -23,6 +23,7 @@ from tanghulu.store.client.drivers.connections import (
     master_failure,
     refuse_closed,
     target_of,
+    warn_unclosed,
 )
 from tanghulu.store.client.drivers.transfers import move_async
 from tanghulu.store.client.logic import messages
@@ -132,6 +133,17 @@ class AsyncioDriver:
         self.context.close()
         self._sessions.close()
         await self._loop.run_in_executor(None, self._engine.close)
+
+    def dropped(self, client: object) -> None:
+        """Nobody refers to ``client`` any more: warn if it was not closed, and hang up."""
+        if self._closed:
+            return
+        self._closed = True
+        if not self._loop.is_closed():
+            for connection in self._connections.values():
+                connection.abort()
+        self._engine.close()
+        warn_unclosed(client)
 
     def forget_in_child(self) -> None:
         """Refuse all calls: connections, leases and mapped memory are the parent's."""

@@ -30,6 +30,7 @@ from tanghulu.store.client.drivers.connections import (
     master_failure,
     refuse_closed,
     target_of,
+    warn_unclosed,
 )
 from tanghulu.store.client.drivers.transfers import move
 from tanghulu.store.client.logic import messages
@@ -153,6 +154,17 @@ class BlockingDriver:
         self.context.close()
         self._sessions.close()
         self._engine.close()
+
+    def dropped(self, client: object) -> None:
+        """Nobody refers to ``client`` any more: warn if it was not closed, and close what is open without a word."""
+        if self._closed:
+            return
+        self._closed = True
+        for pool in self._idle.values():
+            for connection in pool:
+                connection.close()
+        self._engine.close()
+        warn_unclosed(client)
 
     def forget_in_child(self) -> None:
         """Refuse all calls: connections, leases and mapped memory are the parent's."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -94,6 +95,11 @@ class NodeSessions:
     def close(self) -> None:
         """The client is closed: forget all segments."""
         self._links.clear()
+
+
+def warn_unclosed(client: object) -> None:
+    """Say which client was left open."""
+    warnings.warn(f"unclosed {client!r}; call close(), or use it in a with", ResourceWarning, stacklevel=3)
 
 
 def late_replies(context: Context, peer: PeerId, then: Callable[[], None]) -> LateReplies:
