@@ -101,7 +101,8 @@ class AsyncioDriver:
             connection = self._connections.pop(peer, None)
             if connection is not None:
                 connection.abort()
-            if not self._opening[peer].locked():
+            opening = self._opening.get(peer)
+            if opening is not None and not opening.locked():
                 del self._opening[peer]
 
     def deadline(self, seconds: float | None) -> Deadline:
