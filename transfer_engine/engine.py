@@ -8,6 +8,7 @@ drives them.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -15,6 +16,7 @@ from typing import Any
 
 from tanghulu.errors import ConfigError, InvalidRequest, NodeUnavailable, Overloaded, TanghuluError, VersionMismatch
 from tanghulu.runtime.clock import Clock, SystemClock
+from tanghulu.runtime.fork import keep_for_ever, refuse_inherited, tell_in_children
 from tanghulu.transfer_engine.client.batch_state import BatchLimits, BatchState
 from tanghulu.transfer_engine.client.fast_path import copy_fast, send_fast
 from tanghulu.transfer_engine.client.handle import EngineResources, TransferHandle
@@ -75,7 +77,8 @@ class TransferEngine:
 
     ``transports`` in the order of preference; by default all that the registry knows.
     ``host_id`` is equal for processes that can share memory.
-    Every method may be called from any thread. Use as a context manager, or call ``close()``.
+    Every method may be called from any thread. Use as a context manager, or call ``close()``. In a forked child
+    opening and moving raise InvalidRequest.
     """
 
     def __init__(
@@ -101,6 +104,8 @@ class TransferEngine:
         self._threads: ThreadPoolExecutor | None = None
         self._num_async = 0
         self._closed = False
+        self._pid = os.getpid()
+        tell_in_children(self)
         self._resources = EngineResources(self._clock, threading.Lock(), self._executor)
         self._helper = CopyHelper(wanted=self.config.copy_helper)
         limits = {name: self.config.limits.get(name, each.LIMITS) for name, each in TRANSPORTS.items()}
@@ -128,6 +133,7 @@ class TransferEngine:
             raise InvalidRequest(f"transport {transport!r} is not one of this engine's {list(self.transports)}")
         admit_descriptor(descriptor, session_id)
         key = (descriptor, session_id, transport)
+        self._refuse_child()
         with self._lock:
             if self._closed:
                 raise InvalidRequest("the transfer engine is closed")
@@ -163,6 +169,7 @@ class TransferEngine:
         return handle
 
     def _prepare(self, requests: Sequence[TransferRequest]) -> TransferHandle:
+        self._refuse_child()
         if len(requests) > self.config.max_requests_per_batch:
             raise InvalidRequest(
                 f"{len(requests)} requests in a batch; at most {self.config.max_requests_per_batch} are allowed"
@@ -175,6 +182,7 @@ class TransferEngine:
     def transfer(self, requests: Sequence[TransferRequest], deadline_s: float) -> None:
         """Move everything, in this thread; returns when all bytes have arrived, raises the first error otherwise."""
         admit_deadline(deadline_s)
+        self._refuse_child()
         start_s = self._clock.now_s()
         if copy_fast(requests, self.config.fast_copy_bytes, self._resources, self._helper):
             return
@@ -189,6 +197,7 @@ class TransferEngine:
         Raises Overloaded if ``max_async_batches`` are waiting already.
         """
         admit_deadline(deadline_s)
+        self._refuse_child()
         if copy_fast(requests, self.config.fast_copy_async_bytes, self._resources, self._helper):
             return
         if self._num_async >= self.config.max_async_batches:
@@ -203,7 +212,9 @@ class TransferEngine:
     # --- life
 
     def close(self) -> None:
-        """Close every segment and end the threads; batches in flight fail."""
+        """Close every segment and end the threads; batches in flight fail. Does nothing in a forked child."""
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             self._closed = True
             openings = list(self._segments.values())
@@ -217,6 +228,15 @@ class TransferEngine:
         if threads is not None:
             threads.shutdown(wait=True)
         self._shared.close()
+
+    def forget_in_child(self) -> None:
+        """Leave all as it is: links, memory registered with devices and mappings are the parent's."""
+        self._closed = True
+        keep_for_ever(self)
+
+    def _refuse_child(self) -> None:
+        if self._closed:
+            refuse_inherited("this transfer engine", self._pid, "make another one in the child")
 
     def __enter__(self) -> TransferEngine:
         return self
@@ -283,6 +303,7 @@ class TransferEngine:
         )
 
     def _executor(self) -> Executor:
+        self._refuse_child()
         with self._lock:
             if self._closed:
                 raise InvalidRequest("the transfer engine is closed")

@@ -37,7 +37,11 @@ class Masters:
         """``value`` in this form; one Address is one master."""
         if isinstance(value, Masters):
             return value
-        return cls((value,)) if isinstance(value, Address) else cls.parse(value)
+        if isinstance(value, Address):
+            return cls((value,))
+        if not isinstance(value, str):
+            raise InvalidRequest(f"a master is named by 'host:port' or 'etcd://host:port', not by {value!r:.80}")
+        return cls.parse(value)
 
     def showing(self, credentials: Credentials) -> Masters:
         """These masters with other ``credentials`` to show them."""

@@ -5,9 +5,9 @@ The blocking client's methods are generated from these, see ``tools/generate_cli
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from tanghulu.auth.credentials import NOTHING_TO_SHOW, Credentials, TlsFiles
 from tanghulu.errors import TanghuluError
@@ -26,9 +26,12 @@ from tanghulu.store.client.model import (
     VerifiedPage,
     put_options,
 )
-from tanghulu.store.client.settings import DEFAULT_DEADLINE_S, Settings
+from tanghulu.store.client.settings import DEFAULT_DEADLINE_S, Settings, not_a_master
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS, Checksums
 from tanghulu.transfer_engine.core.buffers import Buffer
+
+if TYPE_CHECKING:
+    import torch
 
 
 def connect(
@@ -79,9 +82,9 @@ class Connecting:
         client = AsyncClient(self._settings)
         try:
             await client.nodes()
-        except TanghuluError:
+        except TanghuluError as error:
             await client.close()
-            raise
+            raise not_a_master(self._settings.master, error) from None
         return client
 
 
@@ -125,7 +128,7 @@ class AsyncClient:
 
     async def put_many(
         self,
-        items: Iterable[PutItem | tuple[str, Any]],
+        items: Mapping[str, Any] | Iterable[PutItem | tuple[str, Any]],
         *,
         replicas: int = 1,
         pin: str = "none",
@@ -133,12 +136,38 @@ class AsyncClient:
         prefer_node: str | None = None,
         visible: bool = True,
         part_bytes: int = 0,
+        raise_errors: bool = False,
         deadline_s: float | None = None,
     ) -> list[Status]:
-        """Store many values, (key, value) or PutItem; a Status each, in order. Bad options raise InvalidRequest."""
+        """Store many values: a dict, or (key, value) pairs or PutItems; a Status each, in order.
+
+        What went wrong with a value is in its status, which is false then; ``raise_errors`` raises the first error,
+        when all have ended. Bad options raise InvalidRequest.
+        """
         options = put_options(replicas, pin, ttl_s, prefer_node, visible, part_bytes)
         deadline = self._deadline(deadline_s)
-        return await self._run(self._do.put_many(deadline, items, options), deadline)
+        return await self._run(self._do.put_many(deadline, items, options, raise_errors), deadline)
+
+    async def put_tensor(
+        self,
+        key: str,
+        tensor: torch.Tensor,
+        *,
+        replicas: int = 1,
+        pin: str = "none",
+        ttl_s: float | None = None,
+        prefer_node: str | None = None,
+        visible: bool = True,
+        deadline_s: float | None = None,
+    ) -> Status:
+        """Store a torch tensor with its dtype and shape, for ``get_tensor``; options and errors as with ``put``.
+
+        The tensor is dense and in host memory; one that is not contiguous is copied first. What is stored is a short
+        header and the elements, see ``tanghulu.store.client.tensors``.
+        """
+        options = put_options(replicas, pin, ttl_s, prefer_node, visible, 0)
+        deadline = self._deadline(deadline_s)
+        return await self._run(self._do.put_tensor(deadline, key, tensor, options), deadline)
 
     # --- gets
 
@@ -174,17 +203,39 @@ class AsyncClient:
         deadline = self._deadline(deadline_s)
         return await self._run(self._do.get_into(deadline, key, buffer, offset, length), deadline)
 
-    async def get_many(self, keys: Sequence[str], *, deadline_s: float | None = None) -> list[Chunk | TanghuluError]:
-        """A chunk or an error for each key. Keys of one prompt in their order: eviction then spares prefixes."""
+    async def get_many(
+        self, keys: Sequence[str], *, raise_errors: bool = False, deadline_s: float | None = None
+    ) -> list[Chunk | TanghuluError]:
+        """A chunk or an error for each key. Keys of one prompt in their order: eviction then spares prefixes.
+
+        ``raise_errors`` raises the first error instead, and closes the chunks that were found.
+        """
         deadline = self._deadline(deadline_s)
-        return await self._run(self._do.get_many(deadline, keys), deadline)
+        return await self._run(self._do.get_many(deadline, keys, raise_errors), deadline)
 
     async def get_many_into(
-        self, keys: Sequence[str], buffers: Sequence[Any], *, deadline_s: float | None = None
+        self,
+        keys: Sequence[str],
+        buffers: Sequence[Any],
+        *,
+        raise_errors: bool = False,
+        deadline_s: float | None = None,
     ) -> list[int | TanghuluError]:
-        """Each value into its buffer; a size or an error for each key. The buffers must not overlap."""
+        """Each value into its buffer; a size or an error for each key. The buffers must not overlap.
+
+        ``raise_errors`` raises the first error instead.
+        """
         deadline = self._deadline(deadline_s)
-        return await self._run(self._do.get_many_into(deadline, keys, buffers), deadline)
+        return await self._run(self._do.get_many_into(deadline, keys, buffers, raise_errors), deadline)
+
+    async def get_tensor(self, key: str, *, shared: bool = False, deadline_s: float | None = None) -> torch.Tensor:
+        """The tensor that ``put_tensor`` stored: a copy, the caller's own. ``shared=True`` as with ``Chunk.torch``.
+
+        Raises as ``get``, and InvalidRequest for a value that was put otherwise.
+        """
+        deadline = self._deadline(deadline_s)
+        tensor: torch.Tensor = await self._run(self._do.get_tensor(deadline, key, shared), deadline)
+        return tensor
 
     # --- questions
 
@@ -303,10 +354,12 @@ class AsyncClient:
         deadline = self._deadline(deadline_s)
         return await self._run(self._do.remove(deadline, key), deadline)
 
-    async def remove_many(self, keys: Sequence[str], *, deadline_s: float | None = None) -> list[bool | TanghuluError]:
-        """Drop many chunks; an outcome each."""
+    async def remove_many(
+        self, keys: Sequence[str], *, raise_errors: bool = False, deadline_s: float | None = None
+    ) -> list[bool | TanghuluError]:
+        """Drop many chunks; an outcome each. ``raise_errors`` raises the first error instead."""
         deadline = self._deadline(deadline_s)
-        return await self._run(self._do.remove_many(deadline, keys), deadline)
+        return await self._run(self._do.remove_many(deadline, keys, raise_errors), deadline)
 
     async def remove_matching(self, pattern: str, *, deadline_s: float | None = None) -> int:
         """Drop every chunk whose key the regular expression is found in; how many there were."""
@@ -332,6 +385,11 @@ class AsyncClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+    def __del__(self) -> None:
+        driver = getattr(self, "_driver", None)
+        if driver is not None:
+            driver.dropped(self)
 
     def __repr__(self) -> str:
         return f"AsyncClient({self._driver.settings.master})"

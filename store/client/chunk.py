@@ -21,8 +21,9 @@ class Chunk:
     """Read-only bytes of one value; a context manager.
 
     Over shm these are the node's own bytes under a lease, not a copy: ``close()`` gives the lease back. ``view``,
-    ``numpy()`` and ``torch()`` share the memory; while one of them lives, so does the lease, even beyond ``close()``.
-    They must not be written to.
+    ``numpy()`` and ``torch(shared=True)`` share the memory; while one of them lives, so does the lease, even beyond
+    ``close()``.
+    They must not be written to, and a forked child must not look at them: mapped memory is not inherited.
     """
 
     __slots__ = ("_memory", "_on_close", "key", "size_bytes", "version")
@@ -65,11 +66,20 @@ class Chunk:
             memory.flags.writeable = False
         return memory
 
-    def torch(self, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None) -> torch.Tensor:
-        """The bytes as a tensor, without a copy; uint8 and flat unless said otherwise."""
+    def torch(
+        self, dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None, *, shared: bool = False
+    ) -> torch.Tensor:
+        """The bytes as a tensor that is the caller's own, a copy; uint8 and flat unless said otherwise.
+
+        ``shared=True`` spares the copy: the tensor is the chunk's memory, perhaps the store's own, and must only be
+        read. torch knows no read-only tensors: an operation in place on it ends the process, or destroys the chunk for
+        everybody.
+        To read into a tensor that is there already, see ``Client.get_into``.
+        """
         from tanghulu.store.client import tensors
 
-        return tensors.from_array(self.numpy(), dtype, shape)
+        tensor = tensors.from_array(self.numpy(), dtype, shape)
+        return tensor if shared else tensor.clone()
 
     def close(self) -> None:
         """Let go of the bytes. Twice is fine."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Self
 
 from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS, Checksums
@@ -28,7 +28,8 @@ class Status:
     """What became of one put.
 
     ``existed``: the key was there already (a hit; nothing was written). ``num_replicas``: nodes that hold the chunk as
-    far as this put knows; fewer than asked for is not an error. ``error`` None means success.
+    far as this put knows; fewer than asked for is not an error. ``error`` None means success, and
+    a status with an error is false.
     """
 
     key: str
@@ -40,6 +41,15 @@ class Status:
     def ok(self) -> bool:
         """Whether the chunk is in the store."""
         return self.error is None
+
+    def __bool__(self) -> bool:
+        return self.error is None
+
+    def check(self) -> Self:
+        """This status; raises the error that the put ended with."""
+        if self.error is not None:
+            raise self.error
+        return self
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import secrets
 from dataclasses import dataclass, field
 
 from tanghulu.discovery.masters import ATTEMPT_S
-from tanghulu.errors import InvalidRequest
+from tanghulu.errors import InvalidRequest, TanghuluError
 from tanghulu.masters import Masters
 from tanghulu.runtime.busy_polling import MAX_SPIN_S, SPIN_S, BusyPoller, LonePoller, Waiters, paying_spin_s
 from tanghulu.runtime.clock import SystemClock
@@ -76,3 +76,12 @@ class Settings:
     def carrier(self, copies: bool) -> str | None:
         """What the engine is asked to open a segment by; ``copies``: the node wants its mapping left alone."""
         return "tcp" if copies and self.transport != "ucx" else self.transport
+
+
+def not_a_master(asked: Masters, error: TanghuluError) -> TanghuluError:
+    """What the failure of a client's first question says: it is for the master, and every master answers it."""
+    if type(error) is not InvalidRequest:
+        return error
+    return InvalidRequest(
+        f"what listens at {asked} is no master (a store node, or an HTTP port?); connect to the master: {error.message}"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from enum import Enum
 from typing import Annotated, TypeAlias
@@ -119,20 +120,23 @@ RELIED_S = 1.0
 
 def validate_key(key: str) -> ChunkKey:
     """``key`` as a ChunkKey; raises InvalidRequest if it is empty, too long or not encodable."""
-    if not (key.isascii() and 0 < len(key) <= MAX_KEY_BYTES):
+    if not (isinstance(key, str) and key.isascii() and 0 < len(key) <= MAX_KEY_BYTES):
         _check_encoded(key)
     return ChunkKey(key)
 
 
 def validate_keys(keys: Sequence[str]) -> None:
     """``validate_key`` for many, at the speed of a few calls."""
-    if not keys or ("".join(keys).isascii() and all(keys) and max(map(len, keys)) <= MAX_KEY_BYTES):
-        return
+    with contextlib.suppress(TypeError):  # one of them is no str: below is said which
+        if not keys or ("".join(keys).isascii() and all(keys) and max(map(len, keys)) <= MAX_KEY_BYTES):
+            return
     for key in keys:
         validate_key(key)
 
 
-def _check_encoded(key: str) -> None:
+def _check_encoded(key: object) -> None:
+    if not isinstance(key, str):
+        raise InvalidRequest(f"a key is a str; {key!r:.80} is of type {type(key).__name__}")
     try:
         size = len(key.encode())
     except UnicodeEncodeError as error:

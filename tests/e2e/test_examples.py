@@ -83,6 +83,7 @@ def test_torch_tensors(cluster):
         "stored: (8, 2, 64, 4, 64) torch.bfloat16 524288 bytes",
         "equal: True",
         "layer 3 alone: True",
+        "with dtype and shape: torch.bfloat16 (8, 64, 4, 64) True",
         "filled in place: 524288 bytes, equal: True",
     ]
 

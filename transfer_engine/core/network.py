@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from tanghulu.errors import NodeUnavailable
 from tanghulu.rpc.pacing import unpace_within_machine
+from tanghulu.runtime.fork import lose_in_children
 from tanghulu.transfer_engine.core.paths import Path
 from tanghulu.types import Address
 
@@ -122,6 +123,7 @@ class KernelNetwork:
             if refusal not in (0, errno.EINPROGRESS):
                 raise OSError(refusal, errno.errorcode.get(refusal, "unknown error"))
             unpace_within_machine(sock, target)
+            lose_in_children(sock)
         except OSError as error:
             sock.close()
             raise NodeUnavailable(f"{path.label}: {error.strerror or error}") from error

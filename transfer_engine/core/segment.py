@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tanghulu.errors import InvalidRequest
+from tanghulu.runtime.fork import keep_reserved
 
 #: A segment can neither shrink (a reader of its mapping would get SIGBUS) nor grow, and nobody can lift that.
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -148,4 +149,5 @@ def map_shared(fd: int, size_bytes: int) -> mmap.mmap:
         raise InvalidRequest(f"the peer's segment has {actual_bytes} bytes, its descriptor says {size_bytes}")
     area = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     area.madvise(mmap.MADV_DONTFORK)
+    keep_reserved(area)
     return area

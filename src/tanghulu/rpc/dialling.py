@@ -13,6 +13,7 @@ from tanghulu.errors import NodeUnavailable, Unauthorized
 from tanghulu.rpc import nearby
 from tanghulu.rpc.pacing import unpace_within_machine
 from tanghulu.rpc.tls_socket import TlsSocket
+from tanghulu.runtime.fork import lose_in_children
 from tanghulu.types import Address
 
 #: The kernel wakes a waiting receive this often, so that a deadline is at most this late.
@@ -59,6 +60,7 @@ def dial(
         raise Unauthorized(f"{address} is not what its certificate should say: {error.verify_message}") from error
     except OSError as error:
         raise NodeUnavailable(f"cannot connect to {unix_path or address}: {error}") from error
+    lose_in_children(sock)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TICK)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TICK)
     return sock

@@ -8,6 +8,7 @@ import os
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias, TypeVar, cast
 
 from tanghulu.auth.credentials import NO_TLS, TlsFiles
@@ -15,10 +16,11 @@ from tanghulu.auth.tls import client_context
 from tanghulu.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, TanghuluError, Unauthorized
 from tanghulu.protos import common_pb2
 from tanghulu.rpc import nearby
-from tanghulu.rpc.fast_client import Call, Reply, outcome_of
+from tanghulu.rpc.fast_client import Call, LateReplies, Reply, outcome_of, tell_late
 from tanghulu.rpc.frames import PREAMBLE, Frame, FrameReader, call_id_of, encode_head
 from tanghulu.rpc.pacing import unpace_within_machine
 from tanghulu.rpc.wire import Body, decode, encode
+from tanghulu.runtime.fork import lose_in_children
 from tanghulu.types import Address
 
 R = TypeVar("R", bound=Body)
@@ -27,13 +29,21 @@ OnReply: TypeAlias = Callable[[Reply[Any] | TanghuluError], None]
 
 _CONNECT_TIMEOUT_S = 5.0
 _CLOSE_TIMEOUT_S = 1.0
+#: Late replies that may be wanted of one connection; a peer that owes more is hung up on.
+_MAX_LATE = 1024
 
 
 class AsyncFastConnection(asyncio.Protocol):
-    """One open connection; made by ``await AsyncFastConnection.connect(...)``."""
+    """One open connection; made by ``await AsyncFastConnection.connect(...)``.
 
-    def __init__(self, peer: str) -> None:
+    A reply of a type in ``on_late`` is wanted even if its caller's time is over, or its task cancelled: it may carry
+    what has to be given back.
+    """
+
+    def __init__(self, peer: str, on_late: LateReplies | None = None) -> None:
         self.peer = peer
+        self._on_late = on_late or {}
+        self._num_late = 0
         self._reader = FrameReader()
         self._numbers = itertools.count()
         self._pending: dict[int, tuple[type[Any], OnReply]] = {}
@@ -51,6 +61,7 @@ class AsyncFastConnection(asyncio.Protocol):
         *,
         shortcut: bool = False,
         tls: TlsFiles = NO_TLS,
+        on_late: LateReplies | None = None,
     ) -> AsyncFastConnection:
         """Open a connection, by the Unix socket if its path exists here; raises NodeUnavailable.
 
@@ -58,7 +69,7 @@ class AsyncFastConnection(asyncio.Protocol):
         files: TCP is encrypted; raises Unauthorized if a certificate is not what it should be.
         """
         loop = asyncio.get_running_loop()
-        connection = cls(unix_path or str(address))
+        connection = cls(unix_path or str(address), on_late)
         try:
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                 if unix_path and os.path.exists(unix_path):  # noqa: ASYNC240 - one stat of a local path
@@ -81,8 +92,14 @@ class AsyncFastConnection(asyncio.Protocol):
         """Whether the connection is of no use any more."""
         return self._lost.done()
 
+    def fileno(self) -> int:
+        """The socket's descriptor, -1 when it is closed."""
+        sock = None if self._transport is None or self.closed else self._transport.get_extra_info("socket")
+        return -1 if sock is None else int(sock.fileno())
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Greet the peer."""
+        lose_in_children(self)
         self._transport = cast(asyncio.Transport, transport)  # uvloop has its own, which is no subclass
         sock, peer = transport.get_extra_info("socket"), transport.get_extra_info("peername")
         if sock is not None and sock.family != socket.AF_UNIX and peer:
@@ -154,6 +171,7 @@ class AsyncFastConnection(asyncio.Protocol):
 
         def on_reply(outcome: Reply[R] | TanghuluError) -> None:
             if future.done():
+                tell_late(self._on_late, reply_type, outcome)
                 return
             if isinstance(outcome, TanghuluError):
                 future.set_exception(outcome)
@@ -163,8 +181,24 @@ class AsyncFastConnection(asyncio.Protocol):
         call_id = self.send(method, request, reply_type, on_reply, attachment)
         try:
             return await future
-        finally:
-            self._pending.pop(call_id, None)
+        except BaseException:  # the time is over, or the task was cancelled; all is raised on
+            self._abandon(call_id, reply_type, future)
+            raise
+
+    def _abandon(self, call_id: int, reply_type: type[R], future: asyncio.Future[Reply[R]]) -> None:
+        """Nobody waits for the reply, which is still to come, or came in the very step that ended the wait."""
+        if self._pending.pop(call_id, None) is None:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                tell_late(self._on_late, reply_type, future.result())
+        elif reply_type in self._on_late:
+            self._num_late += 1
+            self._pending[call_id] = reply_type, partial(self._came_late, reply_type)
+            if self._num_late > _MAX_LATE:
+                self.abort()
+
+    def _came_late(self, reply_type: type[Any], outcome: Reply[Any] | TanghuluError) -> None:
+        self._num_late -= 1
+        tell_late(self._on_late, reply_type, outcome)
 
     def send(
         self,

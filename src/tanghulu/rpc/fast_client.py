@@ -11,7 +11,7 @@ import itertools
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -30,6 +30,8 @@ R = TypeVar("R", bound=Body)
 Q = TypeVar("Q")
 A = TypeVar("A")
 Wait: TypeAlias = Callable[[], bytes]
+#: Told the message of a reply, by its type, that came when nobody waited for it any more.
+LateReplies: TypeAlias = Mapping[type[Any], Callable[[Any], None]]
 
 #: Requests that are sent ahead of their replies, in bytes. Less than a socket holds, so that neither side can end up
 #: writing to the other while nobody reads.
@@ -40,6 +42,8 @@ _MAX_UNWANTED = 64
 _MAX_PARTS = 1000
 #: What one receive takes at most: an answer with the largest inline value in it.
 _RECEIVE_BYTES = 66 << 10
+#: A deadline that has passed.
+_AT_ONCE = float("-inf")
 
 
 @dataclass(slots=True)  # not frozen, here and below: freezing makes every one of them a microsecond dearer
@@ -71,6 +75,9 @@ class Reply(Generic[R]):
 class FastConnection:
     """One open connection. Broken by the first failure or missed deadline, and then closed for good.
 
+    A reply of a type in ``on_late`` is wanted even if it comes late: it may carry what has to be given back. A
+    connection that was broken before it came stays open for it alone, see ``take_late``.
+
     With a ``poller``, its own, it asks for the answer to a single call for a moment before it sleeps, where that pays.
     """
 
@@ -83,6 +90,7 @@ class FastConnection:
         shortcut: bool = False,
         tls: TlsFiles = NO_TLS,
         poller: BusyPoller | None = None,
+        on_late: LateReplies | None = None,
     ) -> None:
         self.peer = unix_path or str(address)
         self._socket = dial(address, unix_path, timeout_s, shortcut=shortcut, tls=tls)
@@ -91,7 +99,9 @@ class FastConnection:
         self._numbers = itertools.count()
         self._closed = False
         self._rest = b""  # received beyond the last frame
-        self._unwanted: set[int] = set()  # calls whose reply nobody needs
+        self._num_missing = 0  # of the frame that is being received
+        self._unwanted: dict[int, type[Any]] = {}  # calls whose reply nobody waits for, and its type
+        self._on_late = on_late or {}
         try:
             self._socket.sendall(PREAMBLE)
         except OSError as error:
@@ -100,8 +110,37 @@ class FastConnection:
 
     @property
     def closed(self) -> bool:
-        """Whether the connection is of no use any more."""
+        """Whether the connection is of no use for calls any more."""
         return self._closed
+
+    @property
+    def owes_replies(self) -> bool:
+        """Whether replies are to come that ``on_late`` wants."""
+        return not self._on_late.keys().isdisjoint(self._unwanted.values())
+
+    def take_late(self) -> bool:
+        """Take the late replies that have come to a broken connection; False, and closed: no more will. Never waits."""
+        if not self._lock.acquire(blocking=False):
+            return True
+        try:
+            self._socket.setblocking(False)
+            while self.owes_replies:
+                self._take_unwanted(self._receive_next(_AT_ONCE))
+        except DeadlineExceeded:
+            return True
+        except (TanghuluError, OSError):
+            pass
+        finally:
+            self._lock.release()
+        self.close()
+        return False
+
+    def _take_unwanted(self, frame: Frame) -> None:
+        """A reply that nobody waits for."""
+        reply_type = self._unwanted.pop(frame.call_id, None)
+        if reply_type in self._on_late:
+            assert reply_type is not None
+            tell_late(self._on_late, reply_type, outcome_of(reply_type, frame))
 
     def call(
         self,
@@ -150,14 +189,14 @@ class FastConnection:
         return self._alone(self._end, (call_id, reply_type), deadline_s)
 
     def _end(self, wanted: tuple[int, type[R]], until: float) -> Reply[R] | TanghuluError:
-        frame = self._receive(until)
+        frame = self._receive_answer(wanted[0], wanted[1], until)
         if frame.call_id != wanted[0]:
             raise _stray(self.peer, frame)
         return outcome_of(wanted[1], frame)
 
-    def leave(self, call_id: int) -> None:
-        """Nobody needs the reply to what was begun."""
-        self._unwanted.add(call_id)
+    def leave(self, call_id: int, reply_type: type[Any]) -> None:
+        """Nobody waits for the reply to what was begun."""
+        self._unwanted[call_id] = reply_type
 
     def call_then(
         self, call: Call[Any], ahead: Callable[[], None], last: Callable[[], Call[R]], *, deadline_s: float = 5.0
@@ -184,7 +223,9 @@ class FastConnection:
         except BaseException as error:
             # An interrupt, too: replies still under way would be taken for those of later calls, so this connection
             # is spent. All is raised on.
-            self.close()
+            if isinstance(error, OSError | NodeUnavailable) or not self.owes_replies:
+                self.close()
+            self._closed = True
             if isinstance(error, OSError):
                 raise NodeUnavailable(f"connection to {self.peer} failed: {error}") from error
             raise
@@ -194,7 +235,7 @@ class FastConnection:
     def _exchange_one(self, call: Call[R], until: float) -> Reply[R] | TanghuluError:
         call_id = call_id_of(next(self._numbers))
         self._send(call, call_id, until)
-        frame = self._receive(until, self._spin)
+        frame = self._receive_answer(call_id, call.reply_type, until, self._spin)
         if frame.call_id != call_id:
             raise _stray(self.peer, frame)
         return outcome_of(call.reply_type, frame)
@@ -205,25 +246,30 @@ class FastConnection:
         call, ahead, make_last = wanted
         call_id, body = call_id_of(next(self._numbers)), call.body
         parts = [memoryview(part).cast("B") for part in call.attachment]
-        self._send_all(memoryview(encode_head(call.method, call_id, len(body), sum(map(len, parts))) + body), until)
-        ahead()
-        for part in parts:
-            self._send_all(part, until)
-        last, last_id = make_last(), call_id_of(next(self._numbers))
-        self._unwanted.add(call_id)
-        self._send(last, last_id, until)
-        frame = self._receive(until)
-        self._unwanted.discard(call_id)
+        try:
+            head = encode_head(call.method, call_id, len(body), sum(map(len, parts)))
+            self._send_all(memoryview(head + body), until)
+            ahead()
+            for part in parts:
+                self._send_all(part, until)
+            last, last_id = make_last(), call_id_of(next(self._numbers))
+            self._unwanted[call_id] = call.reply_type
+            self._send(last, last_id, until)
+            frame = self._receive(until)
+            self._unwanted.pop(call_id, None)
+        except BaseException:
+            self._unwanted.clear()  # no late answer is waited for: the end of the connection ends what was begun
+            raise
         if frame.call_id != last_id:
             raise _stray(self.peer, frame)
         return outcome_of(last.reply_type, frame)
 
     def _post(self, call: Call[R], until: float) -> None:
         while len(self._unwanted) >= _MAX_UNWANTED:
-            self._unwanted.discard(self._receive_next(until).call_id)
+            self._take_unwanted(self._receive_next(until))
         call_id = call_id_of(next(self._numbers))
         self._send(call, call_id, until)
-        self._unwanted.add(call_id)
+        self._unwanted[call_id] = call.reply_type
 
     def _exchange(self, calls: Sequence[Call[R]], until: float) -> list[Reply[R] | TanghuluError]:
         outcomes: dict[int, Reply[R] | TanghuluError] = {}
@@ -238,17 +284,24 @@ class FastConnection:
             outcomes[index] = outcome_of(calls[index].reply_type, frame)
             return size
 
-        for index, call in enumerate(calls):
-            call_id = call_id_of(next(self._numbers))
-            body = call.body
-            size = len(body) + sum([memoryview(part).nbytes for part in call.attachment])
-            while pending and in_flight_bytes + size > _WINDOW_BYTES:
-                in_flight_bytes -= take_reply()
-            self._send(call, call_id, until, body)
-            pending[call_id] = (index, size)
-            in_flight_bytes += size
-        while pending:
-            take_reply()
+        try:
+            for index, call in enumerate(calls):
+                call_id = call_id_of(next(self._numbers))
+                body = call.body
+                size = len(body) + sum([memoryview(part).nbytes for part in call.attachment])
+                while pending and in_flight_bytes + size > _WINDOW_BYTES:
+                    in_flight_bytes -= take_reply()
+                self._send(call, call_id, until, body)
+                pending[call_id] = (index, size)
+                in_flight_bytes += size
+            while pending:
+                take_reply()
+        except BaseException:  # an interrupt, too; all is raised on
+            for call_id, (index, _) in pending.items():
+                self._unwanted[call_id] = calls[index].reply_type
+            for index, outcome in outcomes.items():
+                tell_late(self._on_late, calls[index].reply_type, outcome)
+            raise
         return [outcomes[index] for index in range(len(calls))]
 
     def _send(self, call: Call[R], call_id: int, until: float, body: bytes | None = None) -> None:
@@ -277,11 +330,19 @@ class FastConnection:
             except BlockingIOError:
                 self._check_deadline(until)
 
+    def _receive_answer(self, call_id: int, reply_type: type[Any], until: float, wait: Wait | None = None) -> Frame:
+        """``_receive`` for one call, whose reply may come late."""
+        try:
+            return self._receive(until, wait)
+        except BaseException:  # an interrupt, too; all is raised on
+            self._unwanted[call_id] = reply_type
+            raise
+
     def _receive(self, until: float, wait: Wait | None = None) -> Frame:
         """The next frame that somebody waits for."""
         frame = self._receive_next(until, wait)
         while frame.call_id in self._unwanted:
-            self._unwanted.discard(frame.call_id)
+            self._take_unwanted(frame)
             frame = self._receive_next(until)
         return frame
 
@@ -293,8 +354,12 @@ class FastConnection:
             start = HEAD.size + body_bytes
             if start + attachment_bytes == len(data):
                 return Frame(method, call_id, bytes(data[HEAD.size : start]), memoryview(data)[start:])
-        while len(data) < HEAD.size:
-            data += self._receive_some(until, self._sleep)
+        try:
+            while len(data) < HEAD.size:
+                data += self._receive_some(until, self._sleep)
+        except BaseException:  # as below
+            self._rest = bytes(data)
+            raise
         body_bytes, attachment_bytes, method, call_id = decode_head(data)
         start = HEAD.size + body_bytes
         end = start + attachment_bytes
@@ -315,10 +380,20 @@ class FastConnection:
             return data
 
     def _receive_rest(self, begun: bytes | bytearray, size: int, until: float) -> bytearray:
-        """A frame of ``size`` bytes that begins with ``begun``."""
+        """A frame of ``size`` bytes that begins with ``begun``; what has come is kept if the rest does not in time."""
         frame = bytearray(size)
         frame[: len(begun)] = begun
         rest = memoryview(frame)[len(begun) :]
+        try:
+            self._fill(rest, until)
+        except BaseException:  # an interrupt, too; all is raised on
+            self._rest = bytes(frame[: size - self._num_missing])
+            raise
+        return frame
+
+    def _fill(self, rest: memoryview, until: float) -> None:
+        """Receive all of ``rest``; ``_num_missing`` counts."""
+        self._num_missing = len(rest)
         while rest:
             try:
                 count = self._socket.recv_into(rest)
@@ -328,9 +403,9 @@ class FastConnection:
             if not count:
                 raise NodeUnavailable(f"{self.peer} closed the connection")
             rest = rest[count:]
+            self._num_missing = len(rest)
             if rest:
                 self._check_deadline(until)
-        return frame
 
     def _check_deadline(self, until: float) -> None:
         if time.monotonic() >= until:
@@ -367,7 +442,14 @@ class Asking(Generic[R]):
         """The reply is not needed, if it has not been taken."""
         if self._open:
             self._open = False
-            self.connection.leave(self._call_id)
+            self.connection.leave(self._call_id, self._reply_type)
+
+
+def tell_late(on_late: LateReplies, reply_type: type[Any], outcome: Reply[Any] | TanghuluError) -> None:
+    """Tell of a reply that nobody waits for any more."""
+    tell = on_late.get(reply_type)
+    if tell is not None and isinstance(outcome, Reply):
+        tell(outcome.message)
 
 
 def _stray(peer: str, frame: Frame) -> TanghuluError:

@@ -6,6 +6,8 @@ import socket
 import ssl
 from collections.abc import Sequence
 
+from tanghulu.runtime.fork import lose_in_children
+
 #: Buffers in one send are joined up to this size: a record each would cost more than the copy.
 _JOINED_BYTES = 64 << 10
 
@@ -22,12 +24,13 @@ class TlsSocket:
         sock.settimeout(timeout_s)
         self._sock = context.wrap_socket(sock, server_hostname=host)
         self._sock.settimeout(tick_s)
+        lose_in_children(self._sock)
 
     def send(self, data: bytes | memoryview) -> int:
         """Some of ``data``."""
         try:
             return self._sock.send(data)
-        except TimeoutError as error:
+        except (TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
             raise BlockingIOError from error
 
     def sendmsg(self, parts: Sequence[bytes | bytearray | memoryview]) -> int:
@@ -53,7 +56,7 @@ class TlsSocket:
         """At most so many bytes; none when the peer has hung up."""
         try:
             return self._sock.recv(num_bytes)
-        except TimeoutError as error:
+        except (TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
             raise BlockingIOError from error
         except ssl.SSLEOFError:
             return b""
@@ -62,10 +65,14 @@ class TlsSocket:
         """As ``recv``, into ``buffer``."""
         try:
             return self._sock.recv_into(buffer)
-        except TimeoutError as error:
+        except (TimeoutError, ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
             raise BlockingIOError from error
         except ssl.SSLEOFError:
             return 0
+
+    def setblocking(self, flag: bool) -> None:
+        """False: a call that would have to wait raises BlockingIOError at once."""
+        self._sock.setblocking(flag)
 
     def close(self) -> None:
         """Hang up."""

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from tanghulu.discovery.masters import MasterFinder, Seeking
 from tanghulu.errors import InvalidRequest, MasterUnavailable, NodeUnavailable, TanghuluError
 from tanghulu.rpc.fast_aio import AsyncFastConnection
+from tanghulu.rpc.fast_client import Reply
 from tanghulu.rpc.greeting import show
 from tanghulu.runtime.clock import SystemClock
+from tanghulu.runtime.fork import tell_in_children
 from tanghulu.store.client.drivers.connections import (
     NodeSessions,
     Target,
+    late_replies,
     make_context,
     master_failure,
     obeyed,
+    refuse_closed,
     target_of,
+    warn_unclosed,
 )
 from tanghulu.store.client.drivers.transfers import move_async
+from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic.effects import (
     MASTER,
     CallPeers,
@@ -64,11 +71,15 @@ class AsyncioDriver:
         self._sessions = NodeSessions(settings, self.context)
         self._flushing: asyncio.Task[None] | None = None
         self._closed = False
+        self._pid = os.getpid()
+        tell_in_children(self)
 
     async def run(self, logic: Logic[T], deadline: Deadline) -> T:
         """Drive ``logic`` to its end; returns its result or raises its error."""
         if self._closed:
-            raise InvalidRequest("the client is closed")
+            refuse_closed(self._pid, "tanghulu.aio.connect")
+        if asyncio.get_running_loop() is not self._loop:
+            raise InvalidRequest("this client belongs to another event loop; call tanghulu.aio.connect() in this one")
         if self.context.owes_notice:
             await self._give_back()
         try:
@@ -83,6 +94,19 @@ class AsyncioDriver:
             if self.context.leases.dropped:
                 self.flush()
             raise
+        finally:
+            if self.context.departed:
+                self._leave_departed()
+
+    def _leave_departed(self) -> None:
+        """Close what is open to nodes that are gone."""
+        for peer in self._sessions.take_departed():
+            connection = self._connections.pop(peer, None)
+            if connection is not None:
+                connection.abort()
+            opening = self._opening.get(peer)
+            if opening is not None and not opening.locked():
+                del self._opening[peer]
 
     def deadline(self, seconds: float | None) -> Deadline:
         """The end of an operation that begins now."""
@@ -95,10 +119,12 @@ class AsyncioDriver:
 
     def register(self, buffer: Any) -> Buffer:
         """See TransferEngine.register."""
+        if self._closed:
+            refuse_closed(self._pid, "tanghulu.aio.connect")
         return self._engine.register(buffer)
 
     async def close(self) -> None:
-        """Give back all leases that are not needed, close all connections and segments."""
+        """Give back all leases that are not needed, close all connections and segments; in a forked child nothing."""
         if self._closed:
             return
         await self._give_back()
@@ -111,6 +137,21 @@ class AsyncioDriver:
         self.context.close()
         self._sessions.close()
         await self._loop.run_in_executor(None, self._engine.close)
+
+    def dropped(self, client: object) -> None:
+        """Nobody refers to ``client`` any more: warn if it was not closed, and hang up."""
+        if self._closed:
+            return
+        self._closed = True
+        if not self._loop.is_closed():
+            for connection in self._connections.values():
+                connection.abort()
+        self._engine.close()
+        warn_unclosed(client)
+
+    def forget_in_child(self) -> None:
+        """Refuse all calls: connections, leases and mapped memory are the parent's."""
+        self._closed = True
 
     # --- effects
 
@@ -135,7 +176,13 @@ class AsyncioDriver:
     async def _call_peers(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> list[Outcome]:
         if len(calls) == 1:
             return [await self._exchange(*calls[0], deadline_s)]
-        return await asyncio.gather(*(self._exchange(peer, call, deadline_s) for peer, call in calls))
+        asked = [self._loop.create_task(self._exchange(peer, call, deadline_s)) for peer, call in calls]
+        try:
+            return await asyncio.gather(*asked)
+        except BaseException:  # the task was cancelled; raised on
+            for (peer, _), asking in zip(calls, asked, strict=True):
+                self._abandon(peer, asking)
+            raise
 
     async def _call_meanwhile(
         self, node: PeerId, call: AnyCall, deadline_s: float, meanwhile: Callable[[], None]
@@ -145,8 +192,20 @@ class AsyncioDriver:
             await asyncio.sleep(0)  # where there is a connection, the call has left then
             meanwhile()
             return await asking
-        finally:
-            asking.cancel()
+        except BaseException:  # the task was cancelled, say; all is raised on
+            self._abandon(node, asking)
+            raise
+
+    def _abandon(self, peer: PeerId, asking: asyncio.Task[Outcome]) -> None:
+        """Nobody waits for the answer of ``peer``; what it grants goes back."""
+        asking.cancel()
+        asking.add_done_callback(partial(self._abandoned, peer))
+
+    def _abandoned(self, peer: PeerId, asking: asyncio.Task[Outcome]) -> None:
+        outcome = None if asking.cancelled() else asking.result()
+        if isinstance(outcome, Reply) and isinstance(outcome.message, messages.GRANTING):
+            self.context.granted_late(peer, outcome.message)
+            self.flush()
 
     async def _stream(self, wanted: Stream, deadline_s: float) -> Outcome:
         until_s = self._loop.time() + deadline_s
@@ -182,10 +241,15 @@ class AsyncioDriver:
             asking.cancel()
 
     async def _notify(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> None:
-        for peer, call in calls:
-            with contextlib.suppress(TanghuluError):
+        for position, (peer, call) in enumerate(calls):
+            try:
                 connection = self._connections.get(peer) or await self._open(peer, deadline_s)
                 connection.send(call.method, call.request, call.reply_type, _nobody, call.attachment)
+            except TanghuluError:
+                continue
+            except BaseException:  # the task was cancelled: raised on
+                self.context.untold(calls[position:])
+                raise
 
     async def _exchange(self, peer: PeerId, call: AnyCall, deadline_s: float) -> Outcome:
         if peer == MASTER and self._masters.several:
@@ -257,7 +321,11 @@ class AsyncioDriver:
                 target = target_of(peer, self.settings, self.context.nodes)
             try:
                 connection = await AsyncFastConnection.connect(
-                    target.address, target.unix_path, shortcut=target.shortcut, tls=self.settings.master.credentials.tls
+                    target.address,
+                    target.unix_path,
+                    shortcut=target.shortcut,
+                    tls=self.settings.master.credentials.tls,
+                    on_late=late_replies(self.context, peer, self.flush),
                 )
             except NodeUnavailable:
                 self.context.nodes.expire()

@@ -6,12 +6,13 @@ wait for each other. Calls to one peer are pipelined; several peers are asked si
 
 from __future__ import annotations
 
-import contextlib
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from tanghulu.discovery.masters import ATTEMPT_S, SEEK_MOST_S, SEEK_PAUSE_S, MasterFinder
@@ -21,15 +22,20 @@ from tanghulu.rpc.greeting import show_blocking
 from tanghulu.runtime.backoff import Backoff
 from tanghulu.runtime.busy_polling import Waiters
 from tanghulu.runtime.clock import SystemClock
+from tanghulu.runtime.fork import tell_in_children
 from tanghulu.store.client.drivers.connections import (
     NodeSessions,
     Target,
+    late_replies,
     make_context,
     master_failure,
     obeyed,
+    refuse_closed,
     target_of,
+    warn_unclosed,
 )
 from tanghulu.store.client.drivers.transfers import move
+from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic.effects import (
     MASTER,
     CallPeers,
@@ -55,6 +61,9 @@ Outcome = AnyReply | TanghuluError
 #: Connections that are kept open to one peer; more threads than that open and close their own.
 MAX_IDLE = 16
 _MAX_THREADS = 16
+#: Broken connections that are kept for their late replies; beyond it the oldest is closed, and what it was granted
+#: stays so until this client's session ends.
+MAX_OWING = 256
 #: What a connection may take even if the deadline has come; 0 would mean that it must not wait at all.
 MIN_CONNECT_S = 0.001
 
@@ -75,16 +84,21 @@ class BlockingDriver:
         self._masters = MasterFinder(settings.master)
         self._several = settings.master.several
         self._idle: dict[PeerId, deque[FastConnection]] = {}
+        self._owing: deque[tuple[PeerId, FastConnection]] = deque()  # that late replies are to come from
         self._waiters = Waiters()
         self._sessions = NodeSessions(settings, self.context)
         self._lock = threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
         self._closed = False
+        self._pid = os.getpid()
+        tell_in_children(self)
 
     def run(self, logic: Logic[T], deadline: Deadline) -> T:
         """Drive ``logic`` to its end; returns its result or raises its error."""
         if self._closed:
-            raise InvalidRequest("the client is closed")
+            refuse_closed(self._pid, "tanghulu.connect")
+        if self._owing:
+            self._take_late()
         if self.context.owes_notice:
             self.flush(deadline.remaining_s())
         try:
@@ -99,6 +113,15 @@ class BlockingDriver:
             if self.context.leases.dropped:
                 self.flush(deadline.remaining_s())
             raise
+        finally:
+            if self.context.departed:
+                self._leave_departed()
+
+    def _leave_departed(self) -> None:
+        """Close what is open to nodes that are gone."""
+        for peer in self._sessions.take_departed():
+            for connection in self._idle.pop(peer, ()):
+                connection.close()
 
     def deadline(self, seconds: float | None) -> Deadline:
         """The end of an operation that begins now."""
@@ -111,10 +134,14 @@ class BlockingDriver:
 
     def register(self, buffer: Any) -> Buffer:
         """See TransferEngine.register."""
+        if self._closed:
+            refuse_closed(self._pid, "tanghulu.connect")
         return self._engine.register(buffer)
 
     def close(self) -> None:
-        """Close all connections and segments."""
+        """Close all connections and segments. Does nothing in a forked child, which has none."""
+        if self._closed:
+            return
         if self.context.reads.noted:
             self.flush()
         with self._lock:
@@ -122,7 +149,9 @@ class BlockingDriver:
                 return
             self._closed = True
             idle = [connection for pool in self._idle.values() for connection in pool]
+            idle += [connection for _, connection in self._owing]
             self._idle.clear()
+            self._owing.clear()
             threads, self._threads = self._threads, None
         for connection in idle:
             connection.close()
@@ -131,6 +160,21 @@ class BlockingDriver:
         self.context.close()
         self._sessions.close()
         self._engine.close()
+
+    def dropped(self, client: object) -> None:
+        """Nobody refers to ``client`` any more: warn if it was not closed, and close what is open without a word."""
+        if self._closed:
+            return
+        self._closed = True
+        for pool in self._idle.values():
+            for connection in pool:
+                connection.close()
+        self._engine.close()
+        warn_unclosed(client)
+
+    def forget_in_child(self) -> None:
+        """Refuse all calls: connections, leases and mapped memory are the parent's."""
+        self._closed = True
 
     # --- effects
 
@@ -167,9 +211,30 @@ class BlockingDriver:
             by_peer.setdefault(peer, []).append(call)
         if len(by_peer) == 1:
             return self._exchange(*by_peer.popitem(), deadline_s)
-        answers = self._executor().map(lambda peer: self._exchange(peer, by_peer[peer], deadline_s), by_peer)
-        outcomes = dict(zip(by_peer, map(iter, answers), strict=True))
+        executor = self._executor()
+        asked = {peer: executor.submit(self._exchange, peer, own, deadline_s) for peer, own in by_peer.items()}
+        try:
+            outcomes = {peer: iter(future.result()) for peer, future in asked.items()}
+        except BaseException:  # an interrupt: what these peers granted, or will grant, goes back; it is raised on
+            for peer, future in asked.items():
+                future.add_done_callback(partial(self._abandoned, peer))
+            raise
         return [next(outcomes[peer]) for peer, _ in calls]
+
+    def _abandoned(self, peer: PeerId, future: Future[list[Outcome]]) -> None:
+        for outcome in () if future.cancelled() or future.exception() is not None else future.result():
+            if not isinstance(outcome, TanghuluError) and isinstance(outcome.message, messages.GRANTING):
+                self.context.granted_late(peer, outcome.message)
+
+    def _take_late(self) -> None:
+        """Look whether late replies have come: their leases are given back with the next notice."""
+        for _ in range(len(self._owing)):
+            try:
+                peer, connection = self._owing.popleft()
+            except IndexError:  # another thread was faster
+                return
+            if connection.take_late():
+                self._owing.append((peer, connection))
 
     def _call_meanwhile(self, node: PeerId, call: AnyCall, deadline_s: float, meanwhile: Callable[[], None]) -> Outcome:
         asking = self._begin(node, call, deadline_s)
@@ -240,13 +305,18 @@ class BlockingDriver:
 
     def _notify(self, calls: Sequence[tuple[PeerId, AnyCall]], deadline_s: float) -> None:
         until_s = time.monotonic() + deadline_s
-        for peer, call in calls:
-            with contextlib.suppress(TanghuluError):
+        for position, (peer, call) in enumerate(calls):
+            try:
                 connection, _ = self._take(peer, until_s, fresh=False)
                 try:
                     connection.post(call, deadline_s=_left_s(until_s))
                 finally:
                     self._put_back(peer, connection)
+            except TanghuluError:
+                continue
+            except BaseException:  # an interrupt: raised on
+                self.context.untold(calls[position:])
+                raise
 
     def _exchange_one(
         self, peer: PeerId, pool: deque[FastConnection], call: AnyCall, deadline_s: float
@@ -345,7 +415,13 @@ class BlockingDriver:
             timeout_s = max(_left_s(until_s), MIN_CONNECT_S)
             tls, poller = self.settings.master.credentials.tls, self.settings.poller_for(peer, self._waiters)
             connection = FastConnection(
-                target.address, target.unix_path, timeout_s, shortcut=target.shortcut, tls=tls, poller=poller
+                target.address,
+                target.unix_path,
+                timeout_s,
+                shortcut=target.shortcut,
+                tls=tls,
+                poller=poller,
+                on_late=late_replies(self.context, peer, lambda: None),
             )
             if peer == MASTER:
                 show_blocking(connection, self.settings.master.credentials, timeout_s)
@@ -373,6 +449,13 @@ class BlockingDriver:
 
     def _put_back(self, peer: PeerId, connection: FastConnection) -> None:
         if connection.closed:
+            if connection.owes_replies:
+                self._owing.append((peer, connection))
+                if len(self._owing) > MAX_OWING:
+                    self._owing.popleft()[1].close()
+            return
+        if peer != MASTER and self.context.nodes.get(peer) is None:  # it left meanwhile
+            connection.close()
             return
         with self._lock:
             pool = self._idle.get(peer)

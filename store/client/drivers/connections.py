@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from tanghulu.errors import DeadlineExceeded, MasterUnavailable, NodeUnavailable, NotLeader, TanghuluError
+from tanghulu.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    MasterUnavailable,
+    NodeUnavailable,
+    NotLeader,
+    TanghuluError,
+)
 from tanghulu.masters import Masters
+from tanghulu.rpc.fast_client import LateReplies
 from tanghulu.runtime.clock import Clock
+from tanghulu.runtime.fork import refuse_inherited
 from tanghulu.store.client.logic import messages
 from tanghulu.store.client.logic.context import Context
 from tanghulu.store.client.logic.effects import NodeLink, PeerId
@@ -48,13 +59,29 @@ class NodeSessions:
             raise NodeUnavailable(f"{target.address} is {welcome.instance_id} now, not {peer}")
         known = self._welcomes.get(peer)
         if known is not None and known.session_id != welcome.session_id:
-            for copies in (False, True):
-                old = self._links.pop((known.session_id, copies), None)
-                if old is not None:
-                    old.remote.close()
+            self._close_links(known)
         self._welcomes[peer] = welcome
+        self._context.greeted.add(peer)
         self._context.forget(peer)
         return welcome
+
+    def take_departed(self) -> list[PeerId]:
+        """Close the segments of nodes that are gone, and forget them; which these are."""
+        context, gone = self._context, list(self._context.departed)
+        for peer in gone:
+            context.departed.discard(peer)
+            context.greeted.discard(peer)
+            welcome = self._welcomes.pop(peer, None)
+            if welcome is not None:
+                self._close_links(welcome)
+            context.forget(peer)
+        return gone
+
+    def _close_links(self, welcome: Welcome) -> None:
+        for copies in (False, True):
+            link = self._links.pop((welcome.session_id, copies), None)
+            if link is not None:
+                link.remote.close()
 
     def welcome(self, node: PeerId) -> Welcome | None:
         """How ``node`` answered when it was greeted last."""
@@ -78,6 +105,21 @@ class NodeSessions:
         self._links.clear()
 
 
+def warn_unclosed(client: object) -> None:
+    """Say which client was left open."""
+    warnings.warn(f"unclosed {client!r}; call close(), or use it in a with", ResourceWarning, stacklevel=3)
+
+
+def late_replies(context: Context, peer: PeerId, then: Callable[[], None]) -> LateReplies:
+    """Of ``peer``: what is granted to somebody who does not wait any more is given back; ``then`` is called behind."""
+
+    def give_back(reply: messages.GrantingReply) -> None:
+        context.granted_late(peer, reply)
+        then()
+
+    return dict.fromkeys(messages.GRANTING, give_back)
+
+
 def target_of(peer: PeerId, settings: Settings, nodes: NodeTable) -> Target:
     """Where the node ``peer`` listens; raises NodeUnavailable for one that the master does not list."""
     node = nodes.get(peer)
@@ -85,6 +127,12 @@ def target_of(peer: PeerId, settings: Settings, nodes: NodeTable) -> Target:
         raise NodeUnavailable(f"node {peer} is not known at the master (any more)")
     near = settings.uses_unix and node.host_id == settings.host_id and bool(node.unix_path)
     return Target(Address.parse(node.address), node.unix_path if near else None)
+
+
+def refuse_closed(opened_by: int, connect: str) -> None:
+    """Raise what a client says that cannot be used: it was closed, or another process, ``opened_by``, opened it."""
+    refuse_inherited("this client", opened_by, f"call {connect}() in the child")
+    raise InvalidRequest("the client is closed")
 
 
 def master_failure(master: Masters, error: TanghuluError) -> TanghuluError:

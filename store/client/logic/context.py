@@ -42,6 +42,9 @@ def _versions() -> Iterator[int]:
 class Context:
     """One client's memory between operations. ``mapped``: those nodes of this host whose memory is mapped.
 
+    ``greeted`` are the nodes to which the driver keeps something open; what it has of ``departed`` ones it is to close,
+    for an open mapping keeps all memory of a process that is gone.
+
     ``wait_s``: how long one call may wait at the master. ``streams``: values of up to 1 MiB travel
     inside messages where memory is not mapped; not if they are wanted to move by verbs or UCX.
     """
@@ -61,6 +64,8 @@ class Context:
     write_buffers: OpenWriteBuffers = field(default_factory=OpenWriteBuffers)
     fence: TermFence = field(default_factory=TermFence)
     rng: Random = field(default_factory=lambda: Random(secrets.randbits(64)))
+    greeted: set[PeerId] = field(default_factory=set)
+    departed: set[PeerId] = field(default_factory=set)
     versions: Iterator[int] = field(default_factory=_versions)
 
     def access(self, node: PeerId, now_s: float) -> Access:
@@ -83,7 +88,11 @@ class Context:
         self.write_buffers.forget(node)
 
     def opened(self, node: PeerId, link: NodeLink, welcome: messages.Welcome) -> None:
-        """The node's memory is open; where it is mapped, so is its index, and write buffers may be asked for."""
+        """The node's memory is open; where it is mapped, so is its index, and write buffers may be asked for.
+
+        Where a node comes, another may have gone.
+        """
+        self.departed.update(each for each, mapped in list(self.mapped.items()) if not mapped.link.remote.alive)
         index = link.index(welcome.index, welcome.key_scope)
         if index is not None:
             self.mapped[node] = MappedNode(link, index, welcome.generation)
@@ -97,6 +106,17 @@ class Context:
     def owes_notice(self) -> bool:
         """Whether nodes should be told of leases or reads even if nothing else has to be said."""
         return bool(self.leases.dropped) or (bool(self.reads.noted) and self.reads.due)
+
+    def granted_late(self, node: PeerId, reply: messages.GrantingReply) -> None:
+        """An answer that came when nobody waited for it any more: its leases, of reservations too, go back."""
+        for lease_id in messages.leases_in(reply):
+            self.leases.drop(node, lease_id)
+
+    def untold(self, calls: Sequence[tuple[PeerId, messages.AnyCall]]) -> None:
+        """These calls were not sent: the leases that they give back are given back later."""
+        for node, call in calls:
+            for lease_id in messages.given_back(call):
+                self.leases.drop(node, lease_id)
 
     def given_back(self) -> list[tuple[PeerId, messages.AnyCall]]:
         """Calls that tell the nodes which leases are not needed any more and what was read; counts as told."""
@@ -161,6 +181,7 @@ def take_nodes(context: Context, reply: messages.AnyReply) -> list[NodeView]:
     known = {view.id for view in views}
     before = [view for view in context.nodes.all() if view.id not in known] if messages.is_rebuilding(reply) else []
     context.nodes.update([*views, *before], context.clock.now_s(), messages.list_version(reply))
+    context.departed |= context.greeted.difference(context.nodes.ids())
     return views
 
 

@@ -71,6 +71,7 @@ class _Pinned:
     arrived: memoryview | None = None  # where its bytes are, or will be
     error: TanghuluError | None = None
     keeps_lease: bool = False
+    given_back: bool = False
     running: sums.RunningChecksums | None = None  # of what arrives
 
     def matches(self) -> bool:
@@ -101,9 +102,7 @@ def fetch_one(context: Context, deadline: Deadline, op: GetOp, flush: Callable[[
         alone = len(op.holders) == 1 and not guessed
         call = messages.get((op.key,), context.inline_bytes(node), deadline.remaining_ms())
         (outcome,) = yield CallPeers(((node, call),), None if alone else _patience_s(deadline))
-        pinned = _take_answer(context, deadline, node, (op,), outcome)
-        if pinned:
-            yield from _read_pinned(context, pinned, flush)
+        yield from _take_answers(context, deadline, [(node, (op,), outcome)], flush)
     if op.result is None:
         yield from _rounds(context, deadline, [op], flush)
 
@@ -135,6 +134,8 @@ def _look_locally(context: Context, op: GetOp) -> None:
                 break
             entry = mapped.index.find(op.key, now_s)
             if entry is None:
+                if not mapped.index.is_kept(now_s) and not mapped.link.remote.alive:
+                    context.departed.add(node)
                 continue
             if entry.size_bytes > MAX_COPIED_BYTES or not _copy(context, op, node, mapped.index, entry):
                 op.holders = [node]
@@ -259,16 +260,32 @@ def _round(
     ]
     others = any(len(op.holders) > 1 for ops in asked.values() for op in ops)
     outcomes = yield CallPeers(calls, _patience_s(deadline) if others else None)
-    pinned: list[_Pinned] = []
-    for (node, ops), outcome in zip(asked.items(), outcomes, strict=True):
-        pinned += _take_answer(context, deadline, node, ops, outcome)
-    if pinned:
-        yield from _read_pinned(context, pinned, flush)
+    answers = [(node, ops, outcome) for (node, ops), outcome in zip(asked.items(), outcomes, strict=True)]
+    yield from _take_answers(context, deadline, answers, flush)
 
 
 def _patience_s(deadline: Deadline) -> float:
     """How long to wait for one holder while there are others: a node that stands still must not use up the time."""
     return deadline.remaining_s() / 2
+
+
+def _take_answers(
+    context: Context,
+    deadline: Deadline,
+    answers: Sequence[tuple[PeerId, Sequence[GetOp], messages.AnyReply | TanghuluError]],
+    flush: Callable[[], None],
+) -> Logic[None]:
+    """Take what each node answered, and read what it pinned. However this ends, no lease is left that nobody needs."""
+    pinned: list[_Pinned] = []
+    try:
+        for node, ops, outcome in answers:
+            _take_answer(context, deadline, node, ops, outcome, pinned)
+        if pinned:
+            yield from _read_pinned(context, pinned, flush)
+    finally:
+        for each in pinned:
+            if each.found.lease_id and not each.keeps_lease and not each.given_back:
+                context.leases.drop(each.node, each.found.lease_id)
 
 
 def _take_answer(
@@ -277,12 +294,12 @@ def _take_answer(
     node: PeerId,
     ops: Sequence[GetOp],
     outcome: messages.AnyReply | TanghuluError,
-) -> list[_Pinned]:
+    pinned: list[_Pinned],
+) -> None:
     """Inline values become results, failures send their get on; what the node pinned is still to be read."""
     if isinstance(outcome, TanghuluError):
         _node_failed(context, deadline, node, ops, outcome)
-        return []
-    pinned: list[_Pinned] = []
+        return
     answers = messages.found(outcome)
     if not answers:
         _node_failed(context, deadline, node, ops, NodeUnavailable(f"{node} answered nothing"))
@@ -297,7 +314,6 @@ def _take_answer(
         else:
             context.leases.hold(node, found.lease_id)
             pinned.append(_Pinned(op, node, found))
-    return pinned
 
 
 def _node_failed(
@@ -426,6 +442,8 @@ def _finish(
             calls.append((node, messages.unpin(leases, num_bytes, corrupt)))
             for lease_id in leases:
                 context.leases.released(node, lease_id)
+            for each in own:
+                each.given_back = True
         for each in own:
             if isinstance(each.error, LeaseExpired) and each.op.num_expired < MAX_PINNED_AGAIN:
                 each.op.num_expired += 1  # too slow, or the connection broke in between: the holder still has it

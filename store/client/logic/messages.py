@@ -28,6 +28,9 @@ from tanghulu.transfer_engine.core.segment import SegmentDescriptor
 AnyCall = Call[Any]
 AnyReply = Reply[Any]
 _PeerIds: TypeAlias = tuple[PeerId, ...]
+#: Answers that grant leases.
+GrantingReply: TypeAlias = m.GetReply | m.ReserveReply
+GRANTING: tuple[type[GrantingReply], ...] = (m.GetReply, m.ReserveReply)
 
 
 # --- nodes
@@ -142,11 +145,22 @@ def found(reply: AnyReply) -> list[tuple[Found, memoryview | None] | TanghuluErr
     return results
 
 
+def leases_in(reply: GrantingReply) -> list[int]:
+    """The leases that the answer to ``get`` or ``reserve`` grants."""
+    granted = reply.items if isinstance(reply, m.GetReply) else reply.reservations
+    return [each.lease_id for each in granted if isinstance(each, Found | Reservation) and each.lease_id]
+
+
 def unpin(
     lease_ids: Sequence[int], bytes_read: int = 0, corrupt: Sequence[str] = (), read: Sequence[str] = ()
 ) -> AnyCall:
     """Leases that are not needed any more; keys whose bytes did not match; keys that were read without asking."""
     return methods.UNPIN.call(m.UnpinRequest(lease_ids, bytes_read, corrupt, read))
+
+
+def given_back(call: AnyCall) -> Sequence[int]:
+    """The leases that ``call`` gives back, if it is an ``unpin``."""
+    return call.request.lease_ids if isinstance(call.request, m.UnpinRequest) else ()
 
 
 def node_exists(keys: Sequence[str]) -> AnyCall:

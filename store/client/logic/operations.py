@@ -5,8 +5,8 @@ The two clients (blocking, asyncio) are this file with a driver around it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -37,6 +37,10 @@ from tanghulu.store.protocol import checksums as sums
 from tanghulu.store.protocol.types import MAX_INLINE_BYTES, NewChunk, validate_key
 from tanghulu.transfer_engine.core.buffers import Buffer
 
+T = TypeVar("T")
+#: What ``put_many`` takes.
+Items = Mapping[str, Any] | Iterable[PutItem | tuple[str, Any]]
+
 #: Buffers that may make one value.
 MAX_PIECES = 4096
 
@@ -60,12 +64,11 @@ class Operations:
         return status
 
     def put_many(
-        self, deadline: Deadline, items: Iterable[PutItem | tuple[str, Any]], options: PutOptions
+        self, deadline: Deadline, items: Items, options: PutOptions, raise_errors: bool = False
     ) -> Logic[list[Status]]:
         """Many values, a Status each; malformed items get theirs without disturbing the others."""
         statuses: list[Status | PutOp] = []
-        for each in items:
-            item = each if isinstance(each, PutItem) else PutItem(*each)
+        for item in put_items(items):
             try:
                 statuses.append(self._put_op(item, options))
             except InvalidRequest as error:
@@ -74,7 +77,19 @@ class Operations:
         if ops:
             yield from common.tell_reads(self._context)
             yield from puts.put_all(self._context, deadline, ops, options)
-        return [each.status() if isinstance(each, PutOp) else each for each in statuses]
+        ended = [each.status() if isinstance(each, PutOp) else each for each in statuses]
+        if raise_errors:
+            raise_first([each.error for each in ended])
+        return ended
+
+    def put_tensor(self, deadline: Deadline, key: str, tensor: Any, options: PutOptions) -> Logic[Status]:
+        """One tensor that says what it is; raises its error."""
+        return (yield from self.put(deadline, PutItem(key, tensors.with_header(tensor)), options))
+
+    def get_tensor(self, deadline: Deadline, key: str, shared: bool) -> Logic[Any]:
+        """The tensor; raises its error."""
+        with (yield from self.get(deadline, key)) as chunk:
+            return tensors.from_value(key, chunk.numpy(), shared=shared)
 
     def _put_op(self, item: PutItem, options: PutOptions) -> PutOp:
         pieces = readable_pieces(item.value) if isinstance(item.value, list | tuple) else ()
@@ -111,11 +126,22 @@ class Operations:
             raise op.result
         return op.result
 
-    def get_many(self, deadline: Deadline, keys: Sequence[str]) -> Logic[list[Chunk | TanghuluError]]:
+    def get_many(
+        self, deadline: Deadline, keys: Sequence[str], raise_errors: bool = False
+    ) -> Logic[list[Chunk | TanghuluError]]:
         """A chunk or an error for each key."""
-        ops = [GetOp(validate_key(key)) for key in keys]
+        ops = [GetOp(validate_key(key)) for key in as_keys(keys)]
         yield from gets.fetch(self._context, deadline, ops, self._flush)
-        return [op.result for op in ops]  # type: ignore[misc]  # no buffers: no sizes
+        chunks: list[Chunk | TanghuluError] = [op.result for op in ops]  # type: ignore[misc]  # no buffers: no sizes
+        if raise_errors:
+            try:
+                raise_first(chunks)
+            except TanghuluError:
+                for chunk in chunks:
+                    if isinstance(chunk, Chunk):
+                        chunk.close()
+                raise
+        return chunks
 
     def get_range(self, deadline: Deadline, key: str, offset: int, length: int | None) -> Logic[Chunk]:
         """A part of one chunk; raises its error."""
@@ -143,13 +169,16 @@ class Operations:
         return op.result
 
     def get_many_into(
-        self, deadline: Deadline, keys: Sequence[str], buffers: Sequence[Any]
+        self, deadline: Deadline, keys: Sequence[str], buffers: Sequence[Any], raise_errors: bool = False
     ) -> Logic[list[int | TanghuluError]]:
         """A size or an error for each key."""
+        keys = as_keys(keys)
         if len(keys) != len(buffers):
             raise InvalidRequest(f"{len(keys)} keys and {len(buffers)} buffers do not belong together")
         ops = [GetOp(validate_key(k), writable(b)) for k, b in zip(keys, buffers, strict=True)]
         yield from gets.fetch(self._context, deadline, ops, self._flush)
+        if raise_errors:
+            raise_first([op.result for op in ops])
         return [op.result for op in ops]  # type: ignore[misc]  # buffers: no chunks
 
     def exists(self, deadline: Deadline, key: str) -> Logic[bool]:
@@ -159,11 +188,11 @@ class Operations:
 
     def exists_many(self, deadline: Deadline, keys: Sequence[str]) -> Logic[list[bool]]:
         """The same for many."""
-        return (yield from directory.exists(self._context, deadline, keys))
+        return (yield from directory.exists(self._context, deadline, as_keys(keys)))
 
     def match_prefix(self, deadline: Deadline, keys: Sequence[str]) -> Logic[int]:
         """How many leading keys exist."""
-        return (yield from directory.match_prefix(self._context, deadline, keys))
+        return (yield from directory.match_prefix(self._context, deadline, as_keys(keys)))
 
     def wait_for(self, deadline: Deadline, key: str) -> Logic[bool]:
         """Wait until the key is stored; whether it is."""
@@ -172,7 +201,7 @@ class Operations:
 
     def wait_for_many(self, deadline: Deadline, keys: Sequence[str]) -> Logic[list[bool]]:
         """The same for many: until all are."""
-        return (yield from directory.wait_for(self._context, deadline, keys))
+        return (yield from directory.wait_for(self._context, deadline, as_keys(keys)))
 
     def remove(self, deadline: Deadline, key: str) -> Logic[bool]:
         """Drop one chunk; whether there was one. Raises what kept a holder from it."""
@@ -182,10 +211,15 @@ class Operations:
             raise removed
         return removed
 
-    def remove_many(self, deadline: Deadline, keys: Sequence[str]) -> Logic[list[bool | TanghuluError]]:
+    def remove_many(
+        self, deadline: Deadline, keys: Sequence[str], raise_errors: bool = False
+    ) -> Logic[list[bool | TanghuluError]]:
         """The same for many, with an outcome each."""
         yield from common.tell_reads(self._context)
-        return (yield from directory.remove(self._context, keys))
+        outcomes = yield from directory.remove(self._context, as_keys(keys))
+        if raise_errors:
+            raise_first(outcomes)
+        return outcomes
 
     def remove_matching(self, deadline: Deadline, pattern: str) -> Logic[int]:
         """Drop every chunk whose key the regular expression is found in; how many."""
@@ -206,11 +240,11 @@ class Operations:
 
     def evict(self, deadline: Deadline, node: str, keys: Sequence[str], num_bytes: int) -> Logic[Evicted]:
         """Evict chunks of a node."""
-        return (yield from admin.evict(self._context, node, keys, num_bytes))
+        return (yield from admin.evict(self._context, node, as_keys(keys), num_bytes))
 
     def replicate(self, deadline: Deadline, keys: Sequence[str], holders: int, for_s: float) -> Logic[int]:
         """Have chunks copied ahead."""
-        return (yield from admin.replicate(keys, holders, for_s))
+        return (yield from admin.replicate(as_keys(keys), holders, for_s))
 
     def verify(
         self, deadline: Deadline, node: str, after: str, drop_corrupt: bool, report: bool
@@ -234,6 +268,48 @@ class Operations:
     def list_keys(self, deadline: Deadline, prefix: str, limit: int | None, after: str) -> Logic[list[KeyInfo]]:
         """Keys in order."""
         return (yield from directory.list_keys(prefix, limit, after))
+
+
+# --- callers' keys and items
+
+
+def as_keys(keys: Sequence[str]) -> Sequence[str]:
+    """``keys`` as a list; raises InvalidRequest for a single key, whose characters would be taken for keys."""
+    if isinstance(keys, list | tuple):
+        return keys
+    if isinstance(keys, str | bytes | bytearray | memoryview):
+        raise InvalidRequest(f"a list of keys is wanted, not the {type(keys).__name__} {keys!r}; write [{keys!r}]")
+    try:
+        return list(keys)
+    except TypeError:
+        raise InvalidRequest(f"a list of keys is wanted, not {keys!r}") from None
+
+
+def put_items(items: Items) -> list[PutItem]:
+    """What is to be put; raises InvalidRequest for what is no pair of a key and a value."""
+    pairs = items.items() if isinstance(items, Mapping) else items
+    if isinstance(pairs, str | bytes | bytearray):
+        raise InvalidRequest(
+            f"put_many() takes (key, value) pairs, PutItems, or a dict, not the {type(pairs).__name__}"
+        )
+    found = []
+    for each in pairs:
+        if isinstance(each, PutItem):
+            found.append(each)
+        elif isinstance(each, list | tuple) and 2 <= len(each) <= 3:
+            found.append(PutItem(*each))
+        else:
+            raise InvalidRequest(f"put_many() takes (key, value) pairs, PutItems, or a dict; {each!r:.80} is neither")
+    return found
+
+
+def raise_first(outcomes: Sequence[object]) -> None:
+    """Raise the first error among ``outcomes``, with a note of how many there are."""
+    errors = [each for each in outcomes if isinstance(each, TanghuluError)]
+    if errors:
+        if len(outcomes) > 1:
+            errors[0].add_note(f"{len(errors)} of {len(outcomes)} failed, the first with this")
+        raise errors[0]
 
 
 # --- callers' values and buffers as memory of format ``B``
@@ -268,11 +344,13 @@ def _contiguous(value: Any) -> memoryview:
     if isinstance(value, np.ndarray):
         if not value.flags.c_contiguous:
             raise InvalidRequest("an array that is not C-contiguous is no value; copy it with numpy.ascontiguousarray")
+        if value.dtype.hasobject:
+            raise InvalidRequest(f"an array of {value.dtype} holds references, which are no value; convert it first")
         return value.reshape(-1).view(np.uint8).data
     try:
         view = memoryview(value)
-        return view if view.format == "B" and view.ndim == 1 else view.cast("B")
-    except (TypeError, ValueError) as error:
+        return view if view.format == "B" and view.ndim == 1 and view.c_contiguous else view.cast("B")
+    except (TypeError, ValueError, BufferError) as error:
         raise InvalidRequest(f"{type(value).__name__} is no contiguous buffer of bytes: {error}") from None
 
 

@@ -34,6 +34,8 @@ KEYS_PER_CALL = 8192
 _FIRST_PREFIX_STEP = 1024
 #: What is left of a waiting call's time for its answer to come back; the master counts its time in steps of 0.05 s.
 _SLACK_S = 0.1
+#: Before the deadline the master is asked for the last time: it answers at once.
+_LAST_S = 0.02
 #: Between two tries while no master answers, or while too many wait there.
 _WAIT_PAUSE_S, _WAIT_MOST_S = 0.1, 1.0
 
@@ -101,7 +103,11 @@ def _wait(context: Context, deadline: Deadline, keys: Sequence[str]) -> Logic[li
             found = [byte == 1 for byte in outcome.message.found]
             if all(found):
                 return found
-        if deadline.remaining_s() <= _SLACK_S:
+        left_s = deadline.remaining_s()
+        if left_s <= _SLACK_S:
+            yield Sleep(left_s - _LAST_S if left_s > _LAST_S else left_s)
+            if left_s > _LAST_S:
+                continue
             if found is None and failure is not None:
                 raise failure
             return found or [False] * len(keys)

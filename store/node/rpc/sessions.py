@@ -22,7 +22,7 @@ from tanghulu.transfer_engine.owner.process_watch import ProcessWatch
 
 MAX_SESSIONS = 4096
 _MAX_CLIENT_ID = 128
-#: Lost sessions of one client whose leases it may still give back.
+#: Lost sessions of one client under which it holds leases, and may still give them back.
 _MAX_LOST = 16
 
 
@@ -77,6 +77,7 @@ class Sessions:
         if lost:
             self._state.release_unheld(lost, greeting.held_lease_ids)
             self._on_freed()
+            lost = tuple(each for each in lost if self._state.access.has_session(each))
         session_id = secrets.randbits(62) + 1
         self._state.open_session(session_id, greeting.pid)
         maps = greeting.wants_shm and greeting.pid is not None and self._watch_process(session_id, greeting.pid)

@@ -16,6 +16,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from tanghulu.errors import NodeUnavailable, TanghuluError
+from tanghulu.runtime.fork import lose_in_children
 from tanghulu.transfer_engine.core.fences import Fences
 from tanghulu.transfer_engine.core.paths import Path
 from tanghulu.transfer_engine.core.segment import SegmentDescriptor
@@ -203,6 +204,7 @@ def _start_connecting(protocol: str, address: Address) -> socket.socket:
     except OSError as error:
         raise NodeUnavailable(f"{protocol} {address}: {error}") from error
     sock = socket.socket(family, kind, protocol_number)
+    lose_in_children(sock)
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.connect_ex(where)

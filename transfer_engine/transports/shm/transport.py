@@ -20,6 +20,7 @@ import struct
 
 from tanghulu.errors import ChecksumMismatch, InvalidRequest, NodeUnavailable, TanghuluError
 from tanghulu.runtime.clock import Clock
+from tanghulu.runtime.fork import lose_in_children
 from tanghulu.transfer_engine.core.config import MIB, TransportLimits
 from tanghulu.transfer_engine.core.copying import Memory
 from tanghulu.transfer_engine.core.paths import Path, endpoint_paths
@@ -121,6 +122,7 @@ class ShmPeer:
         """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
+            lose_in_children(sock)
             sock.settimeout(timeout_s)
             sock.connect(endpoint.address)
             sock.sendall(ShmHello(descriptor.name, descriptor.generation, session_id).pack())

@@ -19,6 +19,7 @@ from typing import Any
 
 from tanghulu.auth.credentials import TlsFiles
 from tanghulu.auth.tls import client_context
+from tanghulu.runtime.fork import lose_in_children
 from tanghulu.transfer_engine.core.network import KernelNetwork, Poller, StreamSocket
 from tanghulu.transfer_engine.core.paths import Path
 from tanghulu.types import Address
@@ -176,6 +177,7 @@ class TlsStreamSocket:
             raise OSError(failure, os.strerror(failure))
         plain.getpeername()  # ENOTCONN while it is still connecting
         self._tls = self._context.wrap_socket(plain, server_hostname=self._host, do_handshake_on_connect=False)
+        lose_in_children(self._tls)
         self._plain = None
         return self._tls
 

@@ -1,0 +1,184 @@
+"""Answers that come when nobody waits for them: what they grant is given back. Without I/O, and with a real node."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+import tanghulu
+from tanghulu import aio
+from tanghulu.errors import TanghuluError
+from tanghulu.store.client import Client
+from tanghulu.store.client.logic.effects import Notify, PeerId, Transfer
+from tests.store.client.test_logic import FakeCluster
+from tests.store.cluster import Cluster, eventually
+from tests.store.fault_tools import DEADLINE_S, MIB, stopped, value
+
+SOON_S = 0.3
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Cluster]:
+    """Two nodes of this host."""
+    with Cluster(2, "64MiB") as running:
+        yield running
+
+
+def leases(nodes: Cluster) -> float:
+    return sum(node.metric("tanghulu_node_leases") for node in nodes.nodes)
+
+
+def keys_of(store: Client, nodes: Cluster) -> list[str]:
+    """A key with 1 MiB on each of the nodes, in their order."""
+    keys: dict[str, str] = {}
+    for number in range(100):
+        key = f"late/{number}"
+        store.put(key, value(key))
+        keys.setdefault(store.stat(key).nodes[0], key)
+        if len(keys) == len(nodes.nodes):
+            return [keys[node.name] for node in nodes.nodes]
+    raise AssertionError("all keys went to one node")
+
+
+def two_connections_each(store: Client, keys: list[str]) -> None:
+    """So that the session stays when one connection is broken."""
+    while any(len(store._driver._idle.get(PeerId(node.id), ())) < 2 for node in store.nodes()):
+        with ThreadPoolExecutor(4) as threads:
+            for chunk in threads.map(store.get, keys * 8):
+                chunk.close()
+
+
+# --- without I/O
+
+
+def test_a_get_that_ends_anywhere_keeps_no_lease() -> None:
+    """By an interrupt or a cancelled task, which close the logic where it waits."""
+    length = 0
+    for end in range(100):
+        cluster = FakeCluster("n1")
+        cluster.values["n1"]["k"] = b"right"
+        cluster.directory["k"] = ["n1"]
+        cluster.num_expiring = 1
+        logic = cluster.do.get(cluster.deadline, "k")
+        try:
+            effect: Any = next(logic)
+            for _ in range(end):
+                effect = logic.send(cluster._perform(effect))
+            was_told = isinstance(effect, Notify)  # or the driver says that it was not
+            logic.close()
+        except StopIteration:
+            length = end
+            break
+        dropped = cluster.context.leases.take_dropped().get(PeerId("n1"), [])
+        assert not cluster.context.leases.num_held
+        assert bool(dropped) == (isinstance(effect, Transfer) or effect.__class__.__name__ == "OpenSegment")
+        if was_told:
+            cluster.context.untold(effect.calls)
+            assert cluster.context.leases.take_dropped()
+    assert length > 5
+
+
+# --- with real nodes
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_get_that_was_answered_too_late(nodes: Cluster, transport: str) -> None:
+    with tanghulu.connect(nodes.address, transport=transport) as store:
+        keys = keys_of(store, nodes)
+        large = f"late/large-{transport}"  # not inside the answer
+        store.put(large, value(large, 4 * MIB), prefer_node=nodes.nodes[0].name)
+        two_connections_each(store, keys)
+        for _ in range(3):
+            with stopped(nodes.nodes[0].popen.pid), pytest.raises(TanghuluError):
+                store.get(large, deadline_s=SOON_S)
+            store.exists(large)
+        eventually(lambda: store.exists(large) and not leases(nodes))
+        assert store.get(large) == value(large, 4 * MIB)
+        assert not store._driver._owing
+        assert store.remove(large)
+
+
+def test_a_reservation_that_was_granted_too_late(nodes: Cluster) -> None:
+    node = nodes.nodes[0]
+    with tanghulu.connect(nodes.address) as store:
+        two_connections_each(store, keys_of(store, nodes))
+        with stopped(node.popen.pid), contextlib.suppress(TanghuluError):
+            store.put("late/reserved", value("r", 4 * MIB), prefer_node=node.name, deadline_s=SOON_S)
+        eventually(lambda: bool(store.nodes()) and not leases(nodes))
+        store.remove("late/reserved")
+        assert not store.put("late/reserved", value("s", 4 * MIB), prefer_node=node.name).existed
+        assert store.get("late/reserved") == value("s", 4 * MIB)
+        assert store.remove("late/reserved")
+
+
+def test_an_interrupt_in_a_get(nodes: Cluster) -> None:
+    """Ctrl-C while a node is silent: one node has answered, the other will."""
+    with tanghulu.connect(nodes.address) as store:
+        keys = keys_of(store, nodes)
+        two_connections_each(store, keys)
+
+        def interrupt(number: int, frame: object) -> None:
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGALRM, interrupt)
+        try:
+            for keys_asked in ([keys[0]], keys):
+                with stopped(nodes.nodes[0].popen.pid):
+                    signal.setitimer(signal.ITIMER_REAL, SOON_S)
+                    with pytest.raises(KeyboardInterrupt):
+                        store.get_many(keys_asked, deadline_s=20)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        eventually(lambda: store.exists(keys[0]) and not leases(nodes))
+        assert store.get(keys[0]) == value(keys[0])
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_asyncio_calls_that_were_cancelled_or_too_late(nodes: Cluster, transport: str) -> None:
+    with tanghulu.connect(nodes.address) as helper:
+        keys = keys_of(helper, nodes)
+        for number, key in enumerate(keys):
+            helper.put(f"{key}-large-{transport}", value(key, 4 * MIB), prefer_node=nodes.nodes[number].name)
+    large = [f"{key}-large-{transport}" for key in keys]
+    async with aio.connect(nodes.address, transport=transport) as store:
+        for key in large:
+            (await store.get(key)).close()
+        with stopped(nodes.nodes[0].popen.pid):
+            with pytest.raises(TanghuluError):
+                await store.get(large[0], deadline_s=SOON_S)
+            for keys_asked in ([large[0]], large):
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(store.get_many(keys_asked, deadline_s=20), SOON_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(
+                    store.put("late/aio", value("a", 4 * MIB), prefer_node=nodes.nodes[0].name), SOON_S
+                )
+        await asyncio.to_thread(eventually, lambda: not leases(nodes))  # nothing else is asked of the store meanwhile
+        assert await store.get(large[0], deadline_s=DEADLINE_S) == value(keys[0], 4 * MIB)
+        await store.remove_many([*large, "late/aio"])
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_asyncio_gets_cancelled_at_any_moment(nodes: Cluster, transport: str) -> None:
+    with tanghulu.connect(nodes.address) as helper:
+        helper.put("late/any", value("any", 4 * MIB))
+    async with aio.connect(nodes.address, transport=transport) as store:
+        (await store.get("late/any")).close()
+        for steps in range(40):
+            task = asyncio.ensure_future(store.get("late/any"))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                (await task).close()
+            del task
+        await asyncio.to_thread(eventually, lambda: not leases(nodes))
+        assert not store._driver.context.leases.num_held
+        await store.remove("late/any")
