@@ -12,7 +12,6 @@ import structlog
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
-from tanghulu.conductor import garbage
 from tanghulu.conductor.dispatch.admission import Admission
 from tanghulu.conductor.dispatch.dispatcher import Dispatcher, Limits
 from tanghulu.conductor.dispatch.queue import ORDERS, QueueOrder
@@ -194,17 +193,6 @@ def make_app(service: Service) -> FastAPI:
     return app
 
 
-async def _collect_garbage(dispatcher: Dispatcher) -> None:
-    """Make full garbage collections, when nobody waits."""
-    clock = SystemClock()
-    garbage.begin()
-    pacer = garbage.CollectionPacer(clock.now_s())
-    while True:
-        await asyncio.sleep(_OBSERVE_S)
-        if pacer.due(clock.now_s(), busy=dispatcher.num_requests > 0):
-            garbage.collect()
-
-
 async def serve(process: Process, config: ConductorConfig) -> None:
     """Run until the process is to stop."""
     listener_port = config.port
@@ -212,7 +200,6 @@ async def serve(process: Process, config: ConductorConfig) -> None:
         conductor = Conductor(config, f"conductor-{process.generation:012x}", process.registry)
         async with conductor.running(discovery, listener_port):
             mirroring = asyncio.create_task(conductor.dispatcher.mirror.follow_master(config.master))
-            collecting = asyncio.create_task(_collect_garbage(conductor.dispatcher))
             replicating = asyncio.create_task(conductor.replicator(CopyRequester(config.master).ask).run())
             instance = Instance(
                 id=process.instance_id(conductor.address.port),
@@ -226,13 +213,13 @@ async def serve(process: Process, config: ConductorConfig) -> None:
             )
             try:
                 registration = await discovery.register(instance)
-                process.ready(instance.id, conductor.address)
+                process.ready(instance.id, conductor.address, busy=lambda: conductor.dispatcher.num_requests > 0)
                 await process.stopping.wait()
                 await registration.close()
             finally:
-                for task in (mirroring, replicating, collecting):
+                for task in (mirroring, replicating):
                     task.cancel()
-                await asyncio.gather(mirroring, replicating, collecting, return_exceptions=True)
+                await asyncio.gather(mirroring, replicating, return_exceptions=True)
 
 
 COMMAND = command(
