@@ -24,6 +24,7 @@ from tanghulu.cli.progress import Board, welcome
 from tanghulu.cli.supervision import EndAll, Supervision
 from tanghulu.errors import ConfigError, TanghuluError
 from tanghulu.runtime.config import command, option
+from tanghulu.runtime.machine_memory import refuse_too_much
 from tanghulu.types import is_loopback
 
 _READY_POLL_S = 0.1
@@ -230,6 +231,8 @@ def _locked(state_dir: Path) -> Iterator[None]:
 
 def run(config: UpConfig) -> None:
     """Run the cluster in the foreground until it is told to end."""
+    if config.nodes:
+        refuse_too_much(config.nodes * config.node_memory, f"--nodes {config.nodes} of --node-memory, together")
     with _locked(config.state_dir):
         run_dir = Path(tempfile.mkdtemp(prefix="tanghulu-"))
         try:
