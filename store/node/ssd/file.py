@@ -95,7 +95,7 @@ class TierFile:
     """One open file, locked against a second node. ``offset`` counts from behind the header everywhere."""
 
     def __init__(self, path: Path, size_bytes: int) -> None:
-        """Open or make the file. Raises ConfigError if it is somebody else's, of another format, in use, or unreadable."""
+        """Open or make the file. Raises ConfigError for somebody else's, another format's, one in use or unreadable."""
         self.path = path
         self.capacity_bytes = size_bytes // UNIT * UNIT - HEADER_BYTES
         self.direct = True

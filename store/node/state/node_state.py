@@ -418,9 +418,9 @@ class NodeState:
 
     # --- sessions and leases
 
-    def open_session(self, session_id: int, pid: int | None) -> None:
+    def open_session(self, session_id: int, pid: int | None, *, may_write: bool = True) -> None:
         """A client has come; ``pid`` of its process if the kernel says so."""
-        self.access.open_session(session_id, pid)
+        self.access.open_session(session_id, pid, may_write=may_write)
 
     def depends_on(self, session_id: int) -> bool:
         """Whether something still depends on the end of the session's process."""
