@@ -3,7 +3,8 @@
 A value of one key costs a process switch each way if the node is asked, many times what it costs to copy 64 KiB. So
 the node publishes where its chunks lie, in an area that clients of its host map beside the chunks, and a reader looks
 there first: the one-sided reads of Pilaf (Mitchell et al., USENIX ATC 2013) over mapped memory. The node alone can
-write to that area (see ``transfer_engine.core.segment``), so nobody can make readers believe in a chunk that no node has.
+write to that area (see ``transfer_engine.core.segment``), so nobody can make readers believe in a chunk that is not
+there.
 
 Nothing is locked. A reader takes an entry, copies the bytes it names, compares their checksum with the entry's and
 then looks whether the entry still stands: the node takes an entry away *before* it gives the range to somebody else,

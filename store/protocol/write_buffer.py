@@ -22,8 +22,8 @@ by such a client even then, therefore heads lie outside of all ranges, and one i
 client has set ``left`` (it will not look again) or its process has ended.
 
 On a processor that does not keep the order of stores the node may see ``ended`` before ``written``, and either before
-the record. So it believes an ``ended`` that it has seen for ``GRACE_S``; and ``left``, which waits for nothing, is one more
-than the number of the records that were written: the node goes by it at once when it has taken so many.
+the record. So it believes an ``ended`` that it has seen for ``GRACE_S``; and ``left``, which waits for nothing, is one
+more than the number of the records that were written: the node goes by it at once when it has taken so many.
 
 Example: a second value of 4,096 bytes, under "k": begun = 2; the value goes to place 4,096 of the range; the master
 accepts; record 1 is written, then written = 2, ended = 2. The node finds written != taken, makes a chunk at the range's

@@ -35,10 +35,18 @@ class _Pages:
     """One mapping of a segment."""
 
     def __init__(self, area: mmap.mmap) -> None:
+        self.area = area
         self.view = memoryview(area)
         self.array: Bytes = np.frombuffer(area, dtype=np.uint8)
         self.address: int = self.array.__array_interface__["data"][0]
-        self.touch = PageToucher(area).touch
+
+
+class _WritablePages(_Pages):
+    """The mapping for writes. What this process writes it often reads: ``touch`` maps it in ``read``, too."""
+
+    def __init__(self, area: mmap.mmap, read: mmap.mmap) -> None:
+        super().__init__(area)
+        self.touch = PageToucher(area, read).touch
 
 
 class MappedMemory:
@@ -50,12 +58,11 @@ class MappedMemory:
     """
 
     def __init__(self, area: mmap.mmap, writing_fd: int | None = None, published: mmap.mmap | None = None) -> None:
-        pages = _Pages(area)
+        self._read = pages = _Pages(area)
         self.view: memoryview | None = pages.view
         self.array, self.address = pages.array, pages.address
         self.published = None if published is None else memoryview(published)
-        self._size_bytes = len(area)
-        self._written: _Pages | None = None
+        self._written: _WritablePages | None = None
         self._lock = threading.Lock()
         self._writing_fd = writing_fd
         self._close_fd = None if writing_fd is None else weakref.finalize(self, os.close, writing_fd)
@@ -70,7 +77,7 @@ class MappedMemory:
         if self._close_fd is not None:
             self._close_fd()
 
-    def _writable(self) -> _Pages:
+    def _writable(self) -> _WritablePages:
         pages = self._written
         if pages is not None:
             return pages
@@ -79,7 +86,8 @@ class MappedMemory:
                 if self._writing_fd is None:
                     raise NodeUnavailable("the segment's owner lets this process map it for reading only")
                 try:
-                    self._written = _Pages(map_shared(self._writing_fd, self._size_bytes, writable=True))
+                    area = map_shared(self._writing_fd, len(self.array), writable=True)
+                    self._written = _WritablePages(area, self._read.area)
                 except (OSError, InvalidRequest) as error:
                     raise NodeUnavailable(f"the segment cannot be mapped for writing: {error}") from error
                 self._drop_fd()
