@@ -170,7 +170,10 @@ class NodeState:
         now_s = self._clock.now_s()
         expires_s = None if new.ttl_s is None else now_s + new.ttl_s
         sums = compact(new.checksums)
-        chunk = Chunk(new.key, new.version, offset, new.size_bytes, sums, new.pin, now_s, expires_s, new.replicas)
+        size, replicas = new.size_bytes, new.replicas
+        chunk = Chunk.reserved(
+            new.key, new.version, offset, size, sums, new.pin, now_s, expires_s=expires_s, replicas=replicas
+        )
         self._enter(chunk)
         if holder is None:
             return Reserved(chunk, LeaseId(0))

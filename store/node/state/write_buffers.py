@@ -316,4 +316,5 @@ def _cut(buffer: _WriteBuffer, record: Record, now_s: float) -> Chunk | None:
     except InvalidRequest:
         return None
     insort(buffer.taken, (offset, end))
-    return Chunk(name, version, offset, size, checksum, pin, now_s, now_s + ttl_ms / 1000 if ttl_ms else None)
+    expires_s = now_s + ttl_ms / 1000 if ttl_ms else None
+    return Chunk.reserved(name, version, offset, size, checksum, pin, now_s, expires_s=expires_s)

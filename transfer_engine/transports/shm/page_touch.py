@@ -43,7 +43,7 @@ class TouchedUnits:
 
 
 class PageToucher:
-    """Maps pages of ``areas``, which show the same memory, before it is written. Does nothing on kernels that cannot."""
+    """Maps pages of ``areas``, which show the same memory, before it is written. Nothing on kernels that cannot."""
 
     def __init__(self, *areas: mmap.mmap) -> None:
         self._areas = areas
