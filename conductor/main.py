@@ -12,7 +12,6 @@ import structlog
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
-from tanghulu.conductor import garbage
 from tanghulu.conductor.dispatch.admission import Admission
 from tanghulu.conductor.dispatch.dispatcher import Dispatcher, Limits
 from tanghulu.conductor.dispatch.queue import ORDERS, QueueOrder
@@ -192,17 +191,6 @@ def make_app(service: Service) -> FastAPI:
     return app
 
 
-async def _collect_garbage(dispatcher: Dispatcher) -> None:
-    """Make full garbage collections, when nobody waits."""
-    clock = SystemClock()
-    garbage.begin()
-    pacer = garbage.CollectionPacer(clock.now_s())
-    while True:
-        await asyncio.sleep(_OBSERVE_S)
-        if pacer.due(clock.now_s(), busy=dispatcher.num_requests > 0):
-            garbage.collect()
-
-
 async def serve(process: Process, config: ConductorConfig) -> None:
     """Run until the process is to stop."""
     async with open_discovery(config.discovery, config.master) as discovery:
@@ -212,7 +200,6 @@ async def serve(process: Process, config: ConductorConfig) -> None:
             beside(
                 conductor.dispatcher.mirror.follow_master(config.master),
                 conductor.replicator(CopyRequester(config.master).request).run(),
-                _collect_garbage(conductor.dispatcher),
             ),
         ):
             instance = Instance(
@@ -226,7 +213,7 @@ async def serve(process: Process, config: ConductorConfig) -> None:
                 attributes={group.ATTRIBUTE: str(conductor.peers.address)},
             )
             registration = await discovery.register(instance)
-            process.ready(instance.id, conductor.address)
+            process.ready(instance.id, conductor.address, busy=lambda: conductor.dispatcher.num_requests > 0)
             await process.stopping.wait()
             await registration.close()
 

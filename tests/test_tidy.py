@@ -21,7 +21,6 @@ MAX_PARAMETERS = 7
 
 #: What a rule forgives: the thing -> why.
 FORGIVEN: dict[str, str] = {
-    "parameters: tanghulu.store.node.state.chunk.__init__": "made by the million; a dataclass written by hand",
     "small: tanghulu.aio": "a name for users",
     "class: Chunk": "what a get returns, and what a node keeps: the same thing on either side of the wire",
     "word: tanghulu.cli.progress: SpinnerColumn": "a class of rich",

@@ -29,6 +29,7 @@ from tanghulu.rpc.port_mux import PortMux
 from tanghulu.runtime import process as processes
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.config import command, option
+from tanghulu.runtime.machine_memory import refuse_too_much
 from tanghulu.runtime.master_options import MasterOptions, PortOptions
 from tanghulu.runtime.process import Process, ProcessConfig
 from tanghulu.store.node.replication.copier import Copier
@@ -56,7 +57,7 @@ from tanghulu.store.node.state.write_buffers import AREA_BYTES
 from tanghulu.store.node.writes.puts import PutService
 from tanghulu.store.protocol.access_rules import refuse_open_carriers
 from tanghulu.store.protocol.methods import NODE_GRPC_RULES
-from tanghulu.store.protocol.shared_index import IndexPlace, IndexWriter, index_bytes, num_buckets_for
+from tanghulu.store.protocol.shared_index import MAX_SILENCE_S, IndexPlace, IndexWriter, index_bytes, num_buckets_for
 from tanghulu.store.protocol.types import MAX_INLINE_BYTES
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.leases import Freed
@@ -125,16 +126,21 @@ class NodeConfig(TransferOptions, MasterOptions, PortOptions, ProcessConfig):
 class NodeMemory:
     """The memory that a node offers, and what lies where in it. ``prefault`` touches all of it now.
 
-    values, ``memory_bytes`` | the shared index, which clients read | heads and records of write buffers
+    The segment: values, ``memory_bytes`` | heads and records of write buffers. Beside it the shared index, which
+    clients can only read.
     """
 
     def __init__(self, memory_bytes: int, now_s: float, *, prefault: bool) -> None:
-        begin = -(-memory_bytes // 64) * 64
-        self.index = IndexPlace(begin, num_buckets_for(memory_bytes), secrets.randbits(64))
-        self.buffers_begin = begin + index_bytes(self.index.num_buckets)
-        self.segment = MemorySegment.create("store", self.buffers_begin + AREA_BYTES, prefault=prefault)
-        view = self.segment.view[begin : self.buffers_begin]
-        self.published = Published(IndexWriter(view, self.index.seed, now_s))
+        self.buffers_begin = -(-memory_bytes // 64) * 64
+        self.index = IndexPlace(0, num_buckets_for(memory_bytes), secrets.randbits(64))
+        self.segment = MemorySegment.create(
+            "store",
+            self.buffers_begin + AREA_BYTES,
+            prefault=prefault,
+            published_bytes=index_bytes(self.index.num_buckets),
+        )
+        assert self.segment.published is not None
+        self.published = Published(IndexWriter(self.segment.published.view, self.index.seed, now_s))
 
 
 class Node:
@@ -153,6 +159,7 @@ class Node:
         self._port = PortMux(self._service, process.run_dir, "node", interceptors, tls)
         tenants = None if self._tokens is None else TenantUsage(self._tenants, config.memory)
         self._policies = Policies() if tenants is None else Policies.fair(tenants)
+        refuse_too_much(config.memory, "--memory")
         self._memory = NodeMemory(config.memory, self._clock.now_s(), prefault=config.prefault)
         self._segment = self._memory.segment
         access = AccessTable(self._clock, config.lease_ms, int(config.memory * _MAX_MAPPED_FRACTION))
@@ -351,7 +358,7 @@ class Node:
         while True:
             await asyncio.sleep(_TICK_S)
             self.state.expire(self._clock.now_s())
-            self._memory.published.beat(self._clock.now_s())
+            self._give_sign_of_life()
             self._sessions.forget_ended()
             self._puts.fills.tick()
             self._drain_buffers()
@@ -366,6 +373,14 @@ class Node:
                     self._tier.check()
                 self._sessions.check()
                 self._puts.fills.check()
+
+    def _give_sign_of_life(self) -> None:
+        """Let readers believe the index, unless the master may have given this node up: it then hears of no removal."""
+        now_s, published = self._clock.now_s(), self._memory.published
+        if self._discovery is not None and self._discovery.is_listed(now_s + MAX_SILENCE_S):
+            published.beat(now_s)
+        else:
+            published.flush()
 
     def _drain_buffers(self) -> None:
         """At every tick, and while clients put, much more often: it keeps what a get has to wait for short."""

@@ -1,9 +1,10 @@
 """A node's chunks as clients of its host find them: an index in the node's shared memory, read without asking anybody.
 
 A value of one key costs a process switch each way if the node is asked, many times what it costs to copy 64 KiB. So
-the node publishes where its chunks lie behind the chunks themselves, in the segment that clients of its host map
-anyway, and a reader looks there first: the one-sided reads of Pilaf (Mitchell et al., USENIX ATC 2013) over mapped
-memory.
+the node publishes where its chunks lie, in an area that clients of its host map beside the chunks, and a reader looks
+there first: the one-sided reads of Pilaf (Mitchell et al., USENIX ATC 2013) over mapped memory. The node alone can
+write to that area (see ``transfer_engine.core.segment``), so nobody can make readers believe in a chunk that is not
+there.
 
 Nothing is locked. A reader takes an entry, copies the bytes it names, compares their checksum with the entry's and
 then looks whether the entry still stands: the node takes an entry away *before* it gives the range to somebody else,
@@ -17,7 +18,7 @@ bucket, and chunks with a time to live or several checksums are not in it.
                        | xxh3_64 of the 48 bytes before u64 | zeros 8
 
 Example: a node of 1 GiB has 65,536 entries in 16,384 buckets, 4 MiB. A key whose hash begins with 0x2a41 (little-endian
-u64 modulo 16,384 = 0x2a41) lies in bucket 0x2a41, bytes [64 + 0x2a41 * 256, + 256) behind the chunks.
+u64 modulo 16,384 = 0x2a41) lies in bucket 0x2a41, bytes [64 + 0x2a41 * 256, + 256) of the index.
 
 A node that was killed leaves its pages readable to those who map them: readers believe an index only for
 ``MAX_SILENCE_S`` after the owner's last sign of life, far less than the master waits before it gives a node up.
@@ -59,7 +60,7 @@ _NO_ENTRY = bytes(ENTRY_BYTES)
 
 
 class IndexPlace(NamedTuple):
-    """Where the index lies in a segment, and the seed of its hashes."""
+    """Where the index lies in what the node publishes, and the seed of its hashes."""
 
     begin: int
     num_buckets: int
@@ -89,7 +90,7 @@ def index_bytes(num_buckets: int) -> int:
 
 
 class IndexWriter:
-    """The owner's side. ``view`` is the index's part of the segment, zeroed; ``seed`` keeps hashes unforeseeable."""
+    """The owner's side. ``view`` is the index's memory, zeroed; ``seed`` keeps hashes unforeseeable."""
 
     def __init__(self, view: memoryview, seed: int, now_s: float) -> None:
         self._view = view
@@ -151,16 +152,17 @@ class IndexWriter:
 
 
 class IndexReader:
-    """A client's side; ``memory`` is the whole segment. Safe from any thread.
+    """A client's side; ``memory`` is the segment, ``published`` what the node publishes. Safe from any thread.
 
     ``key_scope`` stands in front of all its keys there: a tenant's.
     """
 
-    def __init__(self, memory: memoryview, place: IndexPlace, key_scope: str = "") -> None:
+    def __init__(self, memory: memoryview, published: memoryview, place: IndexPlace, key_scope: str = "") -> None:
         begin, num_buckets, seed = place
-        assert begin + index_bytes(num_buckets) <= len(memory), "the index lies inside the segment"
-        self._memory = memory
-        self._end = begin  # of the chunks
+        assert begin + index_bytes(num_buckets) <= len(published), "the index lies inside what is published"
+        self._memory, self._published = memory, published
+        self._size_bytes = len(memory)
+        self._begin = begin
         self._buckets = begin + HEADER_BYTES
         self._num_buckets = num_buckets
         self._seed = seed
@@ -168,23 +170,23 @@ class IndexReader:
 
     def is_kept(self, now_s: float) -> bool:
         """Whether the owner has given a sign of life of late; ``now_s`` as below."""
-        magic, beat_s = _HEADER.unpack_from(self._memory, self._end)
+        magic, beat_s = _HEADER.unpack_from(self._published, self._begin)
         return bool(magic == MAGIC and now_s - beat_s <= MAX_SILENCE_S)
 
     def find(self, key: str, now_s: float) -> Entry | None:
         """Where the node says that ``key`` lies; None says nothing. ``now_s`` is of CLOCK_MONOTONIC."""
-        memory = self._memory
-        magic, beat_s = _HEADER.unpack_from(memory, self._end)
+        published = self._published
+        magic, beat_s = _HEADER.unpack_from(published, self._begin)
         if magic != MAGIC or now_s - beat_s > MAX_SILENCE_S:
             return None
         digest = _xxh3_128(self._scope + key.encode(), self._seed)
         start = self._buckets + _WORD.unpack_from(digest)[0] % self._num_buckets * BUCKET_BYTES
-        bucket = memory[start : start + BUCKET_BYTES].tobytes()
+        bucket = published[start : start + BUCKET_BYTES].tobytes()
         place = _find(bucket, digest)
         if place < 0:
             return None
         version, offset, size, checksum, check = _FIELDS.unpack_from(bucket, place + _DIGEST_BYTES)
-        if check != _xxh3_64(bucket[place : place + _BODY.size]) or offset + size > self._end:
+        if check != _xxh3_64(bucket[place : place + _BODY.size]) or offset + size > self._size_bytes:
             return None
         return Entry(version, offset, size, checksum, start + place, bucket[place : place + ENTRY_BYTES])
 
@@ -202,7 +204,7 @@ class IndexReader:
 
     def _holds(self, entry: Entry, value: bytes | memoryview) -> bool:
         position = entry.position
-        stands = self._memory[position : position + ENTRY_BYTES].tobytes() == entry.image
+        stands = self._published[position : position + ENTRY_BYTES].tobytes() == entry.image
         return stands and _xxh3_64(value) == entry.checksum
 
     def __repr__(self) -> str:

@@ -21,6 +21,10 @@ first and then looks at ``closed``; so one that has not seen the word in time ha
 by such a client even then, therefore heads lie outside of all ranges, and one is given to somebody else only after its
 client has set ``left`` (it will not look again) or its process has ended.
 
+On a processor that does not keep the order of stores the node may see ``ended`` before ``written``, and either before
+the record. So it believes an ``ended`` that it has seen for ``GRACE_S``; and ``left``, which waits for nothing, is one
+more than the number of the records that were written: the node goes by it at once when it has taken so many.
+
 Example: a second value of 4,096 bytes, under "k": begun = 2; the value goes to place 4,096 of the range; the master
 accepts; record 1 is written, then written = 2, ended = 2. The node finds written != taken, makes a chunk at the range's
 offset + 4,096, and sets taken = 2.
@@ -202,7 +206,7 @@ class BufferWriter:
     def _say_left(self) -> None:
         """The last touch: from now on the head may be another write buffer's."""
         self._said_left = True
-        self._words[_LEFT] = 1
+        self._words[_LEFT] = self._written + 1
 
     def __repr__(self) -> str:
         return f"BufferWriter({self._written} of {self._num_records} records, {self._next} of {self._length} B)"
@@ -247,9 +251,20 @@ class BufferReader:
 
     @property
     def quiet(self) -> bool:
-        """Whether no use is open; final when the write buffer has been closed for ``GRACE_S``."""
+        """Whether no use is open; final when the write buffer has been closed, and seen so, for ``GRACE_S``."""
         ended = self._words[_ENDED]
         return bool(ended == self._words[_BEGUN])
+
+    @property
+    def num_ended(self) -> int:
+        """Uses that have ended."""
+        return self._words[_ENDED]
+
+    @property
+    def complete(self) -> bool:
+        """Whether the client has left, and all that it published was taken."""
+        left = self._words[_LEFT]
+        return bool(left and self.taken >= left - 1)
 
     @property
     def left(self) -> bool:

@@ -77,10 +77,11 @@ def test_json_is_the_same(tmp_path: Path) -> None:
     }
     known = load(write(tmp_path / "tokens.json", json.dumps(content)))
     assert known.tenants["acme"].quota_bytes == 1 << 20
-    assert not known.authenticate(Credentials("", SECRET)).shared_memory, "mapped memory can be written too"
-    content["tokens"][0]["rights"] = ["read", "write"]  # type: ignore[index]
-    both = load(write(tmp_path / "tokens.json", json.dumps(content))).authenticate(Credentials("", SECRET))
-    assert both.shared_memory
+    assert known.authenticate(Credentials("", SECRET)).shared_memory, "it is mapped for reading only"
+    for rights, maps in ((["write"], False), (["read", "write"], True)):
+        content["tokens"][0]["rights"] = rights  # type: ignore[index]
+        other = load(write(tmp_path / "tokens.json", json.dumps(content))).authenticate(Credentials("", SECRET))
+        assert other.shared_memory is maps, "who maps memory can read it"
 
 
 def test_tokens_expire(tmp_path: Path) -> None:

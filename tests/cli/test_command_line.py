@@ -37,6 +37,15 @@ def test_a_bad_file_refuses_to_start(tmp_path, text, named):
     assert named in done.stderr
 
 
+def test_more_memory_than_the_machine_has_refuses_to_start(tmp_path):
+    done = _run("node", "--memory", "999TiB")
+    assert done.returncode == 1
+    assert "ask for less" in done.stderr
+    done = _run("up", "--node-memory", "999TiB", "--engine", "mock", "--state-dir", str(tmp_path))
+    assert done.returncode == 7
+    assert "--nodes 1 of --node-memory, together" in done.stderr
+
+
 def test_help_names_every_command_without_importing_them():
     code = "import sys; from tanghulu.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
     code += "assert not {'grpc', 'torch', 'fastapi'} & set(sys.modules), 'too much'"

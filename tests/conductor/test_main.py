@@ -41,7 +41,7 @@ class _Process(Process):
         self.found: asyncio.Future[Address] = asyncio.get_running_loop().create_future()
         return await self.found
 
-    def ready(self, instance_id: str, address: Address) -> None:
+    def ready(self, instance_id: str, address: Address, busy: Any = None) -> None:
         self.found.set_result(address)
 
 

@@ -84,7 +84,7 @@ with tanghulu.connect(sys.argv[1]) as client:
     call = messages.reserve([NewChunk("torn", 7, 4 * MIB)], 1000)
     (reply,) = driver._exchange(node, [call], 1.0)
     (reservation,) = messages.reservations(reply)
-    view = driver._open_segment(node, False).view
+    view = driver._open_segment(node, False).remote.map_writable()
     print("reserved", flush=True)
     sys.stdin.readline()
     view[reservation.offset : reservation.offset + 4 * MIB] = b"!" * (4 * MIB)

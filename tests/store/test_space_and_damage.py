@@ -187,10 +187,11 @@ def test_a_corrupt_byte_is_found_and_the_chunk_dropped(cluster: Cluster, client:
     client.put("bad", value)
     chunk = client.get("bad")
     link = next(iter(client._driver._sessions._links.values()))
-    assert link.view is not None
+    memory = link.remote.map_writable()
+    assert memory is not None
     address = chunk.numpy().__array_interface__["data"][0] - link.address
     chunk.close()
-    link.view[address + 12345] ^= 0xFF
+    memory[address + 12345] ^= 0xFF
     with pytest.raises(TanghuluError) as caught:
         client.get("bad")
     assert caught.value.code == "CHECKSUM_MISMATCH"

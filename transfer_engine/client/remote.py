@@ -60,14 +60,24 @@ class RemoteSegment:
     def map(self) -> memoryview | None:
         """The segment's memory itself when the transport is shm, else None; for views without a copy.
 
-        Writable, of format ``B``, valid until ``close()``; slices of it keep the pages mapped longer. Touch only
+        Read-only, of format ``B``, valid until ``close()``; slices of it keep the pages mapped longer. Look only at
         ranges on which a lease with ``shm`` is held, and verify checksums: the owner may be gone.
         """
         shm = self.shm
         return shm.view if shm is not None else None
 
+    def map_writable(self) -> memoryview | None:
+        """The same bytes, mapped a second time to be written; None where this process may only read them."""
+        shm = self.shm
+        return shm.writable_view if shm is not None else None
+
+    def map_published(self) -> memoryview | None:
+        """What the owner publishes beside the segment, where that is mapped; read-only."""
+        shm = self.shm
+        return shm.published if shm is not None else None
+
     def touch(self, offset: int, length: int) -> None:
-        """The caller is about to write to that range of what ``map()`` gave: cheaper than a fault for each page."""
+        """The caller is about to write to that range of ``map_writable()``: cheaper than a fault for each page."""
         if self.shm is not None:
             self.shm.touch(offset, length)
 

@@ -48,6 +48,7 @@ MAX_LEASES = 1 << 20
 class _Session:
     session_id: int
     pid: int | None
+    may_write: bool
     closed: bool = False
     mapped_bytes: int = 0
     num_one_sided: int = 0
@@ -83,15 +84,16 @@ class AccessTable:
 
     # --- sessions
 
-    def open_session(self, session_id: int, pid: int | None) -> None:
+    def open_session(self, session_id: int, pid: int | None, *, may_write: bool = True) -> None:
         """Admit a peer. ``pid`` is its process on this host as the kernel says (SO_PEERCRED), None for a remote peer.
 
-        Only a session with a pid can hold leases with ``shm=True``. Raises InvalidRequest if the number is in use
+        Only a session with a pid can hold leases with ``shm=True``. One that may not write can map the segment for
+        reading only. Raises InvalidRequest if the number is in use
         (also by a lost session whose ranges are still in quarantine).
         """
         if session_id in self._sessions:
             raise InvalidRequest(f"session {session_id} is open already; give every session a number of its own")
-        self._sessions[session_id] = _Session(session_id, pid)
+        self._sessions[session_id] = _Session(session_id, pid, may_write)
 
     def close_session(self, session_id: int) -> list[Freed]:
         """The peer's connection is gone: its leases end, those that it maps go into quarantine. Unknown: nothing."""
@@ -126,6 +128,10 @@ class AccessTable:
     def session_pid(self, session_id: int) -> int | None:
         """The pid given to ``open_session``; None for a remote peer. Raises InvalidRequest if not open."""
         return self._open_session(session_id).pid
+
+    def may_write(self, session_id: int) -> bool:
+        """Whether the session may map the segment for writing. Raises InvalidRequest if not open."""
+        return self._open_session(session_id).may_write
 
     # --- queue pairs, which reach every range without asking
 

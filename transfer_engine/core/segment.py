@@ -2,6 +2,10 @@
 
 Owns the shared mapping's life (create, seal, unmap) and the descriptor's meaning. Knows nothing of
 sockets, leases or protobuf (see ``descriptor_wire`` for the latter).
+
+Who may write what: peers map a segment by a file descriptor that is open for reading only, so their pages can neither
+be mapped nor made writable; who may write gets a second one, and maps it when it first writes. What only the owner
+writes lies in an area of its own (``PublishedArea``), which the kernel lets nobody map or write any more.
 """
 
 from __future__ import annotations
@@ -12,14 +16,20 @@ import os
 from dataclasses import dataclass
 
 import numpy as np
+import structlog
 
 from tanghulu.errors import InvalidRequest
 from tanghulu.runtime.fork import keep_reserved
 
+_log = structlog.get_logger(__name__)
+
 #: A segment can neither shrink (a reader of its mapping would get SIGBUS) nor grow, and nobody can lift that.
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+#: From Linux 5.1: nobody can write any more, or map it so, but through mappings that there are already.
+F_SEAL_FUTURE_WRITE = 0x0010
 MAX_NAME_BYTES = 255
 _MAX_MEMFD_NAME_BYTES = 200
+_PRIVATE_MODE = 0o400
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +71,23 @@ class MemorySegment:
     """A shared memory area of fixed size, owned by this process.
 
     It has no name in any file system, so nothing is left behind however the process ends. ``view`` is writable,
-    of format ``B``, and valid until ``close()``. Peers map the same pages through ``fd``.
+    of format ``B``, and valid until ``close()``. Peers map the same pages through ``descriptors``. ``published``: what
+    goes with the segment, and peers can only read.
     """
 
-    def __init__(self, name: str, fd: int, area: mmap.mmap) -> None:
+    def __init__(self, name: str, fd: int, area: mmap.mmap, published: PublishedArea | None = None) -> None:
         self.name = name
         self.fd = fd
+        self.published = published
+        self._reading_fd = _reading_fd(fd)
         self.size_bytes = len(area)
         self.view = memoryview(area)
         self._area = area
         self._closed = False
 
     @classmethod
-    def create(cls, name: str, size_bytes: int, *, prefault: bool = False) -> MemorySegment:
-        """Make a zeroed area of ``size_bytes`` and seal its size.
+    def create(cls, name: str, size_bytes: int, *, prefault: bool = False, published_bytes: int = 0) -> MemorySegment:
+        """Make a zeroed area of ``size_bytes`` and seal its size; and a published one, if that has any bytes.
 
         ``prefault`` touches every page now, so that the first transfers do not pay for page faults.
         Raises InvalidRequest for an empty, overlong or NUL-carrying name or a size below one byte; OSError if the
@@ -86,16 +99,24 @@ class MemorySegment:
         if size_bytes < 1:
             raise InvalidRequest(f"segment {name!r} must have at least one byte, not {size_bytes}")
         label = "tanghulu-" + encoded[:_MAX_MEMFD_NAME_BYTES].decode(errors="ignore")
-        fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd, area = _make_area(label, size_bytes, prefault=prefault)
         try:
-            os.ftruncate(fd, size_bytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
-            flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if prefault else 0)
-            area = mmap.mmap(fd, size_bytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            published = None if not published_bytes else PublishedArea(label, published_bytes, prefault=prefault)
+            return cls(name, fd, area, published)
         except BaseException:  # an interrupt, too: nobody else knows the descriptor; it is raised on
             os.close(fd)
+            area.close()
             raise
-        return cls(name, fd, area)
+
+    def descriptors(self, *, writable: bool) -> list[int]:
+        """What a peer maps: the segment for reading, the published area, the segment for writing if it may write."""
+        fds = [self._reading_fd]
+        if self.published is not None:
+            fds.append(self.published.fd)
+        if writable:
+            fds.append(self.fd)
+        return fds
 
     @property
     def closed(self) -> bool:
@@ -112,9 +133,12 @@ class MemorySegment:
         if self._closed:
             return
         self._closed = True
+        os.close(self._reading_fd)
         os.close(self.fd)
         self.fd = -1
         unmap(self.view, self._area)
+        if self.published is not None:
+            self.published.close()
 
     def check(self) -> None:
         """Assert the invariants: the descriptor is open exactly while the segment is, and has the sealed size."""
@@ -126,6 +150,65 @@ class MemorySegment:
         return f"MemorySegment({self.name!r}, {self.size_bytes} bytes{', closed' if self._closed else ''})"
 
 
+class PublishedArea:
+    """A zeroed shared area that its owner writes, by ``view``, and that nobody else can, from the beginning.
+
+    On kernels that lack the seal a peer is only given a descriptor for reading, and the log says so.
+    """
+
+    def __init__(self, label: str, size_bytes: int, *, prefault: bool) -> None:
+        fd, self._area = _make_area(label + "-published", size_bytes, prefault=prefault)
+        try:
+            _seal_published(fd)
+            self.fd = _reading_fd(fd)
+        except BaseException:
+            self._area.close()
+            raise
+        finally:
+            os.close(fd)
+        self.size_bytes = size_bytes
+        self.view = memoryview(self._area)
+
+    def close(self) -> None:
+        """Close the descriptor and unmap."""
+        os.close(self.fd)
+        unmap(self.view, self._area)
+
+
+def _make_area(label: str, size_bytes: int, *, prefault: bool) -> tuple[int, mmap.mmap]:
+    """A descriptor that can be sealed, and its writable mapping."""
+    fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size_bytes)
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if prefault else 0)
+        return fd, mmap.mmap(fd, size_bytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    except BaseException:  # an interrupt, too: nobody else knows the descriptor; it is raised on
+        os.close(fd)
+        raise
+
+
+def _seal_published(fd: int) -> None:
+    try:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS | F_SEAL_FUTURE_WRITE)
+    except OSError as error:
+        _log.warning("segment.not_sealed", error=str(error), now="peers get a descriptor for reading only")
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+
+
+def _reading_fd(fd: int) -> int:
+    """The same file, open for reading only. Its mode keeps other processes from opening it for writing by way of /proc.
+
+    A process of the same user can change the mode again, as it can write to this one's memory (ptrace): this guards
+    against mistakes, and against peers of whom more than the right to read has been taken.
+    """
+    try:
+        os.fchmod(fd, _PRIVATE_MODE)
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        _log.warning("segment.not_read_only", error=str(error), now="peers could map it writable")
+        return os.dup(fd)
+
+
 def unmap(view: memoryview, area: mmap.mmap) -> None:
     """Release ``view`` and unmap ``area``; somebody's slices of the view keep the pages until they are dropped."""
     try:
@@ -135,8 +218,8 @@ def unmap(view: memoryview, area: mmap.mmap) -> None:
         pass  # slices of it are still held: the last of them unmaps when it goes
 
 
-def map_shared(fd: int, size_bytes: int) -> mmap.mmap:
-    """Map a peer's segment; the caller keeps ``fd`` and may close it at once.
+def map_shared(fd: int, size_bytes: int, *, writable: bool = False) -> mmap.mmap:
+    """Map a peer's segment, for reading unless it is ``writable``; the caller keeps ``fd`` and may close it at once.
 
     The mapping is not inherited by forked children: the owner watches this process alone (pidfd), and a child
     that outlived it could touch ranges that were freed on its exit. Raises InvalidRequest if the area could
@@ -147,7 +230,8 @@ def map_shared(fd: int, size_bytes: int) -> mmap.mmap:
     actual_bytes = os.fstat(fd).st_size
     if actual_bytes != size_bytes:
         raise InvalidRequest(f"the peer's segment has {actual_bytes} bytes, its descriptor says {size_bytes}")
-    area = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    area = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED, prot=prot)
     area.madvise(mmap.MADV_DONTFORK)
     keep_reserved(area)
     return area

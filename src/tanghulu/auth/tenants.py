@@ -172,8 +172,8 @@ class TokenTable:
 
     def _identity(self, entry: TokenEntry, tenant: str) -> Identity:
         trusted = not entry.tenant or self.tenants[entry.tenant].shared_memory
-        both = Right.ADMIN in entry.rights or {Right.READ, Right.WRITE} <= entry.rights  # mapped memory allows both
-        return Identity(entry.name, entry.rights, tenant, trusted and both, entry.sha256)
+        reads = bool({Right.ADMIN, Right.READ} & entry.rights)  # mapped memory can be read, whatever else it allows
+        return Identity(entry.name, entry.rights, tenant, trusted and reads, entry.sha256)
 
     def still_stands(self, identity: Identity, now_unix_s: float) -> bool:
         """Whether the token behind ``identity`` is in this table with the same rights, and its time is not over."""

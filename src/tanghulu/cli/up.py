@@ -24,6 +24,7 @@ from tanghulu.cli.progress import Board, welcome
 from tanghulu.cli.supervision import EndAll, Supervision
 from tanghulu.errors import ConfigError, TanghuluError
 from tanghulu.runtime.config import check_bounds, command, option
+from tanghulu.runtime.machine_memory import refuse_too_much
 from tanghulu.runtime.tasks import cancelled
 from tanghulu.types import is_loopback
 
@@ -226,6 +227,8 @@ def _locked(state_dir: Path) -> Iterator[None]:
 
 def run(config: UpConfig) -> None:
     """Run the cluster in the foreground until it is told to end."""
+    if config.nodes:
+        refuse_too_much(config.nodes * config.node_memory, f"--nodes {config.nodes} of --node-memory, together")
     with _locked(config.state_dir):
         run_dir = Path(tempfile.mkdtemp(prefix="tanghulu-"))
         try:

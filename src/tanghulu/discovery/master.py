@@ -52,6 +52,9 @@ class MasterRegistration:
         self._entered: Instance | None = None
         self._ttl_s = ttl_s
         self._lease_id = 0
+        self._clock = SystemClock()
+        #: When the lease ends unless it is renewed; the master's clock counts from later.
+        self.lease_until_s = float("-inf")
         self._lock = asyncio.Lock()
         self._renewing: asyncio.Task[None] | None = None
 
@@ -79,9 +82,9 @@ class MasterRegistration:
             await self._discovery.deregister(self._instance, self._lease_id)
 
     async def _enter(self, deadline_s: float) -> None:
-        instance = self._instance
+        instance, until_s = self._instance, self._clock.now_s() + self._ttl_s
         self._lease_id = await self._discovery.enter(instance, self._ttl_s, deadline_s)
-        self._entered = instance
+        self._entered, self.lease_until_s = instance, until_s
 
     async def _renew_forever(self) -> None:
         reachable, rng = True, Random(secrets.randbits(64))
@@ -102,7 +105,10 @@ class MasterRegistration:
 
     async def _renew(self) -> None:
         async with self._lock:
+            until_s = self._clock.now_s() + self._ttl_s
             known = await self._discovery.keep_alive(self._instance, self._lease_id)
+            if known:
+                self.lease_until_s = until_s
             if not known or self._entered != self._instance:
                 await self._enter(_CALL_DEADLINE_S)
         if not known:
@@ -148,6 +154,10 @@ class MasterDiscovery:
     def address(self) -> Address:
         """The master that is asked now, or would be first."""
         return self._finder.current or self._finder.masters.addresses[0]
+
+    def is_listed(self, now_s: float) -> bool:
+        """Whether the master lists what was registered here: for certain as long as its leases run."""
+        return any(registration.lease_until_s > now_s for registration in self.registrations)
 
     def poke(self) -> None:
         """Renew all registrations now: a caller has learnt that the master does not know them."""

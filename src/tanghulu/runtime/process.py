@@ -28,8 +28,10 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from tanghulu.errors import ConfigError, TanghuluError
+from tanghulu.runtime import garbage
 from tanghulu.runtime.config import describe, option
 from tanghulu.runtime.master_options import MasterOptions
+from tanghulu.runtime.stalls import LoopWatch
 from tanghulu.runtime.telemetry import LOG_LEVELS, MetricsServer, configure_log, new_registry
 from tanghulu.types import Address, InstanceId, Place, Role
 
@@ -111,6 +113,8 @@ class Process:
     metrics_address: str
     generation: int
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    #: Whether somebody waits for this process, once it serves; see ``garbage``.
+    serving: asyncio.Future[Callable[[], bool]] = field(default_factory=asyncio.Future)
 
     def instance_id(self, port: int) -> InstanceId:
         """The identity of this process, readable and never reused: ``node-7410-9f3c21``."""
@@ -120,8 +124,12 @@ class Process:
         """Tell the supervisor how far a long start has come (0..1)."""
         self.status.send("loading", what=what, fraction=round(fraction, 3))
 
-    def ready(self, instance_id: str, address: Address) -> None:
-        """Tell the supervisor that the process serves; called once."""
+    def ready(self, instance_id: str, address: Address, busy: Callable[[], bool] | None = None) -> None:
+        """Tell the supervisor that the process serves; called once.
+
+        ``busy``: whether somebody waits now, for processes that know better than by the CPU time that they take.
+        """
+        self.serving.set_result(busy or garbage.CpuUse().busy)
         self.status.send("ready", name=instance_id, address=str(address), metrics_address=self.metrics_address)
         _log.info("process.ready", instance=instance_id, address=str(address), metrics=self.metrics_address)
 
@@ -169,17 +177,21 @@ async def _run(role: Role, config: P, serve: Serve[P]) -> None:
     run_dir = config.run_dir or Path(tempfile.mkdtemp(prefix="tanghulu-"))
     run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     registry = new_registry()
-    metrics = None
+    metrics, collecting = None, None
     try:
         metrics = MetricsServer(registry, config.host, config.metrics_port)
         generation = secrets.randbits(48)
         metrics_address = str(Address(config.reachable_host, metrics.port))
         process = Process(role, config, run_dir, status, registry, metrics_address, generation, stopping)
-        await serve(process, config)
+        collecting = asyncio.create_task(_collect_garbage(process))
+        with LoopWatch(registry):
+            await serve(process, config)
     except TanghuluError as error:
         status.send("failed", code=error.code, message=error.message)
         raise
     finally:
+        if collecting is not None:
+            collecting.cancel()
         if metrics is not None:
             metrics.close()
         if own_dir or status.orphaned:
@@ -189,3 +201,10 @@ async def _run(role: Role, config: P, serve: Serve[P]) -> None:
                 run_dir.parent.rmdir()
         status.close()
         _log.info("process.stopped")
+
+
+async def _collect_garbage(process: Process) -> None:
+    """Keep full collections out of the way from the moment when the process serves."""
+    busy = await process.serving
+    garbage.begin()
+    await garbage.keep_collecting(busy)

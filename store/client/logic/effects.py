@@ -142,7 +142,10 @@ class NodeLink:
 
     def index(self, place: IndexPlace | None, key_scope: str = "") -> IndexReader | None:
         """The shared index at ``place``; None if there is none or the memory is not mapped."""
-        return None if self.view is None or place is None else IndexReader(self.view, place, key_scope)
+        published = self.remote.map_published()
+        if self.view is None or published is None or place is None:
+            return None
+        return IndexReader(self.view, published, place, key_scope)
 
     def __post_init__(self) -> None:
         view = self.remote.map()

@@ -140,7 +140,8 @@ def _look_locally(context: Context, op: GetOp) -> None:
             if entry.size_bytes > MAX_COPIED_BYTES or not _copy(context, op, node, mapped.index, entry):
                 op.holders = [node]
             return
-    op.holders = list(context.locations.get(op.key))
+    nodes = context.nodes
+    op.holders = [node for node in context.locations.get(op.key) if nodes.get(node) is not None]
 
 
 def _nearest_first(context: Context, key: str) -> list[PeerId]:

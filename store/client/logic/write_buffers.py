@@ -67,11 +67,12 @@ class OpenWriteBuffers:
         self._refused[node] = now_s + REFUSED_S, size_bytes
 
     def opened(self, node: PeerId, link: NodeLink, place: BufferPlace) -> None:
-        """The node has given a write buffer; it is ignored where it is not inside the node's memory."""
-        if link.view is None or place.end > len(link.view):
+        """The node has given a write buffer; it is ignored where it is not inside memory that may be written."""
+        view = link.remote.map_writable()
+        if view is None or place.end > len(view):
             return
         link.remote.touch(place.offset, min(place.length, TOUCHED_BYTES))
-        before, self._open[node] = self._open.get(node), BufferWriter(link.view, place)
+        before, self._open[node] = self._open.get(node), BufferWriter(view, place)
         self._refused.pop(node, None)
         if before is not None:
             before.leave()

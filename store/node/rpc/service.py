@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import structlog
 
+from tanghulu.auth.tenants import Right
 from tanghulu.errors import ChecksumMismatch, ChunkNotFound, InvalidRequest, TanghuluError, Unauthorized
 from tanghulu.protos import store_pb2
 from tanghulu.rpc.fast_server import NO_ANSWER, Answer, FastService, Handler, Later, PayloadSink, Peer
@@ -126,7 +127,9 @@ class NodeService:
         may_map = who is None or who.shared_memory
         shm = may_map and request.wants_shm and request.host_id == self._identity.segment.host_id
         client_id = request.client_id if who is None else who.scope + request.client_id
-        greeting = Greeting(client_id, peer.pid if may_map else None, shm, frozenset(request.held_lease_ids))
+        may_write = who is None or who.may(Right.WRITE)
+        held = frozenset(request.held_lease_ids)
+        greeting = Greeting(client_id, peer.pid if may_map else None, shm, held, may_write)
         session = self._sessions.open(greeting)
         peer.state = session
         peer.on_close.append(lambda: self._sessions.leave(session))

@@ -46,6 +46,7 @@ class Greeting:
     pid: int | None
     wants_shm: bool
     held_lease_ids: Container[int] = field(default=frozenset())
+    may_write: bool = True
 
 
 class Sessions:
@@ -79,7 +80,7 @@ class Sessions:
             self._on_freed()
             lost = tuple(each for each in lost if self._state.access.has_session(each))
         session_id = secrets.randbits(62) + 1
-        self._state.open_session(session_id, greeting.pid)
+        self._state.open_session(session_id, greeting.pid, may_write=greeting.may_write)
         maps = greeting.wants_shm and greeting.pid is not None and self._watch_process(session_id, greeting.pid)
         session = Session(
             session_id, greeting.client_id, greeting.pid, Holder(session_id, maps), (session_id, *lost)[:_MAX_LOST]

@@ -12,7 +12,7 @@ import fcntl
 import mmap
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,14 +22,17 @@ from tanghulu.errors import ConfigError
 from tanghulu.store.node.state.allocator import OffsetAllocator
 from tanghulu.store.node.state.ssd_record import (
     FILE_ID_BYTES,
+    FORMAT,
+    HEADER_BYTES,
     MAX_HEAD_BYTES,
+    SUPERBLOCK_PLACES,
     UNIT,
     SsdRecord,
     decode_head,
     decode_superblock,
     encode_superblock,
     has_magic,
-    looks_like_tier,
+    tier_format,
 )
 from tanghulu.transfer_engine.core.segment import unmap
 
@@ -89,12 +92,12 @@ class Arena:
 
 
 class TierFile:
-    """One open file, locked against a second node. ``offset`` counts from behind the superblock everywhere."""
+    """One open file, locked against a second node. ``offset`` counts from behind the header everywhere."""
 
     def __init__(self, path: Path, size_bytes: int) -> None:
-        """Open or make the file. Raises ConfigError if it is somebody else's, in use, or cannot be opened."""
+        """Open or make the file. Raises ConfigError for somebody else's, another format's, one in use or unreadable."""
         self.path = path
-        self.capacity_bytes = size_bytes // UNIT * UNIT - UNIT
+        self.capacity_bytes = size_bytes // UNIT * UNIT - HEADER_BYTES
         self.direct = True
         self._wiped_area = mmap.mmap(-1, UNIT)  # zeros
         self._wiped = memoryview(self._wiped_area)
@@ -125,35 +128,72 @@ class TierFile:
         return fd
 
     def _take_over(self) -> bytes:
-        """The id of the file; a new or damaged one starts empty under a new id."""
-        first = mmap.mmap(-1, UNIT)  # unmapped with the last that holds it, which may be the error of a write
-        num_read = os.preadv(self._fd, [first], 0)
-        if num_read and first[:num_read].strip(b"\0") and not looks_like_tier(first[:]):
-            os.close(self._fd)
-            raise ConfigError(f"{self.path} is not an SSD tier of tanghulu; name a new file, or remove it")
-        file_id = decode_superblock(first[:])
+        """The id of the file. One damaged superblock is written again; without any the file starts empty."""
+        units = [self._read_superblock(place) for place in SUPERBLOCK_PLACES]
+        ids = [None if unit is None else decode_superblock(unit) for unit in units]
+        file_id = next((each for each in ids if each is not None), None)
         if file_id is None:
-            if num_read:
+            self._refuse_others(units)
+            if any(units):
                 _log.error("tier.superblock_damaged", path=str(self.path), now="starts empty")
             file_id = secrets.token_bytes(FILE_ID_BYTES)
             os.ftruncate(self._fd, 0)
-            first[:] = encode_superblock(file_id)
-            _all(os.pwritev, self._fd, memoryview(first), 0)
+            self._write_superblocks(file_id)
+        elif any(each != file_id for each in ids):
+            _log.error("tier.superblock_damaged", path=str(self.path), now="goes by its copy, and writes it again")
+            try:
+                self._write_superblocks(file_id)
+            except OSError as error:
+                _log.error("tier.superblock_not_written", path=str(self.path), error=str(error))
         return file_id
+
+    def _read_superblock(self, place: int) -> bytes | None:
+        """The unit there, empty behind the file's end; None where it cannot be read."""
+        unit = mmap.mmap(-1, UNIT)  # unmapped with the last that holds it, which may be the error of a read
+        try:
+            return unit[: os.preadv(self._fd, [unit], place)]
+        except OSError as error:
+            _log.error("tier.superblock_unreadable", path=str(self.path), place=place, error=str(error))
+            return None
+
+    def _refuse_others(self, units: Sequence[bytes | None]) -> None:
+        """Raise ConfigError unless the file is a new one, or a tier of this format whose superblocks are damaged."""
+        formats = [tier_format(unit) for unit in units if unit and unit.strip(b"\0")]
+        others = [each for each in formats if each is not None]
+        why = None
+        if None in units:
+            why = "cannot be read where its superblocks are; name a new file, or remove it"
+        elif formats and not others:
+            why = "is not an SSD tier of tanghulu; name a new file, or remove it"
+        elif others and FORMAT not in others:
+            why = (
+                f"is an SSD tier of format {others[0]}, and this release reads format {FORMAT}: another release has "
+                "written it; its chunks are copies that can be had again, so remove it, or name a new file"
+            )
+        if why is not None:
+            os.close(self._fd)
+            raise ConfigError(f"{self.path} {why}")
+
+    def _write_superblocks(self, file_id: bytes) -> None:
+        unit = mmap.mmap(-1, UNIT)
+        unit[:] = encode_superblock(file_id)
+        for place in SUPERBLOCK_PLACES:
+            _all(os.pwritev, self._fd, memoryview(unit), place)
+        self.sync()
 
     # --- one record
 
     def write(self, offset: int, view: memoryview) -> None:
         """Write all of ``view`` (aligned). Raises OSError."""
-        _all(os.pwritev, self._fd, view, UNIT + offset)
+        _all(os.pwritev, self._fd, view, HEADER_BYTES + offset)
 
     def read(self, offset: int, view: memoryview) -> None:
         """Fill ``view`` (aligned). Raises OSError, also where the file ends before."""
-        _all(os.preadv, self._fd, view, UNIT + offset)
+        _all(os.preadv, self._fd, view, HEADER_BYTES + offset)
 
     def wipe(self, offset: int) -> None:
         """Make the record at ``offset`` unfindable. Raises OSError."""
-        _all(os.pwritev, self._fd, self._wiped, UNIT + offset)
+        _all(os.pwritev, self._fd, self._wiped, HEADER_BYTES + offset)
 
     def sync(self) -> None:
         """What was written survives a loss of power."""
@@ -175,7 +215,7 @@ class TierFile:
             end, position, length = min(self.capacity_bytes, self._length()), 0, _DENSE_WINDOW
             while (position := self._next_data(position)) < end:
                 length = min(length, end - position)
-                num_read = os.preadv(self._fd, [view[:length]], UNIT + position)
+                num_read = os.preadv(self._fd, [view[:length]], HEADER_BYTES + position)
                 if num_read <= 0:
                     return
                 found, position = self._scan_window(view[:num_read], position, is_last=position + num_read >= end)
@@ -202,17 +242,17 @@ class TierFile:
         return found, begin + at
 
     def _length(self) -> int:
-        return os.fstat(self._fd).st_size - UNIT
+        return os.fstat(self._fd).st_size - HEADER_BYTES
 
     def _next_data(self, position: int) -> int:
         """Skip what was never written."""
         try:
-            place = os.lseek(self._fd, UNIT + position, os.SEEK_DATA)
+            place = os.lseek(self._fd, HEADER_BYTES + position, os.SEEK_DATA)
         except OSError as error:
             if error.errno == errno.ENXIO:
                 return self.capacity_bytes
             raise
-        return max(place - UNIT, position) // UNIT * UNIT
+        return max(place - HEADER_BYTES, position) // UNIT * UNIT
 
 
 def _all(call: object, fd: int, view: memoryview, position: int) -> None:

@@ -83,6 +83,7 @@ class TierState:
         self._doomed: dict[int, SsdChunk] = {}  # by offset
         self._space: Space[SsdChunk] = Space(OffsetAllocator(capacity_bytes, UNIT), self, make_policy)
         self._ends = SortedList()  # (expires_s, id, entry) of those in _entries that end by time
+        self._sequence = 0
 
     @property
     def capacity_bytes(self) -> int:
@@ -112,6 +113,15 @@ class TierState:
         return entry
 
     # --- down
+
+    def next_sequence(self, now_unix_s: float) -> int:
+        """Of a record that is about to be written: higher than any that the file holds, or held before its wipes.
+
+        Microseconds of the wall clock, because of what was wiped the next start sees nothing; never back if that goes
+        back.
+        """
+        self._sequence = max(self._sequence + 1, int(now_unix_s * 1e6))
+        return self._sequence
 
     def evicted(
         self, record: SsdRecord, expires_s: float | None, num_hits: int, queue_bytes: int
@@ -255,23 +265,29 @@ class TierState:
 
     # --- a new start
 
-    def recover(self, record: SsdRecord, offset: int, now_unix_s: float) -> bool:
-        """Enter what the scan found; False if it is over, does not fit, or its key is there already: wipe it.
+    def recover(self, record: SsdRecord, offset: int, now_unix_s: float) -> list[Instruction]:
+        """Enter what the scan found, unless it is over, does not fit, or is older than another record of its key.
 
-        The wall clock may have jumped: a chunk lives no longer than it had left when it was written.
+        Returns the wipe of what is not kept. The wall clock may have jumped: a chunk lives no longer than it had left
+        when it was written.
         """
+        self._sequence = max(self._sequence, record.sequence)
         left_s = None
         if record.ends_unix_s is not None:
             left_s = min(record.ends_unix_s - now_unix_s, record.left_s)
-            if left_s <= 0:
-                return False
-        if record.key in self._entries or not self._space.allocator.claim(offset, record.record_bytes):
-            return False
+        is_over = left_s is not None and left_s <= 0
+        other = self._entries.get(record.key)
+        is_older = other is not None and other.record.sequence >= record.sequence
+        if is_over or is_older or not self._space.allocator.claim(offset, record.record_bytes):
+            return [Wipe(offset)]
+        wipes: list[Instruction] = []
+        if other is not None:  # nobody has heard of it yet
+            wipes = [each for each in self._drop(other, evicted=False) if isinstance(each, Wipe)]
+            self.counters.recovered -= 1
         expires_s = None if left_s is None else self._clock.now_s() + left_s
-        entry = SsdChunk(record, offset, expires_s, SsdChunkState.STORED)
-        self._enter(entry)
+        self._enter(SsdChunk(record, offset, expires_s, SsdChunkState.STORED))
         self.counters.recovered += 1
-        return True
+        return wipes
 
     def check(self) -> None:
         """Assert that entries and free ranges tile the file, and that all but hard pins can be evicted."""

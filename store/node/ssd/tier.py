@@ -85,8 +85,7 @@ class SsdTier:
             found = []
         now_s = unix_time_s()
         for offset, record in found:
-            if not self.state.recover(record, offset, now_s):
-                self._perform([Wipe(offset)])
+            self._perform(self.state.recover(record, offset, now_s))
         _log.info("tier.open", path=str(self.file.path), direct=self.file.direct, num_chunks=len(self.state))
 
     # --- what the node's decisions ask; all of it at once
@@ -124,7 +123,8 @@ class SsdTier:
 
     def demote(self, chunk: Chunk, left_s: float | None) -> SsdChunk | None:
         """``chunk`` is leaving memory, where its bytes still lie: keep it here. None if it is dropped."""
-        ends_unix_s = None if left_s is None else unix_time_s() + left_s
+        now_s = unix_time_s()
+        ends_unix_s = None if left_s is None else now_s + left_s
         record = SsdRecord(
             chunk.key,
             chunk.version,
@@ -134,6 +134,7 @@ class SsdTier:
             ends_unix_s,
             left_s or 0.0,
             chunk.replicas,
+            self.state.next_sequence(now_s),
         )
         entry, instructions = self.state.evicted(record, chunk.expires_s, chunk.num_hits, self._down.largest_free_bytes)
         self._perform(instructions, chunk)

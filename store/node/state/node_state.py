@@ -184,7 +184,10 @@ class NodeState:
         now_s = self._clock.now_s()
         expires_s = None if new.ttl_s is None else now_s + new.ttl_s
         sums = compact(new.checksums)
-        chunk = Chunk(new.key, new.version, offset, new.size_bytes, sums, new.pin, now_s, expires_s, new.replicas)
+        size, replicas = new.size_bytes, new.replicas
+        chunk = Chunk.reserved(
+            new.key, new.version, offset, size, sums, new.pin, now_s, expires_s=expires_s, replicas=replicas
+        )
         self._enter(chunk)
         if holder is None:
             return Reserved(chunk, LeaseId(0))
@@ -449,9 +452,9 @@ class NodeState:
 
     # --- sessions and leases
 
-    def open_session(self, session_id: int, pid: int | None) -> None:
+    def open_session(self, session_id: int, pid: int | None, *, may_write: bool = True) -> None:
         """A client has come; ``pid`` of its process if the kernel says so."""
-        self.access.open_session(session_id, pid)
+        self.access.open_session(session_id, pid, may_write=may_write)
 
     def depends_on(self, session_id: int) -> bool:
         """Whether something still depends on the end of the session's process."""

@@ -10,9 +10,10 @@ Its range may be used again in GONE, by a write that is performed behind the wip
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar
+
+import msgspec
 
 from tanghulu.store.node.state.ssd_record import SsdRecord
 from tanghulu.store.protocol.checksums import Checksums
@@ -54,9 +55,11 @@ TRANSITIONS: dict[tuple[SsdChunkState, SsdChunkEvent], SsdChunkState] = {
 }
 
 
-@dataclass(slots=True, eq=False)
-class SsdChunk:
-    """What the node knows of one chunk in its file. ``expires_s``: on the node's monotonic clock."""
+class SsdChunk(msgspec.Struct, eq=False, gc=False):
+    """What the node knows of one chunk in its file. ``expires_s``: on the node's monotonic clock.
+
+    There may be many million: it refers to nothing that could refer to it, so no garbage collection looks at it.
+    """
 
     tier: ClassVar[Tier] = Tier.SSD
 
@@ -65,7 +68,7 @@ class SsdChunk:
     expires_s: float | None
     state: SsdChunkState = SsdChunkState.WRITING
     num_readers: int = 0
-    range_bytes: int = field(init=False)  # what it takes in the file
+    range_bytes: int = 0  # what it takes in the file
 
     def __post_init__(self) -> None:
         self.range_bytes = self.record.record_bytes

@@ -1,42 +1,51 @@
 """How chunks lie in the SSD tier's file: pure encoding, no I/O.
 
-The file begins with one unit of 4096 bytes, the superblock; behind it lie records, each at a multiple of the unit:
+The file begins with HEADER_BYTES. Their first and their last unit of 4096 bytes hold the superblock, twice, so that one
+bad sector does not cost all that lies behind. That are records, each at a multiple of the unit:
 
     head: magic 8 | head bytes u32 | key bytes u16 | pin u8 | replicas u8 | version u64 | value bytes u64 | place u64 |
-          ends (Unix seconds, 0: never) f64 | left when written (s) f64 | part bytes u64 | parts u32 |
+          ends (Unix seconds, 0: never) f64 | left when written (s) f64 | sequence u64 | part bytes u64 | parts u32 |
           key | parts (u64 each, xxh3_64 of the value) | digest 16
     the value, directly behind the head; zeros up to the next unit
 
 The digest is blake2b over the rest of the head, keyed with the file's random id: bytes of a value that look like a
 head, by chance or by malice, are not one. ``place`` is where the record was written, so a head that a broken device
-returns from elsewhere is none either. A record is dead once its first unit is zeros.
+returns from elsewhere is none either. A record is dead once its first unit is zeros. Whatever is written later has a
+higher ``sequence``: where power was lost before a wipe was on the medium, two records of one key may stand, and the one
+with the higher sequence is right.
 
-Example: a value of 5000 bytes under a key of 44 has a head of 136 bytes, and takes two units, 8192 bytes.
+Example: a value of 5000 bytes under a key of 44 has a head of 144 bytes, and takes two units, 8192 bytes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from typing import NamedTuple
+
+import msgspec
 
 from tanghulu.store.protocol.checksums import MAX_PARTS, Checksums
 from tanghulu.store.protocol.types import Pin
 from tanghulu.types import MAX_KEY_BYTES, ChunkKey
 
 UNIT = 4096
+#: What lies before the records; far enough for the two superblocks not to share a page of flash.
+HEADER_BYTES = 16 * UNIT
+SUPERBLOCK_PLACES = (0, HEADER_BYTES - UNIT)
 #: Ids of files; the key of their digests.
 FILE_ID_BYTES = 16
-_SUPER_MAGIC = b"THTIER01"
-_SUPER = struct.Struct("<8s16s")
-_MAGIC = b"THCHUNK1"
-_HEAD = struct.Struct("<8sIHBBQQQddQI")
+#: Of the layout; a file of another format is refused.
+FORMAT = 2
+_SUPER_MAGIC = b"THTIER"
+_SUPER = struct.Struct("<6s2s16s")
+_MAGIC = b"THCHUNK2"
+_HEAD = struct.Struct("<8sIHBBQQQddQQI")
 _DIGEST_BYTES = 16
 MAX_HEAD_BYTES = _HEAD.size + MAX_KEY_BYTES + 8 * MAX_PARTS + _DIGEST_BYTES
 _PINS = (Pin.NONE, Pin.SOFT, Pin.HARD)
 
 
-class SsdRecord(NamedTuple):
+class SsdRecord(msgspec.Struct, frozen=True, gc=False):
     """What the head of a record says. ``ends_unix_s`` None: the chunk has no end."""
 
     key: ChunkKey
@@ -47,6 +56,7 @@ class SsdRecord(NamedTuple):
     ends_unix_s: float | None = None
     left_s: float = 0.0
     replicas: int = 1
+    sequence: int = 0
 
     @property
     def head_bytes(self) -> int:
@@ -60,23 +70,23 @@ class SsdRecord(NamedTuple):
 
 
 def encode_superblock(file_id: bytes) -> bytes:
-    """The first unit of a file."""
-    body = _SUPER.pack(_SUPER_MAGIC, file_id)
+    """One unit of the header."""
+    body = _SUPER.pack(_SUPER_MAGIC, b"%02d" % FORMAT, file_id)
     return (body + _digest(body, b"")).ljust(UNIT, b"\0")
 
 
 def decode_superblock(data: bytes | memoryview) -> bytes | None:
-    """The file's id; None if the unit is not sound. ``looks_like_tier`` tells whether it once was one."""
+    """The file's id; None if the unit is not a sound superblock of this format."""
     body = bytes(data[: _SUPER.size])
-    magic, file_id = _SUPER.unpack(body)
-    if magic != _SUPER_MAGIC or bytes(data[_SUPER.size : _SUPER.size + _DIGEST_BYTES]) != _digest(body, b""):
+    if tier_format(data) != FORMAT or bytes(data[_SUPER.size : _SUPER.size + _DIGEST_BYTES]) != _digest(body, b""):
         return None
-    return bytes(file_id)
+    return bytes(_SUPER.unpack(body)[2])
 
 
-def looks_like_tier(data: bytes | memoryview) -> bool:
-    """Whether the file is one of ours, sound or not: nobody else's file is ever overwritten."""
-    return bytes(data[: len(_SUPER_MAGIC)]) == _SUPER_MAGIC
+def tier_format(data: bytes | memoryview) -> int | None:
+    """The format of a superblock, sound or not; None for bytes that are none of ours: they are never overwritten."""
+    magic, number, _ = _SUPER.unpack(bytes(data[: _SUPER.size]).ljust(_SUPER.size, b"\0"))
+    return int(number) if magic == _SUPER_MAGIC and number.isdigit() else None
 
 
 def encode_head(record: SsdRecord, place: int, file_id: bytes) -> bytes:
@@ -94,6 +104,7 @@ def encode_head(record: SsdRecord, place: int, file_id: bytes) -> bytes:
             place,
             record.ends_unix_s or 0.0,
             record.left_s,
+            record.sequence,
             record.checksums.part_bytes,
             len(parts),
         )
@@ -113,7 +124,8 @@ def decode_head(data: bytes | memoryview, place: int, file_id: bytes) -> SsdReco
     if len(data) < _HEAD.size or not has_magic(data):
         return None
     fields = _HEAD.unpack(data[: _HEAD.size])
-    _, head_bytes, key_bytes, pin, copies, version, size_bytes, own_place, ends, left_s, part_bytes, num_parts = fields
+    _, head_bytes, key_bytes, pin, copies, version, size_bytes, own_place, ends, left_s, *more = fields
+    sequence, part_bytes, num_parts = more
     if head_bytes != _HEAD.size + key_bytes + 8 * num_parts + _DIGEST_BYTES or head_bytes > len(data):
         return None
     body = bytes(data[: head_bytes - _DIGEST_BYTES])
@@ -122,7 +134,7 @@ def decode_head(data: bytes | memoryview, place: int, file_id: bytes) -> SsdReco
     key = body[_HEAD.size : _HEAD.size + key_bytes].decode()
     parts = struct.unpack_from(f"<{num_parts}Q", body, _HEAD.size + key_bytes)
     checksums = Checksums(part_bytes, parts)
-    return SsdRecord(ChunkKey(key), version, size_bytes, checksums, _PINS[pin], ends or None, left_s, copies)
+    return SsdRecord(ChunkKey(key), version, size_bytes, checksums, _PINS[pin], ends or None, left_s, copies, sequence)
 
 
 def _digest(body: bytes, file_id: bytes) -> bytes:

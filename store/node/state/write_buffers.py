@@ -108,6 +108,8 @@ class _WriteBuffer:
     busy_s: float  # when records came last
     state: WriteBufferState = WriteBufferState.OPEN
     closed_s: float = 0.0
+    num_ended: int = 0  # as it was seen last while CLOSING, and since when
+    ended_s: float = 0.0
     taken: list[tuple[int, int]] = field(default_factory=list)  # parts that became chunks, (offset, end) in order
 
     def step(self, event: WriteBufferEvent) -> None:
@@ -219,7 +221,7 @@ class WriteBuffers:
             left = buffer.reader.left  # which its client says when all uses have ended
             if buffer.state is WriteBufferState.OPEN and (unwanted or idle or left):
                 self._close(buffer)
-            if buffer.state is WriteBufferState.CLOSING and (left or self._is_quiet(buffer, now_s)):
+            if buffer.state is WriteBufferState.CLOSING and (buffer.reader.complete or self._is_quiet(buffer, now_s)):
                 self._drain(buffer, chunks)
                 buffer.step(WriteBufferEvent.QUIET)
                 self._free_range(buffer)
@@ -230,11 +232,15 @@ class WriteBuffers:
         return chunks
 
     def _is_quiet(self, buffer: _WriteBuffer, now_s: float) -> bool:
-        return now_s - buffer.closed_s > GRACE_S and buffer.reader.quiet
+        num_ended = buffer.reader.num_ended
+        if num_ended != buffer.num_ended:  # what was published before may be seen only later
+            buffer.num_ended, buffer.ended_s = num_ended, now_s
+        return now_s - max(buffer.closed_s, buffer.ended_s) > GRACE_S and buffer.reader.quiet
 
     def _close(self, buffer: _WriteBuffer) -> None:
         buffer.step(WriteBufferEvent.CLOSE)
-        buffer.closed_s = self._clock.now_s()
+        buffer.closed_s = buffer.ended_s = self._clock.now_s()
+        buffer.num_ended = buffer.reader.num_ended
         buffer.reader.close()
 
     def session_closed(self, session_id: int) -> list[Chunk]:
@@ -310,4 +316,5 @@ def _cut(buffer: _WriteBuffer, record: Record, now_s: float) -> Chunk | None:
     except InvalidRequest:
         return None
     insort(buffer.taken, (offset, end))
-    return Chunk(name, version, offset, size, checksum, pin, now_s, now_s + ttl_ms / 1000 if ttl_ms else None)
+    expires_s = now_s + ttl_ms / 1000 if ttl_ms else None
+    return Chunk.reserved(name, version, offset, size, checksum, pin, now_s, expires_s=expires_s)

@@ -177,6 +177,19 @@ def test_a_stale_location_costs_one_question_to_the_master(fake: FakeCluster) ->
     assert fake.context.locations.get("k") == ("b",)
 
 
+def test_a_holder_that_the_master_lists_no_more_is_not_asked_by_heart(fake: FakeCluster) -> None:
+    """It was cut off, and has not heard of what was removed since; the list of nodes may come with any other call."""
+    fake.context.locations.set("k", (PeerId("a"),))
+    fake.values["a"]["k"] = b"removed"
+    fake.context.nodes.update([node("b")], 1e9)
+    with pytest.raises(ChunkNotFound):
+        get(fake)
+    fake.values["b"]["k"] = b"right"
+    fake.directory["k"] = ["b"]
+    assert get(fake) == b"right"
+    assert "a" not in fake.asked
+
+
 def test_a_dead_holder_and_a_corrupt_replica_are_passed_over(fake: FakeCluster) -> None:
     fake.values["c"] = {"k": b"wrong"}
     fake.values["b"]["k"] = b"right"

@@ -38,7 +38,7 @@ from tests.free_ports import free_port
 class InProcess(Process):
     """A Process whose address the test may await."""
 
-    def ready(self, instance_id: str, address: Address) -> None:
+    def ready(self, instance_id: str, address: Address, busy: Any = None) -> None:
         self.address.set_result(address)
 
     address: asyncio.Future[Address]

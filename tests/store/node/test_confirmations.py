@@ -13,7 +13,7 @@ LATE = MasterUnavailable("late")
 
 
 def chunk(key: str) -> Chunk:
-    return Chunk(ChunkKey(key), 1, 0, 1, NO_CHECKSUMS, Pin.NONE, 0.0)
+    return Chunk.reserved(ChunkKey(key), 1, 0, 1, NO_CHECKSUMS, Pin.NONE, 0.0)
 
 
 def test_a_put_is_done_when_its_last_chunk_has_a_word() -> None:

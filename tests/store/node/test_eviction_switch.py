@@ -25,7 +25,7 @@ def full_room(policy: str, pins: list[Pin]) -> tuple[Space, list[Chunk]]:
     for i, pin in enumerate(pins):
         offset = room.allocator.allocate(4096)
         assert offset is not None
-        chunk = Chunk(ChunkKey(f"k{i}"), 1, offset, 4096, NO_CHECKSUMS, pin, 0.0)
+        chunk = Chunk.reserved(ChunkKey(f"k{i}"), 1, offset, 4096, NO_CHECKSUMS, pin, 0.0)
         table.enter(chunk)
         table.publish(chunk, ChunkEvent.COMMIT_UNSEEN)
         room.settle(chunk)

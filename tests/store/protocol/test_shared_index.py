@@ -32,9 +32,10 @@ class Pair:
     """A segment with chunks and an index, seen from both sides."""
 
     def __init__(self, num_buckets: int = 64) -> None:
-        self.memory = memoryview(bytearray(CHUNKS + index_bytes(num_buckets)))
-        self.writer = IndexWriter(self.memory[CHUNKS:], 7, 100.0)
-        self.reader = IndexReader(self.memory, IndexPlace(CHUNKS, num_buckets, 7))
+        self.memory = memoryview(bytearray(CHUNKS))
+        self.index = memoryview(bytearray(index_bytes(num_buckets)))
+        self.writer = IndexWriter(self.index, 7, 100.0)
+        self.reader = IndexReader(self.memory, self.index, IndexPlace(0, num_buckets, 7))
 
     def put(self, key: str, offset: int, value: bytes, version: int = 1) -> None:
         self.memory[offset : offset + len(value)] = value
@@ -80,7 +81,7 @@ def test_bytes_that_changed_under_the_reader_are_not_returned() -> None:
 def test_a_torn_entry_is_not_found(position: int) -> None:
     pair = Pair()
     pair.put("a", 64, b"hello")
-    pair.memory[pair.found("a").position + position] ^= 0x10
+    pair.index[pair.found("a").position + position] ^= 0x10
     assert pair.reader.find("a", 100.0) is None
 
 
@@ -193,6 +194,24 @@ def test_a_value_with_a_time_to_live_ends_on_time_for_everybody(cluster: Cluster
         eventually(lambda: time.monotonic() > end)
         with pytest.raises(ChunkNotFound):
             client.get("shared/short")
+
+
+def test_a_node_that_the_master_may_have_given_up_is_asked_and_not_believed() -> None:
+    with Cluster(1, "16MiB") as cluster, tanghulu.connect(cluster.address, deadline_s=5.0) as client:
+        client.put("a", b"x")
+        eventually(lambda: client.get("a").bytes() == b"x" and bool(client._driver.context.mapped))
+        ((_, mapped),) = client._driver.context.mapped.items()
+        eventually(lambda: mapped.index.is_kept(time.monotonic()))
+        process = cluster.master.popen
+        process.send_signal(signal.SIGSTOP)
+        try:
+            eventually(lambda: not mapped.index.is_kept(time.monotonic()))
+            asked = cluster.nodes[0].metric("tanghulu_node_hits_total")
+            assert client.get("a").bytes() == b"x", "who knows where it is needs no master"
+            assert cluster.nodes[0].metric("tanghulu_node_hits_total") == asked + 1
+        finally:
+            process.send_signal(signal.SIGCONT)
+        eventually(lambda: mapped.index.is_kept(time.monotonic()))
 
 
 def test_a_stopped_node_is_not_read_from() -> None:

@@ -68,7 +68,7 @@ def test_the_head_is_as_documented() -> None:
     assert list(reader.take()) == [Record("k", 7, where, 4096, 9)]
     assert struct.unpack_from("<2Q", memory, 64) == (1, 0)
     writer.leave()
-    assert struct.unpack_from("<4Q", memory) == (1, 1, 1, 1)
+    assert struct.unpack_from("<4Q", memory) == (1, 1, 1, 2), "left: one more than the records"
     assert reader.left
 
 

@@ -146,13 +146,13 @@ class SimNode(SimProcess):
         self.id = InstanceId(f"node-{number}")
         self.generation = generation
         self.capacity_bytes = capacity_bytes
-        place = IndexPlace(capacity_bytes, num_buckets_for(capacity_bytes), generation)
-        heads = capacity_bytes + index_bytes(place.num_buckets)
-        self.memory = mmap.mmap(-1, heads + AREA_BYTES)  # most of it is never touched, and costs nothing
+        place = IndexPlace(0, num_buckets_for(capacity_bytes), generation)
+        self.index = mmap.mmap(-1, index_bytes(place.num_buckets))
+        self.memory = mmap.mmap(-1, capacity_bytes + AREA_BYTES)  # most of it is never touched, and costs nothing
         view = memoryview(self.memory)
         clock = SystemClock()
         self.access = AccessTable(clock, LEASE_MS, capacity_bytes)
-        self.published = Published(IndexWriter(view[capacity_bytes:heads], generation, clock.now_s()))
+        self.published = Published(IndexWriter(memoryview(self.index), generation, clock.now_s()))
         self.state = make_node_state(
             capacity_bytes,
             self.access,
@@ -160,7 +160,7 @@ class SimNode(SimProcess):
             clock,
             generation=generation,
             published=self.published,
-            buffer_memory=(view, heads),
+            buffer_memory=(view, capacity_bytes),
         )
         self.reporter = Reporter(
             self.state, MasterFinder(MASTER), generation, self._changed, self._not_registered, self._ordered
@@ -283,6 +283,11 @@ class _Remote:
 
     def map(self) -> memoryview | None:
         return None if self._memory is None else memoryview(self._memory)
+
+    map_writable = map
+
+    def map_published(self) -> memoryview | None:
+        return None if self._memory is None else memoryview(self._world.nodes[self.node].index)
 
     def touch(self, offset: int, length: int) -> None:
         """Has its pages mapped beforehand, which here costs nothing."""

@@ -53,8 +53,8 @@ class TestChangedBytes:
             copy(self, opcode, local, local_offset, remote_offset, length)
             if left[0]:
                 left[0] -= 1
-                assert self.view is not None
-                (local.array if opcode is READ else self.view)[remote_offset + 7] ^= 4
+                assert self.writable_view is not None
+                (local.array if opcode is READ else self.writable_view)[remote_offset + 7] ^= 4
 
         monkeypatch.setattr(ShmPeer, "copy", flawed)
         data = bytearray(os.urandom(1000))

@@ -3,7 +3,7 @@
 Owns the socket and its peers' connections; finds the peers' processes (pidfd), which others watch. A peer keeps its
 connection open while it uses the mapping; when it ends the mapping may live on, which is why leases of mapped ranges
 outlast it (see ``access``). Only processes of this user are let in, and, where leases are kept, only the process that
-opened the session.
+opened the session. It gets the memory for reading, and for writing too if its session may write.
 """
 
 from __future__ import annotations
@@ -129,13 +129,13 @@ class ShmListener:
             raise MalformedMessage(f"segment name of {name_bytes} bytes")
         name = (await _receive(peer, name_bytes)).decode(errors="replace")
         try:
-            self._admit(peer, name, generation, session_id)
+            writable = self._admit(peer, name, generation, session_id)
         except TanghuluError as error:
             await self._refuse(peer, error)
             return False
         # A fresh stream socket has room for these few bytes, so sending without waiting cannot block.
         answer = pack_shm_answer(self._segment.size_bytes, self._segment.address)
-        socket.send_fds(peer, [answer], [self._segment.fd])
+        socket.send_fds(peer, [answer], self._segment.descriptors(writable=writable))
         return True
 
     async def _refuse(self, peer: socket.socket, error: TanghuluError) -> None:
@@ -143,7 +143,8 @@ class ShmListener:
         answer = pack_shm_answer(self._segment.size_bytes, error=error)
         await asyncio.get_running_loop().sock_sendall(peer, answer)
 
-    def _admit(self, peer: socket.socket, name: str, generation: int, session_id: int) -> None:
+    def _admit(self, peer: socket.socket, name: str, generation: int, session_id: int) -> bool:
+        """Raise what refuses the peer; else tell whether it may write."""
         pid, uid, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
         if uid != os.getuid():
             raise Unauthorized(f"uid {uid} may not map the memory of uid {os.getuid()}; use tcp")
@@ -154,8 +155,10 @@ class ShmListener:
             )
         if len(self._peers) > self._max_connections:
             raise Overloaded(f"{self._max_connections} peers map this segment; use tcp")
-        if self._access is not None:
-            self._admit_session(peer, self._access, pid, session_id)
+        if self._access is None:
+            return True
+        self._admit_session(peer, self._access, pid, session_id)
+        return self._access.may_write(session_id)
 
     def _admit_session(self, peer: socket.socket, access: AccessTable, pid: int, session_id: int) -> None:
         session_pid = access.session_pid(session_id)

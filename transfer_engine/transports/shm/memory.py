@@ -14,11 +14,14 @@ import ctypes
 import errno
 import mmap
 import os
+import threading
+import weakref
 
 import numpy as np
 
-from tanghulu.errors import NodeUnavailable
+from tanghulu.errors import InvalidRequest, NodeUnavailable
 from tanghulu.transfer_engine.core.copying import Bytes, Memory, copy
+from tanghulu.transfer_engine.core.segment import map_shared
 from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.transfer_engine.core.wire import digest_of
 from tanghulu.transfer_engine.transports.shm.long_copy import CopyHelper, Digest
@@ -28,22 +31,88 @@ _DIGEST_PIECE_BYTES = 64 << 20
 _READ = Opcode.READ  # found at every copy, and an Enum takes ten times as long (Python 3.11)
 
 
-class MappedMemory:
-    """The segment's pages in this process; they stay while somebody holds ``view`` or slices of it."""
+class _Pages:
+    """One mapping of a segment."""
 
     def __init__(self, area: mmap.mmap) -> None:
-        self.view: memoryview | None = memoryview(area)
+        self.area = area
+        self.view = memoryview(area)
         self.array: Bytes = np.frombuffer(area, dtype=np.uint8)
         self.address: int = self.array.__array_interface__["data"][0]
-        self.touch = PageToucher(area).touch
+
+
+class _WritablePages(_Pages):
+    """The mapping for writes. What this process writes it often reads: ``touch`` maps it in ``read``, too."""
+
+    def __init__(self, area: mmap.mmap, read: mmap.mmap) -> None:
+        super().__init__(area)
+        self.touch = PageToucher(area, read).touch
+
+
+class MappedMemory:
+    """The segment's pages in this process; they stay while somebody holds ``view`` or slices of it.
+
+    ``view`` is read-only: nothing that reads can change a byte of it by mistake. Writes go through a second mapping,
+    made for the first of them by ``writing_fd`` (which belongs to this object; None: this process may not write).
+    ``published`` is what the owner publishes beside it, read-only too.
+    """
+
+    def __init__(self, area: mmap.mmap, writing_fd: int | None = None, published: mmap.mmap | None = None) -> None:
+        self._read = pages = _Pages(area)
+        self.view: memoryview | None = pages.view
+        self.array, self.address = pages.array, pages.address
+        self.published = None if published is None else memoryview(published)
+        self._written: _WritablePages | None = None
+        self._lock = threading.Lock()
+        self._writing_fd = writing_fd
+        self._close_fd = None if writing_fd is None else weakref.finalize(self, os.close, writing_fd)
+
+    def close(self) -> None:
+        """Map nothing new; what is mapped stays while somebody holds it."""
+        with self._lock:
+            self._drop_fd()
+
+    def _drop_fd(self) -> None:
+        self._writing_fd = None
+        if self._close_fd is not None:
+            self._close_fd()
+
+    def _writable(self) -> _WritablePages:
+        pages = self._written
+        if pages is not None:
+            return pages
+        with self._lock:
+            if self._written is None:
+                if self._writing_fd is None:
+                    raise NodeUnavailable("the segment's owner lets this process map it for reading only")
+                try:
+                    area = map_shared(self._writing_fd, len(self.array), writable=True)
+                    self._written = _WritablePages(area, self._read.area)
+                except (OSError, InvalidRequest) as error:
+                    raise NodeUnavailable(f"the segment cannot be mapped for writing: {error}") from error
+                self._drop_fd()
+            return self._written
+
+    @property
+    def writable_view(self) -> memoryview | None:
+        """The same bytes to be written; None where this process may not."""
+        try:
+            return self._writable().view
+        except NodeUnavailable:
+            return None
+
+    def touch(self, offset: int, length: int) -> None:
+        """Map the pages of a range that is about to be written, in one go."""
+        self._writable().touch(offset, length)
 
     def copy(self, opcode: Opcode, local: Memory, local_offset: int, remote_offset: int, length: int) -> None:
         """Move the bytes now."""
         if opcode is _READ:
             copy(local, local_offset, self, remote_offset, length)
         else:
-            self.touch(remote_offset, length)
-            copy(self, remote_offset, local, local_offset, length)
+            pages = self._written or self._writable()
+            pages.touch(remote_offset, length)
+            copy(pages, remote_offset, local, local_offset, length)
 
     def copy_long(
         self,
@@ -59,8 +128,9 @@ class MappedMemory:
         if opcode is _READ:
             helper.copy(opcode, local, local_offset, self, remote_offset, length, digest)
         else:
-            self.touch(remote_offset, length)
-            helper.copy(opcode, self, remote_offset, local, local_offset, length, digest)
+            pages = self._writable()
+            pages.touch(remote_offset, length)
+            helper.copy(opcode, pages, remote_offset, local, local_offset, length, digest)
 
     def digest(self, offset: int, length: int) -> int:
         """The xxh3_64 of a range."""
@@ -96,6 +166,8 @@ class ProcessMemory:
     """
 
     view: memoryview | None = None
+    published: memoryview | None = None
+    writable_view: memoryview | None = None
 
     def __init__(self, pid: int, address: int) -> None:
         self._pid, self._address = pid, address
@@ -108,6 +180,9 @@ class ProcessMemory:
 
     def touch(self, offset: int, length: int) -> None:
         """Do nothing: no pages are mapped."""
+
+    def close(self) -> None:
+        """Nothing is held."""
 
     def digest(self, offset: int, length: int) -> int:
         """The xxh3_64 of a range, which is copied for it."""

@@ -43,11 +43,11 @@ class TouchedUnits:
 
 
 class PageToucher:
-    """Maps pages of ``area`` before they are written. Does nothing on kernels that cannot."""
+    """Maps pages of ``areas``, which show the same memory, before it is written. Nothing on kernels that cannot."""
 
-    def __init__(self, area: mmap.mmap) -> None:
-        self._area = area
-        self._units: TouchedUnits | None = TouchedUnits(len(area))
+    def __init__(self, *areas: mmap.mmap) -> None:
+        self._areas = areas
+        self._units: TouchedUnits | None = TouchedUnits(len(areas[0]))
 
     def touch(self, offset: int, length: int) -> None:
         """Map a range that is about to be written. Short ones are left to the faults, as cheap for few pages."""
@@ -57,6 +57,7 @@ class PageToucher:
         fresh = units.fresh(offset, length)
         if fresh is not None:
             try:
-                self._area.madvise(_MADV_POPULATE_READ, *fresh)
+                for area in self._areas:
+                    area.madvise(_MADV_POPULATE_READ, *fresh)
             except OSError:  # an older kernel, or no memory left: faults do it one by one
                 self._units = None

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
+import mmap
 import os
 import select
 import socket
@@ -54,6 +56,8 @@ from tanghulu.transfer_engine.transports.shm.memory import MappedMemory, Process
 NAME = "shm"
 LIMITS = TransportLimits(slice_bytes=16 * MIB, window_bytes=32 * MIB, window_slices=256)
 _PROBE_BYTES = 4096
+#: The segment for reading and for writing, and what its owner publishes.
+_MAX_DESCRIPTORS = 3
 _CREDENTIALS = struct.Struct("3i")
 #: Keeps the GIL (see ``copying``). Its arguments' types are not declared: to convert them takes longer than the call.
 _poll = ctypes.PyDLL(None).poll
@@ -102,6 +106,7 @@ class ShmPeer:
 
     def __init__(self, sock: socket.socket, memory: MappedMemory | ProcessMemory, endpoint: Endpoint) -> None:
         self.view = memory.view
+        self.published = memory.published
         self._memory = memory
         self._sock = sock
         self._endpoint = endpoint
@@ -142,10 +147,15 @@ class ShmPeer:
         """Whether the pages are in this process."""
         return self.view is not None
 
+    @property
+    def writable_view(self) -> memoryview | None:
+        """What ``view`` shows, to be written; None where this process may not, or the pages are not here."""
+        return self._memory.writable_view
+
     def copy(self, opcode: Opcode, local: Memory, local_offset: int, remote_offset: int, length: int) -> None:
         """Move the bytes now; ranges were checked by the caller. Ask ``alive`` afterwards.
 
-        Raises NodeUnavailable only where the memory is not ``mapped``.
+        Raises NodeUnavailable where the memory is not ``mapped``, or is to be written and may only be read.
         """
         if self.view is None and not self.alive:
             raise self.gone()
@@ -171,7 +181,7 @@ class ShmPeer:
             digest.add(local.array[local_offset : local_offset + length].data)
 
     def touch(self, offset: int, length: int) -> None:
-        """Map the pages of a range of ``view``, to which the caller is about to write, in one go."""
+        """Map the pages of a range of ``writable_view``, to which the caller is about to write, in one go."""
         self._memory.touch(offset, length)
 
     def digest(self, offset: int, length: int) -> int:
@@ -205,6 +215,7 @@ class ShmPeer:
         if not self._closed:
             self._closed = True
             self._sock.close()
+            self._memory.close()
 
 
 class ShmLink:
@@ -266,16 +277,16 @@ class ShmLink:
 
 
 def _receive_memory(sock: socket.socket, size_bytes: int) -> MappedMemory | ProcessMemory:
-    """Read the owner's answer; map the descriptor that came with it, and close that."""
-    data, fds, _, _ = socket.recv_fds(sock, SHM_ANSWER_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+    """Read the owner's answer; map what came with it, and close it."""
+    data, fds, _, _ = socket.recv_fds(sock, SHM_ANSWER_BYTES, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
     try:
         check_shm_answer_version(data)
         data += _receive(sock, SHM_ANSWER_BYTES - len(data))
         text_bytes, actual_bytes, address = parse_shm_answer(data)
         if text_bytes:
             raise parse_error(_receive(sock, text_bytes))
-        if len(fds) > 1 or actual_bytes != size_bytes:
-            raise MalformedMessage(f"{len(fds)} descriptors for {actual_bytes} bytes, wanted one for {size_bytes}")
+        if actual_bytes != size_bytes:
+            raise MalformedMessage(f"the owner's segment has {actual_bytes} bytes, its descriptor says {size_bytes}")
         return _memory(sock, fds, size_bytes, address)
     finally:
         for fd in fds:
@@ -287,7 +298,8 @@ def _memory(sock: socket.socket, fds: list[int], size_bytes: int, address: int) 
     why = "no descriptor came through"
     if fds:
         try:
-            return MappedMemory(map_shared(fds[0], size_bytes))
+            area = map_shared(fds[0], size_bytes)
+            return MappedMemory(area, _writing_fd(fds), _published(fds))
         except InvalidRequest as error:  # it may shrink under us, or is another
             raise MalformedMessage(error.message) from error
         except OSError as error:
@@ -297,6 +309,25 @@ def _memory(sock: socket.socket, fds: list[int], size_bytes: int, address: int) 
         return ProcessMemory(pid, address)
     except NodeUnavailable as error:
         raise NodeUnavailable(f"{why}; {error.message}") from error
+
+
+def _writing_fd(fds: list[int]) -> int | None:
+    """A descriptor of the segment, which the first one is, by which it can be written; a copy that the caller owns."""
+    inode = os.fstat(fds[0]).st_ino
+    for fd in fds:
+        if os.fstat(fd).st_ino == inode and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR:
+            return os.dup(fd)
+    return None
+
+
+def _published(fds: list[int]) -> mmap.mmap | None:
+    """What the owner publishes beside the segment: another file."""
+    inode = os.fstat(fds[0]).st_ino
+    for fd in fds:
+        found = os.fstat(fd)
+        if found.st_ino != inode:
+            return map_shared(fd, found.st_size)
+    return None
 
 
 def _receive(sock: socket.socket, num_bytes: int) -> bytes:

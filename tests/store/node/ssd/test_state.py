@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import mmap
+import os
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +19,15 @@ from tanghulu.store.node.ssd.admission import Demotion, TierAdmission
 from tanghulu.store.node.ssd.file import TierFile
 from tanghulu.store.node.ssd.state import Instruction, LostChunk, TierState, Wipe, Write
 from tanghulu.store.node.state.ssd_chunk import TRANSITIONS, SsdChunk, SsdChunkEvent, SsdChunkState
-from tanghulu.store.node.state.ssd_record import UNIT, SsdRecord, decode_head, encode_head
+from tanghulu.store.node.state.ssd_record import (
+    HEADER_BYTES,
+    SUPERBLOCK_PLACES,
+    UNIT,
+    SsdRecord,
+    decode_head,
+    decode_superblock,
+    encode_head,
+)
 from tanghulu.store.protocol import checksums as sums
 from tanghulu.store.protocol.checksums import Checksums
 from tanghulu.store.protocol.types import Pin
@@ -160,7 +172,7 @@ def test_hard_pinned_chunks_are_never_evicted_here_either() -> None:
     again = make_state()
     for each in pinned:
         assert each.held
-        assert again.recover(each.record, each.offset, 0.0)
+        assert again.recover(each.record, each.offset, 0.0) == []
     for i in range(100):
         store(again, record(f"k{i}"))
     assert all(again.find(each.key) is not None for each in pinned)
@@ -195,11 +207,11 @@ def test_wall_clock_jumps_never_lengthen_a_life() -> None:
         clock = ManualClock(7.0)
         state = make_state(clock)
         ends = SsdRecord(ChunkKey("k"), 1, 100, Checksums(0, (1,)), Pin.NONE, 1_000_100.0, 100.0)
-        assert state.recover(ends, 0, 1_000_040.0 + jump_s)
+        assert state.recover(ends, 0, 1_000_040.0 + jump_s) == []
         entry = state.find(ChunkKey("k"))
         assert entry is not None
         assert entry.expires_s == 7.0 + left_s
-        assert not make_state(clock).recover(ends, 0, 1_000_100.0)
+        assert make_state(clock).recover(ends, 0, 1_000_100.0) == [Wipe(0)]
 
 
 # --- the file
@@ -234,15 +246,111 @@ def test_foreign_and_busy_files_are_refused(path: Path) -> None:
     with pytest.raises(ConfigError, match="another node"):
         TierFile(path, CAPACITY)
     file.close()
-    with path.open("r+b") as damaged:
-        damaged.seek(12)
-        (byte,) = damaged.read(1)
-        damaged.seek(12)
-        damaged.write(bytes([byte ^ 0xFF]))
+
+
+def _damage(path: Path, *places: int) -> None:
+    with path.open("r+b") as file:
+        for place in places:
+            file.seek(place + 12)
+            (byte,) = file.read(1)
+            file.seek(place + 12)
+            file.write(bytes([byte ^ 0xFF]))
+
+
+def test_one_bad_superblock_costs_nothing_and_two_cost_what_lies_behind(path: Path) -> None:
+    file = TierFile(path, CAPACITY)
+    each = record("k")
+    with mmap.mmap(-1, each.record_bytes) as area, memoryview(area) as view:
+        view[: each.head_bytes] = encode_head(each, 0, file.file_id)
+        file.write(0, view)
+    file.close()
+    for place in SUPERBLOCK_PLACES:
+        _damage(path, place)
+        again = TierFile(path, CAPACITY)
+        assert again.file_id == file.file_id
+        assert [found for _, found in again.scan()] == [each]
+        again.close()
+        with path.open("r+b") as wiped:
+            wiped.seek(place)
+            wiped.write(bytes(UNIT))
+        TierFile(path, CAPACITY).close()
+    assert all(decode_superblock(path.read_bytes()[place:]) == file.file_id for place in SUPERBLOCK_PLACES)
+    _damage(path, *SUPERBLOCK_PLACES)
     again = TierFile(path, CAPACITY)
     assert list(again.scan()) == []
     assert again.file_id != file.file_id
     again.close()
+
+
+def test_a_superblock_that_cannot_be_read_is_passed_over(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = TierFile(path, CAPACITY)
+    file.close()
+    bad: set[int] = set()
+    preadv = os.preadv
+
+    def failing(fd: int, buffers: Any, offset: int) -> int:
+        if offset in bad:
+            raise OSError(errno.EIO, "bad sector")
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    for place in SUPERBLOCK_PLACES:
+        bad = {place}
+        again = TierFile(path, CAPACITY)
+        assert again.file_id == file.file_id
+        again.close()
+    bad = set(SUPERBLOCK_PLACES)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        TierFile(path, CAPACITY)
+
+
+def test_a_file_of_another_format_is_refused(path: Path) -> None:
+    before = b"THTIER01".ljust(UNIT, b"i") + b"THCHUNK1".ljust(CAPACITY, b"v")
+    path.write_bytes(before)
+    with pytest.raises(ConfigError, match="of format 1, and this release reads format 2"):
+        TierFile(path, CAPACITY)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("newer_first", [False, True])
+def test_of_two_records_of_one_key_the_one_written_later_stands(newer_first: bool, path: Path) -> None:
+    """Power was lost before the wipe of the older one was on the medium; the newer may lie anywhere."""
+    disk, state, values = Disk(path), make_state(), {1: b"old" * 100, 2: b"new" * 100}
+    filler, _ = evict(state, record("filler", 5000))
+    assert filler is not None
+    first, _ = evict(state, record("k", 300, 1, values[1], sequence=state.next_sequence(100.0)))
+    assert first is not None
+    disk.queue.append(Write(first))
+    disk.values[first] = values[1]
+    state.written(first, ok=True)
+    state.begin_read(first)  # so its range is not the newer one's
+    if newer_first:
+        state.drop(filler)
+    second, todo = evict(state, record("k", 300, 2, values[2], sequence=state.next_sequence(50.0)))
+    assert second is not None
+    disk.values[second] = values[2]
+    assert (second.offset < first.offset) is newer_first
+    assert second.offset != first.offset
+    assert Wipe(first.offset) in todo
+    disk.queue.append(Write(second))  # and no wipe
+    while disk.queue:
+        disk.perform(None)
+    for _ in range(2):
+        again = disk.restart(ManualClock())
+        (entry,) = again.entries()
+        assert disk.read(entry) == values[2]
+        assert again.counters.recovered == 1
+        assert again.next_sequence(0.0) > second.record.sequence
+    disk.file.close()
+
+
+def test_no_garbage_collection_looks_at_entries() -> None:
+    """Ten million of them would make each last for seconds."""
+    state = make_state()
+    entry = store(state, record("k"))
+    assert not gc.is_tracked(entry)
+    assert not gc.is_tracked(entry.record)
+    assert not gc.is_tracked(entry.checksums)
 
 
 class Disk:
@@ -256,7 +364,7 @@ class Disk:
         self.open()
 
     def open(self) -> None:
-        self.file = TierFile(self.path, CAPACITY + UNIT)
+        self.file = TierFile(self.path, CAPACITY + HEADER_BYTES)
 
     def perform(self, state: TierState | None, torn_units: int | None = None) -> None:
         """The first of the queue; ``torn_units``: only so much of it reaches the disk."""
@@ -292,8 +400,9 @@ class Disk:
         self.open()
         state = make_state(clock)
         for offset, found in self.file.scan():
-            if not state.recover(found, offset, 0.0):
-                self.file.wipe(offset)
+            for each in state.recover(found, offset, 0.0):
+                assert isinstance(each, Wipe)
+                self.file.wipe(each.offset)
         state.check()
         return state
 

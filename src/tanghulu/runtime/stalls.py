@@ -1,0 +1,114 @@
+"""How long the event loop stood still: ``tanghulu_loop_stall_seconds``, and a line in the log for what was long.
+
+A timer that is due every PERIOD_S comes late when a step of the loop took longer, or when the process got no CPU; both
+hold up everybody who waits for an answer. Only what is later than LEAST_S counts as a stall. A thread looks meanwhile,
+and where a stall is longer than LOGGED_S it notes what the loop is at. A step inside C that keeps the interpreter to
+itself is noted when it ends, by the line that called it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+from types import FrameType, TracebackType
+from typing import Self
+
+import structlog
+from prometheus_client import CollectorRegistry, Histogram
+
+_log = structlog.get_logger(__name__)
+
+METRIC = "tanghulu_loop_stall_seconds"
+PERIOD_S = 0.02
+#: Of a timer that comes later than this it is said that the loop stood still.
+LEAST_S = 0.01
+#: A stall from here on has a line in the log, but not more than one line in PAUSE_S.
+LOGGED_S, PAUSE_S = 0.25, 10.0
+_BUCKETS = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_NUM_FRAMES = 6
+
+
+class StallLines:
+    """Decides which stalls have a line in the log. Pure."""
+
+    def __init__(self) -> None:
+        self._next_s = float("-inf")
+        self._num_silent = 0
+
+    def take(self, stall_s: float, now_s: float) -> int | None:
+        """None: no line; else how many stalls had none since the last line."""
+        if stall_s < LOGGED_S:
+            return None
+        if now_s < self._next_s:
+            self._num_silent += 1
+            return None
+        self._next_s = now_s + PAUSE_S
+        num_silent, self._num_silent = self._num_silent, 0
+        return num_silent
+
+
+class LoopWatch:
+    """Watches the running loop inside its block, and publishes what it saw in ``registry``."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._histogram = Histogram(
+            METRIC, "how long the event loop stood still, each time", buckets=_BUCKETS, registry=registry
+        )
+        self._lines = StallLines()
+        self._due_s = float("inf")
+        self._timer: asyncio.TimerHandle | None = None
+        self._loop_thread = 0
+        self._seen: tuple[float, str] | None = None  # when the timer was due, and what ran instead
+        self._ended = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="tanghulu-stalls", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._loop_thread = threading.get_ident()
+        self._set_timer()
+        self._watcher.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._ended.set()
+        self._watcher.join()
+
+    def _set_timer(self) -> None:
+        self._due_s = time.monotonic() + PERIOD_S
+        self._timer = asyncio.get_running_loop().call_later(PERIOD_S, self._tick)
+
+    def _tick(self) -> None:
+        now_s, due_s = time.monotonic(), self._due_s
+        stall_s = now_s - due_s
+        if stall_s > LEAST_S:
+            self._histogram.observe(stall_s)
+            num_silent = self._lines.take(stall_s, now_s)
+            if num_silent is not None:
+                seen = self._seen
+                at = seen[1] if seen is not None and seen[0] == due_s else ""
+                _log.warning("loop.stalled", seconds=round(stall_s, 3), at=at, num_not_logged=num_silent)
+        self._set_timer()
+
+    def _watch(self) -> None:
+        """In the thread: note what the loop is at when its timer is late."""
+        while not self._ended.wait(LOGGED_S / 2):
+            due_s = self._due_s
+            is_noted = self._seen is not None and self._seen[0] == due_s
+            if time.monotonic() - due_s > LOGGED_S / 2 and not is_noted:
+                frame = sys._current_frames().get(self._loop_thread)
+                self._seen = due_s, _place_of(frame)
+
+
+def _place_of(frame: FrameType | None) -> str:
+    """The innermost functions of a stack, the innermost first: ``file:line function < file:line function``."""
+    places: list[str] = []
+    while frame is not None and len(places) < _NUM_FRAMES:
+        code = frame.f_code
+        places.append(f"{'/'.join(code.co_filename.split('/')[-3:])}:{frame.f_lineno} {code.co_qualname}")
+        frame = frame.f_back
+    return " < ".join(places)

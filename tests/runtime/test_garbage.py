@@ -1,0 +1,108 @@
+"""Full collections are made when nobody waits, and often enough."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+
+from tanghulu.runtime.garbage import IDLE_S, MOST_S, CollectionPacer
+
+
+def test_a_full_collection_waits_for_idleness_but_not_for_ever():
+    pacer, made = CollectionPacer(0.0), []
+    for second in range(1, 4000):
+        if pacer.due(float(second), busy=100 <= second < 3000):
+            made.append(second)
+    assert made[0] == IDLE_S
+    assert [s for s in made if 100 <= s < 3000] == [IDLE_S + MOST_S]
+    assert all(later - earlier <= MOST_S for earlier, later in itertools.pairwise(made))
+    assert len([s for s in made if s >= 3000]) == (4000 - 3000) // IDLE_S + 1
+
+
+def test_old_objects_are_left_alone_and_cycles_still_go():
+    """In a process of its own: what is set is the interpreter's."""
+    script = """
+import gc, weakref
+from tanghulu.runtime import garbage
+garbage.begin()
+assert gc.get_freeze_count() > 1000
+class Cycle: pass
+def cycle():
+    made = Cycle()
+    made.own = made
+    return weakref.ref(made)
+full = gc.get_stats()[2]["collections"]
+kept = [[n] for n in range(1_000_000)]
+assert gc.get_stats()[2]["collections"] == full, "no full collection by itself"
+young = cycle()
+[[n] for n in range(100_000)]
+assert young() is None, "young cycles go by themselves"
+old = cycle()
+gc.collect(1)
+garbage.collect(idle=False)
+assert old() is None
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_a_busy_loop_has_no_full_collection_and_cycles_go_when_it_is_idle() -> None:
+    """In a process of its own, whose idle time is short."""
+    script = """
+import asyncio, gc, weakref
+from tanghulu.runtime import garbage
+garbage.IDLE_S, garbage._LOOK_S = 0.02, 0.005
+class Cycle: pass
+def old_cycle():
+    made = Cycle()
+    made.own = made
+    gc.collect(1)
+    return weakref.ref(made)
+def num_full(): return gc.get_stats()[2]["collections"]
+async def main():
+    garbage.begin()
+    waits, looks = True, 0
+    def busy():
+        nonlocal looks
+        looks += 1
+        return waits
+    collecting = asyncio.create_task(garbage.keep_collecting(busy))
+    before, kept = num_full(), []
+    while looks < 20:
+        kept += [[n] for n in range(50_000)]
+        old = old_cycle()
+        await asyncio.sleep(0.001)
+    assert old() is not None
+    assert num_full() == before, "nobody was made to wait for a full collection"
+    waits = False
+    while old() is not None:
+        await asyncio.sleep(0.001)
+    frozen = gc.get_freeze_count()
+    assert frozen > len(kept), "what survived is set aside"
+    collecting.cancel()
+asyncio.run(main())
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_what_was_set_aside_is_looked_at_when_nobody_waits_unless_it_is_too_much() -> None:
+    """A cycle whose objects were set aside while they were in use."""
+    script = """
+import gc, weakref
+from tanghulu.runtime import garbage
+class Cycle: pass
+made = Cycle()
+made.own = made
+garbage.begin()
+found = weakref.ref(made)
+del made
+garbage.collect(idle=False)
+assert found() is not None
+deep, garbage.MAX_DEEP = garbage.MAX_DEEP, 0
+garbage.collect(idle=True)
+assert found() is not None
+garbage.MAX_DEEP = deep
+garbage.collect(idle=True)
+assert found() is None
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
