@@ -37,7 +37,7 @@ from tanghulu.store.node.reporting.copy_wire import Orders
 from tanghulu.store.node.reporting.reporter import Reporter
 from tanghulu.store.node.rpc import metrics
 from tanghulu.store.node.rpc.admin_service import AdminService
-from tanghulu.store.node.rpc.grpc_service import GrpcStoreNode
+from tanghulu.store.node.rpc.grpc_service import MAX_CALLS, GrpcStoreNode
 from tanghulu.store.node.rpc.metrics import NodeCollector, TrafficCounters
 from tanghulu.store.node.rpc.service import NodeIdentity, NodeService
 from tanghulu.store.node.rpc.sessions import Sessions
@@ -151,7 +151,7 @@ class Node:
         if self._tokens is not None:
             refuse_open_carriers(self._tokens.table, config.transports)
         interceptors = () if self._tokens is None else (GrpcAuthorizer(self._tokens, NODE_GRPC_RULES),)
-        self._port = PortMux(self._service, process.run_dir, "node", interceptors, tls)
+        self._port = PortMux(self._service, process.run_dir, "node", interceptors, tls, MAX_CALLS)
         tenants = None if self._tokens is None else TenantUsage(self._tenants, config.memory)
         self._policies = Policies() if tenants is None else Policies.fair(tenants)
         self._memory = NodeMemory(config.memory, self._clock.now_s(), prefault=config.prefault)

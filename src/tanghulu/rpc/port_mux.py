@@ -51,13 +51,14 @@ class PortMux:
         name: str,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         tls: ServerTls | None = None,
+        max_grpc_calls: int = MAX_GRPC_CALLS,
     ) -> None:
         self.service = service
         self.tls = tls
         self.unix_path = str(run_dir / f"{name}.sock")
         self._grpc_path = str(run_dir / f"{name}.grpc")
         self.grpc_server = grpc.aio.server(
-            options=SERVER_OPTIONS, interceptors=interceptors, maximum_concurrent_rpcs=MAX_GRPC_CALLS
+            options=SERVER_OPTIONS, interceptors=interceptors, maximum_concurrent_rpcs=max_grpc_calls
         )
         self._undecided: dict[asyncio.Transport, None] = {}
         self._num_relays = 0

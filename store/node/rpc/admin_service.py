@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import heapq
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict
@@ -14,11 +13,12 @@ from tanghulu.errors import InvalidRequest, Unauthorized
 from tanghulu.protos import store_pb2
 from tanghulu.rpc.fast_server import Answer, FastService, Peer
 from tanghulu.store.node.rpc.sessions import Session, after_drain
+from tanghulu.store.node.rpc.stats import check_count
+from tanghulu.store.node.rpc.verifying import Verifier
 from tanghulu.store.node.state.chunk import Chunk
 from tanghulu.store.node.state.counters import EvictionReason
 from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.writes.puts import PutService
-from tanghulu.store.protocol import checksums as sums
 from tanghulu.store.protocol import methods
 from tanghulu.types import ChunkKey
 
@@ -26,8 +26,6 @@ _log = structlog.get_logger(__name__)
 #: A page of VERIFY has at most so many chunks and, but for its last chunk, bytes.
 MAX_VERIFIED = 4096
 MAX_VERIFIED_BYTES = 256 << 20
-#: Bytes that are verified before other calls get their turn: about 2 ms.
-_SLICE_BYTES = 32 << 20
 
 
 class AdminService:
@@ -58,6 +56,7 @@ class AdminService:
     def evict(self, peer: Peer, request: store_pb2.EvictRequest, attachment: memoryview) -> Answer:
         """Evict the named chunks, and in the policy's order until enough bytes are free."""
         _require_session(peer)
+        check_count(len(request.keys))
         named = (self._state.find(ChunkKey(key)) for key in request.keys)
         sizes = [self._evict(chunk) for chunk in named if chunk is not None and chunk.evictable]
         if request.num_bytes:
@@ -96,7 +95,8 @@ class AdminService:
         limit = min(request.limit or MAX_VERIFIED, MAX_VERIFIED)
         keys = heapq.nsmallest(limit + 1, (key for key in self._state.all_keys() if key > request.after))
         reply = store_pb2.VerifyReply(more=len(keys) > limit)
-        num_bytes = slice_bytes = 0
+        num_bytes = 0
+        verifier = Verifier(self._state, self._puts)
         for key in keys[:limit]:
             if num_bytes >= MAX_VERIFIED_BYTES:
                 reply.more = True
@@ -105,15 +105,11 @@ class AdminService:
             if chunk is None:
                 self._add_below(reply, key)
                 continue
-            corrupt = not sums.matches(self._puts.bytes_of(chunk), chunk.checksums)
+            corrupt = not await verifier.is_intact(chunk)
             reply.chunks.add(key=key, version=chunk.version, size_bytes=chunk.size_bytes, corrupt=corrupt)
-            if corrupt and request.drop_corrupt:
+            if corrupt and request.drop_corrupt and self._state.find(key) is chunk:
                 self._puts.verify(chunk)
             num_bytes += chunk.size_bytes
-            slice_bytes += chunk.size_bytes
-            if slice_bytes >= _SLICE_BYTES:
-                slice_bytes = 0
-                await asyncio.sleep(0)
         return reply
 
     def _add_below(self, reply: store_pb2.VerifyReply, key: ChunkKey) -> None:
