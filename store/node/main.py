@@ -25,10 +25,11 @@ from tanghulu.protos import store_pb2_grpc
 from tanghulu.rpc.authorizer import Authorizer, GrpcAuthorizer
 from tanghulu.rpc.fast_server import FastService
 from tanghulu.rpc.latency import LatencyCollector
-from tanghulu.rpc.port_mux import PortMux
+from tanghulu.rpc.port_mux import DESCRIPTORS_PER_CONNECTION, PortMux
 from tanghulu.runtime import process as processes
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.config import command, option
+from tanghulu.runtime.descriptors import allow_descriptors
 from tanghulu.runtime.master_options import MasterOptions, PortOptions
 from tanghulu.runtime.process import Process, ProcessConfig
 from tanghulu.store.node.replication.copier import Copier
@@ -75,8 +76,9 @@ _POLL_S = 0.002
 _FIRST_CONTACT_S = 2.0
 #: What a node without an SSD tier evicts ahead of need in one tick.
 _EVICT_AHEAD_BYTES = 64 << 20
-#: Of the segment, what one client's mapped leases may hold; beyond it the client gets copies.
-_MAX_MAPPED_FRACTION = 0.5
+#: Of the segment, what the mapped leases of one client, and those of all together, may hold; beyond it clients get
+#: copies.
+_MAX_MAPPED_FRACTION, _MAX_MAPPED_TOGETHER = 0.5, 0.75
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +158,12 @@ class Node:
         self._policies = Policies() if tenants is None else Policies.fair(tenants)
         self._memory = NodeMemory(config.memory, self._clock.now_s(), prefault=config.prefault)
         self._segment = self._memory.segment
-        access = AccessTable(self._clock, config.lease_ms, int(config.memory * _MAX_MAPPED_FRACTION))
+        access = AccessTable(
+            self._clock,
+            config.lease_ms,
+            int(config.memory * _MAX_MAPPED_FRACTION),
+            max_quarantined_bytes=int(config.memory * _MAX_MAPPED_TOGETHER),
+        )
         self._tier: SsdTier | None = None
         self.state = self._make_state(access, tenants)
         self._segment_server = self._make_segment_server(access, tls)
@@ -234,6 +241,8 @@ class Node:
 
     async def run(self) -> None:
         """Serve until the process is told to stop."""
+        config = self._config
+        allow_descriptors(DESCRIPTORS_PER_CONNECTION * config.max_connections + config.max_data_connections)
         tasks: list[asyncio.Task[None]] = []
         try:
             if self._tier is not None:

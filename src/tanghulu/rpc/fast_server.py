@@ -39,8 +39,12 @@ Handler: TypeAlias = Callable[["Peer", Any, memoryview], "Answer | Later | Corou
 SinkMaker: TypeAlias = Callable[["Peer", Any, int], "PayloadSink | None"]
 
 MAX_CALLS_IN_FLIGHT = 256
-MAX_CONNECTIONS = 4096
+MAX_CONNECTIONS = 16384
 MAX_UNKNOWN_BYTES = 64 << 10
+#: A peer that has not shown who it is (see ``FastService.guarded``), or asked for anything, is hung up on after this.
+HELLO_S = 10.0
+#: Such peers at one time; the oldest is hung up on when another comes. They do not count as connections.
+MAX_UNKNOWN_PEERS = 256
 END_WAIT_S = 1.0
 #: Bytes of answers in one step of the loop; the next requests of the connection are answered in another.
 MAX_STEP_BYTES = 8 << 20
@@ -123,6 +127,8 @@ class FastService:
     served: dict[int, Served] = field(default_factory=dict)
     sinks: dict[int, SinkMaker] = field(default_factory=dict)
     peers: set[Peer] = field(default_factory=set)
+    #: Connections of those that have not shown who they are, the oldest first.
+    unknown: dict[FastServerProtocol, None] = field(default_factory=dict)
     latencies: Latencies[str] = field(default_factory=Latencies)
     unsent: UnsentAnswers = field(default_factory=UnsentAnswers)
     max_connections: int = MAX_CONNECTIONS
@@ -159,16 +165,43 @@ class FastServerProtocol(asyncio.Protocol):
         self._serving = self._will_serve = False
         self._paused = False
         self._ending: asyncio.TimerHandle | None = None
+        self._hello_due: asyncio.TimerHandle | None = None  # while the peer is unknown
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take the transport; refuse it when the process has too many peers."""
         self._transport = transport = cast(asyncio.Transport, transport)  # uvloop has its own, which is no subclass
         transport.set_write_buffer_limits(high=MAX_PEER_UNSENT_BYTES)
-        if len(self._service.peers) >= self._service.max_connections:
-            self._end(Overloaded(f"this process serves {self._service.max_connections} connections and takes no more"))
-            return
+        service = self._service
         self._peer.hang_up = transport.close
-        self._service.peers.add(self._peer)
+        service.peers.add(self._peer)
+        service.unknown[self] = None
+        self._hello_due = asyncio.get_running_loop().call_later(HELLO_S, self._hello_missed)
+        if len(service.unknown) > MAX_UNKNOWN_PEERS:
+            next(iter(service.unknown)).turn_out()
+
+    def turn_out(self) -> None:
+        """Make way for others, without having been known."""
+        self._known()
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _hello_missed(self) -> None:
+        self._end(Unauthorized(f"no HELLO came within {HELLO_S:g} s"))
+
+    def _known(self) -> None:
+        self._service.unknown.pop(self, None)
+        if self._hello_due is not None:
+            self._hello_due.cancel()
+            self._hello_due = None
+
+    def _meet(self) -> None:
+        """Count the peer as a connection, if it has shown who it is; refuse it when the process has too many."""
+        service = self._service
+        if service.guarded and self._peer.identity is None:
+            return
+        self._known()
+        if len(service.peers) - len(service.unknown) > service.max_connections:
+            self._end(Overloaded(f"this process serves {service.max_connections} connections and takes no more"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End what the connection had started and tell the service."""
@@ -176,6 +209,7 @@ class FastServerProtocol(asyncio.Protocol):
             self._ending.cancel()
         self._frames = None
         self._slow_no_more()
+        self._known()
         self._service.peers.discard(self._peer)
         for task in self._tasks:
             task.cancel()
@@ -195,7 +229,7 @@ class FastServerProtocol(asyncio.Protocol):
             if self._frames is None and not self._held_up:
                 only = self._reader.whole(data)
                 if only is not None:
-                    self._dispatch(only)
+                    self._take(only)
                     return
         except InvalidRequest as error:
             self._end_of_sense(error)
@@ -218,7 +252,7 @@ class FastServerProtocol(asyncio.Protocol):
                 if frame is None:
                     self._frames = None
                 elif self._ending is None and not self._transport.is_closing():
-                    self._dispatch(frame)
+                    self._take(frame)
         except InvalidRequest as error:
             self._frames = None
             self._end_of_sense(error)
@@ -256,12 +290,12 @@ class FastServerProtocol(asyncio.Protocol):
     def bulk_ended(self) -> None:
         """The rest of a large frame has come."""
         self._read_by(self)
-        self._dispatch(self._reader.finish())
+        self._take(self._reader.finish())
 
     def _end(self, error: TanghuluError) -> None:
         """Say why and hang up. What the peer still sends is read and dropped: a reset would overtake the answer."""
         assert self._transport is not None
-        if self._transport.is_closing():
+        if self._transport.is_closing() or self._ending is not None:
             return
         self._send_error(0, error)
         if self._transport.can_write_eof():  # TLS cannot end one direction
@@ -315,6 +349,18 @@ class FastServerProtocol(asyncio.Protocol):
         if self._frames is not None and not (self._held_up or self._serving or self._will_serve):
             self._will_serve = True  # not at once: this may be inside of another call's handler
             asyncio.get_running_loop().call_soon(self._serve)
+
+    def _take(self, frame: Frame) -> None:
+        """Answer one request; the first ones of a peer tell who it is."""
+        if self._hello_due is None:
+            self._dispatch(frame)
+            return
+        if not self._service.guarded:
+            self._meet()
+        if self._ending is None:
+            self._dispatch(frame)
+        if self._hello_due is not None:
+            self._meet()
 
     def _dispatch(self, frame: Frame) -> None:
         served = self._service.served.get(frame.method)
