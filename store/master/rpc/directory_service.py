@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -15,6 +16,7 @@ from tanghulu.rpc.fast_server import FastService, Peer
 from tanghulu.rpc.grpc_edge import abort
 from tanghulu.rpc.methods import HELLO, Method
 from tanghulu.store.master.directory.chunk_table import FoundChunk
+from tanghulu.store.master.directory.listing import KeyListing
 from tanghulu.store.master.rpc import wire
 from tanghulu.store.master.rpc.followers import follow
 from tanghulu.store.master.rpc.waiting import WaitCalls
@@ -184,10 +186,17 @@ class DirectoryCalls:
             master_generation=self._master.generation,
         )
 
-    def list_keys(self, request: pb.ListKeysRequest) -> pb.ListKeysReply:
-        """A page of keys, in order."""
-        listing, more = self._master.directory.list_keys(request.prefix, request.after, wire.list_limit(request))
-        return wire.listing_to_wire(listing, more=more)
+    async def list_keys(self, request: pb.ListKeysRequest) -> pb.ListKeysReply:
+        """A page of keys, in order; other calls have their turn while it walks over keys that nobody holds."""
+        limit, after = wire.list_limit(request), request.after
+        listing: list[KeyListing] = []
+        while True:
+            page = self._master.directory.list_keys(request.prefix, after, limit - len(listing))
+            listing += page.keys
+            if page.walked_to is None or len(listing) == limit:
+                return wire.listing_to_wire(listing, more=page.more)
+            after = page.walked_to
+            await asyncio.sleep(0)
 
     def replicate(self, request: pb.ReplicateRequest) -> pb.ReplicateReply:
         """Have chunks copied ahead. Raises InvalidRequest for a number or a time that makes no sense."""
@@ -245,7 +254,7 @@ class DirectoryService(directory_pb2_grpc.DirectoryServicer):
 
     async def ListKeys(self, request: pb.ListKeysRequest, context: Context) -> pb.ListKeysReply:
         """See DirectoryCalls.list_keys."""
-        return await self._answer(self._calls.list_keys, request, context)
+        return await (await self._answer(self._calls.list_keys, request, context))
 
     async def Replicate(self, request: pb.ReplicateRequest, context: Context) -> pb.ReplicateReply:
         """See DirectoryCalls.replicate."""
