@@ -80,7 +80,7 @@ def router(gateway: Gateway) -> APIRouter:
         async with gateway.store(request) as store:
             await _refuse_too_large(gateway, store, size_bytes)
             with gateway.values.holding_what_comes() as come:
-                body = memoryview(np.empty(size_bytes, np.uint8))  # memory that costs nothing until it is written
+                body = np.empty(size_bytes, np.uint8).data  # memory that costs nothing until it is written
                 await read_into(request.receive, body, come)
                 status = await store.put(key, body, replicas=replicas, pin=pin, ttl_s=ttl_s, prefer_node=prefer_node)
         gateway.metrics.written_bytes.inc(0 if status.existed else size_bytes)

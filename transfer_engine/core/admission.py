@@ -203,8 +203,8 @@ class PeerAdmission:
         """Cut connections that moved fewer than ``least_bytes`` since the last call, all of them of one slice."""
         for connection in list(self.connections):
             progress, before = connection.progress, connection.sweep_mark
-            same = progress is not None and before is not None and progress[0] == before[0]
-            if same and abs(progress[1] - before[1]) < least_bytes:
+            moved_bytes = _moved_bytes(progress, before)
+            if moved_bytes is not None and moved_bytes < least_bytes:
                 connection.cut()
             connection.sweep_mark = progress
 
@@ -244,3 +244,10 @@ class PeerAdmission:
     def _refused(self, error: TanghuluError) -> TanghuluError:
         self.num_refused += 1
         return error
+
+
+def _moved_bytes(progress: tuple[int, int] | None, before: tuple[int, int] | None) -> int | None:
+    """How far the slice in work has come since; None if it is another one, or none."""
+    if progress is None or before is None or progress[0] != before[0]:
+        return None
+    return abs(progress[1] - before[1])

@@ -247,7 +247,7 @@ class NodeService:
         """
         items: list[Found | Failure] = []
         values: list[bytes | memoryview] = []
-        num_bytes, pinned_bytes = 0, 0
+        num_bytes, pinned_bytes, answer = 0, 0, object()
         verifier = Verifier(self._state, self._puts) if request.verify else None
         try:
             async for key, error in self._in_memory(request):
@@ -260,12 +260,12 @@ class NodeService:
                 items += one
                 values += more
                 num_bytes += sum(map(len, more))
-                self._unsent.note(items, num_bytes)
+                self._unsent.note(answer, num_bytes)
                 pinned_bytes += sum(each.size_bytes for each in one if isinstance(each, Found) and each.lease_id)
                 if pinned_bytes >= self._state.capacity_bytes * MAX_PINNED_FRACTION:
                     break
         finally:
-            self._unsent.note(items, 0)
+            self._unsent.note(answer, 0)
         found = (self._state.find(ChunkKey(key)) for key in request.keys)
         self._state.touch([chunk for chunk in found if chunk is not None])  # once more, in the order of the prompt
         return GetReply(items, self._state.access.lease_ms), values

@@ -23,7 +23,7 @@ from tanghulu.store.client import Client
 from tanghulu.store.client.logic import messages
 from tanghulu.store.protocol import methods
 from tanghulu.store.protocol.checksums import NO_CHECKSUMS
-from tanghulu.store.protocol.messages import CommitItem, CommitRequest, GetRequest, ReserveRequest
+from tanghulu.store.protocol.messages import CommitItem, CommitRequest, GetRequest, ReserveRequest, UnpinRequest
 from tanghulu.store.protocol.types import NewChunk
 from tanghulu.types import Address, ChunkKey
 from tests.store.cluster import Cluster, Process, eventually
@@ -132,6 +132,15 @@ def test_verifications_without_end(cluster: Cluster) -> None:
         glutton._socket.sendall(encode_head(methods.GET.number, 2, len(body), 0) + body)
         others_are_served(client)
         glutton.close()
+        honest, _ = greeted(cluster.nodes[0], "honest")
+        client.put("small", b"value")
+        answer = honest.call(methods.GET.number, GetRequest(["small", "none"], MIB, True), methods.GET.reply)
+        assert answer.attachment == b"value"
+        request = UnpinRequest([], 0, ["small", "big", "none"], [])
+        honest.call(methods.UNPIN.number, request, methods.UNPIN.reply)
+        assert client.exists("small")
+        assert client.exists("big")
+        honest.close()
 
 
 @pytest.mark.xfail(strict=False, reason="needs COMMIT to ask whose reservation it is before it reads the range")
