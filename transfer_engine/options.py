@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from tanghulu.errors import ConfigError
 from tanghulu.runtime.busy_polling import MAX_SPIN_S, SPIN_S
 from tanghulu.runtime.config import option
-from tanghulu.transfer_engine.core.config import EngineConfig, ListenOptions, ServerLimits
+from tanghulu.transfer_engine.core.config import MAX_CONNECTIONS, EngineConfig, ListenOptions, ServerLimits
 from tanghulu.transfer_engine.core.paths import NOTICE_TRANSPORT
 from tanghulu.transfer_engine.topology.devices import Topology
 from tanghulu.transfer_engine.topology.discovery import load
@@ -30,6 +30,9 @@ class TransferOptions:
     rdma_devices: str = option("", "verbs devices for rdma, in the order of their rails; default: all that work")
     spin_us: int = option(
         round(SPIN_S * 1e6), "microseconds in which small transfers over tcp are asked for before sleeping; 0: never"
+    )
+    max_data_connections: int = option(
+        MAX_CONNECTIONS, "connections to this process's memory, over each transport, that are let in"
     )
     near: str = option("", "where this process's memory lies, a row of --topology's matrix: cpu:1, gpu:0")
 
@@ -64,6 +67,8 @@ def transfer_settings(options: TransferOptions, host: str) -> TransferSettings:
         raise ConfigError(
             f"--spin-us {options.spin_us}: from 0 to {MAX_SPIN_US}; it is for waits that are over at once"
         )
+    if options.max_data_connections < 1:
+        raise ConfigError(f"--max-data-connections {options.max_data_connections} lets nobody in")
     spin_s = options.spin_us / 1e6
     topology = _topology(options)
     location = _location(options, topology)
@@ -78,7 +83,8 @@ def transfer_settings(options: TransferOptions, host: str) -> TransferSettings:
         tcp_distances={name: topology.distance(location, name) for name, _ in near} if topology is not None else {},
     )
     engine = EngineConfig(topology=topology, location=location, rdma_devices=rdma, spin_s=spin_s)
-    return TransferSettings(transports, engine, listen, ServerLimits(spin_s=spin_s))
+    limits = ServerLimits(max_connections=options.max_data_connections, spin_s=spin_s)
+    return TransferSettings(transports, engine, listen, limits)
 
 
 def _location(options: TransferOptions, topology: Topology | None) -> str:

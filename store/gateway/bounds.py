@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import structlog
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tanghulu.errors import Overloaded
+from tanghulu.runtime.least_rate import LEAST_BYTES_S, LeastRate
 from tanghulu.store.gateway.metrics import GatewayMetrics
 from tanghulu.types import format_size
 from tanghulu.web.errors import REQUEST_TIMEOUT, BodyTooLarge, BodyTooSlow, answer_to
@@ -52,6 +53,30 @@ class InFlight:
             )
         with self._counted(size_bytes):
             yield
+
+    @contextlib.contextmanager
+    def holding_what_comes(self) -> Iterator[Callable[[int], None]]:
+        """Count bytes inside the block as they come: call what it gives with their number.
+
+        That raises Overloaded when there is no room for them; one value above the bound has room when nothing else is
+        under way.
+        """
+        held = 0
+
+        def come(num_bytes: int) -> None:
+            nonlocal held
+            if self.now > held and self.now + num_bytes > self._most:
+                raise Overloaded(
+                    f"{self._what} under way here have reached their bound of {format_size(self._most)}; try again in "
+                    "a moment"
+                )
+            self.now += num_bytes
+            held += num_bytes
+
+        try:
+            yield come
+        finally:
+            self.now -= held
 
     @contextlib.contextmanager
     def _counted(self, amount: int) -> Iterator[None]:
@@ -116,6 +141,7 @@ class _Exchange:
         self._stall_s = stall_s
         self._complete = False  # the body
         self._come = 0
+        self._rate: LeastRate | None = None  # from the first piece that is asked for
         self._taken: Message | None = None  # the whole body, to be handed on
         headers = dict(scope["headers"])
         length = headers.get(b"content-length", b"0")
@@ -136,12 +162,17 @@ class _Exchange:
         self._taken = {"type": "http.request", "body": bytes(body), "more_body": False}
 
     async def receive(self) -> Message:
-        """The next piece of the body; behind its end, the server's messages. Raises BodyTooSlow when no piece comes."""
+        """The next piece of the body; behind its end, the server's messages.
+
+        Raises BodyTooSlow when no piece comes, or too little over a time.
+        """
         if self._taken is not None:
             message, self._taken = self._taken, None
             return message
         if self._complete:
             return await self._receive()
+        if self._rate is None:
+            self._rate = LeastRate(self._stall_s, time.monotonic())
         try:
             async with asyncio.timeout(self._stall_s):
                 message = await self._receive()
@@ -150,6 +181,9 @@ class _Exchange:
             raise BodyTooSlow(said) from None
         self._come += len(message.get("body", b""))
         self._complete = not message.get("more_body", False)
+        if self._rate.is_too_slow(self._come, time.monotonic()) and not self._complete:
+            said = f"{self._come} of {self._length} bytes came; at least {format_size(LEAST_BYTES_S)} a second are due"
+            raise BodyTooSlow(said)
         return message
 
     async def send(self, message: Message) -> None:
@@ -166,8 +200,10 @@ class _Exchange:
             raise _Stalled from None
 
 
-async def read_into(receive: Receive, body: memoryview) -> None:
-    """Fill ``body`` with a request's body of just this size; raises ClientDisconnect at a client's end.
+async def read_into(receive: Receive, body: memoryview, come: Callable[[int], None]) -> None:
+    """Fill ``body`` with a request's body of just this size, and tell ``come`` of each piece.
+
+    Raises ClientDisconnect at a client's end, and what ``come`` does.
 
     The server sees to the size: neither less nor more than Content-Length comes.
     """
@@ -177,6 +213,7 @@ async def read_into(receive: Receive, body: memoryview) -> None:
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
         piece, more = message.get("body", b""), message.get("more_body", False)
+        come(len(piece))
         body[filled : filled + len(piece)] = piece
         filled += len(piece)
     assert filled == len(body), "the server let through a body of another length"

@@ -26,6 +26,8 @@ from tanghulu.web.server import HttpServer, address_of, listen
 
 _log = structlog.get_logger(__name__)
 _TLS_REFRESH_S = 60.0
+#: A client has come to the end of a request's header in this time, and of the agreement on TLS before.
+HEADER_S = 10.0
 _HTTP = "http/1.1"
 _ABOUT = """The store of tanghulu for curl, dashboards and orchestrators. Requests are done in the name of the token in
 `Authorization: Bearer TOKEN`, with its rights; an operator's token acts for the tenant in `Tanghulu-Tenant`. Keys stand
@@ -51,7 +53,7 @@ async def _serving(process: Process, config: GatewayConfig) -> AsyncIterator[Add
         config.grace_s,
         tls=tls.context if tls is not None else None,
         max_connections=config.max_connections,
-        header_s=config.stall_s,
+        header_s=min(config.stall_s, HEADER_S),
     )
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     keeping = [asyncio.create_task(gateway.clients.sweep())]

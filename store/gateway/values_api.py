@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+import numpy as np
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
@@ -78,9 +79,9 @@ def router(gateway: Gateway) -> APIRouter:
         size_bytes = _length(request)
         async with gateway.store(request) as store:
             await _refuse_too_large(gateway, store, size_bytes)
-            with gateway.values.holding_bytes(size_bytes):
-                body = memoryview(bytearray(size_bytes))
-                await read_into(request.receive, body)
+            with gateway.values.holding_what_comes() as come:
+                body = np.empty(size_bytes, np.uint8).data  # memory that costs nothing until it is written
+                await read_into(request.receive, body, come)
                 status = await store.put(key, body, replicas=replicas, pin=pin, ttl_s=ttl_s, prefer_node=prefer_node)
         gateway.metrics.written_bytes.inc(0 if status.existed else size_bytes)
         return JSONResponse(rows.put(status), 200 if status.existed else 201)

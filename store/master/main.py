@@ -15,10 +15,11 @@ from tanghulu.protos import directory_pb2_grpc, membership_pb2_grpc
 from tanghulu.rpc.authorizer import Authorizer, GrpcAuthorizer
 from tanghulu.rpc.fast_server import FastService
 from tanghulu.rpc.latency import LatencyCollector
-from tanghulu.rpc.port_mux import PortMux
+from tanghulu.rpc.port_mux import DESCRIPTORS_PER_CONNECTION, PortMux
 from tanghulu.runtime import process as processes
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.config import command, option
+from tanghulu.runtime.descriptors import allow_descriptors
 from tanghulu.runtime.master_options import PortOptions
 from tanghulu.runtime.process import Process, ProcessConfig
 from tanghulu.store.master.core import Master
@@ -58,6 +59,7 @@ class MasterConfig(PortOptions, ProcessConfig):
 
 async def serve(process: Process, config: MasterConfig) -> None:
     """Serve Membership and Directory until the process is told to stop."""
+    allow_descriptors(DESCRIPTORS_PER_CONNECTION * config.max_connections)
     clock = SystemClock()
     rng = Random(config.seed or process.generation)
     master = Master(process.generation, clock.now_s(), config.rebuild_s, config.copy_rate, rng)

@@ -25,10 +25,11 @@ from tanghulu.protos import store_pb2_grpc
 from tanghulu.rpc.authorizer import Authorizer, GrpcAuthorizer
 from tanghulu.rpc.fast_server import FastService
 from tanghulu.rpc.latency import LatencyCollector
-from tanghulu.rpc.port_mux import PortMux
+from tanghulu.rpc.port_mux import DESCRIPTORS_PER_CONNECTION, PortMux
 from tanghulu.runtime import process as processes
 from tanghulu.runtime.clock import SystemClock
 from tanghulu.runtime.config import command, option
+from tanghulu.runtime.descriptors import allow_descriptors
 from tanghulu.runtime.machine_memory import refuse_too_much
 from tanghulu.runtime.master_options import MasterOptions, PortOptions
 from tanghulu.runtime.process import Process, ProcessConfig
@@ -38,7 +39,7 @@ from tanghulu.store.node.reporting.copy_wire import Orders
 from tanghulu.store.node.reporting.reporter import Reporter
 from tanghulu.store.node.rpc import metrics
 from tanghulu.store.node.rpc.admin_service import AdminService
-from tanghulu.store.node.rpc.grpc_service import GrpcStoreNode
+from tanghulu.store.node.rpc.grpc_service import MAX_CALLS, GrpcStoreNode
 from tanghulu.store.node.rpc.metrics import NodeCollector, TrafficCounters
 from tanghulu.store.node.rpc.service import NodeIdentity, NodeService
 from tanghulu.store.node.rpc.sessions import Sessions
@@ -75,8 +76,9 @@ _POLL_S = 0.002
 _FIRST_CONTACT_S = 2.0
 #: What a node without an SSD tier evicts ahead of need in one tick.
 _EVICT_AHEAD_BYTES = 64 << 20
-#: Of the segment, what one client's mapped leases may hold; beyond it the client gets copies.
-_MAX_MAPPED_FRACTION = 0.5
+#: Of the segment, what the mapped leases of one client, and those of all together, may hold; beyond it clients get
+#: copies.
+_MAX_MAPPED_FRACTION, _MAX_MAPPED_TOGETHER = 0.5, 0.75
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,13 +158,18 @@ class Node:
         if self._tokens is not None:
             refuse_open_carriers(self._tokens.table, config.transports)
         interceptors = () if self._tokens is None else (GrpcAuthorizer(self._tokens, NODE_GRPC_RULES),)
-        self._port = PortMux(self._service, process.run_dir, "node", interceptors, tls)
+        self._port = PortMux(self._service, process.run_dir, "node", interceptors, tls, MAX_CALLS)
         tenants = None if self._tokens is None else TenantUsage(self._tenants, config.memory)
         self._policies = Policies() if tenants is None else Policies.fair(tenants)
         refuse_too_much(config.memory, "--memory")
         self._memory = NodeMemory(config.memory, self._clock.now_s(), prefault=config.prefault)
         self._segment = self._memory.segment
-        access = AccessTable(self._clock, config.lease_ms, int(config.memory * _MAX_MAPPED_FRACTION))
+        access = AccessTable(
+            self._clock,
+            config.lease_ms,
+            int(config.memory * _MAX_MAPPED_FRACTION),
+            max_quarantined_bytes=int(config.memory * _MAX_MAPPED_TOGETHER),
+        )
         self._tier: SsdTier | None = None
         self.state = self._make_state(access, tenants)
         self._segment_server = self._make_segment_server(access, tls)
@@ -239,6 +246,8 @@ class Node:
 
     async def run(self) -> None:
         """Serve until the process is told to stop."""
+        config = self._config
+        allow_descriptors(DESCRIPTORS_PER_CONNECTION * config.max_connections + config.max_data_connections)
         tasks: list[asyncio.Task[None]] = []
         try:
             if self._tier is not None:

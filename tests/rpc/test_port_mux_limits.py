@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from tanghulu.auth.tokens import TokensFile
-from tanghulu.errors import InvalidRequest, Unauthorized
+from tanghulu.errors import InvalidRequest, NodeUnavailable, Overloaded, Unauthorized
 from tanghulu.protos import directory_pb2 as pb
 from tanghulu.protos import directory_pb2_grpc, store_pb2
 from tanghulu.rpc import fast_server, port_mux
@@ -21,7 +21,7 @@ from tanghulu.rpc.fast_client import FastConnection
 from tanghulu.rpc.frames import HEAD, PREAMBLE
 from tanghulu.rpc.grpc_edge import channel
 from tanghulu.rpc.methods import HELLO
-from tests.rpc.service import ECHO, Served
+from tests.rpc.service import ECHO, Served, until
 
 ASK, REPLY = pb.LocateRequest(keys=["k"]), pb.LocateReply
 
@@ -90,3 +90,50 @@ async def test_a_known_peer_may_send_as_much_as_ever(guarded: Served) -> None:
     value = bytes(1 << 20)
     assert (await asyncio.to_thread(connection.call, ECHO, ASK, REPLY, [value])).attachment == value
     connection.close()
+
+
+def greet(connection: FastConnection) -> None:
+    connection.call(HELLO.number, store_pb2.HelloRequest(token="secret"), HELLO.reply)
+
+
+async def test_the_unknown_make_way_for_each_other_and_not_for_the_known(
+    guarded: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Connections that say that they speak the fast lane, and then nothing, take nobody's place."""
+    monkeypatch.setattr(fast_server, "MAX_UNKNOWN_PEERS", 3)
+    guarded.service.max_connections = 2
+    address = guarded.port_mux.address
+    first = await asyncio.to_thread(FastConnection, address)
+    await asyncio.to_thread(greet, first)
+    silent = [await asyncio.open_connection(address.host, address.port) for _ in range(8)]
+    for _, writer in silent:
+        writer.write(PREAMBLE)
+    for reader, _ in silent[:5]:
+        with contextlib.suppress(ConnectionError):
+            assert await asyncio.wait_for(reader.read(1), 30) == b""
+    second = await asyncio.to_thread(FastConnection, address)
+    await asyncio.to_thread(greet, second)
+    assert (await asyncio.to_thread(first.call, ECHO, ASK, REPLY)).message.node_ids == ["k"]
+    third = await asyncio.to_thread(FastConnection, address)
+    await asyncio.to_thread(greet, third)
+    with pytest.raises((Overloaded, NodeUnavailable), match="takes no more"):
+        await asyncio.to_thread(third.call, ECHO, ASK, REPLY)
+    for connection in (first, second, third):
+        connection.close()
+    for _, writer in silent:
+        writer.close()
+    await until(lambda: not guarded.service.peers)
+    assert not guarded.service.unknown
+
+
+async def test_a_hello_is_not_waited_for_for_ever(guarded: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = guarded.port_mux.address
+    known = await asyncio.to_thread(FastConnection, address)
+    await asyncio.to_thread(greet, known)
+    monkeypatch.setattr(fast_server, "HELLO_S", 0.05)
+    reader, writer = await asyncio.open_connection(address.host, address.port)
+    writer.write(PREAMBLE)
+    assert b"no HELLO came" in await asyncio.wait_for(reader.read(), 30)
+    writer.close()
+    assert (await asyncio.to_thread(known.call, ECHO, ASK, REPLY)).message.node_ids == ["k"]
+    known.close()

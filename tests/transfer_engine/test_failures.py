@@ -274,11 +274,28 @@ def test_a_write_in_progress_keeps_its_range(leasing: SegmentProcess, engine: Tr
     stream._sock.sendall(Head(Op.WRITE, 1, 7, lease, 1, 0, 1000).pack() + b"half" * 100)
     while leasing.peek(396, 4) != b"half":
         pass
-    assert leasing.pass_time(2.0) == []
+    assert leasing.pass_time(60.0) == [], "longer than its bytes take at the least rate"
     assert leasing.busy(0, 10)
     link.close()
     assert [each.lease_id for each in leasing.next_freed()] == [lease]
     assert not leasing.busy(0, 10)
+
+
+def test_a_transfer_may_take_longer_than_its_lease(leasing: SegmentProcess, engine: TransferEngine):
+    """Each slice that is moved renews it; a client that stops loses it, and in the end everyone does."""
+    leasing.open_session(7, None)
+    remote = engine.open_segment(leasing.descriptor, session_id=7, transport="tcp")
+    lease = leasing.grant(7, 0, 4 << 20, READ, False)
+
+    def read(offset: int) -> None:
+        engine.transfer([TransferRequest(READ, bytearray(1 << 20), remote, offset, 1 << 20, lease_id=lease)], 5)
+
+    for part in range(4):
+        read(part << 20)
+        assert leasing.pass_time(0.9) == []
+    assert [each.lease_id for each in leasing.pass_time(0.1)] == [lease]
+    with pytest.raises(LeaseExpired):
+        read(0)
 
 
 def test_shm_ranges_are_quarantined_until_released_or_exit(leasing: SegmentProcess, engine: TransferEngine):

@@ -4,11 +4,13 @@ The rule: time alone never frees a range that a peer may still read or write.
 
 * A peer that gets copies (TCP) reaches the range only through this process. ``begin()`` refuses it after its lease has
   ended, so the range is free as soon as the lease has ended and no begun transfer is open on it; the server closes
-  connections that stall in the middle, which ends their transfer.
+  connections that stall in the middle, which ends their transfer. A lease does not end by time while bytes flow under
+  it: an open transfer, or one that has just been moved whole, renews it. The hard end of that is the time that its
+  bytes take at the least rate, which is also what the server cuts connections by.
 * A peer that maps the memory (shm) cannot be refused anything. When its lease ends by time, or its session is lost,
   the range is quarantined until the peer releases it after all or its pidfd shows that the process has exited. So that
-  one stuck client cannot eat the segment, the bytes that it could bring into quarantine (all its mapped leases) are
-  capped; beyond the cap ``grant(shm=True)`` raises Overloaded and the caller serves that client copies.
+  stuck clients cannot eat the segment, the bytes that one and that all together could bring into quarantine (mapped
+  leases) are capped; beyond a cap ``grant(shm=True)`` raises Overloaded and the caller serves that client copies.
 
 * A peer with queue pairs (rdma) reaches every range by itself, but can be stopped: its queue pairs belong to this
   process. While ``begin_one_sided`` says that a session has some, a lease that it loses stays open until
@@ -30,10 +32,9 @@ import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from sortedcontainers import SortedSet
-
 from tanghulu.errors import InvalidRequest, LeaseExpired, Overloaded
 from tanghulu.runtime.clock import Clock
+from tanghulu.runtime.least_rate import LEAST_BYTES_S
 from tanghulu.transfer_engine.core.leases import Freed, Lease, LeaseEvent, LeaseState
 from tanghulu.transfer_engine.core.slices import Opcode
 from tanghulu.types import LeaseId
@@ -61,16 +62,24 @@ class AccessTable:
     """The leases on one segment, by session.
 
     ``lease_ms`` is how long a lease lasts unless ``grant`` or ``renew`` says otherwise;
-    ``max_quarantined_bytes_per_session`` caps what one client can bring into quarantine.
+    ``max_quarantined_bytes_per_session`` caps what one client can bring into quarantine, ``max_quarantined_bytes`` what
+    all of them together can (None: no more than each).
     """
 
     def __init__(
-        self, clock: Clock, lease_ms: int, max_quarantined_bytes_per_session: int, *, max_leases: int = MAX_LEASES
+        self,
+        clock: Clock,
+        lease_ms: int,
+        max_quarantined_bytes_per_session: int,
+        *,
+        max_quarantined_bytes: int | None = None,
+        max_leases: int = MAX_LEASES,
     ) -> None:
         assert lease_ms > 0, "a lease lasts longer than nothing"
         assert max_quarantined_bytes_per_session >= 0, "a cap is not negative"
         self.lease_ms = lease_ms
         self.max_quarantined_bytes_per_session = max_quarantined_bytes_per_session
+        self.max_quarantined_bytes = max_quarantined_bytes
         #: Told which session's queue pairs must be closed; must not call back into the table at once.
         self.on_revoke: Callable[[int], None] | None = None
         self._clock = clock
@@ -78,8 +87,7 @@ class AccessTable:
         self._numbers = itertools.count(1)
         self._sessions: dict[int, _Session] = {}
         self._leases: dict[LeaseId, Lease] = {}
-        self._by_offset: SortedSet[tuple[int, LeaseId]] = SortedSet()
-        self._longest_bytes = 0  # no live lease is longer
+        self._mapped_bytes = 0
         self._expiries: list[tuple[float, LeaseId]] = []  # at least one entry, never late, per ACTIVE lease
 
     # --- sessions
@@ -166,9 +174,9 @@ class AccessTable:
     ) -> LeaseId:
         """Let the session READ or WRITE ``[offset, offset + length)``; ``shm``: through its own mapping.
 
-        Asserts that a WRITE range overlaps no other lease (allocating is the caller's business). Raises Overloaded if
-        there are too many leases or the session's mapped bytes would pass the cap (then grant without ``shm`` and serve
-        copies); InvalidRequest for a session that is not open or, with ``shm``, has no pid.
+        A WRITE range overlaps no other lease: allocating is the caller's business, ``check`` asserts it. Raises
+        Overloaded if there are too many leases or the mapped bytes would pass a cap (then grant without ``shm`` and
+        serve copies); InvalidRequest for a session that is not open or, with ``shm``, has no pid.
         """
         assert offset >= 0, "a range starts inside the segment"
         assert length > 0, "a range has at least one byte"
@@ -177,23 +185,22 @@ class AccessTable:
             raise Overloaded(f"{len(self._leases)} leases are held on this segment; release some")
         if shm:
             self._admit_mapped(session, length)
-        assert not self._write_conflict(offset, length, mode), f"[{offset}, +{length}) is leased to somebody else"
         expires_at_s = self._clock.now_s() + (lease_ms or self.lease_ms) / 1000
-        lease = Lease(LeaseId(next(self._numbers)), session_id, offset, length, mode, shm, expires_at_s)
+        last_end_s = expires_at_s + length / LEAST_BYTES_S
+        lease = Lease(LeaseId(next(self._numbers)), session_id, offset, length, mode, shm, expires_at_s, last_end_s)
         self._insert(session, lease)
         return lease.lease_id
 
     def renew(self, lease_id: LeaseId, lease_ms: int | None = None) -> float:
-        """Lengthen a lease, counted from now; never shortens it. Returns when it ends (clock seconds).
+        """Lengthen a lease, counted from now, up to its hard end; never shortens it.
 
-        Raises LeaseExpired if it has ended already, by time too.
+        Returns when it ends (clock seconds). Raises LeaseExpired if it has ended already, by time too.
         """
         now_s = self._clock.now_s()
         lease = self._leases.get(lease_id)
         if lease is None or not _is_active(lease, now_s):
             raise LeaseExpired(f"lease {lease_id} has ended and cannot be renewed; reserve or pin again")
-        lease.expires_at_s = max(lease.expires_at_s, now_s + (lease_ms or self.lease_ms) / 1000)
-        return lease.expires_at_s
+        return self._renew(lease, now_s, lease_ms or self.lease_ms)
 
     def is_active(self, lease_id: LeaseId) -> bool:
         """Whether transfers may begin under the lease now; a commit of a reservation asks this."""
@@ -213,13 +220,15 @@ class AccessTable:
         return freed
 
     def expire(self, now_s: float) -> list[Freed]:
-        """End every lease whose time is up at ``now_s``."""
+        """End every lease whose time is up at ``now_s``, and under which no bytes flow."""
         due: list[Lease] = []
         while self._expiries and self._expiries[0][0] <= now_s:
             _, lease_id = heapq.heappop(self._expiries)
             lease = self._leases.get(lease_id)
             if lease is None or lease.state is not LeaseState.ACTIVE:
                 continue
+            if lease.num_open:
+                self._renew(lease, now_s, self.lease_ms)
             if lease.expires_at_s > now_s:  # renewed since
                 heapq.heappush(self._expiries, (lease.expires_at_s, lease_id))
             else:
@@ -251,9 +260,11 @@ class AccessTable:
             )
         lease.num_open += 1
 
-    def end(self, lease_id: LeaseId) -> list[Freed]:
-        """A begun transfer cannot touch the range any more."""
+    def end(self, lease_id: LeaseId, *, moved: bool = False) -> list[Freed]:
+        """A begun transfer cannot touch the range any more. ``moved``: it was moved whole, which renews the lease."""
         lease = self._leases[lease_id]
+        if moved and lease.state is LeaseState.ACTIVE:
+            self._renew(lease, self._clock.now_s(), self.lease_ms)
         assert lease.num_open > 0, f"lease {lease_id} has no begun transfer"
         lease.num_open -= 1
         freed: list[Freed] = []
@@ -264,8 +275,10 @@ class AccessTable:
     # --- questions
 
     def busy(self, offset: int, length: int) -> bool:
-        """Whether a lease that is not free yet overlaps ``[offset, offset + length)``."""
-        return any(True for _ in self._overlapping(offset, length))
+        """Whether a lease that is not free yet overlaps ``[offset, offset + length)``; looks at all of them."""
+        return any(
+            each.offset < offset + length and offset < each.offset + each.length for each in self._leases.values()
+        )
 
     @property
     def num_leases(self) -> int:
@@ -278,22 +291,32 @@ class AccessTable:
         return sum(each.length for each in self._leases.values() if each.state is LeaseState.QUARANTINED)
 
     def check(self) -> None:
-        """Assert the invariants: one index per question, and they agree."""
+        """Assert the invariants: one index per question, and they agree; nobody writes what others may touch."""
         assert {each for session in self._sessions.values() for each in session.leases} == set(self._leases)
-        assert {lease_id for _, lease_id in self._by_offset} == set(self._leases)
         queued = {lease_id for _, lease_id in self._expiries}
         for lease in self._leases.values():
             assert lease.state is not LeaseState.FREE
             assert lease.state is not LeaseState.DRAINING or lease.num_open > 0
             assert lease.state is not LeaseState.QUARANTINED or lease.mapped
             assert lease.state is not LeaseState.ACTIVE or lease.lease_id in queued
-            assert lease.length <= self._longest_bytes
+            assert lease.expires_at_s <= lease.last_end_s
+        self._check_writers()
         for session in self._sessions.values():
             assert session.leases or session.num_one_sided or not session.closed
             assert set(session.revoked) <= set(session.leases)
             assert session.num_one_sided or not session.revoked
             mapped = sum(each.length for each in session.leases.values() if each.mapped)
             assert mapped == session.mapped_bytes <= self.max_quarantined_bytes_per_session
+        assert self._mapped_bytes == sum(session.mapped_bytes for session in self._sessions.values())
+        assert self.max_quarantined_bytes is None or self._mapped_bytes <= self.max_quarantined_bytes
+
+    def _check_writers(self) -> None:
+        end = written_end = 0  # of all ranges so far, and of those that are written
+        for lease in sorted(self._leases.values(), key=lambda each: each.offset):
+            exclusive = lease.mode is Opcode.WRITE
+            assert lease.offset >= (end if exclusive else written_end), f"{lease} is leased to somebody else"
+            end = max(end, lease.offset + lease.length)
+            written_end = max(written_end, lease.offset + lease.length) if exclusive else written_end
 
     def __repr__(self) -> str:
         return f"AccessTable({len(self._sessions)} sessions, {len(self._leases)} leases)"
@@ -315,24 +338,22 @@ class AccessTable:
                 f"session {session.session_id} would hold {wanted_bytes} mapped bytes of at most "
                 f"{self.max_quarantined_bytes_per_session}; give it copies"
             )
+        together_bytes = self._mapped_bytes + length
+        if self.max_quarantined_bytes is not None and together_bytes > self.max_quarantined_bytes:
+            raise Overloaded(
+                f"all sessions would hold {together_bytes} mapped bytes of at most {self.max_quarantined_bytes}; give "
+                "copies"
+            )
 
-    def _write_conflict(self, offset: int, length: int, mode: Opcode) -> bool:
-        exclusive = mode is Opcode.WRITE
-        return any(exclusive or each.mode is Opcode.WRITE for each in self._overlapping(offset, length))
-
-    def _overlapping(self, offset: int, length: int) -> Iterable[Lease]:
-        # A lease that starts more than the longest length in front of us cannot reach us.
-        first = (offset - self._longest_bytes, LeaseId(0))
-        for _, lease_id in self._by_offset.irange(first, (offset + length, LeaseId(0)), (True, False)):
-            lease = self._leases[lease_id]
-            if lease.offset + lease.length > offset:
-                yield lease
+    def _renew(self, lease: Lease, now_s: float, lease_ms: int) -> float:
+        lease.expires_at_s = max(lease.expires_at_s, min(now_s + lease_ms / 1000, lease.last_end_s))
+        return lease.expires_at_s
 
     def _insert(self, session: _Session, lease: Lease) -> None:
         self._leases[lease.lease_id] = session.leases[lease.lease_id] = lease
-        self._by_offset.add((lease.offset, lease.lease_id))
-        self._longest_bytes = max(self._longest_bytes, lease.length)
-        session.mapped_bytes += lease.length if lease.mapped else 0
+        mapped_bytes = lease.length if lease.mapped else 0
+        session.mapped_bytes += mapped_bytes
+        self._mapped_bytes += mapped_bytes
         if len(self._expiries) > 2 * len(self._leases) + 64:  # most of it are leases that were released early
             self._expiries = [
                 (each.expires_at_s, key) for key, each in self._leases.items() if each.state is LeaseState.ACTIVE
@@ -366,10 +387,9 @@ class AccessTable:
         lease.step(LeaseEvent.DRAINED)
         session = self._sessions[lease.session_id]
         del self._leases[lease.lease_id], session.leases[lease.lease_id]
-        self._by_offset.remove((lease.offset, lease.lease_id))
-        if not self._leases:
-            self._longest_bytes = 0
-        session.mapped_bytes -= lease.length if lease.mapped else 0
+        mapped_bytes = lease.length if lease.mapped else 0
+        session.mapped_bytes -= mapped_bytes
+        self._mapped_bytes -= mapped_bytes
         freed.append(lease.freed())
         if session.closed and not session.leases and session.num_one_sided == 0:
             self._sessions.pop(session.session_id, None)
@@ -383,4 +403,5 @@ class AccessTable:
 
 
 def _is_active(lease: Lease, now_s: float) -> bool:
-    return lease.state is LeaseState.ACTIVE and now_s < lease.expires_at_s
+    end_s = lease.last_end_s if lease.num_open else lease.expires_at_s
+    return lease.state is LeaseState.ACTIVE and now_s < end_s

@@ -23,6 +23,8 @@ from tanghulu.types import LeaseId
 _MAX_FENCED_TOKENS = 1 << 16
 _MAX_KNOWN_NOTICES = 1 << 16
 _PIECE_BYTES = 1 << 20
+#: Connections that have not said HELLO yet; the oldest goes when another comes.
+MAX_UNKNOWN = 256
 # Members by themselves: asked for by every slice, and an Enum takes ten times as long to find one (Python 3.11).
 _READ, _WRITE, _READ_HEAD = Opcode.READ, Opcode.WRITE, Op.READ
 
@@ -31,7 +33,7 @@ class Connection(Protocol):
     """What is asked of a peer's connection, of whatever transport but shm."""
 
     token: int
-    sweep_mark: object
+    sweep_mark: tuple[int, int] | None
 
     @property
     def progress(self) -> tuple[int, int] | None:
@@ -81,6 +83,8 @@ class PeerAdmission:
         self.num_mismatches = 0
         self.open = False
         self.connections: set[Connection] = set()
+        #: Those that have not said HELLO, the oldest first, and whether they were looked at before.
+        self._unknown: OrderedDict[Connection, bool] = OrderedDict()
         self._segment = segment
         self._access = access
         self._generation = generation
@@ -102,11 +106,15 @@ class PeerAdmission:
             self.num_refused += 1
             return False
         self.connections.add(connection)
+        self._unknown[connection] = False
+        if len(self._unknown) > MAX_UNKNOWN:
+            self._unknown.popitem(last=False)[0].cut()
         return True
 
     def closed(self, connection: Connection) -> None:
         """The connection is gone."""
         self.connections.discard(connection)
+        self._unknown.pop(connection, None)
         self._by_token.pop(connection.token, None)
         if not self.open and not self.connections and self._on_emptied is not None:
             self._on_emptied()
@@ -121,6 +129,7 @@ class PeerAdmission:
             raise self._refused(Unauthorized(f"connection token {token:#x} is not to be used (again)"))
         connection.token = token
         self._by_token[token] = connection
+        self._unknown.pop(connection, None)
 
     def fence(self, head: Head) -> None:
         """Cut the connection that its client gave up, also if its hello comes only later."""
@@ -158,7 +167,7 @@ class PeerAdmission:
         else:
             self.bytes_written += moved_bytes
         if self._access is not None:
-            freed = self._access.end(LeaseId(head.lease_id))
+            freed = self._access.end(LeaseId(head.lease_id), moved=moved_bytes == head.length)
             if freed and self._on_freed is not None:
                 self._on_freed(freed)
 
@@ -190,18 +199,28 @@ class PeerAdmission:
 
     # --- what the server asks
 
-    def cut_stalled(self) -> None:
-        """Cut connections that made no progress inside a slice since the last call."""
+    def cut_stalled(self, least_bytes: int = 1) -> None:
+        """Cut connections that moved fewer than ``least_bytes`` since the last call, all of them of one slice."""
         for connection in list(self.connections):
-            progress = connection.progress
-            if progress is not None and progress == connection.sweep_mark:
+            progress, before = connection.progress, connection.sweep_mark
+            moved_bytes = _moved_bytes(progress, before)
+            if moved_bytes is not None and moved_bytes < least_bytes:
                 connection.cut()
             connection.sweep_mark = progress
+
+    def cut_unknown(self) -> None:
+        """Cut connections that have said no HELLO, and had not at the last call."""
+        for connection, seen in list(self._unknown.items()):
+            self._unknown[connection] = True
+            if seen:
+                connection.cut()
 
     def check(self) -> None:
         """Assert the invariants: tokens name open connections, and bounds hold."""
         assert set(self._by_token.values()) <= self.connections
         assert len(self.connections) <= self._max_connections
+        assert set(self._unknown) <= self.connections
+        assert len(self._unknown) <= MAX_UNKNOWN
         assert len(self._fenced) <= _MAX_FENCED_TOKENS
         assert len(self._notices) <= _MAX_KNOWN_NOTICES
         assert not self._by_token.keys() & self._fenced.keys()
@@ -225,3 +244,10 @@ class PeerAdmission:
     def _refused(self, error: TanghuluError) -> TanghuluError:
         self.num_refused += 1
         return error
+
+
+def _moved_bytes(progress: tuple[int, int] | None, before: tuple[int, int] | None) -> int | None:
+    """How far the slice in work has come since; None if it is another one, or none."""
+    if progress is None or before is None or progress[0] != before[0]:
+        return None
+    return abs(progress[1] - before[1])

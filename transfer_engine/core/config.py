@@ -90,9 +90,13 @@ class EngineConfig:
                 raise ConfigError(f"EngineConfig.limits[{name!r}] has a value below 1: {limits}")
 
 
-#: A slice without a byte of progress for this long has its connection closed, so that its range can be reused.
+#: A slice of which less than the least rate has moved in this time has its connection closed, so that its range can be
+#: reused.
 STALL_TIMEOUT_S = 10.0
-MAX_CONNECTIONS = 1024
+#: A peer that has not said HELLO so long after it connected is hung up on; TLS is agreed on in the same time.
+HELLO_S = 10.0
+#: 10,000 clients with two streams each have room.
+MAX_CONNECTIONS = 32768
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +137,7 @@ class ServerLimits:
 
     max_connections: int = MAX_CONNECTIONS
     stall_timeout_s: float = STALL_TIMEOUT_S
+    hello_s: float = HELLO_S
     #: For how long the event loop may ask again for a peer's next slice before it sleeps (see ``busy_polling``). 0:
     #: never.
     spin_s: float = SPIN_S

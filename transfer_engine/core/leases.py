@@ -78,6 +78,8 @@ class Lease:
     mode: Opcode
     mapped: bool
     expires_at_s: float
+    #: No renewal goes beyond it.
+    last_end_s: float
     state: LeaseState = field(default=LeaseState.ACTIVE)
     num_open: int = 0
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from tanghulu.runtime.busy_polling import LoopPoller, PollBudget, paying_spin_s
 from tanghulu.runtime.clock import SystemClock
+from tanghulu.runtime.least_rate import LEAST_BYTES_S
 from tanghulu.transfer_engine.core.access import AccessTable
 from tanghulu.transfer_engine.core.admission import OnNotice, PeerAdmission
 from tanghulu.transfer_engine.core.config import ListenOptions, ServerLimits
@@ -55,6 +56,7 @@ class SegmentServer:
         self._limits = limits = limits or ServerLimits()
         self._watch = ProcessWatch(self._process_exited)
         self._sweeping: asyncio.TimerHandle | None = None
+        self._looking: asyncio.TimerHandle | None = None
         self._emptied = asyncio.Event()
         self._open = False
         spin_s = paying_spin_s(limits.spin_s)
@@ -101,6 +103,7 @@ class SegmentServer:
             await self.close()
             raise
         self._sweeping = asyncio.get_running_loop().call_later(self._limits.stall_timeout_s, self._sweep)
+        self._looking = asyncio.get_running_loop().call_later(self._limits.hello_s / 2, self._look)
 
     def descriptor(self) -> SegmentDescriptor:
         """What peers need in order to open this segment; valid after ``start()``."""
@@ -117,6 +120,8 @@ class SegmentServer:
         self._open = self._admission.open = False
         if self._sweeping is not None:
             self._sweeping.cancel()
+        if self._looking is not None:
+            self._looking.cancel()
         for listener in reversed(self._listeners.values()):
             await listener.close()
         self._watch.close()
@@ -180,8 +185,13 @@ class SegmentServer:
 
     def _sweep(self) -> None:
         """Cut connections that stall inside a slice; forget ended sessions."""
-        self._admission.cut_stalled()
+        self._admission.cut_stalled(round(LEAST_BYTES_S * self._limits.stall_timeout_s))
         for session_id in self._watch.session_ids:
             if self._access is None or not self._access.has_session(session_id):
                 self._watch.forget(session_id)
         self._sweeping = asyncio.get_running_loop().call_later(self._limits.stall_timeout_s, self._sweep)
+
+    def _look(self) -> None:
+        """Cut connections that have said no HELLO since the last look: at the latest ``hello_s`` after they came."""
+        self._admission.cut_unknown()
+        self._looking = asyncio.get_running_loop().call_later(self._limits.hello_s / 2, self._look)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from types import CoroutineType
 from typing import Any
 
 import grpc
@@ -78,9 +79,14 @@ def _authorized(method: Method[Any, Any], handler: Callable[[Peer, Any, Any], An
             raise Unauthorized("a token is needed here, in a HELLO that comes first; say token=..., --token")
         if rule is None:
             raise Forbidden(f"method {method.name} is open to nobody while this process has --tokens")
-        return rule.answer(identity, handler(peer, rule.admit(identity, request), payload))
+        answer = handler(peer, rule.admit(identity, request), payload)
+        return _later(rule, identity, answer) if type(answer) is CoroutineType else rule.answer(identity, answer)
 
     return authorized
+
+
+async def _later(rule: Rule, identity: Identity, answer: Coroutine[Any, Any, Any]) -> Any:
+    return rule.answer(identity, await answer)
 
 
 class GrpcAuthorizer(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc's own types are not strict

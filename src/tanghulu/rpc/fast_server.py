@@ -4,14 +4,18 @@ A handler that needs no waiting is a plain function and is answered in the same 
 event returns a Later, which is set by whoever learns of that event, without a task in between; others are
 coroutines. Handlers raise typed errors; what else they raise is a bug: it is logged with its trace, answered as
 INTERNAL, and the connection lives on.
+
+Thirty bytes may ask for megabytes, so requests are answered only while their peer takes the answers: those that came
+behind wait as the bytes that they came in, and nothing more is read.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from time import perf_counter
 from types import CoroutineType
 from typing import Any, Final, NamedTuple, TypeAlias, cast
@@ -23,6 +27,7 @@ from tanghulu.errors import InvalidRequest, Overloaded, TanghuluError, Unauthori
 from tanghulu.rpc.frames import ERROR, PREAMBLE, Frame, FrameReader, PartialFrame, PlacedFrame, encode_head
 from tanghulu.rpc.latency import Latencies
 from tanghulu.rpc.methods import Method
+from tanghulu.rpc.unsent import SlowPeer, UnsentAnswers
 from tanghulu.rpc.wire import Body, encode, parser_of, status_of
 
 _log = structlog.get_logger(__name__)
@@ -34,9 +39,19 @@ Handler: TypeAlias = Callable[["Peer", Any, memoryview], "Answer | Later | Corou
 SinkMaker: TypeAlias = Callable[["Peer", Any, int], "PayloadSink | None"]
 
 MAX_CALLS_IN_FLIGHT = 256
-MAX_CONNECTIONS = 4096
+MAX_CONNECTIONS = 16384
 MAX_UNKNOWN_BYTES = 64 << 10
+#: A peer that has not shown who it is (see ``FastService.guarded``), or asked for anything, is hung up on after this.
+HELLO_S = 10.0
+#: Such peers at one time; the oldest is hung up on when another comes. They do not count as connections.
+MAX_UNKNOWN_PEERS = 256
 END_WAIT_S = 1.0
+#: Bytes of answers in one step of the loop; the next requests of the connection are answered in another.
+MAX_STEP_BYTES = 8 << 20
+#: A peer has come to a halt when so much waits for it; its requests are not answered then.
+MAX_PEER_UNSENT_BYTES = 64 << 10
+#: How often a peer that takes nothing is looked at.
+_SLOW_LOOK_S = 1.0
 #: What is missing of a frame is read straight into its place if it is at least so much.
 BULK_BYTES = 128 << 10
 
@@ -112,7 +127,10 @@ class FastService:
     served: dict[int, Served] = field(default_factory=dict)
     sinks: dict[int, SinkMaker] = field(default_factory=dict)
     peers: set[Peer] = field(default_factory=set)
+    #: Connections of those that have not shown who they are, the oldest first.
+    unknown: dict[FastServerProtocol, None] = field(default_factory=dict)
     latencies: Latencies[str] = field(default_factory=Latencies)
+    unsent: UnsentAnswers = field(default_factory=UnsentAnswers)
     max_connections: int = MAX_CONNECTIONS
     guarded: bool = False
 
@@ -139,23 +157,59 @@ class FastServerProtocol(asyncio.Protocol):
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_later = 0
         self._unknown_bytes = 0  # that came before it was known from whom
-        self._peer_is_slow = False
+        self._frames: Iterator[Frame] | None = None  # what has come and is not answered yet
+        self._answered_bytes = 0
+        self._slow: SlowPeer | None = None
+        self._looking: asyncio.TimerHandle | None = None
+        self._held_up = False  # the peer is slow, or has too many calls in flight
+        self._serving = self._will_serve = False
         self._paused = False
         self._ending: asyncio.TimerHandle | None = None
+        self._hello_due: asyncio.TimerHandle | None = None  # while the peer is unknown
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take the transport; refuse it when the process has too many peers."""
         self._transport = transport = cast(asyncio.Transport, transport)  # uvloop has its own, which is no subclass
-        if len(self._service.peers) >= self._service.max_connections:
-            self._end(Overloaded(f"this process serves {self._service.max_connections} connections and takes no more"))
-            return
+        transport.set_write_buffer_limits(high=MAX_PEER_UNSENT_BYTES)
+        service = self._service
         self._peer.hang_up = transport.close
-        self._service.peers.add(self._peer)
+        service.peers.add(self._peer)
+        service.unknown[self] = None
+        self._hello_due = asyncio.get_running_loop().call_later(HELLO_S, self._hello_missed)
+        if len(service.unknown) > MAX_UNKNOWN_PEERS:
+            next(iter(service.unknown)).turn_out()
+
+    def turn_out(self) -> None:
+        """Make way for others, without having been known."""
+        self._known()
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _hello_missed(self) -> None:
+        self._end(Unauthorized(f"no HELLO came within {HELLO_S:g} s"))
+
+    def _known(self) -> None:
+        self._service.unknown.pop(self, None)
+        if self._hello_due is not None:
+            self._hello_due.cancel()
+            self._hello_due = None
+
+    def _meet(self) -> None:
+        """Count the peer as a connection, if it has shown who it is; refuse it when the process has too many."""
+        service = self._service
+        if service.guarded and self._peer.identity is None:
+            return
+        self._known()
+        if len(service.peers) - len(service.unknown) > service.max_connections:
+            self._end(Overloaded(f"this process serves {service.max_connections} connections and takes no more"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End what the connection had started and tell the service."""
         if self._ending is not None:
             self._ending.cancel()
+        self._frames = None
+        self._slow_no_more()
+        self._known()
         self._service.peers.discard(self._peer)
         for task in self._tasks:
             task.cancel()
@@ -172,18 +226,45 @@ class FastServerProtocol(asyncio.Protocol):
                 self._end(Unauthorized("a HELLO with a token comes first, and is not that long"))
                 return
         try:
-            only = self._reader.whole(data)
-            if only is not None:
-                self._dispatch(only)
-                return
-            for frame in self._reader.feed(data):
-                self._dispatch(frame)
-            partial = self._reader.partial
-            if partial is not None and partial.missing >= BULK_BYTES:
-                self._read_by(_Bulk(self, partial))
+            if self._frames is None and not self._held_up:
+                only = self._reader.whole(data)
+                if only is not None:
+                    self._take(only)
+                    return
         except InvalidRequest as error:
-            _log.warning("fast_lane.bad_frame", peer=self._peer.name, error=error.message)
-            self._end(error)
+            self._end_of_sense(error)
+            return
+        frames = self._reader.feed(data)
+        self._frames = frames if self._frames is None else chain(self._frames, frames)
+        if not self._will_serve:
+            self._serve()
+
+    def _serve(self) -> None:
+        """Answer the frames that have come, until the peer has had enough, or this step of the loop."""
+        self._will_serve = False
+        if self._frames is None or self._transport is None:
+            return
+        self._serving = True
+        until = self._answered_bytes + MAX_STEP_BYTES
+        try:
+            while not self._held_up and self._answered_bytes < until and self._frames is not None:
+                frame = next(self._frames, None)
+                if frame is None:
+                    self._frames = None
+                elif self._ending is None and not self._transport.is_closing():
+                    self._take(frame)
+        except InvalidRequest as error:
+            self._frames = None
+            self._end_of_sense(error)
+        self._serving = False
+        self._pace()
+        partial = self._reader.partial
+        if self._frames is None and partial is not None and partial.missing >= BULK_BYTES:
+            self._read_by(_Bulk(self, partial))
+
+    def _end_of_sense(self, error: InvalidRequest) -> None:
+        _log.warning("fast_lane.bad_frame", peer=self._peer.name, error=error.message)
+        self._end(error)
 
     def _place(self, method: int, body: bytes, attachment_bytes: int) -> memoryview | None:
         """Where a payload goes that is about to come; what is wrong with its request the handler says in the end."""
@@ -209,12 +290,12 @@ class FastServerProtocol(asyncio.Protocol):
     def bulk_ended(self) -> None:
         """The rest of a large frame has come."""
         self._read_by(self)
-        self._dispatch(self._reader.finish())
+        self._take(self._reader.finish())
 
     def _end(self, error: TanghuluError) -> None:
         """Say why and hang up. What the peer still sends is read and dropped: a reset would overtake the answer."""
         assert self._transport is not None
-        if self._transport.is_closing():
+        if self._transport.is_closing() or self._ending is not None:
             return
         self._send_error(0, error)
         if self._transport.can_write_eof():  # TLS cannot end one direction
@@ -223,22 +304,63 @@ class FastServerProtocol(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         """A peer that does not read its answers is not read from."""
-        self._peer_is_slow = True
+        assert self._transport is not None
+        if self._slow is None:
+            loop = asyncio.get_running_loop()
+            self._slow = SlowPeer(self._transport.get_write_buffer_size(), loop.time())
+            self._looking = loop.call_later(_SLOW_LOOK_S, self._look)
+        self._service.unsent.note(self, self._transport.get_write_buffer_size())
         self._pace()
 
     def resume_writing(self) -> None:
         """The peer reads again."""
-        self._peer_is_slow = False
+        self._slow_no_more()
         self._pace()
 
-    def _pace(self) -> None:
-        """Read from the peer only while it reads from us and has few enough calls in flight."""
+    def _slow_no_more(self) -> None:
+        self._slow = None
+        self._service.unsent.note(self, 0)
+        if self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
+
+    def _look(self) -> None:
+        """Give up a peer that takes too little."""
         assert self._transport is not None
-        most = MAX_CALLS_IN_FLIGHT // 2 if self._paused else MAX_CALLS_IN_FLIGHT - 1
-        paused = self._peer_is_slow or len(self._tasks) + self._num_later > most
+        assert self._slow is not None
+        loop = asyncio.get_running_loop()
+        unsent_bytes = self._transport.get_write_buffer_size()
+        self._service.unsent.note(self, unsent_bytes)
+        if self._slow.is_given_up(unsent_bytes, self._service.unsent, loop.time()):
+            _log.warning("fast_lane.peer_takes_nothing", peer=self._peer.name, unsent_bytes=unsent_bytes)
+            self._transport.abort()
+            return
+        self._looking = loop.call_later(_SLOW_LOOK_S, self._look)
+
+    def _pace(self) -> None:
+        """Serve the peer, and read from it, only while it reads from us and has few enough calls in flight."""
+        assert self._transport is not None
+        most = MAX_CALLS_IN_FLIGHT // 2 if self._held_up else MAX_CALLS_IN_FLIGHT - 1
+        self._held_up = self._slow is not None or len(self._tasks) + self._num_later > most
+        paused = self._held_up or self._frames is not None
         if paused != self._paused and not self._transport.is_closing():
             self._paused = paused
             (self._transport.pause_reading if paused else self._transport.resume_reading)()
+        if self._frames is not None and not (self._held_up or self._serving or self._will_serve):
+            self._will_serve = True  # not at once: this may be inside of another call's handler
+            asyncio.get_running_loop().call_soon(self._serve)
+
+    def _take(self, frame: Frame) -> None:
+        """Answer one request; the first ones of a peer tell who it is."""
+        if self._hello_due is None:
+            self._dispatch(frame)
+            return
+        if not self._service.guarded:
+            self._meet()
+        if self._ending is None:
+            self._dispatch(frame)
+        if self._hello_due is not None:
+            self._meet()
 
     def _dispatch(self, frame: Frame) -> None:
         served = self._service.served.get(frame.method)
@@ -282,7 +404,7 @@ class FastServerProtocol(asyncio.Protocol):
         self._num_later -= 1
         self._send(frame, answer)
         self._service.latencies.took(name, perf_counter() - begun)
-        if self._paused:
+        if self._paused and self._transport is not None:
             self._pace()
 
     async def _finish(self, frame: Frame, name: str, begun: float, answer: Coroutine[Any, Any, Answer]) -> None:
@@ -306,6 +428,7 @@ class FastServerProtocol(asyncio.Protocol):
         message, attachment = answer if isinstance(answer, tuple) else (answer, ())
         body = encode(message)
         size = sum([len(part) for part in attachment]) if attachment else 0
+        self._answered_bytes += len(body) + size
         self._write(encode_head(frame.method, frame.call_id, len(body), size) + body, attachment)
 
     def _send_error(self, call_id: int, error: TanghuluError) -> None:
@@ -315,10 +438,14 @@ class FastServerProtocol(asyncio.Protocol):
     def _write(self, head: bytes, attachment: Sequence[bytes | memoryview]) -> None:
         if self._transport is None or self._ending is not None or self._transport.is_closing():
             return  # nobody reads it any more
+        slow = self._slow
         if attachment:
             self._transport.writelines([head, *attachment])
         else:
             self._transport.write(head)
+        if slow is not None:
+            slow.written(len(head) + sum(map(len, attachment)))
+            self._service.unsent.note(self, self._transport.get_write_buffer_size())
 
 
 class _Bulk(asyncio.BufferedProtocol):

@@ -41,12 +41,18 @@ _PING_MS = 10_000
 #: The least time between pings that a server allows.
 _MIN_PING_MS = 900
 
+#: A client says what it speaks in this time, and one without a call is disconnected after that; it connects again by
+#: itself when it has one.
+_HANDSHAKE_MS, _IDLE_MS = 10_000, 60_000
+
 #: Of every gRPC server behind a ``PortMux``.
 SERVER_OPTIONS = [
     ("grpc.max_receive_message_length", _MESSAGE_BYTES),
     ("grpc.max_send_message_length", _MESSAGE_BYTES),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", _MIN_PING_MS),
     ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PING_MS),
+    ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+    ("grpc.max_connection_idle_ms", _IDLE_MS),
     ("grpc.so_reuseport", 0),
 ]
 

@@ -24,7 +24,7 @@ import structlog
 from tanghulu.auth.tls import ServerTls
 from tanghulu.errors import ConfigError
 from tanghulu.rpc import nearby
-from tanghulu.rpc.fast_server import FastServerProtocol, FastService, Peer
+from tanghulu.rpc.fast_server import HELLO_S, FastServerProtocol, FastService, Peer
 from tanghulu.rpc.frames import PREAMBLE
 from tanghulu.rpc.grpc_edge import SERVER_OPTIONS
 from tanghulu.rpc.pacing import unpace_within_machine
@@ -32,10 +32,11 @@ from tanghulu.types import Address
 
 _log = structlog.get_logger(__name__)
 _HTTP2 = b"PRI * HT"
-_FIRST_BYTES_DEADLINE_S = 10.0
 #: Connections that have not sent their first bytes yet, and gRPC calls under way, followers' streams included.
 MAX_UNDECIDED = 256
 MAX_GRPC_CALLS = 16384
+#: One of the fast lane; of gRPC one outside, and both ends of the one that it is relayed through.
+DESCRIPTORS_PER_CONNECTION = 4
 #: How often the files of TLS are looked at.
 _CERTIFICATES_S = 30.0
 _UCRED = struct.Struct("3i")
@@ -51,13 +52,14 @@ class PortMux:
         name: str,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         tls: ServerTls | None = None,
+        max_grpc_calls: int = MAX_GRPC_CALLS,
     ) -> None:
         self.service = service
         self.tls = tls
         self.unix_path = str(run_dir / f"{name}.sock")
         self._grpc_path = str(run_dir / f"{name}.grpc")
         self.grpc_server = grpc.aio.server(
-            options=SERVER_OPTIONS, interceptors=interceptors, maximum_concurrent_rpcs=MAX_GRPC_CALLS
+            options=SERVER_OPTIONS, interceptors=interceptors, maximum_concurrent_rpcs=max_grpc_calls
         )
         self._undecided: dict[asyncio.Transport, None] = {}
         self._num_relays = 0
@@ -82,7 +84,7 @@ class PortMux:
         loop = asyncio.get_running_loop()
         try:
             context = None if self.tls is None else self.tls.context
-            patience_s = None if context is None else _FIRST_BYTES_DEADLINE_S
+            patience_s = None if context is None else HELLO_S
             tcp = await loop.create_server(
                 lambda: _Sniffer(self), host, port, ssl=context, ssl_handshake_timeout=patience_s, start_serving=False
             )
@@ -236,7 +238,7 @@ class _Sniffer(asyncio.Protocol):
         self._mux.enter(transport)
         if self._mux.tls is not None and not _may_come_plain(transport):
             transport.abort()
-        self._timer = asyncio.get_running_loop().call_later(_FIRST_BYTES_DEADLINE_S, transport.close)
+        self._timer = asyncio.get_running_loop().call_later(HELLO_S, transport.close)
 
     def connection_lost(self, exc: Exception | None) -> None:
         assert self._transport is not None

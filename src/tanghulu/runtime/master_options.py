@@ -38,7 +38,7 @@ class TlsOptions:
 class PortOptions(TlsOptions):
     """The options of a port that a master or a node listens on: TLS, and the number of connections."""
 
-    max_connections: int = option(4096, "connections of the fast lane, and as many of gRPC, that are let in")
+    max_connections: int = option(16384, "connections of the fast lane, and as many of gRPC, that are let in")
     tls_mutual: bool = option(False, "let in only who shows a certificate that --tls-ca has signed")
 
     def __post_init__(self) -> None:

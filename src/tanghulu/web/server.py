@@ -7,6 +7,7 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Iterator
+from typing import ClassVar, cast
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -18,6 +19,8 @@ from tanghulu.types import Address
 _BACKLOG = 2048
 #: Longer than clients keep idle connections, so that none of them sends into one that is being closed.
 _KEEP_ALIVE_S = 75
+#: Connections that have not come to the end of a header; the oldest goes when another comes.
+MAX_HEADLESS = 256
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -44,6 +47,8 @@ class _Connection(HttpToolsProtocol):
     """uvicorn's, and no connection stays that does not come to the end of a request's header in ``header_s``."""
 
     header_s = float(_KEEP_ALIVE_S)
+    #: Connections of the server from which a header is coming, the oldest first.
+    headless: ClassVar[dict[_Connection, None]]
     _waiting: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
@@ -65,11 +70,17 @@ class _Connection(HttpToolsProtocol):
         """Start the time limit at the first piece of a header; later pieces do not prolong it."""
         if self._waiting is None and not self.transport.is_closing():
             self._waiting = asyncio.get_running_loop().call_later(self.header_s, self.transport.close)
+            self.headless[self] = None
+            if len(self.headless) > MAX_HEADLESS:
+                oldest = next(iter(self.headless))
+                oldest._wait_no_more()
+                oldest.transport.abort()
 
     def _wait_no_more(self) -> None:
         if self._waiting is not None:
             self._waiting.cancel()
             self._waiting = None
+            self.headless.pop(self, None)
 
 
 class HttpServer(uvicorn.Server):
@@ -87,7 +98,8 @@ class HttpServer(uvicorn.Server):
         max_connections: int | None = None,
         header_s: float = _KEEP_ALIVE_S,
     ) -> None:
-        protocol = type("Connection", (_Connection,), {"header_s": header_s})
+        protocol = type("Connection", (_Connection,), {"header_s": header_s, "headless": {}})
+        self._handshake_s = header_s
         super().__init__(
             uvicorn.Config(
                 app,
@@ -108,6 +120,25 @@ class HttpServer(uvicorn.Server):
             self.config.load()
             self.config.ssl = tls
         self._stopping = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen on ``sockets``. As uvicorn does, but that TLS is to be agreed on in ``header_s``."""
+        assert sockets, "it listens on sockets that are there"
+        loop, config = asyncio.get_running_loop(), self.config
+        await self.lifespan.startup()
+
+        def connection() -> asyncio.Protocol:
+            protocol = cast("type[_Connection]", config.http_protocol_class)
+            return protocol(config=config, server_state=self.server_state, app_state=self.lifespan.state)
+
+        patience_s = None if config.ssl is None else self._handshake_s
+        self.servers = [
+            await loop.create_server(
+                connection, sock=each, ssl=config.ssl, ssl_handshake_timeout=patience_s, backlog=config.backlog
+            )
+            for each in sockets
+        ]
+        self.started = True
 
     def stop(self) -> None:
         """Accept no more connections, let the open requests end, then end ``serve``."""

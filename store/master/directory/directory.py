@@ -47,7 +47,7 @@ from tanghulu.store.master.directory.chunk_table import (
     Outcome,
 )
 from tanghulu.store.master.directory.events import EventRing
-from tanghulu.store.master.directory.listing import KeyListing
+from tanghulu.store.master.directory.listing import KeyPage
 from tanghulu.store.master.directory.pending_commits import PendingCommits
 from tanghulu.store.master.directory.placement import PlacementCandidate, PlacementRequest, PlacementTable
 from tanghulu.store.master.directory.rebuild import REBUILD_S, Rebuild
@@ -414,7 +414,7 @@ class Directory:
         """The chunk ``key`` and its live holders, as ``locate`` of one key."""
         return self._table.find(key)
 
-    def list_keys(self, prefix: str, after: str, limit: int) -> tuple[list[KeyListing], bool]:
+    def list_keys(self, prefix: str, after: str, limit: int) -> KeyPage:
         """A page of the keys that begin with ``prefix`` (see key_pages), and whether there are more."""
         return key_pages.list_keys(self._table, prefix, after, limit)
 

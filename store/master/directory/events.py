@@ -6,7 +6,6 @@ One ring is the bounded queue of all followers at once: a follower that falls be
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Generic, TypeVar
 
 E = TypeVar("E")
@@ -21,7 +20,7 @@ class EventRing(Generic[E]):
 
     def __init__(self, max_weight: int) -> None:
         self._max_weight = max_weight
-        self._events: deque[tuple[int, E]] = deque()
+        self._events: dict[int, tuple[int, E]] = {}  # by number: (weight, event)
         self._weight = 0
         self._last = 0
 
@@ -38,10 +37,10 @@ class EventRing(Generic[E]):
     def append(self, event: E, weight: int = 1) -> int:
         """Add ``event``; returns its number. The oldest events leave; the newest always stays."""
         self._last += 1
-        self._events.append((weight, event))
+        self._events[self._last] = (weight, event)
         self._weight += weight
         while self._weight > self._max_weight and len(self._events) > 1:
-            self._weight -= self._events.popleft()[0]
+            self._weight -= self._events.pop(self.first)[0]
         return self._last
 
     def read(self, after: int, max_weight: int) -> list[tuple[int, E]]:
@@ -51,22 +50,21 @@ class EventRing(Generic[E]):
         """
         if after + 1 < self.first or after > self._last:
             raise Lagged
-        start = after + 1 - self.first
         taken: list[tuple[int, E]] = []
         weight = 0
-        for index in range(start, len(self._events)):  # by index: a deque is fast near its ends, where followers read
-            event_weight, event = self._events[index]
+        for number in range(after + 1, self._last + 1):
+            event_weight, event = self._events[number]
             if taken and weight + event_weight > max_weight:
                 break
             weight += event_weight
-            taken.append((self.first + index, event))
+            taken.append((number, event))
         return taken
 
     def check(self) -> None:
         """Assert that the weight is the sum of what is kept, and within bounds."""
-        assert self._weight == sum(weight for weight, _ in self._events)
+        assert self._weight == sum(weight for weight, _ in self._events.values())
         assert self._weight <= self._max_weight or len(self._events) == 1
-        assert len(self._events) <= self._last
+        assert list(self._events) == list(range(self.first, self._last + 1))
 
     def __repr__(self) -> str:
         return f"EventRing({self.first}..{self._last})"

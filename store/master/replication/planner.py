@@ -223,16 +223,18 @@ class CopyPlanner:
             drain.walked_unsafe = 0
 
     def _walk_all(self, nodes: dict[str, PlacementCandidate], now_s: float, num_keys: int) -> None:
-        listing, more = self._directory.list_keys("", self._after, num_keys)
-        for key, found in listing:
+        page = self._directory.list_keys("", self._after, num_keys)
+        for key, found in page.keys:
             if not self._examine(key, found, nodes, now_s):
                 return  # no room for a copy that must be: go on here next time
             self._after = key
             safe = [node_id for node_id in found.node_ids if node_id not in self._drains]
             for node_id in found.node_ids if not safe else ():
                 self._drains[node_id].walked_unsafe += 1
-        if not more:
+        if not page.more:
             self._end_walk(now_s)
+        elif page.walked_to is not None:
+            self._after = page.walked_to
 
     def _end_walk(self, now_s: float) -> None:
         for drain in self._drains.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -16,6 +17,7 @@ from tanghulu.rpc.grpc_edge import abort
 from tanghulu.rpc.methods import HELLO, Method
 from tanghulu.rpc.versions import settle
 from tanghulu.store.master.directory.chunk_table import FoundChunk
+from tanghulu.store.master.directory.listing import KeyListing
 from tanghulu.store.master.rpc import wire
 from tanghulu.store.master.rpc.followers import follow
 from tanghulu.store.master.rpc.node_list import NodeList
@@ -203,10 +205,21 @@ class DirectoryCalls:
         self._server.require_leadership()
         return self.node_list.answer(request)
 
-    def list_keys(self, request: pb.ListKeysRequest) -> pb.ListKeysReply:
-        """A page of keys, in order."""
-        listing, more = self._master.directory.list_keys(request.prefix, request.after, wire.list_limit(request))
-        return wire.listing_to_wire(listing, more=more)
+    async def list_keys(self, request: pb.ListKeysRequest) -> pb.ListKeysReply:
+        """A page of keys, in order; other calls have their turn while it walks over keys that nobody holds.
+
+        Raises NotLeader.
+        """
+        limit, after = wire.list_limit(request), request.after
+        listing: list[KeyListing] = []
+        while True:
+            self._server.require_leadership()
+            page = self._master.directory.list_keys(request.prefix, after, limit - len(listing))
+            listing += page.keys
+            if page.walked_to is None or len(listing) == limit:
+                return self.signed(wire.listing_to_wire(listing, more=page.more))
+            after = page.walked_to
+            await asyncio.sleep(0)
 
     def replicate(self, request: pb.ReplicateRequest) -> pb.ReplicateReply:
         """Have chunks copied ahead. Raises InvalidRequest for a number or a time that makes no sense."""
@@ -230,7 +243,7 @@ class DirectoryCalls:
         service.register(methods.WAIT, self.waiting.wait)
         service.register(methods.NODES, self._nodes)
         self._register(service, methods.PLACE, self.place)
-        self._register(service, methods.LIST_KEYS, self.list_keys)
+        service.register(methods.LIST_KEYS, lambda peer, request, attachment: self.list_keys(request))
         self._register(service, methods.REPLICATE, self.replicate)
 
     def _register(self, service: FastService, method: Method[Any, Any], call: Callable[[Any], Any]) -> None:
@@ -269,7 +282,11 @@ class DirectoryService(directory_pb2_grpc.DirectoryServicer):
 
     async def ListKeys(self, request: pb.ListKeysRequest, context: Context) -> pb.ListKeysReply:
         """See DirectoryCalls.list_keys."""
-        return await self._answer(self._calls.list_keys, request, context)
+        try:
+            return await self._calls.list_keys(request)
+        except TanghuluError as error:
+            await abort(context, error)
+            raise
 
     async def Replicate(self, request: pb.ReplicateRequest, context: Context) -> pb.ReplicateReply:
         """See DirectoryCalls.replicate."""

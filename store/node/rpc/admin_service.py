@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict
 from typing import Any
 
 import structlog
 
-from tanghulu.errors import InvalidRequest, Unauthorized
+from tanghulu.errors import InvalidRequest
 from tanghulu.protos import store_pb2
 from tanghulu.rpc.fast_server import Answer, FastService, Peer
+from tanghulu.store.node.rpc.service import session_of
 from tanghulu.store.node.rpc.sessions import Session, after_drain
-from tanghulu.store.node.state.chunk import Chunk
+from tanghulu.store.node.rpc.sorted_keys import SortedKeys
+from tanghulu.store.node.rpc.stats import check_count
+from tanghulu.store.node.rpc.verifying import Verifier
 from tanghulu.store.node.state.counters import EvictionReason
 from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.writes.puts import PutService
-from tanghulu.store.protocol import checksums as sums
 from tanghulu.store.protocol import methods
 from tanghulu.types import ChunkKey
 
@@ -26,8 +27,10 @@ _log = structlog.get_logger(__name__)
 #: A page of VERIFY has at most so many chunks and, but for its last chunk, bytes.
 MAX_VERIFIED = 4096
 MAX_VERIFIED_BYTES = 256 << 20
-#: Bytes that are verified before other calls get their turn: about 2 ms.
-_SLICE_BYTES = 32 << 20
+#: Sessions whose place in all keys is kept between two pages of VERIFY; the oldest one begins again.
+MAX_LISTINGS = 4
+#: Bytes that are evicted before other calls have their turn.
+_EVICTED_AT_ONCE = 16 << 20
 #: The longest wait for the master to take a report and removals, and how often it is looked at.
 REPORT_S = 10.0
 _LOOK_S = 0.02
@@ -40,6 +43,7 @@ class AdminService:
         self._state = state
         self._puts = puts
         self._drain = drain
+        self._listings: dict[int, SortedKeys] = {}  # by session
 
     def serve(self, service: FastService) -> None:
         """Answer the administrator's methods."""
@@ -50,7 +54,7 @@ class AdminService:
 
     def drain(self, peer: Peer, request: store_pb2.DrainRequest, attachment: memoryview) -> Coroutine[Any, Any, Answer]:
         """Take no new chunks from now on, or take them again; answered when the master knows."""
-        _require_session(peer)
+        session_of(peer)
         return self._drained(request.draining)
 
     async def _drained(self, draining: bool) -> Answer:
@@ -58,28 +62,34 @@ class AdminService:
         await self._drain(draining)
         return store_pb2.DrainReply()
 
-    def evict(self, peer: Peer, request: store_pb2.EvictRequest, attachment: memoryview) -> Answer:
+    def evict(self, peer: Peer, request: store_pb2.EvictRequest, attachment: memoryview) -> Coroutine[Any, Any, Answer]:
         """Evict the named chunks, and in the policy's order until enough bytes are free."""
-        _require_session(peer)
-        named = (self._state.find(ChunkKey(key)) for key in request.keys)
-        sizes = [self._evict(chunk) for chunk in named if chunk is not None and chunk.evictable]
-        if request.num_bytes:
-            wanted = request.num_bytes
-            for chunk in self._state.victims():
-                if wanted <= 0:
-                    break
-                sizes.append(self._evict(chunk))
-                wanted -= sizes[-1]
-        self._puts.room_changed()
-        return store_pb2.EvictReply(num_chunks=len(sizes), num_bytes=sum(sizes))
+        session_of(peer)
+        check_count(len(request.keys))
+        return self._evicted(request)
 
-    def _evict(self, chunk: Chunk) -> int:
-        self._state.evict(chunk, EvictionReason.OPERATOR)
-        return chunk.size_bytes
+    async def _evicted(self, request: store_pb2.EvictRequest) -> Answer:
+        gone = []
+        for key in request.keys:
+            chunk = self._state.find(ChunkKey(key))
+            if chunk is not None and chunk.evictable:
+                self._state.evict(chunk, EvictionReason.OPERATOR)
+                gone.append(chunk)
+        wanted = request.num_bytes
+        while wanted > 0:
+            some = self._state.evict_oldest(min(wanted, _EVICTED_AT_ONCE), EvictionReason.OPERATOR)
+            if not some:
+                break
+            gone += some
+            wanted -= sum(chunk.size_bytes for chunk in some)
+            self._puts.room_changed()
+            await asyncio.sleep(0)
+        self._puts.room_changed()
+        return store_pb2.EvictReply(num_chunks=len(gone), num_bytes=sum(chunk.size_bytes for chunk in gone))
 
     def tenants(self, peer: Peer, request: store_pb2.TenantsRequest, attachment: memoryview) -> Answer:
         """What each tenant holds and does here."""
-        _require_session(peer)
+        session_of(peer)
         tenants = self._state.tenants
         if tenants is None:
             raise InvalidRequest("this node knows no tenants; start it with --tokens")
@@ -89,11 +99,11 @@ class AdminService:
         self, peer: Peer, request: store_pb2.VerifyRequest, attachment: memoryview
     ) -> Coroutine[Any, Any, Answer]:
         """A page of the chunks here, in order of their keys, each compared with its checksums."""
-        _require_session(peer)
+        session = session_of(peer)
         if request.report:
             self._state.report_all()
             self._puts.report()
-        return self._verified(request)
+        return self._verified(session, request)
 
     async def _told(self) -> None:
         """Wait until the master has the report under way and all removals, or for REPORT_S."""
@@ -103,39 +113,42 @@ class AdminService:
                 return
             await asyncio.sleep(_LOOK_S)
 
-    async def _verified(self, request: store_pb2.VerifyRequest) -> Answer:
+    async def _verified(self, session: Session, request: store_pb2.VerifyRequest) -> Answer:
+        keys = await self._keys_behind(session.session_id, request.after)
         limit = min(request.limit or MAX_VERIFIED, MAX_VERIFIED)
-        keys = heapq.nsmallest(limit + 1, (key for key in self._state.all_keys() if key > request.after))
-        reply = store_pb2.VerifyReply(more=len(keys) > limit)
-        num_bytes = slice_bytes = 0
-        for key in keys[:limit]:
-            if num_bytes >= MAX_VERIFIED_BYTES:
-                reply.more = True
-                break
+        reply = store_pb2.VerifyReply()
+        num_bytes = 0
+        verifier = Verifier(self._state, self._puts)
+        while keys.more and len(reply.chunks) < limit and num_bytes < MAX_VERIFIED_BYTES:
+            key = keys.take()
             chunk = self._state.find(key)
             if chunk is None:
                 self._add_below(reply, key)
                 continue
-            corrupt = not sums.matches(self._puts.bytes_of(chunk), chunk.checksums)
+            corrupt = not await verifier.is_intact(chunk)
             reply.chunks.add(key=key, version=chunk.version, size_bytes=chunk.size_bytes, corrupt=corrupt)
-            if corrupt and request.drop_corrupt:
+            if corrupt and request.drop_corrupt and self._state.find(key) is chunk:
                 self._puts.verify(chunk)
             num_bytes += chunk.size_bytes
-            slice_bytes += chunk.size_bytes
-            if slice_bytes >= _SLICE_BYTES:
-                slice_bytes = 0
-                await asyncio.sleep(0)
+        reply.more = keys.more
+        if keys.more:
+            keys.after = reply.chunks[-1].key
+            self._listings[session.session_id] = keys
         if request.report or request.drop_corrupt:
             await self._told()
         return reply
+
+    async def _keys_behind(self, session_id: int, after: str) -> SortedKeys:
+        """Where the session's last page ended, or all keys in order once more."""
+        keys = self._listings.pop(session_id, None)
+        if keys is not None and keys.after == after:
+            return keys
+        while len(self._listings) >= MAX_LISTINGS:
+            del self._listings[next(iter(self._listings))]
+        return await SortedKeys.of(self._state.all_keys(), after)
 
     def _add_below(self, reply: store_pb2.VerifyReply, key: ChunkKey) -> None:
         """A chunk on the SSD is named only: its bytes are verified whenever they are read."""
         entry = self._state.find_below(key)
         if entry is not None:
             reply.chunks.add(key=key, version=entry.version, size_bytes=entry.size_bytes)
-
-
-def _require_session(peer: Peer) -> None:
-    if not isinstance(peer.state, Session):
-        raise Unauthorized("say HELLO first")

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, TypeAlias
 
 import grpc.aio
 
-from tanghulu.errors import ChunkNotFound, InvalidRequest, TanghuluError
+from tanghulu.errors import ChunkNotFound, InvalidRequest, Overloaded, TanghuluError
 from tanghulu.protos import store_pb2, store_pb2_grpc
 from tanghulu.rpc import grpc_edge
 from tanghulu.store.node.rpc.metrics import TrafficCounters
 from tanghulu.store.node.rpc.service import DEFAULT_DEADLINE_S, cut_values
-from tanghulu.store.node.rpc.stats import stat_reply
+from tanghulu.store.node.rpc.stats import check_count, stat_reply
+from tanghulu.store.node.rpc.verifying import Verifier
 from tanghulu.store.node.ssd.promotion import Promoter
 from tanghulu.store.node.state.chunk import Chunk
 from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.writes.puts import PutOutcome, PutService, remaining_s
 from tanghulu.store.protocol.wire import checksums_to_wire, new_chunk_from_wire, set_error
-from tanghulu.types import ChunkKey
+from tanghulu.types import ChunkKey, format_size
 
 #: All values of one answer; below gRPC's own limit for a message.
 MAX_ANSWER_BYTES = 60 << 20
+#: Calls under way at one time: each may have one message of 64 MiB come, which nobody counts before it is there.
+MAX_CALLS = 64
+#: Values of all calls under way, of requests that have come and of answers that are not taken yet.
+MAX_VALUE_BYTES = 512 << 20
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
@@ -36,10 +41,12 @@ class GrpcStoreNode(store_pb2_grpc.StoreNodeServicer):
         self._state = state
         self._puts = puts
         self._traffic = traffic
+        self._value_bytes = 0
 
     async def Put(self, request: store_pb2.PutRequest, context: _Context) -> store_pb2.PutReply:
         """Put the values in ``inline_data``."""
         try:
+            self._hold(context, len(request.inline_data))
             items = cut_values([new_chunk_from_wire(item) for item in request.items], memoryview(request.inline_data))
             until_s = asyncio.get_running_loop().time() + remaining_s(request.deadline_ms, DEFAULT_DEADLINE_S)
         except TanghuluError as error:
@@ -53,8 +60,10 @@ class GrpcStoreNode(store_pb2_grpc.StoreNodeServicer):
 
     async def Get(self, request: store_pb2.GetRequest, context: _Context) -> store_pb2.GetReply:
         """The values of all keys, one behind the other in ``inline_data``."""
+        await _bounded(request.keys, context)
         self._state.drain_buffers()
         reply = store_pb2.GetReply()
+        verifier = Verifier(self._state, self._puts)
         values: list[bytes] = []
         touched: list[Chunk] = []
         size = 0
@@ -63,9 +72,9 @@ class GrpcStoreNode(store_pb2_grpc.StoreNodeServicer):
             if error is not None:
                 set_error(item.status, error)
                 continue
+            if request.verify and (found := self._state.find(ChunkKey(key))) is not None:
+                await verifier.drop_if_corrupt(found)
             chunk = self._state.look_up(ChunkKey(key))
-            if chunk is not None and request.verify and not self._puts.verify(chunk):
-                chunk = None
             if chunk is None:
                 set_error(item.status, ChunkNotFound(f"{key!r} is not on this node"))
                 continue
@@ -74,6 +83,11 @@ class GrpcStoreNode(store_pb2_grpc.StoreNodeServicer):
                 set_error(
                     item.status, InvalidRequest("the values do not fit into one gRPC message; ask for fewer keys")
                 )
+                continue
+            try:
+                self._hold(context, chunk.size_bytes)
+            except Overloaded as busy:
+                set_error(item.status, busy)
                 continue
             item.size_bytes, item.version = chunk.size_bytes, chunk.version
             item.checksums.CopyFrom(checksums_to_wire(chunk.checksums))
@@ -96,12 +110,14 @@ class GrpcStoreNode(store_pb2_grpc.StoreNodeServicer):
 
     async def Exists(self, request: store_pb2.ExistsRequest, context: _Context) -> store_pb2.ExistsReply:
         """One byte a key."""
+        await _bounded(request.keys, context)
         self._state.drain_buffers()
         found = (self._state.holds(ChunkKey(key)) for key in request.keys)
         return store_pb2.ExistsReply(found=bytes(found))
 
     async def Remove(self, request: store_pb2.RemoveRequest, context: _Context) -> store_pb2.RemoveReply:
         """Drop chunks; one byte a key."""
+        await _bounded(request.keys, context)
         self._state.drain_buffers()
         removed = bytes(self._state.remove(ChunkKey(key)) for key in request.keys)
         self._puts.room_changed()
@@ -116,8 +132,30 @@ class GrpcStoreNode(store_pb2_grpc.StoreNodeServicer):
 
     async def Stat(self, request: store_pb2.StatRequest, context: _Context) -> store_pb2.StatReply:
         """What the node knows of each chunk."""
+        await _bounded(request.keys, context)
         self._state.drain_buffers()
         return stat_reply(self._state, request)
+
+    def _hold(self, context: _Context, num_bytes: int) -> None:
+        """Count ``num_bytes`` of values until the call is over; raises Overloaded if there are too many."""
+        if self._value_bytes and self._value_bytes + num_bytes > MAX_VALUE_BYTES:
+            raise Overloaded(
+                f"calls under way over gRPC have {format_size(self._value_bytes)} of values; try again in a moment"
+            )
+        self._value_bytes += num_bytes
+
+        def over(_: object) -> None:
+            self._value_bytes -= num_bytes
+
+        context.add_done_callback(over)
+
+
+async def _bounded(keys: Sequence[str], context: _Context) -> None:
+    """End the call if it has too many keys."""
+    try:
+        check_count(len(keys))
+    except InvalidRequest as error:
+        await grpc_edge.abort(context, error)
 
 
 def _put_result(outcome: PutOutcome) -> store_pb2.PutResult:

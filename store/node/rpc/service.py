@@ -6,7 +6,7 @@ An edge: turns messages into NodeState's words and back. What needs no waiting i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -17,10 +17,12 @@ from tanghulu.errors import ChecksumMismatch, ChunkNotFound, InvalidRequest, Tan
 from tanghulu.protos import store_pb2
 from tanghulu.rpc.fast_server import NO_ANSWER, Answer, FastService, Handler, Later, PayloadSink, Peer
 from tanghulu.rpc.methods import HELLO, Method
+from tanghulu.rpc.unsent import UnsentAnswers
 from tanghulu.rpc.versions import settle
 from tanghulu.store.node.rpc.metrics import TrafficCounters
 from tanghulu.store.node.rpc.sessions import Greeting, Session, Sessions, after_drain
 from tanghulu.store.node.rpc.stats import check_count, stat_reply
+from tanghulu.store.node.rpc.verifying import Verifier
 from tanghulu.store.node.ssd.promotion import Promoter
 from tanghulu.store.node.state.chunk import Chunk
 from tanghulu.store.node.state.node_state import NodeState
@@ -47,7 +49,7 @@ from tanghulu.store.protocol.messages import (
     UnpinRequest,
 )
 from tanghulu.store.protocol.shared_index import IndexPlace
-from tanghulu.store.protocol.types import MAX_INLINE_BYTES, NewChunk
+from tanghulu.store.protocol.types import MAX_INLINE_BYTES, MAX_STREAMED_BYTES, NewChunk
 from tanghulu.store.protocol.wire import index_to_wire
 from tanghulu.transfer_engine.core.descriptor_wire import to_proto
 from tanghulu.transfer_engine.core.segment import SegmentDescriptor
@@ -55,9 +57,9 @@ from tanghulu.types import ChunkKey, LeaseId
 
 _log = structlog.get_logger(__name__)
 
-#: Payload in one answer; what does not fit is pinned instead.
+#: Payload in one answer; what does not fit is pinned instead, and so is each value above MAX_STREAMED_BYTES.
 MAX_INLINE_ANSWER_BYTES = 4 << 20
-#: Of the memory, what one answer pins while it brings chunks up from the SSD; the first of them may be larger.
+#: Of the memory, what one answer pins that is made key by key; the first of them may be larger.
 MAX_PINNED_FRACTION = 1 / 8
 DEFAULT_DEADLINE_S = 5.0
 #: What an item of COMMIT names, a reservation that nobody writes any more or why there is none, and its checksums.
@@ -96,9 +98,11 @@ class NodeService:
         self._sessions = sessions
         self._traffic = traffic
         self._promoter = promoter
+        self._unsent = UnsentAnswers()
 
     def serve(self, service: FastService) -> None:
         """Answer the node's methods."""
+        self._unsent = service.unsent
         service.register(HELLO, self.hello)
         service.register(methods.OPEN_BUFFER, self.open_buffer)
         handlers: list[tuple[Method[Any, Any], Handler]] = [
@@ -310,44 +314,69 @@ class NodeService:
         """Small values inside the answer, others pinned; those on the SSD come up first."""
         check_count(len(request.keys))
         session = session_of(peer)
-        if self._promoter is not None and self._promoter.is_cold(request.keys):
-            return self._get_cold(session, request, self._promoter)
-        items, values = self._get(session, request)
+        if request.verify or (self._promoter is not None and self._promoter.is_cold(request.keys)):
+            return self._get_key_by_key(session, request)
+        items, values = self._get(session, request.keys, request.max_inline_bytes, MAX_INLINE_ANSWER_BYTES)
         return GetReply(items, self._state.access.lease_ms), values
 
-    async def _get_cold(self, session: Session, request: GetRequest, promoter: Promoter) -> Answer:
-        """Key by key, because room in memory may not suffice for all: what this call pins must not fill it up.
+    async def _get_key_by_key(self, session: Session, request: GetRequest) -> Answer:
+        """What comes up from the SSD, or is verified, because room in memory may not suffice for all.
 
         So beyond a part of the memory the answer ends, and the client asks again for the keys that are left.
         """
         items: list[Found | Failure] = []
         values: list[bytes | memoryview] = []
-        budget, pinned_bytes = MAX_INLINE_ANSWER_BYTES, 0
-        async for key, error in promoter.each(request.keys, self._until(request.deadline_ms)):
-            if error is not None:
-                items.append(Failure.of(error))
-                continue
-            inline_bytes = min(request.max_inline_bytes, budget)
-            one, more = self._get(session, GetRequest([key], inline_bytes, request.verify))
-            items += one
-            values += more
-            budget -= sum(map(len, more))
-            pinned_bytes += sum(each.size_bytes for each in one if isinstance(each, Found) and each.lease_id)
-            if pinned_bytes >= self._state.capacity_bytes * MAX_PINNED_FRACTION:
-                break
+        num_bytes, pinned_bytes, answer = 0, 0, object()
+        verifier = Verifier(self._state, self._puts) if request.verify else None
+        try:
+            async for key, error in self._in_memory(request):
+                if error is None and verifier is not None:
+                    error = await self._corrupt(ChunkKey(key), verifier)
+                if error is not None:
+                    items.append(Failure.of(error))
+                    continue
+                one, more = self._get(session, [key], request.max_inline_bytes, MAX_INLINE_ANSWER_BYTES - num_bytes)
+                items += one
+                values += more
+                num_bytes += sum(map(len, more))
+                self._unsent.note(answer, num_bytes)
+                pinned_bytes += sum(each.size_bytes for each in one if isinstance(each, Found) and each.lease_id)
+                if pinned_bytes >= self._state.capacity_bytes * MAX_PINNED_FRACTION:
+                    break
+        finally:
+            self._unsent.note(answer, 0)
         found = (self._state.find(ChunkKey(key)) for key in request.keys)
         self._state.touch([chunk for chunk in found if chunk is not None])  # once more, in the order of the prompt
         return GetReply(items, self._state.access.lease_ms), values
 
-    def _get(self, session: Session, request: GetRequest) -> tuple[list[Found | Failure], list[bytes | memoryview]]:
+    async def _in_memory(self, request: GetRequest) -> AsyncIterator[tuple[str, TanghuluError | None]]:
+        if self._promoter is None:
+            for key in request.keys:
+                yield key, None
+            return
+        async for each in self._promoter.each(request.keys, self._until(request.deadline_ms)):
+            yield each
+
+    async def _corrupt(self, key: ChunkKey, verifier: Verifier) -> ChecksumMismatch | None:
+        """What to answer for a chunk that was corrupt."""
+        chunk = self._state.find(key)
+        if chunk is None or not await verifier.drop_if_corrupt(chunk):
+            return None
+        return ChecksumMismatch(f"the bytes of {key!r} on {self._identity.instance_id} were corrupt and are dropped")
+
+    def _get(
+        self, session: Session, keys: Sequence[str], max_inline_bytes: int, budget: int
+    ) -> tuple[list[Found | Failure], list[bytes | memoryview]]:
+        """``keys`` as far as ``budget`` goes inside the answer, the others pinned."""
         items: list[Found | Failure] = []
         values: list[bytes | memoryview] = []
-        budget = MAX_INLINE_ANSWER_BYTES
+        left_bytes = budget = min(budget, self._unsent.room_bytes)
+        max_inline_bytes = min(max_inline_bytes, MAX_STREAMED_BYTES)
         touched: list[Chunk] = []
-        for key in request.keys:
+        for key in keys:
             try:
-                chunk = self._look_up(key, request.verify)
-                is_inline = chunk.size_bytes <= request.max_inline_bytes and chunk.size_bytes <= budget
+                chunk = self._look_up(key)
+                is_inline = chunk.size_bytes <= max_inline_bytes and chunk.size_bytes <= left_bytes
                 pinned = None if is_inline else self._state.pin(chunk, session.holder)
             except TanghuluError as error:
                 items.append(Failure.of(error))
@@ -355,7 +384,7 @@ class NodeService:
             touched.append(chunk)
             if pinned is None:
                 values.append(bytes(self._puts.bytes_of(chunk)))
-                budget -= chunk.size_bytes
+                left_bytes -= chunk.size_bytes
                 items.append(Found(chunk.size_bytes, chunk.version, chunk.checksums, 0, 0, False))
             else:
                 items.append(
@@ -369,30 +398,34 @@ class NodeService:
                     )
                 )
         self._state.touch(touched)
-        self._traffic.bytes_read["inline"] += MAX_INLINE_ANSWER_BYTES - budget
+        self._traffic.bytes_read["inline"] += budget - left_bytes
         return items, values
 
-    def _look_up(self, key: str, verify: bool) -> Chunk:
+    def _look_up(self, key: str) -> Chunk:
         chunk = self._state.look_up(ChunkKey(key))
         if chunk is None:
             raise ChunkNotFound(f"{key!r} is not on {self._identity.instance_id}")
-        if verify and not self._puts.verify(chunk):
-            raise ChecksumMismatch(f"the bytes of {key!r} on {self._identity.instance_id} were corrupt and are dropped")
         return chunk
 
-    def unpin(self, peer: Peer, request: UnpinRequest, attachment: memoryview) -> Answer:
+    def unpin(self, peer: Peer, request: UnpinRequest, attachment: memoryview) -> Answer | Coroutine[Any, Any, Answer]:
         """End leases; look at chunks that a reader found corrupt."""
+        check_count(len(request.corrupt))
+        check_count(len(request.read))
         session = session_of(peer)
-        for key in request.corrupt:
-            chunk = self._state.find(ChunkKey(key))
-            if chunk is not None:
-                self._puts.verify(chunk)
         if request.read:
             found = (self._state.look_up(ChunkKey(key)) for key in request.read)
             self._state.touch([chunk for chunk in found if chunk is not None])
         self._state.unpin(request.lease_ids, session.owned)
         self._traffic.bytes_read["shm"] += request.bytes_read
         self._puts.room_changed()
+        return self._look_at(request.corrupt) if request.corrupt else Done()
+
+    async def _look_at(self, keys: Sequence[str]) -> Answer:
+        verifier = Verifier(self._state, self._puts)
+        for key in keys:
+            chunk = self._state.find(ChunkKey(key))
+            if chunk is not None:
+                await verifier.drop_if_corrupt(chunk)
         return Done()
 
     # --- questions

@@ -20,15 +20,13 @@ from tanghulu.store.node.state.node_state import NodeState
 from tanghulu.store.node.state.outcomes import Holder
 from tanghulu.transfer_engine.owner.process_watch import ProcessWatch
 
-MAX_SESSIONS = 4096
+MAX_SESSIONS = 16384
 _MAX_CLIENT_ID = 128
-#: Lost sessions of one client under which it holds leases, and may still give them back.
-_MAX_LOST = 16
 
 
 @dataclass(eq=False)
 class Session:
-    """One client. ``owned`` holds its session's number and those of the sessions that it lost before."""
+    """One client. ``owned`` holds its session's number and those of lost ones that have leases it may give back."""
 
     session_id: int
     client_id: str
@@ -82,9 +80,7 @@ class Sessions:
         session_id = secrets.randbits(62) + 1
         self._state.open_session(session_id, greeting.pid, may_write=greeting.may_write)
         maps = greeting.wants_shm and greeting.pid is not None and self._watch_process(session_id, greeting.pid)
-        session = Session(
-            session_id, greeting.client_id, greeting.pid, Holder(session_id, maps), (session_id, *lost)[:_MAX_LOST]
-        )
+        session = Session(session_id, greeting.client_id, greeting.pid, Holder(session_id, maps), (session_id, *lost))
         self._by_client[client] = session
         if maps:
             self._pids[session_id] = client

@@ -402,9 +402,9 @@ class NodeState:
         """Whether a get would find ``key`` here, in memory or below."""
         return self.find(key) is not None or self.tier.find(key) is not None
 
-    def all_keys(self) -> set[ChunkKey]:
-        """All keys of ANNOUNCING and LIVE chunks in memory, and of chunks below."""
-        return {*self.table.keys(), *(entry.key for entry in self.tier.entries())}
+    def all_keys(self) -> list[ChunkKey]:
+        """All keys of ANNOUNCING and LIVE chunks in memory, and of chunks below; some twice."""
+        return [*self.table.keys(), *(entry.key for entry in self.tier.entries())]
 
     def look_up(self, key: ChunkKey) -> Chunk | None:
         """As ``find``, and counted as a hit or a miss; a reader calls ``touch`` when it has all its keys."""
@@ -587,8 +587,14 @@ class NodeState:
 
     def evict_ahead(self, num_bytes: int) -> None:
         """Evict the first to go, as many as hold ``num_bytes``, before a put needs their room."""
-        for chunk in self.space.oldest(num_bytes):
-            self.evict(chunk, EvictionReason.WATERMARK)
+        self.evict_oldest(num_bytes, EvictionReason.WATERMARK)
+
+    def evict_oldest(self, num_bytes: int, reason: EvictionReason) -> list[Chunk]:
+        """Evict the first to go, as many as hold ``num_bytes``, and say which."""
+        chosen = self.space.oldest(num_bytes)
+        for chunk in chosen:
+            self.evict(chunk, reason)
+        return chosen
 
     def trim_tenants(self) -> None:
         """Evict what tenants hold too much because they hold more on other nodes; to be called now and then."""

@@ -134,3 +134,19 @@ async def test_patterns_are_tried_elsewhere() -> None:
         await matching("(", [], 30.0)
     with pytest.raises(InvalidRequest, match="longer than"):
         await matching("x" * (MAX_PATTERN + 1), keys, 30.0)
+
+
+def test_what_comes_is_counted_as_it_comes() -> None:
+    bytes_ = InFlight("values", 10)
+    with bytes_.holding_what_comes() as first, bytes_.holding_what_comes() as second:
+        first(6)
+        second(4)
+        with pytest.raises(Overloaded, match="values"):
+            second(1)
+        assert bytes_.now == 10
+    assert bytes_.now == 0
+    with bytes_.holding_what_comes() as alone:
+        alone(6)
+        alone(6)
+        assert bytes_.now == 12
+    bytes_.check()

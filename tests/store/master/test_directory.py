@@ -228,7 +228,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             wanted = sorted({key for _, key in self.truth() if key.startswith(prefix)})
             after, more, got = "", True, []
             while more:
-                listing, more = self.directory.list_keys(prefix, after, 2)
+                listing, more, _ = self.directory.list_keys(prefix, after, 2)
                 got += [entry.key for entry in listing]
                 after = got[-1] if got else ""
             assert got == wanted

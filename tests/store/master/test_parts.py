@@ -14,6 +14,7 @@ from tanghulu.store.directory_feed import EventCursor
 from tanghulu.store.master.core import Master
 from tanghulu.store.master.directory.announcement import ChunkEntry, NodeAnnouncement, ReportPiece
 from tanghulu.store.master.directory.events import EventRing, Lagged
+from tanghulu.store.master.directory.listing import list_keys
 from tanghulu.store.master.directory.placement import NUM_SPARES, PlacementCandidate, PlacementRequest, PlacementTable
 from tanghulu.store.master.directory.rebuild import ALONE_S
 from tanghulu.store.protocol.directory_events import DirectoryEvent, DirectoryEventKind
@@ -202,3 +203,26 @@ def test_cursor_does_not_mix_masters() -> None:
     cursor = EventCursor()
     cursor.take(5, [event(9, DirectoryEventKind.SYNCED)], 0, 0)
     assert not cursor.take(6, [], 10, 10)
+
+
+def test_a_page_does_not_walk_over_all_dead_keys_at_once() -> None:
+    """The caller goes on behind the last one that was looked at; no living key is left out."""
+    living = {"k05": "node-a", "k11": "node-b"}
+
+    class Table:
+        def keys_from(self, first: str, *, inclusive: bool = True) -> list[str]:
+            return [f"k{n:02}" for n in range(20) if f"k{n:02}" > first or (inclusive and f"k{n:02}" == first)]
+
+        def find(self, key: str) -> str | None:
+            return living.get(key)
+
+    after, got, num_pages = "", [], 0
+    while True:
+        page = list_keys(Table(), "k", after, 1, most_dead=4)  # type: ignore[arg-type]
+        got += [entry.key for entry in page.keys]
+        num_pages += 1
+        if not page.more:
+            break
+        after = page.walked_to or page.keys[-1].key
+    assert got == ["k05", "k11"]
+    assert num_pages > 3

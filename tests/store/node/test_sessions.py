@@ -1,32 +1,34 @@
-"""A client that comes back again and again, in one process: what it holds it may give back, however long that takes."""
+"""Clients that come back: what they held before they may give back after."""
 
 from __future__ import annotations
 
 import os
 
 from tanghulu.store.node.rpc.sessions import Greeting, Sessions
-from tests.store.node import rig
+from tanghulu.types import ChunkKey
+from tests.store.node.rig import make_state, new, put
 
 
-async def test_a_lease_outlives_any_number_of_reconnects() -> None:
-    state = rig.make_state()
-    rig.put(state, rig.new("k"))
+async def test_leases_of_all_lost_sessions_can_be_given_back() -> None:
+    state = make_state()
+    put(state, new("k"))
+    chunk = state.find(ChunkKey("k"))
+    assert chunk is not None
     sessions = Sessions(state, lambda: None)
-    try:
-        client = Greeting("client", os.getpid(), wants_shm=True)
-        session = sessions.open(client)
-        chunk = state.find(rig.ChunkKey("k"))
-        assert chunk is not None
-        state.pin(chunk, session.holder)
-        (held,) = [lease_id for lease_id, _ in state.table.leases()]
-        for _ in range(40):
-            sessions.leave(session)
-            session = sessions.open(Greeting("client", os.getpid(), wants_shm=True, held_lease_ids={held}))
-            sessions.check()
-            assert len(session.owned) == 2
-        state.unpin([held], session.owned)
-        assert not state.access.num_leases
+    held: list[int] = []
+    for _ in range(20):
+        session = sessions.open(Greeting("client", os.getpid(), True, frozenset(held)))
+        held.append(state.pin(chunk, session.holder).lease_id)
         sessions.leave(session)
-        assert len(sessions.open(client).owned) == 1
-    finally:
-        sessions.close()
+    session = sessions.open(Greeting("client", os.getpid(), True, frozenset(held)))
+    sessions.check()
+    assert chunk.num_leases == 20
+    assert len(session.owned) == 21
+    state.unpin(held, session.owned)
+    assert chunk.num_leases == 0
+    sessions.leave(session)
+    session = sessions.open(Greeting("client", os.getpid(), True))
+    assert len(session.owned) == 1, "what holds nothing is forgotten"
+    sessions.leave(session)
+    sessions.forget_ended()
+    sessions.close()

@@ -9,11 +9,15 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from tanghulu.errors import InvalidRequest, LeaseExpired, Overloaded
 from tanghulu.runtime.clock import ManualClock
+from tanghulu.runtime.least_rate import LEAST_BYTES_S
+from tanghulu.transfer_engine.core import access
 from tanghulu.transfer_engine.core.access import AccessTable, Freed, LeaseState, Opcode
 from tanghulu.transfer_engine.core.leases import TRANSITIONS, Lease, LeaseEvent
 
 READ, WRITE = Opcode.READ, Opcode.WRITE
 LOCAL, REMOTE = 1, 2
+#: The least rate in the model, for ranges of some bytes.
+MODEL_BYTES_S = 10
 
 
 @pytest.fixture
@@ -110,7 +114,7 @@ def test_the_cap_counts_what_could_come_into_quarantine(table: AccessTable):
 
 
 def test_renewing_lengthens_and_never_shortens(table: AccessTable, clock: ManualClock):
-    lease = table.grant(REMOTE, 0, 10, READ)
+    lease = table.grant(REMOTE, 0, 100 * LEAST_BYTES_S, READ)
     clock.advance(0.5)
     assert table.renew(lease) == 101.5
     assert table.renew(lease, 10) == 101.5
@@ -120,6 +124,57 @@ def test_renewing_lengthens_and_never_shortens(table: AccessTable, clock: Manual
     clock.advance(0.4)
     assert [each.lease_id for each in table.expire(clock.now_s())] == [lease]
     assert table.next_expiry_s() is None
+
+
+def test_a_lease_lasts_while_bytes_flow_under_it_up_to_its_hard_end(table: AccessTable, clock: ManualClock):
+    """2 s of bytes at the least rate, so 3 s in all."""
+    lease = table.grant(REMOTE, 0, 2 * LEAST_BYTES_S, READ)
+    for _ in range(2):  # open all the time, and another slice may begin
+        table.begin(REMOTE, lease, READ, 0, 10)
+        clock.advance(1.0)
+        assert table.is_active(lease)
+        assert table.expire(clock.now_s()) == []
+        table.begin(REMOTE, lease, READ, 10, 10)
+        assert table.end(lease) == []
+    assert table.end(lease, moved=True) == []
+    clock.advance(0.9)
+    assert table.expire(clock.now_s()) == []
+    assert table.is_active(lease), "a slice was moved whole just now"
+    table.begin(REMOTE, lease, READ, 0, 10)
+    clock.advance(0.1)
+    assert table.expire(clock.now_s()) == []
+    with pytest.raises(LeaseExpired):
+        table.begin(REMOTE, lease, READ, 0, 10)
+    table.check()
+    assert table.end(lease, moved=True) == []
+    assert table.end(lease, moved=True) == [Freed(lease, 0, 2 * LEAST_BYTES_S)]
+
+
+def test_a_slice_that_was_not_moved_renews_nothing(table: AccessTable, clock: ManualClock):
+    lease = table.grant(REMOTE, 0, 100 * LEAST_BYTES_S, READ)
+    clock.advance(0.9)
+    table.begin(REMOTE, lease, READ, 0, 10)
+    table.end(lease)
+    clock.advance(0.1)
+    assert [each.lease_id for each in table.expire(clock.now_s())] == [lease]
+
+
+def test_what_all_sessions_could_bring_into_quarantine_is_capped(clock: ManualClock):
+    table = AccessTable(clock, 1000, 100, max_quarantined_bytes=150)
+    for session_id in (1, 2):
+        table.open_session(session_id, 1234)
+    table.grant(1, 0, 100, READ, shm=True)
+    lease = table.grant(2, 100, 50, READ, shm=True)
+    with pytest.raises(Overloaded, match="all sessions"):
+        table.grant(2, 150, 10, READ, shm=True)
+    table.grant(2, 150, 10, READ)
+    table.close_session(1)
+    clock.advance(10)
+    table.expire(clock.now_s())
+    assert table.quarantined_bytes == 150
+    table.release(lease)
+    table.grant(2, 100, 50, READ, shm=True)
+    table.check()
 
 
 def test_refusals(table: AccessTable):
@@ -154,17 +209,22 @@ def test_too_many_leases(clock: ManualClock):
 def test_an_allocator_s_mistake_asserts(table: AccessTable):
     table.grant(REMOTE, 0, 10, READ)
     table.grant(LOCAL, 5, 10, READ)
-    with pytest.raises(AssertionError):
-        table.grant(LOCAL, 9, 2, WRITE)
+    table.check()
+    wrong = table.grant(LOCAL, 9, 2, WRITE)
+    with pytest.raises(AssertionError, match="leased to somebody else"):
+        table.check()
+    table.release(wrong)
     table.grant(LOCAL, 15, 5, WRITE)
-    with pytest.raises(AssertionError):
-        table.grant(LOCAL, 10, 6, READ)
+    table.check()
+    table.grant(LOCAL, 10, 6, READ)
+    with pytest.raises(AssertionError, match="leased to somebody else"):
+        table.check()
 
 
 def test_an_unknown_pair_asserts():
     for state in LeaseState:
         for event in LeaseEvent:
-            lease = Lease(1, 1, 0, 1, READ, False, 0.0, state)  # type: ignore[arg-type]
+            lease = Lease(1, 1, 0, 1, READ, False, 0.0, 0.0, state)  # type: ignore[arg-type]
             if (state, event) in TRANSITIONS:
                 assert lease.step(event) is TRANSITIONS[state, event]
             else:
@@ -190,11 +250,16 @@ class AccessMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(access, "LEAST_BYTES_S", MODEL_BYTES_S)
         self.clock = ManualClock()
         self.table = AccessTable(self.clock, 1000, 50)
         self.sessions: dict[int, int | None] = {}
         self.model: dict[int, dict[str, object]] = {}
         self.next_session = 1
+
+    def teardown(self) -> None:
+        self.patch.undo()
 
     @rule(local=st.booleans())
     def open_session(self, local: bool) -> None:
@@ -228,6 +293,7 @@ class AccessMachine(RuleBasedStateMachine):
         self.model[lease] = {
             "session": session_id, "offset": offset, "length": length, "opcode": opcode, "shm": shm, "open": 0,
             "until": self.clock.now_s() + (lease_ms or 1000) / 1000, "state": "active",
+            "last": self.clock.now_s() + (lease_ms or 1000) / 1000 + length / MODEL_BYTES_S,
         }  # fmt: skip
         return lease
 
@@ -236,7 +302,7 @@ class AccessMachine(RuleBasedStateMachine):
         each = self.model.get(lease)
         if each is None:
             return
-        may = each["state"] == "active" and self.clock.now_s() < each["until"]
+        may = each["state"] == "active" and self.clock.now_s() < each["last" if each["open"] else "until"]
         try:
             self.table.begin(each["session"], lease, each["opcode"], each["offset"], each["length"])
         except LeaseExpired:
@@ -245,12 +311,17 @@ class AccessMachine(RuleBasedStateMachine):
             assert may
             each["open"] += 1
 
-    @rule(lease=leases)
-    def end(self, lease):
+    @rule(lease=leases, moved=st.booleans())
+    def end(self, lease, moved):
         each = self.model.get(lease)
         if each is not None and each["open"]:
             each["open"] -= 1
-            self.settle(self.table.end(lease))
+            if moved and each["state"] == "active":
+                self.prolong(each)
+            self.settle(self.table.end(lease, moved=moved))
+
+    def prolong(self, each) -> None:
+        each["until"] = max(each["until"], min(self.clock.now_s() + 1, each["last"]))
 
     @rule(lease=leases)
     def renew(self, lease):
@@ -258,7 +329,8 @@ class AccessMachine(RuleBasedStateMachine):
         try:
             until_s = self.table.renew(lease)
         except LeaseExpired:
-            assert each is None or each["state"] != "active" or self.clock.now_s() >= each["until"]
+            over = each is None or each["state"] != "active"
+            assert over or self.clock.now_s() >= each["last" if each["open"] else "until"]
         else:
             each["until"] = until_s
 
@@ -272,6 +344,8 @@ class AccessMachine(RuleBasedStateMachine):
     def pass_time(self, seconds):
         self.clock.advance(seconds)
         for each in self.model.values():
+            if each["state"] == "active" and self.clock.now_s() >= each["until"] and each["open"]:
+                self.prolong(each)
             if each["state"] == "active" and self.clock.now_s() >= each["until"]:
                 each["state"] = "quarantined" if each["shm"] else "over"
         self.settle(self.table.expire(self.clock.now_s()))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tanghulu.errors import InvalidRequest, LeaseExpired, TanghuluError
 from tanghulu.rpc.pacing import unpace_within_machine
-from tanghulu.transfer_engine.core import wire
+from tanghulu.transfer_engine.core import admission, wire
 from tanghulu.transfer_engine.core.config import ListenOptions, ServerLimits
 from tanghulu.transfer_engine.core.descriptor_wire import from_proto, to_proto
 from tanghulu.transfer_engine.core.network import KernelNetwork
@@ -76,7 +76,7 @@ class Bench:
 async def bench(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
     segment = MemorySegment.create("s", 1 << 20)
     listen = ListenOptions(transports=("shm", "tcp"), host="127.0.0.1", unix_path=str(tmp_path / "listener"))
-    limits = ServerLimits(max_connections=3, stall_timeout_s=getattr(request, "param", 10.0))
+    limits = ServerLimits(max_connections=3, **getattr(request, "param", {}))
     server = SegmentServer(segment, None, generation=3, host_id="h", listen=listen, limits=limits)
     await server.start()
     bench = Bench(server, segment)
@@ -146,7 +146,7 @@ async def test_connections_are_bounded(bench: Bench):
     bench.server.check()
 
 
-@pytest.mark.parametrize("bench", [0.05], indirect=True)
+@pytest.mark.parametrize("bench", [{"stall_timeout_s": 0.05}], indirect=True)
 async def test_a_stall_inside_a_slice_is_cut_and_an_idle_connection_is_not(bench: Bench):
     idle, stalled = await bench.peer(), await bench.peer()
     idle.say(hello(1))
@@ -156,6 +156,41 @@ async def test_a_stall_inside_a_slice_is_cut_and_an_idle_connection_is_not(bench
     assert await stalled.gone()
     idle.say(Head(Op.READ, 4, 0, 0, 3, 0, 4).pack())
     assert await idle.reply() == (4, b"half")
+
+
+@pytest.mark.parametrize("bench", [{"stall_timeout_s": 0.2}], indirect=True)
+async def test_a_slice_that_drips_is_cut(bench: Bench):
+    """A byte at every moment, and much less than the least rate."""
+    peer = await bench.peer()
+    peer.say(hello(1), Head(Op.WRITE, 1, 0, 0, 3, 0, 1 << 20).pack())
+    assert await peer.reply() == (0, b"")
+    gone = asyncio.create_task(peer.gone())
+    while not gone.done():
+        peer.say(b"x")
+        await asyncio.sleep(0.01)
+    assert gone.result()
+
+
+@pytest.mark.parametrize("bench", [{"hello_s": 0.1}], indirect=True)
+async def test_a_hello_is_not_waited_for_for_ever(bench: Bench):
+    silent, known = await bench.peer(), await bench.peer()
+    silent.say(hello()[:-1])
+    known.say(hello(2))
+    assert await known.reply() == (0, b"")
+    assert await silent.gone()
+    known.say(Head(Op.READ, 4, 0, 0, 3, 0, 4).pack())
+    assert await known.reply() == (4, bytes(4))
+
+
+async def test_the_unknown_make_way_for_each_other(bench: Bench, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(admission, "MAX_UNKNOWN", 1)
+    silent = await bench.peer()
+    silent.say(hello()[:-1])
+    for token in (1, 2):
+        peer = await bench.peer()
+        peer.say(hello(token))
+        assert await peer.reply() == (0, b"")
+    assert await silent.gone()
 
 
 async def test_the_listener_is_private(bench: Bench):

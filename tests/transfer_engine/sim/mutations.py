@@ -37,7 +37,7 @@ def a_range_is_free_while_it_is_written(patch: pytest.MonkeyPatch) -> None:
             self._free(lease, freed)
 
     patch.setattr(AccessTable, "_step", step)
-    patch.setattr(AccessTable, "end", lambda self, lease_id: [])
+    patch.setattr(AccessTable, "end", lambda self, lease_id, moved=False: [])
 
 
 def quarantine_ends_by_time(patch: pytest.MonkeyPatch) -> None:

@@ -95,6 +95,10 @@ class SimTransport:
         """The high-water mark is 0 here."""
         assert high == 0
 
+    def get_write_buffer_size(self) -> int:
+        """What is kept."""
+        return sum(map(len, self._outbox))
+
     def is_closing(self) -> bool:
         """Whether it was aborted."""
         return self._closing

@@ -202,7 +202,7 @@ class OneSidedServerConnection(asyncio.Protocol):
 
     def __init__(self, listener: OneSidedListener) -> None:
         self.token = 0
-        self.sweep_mark: object = None
+        self.sweep_mark: tuple[int, int] | None = None
         self._listener = listener
         self._dialect = listener.ends.dialect
         self._connected: ControlRequest | None = None

@@ -131,7 +131,7 @@ class TcpListener:
             self._port,
             backlog=_BACKLOG,
             ssl=tls,
-            ssl_handshake_timeout=None if tls is None else context.limits.stall_timeout_s,
+            ssl_handshake_timeout=None if tls is None else context.limits.hello_s,
         )
         self._port = self._server.sockets[0].getsockname()[1]
 
@@ -171,7 +171,7 @@ class TcpConnection(asyncio.BufferedProtocol):
     def __init__(self, admission: TcpAdmission, *, encrypted: bool = False) -> None:
         self._encrypted = encrypted
         self.token = 0
-        self.sweep_mark: object = None  # the server's note of what it saw at its last sweep
+        self.sweep_mark: tuple[int, int] | None = None  # the server's note of what it saw at its last sweep
         self._admission = admission
         self._phase = _HEAD
         self._head = memoryview(bytearray(HEAD_BYTES))
@@ -269,7 +269,10 @@ class TcpConnection(asyncio.BufferedProtocol):
             return (-2, self._done_bytes)
         if self._phase is _STRANGER:
             return (-3, 0)
-        return None if self._work is None else (self._work.slice_id, self._done_bytes)
+        if self._work is None:
+            return None
+        kept = self._transport.get_write_buffer_size() if self._phase is _SEND and self._transport is not None else 0
+        return (self._work.slice_id, self._done_bytes - kept)
 
     def cut(self) -> None:
         """Close at once: nothing is received into the segment after this call; a READ ends with its socket."""

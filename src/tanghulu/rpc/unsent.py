@@ -1,0 +1,63 @@
+"""The answers that peers have not taken yet, of all connections of a process together. Pure.
+
+A connection whose peer is slow is not read from, nor are its requests answered, until the peer has taken what waits.
+So each holds one answer and little more; this count bounds their sum. While it is full, those who make large answers
+make small ones (``room_bytes``), and peers that have been slow for ``PRESSED_S`` are hung up on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Final
+
+from tanghulu.runtime.least_rate import LeastRate
+
+#: Bytes that wait for all slow peers of a process together.
+MAX_UNSENT_BYTES: Final = 256 << 20
+#: A slow peer that in this time takes less than the least rate is hung up on.
+SLOW_PEER_S: Final = 30.0
+#: The same, as soon as it has been slow for this long, while the process holds ``MAX_UNSENT_BYTES``.
+PRESSED_S: Final = 1.0
+
+
+class UnsentAnswers:
+    """The sum over slow peers, and the bytes of answers that are still being made."""
+
+    def __init__(self, most_bytes: int = MAX_UNSENT_BYTES) -> None:
+        self.most_bytes = most_bytes
+        self.num_bytes = 0
+        self._by_peer: dict[Hashable, int] = {}
+
+    def note(self, peer: Hashable, num_bytes: int) -> None:
+        """So much waits for ``peer`` now; 0: nothing, and it is forgotten."""
+        self.num_bytes += num_bytes - self._by_peer.pop(peer, 0)
+        if num_bytes:
+            self._by_peer[peer] = num_bytes
+
+    @property
+    def room_bytes(self) -> int:
+        """What may be added."""
+        return max(0, self.most_bytes - self.num_bytes)
+
+    def check(self) -> None:
+        """Assert that the sum is the sum."""
+        assert self.num_bytes == sum(self._by_peer.values())
+
+
+class SlowPeer:
+    """One peer from the moment on at which it stopped taking its answers."""
+
+    def __init__(self, unsent_bytes: int, now_s: float) -> None:
+        self._since_s = now_s
+        self._written_bytes = unsent_bytes
+        self._rate = LeastRate(SLOW_PEER_S, now_s)
+
+    def written(self, num_bytes: int) -> None:
+        """So much more was written for it."""
+        self._written_bytes += num_bytes
+
+    def is_given_up(self, unsent_bytes: int, unsent: UnsentAnswers, now_s: float) -> bool:
+        """Whether to hang up on the peer, for which ``unsent_bytes`` wait now."""
+        if not unsent.room_bytes and now_s - self._since_s >= PRESSED_S:
+            return True
+        return self._rate.is_too_slow(self._written_bytes - unsent_bytes, now_s)

@@ -1,0 +1,46 @@
+"""Compares chunks with their checksums, a slice at a time: other calls have their turn in between."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tanghulu.store.node.state.chunk import Chunk
+from tanghulu.store.node.state.node_state import NodeState
+from tanghulu.store.node.writes.puts import PutService
+from tanghulu.store.protocol.checksums import RunningChecksums
+
+#: Bytes that are compared before other calls have their turn: about 2 ms.
+SLICE_BYTES = 32 << 20
+
+
+class Verifier:
+    """The comparisons of one call."""
+
+    def __init__(self, state: NodeState, puts: PutService) -> None:
+        self._state = state
+        self._puts = puts
+        self._left_bytes = SLICE_BYTES  # of this turn
+
+    async def drop_if_corrupt(self, chunk: Chunk) -> bool:
+        """Whether the chunk was dropped, because its bytes are not what was put."""
+        if await self.is_intact(chunk) or self._state.find(chunk.key) is not chunk:
+            return False
+        return not self._puts.verify(chunk)
+
+    async def is_intact(self, chunk: Chunk) -> bool:
+        """Whether the chunk's bytes are what was put; True for one that goes meanwhile."""
+        if not chunk.checksums.parts:
+            return True
+        running = RunningChecksums(chunk.size_bytes, chunk.checksums.part_bytes)
+        position = 0
+        while position < chunk.size_bytes:
+            if self._left_bytes <= 0:
+                self._left_bytes = SLICE_BYTES
+                await asyncio.sleep(0)
+                if self._state.find(chunk.key) is not chunk:
+                    return True
+            end = min(position + self._left_bytes, chunk.size_bytes)
+            running.add(self._puts.bytes_of(chunk)[position:end])
+            self._left_bytes -= end - position
+            position = end
+        return running.end().parts == chunk.checksums.parts
