@@ -61,6 +61,8 @@ def put_one(context: Context, deadline: Deadline, op: PutOp, options: PutOptions
         yield from _put_alone(context, deadline, op, options)
     if not op.done:
         yield from _finish(context, deadline, (op,), options)
+    if isinstance(op.error, NodeUnavailable) and not op.placed:
+        yield from _try_newcomers(context, deadline, (op,), options)
     if op.placed:
         context.locations.set(new.key, tuple(op.placed))
 
@@ -101,6 +103,7 @@ def put_all(context: Context, deadline: Deadline, ops: Sequence[PutOp], options:
         rest = [op for op in batch if not op.done]
         yield from _choose_nodes(context, rest, options)
         yield from _finish(context, deadline, rest, options)
+        yield from _try_newcomers(context, deadline, rest, options)
         for op in batch:
             if op.placed:
                 context.locations.set(op.new.key, tuple(op.placed))
@@ -130,6 +133,24 @@ def _finish(context: Context, deadline: Deadline, ops: Sequence[PutOp], options:
             yield from _round(context, deadline, ready, options)
         for op in ready:
             _conclude(op)
+
+
+def _try_newcomers(context: Context, deadline: Deadline, ops: Sequence[PutOp], options: PutOptions) -> Logic[None]:
+    """Put what found no living node at those that the list of nodes did not have yet, if the master knows any."""
+    lost = [op for op in ops if isinstance(op.error, NodeUnavailable) and not op.placed]
+    if not lost or context.nodes.is_fresh(context.clock.now_s()):
+        return
+    before = frozenset(context.nodes.ids())
+    yield from common.refresh_nodes(context, deadline)
+    if before.issuperset(context.nodes.ids()):
+        return
+    for op in lost:
+        op.done = False
+    yield from _choose_nodes(context, lost, options)
+    for op in lost:
+        op.candidates = [node for node in op.candidates if node not in before]
+        op.done = op.done or not op.candidates
+    yield from _finish(context, deadline, lost, options)
 
 
 def _ask_again(deadline: Deadline, ops: Sequence[PutOp]) -> Logic[None]:

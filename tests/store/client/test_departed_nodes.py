@@ -71,7 +71,7 @@ def test_a_client_that_finds_an_index_silent_lets_go() -> None:
         store.put("held", value("held"))
         chunk, other = store.get("held"), store.get("held")
         other.close()
-        assert num_mappings() == before + 1
+        assert num_mappings() > before
         nodes.nodes[-1].kill()
 
         def gone() -> bool:

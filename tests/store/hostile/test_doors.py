@@ -143,7 +143,6 @@ def test_verifications_without_end(cluster: Cluster) -> None:
         honest.close()
 
 
-@pytest.mark.xfail(strict=False, reason="needs COMMIT to ask whose reservation it is before it reads the range")
 def test_commits_of_what_somebody_else_has_reserved(cluster: Cluster) -> None:
     """They are refused; the node hashes nothing for them."""
     node = cluster.nodes[0]

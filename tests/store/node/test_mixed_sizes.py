@@ -44,7 +44,7 @@ class Node:
             return make_policy("lru") if tenants is None else Policies.fair(tenants).memory("lru")
 
         published = Published(IndexWriter(self.memory[CAPACITY:], SEED, 0.0))
-        self.index = IndexReader(self.memory, IndexPlace(CAPACITY, NUM_BUCKETS, SEED))
+        self.index = IndexReader(self.memory, self.memory, IndexPlace(CAPACITY, NUM_BUCKETS, SEED))
         self.state = make_node_state(
             CAPACITY,
             access,

@@ -238,6 +238,7 @@ class World:
                 await asyncio.wait([task])
             finally:
                 task.cancel()
+                client._driver._closed = True  # a process that was killed warns nobody
                 del self._clients[pid]
                 for node in self.nodes.values():
                     node.client_exited(pid)
