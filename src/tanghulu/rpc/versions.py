@@ -10,6 +10,9 @@ other numbers): who does not know a field passes it over, who misses one has its
 takes a new version. Whoever makes one writes here what differs, keeps the old behaviour towards peers of the version
 before, and before the first change records that version's bytes (those of 4: ``tests/store/protocol/version_4.txt``).
 
+5   A value that is streamed is the attachment of RESERVE (``fill``), and COMMIT says so (``filled``); nodes report in
+    numbered pieces of slots, and name the versions of what they removed. To a node of version 4 nothing is streamed; a
+    master takes the reports of version 4 (BEGIN, PIECE, END) too. Masters are upgraded before their nodes.
 4   Messages of the store as MessagePack arrays. Version 3, which had packed structs in their place, is refused.
 
 Example: a caller of [4, 5] sends ``protocol_version=4, highest_version=5``; a process of [4, 4] answers 4, one of
@@ -45,7 +48,9 @@ class VersionRange(NamedTuple):
 
 
 #: What this process speaks.
-SPOKEN = VersionRange(4, 4)
+SPOKEN = VersionRange(4, 5)
+#: From this version on a node takes streamed values.
+STREAMS_FROM = 5
 
 
 def settle(request: store_pb2.HelloRequest, spoken: VersionRange = SPOKEN) -> int:

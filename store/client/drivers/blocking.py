@@ -16,9 +16,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 from tanghulu.discovery.masters import ATTEMPT_S, SEEK_MOST_S, SEEK_PAUSE_S, MasterFinder
-from tanghulu.errors import InvalidRequest, MasterUnavailable, NodeUnavailable, TanghuluError
+from tanghulu.errors import InvalidRequest, MasterUnavailable, NodeUnavailable, TanghuluError, VersionMismatch
 from tanghulu.rpc.fast_client import Asking, FastConnection
 from tanghulu.rpc.greeting import show_blocking
+from tanghulu.rpc.versions import STREAMS_FROM
 from tanghulu.runtime.backoff import Backoff
 from tanghulu.runtime.busy_polling import Waiters
 from tanghulu.runtime.clock import SystemClock
@@ -253,6 +254,9 @@ class BlockingDriver:
         except TanghuluError as error:
             return error
         welcome = self._sessions.welcome(wanted.node)
+        if welcome is not None and welcome.version < STREAMS_FROM:
+            self._put_back(wanted.node, connection)
+            return VersionMismatch(f"{wanted.node} takes no streamed values")
         asking: Asking[Any] | TanghuluError | None = None
 
         def ahead() -> None:

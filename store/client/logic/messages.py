@@ -46,6 +46,7 @@ class Welcome:
     segment: SegmentDescriptor
     index: IndexPlace | None
     key_scope: str = ""
+    version: int = SPOKEN.highest  # of the protocol, as the node has chosen
 
 
 def hello(client_id: str, shown: Credentials, host_id: str, wants_shm: bool, held: Iterable[int]) -> AnyCall:
@@ -66,9 +67,10 @@ def hello(client_id: str, shown: Credentials, host_id: str, wants_shm: bool, hel
 def welcome(reply: AnyReply) -> Welcome:
     """The answer to ``hello``; raises VersionMismatch."""
     message: store_pb2.HelloReply = reply.message
-    settled(message, message.instance_id)
+    version = settled(message, message.instance_id)
     segment, index = from_proto(message.segment), index_from_wire(message)
-    return Welcome(message.instance_id, message.session_id, message.generation, segment, index, message.key_scope)
+    session = message.instance_id, message.session_id, message.generation
+    return Welcome(*session, segment, index, message.key_scope, version)
 
 
 def put(items: Sequence[NewChunk], pieces: Sequence[memoryview], visible: bool, deadline_ms: int) -> AnyCall:

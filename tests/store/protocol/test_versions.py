@@ -75,7 +75,11 @@ def test_peers_from_before_ranges_speak_what_they_say_and_say_nothing_back() -> 
 # --- messages
 
 
-@pytest.mark.parametrize("name", [name for name in BYTES if name[0].isupper()])
+#: Of methods that version 5 has no more: their callers hear that, and put the value another way.
+GONE = {"StreamRequest", "EndStreamRequest"}
+
+
+@pytest.mark.parametrize("name", [name for name in BYTES if name[0].isupper() and name not in GONE])
 def test_every_message_of_then_is_understood_now(name: str) -> None:
     kind: Any = ClientCommit if name == "ClientCommit" else getattr(messages, name)
     assert isinstance(parser_of(kind)(BYTES[name]), kind)
@@ -184,7 +188,6 @@ ANSWERS = {
     methods.WAIT: "pb.WaitReply",
     methods.COMMIT_KEY: "commit_key.reply",
     methods.PUT: "put.reply",
-    methods.STREAM: "put.reply",
     methods.GET: "get.reply",
     methods.REMOVE: "remove.reply",
     methods.UNPIN: "Done",
@@ -208,8 +211,7 @@ class PeerOfThen(asyncio.Protocol):
             assert data.startswith(PREAMBLE)
             self._greeted, data = True, data[len(PREAMBLE) :]
         for frame in self._reader.feed(data):
-            if frame.method != methods.END_STREAM.number:
-                self._answer(frame)
+            self._answer(frame)
 
     def _answer(self, frame: Frame) -> None:
         if frame.method == HELLO.number:  # as the node compared it

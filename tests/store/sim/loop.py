@@ -100,6 +100,10 @@ class Pipe(asyncio.Transport):
 
     # --- what protocols call
 
+    def can_write_eof(self) -> bool:
+        """Whether one direction can end alone."""
+        return False
+
     def write(self, data: Any) -> None:
         if not (self._closing or self.lost):
             self._network.send(self, bytes(data))

@@ -15,7 +15,6 @@ import pytest
 
 from tanghulu.store.client.logic import carriers, get
 from tanghulu.store.client.logic.commit import CommitCall
-from tanghulu.store.master.directory.chunk_table import DirectoryTable
 from tanghulu.store.master.directory.directory import Directory
 from tanghulu.store.master.directory.pending_commits import PendingCommits
 from tanghulu.store.master.directory.rebuild import Rebuild
@@ -49,7 +48,6 @@ _CALM_MANY = Plan(2, 4, 600, 8.0, 8 << 20, 1.0, faults=(), sizes=(10, 3000), rem
 _TIDY = Plan(2, 4, 100, 8.0, 8 << 20, 1.0, faults=(), sizes=(10, 3000), removals=3.0, near=1.0)
 _WAITING = Plan(2, 6, 30, 8.0, 64 << 20, 1.0, faults=(), sizes=(3000, 70_000, 1_200_000), removals=0.0, waits=4.0)
 _MURDEROUS = Plan(1, 4, 300, 8.0, 8 << 20, 0.1, faults=("kill",), sizes=(10, 3000), removals=0.0, near=1.0)
-_TORN = Plan(3, 6, 3, 8.0, 4 << 20, 0.1, faults=("tear", "tear", "cut"), sizes=(10, 700_000), removals=3.0, near=1.0)
 
 _KILLS = ("kill", "kill", "slow")
 _DYING = Plan(2, 12, 5000, 8.0, 32 << 20, 0.02, faults=_KILLS, sizes=(300_000, 1_200_000), removals=0.0, near=0.5)
@@ -166,8 +164,11 @@ def _decides_before_it_knows(original: Any) -> Any:
     return put_in
 
 
-def _removes_any_version(original: Any) -> Any:
-    return lambda self, node_id, key, version=None: original(self, node_id, key)
+def _leaves_undecided_puts_parked(original: Any) -> Any:
+    def granted(self: ReportQueue, num_keys: int, num_known_slots: int) -> None:
+        original(self, num_keys, 0)
+
+    return granted
 
 
 def _passes_over_a_chunk(original: Any) -> Any:
@@ -237,7 +238,7 @@ MUTATIONS = [
     (Rebuild, "knows", _is_never_incomplete, _REBORN),
     (Rebuild, "told", _takes_time_for_knowledge, _REBORN),
     (Directory, "_put_in", _decides_before_it_knows, _REBORN),
-    (DirectoryTable, "remove", _removes_any_version, _TORN),
+    (ReportQueue, "granted", _leaves_undecided_puts_parked, _REBORN),
     (SlotReport, "take", _passes_over_a_chunk, _REBORN),
     (Directory, "is_incomplete", _denies_what_it_does_not_know, _REBORN),
     (service, "after_drain", _answers_without_looking_at_buffers, _TIDY),

@@ -353,7 +353,9 @@ class World:
 
     def _has_held(self, node: SimNode, key: str, since_s: float) -> bool:
         chunk = node.state.table.find(key)  # type: ignore[arg-type]
-        return chunk is not None and chunk.state is ChunkState.LIVE and chunk.created_s < since_s - DEADLINE_S
+        if chunk is None or node.state.reports.is_unconfirmed(chunk):  # of a put that nobody was told of
+            return False
+        return chunk.state is ChunkState.LIVE and chunk.created_s < since_s - DEADLINE_S
 
     async def _settle(self) -> None:
         """Heal everything, wait, and compare the directory with the nodes, and reads with both."""
