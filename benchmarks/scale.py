@@ -35,6 +35,7 @@ from tanghulu.protos import directory_pb2
 from tanghulu.rpc.fast_aio import AsyncFastConnection
 from tanghulu.store.client.logic.placement import NODES_SPREAD_S, NODES_TTL_S
 from tanghulu.store.protocol import methods
+from tanghulu.store.protocol.key_slots import NUM_SLOTS
 from tanghulu.store.protocol.messages import CommitKeysRequest, LocateRequest
 from tanghulu.store.protocol.types import ClientCommit, CommitResult
 from tanghulu.types import Address, ChunkKey, InstanceId, Place, Role
@@ -50,7 +51,6 @@ LEASE_S = 300.0
 #: Clients that commit at one time, and calls that each does.
 NUM_COMMITTERS = 64
 DEADLINE_S = 60.0
-_Report = directory_pb2.AnnounceRequest
 
 
 @dataclass
@@ -92,17 +92,21 @@ class StubNode:
         self.connection = connection
 
     async def announce(
-        self, entries: Sequence[tuple[str, int]] = (), report: Any = _Report.NONE, removed: Sequence[str] = ()
+        self,
+        entries: Sequence[tuple[str, int]] = (),
+        removed: Sequence[str] = (),
+        piece: directory_pb2.ReportPiece | None = None,
     ) -> None:
         """Announce ``entries`` (key, version); without any it is a sign of life."""
-        request = _Report(
+        request = directory_pb2.AnnounceRequest(
             node_id=self.instance.id,
             generation=self.instance.generation,
             added=[
                 directory_pb2.ChunkEntry(key=key, version=version, size_bytes=CHUNK_BYTES) for key, version in entries
             ],
             removed=removed,
-            report=report,
+            report_id=0 if piece is None else 1,
+            piece=piece,
             capacity_bytes=200 << 30,
             used_bytes=100 << 30,
         )
@@ -112,11 +116,12 @@ class StubNode:
 
     async def report(self, keys: Sequence[str]) -> None:
         """Tell all that it holds."""
-        await self.announce(report=_Report.BEGIN)
-        for start in range(0, len(keys), PIECE_KEYS):
+        starts = range(0, max(len(keys), 1), PIECE_KEYS)
+        for number, start in enumerate(starts):
             part = keys[start : start + PIECE_KEYS]
-            await self.announce([(key, 1) for key in part], _Report.PIECE)
-        await self.announce(report=_Report.END)
+            next_slot = NUM_SLOTS * (number + 1) // len(starts)
+            columns = {"keys": part, "versions": [1] * len(part), "sizes": [CHUNK_BYTES] * len(part)}
+            await self.announce(piece=directory_pb2.ReportPiece(number=number, next_slot=next_slot, **columns))
 
     async def live(self) -> None:
         """Send signs of life until cancelled."""
