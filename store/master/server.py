@@ -22,6 +22,9 @@ TICK_S = 0.05
 SWEEP_KEYS = 1000
 #: Keys that the copy planner looks at in a tick while there is anything to copy, about as long.
 WALK_KEYS = 1000
+#: As often a directory that is not complete yet says so, and which nodes it waits for, the first of them.
+INCOMPLETE_S = 5.0
+MAX_NAMED = 8
 
 
 class Signal:
@@ -124,26 +127,34 @@ class MasterServer:
         """Clean the directory of what lost nodes held, in small steps, while everything else goes on."""
         while True:
             await asyncio.sleep(TICK_S)
+            if self.leadership is not None and self.leadership.leads:
+                await self._forget_gone_nodes(self.leadership)
             while self.master.directory.sweep(SWEEP_KEYS):
                 self.changed()
                 await asyncio.sleep(0)
             self.changed()
 
     async def _tick(self) -> None:
+        is_ready, told_s = False, self.now_s
         while True:
             await asyncio.sleep(TICK_S)
-            was_ready = self.master.directory.rebuild.is_ready
             for instance in self.master.tick(self.now_s, TICK_S):
                 self.metrics.expired_leases.labels(instance.role.value).inc()
                 _log.warning("lease.expired", instance=instance.id, component=instance.role.value)
-            if self.master.directory.rebuild.is_ready and not was_ready:
-                _log.info("directory.ready", num_keys=self.master.directory.num_keys)
+            directory, was_ready = self.master.directory, is_ready
+            is_ready = directory.rebuild.is_ready
+            if is_ready and not was_ready:
+                _log.info("directory.ready", num_keys=directory.num_keys)
+            elif is_ready or was_ready:
+                told_s = self.now_s
+            elif self.now_s > told_s + INCOMPLETE_S:
+                told_s = self.now_s
+                known_slots, waits_for = directory.rebuild.num_known_slots, directory.unreported()[:MAX_NAMED]
+                _log.warning("directory.incomplete", known_slots=known_slots, waits_for=waits_for)
             self.master.plan(self.now_s, WALK_KEYS)
             for callback in self.on_tick:
                 callback()
             self.changed()
-            if self.leadership is not None and self.leadership.leads:
-                await self._forget_gone_nodes(self.leadership)
 
     async def _forget_gone_nodes(self, leadership: Leadership) -> None:
         """Take nodes that are gone out of the admitted ones, once it is known which nodes are there."""

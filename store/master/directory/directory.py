@@ -392,6 +392,10 @@ class Directory:
             return False
         return any(not each and not self.rebuild.knows(key) for key, each in zip(keys, held, strict=True))
 
+    def unreported(self) -> list[str]:
+        """The registered nodes that have yet to tell some slots."""
+        return [node_id for node_id, node in self._nodes.items() if node.told_slots < NUM_SLOTS]
+
     def place(self, request: PlacementRequest, rng: Random) -> list[NodeSummary]:
         """The nodes for a new chunk, best first (see placement)."""
         return [self._view(self._nodes[c.node_id]) for c in self._placement.place(request, rng)]

@@ -65,7 +65,7 @@ class AdmittedNodes:
         async with self._lock:
             node_ids = present()
             if self._leads() and self._ids - node_ids:
-                with contextlib.suppress(MasterUnavailable):
+                with contextlib.suppress(MasterUnavailable, NotLeader):
                     await self._write(self._ids & node_ids)
 
     async def _write(self, node_ids: set[str]) -> None:
