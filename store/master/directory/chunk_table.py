@@ -241,7 +241,7 @@ class DirectoryTable:
     def settle(self) -> None:
         """Take new keys into the sorted index: 2 us each, which no put has to wait for. Called at every tick."""
         if self._unsorted:
-            self._sorted.update(self._unsorted)
+            self._sorted.update(sorted(self._unsorted))
             self._unsorted.clear()
 
     def keys_from(self, first: str, *, inclusive: bool = True) -> Iterator[str]:

@@ -313,10 +313,11 @@ class Directory:
                 self.pending_commits.settle(key, node_id, version)
                 stands[index] = not self._is_buried(node_id, key, version, changes)
         outcomes = self._table.add_report(node.inventories[-1], compress(entries, stands))
-        for index, outcome in zip(compress(range(len(entries)), stands), outcomes, strict=True):
-            if outcome is not Outcome.KEPT:
-                changes[entries[index][0]] = outcome is Outcome.STORED
-                stands[index] = outcome is Outcome.STORED
+        if self.rebuild.is_ready or outcomes.count(Outcome.STORED) < len(entries):  # else there is nothing to tell
+            for index, outcome in zip(compress(range(len(entries)), stands), outcomes, strict=True):
+                if outcome is not Outcome.KEPT:
+                    changes[entries[index][0]] = outcome is Outcome.STORED
+                    stands[index] = outcome is Outcome.STORED
         node.num_told_slots = max(node.num_told_slots, min(piece.next_slot, NUM_SLOTS))
         if node.num_told_slots == NUM_SLOTS and not node.reported:
             self._end_report(node)
