@@ -7,7 +7,7 @@ import gc
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,13 @@ def connected(cluster: Cluster, transport: str | None) -> Client:
         client.put(f"fork/again-{name}", b"small")
         assert client.get(f"fork/{name}") == name.encode() * 50
     return client
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """A cluster of its own: what a test leaves mapped in this process stays leased until the process ends."""
+    with Cluster(1) as cluster:
+        yield cluster
 
 
 @pytest.fixture(params=[None, "shm", "tcp"], ids=["any", "shm", "tcp"])
