@@ -110,6 +110,7 @@ def test_chunks_survive_a_restart_and_removed_ones_stay_away(cluster: Cluster, c
     again = add_node(cluster, ssd)
     assert again.metric("tanghulu_node_ssd_recovered_chunks_total") >= len(on_ssd)
     with tanghulu.connect(cluster.address) as fresh:
+        eventually(lambda: [each.id for each in fresh.nodes()] == [again.name])  # the killed one's lease is over
         eventually(lambda: all(fresh.exists_many(on_ssd)))
         for key in on_ssd:
             with fresh.get(key) as chunk:
