@@ -309,7 +309,7 @@ class Reporter:
     def _answered(self, message: ReportMessage, reply: directory_pb2.AnnounceReply) -> None:
         self._queue.done()
         self._queue.granted(reply.report_keys, reply.known_slots)
-        if not self.connected.is_set():
+        if not self.connected.is_set() and not self._queue.is_reporting:
             self.connected.set()
             _log.info("reporter.connected", master=str(self._master))
         self._decided(message, reply)
