@@ -109,15 +109,16 @@ def read_what_is_left(client: Client, keys: list[str]) -> int:
 
 def test_the_range_of_a_stopped_reader_is_not_reused(cluster_short_leases: Cluster) -> None:
     cluster = cluster_short_leases
-    with tanghulu.connect(cluster.address) as client, child(_PINS, cluster.address) as reader:
+    with tanghulu.connect(cluster.address) as client:
         client.put("pinned", value("pinned"))
-        assert says(reader) == "pinned"
-        with stopped(reader.pid):
-            keys = overwrite_everything(client)
-            assert read_what_is_left(client, keys) > 20
-        tell(reader, "look")
-        assert says(reader) == "True", "what it had pinned was overwritten"
-        reader.wait(10)
+        with child(_PINS, cluster.address) as reader:
+            assert says(reader) == "pinned"
+            with stopped(reader.pid):
+                keys = overwrite_everything(client)
+                assert read_what_is_left(client, keys) > 20
+            tell(reader, "look")
+            assert says(reader) == "True", "what it had pinned was overwritten"
+            reader.wait(10)
         eventually(lambda: cluster.nodes[0].metric("tanghulu_node_leases") == 0)
 
 

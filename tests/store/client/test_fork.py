@@ -1,13 +1,21 @@
-"""Clients on both sides of a fork, with real processes: a child is told to connect, its parent notices nothing."""
+"""Clients on both sides of a fork, with real processes: a child is told to connect, its parent notices nothing.
+
+Each test runs in a fresh interpreter. In pytest's own process other tests have used gRPC, and a forked child that
+collects gRPC's left-over objects waits for ever for gRPC's threads, which it has not.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
+import inspect
 import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +29,23 @@ from tests.store.cluster import Cluster, eventually
 from tests.store.fault_tools import Background, child, says
 
 LARGE = bytes(range(256)) * 4096  # 1 MiB: under a lease where memory is mapped
+
+
+def in_fresh_interpreter(test: Callable[..., Any]) -> Callable[..., None]:
+    """The test, run with its fixtures' values in a new process that has imported this module and has one thread."""
+
+    @functools.wraps(test)
+    def run(**values: object) -> None:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as processes:
+            processes.submit(_run, test.__name__, values).result()
+
+    return run
+
+
+def _run(name: str, values: dict[str, object]) -> None:
+    result = inspect.unwrap(globals()[name])(**values)
+    if inspect.isawaitable(result):
+        asyncio.run(result)  # type: ignore[arg-type]
 
 
 def in_child(work: Callable[[], object]) -> str:
@@ -41,9 +66,9 @@ def in_child(work: Callable[[], object]) -> str:
     return said
 
 
-def connected(cluster: Cluster, transport: str | None) -> Client:
+def connected(address: str, transport: str | None) -> Client:
     """A client that has spoken with master and node, and has leases, mappings and write buffers where it may."""
-    client = tanghulu.connect(cluster.address, transport=transport)
+    client = tanghulu.connect(address, transport=transport)
     client.put_many([(f"fork/{name}", name.encode() * 50) for name in "abc"])
     client.put("fork/large", LARGE)
     for name in "abc":
@@ -53,10 +78,9 @@ def connected(cluster: Cluster, transport: str | None) -> Client:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    """A cluster of its own: what a test leaves mapped in this process stays leased until the process ends."""
+def address() -> Iterator[str]:
     with Cluster(1) as cluster:
-        yield cluster
+        yield cluster.address
 
 
 @pytest.fixture(params=[None, "shm", "tcp"], ids=["any", "shm", "tcp"])
@@ -64,7 +88,8 @@ def pinned(request: pytest.FixtureRequest) -> str | None:
     return request.param  # type: ignore[no-any-return]
 
 
-def test_every_call_in_the_child_names_the_process_that_opened_the_client(cluster: Cluster, pinned: str | None) -> None:
+@in_fresh_interpreter
+def test_every_call_in_the_child_names_the_process_that_opened_the_client(address: str, pinned: str | None) -> None:
     calls: list[Callable[[Client], object]] = [
         lambda store: store.get("fork/a"),
         lambda store: store.get_into("fork/large", bytearray(len(LARGE))),
@@ -77,7 +102,7 @@ def test_every_call_in_the_child_names_the_process_that_opened_the_client(cluste
         lambda store: store.nodes(),
         lambda store: store.register(bytearray(8)),
     ]
-    with connected(cluster, pinned) as client:
+    with connected(address, pinned) as client:
         wanted = f"InvalidRequest: this client was opened by process {os.getpid()} and does not survive fork"
         for call in calls:
             said = in_child(lambda call=call: call(client))  # type: ignore[misc]
@@ -88,8 +113,9 @@ def test_every_call_in_the_child_names_the_process_that_opened_the_client(cluste
         assert client.get("fork/large") == LARGE
 
 
-def test_a_child_that_closes_collects_or_exits_leaves_its_parent_alone(cluster: Cluster, pinned: str | None) -> None:
-    client = connected(cluster, pinned)
+@in_fresh_interpreter
+def test_a_child_that_closes_collects_or_exits_leaves_its_parent_alone(address: str, pinned: str | None) -> None:
+    client = connected(address, pinned)
     chunk = client.get("fork/large")
     held: list[Any] = [client, chunk, chunk.numpy()]
 
@@ -112,16 +138,17 @@ def test_a_child_that_closes_collects_or_exits_leaves_its_parent_alone(cluster: 
     client.close()
 
 
-def test_a_child_connects_by_itself_while_its_parent_goes_on(cluster: Cluster, pinned: str | None) -> None:
+@in_fresh_interpreter
+def test_a_child_connects_by_itself_while_its_parent_goes_on(address: str, pinned: str | None) -> None:
     def works() -> str:
         client.close()
-        with tanghulu.connect(cluster.address, transport=pinned) as own:
+        with tanghulu.connect(address, transport=pinned) as own:
             for number in range(200):
                 own.put(f"fork/child-{number}", b"child %d" % number)
                 assert own.get(f"fork/child-{number}") == b"child %d" % number
             return "done"
 
-    with connected(cluster, pinned) as client:
+    with connected(address, pinned) as client:
 
         def step() -> None:
             for name in "abc":
@@ -138,10 +165,11 @@ def _descriptors() -> dict[int, str]:
     return {int(each.name): os.readlink(each) for each in list(Path("/proc/self/fd").iterdir()) if each.is_symlink()}
 
 
-def test_a_child_keeps_no_connection_open(cluster: Cluster, pinned: str | None) -> None:
+@in_fresh_interpreter
+def test_a_child_keeps_no_connection_open(address: str, pinned: str | None) -> None:
     """So the peers see the parent go when it goes, though its child lives."""
     before = _descriptors()
-    with connected(cluster, pinned) as client:
+    with connected(address, pinned) as client:
         client.get("fork/large").close()
         opened = {fd for fd, link in _descriptors().items() if fd not in before and link.startswith("socket:")}
         assert opened
@@ -149,7 +177,7 @@ def test_a_child_keeps_no_connection_open(cluster: Cluster, pinned: str | None) 
         assert client.get("fork/large") == LARGE
 
 
-def test_an_interpreter_that_ends_in_the_child_leaves_the_parent_alone(cluster: Cluster) -> None:
+def test_an_interpreter_that_ends_in_the_child_leaves_the_parent_alone(address: str) -> None:
     code = """
 client = tanghulu.connect(sys.argv[1])
 client.put("fork/ends", b"e" * MIB)
@@ -161,13 +189,14 @@ for transport in ("shm", "tcp"):
         sys.exit(7)  # with all that an interpreter does at its end
     print(os.waitstatus_to_exitcode(os.wait()[1]), other.get("fork/ends") == b"e" * MIB, bytes(chunk) == b"e" * MIB)
 """
-    with child(code, cluster.address) as parent:
+    with child(code, address) as parent:
         assert says(parent) == "7 True True"
         assert says(parent) == "7 True True"
 
 
-def test_inherited_memory_is_reserved_and_not_readable(cluster: Cluster) -> None:
-    with connected(cluster, "shm") as client, client.get("fork/large") as chunk:
+@in_fresh_interpreter
+def test_inherited_memory_is_reserved_and_not_readable(address: str) -> None:
+    with connected(address, "shm") as client, client.get("fork/large") as chunk:
         address = chunk.numpy().__array_interface__["data"][0]
 
         def protection() -> str:
@@ -182,8 +211,9 @@ def test_inherited_memory_is_reserved_and_not_readable(cluster: Cluster) -> None
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-async def test_an_asyncio_client_refuses_in_the_child(cluster: Cluster, transport: str) -> None:
-    async with aio.connect(cluster.address, transport=transport) as client:
+@in_fresh_interpreter
+async def test_an_asyncio_client_refuses_in_the_child(address: str, transport: str) -> None:
+    async with aio.connect(address, transport=transport) as client:
         await client.put("fork/aio", LARGE)
         chunk = await client.get("fork/aio")
 
@@ -195,7 +225,7 @@ async def test_an_asyncio_client_refuses_in_the_child(cluster: Cluster, transpor
             gc.collect()
 
             async def own() -> str:
-                async with aio.connect(cluster.address, transport=transport) as mine:
+                async with aio.connect(address, transport=transport) as mine:
                     return str(await mine.get("fork/aio") == LARGE)
 
             return asyncio.run(own())
@@ -207,9 +237,10 @@ async def test_an_asyncio_client_refuses_in_the_child(cluster: Cluster, transpor
         chunk.close()
 
 
-def test_forks_beside_busy_threads(cluster: Cluster) -> None:
+@in_fresh_interpreter
+def test_forks_beside_busy_threads(address: str) -> None:
     """A fork may come while other threads hold connections and locks: the child has none of these threads."""
-    with connected(cluster, None) as client:
+    with connected(address, None) as client:
         stopping = threading.Event()
         wrong: list[object] = []
 
@@ -239,10 +270,11 @@ def _read_by_own(address: str) -> bytes:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_multiprocessing(cluster: Cluster, method: str) -> None:
-    with connected(cluster, None) as client:
+@in_fresh_interpreter
+def test_multiprocessing(address: str, method: str) -> None:
+    with connected(address, None) as client:
         with multiprocessing.get_context(method).Pool(2) as pool:
-            assert pool.map(_read_by_own, [cluster.address] * 4) == [b"a" * 50] * 4
+            assert pool.map(_read_by_own, [address] * 4) == [b"a" * 50] * 4
         assert client.get("fork/a") == b"a" * 50
 
 
@@ -270,13 +302,14 @@ def _connect_worker(worker_id: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_data_loader_whose_workers_connect(cluster: Cluster) -> None:
-    pytest.importorskip("torch", reason="extra: torch")
+@pytest.mark.skipif(find_spec("torch") is None, reason="extra: torch")
+@in_fresh_interpreter
+def test_a_data_loader_whose_workers_connect(address: str) -> None:
     from torch.utils.data import DataLoader
 
-    with connected(cluster, None) as client:
-        dataset = _Keys(cluster.address)
+    with connected(address, None) as client:
+        dataset = _Keys(address)
         dataset.store = client  # of no use in the workers, and replaced there
-        loader: Any = DataLoader(dataset, num_workers=2, worker_init_fn=_connect_worker)  # type: ignore[arg-type]
+        loader: Any = DataLoader(dataset, num_workers=2, worker_init_fn=_connect_worker, multiprocessing_context="fork")  # type: ignore[arg-type]
         assert sorted(int(each) for each in loader) == [50 + index for index in range(8)]
         assert client.get("fork/a") == b"a" * 50
