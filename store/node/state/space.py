@@ -38,6 +38,8 @@ STEP_RESIDENTS = 48
 STEP_BYTES = 4 << 20
 #: What the choice of a window counts for in a step.
 _CHOICE = 16
+#: Residents of which the frames have not heard that somebody began or ended to use them, at most.
+_MAX_CHANGED = 256
 #: Where nothing is moved: scattered victims may cost this many times the wanted bytes before a window is cleared.
 _SCATTERED_LIMIT = 2
 
@@ -125,6 +127,7 @@ class Space(Generic[R]):
         self._policies: dict[Pin, Policy] = {Pin.NONE: make_policy(), Pin.SOFT: make_policy()}
         self._noted: list[R] = []  # came or were read in the call that is being served; the policies hear at its end
         self._loose: dict[int, R] = {}  # by offset
+        self._changed: dict[int, R] = {}  # by offset: came into use or out of it since the frames were last asked
         self._vacating = 0  # the length of the range that room is being made for
         self._steps: Iterator[bool] | None = None
         self._copying: tuple[int, int] | None = None  # (offset, bytes) of a range that a resident is being copied to
@@ -155,6 +158,7 @@ class Space(Generic[R]):
 
     def leave(self, chunk: R, *, evicted: bool) -> None:
         """The chunk is no longer LIVE; to be called while its range is still the same."""
+        self._changed.pop(chunk.offset, None)
         if chunk.offset in self._loose:
             self._fix(chunk)
         if chunk.pin is not Pin.HARD:
@@ -162,14 +166,23 @@ class Space(Generic[R]):
             self._policies[chunk.pin].remove(chunk.key, evicted=evicted)
 
     def refresh(self, chunk: R) -> None:
-        """Somebody began or ended to use the range of the chunk, which is LIVE."""
-        is_loose = chunk.is_loose
-        if (chunk.offset in self._loose) == is_loose:
-            return
-        if is_loose:
-            self._loosen(chunk)
-        else:
-            self._fix(chunk)
+        """Somebody began or ended to use the range of the chunk, which is LIVE.
+
+        The frames hear of it when they are asked: most uses have ended by then, and nothing has changed.
+        """
+        self._changed[chunk.offset] = chunk
+        if len(self._changed) >= _MAX_CHANGED:
+            self._tell_frames()
+
+    def _tell_frames(self) -> None:
+        for offset, chunk in self._changed.items():
+            is_loose = chunk.is_loose
+            if (offset in self._loose) != is_loose:
+                if is_loose:
+                    self._loosen(chunk)
+                else:
+                    self._fix(chunk)
+        self._changed.clear()
 
     def _loosen(self, chunk: R) -> None:
         self._loose[chunk.offset] = chunk
@@ -216,6 +229,7 @@ class Space(Generic[R]):
         offset = self.allocator.allocate(size_bytes)
         if offset is not None:
             return offset
+        self._tell_frames()
         if self._mover is None:
             return self._clear_window(size_bytes, drop)
         wanted = self.allocator.rounded(size_bytes)
@@ -427,6 +441,7 @@ class Space(Generic[R]):
         """Assert that exactly the LIVE chunks without a hard pin are in the eviction order, and what is loose."""
         self.allocator.check()
         self.end_batch()
+        self._tell_frames()
         known: set[ChunkKey] = set()
         for pin, policy in self._policies.items():
             policy.check()
