@@ -221,7 +221,7 @@ class Dispatcher:
     def _enqueue(self, entry: _Entry, front: bool) -> None:
         request, sjf = entry.flight.request, self._limits.order.name == "sjf"
         prefill_s = self.router.rest_s(entry.flight, entry.model) if sjf and not front else 0.0
-        self._queue.push(request.id, entry, self._clock.now_s(), request.priority, prefill_s, front)
+        self._queue.push(request.id, entry, entry.arrived_s, request.priority, prefill_s, front)
         entry.deadline = asyncio.get_running_loop().call_later(self._limits.queue_timeout_s, self._expire, entry)
 
     def _leave_queue(self, entry: _Entry) -> None:
