@@ -7,7 +7,8 @@ calls only; everything runs in the event loop between two awaits, so no state is
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -123,7 +124,8 @@ class Dispatcher:
             raise error
         entry.flight.admit()
         self._entries[request.id] = entry
-        self._enqueue(entry, front=False)
+        with self._alone(entry):
+            self._enqueue(entry, front=False)
         self._pump()
         return entry.stream
 
@@ -145,7 +147,8 @@ class Dispatcher:
 
     def fail_all(self, error: TanghuluError) -> None:
         for entry in list(self._entries.values()):
-            self._perform(entry, entry.flight.fail(error))
+            with self._alone(entry):
+                self._perform(entry, entry.flight.fail(error))
 
     # --- what workers tell (WorkerListener)
 
@@ -166,7 +169,8 @@ class Dispatcher:
             if entry is not None:
                 if output.tokens:
                     self._observe_tokens(entry, len(output.tokens), now_s)
-                self._perform(entry, entry.flight.on_output(output))
+                with self._alone(entry):
+                    self._perform(entry, entry.flight.on_output(output))
         if step.load is not None:
             worker.load.report(step.load)
             self.router.note_reads(worker, step.load.reads)
@@ -183,7 +187,8 @@ class Dispatcher:
         self._metrics.workers.labels(worker.role.value).dec()
         self.mirror.worker_gone(worker.id)
         for entry in [e for e in self._submissions.values() if e.flight.worker == worker.id]:
-            self._perform(entry, entry.flight.on_worker_lost(error))
+            with self._alone(entry):
+                self._perform(entry, entry.flight.on_worker_lost(error))
         self._pump()
 
     def has_requests(self, worker: RegisteredWorker) -> bool:
@@ -245,7 +250,8 @@ class Dispatcher:
             if len(self._submissions) >= self._limits.max_in_flight:
                 return
             if entry.flight.state is FlightState.QUEUED:
-                self._dispatch(entry)
+                with self._alone(entry):
+                    self._dispatch(entry)
 
     def _dispatch(self, entry: _Entry) -> None:
         flight = entry.flight
@@ -275,6 +281,19 @@ class Dispatcher:
         return self._limits.admission.objection(seen, self._clock.now_s() - entry.arrived_s)
 
     # --- performing
+
+    @contextlib.contextmanager
+    def _alone(self, entry: _Entry) -> Iterator[None]:
+        """End this request alone, whatever the block raises: the caller acts for another client, or for a worker."""
+        try:
+            yield
+        except Exception as raised:
+            flight = entry.flight
+            error = raised if isinstance(raised, TanghuluError) else TanghuluError(f"the conductor failed: {raised!r}")
+            if error is not raised:
+                _log.exception("request.broken", request=flight.request.id, state=flight.state.name)
+            if flight.request.id in self._entries:
+                self._perform(entry, [End(None, error)] if flight.ended else flight.fail(error))
 
     def _perform(self, entry: _Entry, instructions: Sequence[Instruction]) -> None:
         for instruction in instructions:
@@ -326,12 +345,14 @@ class Dispatcher:
         worker = self.registry.workers.get(worker_id)
         if worker is not None and worker.session is not None:
             worker.load.heard_of(wire_id)
-            worker.session.abort(wire_id)
+            with contextlib.suppress(Overloaded):  # a worker that takes no messages computes on, for nobody
+                worker.session.abort(wire_id)
 
     def _release(self, worker_id: InstanceId, export_id: int) -> None:
         worker = self.registry.workers.get(worker_id)
         if worker is not None and worker.session is not None:
-            worker.session.release(export_id)
+            with contextlib.suppress(Overloaded):  # the worker gives an export up by itself, after a while
+                worker.session.release(export_id)
 
     def _requeue(self, entry: _Entry, reason: TanghuluError) -> None:
         flight = entry.flight

@@ -241,7 +241,11 @@ class Registry:
     async def _serve(self, worker: RegisteredWorker) -> None:
         retry_s = _RETRY_FIRST_S
         while True:
-            error = await self._one_session(worker)
+            try:
+                error = await self._one_session(worker)
+            except Exception as broken:  # it must not leave the worker without a session for ever
+                _log.exception("worker.session_broken", worker=worker.id)
+                error = NodeUnavailable(f"the conductor could not go on with the session: {broken!r}")
             retry_s = _RETRY_FIRST_S if worker.heard else min(2 * retry_s, _RETRY_MOST_S)
             worker.heard = False
             if error.message != worker.last_error:
@@ -271,12 +275,17 @@ class Registry:
                         self._listener.worker_step(worker, said)
         except TanghuluError as caught:
             error = caught
+        except Exception as caught:
+            error = NodeUnavailable(f"the conductor could not go on with the session of {worker.id}: {caught!r}")
+            raise
         finally:
-            if worker.session is not None:
-                worker.session = None
-                self._views.clear()
-                self._listener.worker_lost(worker, error)
-            await session.close()
+            try:
+                if worker.session is not None:
+                    worker.session = None
+                    self._views.clear()
+                    self._listener.worker_lost(worker, error)
+            finally:
+                await session.close()
         return error
 
     def _begin(self, worker: RegisteredWorker, session: WorkerSession, welcome: SessionWelcome) -> None:

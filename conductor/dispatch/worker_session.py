@@ -40,6 +40,8 @@ from tanghulu.types import Address, BlockHash, Fingerprint, InstanceId
 
 PROTOCOL_VERSION = 1
 MAX_UNSENT = 65536
+#: A prompt of 128k tokens is half a megabyte.
+MAX_UNSENT_BYTES = 256 << 20
 CALL_DEADLINE_S = 10.0
 
 _KINDS = {
@@ -61,6 +63,7 @@ class WorkerSession:
         self._channel = grpc_edge.channel(address)
         self._stub: Any = session_pb2_grpc.WorkerStub(self._channel)
         self._unsent: asyncio.Queue[pb.ToWorker] = asyncio.Queue(MAX_UNSENT)
+        self._unsent_bytes = 0
         self._call: Any = None
         self._writer: asyncio.Task[None] | None = None
 
@@ -148,16 +151,20 @@ class WorkerSession:
         return pb.SessionHello(conductor_id=self._conductor_id, protocol_version=PROTOCOL_VERSION)
 
     def _send(self, message: pb.ToWorker) -> None:
-        try:
-            self._unsent.put_nowait(message)
-        except asyncio.QueueFull:
-            raise Overloaded(f"worker {self.address} takes no messages: {MAX_UNSENT} are unsent") from None
+        num_bytes = self._unsent_bytes + message.ByteSize()
+        if self._unsent.full() or num_bytes > MAX_UNSENT_BYTES:
+            unsent = f"{self._unsent.qsize()} with {self._unsent_bytes} bytes are unsent"
+            raise Overloaded(f"worker {self.address} takes no messages: {unsent}")
+        self._unsent_bytes = num_bytes
+        self._unsent.put_nowait(message)
 
     async def _write(self) -> None:
         # A stream that ended is noticed, with its reason, by the reading side.
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while True:
-                await self._call.write(await self._unsent.get())
+                message = await self._unsent.get()
+                self._unsent_bytes -= message.ByteSize()
+                await self._call.write(message)
 
 
 def _card(card: pb.ModelCard) -> ModelCard:
