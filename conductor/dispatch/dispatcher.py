@@ -236,10 +236,10 @@ class Dispatcher:
             entry.deadline = None
 
     def _expire(self, entry: _Entry) -> None:
-        model, waited_s = entry.model.card.model, self._limits.queue_timeout_s
+        model, waited_s = entry.model, self._limits.queue_timeout_s
         error: TanghuluError = Overloaded(f"no place became free within {waited_s:g} s; try again later")
         if not self.registry.usable(model):
-            error = NodeUnavailable(f"no worker that serves {model} was there for {waited_s:g} s; start one")
+            error = NodeUnavailable(f"no worker that serves {model.card.model} was there for {waited_s:g} s; start one")
         self._perform(entry, entry.flight.fail(error))
 
     def _pump(self) -> None:
@@ -255,7 +255,12 @@ class Dispatcher:
 
     def _dispatch(self, entry: _Entry) -> None:
         flight = entry.flight
-        if not self.registry.usable(entry.model.card.model):
+        if not self.registry.serves(entry.model):
+            name = entry.model.card.model
+            error = NodeUnavailable(f"{name} was replaced by another model of that name; send the request again")
+            self._perform(entry, flight.fail(error))
+            return
+        if not self.registry.usable(entry.model):
             return
         route = self.router.choose(flight, entry.model)
         if route.decision is None:

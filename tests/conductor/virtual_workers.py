@@ -109,6 +109,7 @@ class VirtualWorker:
         address = Address(name, 1)
         self.registered = RegisteredWorker(Instance(InstanceId(name), Role.BOTH, address))
         self.registered.card, self.registered.session = _CARD, self
+        self.registered.model = cluster.model
         self.registered.load.block_tokens = BLOCK_TOKENS
         self.registered.load.reset(self._load())
 
