@@ -174,8 +174,9 @@ class Dispatcher:
         if step.load is not None:
             worker.load.report(step.load)
             self.router.note_reads(worker, step.load.reads)
-        if step.kv_events:
-            self.mirror.worker_events(worker.id, step.event_sequence, step.kv_events)
+        if step.kv_events and not self.mirror.worker_events(worker.id, step.event_sequence, step.kv_events):
+            assert worker.session is not None, "it has just spoken"
+            worker.session.request_snapshot()
         if self._queue:
             self._pump()
 

@@ -76,7 +76,7 @@ class WorkerListener(Protocol):
         """Take a worker whose session is open, so that it may be used."""
 
     def worker_step(self, worker: RegisteredWorker, step: Step) -> None:
-        """Take a step of the worker. Raises NodeUnavailable to have the session replaced."""
+        """Take a step of the worker. Raises a TanghuluError to have the session replaced."""
 
     def worker_snapshot(self, worker: RegisteredWorker, welcome: SessionWelcome) -> None:
         """Take a snapshot that the worker was asked for."""

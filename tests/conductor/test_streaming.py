@@ -269,14 +269,14 @@ async def test_stop_tokens_and_held_back_text(cluster):
     assert TOKENIZER.encode("Hello").ids[0] != EOS
 
 
-async def test_a_gap_in_the_events_brings_a_new_snapshot(cluster):
+async def test_a_gap_in_the_events_brings_a_new_snapshot_and_moves_no_request(cluster):
     worker = await cluster.add()
     await stream(cluster, LONG)
     worker.skip_sequence = 1
     text, _, usage = await stream(cluster, {**LONG, "prompt": "another prompt"})
     assert (text, usage["completion_tokens"]) == (LONG_TEXT, 40)
-    await cluster.until(lambda: cluster.registry.workers[worker.id].usable)
-    assert cluster.dispatcher.mirror.workers.num_blocks == len(worker.cached)
+    await cluster.until(lambda: cluster.dispatcher.mirror.workers.num_blocks == len(worker.cached))
+    assert (len(worker.submits), len(worker.sessions)) == (2, 1)
 
 
 async def test_cached_tokens_are_told_and_routing_prefers_who_has_them(cluster):
