@@ -82,9 +82,9 @@ class RouterConfig(pools_main.GlobalRouterConfig):
 class RouterServer:
     """The routing service behind its two ports."""
 
-    def __init__(self, config: RouterConfig, registry: CollectorRegistry) -> None:
+    def __init__(self, config: RouterConfig, registry: CollectorRegistry, router_id: str = "") -> None:
         self.config = config
-        policies = RoutingPolicies(config.policy, parse_weights(config.policy_weights))
+        policies = RoutingPolicies(config.policy, parse_weights(config.policy_weights, router_id))
         networks = WorkerNetworks(config.worker_networks)
         self.service = RoutingService(policies, config.block_tokens, config.block_bytes, config.assumed(), networks)
         self.address = self.grpc_address = Address("", 0)
@@ -138,7 +138,8 @@ async def serve(process: Process, config: RouterConfig) -> None:
     if config.pools is not None:
         await pools_main.serve(process, config)
         return
-    async with RouterServer(config, process.registry).running() as server:
+    router_id = f"router-{process.generation:012x}"
+    async with RouterServer(config, process.registry, router_id).running() as server:
         process.ready(process.instance_id(server.address.port), server.address)
         await process.stopping.wait()
 
