@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from tanghulu.conductor.routing.kind import KindOfWorkers
 from tanghulu.conductor.routing.policies.base import WorkerView
 from tanghulu.conductor.routing.profiles import NOTHING_KNOWN
 from tanghulu.conductor.routing.requests import WorkerLoad
@@ -40,6 +41,8 @@ class LoadTracker:
         self.reported = WorkerLoad()
         #: What is taken for the worker's profiles until it reports its own.
         self.known = NOTHING_KNOWN
+        #: Workers like this one, whose median is taken for what neither of the two says.
+        self.kind = KindOfWorkers()
         #: Tokens of a block of the model that it serves; 0 while that is not known.
         self.block_tokens = 0
         #: What answers under way are still expected to fill.
@@ -130,16 +133,20 @@ class LoadTracker:
 
     def show(self, view: WorkerView) -> None:
         """Bring ``view``, of this worker, up to its load; what it has of a prompt stays."""
-        load = self.reported
+        load, typical = self.reported, self.kind.typical
         view.queue_tokens, view.num_requests, view.blocks_free = (
             self._queue_tokens,
             self._num_requests,
             max(0, self._blocks_free - self.expected_blocks),
         )
-        view.blocks_total, view.prefill_tokens_per_s = load.blocks_total, load.prefill_tokens_per_s
-        view.decode_step_s, view.store_bytes_per_s = load.decode_step_s, load.store_bytes_per_s
+        view.blocks_total, view.store_bytes_per_s = load.blocks_total, load.store_bytes_per_s
         view.peer_bytes_per_s = load.peer_bytes_per_s
-        view.profile, view.decode_profile = load.prefill or self.known.prefill, load.decode or self.known.decode
+        view.prefill_tokens_per_s, view.profile = load.prefill_tokens_per_s, load.prefill or self.known.prefill
+        if not view.prefill_tokens_per_s and view.profile is None:
+            view.prefill_tokens_per_s, view.profile = typical.prefill_tokens_per_s, typical.prefill
+        view.decode_step_s, view.decode_profile = load.decode_step_s, load.decode or self.known.decode
+        if not view.decode_step_s and view.decode_profile is None:
+            view.decode_step_s, view.decode_profile = typical.decode_step_s, typical.decode
         view.active_blocks = max(0, load.blocks_total - self._blocks_free)
         view.context_tokens = view.active_blocks * self.block_tokens
         view.coming_requests = len(self._reserved)
