@@ -216,6 +216,7 @@ def _load(load: pb.Load) -> WorkerLoad:
         prefill,
         decode,
         tuple(MeasuredRead(r.address, r.num_bytes, r.seconds) for r in load.reads) if load.reads else (),
+        load.prefill_pairs_waiting,
     )
 
 

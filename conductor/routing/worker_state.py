@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from tanghulu.conductor.routing.cost import PrefillProfile
 from tanghulu.conductor.routing.kind import KindOfWorkers
 from tanghulu.conductor.routing.policies.base import WorkerView
 from tanghulu.conductor.routing.profiles import NOTHING_KNOWN
@@ -26,6 +27,7 @@ MAX_VIEWS = 16
 @dataclass(slots=True)
 class _Unreported:
     prefill_tokens: int
+    prefill_pairs: int
     num_blocks: int
     reports_left: int = _REPORTS_UNTIL_SEEN
 
@@ -51,7 +53,7 @@ class LoadTracker:
         self._reserved: dict[str, int] = {}
         #: Order of workers by load: waiting tokens, then requests. An attribute, because thousands are sorted by it.
         self.pressure = 0.0
-        self._queue_tokens = self._num_requests = self._blocks_free = 0
+        self._queue_tokens = self._queue_pairs = self._num_requests = self._blocks_free = 0
         #: The view of one who holds nothing of a prompt, as most do; None where it must be made anew.
         self.unhit: WorkerView | None = None
         self._views: dict[tuple[int, int], WorkerView] = {}
@@ -61,7 +63,9 @@ class LoadTracker:
 
     def sent(self, wire_id: str, prefill_tokens: int, num_blocks: int) -> None:
         """Count a submission that was sent; ``prefill_tokens`` of it are expected to be computed there."""
-        self._unreported[wire_id] = _Unreported(prefill_tokens, num_blocks)
+        num_tokens = max(prefill_tokens, num_blocks * self.block_tokens)
+        prefill_pairs = num_tokens**2 - (num_tokens - prefill_tokens) ** 2
+        self._unreported[wire_id] = _Unreported(prefill_tokens, prefill_pairs, num_blocks)
         self._changed()
 
     def heard_of(self, wire_id: str) -> None:
@@ -150,7 +154,16 @@ class LoadTracker:
         view.active_blocks = max(0, load.blocks_total - self._blocks_free)
         view.context_tokens = view.active_blocks * self.block_tokens
         view.coming_requests = len(self._reserved)
+        view.queue_s = self._queue_s(view.profile)
         view.derive()
+
+    def _queue_s(self, profile: PrefillProfile | None) -> float | None:
+        """Seconds of the prompts that wait, by their own lengths; None where only their tokens are known."""
+        load = self.reported
+        if profile is None or (load.prefill_tokens_waiting and not load.prefill_pairs_waiting):
+            return None
+        num_prompts = load.num_waiting + len(self._unreported)
+        return profile.queue_seconds(num_prompts, self._queue_tokens, self._queue_pairs)
 
     def _view(self, worker: InstanceId, hit_blocks: int, coming_blocks: int) -> WorkerView:
         prefills, decodes = self._phases
@@ -163,9 +176,11 @@ class LoadTracker:
     def _changed(self) -> None:
         load, own = self.reported, self._unreported.values()
         self._queue_tokens, self._blocks_free = load.prefill_tokens_waiting, load.blocks_free
+        self._queue_pairs = load.prefill_pairs_waiting
         self._num_requests = load.num_running + load.num_waiting
         if own:
             self._queue_tokens += sum([e.prefill_tokens for e in own])
+            self._queue_pairs += sum([e.prefill_pairs for e in own])
             self._blocks_free = max(0, load.blocks_free - sum([e.num_blocks for e in own]))
             self._num_requests += len(own)
         if self._reserved:

@@ -217,6 +217,7 @@ class VirtualWorker:
             decode=DecodeProfile(costs.decode_fixed_s, costs.decode_sequence_s, costs.decode_context_s)
             if costs and costs.decode_fixed_s
             else None,
+            prefill_pairs_waiting=scheduler.num_pending_pairs,
         )
 
 
