@@ -286,18 +286,20 @@ class StepCosts(_message.Message):
     def __init__(self, prefill_fixed_s: _Optional[float] = ..., prefill_token_s: _Optional[float] = ..., prefill_pair_s: _Optional[float] = ..., decode_fixed_s: _Optional[float] = ..., decode_sequence_s: _Optional[float] = ..., decode_context_s: _Optional[float] = ...) -> None: ...
 
 class StepOutput(_message.Message):
-    __slots__ = ("step", "outputs", "event_sequence", "kv_events", "load")
+    __slots__ = ("step", "outputs", "event_sequence", "kv_events", "load", "submits_taken")
     STEP_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     EVENT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     KV_EVENTS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    SUBMITS_TAKEN_FIELD_NUMBER: _ClassVar[int]
     step: int
     outputs: _containers.RepeatedCompositeFieldContainer[RequestOutput]
     event_sequence: int
     kv_events: _containers.RepeatedCompositeFieldContainer[KvEvent]
     load: Load
-    def __init__(self, step: _Optional[int] = ..., outputs: _Optional[_Iterable[_Union[RequestOutput, _Mapping]]] = ..., event_sequence: _Optional[int] = ..., kv_events: _Optional[_Iterable[_Union[KvEvent, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+    submits_taken: int
+    def __init__(self, step: _Optional[int] = ..., outputs: _Optional[_Iterable[_Union[RequestOutput, _Mapping]]] = ..., event_sequence: _Optional[int] = ..., kv_events: _Optional[_Iterable[_Union[KvEvent, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., submits_taken: _Optional[int] = ...) -> None: ...
 
 class SessionWelcome(_message.Message):
     __slots__ = ("instance_id", "generation", "cached_blocks", "event_sequence", "load")

@@ -172,7 +172,7 @@ class Dispatcher:
                 with self._alone(entry):
                     self._perform(entry, entry.flight.on_output(output))
         if step.load is not None:
-            worker.load.report(step.load)
+            worker.load.report(step.load, step.submits_taken)
             self.router.note_reads(worker, step.load.reads)
         if step.kv_events and not self.mirror.worker_events(worker.id, step.event_sequence, step.kv_events):
             assert worker.session is not None, "it has just spoken"
@@ -331,7 +331,9 @@ class Dispatcher:
         self.own.began(Begun(to.wire_id, worker.id, entry.rest_tokens, entry.num_blocks, hashes, decode))
         try:
             holder = entry.holder if to.source is None else None
-            worker.session.submit(flight.request, to.wire_id, flight.all_tokens(), to.hand_over, to.source, holder)
+            tokens = flight.all_tokens()
+            number = worker.session.submit(flight.request, to.wire_id, tokens, to.hand_over, to.source, holder)
+            worker.load.numbered(to.wire_id, number)
         except Overloaded as error:
             worker.load.heard_of(to.wire_id)
             self._perform(entry, flight.on_worker_lost(error))

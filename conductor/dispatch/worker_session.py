@@ -64,6 +64,7 @@ class WorkerSession:
         self._stub: Any = session_pb2_grpc.WorkerStub(self._channel)
         self._unsent: asyncio.Queue[pb.ToWorker] = asyncio.Queue(MAX_UNSENT)
         self._unsent_bytes = 0
+        self._num_submits = 0
         self._call: Any = None
         self._writer: asyncio.Task[None] | None = None
 
@@ -111,12 +112,17 @@ class WorkerSession:
         hand_over: bool,
         source: KvSource | None,
         holder: PrefixSource | None = None,
-    ) -> None:
-        """Send the request with ``tokens`` (prompt and generated so far). Raises Overloaded."""
+    ) -> int:
+        """Send the request with ``tokens`` (prompt and generated so far). Raises Overloaded.
+
+        Returns the submission's number, by which the worker's steps say whether their load holds it.
+        """
         message = _submit(request, wire_id, tokens, hand_over, source)
         if holder is not None:
             message.holder.CopyFrom(pb.PrefixHolder(**asdict(holder)))
         self._send(pb.ToWorker(submit=message))
+        self._num_submits += 1
+        return self._num_submits
 
     def abort(self, wire_id: str) -> None:
         """Have the worker end ``wire_id``. Raises Overloaded."""
@@ -226,6 +232,7 @@ def _step(step: pb.StepOutput) -> Step:
         step.event_sequence,
         tuple(_change(event) for event in step.kv_events),
         _load(step.load) if step.HasField("load") else None,
+        step.submits_taken if step.HasField("submits_taken") else None,
     )
 
 

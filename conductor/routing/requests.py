@@ -178,12 +178,16 @@ class SessionWelcome:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The outputs and events of one engine step. ``event_sequence`` numbers the first of ``kv_events``."""
+    """The outputs and events of one engine step. ``event_sequence`` numbers the first of ``kv_events``.
+
+    ``load`` holds the session's first ``submits_taken`` submissions; None where the worker does not say.
+    """
 
     outputs: Sequence[Output]
     event_sequence: int
     kv_events: tuple[KvChange, ...]
     load: WorkerLoad | None
+    submits_taken: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

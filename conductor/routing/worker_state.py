@@ -1,7 +1,8 @@
 """The load of one worker as the conductor knows it: its last report, and what the report cannot include yet.
 
-Pure. A submission counts as load from the moment it is sent until the worker has surely seen it: at the first word
-about that submission, or at the second report behind it (the first may have crossed it on the wire). A decode slot that
+Pure. A submission counts as load from the moment it is sent until a report holds it: at the first word about that
+submission, or at a report that says so by the submission's number. Where there is no number (another conductor's
+submission) it is the second report behind it, as the first may have crossed it on the wire. A decode slot that
 is reserved for a request which is prefilled elsewhere counts until the request comes or is withdrawn. Blocks that
 answers under way will still fill are not in use, but not free either (expected_output.py).
 """
@@ -30,6 +31,7 @@ class _Unreported:
     prefill_pairs: int
     num_blocks: int
     reports_left: int = _REPORTS_UNTIL_SEEN
+    number: int | None = None
 
 
 def _nobody(number: int) -> None:
@@ -68,16 +70,26 @@ class LoadTracker:
         self._unreported[wire_id] = _Unreported(prefill_tokens, prefill_pairs, num_blocks)
         self._changed()
 
+    def numbered(self, wire_id: str, number: int) -> None:
+        """Know a submission by the number that the worker's reports will tell."""
+        if (sent := self._unreported.get(wire_id)) is not None:
+            sent.number = number
+
     def heard_of(self, wire_id: str) -> None:
         """Count a submission no more: the worker spoke of it, or it was taken back."""
         if self._unreported.pop(wire_id, None) is not None:
             self._changed()
 
-    def report(self, load: WorkerLoad) -> None:
+    def report(self, load: WorkerLoad, taken: int | None = None) -> None:
+        """Take a report, which holds the submissions up to the number ``taken`` if that is known."""
         self.reported = load
         for wire_id, entry in list(self._unreported.items()):
-            entry.reports_left -= 1
-            if entry.reports_left == 0:
+            if taken is None or entry.number is None:
+                entry.reports_left -= 1
+                seen = entry.reports_left <= 0
+            else:
+                seen = entry.number <= taken
+            if seen:
                 del self._unreported[wire_id]
         self._changed()
         self._refresh(self._stale[1])

@@ -93,6 +93,8 @@ class FakeWorker(session_pb2_grpc.WorkerServicer):
         self.fail_with: common_pb2.Status | None = None
         self.skip_sequence = 0
         self.num_emitted = 0
+        #: What its steps say of the submissions that their load holds; None: nothing.
+        self.taken: int | None = None
         self.changed = asyncio.Condition()
         self._running: dict[str, Running] = {}
         self._go = asyncio.Event()
@@ -267,7 +269,14 @@ class FakeWorker(session_pb2_grpc.WorkerServicer):
             step.event_sequence = session.event_sequence + self.skip_sequence
             session.event_sequence += len(step.kv_events) + self.skip_sequence
             self.skip_sequence = 0
+        if self.taken is not None:
+            step.submits_taken = self.taken
         session.out.put_nowait(pb.FromWorker(step=step))
+
+    def report(self) -> None:
+        """Tell every conductor the load, in a step of its own."""
+        for session in self.sessions:
+            self._tell(session, pb.StepOutput(load=self.load))
 
     def _advance(self, running: Running, stored: list[bytes]) -> pb.RequestOutput:
         submit = running.submit

@@ -45,6 +45,7 @@ class EngineLoad:
     speeds: Speeds = field(default_factory=Speeds)
     reads: tuple[PeerReadTotal, ...] = ()
     pending_pairs: int = 0
+    num_added: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +169,7 @@ class EngineThread:
             speeds=self._speed.speeds,
             reads=reads,
             pending_pairs=scheduler.num_pending_pairs,
+            num_added=scheduler.num_added,
         )
 
 

@@ -12,6 +12,7 @@ worker, and more conductors could carry no more. Example: of eight conductors on
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -48,8 +49,9 @@ MAX_UNTOLD_EVENTS = 1024
 class ConductorSession:
     """One conductor's stream. ``requests`` are those of its requests that are in the engine.
 
-    ``events`` and ``load`` have not been told yet; ``telling`` will tell them, or ``told_s`` is the time from which on
-    they may be told at once.
+    ``events`` and ``load`` have not been told yet; ``telling`` will tell them, or ``next_s`` is the time from which on
+    they may be told at once. ``load`` holds the first ``num_taken`` of the session's ``num_submits``. ``added`` has those
+    that the engine took and no load held yet, each with how many requests of all sessions it had taken then.
     """
 
     conductor_id: str
@@ -59,6 +61,14 @@ class ConductorSession:
     load: session_pb2.Load | None = None
     telling: asyncio.TimerHandle | None = None
     next_s: float = 0.0
+    num_submits: int = 0
+    num_taken: int = 0
+    added: deque[tuple[int, int]] = field(default_factory=deque)
+
+    def heard(self, load: EngineLoad) -> None:
+        """Count the submits that ``load``, of the engine, holds."""
+        while self.added and self.added[0][0] <= load.num_added:
+            self.num_taken = self.added.popleft()[1]
 
 
 class SessionHub:
@@ -124,6 +134,8 @@ class SessionHub:
 
     def _submit(self, session: ConductorSession, submit: session_pb2.Submit) -> None:
         request_id = RequestId(submit.request_id)
+        session.num_submits += 1
+        number = session.num_submits
         if self._draining:
             self._refuse(session, request_id, NodeUnavailable(f"worker {self._instance_id} is about to end"))
             return
@@ -142,6 +154,7 @@ class SessionHub:
         def add(core: EngineCore) -> None:
             try:
                 core.add(request)
+                session.added.append((core.scheduler.num_added, number))
             except TanghuluError as error:
                 self._loop.call_soon_threadsafe(self._refuse, session, request_id, error)
 
@@ -187,6 +200,7 @@ class SessionHub:
         messages, told = event_messages(events), load_message(load)
         self._sequence += len(messages)
         for session in list(self._sessions):
+            session.heard(load)
             self._note(session, messages, told)
 
     def on_report(self, report: StepReport) -> None:
@@ -205,6 +219,7 @@ class SessionHub:
         events, load = event_messages(report.result.kv_events), load_message(report.load)
         self._sequence += len(events)
         for session in list(self._sessions):
+            session.heard(report.load)
             self._note(session, events, load, outputs.get(session, ()))
 
     def _note(
@@ -233,6 +248,7 @@ class SessionHub:
             event_sequence=self._sequence - len(session.events),
             kv_events=session.events,
             load=session.load,
+            submits_taken=session.num_taken,
         )
         session.events.clear()
         self._send(session, session_pb2.FromWorker(step=step))

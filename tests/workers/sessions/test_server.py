@@ -22,13 +22,12 @@ class _Engine:
 
     def __init__(self) -> None:
         self.cached: list[BlockHash] = []
-        self.core = SimpleNamespace(
-            add=lambda request: None,
-            abort=lambda request_id: True,
-            scheduler=SimpleNamespace(
-                pool=SimpleNamespace(matchable_hashes=lambda: list(self.cached), take_events=list)
-            ),
-        )
+        pool = SimpleNamespace(matchable_hashes=lambda: list(self.cached), take_events=list)
+        self.scheduler = SimpleNamespace(pool=pool, num_added=0)
+        self.core = SimpleNamespace(add=self._add, abort=lambda request_id: True, scheduler=self.scheduler)
+
+    def _add(self, request: object) -> None:
+        self.scheduler.num_added += 1
 
     def post(self, command) -> None:
         command(self.core)
@@ -67,14 +66,15 @@ class _Scene:
         self.hub = SessionHub(InstanceId("w"), 1, factory, self.engine, lambda report: {}, lambda export: None)
         self.num_steps = 0
 
-    def step(self, *request_ids: str, reads: tuple[PeerReadTotal, ...] = ()) -> None:
+    def step(self, *request_ids: str, reads: tuple[PeerReadTotal, ...] = (), num_added: int = 0) -> None:
         """A step with an output for each of ``request_ids`` and a new block in the cache."""
         self.num_steps += 1
         block = BlockHash(self.num_steps.to_bytes(16, "big"))
         self.engine.cached.append(block)
         outputs = tuple(RequestOutput(RequestId(r), (1,), None, None, 1, 1, 0) for r in request_ids)
         result = StepResult(outputs, num_sequences=1, kv_events=(KvEvent(KvEventKind.STORED, block),))
-        self.hub.on_report(StepReport(result, {}, EngineLoad(num_running=self.num_steps, reads=reads)))
+        load = EngineLoad(num_running=self.num_steps, reads=reads, num_added=num_added)
+        self.hub.on_report(StepReport(result, {}, load))
 
 
 @pytest.fixture
@@ -144,3 +144,19 @@ async def test_events_that_wait_are_bounded(scene, monkeypatch):
         here.step()
     assert len((await idle.read()).step.kv_events) == 1
     assert len((await idle.read()).step.kv_events) == 5
+
+
+async def test_a_load_says_how_many_of_the_sessions_submissions_it_holds(scene):
+    """Of three submissions of two conductors the engine had taken one, then two, when its load was measured."""
+    here, busy, idle = scene
+    idle.say(pb.ToWorker(submit=pb.Submit(request_id="other")))
+    while len(here.hub._owners) < 2:
+        await asyncio.sleep(0)
+    busy.say(pb.ToWorker(submit=pb.Submit(request_id="r2")))
+    while len(here.hub._owners) < 3:
+        await asyncio.sleep(0)
+    told = []
+    for num_added in range(4):
+        here.step("r1", "other", num_added=num_added)
+        told.append(((await busy.read()).step.submits_taken, (await idle.read()).step.submits_taken))
+    assert told == [(0, 0), (1, 0), (1, 1), (2, 1)]
