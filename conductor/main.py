@@ -112,7 +112,7 @@ class Conductor:
         self.metrics = ConductorMetrics(registry)
         self.dispatcher = Dispatcher(
             conductor_id,
-            RoutingPolicies(config.policy, parse_weights(config.policy_weights)),
+            RoutingPolicies(config.policy, parse_weights(config.policy_weights, conductor_id)),
             self.metrics,
             limits,
             SystemClock(),

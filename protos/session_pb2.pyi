@@ -232,7 +232,7 @@ class KvEvent(_message.Message):
     def __init__(self, stored: _Optional[_Iterable[bytes]] = ..., removed: _Optional[_Iterable[bytes]] = ..., cleared: _Optional[bool] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "blocks_total", "blocks_free", "prefill_tokens_waiting", "prefill_tokens_per_s", "decode_step_s", "store_bytes_per_s", "peer_bytes_per_s", "costs", "reads")
+    __slots__ = ("num_running", "num_waiting", "blocks_total", "blocks_free", "prefill_tokens_waiting", "prefill_tokens_per_s", "decode_step_s", "store_bytes_per_s", "peer_bytes_per_s", "costs", "reads", "prefill_pairs_waiting")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
@@ -244,6 +244,7 @@ class Load(_message.Message):
     PEER_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     COSTS_FIELD_NUMBER: _ClassVar[int]
     READS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_PAIRS_WAITING_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     blocks_total: int
@@ -255,7 +256,8 @@ class Load(_message.Message):
     peer_bytes_per_s: float
     costs: StepCosts
     reads: _containers.RepeatedCompositeFieldContainer[PeerRead]
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., prefill_tokens_waiting: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., store_bytes_per_s: _Optional[float] = ..., peer_bytes_per_s: _Optional[float] = ..., costs: _Optional[_Union[StepCosts, _Mapping]] = ..., reads: _Optional[_Iterable[_Union[PeerRead, _Mapping]]] = ...) -> None: ...
+    prefill_pairs_waiting: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., prefill_tokens_waiting: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., store_bytes_per_s: _Optional[float] = ..., peer_bytes_per_s: _Optional[float] = ..., costs: _Optional[_Union[StepCosts, _Mapping]] = ..., reads: _Optional[_Iterable[_Union[PeerRead, _Mapping]]] = ..., prefill_pairs_waiting: _Optional[int] = ...) -> None: ...
 
 class PeerRead(_message.Message):
     __slots__ = ("address", "num_bytes", "seconds")
@@ -284,18 +286,20 @@ class StepCosts(_message.Message):
     def __init__(self, prefill_fixed_s: _Optional[float] = ..., prefill_token_s: _Optional[float] = ..., prefill_pair_s: _Optional[float] = ..., decode_fixed_s: _Optional[float] = ..., decode_sequence_s: _Optional[float] = ..., decode_context_s: _Optional[float] = ...) -> None: ...
 
 class StepOutput(_message.Message):
-    __slots__ = ("step", "outputs", "event_sequence", "kv_events", "load")
+    __slots__ = ("step", "outputs", "event_sequence", "kv_events", "load", "submits_taken")
     STEP_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     EVENT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     KV_EVENTS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    SUBMITS_TAKEN_FIELD_NUMBER: _ClassVar[int]
     step: int
     outputs: _containers.RepeatedCompositeFieldContainer[RequestOutput]
     event_sequence: int
     kv_events: _containers.RepeatedCompositeFieldContainer[KvEvent]
     load: Load
-    def __init__(self, step: _Optional[int] = ..., outputs: _Optional[_Iterable[_Union[RequestOutput, _Mapping]]] = ..., event_sequence: _Optional[int] = ..., kv_events: _Optional[_Iterable[_Union[KvEvent, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+    submits_taken: int
+    def __init__(self, step: _Optional[int] = ..., outputs: _Optional[_Iterable[_Union[RequestOutput, _Mapping]]] = ..., event_sequence: _Optional[int] = ..., kv_events: _Optional[_Iterable[_Union[KvEvent, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., submits_taken: _Optional[int] = ...) -> None: ...
 
 class SessionWelcome(_message.Message):
     __slots__ = ("instance_id", "generation", "cached_blocks", "event_sequence", "load")

@@ -7,7 +7,8 @@ calls only; everything runs in the event loop between two awaits, so no state is
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -123,7 +124,8 @@ class Dispatcher:
             raise error
         entry.flight.admit()
         self._entries[request.id] = entry
-        self._enqueue(entry, front=False)
+        with self._alone(entry):
+            self._enqueue(entry, front=False)
         self._pump()
         return entry.stream
 
@@ -145,7 +147,8 @@ class Dispatcher:
 
     def fail_all(self, error: TanghuluError) -> None:
         for entry in list(self._entries.values()):
-            self._perform(entry, entry.flight.fail(error))
+            with self._alone(entry):
+                self._perform(entry, entry.flight.fail(error))
 
     # --- what workers tell (WorkerListener)
 
@@ -166,12 +169,14 @@ class Dispatcher:
             if entry is not None:
                 if output.tokens:
                     self._observe_tokens(entry, len(output.tokens), now_s)
-                self._perform(entry, entry.flight.on_output(output))
+                with self._alone(entry):
+                    self._perform(entry, entry.flight.on_output(output))
         if step.load is not None:
-            worker.load.report(step.load)
+            worker.load.report(step.load, step.submits_taken)
             self.router.note_reads(worker, step.load.reads)
-        if step.kv_events:
-            self.mirror.worker_events(worker.id, step.event_sequence, step.kv_events)
+        if step.kv_events and not self.mirror.worker_events(worker.id, step.event_sequence, step.kv_events):
+            assert worker.session is not None, "it has just spoken"
+            worker.session.request_snapshot()
         if self._queue:
             self._pump()
 
@@ -183,7 +188,8 @@ class Dispatcher:
         self._metrics.workers.labels(worker.role.value).dec()
         self.mirror.worker_gone(worker.id)
         for entry in [e for e in self._submissions.values() if e.flight.worker == worker.id]:
-            self._perform(entry, entry.flight.on_worker_lost(error))
+            with self._alone(entry):
+                self._perform(entry, entry.flight.on_worker_lost(error))
         self._pump()
 
     def has_requests(self, worker: RegisteredWorker) -> bool:
@@ -221,7 +227,7 @@ class Dispatcher:
     def _enqueue(self, entry: _Entry, front: bool) -> None:
         request, sjf = entry.flight.request, self._limits.order.name == "sjf"
         prefill_s = self.router.rest_s(entry.flight, entry.model) if sjf and not front else 0.0
-        self._queue.push(request.id, entry, self._clock.now_s(), request.priority, prefill_s, front)
+        self._queue.push(request.id, entry, entry.arrived_s, request.priority, prefill_s, front)
         entry.deadline = asyncio.get_running_loop().call_later(self._limits.queue_timeout_s, self._expire, entry)
 
     def _leave_queue(self, entry: _Entry) -> None:
@@ -231,10 +237,10 @@ class Dispatcher:
             entry.deadline = None
 
     def _expire(self, entry: _Entry) -> None:
-        model, waited_s = entry.model.card.model, self._limits.queue_timeout_s
+        model, waited_s = entry.model, self._limits.queue_timeout_s
         error: TanghuluError = Overloaded(f"no place became free within {waited_s:g} s; try again later")
         if not self.registry.usable(model):
-            error = NodeUnavailable(f"no worker that serves {model} was there for {waited_s:g} s; start one")
+            error = NodeUnavailable(f"no worker that serves {model.card.model} was there for {waited_s:g} s; start one")
         self._perform(entry, entry.flight.fail(error))
 
     def _pump(self) -> None:
@@ -245,11 +251,17 @@ class Dispatcher:
             if len(self._submissions) >= self._limits.max_in_flight:
                 return
             if entry.flight.state is FlightState.QUEUED:
-                self._dispatch(entry)
+                with self._alone(entry):
+                    self._dispatch(entry)
 
     def _dispatch(self, entry: _Entry) -> None:
         flight = entry.flight
-        if not self.registry.usable(entry.model.card.model):
+        if not self.registry.serves(entry.model):
+            name = entry.model.card.model
+            error = NodeUnavailable(f"{name} was replaced by another model of that name; send the request again")
+            self._perform(entry, flight.fail(error))
+            return
+        if not self.registry.usable(entry.model):
             return
         route = self.router.choose(flight, entry.model)
         if route.decision is None:
@@ -275,6 +287,19 @@ class Dispatcher:
         return self._limits.admission.objection(seen, self._clock.now_s() - entry.arrived_s)
 
     # --- performing
+
+    @contextlib.contextmanager
+    def _alone(self, entry: _Entry) -> Iterator[None]:
+        """End this request alone, whatever the block raises: the caller acts for another client, or for a worker."""
+        try:
+            yield
+        except Exception as raised:
+            flight = entry.flight
+            error = raised if isinstance(raised, TanghuluError) else TanghuluError(f"the conductor failed: {raised!r}")
+            if error is not raised:
+                _log.exception("request.broken", request=flight.request.id, state=flight.state.name)
+            if flight.request.id in self._entries:
+                self._perform(entry, [End(None, error)] if flight.ended else flight.fail(error))
 
     def _perform(self, entry: _Entry, instructions: Sequence[Instruction]) -> None:
         for instruction in instructions:
@@ -306,7 +331,9 @@ class Dispatcher:
         self.own.began(Begun(to.wire_id, worker.id, entry.rest_tokens, entry.num_blocks, hashes, decode))
         try:
             holder = entry.holder if to.source is None else None
-            worker.session.submit(flight.request, to.wire_id, flight.all_tokens(), to.hand_over, to.source, holder)
+            tokens = flight.all_tokens()
+            number = worker.session.submit(flight.request, to.wire_id, tokens, to.hand_over, to.source, holder)
+            worker.load.numbered(to.wire_id, number)
         except Overloaded as error:
             worker.load.heard_of(to.wire_id)
             self._perform(entry, flight.on_worker_lost(error))
@@ -326,12 +353,14 @@ class Dispatcher:
         worker = self.registry.workers.get(worker_id)
         if worker is not None and worker.session is not None:
             worker.load.heard_of(wire_id)
-            worker.session.abort(wire_id)
+            with contextlib.suppress(Overloaded):  # a worker that takes no messages computes on, for nobody
+                worker.session.abort(wire_id)
 
     def _release(self, worker_id: InstanceId, export_id: int) -> None:
         worker = self.registry.workers.get(worker_id)
         if worker is not None and worker.session is not None:
-            worker.session.release(export_id)
+            with contextlib.suppress(Overloaded):  # the worker gives an export up by itself, after a while
+                worker.session.release(export_id)
 
     def _requeue(self, entry: _Entry, reason: TanghuluError) -> None:
         flight = entry.flight

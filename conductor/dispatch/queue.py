@@ -9,7 +9,8 @@ that a long one is overtaken for a bounded time only. With
 the order never changes while requests wait, as the clock is the same for all. Example, ageing 0.1: a prompt of 3 s that
 came at 0 has rank 3.0; one of 0.5 s goes ahead of it if it comes before second 25, later ones do not.
 
-A request that was moved because its worker was lost goes in front of all others: it has waited already.
+A request that was moved because its worker was lost goes in front of all that were not: it has waited already. Of
+several such requests those of higher priority come first, and then those that came to the conductor first.
 """
 
 from __future__ import annotations
@@ -66,11 +67,11 @@ class WaitingQueue(Generic[T]):
         prefill_s: float = 0.0,
         front: bool = False,
     ) -> None:
-        """Let ``item`` wait. ``front``: ahead of all, the latest first."""
+        """Let ``item``, which came at ``now_s``, wait. ``front``: ahead of all that are not, in order of arrival."""
         assert request_id not in self._items
         self._sequence += 1
         if front:
-            rank = (False, 0, 0.0, -self._sequence)
+            rank = (False, -priority, now_s, self._sequence)
         else:
             rank = (True, -priority, self.order.rank_s(prefill_s, now_s), self._sequence)
         self._items[request_id] = rank, item

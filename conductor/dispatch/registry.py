@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Protocol
 
 import structlog
@@ -39,6 +39,7 @@ class RegisteredWorker:
     def __init__(self, instance: Instance) -> None:
         self.instance = instance
         self.card: ModelCard | None = None
+        self.model: ServedModel | None = None
         self.session: WorkerSession | None = None
         self.load = LoadTracker()
         self.leaving = False
@@ -75,7 +76,7 @@ class WorkerListener(Protocol):
         """Take a worker whose session is open, so that it may be used."""
 
     def worker_step(self, worker: RegisteredWorker, step: Step) -> None:
-        """Take a step of the worker. Raises NodeUnavailable to have the session replaced."""
+        """Take a step of the worker. Raises a TanghuluError to have the session replaced."""
 
     def worker_snapshot(self, worker: RegisteredWorker, welcome: SessionWelcome) -> None:
         """Take a snapshot that the worker was asked for."""
@@ -104,6 +105,7 @@ class Registry:
         self._profiles = profiles
         self._ending: set[asyncio.Task[None]] = set()
         self._views: dict[str, WorkerViews[RegisteredWorker]] = {}
+        self._least_context: dict[str, int] = {}
 
     async def follow(self, discovery: Discovery, namespace: str) -> None:
         """Follow the workers' comings and goings until cancelled."""
@@ -118,18 +120,28 @@ class Registry:
         elif event.instance is not None:
             self._leave(event.instance.id)
 
-    def usable(self, model: str) -> Sequence[RegisteredWorker]:
-        """Workers that serve ``model`` and may be sent requests; all of them have one fingerprint."""
+    def serves(self, model: ServedModel) -> bool:
+        """False once other workers serve another model under its name: its requests cannot go on there."""
+        return self.models.get(model.card.model) is model
+
+    def usable(self, model: ServedModel) -> Sequence[RegisteredWorker]:
+        """Workers that serve ``model``, not another one of its name, and may be sent requests."""
         return self.views(model).workers
 
-    def views(self, model: str) -> WorkerViews[RegisteredWorker]:
+    def views(self, model: ServedModel) -> WorkerViews[RegisteredWorker]:
         """``usable`` with their views; the same object until a worker comes or goes, as it is asked for every time."""
-        views = self._views.get(model)
+        if not self.serves(model):
+            return WorkerViews([])
+        views = self._views.get(model.card.model)
         if views is None:
-            views = WorkerViews(self._find_usable(model))
-            if model in self.models:
-                self._views[model] = views
+            views = self._views[model.card.model] = WorkerViews(self._find_usable(model))
         return views
+
+    def too_short(self, model: ServedModel, num_tokens: int) -> Set[InstanceId]:
+        """Workers of ``model`` whose own context ends before ``num_tokens`` and one more."""
+        if num_tokens < self._least_context.get(model.card.model, 0):
+            return frozenset()
+        return {w.id for w in self.usable(model) if w.card is not None and num_tokens >= w.card.context_length}
 
     def find_model(self, name: str | None) -> ServedModel:
         """The model called ``name``, or the first one if None.
@@ -164,21 +176,25 @@ class Registry:
         await cancelled(*tasks)
 
     def check(self) -> None:
-        for model, views in self._views.items():
-            assert views.workers == self._find_usable(model)
+        for name, views in self._views.items():
+            assert views.workers == self._find_usable(self.models[name])
             views.check()
         for worker_id, worker in self.workers.items():
             assert worker.id == worker_id
-            assert worker.session is None or (worker.card is not None and worker.card.model in self.models)
+            assert worker.session is None or (worker.card is not None and worker.model is not None)
             worker.load.check()
 
-    def _find_usable(self, model: str) -> list[RegisteredWorker]:
-        served = self.models.get(model)
-        if served is None:
-            return []
-        fingerprint = served.card.fingerprint
-        cards = [(w, w.card) for w in self.workers.values() if w.usable]
-        return [w for w, card in cards if card and (card.model, card.fingerprint) == (model, fingerprint)]
+    def _find_usable(self, model: ServedModel) -> list[RegisteredWorker]:
+        return [w for w in self.workers.values() if w.usable and w.model is model]
+
+    def _changed(self) -> None:
+        """Forget what was derived from the set of usable workers, and derive the models' contexts anew."""
+        self._views.clear()
+        for name, model in self.models.items():
+            contexts = [w.card.context_length for w in self._find_usable(model) if w.card is not None]
+            if contexts:
+                self._least_context[name] = min(contexts)
+                model.set_context_length(max(contexts))
 
     # --- coming and going
 
@@ -189,7 +205,7 @@ class Registry:
                 _log.info("worker.registered_again", worker=instance.id)
             known.instance, known.leaving = instance, False
             known.load.renew()
-            self._views.clear()
+            self._changed()
             self._calm(known)
             return
         if known is not None:
@@ -206,7 +222,7 @@ class Registry:
             return
         _log.info("worker.leaving", worker=worker_id)
         worker.leaving, worker.heard = True, False
-        self._views.clear()
+        self._changed()
         self._watch_silence(worker)
 
     def _watch_silence(self, worker: RegisteredWorker) -> None:
@@ -230,7 +246,7 @@ class Registry:
         self._calm(worker)
         worker.leaving = True
         self.workers.pop(worker.id, None)
-        self._views.clear()
+        self._changed()
         if worker.task is not None:
             self._ending.add(worker.task)
             worker.task.add_done_callback(self._ending.discard)
@@ -241,7 +257,11 @@ class Registry:
     async def _serve(self, worker: RegisteredWorker) -> None:
         retry_s = _RETRY_FIRST_S
         while True:
-            error = await self._one_session(worker)
+            try:
+                error = await self._one_session(worker)
+            except Exception as broken:  # it must not leave the worker without a session for ever
+                _log.exception("worker.session_broken", worker=worker.id)
+                error = NodeUnavailable(f"the conductor could not go on with the session: {broken!r}")
             retry_s = _RETRY_FIRST_S if worker.heard else min(2 * retry_s, _RETRY_MOST_S)
             worker.heard = False
             if error.message != worker.last_error:
@@ -258,8 +278,7 @@ class Registry:
         session = WorkerSession(worker.instance.address, self._conductor_id)
         error: TanghuluError = NodeUnavailable(f"worker {worker.id} is no longer registered")
         try:
-            if worker.card is None:
-                await self._describe(worker, session)
+            await self._describe(worker, session)
             welcome = await session.connect()
             self._begin(worker, session, welcome)
             async with contextlib.aclosing(session.steps()) as steps:
@@ -271,42 +290,60 @@ class Registry:
                         self._listener.worker_step(worker, said)
         except TanghuluError as caught:
             error = caught
+        except Exception as caught:
+            error = NodeUnavailable(f"the conductor could not go on with the session of {worker.id}: {caught!r}")
+            raise
         finally:
-            if worker.session is not None:
-                worker.session = None
-                self._views.clear()
-                self._listener.worker_lost(worker, error)
-            await session.close()
+            try:
+                if worker.session is not None:
+                    worker.session = None
+                    self._changed()
+                    self._listener.worker_lost(worker, error)
+            finally:
+                await session.close()
         return error
 
     def _begin(self, worker: RegisteredWorker, session: WorkerSession, welcome: SessionWelcome) -> None:
         if welcome.instance_id != worker.id:
             raise NodeUnavailable(f"at {worker.instance.address} answers {welcome.instance_id}, not {worker.id}")
         worker.session, worker.last_error = session, ""
-        self._views.clear()
+        self._changed()
         worker.load.reset(welcome.load)
         _log.info("worker.connected", worker=worker.id, role=worker.role.value, blocks=len(welcome.cached_blocks))
         self._listener.worker_up(worker, welcome)
 
     async def _describe(self, worker: RegisteredWorker, session: WorkerSession) -> None:
+        """Learn what the worker serves now. Raises NodeUnavailable if others serve something else under its name."""
         card = await session.describe()
-        known = self.models.get(card.model)
-        if known is None or known.card.fingerprint != card.fingerprint:
-            self._refuse_mixture(worker, card)
-            # A large tokenizer takes a second to read.
-            model = await asyncio.to_thread(ServedModel, card)
-            self._refuse_mixture(worker, card)
-            self.models[card.model] = model
-            self._views.clear()
-            self.model_known.set()
-        worker.card = card
+        worker.card, worker.model = card, await self._model_of(worker, card)
         worker.load.known, worker.load.block_tokens = self._profiles.of(card.model), card.block_tokens
 
-    def _refuse_mixture(self, worker: RegisteredWorker, card: ModelCard) -> None:
-        """Refuse another fingerprint under a known name: KV and text of two models must never be mixed."""
-        others = self.usable(card.model)
-        if others and self.models[card.model].card.fingerprint != card.fingerprint:
+    async def _model_of(self, worker: RegisteredWorker, card: ModelCard) -> ServedModel:
+        """The model that ``card`` describes: the known one, or a new one where no other worker serves that."""
+        made: ServedModel | None = None
+        while True:
+            known = self.models.get(card.model)
+            if known is not None and not await self._differs(worker, card, known):
+                return known
+            if made is None:  # a large tokenizer takes a second to read: look again behind it
+                made = await asyncio.to_thread(ServedModel, card)
+            elif self.models.get(card.model) is known:
+                self.models[card.model] = made
+                self._changed()
+                self.model_known.set()
+                if known is not None:
+                    _log.warning("model.replaced", model=card.model, worker=worker.id)
+                return made
+
+    async def _differs(self, worker: RegisteredWorker, card: ModelCard, known: ServedModel) -> bool:
+        """Whether ``card`` is another model's than ``known``, which nobody else serves any more.
+
+        Raises NodeUnavailable if others do: KV, tokens and text of two models must never be mixed.
+        """
+        differences = await asyncio.to_thread(known.differences, card) if card != known.card else []
+        others = [w.id for w in self.usable(known) if w is not worker]
+        if differences and others:
             raise NodeUnavailable(
-                f"worker {worker.id} serves {card.model} with fingerprint {card.fingerprint.hex()}, "
-                f"others serve it with another one: {', '.join(w.id for w in others)}"
+                f"worker {worker.id} serves {card.model} with another {', '.join(differences)} than {', '.join(others)}"
             )
+        return bool(differences)

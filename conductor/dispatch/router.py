@@ -199,9 +199,10 @@ class Router:
         )
         coming = self.in_flight.match(sequence.block_hashes)
         overrides = flight.request.routing
-        worker_views = self._registry.views(model.card.model)
+        worker_views = self._registry.views(model)
+        avoid = flight.avoid | self._registry.too_short(model, len(sequence))
         ranks = policy.ranks and not (overrides.prefill or overrides.decode)
-        shown = views_of(worker_views, flight.avoid, ranks, hits.workers, coming)
+        shown = views_of(worker_views, avoid, ranks, hits.workers, coming)
         return request, restricted(with_both_phases(shown), overrides), hits
 
 

@@ -40,6 +40,8 @@ from tanghulu.types import Address, BlockHash, Fingerprint, InstanceId
 
 PROTOCOL_VERSION = 1
 MAX_UNSENT = 65536
+#: A prompt of 128k tokens is half a megabyte.
+MAX_UNSENT_BYTES = 256 << 20
 CALL_DEADLINE_S = 10.0
 
 _KINDS = {
@@ -61,6 +63,8 @@ class WorkerSession:
         self._channel = grpc_edge.channel(address)
         self._stub: Any = session_pb2_grpc.WorkerStub(self._channel)
         self._unsent: asyncio.Queue[pb.ToWorker] = asyncio.Queue(MAX_UNSENT)
+        self._unsent_bytes = 0
+        self._num_submits = 0
         self._call: Any = None
         self._writer: asyncio.Task[None] | None = None
 
@@ -108,12 +112,17 @@ class WorkerSession:
         hand_over: bool,
         source: KvSource | None,
         holder: PrefixSource | None = None,
-    ) -> None:
-        """Send the request with ``tokens`` (prompt and generated so far). Raises Overloaded."""
+    ) -> int:
+        """Send the request with ``tokens`` (prompt and generated so far). Raises Overloaded.
+
+        Returns the submission's number, by which the worker's steps say whether their load holds it.
+        """
         message = _submit(request, wire_id, tokens, hand_over, source)
         if holder is not None:
             message.holder.CopyFrom(pb.PrefixHolder(**asdict(holder)))
         self._send(pb.ToWorker(submit=message))
+        self._num_submits += 1
+        return self._num_submits
 
     def abort(self, wire_id: str) -> None:
         """Have the worker end ``wire_id``. Raises Overloaded."""
@@ -148,16 +157,20 @@ class WorkerSession:
         return pb.SessionHello(conductor_id=self._conductor_id, protocol_version=PROTOCOL_VERSION)
 
     def _send(self, message: pb.ToWorker) -> None:
-        try:
-            self._unsent.put_nowait(message)
-        except asyncio.QueueFull:
-            raise Overloaded(f"worker {self.address} takes no messages: {MAX_UNSENT} are unsent") from None
+        num_bytes = self._unsent_bytes + message.ByteSize()
+        if self._unsent.full() or num_bytes > MAX_UNSENT_BYTES:
+            unsent = f"{self._unsent.qsize()} with {self._unsent_bytes} bytes are unsent"
+            raise Overloaded(f"worker {self.address} takes no messages: {unsent}")
+        self._unsent_bytes = num_bytes
+        self._unsent.put_nowait(message)
 
     async def _write(self) -> None:
         # A stream that ended is noticed, with its reason, by the reading side.
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while True:
-                await self._call.write(await self._unsent.get())
+                message = await self._unsent.get()
+                self._unsent_bytes -= message.ByteSize()
+                await self._call.write(message)
 
 
 def _card(card: pb.ModelCard) -> ModelCard:
@@ -209,6 +222,7 @@ def _load(load: pb.Load) -> WorkerLoad:
         prefill,
         decode,
         tuple(MeasuredRead(r.address, r.num_bytes, r.seconds) for r in load.reads) if load.reads else (),
+        load.prefill_pairs_waiting,
     )
 
 
@@ -218,6 +232,7 @@ def _step(step: pb.StepOutput) -> Step:
         step.event_sequence,
         tuple(_change(event) for event in step.kv_events),
         _load(step.load) if step.HasField("load") else None,
+        step.submits_taken if step.HasField("submits_taken") else None,
     )
 
 

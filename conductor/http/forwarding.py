@@ -30,6 +30,6 @@ def answer_headers(response: httpx.Response) -> dict[str, str]:
     return {name: value for name, value in response.headers.items() if name.lower() not in _OF_ONE_HOP}
 
 
-def reason(error: httpx.HTTPError) -> str:
+def reason(error: Exception) -> str:
     """The text of ``error``, for which httpx often has none."""
     return str(error) or type(error).__name__

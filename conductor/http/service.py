@@ -72,7 +72,7 @@ class Service:
         registry = self.dispatcher.registry
         if self.stopping:
             return ["the conductor is stopping"]
-        if any(registry.usable(model) for model in registry.models):
+        if any(registry.usable(model) for model in registry.models.values()):
             return []
         if not registry.synced:
             return ["the list of workers has not come from discovery yet"]

@@ -1,7 +1,8 @@
 """Cache events into the prefix indexes: the workers' own, and the store's directory.
 
 Owns both indexes and the sequence numbers of the workers' events. A worker's events are numbered; where a number is
-missing the index of that worker cannot be trusted, so the session is replaced and its welcome brings a snapshot.
+missing the index of that worker cannot be trusted, so its events are left out until a snapshot has come. The session,
+and with it the worker's requests, goes on.
 The directory's follower repairs its own gaps and begins again with RESET.
 """
 
@@ -11,14 +12,16 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import structlog
+
 from tanghulu.conductor.index.prefix_index import Cleared, PrefixEvent, PrefixIndex, Removed, Stored
 from tanghulu.conductor.index.shards import DEFAULT_SHARDS, EventShards
 from tanghulu.conductor.routing.requests import KvChange, SessionWelcome
-from tanghulu.errors import NodeUnavailable
 from tanghulu.masters import Masters
 from tanghulu.store.directory_feed import DirectoryEvent, DirectoryEventKind, follow_directory
 from tanghulu.types import Address, BlockHash, Fingerprint, InstanceId, parse_kv_chunk_key
 
+_log = structlog.get_logger(__name__)
 KEY_PREFIX = "kv/"
 #: Models of which it is remembered that their blocks are several chunks.
 MAX_MODELS = 4096
@@ -42,6 +45,8 @@ class CacheMirror:
         self.store = PrefixIndex()
         self.directory_synced = False
         self._next_sequence: dict[InstanceId, int] = {}
+        #: Workers whose events are left out until their snapshot comes.
+        self._behind: set[InstanceId] = set()
         self._num_parts: dict[str, int] = {}
 
     def hits(self, block_hashes: Sequence[BlockHash]) -> Hits:
@@ -53,25 +58,33 @@ class CacheMirror:
 
     def welcome(self, worker: InstanceId, welcome: SessionWelcome) -> None:
         """Begin a session: its snapshot replaces all that was known of the worker."""
+        self._behind.discard(worker)
         self._put(Cleared(worker))
         self._put(Stored(worker, welcome.cached_blocks))
         self._next_sequence[worker] = welcome.event_sequence
 
     def snapshot(self, worker: InstanceId, welcome: SessionWelcome) -> None:
         """Correct the mirror by a snapshot of a session that goes on."""
+        if worker in self._behind:
+            self.welcome(worker, welcome)
+            return
         known, told = self.workers.blocks_of(worker), set(welcome.cached_blocks)
         self._put(Removed(worker, list(known - told)))
         self._put(Stored(worker, [block for block in welcome.cached_blocks if block not in known]))
         self._next_sequence[worker] = welcome.event_sequence
 
-    def worker_events(self, worker: InstanceId, first_sequence: int, changes: Sequence[KvChange]) -> None:
-        """Take the events of one step; raises NodeUnavailable if events in front of them were lost."""
+    def worker_events(self, worker: InstanceId, first_sequence: int, changes: Sequence[KvChange]) -> bool:
+        """Take the events of one step; False if events in front of them were lost, for which a snapshot is to be asked.
+
+        Until it has come the worker's events are left out.
+        """
         expected = self._next_sequence[worker]
+        if worker in self._behind:
+            return True
         if first_sequence != expected:
-            raise NodeUnavailable(
-                f"worker {worker} said KV event {first_sequence} where {expected} was next; "
-                "a new session brings a snapshot"
-            )
+            _log.warning("kv_events.gap", worker=worker, expected=expected, first=first_sequence)
+            self._behind.add(worker)
+            return False
         self._next_sequence[worker] = expected + len(changes)
         for change in changes:
             if change.cleared:
@@ -80,11 +93,13 @@ class CacheMirror:
                 self._put(Removed(worker, change.removed))
             if change.stored:
                 self._put(Stored(worker, change.stored))
+        return True
 
     def worker_gone(self, worker: InstanceId) -> None:
         """Forget a worker whose session ended."""
         self._put(Cleared(worker))
         self._next_sequence.pop(worker, None)
+        self._behind.discard(worker)
 
     async def apply_events(self) -> None:
         """Apply waiting events until cancelled, a slice at a time, so that the loop's other work gets its turn."""
@@ -120,6 +135,7 @@ class CacheMirror:
         self.workers.check()
         self.store.check()
         self.events.check()
+        assert self._behind <= set(self._next_sequence)
         assert set(self.workers.holders) - self.events.waiting_holders() <= set(self._next_sequence)
 
     def _stored_blocks(self, keys: Sequence[str]) -> list[BlockHash]:

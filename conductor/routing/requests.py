@@ -134,7 +134,8 @@ class WorkerLoad:
     """A worker's own report; speeds are 0 until it has measured them.
 
     ``reads`` are those since its last report. ``peer_bytes_per_s`` is 0 where it cannot load KV from other workers;
-    ``prefill`` and ``decode`` are what it has fitted to its steps, None until it has.
+    ``prefill`` and ``decode`` are what it has fitted to its steps, None until it has. ``prefill_pairs_waiting`` is what
+    ``prefill_tokens_waiting`` cost in attention: the sum of n^2 - p^2 for n tokens of which p are computed.
     """
 
     num_running: int = 0
@@ -149,6 +150,7 @@ class WorkerLoad:
     prefill: PrefillProfile | None = None
     decode: DecodeProfile | None = None
     reads: tuple[MeasuredRead, ...] = ()
+    prefill_pairs_waiting: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,12 +178,16 @@ class SessionWelcome:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The outputs and events of one engine step. ``event_sequence`` numbers the first of ``kv_events``."""
+    """The outputs and events of one engine step. ``event_sequence`` numbers the first of ``kv_events``.
+
+    ``load`` holds the session's first ``submits_taken`` submissions; None where the worker does not say.
+    """
 
     outputs: Sequence[Output]
     event_sequence: int
     kv_events: tuple[KvChange, ...]
     load: WorkerLoad | None
+    submits_taken: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """The load of one worker as the conductor knows it: its last report, and what the report cannot include yet.
 
-Pure. A submission counts as load from the moment it is sent until the worker has surely seen it: at the first word
-about that submission, or at the second report behind it (the first may have crossed it on the wire). A decode slot that
+Pure. A submission counts as load from the moment it is sent until a report holds it: at the first word about that
+submission, or at a report that says so by the submission's number. Where there is no number (another conductor's
+submission) it is the second report behind it, as the first may have crossed it on the wire. A decode slot that
 is reserved for a request which is prefilled elsewhere counts until the request comes or is withdrawn. Blocks that
 answers under way will still fill are not in use, but not free either (expected_output.py).
 """
@@ -12,6 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from tanghulu.conductor.routing.cost import PrefillProfile
+from tanghulu.conductor.routing.kind import KindOfWorkers
 from tanghulu.conductor.routing.policies.base import WorkerView
 from tanghulu.conductor.routing.profiles import NOTHING_KNOWN
 from tanghulu.conductor.routing.requests import WorkerLoad
@@ -25,8 +28,10 @@ MAX_VIEWS = 16
 @dataclass(slots=True)
 class _Unreported:
     prefill_tokens: int
+    prefill_pairs: int
     num_blocks: int
     reports_left: int = _REPORTS_UNTIL_SEEN
+    number: int | None = None
 
 
 def _nobody(number: int) -> None:
@@ -40,6 +45,8 @@ class LoadTracker:
         self.reported = WorkerLoad()
         #: What is taken for the worker's profiles until it reports its own.
         self.known = NOTHING_KNOWN
+        #: Workers like this one, whose median is taken for what neither of the two says.
+        self.kind = KindOfWorkers()
         #: Tokens of a block of the model that it serves; 0 while that is not known.
         self.block_tokens = 0
         #: What answers under way are still expected to fill.
@@ -48,7 +55,7 @@ class LoadTracker:
         self._reserved: dict[str, int] = {}
         #: Order of workers by load: waiting tokens, then requests. An attribute, because thousands are sorted by it.
         self.pressure = 0.0
-        self._queue_tokens = self._num_requests = self._blocks_free = 0
+        self._queue_tokens = self._queue_pairs = self._num_requests = self._blocks_free = 0
         #: The view of one who holds nothing of a prompt, as most do; None where it must be made anew.
         self.unhit: WorkerView | None = None
         self._views: dict[tuple[int, int], WorkerView] = {}
@@ -58,19 +65,31 @@ class LoadTracker:
 
     def sent(self, wire_id: str, prefill_tokens: int, num_blocks: int) -> None:
         """Count a submission that was sent; ``prefill_tokens`` of it are expected to be computed there."""
-        self._unreported[wire_id] = _Unreported(prefill_tokens, num_blocks)
+        num_tokens = max(prefill_tokens, num_blocks * self.block_tokens)
+        prefill_pairs = num_tokens**2 - (num_tokens - prefill_tokens) ** 2
+        self._unreported[wire_id] = _Unreported(prefill_tokens, prefill_pairs, num_blocks)
         self._changed()
+
+    def numbered(self, wire_id: str, number: int) -> None:
+        """Know a submission by the number that the worker's reports will tell."""
+        if (sent := self._unreported.get(wire_id)) is not None:
+            sent.number = number
 
     def heard_of(self, wire_id: str) -> None:
         """Count a submission no more: the worker spoke of it, or it was taken back."""
         if self._unreported.pop(wire_id, None) is not None:
             self._changed()
 
-    def report(self, load: WorkerLoad) -> None:
+    def report(self, load: WorkerLoad, taken: int | None = None) -> None:
+        """Take a report, which holds the submissions up to the number ``taken`` if that is known."""
         self.reported = load
         for wire_id, entry in list(self._unreported.items()):
-            entry.reports_left -= 1
-            if entry.reports_left == 0:
+            if taken is None or entry.number is None:
+                entry.reports_left -= 1
+                seen = entry.reports_left <= 0
+            else:
+                seen = entry.number <= taken
+            if seen:
                 del self._unreported[wire_id]
         self._changed()
         self._refresh(self._stale[1])
@@ -130,20 +149,33 @@ class LoadTracker:
 
     def show(self, view: WorkerView) -> None:
         """Bring ``view``, of this worker, up to its load; what it has of a prompt stays."""
-        load = self.reported
+        load, typical = self.reported, self.kind.typical
         view.queue_tokens, view.num_requests, view.blocks_free = (
             self._queue_tokens,
             self._num_requests,
             max(0, self._blocks_free - self.expected_blocks),
         )
-        view.blocks_total, view.prefill_tokens_per_s = load.blocks_total, load.prefill_tokens_per_s
-        view.decode_step_s, view.store_bytes_per_s = load.decode_step_s, load.store_bytes_per_s
+        view.blocks_total, view.store_bytes_per_s = load.blocks_total, load.store_bytes_per_s
         view.peer_bytes_per_s = load.peer_bytes_per_s
-        view.profile, view.decode_profile = load.prefill or self.known.prefill, load.decode or self.known.decode
+        view.prefill_tokens_per_s, view.profile = load.prefill_tokens_per_s, load.prefill or self.known.prefill
+        if not view.prefill_tokens_per_s and view.profile is None:
+            view.prefill_tokens_per_s, view.profile = typical.prefill_tokens_per_s, typical.prefill
+        view.decode_step_s, view.decode_profile = load.decode_step_s, load.decode or self.known.decode
+        if not view.decode_step_s and view.decode_profile is None:
+            view.decode_step_s, view.decode_profile = typical.decode_step_s, typical.decode
         view.active_blocks = max(0, load.blocks_total - self._blocks_free)
         view.context_tokens = view.active_blocks * self.block_tokens
         view.coming_requests = len(self._reserved)
+        view.queue_s = self._queue_s(view.profile)
         view.derive()
+
+    def _queue_s(self, profile: PrefillProfile | None) -> float | None:
+        """Seconds of the prompts that wait, by their own lengths; None where only their tokens are known."""
+        load = self.reported
+        if profile is None or (load.prefill_tokens_waiting and not load.prefill_pairs_waiting):
+            return None
+        num_prompts = load.num_waiting + len(self._unreported)
+        return profile.queue_seconds(num_prompts, self._queue_tokens, self._queue_pairs)
 
     def _view(self, worker: InstanceId, hit_blocks: int, coming_blocks: int) -> WorkerView:
         prefills, decodes = self._phases
@@ -156,9 +188,11 @@ class LoadTracker:
     def _changed(self) -> None:
         load, own = self.reported, self._unreported.values()
         self._queue_tokens, self._blocks_free = load.prefill_tokens_waiting, load.blocks_free
+        self._queue_pairs = load.prefill_pairs_waiting
         self._num_requests = load.num_running + load.num_waiting
         if own:
             self._queue_tokens += sum([e.prefill_tokens for e in own])
+            self._queue_pairs += sum([e.prefill_pairs for e in own])
             self._blocks_free = max(0, load.blocks_free - sum([e.num_blocks for e in own]))
             self._num_requests += len(own)
         if self._reserved:

@@ -24,9 +24,10 @@ import operator
 from collections.abc import Mapping, Sequence, Set
 from typing import Generic, TypeVar
 
+from tanghulu.conductor.routing.kind import KindOfWorkers
 from tanghulu.conductor.routing.policies.base import Ranked, Shown, WorkerView
 from tanghulu.conductor.routing.worker_state import Viewed, views
-from tanghulu.types import InstanceId
+from tanghulu.types import InstanceId, Role
 
 W = TypeVar("W", bound=Viewed)
 #: Most workers of which a policy is shown all.
@@ -41,8 +42,12 @@ class WorkerViews(Generic[W]):
         self.workers = list(workers)
         self._number_of = {worker.id: number for number, worker in enumerate(self.workers)}
         self._stale: set[int] = set()
+        self._kinds: dict[Role, KindOfWorkers] = {}
         for number, worker in enumerate(self.workers):
             worker.load.watch(self._stale, number, self._load)
+            worker.load.kind = self._kinds.setdefault(worker.role, KindOfWorkers())
+            worker.load.kind.report(number, worker.load.reported)
+            worker.load.renew()
         shown = self._shown = Shown(map(copy.copy, views(self.workers, {}, {})))
         self._found: list[WorkerView] = []
         self._seats: list[list[tuple[Ranked, int]]] = [[] for _ in shown]
@@ -55,8 +60,8 @@ class WorkerViews(Generic[W]):
         It is the kept list: it must not be changed, and stays as it is until the next call or a worker's report.
         """
         number_of, shown = self._number_of, self._shown
-        for number in list(self._stale):
-            self._load(number)
+        while self._stale:
+            self._load(next(iter(self._stale)))
         self._forget_prompt()
         found = hits.keys() | coming.keys() if coming else hits
         for number in sorted([number_of[holder] for holder in found if holder in number_of]):
@@ -72,6 +77,10 @@ class WorkerViews(Generic[W]):
 
     def _load(self, number: int) -> None:
         worker, view = self.workers[number], self._shown[number]
+        kind = worker.load.kind
+        if kind.report(number, worker.load.reported):
+            for other in kind.unmeasured:
+                self.workers[other].load.renew()
         self._stale.discard(number)
         view.place = worker.place
         worker.load.show(view)
@@ -90,6 +99,8 @@ class WorkerViews(Generic[W]):
             ranked.longest = 0
 
     def check(self) -> None:
+        for kind in self._kinds.values():
+            kind.check()
         fresh, shown = views(self.workers, {}, {}), self._shown
         assert all(0 <= number < len(self.workers) for number in self._stale)
         for number, view in enumerate(fresh):

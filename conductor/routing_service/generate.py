@@ -13,7 +13,7 @@ import asyncio
 import functools
 import json
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +66,7 @@ class Generator:
     async def generate(self, body: bytes) -> ForwardedAnswer:
         """Send ``body`` (JSON) to the best worker. Raises InvalidRequest for a malformed body, NodeUnavailable."""
         parsed = self._read(body)
-        tried: list[str] = []
+        tried: dict[InstanceId, str] = {}
         while True:
             target = self._pick(parsed.query, tried)
             self._service.add_request(parsed.request_id, parsed.query, target.id, target.id, self._clock.now_s())
@@ -74,13 +74,14 @@ class Generator:
                 response = await self._send(target, parsed.body)
             except BaseException as error:  # a client that hung up, too: its load is taken back; raised on
                 self._service.free(parsed.request_id)
-                if not isinstance(error, httpx.HTTPError):
+                if not isinstance(error, httpx.HTTPError | NodeUnavailable):
                     raise
-                tried.append(f"{target.id}: {reason(error)}")
+                tried[target.id] = reason(error)
                 continue
-            if response.status_code in TRY_ELSEWHERE and len(tried) + 1 < MAX_ATTEMPTS and self._others(tried, target):
+            others = self._with_urls({*tried, target.id})
+            if response.status_code in TRY_ELSEWHERE and len(tried) + 1 < MAX_ATTEMPTS and others:
                 self._end(parsed.request_id, response)
-                tried.append(f"{target.id}: it answered {response.status_code}")
+                tried[target.id] = f"it answered {response.status_code}"
                 continue
             headers = {**answer_headers(response), "x-tanghulu-worker": target.id}
             headers.pop("content-length", None)  # an answer that breaks off is shorter
@@ -112,23 +113,29 @@ class Generator:
         closing.add_done_callback(self._closing.discard)
 
     async def _send(self, target: RoutableWorker, body: bytes) -> httpx.Response:
-        headers = {"content-type": "application/json"}
-        request = self._http.build_request("POST", f"{target.url}/generate", content=body, headers=headers)
-        return await self._http.send(request, stream=True)
+        url = httpx.URL(target.url)
+        headers = {"content-type": "application/json", "host": url.netloc.decode()}
+        *others, last = await self._service.networks.addresses_of(url.host)
+        for address in (*others, last):
+            at = url.copy_with(host=address, path="/generate")
+            named = {"sni_hostname": url.host}
+            request = self._http.build_request("POST", at, content=body, headers=headers, extensions=named)
+            try:
+                return await self._http.send(request, stream=True)
+            except httpx.ConnectError:
+                if address == last:
+                    raise
+        raise AssertionError("the last one answers or raises")
 
-    def _pick(self, query: RoutingQuery, tried: list[str]) -> RoutableWorker:
-        passed_over = {line.partition(":")[0] for line in tried}
+    def _pick(self, query: RoutingQuery, tried: Mapping[InstanceId, str]) -> RoutableWorker:
         if len(tried) < MAX_ATTEMPTS:
-            best = self._service.best_of(self._with_urls(passed_over), query, self._clock.now_s())
+            best = self._service.best_of(self._with_urls(tried.keys()), query, self._clock.now_s())
             if best is not None:
                 return best
-        said = "; ".join(tried) or "none has a url and does both phases"
+        said = "; ".join(f"{worker}: {why}" for worker, why in tried.items()) or "none has a url and does both phases"
         raise NodeUnavailable(f"no worker took the request: {said}")
 
-    def _others(self, tried: list[str], target: RoutableWorker) -> bool:
-        return bool(self._with_urls({line.partition(":")[0] for line in tried} | {target.id}))
-
-    def _with_urls(self, passed_over: set[str]) -> list[RoutableWorker]:
+    def _with_urls(self, passed_over: Set[InstanceId]) -> list[RoutableWorker]:
         return [
             t for t in self._service.workers if t.url and t.role.prefills and t.role.decodes and t.id not in passed_over
         ]

@@ -22,6 +22,7 @@ from tanghulu.conductor.routing_service.service import RoutingService
 from tanghulu.conductor.routing_service.types import Hasher
 from tanghulu.conductor.routing_service.vllm_events import EventSource, parse_sources
 from tanghulu.conductor.routing_service.vllm_follower import VllmFollower
+from tanghulu.conductor.routing_service.worker_networks import PRIVATE, WorkerNetworks
 from tanghulu.errors import ConfigError, InvalidRequest
 from tanghulu.hashing import DEFAULT_BLOCK_TOKENS, HASH_FUNCTIONS, root_hash
 from tanghulu.protos import router_pb2_grpc
@@ -54,9 +55,13 @@ class RouterConfig(pools_main.GlobalRouterConfig):
     assume_cached_blocks: int = option(
         DEFAULT_MAX_BLOCKS, "service: most blocks that one worker is taken to have", least=1
     )
+    worker_networks: str = option(
+        PRIVATE, "service: networks in which workers' urls may lie, as addresses with a length: 10.1.0.0/16,…"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        WorkerNetworks(self.worker_networks)
         parse_weights(self.policy_weights)
         parse_sources(self.vllm_events)
         self.hasher()
@@ -77,10 +82,11 @@ class RouterConfig(pools_main.GlobalRouterConfig):
 class RouterServer:
     """The routing service behind its two ports."""
 
-    def __init__(self, config: RouterConfig, registry: CollectorRegistry) -> None:
+    def __init__(self, config: RouterConfig, registry: CollectorRegistry, router_id: str = "") -> None:
         self.config = config
-        policies = RoutingPolicies(config.policy, parse_weights(config.policy_weights))
-        self.service = RoutingService(policies, config.block_tokens, config.block_bytes, config.assumed())
+        policies = RoutingPolicies(config.policy, parse_weights(config.policy_weights, router_id))
+        networks = WorkerNetworks(config.worker_networks)
+        self.service = RoutingService(policies, config.block_tokens, config.block_bytes, config.assumed(), networks)
         self.address = self.grpc_address = Address("", 0)
         self._registry, self._hasher, self._clock = registry, config.hasher(), SystemClock()
 
@@ -132,7 +138,8 @@ async def serve(process: Process, config: RouterConfig) -> None:
     if config.pools is not None:
         await pools_main.serve(process, config)
         return
-    async with RouterServer(config, process.registry).running() as server:
+    router_id = f"router-{process.generation:012x}"
+    async with RouterServer(config, process.registry, router_id).running() as server:
         process.ready(process.instance_id(server.address.port), server.address)
         await process.stopping.wait()
 

@@ -24,6 +24,7 @@ from tanghulu.conductor.routing.requests import KvChange, WorkerLoad
 from tanghulu.conductor.routing.worker_state import LoadTracker, views
 from tanghulu.conductor.routing.worker_views import WorkerViews, views_of
 from tanghulu.conductor.routing_service.assumed import AssumedBlocks
+from tanghulu.conductor.routing_service.worker_networks import WorkerNetworks
 from tanghulu.errors import InvalidRequest, NodeUnavailable, Overloaded
 from tanghulu.types import BlockHash, InstanceId, Place, Role
 
@@ -90,9 +91,15 @@ class RoutingService:
     """Routing as a service. ``block_tokens`` and ``block_bytes`` are those of the one model that is served."""
 
     def __init__(
-        self, policies: RoutingPolicies, block_tokens: int, block_bytes: int, assumed: AssumedBlocks | None = None
+        self,
+        policies: RoutingPolicies,
+        block_tokens: int,
+        block_bytes: int,
+        assumed: AssumedBlocks | None = None,
+        networks: WorkerNetworks | None = None,
     ) -> None:
         self.block_tokens = block_tokens
+        self.networks = networks or WorkerNetworks()
         self.index = PrefixIndex()
         self._policies, self._block_bytes, self._assumed = policies, block_bytes, assumed
         self._in_flight = InFlightBlocks()
@@ -113,11 +120,11 @@ class RoutingService:
     def put_worker(self, worker: InstanceId, role: Role, place: Place = Place(), url: str = "") -> None:
         """Enter a worker, or its changed registration.
 
-        Raises InvalidRequest for a role that neither prefills nor decodes or a url that is none, Overloaded beyond
-        MAX_WORKERS.
+        Raises InvalidRequest for a role that neither prefills nor decodes or a url that is none or leads out of the
+        workers' networks, Overloaded beyond MAX_WORKERS.
         """
-        if url and not url.startswith(("http://", "https://")):
-            raise InvalidRequest(f"worker {worker!r} has url {url!r}; it must begin with http:// or https://")
+        if url:
+            self.networks.check_url(url)
         if not (role.prefills or role.decodes):
             raise InvalidRequest(f"worker {worker!r} has role {role.value!r}; it must be prefill, decode or worker")
         known = self._targets.get(worker)

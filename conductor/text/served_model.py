@@ -11,6 +11,7 @@ that a template written for it renders alike.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import zlib
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,7 @@ from tanghulu.conductor.index.hash_cache import HashCache
 from tanghulu.conductor.routing.requests import ModelCard
 from tanghulu.conductor.text.detokenizer import DetokenizerFactory, is_byte_level
 from tanghulu.errors import ContextLengthExceeded, InvalidRequest, ModelUnsupported
-from tanghulu.hashing import Tokens, TokenSequence, as_tokens, root_hash
+from tanghulu.hashing import HASH_FUNCTIONS, Tokens, TokenSequence, as_tokens, root_hash
 
 #: Longer texts are tokenised in a thread: about a microsecond a character would stall everybody's streams.
 INLINE_CHARACTERS = 8192
@@ -95,9 +96,14 @@ class ChatTemplate:
 
 
 class ServedModel:
-    """Card, tokenizer and template of one model."""
+    """Card, tokenizer and template of one model.
+
+    ``card`` is that of the workers which serve it but for the context length, the longest that one of them has.
+    """
 
     def __init__(self, card: ModelCard) -> None:
+        if card.block_hash not in HASH_FUNCTIONS:
+            raise ModelUnsupported(f"{card.model} hashes its blocks by {card.block_hash!r}, unknown here")
         tokenizer_json = _inflate(card)
         self.card = card
         self.tokenizer = _load(card, tokenizer_json)
@@ -108,6 +114,23 @@ class ServedModel:
 
     def __repr__(self) -> str:
         return f"<ServedModel {self.card.model} {self.card.fingerprint[:4].hex()}>"
+
+    def differences(self, card: ModelCard) -> list[str]:
+        """Names of what ``card`` says otherwise than this model's: no request of the one may go on at the other.
+
+        The context length is not among them, since it depends on a worker's memory. May take long, for the tokenizer.
+        """
+        known = self.card
+        names = [f.name for f in dataclasses.fields(card) if f.name not in ("context_length", "tokenizer_json_zlib")]
+        found = [name for name in names if getattr(known, name) != getattr(card, name)]
+        if known.tokenizer_json_zlib != card.tokenizer_json_zlib and _inflate(known) != _inflate(card):
+            found.append("tokenizer")
+        return found
+
+    def set_context_length(self, tokens: int) -> None:
+        """Change the context: workers with more or less memory came or went."""
+        if tokens != self.card.context_length:
+            self.card = dataclasses.replace(self.card, context_length=tokens)
 
     async def encode(self, text: str, add_special_tokens: bool) -> Tokens:
         """Tokens of ``text``; with ``add_special_tokens`` as the model wants a bare text (its bos in front)."""

@@ -79,6 +79,8 @@ class FakeWorker(session_pb2_grpc.WorkerServicer):
         self.script = TOKENIZER.encode(script).ids
         self.model = MODEL
         self.fingerprint = FINGERPRINT
+        #: Fields of its card that differ from other fake workers'.
+        self.card: dict[str, Any] = {}
         self.submits: list[pb.Submit] = []
         self.aborts: list[str] = []
         self.releases: list[int] = []
@@ -91,6 +93,8 @@ class FakeWorker(session_pb2_grpc.WorkerServicer):
         self.fail_with: common_pb2.Status | None = None
         self.skip_sequence = 0
         self.num_emitted = 0
+        #: What its steps say of the submissions that their load holds; None: nothing.
+        self.taken: int | None = None
         self.changed = asyncio.Condition()
         self._running: dict[str, Running] = {}
         self._go = asyncio.Event()
@@ -162,7 +166,7 @@ class FakeWorker(session_pb2_grpc.WorkerServicer):
     # --- the service
 
     async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.ModelCard:
-        return pb.ModelCard(
+        card = pb.ModelCard(
             model=self.model,
             fingerprint=self.fingerprint,
             block_hash="xxh3_128",
@@ -177,6 +181,8 @@ class FakeWorker(session_pb2_grpc.WorkerServicer):
             block_bytes=1024,
             num_blocks=1000,
         )
+        card.MergeFrom(pb.ModelCard(**self.card))
+        return card
 
     async def DropCache(self, request: pb.DropCacheRequest, context: Any) -> pb.DropCacheReply:
         self.dropped += 1
@@ -263,7 +269,14 @@ class FakeWorker(session_pb2_grpc.WorkerServicer):
             step.event_sequence = session.event_sequence + self.skip_sequence
             session.event_sequence += len(step.kv_events) + self.skip_sequence
             self.skip_sequence = 0
+        if self.taken is not None:
+            step.submits_taken = self.taken
         session.out.put_nowait(pb.FromWorker(step=step))
+
+    def report(self) -> None:
+        """Tell every conductor the load, in a step of its own."""
+        for session in self.sessions:
+            self._tell(session, pb.StepOutput(load=self.load))
 
     def _advance(self, running: Running, stored: list[bytes]) -> pb.RequestOutput:
         submit = running.submit
@@ -288,15 +301,16 @@ class FakeWorker(session_pb2_grpc.WorkerServicer):
         return output
 
     def _take_blocks(self, running: Running, stored: list[bytes]) -> int:
-        root = root_hash(FINGERPRINT, running.submit.salt)
-        hashes = TokenSequence(root, BLOCK_TOKENS, running.tokens).block_hashes
+        block_hash = self.card.get("block_hash", "xxh3_128")
+        root = root_hash(self.fingerprint, running.submit.salt, block_hash)
+        hashes = TokenSequence(root, BLOCK_TOKENS, running.tokens, block_hash).block_hashes
         cached = 0
-        for block_hash in hashes:
-            if block_hash in self.cached:
+        for each in hashes:
+            if each in self.cached:
                 cached += BLOCK_TOKENS
             else:
-                self.cached.add(block_hash)
-                stored.append(block_hash)
+                self.cached.add(each)
+                stored.append(each)
         return min(cached, len(running.tokens) - 1)
 
     def _finish(self, running: Running, token: int, output: pb.RequestOutput) -> None:

@@ -269,14 +269,14 @@ async def test_stop_tokens_and_held_back_text(cluster):
     assert TOKENIZER.encode("Hello").ids[0] != EOS
 
 
-async def test_a_gap_in_the_events_brings_a_new_snapshot(cluster):
+async def test_a_gap_in_the_events_brings_a_new_snapshot_and_moves_no_request(cluster):
     worker = await cluster.add()
     await stream(cluster, LONG)
     worker.skip_sequence = 1
     text, _, usage = await stream(cluster, {**LONG, "prompt": "another prompt"})
     assert (text, usage["completion_tokens"]) == (LONG_TEXT, 40)
-    await cluster.until(lambda: cluster.registry.workers[worker.id].usable)
-    assert cluster.dispatcher.mirror.workers.num_blocks == len(worker.cached)
+    await cluster.until(lambda: cluster.dispatcher.mirror.workers.num_blocks == len(worker.cached))
+    assert (len(worker.submits), len(worker.sessions)) == (2, 1)
 
 
 async def test_cached_tokens_are_told_and_routing_prefers_who_has_them(cluster):
@@ -302,3 +302,23 @@ async def test_a_worker_of_other_weights_is_not_mixed_in(cluster):
     assert "fingerprint" in cluster.registry.workers[other.id].last_error
     assert (await stream(cluster, LONG))[0] == LONG_TEXT
     assert not other.submits
+
+
+async def test_a_submission_counts_until_a_report_says_that_it_holds_it(cluster):
+    worker = await cluster.add()
+    worker.hold()
+    worker.taken = 0
+    asked = [asyncio.create_task(stream(cluster, {**LONG, "prompt": "x" * 40})) for _ in range(2)]
+    await worker.until(lambda: len(worker.submits) == 2)
+    load = cluster.registry.workers[worker.id].load
+    for running in (1, 2, 3):
+        worker.load.num_running = running
+        worker.report()
+    await cluster.until(lambda: load.reported.num_running == 3)
+    assert load.view(worker.id, Role.BOTH, 0).num_requests == 5
+    worker.taken, worker.load.num_running = 1, 4
+    worker.report()
+    await cluster.until(lambda: load.reported.num_running == 4)
+    assert load.view(worker.id, Role.BOTH, 0).num_requests == 5
+    worker.release()
+    await asyncio.gather(*asked)

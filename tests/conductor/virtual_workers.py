@@ -109,6 +109,7 @@ class VirtualWorker:
         address = Address(name, 1)
         self.registered = RegisteredWorker(Instance(InstanceId(name), Role.BOTH, address))
         self.registered.card, self.registered.session = _CARD, self
+        self.registered.model = cluster.model
         self.registered.load.block_tokens = BLOCK_TOKENS
         self.registered.load.reset(self._load())
 
@@ -216,6 +217,7 @@ class VirtualWorker:
             decode=DecodeProfile(costs.decode_fixed_s, costs.decode_sequence_s, costs.decode_context_s)
             if costs and costs.decode_fixed_s
             else None,
+            prefill_pairs_waiting=scheduler.num_pending_pairs,
         )
 
 

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+import structlog
 
 from tanghulu.runtime.tasks import beside, cancelled
 
@@ -26,7 +27,7 @@ async def _fails():
 
 async def test_tasks_beside_a_block_have_ended_when_it_is_left():
     one, other = Work(), Work()
-    async with beside(one.forever(), other.forever(), _fails()):
+    async with beside(one.forever(), other.forever(), asyncio.sleep(0)):
         await one.begun.wait()
         await other.begun.wait()
         assert not one.over
@@ -44,6 +45,34 @@ async def test_an_error_in_the_block_ends_them_too():
 
     with pytest.raises(ValueError, match="the block's"):
         await block()
+    assert work.over
+
+
+async def test_one_that_fails_ends_the_block_and_the_others_and_is_in_the_log():
+    work = Work()
+    reached = False
+    with structlog.testing.capture_logs() as logs, pytest.raises(RuntimeError, match="its own affair"):
+        async with beside(work.forever(), _fails()):
+            await asyncio.Event().wait()
+            reached = True
+    assert not reached
+    assert work.over
+    assert [line["task"] for line in logs if line["event"] == "task.failed"] == ["_fails"]
+    assert asyncio.current_task().cancelling() == 0
+
+
+async def test_a_block_that_is_cancelled_itself_stays_cancelled():
+    work = Work()
+
+    async def block():
+        async with beside(work.forever()):
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(block())
+    await work.begun.wait()
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
     assert work.over
 
 

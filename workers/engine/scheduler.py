@@ -322,6 +322,16 @@ class Scheduler:
         return sum(request.num_pending for request in self._requests.values())
 
     @property
+    def num_added(self) -> int:
+        """How many requests were ever added."""
+        return self._num_added
+
+    @property
+    def num_pending_pairs(self) -> int:
+        """Twice the (query, key) pairs of these tokens: long prompts cost more than their tokens."""
+        return sum(len(r.sequence) ** 2 - r.num_computed**2 for r in self._requests.values())
+
+    @property
     def has_work(self) -> bool:
         """Whether `schedule` could plan something without an event from outside."""
         return bool(self._running or self._waiting)

@@ -44,6 +44,8 @@ class EngineLoad:
     pending_tokens: int = 0
     speeds: Speeds = field(default_factory=Speeds)
     reads: tuple[PeerReadTotal, ...] = ()
+    pending_pairs: int = 0
+    num_added: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +168,8 @@ class EngineThread:
             pending_tokens=scheduler.num_pending_tokens,
             speeds=self._speed.speeds,
             reads=reads,
+            pending_pairs=scheduler.num_pending_pairs,
+            num_added=scheduler.num_added,
         )
 
 

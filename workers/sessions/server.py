@@ -2,12 +2,18 @@
 
 Everything here runs on the process's event loop; the engine's thread is reached by commands and answers by reports.
 A session that ends takes its requests along: nobody would read their tokens.
+
+A step's outputs leave at once. A conductor that has none in it hears of the load and the KV events only every
+``SPREAD_S``, of all that came meanwhile in one message: with many conductors each would otherwise read each step of each
+worker, and more conductors could carry no more. Example: of eight conductors one has requests at a worker that makes
+100 steps a second: it gets 100 messages a second, each of the others 20.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 import grpc.aio
@@ -33,15 +39,36 @@ _log = structlog.get_logger(__name__)
 
 #: A conductor that is this many steps behind does not read: its session ends, and it may open another.
 MAX_UNREAD_STEPS = 4096
+#: Between two messages to a conductor that has no output in them.
+SPREAD_S = 0.05
+#: KV events that wait for the next message at the most.
+MAX_UNTOLD_EVENTS = 1024
 
 
 @dataclass(eq=False)
 class ConductorSession:
-    """One conductor's stream. ``requests`` are those of its requests that are in the engine."""
+    """One conductor's stream. ``requests`` are those of its requests that are in the engine.
+
+    ``events`` and ``load`` have not been told yet; ``telling`` will tell them, or ``next_s`` is the time from which on
+    they may be told at once. ``load`` holds the first ``num_taken`` of the session's ``num_submits``. ``added`` has those
+    that the engine took and no load held yet, each with how many requests of all sessions it had taken then.
+    """
 
     conductor_id: str
     outbox: asyncio.Queue[session_pb2.FromWorker | None]
     requests: set[RequestId] = field(default_factory=set)
+    events: list[session_pb2.KvEvent] = field(default_factory=list)
+    load: session_pb2.Load | None = None
+    telling: asyncio.TimerHandle | None = None
+    next_s: float = 0.0
+    num_submits: int = 0
+    num_taken: int = 0
+    added: deque[tuple[int, int]] = field(default_factory=deque)
+
+    def heard(self, load: EngineLoad) -> None:
+        """Count the submits that ``load``, of the engine, holds."""
+        while self.added and self.added[0][0] <= load.num_added:
+            self.num_taken = self.added.popleft()[1]
 
 
 class SessionHub:
@@ -107,6 +134,8 @@ class SessionHub:
 
     def _submit(self, session: ConductorSession, submit: session_pb2.Submit) -> None:
         request_id = RequestId(submit.request_id)
+        session.num_submits += 1
+        number = session.num_submits
         if self._draining:
             self._refuse(session, request_id, NodeUnavailable(f"worker {self._instance_id} is about to end"))
             return
@@ -125,6 +154,7 @@ class SessionHub:
         def add(core: EngineCore) -> None:
             try:
                 core.add(request)
+                session.added.append((core.scheduler.num_added, number))
             except TanghuluError as error:
                 self._loop.call_soon_threadsafe(self._refuse, session, request_id, error)
 
@@ -160,19 +190,18 @@ class SessionHub:
     ) -> None:
         if pending:  # events of commands before the snapshot: they belong in front of it
             self._broadcast_events(pending, load)
+        session.events.clear()  # the snapshot holds them
         message = welcome_message(self._instance_id, self._generation, hashes, self._sequence, load)
         self._sessions.add(session)
         self._send(session, session_pb2.FromWorker(welcome=message))
         _log.info("session.opened", conductor=session.conductor_id, cached_blocks=len(hashes))
 
     def _broadcast_events(self, events: list[KvEvent], load: EngineLoad) -> None:
-        messages = event_messages(events)
-        for other in self._sessions:
-            step = session_pb2.StepOutput(
-                step=self._step, event_sequence=self._sequence, kv_events=messages, load=load_message(load)
-            )
-            self._send(other, session_pb2.FromWorker(step=step))
+        messages, told = event_messages(events), load_message(load)
         self._sequence += len(messages)
+        for session in list(self._sessions):
+            session.heard(load)
+            self._note(session, messages, told)
 
     def on_report(self, report: StepReport) -> None:
         """Spread a step's report: to each conductor its requests' outputs, to all the events and the load."""
@@ -188,16 +217,46 @@ class SessionHub:
             if output.finish_reason is not None:
                 self._forget(output.request_id)
         events, load = event_messages(report.result.kv_events), load_message(report.load)
-        for session in list(self._sessions):
-            step = session_pb2.StepOutput(
-                step=self._step,
-                outputs=outputs.get(session, ()),
-                event_sequence=self._sequence,
-                kv_events=events,
-                load=load,
-            )
-            self._send(session, session_pb2.FromWorker(step=step))
         self._sequence += len(events)
+        for session in list(self._sessions):
+            session.heard(report.load)
+            self._note(session, events, load, outputs.get(session, ()))
+
+    def _note(
+        self,
+        session: ConductorSession,
+        events: Sequence[session_pb2.KvEvent],
+        load: session_pb2.Load,
+        outputs: Sequence[session_pb2.RequestOutput] = (),
+    ) -> None:
+        """Tell ``session`` at once if it has ``outputs``, or was told nothing for a while; else soon."""
+        session.events.extend(events)
+        session.load = load
+        now_s = self._loop.time()
+        # Reads are told once, so that a later load must not take the place of one that has them.
+        if outputs or load.reads or len(session.events) > MAX_UNTOLD_EVENTS or now_s >= session.next_s:
+            self._tell(session, outputs)
+        elif session.telling is None:
+            session.telling = self._loop.call_at(session.next_s, self._tell, session)
+
+    def _tell(self, session: ConductorSession, outputs: Sequence[session_pb2.RequestOutput] = ()) -> None:
+        self._calm(session)
+        session.next_s = self._loop.time() + SPREAD_S
+        step = session_pb2.StepOutput(
+            step=self._step,
+            outputs=outputs,
+            event_sequence=self._sequence - len(session.events),
+            kv_events=session.events,
+            load=session.load,
+            submits_taken=session.num_taken,
+        )
+        session.events.clear()
+        self._send(session, session_pb2.FromWorker(step=step))
+
+    def _calm(self, session: ConductorSession) -> None:
+        if session.telling is not None:
+            session.telling.cancel()
+            session.telling = None
 
     def _send(self, session: ConductorSession, message: session_pb2.FromWorker) -> None:
         try:
@@ -211,6 +270,7 @@ class SessionHub:
     def _end(self, session: ConductorSession) -> None:
         """Make the stream's writing side stop, whatever is still in the outbox."""
         self._sessions.discard(session)
+        self._calm(session)
         while session.outbox.full():
             session.outbox.get_nowait()
         session.outbox.put_nowait(None)

@@ -183,6 +183,7 @@ def load_message(load: EngineLoad) -> session_pb2.Load:
         blocks_total=load.blocks_total,
         blocks_free=load.blocks_available,
         prefill_tokens_waiting=load.pending_tokens,
+        prefill_pairs_waiting=load.pending_pairs,
         prefill_tokens_per_s=load.speeds.prefill_tokens_per_s,
         decode_step_s=load.speeds.decode_step_s,
         store_bytes_per_s=load.speeds.store_bytes_per_s,

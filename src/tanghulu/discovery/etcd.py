@@ -14,12 +14,13 @@ from types import TracebackType
 from typing import Self
 
 import structlog
+from google.protobuf.message import DecodeError
 
 from tanghulu.discovery.base import DEFAULT_TTL_S, Instance, InstanceEvent
 from tanghulu.discovery.etcd_client import EtcdClient
 from tanghulu.discovery.instance_wire import instance_from_proto, instance_to_proto
 from tanghulu.discovery.mirror import InstanceMirror
-from tanghulu.errors import MasterUnavailable
+from tanghulu.errors import InvalidRequest, MasterUnavailable
 from tanghulu.protos import common_pb2, etcd_pb2
 from tanghulu.types import Address, Role
 
@@ -79,6 +80,8 @@ class EtcdDiscovery:
         self.client = EtcdClient(addresses)
         self._prefix = prefix
         self._registrations: set[EtcdRegistration] = set()
+        #: Entries that were passed over because they could not be read.
+        self.num_unreadable = 0
 
     async def __aenter__(self) -> Self:
         return self
@@ -122,36 +125,35 @@ class EtcdDiscovery:
     ) -> AsyncGenerator[InstanceEvent, None]:
         end = start[:-1] + bytes([start[-1] + 1])
         snapshot = await self.client.range(start, end)
-        for event in _snapshot_events(mirror, snapshot, roles):
+        mirror.begin()
+        for kv in snapshot.kvs:
+            for event in self._put_events(mirror, kv, roles):
+                yield event
+        for event in mirror.synced(0):
             yield event
         async with aclosing(self.client.watch(start, end, snapshot.header.revision + 1)) as changes:
             async for change in changes:
-                for event in _change_events(mirror, change, roles, len(start)):
+                if change.type == etcd_pb2.Event.DELETE:
+                    events = mirror.delete(change.kv.key[len(start) :].decode(errors="replace"))
+                else:
+                    events = self._put_events(mirror, change.kv, roles)
+                for event in events:
                     yield event
+
+    def _put_events(
+        self, mirror: InstanceMirror, kv: etcd_pb2.KeyValue, roles: frozenset[Role]
+    ) -> list[InstanceEvent]:
+        """The events of an entry; none, and it is counted, for one that a newer version or a stranger has written."""
+        try:
+            instance = instance_from_proto(common_pb2.Instance.FromString(kv.value))
+        except (InvalidRequest, DecodeError) as error:
+            self.num_unreadable += 1
+            _log.warning("discovery.unknown_instance", key=kv.key.decode(errors="replace"), error=str(error))
+            return []
+        return mirror.put(instance) if not roles or instance.role in roles else []
 
     def _range_key(self, namespace: str) -> bytes:
         return f"{self._prefix}/{namespace}/".encode()
 
     def _key(self, instance: Instance) -> bytes:
         return self._range_key(instance.namespace) + instance.id.encode()
-
-
-def _snapshot_events(
-    mirror: InstanceMirror, snapshot: etcd_pb2.RangeResponse, roles: frozenset[Role]
-) -> list[InstanceEvent]:
-    mirror.begin()
-    events = [event for kv in snapshot.kvs for event in _put_events(mirror, kv.value, roles)]
-    return events + mirror.synced(0)
-
-
-def _change_events(
-    mirror: InstanceMirror, change: etcd_pb2.Event, roles: frozenset[Role], prefix_bytes: int
-) -> list[InstanceEvent]:
-    if change.type == etcd_pb2.Event.DELETE:
-        return mirror.delete(change.kv.key[prefix_bytes:].decode())
-    return _put_events(mirror, change.kv.value, roles)
-
-
-def _put_events(mirror: InstanceMirror, value: bytes, roles: frozenset[Role]) -> list[InstanceEvent]:
-    instance = instance_from_proto(common_pb2.Instance.FromString(value))
-    return mirror.put(instance) if not roles or instance.role in roles else []

@@ -5,6 +5,7 @@ Several endpoints of one etcd may be given: after one has failed, the next call 
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -44,7 +45,10 @@ class EtcdClient:
         index = self._index
         try:
             async with typed_errors(self.peer, MasterUnavailable):
-                yield self._channels[index]
+                try:
+                    yield self._channels[index]
+                except asyncio.InvalidStateError as error:  # grpc's word for a write to a stream that has ended
+                    raise MasterUnavailable(f"{self.peer} ended the call") from error
         except (MasterUnavailable, DeadlineExceeded) as error:
             if self._index == index:
                 self._index = (index + 1) % len(self._channels)

@@ -24,9 +24,11 @@ def test_first_come_first_served_within_a_priority():
     assert names(queue) == ["b", "d", "a", "c", "e"]
     queue.discard(RequestId("d"))
     queue.discard(RequestId("d"))
-    queue.push(RequestId("moved"), "moved", 9, front=True)
-    queue.push(RequestId("moved later"), "moved later", 10, front=True)
-    assert names(queue) == ["moved later", "moved", "b", "a", "c", "e"]
+    queue.push(RequestId("moved"), "moved", 0.5, front=True)
+    queue.push(RequestId("moved too"), "moved too", 0.7, front=True)
+    queue.push(RequestId("oldest, moved later"), "oldest, moved later", 0.1, front=True)
+    queue.push(RequestId("moved, urgent"), "moved, urgent", 3, 1, front=True)
+    assert names(queue) == ["moved, urgent", "oldest, moved later", "moved", "moved too", "b", "a", "c", "e"]
     queue.check()
 
 

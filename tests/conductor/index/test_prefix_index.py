@@ -2,14 +2,12 @@ from __future__ import annotations
 
 import time
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tanghulu.conductor.index.events import CacheMirror
 from tanghulu.conductor.index.prefix_index import Cleared, PrefixIndex, Removed, Stored
 from tanghulu.conductor.routing.requests import KvChange, SessionWelcome, WorkerLoad
-from tanghulu.errors import NodeUnavailable
 from tanghulu.store.directory_feed import DirectoryEvent, DirectoryEventKind
 from tanghulu.types import BlockHash, Fingerprint, InstanceId, kv_chunk_key
 
@@ -103,9 +101,12 @@ def test_worker_events_go_on_from_the_snapshot_and_a_gap_is_noticed():
     mirror.worker_events(A, 5, [KvChange(tuple(blocks(2))), KvChange(removed=tuple(blocks(1)))])
     mirror.worker_events(A, 7, [KvChange(tuple(blocks(1)))])
     assert mirror.hits(blocks(0, 1, 2)).workers == {A: 3}
-    with pytest.raises(NodeUnavailable, match="event 9 where 8"):
-        mirror.worker_events(A, 9, [KvChange(tuple(blocks(3)))])
-    mirror.welcome(A, _welcome(4, sequence=20))
+    assert not mirror.worker_events(A, 9, [KvChange(tuple(blocks(3)))])
+    assert mirror.worker_events(A, 10, [KvChange(tuple(blocks(6)))]), "a snapshot is on its way"
+    assert mirror.hits(blocks(0, 1, 2, 3)).workers == {A: 3}
+    assert mirror.hits(blocks(6)).workers == {}
+    mirror.check()
+    mirror.snapshot(A, _welcome(4, sequence=20))
     assert mirror.workers.num_blocks == 1
     mirror.worker_events(A, 20, [KvChange(tuple(blocks(5)), cleared=True)])
     assert mirror.hits(blocks(5)).workers == {A: 1}

@@ -6,9 +6,10 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from tanghulu.conductor.dispatch.admission import forecast
-from tanghulu.conductor.main import ConductorConfig
+from tanghulu.conductor.main import Conductor, ConductorConfig
 from tanghulu.conductor.routing.expected_output import FIRST_EXPECTED_OUTPUT
 from tanghulu.conductor.routing.overrides import (
     MAX_POLICIES,
@@ -144,3 +145,17 @@ def test_the_decode_load_is_forecast_for_the_end_of_the_prefill():
     crowd = WorkerView(InstanceId("d"), False, True, num_requests=70, coming_requests=30, decode_step_s=0.03)
     seen = forecast(request, [prefill, crowd], Decision(prefill.id, crowd.id))
     assert seen.tbt_s == pytest.approx(0.03 * (1 + (24 + 30 + 1 - 40) / 16))
+
+
+async def test_services_side_by_side_draw_ties_apart():
+    """Equal workers, equal requests: with equal draws all conductors would run to the same worker at once."""
+    workers = [WorkerView(InstanceId(f"w{n}"), True, True) for n in range(64)]
+    request = RequestView(1000, 64, 1 << 20)
+
+    def drawn(name: str) -> list[str]:
+        conductor = Conductor(ConductorConfig(), name, CollectorRegistry())
+        policy = conductor.dispatcher.router.policies.default
+        return [policy.choose(request, workers).prefill for _ in range(20)]
+
+    assert drawn("conductor-1") != drawn("conductor-2")
+    assert drawn("conductor-1") == drawn("conductor-1")

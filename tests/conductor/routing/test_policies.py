@@ -262,6 +262,20 @@ def test_own_dispatches_count_until_the_worker_has_seen_them():
     assert figures() == (0, 0, 0)
 
 
+def test_reports_under_way_do_not_erase_what_was_sent_behind_them():
+    load = LoadTracker()
+    for number in range(1, 6):
+        load.sent(f"r.{number}", 8000, 125)
+        load.numbered(f"r.{number}", number)
+    load.sent("peer/r.1", 100, 2)  # another conductor's has no number here
+    shown = []
+    for taken in (0, 0, 0, 3, 5):
+        load.report(WorkerLoad(), taken)
+        load.check()
+        shown.append(load.view(InstanceId("w"), Role.BOTH, 0).queue_tokens)
+    assert shown == [40_100, 40_000, 40_000, 16_000, 0]
+
+
 def test_draws_that_are_not_needed_are_passed_over_as_if_they_were_made():
     for num_scores in (1, 2, 7, 64, 300):
         drawn, passed = random.Random(5), random.Random(5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from tanghulu.conductor.routing.worker_state import LoadTracker
 from tanghulu.errors import ConfigError
 from tanghulu.protos import session_pb2 as pb
 from tanghulu.types import InstanceId, Role
+from tanghulu.workers.engine.thread import EngineLoad
+from tanghulu.workers.sessions.wire import load_message
 
 JSON = """{"tiny": {"prefill": {"fixed_s": 0.5, "token_s": 1e-3}, "decode": {"fixed_s": 0.02, "sequence_s": 1e-4}},
  "*": {"prefill": {"token_s": 2e-3}}}"""
@@ -64,6 +67,32 @@ def test_what_a_worker_reports_takes_the_files_place():
     without_decode = pb.StepCosts(prefill_token_s=2e-3)
     assert _load(pb.Load(costs=without_decode)).decode is None
     assert _load(pb.Load()).prefill is None
+
+
+def test_prompts_that_wait_are_priced_by_their_own_lengths():
+    """One of 131,072 tokens waits three times as long as 64 of 2,048, whatever the mean speed was lately."""
+    profile = PrefillProfile(0.02, 9.5e-5, 2.1e-9)
+    long, short = 131_072, 2048
+    waits = {}
+    for num, length in ((1, long), (64, short)):
+        tracker = LoadTracker()
+        tracker.block_tokens = 64
+        queue = EngineLoad(num_waiting=num, pending_tokens=num * length, pending_pairs=num * length**2)
+        told = replace(_load(load_message(queue)), prefill=profile, prefill_tokens_per_s=9200.0)
+        tracker.report(told)
+        waits[num] = tracker.view(InstanceId("w"), Role.BOTH, 0).wait_s
+        assert waits[num] == pytest.approx(num * profile.seconds(length, 0))
+        tracker.sent("own", short, long // 64)  # all but its end is cached
+        rest_s = profile.seconds(long, long - short)
+        assert tracker.view(InstanceId("w"), Role.BOTH, 0).wait_s == pytest.approx(waits[num] + rest_s)
+        tracker.check()
+    assert waits[1] > 2 * waits[64]
+
+
+def test_a_worker_that_tells_only_tokens_is_priced_by_its_mean_speed():
+    tracker = LoadTracker()
+    tracker.report(WorkerLoad(prefill_tokens_waiting=1000, prefill_tokens_per_s=500.0, prefill=PrefillProfile(1, 1, 1)))
+    assert tracker.view(InstanceId("w"), Role.BOTH, 0).wait_s == 2.0
 
 
 def test_the_default_policy_decides_by_the_profiles():

@@ -15,6 +15,8 @@ from prometheus_client import CollectorRegistry
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from tanghulu.conductor.routing_service.main import RouterConfig, RouterServer
+from tanghulu.conductor.routing_service.worker_networks import WorkerNetworks
+from tanghulu.errors import ConfigError, InvalidRequest
 from tanghulu.protos import router_pb2 as pb
 from tanghulu.protos import router_pb2_grpc
 from tanghulu.types import InstanceId, Role
@@ -173,3 +175,65 @@ async def test_what_is_wrong_is_said(scene: Scene, body: dict, text: str):
     assert text in answer.text
     wrong = await scene.http.put("/workers", json={"worker": "c", "url": "ftp://x"})
     assert wrong.status_code == 400
+
+
+async def test_a_dead_worker_is_passed_over_whatever_its_id(scene: Scene):
+    """Its id has a colon in it, as an address has, and the request would go to it and to nobody else."""
+    dead = InstanceId("10.0.0.0:30000")
+    scene.service.put_worker(dead, Role.BOTH, url="http://127.0.0.1:1")
+    answer = await scene.http.post("/generate", json={"input_ids": TOKENS, "routing": {"worker": dead}})
+    assert (answer.status_code, answer.text) == (200, "one two three")
+    await scene.until(lambda: scene.service.num_requests == 0)
+
+
+async def test_a_worker_may_be_named_by_a_name(scene: Scene):
+    port = scene.engines[1].url.rpartition(":")[2]
+    scene.service.put_worker(InstanceId("b"), Role.BOTH, url=f"http://localhost:{port}")
+    answer = await scene.http.post("/generate", json={"input_ids": TOKENS, "routing": {"worker": "b"}})
+    assert (answer.status_code, answer.headers["x-tanghulu-worker"]) == (200, "b")
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("http://169.254.169.254", "out of the workers' networks"),
+        ("http://[::ffff:169.254.169.254]:80", "out of the workers' networks"),
+        ("http://8.8.8.8:30000", "out of the workers' networks"),
+        ("http://127.0.0.1:30000/latest/meta-data?x=", "no path"),
+        ("http://127.0.0.1:30000/?", "no path"),
+        ("http://user@127.0.0.1:30000", "no user"),
+        ("http://127.0.0.1:x", "cannot be read"),
+        ("http://", "name a host"),
+    ],
+)
+async def test_a_url_that_is_no_workers_is_refused_at_both_edges(scene: Scene, url: str, text: str):
+    answer = await scene.http.put("/workers", json={"worker": "c", "url": url})
+    assert answer.status_code == 400
+    assert text in answer.text
+    with pytest.raises(grpc.aio.AioRpcError, match=text):
+        await scene.stub.PutWorker(pb.RouterWorker(worker="c", url=url))
+    assert len(scene.service.workers) == 2
+
+
+async def test_a_name_that_leads_out_of_the_networks_gets_no_request(scene: Scene, monkeypatch: pytest.MonkeyPatch):
+    async def elsewhere(host: str, *_: object, **__: object) -> list:
+        return [(2, 1, 6, "", ("169.254.169.254", 0))]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", elsewhere)
+    scene.service.put_worker(InstanceId("c"), Role.BOTH, url="http://metadata.internal")
+    scene.service.remove_worker(InstanceId("a"))
+    scene.service.remove_worker(InstanceId("b"))
+    answer = await scene.http.post("/generate", json={"input_ids": TOKENS})
+    assert answer.status_code == 503
+    assert "out of the workers' networks" in answer.text
+
+
+def test_networks_are_named():
+    named = WorkerNetworks("10.1.0.0/16, 2001:db8::/32")
+    for url in ("http://10.1.2.3:30000", "https://[2001:db8::1]:30000/", "http://a.name"):
+        named.check_url(url)
+    for url in ("http://10.2.0.1", "http://127.0.0.1", "http://[::1]"):
+        with pytest.raises(InvalidRequest, match="worker-networks"):
+            named.check_url(url)
+    with pytest.raises(ConfigError, match="--worker-networks"):
+        RouterConfig(worker_networks="10.0.0.1/8")

@@ -70,6 +70,15 @@ def test_decodes_first_then_prompts_in_order_of_arrival() -> None:
     assert runs(step(core)[0]) == {"a": (3, 1), "b": (10, 1), "c": (3, 1)}
 
 
+def test_what_is_pending_is_told_in_tokens_and_in_pairs() -> None:
+    core = scheduler()
+    core.add(req("a", 12))
+    core.add(req("b", 3))
+    assert (core.num_pending_tokens, core.num_pending_pairs) == (15, 12**2 + 3**2)
+    step(core)  # 8 of a's tokens
+    assert (core.num_pending_tokens, core.num_pending_pairs) == (7, 12**2 - 8**2 + 3**2)
+
+
 def test_sequences_in_a_step_are_bounded() -> None:
     core = scheduler(max_num_seqs=2)
     for index in range(4):

@@ -1,0 +1,71 @@
+"""The networks to which the routing service sends requests: whoever may register a worker names a URL for it.
+
+Without bounds that is a way for strangers into every network that the router reaches, and to the metadata of a cloud's
+machines at a link-local address. So a URL is a scheme, a host and a port and nothing else, and its host lies in one of
+the networks that the router was given. A name is looked up for each request, and the request goes to the very address
+that was looked at: a name that leads elsewhere a moment later gains nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+
+import httpx
+
+from tanghulu.errors import ConfigError, InvalidRequest, NodeUnavailable
+
+#: This machine, and the addresses that are private to an organisation (RFC 1918, RFC 4193).
+PRIVATE = "127.0.0.0/8,10.0.0.0/8,172.16.0.0/12,192.168.0.0/16,::1/128,fc00::/7"
+
+
+class WorkerNetworks:
+    """The networks in ``text``, separated by commas. Raises ConfigError for what is no network."""
+
+    def __init__(self, text: str = PRIVATE) -> None:
+        self._text = text
+        try:
+            self._networks = [ipaddress.ip_network(part.strip()) for part in text.split(",") if part.strip()]
+        except ValueError as error:
+            raise ConfigError(f"--worker-networks: {error}") from None
+
+    def check_url(self, url: str) -> None:
+        """Raise InvalidRequest unless ``url`` is a worker's: ``http://host:port``, an address in one of the networks."""
+        try:
+            read = httpx.URL(url)
+        except httpx.InvalidURL as error:
+            raise InvalidRequest(f"url {url!r} cannot be read: {error}") from None
+        if read.scheme not in ("http", "https") or not read.host:
+            raise InvalidRequest(f"url {url!r} must begin with http:// or https:// and name a host")
+        if read.userinfo or read.query or read.fragment or read.path != "/" or "?" in url or "#" in url:
+            raise InvalidRequest(f"url {url!r} must have a host and a port alone: no path, no query, no user")
+        address = _address(read.host)
+        if address is not None and not self._holds(address):
+            raise InvalidRequest(f"url {url!r} leads out of the workers' networks, {self._text} (--worker-networks)")
+
+    async def addresses_of(self, host: str) -> list[str]:
+        """The addresses of ``host`` in these networks. Raises NodeUnavailable if it has none there."""
+        if _address(host) is not None:
+            found = [host]
+        else:
+            try:
+                infos = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            except OSError as error:
+                raise NodeUnavailable(f"no address is known of {host}: {error}") from error
+            found = [str(info[4][0]) for info in infos]
+        inside = [each for each in found if (address := _address(each)) is not None and self._holds(address)]
+        if not inside:
+            raise NodeUnavailable(f"{host} is at {', '.join(found)}, out of the workers' networks, {self._text}")
+        return inside
+
+    def _holds(self, address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+        mapped = getattr(address, "ipv4_mapped", None)
+        return any((mapped or address) in network for network in self._networks)
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None

@@ -1,0 +1,110 @@
+"""What goes wrong with one request, or in one worker's session, stays there: others go on, and the log says so."""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+
+from tanghulu.conductor.dispatch import worker_session
+from tanghulu.errors import Overloaded
+from tanghulu.types import RequestId
+from tests.conductor.cluster import running_cluster
+
+
+def _body(prompt: str, **more: object) -> dict[str, object]:
+    return {"model": "tiny", "prompt": prompt, "max_tokens": 3, **more}
+
+
+async def test_a_request_that_cannot_be_routed_fails_alone(tmp_path, monkeypatch):
+    """Two wait for a place. The one in front breaks the choice of a worker; the other is served, at the same worker."""
+    async with running_cluster(tmp_path, max_in_flight=1) as cluster:
+        worker = await cluster.add()
+        worker.hold()
+        choose = cluster.dispatcher.router.choose
+
+        def breaks(flight, model):
+            assert flight.request.salt != b"broken"
+            return choose(flight, model)
+
+        monkeypatch.setattr(cluster.dispatcher.router, "choose", breaks)
+
+        async def ask(prompt: str, **more: object) -> int:
+            return (await cluster.http.post("/v1/completions", json=_body(prompt, **more))).status_code
+
+        first = asyncio.create_task(ask("first"))
+        await cluster.until(lambda: worker.submits)
+        broken = asyncio.create_task(ask("broken", cache_salt="broken"))
+        await cluster.until(lambda: cluster.dispatcher.num_requests == 2)
+        good = asyncio.create_task(ask("good"))
+        await cluster.until(lambda: cluster.dispatcher.num_requests == 3)
+        with structlog.testing.capture_logs() as logs:
+            worker.release()
+            assert await asyncio.gather(first, broken, good) == [200, 500, 200]
+        assert [line["log_level"] for line in logs if line["event"] == "request.broken"] == ["error"]
+        assert len(worker.sessions) == 1
+        assert cluster.dispatcher.num_requests == 0
+        assert await ask("broken", cache_salt="broken") == 500
+        assert await ask("after it") == 200
+
+
+async def test_a_step_that_cannot_be_taken_ends_its_session_and_another_begins(tmp_path, monkeypatch):
+    async with running_cluster(tmp_path) as cluster:
+        worker = await cluster.add()
+        take = cluster.dispatcher.mirror.worker_events
+        broken: list[int] = []
+
+        def breaks_once(*arguments):
+            if not broken:
+                broken.append(1)
+                raise AssertionError("cannot be")
+            return take(*arguments)
+
+        monkeypatch.setattr(cluster.dispatcher.mirror, "worker_events", breaks_once)
+        with structlog.testing.capture_logs() as logs:
+            answer = await cluster.http.post("/v1/completions", json=_body("a prompt of some blocks"))
+        assert answer.status_code == 200, answer.text
+        assert broken
+        assert [line["worker"] for line in logs if line["event"] == "worker.session_broken"] == [worker.id]
+        assert cluster.registry.workers[worker.id].usable
+
+
+async def test_a_request_can_be_ended_though_its_worker_takes_no_messages(tmp_path, monkeypatch):
+    async with running_cluster(tmp_path) as cluster:
+        worker = await cluster.add()
+        worker.hold()
+        asked = asyncio.create_task(cluster.http.post("/v1/completions", json=_body("x", rid="r1")))
+        await cluster.until(lambda: worker.submits)
+        session = cluster.registry.workers[worker.id].session
+
+        def full(_):
+            raise Overloaded("full")
+
+        monkeypatch.setattr(session, "abort", full)
+        (request_id,) = list(cluster.dispatcher._entries)
+        assert cluster.dispatcher.abort(RequestId(request_id))
+        await asked
+        assert cluster.dispatcher.num_requests == 0
+        cluster.dispatcher.check()
+        worker.release()
+        assert (await cluster.http.post("/v1/completions", json=_body("y"))).status_code == 200
+
+
+async def test_unsent_messages_are_bounded_in_bytes(tmp_path, monkeypatch):
+    async with running_cluster(tmp_path) as cluster:
+        worker = await cluster.add()
+        worker.hold()
+        monkeypatch.setattr(worker_session, "MAX_UNSENT_BYTES", 2000)
+        session = cluster.registry.workers[worker.id].session
+        for number in range(20):  # no turn of the loop between them: nothing is sent meanwhile
+            try:
+                session.abort(f"{number:0200}")
+            except Overloaded as error:
+                assert "are unsent" in error.message
+                break
+        else:
+            raise AssertionError("nothing was refused")
+        assert 5 <= number < 10
+        await worker.until(lambda: len(worker.aborts) == number)
+        session.abort("again")
+        await worker.until(lambda: "again" in worker.aborts)

@@ -1,0 +1,53 @@
+"""What strangers and newer versions write into etcd's range, and streams that end in the middle of a call."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from tanghulu.discovery.base import EventKind, Instance
+from tanghulu.discovery.etcd import EtcdDiscovery
+from tanghulu.discovery.etcd_client import EtcdClient
+from tanghulu.errors import MasterUnavailable
+from tanghulu.protos import common_pb2
+from tanghulu.types import Address, InstanceId, Role
+from tests.discovery.sources import etcd_here
+
+_RANGE = b"/tanghulu/default/"
+_NEWER = common_pb2.Instance(id="oracle", component="oracle", address="h:1").SerializeToString()
+_NOWHERE = common_pb2.Instance(id="nowhere", component="node", address="nowhere").SerializeToString()
+
+
+def _instance(name: str) -> Instance:
+    return Instance(InstanceId(name), Role.NODE, Address("h", 1))
+
+
+async def test_an_entry_that_cannot_be_read_is_passed_over_and_counted():
+    async with etcd_here() as address, EtcdDiscovery(address) as discovery:
+        lease = await discovery.client.grant(60)
+        for name, value in ((b"garbage", b"\xff\xff"), (b"oracle", _NEWER), (b"\xff", b"\xff")):
+            await discovery.client.put(_RANGE + name, value, lease)
+        await discovery.register(_instance("one"))
+        async with asyncio.timeout(30), aclosing(discovery.watch()) as events:
+            first = await anext(events)
+            assert (first.kind, first.instance and first.instance.id) == (EventKind.PUT, "one")
+            assert (await anext(events)).kind is EventKind.SYNCED
+            assert discovery.num_unreadable == 3
+            await discovery.client.put(_RANGE + b"nowhere", _NOWHERE, lease)
+            await discovery.client.revoke(lease)  # all four are deleted
+            await discovery.register(_instance("two"))
+            assert (await anext(events)).instance == _instance("two")
+            assert discovery.num_unreadable == 4
+
+
+async def test_a_stream_that_ended_before_a_write_is_an_etcd_that_is_away():
+    client = EtcdClient((Address("one", 1), Address("two", 1)))
+    try:
+        with pytest.raises(MasterUnavailable, match="etcd at one:1 ended the call"):
+            async with client._asking():
+                raise asyncio.InvalidStateError("RPC already finished.")
+        assert client.peer == "etcd at two:1"
+    finally:
+        await client.close()
