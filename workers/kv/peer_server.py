@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import secrets
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -39,6 +40,8 @@ EXPORT_TTL_S = 30.0
 #: Cached prefixes that other workers read at a time; who asks for more computes or asks the store.
 MAX_PREFIXES = 16
 SWEEP_S = 1.0
+#: Of the number at which a run's export ids begin: no later run comes near the ids of an earlier one.
+_FIRST_ID_BITS = 63
 
 
 class KvIdentity(NamedTuple):
@@ -81,7 +84,7 @@ class PeerServer:
         self._holder = holder
         self._prefix_numbers = itertools.count(1)
         self._prefixes: set[RequestId] = set()
-        self._exports = ExportTable(EXPORT_TTL_S)
+        self._exports = ExportTable(EXPORT_TTL_S, 1 + secrets.randbits(_FIRST_ID_BITS))
         self._session_ids = itertools.count(1)
         self._descriptor: SegmentDescriptor | None = None
         self.address, self.unix_path = "", ""

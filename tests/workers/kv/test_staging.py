@@ -10,6 +10,7 @@ import contextlib
 import random
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from tanghulu.errors import ConfigError, NodeUnavailable, Overloaded
+from tanghulu.errors import ChunkNotFound, ConfigError, NodeUnavailable, Overloaded
 from tanghulu.rpc.fast_server import FastService
 from tanghulu.rpc.port_mux import PortMux
 from tanghulu.runtime.clock import SystemClock
@@ -281,6 +282,19 @@ async def test_an_export_is_read_through_few_slots(tmp_path: Path, reader: PeerR
         assert holder.given_back == ["one"]
         assert holder.window.slots.num_free == 3
         holder.window.slots.check()
+
+
+async def test_an_export_of_an_earlier_run_names_nothing(tmp_path: Path, reader: PeerReader):
+    """A worker that was restarted at the same address has other prompts' KV: no id may find it."""
+    (tmp_path / "before").mkdir()
+    before = Holder(tmp_path / "before", 2, HostCopier())
+    async with before.serving():
+        stale = before.export([1, 2])
+    after = Holder(tmp_path, 2, HostCopier())
+    async with after.serving():
+        after.export([3, 4])
+        with pytest.raises(ChunkNotFound, match="compute the prompt"):
+            await asyncio.to_thread(reader.read, replace(stale, instance=f"{after.address}|"), 0, buffers(2))
 
 
 async def test_a_prefix_is_read_through_few_slots(tmp_path: Path, reader: PeerReader):
