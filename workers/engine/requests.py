@@ -117,8 +117,8 @@ class StopParams:
     """When generation ends. Counts are of tokens generated beyond the original prompt, wherever it was.
 
     ``eos_ids`` end the text unless ``ignore_eos``; ``stop_token_ids`` always do. Neither is drawn before
-    ``min_tokens`` tokens exist. (Stop strings are the conductor's: the worker sees no text.) A text under a grammar ends
-    with the first of either that is drawn, whatever else is said here: nothing may follow where the grammar is at its end.
+    ``min_tokens`` tokens exist. (Stop strings are the conductor's: the worker sees no text.) A text under a grammar
+    ends with the first of either that is drawn, whatever else is said here: nothing may follow the end of a grammar.
     """
 
     max_new_tokens: int
